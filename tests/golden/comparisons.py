@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.launch.experiment.measured import Measured, measure
 from tools.launch.experiment.tables import backends, moe, zero
+from tools.report.analyse.entry import Entry
+from tools.report.analyse.report import rows_of
 
 
 def render_zero(folders: Sequence[Path]) -> str:
-    return zero.render("gpt2-tiny", _measured(folders))
+    return zero.render("gpt2-tiny", _rows(folders))
 
 
 def render_backends(folders: Sequence[Path]) -> str:
-    return backends.render("gpt2-tiny", _measured(folders), ("DeepSpeed is left out.",))
+    return backends.render("gpt2-tiny", _rows(folders), ("DeepSpeed is left out.",))
 
 
 def render_moe(folders: Sequence[Path]) -> str:
-    return moe.render("moe-tiny", _measured(folders), ["a note"])
+    return moe.render("moe-tiny", _rows(folders), ["a note"])
 
 
-def _measured(folders: Sequence[Path]) -> list[Measured]:
-    found = measure([[folder] for folder in folders])
-    return [one for one in found if one is not None]
+def _rows(folders: Sequence[Path]) -> list[Entry]:
+    return [row for row in rows_of([[folder] for folder in folders]) if row is not None]

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 from tools.records import run as records
 from tools.records.io import write_record
-from tools.records.run import Host, MegatronEntry, RunRecord, Status
+from tools.records.run import Host, MegatronEntry, RunRecord, Status, StatusRecord
+from tools.report.analyse.configurations import Configuration, pooled
+from tools.report.analyse.entry import Entry
+from tools.report.analyse.parity import Parity
+from tools.report.analyse.rates import Rates
+from tools.report.read.runs import Run
+from tools.report.read.scraped import ScrapedLog
+from tools.report.read.window import Window
 from tools.spec.flags import merge_flags
-from tools.spec.run import DeviceKind, RunSpec, spec_of_flags
-from tools.spec.strategy import Parallelism, strategy_flags
+from tools.spec.model import load_model
+from tools.spec.run import DeviceKind, RunSpec, spec_of_flags, spec_of_model
+from tools.spec.strategy import Batch, Parallelism, parse_strategy, strategy_flags
 
 SHAPE_FLAGS = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
@@ -123,3 +133,36 @@ def write_run(
     if status is not None:
         write_record(folder / records.STATUS_FILE, records.StatusRecord(status, 0))
     return folder
+
+
+def report_row(
+    strategy: str = "baseline",
+    ms: float | None = 100,
+    *,
+    backend: str = "megatron",
+    status: str = "ok",
+    parity: str = "held",
+    wall_seconds: float | None = None,
+    samples_ms: Sequence[float] | None = None,
+    spec: Mapping[str, object] = MappingProxyType({}),
+    **figures: object,
+) -> Entry:
+    """A row whose iterations take about `ms`, and whose figures are as a test says."""
+    split = parse_strategy(strategy, 1 if strategy == "baseline" else 2)
+    trained = spec_of_model(load_model("gpt2-tiny"), split, Batch(2, 8))
+    trained = replace(trained, backend=backend, strategy=strategy, **spec)  # type: ignore[arg-type]
+    if samples_ms is None:
+        samples_ms = [ms * (1 + 1e-4 * n) for n in range(-10, 11)] if ms else ()
+    run = Run(
+        name=strategy,
+        path=Path("nowhere") / strategy,
+        spec=trained,
+        status=StatusRecord(Status(status), None, "", wall_seconds=wall_seconds),
+        log=ScrapedLog(""),
+        window=Window(tuple(samples_ms)),
+        record=replace(run_record(strategy), spec=trained),
+    )
+    row = Entry(strategy, Configuration((run,), pooled([run])), Rates(), Parity(parity))
+    assert all(isinstance(getattr(Entry, name), cached_property) for name in figures), figures
+    vars(row).update(figures)
+    return row

@@ -16,7 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from tools.report.read.iteration_line import find_iterations
+from tools.report.read.dialects import find_iterations
 from tools.report.read.iterations import Iteration
 from tools.report.read.lines import split_lines
 

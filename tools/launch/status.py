@@ -19,7 +19,7 @@ from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.report.read.diagnosis import diagnose
-from tools.report.read.iteration_line import find_iterations
+from tools.report.read.dialects import find_iterations
 from tools.report.read.iterations import Iteration
 from tools.report.read.lines import split_lines
 from tools.report.read.runs import find_run_folders

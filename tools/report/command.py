@@ -30,7 +30,7 @@ def log_as_json(log: ScrapedLog, status: StatusRecord) -> dict[str, Any]:
         "status": status.status.value,
         "reason": status.reason,
         "rank": status.rank,
-        "dialect": log.dialect.value,
+        "dialect": log.generation.name,
         "iterations": [iteration_as_json(found) for found in log.iterations],
         "restarts": list(log.restarts),
         "parameters": msgspec.to_builtins(log.parameters),

@@ -1,7 +1,7 @@
 """Cells with times as a test wants them."""
 
+from tests.report.factory import report_row
 from tools.launch.experiment.definition import ExperimentCell
-from tools.launch.experiment.measured import Measured
 from tools.launch.experiment.tables.overtaking import Swept
 from tools.plan.tensors import parameters_total
 from tools.spec.model import load_model
@@ -20,12 +20,13 @@ def measured(
 ) -> Swept:
     """Times of one percent's scatter about a median; None was never measured."""
     samples = [milliseconds * (1 + 0.001 * n) for n in range(-10, 11)] if milliseconds else []
+    row = report_row(strategy, backend=backend, samples_ms=samples)
     values: dict[str, object] = {
         "cell": ExperimentCell(model, strategy, devices, DeviceKind.CPU, backend),
         "backend": backend,
         "parameters": parameters_total(load_model(model).shape),
         "tokens_per_iteration": 512,
-        "measured": Measured(backend, strategy, samples_ms=(tuple(samples),)) if samples else None,
+        "row": row if samples else None,
     }
     return Swept(**{**values, **changes})  # type: ignore[arg-type]
 

@@ -1,34 +1,30 @@
 import math
-from dataclasses import replace
 
 import pytest
 
+from tests.report.factory import report_row
 from tools.launch.experiment import definition
 from tools.launch.experiment.cells import cell_job
 from tools.launch.experiment.definition import load_experiment
-from tools.launch.experiment.measured import Measured
 from tools.launch.experiment.tables.moe import RoutedParity, parity, render
 from tools.launch.options import Options
+from tools.report.analyse.entry import Entry
 
 
-def run(backend: str, milliseconds: float = 100, seed: int = 1, **changes: object) -> Measured:
-    found = Measured(
-        backend=backend,
-        strategy="dp2",
-        optimizer="AdamW",
-        seed=seed,
-        status="ok",
-        samples_ms=(tuple(milliseconds + 0.01 * n for n in range(-10, 11)),),
-        wall_seconds=20,
-        losses={1: 10.0 + seed, 3: 9.0},
-        routing={1: ((300, 500),), 2: ((400, 400),), 3: ((200, 600),)},
-        validation_loss=8.0 + seed / 10,
-        accuracy=0.25 if backend == "native" else None,
-        machines=("2 cores of A",),
-        dtype="fp32",
-        commits=("abc",),
-    )
-    return replace(found, **changes)  # type: ignore[arg-type]
+def run(
+    backend: str, milliseconds: float = 100, seed: int = 1, dtype: str = "fp32", **changes: object
+) -> Entry:
+    values: dict[str, object] = {
+        "optimizer": "AdamW",
+        "activation": "",
+        "wall_seconds": 20,
+        "losses": {1: 10.0 + seed, 3: 9.0},
+        "routing": {1: ((300, 500),), 2: ((400, 400),), 3: ((200, 600),)},
+        "validation_loss": 8.0 + seed / 10,
+        "accuracy": 0.25 if backend == "native" else None,
+        "spec": {"seed": seed, "dtype": dtype},
+    }
+    return report_row("dp2", milliseconds, backend=backend, **{**values, **changes})  # type: ignore[arg-type]
 
 
 def row(text: str, backend: str) -> list[str]:
@@ -74,9 +70,12 @@ def test_losses_are_compared_until_a_token_takes_another_expert() -> None:
 
 def test_many_choices_that_are_others_at_once_excuse_a_loss_in_16_bits_alone() -> None:
     routing = {1: ((300, 500),), 2: ((400, 400),), 3: ((191, 609),)}
-    wrong = run("native", losses={1: 11.0, 3: 8.0}, routing=routing)
+    wrong, in_16_bits = (
+        run("native", dtype=dtype, losses={1: 11.0, 3: 8.0}, routing=routing)
+        for dtype in ("fp32", "bf16")
+    )
     assert not parity([wrong], [run("megatron")]).held
-    assert parity([replace(wrong, dtype="bf16")], [run("megatron")]) == RoutedParity(0, 1, 3)
+    assert parity([in_16_bits], [run("megatron")]) == RoutedParity(0, 1, 3)
 
 
 def test_parity_beyond_a_hundred_thousandth_is_said_to_be_broken() -> None:
@@ -88,14 +87,17 @@ def test_parity_beyond_a_hundred_thousandth_is_said_to_be_broken() -> None:
 
 def test_another_optimizer_is_no_broken_parity_but_a_difference_in_score() -> None:
     adamw = [run(backend, seed=seed) for seed in (1, 2) for backend in ("megatron", "native")]
-    muon = run("native", optimizer="Muon + AdamW", losses={1: 5.0}, validation_loss=7.0)
+    muon, close = (
+        run("native", optimizer="Muon + AdamW", losses={1: 5.0}, validation_loss=loss)
+        for loss in (7.0, 8.15)
+    )
     text = render("m", [*adamw, muon], ())
     assert "parity held" in text
     assert (
         "Muon's validation loss is -1.1500 from AdamW's, beyond what AdamW's own runs scatter by "
         "(0.1000)." in text
     )
-    assert "within what" in render("m", [*adamw, replace(muon, validation_loss=8.15)], ())
+    assert "within what" in render("m", [*adamw, close], ())
 
 
 def test_published_values_are_below_with_what_is_wrong_with_them() -> None:

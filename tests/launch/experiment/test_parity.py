@@ -1,21 +1,21 @@
+from tests.report.factory import report_row
 from tools.launch.experiment.commands import disagreements
-from tools.launch.experiment.measured import Measured
+from tools.report.analyse.entry import Entry
 
 
-def runs(*verdicts: tuple[str, str, str]) -> list[Measured]:
+def rows(*verdicts: tuple[str, str, str]) -> list[Entry]:
     return [
-        Measured("megatron", strategy, status=status, parity=parity)
-        for strategy, status, parity in verdicts
+        report_row(strategy, status=status, parity=parity) for strategy, status, parity in verdicts
     ]
 
 
 def test_reference_and_kept_parity_agree() -> None:
-    assert disagreements(runs(("baseline", "ok", "reference"), ("tp2", "ok", "held"))) == []
+    assert disagreements(rows(("baseline", "ok", "reference"), ("tp2", "ok", "held"))) == []
 
 
 def test_what_broke_cannot_be_compared_or_is_not_known_does_not_pass() -> None:
     found = disagreements(
-        runs(
+        rows(
             ("baseline", "ok", "reference"),
             ("tp2", "ok", "broken@11"),
             ("pp2", "ok", "not comparable"),

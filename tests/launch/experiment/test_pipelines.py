@@ -2,10 +2,10 @@ from dataclasses import replace
 
 from tests.launch.experiment.test_zero_and_backends import cells, measured
 from tools.launch.experiment.definition import load_experiment
-from tools.launch.experiment.measured import Measured
 from tools.launch.experiment.tables.pipelines import claims, disagreements, render
 from tools.launch.options import Options
 from tools.plan.tensors import rank_parameters
+from tools.report.analyse.entry import Entry
 from tools.spec.model import load_model
 from tools.spec.run import spec_of_model
 from tools.spec.strategy import Batch, parse_strategy
@@ -14,7 +14,7 @@ ITERATIONS = range(1, 6)
 BYTES = 4
 
 
-def trained(strategy: str, *, backend: str = "native", factor: float = 1.0) -> Measured:
+def trained(strategy: str, *, backend: str = "native", factor: float = 1.0) -> Entry:
     """A run whose stages hold what their schedule says, and whose losses are `factor` of baseline's."""
     devices = 1 if strategy == "baseline" else 2
     split = parse_strategy(strategy, devices)
@@ -25,8 +25,11 @@ def trained(strategy: str, *, backend: str = "native", factor: float = 1.0) -> M
         for stage in range(split.pipeline)
     )
     losses = {iteration: factor * (10 - iteration / 10) for iteration in ITERATIONS}
-    pipeline = {"bubble": 0.5, "ideal_bubble": 0.25} if split.pipeline > 1 else {}
-    return measured(backend, strategy, 100, spec=spec, weight_bytes=held, losses=losses, **pipeline)
+    bubble = 0.5 if split.pipeline > 1 else None
+    own = {"dtype": "fp32", "shape": spec.shape}
+    return measured(
+        backend, strategy, 100, spec=own, weight_bytes=held, losses=losses, bubble=bubble
+    )
 
 
 RUNS = [

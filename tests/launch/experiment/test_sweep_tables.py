@@ -3,9 +3,10 @@ from dataclasses import replace
 import pytest
 
 from tests.launch.experiment.factory import measured, pair
+from tests.report.factory import report_row
 from tools.launch.experiment.tables.overtaking import SizePoint, crossover, fastest, verdicts
 from tools.launch.experiment.tables.sweep import draw_sweep, render
-from tools.report.analyse.statistics import TimeComparison, TimeVerdict
+from tools.report.analyse.statistics import TimeComparison, TimeVerdict, estimate
 from tools.spec.run import Backend, DeviceKind
 from tools.text.units import parameters
 
@@ -127,10 +128,9 @@ def test_on_cpu_ranks_processor_time_has_verdicts_of_its_own() -> None:
     times = {Backend.MEGATRON: (100, 80), Backend.NATIVE: (200, 40)}
     cells = []
     for backend, (wall, processor) in times.items():
-        cell = measured(backend, wall)
-        assert cell.measured is not None
-        samples = (tuple(processor + 0.01 * n for n in range(21)),)
-        cells.append(replace(cell, measured=replace(cell.measured, processor_ms=samples)))
+        samples = [processor + 0.01 * n for n in range(21)]
+        row = report_row(ms=wall, backend=backend, processor=estimate([samples]))
+        cells.append(replace(measured(backend, wall), row=row))
     text = render("s", cells, [])
     assert "- On 1 CPU rank megatron is faster than native" in text
     assert "- By processor time: On 1 CPU rank native is faster than megatron" in text

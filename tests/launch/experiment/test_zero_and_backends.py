@@ -1,20 +1,15 @@
 import pytest
 
+from tests.report.factory import report_row
 from tools.launch.experiment.definition import load_experiment
-from tools.launch.experiment.measured import Measured
 from tools.launch.experiment.tables import backends as compare_backends
 from tools.launch.experiment.tables import zero as compare_zero
 from tools.launch.options import Options
+from tools.report.analyse.entry import Entry
 
 
-def measured(backend: str, strategy: str, milliseconds: float, **changes: object) -> Measured:
+def measured(backend: str, strategy: str, milliseconds: float, **changes: object) -> Entry:
     values: dict[str, object] = {
-        "backend": backend,
-        "strategy": strategy,
-        "status": "ok",
-        "parity": "held",
-        "samples_ms": (tuple(milliseconds + 0.01 * n for n in range(-10, 11)),),
-        "global_batch_size": 8,
         "peak_bytes": 100_000_000,
         "sent_bytes": 50_000_000,
         "nccl_bytes": 30_000_000,
@@ -25,7 +20,7 @@ def measured(backend: str, strategy: str, milliseconds: float, **changes: object
         "final_loss": 9.0,
         "implementation": "Megatron-LM 0.19.0 (commit abc)",
     }
-    return Measured(**{**values, **changes})  # type: ignore[arg-type]
+    return report_row(strategy, milliseconds, backend=backend, **{**values, **changes})  # type: ignore[arg-type]
 
 
 def cells(text: str, name: str, table: int = 0) -> list[str]:
@@ -78,7 +73,7 @@ def test_a_failed_run_has_dashes_and_no_speedup() -> None:
         peak_bytes=None,
         sent_bytes=None,
         communication_seconds=None,
-        shares=None,
+        shares=(),
     )
     row = cells(compare_zero.render("gpt3-64m", [measured("megatron", "dp2", 1), failed]), "ZeRO-3")
     assert row[1] == "crashed"
@@ -111,7 +106,7 @@ def test_a_speedup_within_noise_is_said_to_be() -> None:
     text = compare_zero.render("gpt3-64m", runs)
     assert cells(text, "ZeRO-1")[6] == "1.00x, within noise (0.68x)"
     assert cells(text, "Baseline")[6] == "1.00x (1.00x)"
-    few = [measured("megatron", name, 100, samples_ms=((100.0,),)) for name in ("dp2", "zero1")]
+    few = [measured("megatron", name, 100, samples_ms=(100.0,)) for name in ("dp2", "zero1")]
     few_text = compare_zero.render("gpt3-64m", few)
     assert cells(few_text, "ZeRO-1")[6] == "1.00x, too few samples (0.68x)"
 

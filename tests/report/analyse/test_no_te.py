@@ -4,8 +4,8 @@ from pathlib import Path
 from tests.report.factory import log_text, run_record, write_run
 from tools.report.analyse.comparability import SHARED, compare_speed
 from tools.report.analyse.configurations import configurations
-from tools.report.analyse.entry import notes_of
 from tools.report.analyse.report import build_report
+from tools.report.analyse.results import notes_of
 from tools.report.read.runs import Run, load_folder
 from tools.spec.published import load_published
 

@@ -14,7 +14,7 @@ import zstandard
 from tests.report.factory import iteration_line
 from tools.records.run import Status
 from tools.report.read.diagnosis import classify_log
-from tools.report.read.iteration_line import find_iterations
+from tools.report.read.dialects import find_iterations
 from tools.report.read.runs import load_log
 from tools.report.read.scrape import scrape_log, scrape_runs
 from tools.spec.strategy import Sharding

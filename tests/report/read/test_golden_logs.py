@@ -8,18 +8,18 @@ import pytest
 
 from tools.records.run import Status
 from tools.report.read.diagnosis import classify_log
+from tools.report.read.dialects.megatron import MICROSECONDS, MICROSECONDS_GTP, SECONDS
 from tools.report.read.scrape import scrape_log
-from tools.report.read.scraped import Dialect
 from tools.report.read.window import select_window
 
 LOGS = Path(__file__).parents[1] / "logs"
-DIALECTS = {
-    "0.12": Dialect.SECONDS,
-    "0.14": Dialect.SECONDS,
-    "f4fa7d6b": Dialect.SECONDS,
-    "0.16.1": Dialect.MICROSECONDS,
-    "0.18.2": Dialect.MICROSECONDS,
-    "0.19.0": Dialect.MICROSECONDS_GTP,
+GENERATIONS = {
+    "0.12": SECONDS,
+    "0.14": SECONDS,
+    "f4fa7d6b": SECONDS,
+    "0.16.1": MICROSECONDS,
+    "0.18.2": MICROSECONDS,
+    "0.19.0": MICROSECONDS_GTP,
 }
 FLAGS = ("first_of_start", "averaged", "after_pause")
 
@@ -38,7 +38,7 @@ def sizes(reading):
     )
 
 
-@pytest.mark.parametrize("version", DIALECTS)
+@pytest.mark.parametrize("version", GENERATIONS)
 def test_every_value_of_the_log_is_scraped(version):
     log, expected = golden(version)
     iterations = [
@@ -68,10 +68,10 @@ def test_every_value_of_the_log_is_scraped(version):
         assert timers[name] == pytest.approx(values), name
 
 
-@pytest.mark.parametrize(("version", "dialect"), DIALECTS.items())
-def test_dialect_and_ending_are_recognised(version, dialect):
+@pytest.mark.parametrize(("version", "generation"), GENERATIONS.items())
+def test_generation_and_ending_are_recognised(version, generation):
     log, _ = golden(version)
-    assert log.dialect is dialect
+    assert log.generation == generation
     assert classify_log(log).status is Status.OK
     assert log.restarts == ()
 
@@ -79,7 +79,7 @@ def test_dialect_and_ending_are_recognised(version, dialect):
 @pytest.mark.parametrize("version", ["f4fa7d6b", "0.16.1", "0.18.2", "0.19.0"])
 def test_window_of_a_real_run_leaves_out_the_known_traps(version):
     log, _ = golden(version)
-    left_out = {1, 6, 9, 11} | ({2} if log.dialect.averages_second_line else set())
+    left_out = {1, 6, 9, 11} | ({2} if log.generation.averages_second_line else set())
     assert set(select_window(log).iterations) == set(range(1, 13)) - left_out
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.report.factory import iteration_line
-from tools.report.read.iteration_line import find_iterations
+from tools.report.read.dialects import find_iterations
 
 PUBLISHED = (
     " [2025-09-07 23:58:47] iteration      609/  500000 | consumed samples:        19488 |"

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from tests.report.factory import iteration_line
 from tools.report.read import scrape
-from tools.report.read.events import OTHER_NEWS
-from tools.report.read.iteration_line import find_iterations
+from tools.report.read.dialects import find_iterations, line_formats
 from tools.report.read.layouts import LayoutReader
-from tools.report.read.scrape import scrape_runs
+from tools.report.read.scrape import other_news, scrape_runs
 
 PRIMUS = (
     "[20251121 12:10:29][rank-31/32][INFO ] [--------trainer.py:2488] :  iteration    {n:8d}/   36000"
@@ -25,7 +24,9 @@ PRIMUS = (
 
 def columns_and_lines(text: str):
     """The iterations of a block's plain lines, and what each line gives by itself."""
-    block = LayoutReader(OTHER_NEWS).block(text.encode(), range(1, text.count("\n") + 1))
+    reader = LayoutReader(other_news())
+    (reader.format,) = line_formats()
+    block = reader.block(text.encode(), range(1, text.count("\n") + 1))
     whole = list(block.columns.rows(0, len(block.plain)))
     lines = text.split("\n")[:-1]
     return [

@@ -3,7 +3,8 @@ import gzip
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.report.read.lines import MAX_LINE, clean, printable, read_lines, split_lines, unwrapped
+from tools.report.read.lines import clean, printable, read_lines, split_lines, unwrapped
+from tools.report.read.pieces import MAX_LINE
 
 
 def write(tmp_path, content: bytes):
@@ -40,7 +41,7 @@ def test_long_line_comes_in_pieces_cut_before_an_iteration():
     assert rest == ""
     assert max(len(line) for line in lines) <= MAX_LINE
     assert "".join(lines) == record * 200
-    assert sum(line.count(" iteration 1/2 |") for line in lines) == 200
+    assert sum(line.count("iteration 1/2 |") for line in lines) == 200
 
 
 def test_unfinished_rest_stays_bounded():

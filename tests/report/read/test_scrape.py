@@ -4,10 +4,11 @@ import textwrap
 import pytest
 
 from tests.report.factory import iteration_line, log_text
+from tools.report.read.dialects.megatron import MICROSECONDS, SECONDS
 from tools.report.read.iterations import LOG_LINE
-from tools.report.read.lines import MAX_LINE
+from tools.report.read.pieces import MAX_LINE
 from tools.report.read.scrape import scrape_log, scrape_runs
-from tools.report.read.scraped import CheckpointEvent, Dialect, MemoryReading
+from tools.report.read.scraped import CheckpointEvent, MemoryReading
 
 ARGUMENTS = """------------------------ arguments ------------------------
   hidden_size ..................................... 64
@@ -32,13 +33,13 @@ def test_iterations_come_in_order_with_their_flags(tmp_path):
     assert numbers(log) == [1, 2, 3, 4]
     assert [f.first_of_start for f in log.iterations] == [True, False, False, False]
     assert [f.averaged for f in log.iterations] == [False, True, False, False]
-    assert log.dialect is Dialect.MICROSECONDS
+    assert log.generation == MICROSECONDS
     assert log.exit_reason == "exiting program at iteration 4"
 
 
 def test_second_line_is_no_average_before_0_16(tmp_path):
     log = scrape(tmp_path, log_text([300, 100, 100]))
-    assert log.dialect is Dialect.SECONDS
+    assert log.generation == SECONDS
     assert not any(found.averaged for found in log.iterations)
 
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from tests.report.factory import iteration_line, log_text, run_record, write_run
 from tools.records.run import Code, Host, Status
-from tools.report.analyse.entry import RESULTS
 from tools.report.analyse.report import build_report
+from tools.report.analyse.results import RESULTS
 from tools.report.build import BuildOptions, build
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.report.render.text import print_report

@@ -2,8 +2,7 @@
 
 `examples/experiments/NAME.yaml` says what is trained (cells), under which settings, and which table is
 made of it; `definition` reads it. `cells` composes and checks every cell before the first one starts,
-`runner` trains them, `finished` finds those that were trained before, `measured` is what every table
-takes from a run, `tables/` says what follows. `commands`, `sweep` and `bench_gpu/` join these for the
-make targets.
+`runner` trains them, `finished` finds those that were trained before, `tables/` says what follows, of
+the report's rows. `commands`, `sweep` and `bench_gpu/` join these for the make targets.
 The top of `tools.launch`: it may import everything there, and only the command line imports it.
 """

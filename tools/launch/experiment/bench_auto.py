@@ -11,11 +11,11 @@ from rich.console import Console
 from tools.launch.auto import as_options, plan_here
 from tools.launch.experiment.cells import check_cells, plan_cells
 from tools.launch.experiment.definition import Experiment, ExperimentCell, VariableValue, load_sweep
-from tools.launch.experiment.measured import measure
 from tools.launch.experiment.runner import Runner
 from tools.launch.experiment.tables.auto import AutoGroup, AutoRow, render
 from tools.launch.options import Options
 from tools.plan.search import Candidate, Plan
+from tools.report.analyse.report import rows_of
 from tools.spec import settings
 from tools.spec.files import ROOT
 from tools.text.terminal import say
@@ -81,16 +81,16 @@ def _group(
     runner.warm = experiment.warm
     runner.train()
     results = runner.results()
-    found = measure([result.folders for result in results])
+    found = rows_of([result.folders for result in results])
     by_cell = dict(zip(cells, candidates, strict=True))
     rows = tuple(
         AutoRow(
             result.cell.strategy,
             by_cell[result.cell].spec.batch.micro_batch_size,
             1e3 * by_cell[result.cell].seconds.total,
-            measured.estimate if measured else None,
+            row.estimate if row else None,
         )
-        for result, measured in zip(results, found, strict=True)
+        for result, row in zip(results, found, strict=True)
     )
     return AutoGroup(cell.model, cell.devices, rows)
 

@@ -16,7 +16,6 @@ from tools.launch.errors import LaunchError
 from tools.launch.experiment.cells import PlannedCells, check_cells, plan_cells
 from tools.launch.experiment.definition import SWEEP, Experiment, load_experiment
 from tools.launch.experiment.finished import finished_run
-from tools.launch.experiment.measured import Measured, measure
 from tools.launch.experiment.runner import CellResult, Runner
 from tools.launch.experiment.sweep import sweep
 from tools.launch.experiment.tables import backends, moe, pipelines, zero
@@ -27,6 +26,8 @@ from tools.launch.pairs import PREFIX
 from tools.launch.preflight import LOG_BYTES
 from tools.launch.train import command_line
 from tools.launch.verify import verify
+from tools.report.analyse.entry import Entry
+from tools.report.analyse.report import rows_of
 from tools.spec.files import ROOT
 from tools.spec.published import MAIN_SOURCE, load_published
 from tools.text.terminal import say
@@ -70,9 +71,9 @@ class Ended:
             return 1
         return call_module("tools.report", "build", *folders, "--name", self.experiment.report)
 
-    def measured(self) -> list[Measured]:
+    def rows(self) -> list[Entry]:
         """Of each cell that has a run, in order."""
-        return list(filter(None, measure([result.folders for result in self.results])))
+        return list(filter(None, rows_of([result.folders for result in self.results])))
 
     def write(self, text: str) -> None:
         """`comparison.md` in the report's folder, and on the terminal."""
@@ -161,10 +162,10 @@ def verified_parity_of(ended: Ended) -> int:
 
 def _parity(ended: Ended, verifies: bool) -> int:
     code = report_of(ended)
-    measured = ended.measured()
-    if verifies and _verified(ended, measured):
+    rows = ended.rows()
+    if verifies and _verified(ended, rows):
         code = report_of(ended)
-    broken = disagreements(measured)
+    broken = disagreements(rows)
     for sentence in broken:
         say(ended.console, sentence, "red")
     if not broken:
@@ -172,9 +173,9 @@ def _parity(ended: Ended, verifies: bool) -> int:
     return code or int(bool(broken))
 
 
-def _verified(ended: Ended, measured: Sequence[Measured]) -> int:
+def _verified(ended: Ended, rows: Sequence[Entry]) -> int:
     """Verify every strategy whose losses broke; how many."""
-    broken = [run.strategy for run in measured if run.parity.startswith("broken")]
+    broken = [row.strategy for row in rows if row.parity.verdict.startswith("broken")]
     for result in ended.results:
         launch, strategy = result.launch, result.cell.strategy
         if strategy in broken and result.runs:
@@ -186,12 +187,12 @@ def _verified(ended: Ended, measured: Sequence[Measured]) -> int:
     return len(broken)
 
 
-def disagreements(runs: Sequence[Measured]) -> list[str]:
-    """A sentence for every run whose parity is not `reference` or `held`."""
+def disagreements(rows: Sequence[Entry]) -> list[str]:
+    """A sentence for every row whose parity is not `reference` or `held`."""
     return [
-        f"Parity of {run.strategy}: {run.parity or 'not known'} (status {run.status})."
-        for run in runs
-        if run.parity not in ("reference", "held")
+        f"Parity of {row.strategy}: {row.parity.verdict or 'not known'} (status {row.status})."
+        for row in rows
+        if row.parity.verdict not in ("reference", "held")
     ]
 
 
@@ -236,37 +237,37 @@ def published_of(ended: Ended) -> int:
 def zero_of(ended: Ended) -> int:
     """The tables of the DeepSpeed report; 0 if every run ended well with the same losses."""
     ended.build_report()
-    runs = ended.measured()
-    ended.write(zero.render(ended.model, runs))
-    return _losses_agree(ended, runs)
+    rows = ended.rows()
+    ended.write(zero.render(ended.model, rows))
+    return _losses_agree(ended, rows)
 
 
 def backends_of(ended: Ended) -> int:
     """Every backend that is installed; 0 if every run ended well with the same losses."""
     ended.build_report()
-    runs = ended.measured()
-    ended.write(backends.render(ended.model, runs, ended.experiment.left_out))
-    return _losses_agree(ended, runs)
+    rows = ended.rows()
+    ended.write(backends.render(ended.model, rows, ended.experiment.left_out))
+    return _losses_agree(ended, rows)
 
 
 def moe_of(ended: Ended) -> int:
     """Megatron against plain PyTorch on experts; 0 if every run ended well and parity held."""
     ended.build_report()
-    runs = ended.measured()
-    if not runs:
+    rows = ended.rows()
+    if not rows:
         return 1
     notes = (*moe.evaluation_notes(ended.results[0].launch), *ended.experiment.left_out)
-    ended.write(moe.render(ended.model, runs, notes))
-    held = all(found.held for found in moe.parities(runs))
-    return int(not held or not ended.all_well or not all(map(moe.is_well, runs)))
+    ended.write(moe.render(ended.model, rows, notes))
+    held = all(found.held for found in moe.parities(rows))
+    return int(not held or not ended.all_well or not all(map(moe.is_well, rows)))
 
 
 def pipelines_of(ended: Ended) -> int:
     """Pipelines with flushes and without; 0 if all ended well and those that flush hold the losses."""
     ended.build_report()
-    runs = ended.measured()
-    ended.write(pipelines.render(ended.model, runs))
-    broken = pipelines.disagreements(runs)
+    rows = ended.rows()
+    ended.write(pipelines.render(ended.model, rows))
+    broken = pipelines.disagreements(rows)
     for sentence in broken:
         say(ended.console, sentence, "red")
     return int(bool(broken) or not ended.all_well)
@@ -279,7 +280,7 @@ def loss_curve_of(ended: Ended) -> int:
         LaunchError: A run did not end well.
     """
     refuse_failed(ended)
-    found = loss_curve_table.distances([run.losses for run in ended.measured()])
+    found = loss_curve_table.distances([row.losses for row in ended.rows()])
     say(
         ended.console, loss_curve_table.sentence(found, [result.launch for result in ended.results])
     )
@@ -298,8 +299,9 @@ def refuse_failed(ended: Ended) -> None:
             raise LaunchError(f"{names or result.cell.name} did not end well: {result.failure}")
 
 
-def _losses_agree(ended: Ended, runs: Sequence[Measured]) -> int:
-    return int(not ended.all_well or any(run.parity.startswith("broken") for run in runs))
+def _losses_agree(ended: Ended, rows: Sequence[Entry]) -> int:
+    broken = any(row.parity.verdict.startswith("broken") for row in rows)
+    return int(not ended.all_well or broken)
 
 
 def _published_seconds(launch: Launch) -> float:

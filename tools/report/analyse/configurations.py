@@ -172,6 +172,12 @@ def essential(arguments: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in plain.items() if name not in _VOLATILE}
 
 
+def pooled(runs: Sequence[Run]) -> Estimate | None:
+    """The iteration time of runs together, in milliseconds; None where none has a time that counts."""
+    samples = [run.window.samples_ms for run in runs if run.counts]
+    return estimate(samples, scatter=scatter_of(runs[-1].device)) if samples else None
+
+
 def scatter_of(device: str) -> Scatter:
     """How runs are known to scatter on a device; of a log that does not name it, as on GPUs."""
     return ON_CPU_RANKS if device == "cpu" else ON_GPUS
@@ -192,10 +198,8 @@ def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
     if counting:
         newest = group.index(counting[-1])
         before = [run for run in failed if group.index(run) < newest]
-        pooled = estimate(
-            [run.window.samples_ms for run in counting], scatter=scatter_of(group[-1].device)
-        )
-        rows.append(Configuration(tuple(counting), pooled, tuple(before), (), *superseded))
+        time = pooled(counting)
+        rows.append(Configuration(tuple(counting), time, tuple(before), (), *superseded))
         failed = [run for run in failed if group.index(run) > newest]
     if failed:
         earlier = tuple(failed[:-1])

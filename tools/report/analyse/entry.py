@@ -1,29 +1,37 @@
-"""One row of a report: a configuration with all its results, and the columns of `results.csv`."""
+"""One row of a report: a configuration with all its results; every table is columns over it.
+
+Figures of the newest run are read off its log and ledgers when they are asked for; None is "not known".
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from functools import cached_property
 
-from tools.plan.tensors import parameters_total
-from tools.report.analyse.comparability import SHARED, SpeedComparison, adam_state, shares_gpu
-from tools.report.analyse.configurations import Configuration, is_planted, plant_name
-from tools.report.analyse.parity import REFERENCE, Parity
+from tools.records.measurements import Counts, MemoryCategory, TimeRecord, choices
+from tools.report.analyse.comparability import SpeedComparison
+from tools.report.analyse.configurations import Configuration, scatter_of
+from tools.report.analyse.parity import Parity, loss_curve
+from tools.report.analyse.provenance import activation, implementation, optimizer
 from tools.report.analyse.published import Match
 from tools.report.analyse.rates import Rates
-from tools.report.analyse.statistics import Estimate
+from tools.report.analyse.statistics import Estimate, estimate
+from tools.report.analyse.time_shares import (
+    alone_seconds,
+    busy_seconds,
+    idle_over_work,
+    mean,
+    time_shares,
+)
 from tools.report.analyse.within_run import Shift
 from tools.report.read.runs import Run
 from tools.spec.published import Figure
-from tools.spec.run import RunSpec
-from tools.spec.strategy import Parallelism, Sharding
-from tools.text.table import Column
-from tools.text.units import MIB, number
+from tools.spec.run import RunSpec, Transport
+from tools.text.units import MIB
 
-_ZERO_STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3, Sharding.FSDP2: 3}
+ACCURACY = "next token accuracy"
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,41 @@ class Entry:
         return self.configuration.newest
 
     @property
+    def spec(self) -> RunSpec | None:
+        """What was trained."""
+        return self.run.spec
+
+    @property
+    def strategy(self) -> str:
+        """Its name; empty where that is not known."""
+        return self.run.strategy
+
+    @property
+    def backend(self) -> str:
+        """Who trained it; empty where that is not known."""
+        return self.spec.backend if self.spec else ""
+
+    @property
+    def status(self) -> str:
+        """How the newest run ended."""
+        return self.run.status.status.value
+
+    @cached_property
+    def implementation(self) -> str:
+        """Whose code ran, with its version and commit; empty of a foreign log, as the next two."""
+        return implementation(self.run.record) if self.run.record else ""
+
+    @cached_property
+    def optimizer(self) -> str:
+        """As people call it."""
+        return optimizer(self.run.record) if self.run.record else ""
+
+    @cached_property
+    def activation(self) -> str:
+        """Between the matrices of an MLP or expert."""
+        return activation(self.run.record) if self.run.record else ""
+
+    @property
     def estimate(self) -> Estimate | None:
         """Of iteration times, in milliseconds."""
         return self.configuration.estimate
@@ -59,14 +102,131 @@ class Entry:
         """Median of iteration times."""
         return self.estimate.median if self.estimate else None
 
+    @property
+    def samples_per_second(self) -> float | None:
+        """Over all devices."""
+        samples = self.run.global_batch_size or 0
+        return samples * 1000 / self.time_ms if self.time_ms else None
 
-def peak_memory(run: Run) -> tuple[int | None, int | None]:
-    """Largest peak of any rank and that rank: the ledger's, else the allocator's in the log."""
-    by_rank = memory_by_rank(run)
-    if not by_rank:
-        return None, None
-    rank = max(by_rank, key=lambda r: (by_rank[r], -r))
-    return by_rank[rank], rank
+    @cached_property
+    def processor(self) -> Estimate | None:
+        """Of an iteration's processor time in milliseconds, over the threads that train of all ranks."""
+        found = [_processor_ms(run) for run in self.configuration.runs if run.counts]
+        return estimate(list(filter(None, found)), scatter=scatter_of(self.run.device))
+
+    @cached_property
+    def losses(self) -> Mapping[int, float]:
+        """Training loss by iteration, where a line is of one iteration alone."""
+        return loss_curve(self.run)
+
+    @cached_property
+    def final_loss(self) -> float | None:
+        """Loss of the last line that is of a whole step alone."""
+        for found in reversed(self.run.log.iterations):
+            loss = found.lm_loss
+            usable = not found.averaged and not found.skipped_iterations
+            if loss is not None and math.isfinite(loss) and usable:
+                return loss
+        return None
+
+    @property
+    def _scores(self) -> Mapping[str, float]:
+        """Of the last evaluation."""
+        return self.run.log.validation[-1].losses if self.run.log.validation else {}
+
+    @cached_property
+    def validation_loss(self) -> float | None:
+        """Of the last evaluation."""
+        return self._scores.get("lm loss")
+
+    @cached_property
+    def accuracy(self) -> float | None:
+        """Share of next tokens named right, at the last evaluation; Megatron does not print it."""
+        return self._scores.get(ACCURACY)
+
+    @cached_property
+    def routing(self) -> Mapping[int, Counts]:
+        """What the routers chose in each iteration, over all ranks; empty without a ledger."""
+        return choices(self.run.ledgers.routing) if self.run.ledgers.routing else {}
+
+    @cached_property
+    def peak_bytes(self) -> int | None:
+        """Of the rank that holds most, by the memory ledger or the device's allocator."""
+        return max(memory_by_rank(self.run).values(), default=None)
+
+    @property
+    def peak_rank(self) -> int | None:
+        """The rank that holds most, of several the first."""
+        by_rank = memory_by_rank(self.run)
+        return max(by_rank, key=lambda rank: (by_rank[rank], -rank), default=None)
+
+    @cached_property
+    def weight_bytes(self) -> tuple[int, ...]:
+        """By rank, as the memory ledger counts them."""
+        by_rank = sorted(self.run.ledgers.memory_categories_by_rank.items())
+        return tuple(held[MemoryCategory.WEIGHTS] for _, held in by_rank)
+
+    @cached_property
+    def sent_bytes(self) -> int | None:
+        """What the busiest rank puts on the wire in an iteration, by the ledger."""
+        return max(self.run.ledgers.sent_bytes_by_rank.values(), default=None)
+
+    @cached_property
+    def nccl_bytes(self) -> int | None:
+        """What the same calls would be with NCCL's rings."""
+        record = self.run.ledgers.communication
+        ranks = record.ranks if record else ()
+        return max((rank.wire_bytes_over(Transport.NCCL) for rank in ranks), default=None)
+
+    @property
+    def largest_parameters(self) -> int | None:
+        """Parameters of the rank that holds most, as Megatron printed them."""
+        return max((count.parameters for count in self.run.log.parameters), default=None)
+
+    @property
+    def times(self) -> TimeRecord | None:
+        """The newest run's time ledger."""
+        return self.run.time_ledger[0]
+
+    @cached_property
+    def communication_seconds(self) -> float | None:
+        """The mean rank waits for communication, in an iteration."""
+        if self.times is None:
+            return None
+        return mean(sum(rank.communication_seconds.values()) for rank in self.times.ranks)
+
+    @property
+    def implied_gigabits(self) -> float | None:
+        """Bandwidth in Gbit/s that the bytes sent and the time spent on them imply."""
+        if not self.sent_bytes or not self.communication_seconds:
+            return None
+        return self.sent_bytes * 8 / self.communication_seconds / 1e9
+
+    @cached_property
+    def pass_seconds(self) -> float | None:
+        """Forward and backward of an iteration without the communication inside them; mean rank."""
+        return mean(map(alone_seconds, self.times.ranks)) or None if self.times else None
+
+    @cached_property
+    def overhead(self) -> float | None:
+        """The iteration over those passes, less one; both from the same clock readings."""
+        if self.times is None or not self.pass_seconds:
+            return None
+        return mean(rank.iteration_seconds for rank in self.times.ranks) / self.pass_seconds - 1
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """Forward, backward and optimizer, of their sum; mean over the ranks. Empty without a ledger."""
+        found = [rank.as_published for rank in time_shares(self.times)] if self.times else []
+        return tuple(mean(column) for column in zip(*found, strict=True))
+
+    @cached_property
+    def bubble(self) -> float | None:
+        """Idle over working time of a pipeline, mean over its ranks."""
+        if self.times is None or self.spec is None or self.spec.parallelism.pipeline == 1:
+            return None
+        busy = [rank for rank in self.times.ranks if busy_seconds(rank) > 0]
+        return mean(map(idle_over_work, busy)) if busy else None
 
 
 def memory_by_rank(run: Run) -> dict[int, int]:
@@ -87,145 +247,7 @@ def device_memory(run: Run) -> int | None:
     return None if run.device == "cpu" else run.samples.peak_memory_bytes
 
 
-def final_loss(run: Run) -> float | None:
-    """Loss of the last line that is not an average."""
-    for found in reversed(run.log.iterations):
-        loss = found.lm_loss
-        if loss is not None and math.isfinite(loss):
-            usable = not found.averaged and not found.skipped_iterations
-            if usable:
-                return loss
-    return None
-
-
-def notes_of(entry: Entry) -> str:
-    """What a reader of the entry's row must know, most important first."""
-    run, configuration, parity = entry.run, entry.configuration, entry.parity
-    notes = [run.status.reason] if run.status.reason else []
-    if len(configuration.runs) > 1:
-        notes.append(f"{len(configuration.runs)} runs pooled")
-    if entry.estimate and entry.estimate.disagree:
-        notes.append(f"repeats disagree: {disagreement(entry)}")
-    notes += [shift.text for shift in entry.shifts]
-    notes += other_attempts(configuration)
-    notes += _older(configuration)
-    notes += _parity_notes(parity, run)
-    if adam_state(run) not in (None, "existed"):
-        notes.append("Adam's state never existed (every step skipped), so memory reads too low")
-    shared = [SHARED] if shares_gpu(run.spec) else []
-    patches = [f"patches: {', '.join(run.spec.fused)}"] if run.spec and run.spec.fused else []
-    planted = [f"changed by PLANT={plant_name(run.spec)}"] if is_planted(run.spec) else []
-    notes = [*planted, *shared, *patches, *notes, *entry.rates.notes, *run.notes]
-    return "; ".join(notes).replace(".; ", "; ")
-
-
-def disagreement(entry: Entry) -> str:
-    """How far a row's repeats are apart."""
-    found = entry.estimate
-    medians = [median(run.window.samples_ms) for run in entry.configuration.runs]
-    if found is None or found.between is None:
-        return ""
-    return (
-        f"their medians are {number(min(medians))} to {number(max(medians))} ms, a scatter of "
-        f"{found.between:.1%} where {found.scatter.assumed:.1%} is known of others"
-    )
-
-
-def other_attempts(configuration: Configuration) -> list[str]:
-    """How many attempts failed before the row's runs, and how many are still on."""
-    failed, running = len(configuration.failed_before), len(configuration.running)
-    texts = (f"{failed} earlier failed" if failed else "", f"{running} running" if running else "")
-    return [text for text in texts if text]
-
-
-def _older(configuration: Configuration) -> list[str]:
-    code, all_of_them = configuration.other_code, configuration.superseded
-    counted = {"other code": code, "other versions": all_of_them - code}
-    return [f"{count} older under {what} not shown" for what, count in counted.items() if count]
-
-
-def _parity_notes(parity: Parity, run: Run) -> list[str]:
-    notes = []
-    if parity.repeats_differ:
-        notes.append(parity.repeats_differ)
-    if parity.judged not in ("", run.name) and parity.verdict != REFERENCE:
-        notes.append(f"parity is that of {parity.judged}")
-    if parity.without_baseline:
-        notes.append(f"baseline is not its parity's reference: {parity.without_baseline}")
-    if parity.diverged:
-        notes.append(f"from iteration {parity.diverged} on tokens took other experts; not compared")
-    if parity.until and not parity.reason:
-        notes.append(f"its precision is compared up to iteration {parity.until}")
-    if parity.reason:
-        notes.append(f"loss not comparable: {parity.reason}")
-    elif parity.verdict.startswith("broken") and not parity.repeats and run.device != "cpu":
-        notes.append("parity tolerance is the rounding alone: no repeat was run")
-    return notes
-
-
-def sent_bytes(run: Run) -> int | None:
-    """What the busiest rank puts on the wire in an iteration, by the ledger."""
-    return max(run.ledgers.sent_bytes_by_rank.values(), default=None)
-
-
-def largest_parameters(run: Run) -> int | None:
-    """Parameters of the rank that holds most, as Megatron printed them."""
-    return max((c.parameters for c in run.log.parameters), default=None)
-
-
-def _of_spec(value: Callable[[RunSpec], Any]) -> Callable[[Entry], Any]:
-    return lambda entry: value(entry.run.spec) if entry.run.spec else None
-
-
-def _of_split(value: Callable[[Parallelism], int]) -> Callable[[Entry], Any]:
-    return _of_spec(lambda spec: value(spec.parallelism))
-
-
-def _of_estimate(value: Callable[[Estimate], float | None]) -> Callable[[Entry], Any]:
-    return lambda entry: value(entry.estimate) if entry.estimate else None
-
-
-RESULTS: tuple[Column[Entry], ...] = (
-    Column("run", lambda e: e.run.name),
-    Column("status", lambda e: e.run.status.status.value),
-    Column("backend", _of_spec(lambda spec: spec.backend)),
-    Column("strategy", lambda e: e.run.strategy or None),
-    Column("model", lambda e: e.run.model or None),
-    Column("device", lambda e: e.run.device or None),
-    Column("world_size", _of_split(lambda split: split.world_size)),
-    Column("dp", _of_split(lambda split: split.data)),
-    Column("tp", _of_split(lambda split: split.tensor)),
-    Column("sp", _of_split(lambda split: int(split.sequence_parallel))),
-    Column("pp", _of_split(lambda split: split.pipeline)),
-    Column("vpp", _of_split(lambda split: split.virtual_stages)),
-    Column("cp", _of_split(lambda split: split.context)),
-    Column("ep", _of_split(lambda split: split.expert)),
-    Column("zero_stage", _of_split(lambda split: _ZERO_STAGES.get(split.sharding, 0))),
-    Column("micro_batch_size", _of_spec(lambda spec: spec.batch.micro_batch_size or None)),
-    Column("global_batch_size", lambda e: e.run.global_batch_size),
-    Column("seq_length", _of_spec(lambda spec: spec.shape.seq_length)),
-    Column("dtype", _of_spec(lambda spec: spec.dtype)),
-    # Of the newest run.
-    Column("iterations", lambda e: len(e.run.log.iterations)),
-    Column("iteration_ms_median", _of_estimate(lambda found: found.median)),
-    Column("iteration_ms_ci_low", _of_estimate(lambda found: found.low)),
-    Column("iteration_ms_ci_high", _of_estimate(lambda found: found.high)),
-    Column("tokens_per_second", lambda e: e.rates.tokens_per_second),
-    Column("tokens_per_second_per_device", lambda e: e.rates.tokens_per_second_per_device),
-    Column("model_tflops_per_device", lambda e: e.rates.model_tflops_per_device),
-    Column("mfu", lambda e: e.rates.mfu),
-    Column("peak_tflops", lambda e: e.rates.peak_tflops),
-    Column("peak_memory_bytes", lambda e: peak_memory(e.run)[0]),
-    Column("peak_memory_rank", lambda e: peak_memory(e.run)[1]),
-    Column("device_memory_bytes", lambda e: device_memory(e.run)),
-    Column("comm_bytes_per_iteration", lambda e: sent_bytes(e.run)),
-    Column(
-        "parameters_total",
-        _of_spec(lambda spec: parameters_total(spec.shape, spec.parallelism.tensor)),
-    ),
-    Column("parameters_max_rank", lambda e: largest_parameters(e.run)),
-    Column("final_loss", lambda e: final_loss(e.run)),
-    Column("parity", lambda e: e.parity.verdict or None),
-    Column("notes", notes_of),
-)
-"""The columns of `results.csv`, a contract: names and order. Unknown is None, an empty cell."""
+def _processor_ms(run: Run) -> tuple[float, ...]:
+    times, _ = run.time_ledger
+    ranks = [rank.processor_seconds for rank in times.ranks] if times else []
+    return tuple(1000 * sum(seconds) for seconds in zip(*ranks, strict=False))

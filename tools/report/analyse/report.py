@@ -22,18 +22,20 @@ from tools.report.analyse.configurations import (
     identity_of,
     is_planted,
     labels,
+    pooled,
     scatter_of,
     with_distinct_names,
 )
-from tools.report.analyse.entry import RESULTS, Entry, device_memory
+from tools.report.analyse.entry import Entry, device_memory
 from tools.report.analyse.parity import Parity, parity_of
 from tools.report.analyse.planned import PlannedEntry
 from tools.report.analyse.published import figure_for, match_figure, relative_to_baseline
 from tools.report.analyse.rates import rates_of
+from tools.report.analyse.results import RESULTS
 from tools.report.analyse.statistics import TimeVerdict, compare, estimate
 from tools.report.analyse.within_run import changes_within
 from tools.report.read.printed import printed_spec
-from tools.report.read.runs import Run
+from tools.report.read.runs import Run, load_runs
 from tools.spec.published import Correction, Published
 
 JSON_FILE = "results.json"
@@ -118,6 +120,28 @@ def build_report(
         arguments=tuple(_argument_differences(entries)),
         corrections=tuple(c for c in published.corrections if c.source in used),
     )
+
+
+def rows_of(groups: Sequence[Sequence[Path]]) -> list[Entry | None]:
+    """A row for each group of run folders, newest first, whatever a report would pool.
+
+    Parity is that of a report of all of them. None where no folder can be read.
+    """
+    found = [load_runs(folders)[0] for folders in groups]
+    every = configurations([run for runs in found for run in runs], all_conditions=True)
+    verdicts = zip(every, parity_of(every), strict=True)
+    parities = {run.name: parity for row, parity in verdicts for run in row.runs}
+    return [
+        _entry(
+            runs[0].name,
+            Configuration(tuple(reversed(runs)), pooled(runs)),
+            parities.get(runs[0].name, Parity()),
+            Published(),
+        )
+        if runs
+        else None
+        for runs in found
+    ]
 
 
 def read_baseline(folder: Path) -> list[dict[str, Any]]:
@@ -269,7 +293,7 @@ def _samples(old: Mapping[str, Any]) -> list[list[float]]:
 
 def _status_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
     changes = []
-    status = entry.run.status.status.value
+    status = entry.status
     if old.get("status") != status and not entry.run.is_running:
         kind = "regression" if old.get("status") == "ok" else "unexpected improvement"
         changes.append(Change(name, kind, f"status {status}, was {old.get('status')}"))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from tools.records.measurements import Phase, RankTime, TimeRecord
 from tools.report.analyse.statistics import TimeVerdict, compare
+from tools.report.analyse.time_shares import mean
 from tools.report.explain.predicted import StageTimes, ideal_bubble, measured_stages
 from tools.report.explain.subjects import Subject, find
-from tools.report.explain.time_shares import mean
 from tools.report.read.runs import Run
 from tools.spec.strategy import Parallelism
 from tools.text.units import change, joined, milliseconds, number, signed

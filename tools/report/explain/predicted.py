@@ -13,8 +13,17 @@ from dataclasses import dataclass
 from tools.plan.collectives.call import CollectiveCall, Megatron
 from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.tensors import UnevenSplitError, rank_parameters
-from tools.records.measurements import Calls, Operation, Phase, RankCommunication, TimeRecord
+from tools.records.measurements import Calls, Operation, RankCommunication, TimeRecord
 from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
+from tools.report.analyse.time_shares import (
+    TimeShares,
+    busy_seconds,
+    idle_over_work,
+    mean,
+    scaled,
+    time_shares,
+    with_pipeline_waits,
+)
 from tools.report.explain.closed_form import (
     ComponentResidual,
     NoClosedFormError,
@@ -23,15 +32,6 @@ from tools.report.explain.closed_form import (
     kernels_of_run,
     known_ranks,
     megatron_of_run,
-)
-from tools.report.explain.time_shares import (
-    TimeShares,
-    busy_seconds,
-    mean,
-    read_time_ledger,
-    scaled,
-    time_shares,
-    with_pipeline_waits,
 )
 from tools.report.read.runs import Run
 from tools.spec.groups import Group
@@ -196,7 +196,7 @@ def findings_of(run: Run, iteration_ms: float | None = None) -> Findings:
 
 
 def _times(run: Run) -> tuple[TimeRecord | None, str]:
-    times, problem = read_time_ledger(run.path)
+    times, problem = run.time_ledger
     if times is not None and run.device != "cpu":
         return None, (
             f"{TIME_FILE} is of the host's clock, which on a GPU says when kernels were launched and "
@@ -296,7 +296,7 @@ def compare_bubble(configuration: RunSpec, times: TimeRecord) -> tuple[Component
         ComponentResidual(
             rank.rank,
             "idle over work",
-            rank.phase_seconds.get(Phase.PIPELINE, 0.0) / busy_seconds(rank),
+            idle_over_work(rank),
             ideal_bubble(configuration),
             _bubble_note(configuration, stages, rank.rank),
         )

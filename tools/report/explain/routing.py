@@ -13,8 +13,8 @@ from tools.records.measurements import (
     Phase,
     RoutingRecord,
 )
+from tools.report.analyse.time_shares import mean
 from tools.report.explain.subjects import Subject
-from tools.report.explain.time_shares import mean
 from tools.spec.strategy import Parallelism
 from tools.text.table import TextTable
 from tools.text.units import DASH, count, milliseconds, percent

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tools.records.gpu_bench import MARK_MS, BenchRun, GpuBench, SettingResult
 from tools.records.measurements import Phase
+from tools.report.analyse.time_shares import TimeShares
 from tools.report.explain.closed_form import ComponentResidual
 from tools.report.explain.subjects import Subject
-from tools.report.explain.time_shares import TimeShares
 from tools.text.table import TextTable
 from tools.text.units import DASH, amount, count, ms, percent, signed, signed_percent, size
 

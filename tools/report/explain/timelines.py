@@ -19,8 +19,8 @@ from tools.plan.schedules.simulate import Durations, Pass, SimulatedSchedule, St
 from tools.records.measurements import Phase
 from tools.records.run import TRACE_FILE
 from tools.report.analyse.entry import Entry
+from tools.report.analyse.time_shares import mean
 from tools.report.canvas import INK, Chart, draw
-from tools.report.explain.time_shares import mean
 from tools.report.explain.trace import TraceSpan, idle_over_work, passes, read_trace, schedule_of
 from tools.report.read.runs import Run, find_run_folders, load_folder
 from tools.spec.strategy import Parallelism

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tools.records.measurements import Phase
+from tools.report.analyse.time_shares import mean
 from tools.report.explain.predicted import CallComparison, CallRow
 from tools.report.explain.subjects import Subject, find
-from tools.report.explain.time_shares import mean
 from tools.text.units import DASH, amount, count, joined
 
 _LARGEST = 3

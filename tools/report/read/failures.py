@@ -6,6 +6,12 @@ import re
 
 from tools.report.read.scraped import ErrorTrace, LoggedError
 
+FAILURES = re.compile(
+    "rror|Segmentation|terminate|memory|Traceback|Unexpected result|Failures:|Root Cause"
+    "|ignal|SIG|Exception ignored|srun|slurm|CANCELLED|OUT_OF_ME|Terminated|Killed"
+)
+"""What every line holds that begins to tell of a failure."""
+
 _PREFIX = re.compile(r"\s{0,8}(?:\[(?:default|rank|Rank |RANK )?(\d{1,6})\]:? ?){1,3}", re.ASCII)
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'\s*File "([^"]{1,500})", line (\d{1,7})(?:, in (\S{1,120}))?')
@@ -94,7 +100,7 @@ class ErrorCollector:
             rank, _ = _split_prefix(line)
             if len(self._frames) < _MAX_ERRORS:
                 self._frames[rank] = ""
-        elif "rror" in line or "fault" in line or "terminate" in line or "memory" in line:
+        elif "rror" in line or "Segmentation" in line or "terminate" in line or "memory" in line:
             self._feed_untraced(line)
         elif "Unexpected result" in line:
             self._feed_validation(line)

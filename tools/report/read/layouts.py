@@ -1,9 +1,9 @@
 """Lines that differ from one already understood only in their digits, read as columns.
 
-Nearly all of a long log is such lines. A `LineLayout` is learned from one line, which
-`iteration_line` has taken apart: where its numbers stand, and which byte is fixed. Any other line
-of that length whose other bytes are the same must then mean the same, so the numbers of thousands
-are computed at once, each rounded once, as `float` does it.
+Nearly all of a long log is such lines. A `LineLayout` is learned from one line, which its dialect
+has taken apart: where its numbers stand, and which byte is fixed. Any other line of that length whose
+other bytes are the same must then mean the same, so the numbers of thousands are computed at once, each
+rounded once, as `float` does it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.report.read.iteration_line import MARK, LineField, fields_of
+from tools.report.read.dialects import LineField, LineFormat
 from tools.report.read.iterations import LOG_LINE, Columns, dtype_of
 
 Bytes = NDArray[np.uint8]
 
-MARK_BYTES = MARK.encode()
 _PLAIN = re.compile(rb"[\t -~]*\r?\Z")
 _NUMBER = re.compile(rb"( *)(\d{1,15})(?:\.(\d{1,15}))?(?:[eE]([-+])(\d\d)(?!\d))?(?![\d.eE])")
 _MAX_DIGITS = 15
@@ -90,21 +89,39 @@ class LineLayout:
         return right, columns
 
 
-def learn(line: bytes) -> LineLayout | None:
+def learn(line: bytes, format_: LineFormat) -> LineLayout | None:
     """The layout of a line that is one iteration of plain characters; None where it is not.
 
     Args:
         line: Without its line end.
+        format_: Takes it apart.
     """
     if not _SHORTEST <= len(line) <= _LONGEST or not _PLAIN.match(line):
         return None
-    parts = list(fields_of(line.decode("ascii")))
-    names = [part.field for part in parts if part.field]
-    if not parts or len(set(names)) < len(names):
+    text = line.decode("ascii")
+    if len(format_.opening.findall(text)) != 1 or len(found := format_.find(text)) != 1:
         return None
+    parts = sorted(found[0].fields, key=lambda part: part.start)
+    names = [part.field for part in parts if part.field]
+    if len(set(names)) < len(names) or any(part.start >= part.stop for part in parts):
+        return None
+    layout = _layout(line, parts)
+    return layout if layout is not None and _agrees(layout, line, parts) else None
+
+
+def _agrees(layout: LineLayout, line: bytes, parts: Sequence[LineField]) -> bool:
+    """Whether the line itself is read as its dialect has read it."""
+    right, columns = layout.read(np.frombuffer(line, np.uint8)[np.newaxis])
+    numbers = {number.field for number in layout.numbers}
+    return bool(right[0]) and all(
+        columns[part.field][0] == part.value for part in parts if part.field in numbers
+    )
+
+
+def _layout(line: bytes, parts: Sequence[LineField]) -> LineLayout | None:
     numbers, constants, free = [], [], np.zeros(len(line), np.bool_)
     free[: parts[0].start] = True
-    free[parts[-1].stop :] = True  # Nothing behind the last bar is read.
+    free[parts[-1].stop :] = True  # Nothing behind the last field is read.
     for part in parts:
         number = _number(part, line)
         if number is not None:
@@ -114,7 +131,7 @@ def learn(line: bytes) -> LineLayout | None:
             free[part.start : part.stop] = True
         elif part.value is not None:
             constants.append((part.field, float(part.value)))
-    if parts[0].field not in {number.field for number in numbers}:
+    if "iteration" not in {number.field for number in numbers}:
         return None
     buffer = np.frombuffer(line, np.uint8)
     classes = _CLASSES[buffer]
@@ -223,9 +240,15 @@ class LogBlock:
 
 
 class LayoutReader:
-    """Cuts a log into blocks, and learns the layouts of its lines on the way."""
+    """Cuts a log into blocks, and learns the layouts of its lines on the way.
+
+    Args:
+        other_news: What a line holds that may say more than an iteration's numbers.
+    """
 
     def __init__(self, other_news: re.Pattern[bytes]) -> None:
+        self.format: LineFormat | None = None
+        """Of the log's iterations; none is learned before it is known."""
         self._other_news = other_news
         self._layouts: dict[int, list[LineLayout]] = {}
         self._count = 0
@@ -237,19 +260,19 @@ class LayoutReader:
         for length in np.unique(block.stops - block.starts).tolist():
             for layout in self._layouts.get(length, ()):
                 block.fill(layout)
-        if MARK_BYTES in data:
+        if self.format is not None and self.format.mark in data:
             for place in np.flatnonzero(~block.plain).tolist():
                 if not block.plain[place]:
-                    self._learn(block, place)
+                    self._learn(block, place, self.format)
         return block
 
-    def _learn(self, block: LogBlock, place: int) -> None:
+    def _learn(self, block: LogBlock, place: int, format_: LineFormat) -> None:
         if self._count >= _MAX_LAYOUTS or self._failures >= _MAX_FAILURES:
             return
         line = block.data[block.starts[place] : block.stops[place]]
-        if MARK_BYTES not in line:
+        if format_.mark not in line:
             return
-        layout = None if self._other_news.search(line) else learn(line)
+        layout = None if self._other_news.search(line) else learn(line, format_)
         if layout is None:
             self._failures += 1
             return

@@ -1,53 +1,31 @@
-"""A log as a stream of clean lines, whatever is in the file.
+"""A log's bytes as clean lines, whatever is in them.
 
-Bounded memory: at most one chunk and one piece are held. A packed file is known by its first bytes,
-invalid UTF-8 is replaced, ANSI escapes and whatever else a terminal would obey are dropped, a
-carriage return ends a line as a newline does.
+Invalid UTF-8 is replaced, ANSI escapes and whatever else a terminal would obey are dropped, a carriage
+return ends a line as a newline does; a line too long for one piece is cut before an iteration's text.
 """
 
 from __future__ import annotations
 
-import bz2
 import codecs
-import gzip
-import lzma
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
-FIRST_CHUNK_BYTES = 1 << 16
-CHUNK_BYTES = 1 << 22
-MAX_LINE = 1 << 16
-"""Characters; a longer line comes in pieces, cut before an iteration's text where it has one."""
+from tools.report.read.dialects import line_formats
+from tools.report.read.pieces import MAX_LINE, read_chunks
 
-_ITERATION = " iteration "
 # Those that end a line stay, and so does the escape, which is dropped with its sequence.
 _CONTROLS = bytes({*range(0x20), 0x7F} - {*b"\t\n\v\f\r\x1b\x1c\x1d\x1e"})
 # C1 controls, and what changes the direction of a text or cannot be seen.
 _UNSEEN = re.compile("[\x80-\x84\x86-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 _WRAPPED = ('{"log"', '{"message"', '{"msg"')
 _BLANKED = dict.fromkeys((*range(32), 127, 133, 8232, 8233), " ")
-_MAX_WINDOW = 1 << 27
 # Longest escape kept apart is bounded, so that a hostile "\x1b[0;0;0;…" costs one pass.
 _ANSI = re.compile(
     r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)?|[@-Z\\-_])"
 )
-
-
-@dataclass(frozen=True)
-class LogPiece:
-    """Bytes of a log and where they stand in it."""
-
-    data: bytes
-    numbers: Sequence[int]
-    """Of each of its lines, from 1 on, as an editor counts them."""
-    whole: bool = True
-    """Whether these are whole lines, each with its newline; else a part of a single one."""
 
 
 class LineSplitter:
@@ -140,85 +118,11 @@ def _cut(line: str) -> list[str]:
 
 def _iteration_start(line: str, low: int, high: int) -> int:
     """Where the last iteration's text in a stretch starts, so that a cut there harms none."""
-    place = line.rfind(_ITERATION, low, high)
-    while place >= 0:
-        # "elapsed time per iteration (ms)" holds the word too.
-        if line[place + len(_ITERATION) : place + 20].lstrip()[:1].isdigit():
-            return place
-        place = line.rfind(_ITERATION, low, place)
+    for each in line_formats():
+        place = line.rfind(each.word, low, high)
+        while place >= 0:
+            # The mark is also in lines that are no iteration's.
+            if each.opening.match(line, place):
+                return place
+            place = line.rfind(each.word, low, place)
     return high
-
-
-def read_chunks(path: Path) -> Iterator[bytes]:
-    """The bytes of a log, unpacked; the first chunks are small, so that a reader learns early.
-
-    Raises:
-        OSError: The file cannot be opened or read.
-    """
-    with path.open("rb") as raw:
-        magic = raw.read(8)
-        raw.seek(0)
-        unpack = next(
-            (unpack for start, unpack in _PACKED.items() if magic.startswith(start)), None
-        )
-        read = unpack(raw) if unpack else raw.read
-        size = FIRST_CHUNK_BYTES
-        while True:
-            try:
-                chunk = read(size)
-            except (OSError, EOFError, zlib.error, lzma.LZMAError):
-                if unpack is None:
-                    raise
-                return  # Cut or damaged: what came before it still counts.
-            if not chunk:
-                return
-            yield chunk
-            size = min(2 * size, CHUNK_BYTES)
-
-
-def numbered_lines(chunks: Iterable[bytes]) -> Iterator[LogPiece]:
-    """The bytes of a log in whole lines; a line too long to wait for its end comes in parts."""
-    rest, inside_line, number = b"", False, 1
-    for chunk in chunks:
-        data = rest + chunk
-        if inside_line:
-            end = data.find(b"\n") + 1 or len(data)
-            yield LogPiece(data[:end], (number,), whole=False)
-            inside_line = not data.endswith(b"\n", 0, end)
-            data, number = data[end:], number + (not inside_line)
-        whole = data.rfind(b"\n") + 1
-        if whole:
-            numbers = range(number, number + data.count(b"\n"))
-            yield LogPiece(data[:whole], numbers)
-            number = numbers.stop
-        rest = data[whole:]
-        if len(rest) > MAX_LINE:
-            yield LogPiece(rest, (number,), whole=False)
-            rest, inside_line = b"", True
-    yield LogPiece(rest, (number,), whole=False)
-
-
-def _zstd(raw: IO[bytes]) -> Callable[[int], bytes]:
-    # Imported here: few logs are packed so.
-    import zstandard
-
-    reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(
-        raw, read_across_frames=True
-    )
-
-    def read(size: int) -> bytes:
-        try:
-            return reader.read(size)
-        except zstandard.ZstdError as error:
-            raise EOFError from error
-
-    return read
-
-
-_PACKED: dict[bytes, Callable[[IO[bytes]], Callable[[int], bytes]]] = {
-    b"\x1f\x8b": lambda raw: gzip.GzipFile(fileobj=raw).read,
-    b"BZh": lambda raw: bz2.BZ2File(raw).read,
-    b"\xfd7zXZ\0": lambda raw: lzma.open(raw).read,  # noqa: SIM115
-    b"\x28\xb5\x2f\xfd": _zstd,
-}
-"""What unpacks a file, by its first bytes."""

@@ -18,56 +18,12 @@ from tools.spec.model import ModelShape, load_model, model_names
 from tools.spec.run import Backend, RunSpec, spec_of_printed
 from tools.spec.strategy import Batch, Sharding
 
-_OLD_NAMES = {
-    # Megatron-LM of 2019 and 2020.
-    "model_parallel_size": "tensor_model_parallel_size",
-    "batch_size": "micro_batch_size",
-}
-_NEOX_NAMES = {
-    "pipe_parallel_size": "pipeline_model_parallel_size",
-    "train_micro_batch_size_per_gpu": "micro_batch_size",
-    "train_batch_size": "global_batch_size",
-    "global_num_gpus": "world_size",
-    "no_weight_tying": "untie_embeddings_and_output_weights",
-    "pos_emb": "position_embedding_type",
-    "norm": "normalization",
-}
-_NEOX_VALUES = {
-    ("position_embedding_type", "rotary"): "rope",
-    ("position_embedding_type", "learned"): "learned_absolute",
-    ("normalization", "rmsnorm"): "RMSNorm",
-    ("normalization", "layernorm"): "LayerNorm",
-    # No pipeline.
-    ("pipeline_model_parallel_size", "0"): "1",
-}
-_PRECISIONS = {"fp16": "fp16", "bfloat16": "bf16"}
-# GPT-NeoX says behind a value where it comes from.
-_ORIGIN = re.compile(r"\.{0,80}(?:default|updated)\Z")
-_NEOX = ("train_micro_batch_size_per_gpu", "pipe_parallel_size")
 _DEGREES = tuple(f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
 _STAGES = {"1": Sharding.ZERO1, "2": Sharding.ZERO2, "3": Sharding.ZERO3}
 _LARGEST = 10**9
 """No size, degree or batch of a model is larger; what is, is damaged."""
 _FIRST_LINES = 5000
 """From the beginning on; a device is named before training."""
-
-
-def canonical(arguments: Mapping[str, str]) -> dict[str, str]:
-    """Printed arguments under Megatron's present names."""
-    found = dict(arguments)
-    from_neox = all(name in arguments for name in _NEOX)
-    if from_neox:
-        found = {name: _ORIGIN.sub("", value.strip()) for name, value in arguments.items()}
-    for old, new in (_OLD_NAMES | (_NEOX_NAMES if from_neox else {})).items():
-        if old in found:
-            found.setdefault(new, found[old])
-    if from_neox:
-        for (name, value), ours in _NEOX_VALUES.items():
-            if found.get(name) == value:
-                found[name] = ours
-        for half in _PRECISIONS.values():
-            found[half] = str(_PRECISIONS.get(found.get("precision", "")) == half)
-    return found
 
 
 def printed_spec(arguments: Mapping[str, str], global_batch_size: int | None) -> RunSpec | None:

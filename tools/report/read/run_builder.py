@@ -3,61 +3,75 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 
-from tools.report.read import events
+from tools.report.read.dialects import FoundIteration, dialects
 from tools.report.read.iterations import Columns, Iteration, IterationTable, TableBuilder
+from tools.report.read.lines import printable
 from tools.report.read.scraped import (
+    ArgumentList,
     CheckpointEvent,
-    Dialect,
+    Ending,
     ErrorTrace,
+    Fact,
+    Generation,
     MemoryReading,
+    MoreArgument,
+    NumbersAhead,
     ParameterCount,
     Remark,
     ScrapedLog,
     TheoreticalMemory,
-    TimerSummary,
+    TheoreticalParameters,
+    Timer,
     Validation,
 )
 
 MAX_ITERATIONS = 2_000_000
-_STEP_TIME_ROUNDING = 0.0051
-"""Seconds; the time has two decimals there."""
-_MAX_EVENTS = 20_000
+_MAX_FACTS = 20_000
+"""Of a kind."""
 _MAX_NAMES = 2_000
 _MAX_REMARKS = 200
+_MAX_REMARK = 120
+_STAMP = re.compile(r"^[\s\d:.,/T\[\]+-]{8,40}(?=[A-Za-z])")
+_KEYS: dict[type[Any], Callable[[Any], Any]] = {
+    ParameterCount: lambda count: (count.tensor_rank, count.pipeline_rank),
+    TheoreticalMemory: lambda _: "",
+    TheoreticalParameters: lambda found: found.what,
+    MoreArgument: lambda argument: argument.name,
+}
+"""Of facts with one key the later counts; of other kinds each does."""
 
 
 class RunBuilder:
     """Feed it the lines of one run; `build` gives the result."""
 
     def __init__(self) -> None:
+        news = [one for each in dialects() for one in each.news]
+        self._marked = [(one.mark, one.read) for one in news if one.mark]
+        self._unmarked = [one.read for one in news if not one.mark]
         self._iterations = TableBuilder()
         self._lines_since_start = 0
         self._paused = False
         self._restarts: list[int] = []
         self._restarting = False
         self._first_again: set[tuple[object, ...]] = set()
-        self._dialect = Dialect.UNKNOWN
+        self._generation = Generation()
         self._first_seen: str | None = None
-        self._parameters: dict[tuple[int, int], ParameterCount] = {}
-        self._memory: list[MemoryReading] = []
-        self._theoretical: TheoreticalMemory | None = None
-        self._billions: dict[str, float] = {}
+        self._facts: dict[type[Any], dict[object, Any]] = defaultdict(dict)
         # Timers of the lines after a start count only where no settled ones follow: from 0.16 on
         # they are not reset either, and the second line's hold two iterations.
         self._early_timers: dict[str, tuple[int, float, float]] = {}
         self._timers: dict[str, tuple[int, float, float]] = {}
-        self._validation: list[Validation] = []
-        self._checkpoints: list[CheckpointEvent] = []
         self._remarks: dict[str, Remark] = {}
-        self._arguments: dict[str, str] = {}
-        self._in_arguments = False
-        self._zero_stage: str | None = None
-        self._step_time: tuple[float, float] | None = None
+        self._list: ArgumentList | None = None
+        self._listed: dict[str, str] = {}
+        self._ahead: NumbersAhead | None = None
         self._trainer: str | None = None
         self._exit: str | None = None
         self._overflow = False
@@ -83,7 +97,8 @@ class RunBuilder:
         marked = (
             self._restarting
             or self._paused
-            or self._step_time is not None
+            or self._ahead is not None
+            or self._list is not None
             or self._lines_since_start < 2
         )
         return not marked and last is not None and iteration > last.iteration
@@ -95,24 +110,20 @@ class RunBuilder:
         self._exit = None
         if pending is None:
             return
-        self._parameters |= pending._parameters
-        self._memory += pending._memory
-        self._theoretical = pending._theoretical or self._theoretical
-        self._billions |= pending._billions
-        self._validation += pending._validation
-        self._zero_stage = pending._zero_stage or self._zero_stage
-        self._checkpoints += pending._checkpoints
-        self._arguments |= pending._arguments
+        for kind, facts in pending._facts.items():
+            for fact in facts.values():
+                self._keep(kind, fact)
+        self._listed |= pending._listed
         self._exit = pending._exit
 
-    def add_iteration(
-        self, found: Iteration, stamp: tuple[str, bool] | None, log_line: int
-    ) -> None:
+    def add_iteration(self, line: FoundIteration, log_line: int) -> None:
         """Keep an iteration of a line of the file; of two with one number the later counts."""
         if len(self._iterations) >= MAX_ITERATIONS:
             self._overflow = True
             return
-        self._note_stamp(stamp)
+        found = line.iteration
+        self._first_seen = self._first_seen or line.stamp or None
+        self._generation = self._generation if self._generation.name else line.generation
         # After a restart the same iteration can print the same figures: that is not a line printed
         # twice, which only follows itself.
         last = self._iterations.last
@@ -125,7 +136,7 @@ class RunBuilder:
         if self._lines_since_start <= 2 or self._paused:
             found = self._flag(found)
         self._paused = False
-        found = found if self._step_time is None else self._with_rate(found)
+        found = found if self._ahead is None else self._with_numbers(found, self._ahead)
         self._iterations.append(found, log_line)
 
     def add_iterations(self, lines: Columns) -> None:
@@ -140,30 +151,18 @@ class RunBuilder:
 
     def feed(self, line: str) -> None:
         """Look at one line for everything but iterations."""
-        if self._in_arguments:
-            self._feed_argument(line)
-        if "MB" in line or "(GB)" in line:
-            self._feed_memory(line)
-        if "parameters" in line:
-            self._feed_parameters(line)
-        if "zero_optimization_stage" in line:
-            self._zero_stage = events.zero_stage(line) or self._zero_stage
-        if "Step Time" in line:
-            self._step_time = events.step_time(line)
-        if self._trainer is None and not self.has_iterations:
-            self._trainer = events.other_trainer(line)
-        if ".:" in line or "time (ms)" in line:
-            self._feed_timer(line)
-        if "validation" in line and len(self._validation) < _MAX_EVENTS:
-            self._feed_validation(line)
-        if "checkpoint" in line and len(self._checkpoints) < _MAX_EVENTS:
-            self._feed_checkpoint(line)
-        if self.has_iterations and len(self._remarks) < _MAX_REMARKS:
-            self._feed_remark(line)
-        if "xiting" in line or "after training is done" in line:
-            self._exit = events.exit_reason(line) or self._exit
-        if "--- arguments ---" in line:
-            self._in_arguments = True
+        if self._list is not None:
+            self._feed_argument(line, self._list)
+        for mark, read in self._marked:
+            if mark in line:
+                for fact in read(line):
+                    self._take(fact)
+        if self._iterations.last is not None:
+            for read in self._unmarked:
+                for fact in read(line):
+                    self._take(fact)
+        elif self._trainer is None:
+            self._trainer = _unread_trainer(line)
 
     def build(self, path: str, part: int, parts: int, trace: ErrorTrace) -> ScrapedLog:
         """The run as data."""
@@ -172,22 +171,24 @@ class RunBuilder:
             path=path,
             part=part,
             parts=parts,
-            dialect=self._dialect,
+            generation=self._generation,
             iterations=iterations,
             restarts=tuple(self._restarts),
             replaced_iterations=replaced,
-            parameters=tuple(self._parameters[key] for key in sorted(self._parameters)),
-            memory=tuple(self._memory),
-            theoretical_memory=self._theoretical,
-            theoretical_parameters_billions=self._billions,
+            parameters=tuple(sorted(self._all(ParameterCount), key=_KEYS[ParameterCount])),
+            memory=self._all(MemoryReading),
+            theoretical_memory=next(iter(self._all(TheoreticalMemory)), None),
+            theoretical_parameters_billions={
+                found.what: found.billions for found in self._all(TheoreticalParameters)
+            },
             timers=tuple(
-                TimerSummary(name, count, low / count, high / count)
+                Timer(name, count, low / count, high / count)
                 for name, (count, low, high) in (self._early_timers | self._timers).items()
             ),
-            validation=tuple(self._validation),
-            checkpoints=tuple(self._checkpoints),
+            validation=self._all(Validation),
+            checkpoints=self._all(CheckpointEvent),
             remarks=tuple(self._remarks.values()),
-            arguments=self._all_arguments(),
+            arguments=self._arguments(),
             other_trainer=None if iterations else self._trainer,
             log_interval=self._log_interval(iterations),
             exit_reason=self._exit,
@@ -195,13 +196,6 @@ class RunBuilder:
             first_seen=self._first_seen,
             notes=self._notes(),
         )
-
-    def _note_stamp(self, stamp: tuple[str, bool] | None) -> None:
-        if stamp is None:
-            return
-        self._first_seen = self._first_seen or stamp[0]
-        if self._dialect is Dialect.UNKNOWN:
-            self._dialect = Dialect.MICROSECONDS if stamp[1] else Dialect.SECONDS
 
     def _note_restart(self, found: Iteration) -> None:
         if self._restarting:
@@ -216,76 +210,81 @@ class RunBuilder:
         return msgspec.structs.replace(
             found,
             first_of_start=first,
-            averaged=self._lines_since_start == 2 and self._dialect.averages_second_line,
+            averaged=self._lines_since_start == 2 and self._generation.averages_second_line,
             after_pause=self._paused and not first,
         )
 
-    def _feed_argument(self, line: str) -> None:
-        if "end of arguments" in line:
-            self._in_arguments = False
-        elif (found := events.argument(line)) and len(self._arguments) < _MAX_NAMES:
-            self._arguments[found[0]] = found[1]
+    def _feed_argument(self, line: str, printed: ArgumentList) -> None:
+        if printed.end in line:
+            self._list = None
+        elif (found := printed.read(line)) and len(self._listed) < _MAX_NAMES:
+            self._listed[found[0]] = found[1]
 
-    def _feed_memory(self, line: str) -> None:
-        if len(self._memory) < _MAX_EVENTS:
-            self._memory += events.memory_readings(line)
-        if "Theoretical" in line:
-            self._theoretical = events.theoretical_memory(line) or self._theoretical
+    def _take(self, fact: Fact) -> None:
+        match fact:
+            case Timer():
+                self._add_time(fact)
+            case Remark():
+                self._add_remark(fact.text)
+            case Ending():
+                self._exit = fact.reason
+            case Generation():
+                self._generation = fact
+            case ArgumentList():
+                self._list = fact
+            case NumbersAhead():
+                self._ahead = fact
+            case _:
+                self._keep(type(fact), fact)
+                # A checkpoint is loaded before training.
+                wrote = isinstance(fact, CheckpointEvent) and fact.action != "loaded"
+                self._paused |= wrote or isinstance(fact, Validation)
 
-    def _feed_parameters(self, line: str) -> None:
-        for count in events.parameter_counts(line):
-            if len(self._parameters) < _MAX_EVENTS:
-                self._parameters[count.tensor_rank, count.pipeline_rank] = count
-        if "(tensor, gtp" in line:
-            self._dialect = Dialect.MICROSECONDS_GTP
-        if "billions" in line and len(self._billions) < _MAX_NAMES:
-            self._billions |= events.parameters_in_billions(line)
+    def _keep(self, kind: type[Fact], fact: Fact) -> None:
+        kept = self._facts[kind]
+        key = _KEYS[kind](fact) if kind in _KEYS else len(kept)
+        if key in kept or len(kept) < _MAX_FACTS:
+            kept[key] = fact
 
-    def _feed_timer(self, line: str) -> None:
-        settled = self._lines_since_start > (2 if self._dialect.averages_second_line else 1)
+    def _all[F: Fact](self, kind: type[F]) -> tuple[F, ...]:
+        return tuple(self._facts[kind].values())
+
+    def _add_time(self, timer: Timer) -> None:
+        settled = self._lines_since_start > (2 if self._generation.averages_second_line else 1)
         timers = self._timers if settled else self._early_timers
-        for name, fastest, slowest in events.timers(line):
-            if name in timers or len(timers) < _MAX_NAMES:
-                count, low, high = timers.get(name, (0, 0.0, 0.0))
-                timers[name] = (count + 1, low + fastest, high + slowest)
+        if timer.name in timers or len(timers) < _MAX_NAMES:
+            count, low, high = timers.get(timer.name, (0, 0.0, 0.0))
+            timers[timer.name] = (count + 1, low + timer.min_ms, high + timer.max_ms)
 
-    def _feed_validation(self, line: str) -> None:
-        if found := events.validation(line):
-            self._validation.append(found)
-            self._paused = True
-
-    def _feed_checkpoint(self, line: str) -> None:
-        if found := events.checkpoint(line):
-            self._checkpoints.append(found)
-            self._paused = self._paused or found.action != "loaded"
-
-    def _feed_remark(self, line: str) -> None:
-        text = None if " iteration " in line else events.remark(line)
-        if text and self._iterations.last is not None:
+    def _add_remark(self, line: str) -> None:
+        if self._iterations.last is None or len(self._remarks) >= _MAX_REMARKS:
+            return
+        text = _STAMP.sub("", printable(line)).strip()[:_MAX_REMARK]
+        if text:
             # What a log says again and again is no news of a later iteration.
-            found = Remark(self._iterations.last.iteration, text)
+            found = Remark(text, self._iterations.last.iteration)
             self._remarks.setdefault(re.sub(r"\d+", "0", text), found)
 
     def _log_interval(self, iterations: IterationTable) -> int | None:
-        if self._arguments.get("log_interval", "").isdigit():
-            return int(self._arguments["log_interval"])
+        given = self._arguments().get("log_interval", "")
+        if given.isdigit():
+            return int(given)
         numbers = [line.iteration for line in iterations[:1000]]
         steps = Counter(b - a for a, b in pairwise(numbers))
         return steps.most_common(1)[0][0] if steps else None
 
-    def _all_arguments(self) -> dict[str, str]:
-        """Megatron's, and the ZeRO stage that only DeepSpeed's own list has."""
-        if not self._arguments or self._zero_stage is None:
-            return self._arguments
-        return {**self._arguments, "zero_optimization_stage": self._zero_stage}
+    def _arguments(self) -> dict[str, str]:
+        """Those in the list, and if there is one those that it leaves out."""
+        more = {found.name: found.value for found in self._all(MoreArgument)}
+        return self._listed | more if self._listed else {}
 
-    def _with_rate(self, found: Iteration) -> Iteration:
-        """Megatron-Bridge prints the rate in a line of its own, which names the same time."""
-        (seconds, rate), self._step_time = self._step_time or (0.0, 0.0), None
-        same = abs((found.elapsed_ms or 0.0) / 1000 - seconds) <= _STEP_TIME_ROUNDING
-        if seconds and same and found.throughput_tflops_per_gpu is None:
-            return msgspec.structs.replace(found, throughput_tflops_per_gpu=rate)
-        return found
+    def _with_numbers(self, found: Iteration, ahead: NumbersAhead) -> Iteration:
+        """The iteration with those of the line before it that are its own and that it lacks."""
+        self._ahead = None
+        if not ahead.belong_to(found):
+            return found
+        lacking = {n: v for n, v in ahead.values.items() if getattr(found, n) is None}
+        return msgspec.structs.replace(found, **lacking)
 
     def _notes(self) -> tuple[str, ...]:
         notes = [
@@ -295,6 +294,14 @@ class RunBuilder:
         if self._overflow:
             notes.append(f"only the first {MAX_ITERATIONS} iterations were read")
         return tuple(notes)
+
+
+def _unread_trainer(line: str) -> str | None:
+    for each in dialects():
+        for trainer, why, only in each.unread:
+            if only.search(line):
+                return f"{trainer}, of which no iteration is read: {why}"
+    return None
 
 
 def _figures(found: Iteration) -> tuple[object, ...]:

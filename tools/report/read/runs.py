@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
 from tools.records import run as records
+from tools.records.measurements import TimeRecord
 from tools.records.run import DatasetIdentity, RunRecord, Status, StatusRecord
 from tools.records.verdict import VERIFY_FOLDER, read_verdicts
 from tools.report.read.diagnosis import classify_log
+from tools.report.read.dialects import canonical
 from tools.report.read.iterations import Iteration
 from tools.report.read.lines import printable
-from tools.report.read.printed import canonical, printed_spec
+from tools.report.read.printed import printed_spec
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.scraped import ScrapedLog
 from tools.report.read.sources import (
@@ -24,6 +27,7 @@ from tools.report.read.sources import (
     log_from_tensorboard,
     read_ledgers,
     read_samples,
+    read_time_ledger,
 )
 from tools.report.read.window import Window, select_window
 from tools.spec.flags import Flags
@@ -61,6 +65,11 @@ class Run:
     """Iterations of the run from whose checkpoint it resumed in another layout, up to that checkpoint.
 
     Part of its loss curve, not of its times."""
+
+    @cached_property
+    def time_ledger(self) -> tuple[TimeRecord | None, str]:
+        """Of the ranks that had a steady iteration, read when it is asked for; or why there is none."""
+        return read_time_ledger(self.path)
 
     @property
     def strategy(self) -> str:

@@ -6,18 +6,18 @@ A start from the first iteration on is another run. Memory is bounded, whatever 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from tools.report.read.events import OTHER_NEWS
-from tools.report.read.failures import ErrorCollector
-from tools.report.read.folded import fold_of, unfolded
-from tools.report.read.iteration_line import MARK, iterations_in, time_stamp
+from tools.report.read.dialects import LineFormat, dialects
+from tools.report.read.failures import FAILURES, ErrorCollector
 from tools.report.read.layouts import LayoutReader, LogBlock
-from tools.report.read.lines import LineSplitter, numbered_lines, read_chunks, unwrapped
+from tools.report.read.lines import LineSplitter, unwrapped
+from tools.report.read.pieces import open_log
 from tools.report.read.run_builder import RunBuilder
 from tools.report.read.scraped import ErrorTrace, ScrapedLog
 
@@ -25,7 +25,6 @@ _SHORTEST = 8
 """Characters of the shortest line with information."""
 _MIN_TOGETHER = 4
 """Lines; fewer are read faster one by one."""
-_STARTS = ("--- arguments ---", "before the start of training step")
 
 
 def scrape_log(path: Path) -> ScrapedLog:
@@ -39,12 +38,11 @@ def scrape_log(path: Path) -> ScrapedLog:
 
 def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
     """Scrape every run of a log file, in order; raises as `scrape_log`."""
-    scraper = _Scraper()
-    reader, fold = LayoutReader(OTHER_NEWS), fold_of(path)
-    pieces = numbered_lines(read_chunks(path))
-    for piece in unfolded(pieces, fold) if fold else pieces:
+    formats, pieces = open_log(path)
+    scraper = _Scraper(formats)
+    for piece in pieces:
         if piece.whole:
-            scraper.feed_block(reader.block(piece.data, piece.numbers))
+            scraper.feed_block(piece.data, piece.numbers)
         else:
             scraper.feed_lines(piece.data, piece.numbers)
     runs = scraper.finish()
@@ -54,10 +52,22 @@ def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
     )
 
 
+def other_news() -> re.Pattern[bytes]:
+    """What a line holds that may say more than an iteration's numbers."""
+    marks = {news.mark for each in dialects() for news in each.news if news.mark}
+    starts = {start for each in dialects() for start in each.starts}
+    words = "|".join(map(re.escape, sorted(marks | starts)))
+    return re.compile(f"{words}|{FAILURES.pattern}".encode())
+
+
 class _Scraper:
     """Decides which run a line belongs to; `RunBuilder` keeps what the line says."""
 
-    def __init__(self) -> None:
+    def __init__(self, formats: tuple[LineFormat, ...]) -> None:
+        self._formats = formats
+        self._layouts = LayoutReader(other_news())
+        self._layouts.format = formats[0] if len(formats) == 1 else None
+        self._starts = [start for each in dialects() for start in each.starts]
         self._splitter = LineSplitter()
         self._last = 1
         self._done: list[tuple[RunBuilder, ErrorTrace]] = []
@@ -72,8 +82,9 @@ class _Scraper:
             self._feed(line, numbers[place])
         self._last = numbers[-1]
 
-    def feed_block(self, block: LogBlock) -> None:
-        """Look at the lines of a block; those that are plain iterations are taken together."""
+    def feed_block(self, data: bytes, numbers: Sequence[int]) -> None:
+        """Look at whole lines; those that are plain iterations are taken together."""
+        block = self._layouts.block(data, numbers)
         for first, behind, plain in block.runs():
             if plain and behind - first >= _MIN_TOGETHER:
                 self._feed_plain(block, first, behind)
@@ -111,14 +122,20 @@ class _Scraper:
             return
         if line.startswith("{"):
             line = unwrapped(line)
-        if self._pending is None and self._run.has_iterations and any(s in line for s in _STARTS):
+        if (
+            self._pending is None
+            and self._run.has_iterations
+            and any(s in line for s in self._starts)
+        ):
             # A start inside the file: a resume or another run, the next iteration line decides.
             self._pending, self._pending_errors = RunBuilder(), ErrorCollector()
-        if MARK in line:
-            for found, position in iterations_in(line):
-                self._place(found.iteration)
-                stamp = time_stamp(line[max(0, position - 64) : position])
-                self._run.add_iteration(found, stamp, number)
+        for each in self._formats:
+            if each.word in line and (found := each.find(line)):
+                self._formats, self._layouts.format = (each,), each
+                for one in found:
+                    self._place(one.iteration.iteration)
+                    self._run.add_iteration(one, number)
+                break
         (self._pending or self._run).feed(line)
         (self._pending_errors or self._errors).feed(line)
 

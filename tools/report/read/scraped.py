@@ -1,33 +1,30 @@
-"""What a Megatron log says, as data. Units are in the names; what a log does not say is None."""
+"""What a training log says, as data. Units are in the names; what a log does not say is None."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-from tools.report.read.iterations import IterationTable
+from tools.report.read.iterations import Iteration, IterationTable
 
 
-class Dialect(StrEnum):
-    """Families of log formats, as far as a log itself shows the difference."""
-
-    UNKNOWN = ""
-    SECONDS = "0.7 to 0.15"
-    """Time stamps in seconds; the first line comes with the log interval."""
-    MICROSECONDS = "0.16 to 0.18"
-    """Time stamps in microseconds; iteration 1 is always printed, without resetting its timer."""
-    MICROSECONDS_GTP = "0.19"
-    """As 0.16; parameters are listed by (tensor, gtp_weight_remat, pipeline)."""
-
-    @property
-    def averages_second_line(self) -> bool:
-        """Whether the second line after a start still contains the first iteration."""
-        return self in (Dialect.MICROSECONDS, Dialect.MICROSECONDS_GTP)
+class Fact:
+    """One thing that a line says beside iterations."""
 
 
 @dataclass(frozen=True)
-class ParameterCount:
-    """`> number of parameters on (tensor, pipeline) model parallel rank`."""
+class Generation(Fact):
+    """Versions of a trainer that print alike, as far as a log itself shows it."""
+
+    trainer: str = ""
+    name: str = ""
+    averages_second_line: bool = False
+    """Whether the second line after a start still contains the first iteration."""
+
+
+@dataclass(frozen=True)
+class ParameterCount(Fact):
+    """Parameters of a model-parallel rank."""
 
     tensor_rank: int
     pipeline_rank: int
@@ -35,8 +32,8 @@ class ParameterCount:
 
 
 @dataclass(frozen=True)
-class MemoryReading:
-    """`[Rank r] (after N iterations) memory (MB)`: the allocator's own figures, in MiB."""
+class MemoryReading(Fact):
+    """The allocator's own figures, in MiB."""
 
     rank: int
     after_iterations: int | None
@@ -48,7 +45,7 @@ class MemoryReading:
 
 
 @dataclass(frozen=True)
-class TheoreticalMemory:
+class TheoreticalMemory(Fact):
     """Megatron's own estimate, in MB as printed."""
 
     weight_and_optimizer_mb: float
@@ -57,20 +54,29 @@ class TheoreticalMemory:
 
 
 @dataclass(frozen=True)
-class TimerSummary:
-    """One timer over a log: means of what was printed, in milliseconds."""
+class TheoreticalParameters(Fact):
+    """The same of parameters, under the words of the log."""
 
-    name: str
-    count: int
-    min_ms: float
-    """Mean of the fastest rank's time."""
-    max_ms: float
-    """Mean of the slowest rank's time."""
+    what: str
+    billions: float
 
 
 @dataclass(frozen=True)
-class Validation:
-    """` validation loss at …`; the iteration is None for the evaluation after training."""
+class Timer(Fact):
+    """One timer, in milliseconds: as a line has it, or the means of all."""
+
+    name: str
+    count: int
+    """How often it was printed."""
+    min_ms: float
+    """Time of the fastest rank."""
+    max_ms: float
+    """Of the slowest; both are equal where only it is printed."""
+
+
+@dataclass(frozen=True)
+class Validation(Fact):
+    """An evaluation; the iteration is None for the one after training."""
 
     iteration: int | None
     losses: dict[str, float]
@@ -79,7 +85,7 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class CheckpointEvent:
+class CheckpointEvent(Fact):
     """A checkpoint that was written or loaded."""
 
     action: str
@@ -88,12 +94,47 @@ class CheckpointEvent:
 
 
 @dataclass(frozen=True)
-class Remark:
+class ArgumentList(Fact):
+    """A list of arguments begins."""
+
+    end: str
+    """Text of the line that ends it."""
+    read: Callable[[str], tuple[str, str] | None]
+    """Name and value in one of its lines, as text."""
+
+
+@dataclass(frozen=True)
+class MoreArgument(Fact):
+    """One that the list of arguments leaves out; it counts only where there is a list."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class NumbersAhead(Fact):
+    """Numbers of the next iteration, in a line of their own before its line."""
+
+    values: Mapping[str, float]
+    """By field of an `Iteration`."""
+    belong_to: Callable[[Iteration], bool]
+    """Whether the iteration that follows is the one."""
+
+
+@dataclass(frozen=True)
+class Ending(Fact):
+    """Training says why it stops."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Remark(Fact):
     """A line between iterations that may say why their time changes; each only where it is first."""
 
-    after: int
-    """The last iteration before it."""
     text: str
+    after: int = 0
+    """The last iteration before it."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +168,7 @@ class ScrapedLog:
     path: str
     part: int = 1
     parts: int = 1
-    dialect: Dialect = Dialect.UNKNOWN
+    generation: Generation = Generation()
     iterations: IterationTable = field(default_factory=IterationTable)
     """In order, each iteration once: after a restart the later line counts."""
     restarts: tuple[int, ...] = ()
@@ -138,12 +179,12 @@ class ScrapedLog:
     memory: tuple[MemoryReading, ...] = ()
     theoretical_memory: TheoreticalMemory | None = None
     theoretical_parameters_billions: dict[str, float] = field(default_factory=dict)
-    timers: tuple[TimerSummary, ...] = ()
+    timers: tuple[Timer, ...] = ()
     validation: tuple[Validation, ...] = ()
     checkpoints: tuple[CheckpointEvent, ...] = ()
     remarks: tuple[Remark, ...] = ()
     arguments: dict[str, str] = field(default_factory=dict)
-    """Megatron's printed arguments, as text."""
+    """Printed arguments, as text."""
     log_interval: int | None = None
     exit_reason: str | None = None
     """`exiting program at iteration 25`, `after training is done`, …; None: the log just ends."""
@@ -156,5 +197,5 @@ class ScrapedLog:
 
     @property
     def is_megatron(self) -> bool:
-        """Whether anything in the log is Megatron's."""
+        """Whether anything in the log is Megatron's, or of another trainer that is read."""
         return bool(self.iterations or self.parameters or self.arguments or self.memory)

@@ -17,11 +17,13 @@ from tools.records.measurements import (
     CommunicationRecord,
     MemoryRecord,
     RoutingRecord,
+    TimeRecord,
     read_communication,
     read_memory,
     read_routing,
+    read_time,
 )
-from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, ROUTING_FILE
+from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, ROUTING_FILE, TIME_FILE
 from tools.report.read.iterations import Iteration, IterationTable
 from tools.report.read.scraped import ScrapedLog
 
@@ -158,6 +160,20 @@ def _read[T](read: Callable[[Path], T], folder: Path, name: str, notes: list[str
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         notes.append(f"{name} cannot be used ({error})")
         return None
+
+
+def read_time_ledger(folder: Path) -> tuple[TimeRecord | None, str]:
+    """The time ledger of a run folder, ranks with a steady iteration only; or why there is none."""
+    try:
+        record = read_time(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return None, f"no {TIME_FILE}"
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        return None, f"{TIME_FILE} cannot be used ({error})"
+    timed = tuple(rank for rank in record.ranks if rank.iteration_seconds > 0)
+    if not timed:
+        return None, f"{TIME_FILE} holds no steady iteration"
+    return replace(record, ranks=timed), ""
 
 
 _TAGS = {

@@ -11,9 +11,10 @@ import msgspec
 
 from tools.records.io import write_whole
 from tools.records.run import encode_run
-from tools.report.analyse.entry import RESULTS, Entry
+from tools.report.analyse.entry import Entry
 from tools.report.analyse.published import Match
 from tools.report.analyse.report import Report
+from tools.report.analyse.results import RESULTS
 from tools.report.canvas import can_draw
 from tools.report.explain.explanation import Explanation, explain, explanation_markdown
 from tools.report.explain.timelines import timeline_charts

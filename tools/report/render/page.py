@@ -97,7 +97,8 @@ def provenance(entry: Entry) -> Mapping[str, str]:
     """Where a run was made and with what; only what is known."""
     record, run = entry.run.record, entry.run
     facts: dict[str, str | None] = {"log": run.log.path, "first line": run.log.first_seen}
-    facts["log format"] = f"Megatron {run.log.dialect}" if run.log.dialect else None
+    of = run.log.generation
+    facts["log format"] = f"{of.trainer} {of.name}" if of.name else None
     clocks = [c for s in run.samples.series for c in s.sm_clock_mhz if c]
     facts["SM clock"] = f"{min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else None
     throttled = sorted({reason for s in run.samples.series for reason in s.throttled})

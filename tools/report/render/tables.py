@@ -10,23 +10,25 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tools.report.analyse.entry import (
-    Entry,
-    device_memory,
-    final_loss,
-    largest_parameters,
-    notes_of,
-    other_attempts,
-    peak_memory,
-    sent_bytes,
-)
+from tools.report.analyse.entry import Entry, device_memory
 from tools.report.analyse.planned import PlannedEntry
 from tools.report.analyse.published import Match
 from tools.report.analyse.report import ArgumentDifference, Change, Report
-from tools.report.analyse.statistics import TimeComparison
+from tools.report.analyse.results import notes_of, other_attempts
+from tools.report.analyse.statistics import Estimate, TimeComparison
 from tools.spec.published import Correction
 from tools.text.table import Column, Table
-from tools.text.units import DASH, count, interval, loss, number, percent, signed_percent, size
+from tools.text.units import (
+    DASH,
+    bracketed,
+    count,
+    interval,
+    loss,
+    number,
+    percent,
+    signed_percent,
+    size,
+)
 
 MatchOf = tuple[Entry, Match]
 _MAX_VALUES = 12
@@ -37,6 +39,11 @@ _STYLES = {"ok": "green", "held": "green", "reference": "cyan", "": "dim", "runn
 def ratio(found: TimeComparison) -> str:
     """`×1.24 slower`, without its interval."""
     return f"×{found.ratio:.2f} {found.verdict}"
+
+
+def time_text(found: Estimate | None, shape: str = ".1f") -> str:
+    """`157.8 [140.5, 175.2]`, by the format specification."""
+    return DASH if found is None else bracketed(found.median, found.low, found.high, shape)
 
 
 def _interval(entry: Entry) -> tuple[float, float] | None:
@@ -82,12 +89,11 @@ def _time_and_interval(entry: Entry) -> str:
 
 def _status_and_attempts(entry: Entry) -> str:
     attempts = ", ".join(other_attempts(entry.configuration)).replace("earlier ", "")
-    status = entry.run.status.status.value
-    return f"{status} ({attempts})" if attempts else status
+    return f"{entry.status} ({attempts})" if attempts else entry.status
 
 
 def _status_style(entry: Entry) -> str:
-    return _STYLES.get(entry.run.status.status.value, "bold red")
+    return _STYLES.get(entry.status, "bold red")
 
 
 def _parity_style(entry: Entry) -> str:
@@ -98,20 +104,18 @@ def _parity_style(entry: Entry) -> str:
 _LABEL = Column[Entry]("Strategy", lambda e: e.label, right=False)
 _MODEL = Column[Entry]("Model", lambda e: e.run.model or None, right=False)
 _DEVICE = Column[Entry]("Device", lambda e: e.run.device or None, right=False)
-_STATUS = Column[Entry](
-    "Status", lambda e: e.run.status.status.value, right=False, style=_status_style
-)
+_STATUS = Column[Entry]("Status", lambda e: e.status, right=False, style=_status_style)
 _TIME = Column[Entry]("ms/iteration", lambda entry: entry.time_ms, number)
 _INTERVAL = Column[Entry]("95% interval", _interval, _range)
 _SPEED = Column[Entry]("Time a token", _speed, _said)
 _RATE = Column[Entry]("Tokens/s", lambda e: e.rates.tokens_per_second, number)
-_LOSS = Column[Entry]("Final loss", lambda e: final_loss(e.run), loss)
+_LOSS = Column[Entry]("Final loss", lambda e: e.final_loss, loss)
 _PARITY = Column[Entry](
     "Parity", lambda e: e.parity.verdict or None, right=False, style=_parity_style
 )
-_PARAMETERS = Column[Entry]("Parameters/rank", lambda e: largest_parameters(e.run), count)
-_MEMORY = Column[Entry]("Peak memory", lambda e: peak_memory(e.run)[0], size)
-_SENT = Column[Entry]("Sent/iteration", lambda e: sent_bytes(e.run), size)
+_PARAMETERS = Column[Entry]("Parameters/rank", lambda e: e.largest_parameters, count)
+_MEMORY = Column[Entry]("Peak memory", lambda e: e.peak_bytes, size)
+_SENT = Column[Entry]("Sent/iteration", lambda e: e.sent_bytes, size)
 _MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent)
 _PUBLISHED = Column[Entry]("Published ms", _published, _said)
 _NOTES = Column[Entry]("Notes", notes_of, right=False)

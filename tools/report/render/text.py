@@ -10,9 +10,10 @@ from rich.text import Text
 
 from tools.records.run import Status
 from tools.report.analyse.comparability import SHARED, SpeedComparison
-from tools.report.analyse.entry import Entry, disagreement
+from tools.report.analyse.entry import Entry
 from tools.report.analyse.parity import LOGS_AGREE
 from tools.report.analyse.report import Report
+from tools.report.analyse.results import disagreement
 from tools.report.analyse.statistics import TimeVerdict, smallest_difference
 from tools.report.canvas import Chart
 from tools.report.read.runs import Run

@@ -1,4 +1,7 @@
-"""Tables of experiments; what their pages say around them is in `examples/experiments/`."""
+"""What is said of measured runs, one module for each kind of comparison, over the report's rows.
+
+What their pages say around the tables is in `examples/experiments/`.
+"""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import mean
 
-from tools.launch.experiment.measured import time_text
 from tools.report.analyse.statistics import Estimate
+from tools.report.render.tables import time_text
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import percent, signed_percent
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from tools.launch.experiment.measured import Measured, time_text
 from tools.launch.experiment.tables import bullets, page
-from tools.launch.experiment.tables.zero import ratio
+from tools.launch.experiment.tables.zero import in_ms, ratio
+from tools.report.analyse.entry import Entry
 from tools.report.analyse.statistics import TimeComparison, compare
+from tools.report.render.tables import time_text
 from tools.spec.run import Backend
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, change, megabytes, ms, rounded
+from tools.text.units import DASH, change, megabytes, rounded
 
 _PAIRS = (
     (("megatron", "dp2"), ("native", "dp2")),
@@ -22,35 +22,24 @@ _PAIRS = (
 """Runs that shard alike."""
 
 
-def render(model: str, runs: Sequence[Measured], left_out: Sequence[str] = ()) -> str:
+def render(model: str, rows: Sequence[Entry], left_out: Sequence[str] = ()) -> str:
     """Markdown: the table, what it says of each backend, and what was left out."""
-    bare = next((run for run in runs if run.backend == Backend.BARE), None)
-    rows = tuple(_BackendRow(run, bare) for run in runs)
-    table = markdown_table(Table(_COLUMNS, rows))
-    said = bullets((*verdicts(runs), *left_out))
+    bare = next((row for row in rows if row.backend == Backend.BARE), None)
+    table = markdown_table(Table(_columns(bare), tuple(rows)))
+    said = bullets((*verdicts(rows), *left_out))
     return page("backends", model=model, table=table, verdicts=said)
 
 
-def verdicts(runs: Sequence[Measured]) -> list[str]:
+def verdicts(rows: Sequence[Entry]) -> list[str]:
     """What may be said of each pair that shards alike: faster, slower, or within noise."""
-    found = {(run.backend, run.strategy): run for run in runs}
+    found = {(row.backend, row.strategy): row for row in rows}
     sentences = []
     for reference, other in _PAIRS:
         one, two = found.get(reference), found.get(other)
         if one and two and one.estimate and two.estimate:
-            names = f"{two.backend} {two.strategy} against {one.backend} {one.strategy}"
+            names = " against ".join(f"{row.backend} {row.strategy}" for row in (two, one))
             sentences.append(f"{names}: {_verdict(compare(one.estimate, two.estimate))}")
     return sentences
-
-
-@dataclass(frozen=True)
-class _BackendRow:
-    run: Measured
-    bare: Measured | None
-
-    @property
-    def is_bare(self) -> bool:
-        return self.run is self.bare
 
 
 def _verdict(result: TimeComparison) -> str:
@@ -60,40 +49,34 @@ def _verdict(result: TimeComparison) -> str:
     return f"{speed}, which is {result.verdict}."
 
 
-def _against_bare(row: _BackendRow) -> float | None:
-    one, two = row.bare.estimate if row.bare else None, row.run.estimate
-    known = one is not None and two is not None and not row.is_bare
-    return ratio(two.median, one.median) if known and one and two else None
+def _columns(bare: Entry | None) -> tuple[Column[Entry], ...]:
+    def against_bare(row: Entry) -> float | None:
+        return None if bare is None or row is bare else ratio(row.time_ms, bare.time_ms)
+
+    return (
+        Column("Backend", lambda row: row.backend),
+        Column("Strategy", lambda row: row.strategy),
+        Column("Status", lambda row: row.status),
+        Column("Parity", lambda row: "" if row is bare else row.parity.verdict),
+        Column("ms/iteration [95%]", lambda row: row.estimate, time_text),
+        Column("Passes alone", lambda row: row.pass_seconds, in_ms),
+        Column("Overhead", _overhead, _percent),
+        Column("Against bare", against_bare, _percent),
+        Column("Samples/s", lambda row: row.samples_per_second, rounded),
+        Column("Sent/iteration", lambda row: row.sent_bytes, megabytes),
+        Column("Peak memory", lambda row: row.peak_bytes, megabytes),
+        Column("Loss", lambda row: None if row is bare else row.final_loss, _loss),
+        Column("What ran", lambda row: row.implementation),
+    )
 
 
-def _overhead(row: _BackendRow) -> float | None:
-    return None if row.run.overhead is None else 1 + row.run.overhead
+def _overhead(row: Entry) -> float | None:
+    return None if row.overhead is None else 1 + row.overhead
 
 
 def _percent(value: float | None) -> str:
     return change(value, decimals=1)
 
 
-_COLUMNS: tuple[Column[_BackendRow], ...] = (
-    Column("Backend", lambda row: row.run.backend),
-    Column("Strategy", lambda row: row.run.strategy),
-    Column("Status", lambda row: row.run.status),
-    Column("Parity", lambda row: "" if row.is_bare else row.run.parity),
-    Column("ms/iteration [95%]", lambda row: row.run.estimate, time_text),
-    Column(
-        "Passes alone",
-        lambda row: row.run.pass_seconds,
-        lambda seconds: DASH if seconds is None else f"{ms(seconds)} ms",
-    ),
-    Column("Overhead", _overhead, _percent),
-    Column("Against bare", _against_bare, _percent),
-    Column("Samples/s", lambda row: row.run.samples_per_second, rounded),
-    Column("Sent/iteration", lambda row: row.run.sent_bytes, megabytes),
-    Column("Peak memory", lambda row: row.run.peak_bytes, megabytes),
-    Column(
-        "Loss",
-        lambda row: None if row.is_bare else row.run.final_loss,
-        lambda loss: DASH if loss is None else f"{loss:.6f}",
-    ),
-    Column("What ran", lambda row: row.run.implementation),
-)
+def _loss(value: float | None) -> str:
+    return DASH if value is None else f"{value:.6f}"

@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from statistics import mean
 
 from tools.launch.compose import Launch
-from tools.launch.experiment.measured import Measured, conditions, pooled
 from tools.launch.experiment.tables import bullets, page
 from tools.launch.experiment.tables.windows import commonest_share, shared_windows
 from tools.records.measurements import first_other_choice
 from tools.records.run import Status
+from tools.report.analyse.configurations import pooled
+from tools.report.analyse.entry import Entry
+from tools.report.analyse.provenance import conditions
 from tools.report.analyse.statistics import Estimate, compare
+from tools.report.read.runs import Run
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
-from tools.spec.published import Figure, load_published
-from tools.text.table import Column, Table, markdown_rows, markdown_table
+from tools.spec.published import Correction, Figure, load_published
+from tools.text.table import Column, Table, markdown_table
 from tools.text.units import DASH, bracketed, rounded
 
 SOURCE = "000"
@@ -31,8 +34,8 @@ TOLERANCE = 1e-5
 
 Kind = tuple[str, str, str, str]
 """Backend, strategy, optimizer, activation."""
-Group = Sequence[Measured]
-"""Runs of one kind, a seed each."""
+Group = Sequence[Entry]
+"""Rows of one kind, a seed each."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
         _parity_sentence(parities(runs)),
         *_scores(kinds),
         *notes,
-        *conditions(runs),
+        *conditions(_runs(runs)),
     ]
     rows = tuple(
         _GroupRow(group, parity(group, _reference(group, kinds))) for group in kinds.values()
@@ -81,9 +84,12 @@ def parities(runs: Group) -> list[RoutedParity]:
 
 def parity(group: Group, reference: Group) -> RoutedParity:
     """A kind's runs against the reference's of the same seeds."""
-    theirs = {run.seed: run for run in reference}
-    pairs = [(run, theirs[run.seed]) for run in group if run.seed in theirs]
-    firsts = [first_other_choice(one.routing, two.routing, one.dtype) for one, two in pairs]
+    theirs = {_seed(row): row for row in reference}
+    pairs = [(row, theirs[_seed(row)]) for row in group if _seed(row) in theirs]
+    firsts = [
+        first_other_choice(one.routing, two.routing, one.spec.dtype if one.spec else "")
+        for one, two in pairs
+    ]
     differences = [0.0]
     compared = 0
     for (one, two), first in zip(pairs, firsts, strict=True):
@@ -94,9 +100,9 @@ def parity(group: Group, reference: Group) -> RoutedParity:
     return RoutedParity(max(differences), compared, diverged)
 
 
-def is_well(run: Measured) -> bool:
+def is_well(row: Entry) -> bool:
     """It ended well and was evaluated."""
-    return run.status == Status.OK and run.validation_loss is not None
+    return row.status == Status.OK and row.validation_loss is not None
 
 
 def evaluation_notes(launch: Launch) -> list[str]:
@@ -128,11 +134,19 @@ class _GroupRow:
         return f"{self.parity.difference:.1e}{until}"
 
 
-def _by_kind(runs: Group) -> dict[Kind, list[Measured]]:
-    kinds: dict[Kind, list[Measured]] = {}
-    for run in runs:
-        kind = run.backend, run.strategy, run.optimizer, run.activation
-        kinds.setdefault(kind, []).append(run)
+def _seed(row: Entry) -> int:
+    return row.spec.seed if row.spec else 0
+
+
+def _runs(group: Group) -> list[Run]:
+    return [run for row in group for run in row.configuration.runs]
+
+
+def _by_kind(rows: Group) -> dict[Kind, list[Entry]]:
+    kinds: dict[Kind, list[Entry]] = {}
+    for row in rows:
+        kind = row.backend, row.strategy, row.optimizer, row.activation
+        kinds.setdefault(kind, []).append(row)
     return kinds
 
 
@@ -145,12 +159,13 @@ def _rate(found: Estimate | None) -> str:
     """Iterations a second."""
     if found is None:
         return DASH
-    if found.low is None or found.high is None:
+    # A low end of 0 ms is no end of a rate.
+    if not found.low or not found.high:
         return rounded(1000 / found.median)
     return bracketed(1000 / found.median, 1000 / found.high, 1000 / found.low, ".2f")
 
 
-def _range(group: Group, value: Callable[[Measured], float | None], shape: str) -> str:
+def _range(group: Group, value: Callable[[Entry], float | None], shape: str) -> str:
     found = [known for run in group if (known := value(run)) is not None]
     if not found:
         return DASH
@@ -160,8 +175,8 @@ def _range(group: Group, value: Callable[[Measured], float | None], shape: str) 
     return f"{text} ({shape.format(min(found))} to {shape.format(max(found))})"
 
 
-def _perplexity(run: Measured) -> float | None:
-    loss = run.validation_loss
+def _perplexity(row: Entry) -> float | None:
+    loss = row.validation_loss
     return None if loss is None else math.exp(min(20, loss))
 
 
@@ -170,7 +185,7 @@ def _speeds(kinds: Mapping[Kind, Group]) -> list[str]:
     sentences = []
     for (backend, strategy, optimizer, activation), group in kinds.items():
         other = kinds.get(("native", strategy, optimizer, activation))
-        one, two = pooled(group), pooled(other or ())
+        one, two = pooled(_runs(group)), pooled(_runs(other or ()))
         if backend != "megatron" or one is None or two is None:
             continue
         result = compare(one, two)
@@ -220,12 +235,12 @@ def _scores(kinds: Mapping[Kind, Group]) -> list[str]:
 def _published() -> str:
     published = load_published()
     figures = Table(_PUBLISHED_COLUMNS, published.of(SOURCE))
-    wrong = [[c.says, c.right] for c in published.corrections if c.source == SOURCE]
-    return f"{markdown_table(figures)}\n\n{markdown_rows(['It says', 'Right'], wrong)}"
+    wrong = tuple(found for found in published.corrections if found.source == SOURCE)
+    return f"{markdown_table(figures)}\n\n{markdown_table(Table(_CORRECTIONS, wrong))}"
 
 
 def _scores_column(
-    name: str, value: Callable[[Measured], float | None], shape: str
+    name: str, value: Callable[[Entry], float | None], shape: str
 ) -> Column[_GroupRow]:
     return Column(name, lambda row: _range(row.group, value, shape))
 
@@ -239,8 +254,8 @@ _COLUMNS: tuple[Column[_GroupRow], ...] = (
     Column("Strategy", lambda row: row.group[0].strategy),
     Column("Optimizer", lambda row: row.group[0].optimizer),
     Column("Activation", lambda row: row.group[0].activation or DASH),
-    Column("Iterations/s [95%]", lambda row: pooled(row.group), _rate),
-    _scores_column("Run, start included", lambda run: run.wall_seconds, "{:.0f} s"),
+    Column("Iterations/s [95%]", lambda row: pooled(_runs(row.group)), _rate),
+    _scores_column("Run, start included", lambda run: run.run.status.wall_seconds, "{:.0f} s"),
     _scores_column("Validation loss", lambda run: run.validation_loss, "{:.4f}"),
     _scores_column("Accuracy", lambda run: run.accuracy, "{:.2%}"),
     _scores_column("Perplexity", _perplexity, "{:.0f}"),
@@ -255,4 +270,8 @@ _PUBLISHED_COLUMNS: tuple[Column[Figure], ...] = (
     Column("Accuracy", lambda figure: figure.validation_accuracy, _optional("{:.2%}")),
     Column("Perplexity", lambda figure: figure.perplexity, _optional("{:.2f}")),
     Column("But", lambda figure: figure.caution),
+)
+_CORRECTIONS = (
+    Column[Correction]("It says", lambda found: found.says),
+    Column[Correction]("Right", lambda found: found.right),
 )

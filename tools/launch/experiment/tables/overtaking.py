@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 from math import exp, log
 
 from tools.launch.experiment.definition import ExperimentCell
-from tools.launch.experiment.measured import Measured
+from tools.report.analyse.entry import Entry
 from tools.report.analyse.statistics import Estimate, TimeComparison, TimeVerdict, compare
 from tools.spec.model import load_model
 from tools.spec.run import Backend, DeviceKind
@@ -25,7 +25,7 @@ class Swept:
     backend: Backend
     parameters: int
     tokens_per_iteration: int
-    measured: Measured | None
+    row: Entry | None
     runs: tuple[str, ...] = ()
     """Names of the run folders, newest first."""
     complete: bool = True
@@ -42,9 +42,9 @@ class Swept:
     @property
     def estimate(self) -> Estimate | None:
         """Of iteration times, in milliseconds."""
-        if self.measured is None:
+        if self.row is None:
             return None
-        return self.measured.processor if self.by_processor else self.measured.estimate
+        return self.row.processor if self.by_processor else self.row.estimate
 
     @property
     def tokens_per_second(self) -> float | None:

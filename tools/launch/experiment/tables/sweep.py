@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tools.launch.experiment.cells import Skipped
-from tools.launch.experiment.measured import conditions, measure
 from tools.launch.experiment.runner import CellResult
 from tools.launch.experiment.tables.overtaking import Swept, compare_tokens, fastest, verdicts
 from tools.plan.tensors import parameters_total
+from tools.report.analyse.provenance import conditions
+from tools.report.analyse.report import rows_of
 from tools.report.analyse.statistics import Estimate, TimeComparison
 from tools.report.canvas import WIDTH_INCHES, Chart, colour, draw, grid
 from tools.spec.run import Backend, DeviceKind
-from tools.text.table import Column, Table, markdown_rows, markdown_table, markdown_text
+from tools.text.table import Column, Table, markdown_table, markdown_text
 from tools.text.units import DASH, count, interval, loss, number, parameters
 
 if TYPE_CHECKING:
@@ -37,12 +38,12 @@ def swept(results: Sequence[CellResult]) -> list[Swept]:
             backend=Backend(result.launch.spec.backend),
             parameters=parameters_total(result.launch.model.shape),
             tokens_per_iteration=result.launch.spec.tokens_per_iteration,
-            measured=measured,
+            row=row,
             runs=tuple(folder.name for folder in result.runs),
             complete=result.complete,
             failure=result.failure,
         )
-        for result, measured in zip(results, measure([r.runs for r in results]), strict=True)
+        for result, row in zip(results, rows_of([r.runs for r in results]), strict=True)
     ]
 
 
@@ -69,8 +70,7 @@ def render(
         parts.append(f"![Tokens a second by model size]({PICTURE_FILE})")
     parts.append(markdown_table(Table(_COLUMNS, rows)))
     if skipped:
-        listed = [[one.cell.name, one.rule] for one in skipped]
-        parts += ["## Skipped", markdown_rows(["Cell", "Rule"], listed)]
+        parts += ["## Skipped", markdown_table(Table(_SKIPPED, tuple(skipped)))]
     return "\n\n".join(parts)
 
 
@@ -97,13 +97,14 @@ def _sentences(results: Sequence[Swept]) -> list[str]:
         said.append(
             f"{len(missing)} of {len(results)} cells are not complete; the same command resumes."
         )
-    return [*said, *conditions(result.measured for result in results if result.measured)]
+    rows = [result.row for result in results if result.row]
+    return [*said, *conditions(run for row in rows for run in row.configuration.runs)]
 
 
 def _by_processor(result: Swept) -> Swept:
     """On CPU ranks the same cell by processor time, which other work on the machine hardly changes."""
-    known = result.measured if result.cell.device is DeviceKind.CPU else None
-    return replace(result, measured=known, by_processor=True)
+    known = result.row if result.cell.device is DeviceKind.CPU else None
+    return replace(result, row=known, by_processor=True)
 
 
 def _reference(result: Swept, results: Sequence[Swept]) -> Swept | None:
@@ -146,8 +147,14 @@ _COLUMNS: tuple[Column[_SweepRow], ...] = (
 )
 
 
+_SKIPPED = (
+    Column[Skipped]("Cell", lambda one: one.cell.name),
+    Column[Skipped]("Rule", lambda one: one.rule),
+)
+
+
 def _final_loss(result: Swept) -> float | None:
-    return result.measured.final_loss if result.measured else None
+    return result.row.final_loss if result.row else None
 
 
 def _as_data(result: Swept) -> dict[str, object]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.launch.experiment.measured import Measured, time_text
 from tools.launch.experiment.tables import bullets, page
+from tools.report.analyse.entry import Entry
 from tools.report.analyse.statistics import compare
+from tools.report.render.tables import time_text
 from tools.spec.published import Figure, load_published
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import DASH, change, joined, megabytes, ms, percent, rounded, times
@@ -28,24 +29,20 @@ _BASELINE = "dp2"
 
 @dataclass(frozen=True)
 class _Method:
-    """One row: a run, its published figure, and what both are compared with."""
+    """A row, its published figure, and what both are compared with."""
 
-    run: Measured
+    row: Entry
     figure: Figure | None
-    baseline: Measured | None
+    baseline: Entry | None
     published_baseline: Figure | None
 
-    @property
-    def name(self) -> str:
-        return _name(self.run)
 
-
-def render(model: str, runs: Sequence[Measured]) -> str:
+def render(model: str, rows: Sequence[Entry]) -> str:
     """Markdown: three tables, and what was measured."""
     shown, figures = _published(model)
-    baseline = next((run for run in runs if run.strategy == _BASELINE), None)
+    baseline = next((row for row in rows if row.strategy == _BASELINE), None)
     methods = tuple(
-        _Method(run, figures.get(run.strategy), baseline, figures.get(_BASELINE)) for run in runs
+        _Method(row, figures.get(row.strategy), baseline, figures.get(_BASELINE)) for row in rows
     )
     other = "" if shown == model else f" The published figures are {shown}'s, not {model}'s."
     return page(
@@ -53,37 +50,37 @@ def render(model: str, runs: Sequence[Measured]) -> str:
         model=model,
         other=other,
         performance=markdown_table(Table(_PERFORMANCE, methods)),
-        verdicts=bullets(verdicts(runs)),
+        verdicts=bullets(verdicts(rows)),
         shares=markdown_table(Table(_SHARES, methods)),
         traffic=markdown_table(Table(_TRAFFIC, methods)),
-        measured=bullets(f"{method.name}: {method.run.implementation}" for method in methods),
+        measured=bullets(f"{_name(row)}: {row.implementation}" for row in rows),
     )
 
 
-def verdicts(runs: Sequence[Measured]) -> list[str]:
+def verdicts(rows: Sequence[Entry]) -> list[str]:
     """The winner of each column, or those that are within noise of it, and which to use.
 
     Of methods within noise of the fastest the one with the least memory is to be used.
     """
-    timed = [(run, found) for run in runs if (found := run.estimate)]
-    held = [run for run in runs if run.peak_bytes]
+    timed = [(row, found) for row in rows if (found := row.estimate)]
+    held = [row for row in rows if row.peak_bytes]
     said = []
     if held:
-        lightest = min(held, key=lambda run: run.peak_bytes or 0)
+        lightest = min(held, key=lambda row: row.peak_bytes or 0)
         said.append(f"Least memory: {_name(lightest)}, {megabytes(lightest.peak_bytes)}.")
-    sending = [run for run in runs if run.sent_bytes]
+    sending = [row for row in rows if row.sent_bytes]
     if sending:
-        least = min(sending, key=lambda run: run.sent_bytes or 0)
+        least = min(sending, key=lambda row: row.sent_bytes or 0)
         said.append(f"Least sent: {_name(least)}, {megabytes(least.sent_bytes)} an iteration.")
     if not timed:
         return said
     fastest, best = min(timed, key=lambda each: each[1].median)
-    close = [run for run, found in timed if not compare(best, found).verdict.is_clear]
-    others = [_name(run) for run in close if run is not fastest]
+    close = [row for row, found in timed if not compare(best, found).verdict.is_clear]
+    others = [_name(row) for row in close if row is not fastest]
     beside = f"; within noise of it: {joined(others)}" if others else ", beyond the noise"
     said.append(f"Fastest: {_name(fastest)}{beside}.")
-    known = [run for run in close if run.peak_bytes]
-    used = min(known, key=lambda run: run.peak_bytes or 0, default=fastest)
+    known = [row for row in close if row.peak_bytes]
+    used = min(known, key=lambda row: row.peak_bytes or 0, default=fastest)
     why = (
         f"of {_name(fastest)} and those within noise of it, it takes the least memory"
         if others
@@ -98,6 +95,11 @@ def ratio(value: float | None, reference: float | None) -> float | None:
     return value / reference if value is not None and reference else None
 
 
+def in_ms(seconds: float | None) -> str:
+    """`157.8 ms`."""
+    return DASH if seconds is None else f"{ms(seconds)} ms"
+
+
 def _published(model: str) -> tuple[str, Mapping[str, Figure]]:
     """The published model that is shown, and its figures by strategy."""
     figures = load_published().of(SOURCE)
@@ -105,104 +107,112 @@ def _published(model: str) -> tuple[str, Mapping[str, Figure]]:
     return shown, {figure.strategy: figure for figure in figures if figure.model == shown}
 
 
-def _name(run: Measured) -> str:
-    return _NAMES.get(run.strategy, run.strategy)
-
-
-def _beside(measured: str, published: str | None) -> str:
-    """`measured (published)`."""
-    return f"{measured} ({published})" if published else measured
+def _name(row: Entry) -> str:
+    return _NAMES.get(row.strategy, row.strategy)
 
 
 def _first(values: Sequence[float]) -> float | None:
     return values[0] if values else None
 
 
-def _peak(method: _Method) -> str:
-    peak = _first(method.figure.peak_memory_gb) if method.figure else None
-    return _beside(megabytes(method.run.peak_bytes), f"{peak:g} GB" if peak else None)
-
-
-def _time(method: _Method) -> str:
-    time = _first(method.figure.iteration_ms) if method.figure else None
-    return _beside(time_text(method.run.estimate), f"{time:g}" if time else None)
-
-
-def _rate(method: _Method) -> str:
-    rate = method.figure.samples_per_second if method.figure else None
-    return _beside(rounded(method.run.samples_per_second), f"{rate:g}" if rate else None)
-
-
 def _speedup(method: _Method) -> str:
     """Over the baseline; said to be within noise where the statistic says so."""
-    published = method.figure.speedup if method.figure else None
-    one = method.baseline.estimate if method.baseline else None
-    two = method.run.estimate
+    row, baseline = method.row, method.baseline
+    one, two = baseline.estimate if baseline else None, row.estimate
     if one is None or two is None:
-        return _beside(DASH, times(published) if published else None)
+        return DASH
     found = compare(one, two)
     text = times(1 / found.ratio)
-    if not found.verdict.is_clear and method.run is not method.baseline:
-        text = f"{text}, {found.verdict}"
-    return _beside(text, times(published) if published else None)
-
-
-def _share(method: _Method, place: int, phase: str) -> str:
-    measured = method.run.shares[place] if method.run.shares else None
-    published = method.figure.shares.get(phase) if method.figure else None
-    return _beside(percent(measured), None if published is None else percent(published))
+    return text if found.verdict.is_clear or row is baseline else f"{text}, {found.verdict}"
 
 
 def _saved(method: _Method) -> str:
-    mine = ratio(method.run.peak_bytes, method.baseline.peak_bytes if method.baseline else None)
-    theirs = ratio(
+    baseline, theirs = method.baseline, method.published_baseline
+    mine = ratio(method.row.peak_bytes, baseline.peak_bytes if baseline else None)
+    published = ratio(
         _first(method.figure.peak_memory_gb) if method.figure else None,
-        _first(method.published_baseline.peak_memory_gb) if method.published_baseline else None,
+        _first(theirs.peak_memory_gb) if theirs else None,
     )
-    return _beside(change(mine), change(theirs) if theirs else None)
+    return change(mine) + (f" ({change(published)})" if published else "")
 
 
-def _network(method: _Method, name: str, unit: str) -> str | None:
-    found = method.figure.network.get(name) if method.figure else None
-    return None if found is None else f"{found:g} {unit}"
+def _in(unit: str, shape: str = "g") -> Callable[[float | None], str]:
+    return lambda value: DASH if value is None else f"{value:{shape}}{unit}"
 
 
-def _waiting(method: _Method) -> str:
-    seconds = method.run.communication_seconds
-    text = DASH if seconds is None else f"{ms(seconds)} ms"
-    return _beside(text, _network(method, "seconds", "s"))
+def _beside(
+    name: str,
+    measured: Callable[[_Method], str],
+    published: Callable[[Figure], float | None],
+    text: Callable[[float], str],
+) -> Column[_Method]:
+    """`measured (published)`."""
+
+    def cell(method: _Method) -> str:
+        found = published(method.figure) if method.figure else None
+        return measured(method) + (f" ({text(found)})" if found is not None else "")
+
+    return Column(name, cell)
 
 
-def _bandwidth(method: _Method) -> str:
-    rate = method.run.implied_gigabits
-    text = DASH if rate is None else f"{rate:.2f} Gbit/s"
-    return _beside(text, _network(method, "gbit_per_second", "Gbit/s"))
+def _share(name: str, place: int, phase: str) -> Column[_Method]:
+    def measured(method: _Method) -> str:
+        return percent(method.row.shares[place] if method.row.shares else None)
+
+    return _beside(name, measured, lambda figure: figure.shares.get(phase), percent)
 
 
-_METHOD: Column[_Method] = Column("Method", lambda method: method.name)
-_PERFORMANCE: tuple[Column[_Method], ...] = (
+_METHOD = Column[_Method]("Method", lambda method: _name(method.row))
+_PERFORMANCE = (
     _METHOD,
-    Column("Status", lambda method: method.run.status),
-    Column("Parity", lambda method: method.run.parity),
-    Column("Peak memory", _peak),
-    Column("ms/iteration [95%]", _time),
-    Column("Samples/s", _rate),
-    Column("Speedup", _speedup),
-)
-_SHARES: tuple[Column[_Method], ...] = (
-    _METHOD,
-    Column("Forward", lambda method: _share(method, 0, "forward")),
-    Column("Backward, with gradients", lambda method: _share(method, 1, "backward")),
-    Column("Optimizer", lambda method: _share(method, 2, "optimizer")),
-)
-_TRAFFIC: tuple[Column[_Method], ...] = (
-    _METHOD,
-    Column("Memory against baseline", _saved),
-    Column(
-        "Sent/iteration",
-        lambda method: _beside(megabytes(method.run.sent_bytes), _network(method, "sent_mb", "MB")),
+    Column[_Method]("Status", lambda method: method.row.status),
+    Column[_Method]("Parity", lambda method: method.row.parity.verdict),
+    _beside(
+        "Peak memory",
+        lambda method: megabytes(method.row.peak_bytes),
+        lambda figure: _first(figure.peak_memory_gb),
+        _in(" GB"),
     ),
-    Column("With NCCL's rings", lambda method: megabytes(method.run.nccl_bytes)),
-    Column("Waiting", _waiting),
-    Column("Implied", _bandwidth),
+    _beside(
+        "ms/iteration [95%]",
+        lambda method: time_text(method.row.estimate),
+        lambda figure: _first(figure.iteration_ms),
+        _in(""),
+    ),
+    _beside(
+        "Samples/s",
+        lambda method: rounded(method.row.samples_per_second),
+        lambda figure: figure.samples_per_second,
+        _in(""),
+    ),
+    _beside("Speedup", _speedup, lambda figure: figure.speedup, times),
+)
+_SHARES = (
+    _METHOD,
+    _share("Forward", 0, "forward"),
+    _share("Backward, with gradients", 1, "backward"),
+    _share("Optimizer", 2, "optimizer"),
+)
+_TRAFFIC = (
+    _METHOD,
+    Column[_Method]("Memory against baseline", _saved),
+    _beside(
+        "Sent/iteration",
+        lambda method: megabytes(method.row.sent_bytes),
+        lambda figure: figure.network.get("sent_mb"),
+        _in(" MB"),
+    ),
+    Column[_Method]("With NCCL's rings", lambda method: method.row.nccl_bytes, megabytes),
+    _beside(
+        "Waiting",
+        lambda method: in_ms(method.row.communication_seconds),
+        lambda figure: figure.network.get("seconds"),
+        _in(" s"),
+    ),
+    _beside(
+        "Implied",
+        lambda method: _in(" Gbit/s", ".2f")(method.row.implied_gigabits),
+        lambda figure: figure.network.get("gbit_per_second"),
+        _in(" Gbit/s"),
+    ),
 )

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import msgspec
 
 from tools.records.measurements import (
     CommunicationRecord,
@@ -19,9 +16,7 @@ from tools.records.measurements import (
     RankCommunication,
     RankTime,
     TimeRecord,
-    read_time,
 )
-from tools.records.run import TIME_FILE
 
 
 @dataclass(frozen=True)
@@ -43,20 +38,6 @@ class TimeShares:
         optimizer = self.phases.get(Phase.OPTIMIZER, 0.0)
         whole = forward + backward + optimizer or 1.0
         return forward / whole, backward / whole, optimizer / whole
-
-
-def read_time_ledger(folder: Path) -> tuple[TimeRecord | None, str]:
-    """The time ledger of a run folder, ranks with a steady iteration only; or why there is none."""
-    try:
-        record = read_time(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return None, f"no {TIME_FILE}"
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        return None, f"{TIME_FILE} cannot be used ({error})"
-    timed = tuple(rank for rank in record.ranks if rank.iteration_seconds > 0)
-    if not timed:
-        return None, f"{TIME_FILE} holds no steady iteration"
-    return replace(record, ranks=timed), ""
 
 
 def time_shares(record: TimeRecord) -> tuple[TimeShares, ...]:
@@ -100,6 +81,19 @@ def busy_seconds(rank: RankTime) -> float:
     """Seconds in forward and backward of an iteration, communication inside them included."""
     phases = rank.phase_seconds
     return phases.get(Phase.FORWARD, 0.0) + phases.get(Phase.BACKWARD, 0.0)
+
+
+def idle_over_work(rank: RankTime) -> float:
+    """Seconds that a stage waits for others over those in which it works."""
+    return rank.phase_seconds.get(Phase.PIPELINE, 0.0) / busy_seconds(rank)
+
+
+def alone_seconds(rank: RankTime) -> float:
+    """Seconds in forward and backward of an iteration without the communication inside them."""
+    return sum(
+        rank.phase_seconds.get(phase, 0.0) - rank.communication_seconds.get(phase, 0.0)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
 
 
 def mean(values: Iterable[float]) -> float:

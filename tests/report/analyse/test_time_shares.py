@@ -4,7 +4,8 @@ import pytest
 
 from tests.report.ledger_factory import call, seconds
 from tools.records.measurements import CommunicationRecord, Phase, RankCommunication, TimeRecord
-from tools.report.explain.time_shares import read_time_ledger, time_shares, with_pipeline_waits
+from tools.report.analyse.time_shares import time_shares, with_pipeline_waits
+from tools.report.read.sources import read_time_ledger
 
 PHASES = {
     Phase.FORWARD: 0.2,

@@ -1,0 +1,144 @@
+"""The columns of `results.csv`, and what a reader of a row must know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from tools.plan.tensors import parameters_total
+from tools.report.analyse.comparability import SHARED, adam_state, shares_gpu
+from tools.report.analyse.configurations import Configuration, is_planted, plant_name
+from tools.report.analyse.entry import Entry, device_memory
+from tools.report.analyse.parity import REFERENCE, Parity
+from tools.report.analyse.statistics import Estimate
+from tools.report.read.runs import Run
+from tools.spec.run import RunSpec
+from tools.spec.strategy import Parallelism, Sharding
+from tools.text.table import Column
+from tools.text.units import number
+
+_ZERO_STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3, Sharding.FSDP2: 3}
+
+
+def notes_of(entry: Entry) -> str:
+    """What a reader of the entry's row must know, most important first."""
+    run, configuration, parity = entry.run, entry.configuration, entry.parity
+    notes = [run.status.reason] if run.status.reason else []
+    if len(configuration.runs) > 1:
+        notes.append(f"{len(configuration.runs)} runs pooled")
+    if entry.estimate and entry.estimate.disagree:
+        notes.append(f"repeats disagree: {disagreement(entry)}")
+    notes += [shift.text for shift in entry.shifts]
+    notes += other_attempts(configuration)
+    notes += _older(configuration)
+    notes += _parity_notes(parity, run)
+    if adam_state(run) not in (None, "existed"):
+        notes.append("Adam's state never existed (every step skipped), so memory reads too low")
+    shared = [SHARED] if shares_gpu(run.spec) else []
+    patches = [f"patches: {', '.join(run.spec.fused)}"] if run.spec and run.spec.fused else []
+    planted = [f"changed by PLANT={plant_name(run.spec)}"] if is_planted(run.spec) else []
+    notes = [*planted, *shared, *patches, *notes, *entry.rates.notes, *run.notes]
+    return "; ".join(notes).replace(".; ", "; ")
+
+
+def disagreement(entry: Entry) -> str:
+    """How far a row's repeats are apart."""
+    found = entry.estimate
+    medians = [median(run.window.samples_ms) for run in entry.configuration.runs if run.counts]
+    if found is None or found.between is None:
+        return ""
+    return (
+        f"their medians are {number(min(medians))} to {number(max(medians))} ms, a scatter of "
+        f"{found.between:.1%} where {found.scatter.assumed:.1%} is known of others"
+    )
+
+
+def other_attempts(configuration: Configuration) -> list[str]:
+    """How many attempts failed before the row's runs, and how many are still on."""
+    failed, running = len(configuration.failed_before), len(configuration.running)
+    texts = (f"{failed} earlier failed" if failed else "", f"{running} running" if running else "")
+    return [text for text in texts if text]
+
+
+def _older(configuration: Configuration) -> list[str]:
+    code, all_of_them = configuration.other_code, configuration.superseded
+    counted = {"other code": code, "other versions": all_of_them - code}
+    return [f"{count} older under {what} not shown" for what, count in counted.items() if count]
+
+
+def _parity_notes(parity: Parity, run: Run) -> list[str]:
+    notes = []
+    if parity.repeats_differ:
+        notes.append(parity.repeats_differ)
+    if parity.judged not in ("", run.name) and parity.verdict != REFERENCE:
+        notes.append(f"parity is that of {parity.judged}")
+    if parity.without_baseline:
+        notes.append(f"baseline is not its parity's reference: {parity.without_baseline}")
+    if parity.diverged:
+        notes.append(f"from iteration {parity.diverged} on tokens took other experts; not compared")
+    if parity.until and not parity.reason:
+        notes.append(f"its precision is compared up to iteration {parity.until}")
+    if parity.reason:
+        notes.append(f"loss not comparable: {parity.reason}")
+    elif parity.verdict.startswith("broken") and not parity.repeats and run.device != "cpu":
+        notes.append("parity tolerance is the rounding alone: no repeat was run")
+    return notes
+
+
+def _of_spec(value: Callable[[RunSpec], Any]) -> Callable[[Entry], Any]:
+    return lambda entry: value(entry.run.spec) if entry.run.spec else None
+
+
+def _of_split(value: Callable[[Parallelism], int]) -> Callable[[Entry], Any]:
+    return _of_spec(lambda spec: value(spec.parallelism))
+
+
+def _of_estimate(value: Callable[[Estimate], float | None]) -> Callable[[Entry], Any]:
+    return lambda entry: value(entry.estimate) if entry.estimate else None
+
+
+RESULTS: tuple[Column[Entry], ...] = (
+    Column("run", lambda e: e.run.name),
+    Column("status", lambda e: e.status),
+    Column("backend", lambda e: e.backend or None),
+    Column("strategy", lambda e: e.strategy or None),
+    Column("model", lambda e: e.run.model or None),
+    Column("device", lambda e: e.run.device or None),
+    Column("world_size", _of_split(lambda split: split.world_size)),
+    Column("dp", _of_split(lambda split: split.data)),
+    Column("tp", _of_split(lambda split: split.tensor)),
+    Column("sp", _of_split(lambda split: int(split.sequence_parallel))),
+    Column("pp", _of_split(lambda split: split.pipeline)),
+    Column("vpp", _of_split(lambda split: split.virtual_stages)),
+    Column("cp", _of_split(lambda split: split.context)),
+    Column("ep", _of_split(lambda split: split.expert)),
+    Column("zero_stage", _of_split(lambda split: _ZERO_STAGES.get(split.sharding, 0))),
+    Column("micro_batch_size", _of_spec(lambda spec: spec.batch.micro_batch_size or None)),
+    Column("global_batch_size", lambda e: e.run.global_batch_size),
+    Column("seq_length", _of_spec(lambda spec: spec.shape.seq_length)),
+    Column("dtype", _of_spec(lambda spec: spec.dtype)),
+    # Of the newest run.
+    Column("iterations", lambda e: len(e.run.log.iterations)),
+    Column("iteration_ms_median", _of_estimate(lambda found: found.median)),
+    Column("iteration_ms_ci_low", _of_estimate(lambda found: found.low)),
+    Column("iteration_ms_ci_high", _of_estimate(lambda found: found.high)),
+    Column("tokens_per_second", lambda e: e.rates.tokens_per_second),
+    Column("tokens_per_second_per_device", lambda e: e.rates.tokens_per_second_per_device),
+    Column("model_tflops_per_device", lambda e: e.rates.model_tflops_per_device),
+    Column("mfu", lambda e: e.rates.mfu),
+    Column("peak_tflops", lambda e: e.rates.peak_tflops),
+    Column("peak_memory_bytes", lambda e: e.peak_bytes),
+    Column("peak_memory_rank", lambda e: e.peak_rank),
+    Column("device_memory_bytes", lambda e: device_memory(e.run)),
+    Column("comm_bytes_per_iteration", lambda e: e.sent_bytes),
+    Column(
+        "parameters_total",
+        _of_spec(lambda spec: parameters_total(spec.shape, spec.parallelism.tensor)),
+    ),
+    Column("parameters_max_rank", lambda e: e.largest_parameters),
+    Column("final_loss", lambda e: e.final_loss),
+    Column("parity", lambda e: e.parity.verdict or None),
+    Column("notes", notes_of),
+)
+"""The columns of `results.csv`, a contract: names and order. Unknown is None, an empty cell."""

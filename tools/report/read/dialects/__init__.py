@@ -1,0 +1,144 @@
+"""Every trainer whose log is known: one file each, and a file that is here is used.
+
+A file names its `DIALECT`. A `LineFormat` takes an iteration's line apart; trainers that print the same
+line with other names share one and add their names. Everything else that a line says is a `Fact`; `News`
+says which lines do. How one is added: "A log dialect" in CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import ClassVar, NamedTuple
+
+from tools.report.read.iterations import OTHER, Iteration
+from tools.report.read.scraped import Fact, Generation
+
+Names = tuple[tuple[str, int, tuple[str, ...]], ...]
+"""Field of an `Iteration`, power of ten that its unit takes, what it is called in a line."""
+
+
+class LineField(NamedTuple):
+    """One number of an iteration's line."""
+
+    field: str
+    """Of an `Iteration`, or `OTHER` and the name; empty for what is not read."""
+    value: int | float | None
+    start: int
+    """Where the text of the value begins in the line."""
+    stop: int
+    """Where it ends. Lines whose fields all have a place are read as columns (`layouts.py`)."""
+    power: int = 0
+    """Of ten, by which the number as printed is multiplied."""
+
+
+class FoundIteration(NamedTuple):
+    """An iteration as a line tells it."""
+
+    iteration: Iteration
+    start: int
+    """Where its text begins in the line."""
+    fields: Sequence[LineField]
+    """All that its text holds, what is not read included."""
+    stamp: str = ""
+    """Date and time, as printed."""
+    generation: Generation = Generation()
+
+
+class LineFormat(ABC):
+    """How an iteration's line is recognised and taken apart.
+
+    Args:
+        names: What its numbers are called, by all dialects that print it.
+    """
+
+    mark: ClassVar[bytes]
+    """Each such line holds it; most other lines do not."""
+    opening: ClassVar[re.Pattern[str]]
+    """How an iteration's text begins, mark first: a line is never cut behind it."""
+    rank: ClassVar[int] = 1
+    """A log is of one format: of several in it, the one with the lowest rank."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.word = self.mark.decode()
+
+    @abstractmethod
+    def find(self, line: str) -> list[FoundIteration]:
+        """Every iteration of a line, in order."""
+
+
+@dataclass(frozen=True)
+class News:
+    """Lines that say something beside iterations."""
+
+    mark: str
+    """Each holds it; empty: any line between iterations may say it."""
+    read: Callable[[str], Iterable[Fact]]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One trainer's log."""
+
+    name: str
+    line: type[LineFormat] | None = None
+    names: Names = ()
+    """What it calls the numbers of that line."""
+    news: tuple[News, ...] = ()
+    starts: tuple[str, ...] = ()
+    """Texts of lines with which training starts, also again."""
+    arguments: Callable[[Mapping[str, str]], Mapping[str, str]] = dict
+    """Gives printed arguments the names and values that Megatron has today."""
+    unread: tuple[tuple[str, str, re.Pattern[str]], ...] = ()
+    """Trainers that are recognised and not read: name, why not, a line that only they print."""
+
+
+@cache
+def dialects() -> tuple[Dialect, ...]:
+    """What the files of this folder say."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return tuple(import_module(f"{__name__}.{name}").DIALECT for name in names)
+
+
+@cache
+def line_formats() -> tuple[LineFormat, ...]:
+    """Every format with its names; of several in one log the first is read."""
+    lines = dict.fromkeys(each.line for each in dialects() if each.line)
+    return tuple(
+        line(tuple(name for each in dialects() if each.line is line for name in each.names))
+        for line in sorted(lines, key=lambda line: line.rank)
+    )
+
+
+def iteration_of(fields: Iterable[LineField]) -> Iteration:
+    """The iteration that a line's numbers make."""
+    values: dict[str, int | float | None] = {}
+    others: dict[str, float] = {}
+    for name, value, *_ in fields:
+        if name.startswith(OTHER):
+            if value is not None:
+                others[name.removeprefix(OTHER)] = value
+        elif name:
+            values[name] = value
+    return Iteration(**values, other_losses=others or None)  # type: ignore[arg-type]
+
+
+def find_iterations(text: str) -> list[Iteration]:
+    """Every iteration in a piece of a log, in order of appearance."""
+    for line in line_formats():
+        if line.word in text and (found := line.find(text)):
+            return [each.iteration for each in found]
+    return []
+
+
+def canonical(arguments: Mapping[str, str]) -> dict[str, str]:
+    """Printed arguments under Megatron's present names."""
+    for dialect in dialects():
+        arguments = dialect.arguments(arguments)
+    return dict(arguments)
