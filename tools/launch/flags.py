@@ -15,10 +15,9 @@ from tools.spec.flags import drop_flags, flag_words, release
 from tools.spec.huggingface import EXACT_GELU, TANH_GELU
 from tools.spec.model import LOADING, Model, training_flags
 from tools.spec.run import DeviceKind, OptimizerName, Plant
-from tools.spec.strategy import Parallelism, Sharding
+from tools.spec.strategy import Parallelism
 
 RUNTIMES = Path(__file__).parent / "runtimes"
-FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 CPU_RANK = {
     # A rank is one core, so that two ranks have twice what one has.
     "OMP_NUM_THREADS": "1",
@@ -45,8 +44,9 @@ def runtime_flags(
     """Flags that the device needs for any model; none where NVIDIA's image has every library."""
     if device is DeviceKind.CPU:
         # Megatron-FSDP divides gradients inside the reduction with PREMUL_SUM, which gloo lacks.
-        fsdp = parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3)
-        divide = ("--no-gradient-reduce-div-fusion",) if fsdp else ()
+        divide = (
+            ("--no-gradient-reduce-div-fusion",) if parallelism.sharding.is_megatron_fsdp else ()
+        )
         return (*read_args_file(RUNTIMES / "cpu.args"), *divide)
     if not runtime.transformer_engine:
         return read_args_file(RUNTIMES / "host.args")
@@ -78,10 +78,10 @@ def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str,
     gradients by its own norm, and ends in an error in bf16. 0.15 shards gradients only where their
     reduction overlaps.
     """
-    if parallelism.sharding not in (Sharding.ZERO2, Sharding.ZERO3):
+    if not parallelism.sharding.is_megatron_fsdp:
         return ()
     version = release(entry.megatron_version)
-    overlapped = parallelism.sharding is Sharding.ZERO2 and version < (0, 16)
+    overlapped = not parallelism.sharding.shards_weights and version < (0, 16)
     return (
         *(("--use-distributed-optimizer",) if version < (0, 18) else ()),
         *(("--overlap-grad-reduce",) if overlapped else ()),
@@ -102,7 +102,7 @@ def start_flags(
     dividing the multiple by TP keeps the same rows, and so the same loss, for every strategy.
     """
     multiple = ("--make-vocab-size-divisible-by", str(max(1, padded_to // parallelism.tensor)))
-    if parallelism.sharding in FSDP:
+    if parallelism.sharding.wraps_modules:
         return multiple  # megatron_patches/start_weights.py copies the weights in before wrapping.
     load = ("--load", from_root(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng")
     return (*load, "--ckpt-format", "torch_dist", *multiple)
@@ -113,7 +113,7 @@ def environment_for(
 ) -> dict[str, str]:
     """What the kit sets for the ranks, beyond the caller's environment."""
     environment = {variables.DEVICE: device.value, "HF_HUB_OFFLINE": "1"}
-    if parallelism.sharding not in FSDP:
+    if not parallelism.sharding.wraps_modules:
         # TP and SP need it before Blackwell; both FSDPs refuse it.
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     elif start:

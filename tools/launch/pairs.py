@@ -27,7 +27,7 @@ from tools.spec.files import from_root
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.setting import one_of
-from tools.spec.strategy import Sharding, devices_of, parse_strategy
+from tools.spec.strategy import devices_of, parse_strategy
 
 PREFIX = "verify-"
 ITERATION = 2
@@ -201,7 +201,7 @@ def _reference(named: str, target: Target, options: Options) -> Launch:
     if named not in WRITTEN_AGAIN:
         there = Target(named, target.model, _devices(named, target), target.device)
         launch = _composed(there, options)
-        if launch.spec.parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3):
+        if launch.spec.parallelism.sharding.is_megatron_fsdp:
             raise LaunchError(
                 f"The reference {named} keeps its weights in flat buffers, where the response to a "
                 "rounding error cannot be measured; set REFERENCE=baseline, or a layout without zero2 "

@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from tools.launch.checkpoint.saving import KEEP, NOT_RESUMED, Saving
+from tools.launch.checkpoint.saving import KEEP, Saving
 from tools.launch.checkpoint.stored import find_checkpoints
 from tools.launch.compose import Launch
 from tools.launch.data import make_missing_data
@@ -143,7 +143,7 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
     with wrong_strategies_refused(f"STRATEGY={strategy}"):
         devices = devices_of(strategy, otherwise=2)
         sharding = parse_strategy(strategy, devices).sharding
-    if sharding in NOT_RESUMED or options.backend != Backend.MEGATRON:
+    if sharding.wraps_modules or options.backend != Backend.MEGATRON:
         raise LaunchError(
             f"A soak resumes after each kill, and STRATEGY={strategy} of {options.backend} cannot be "
             "resumed; use dp2, pp2, zero1, ep2 or another layout of Megatron's that shards no more than "

@@ -80,9 +80,8 @@ def shardings(split: Parallelism) -> list[Sharding]:
     """Shardings that change anything; FSDP2 trains another (untied) model and is left out."""
     if split.data * split.context == 1:
         return [Sharding.NONE]
-    if split.pipeline > 1:
-        return [Sharding.NONE, Sharding.ZERO1]
-    return [Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3]
+    flat = [sharding for sharding in Sharding if not sharding.is_torch_fsdp]
+    return [each for each in flat if split.pipeline == 1 or not each.wraps_modules]
 
 
 def min_memory_variant(plain: RunSpec) -> RunSpec:

@@ -23,9 +23,48 @@ class Sharding(StrEnum):
 
     NONE = ""
     ZERO1 = "zero1"
+    """Megatron's distributed optimizer (`--use-distributed-optimizer`)."""
     ZERO2 = "zero2"
+    """Megatron-FSDP's `optim_grads`."""
     ZERO3 = "zero3"
+    """Megatron-FSDP's `optim_grads_params`."""
     FSDP2 = "fsdp2"
+    """torch's `fully_shard` (`--use-torch-fsdp2`)."""
+
+    @property
+    def shards_gradients(self) -> bool:
+        """A rank keeps its share of the gradients: `optim_grads` and further, `fully_shard`."""
+        return self.wraps_modules
+
+    @property
+    def shards_weights(self) -> bool:
+        """A rank keeps its share of the weights: `optim_grads_params`, `fully_shard`."""
+        return self in (Sharding.ZERO3, Sharding.FSDP2)
+
+    @property
+    def wraps_modules(self) -> bool:
+        """FSDP takes the place of DDP, Megatron's or torch's; the distributed optimizer keeps DDP."""
+        return self.is_megatron_fsdp or self.is_torch_fsdp
+
+    @property
+    def overlaps(self) -> bool:
+        """Its calls run beside arithmetic without a flag more, as both FSDPs' do."""
+        return self.wraps_modules
+
+    @property
+    def is_megatron_fsdp(self) -> bool:
+        """`--use-megatron-fsdp`: weights and gradients in flat buffers, a bucket for each layer."""
+        return self in (Sharding.ZERO2, Sharding.ZERO3)
+
+    @property
+    def is_torch_fsdp(self) -> bool:
+        """`--use-torch-fsdp2`: a DTensor for each weight."""
+        return self is Sharding.FSDP2
+
+    @property
+    def stage(self) -> int:
+        """Of ZeRO (arXiv:1910.02054): 1 shards the optimizer, 2 gradients too, 3 weights too."""
+        return bool(self) + self.shards_gradients + self.shards_weights
 
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -115,7 +154,7 @@ class Parallelism:
         Torch FSDP2 needs it (`validate_args`). Without flushes the first and the last stage change the
         two ends of a tied matrix at different times.
         """
-        return self.sharding is Sharding.FSDP2 or self.schedule.is_asynchronous
+        return self.sharding.is_torch_fsdp or self.schedule.is_asynchronous
 
     @property
     def needs_a_micro_batch_a_stage(self) -> bool:

@@ -20,10 +20,8 @@ from tools.spec.files import ROOT, read_args_file
 from tools.spec.flags import drop_flags, flag_words, merge_flags
 from tools.spec.model import LOADING, Model
 from tools.spec.run import RunSpec, flags_of_spec
-from tools.spec.strategy import Sharding
 
 _HALF = ("--fp16", "--bf16")
-_FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 
 _WITHOUT_DEVICES = flag_words(
     {
@@ -93,7 +91,7 @@ def check(spec: RunSpec) -> None:
     """
     parallelism = spec.parallelism
     problems = list(violations(as_dry_run(spec)))
-    if parallelism.sharding in _FSDP:
+    if parallelism.sharding.wraps_modules:
         problems.append(
             f"{parallelism.sharding} keeps its weights in DTensors that the dry run cannot fake; use "
             "zero1 or no sharding here, and 'make plan' for its closed form."

@@ -266,7 +266,7 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
     context = reading.cp or 1
     pipeline = source.get("misprinted_pipeline", {}).get(f"{reading.where} {pipeline}", pipeline)
     sharding = _sharding(reading, source)
-    if sharding is Sharding.ZERO3:
+    if sharding.shards_weights:
         tensor, pipeline = tensor or 1, pipeline or 1
     if tensor is None or pipeline is None:
         missing = [name for name, value in (("TP", tensor), ("PP", pipeline)) if value is None]
