@@ -14,7 +14,8 @@ from tools.plan.search import Request, evaluate
 from tools.plan.tensors import parameters_total
 from tools.plan.time.iteration import iteration_seconds
 from tools.spec.model import load_model, model_names, model_of
-from tools.spec.run import DeviceKind, Recompute, spec_of_flags, spec_of_model
+from tools.spec.recompute import Recompute
+from tools.spec.run import DeviceKind, spec_of_flags, spec_of_model
 from tools.spec.settings import options_of
 from tools.spec.strategy import Batch, Parallelism
 

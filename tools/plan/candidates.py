@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from tools.plan.constraints import CP_COMM_TYPES, divisors
 from tools.spec.model import ModelShape
-from tools.spec.run import DeviceKind, Recompute, RunSpec
+from tools.spec.recompute import Recompute
+from tools.spec.run import DeviceKind, RunSpec
 from tools.spec.stages import EVEN, stage_split, virtual_degrees
 from tools.spec.strategy import Batch, Parallelism, Sharding
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from math import gcd
 
 from tools.spec.model import BLOCKS, round_up
-from tools.spec.run import Backend, DeviceKind, Recompute, RunSpec
+from tools.spec.recompute import Recompute
+from tools.spec.run import Backend, DeviceKind, RunSpec
 from tools.spec.stages import EVEN, uneven_stages
 from tools.spec.strategy import PipelineSchedule, strategy_name
 
@@ -306,7 +307,7 @@ def _recompute_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _activation_rules(spec: RunSpec) -> Iterator[str]:
-    partly = spec.recompute.whole_layers and spec.recompute is not Recompute.FULL
+    partly = spec.recompute.whole_layers and spec.recompute != Recompute.FULL
     if spec.shape.blocks and partly:
         yield (
             f"{_called(spec)} has the blocks {spec.shape.blocks}, some of which recomputed or several "
@@ -342,7 +343,7 @@ def _offload_rules(spec: RunSpec) -> Iterator[str]:
             )
         if spec.parallelism.pipeline > 1:
             yield f"{whole} refuses PP {spec.parallelism.pipeline}; use {fine}, or PP 1."
-        if recompute is not Recompute.NONE:
+        if recompute != Recompute.NONE:
             yield f"{whole} refuses recomputation; use {fine}, or no recomputation."
         return
     modules = set(offload.modules)

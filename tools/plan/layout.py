@@ -27,7 +27,7 @@ from tools.spec import settings
 from tools.spec.flags import Flags
 from tools.spec.hardware import device_by_key
 from tools.spec.offload import offload_of
-from tools.spec.run import RECOMPUTE_FLAGS, Recompute, recompute_of
+from tools.spec.recompute import RECOMPUTE_FLAGS, recompute_of
 from tools.spec.setting import SettingError
 from tools.spec.stages import stages_of
 from tools.spec.strategy import Batch, StrategyError, devices_of, parse_strategy
@@ -93,7 +93,7 @@ def time_layout(options: Namespace) -> TimedLayout:
         split = replace(split, virtual_stages=stages.virtual(split.pipeline))
     recompute = recompute_of(Flags([*request.model.flags, *request.extra]))
     if options.recompute and not any(flags.has(name) for name in RECOMPUTE_FLAGS):
-        recompute = Recompute(options.recompute)
+        recompute = options.recompute
     usual = comm_types(request.template, split)[0]
     spec = replace(
         request.template,

@@ -35,8 +35,8 @@ from tools.spec.model import (
     training_flags,
 )
 from tools.spec.offload import OFFLOAD_FLAGS
+from tools.spec.recompute import RECOMPUTE_FLAGS
 from tools.spec.run import (
-    RECOMPUTE_FLAGS,
     RunSpec,
     on_cpu_ranks,
     quantised_of,

@@ -22,7 +22,8 @@ from tools.spec.published import (
     load_paper,
     load_published,
 )
-from tools.spec.run import Recompute, RunSpec, spec_of_model
+from tools.spec.recompute import Recompute
+from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for, devices_of, parse_strategy
 from tools.text.table import Column, Table, markdown_rows, markdown_table
 from tools.text.units import MIB

@@ -23,7 +23,8 @@ from tools.plan.time import iteration
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec.flags import merge_flags
 from tools.spec.model import GPT2_VOCABULARY, Model, model_names
-from tools.spec.run import RunSpec, cp_comm_flags, recompute_flags
+from tools.spec.recompute import recompute_flags
+from tools.spec.run import RunSpec, cp_comm_flags
 from tools.spec.strategy import batch_for, strategy_name
 from tools.text.table import Column, Table, rich_table
 from tools.text.units import gb, gib, ms, percent
@@ -151,7 +152,7 @@ def _ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:
         Column[Candidate]("strategy", _strategy, right=False),
         Column[Candidate]("micro batch", lambda c: c.spec.batch.micro_batch_size, rank=5),
         Column[Candidate]("virtual", lambda c: c.spec.parallelism.virtual_stages, rank=8),
-        Column[Candidate]("recompute", lambda c: c.spec.recompute, rank=6),
+        Column[Candidate]("recompute", lambda c: str(c.spec.recompute), rank=6),
         Column[Candidate]("ms/iteration", lambda c: c.seconds.total, ms, rank=1),
         Column[Candidate]("tokens/s", lambda c: c.tokens_per_second, "{:,.0f}".format, rank=4),
         Column[Candidate]("MFU", lambda c: c.mfu, percent, rank=3),

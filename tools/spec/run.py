@@ -6,17 +6,16 @@ and the report compute from it. Two runs train the same thing if their specs are
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
 
 from tools.spec.experts import BALANCED, ExpertLoad, expert_load_of
 from tools.spec.flags import Flags, flag_words
 from tools.spec.model import AHEAD, Model, ModelShape, shape_from_flags
 from tools.spec.offload import NOTHING, Offload, offload_flags, offload_of
+from tools.spec.recompute import Recompute, recompute_flags, recompute_of
 from tools.spec.stages import EVEN, StageSplit, stages_of
 from tools.spec.strategy import (
     Batch,
@@ -62,94 +61,6 @@ class DeviceKind(StrEnum):
 
     CPU = "cpu"
     GPU = "gpu"
-
-
-class Recompute(StrEnum):
-    """What of a layer is computed again in backward instead of kept.
-
-    Beside these three every set of Megatron's modules is one, `Recompute("mlp layernorm")`, and so are
-    whole layers otherwise than one by one: `full uniform 2` keeps the input of each two, `full block 1`
-    computes the first layer of each virtual stage again and keeps the others.
-    """
-
-    NONE = "none"
-    SELECTIVE = "selective"
-    """`core_attn` alone: scores, softmax and their product with V."""
-    FULL = "full"
-    """Every layer keeps its input only (`--recompute-method uniform --recompute-num-layers 1`)."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> Recompute | None:
-        words = str(value).split()
-        modules = frozenset(words)
-        if _WHOLE_LAYERS.fullmatch(" ".join(words)):
-            name = cls.FULL.value if words == _EVERY_LAYER.split() else " ".join(words)
-        elif not modules or modules - RECOMPUTED_MODULES:
-            return None
-        else:
-            name = cls.SELECTIVE.value if modules == {_SCORES} else " ".join(sorted(modules))
-        found = cls._value2member_map_.get(name)
-        if not isinstance(found, cls):
-            # A member made when it is first asked for, as `enum.Flag` makes its combinations.
-            found = str.__new__(cls, name)
-            found._name_ = found._value_ = name
-            cls._value2member_map_[name] = found
-        return found
-
-    @cached_property
-    def modules(self) -> frozenset[str]:
-        """As `--recompute-modules` names them; all of them where whole layers are recomputed."""
-        if self.whole_layers:
-            return RECOMPUTED_MODULES
-        own = {Recompute.NONE: "", Recompute.SELECTIVE: _SCORES}
-        return frozenset(own.get(self, self.value).split())
-
-    def again(self, *modules: str) -> bool:
-        """Whether backward repeats what is in any of these modules; what is in none, with its layer."""
-        return self.whole_layers or not self.modules.isdisjoint(modules)
-
-    @cached_property
-    def whole_layers(self) -> bool:
-        """Whether layers are computed again whole: all, or the first of each virtual stage."""
-        return self.value.startswith(Recompute.FULL)
-
-    @cached_property
-    def some_layers(self) -> bool:
-        """Whether these are the first of each virtual stage."""
-        return " block " in self.value
-
-    def checkpoints(self, layers: int) -> tuple[int, ...]:
-        """Layers of each checkpoint in a virtual stage of so many, in order; those behind are kept.
-
-        As `checkpointed_forward` lays them (`megatron/core/recompute.py`; before 0.19
-        `transformer_block.py`).
-        """
-        if not self.whole_layers:
-            return ()
-        size = int(self.value.split()[-1]) if self is not Recompute.FULL else 1
-        if self.some_layers:
-            return (1,) * min(size, layers)
-        whole, left = divmod(layers, size)
-        return (size,) * whole + (left,) * (left > 0)
-
-
-_EVERY_LAYER = "full uniform 1"
-_WHOLE_LAYERS = re.compile("full (uniform|block) [1-9][0-9]*")
-_SCORES = "core_attn"
-RECOMPUTED_MODULES = frozenset(
-    {
-        _SCORES,
-        "gdn_norm_out",
-        "layernorm",
-        "mla_up_proj",
-        "mlp",
-        "moe",
-        "moe_act",
-        "shared_experts",
-    }
-)
-"""Of `--recompute-modules` (core_v0.19.0, `transformer_config.py`). `layernorm`, `mla_up_proj`,
-`moe_act` and `gdn_norm_out` drop the output that its reader would keep, the others what is inside."""
 
 
 class Quantised(StrEnum):
@@ -409,7 +320,7 @@ class RunSpec:
         return replace(
             found,
             parallelism=replace(self.parallelism, virtual_stages=1),
-            recompute=Recompute(f"full block {again}") if again else Recompute.NONE,
+            recompute=Recompute(method="block", layers=again) if again else Recompute.NONE,
         )
 
     @property
@@ -591,18 +502,6 @@ def state_types_of(flags: Flags) -> StateTypes:
     return StateTypes(**given, aware=True, offloaded=offloaded)
 
 
-def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
-    """Megatron's flags for a way to recompute."""
-    if recompute is Recompute.NONE:
-        return ()
-    if recompute.whole_layers:
-        whole = _EVERY_LAYER if recompute is Recompute.FULL else recompute.value
-        names = (_GRANULARITY, _METHOD, _LAYERS)
-        return flag_words(dict(zip(names, whole.split(), strict=True)))
-    named = () if recompute is Recompute.SELECTIVE else (_MODULES, *sorted(recompute.modules))
-    return (_GRANULARITY, "selective", *named)
-
-
 def cp_comm_flags(spec: RunSpec) -> tuple[str, ...]:
     """Megatron's flags for context parallelism's algorithm, where it is not its default.
 
@@ -618,47 +517,6 @@ def on_cpu_ranks(spec: RunSpec) -> RunSpec:
     return replace(
         spec, dtype="fp32", fused_attention=False, fused_norms=False, device=DeviceKind.CPU
     )
-
-
-_GRANULARITY, _MODULES = "--recompute-granularity", "--recompute-modules"
-_METHOD, _LAYERS = "--recompute-method", "--recompute-num-layers"
-_EXPERTS_TOO = "--moe-layer-recompute"
-RECOMPUTE_FLAGS = (
-    "--recompute-activations",
-    _GRANULARITY,
-    _METHOD,
-    _LAYERS,
-    _MODULES,
-    _EXPERTS_TOO,
-)
-
-
-def recompute_of(flags: Flags) -> Recompute:
-    """How the flags recompute.
-
-    Raises:
-        ValueError: A module or a method that Megatron does not have.
-    """
-    granularity = flags.text(_GRANULARITY)
-    if granularity == Recompute.FULL:
-        method, layers = flags.text(_METHOD, "uniform"), flags.integer(_LAYERS, 1)
-        whole = f"{granularity} {method} {layers}"
-        if not _WHOLE_LAYERS.fullmatch(whole):
-            raise ValueError(
-                f"{_METHOD} {method} {_LAYERS} {layers} is not one of Megatron's; use uniform or block, "
-                "and 1 layer or more."
-            )
-        return Recompute(whole)
-    experts = flags.has(_EXPERTS_TOO)
-    if not (granularity == "selective" or flags.has("--recompute-activations") or experts):
-        return Recompute.NONE
-    # A log prints a list of Python's, a recipe one of YAML's.
-    named = " ".join(flags.texts(_MODULES)) if flags.has(_MODULES) else _SCORES
-    words = re.sub(r"[][',\"]", " ", named).split() + ["moe"] * experts
-    if unknown := sorted(set(words) - RECOMPUTED_MODULES):
-        known = ", ".join(sorted(RECOMPUTED_MODULES))
-        raise ValueError(f"{_MODULES} {unknown[0]} is not one of Megatron's; use {known}.")
-    return Recompute(" ".join(words)) if words else Recompute.NONE
 
 
 _FP8_RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise", "custom")

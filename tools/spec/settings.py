@@ -16,7 +16,8 @@ from itertools import groupby
 from pathlib import Path
 
 from tools.spec import variables
-from tools.spec.run import Backend, OptimizerName, Recompute, RuntimeName
+from tools.spec.recompute import Recompute
+from tools.spec.run import Backend, OptimizerName, RuntimeName
 from tools.spec.setting import (
     Setting,
     SettingError,
@@ -410,7 +411,7 @@ ZERO1 = Setting(
 )
 RECOMPUTE = Setting(
     "RECOMPUTE",
-    Recompute,
+    Recompute.parse,
     "none, selective, full, full block 2 or modules",
     'none, selective, full, "full block 2" or modules, "layernorm mlp"',
     ("dryrun", "plan"),

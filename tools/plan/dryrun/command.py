@@ -13,7 +13,8 @@ from tools.plan.memory import PRECISIONS
 from tools.plan.parser import RequestParser
 from tools.plan.request import with_sequence
 from tools.spec.model import Model, model_of
-from tools.spec.run import Recompute, RunSpec, spec_of_model
+from tools.spec.recompute import Recompute
+from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.settings import add_options, program
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
@@ -60,8 +61,7 @@ def spec_from(options: argparse.Namespace, model: Model) -> RunSpec:
     # Twice as many micro batches as stages: the schedule reaches its steady state.
     whole = options.global_batch or micro * options.data * 2 * options.pipeline
     plain = spec_of_model(model, parallelism, Batch(micro, whole))
-    recompute = Recompute(options.recompute)
-    return replace(with_sequence(plain, options.seq), dtype=dtype, recompute=recompute)
+    return replace(with_sequence(plain, options.seq), dtype=dtype, recompute=options.recompute)
 
 
 def _show(
@@ -90,7 +90,7 @@ def command_line() -> RequestParser:
         required={"MODEL"},
         PP=1,
         VPP=1,
-        RECOMPUTE=Recompute.NONE.value,
+        RECOMPUTE=Recompute.NONE,
         RANKS="first,last",
     )
     parser.add_argument("--verbose", action="store_true", help="also what Megatron prints")

@@ -18,7 +18,7 @@ from tools.plan.tensors import parameters_total
 from tools.spec.hardware import device_by_key
 from tools.spec.model import load_model
 from tools.spec.published import Claim, load_published
-from tools.spec.run import Recompute
+from tools.spec.recompute import Recompute
 from tools.spec.strategy import devices_of, parse_strategy
 from tools.text.table import Column, Table, markdown_table
 

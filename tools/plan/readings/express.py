@@ -26,11 +26,10 @@ from tools.spec.model import (
     Mamba,
     ModelShape,
 )
+from tools.spec.recompute import RECOMPUTED_MODULES, Recompute
 from tools.spec.run import (
-    RECOMPUTED_MODULES,
     DeviceKind,
     Quantised,
-    Recompute,
     RunSpec,
     StateTypes,
     TokenDispatcher,
@@ -340,13 +339,13 @@ def _recompute(stated: str, fused: bool) -> Recompute:
     words = stated.lower()
     modules = [_SHORT_MODULES.get(word, word) for word in words.replace(",", " ").split()]
     if modules and RECOMPUTED_MODULES.issuperset(modules):
-        return Recompute(" ".join(modules))
+        return Recompute(frozenset(modules))
     if words and not words.startswith(_RECOMPUTED):
         known = ", ".join((*_RECOMPUTED, *sorted(RECOMPUTED_MODULES)))
         raise RefusedError(f"its recompute '{stated}' is none of {known}")
     if words.startswith("full"):
         try:
-            return Recompute(words)
+            return Recompute.parse(words)
         except ValueError:
             raise RefusedError(
                 f"its recompute '{stated}' is neither full nor full uniform 2 or full block 2"

@@ -41,7 +41,8 @@ from tools.plan.time.rates import DeviceRates, rates
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.offload import NOTHING
-from tools.spec.run import Quantised, Recompute, RunSpec
+from tools.spec.recompute import Recompute
+from tools.spec.run import Quantised, RunSpec
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Batch, Sharding
 

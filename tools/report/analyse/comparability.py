@@ -146,7 +146,7 @@ def _conditions(run: Run) -> dict[str, object]:
         "dropout": spec and spec.dropout,
         "precision": spec and spec.dtype,
         "optimizer": spec and spec.optimizer,
-        "recomputation": spec and spec.recompute.value,
+        "recomputation": spec and str(spec.recompute),
         "offload": spec and " ".join(offload_flags(spec.offload)),
         "Adam's state": adam_state(run),
         "Megatron": run.megatron or None,
