@@ -90,20 +90,17 @@ def express(reading: Reading) -> Expressed:
     return Expressed(reading, spec, _cluster(reading, source, execution))
 
 
-FLAGS = "flags: "
-"""Starts notes that hold the Megatron flags that trained a reading; they say more than its columns."""
-FUSED = "FUSED="
-"""Starts the word before them that names the kit's patches."""
-
-
 def flags_said(reading: Reading) -> list[str] | None:
-    """The flags in a reading's notes; None where they hold none."""
-    if not reading.notes.startswith(FLAGS):
-        return None
+    """The flags that a reading's column holds; None where it holds none."""
+    if reading.notes.startswith("flags: "):
+        raise RefusedError(
+            "its notes hold flags, which have a column of their own: remove the row, and 'make report' "
+            "writes it anew"
+        )
     try:
-        return shlex.split(reading.notes.removeprefix(FLAGS))
+        return shlex.split(reading.flags) or None
     except ValueError as error:
-        raise RefusedError(f"the flags in its notes cannot be read: {error}") from None
+        raise RefusedError(f"its flags cannot be read: {error}") from None
 
 
 def _without_expert_biases(spec: RunSpec) -> RunSpec:
@@ -405,9 +402,7 @@ def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
         spec = spec_of_flags(words, reading.gpus, kind, reading.model)
     except ValueError as error:
         raise RefusedError(str(error)) from None
-    patched = bool(words) and words[0].startswith(FUSED)
-    fused = tuple(words[0].removeprefix(FUSED).split(",")) if patched else ()
-    return replace(spec, fused=fused)
+    return replace(spec, fused=tuple(filter(None, reading.fused.split(","))))
 
 
 def _golden_spec(reading: Reading, case: str) -> RunSpec:

@@ -1,8 +1,8 @@
 """One's own readings: runs that were measured here, as rows with the columns of the public ones.
 
-`make report` writes `readings/mine.csv`, a row for each configuration. What the columns do not say is in
-its notes, as the Megatron flags that trained it. `OwnRuns` are those on one kind of device, predicted
-with the same constants as what is asked: what they were missed by corrects the next prediction.
+`make report` writes `readings/mine.csv`, a row for each configuration. What the public columns do not
+say is in two more, `flags` and `fused`: what trained it. `OwnRuns` are those on one kind of device,
+predicted with the constants of what is asked: what they were missed by corrects the next prediction.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from dataclasses import dataclass, replace
 from math import exp, log, log2
 from pathlib import Path
 
-from tools.plan.readings.express import FLAGS, FUSED, RefusedError, express
+from tools.plan.readings.express import RefusedError, express
 from tools.plan.readings.residual import Residual, residual
-from tools.plan.readings.table import COLUMNS, Reading, ReadingsError, read_readings, read_rows
+from tools.plan.readings.table import (
+    COLUMNS,
+    OF_ONES_OWN,
+    Reading,
+    ReadingsError,
+    read_readings,
+    read_rows,
+)
 from tools.plan.tensors import UnevenSplitError, parameters_total
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.execution import SWITCHES
@@ -33,6 +40,7 @@ from tools.spec.model import SHAPE_FLAGS
 from tools.spec.run import RunSpec, flags_of_spec, spec_of_flags
 
 SOURCE = "mine"
+_COLUMNS = (*COLUMNS, *OF_ONES_OWN)
 
 _MORE_FLAGS = frozenset(
     {
@@ -74,7 +82,6 @@ def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds
     again = spec_of_flags(flags, split.world_size, spec.device, spec.model)
     if _measured(replace(again, fused=spec.fused)) != _measured(spec):
         raise RefusedError(f"{run}: its flags alone do not say what was trained")
-    patches = [FUSED + ",".join(spec.fused)] if spec.fused else []
     known: dict[str, object] = {
         "source": SOURCE,
         "url_or_path": f"{platform.node()}:{run}",
@@ -100,9 +107,11 @@ def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds
         "recompute": spec.recompute,
         "metric": "step_time_s",
         "value": f"{seconds:.6g}",
-        "notes": FLAGS + shlex.join([*patches, *flags]),
+        "notes": "",
+        "flags": shlex.join(flags),
+        "fused": ",".join(spec.fused),
     }
-    return {name: str(known[name]) for name in COLUMNS}
+    return {name: str(known[name]) for name in _COLUMNS}
 
 
 def add_rows(path: Path, rows: Iterable[Row]) -> int:
@@ -256,21 +265,22 @@ def _unlike(one: RunSpec, two: RunSpec) -> float:
 def _configuration(row: Row) -> tuple[str, ...]:
     """What makes a row another one: all but what it measured, and in which run."""
     machine = row.get("url_or_path", "").partition(":")[0]
-    said = (row.get(name) or "" for name in COLUMNS if name not in ("url_or_path", "value"))
+    said = (row.get(name) or "" for name in _COLUMNS if name not in ("url_or_path", "value"))
     return (machine, *said)
 
 
 def _table(path: Path) -> tuple[list[str], list[Row]]:
     """Columns and rows of a file; those of an empty one where it is not there."""
     if not path.is_file():
-        return list(COLUMNS), []
+        return list(_COLUMNS), []
     try:
         columns, rows = read_rows(path)
     except ReadingsError as error:
         raise ReadingsError(
             f"{path} is no table of readings; name another file with READINGS= ({error})"
         ) from None
-    return columns, [row for _, row in rows]
+    more = [name for name in OF_ONES_OWN if name not in columns]
+    return [*columns, *more], [row for _, row in rows]
 
 
 @contextmanager
