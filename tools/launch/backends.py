@@ -23,7 +23,7 @@ from tools.native.settings import (
 from tools.spec import variables
 from tools.spec.files import from_root
 from tools.spec.flags import Flags, drop_flags, merge_flags, release
-from tools.spec.model import imported_weights
+from tools.spec.model import LOADING, imported_weights
 from tools.spec.run import Backend, DeviceKind, OptimizerName
 from tools.spec.strategy import UNTIED, strategy_flags
 
@@ -42,18 +42,7 @@ FIRST_MUON_RELEASE = (0, 17)
 
 MUON_PACKAGE = "emerging_optimizers"
 
-_ONLY_MEGATRON = frozenset(
-    {
-        "--load",
-        "--finetune",
-        "--no-load-optim",
-        "--no-load-rng",
-        "--ckpt-format",
-        "--no-gradient-reduce-div-fusion",
-        "--tokenizer-type",
-        "--vocab-size",
-    }
-)
+_ONLY_MEGATRON = LOADING | {"--no-gradient-reduce-div-fusion", "--tokenizer-type", "--vocab-size"}
 _NATIVE = (
     "baseline, dpN, tpN, fsdp2, gpipeN, 1f1bN, interleavedN, pipedreamN, pipedreamNbw and "
     "pipedream-flushN"
@@ -129,7 +118,7 @@ def _transformers_problems(launch: Launch) -> Iterator[str]:
         yield "BACKEND=transformers computes in fp32; leave --bf16 and --fp16 out of EXTRA=."
     elif unknown := set(unknown_flags(launch.flags)) - {IMPORTED, PADDED}:
         yield f"BACKEND=transformers does not know {min(unknown)}; leave it out of EXTRA=."
-    elif Flags(launch.flags).text("--optimizer", "adam") != "adam":
+    elif Flags(launch.flags).text("--optimizer") != "adam":
         yield "BACKEND=transformers has AdamW alone; leave OPTIMIZER= out."
 
 

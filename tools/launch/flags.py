@@ -11,9 +11,9 @@ from tools.launch.runtime import ON_HOST, Runtime
 from tools.records.run import MegatronEntry
 from tools.spec import variables
 from tools.spec.files import from_root, read_args_file
-from tools.spec.flags import drop_flags, flag_words, release
+from tools.spec.flags import flag_words, flags_in, release
 from tools.spec.huggingface import EXACT_GELU, TANH_GELU
-from tools.spec.model import LOADING, Model, training_flags
+from tools.spec.model import Model
 from tools.spec.run import DeviceKind, OptimizerName, Plant
 from tools.spec.strategy import Parallelism
 
@@ -29,13 +29,6 @@ CPU_RANK = {
     "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776",
 }
 """Environment of a CPU rank; to be set before its process starts."""
-
-
-def model_flags(model: Model, device: DeviceKind) -> tuple[str, ...]:
-    """The family's training flags, then the model's own; CPU ranks compute in fp32."""
-    flags = (*training_flags(model.family), *drop_flags(model.flags, LOADING))
-    half = ("--fp16", "--bf16") if device is DeviceKind.CPU else ()
-    return tuple(flag for flag in flags if flag not in half)
 
 
 def runtime_flags(
@@ -144,19 +137,18 @@ def optimizer_flags(name: OptimizerName, megatron_version: str) -> tuple[str, ..
     """
     if name is OptimizerName.ADAMW:
         return ()
-    renamed = release(megatron_version) >= (0, 18)
-    return flag_words(
-        {
-            "--optimizer": "muon",
-            "--muon-momentum": 0.95,
-            "--muon-nesterov" if renamed else "--muon-use-nesterov": True,
-            "--muon-scale-mode": "shape_scaling",
-            "--muon-coefficient-type": "simple",
-            "--muon-num-ns-steps": 5,
-            "--muon-no-split-qkv": True,
-            "--lr": "0.01",
-            "--min-lr": "0.001",
-            "--decoupled-lr": "0.001",
-            "--decoupled-min-lr": "0.0001",
-        }
-    )
+    flags = {
+        "--optimizer": "muon",
+        "--muon-momentum": 0.95,
+        "--muon-nesterov": True,
+        "--muon-use-nesterov": True,
+        "--muon-scale-mode": "shape_scaling",
+        "--muon-coefficient-type": "simple",
+        "--muon-num-ns-steps": 5,
+        "--muon-no-split-qkv": True,
+        "--lr": "0.01",
+        "--min-lr": "0.001",
+        "--decoupled-lr": "0.001",
+        "--decoupled-min-lr": "0.0001",
+    }
+    return flags_in(flag_words(flags), megatron_version)

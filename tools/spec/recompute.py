@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tools.spec.flags import Flags, flag_words
+from tools.spec.flags import Flags, words_of
 
 _SCORES = "core_attn"
 RECOMPUTED_MODULES = frozenset(
@@ -106,25 +106,15 @@ _NAMED = {"none": Recompute.NONE, "selective": Recompute.SELECTIVE, "full": Reco
 _GRANULARITY, _MODULES = "--recompute-granularity", "--recompute-modules"
 _METHOD, _LAYERS = "--recompute-method", "--recompute-num-layers"
 _EXPERTS_TOO = "--moe-layer-recompute"
-RECOMPUTE_FLAGS = (
-    "--recompute-activations",
-    _GRANULARITY,
-    _METHOD,
-    _LAYERS,
-    _MODULES,
-    _EXPERTS_TOO,
-)
 
 
 def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
     """Megatron's flags for a way to recompute."""
-    own = () if recompute == Recompute.SELECTIVE else tuple(sorted(recompute.modules))
-    whole = {
-        _GRANULARITY: recompute.granularity or None,
-        _METHOD: recompute.method or None,
-        _LAYERS: recompute.layers or None,
-    }
-    return (*flag_words(whole), *((_MODULES, *own) if own else ()))
+    if recompute == Recompute.NONE:
+        return ()
+    alone = recompute == Recompute.SELECTIVE
+    own = () if alone else words_of(recompute, "recompute")
+    return (_GRANULARITY, recompute.granularity, *own)
 
 
 def recompute_of(flags: Flags) -> Recompute:

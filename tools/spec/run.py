@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from tools.spec.experts import BALANCED, ExpertLoad, expert_load_of
-from tools.spec.flags import Flags, flag_words
-from tools.spec.model import AHEAD, Model, ModelShape, shape_from_flags
+from tools.spec.flag_table import of_group
+from tools.spec.flags import Flags, flag_words, words_of
+from tools.spec.model import AHEAD, Model, ModelShape, dtype_of, shape_from_flags
 from tools.spec.offload import NOTHING, Offload, offload_flags, offload_of
 from tools.spec.recompute import Recompute, recompute_flags, recompute_of
 from tools.spec.stages import EVEN, StageSplit, stages_of
@@ -374,14 +375,14 @@ def spec_of_flags(
     on_cpu = device is DeviceKind.CPU
     local = on_cpu or flags.text("--transformer-impl") == "local"
     return RunSpec(
+        **flags.fields("run"),
         shape=shape_from_flags(model, flags),
         parallelism=parallelism,
         batch=Batch(micro, flags.integer("--global-batch-size", micro * parallelism.data)),
-        dtype=next((half for half in ("fp16", "bf16") if flags.has(f"--{half}")), "fp32"),
+        dtype=dtype_of(flags),
         quantised=quantised_of(flags),
         state_types=state_types_of(flags),
-        optimizer_instances=flags.integer(_INSTANCES, 1),
-        dropout=max(flags.number(f"--{what}-dropout", 0.1) for what in ("hidden", "attention")),
+        dropout=max(flags.number(f"--{what}-dropout") for what in ("hidden", "attention")),
         recompute=recompute_of(flags),
         offload=offload_of(flags),
         fused_attention=not on_cpu or parallelism.context > 1,
@@ -390,8 +391,6 @@ def spec_of_flags(
         stages=stages_of(flags),
         token_dispatcher=token_dispatcher_of(flags),
         expert_load=expert_load_of(flags),
-        optimizer=flags.text("--optimizer", "adam"),
-        seed=flags.integer("--seed", 1234),
         device=device,
         model=model,
     )
@@ -405,13 +404,9 @@ def spec_of_printed(arguments: Mapping[str, str]) -> RunSpec | None:
     """
     words = flags_of_printed(arguments)
     flags = Flags(words)
-    degrees = (
-        flags.integer(f"--{name}-parallel-size", 1)
-        for name in ("data", "tensor-model", "pipeline-model", "context")
-    )
-    devices = 1
-    for degree in degrees:
-        devices *= degree
+    degrees = flags.fields("parallelism")
+    devices = flags.integer("--data-parallel-size", 1)
+    devices *= degrees["tensor"] * degrees["pipeline"] * degrees["context"]
     try:
         spec = spec_of_flags(words, flags.integer("--world-size", devices), DeviceKind.GPU)
     except (ValueError, ZeroDivisionError):
@@ -438,27 +433,16 @@ def flags_of_printed(arguments: Mapping[str, str]) -> tuple[str, ...]:
 def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
     """Megatron's flags for everything in a spec but the model's own shape and the device."""
     rest = {
-        "--micro-batch-size": spec.batch.micro_batch_size,
-        "--global-batch-size": spec.batch.global_batch_size,
         "--attention-dropout": spec.dropout,
         "--hidden-dropout": spec.dropout,
-        "--seed": spec.seed,
         f"--{spec.dtype}": spec.dtype != "fp32",
-        _INSTANCES: spec.optimizer_instances if spec.optimizer_instances > 1 else None,
     }
     layout = strategy_flags(spec.flagged_parallelism)
     own = (*recompute_flags(spec.recompute), *cp_comm_flags(spec), *spec.stages.flags)
-    offload = offload_flags(spec.offload)
-    return (*layout, *own, *flag_words(rest), *_state_flags(spec.state_types), *offload)
+    run = (*words_of(spec.batch, "batch"), *flag_words(rest), *words_of(spec, "run"))
+    return (*layout, *own, *run, *_state_flags(spec.state_types), *offload_flags(spec.offload))
 
 
-_INSTANCES = "--num-distributed-optimizer-instances"
-_STATE_FLAGS = {
-    "--main-grads-dtype": "gradients",
-    "--main-params-dtype": "main_parameters",
-    "--exp-avg-dtype": "first_moment",
-    "--exp-avg-sq-dtype": "second_moment",
-}
 _OFFLOAD, _OFFLOADED = "--optimizer-cpu-offload", "--optimizer-offload-fraction"
 _STATE_TYPES = ("fp32", "fp16", "bf16", "fp8")
 _TORCHS_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "fp8"}
@@ -467,10 +451,7 @@ _TORCHS_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint
 
 def _state_flags(types: StateTypes) -> tuple[str, ...]:
     if types.aware:
-        given = {flag: getattr(types, field) or None for flag, field in _STATE_FLAGS.items()}
-        share = types.offloaded
-        offload = {_OFFLOAD: True, _OFFLOADED: f"{share:g}"} if share else {}
-        return flag_words({"--use-precision-aware-optimizer": True, **given, **offload})
+        return (*words_of(types, "state_types"), *((_OFFLOAD,) if types.offloaded else ()))
     return ("--grad-reduce-in-bf16",) if types.gradients == "bf16" else ()
 
 
@@ -480,26 +461,25 @@ def state_types_of(flags: Flags) -> StateTypes:
     Raises:
         ValueError: A type that Megatron does not have, or an offload that it refuses.
     """
-    aware = flags.has("--use-precision-aware-optimizer")
-    offloaded = flags.number(_OFFLOADED, 1.0) if flags.has(_OFFLOAD) else 0.0
+    given = flags.fields("state_types")
+    aware, offloaded = given["aware"], given.get("offloaded", 0.0)
     if not 0 <= offloaded <= 1:
         raise ValueError(f"{_OFFLOADED} {offloaded:g} is no share of the optimizer; use 0 to 1.")
     if offloaded and not aware:
         raise ValueError(f"{_OFFLOAD} needs --use-precision-aware-optimizer; add it.")
     if not aware:
         return StateTypes(gradients="bf16" if flags.has("--grad-reduce-in-bf16") else "")
-    given = {}
-    for flag, field_name in _STATE_FLAGS.items():
-        kind = flags.text(flag, "fp32").removeprefix("torch.")
+    for flag in (each for each in of_group("state_types") if each.kind == "text"):
+        kind = given[flag.field].removeprefix("torch.")
         kind = _TORCHS_NAMES.get(kind, kind)
         if kind not in _STATE_TYPES:
             raise ValueError(
-                f"{flag} {kind} is not one of Megatron's; use {', '.join(_STATE_TYPES)}."
+                f"{flag.name} {kind} is not one of Megatron's; use {', '.join(_STATE_TYPES)}."
             )
-        given[field_name] = kind if kind != "fp32" else ""
+        given[flag.field] = kind if kind != "fp32" else ""
     if flags.has("--grad-reduce-in-bf16"):
         given["gradients"] = "bf16"
-    return StateTypes(**given, aware=True, offloaded=offloaded)
+    return StateTypes(**given)
 
 
 def cp_comm_flags(spec: RunSpec) -> tuple[str, ...]:
@@ -529,7 +509,7 @@ def quantised_of(flags: Flags) -> Quantised:
         return Quantised.NVFP4
     if not flags.has("--fp8-format"):
         return Quantised.NONE
-    recipe = flags.text("--fp8-recipe", "delayed")
+    recipe = flags.text("--fp8-recipe")
     if recipe not in _FP8_RECIPES:
         known = ", ".join(_FP8_RECIPES)
         raise ValueError(f"--fp8-recipe {recipe} is not one of Megatron's; use {known}.")
@@ -543,6 +523,6 @@ def _cp_comm_type(flags: Flags) -> str:
 
 def token_dispatcher_of(flags: Flags) -> TokenDispatcher:
     """How the flags route tokens; Megatron's own default is to gather."""
-    value = flags.text("--moe-token-dispatcher-type", TokenDispatcher.ALL_GATHER)
+    value = flags.text("--moe-token-dispatcher-type")
     known = value in set(TokenDispatcher)
     return TokenDispatcher(value) if known else TokenDispatcher.ALL_TO_ALL

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry
-from tools.spec.flags import release
+from tools.spec.flags import flags_in
 from tools.spec.run import DeviceKind
 from tools.spec.strategy import Parallelism
 
@@ -31,16 +31,14 @@ class Saving:
 def saving_flags(saving: Saving, parallelism: Parallelism, entry: MegatronEntry) -> tuple[str, ...]:
     """Megatron's flags but for the folder: its distributed format, which loads into any layout."""
     flags = ["--save-interval", str(saving.every), "--ckpt-format", "torch_dist"]
-    version = release(entry.megatron_version)
     sharding = parallelism.sharding
-    if sharding and not sharding.wraps_modules and version >= (0, 16):
+    if sharding and not sharding.wraps_modules:
         # Without it the optimizer's shards go back only into the layout that saved them.
         flags.append("--dist-ckpt-optim-fully-reshardable")
     if saving.asynchronous:
-        flags += ["--async-save", "--use-persistent-ckpt-worker"]
-        # Megatron's own; the default since 0.17 needs a package that Megatron's wheel does not bring.
-        flags += ["--async-strategy", "mcore"] if version >= (0, 17) else []
-    return tuple(flags)
+        # Megatron's own writer; its default needs a package that its wheel does not bring.
+        flags += ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
+    return flags_in(flags, entry.megatron_version)
 
 
 def saving_folder(run_folder: str) -> str:

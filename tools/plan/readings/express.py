@@ -15,8 +15,9 @@ from tools.plan.constraints import NEWEST, violations
 from tools.plan.readings.facts import model_facts, release_of, source_facts
 from tools.plan.readings.table import Reading
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.execution import SWITCHES, Execution
+from tools.plan.time.execution import Execution
 from tools.spec.experts import ExpertLoad
+from tools.spec.flag_table import of_group
 from tools.spec.flags import Flags
 from tools.spec.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
 from tools.spec.model import (
@@ -438,13 +439,14 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
 
 def execution_of_flags(flags: Flags) -> Execution:
     """How Megatron's flags let a run be executed."""
+    switches = of_group("execution")
     given = {
-        field for flag, field in SWITCHES.items() if flags.has(flag) and flags.text(flag) != "none"
+        each.field for each in switches if flags.has(each.name) and flags.text(each.name) != "none"
     }
     # Megatron's own layers take Apex's norms if they can, and PyTorch's only without persistent kernels.
     bare = flags.text("--transformer-impl") == "local" and flags.has("--no-persist-layer-norm")
     # Megatron-FSDP's own passes over gradients are counted with what it sends.
     if flags.has("--use-megatron-fsdp"):
         given.discard("unfused_gradients")
-    switched = {field: field in given for field in SWITCHES.values()}
+    switched = {each.field: each.field in given for each in switches}
     return Execution(**switched, torch_kernels=bare)

@@ -30,10 +30,9 @@ from tools.plan.readings.table import (
 )
 from tools.plan.tensors import UnevenSplitError, parameters_total
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.execution import SWITCHES
 from tools.plan.time.rates import NoPeakError
 from tools.records.io import lock, write_whole
-from tools.spec.experts import CAPACITY, GROUPS, GROUPS_TAKEN, PADDED
+from tools.spec.flag_table import planned
 from tools.spec.flags import merge_flags, pick_flags
 from tools.spec.hardware import Device
 from tools.spec.model import SHAPE_FLAGS
@@ -42,24 +41,6 @@ from tools.spec.run import RunSpec, flags_of_spec, spec_of_flags
 SOURCE = "mine"
 _COLUMNS = (*COLUMNS, *OF_ONES_OWN)
 
-_MORE_FLAGS = frozenset(
-    {
-        "--vocab-size",
-        "--make-vocab-size-divisible-by",
-        "--moe-token-dispatcher-type",
-        "--moe-aux-loss-coeff",
-        "--moe-z-loss-coeff",
-        "--optimizer",
-        "--transformer-impl",
-        "--no-persist-layer-norm",
-        "--attention-backend",
-        "--fp8-format",
-        "--fp8-recipe",
-        "--untie-embeddings-and-output-weights",
-        *(CAPACITY, PADDED, GROUPS, GROUPS_TAKEN),
-        *SWITCHES,
-    }
-)
 _LOCK_SECONDS = 10.0
 Row = dict[str, str]
 
@@ -78,7 +59,8 @@ def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds
         RefusedError: The flags that a row keeps do not give the same run again.
     """
     split, shape = spec.parallelism, spec.shape
-    flags = merge_flags(pick_flags(argv, SHAPE_FLAGS | _MORE_FLAGS), flags_of_spec(spec))
+    told = SHAPE_FLAGS | planned("counted")
+    flags = merge_flags(pick_flags(argv, told), flags_of_spec(spec))
     again = spec_of_flags(flags, split.world_size, spec.device, spec.model)
     if _measured(replace(again, fused=spec.fused)) != _measured(spec):
         raise RefusedError(f"{run}: its flags alone do not say what was trained")
