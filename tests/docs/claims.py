@@ -17,7 +17,7 @@ from tools.spec.files import read_yaml
 from tools.spec.hardware import device_by_key
 from tools.spec.model import load_model
 from tools.spec.published import FILE
-from tools.spec.run import Recompute
+from tools.spec.recompute import Recompute
 from tools.spec.strategy import devices_of, parse_strategy
 from tools.text.table import markdown_rows
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from tests.faults.runs import Victim, kill, launch, processes_of
 from tests.faults.soak_verdict import DISTURBED, UNDISTURBED, Fault, ProcessReading, judge
 from tests.patience import OF_A_RUN
-from tools.launch.checkpoint.saving import KEEP, NOT_RESUMED, Saving
+from tools.launch.checkpoint.saving import KEEP, Saving
 from tools.launch.checkpoint.stored import find_checkpoints
 from tools.launch.compose import Launch
 from tools.launch.data import make_missing_data
@@ -135,7 +135,7 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
     model = model or ("moe-tiny" if "ep" in strategy else "gpt2-tiny")
     devices = devices_of(strategy, otherwise=2)
     sharding = parse_strategy(strategy, devices).sharding
-    if sharding in NOT_RESUMED or options.backend != Backend.MEGATRON:
+    if sharding.wraps_modules or options.backend != Backend.MEGATRON:
         raise LaunchError(
             f"A soak resumes after each kill, and STRATEGY={strategy} of {options.backend} cannot be "
             "resumed; use dp2, pp2, zero1, ep2 or another layout of Megatron's that shards no more than "

@@ -1,7 +1,8 @@
 """Megatron's own argument parser in a process of its own, which answers many questions.
 
-As a program it reads requests `{"devices": N, "words": […], "validate": bool}`, one a line, and answers
-each by a line of JSON. Importing Megatron takes seconds, so tests share one process.
+As a program it reads requests `{"devices": N, "words": […], "validate": bool}`, or `{}` for all of its
+flags, one a line, and answers each by a line of JSON. Importing Megatron takes seconds, so tests share
+one process.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class MegatronParser:
         unknown, kept = self._ask(devices=1, words=words, validate=False)
         return unknown, kept
 
+    def flags(self) -> dict[str, tuple[str, Any]]:
+        """Kind and default of every flag, as the kit's table has them."""
+        return {name: (kind, default) for name, (kind, default) in self._ask().items()}
+
     def close(self) -> None:
         self._process.communicate()
 
@@ -78,17 +83,37 @@ def main(checkout: str) -> None:
 
     for line in sys.stdin:
         request = json.loads(line)
-        if request["validate"]:
+        if not request:
+            parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+            answer: object = {
+                name: [_kind(action), _plain(action.default)]
+                for action in parser._actions
+                for name in action.option_strings
+            }
+        elif request["validate"]:
             os.environ["WORLD_SIZE"] = str(request["devices"])
             sys.argv = ["pretrain_gpt.py", *request["words"]]
             args = parse_args()
             validate_args(args, {})
-            answer: object = [int(getattr(args, name)) for name in SEEN]
+            answer = [int(getattr(args, name)) for name in SEEN]
         else:
             parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
             known, unknown = parser.parse_known_args(request["words"])
             answer = [unknown, {name: getattr(known, name) for name in KEPT}]
         print("ANSWER", json.dumps(answer), flush=True)
+
+
+def _kind(action: Any) -> str:
+    if action.nargs == 0:
+        return "on" if action.const is True else "off"
+    return {"int": "whole", "float": "decimal"}.get(getattr(action.type, "__name__", ""), "text")
+
+
+def _plain(value: Any) -> object:
+    """A list of one is what it holds, and nothing is None."""
+    if isinstance(value, list):
+        value = value[0] if value else None
+    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
 
 
 if __name__ == "__main__":

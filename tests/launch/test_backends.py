@@ -157,7 +157,7 @@ def test_the_backend_reads_the_same_run_from_the_flags_as_the_records_do(
         tied_embeddings=not ours.untie_embeddings_and_output_weights,
         experts=ours.num_experts,
         experts_per_token=ours.moe_router_topk if ours.num_experts else 0,
-        expert_ffn_hidden=ours.ffn_hidden_size,
+        expert_ffn_hidden=ours.mlp_width,
     )
     assert read == shape
     assert ours.padded_vocabulary == shape.padded_vocabulary(split.tensor)

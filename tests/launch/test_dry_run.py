@@ -66,6 +66,17 @@ def test_a_dry_run_says_that_the_data_make_another_model(
     assert [": 7,391," in line for line in said] == [True]
 
 
+def test_a_flag_that_the_kit_does_not_know_is_named_and_not_refused(
+    dry_run: DryRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run("train-dp2-gpt2-tiny-2cpu", extra=("--foo", "1", "--window-size", "16,0")) == 0
+    command, *said = capsys.readouterr().out.splitlines()
+    assert command.endswith(
+        "--foo 1 --window-size 16,0 --tensorboard-dir '<run folder>/tensorboard'"
+    )
+    assert [line.partition(";")[0] for line in said] == ["# Not known to this kit: --foo"]
+
+
 def test_interleaved_stages_run_at_the_models_own_batch(dry_run: DryRun) -> None:
     assert dry_run("train-vpp2-gpt2-tiny-2cpu") == 0
 

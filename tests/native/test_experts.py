@@ -122,7 +122,7 @@ def test_the_planner_counts_what_the_native_model_has() -> None:
     [((), 64), (("--swiglu",), 0), (("--ffn-hidden-size", "24"), 24)],
 )
 def test_the_width_inside_an_mlp_is_megatrons(flags: tuple[str, ...], width: int) -> None:
-    assert settings(*flags).ffn_hidden_size == width  # two thirds of 64, rounded down to 64s: 0
+    assert settings(*flags).mlp_width == width  # two thirds of 64, rounded down to 64s: 0
 
 
 def test_an_evaluation_is_not_reported_to_the_ledger(layer: MixtureOfExperts) -> None:

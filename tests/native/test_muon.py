@@ -162,7 +162,7 @@ def step_of_megatrons(weight: torch.nn.Parameter, gradient: Tensor, precision: s
     """The update without weight decay."""
     holder = torch.nn.Module()
     holder.register_parameter("hidden", weight)
-    words = ("--weight-decay", "0", "--muon-fp32-matmul-prec", precision)
+    words = ("--weight-decay", "0", "--muon-momentum", "0.95", "--muon-fp32-matmul-prec", precision)
     optimizer = muon_adamw(holder, settings(*MEGATRONS, *words))
     weight.data.zero_()
     weight.grad = gradient

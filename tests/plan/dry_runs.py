@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from tools.plan.dryrun.comparison import CheckedRank, compare
 from tools.plan.dryrun.job import DryRunner, Job, check, flags_of
 from tools.spec.model import Model, model_from_flags
-from tools.spec.run import Recompute, RunSpec, spec_of_model
+from tools.spec.recompute import Recompute
+from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 _SMALL = (

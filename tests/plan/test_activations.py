@@ -20,7 +20,8 @@ from tools.plan.time.rates import NoPeakError
 from tools.spec.hardware import Host
 from tools.spec.model import LatentAttention, load_model
 from tools.spec.offload import GROUPS, Offload
-from tools.spec.run import DeviceKind, Recompute, RunSpec
+from tools.spec.recompute import Recompute
+from tools.spec.run import DeviceKind, RunSpec
 from tools.spec.strategy import Batch, Parallelism
 
 TOKENS, HIDDEN = 32, 8
@@ -102,7 +103,7 @@ def test_small_tensors_stay() -> None:
 
 
 def test_what_is_made_again_is_copied_all_the_same() -> None:
-    spec = tiny(fine("core_attn"), shape=EXPERTS, recompute=Recompute("mla_up_proj"))
+    spec = tiny(fine("core_attn"), shape=EXPERTS, recompute=Recompute.parse("mla_up_proj"))
     of_heads = 2 * TOKENS * 4 * (3 + 3 + 2)
     output = 2 * TOKENS * 4 * 2
     assert offloaded_bytes(spec, 1) == Offloaded(_STATISTICS, of_heads + output + _STATISTICS)
@@ -235,7 +236,7 @@ def test_an_iteration_waits_for_copies_that_arithmetic_does_not_hide() -> None:
             "whole layers recomputed is not planned",
         ),
         (fine("moe_act", "fused_group_mlp"), {}, "fused_group_mlp includes moe_act"),
-        (fine("moe_act"), {"recompute": Recompute("moe")}, "makes moe_act again"),
+        (fine("moe_act"), {"recompute": Recompute.parse("moe")}, "makes moe_act again"),
         (fine("core_attn"), {"shape": replace(TINY, blocks="*-")}, "offload is not planned"),
     ],
 )
@@ -247,6 +248,6 @@ def test_what_megatron_refuses_has_its_sentence(
 
 
 def test_what_megatrons_own_test_combines_is_taken() -> None:
-    modules = Recompute("layernorm mla_up_proj mlp moe_act")
+    modules = Recompute.parse("layernorm mla_up_proj mlp moe_act")
     spec = tiny(fine(*GROUPS[:7]), shape=EXPERTS, recompute=modules)
     assert violations(spec) == ()

@@ -18,7 +18,8 @@ from tools.records.measurements import Operation
 from tools.spec.groups import Group
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import SHAPE_FLAGS, changed_model
-from tools.spec.run import Recompute, RunSpec, spec_of_model
+from tools.spec.recompute import Recompute
+from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.stages import filled
 from tools.spec.strategy import Batch, Parallelism, Sharding
 

@@ -20,7 +20,8 @@ from tools.records.measurements import Operation, wire_bytes
 from tools.spec.experts import ExpertLoad
 from tools.spec.groups import Group
 from tools.spec.model import ModelShape, load_model
-from tools.spec.run import DeviceKind, Recompute, RunSpec, TokenDispatcher, spec_of_model
+from tools.spec.recompute import Recompute
+from tools.spec.run import DeviceKind, RunSpec, TokenDispatcher, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, Sharding, batch_for, parse_strategy
 
 GPT = ModelShape(
@@ -58,7 +59,7 @@ def test_calls_and_bytes_equal_those_of_a_real_run(case: dict[str, Any]) -> None
         Batch(2, 8),
         dtype=case["dtype"],
         dropout=0.0,
-        recompute=Recompute(case["recompute"]),
+        recompute=Recompute.parse(case["recompute"]),
         cp_comm_type="all_gather",
     )
     predicted: dict[str, list[int]] = {}

@@ -5,7 +5,8 @@ import pytest
 
 from tools.plan.constraints import violations
 from tools.spec.model import ModelShape, load_model
-from tools.spec.run import Backend, Recompute, RunSpec, spec_of_model
+from tools.spec.recompute import Recompute
+from tools.spec.run import Backend, RunSpec, spec_of_model
 from tools.spec.stages import StageSplit
 from tools.spec.strategy import (
     NAMED,
@@ -165,7 +166,7 @@ def test_experts_with_biases_are_refused() -> None:
 )
 def test_of_blocks_all_are_recomputed_one_by_one_or_none(recompute: str, refused: bool) -> None:
     shape = replace(LARGE.shape, layers=1, blocks="*-*-")
-    found = refusals(shape, Parallelism(), Batch(1, 1), recompute=Recompute(recompute))
+    found = refusals(shape, Parallelism(), Batch(1, 1), recompute=Recompute.parse(recompute))
     assert [("uniform --recompute-num-layers 1" in sentence) for sentence in found] == [
         True
     ] * refused
@@ -185,7 +186,7 @@ def test_an_mlp_with_biases_is_not_recomputed_by_itself(
     modules: str, bias: bool, fits: bool
 ) -> None:
     shape = replace(LARGE.shape, bias=bias)
-    found = refusals(shape, Parallelism(), Batch(1, 1), recompute=Recompute(modules))
+    found = refusals(shape, Parallelism(), Batch(1, 1), recompute=Recompute.parse(modules))
     assert [("--disable-bias-linear" in reason) for reason in found] == ([] if fits else [True])
 
 

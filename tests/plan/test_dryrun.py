@@ -18,7 +18,8 @@ from tools.spec.experts import expert_load_of
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.model import SHAPE_FLAGS, Model, changed_model, load_model
-from tools.spec.run import Recompute, RunSpec, spec_of_model
+from tools.spec.recompute import Recompute
+from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.stages import StageSplit
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
@@ -115,7 +116,7 @@ def test_each_module_drops_the_closed_forms_bytes_and_makes_its_calls_again(
     spec = configured(model, split, Batch(2, 4 * split.data))
     spec = replace(spec, dtype="bf16")
     whole, recomputing = (
-        run_case(dry_runner, Case(model, replace(spec, recompute=Recompute(each)), 0))
+        run_case(dry_runner, Case(model, replace(spec, recompute=Recompute.parse(each)), 0))
         for each in ("none", modules)
     )
     assert whole.agrees
@@ -171,7 +172,7 @@ def test_checkpoints_of_several_and_of_some_layers_keep_and_send_what_the_closed
     dry_runner: DryRunner, recompute: str, split: Parallelism, rank: int
 ) -> None:
     model = small_model(layers=12)
-    spec = configured(model, split, Batch(2, 8), recompute=Recompute(recompute), dtype="bf16")
+    spec = configured(model, split, Batch(2, 8), recompute=Recompute.parse(recompute), dtype="bf16")
     found = run_case(dry_runner, Case(model, spec, rank))
     assert found.agrees, found.differences
     measured, closed = found.memory["peak"]

@@ -15,7 +15,8 @@ from tools.plan.search import Request, evaluate
 from tools.plan.tensors import parameters_total
 from tools.plan.time.iteration import iteration_seconds
 from tools.spec.model import load_model, model_names, model_of
-from tools.spec.run import DeviceKind, Recompute, spec_of_flags, spec_of_model
+from tools.spec.recompute import Recompute
+from tools.spec.run import DeviceKind, spec_of_flags, spec_of_model
 from tools.spec.strategy import Batch, Parallelism
 
 LAYOUT = ["--model", "gpt2-large", "--gpu", "h200", "--layout", "tp2", "--micro-batch", "2"]
@@ -238,6 +239,7 @@ def test_a_search_uses_extra_flags_names_those_it_does_not_know_and_prints_them_
         [],
         ["--nonsense", "--recompute-granularity"],
     )
+    assert (plain["unknown_flags"], changed["unknown_flags"]) == ([], ["--nonsense"])
     before, after = plain["winner"], changed["winner"]
     assert isinstance(before, dict)
     assert isinstance(after, dict)
@@ -254,6 +256,21 @@ def test_flags_of_a_models_own_file_that_are_not_planned_are_named(
     words = ["--model", str(file), "--layout", "dp4", "--gpu", "h100", "--global-batch", "4"]
     named = ["--window-size", "--tensor-model-parallel-size", "--moe-layer-freq"]
     assert answer(capsys, *words)["ignored_flags"] == named
+
+
+def test_why_a_flag_is_no_part_of_the_prediction_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.args"
+    file.write_text(f"{SMALL}--tensor-model-parallel-size 8\n")
+    extra = "--extra=--window-size 16,0 --cp-comm-type a2a --nonsense"
+    assert main(["--model", str(file), "--gpus", "4", "--gpu", "h100", extra]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "Not part of the prediction: --tensor-model-parallel-size (LAYOUT= says it), --window-size (no "
+        "formula has it), --cp-comm-type (a search chooses it; LAYOUT= takes it), --nonsense (not known "
+        "to this kit)."
+    ) in said
 
 
 @pytest.mark.parametrize("model", model_names())

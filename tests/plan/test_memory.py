@@ -26,7 +26,8 @@ from tools.records.measurements import Operation
 from tools.spec.experts import ExpertLoad
 from tools.spec.flags import Flags
 from tools.spec.model import LatentAttention, Model, load_model
-from tools.spec.run import DeviceKind, Quantised, Recompute, RunSpec, spec_of_model, state_types_of
+from tools.spec.recompute import Recompute
+from tools.spec.run import DeviceKind, Quantised, RunSpec, spec_of_model, state_types_of
 from tools.spec.stages import spread
 from tools.spec.strategy import Batch, Parallelism, Sharding
 from tools.text.units import MIB
@@ -105,7 +106,7 @@ def test_full_recomputation_keeps_the_input_of_a_layer_alone() -> None:
 def test_a_stage_keeps_its_checkpoints_inputs_and_the_layers_in_none(
     recompute: str, inputs: int, whole: int, together: tuple[int, int]
 ) -> None:
-    spec = replace(tiny(), recompute=Recompute(recompute))
+    spec = replace(tiny(), recompute=Recompute.parse(recompute))
     layer, input_ = layer_activation_bytes(tiny()), 2 * _ELEMENTS
     assert chunk_activation_bytes(spec, 5) == inputs * input_ + whole * layer
     assert recomputed_bytes(spec, 5) == together[0] * layer - together[1] * input_
@@ -113,7 +114,9 @@ def test_a_stage_keeps_its_checkpoints_inputs_and_the_layers_in_none(
 
 def test_virtual_stages_have_checkpoints_of_their_own() -> None:
     split = Parallelism(pipeline=2, virtual_stages=2)
-    spec = replace(tiny(split), shape=replace(TINY, layers=12), recompute=Recompute("full block 1"))
+    spec = replace(
+        tiny(split), shape=replace(TINY, layers=12), recompute=Recompute.parse("full block 1")
+    )
     layer = layer_activation_bytes(tiny())
     # Five virtual stages of three layers in flight on the first rank, three on the last.
     masks = 2 * _ELEMENTS  # Of the embedding's dropout, of two micro batches.
@@ -156,7 +159,7 @@ def test_a_dense_layer_drops_what_its_modules_compute_again(
     modules: str, fused_norms: bool, dropped: int
 ) -> None:
     spec = tiny(fused_norms=fused_norms)
-    recomputing = replace(spec, recompute=Recompute(modules))
+    recomputing = replace(spec, recompute=Recompute.parse(modules))
     assert layer_activation_bytes(spec) - layer_activation_bytes(recomputing) == dropped
 
 
@@ -177,7 +180,7 @@ def test_experts_and_latent_attention_drop_what_their_modules_compute_again(
     modules: str, dropped: int
 ) -> None:
     spec = replace(tiny(), shape=_EXPERTS)
-    recomputing = replace(spec, recompute=Recompute(modules))
+    recomputing = replace(spec, recompute=Recompute.parse(modules))
     assert layer_activation_bytes(spec) - layer_activation_bytes(recomputing) == dropped
     assert recomputed_bytes(recomputing) == dropped
 

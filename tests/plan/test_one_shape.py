@@ -60,6 +60,18 @@ def test_flags_of_the_shape_together_have_megatrons_parameters(
     assert_counted(dry_runner, (ATTENTIONS[attention], MLPS[mlp], ENDS[end]), SPLITS[split])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--multi-latent-attention --position-embedding-type rope",  # All ranks are Megatron's own.
+        "--group-query-attention",
+        "--num-query-groups 2",  # It says nothing alone.
+    ],
+)
+def test_what_flags_leave_out_is_megatrons_default(dry_runner: DryRunner, words: str) -> None:
+    assert_counted(dry_runner, (words, "", ""), SPLITS[0])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("norm", ["", "--disable-bias-linear --normalization RMSNorm"])

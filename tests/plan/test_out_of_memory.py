@@ -13,7 +13,8 @@ from tools.plan.search import MEMORY_RESERVE
 from tools.plan.tensors import rank_parameters
 from tools.spec.hardware import device_by_key
 from tools.spec.model import ModelShape
-from tools.spec.run import Recompute, RunSpec
+from tools.spec.recompute import Recompute
+from tools.spec.run import RunSpec
 from tools.spec.stages import EVEN, spread
 from tools.spec.strategy import Batch, Parallelism, Sharding
 from tools.text.units import GIB

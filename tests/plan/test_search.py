@@ -19,7 +19,8 @@ from tools.plan.search import (
 )
 from tools.plan.show import make_command, trained_vocabulary_sentence
 from tools.spec.model import ModelShape
-from tools.spec.run import Recompute, RunSpec
+from tools.spec.recompute import Recompute
+from tools.spec.run import RunSpec
 from tools.spec.stages import EVEN, StageSplit, stage_split
 from tools.spec.strategy import Batch, Parallelism, Sharding, parse_strategy, strategy_name
 

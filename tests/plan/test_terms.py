@@ -19,7 +19,8 @@ from tools.spec.experts import BALANCED, ExpertLoad
 from tools.spec.groups import Group
 from tools.spec.hardware import load_hardware
 from tools.spec.model import LatentAttention, load_model
-from tools.spec.run import Quantised, Recompute, RunSpec
+from tools.spec.recompute import Recompute
+from tools.spec.run import Quantised, RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 SHAPE = load_model("gpt3-13b").shape
@@ -190,7 +191,9 @@ def test_unfused_attention_has_its_one_softmax_kernel_for_rows_in_fours(
 def test_backward_computes_again_what_its_modules_hold(
     modules: str, products: float, attention: float
 ) -> None:
-    spec = RunSpec(SHAPE, Parallelism(), Batch(1, 1), dropout=0.0, recompute=Recompute(modules))
+    spec = RunSpec(
+        SHAPE, Parallelism(), Batch(1, 1), dropout=0.0, recompute=Recompute.parse(modules)
+    )
     layer = layer_seconds(spec, rates(on(), "bf16"))
     assert layer.matmul_again == pytest.approx(products * layer.forward_matmul, rel=0.02)
     assert layer.attention_again == attention * layer.forward_attention
@@ -198,7 +201,9 @@ def test_backward_computes_again_what_its_modules_hold(
 
 
 def test_norms_that_stand_alone_are_read_and_written_again() -> None:
-    spec = RunSpec(SHAPE, Parallelism(), Batch(1, 1), dropout=0.0, recompute=Recompute("layernorm"))
+    spec = RunSpec(
+        SHAPE, Parallelism(), Batch(1, 1), dropout=0.0, recompute=Recompute.parse("layernorm")
+    )
     rate = rates(on(), "bf16")
     assert layer_bytes(spec, rate).again == 0
     alone = layer_bytes(replace(spec, fused_norms=False), rate)
@@ -210,7 +215,7 @@ def test_recomputed_experts_exchange_their_tokens_again() -> None:
     shape = load_model("mixtral-8x7b").shape
     spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), dropout=0.0)
     kept, again = (
-        iteration_seconds(replace(spec, recompute=Recompute(modules)), on())
+        iteration_seconds(replace(spec, recompute=Recompute.parse(modules)), on())
         for modules in ("none", "moe")
     )
     assert again.expert_parallel == pytest.approx(1.5 * kept.expert_parallel, rel=0.05)

@@ -17,7 +17,8 @@ from tools.spec.groups import Group
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
 from tools.spec.published import load_paper
-from tools.spec.run import Recompute, RunSpec
+from tools.spec.recompute import Recompute
+from tools.spec.run import RunSpec
 from tools.spec.stages import StageSplit
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
@@ -48,7 +49,7 @@ def test_only_layers_of_checkpoints_are_computed_twice() -> None:
     ranks = cluster("h100", 4)
 
     def compute(recompute: str) -> tuple[float, float]:
-        slowest, _ = pipeline_seconds(replace(plain, recompute=Recompute(recompute)), ranks)
+        slowest, _ = pipeline_seconds(replace(plain, recompute=Recompute.parse(recompute)), ranks)
         return slowest.matmul, slowest.tensor_parallel
 
     nothing, everything = compute("none"), compute("full")

@@ -113,7 +113,7 @@ def test_a_model_without_its_width_is_refused_by_the_flags_name() -> None:
         ("--hidden-size 0", "--hidden-size 0; use 1 or more"),
         ("--num-attention-heads 0", "--num-attention-heads 0; use 1 or more"),
         ("--num-attention-heads 5000", "--kv-channels 0; use 1 or more"),
-        ("--num-query-groups 3", "which 3 query groups do not divide"),
+        ("--group-query-attention --num-query-groups 3", "which 3 query groups do not divide"),
         ("--num-experts -2", "a negative number of experts"),
         ("--num-layers x", "--num-layers x is not a whole number"),
     ],

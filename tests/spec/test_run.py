@@ -4,15 +4,13 @@ import pytest
 
 from tools.spec.flags import Flags
 from tools.spec.model import load_model
+from tools.spec.recompute import Recompute, recompute_flags, recompute_of
 from tools.spec.run import (
     DeviceKind,
-    Recompute,
     RunSpec,
     StateTypes,
     flags_of_printed,
     flags_of_spec,
-    recompute_flags,
-    recompute_of,
     spec_of_flags,
     spec_of_printed,
     state_types_of,
@@ -78,13 +76,12 @@ def test_what_the_optimizer_is_stored_in_is_read_from_flags_and_logs_and_written
 
 
 def test_modules_are_one_way_to_recompute_in_any_order() -> None:
-    assert Recompute("mlp layernorm") is Recompute("layernorm mlp")
-    assert Recompute("core_attn") is Recompute.SELECTIVE
-    assert Recompute("mlp").modules == {"mlp"}
-    assert str(Recompute("mlp layernorm")) == "layernorm mlp"
-    assert list(Recompute) == ["none", "selective", "full"]
+    assert Recompute.parse("mlp layernorm") == Recompute.parse("layernorm mlp")
+    assert Recompute.parse("core_attn") == Recompute.SELECTIVE
+    assert Recompute.parse("mlp").modules == {"mlp"}
+    assert str(Recompute.parse("mlp layernorm")) == "layernorm mlp"
     with pytest.raises(ValueError, match="mpl"):
-        Recompute("mpl")
+        Recompute.parse("mpl")
 
 
 @pytest.mark.parametrize(
@@ -117,8 +114,8 @@ def test_modules_are_one_way_to_recompute_in_any_order() -> None:
 )
 def test_flags_recompute_these_modules_and_back(words: str, found: str) -> None:
     recompute = recompute_of(Flags(words.split()))
-    assert recompute == found
-    assert recompute_of(Flags(recompute_flags(recompute))) is recompute
+    assert str(recompute) == found
+    assert recompute_of(Flags(recompute_flags(recompute))) == recompute
 
 
 def test_a_log_prints_modules_as_a_list() -> None:
@@ -126,7 +123,7 @@ def test_a_log_prints_modules_as_a_list() -> None:
         "recompute_granularity": "selective",
         "recompute_modules": "['layernorm', 'mla_up_proj']",
     }
-    assert recompute_of(Flags(flags_of_printed(printed))) == "layernorm mla_up_proj"
+    assert str(recompute_of(Flags(flags_of_printed(printed)))) == "layernorm mla_up_proj"
 
 
 @pytest.mark.parametrize(
@@ -145,16 +142,16 @@ def test_a_log_prints_modules_as_a_list() -> None:
 def test_checkpoints_are_laid_from_the_first_layer_on(
     recompute: str, checkpoints: tuple[int, ...]
 ) -> None:
-    assert Recompute(recompute).checkpoints(5) == checkpoints
-    assert Recompute(recompute).checkpoints(0) == ()
+    assert Recompute.parse(recompute).checkpoints(5) == checkpoints
+    assert Recompute.parse(recompute).checkpoints(0) == ()
 
 
 def test_whole_layers_are_computed_again_by_methods_of_megatrons_alone() -> None:
-    assert Recompute("full uniform 1") is Recompute.FULL
-    assert Recompute("full uniform 2") is Recompute("full uniform 2")
+    assert Recompute.parse("full uniform 1") == Recompute.FULL
+    assert Recompute.parse("full uniform 2") == Recompute(method="uniform", layers=2)
     for wrong in ("full block", "full block 0", "full even 2", "block 2"):
         with pytest.raises(ValueError, match=wrong):
-            Recompute(wrong)
+            Recompute.parse(wrong)
     words = "--recompute-granularity full --recompute-method even --recompute-num-layers 2"
     with pytest.raises(ValueError, match=r"--recompute-method even .* is not one of Megatron's"):
         recompute_of(Flags(words.split()))
@@ -166,9 +163,11 @@ def test_the_first_layers_of_each_virtual_stage_are_computed_again() -> None:
     stages = StageSplit(embedding=True, loss=True)
     spec = RunSpec(shape, split, Batch(1, 4), stages=stages)
     assert spec.chunk_layers(0) == (3, 4)
-    again = [replace(spec, recompute=Recompute(f"full block {n}")).layers_again(0) for n in (1, 4)]
+    again = [
+        replace(spec, recompute=Recompute.parse(f"full block {n}")).layers_again(0) for n in (1, 4)
+    ]
     assert again == [2, 7]
-    assert replace(spec, recompute=Recompute("full uniform 4")).layers_again(0) == 7
+    assert replace(spec, recompute=Recompute.parse("full uniform 4")).layers_again(0) == 7
 
 
 def test_a_module_that_megatron_lacks_is_named() -> None:

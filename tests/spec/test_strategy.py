@@ -143,3 +143,20 @@ def test_expert_parallelism_lies_inside_data_parallelism_and_multiplies_to_all_d
     assert split.sequence_parallel, "experts under TP need it"
     with pytest.raises(StrategyError, match="uses 4 device"):
         parse_strategy("ep2dp2", 2)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "stage", "wraps", "overlaps"),
+    [
+        (Sharding.NONE, 0, False, False),
+        (Sharding.ZERO1, 1, False, False),
+        (Sharding.ZERO2, 2, True, True),
+        (Sharding.ZERO3, 3, True, True),
+        (Sharding.FSDP2, 3, True, True),
+    ],
+)
+def test_a_sharding_says_what_it_shards_and_how(
+    sharding: Sharding, stage: int, wraps: bool, overlaps: bool
+) -> None:
+    assert (sharding.stage, sharding.wraps_modules, sharding.overlaps) == (stage, wraps, overlaps)
+    assert (sharding.shards_gradients, sharding.shards_weights) == (stage >= 2, stage == 3)

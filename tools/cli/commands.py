@@ -208,7 +208,7 @@ SECTIONS = {
         Command("dryrun", "tools.plan.dryrun.command:dryrun",
             "Megatron's own iteration without devices: MODEL= TP= PP= DP= …",
             (*(v.MODEL, *_BATCH, v.SEQ, v.DTYPE, v.DP, v.TP, v.PP, v.CP, v.EP, v.VPP, v.SP), *(v.ZERO1,
-             v.RECOMPUTE._replace(default="none"), v.RANKS, v.JSON)),
+             v.RECOMPUTE, v.RANKS, v.JSON)),
             required=("MODEL",), example="MODEL=gpt3-175b TP=8 PP=16 DP=8",
             packages=("torch", "megatron"), is_usual=True),
         Command("calibrate", "tools.launch.calibrate:calibrate_here",

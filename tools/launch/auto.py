@@ -32,7 +32,8 @@ from tools.plan.time.execution import Execution
 from tools.spec.files import OWN_READINGS
 from tools.spec.flags import Flags
 from tools.spec.hardware import Device, link_by_key
-from tools.spec.run import DeviceKind, cp_comm_flags, on_cpu_ranks, recompute_flags, spec_of_model
+from tools.spec.recompute import recompute_flags
+from tools.spec.run import DeviceKind, cp_comm_flags, on_cpu_ranks, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for, strategy_flags
 from tools.text.units import ms
 

@@ -23,9 +23,9 @@ from tools.native.settings import (
 from tools.spec import variables
 from tools.spec.files import from_root
 from tools.spec.flags import Flags, drop_flags, merge_flags, release
-from tools.spec.model import imported_weights
+from tools.spec.model import LOADING, imported_weights
 from tools.spec.run import Backend, DeviceKind, OptimizerName
-from tools.spec.strategy import UNTIED, Sharding, strategy_flags
+from tools.spec.strategy import UNTIED, strategy_flags
 
 NO_DEEPSPEED = (
     "BACKEND=deepspeed needs the package deepspeed, which is optional; "
@@ -42,23 +42,11 @@ FIRST_MUON_RELEASE = (0, 17)
 
 MUON_PACKAGE = "emerging_optimizers"
 
-_ONLY_MEGATRON = frozenset(
-    {
-        "--load",
-        "--finetune",
-        "--no-load-optim",
-        "--no-load-rng",
-        "--ckpt-format",
-        "--no-gradient-reduce-div-fusion",
-        "--tokenizer-type",
-        "--vocab-size",
-    }
-)
+_ONLY_MEGATRON = LOADING | {"--no-gradient-reduce-div-fusion", "--tokenizer-type", "--vocab-size"}
 _NATIVE = (
     "baseline, dpN, tpN, fsdp2, gpipeN, 1f1bN, interleavedN, pipedreamN, pipedreamNbw and "
     "pipedream-flushN"
 )
-_ZERO_STAGES = {Sharding.NONE: 0, Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
 
 
 def for_backend(launch: Launch) -> Launch:
@@ -131,7 +119,7 @@ def _transformers_problems(launch: Launch) -> Iterator[str]:
         yield "BACKEND=transformers computes in fp32; leave --bf16 and --fp16 out of EXTRA=."
     elif unknown := set(unknown_flags(launch.flags)) - {IMPORTED, PADDED}:
         yield f"BACKEND=transformers does not know {min(unknown)}; leave it out of EXTRA=."
-    elif Flags(launch.flags).text("--optimizer", "adam") != "adam":
+    elif Flags(launch.flags).text("--optimizer") != "adam":
         yield "BACKEND=transformers has AdamW alone; leave OPTIMIZER= out."
 
 
@@ -147,11 +135,10 @@ def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
     """
     parallelism = launch.spec.parallelism
     if backend is Backend.DEEPSPEED:
-        stage = _ZERO_STAGES.get(parallelism.sharding, 0)
-        return ("--engine", "deepspeed", "--zero-stage", str(stage))
+        return ("--engine", "deepspeed", "--zero-stage", str(parallelism.sharding.stage))
     if backend is Backend.BARE:
         return ("--engine", "bare")
-    if parallelism.sharding is Sharding.FSDP2:
+    if parallelism.sharding.is_torch_fsdp:
         return ("--use-torch-fsdp2",)
     degrees = {"tensor": parallelism.tensor, "expert": parallelism.expert}
     return tuple(
@@ -199,15 +186,15 @@ def _layout_problems(launch: Launch) -> Iterator[str]:
     whole = parallelism.expert == 1
     if launch.spec.backend == Backend.NATIVE:
         known = _NATIVE if dense else "baseline, dpN, epN and epNdpM"
-        sharded = parallelism.sharding is Sharding.FSDP2 and dense and whole
-        plain = only_data and (sharded or parallelism.sharding is Sharding.NONE)
+        sharded = parallelism.sharding.is_torch_fsdp and dense and whole
+        plain = only_data and (sharded or not parallelism.sharding)
         fits = plain or only_tensor or (bool(parallelism.schedule) and dense)
     elif launch.spec.backend == Backend.DEEPSPEED:
         known = "baseline, dpN, zero1, zero2 and zero3"
-        fits = only_data and whole and parallelism.sharding in _ZERO_STAGES
+        fits = only_data and whole and not parallelism.sharding.is_torch_fsdp
     else:
         known = "baseline and dpN"
-        fits = only_data and whole and parallelism.sharding is Sharding.NONE
+        fits = only_data and whole and not parallelism.sharding
     if not fits:
         yield (
             f"BACKEND={launch.spec.backend} has {known}, and no {launch.spec.name}; use one of these, "
@@ -220,7 +207,7 @@ def optimizer_problems(launch: Launch) -> Iterator[str]:
     if Flags(launch.flags).text("--optimizer") != "muon":
         return
     sharding = launch.spec.parallelism.sharding
-    if sharding is not Sharding.NONE:
+    if sharding:
         yield f"Muon needs whole matrices, which {sharding} shards; use dp2, or OPTIMIZER=adamw."
     if launch.spec.backend in ("deepspeed", "bare"):
         yield f"BACKEND={launch.spec.backend} has AdamW alone; use BACKEND=native for Muon."

@@ -18,7 +18,6 @@ from tools.launch.flags import (
     dropout_flags,
     environment_for,
     expert_flags,
-    model_flags,
     optimizer_flags,
     plant_environment,
     runtime_flags,
@@ -41,6 +40,7 @@ from tools.spec.model import (
     Model,
     changed_model,
     imported_weights,
+    trained_flags,
     with_vocabulary,
 )
 from tools.spec.run import Backend, DeviceKind, RunSpec, spec_of_flags
@@ -188,7 +188,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     start = start_checkpoint_path(model, entry, options, untied) if shared else None
     iterations = options.iterations or (TINY_ITERATIONS if "-tiny" in model.name else ITERATIONS)
     flags = merge_flags(
-        model_flags(model, device),
+        trained_flags(model, in_half=device is DeviceKind.GPU),
         job.flags,
         bare_flags(runtime_flags(device, parallelism, runtime), options, model),
         expert_flags(model, device, runtime),
@@ -236,7 +236,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
 
 def _but_its_vocabulary(words: Sequence[str], model: Model) -> tuple[str, ...]:
     """Further flags without a vocabulary that is the model's, which the tokenizer's flags name."""
-    given = Flags(words).integer("--vocab-size", 0)
+    given = Flags(words).integer("--vocab-size")
     return drop_flags(words, ("--vocab-size",)) if given == model.shape.vocabulary else tuple(words)
 
 

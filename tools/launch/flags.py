@@ -11,14 +11,13 @@ from tools.launch.runtime import ON_HOST, Runtime
 from tools.records.run import MegatronEntry
 from tools.spec import variables
 from tools.spec.files import from_root, read_args_file
-from tools.spec.flags import drop_flags, flag_words, release
+from tools.spec.flags import flag_words, flags_in, release
 from tools.spec.huggingface import EXACT_GELU, TANH_GELU
-from tools.spec.model import LOADING, Model, training_flags
+from tools.spec.model import Model
 from tools.spec.run import DeviceKind, OptimizerName, Plant
-from tools.spec.strategy import Parallelism, Sharding
+from tools.spec.strategy import Parallelism
 
 RUNTIMES = Path(__file__).parent / "runtimes"
-FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 CPU_RANK = {
     # A rank is one core, so that two ranks have twice what one has.
     "OMP_NUM_THREADS": "1",
@@ -32,21 +31,15 @@ CPU_RANK = {
 """Environment of a CPU rank; to be set before its process starts."""
 
 
-def model_flags(model: Model, device: DeviceKind) -> tuple[str, ...]:
-    """The family's training flags, then the model's own; CPU ranks compute in fp32."""
-    flags = (*training_flags(model.family), *drop_flags(model.flags, LOADING))
-    half = ("--fp16", "--bf16") if device is DeviceKind.CPU else ()
-    return tuple(flag for flag in flags if flag not in half)
-
-
 def runtime_flags(
     device: DeviceKind, parallelism: Parallelism, runtime: Runtime = ON_HOST
 ) -> tuple[str, ...]:
     """Flags that the device needs for any model; none where NVIDIA's image has every library."""
     if device is DeviceKind.CPU:
         # Megatron-FSDP divides gradients inside the reduction with PREMUL_SUM, which gloo lacks.
-        fsdp = parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3)
-        divide = ("--no-gradient-reduce-div-fusion",) if fsdp else ()
+        divide = (
+            ("--no-gradient-reduce-div-fusion",) if parallelism.sharding.is_megatron_fsdp else ()
+        )
         return (*read_args_file(RUNTIMES / "cpu.args"), *divide)
     if not runtime.transformer_engine:
         return read_args_file(RUNTIMES / "host.args")
@@ -78,10 +71,10 @@ def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str,
     gradients by its own norm, and ends in an error in bf16. 0.15 shards gradients only where their
     reduction overlaps.
     """
-    if parallelism.sharding not in (Sharding.ZERO2, Sharding.ZERO3):
+    if not parallelism.sharding.is_megatron_fsdp:
         return ()
     version = release(entry.megatron_version)
-    overlapped = parallelism.sharding is Sharding.ZERO2 and version < (0, 16)
+    overlapped = not parallelism.sharding.shards_weights and version < (0, 16)
     return (
         *(("--use-distributed-optimizer",) if version < (0, 18) else ()),
         *(("--overlap-grad-reduce",) if overlapped else ()),
@@ -102,7 +95,7 @@ def start_flags(
     dividing the multiple by TP keeps the same rows, and so the same loss, for every strategy.
     """
     multiple = ("--make-vocab-size-divisible-by", str(max(1, padded_to // parallelism.tensor)))
-    if parallelism.sharding in FSDP:
+    if parallelism.sharding.wraps_modules:
         return multiple  # megatron_patches/start_weights.py copies the weights in before wrapping.
     load = ("--load", from_root(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng")
     return (*load, "--ckpt-format", "torch_dist", *multiple)
@@ -113,7 +106,7 @@ def environment_for(
 ) -> dict[str, str]:
     """What the kit sets for the ranks, beyond the caller's environment."""
     environment = {variables.DEVICE: device.value, "HF_HUB_OFFLINE": "1"}
-    if parallelism.sharding not in FSDP:
+    if not parallelism.sharding.wraps_modules:
         # TP and SP need it before Blackwell; both FSDPs refuse it.
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     elif start:
@@ -144,19 +137,18 @@ def optimizer_flags(name: OptimizerName, megatron_version: str) -> tuple[str, ..
     """
     if name is OptimizerName.ADAMW:
         return ()
-    renamed = release(megatron_version) >= (0, 18)
-    return flag_words(
-        {
-            "--optimizer": "muon",
-            "--muon-momentum": 0.95,
-            "--muon-nesterov" if renamed else "--muon-use-nesterov": True,
-            "--muon-scale-mode": "shape_scaling",
-            "--muon-coefficient-type": "simple",
-            "--muon-num-ns-steps": 5,
-            "--muon-no-split-qkv": True,
-            "--lr": "0.01",
-            "--min-lr": "0.001",
-            "--decoupled-lr": "0.001",
-            "--decoupled-min-lr": "0.0001",
-        }
-    )
+    flags = {
+        "--optimizer": "muon",
+        "--muon-momentum": 0.95,
+        "--muon-nesterov": True,
+        "--muon-use-nesterov": True,
+        "--muon-scale-mode": "shape_scaling",
+        "--muon-coefficient-type": "simple",
+        "--muon-num-ns-steps": 5,
+        "--muon-no-split-qkv": True,
+        "--lr": "0.01",
+        "--min-lr": "0.001",
+        "--decoupled-lr": "0.001",
+        "--decoupled-min-lr": "0.0001",
+    }
+    return flags_in(flag_words(flags), megatron_version)

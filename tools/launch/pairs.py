@@ -21,13 +21,13 @@ from tools.launch.compose import Launch
 from tools.launch.errors import LaunchError
 from tools.launch.job import Job, parse_target
 from tools.launch.options import Options
-from tools.launch.relaunch import OF_THE_START
 from tools.launch.train import compose_job
 from tools.native.settings import PADDED
 from tools.spec.files import from_root
+from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.run import Backend, DeviceKind
-from tools.spec.strategy import Sharding, devices_of, parse_strategy
+from tools.spec.strategy import devices_of, parse_strategy
 
 PREFIX = "verify-"
 ITERATION = 2
@@ -112,7 +112,7 @@ class Verification:
         if theirs.spec.backend is Backend.NATIVE:
             yield "Megatron against plain PyTorch"
         elif theirs.spec.backend is Backend.TRANSFORMERS:
-            rows = Flags(theirs.flags).integer(PADDED, 0) - theirs.model.shape.vocabulary
+            rows = Flags(theirs.flags).integer(PADDED) - theirs.model.shape.vocabulary
             padding = f", with the layout's {rows} padding row(s)" if rows > 0 else ""
             yield f"Megatron against transformers{padding}"
         elif ours.entry != theirs.entry:
@@ -137,7 +137,7 @@ class Verification:
         """The launch that begins with that checkpoint."""
         saving = saving_flags(Saving(self.iteration), launch.spec.parallelism, launch.entry)
         flags = merge_flags(
-            drop_flags(launch.flags, OF_THE_START),
+            drop_flags(launch.flags, of_role("start")),
             (*saving, "--load", from_root(folder), "--ckpt-step", str(self.iteration - 1)),
         )
         return replace(launch, flags=flags)
@@ -224,7 +224,7 @@ def _micro_batches(reference: str, job: Job) -> int:
 def _reference(named: str, job: Job) -> Launch:
     if named not in WRITTEN_AGAIN:
         launch = compose_job(job.laid(named, _devices(named, job)))
-        if launch.spec.parallelism.sharding in (Sharding.ZERO2, Sharding.ZERO3):
+        if launch.spec.parallelism.sharding.is_megatron_fsdp:
             raise LaunchError(
                 f"The reference {named} keeps its weights in flat buffers, where the response to a "
                 "rounding error cannot be measured; set REFERENCE=baseline, or a layout without zero2 "
@@ -244,7 +244,7 @@ def _padded_as(layout: Launch, reference: Launch) -> Launch:
     """The reference; that of transformers with the rows that Megatron pads the vocabulary to."""
     if reference.spec.backend is not Backend.TRANSFORMERS:
         return reference
-    multiple = Flags(layout.flags).integer("--make-vocab-size-divisible-by", 128)
+    multiple = Flags(layout.flags).integer("--make-vocab-size-divisible-by")
     shape = replace(layout.model.shape, vocabulary_multiple=multiple)
     rows = shape.padded_vocabulary(layout.spec.parallelism.tensor)
     return replace(reference, flags=merge_flags(reference.flags, (PADDED, str(rows))))
@@ -306,9 +306,9 @@ def _refuse_other_work(verification: Verification) -> None:
 def _refuse_other_balance(ours: Launch, theirs: Launch) -> None:
     """Refuse a balancing loss that is defined on other tokens."""
     flags = Flags(ours.flags)
-    if not (ours.model.shape.experts and float(flags.text("--moe-aux-loss-coeff") or 0) > 0):
+    if not (ours.model.shape.experts and flags.number("--moe-aux-loss-coeff") > 0):
         return
-    kind = flags.text(_BALANCING) or "aux_loss"
+    kind = flags.text(_BALANCING)
     name, batches = ours.model.name, [one.spec.batch.micro_batch_size for one in (ours, theirs)]
     ranks = [one.spec.parallelism.data for one in (ours, theirs)]
     remedy = (
@@ -357,18 +357,15 @@ def _routed_tokens(launch: Launch) -> int:
     return batch.micro_batch_size * launch.model.shape.seq_length // parts
 
 
-_OF_WORK = ("--seed", "--data-path", "--split", "--global-batch-size", "--clip-grad")
-_OF_WORK_IN_MEGATRON = ("--bf16", "--fp16", "--calculate-per-token-loss")
-
-
 def _work(ours: Launch, theirs: Launch) -> Iterator[tuple[str, object, object]]:
     """What both must have alike: a name, the layout's and the reference's."""
     shapes = [asdict(launch.model.shape) for launch in (ours, theirs)]
     yield from ((f"the model's {name}", mine, shapes[1][name]) for name, mine in shapes[0].items())
-    flags = [Flags(launch.flags) for launch in (ours, theirs)]
-    yield from ((name, flags[0].text(name), flags[1].text(name)) for name in _OF_WORK)
-    for name in _OF_WORK_IN_MEGATRON:
-        yield name, flags[0].has(name), flags[1].has(name)
+    given = [Flags(launch.flags) for launch in (ours, theirs)]
+    alike = of_role("data", "precision") | {"--global-batch-size", "--clip-grad"}
+    for name in sorted(alike):
+        mine, other = (" ".join(flags.texts(name)) or flags.has(name) for flags in given)
+        yield name, mine, other
 
 
 def _megatron(launch: Launch) -> str:

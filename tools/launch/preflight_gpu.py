@@ -20,7 +20,6 @@ from tools.launch.checks.docker import check_container
 from tools.launch.checks.finding import refusals
 from tools.launch.compose import Launch
 from tools.launch.devices import all_gpus, gpu_use, visible_gpus
-from tools.launch.flags import FSDP
 from tools.plan.constraints import divisors
 from tools.plan.memory import memory_of_rank
 from tools.records.run import MegatronEntry
@@ -118,7 +117,7 @@ def fused_problems(launch: Launch) -> Iterator[str]:
             f"FUSED={asked} replaces what Transformer Engine does, and this runtime has it; set "
             "RUNTIME=host with a torch that it is not installed for, or leave FUSED= out."
         )
-    if "gradient_gemm" in asked.split(",") and launch.spec.parallelism.sharding in FSDP:
+    if "gradient_gemm" in asked.split(",") and launch.spec.parallelism.sharding.wraps_modules:
         yield (
             f"FUSED=gradient_gemm adds to gradient buffers that {launch.spec.name} does not have; "
             "leave it out."

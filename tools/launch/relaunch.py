@@ -16,49 +16,22 @@ from tools.launch.network import link_of
 from tools.launch.options import Options, read_plant
 from tools.launch.runtime import choose_runtime
 from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry, RunRecord
+from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, counted_vocabulary, drop_flags, merge_flags
 from tools.spec.model import imported_weights, load_model
 from tools.spec.run import Backend, Plant, RuntimeName
 from tools.spec.strategy import (
     Batch,
     Parallelism,
-    Sharding,
     devices_of,
     parse_strategy,
     strategy_flags,
 )
 
-OF_THE_START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
-OF_ONE_START = (
-    *OF_THE_START,
-    "--save",
-    "--tensorboard-dir",
-    "--wandb-save-dir",
-    "--exit-interval",
-    "--async-save",
-    "--use-persistent-ckpt-worker",
-    "--async-strategy",
-    "--dist-ckpt-optim-fully-reshardable",
-)
+PER_ATTEMPT_FLAGS = of_role("start", "attempt")
 """Flags that say how a run began and where it writes, not what is trained."""
 
-_EVERY_DEGREE = Parallelism(
-    data=2,
-    tensor=2,
-    pipeline=2,
-    context=2,
-    expert=2,
-    expert_tensor=2,
-    virtual_stages=2,
-    sequence_parallel=True,
-    sharding=Sharding.ZERO1,
-)
-_LAYOUT = (
-    *(word for word in strategy_flags(_EVERY_DEGREE) if word.startswith("--")),
-    "--num-layers-per-virtual-pipeline-stage",
-)
 _VOCABULARY_MULTIPLE = "--make-vocab-size-divisible-by"
-_MEGATRONS_MULTIPLE = 128
 
 
 def relaunch(
@@ -122,7 +95,7 @@ def relaunch(
     composed = compose(job, runtime)
     return replace(
         composed,
-        flags=drop_flags(composed.flags, OF_THE_START),
+        flags=drop_flags(composed.flags, of_role("start")),
         start_checkpoint=start,
         environment=kept,
         resume_point=resume_point,
@@ -146,17 +119,17 @@ def resume_if_saved(launch: Launch, folder: Path) -> Launch:
         raise LaunchError(f"{folder.name} has already reached iteration {iteration}.")
     return replace(
         launch,
-        flags=drop_flags(launch.flags, OF_THE_START),
+        flags=drop_flags(launch.flags, of_role("start")),
         resume_point=ResumePoint(folder.name, stored, iteration),
     )
 
 
 def _recorded(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
     """The run's arguments without those that concerned one start, and without another layout's."""
-    of_batch = ("--micro-batch-size", "--global-batch-size")
+    of_batch = {"--micro-batch-size", "--global-batch-size"}
     if parallelism == record.spec.parallelism:
-        return drop_flags(record.argv, (*OF_ONE_START, *of_batch))
-    kept = drop_flags(record.argv, (*OF_ONE_START, *of_batch, *_LAYOUT))
+        return drop_flags(record.argv, PER_ATTEMPT_FLAGS | of_batch)
+    kept = drop_flags(record.argv, PER_ATTEMPT_FLAGS | of_batch | of_role("parallelism"))
     return merge_flags(kept, _same_vocabulary(record, parallelism))
 
 
@@ -213,7 +186,7 @@ def _batch(record: RunRecord, parallelism: Parallelism, options: Options) -> Bat
 
 def _same_vocabulary(record: RunRecord, parallelism: Parallelism) -> tuple[str, str]:
     """Megatron pads the vocabulary to a multiple of this times TP; padding rows are saved as well."""
-    own = Flags(record.argv).integer(_VOCABULARY_MULTIPLE, _MEGATRONS_MULTIPLE)
+    own = Flags(record.argv).integer(_VOCABULARY_MULTIPLE)
     rows = own * record.spec.parallelism.tensor
     return _VOCABULARY_MULTIPLE, str(max(1, rows // parallelism.tensor))
 

@@ -30,6 +30,7 @@ from tools.plan.tensors import vocabulary_sentence
 from tools.records.run import Status, StatusRecord
 from tools.spec import variables
 from tools.spec.files import ROOT
+from tools.spec.flags import unknown_flags
 from tools.spec.model import load_model
 from tools.spec.run import Backend
 from tools.spec.strategy import parse_strategy, scaling_sentence
@@ -85,7 +86,8 @@ def train(job: Job, console: Console) -> int:
 
 
 def dry_run(launch: Launch) -> int:
-    """Print the command of a launch, and whether it trains another model than it names; 0.
+    """Print the command of a launch, whether it trains another model than it names, and flags of it that
+    the kit does not know; 0.
 
     Nothing is written, and no data are made.
 
@@ -93,7 +95,7 @@ def dry_run(launch: Launch) -> int:
         LaunchError: The run would be refused, after the command was printed.
     """
     print(command_line(launch), flush=True)
-    if sentence := _other_vocabulary(launch):
+    for sentence in filter(None, (_other_vocabulary(launch), _unknown(launch))):
         print(f"# {sentence}", flush=True)
     check(launch, data_is_to_come=True)
     return 0
@@ -159,10 +161,21 @@ def describe(launch: Launch) -> str:
 
 
 def differences(launch: Launch) -> tuple[str, ...]:
-    """What the run trains otherwise than its model's file says, a sentence each."""
+    """What the run trains otherwise than its model's file says, and what the kit does not know of it, a
+    sentence each."""
     spec, own = launch.spec, launch.job.model
     scaling = scaling_sentence(own.batch, spec.batch, spec.parallelism)
-    return tuple(filter(None, (_other_vocabulary(launch), scaling)))
+    return tuple(filter(None, (_other_vocabulary(launch), scaling, _unknown(launch))))
+
+
+def _unknown(launch: Launch) -> str:
+    names = unknown_flags(launch.flags)
+    if not names:
+        return ""
+    return (
+        f"Not known to this kit: {', '.join(names)}; Megatron gets what is given, and no plan or report "
+        "counts it."
+    )
 
 
 def _other_vocabulary(launch: Launch) -> str:

@@ -68,7 +68,7 @@ class MLP(nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        width, inner = settings.hidden_size, settings.ffn_hidden_size
+        width, inner = settings.hidden_size, settings.mlp_width
         gated = settings.activation == "swiglu"
         self.fc1 = nn.Linear(width, 2 * inner if gated else inner, bias=settings.bias)
         self.fc2 = nn.Linear(inner, width, bias=settings.bias)

@@ -128,7 +128,7 @@ def muon_adamw(model: nn.Module, settings: Settings) -> MuonAdamW:
         adam_groups(rest, settings), lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2)
     )
     for group in adamw.param_groups:
-        group[RATE] = settings.decoupled_lr / settings.lr
+        group[RATE] = settings.adamw_rate
     return MuonAdamW(muon, adamw)
 
 
@@ -159,7 +159,7 @@ def _megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
         {"params": ends, "weight_decay": settings.weight_decay},
         {"params": [p for p in rest if p.dim() != 2], "weight_decay": 0.0},
     ]
-    groups[0][RATE] = settings.decoupled_lr / settings.lr
+    groups[0][RATE] = settings.adamw_rate
     betas = (settings.adam_beta1, settings.adam_beta2)
     return MuonAdamW(muon, torch.optim.AdamW(groups, lr=0.0, betas=betas))
 

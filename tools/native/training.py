@@ -38,7 +38,7 @@ def build_engine(settings: Settings, ranks: RankLayout) -> Engine:
     """The model with its starting weights, under the engine of `--engine`."""
     model = GPT(settings)
     if settings.start_weights:
-        load_start(model, settings.start_weights)
+        load_start(model, Path(settings.start_weights))
     else:
         initialise(model, settings)
     model.to(ranks.device)

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from tools.spec.model import AHEAD, ATTENTION, EXPERTS, MAMBA, MLP, LatentAttention, Mamba
 from tools.spec.offload import GROUPS
-from tools.spec.run import Quantised, Recompute, RunSpec
+from tools.spec.recompute import Recompute
+from tools.spec.run import Quantised, RunSpec
 
 _FP32_BYTES = 4
 
@@ -61,7 +62,7 @@ def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
     Backward ends with its first layer: what it has freed until then makes room for the layers of a
     checkpoint, which it computes all together.
     """
-    if spec.recompute is Recompute.NONE:
+    if spec.recompute == Recompute.NONE:
         return 0
     whole = layer_activation_bytes(replace(spec, recompute=Recompute.NONE))
     kept, checkpoints = layer_activation_bytes(spec), spec.recompute.checkpoints(layers)

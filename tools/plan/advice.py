@@ -13,7 +13,7 @@ from tools.plan.tensors import parameters_total
 from tools.plan.time.cluster import Cluster, route
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec.groups import Group
-from tools.spec.strategy import Parallelism, Sharding
+from tools.spec.strategy import Parallelism
 from tools.text.units import duration, gib, joined, ms
 
 _COMPONENT_WORDS = {
@@ -62,7 +62,7 @@ def family_of(parallelism: Parallelism) -> StrategyFamily:
         return StrategyFamily.SINGLE
     if len(used) > 1:
         return StrategyFamily.HYBRID
-    sharded = parallelism.sharding not in {Sharding.NONE, Sharding.ZERO1}
+    sharded = parallelism.sharding.wraps_modules
     return StrategyFamily.SHARDED_DATA if used[0] is StrategyFamily.DATA and sharded else used[0]
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from tools.plan.constraints import CP_COMM_TYPES, divisors
 from tools.spec.model import ModelShape
-from tools.spec.run import DeviceKind, Recompute, RunSpec
+from tools.spec.recompute import Recompute
+from tools.spec.run import DeviceKind, RunSpec
 from tools.spec.stages import EVEN, stage_split, virtual_degrees
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
@@ -80,9 +81,8 @@ def shardings(split: Parallelism) -> list[Sharding]:
     """Shardings that change anything; FSDP2 trains another (untied) model and is left out."""
     if split.data * split.context == 1:
         return [Sharding.NONE]
-    if split.pipeline > 1:
-        return [Sharding.NONE, Sharding.ZERO1]
-    return [Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3]
+    flat = [sharding for sharding in Sharding if not sharding.is_torch_fsdp]
+    return [each for each in flat if split.pipeline == 1 or not each.wraps_modules]
 
 
 def min_memory_variant(plain: RunSpec) -> RunSpec:

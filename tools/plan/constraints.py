@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from math import gcd
 
 from tools.spec.model import BLOCKS, round_up
-from tools.spec.run import Backend, DeviceKind, Recompute, RunSpec
+from tools.spec.recompute import Recompute
+from tools.spec.run import Backend, DeviceKind, RunSpec
 from tools.spec.stages import EVEN, uneven_stages
-from tools.spec.strategy import PipelineSchedule, Sharding, strategy_name
+from tools.spec.strategy import PipelineSchedule, strategy_name
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 """Context-parallel attention that the planner knows (`--cp-comm-type`)."""
@@ -28,8 +29,6 @@ NEWEST = (0, 16)
 """The release from which on the rules are the fewest."""
 
 _LARGEST_NAMED = 64
-
-_FSDP = (Sharding.ZERO2, Sharding.ZERO3)
 
 
 def violations(
@@ -271,9 +270,9 @@ def _half_precision_expert_rules(spec: RunSpec, release: tuple[int, int] | None)
 def _sharding_rules(spec: RunSpec) -> Iterator[str]:
     parallelism = spec.parallelism
     sharding, pipeline = parallelism.sharding, parallelism.pipeline
-    if spec.state_types.aware and sharding is Sharding.NONE:
+    if spec.state_types.aware and not sharding:
         yield "--use-precision-aware-optimizer needs the distributed optimizer; use zero1."
-    if spec.state_types.offloaded and sharding is not Sharding.ZERO1:
+    if spec.state_types.offloaded and (not sharding or sharding.wraps_modules):
         yield "--optimizer-cpu-offload is planned for the distributed optimizer alone; use zero1."
     ranks, instances = parallelism.data * parallelism.context, spec.optimizer_instances
     if instances < 1 or ranks % instances:
@@ -281,12 +280,12 @@ def _sharding_rules(spec: RunSpec) -> Iterator[str]:
             f"{instances} instances of the distributed optimizer do not divide DP x CP {ranks}; use a "
             f"--num-distributed-optimizer-instances of {_choices(_degrees(ranks))}."
         )
-    if sharding in _FSDP and pipeline > 1:
+    if sharding.is_megatron_fsdp and pipeline > 1:
         yield (
             f"Megatron-FSDP ({sharding}) builds its mesh from DP, CP and TP alone, so PP "
             f"{pipeline} breaks it; use zero1, or PP 1."
         )
-    if sharding is not Sharding.FSDP2:
+    if not sharding.is_torch_fsdp:
         return
     if pipeline > 1:
         yield f"torch FSDP2 refuses PP {pipeline}; use zero1 with pipeline stages, or PP 1."
@@ -308,7 +307,7 @@ def _recompute_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _activation_rules(spec: RunSpec) -> Iterator[str]:
-    partly = spec.recompute.whole_layers and spec.recompute is not Recompute.FULL
+    partly = spec.recompute.whole_layers and spec.recompute != Recompute.FULL
     if spec.shape.blocks and partly:
         yield (
             f"{_called(spec)} has the blocks {spec.shape.blocks}, some of which recomputed or several "
@@ -344,7 +343,7 @@ def _offload_rules(spec: RunSpec) -> Iterator[str]:
             )
         if spec.parallelism.pipeline > 1:
             yield f"{whole} refuses PP {spec.parallelism.pipeline}; use {fine}, or PP 1."
-        if recompute is not Recompute.NONE:
+        if recompute != Recompute.NONE:
             yield f"{whole} refuses recomputation; use {fine}, or no recomputation."
         return
     modules = set(offload.modules)

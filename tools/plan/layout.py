@@ -20,13 +20,14 @@ from tools.plan.options import PlanOptions
 from tools.plan.readings.near import Uncertainty, uncertainty
 from tools.plan.request import ignored_flags, refuse_imbalance, request_from_options
 from tools.plan.search import Candidate, Request, evaluate
-from tools.plan.show import candidate_as_data, plan_command, print_ignored
+from tools.plan.show import candidate_as_data, ignored_as_data, plan_command, print_ignored
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec import settings
+from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags
 from tools.spec.hardware import device_by_key
 from tools.spec.offload import offload_of
-from tools.spec.run import RECOMPUTE_FLAGS, Recompute, recompute_of
+from tools.spec.recompute import recompute_of
 from tools.spec.setting import SettingError, read
 from tools.spec.stages import stages_of
 from tools.spec.strategy import Batch, StrategyError, devices_of, parse_strategy
@@ -90,8 +91,8 @@ def time_layout(options: PlanOptions) -> TimedLayout:
     if split.virtual_stages == 1:
         split = replace(split, virtual_stages=stages.virtual(split.pipeline))
     recompute = recompute_of(Flags([*request.model.flags, *request.extra]))
-    if options.recompute and not any(flags.has(name) for name in RECOMPUTE_FLAGS):
-        recompute = Recompute(options.recompute)
+    if options.recompute and not any(map(flags.has, of_role("recompute"))):
+        recompute = options.recompute
     usual = comm_types(request.template, split)[0]
     spec = replace(
         request.template,
@@ -145,7 +146,7 @@ def layout_as_data(timed: TimedLayout, other: TimedLayout | None) -> dict[str, A
         "gpus": timed.request.cluster.devices,
         "layout": candidate_as_data(timed.request, timed.candidate),
         "uncertainty": timed.uncertainty.as_data(),
-        "ignored_flags": list(timed.ignored),
+        **ignored_as_data(timed.ignored),
         "what_if": layout_as_data(other, None) if other else None,
     }
 

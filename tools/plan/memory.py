@@ -18,7 +18,7 @@ from tools.plan.activations import (
 from tools.plan.tensors import Parameters, layer_parameters, rank_parameters
 from tools.spec.run import DeviceKind, RunSpec, StateTypes
 from tools.spec.stages import EVEN
-from tools.spec.strategy import Parallelism, Sharding
+from tools.spec.strategy import Parallelism
 from tools.text.units import MIB
 
 _FP32_BYTES = 4
@@ -183,11 +183,11 @@ def precision_of(spec: RunSpec) -> Precision:
     if types == StateTypes() or spec.dtype != "bf16":
         return usual
     gradients = _TYPE_BYTES[types.gradients or "fp32"]
-    if not types.aware or spec.parallelism.sharding is Sharding.NONE:
+    if not types.aware or not spec.parallelism.sharding:
         return replace(usual, gradients=gradients, gradient_copies=4 if gradients < 4 else 0)
     if types.offloaded:
         return replace(usual, gradients=gradients, gradient_copies=4 if gradients < 4 else 0)
-    own_adam = spec.parallelism.sharding is Sharding.ZERO1
+    own_adam = not spec.parallelism.sharding.wraps_modules
     remainders = own_adam and not types.main_parameters and not spec.quantised
     return replace(
         usual,
@@ -379,16 +379,13 @@ def _updated_here(parameters: Parameters, spec: RunSpec) -> int:
 def _shards(parallelism: Parallelism) -> tuple[bool, bool, bool]:
     """Whether weights, gradients and optimizer are sharded over the data-parallel ranks."""
     sharding = parallelism.sharding
-    everything = sharding in {Sharding.ZERO3, Sharding.FSDP2}
-    gradients = everything or sharding is Sharding.ZERO2
-    return everything, gradients, gradients or sharding is Sharding.ZERO1
+    return sharding.shards_weights, sharding.shards_gradients, bool(sharding)
 
 
 def _main_parameter_bytes(precision: Precision, parallelism: Parallelism) -> int:
     """Megatron-FSDP's optimizer updates an fp32 copy of the weights also where they are fp32
     (`param_and_grad_buffer.py: main_weight_buffer`)."""
-    megatron_fsdp = parallelism.sharding in {Sharding.ZERO2, Sharding.ZERO3}
-    return precision.main_parameters or (4 if megatron_fsdp else 0)
+    return precision.main_parameters or (4 if parallelism.sharding.is_megatron_fsdp else 0)
 
 
 def _held(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
@@ -411,10 +408,10 @@ def _temporary_bytes(spec: RunSpec, pipeline_rank: int) -> int:
 def _communication_bytes(spec: RunSpec) -> int:
     parallelism, precision = spec.parallelism, precision_of(spec)
     pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
-    if parallelism.sharding in {Sharding.NONE, Sharding.ZERO1}:
+    if not parallelism.sharding.wraps_modules:
         return pipeline
     layer = layer_parameters(spec).total
-    if parallelism.sharding is Sharding.ZERO2:
+    if not parallelism.sharding.shards_weights:
         return pipeline + precision.gradients * layer
     return pipeline + 2 * layer * (precision.weights + precision.gradients)
 
@@ -426,12 +423,12 @@ def whole_output_layer_bytes(spec: RunSpec) -> int:
     (`collectives/data.py: _fully_sharded`).
     """
     sharding, precision = spec.parallelism.sharding, precision_of(spec)
-    if sharding not in {Sharding.ZERO3, Sharding.FSDP2}:
+    if not sharding.shards_weights:
         return 0
     table = spec.padded_vocabulary // spec.parallelism.tensor * spec.shape.hidden
     weights, gradient = precision.weights * table, precision.gradients * table
     layers = _communication_bytes(spec)
-    if sharding is Sharding.FSDP2:
+    if sharding.is_torch_fsdp:
         return max(0, weights + gradient - layers)
     return weights + max(0, gradient - layers)
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from tools.spec.run import Recompute
+from tools.spec.recompute import Recompute
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tools.plan.advice import StrategyFamily, family_of
 from tools.plan.memory import COMPONENTS, PredictedMemory, memory_of_rank
 from tools.plan.search import Candidate, Plan, frontier
-from tools.spec.run import Recompute
+from tools.spec.recompute import Recompute
 from tools.spec.strategy import Parallelism
 from tools.text.svg import svg_figure
 from tools.text.units import GIB

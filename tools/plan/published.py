@@ -8,7 +8,8 @@ from tools.plan.time.cluster import Cluster
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import ModelShape, load_model
 from tools.spec.published import MAIN_SOURCE, Figure, Paper, PaperCase, load_published
-from tools.spec.run import Recompute, RunSpec, spec_of_model
+from tools.spec.recompute import Recompute
+from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for, devices_of, parse_strategy
 
 

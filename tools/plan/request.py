@@ -13,30 +13,12 @@ from tools.plan.readings.express import execution_of_flags
 from tools.plan.readings.own import OwnRuns, own_runs
 from tools.plan.search import Request
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.execution import SWITCHES
-from tools.spec.experts import (
-    CAPACITY,
-    FORCED,
-    GROUPS,
-    GROUPS_TAKEN,
-    PADDED,
-    ExpertLoad,
-    expert_load_of,
-    most_imbalance,
-)
+from tools.spec.experts import ExpertLoad, expert_load_of, most_imbalance
+from tools.spec.flag_table import FLAGS, planned
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.model import (
-    NOT_COUNTED,
-    SHAPE_FLAGS,
-    ModelShape,
-    changed_model,
-    model_of,
-    training_flags,
-)
-from tools.spec.offload import OFFLOAD_FLAGS
+from tools.spec.model import ModelShape, changed_model, model_of, training_flags
 from tools.spec.run import (
-    RECOMPUTE_FLAGS,
     RunSpec,
     on_cpu_ranks,
     quantised_of,
@@ -44,7 +26,6 @@ from tools.spec.run import (
     state_types_of,
     token_dispatcher_of,
 )
-from tools.spec.stages import LAYOUT_FLAG
 from tools.spec.strategy import Batch, Parallelism, batch_for
 
 MOST_DEVICES = 262_144
@@ -60,7 +41,7 @@ def request_from_options(options: PlanOptions) -> Request:
         ReadingsError: The file of one's own readings is none.
     """
     extra = words_of(options.extra)
-    model = changed_model(model_of(options.model), extra, _USED)
+    model = changed_model(model_of(options.model), extra, planned("counted"))
     device = device_by_key(options.gpu)
     devices, per_node = _devices_and_node(options, device.domain)
     on_cpu = device.key == "cpu"
@@ -78,8 +59,8 @@ def request_from_options(options: PlanOptions) -> Request:
         template,
         quantised=quantised_of(flags),
         state_types=state_types_of(flags),
-        optimizer_instances=flags.integer("--num-distributed-optimizer-instances", 1),
-        dropout=flags.number("--hidden-dropout", 0.1),
+        optimizer_instances=flags.integer("--num-distributed-optimizer-instances"),
+        dropout=flags.number("--hidden-dropout"),
         token_dispatcher=token_dispatcher_of(flags),
         expert_load=_expert_load(template.shape, flags, options.imbalance),
         fused_attention=flags.text("--attention-backend") != "unfused",
@@ -107,114 +88,23 @@ def request_from_options(options: PlanOptions) -> Request:
     return Request(model, cluster, batch, replace(template, dtype=dtype), own, tuple(extra))
 
 
-_LAID = frozenset(
-    {
-        *RECOMPUTE_FLAGS,
-        *OFFLOAD_FLAGS,
-        "--cp-comm-type",
-        "--decoder-first-pipeline-num-layers",
-        "--decoder-last-pipeline-num-layers",
-        "--account-for-embedding-in-pipeline-split",
-        "--account-for-loss-in-pipeline-split",
-        LAYOUT_FLAG,
-    }
-)
-"""What a search chooses by itself, or leaves out, and one layout is given."""
-_USED = (SHAPE_FLAGS - NOT_COUNTED) | {
-    *SWITCHES,
-    "--make-vocab-size-divisible-by",
-    "--untie-embeddings-and-output-weights",
-    "--fp4-format",
-    "--moe-aux-loss-coeff",
-    "--moe-z-loss-coeff",
-    "--moe-token-dispatcher-type",
-    CAPACITY,
-    FORCED,
-    GROUPS,
-    GROUPS_TAKEN,
-    PADDED,
-    "--attention-backend",
-    "--transformer-impl",
-    "--no-persist-layer-norm",
-    "--hidden-dropout",
-    "--attention-dropout",
-    "--use-precision-aware-optimizer",
-    "--main-grads-dtype",
-    "--main-params-dtype",
-    "--exp-avg-dtype",
-    "--exp-avg-sq-dtype",
-    "--grad-reduce-in-bf16",
-    "--accumulate-allreduce-grads-in-fp32",
-    "--num-distributed-optimizer-instances",
-    "--optimizer-cpu-offload",
-    "--optimizer-offload-fraction",
-}
-_BATCH = {"--micro-batch-size": "MICRO_BATCH=", "--global-batch-size": "GLOBAL_BATCH="}
-_ELSEWHERE = _BATCH | dict.fromkeys(
-    (
-        "--tensor-model-parallel-size",
-        "--sequence-parallel",
-        "--pipeline-model-parallel-size",
-        "--num-virtual-stages-per-pipeline-rank",
-        "--num-layers-per-virtual-pipeline-stage",
-        "--context-parallel-size",
-        "--expert-model-parallel-size",
-        "--use-distributed-optimizer",
-        "--data-parallel-sharding-strategy",
-        "--use-megatron-fsdp",
-        "--use-torch-fsdp2",
-    ),
-    "LAYOUT=",
-)
-"""Flags that a model's file may have and EXTRA not, and the variable that says the same."""
-_SPEEDLESS = (
-    "--lr",
-    "--min-lr",
-    "--adam-",
-    "--weight-decay",
-    "--clip-grad",
-    "--train-",
-    "--split",
-    "--seed",
-    "--eval-",
-    "--log-",
-    "--save",
-    "--load",
-    "--finetune",
-    "--no-load-",
-    "--ckpt-format",
-    "--exit-",
-    "--tensorboard-",
-    "--wandb-",
-    "--timing-log-",
-    "--data-path",
-    "--data-cache-path",
-    "--tokenizer-",
-    "--vocab-file",
-    "--merge-file",
-    "--num-workers",
-    "--distributed-timeout-",
-    "--rotary-base",
-    "--use-rope-scaling",
-    "--rope-scaling-",
-    "--norm-epsilon",
-    "--fp8-amax-",
-    "--openai-gelu",
-    "--no-bias-gelu-fusion",
-    "--use-mcore-models",
-    "--moe-token-drop-policy",
-    "--mtp-loss-scaling-factor",
-    "--init-method-",
-)
-"""Beginnings of flags that change neither time nor memory."""
-
-
 def ignored_flags(request: Request, laid: bool) -> tuple[str, ...]:
     """Flags of the model's file and of EXTRA that no prediction knows; `laid` if a layout was given."""
-    known = _USED | _LAID if laid else _USED
-    words = merge_flags(drop_flags(request.model.flags, _BATCH), request.extra)
-    named = (word for word in drop_flags(words, known) if word.startswith("--"))
-    return tuple(word for word in named if not word.startswith(_SPEEDLESS))
+    known = planned("counted", "neither", "one layout") if laid else planned("counted", "neither")
+    words = merge_flags(
+        drop_flags(request.model.flags, planned("MICRO_BATCH=", "GLOBAL_BATCH=")), request.extra
+    )
+    return tuple(word for word in drop_flags(words, known) if word.startswith("--"))
+
+
+def why_ignored(name: str) -> str:
+    """Why no prediction of this request knows a flag."""
+    flag = FLAGS.get(name)
+    if flag is None:
+        return "not known to this kit"
+    if flag.planned == "one layout":
+        return "a search chooses it; LAYOUT= takes it"
+    return f"{flag.planned} says it" if flag.planned.endswith("=") else "no formula has it"
 
 
 def words_of(extra: str | None) -> list[str]:
@@ -234,9 +124,11 @@ def words_of(extra: str | None) -> list[str]:
     flags = Flags(words)
     if flags.has("--fp16") and flags.has("--bf16"):
         raise RequestError("EXTRA has --fp16 and --bf16; leave one of them out.")
-    for flag, variable in _ELSEWHERE.items():
-        if flags.has(flag):
-            raise RequestError(f"EXTRA has {flag}, which {variable} says here; leave it out.")
+    for flag in FLAGS.values():
+        if flag.planned.endswith("=") and flags.has(flag.name):
+            raise RequestError(
+                f"EXTRA has {flag.name}, which {flag.planned} says here; leave it out."
+            )
     return words
 
 

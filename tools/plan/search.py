@@ -36,7 +36,8 @@ from tools.plan.time.iteration import (
     pipeline_seconds,
 )
 from tools.spec.model import Model
-from tools.spec.run import Recompute, RunSpec
+from tools.spec.recompute import Recompute
+from tools.spec.run import RunSpec
 from tools.spec.stages import virtual_degrees
 from tools.spec.strategy import Parallelism, batch_for, parse_strategy, strategy_name
 

@@ -16,14 +16,15 @@ from tools.plan.advice import advice, binding
 from tools.plan.collectives.call import by_group, total_wire_bytes
 from tools.plan.collectives.rank import busiest_collectives
 from tools.plan.memory import COMPONENTS
-from tools.plan.request import ignored_flags
+from tools.plan.request import ignored_flags, why_ignored
 from tools.plan.search import Candidate, Plan, Request, Scaling, single_axis_candidates
 from tools.plan.tensors import vocabulary_sentence
 from tools.plan.time import iteration
 from tools.plan.time.iteration import TIME_COMPONENTS
-from tools.spec.flags import merge_flags
+from tools.spec.flags import merge_flags, unknown_flags
 from tools.spec.model import GPT2_VOCABULARY, Model
-from tools.spec.run import RunSpec, cp_comm_flags, recompute_flags
+from tools.spec.recompute import recompute_flags
+from tools.spec.run import RunSpec, cp_comm_flags
 from tools.spec.strategy import batch_for, strategy_name
 from tools.text.table import Column, Table, rich_table
 from tools.text.units import gb, gib, ms, percent
@@ -37,7 +38,7 @@ def plan_as_data(
     lightest = plan.lightest
     return {
         **_request_as_data(request),
-        "ignored_flags": list(ignored_flags(request, laid=False)),
+        **ignored_as_data(ignored_flags(request, laid=False)),
         "legal_configurations": plan.legal,
         "advice": advice(plan),
         "binding": binding(plan),
@@ -151,7 +152,7 @@ def _ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:
         Column[Candidate]("strategy", _strategy, right=False),
         Column[Candidate]("micro batch", lambda c: c.spec.batch.micro_batch_size, rank=5),
         Column[Candidate]("virtual", lambda c: c.spec.parallelism.virtual_stages, rank=8),
-        Column[Candidate]("recompute", lambda c: c.spec.recompute, rank=6),
+        Column[Candidate]("recompute", lambda c: str(c.spec.recompute), rank=6),
         Column[Candidate]("ms/iteration", lambda c: c.seconds.total, ms, rank=1),
         Column[Candidate]("tokens/s", lambda c: c.tokens_per_second, "{:,.0f}".format, rank=4),
         Column[Candidate]("MFU", lambda c: c.mfu, percent, rank=3),
@@ -207,10 +208,16 @@ def trained_vocabulary_sentence(spec: RunSpec) -> str:
     return vocabulary_sentence(spec.trained_shape, GPT2_VOCABULARY, spec.parallelism.tensor)
 
 
+def ignored_as_data(flags: Sequence[str]) -> dict[str, list[str]]:
+    """Flags that a prediction is made without, and those of them that the kit does not know at all."""
+    return {"ignored_flags": [*flags], "unknown_flags": [*unknown_flags(flags)]}
+
+
 def print_ignored(flags: Sequence[str], console: Console) -> None:
     """Print which flags a prediction is made without."""
     if flags:
-        console.print(f"Not part of the prediction: {' '.join(flags)}.", style="bold yellow")
+        named = ", ".join(f"{flag} ({why_ignored(flag)})" for flag in flags)
+        console.print(f"Not part of the prediction: {named}.", style="bold yellow")
 
 
 def plan_command(request: Request, spec: RunSpec) -> str:

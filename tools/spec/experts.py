@@ -8,11 +8,11 @@ from math import ceil, inf
 from tools.spec.flags import Flags
 from tools.spec.model import ModelShape
 
-FORCED = "--moe-router-force-load-balancing"
-CAPACITY = "--moe-expert-capacity-factor"
-PADDED = "--moe-pad-expert-input-to-capacity"
-GROUPS = "--moe-router-num-groups"
-GROUPS_TAKEN = "--moe-router-group-topk"
+_FORCED = "--moe-router-force-load-balancing"
+_CAPACITY = "--moe-expert-capacity-factor"
+_PADDED = "--moe-pad-expert-input-to-capacity"
+_GROUPS = "--moe-router-num-groups"
+_GROUPS_TAKEN = "--moe-router-group-topk"
 
 
 @dataclass(frozen=True)
@@ -85,19 +85,19 @@ def expert_load_of(flags: Flags, imbalance: float = 1.0) -> ExpertLoad:
         ValueError: The flags balance the load and an imbalance is stated, the capacity is none, or a
             token takes more groups of experts than there are.
     """
-    if imbalance != 1 and flags.has(FORCED):
-        raise ValueError(f"IMBALANCE={imbalance:g} contradicts {FORCED}; leave one of them out.")
+    if imbalance != 1 and flags.has(_FORCED):
+        raise ValueError(f"IMBALANCE={imbalance:g} contradicts {_FORCED}; leave one of them out.")
     load = ExpertLoad(imbalance)
-    if (taken := flags.integer(GROUPS_TAKEN, 0)) != 0:
-        groups = flags.integer(GROUPS, 0)
+    if (taken := flags.integer(_GROUPS_TAKEN)) != 0:
+        groups = flags.integer(_GROUPS)
         if not 0 < taken <= groups:
             raise ValueError(
-                f"{GROUPS_TAKEN} {taken} needs a {GROUPS} of as many or more; it is {groups}."
+                f"{_GROUPS_TAKEN} {taken} needs a {_GROUPS} of as many or more; it is {groups}."
             )
         load = replace(load, groups=groups, groups_taken=taken)
-    capacity = flags.number(CAPACITY, -1.0)
+    capacity = flags.number(_CAPACITY, -1.0)
     if capacity < 0:
         return load
     if not 0 < capacity < inf:
-        raise ValueError(f"{CAPACITY} {capacity:g} is no share of the mean; use a number above 0.")
-    return replace(load, capacity=capacity, padded=flags.has(PADDED))
+        raise ValueError(f"{_CAPACITY} {capacity:g} is no share of the mean; use a number above 0.")
+    return replace(load, capacity=capacity, padded=flags.has(_PADDED))

@@ -1,9 +1,16 @@
-"""Lists of Megatron flags: merge, pick, drop and look up; the last occurrence counts, as in argparse."""
+"""Lists of Megatron flags: merged, picked, read and written; the last occurrence counts, as in argparse.
+
+Kinds and defaults are those of the table (`tools/spec/flag_table.py`).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from tools.spec.flag_table import FLAGS, KnownFlag, of_group
 
 
 def flag_words(flags: Mapping[str, object]) -> tuple[str, ...]:
@@ -46,8 +53,35 @@ def drop_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
+def unknown_flags(words: Sequence[str]) -> tuple[str, ...]:
+    """Flags that the kit does not know."""
+    return tuple(name for name in _by_name(words) if name not in FLAGS)
+
+
+def flags_in(words: Sequence[str], megatron_version: str) -> tuple[str, ...]:
+    """The words without flags that such a Megatron does not have."""
+    here = release(megatron_version)
+    return drop_flags(words, {name for name, flag in FLAGS.items() if not flag.is_in(here)})
+
+
+def words_of(value: Any, group: str) -> tuple[str, ...]:
+    """The flags that set the fields of a dataclass; those with the field's default are left out."""
+    usual = {each.name: each.default for each in fields(value) if each.default is not MISSING}
+    words: list[str] = []
+    for flag in of_group(group):
+        held = getattr(value, flag.field)
+        if held == usual.get(flag.field):
+            continue
+        words.append(flag.name)
+        if flag.kind == "texts":
+            words += sorted(held) if isinstance(held, frozenset) else held
+        elif flag.kind not in ("on", "off"):
+            words.append(f"{held:g}" if flag.kind == "decimal" else str(held))
+    return tuple(words)
+
+
 class Flags:
-    """Look-ups in a list of Megatron flags."""
+    """Look-ups in a list of Megatron flags; without one its default, or 0 or empty where it has none."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._values = _by_name(words)
@@ -62,16 +96,18 @@ class Flags:
         """Whether the flag occurs."""
         return name in self._values
 
-    def text(self, name: str, default: str = "") -> str:
+    def text(self, name: str, default: str | None = None) -> str:
         """The flag's first value."""
-        values = self._values.get(name)
-        return values[0] if values else default
+        if values := self._values.get(name):
+            return values[0]
+        known = FLAGS[name].default if default is None and name in FLAGS else default
+        return known if isinstance(known, str) else ""
 
     def texts(self, name: str) -> list[str]:
         """All of the flag's values; none where it does not occur."""
         return self._values.get(name, [])
 
-    def integer(self, name: str, default: int) -> int:
+    def integer(self, name: str, default: int | None = None) -> int:
         """The flag's first value as an integer.
 
         Raises:
@@ -79,13 +115,47 @@ class Flags:
         """
         return self._parsed(name, default, int, "a whole number")
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float | None = None) -> float:
         """The flag's first value as a float; raises as `integer`."""
         return self._parsed(name, default, float, "a number")
 
-    def _parsed[T](self, name: str, default: T, parse: Callable[[str], T], wanted: str) -> T:
+    def applies(self, flag: KnownFlag) -> bool:
+        """Whether a flag says something beside these."""
+        return not flag.only_with or any(map(self._holds, flag.only_with))
+
+    def fields(self, group: str) -> dict[str, Any]:
+        """The fields that these flags set of a group, with Megatron's defaults; none where it has none.
+
+        Raises:
+            ValueError: As `integer`.
+        """
+        return {
+            flag.field: self._value(flag)
+            for flag in of_group(group)
+            if (flag.default is not None or self.has(flag.name)) and self.applies(flag)
+        }
+
+    def _value(self, flag: KnownFlag) -> Any:
+        match flag.kind:
+            case "on" | "off":
+                return self.has(flag.name) is (flag.kind == "on")
+            case "whole":
+                return self.integer(flag.name)
+            case "decimal":
+                return self.number(flag.name)
+            case "texts":
+                return tuple(self.texts(flag.name))
+        return self.text(flag.name)
+
+    def _holds(self, condition: str) -> bool:
+        name, is_value, value = condition.partition("=")
+        return self.text(name) == value if is_value else self.has(name)
+
+    def _parsed[T: (int, float)](
+        self, name: str, default: T | None, parse: Callable[[Any], T], wanted: str
+    ) -> T:
         if not (values := self._values.get(name)):
-            return default
+            return parse((FLAGS[name].default or 0) if default is None else default)
         try:
             return parse(values[0])
         except ValueError:

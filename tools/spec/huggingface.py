@@ -116,7 +116,7 @@ def config_of_flags(words: Sequence[str], dtype: str) -> dict[str, Any]:
     for flag, why in _NO_COUNTERPART.items():
         if flags.has(flag):
             raise ConfigError(f"{flag} {why}, so the model is neither GPT-2 nor Llama.")
-    if flags.text("--position-embedding-type", "learned_absolute") == "rope":
+    if flags.text("--position-embedding-type") == "rope":
         return {**_llama_config(flags), "dtype": dtype, "torch_dtype": dtype}
     return {**_gpt2_config(flags), "dtype": dtype, "torch_dtype": dtype}
 
@@ -407,17 +407,17 @@ def _refuse_mixture(flags: Flags, family: str, wanted: Mapping[str, bool]) -> No
 
 
 def _common_config(flags: Flags) -> dict[str, Any]:
-    normalization = flags.text("--normalization", "LayerNorm")
-    rotary = flags.text("--position-embedding-type", "learned_absolute") == "rope"
+    normalization = flags.text("--normalization")
+    rotary = flags.text("--position-embedding-type") == "rope"
     if normalization != ("RMSNorm" if rotary else "LayerNorm"):
         raise ConfigError(
             f"--normalization {normalization} with {'rotary' if rotary else 'learned'} positions is "
             "neither GPT-2 nor Llama."
         )
     return {
-        "vocab_size": flags.integer("--vocab-size", 0),
+        "vocab_size": flags.integer("--vocab-size"),
         "tie_word_embeddings": not flags.has("--untie-embeddings-and-output-weights"),
-        "initializer_range": flags.number("--init-method-std", 0.02),
+        "initializer_range": flags.number("--init-method-std"),
     }
 
 
@@ -427,48 +427,48 @@ def _gpt2_config(flags: Flags) -> dict[str, Any]:
         "GPT-2",
         {"--swiglu": False, "--disable-bias-linear": False, "--group-query-attention": False},
     )
-    hidden, dropout = flags.integer("--hidden-size", 0), flags.number("--hidden-dropout", 0.1)
+    hidden, dropout = flags.integer("--hidden-size"), flags.number("--hidden-dropout")
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_layer": flags.integer("--num-layers", 0),
+        "n_layer": flags.integer("--num-layers"),
         "n_embd": hidden,
         "n_inner": flags.integer("--ffn-hidden-size", 4 * hidden),
-        "n_head": flags.integer("--num-attention-heads", 0),
-        "n_positions": flags.integer("--max-position-embeddings", 0),
+        "n_head": flags.integer("--num-attention-heads"),
+        "n_positions": flags.integer("--max-position-embeddings"),
         "activation_function": "gelu" if flags.has(EXACT_GELU) else "gelu_new",
-        "layer_norm_epsilon": flags.number(_EPSILON, _MEGATRONS_EPSILON),
+        "layer_norm_epsilon": flags.number(_EPSILON),
         "resid_pdrop": dropout,
         "embd_pdrop": dropout,
-        "attn_pdrop": flags.number("--attention-dropout", 0.1),
+        "attn_pdrop": flags.number("--attention-dropout"),
         **_common_config(flags),
     }
 
 
 def _llama_config(flags: Flags) -> dict[str, Any]:
     _refuse_mixture(flags, "Llama", {"--swiglu": True, "--disable-bias-linear": True})
-    heads, hidden = flags.integer("--num-attention-heads", 0), flags.integer("--hidden-size", 0)
+    heads, hidden = flags.integer("--num-attention-heads"), flags.integer("--hidden-size")
     scaling = {
         "rope_type": "llama3",
-        "factor": flags.number("--rope-scaling-factor", 8.0),
+        "factor": flags.number("--rope-scaling-factor"),
         **_SCALING,
     }
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "num_hidden_layers": flags.integer("--num-layers", 0),
+        "num_hidden_layers": flags.integer("--num-layers"),
         "hidden_size": hidden,
-        "intermediate_size": flags.integer("--ffn-hidden-size", 0),
+        "intermediate_size": flags.integer("--ffn-hidden-size"),
         "num_attention_heads": heads,
         "num_key_value_heads": flags.integer("--num-query-groups", heads),
         "head_dim": flags.integer("--kv-channels", hidden // heads),
-        "max_position_embeddings": flags.integer("--max-position-embeddings", 0),
-        "rope_theta": float(flags.integer("--rotary-base", 10000)),
+        "max_position_embeddings": flags.integer("--max-position-embeddings"),
+        "rope_theta": float(flags.integer("--rotary-base")),
         **({"rope_scaling": scaling} if flags.has("--use-rope-scaling") else {}),
-        "rms_norm_eps": flags.number(_EPSILON, _MEGATRONS_EPSILON),
+        "rms_norm_eps": flags.number(_EPSILON),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "attention_dropout": flags.number("--attention-dropout", 0.1),
+        "attention_dropout": flags.number("--attention-dropout"),
         **_common_config(flags),
     }

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tools.spec.files import ROOT, read_args_file
-from tools.spec.flags import Flags, merge_flags, pick_flags
+from tools.spec.flag_table import of_group, of_role
+from tools.spec.flags import Flags, drop_flags, merge_flags, pick_flags
 from tools.spec.huggingface import flags_of_config
-from tools.spec.strategy import UNTIED, Batch
+from tools.spec.strategy import Batch
 
 FAMILIES = ("gpt3", "moe")
 ALIASES = {"gpt3-354m": "gpt3-355m", "gpt3-512m": "gpt3-355m"}
@@ -24,7 +25,7 @@ HUB = ROOT / "hub"
 IMPORTED_WEIGHTS = "checkpoint"
 """Folder of an imported model's weights, beside its `.args` file, which loads them."""
 
-LOADING = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-format")
+LOADING = of_role("start") | {"--ckpt-format"}
 """Flags by which an imported model's `.args` file loads its weights."""
 
 MODEL_FILES = (".args", ".json")
@@ -32,73 +33,9 @@ MODEL_FILES = (".args", ".json")
 
 GPT2_VOCABULARY = 50257
 
-_HALVES = frozenset({"--fp16", "--bf16"})
-NOT_COUNTED = frozenset(
-    {
-        "--attention-output-gate",
-        "--qk-layernorm",
-        "--moe-shared-expert-gate",
-        "--moe-layer-freq",
-        "--moe-router-load-balancing-type",  # Of quantile_balancing the checkpoint has a buffer.
-        "--mtp-use-repeated-layer",
-        "--mla-down-proj-fusion",
-        "--apply-layernorm-1p",
-        "--init-method-xavier-uniform",
-        "--embedding-init-method-std",
-        "--use-mup",
-        "--mup-base-hidden-size",
-    }
-)
-"""Those of `SHAPE_FLAGS` whose activations and times no formula has; their parameters are counted."""
-SHAPE_FLAGS = (
-    _HALVES
-    | NOT_COUNTED
-    | {
-        "--num-layers",
-        "--hidden-size",
-        "--num-attention-heads",
-        "--num-query-groups",
-        "--group-query-attention",
-        "--kv-channels",
-        "--ffn-hidden-size",
-        "--seq-length",
-        "--max-position-embeddings",
-        "--vocab-size",
-        "--position-embedding-type",
-        "--normalization",
-        "--swiglu",
-        "--quick-geglu",
-        "--disable-bias-linear",
-        "--add-qkv-bias",
-        "--softmax-type",
-        "--fp8-format",
-        "--fp8-recipe",
-        "--multi-latent-attention",
-        "--q-lora-rank",
-        "--kv-lora-rank",
-        "--qk-head-dim",
-        "--qk-pos-emb-head-dim",
-        "--v-head-dim",
-        "--mtp-num-layers",
-        "--num-experts",
-        "--moe-router-topk",
-        "--moe-router-pre-softmax",  # Megatron has one expert a token with it alone.
-        "--moe-ffn-hidden-size",
-        "--moe-shared-expert-intermediate-size",
-        "--moe-latent-size",
-        "--hybrid-layer-pattern",
-        "--mamba-head-dim",
-        "--mamba-num-heads",
-        "--mamba-num-groups",
-        "--mamba-state-dim",
-        "--moe-router-enable-expert-bias",
-        "--moe-router-score-function",  # Megatron has the bias with sigmoid alone.
-        "--init-method-std",
-    }
-)
-"""Flags that decide which tensors a model has, their precision, and their values at the start.
-
-Of megatron-core 0.19's parser, but for what the kit's entry does not cover."""
+HALVES = ("--fp16", "--bf16")
+SHAPE_FLAGS = of_role("shape", "precision")
+"""Flags that decide which tensors a model has, their precision, and their values at the start."""
 
 
 @dataclass(frozen=True)
@@ -378,10 +315,15 @@ def model_from_flags(name: str, family: str, words: Sequence[str]) -> Model:
             flags.integer("--micro-batch-size", 1),
             flags.integer("--global-batch-size", flags.integer("--micro-batch-size", 1)),
         ),
-        dtype=next((t for t in ("fp16", "bf16") if flags.has(f"--{t}")), "fp32"),
+        dtype=dtype_of(flags),
         # A family may train all its models without.
-        dropout=Flags((*training_flags(family), *words)).number("--hidden-dropout", 0.1),
+        dropout=Flags((*training_flags(family), *words)).number("--hidden-dropout"),
     )
+
+
+def dtype_of(flags: Flags) -> str:
+    """`fp16`, `bf16` or `fp32`."""
+    return next((half.removeprefix("--") for half in HALVES if flags.has(half)), "fp32")
 
 
 def with_vocabulary(model: Model, entries: int) -> Model:
@@ -403,6 +345,12 @@ def training_flags(family: str) -> tuple[str, ...]:
     return read_args_file(ROOT / "examples" / family / "training.args")
 
 
+def trained_flags(model: Model, in_half: bool = True) -> tuple[str, ...]:
+    """The family's training flags, then the model's own without its weights."""
+    flags = (*training_flags(model.family), *drop_flags(model.flags, LOADING))
+    return flags if in_half else drop_flags(flags, HALVES)
+
+
 def changed_model(model: Model, words: Sequence[str], names: Container[str] = SHAPE_FLAGS) -> Model:
     """The model that `words` make of it: another shape or precision, under its name.
 
@@ -411,8 +359,8 @@ def changed_model(model: Model, words: Sequence[str], names: Container[str] = SH
     changes = pick_flags(words, names)
     if not changes:
         return model
-    other_half = any(half in changes for half in _HALVES)
-    kept = [word for word in model.flags if not (other_half and word in _HALVES)]
+    other_half = any(half in changes for half in HALVES)
+    kept = drop_flags(model.flags, HALVES) if other_half else model.flags
     return model_from_flags(model.name, model.family, merge_flags(kept, changes))
 
 
@@ -422,79 +370,60 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
     for needed in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
         if not flags.has(needed):
             raise ValueError(f"Model '{name}' lacks {needed}; add it to its .args file.")
-    for flag in _FROM_NOTHING:
-        if (value := flags.integer(flag, 0)) < 0:
-            raise ValueError(f"{flag} is {value}; use 0 or more.")
-    hidden = flags.integer("--hidden-size", 0)
-    heads = flags.integer("--num-attention-heads", 0)
-    learned = flags.text("--position-embedding-type", "learned_absolute") == "learned_absolute"
+    said = flags.fields("shape")
+    _refuse_negative(flags)
+    hidden, heads = said["hidden"], said["heads"]
+    learned = flags.text("--position-embedding-type") == "learned_absolute"
+    columns = said.get("ffn_hidden", _usual_ffn(flags, hidden))
+    derived = {
+        "query_groups": heads,
+        "head_width": hidden // max(1, heads),
+        "ffn_hidden": columns,
+        "expert_ffn_hidden": columns,
+    }
     shape = ModelShape(
-        layers=flags.integer("--num-layers", 0),
-        hidden=hidden,
-        heads=heads,
-        query_groups=flags.integer("--num-query-groups", heads),
-        head_width=flags.integer("--kv-channels", hidden // max(1, heads)),
-        ffn_hidden=_ffn(flags, hidden),
-        seq_length=flags.integer("--seq-length", 0),
-        positions=flags.integer("--max-position-embeddings", 0) if learned else 0,
-        vocabulary=flags.integer("--vocab-size", GPT2_VOCABULARY),
-        vocabulary_multiple=flags.integer("--make-vocab-size-divisible-by", 128),
+        **(derived | said),
+        positions=flags.integer("--max-position-embeddings") if learned else 0,
         gated=flags.has("--swiglu") or flags.has("--quick-geglu"),
-        bias=not flags.has("--disable-bias-linear"),
-        qkv_bias=flags.has("--add-qkv-bias"),
-        rms_norm=flags.text("--normalization", "LayerNorm") == "RMSNorm",
-        qk_norm=flags.has("--qk-layernorm"),
-        output_gate=flags.has("--attention-output-gate"),
+        rms_norm=flags.text("--normalization") == "RMSNorm",
         sink=flags.text("--softmax-type") == "learnable",
-        tied_embeddings=not flags.has(UNTIED),
         latent=_latent_attention(flags),
-        ahead=flags.integer("--mtp-num-layers", 0),
-        one_ahead=flags.has("--mtp-use-repeated-layer"),
+        load_balancing=flags.text("--moe-aux-loss-coeff", "0").strip("[]") not in ("0", "0.0"),
+        router_z_loss=flags.has("--moe-z-loss-coeff"),
     )
-    shape = _with_experts(shape, flags)
+    if shape.experts:
+        dense = _dense_layers(flags.texts("--moe-layer-freq"), shape.layers)
+        shape = replace(shape, dense_layers=dense)
     _refuse_empty(name, shape)
     return _hybrid_shape(shape, flags) if flags.has("--hybrid-layer-pattern") else shape
 
 
-_FROM_NOTHING = (
-    "--mtp-num-layers",
-    "--moe-shared-expert-intermediate-size",
-    "--q-lora-rank",
-    "--kv-lora-rank",
-    "--qk-head-dim",
-    "--qk-pos-emb-head-dim",
-    "--v-head-dim",
-    "--mamba-num-heads",
-    "--mamba-num-groups",
-    "--mamba-state-dim",
-    "--moe-latent-size",
+_FROM_ONE = (
+    *("layers", "hidden", "heads", "query_groups", "head_width", "ffn_hidden"),
+    *("seq_length", "vocabulary", "vocabulary_multiple"),
 )
-"""Dimensions that may be 0."""
-
-_DIMENSIONS = {
-    "--num-layers": "layers",
-    "--hidden-size": "hidden",
-    "--num-attention-heads": "heads",
-    "--num-query-groups": "query_groups",
-    "--kv-channels": "head_width",
-    "--ffn-hidden-size": "ffn_hidden",
-    "--seq-length": "seq_length",
-    "--vocab-size": "vocabulary",
-    "--make-vocab-size-divisible-by": "vocabulary_multiple",
-}
+_OF_EXPERTS = ("experts", "experts_per_token", "expert_ffn_hidden")
 
 
-def _ffn(flags: Flags, hidden: int) -> int:
+def _refuse_negative(flags: Flags) -> None:
+    for flag in (each for group in ("shape", "latent", "mamba") for each in of_group(group)):
+        if flag.kind != "whole" or flag.field in (*_FROM_ONE, *_OF_EXPERTS):
+            continue
+        if (value := flags.integer(flag.name)) < 0:
+            raise ValueError(f"{flag.name} is {value}; use 0 or more.")
+
+
+def _usual_ffn(flags: Flags, hidden: int) -> int:
     # Megatron shrinks SwiGLU's MLP to two thirds, rounded to 64, so that its size stays that of 4h.
-    usual = int(4 * hidden * 2 / 3) // 64 * 64 if flags.has("--swiglu") else 4 * hidden
-    return flags.integer("--ffn-hidden-size", usual)
+    return int(4 * hidden * 2 / 3) // 64 * 64 if flags.has("--swiglu") else 4 * hidden
 
 
 def _refuse_empty(name: str, shape: ModelShape) -> None:
-    for flag, name_of_field in _DIMENSIONS.items():
-        if (value := getattr(shape, name_of_field)) < 1:
-            raise ValueError(f"Model '{name}' has {flag} {value}; use 1 or more.")
-    if min(shape.experts, shape.experts_per_token, shape.expert_ffn_hidden) < 0:
+    for flag in of_group("shape"):
+        value = getattr(shape, flag.field)
+        if flag.field in _FROM_ONE and value < 1:
+            raise ValueError(f"Model '{name}' has {flag.name} {value}; use 1 or more.")
+    if min(getattr(shape, field) for field in _OF_EXPERTS) < 0:
         raise ValueError(f"Model '{name}' has a negative number of experts, or of their columns.")
     if shape.heads % shape.query_groups:
         raise ValueError(
@@ -506,34 +435,7 @@ def _refuse_empty(name: str, shape: ModelShape) -> None:
 def _latent_attention(flags: Flags) -> LatentAttention | None:
     if not flags.has("--multi-latent-attention"):
         return None
-    return LatentAttention(
-        flags.integer("--q-lora-rank", 0),
-        flags.integer("--kv-lora-rank", 512),
-        flags.integer("--qk-head-dim", 128),
-        flags.integer("--qk-pos-emb-head-dim", 64),
-        flags.integer("--v-head-dim", 128),
-    )
-
-
-def _with_experts(shape: ModelShape, flags: Flags) -> ModelShape:
-    """A shape whose MLPs are of experts; of a dense model the shape itself, but for losses' defaults."""
-    losses = replace(
-        shape,
-        expert_ffn_hidden=flags.integer("--moe-ffn-hidden-size", shape.ffn_hidden),
-        load_balancing=flags.text("--moe-aux-loss-coeff", "0").strip("[]") not in ("0", "0.0"),
-        router_z_loss=flags.has("--moe-z-loss-coeff"),
-    )
-    if not flags.has("--num-experts"):
-        return losses
-    return replace(
-        losses,
-        experts=flags.integer("--num-experts", 0),
-        experts_per_token=flags.integer("--moe-router-topk", 2),
-        shared_expert_ffn=flags.integer("--moe-shared-expert-intermediate-size", 0),
-        shared_expert_gate=flags.has("--moe-shared-expert-gate"),
-        latent_experts=flags.integer("--moe-latent-size", 0),
-        dense_layers=_dense_layers(flags.texts("--moe-layer-freq"), shape.layers),
-    )
+    return LatentAttention(**({"query_rank": 0} | flags.fields("latent")))
 
 
 def _dense_layers(given: Sequence[str], layers: int) -> tuple[int, ...]:
@@ -587,13 +489,8 @@ def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
             f"--hybrid-layer-pattern {blocks} has the block '{strange[0]}', which is not planned; "
             f"use blocks of {' '.join(BLOCKS)}."
         )
-    width = flags.integer("--mamba-head-dim", 64)
-    mamba = Mamba(
-        flags.integer("--mamba-num-heads", 2 * shape.hidden // width),
-        width,
-        flags.integer("--mamba-num-groups", 8),
-        flags.integer("--mamba-state-dim", 128),
-    )
+    said = flags.fields("mamba")
+    mamba = Mamba(**({"heads": 2 * shape.hidden // said["head_width"]} | said))
     return replace(shape, layers=1, blocks=blocks, mamba=mamba, ahead=0, dense_layers=())
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tools.spec.flags import Flags, flag_words
+from tools.spec.flags import Flags, flag_words, words_of
 
 GROUPS = (
     "attn_norm",
@@ -47,24 +47,10 @@ class Offload:
 
 NOTHING = Offload()
 
-_LAYERS, _FINE, _MODULES = (
-    "--cpu-offloading-num-layers",
-    "--fine-grained-activation-offloading",
-    "--offload-modules",
-)
-_LEAST, _FRACTION = "--min-offloaded-tensor-size", "--activation-offload-fraction"
-_DELTA = "--delta-offload-bytes-across-pp-ranks"
+_FINE, _MODULES = "--fine-grained-activation-offloading", "--offload-modules"
+_LAYERS, _LEAST = "--cpu-offloading-num-layers", "--min-offloaded-tensor-size"
+_FRACTION, _DELTA = "--activation-offload-fraction", "--delta-offload-bytes-across-pp-ranks"
 _FUSED, _FUSER = "fused_group_mlp", "--use-transformer-engine-op-fuser"
-OFFLOAD_FLAGS = (
-    _LAYERS,
-    _FINE,
-    _MODULES,
-    _LEAST,
-    _FRACTION,
-    _DELTA,
-    # When copies are submitted, not what is copied or who waits.
-    "--delay-offload-until-cuda-graph",
-)
 
 
 def offload_of(flags: Flags) -> Offload:
@@ -73,12 +59,12 @@ def offload_of(flags: Flags) -> Offload:
     Raises:
         ValueError: A module, a number or a combination that Megatron does not take.
     """
-    layers = flags.integer(_LAYERS, 0)
-    if layers < 0:
-        raise ValueError(f"{_LAYERS} is {layers}; use 0 or more.")
+    found = Offload(**flags.fields("offload"))
+    if found.layers < 0:
+        raise ValueError(f"{_LAYERS} is {found.layers}; use 0 or more.")
     if not flags.has(_FINE):
-        return Offload(layers=layers)
-    words = re.sub(r"[][',\"]", " ", " ".join(flags.texts(_MODULES))).split()
+        return found
+    words = re.sub(r"[][',\"]", " ", " ".join(found.modules)).split()
     if not words:
         raise ValueError(f"{_FINE} needs {_MODULES}; use some of {', '.join(GROUPS)}.")
     if unknown := sorted(set(words) - set(GROUPS)):
@@ -87,22 +73,12 @@ def offload_of(flags: Flags) -> Offload:
         )
     if _FUSED in words and not flags.has(_FUSER):
         raise ValueError(f"{_MODULES} {_FUSED} needs {_FUSER}; add it.")
-    smallest, delta = flags.integer(_LEAST, _SMALLEST), flags.integer(_DELTA, 0)
-    fraction = flags.number(_FRACTION, 1.0)
-    if min(smallest, delta) < 0 or not 0 <= fraction <= 1:
+    if min(found.smallest, found.kept_by_stage) < 0 or not 0 <= found.fraction <= 1:
         raise ValueError(f"{_LEAST} and {_DELTA} are 0 or more, {_FRACTION} is 0 to 1.")
-    modules = tuple(name for name in GROUPS if name in words)
-    return Offload(layers, modules, smallest, fraction, delta)
+    return replace(found, modules=tuple(name for name in GROUPS if name in words))
 
 
 def offload_flags(offload: Offload) -> tuple[str, ...]:
     """Megatron's flags for it."""
     fine = flag_words({_FUSER: _FUSED in offload.modules, _FINE: bool(offload.modules)})
-    named = (_MODULES, *offload.modules) if offload.modules else ()
-    rest = {
-        _LAYERS: offload.layers or None,
-        _LEAST: offload.smallest if offload.smallest != _SMALLEST else None,
-        _FRACTION: f"{offload.fraction:g}" if offload.fraction != 1 else None,
-        _DELTA: offload.kept_by_stage or None,
-    }
-    return (*fine, *named, *flag_words(rest))
+    return (*fine, *words_of(offload, "offload"))

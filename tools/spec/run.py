@@ -6,17 +6,17 @@ and the report compute from it. Two runs train the same thing if their specs are
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
 
 from tools.spec.experts import BALANCED, ExpertLoad, expert_load_of
-from tools.spec.flags import Flags, flag_words
-from tools.spec.model import AHEAD, Model, ModelShape, shape_from_flags
+from tools.spec.flag_table import of_group
+from tools.spec.flags import Flags, flag_words, words_of
+from tools.spec.model import AHEAD, Model, ModelShape, dtype_of, shape_from_flags
 from tools.spec.offload import NOTHING, Offload, offload_flags, offload_of
+from tools.spec.recompute import Recompute, recompute_flags, recompute_of
 from tools.spec.stages import EVEN, StageSplit, stages_of
 from tools.spec.strategy import (
     Batch,
@@ -62,94 +62,6 @@ class DeviceKind(StrEnum):
 
     CPU = "cpu"
     GPU = "gpu"
-
-
-class Recompute(StrEnum):
-    """What of a layer is computed again in backward instead of kept.
-
-    Beside these three every set of Megatron's modules is one, `Recompute("mlp layernorm")`, and so are
-    whole layers otherwise than one by one: `full uniform 2` keeps the input of each two, `full block 1`
-    computes the first layer of each virtual stage again and keeps the others.
-    """
-
-    NONE = "none"
-    SELECTIVE = "selective"
-    """`core_attn` alone: scores, softmax and their product with V."""
-    FULL = "full"
-    """Every layer keeps its input only (`--recompute-method uniform --recompute-num-layers 1`)."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> Recompute | None:
-        words = str(value).split()
-        modules = frozenset(words)
-        if _WHOLE_LAYERS.fullmatch(" ".join(words)):
-            name = cls.FULL.value if words == _EVERY_LAYER.split() else " ".join(words)
-        elif not modules or modules - RECOMPUTED_MODULES:
-            return None
-        else:
-            name = cls.SELECTIVE.value if modules == {_SCORES} else " ".join(sorted(modules))
-        found = cls._value2member_map_.get(name)
-        if not isinstance(found, cls):
-            # A member made when it is first asked for, as `enum.Flag` makes its combinations.
-            found = str.__new__(cls, name)
-            found._name_ = found._value_ = name
-            cls._value2member_map_[name] = found
-        return found
-
-    @cached_property
-    def modules(self) -> frozenset[str]:
-        """As `--recompute-modules` names them; all of them where whole layers are recomputed."""
-        if self.whole_layers:
-            return RECOMPUTED_MODULES
-        own = {Recompute.NONE: "", Recompute.SELECTIVE: _SCORES}
-        return frozenset(own.get(self, self.value).split())
-
-    def again(self, *modules: str) -> bool:
-        """Whether backward repeats what is in any of these modules; what is in none, with its layer."""
-        return self.whole_layers or not self.modules.isdisjoint(modules)
-
-    @cached_property
-    def whole_layers(self) -> bool:
-        """Whether layers are computed again whole: all, or the first of each virtual stage."""
-        return self.value.startswith(Recompute.FULL)
-
-    @cached_property
-    def some_layers(self) -> bool:
-        """Whether these are the first of each virtual stage."""
-        return " block " in self.value
-
-    def checkpoints(self, layers: int) -> tuple[int, ...]:
-        """Layers of each checkpoint in a virtual stage of so many, in order; those behind are kept.
-
-        As `checkpointed_forward` lays them (`megatron/core/recompute.py`; before 0.19
-        `transformer_block.py`).
-        """
-        if not self.whole_layers:
-            return ()
-        size = int(self.value.split()[-1]) if self is not Recompute.FULL else 1
-        if self.some_layers:
-            return (1,) * min(size, layers)
-        whole, left = divmod(layers, size)
-        return (size,) * whole + (left,) * (left > 0)
-
-
-_EVERY_LAYER = "full uniform 1"
-_WHOLE_LAYERS = re.compile("full (uniform|block) [1-9][0-9]*")
-_SCORES = "core_attn"
-RECOMPUTED_MODULES = frozenset(
-    {
-        _SCORES,
-        "gdn_norm_out",
-        "layernorm",
-        "mla_up_proj",
-        "mlp",
-        "moe",
-        "moe_act",
-        "shared_experts",
-    }
-)
-"""Of `--recompute-modules` (core_v0.19.0, `transformer_config.py`). `layernorm`, `mla_up_proj`,
-`moe_act` and `gdn_norm_out` drop the output that its reader would keep, the others what is inside."""
 
 
 class Quantised(StrEnum):
@@ -409,7 +321,7 @@ class RunSpec:
         return replace(
             found,
             parallelism=replace(self.parallelism, virtual_stages=1),
-            recompute=Recompute(f"full block {again}") if again else Recompute.NONE,
+            recompute=Recompute(method="block", layers=again) if again else Recompute.NONE,
         )
 
     @property
@@ -463,14 +375,14 @@ def spec_of_flags(
     on_cpu = device is DeviceKind.CPU
     local = on_cpu or flags.text("--transformer-impl") == "local"
     return RunSpec(
+        **flags.fields("run"),
         shape=shape_from_flags(model, flags),
         parallelism=parallelism,
         batch=Batch(micro, flags.integer("--global-batch-size", micro * parallelism.data)),
-        dtype=next((half for half in ("fp16", "bf16") if flags.has(f"--{half}")), "fp32"),
+        dtype=dtype_of(flags),
         quantised=quantised_of(flags),
         state_types=state_types_of(flags),
-        optimizer_instances=flags.integer(_INSTANCES, 1),
-        dropout=max(flags.number(f"--{what}-dropout", 0.1) for what in ("hidden", "attention")),
+        dropout=max(flags.number(f"--{what}-dropout") for what in ("hidden", "attention")),
         recompute=recompute_of(flags),
         offload=offload_of(flags),
         fused_attention=not on_cpu or parallelism.context > 1,
@@ -479,8 +391,6 @@ def spec_of_flags(
         stages=stages_of(flags),
         token_dispatcher=token_dispatcher_of(flags),
         expert_load=expert_load_of(flags),
-        optimizer=flags.text("--optimizer", "adam"),
-        seed=flags.integer("--seed", 1234),
         device=device,
         model=model,
     )
@@ -494,13 +404,9 @@ def spec_of_printed(arguments: Mapping[str, str]) -> RunSpec | None:
     """
     words = flags_of_printed(arguments)
     flags = Flags(words)
-    degrees = (
-        flags.integer(f"--{name}-parallel-size", 1)
-        for name in ("data", "tensor-model", "pipeline-model", "context")
-    )
-    devices = 1
-    for degree in degrees:
-        devices *= degree
+    degrees = flags.fields("parallelism")
+    devices = flags.integer("--data-parallel-size", 1)
+    devices *= degrees["tensor"] * degrees["pipeline"] * degrees["context"]
     try:
         spec = spec_of_flags(words, flags.integer("--world-size", devices), DeviceKind.GPU)
     except (ValueError, ZeroDivisionError):
@@ -527,27 +433,16 @@ def flags_of_printed(arguments: Mapping[str, str]) -> tuple[str, ...]:
 def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
     """Megatron's flags for everything in a spec but the model's own shape and the device."""
     rest = {
-        "--micro-batch-size": spec.batch.micro_batch_size,
-        "--global-batch-size": spec.batch.global_batch_size,
         "--attention-dropout": spec.dropout,
         "--hidden-dropout": spec.dropout,
-        "--seed": spec.seed,
         f"--{spec.dtype}": spec.dtype != "fp32",
-        _INSTANCES: spec.optimizer_instances if spec.optimizer_instances > 1 else None,
     }
     layout = strategy_flags(spec.flagged_parallelism)
     own = (*recompute_flags(spec.recompute), *cp_comm_flags(spec), *spec.stages.flags)
-    offload = offload_flags(spec.offload)
-    return (*layout, *own, *flag_words(rest), *_state_flags(spec.state_types), *offload)
+    run = (*words_of(spec.batch, "batch"), *flag_words(rest), *words_of(spec, "run"))
+    return (*layout, *own, *run, *_state_flags(spec.state_types), *offload_flags(spec.offload))
 
 
-_INSTANCES = "--num-distributed-optimizer-instances"
-_STATE_FLAGS = {
-    "--main-grads-dtype": "gradients",
-    "--main-params-dtype": "main_parameters",
-    "--exp-avg-dtype": "first_moment",
-    "--exp-avg-sq-dtype": "second_moment",
-}
 _OFFLOAD, _OFFLOADED = "--optimizer-cpu-offload", "--optimizer-offload-fraction"
 _STATE_TYPES = ("fp32", "fp16", "bf16", "fp8")
 _TORCHS_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "fp8"}
@@ -556,10 +451,7 @@ _TORCHS_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint
 
 def _state_flags(types: StateTypes) -> tuple[str, ...]:
     if types.aware:
-        given = {flag: getattr(types, field) or None for flag, field in _STATE_FLAGS.items()}
-        share = types.offloaded
-        offload = {_OFFLOAD: True, _OFFLOADED: f"{share:g}"} if share else {}
-        return flag_words({"--use-precision-aware-optimizer": True, **given, **offload})
+        return (*words_of(types, "state_types"), *((_OFFLOAD,) if types.offloaded else ()))
     return ("--grad-reduce-in-bf16",) if types.gradients == "bf16" else ()
 
 
@@ -569,38 +461,25 @@ def state_types_of(flags: Flags) -> StateTypes:
     Raises:
         ValueError: A type that Megatron does not have, or an offload that it refuses.
     """
-    aware = flags.has("--use-precision-aware-optimizer")
-    offloaded = flags.number(_OFFLOADED, 1.0) if flags.has(_OFFLOAD) else 0.0
+    given = flags.fields("state_types")
+    aware, offloaded = given["aware"], given.get("offloaded", 0.0)
     if not 0 <= offloaded <= 1:
         raise ValueError(f"{_OFFLOADED} {offloaded:g} is no share of the optimizer; use 0 to 1.")
     if offloaded and not aware:
         raise ValueError(f"{_OFFLOAD} needs --use-precision-aware-optimizer; add it.")
     if not aware:
         return StateTypes(gradients="bf16" if flags.has("--grad-reduce-in-bf16") else "")
-    given = {}
-    for flag, field_name in _STATE_FLAGS.items():
-        kind = flags.text(flag, "fp32").removeprefix("torch.")
+    for flag in (each for each in of_group("state_types") if each.kind == "text"):
+        kind = given[flag.field].removeprefix("torch.")
         kind = _TORCHS_NAMES.get(kind, kind)
         if kind not in _STATE_TYPES:
             raise ValueError(
-                f"{flag} {kind} is not one of Megatron's; use {', '.join(_STATE_TYPES)}."
+                f"{flag.name} {kind} is not one of Megatron's; use {', '.join(_STATE_TYPES)}."
             )
-        given[field_name] = kind if kind != "fp32" else ""
+        given[flag.field] = kind if kind != "fp32" else ""
     if flags.has("--grad-reduce-in-bf16"):
         given["gradients"] = "bf16"
-    return StateTypes(**given, aware=True, offloaded=offloaded)
-
-
-def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
-    """Megatron's flags for a way to recompute."""
-    if recompute is Recompute.NONE:
-        return ()
-    if recompute.whole_layers:
-        whole = _EVERY_LAYER if recompute is Recompute.FULL else recompute.value
-        names = (_GRANULARITY, _METHOD, _LAYERS)
-        return flag_words(dict(zip(names, whole.split(), strict=True)))
-    named = () if recompute is Recompute.SELECTIVE else (_MODULES, *sorted(recompute.modules))
-    return (_GRANULARITY, "selective", *named)
+    return StateTypes(**given)
 
 
 def cp_comm_flags(spec: RunSpec) -> tuple[str, ...]:
@@ -620,47 +499,6 @@ def on_cpu_ranks(spec: RunSpec) -> RunSpec:
     )
 
 
-_GRANULARITY, _MODULES = "--recompute-granularity", "--recompute-modules"
-_METHOD, _LAYERS = "--recompute-method", "--recompute-num-layers"
-_EXPERTS_TOO = "--moe-layer-recompute"
-RECOMPUTE_FLAGS = (
-    "--recompute-activations",
-    _GRANULARITY,
-    _METHOD,
-    _LAYERS,
-    _MODULES,
-    _EXPERTS_TOO,
-)
-
-
-def recompute_of(flags: Flags) -> Recompute:
-    """How the flags recompute.
-
-    Raises:
-        ValueError: A module or a method that Megatron does not have.
-    """
-    granularity = flags.text(_GRANULARITY)
-    if granularity == Recompute.FULL:
-        method, layers = flags.text(_METHOD, "uniform"), flags.integer(_LAYERS, 1)
-        whole = f"{granularity} {method} {layers}"
-        if not _WHOLE_LAYERS.fullmatch(whole):
-            raise ValueError(
-                f"{_METHOD} {method} {_LAYERS} {layers} is not one of Megatron's; use uniform or block, "
-                "and 1 layer or more."
-            )
-        return Recompute(whole)
-    experts = flags.has(_EXPERTS_TOO)
-    if not (granularity == "selective" or flags.has("--recompute-activations") or experts):
-        return Recompute.NONE
-    # A log prints a list of Python's, a recipe one of YAML's.
-    named = " ".join(flags.texts(_MODULES)) if flags.has(_MODULES) else _SCORES
-    words = re.sub(r"[][',\"]", " ", named).split() + ["moe"] * experts
-    if unknown := sorted(set(words) - RECOMPUTED_MODULES):
-        known = ", ".join(sorted(RECOMPUTED_MODULES))
-        raise ValueError(f"{_MODULES} {unknown[0]} is not one of Megatron's; use {known}.")
-    return Recompute(" ".join(words)) if words else Recompute.NONE
-
-
 _FP8_RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise", "custom")
 """Megatron's (`megatron/core/enums.py: Fp8Recipe`); what `Quantised` lacks is `tensorwise`."""
 
@@ -671,7 +509,7 @@ def quantised_of(flags: Flags) -> Quantised:
         return Quantised.NVFP4
     if not flags.has("--fp8-format"):
         return Quantised.NONE
-    recipe = flags.text("--fp8-recipe", "delayed")
+    recipe = flags.text("--fp8-recipe")
     if recipe not in _FP8_RECIPES:
         known = ", ".join(_FP8_RECIPES)
         raise ValueError(f"--fp8-recipe {recipe} is not one of Megatron's; use {known}.")
@@ -685,6 +523,6 @@ def _cp_comm_type(flags: Flags) -> str:
 
 def token_dispatcher_of(flags: Flags) -> TokenDispatcher:
     """How the flags route tokens; Megatron's own default is to gather."""
-    value = flags.text("--moe-token-dispatcher-type", TokenDispatcher.ALL_GATHER)
+    value = flags.text("--moe-token-dispatcher-type")
     known = value in set(TokenDispatcher)
     return TokenDispatcher(value) if known else TokenDispatcher.ALL_TO_ALL

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.spec import settings
-from tools.spec.run import Backend, OptimizerName, Recompute, RuntimeName
+from tools.spec.recompute import Recompute
+from tools.spec.run import Backend, OptimizerName, RuntimeName
 from tools.spec.settings import Setting
 
 
@@ -142,7 +143,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     settings.OPTIMIZER.kind: OptimizerName,
     settings.BACKEND.kind: Backend,
     settings.RUNTIME.kind: RuntimeName,
-    settings.RECOMPUTE.kind: Recompute,
+    settings.RECOMPUTE.kind: Recompute.parse,
     # What only the launcher can read, and refuses itself.
     "a prefix": str,
     "an NGC tag": str,

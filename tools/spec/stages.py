@@ -11,11 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tools.spec.flags import Flags, flag_words
+from tools.spec.flags import Flags, words_of
 
-_FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-_EMBEDDING = "--account-for-embedding-in-pipeline-split"
-_LOSS = "--account-for-loss-in-pipeline-split"
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 
 
@@ -43,12 +40,7 @@ class StageSplit:
     @property
     def flags(self) -> tuple[str, ...]:
         """Megatron's."""
-        given = {
-            _FIRST: self.first or None,
-            _LAST: self.last or None,
-            LAYOUT_FLAG: self.layout or None,
-        }
-        return flag_words({**given, _EMBEDDING: self.embedding, _LOSS: self.loss})
+        return words_of(self, "stages")
 
     def virtual(self, pipeline: int) -> int:
         """Virtual stages of each of so many pipeline ranks in a layout; 1 without one."""
@@ -163,15 +155,9 @@ def _stages_of_layout(layout: str) -> tuple[str, ...]:
 
 def stages_of(flags: Flags) -> StageSplit:
     """What the flags say; Megatron ignores them without pipeline stages."""
-    if flags.integer("--pipeline-model-parallel-size", 1) == 1:
+    if flags.integer("--pipeline-model-parallel-size") == 1:
         return EVEN
-    return StageSplit(
-        flags.integer(_FIRST, 0),
-        flags.integer(_LAST, 0),
-        flags.has(_EMBEDDING),
-        flags.has(_LOSS),
-        flags.text(LAYOUT_FLAG),
-    )
+    return StageSplit(**flags.fields("stages"))
 
 
 @lru_cache(maxsize=4096)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from tools.spec.flags import Flags, flag_words
+from tools.spec.flags import Flags, flag_words, words_of
 from tools.spec.stages import stages_of
 
 
@@ -23,9 +23,48 @@ class Sharding(StrEnum):
 
     NONE = ""
     ZERO1 = "zero1"
+    """Megatron's distributed optimizer (`--use-distributed-optimizer`)."""
     ZERO2 = "zero2"
+    """Megatron-FSDP's `optim_grads`."""
     ZERO3 = "zero3"
+    """Megatron-FSDP's `optim_grads_params`."""
     FSDP2 = "fsdp2"
+    """torch's `fully_shard` (`--use-torch-fsdp2`)."""
+
+    @property
+    def shards_gradients(self) -> bool:
+        """A rank keeps its share of the gradients: `optim_grads` and further, `fully_shard`."""
+        return self.wraps_modules
+
+    @property
+    def shards_weights(self) -> bool:
+        """A rank keeps its share of the weights: `optim_grads_params`, `fully_shard`."""
+        return self in (Sharding.ZERO3, Sharding.FSDP2)
+
+    @property
+    def wraps_modules(self) -> bool:
+        """FSDP takes the place of DDP, Megatron's or torch's; the distributed optimizer keeps DDP."""
+        return self.is_megatron_fsdp or self.is_torch_fsdp
+
+    @property
+    def overlaps(self) -> bool:
+        """Its calls run beside arithmetic without a flag more, as both FSDPs' do."""
+        return self.wraps_modules
+
+    @property
+    def is_megatron_fsdp(self) -> bool:
+        """`--use-megatron-fsdp`: weights and gradients in flat buffers, a bucket for each layer."""
+        return self in (Sharding.ZERO2, Sharding.ZERO3)
+
+    @property
+    def is_torch_fsdp(self) -> bool:
+        """`--use-torch-fsdp2`: a DTensor for each weight."""
+        return self is Sharding.FSDP2
+
+    @property
+    def stage(self) -> int:
+        """Of ZeRO (arXiv:1910.02054): 1 shards the optimizer, 2 gradients too, 3 weights too."""
+        return bool(self) + self.shards_gradients + self.shards_weights
 
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -115,7 +154,7 @@ class Parallelism:
         Torch FSDP2 needs it (`validate_args`). Without flushes the first and the last stage change the
         two ends of a tied matrix at different times.
         """
-        return self.sharding is Sharding.FSDP2 or self.schedule.is_asynchronous
+        return self.sharding.is_torch_fsdp or self.schedule.is_asynchronous
 
     @property
     def needs_a_micro_batch_a_stage(self) -> bool:
@@ -147,9 +186,6 @@ class Batch:
     def __str__(self) -> str:
         return f"{self.micro_batch_size}/{self.global_batch_size}"
 
-
-SCHEDULE_FLAG = "--pipeline-schedule"
-"""The native backend's own flag; Megatron has none."""
 
 NAMED = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
 """The six that were published; each has a launch script of its own."""
@@ -248,24 +284,10 @@ def devices_of(text: str, otherwise: int = 1) -> int:
 
 def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
     """Megatron's flags for a parallelism; data parallelism is what the other degrees leave over."""
-    degrees = {
-        "--tensor-model-parallel-size": parallelism.tensor,
-        "--pipeline-model-parallel-size": parallelism.pipeline,
-        "--context-parallel-size": parallelism.context,
-        "--expert-model-parallel-size": parallelism.expert,
-    }
-    given: dict[str, object] = {name: degree for name, degree in degrees.items() if degree > 1}
-    stages = parallelism.virtual_stages
-    given |= {
-        "--expert-tensor-parallel-size": parallelism.expert_tensor or None,
-        "--sequence-parallel": parallelism.sequence_parallel,
-        "--num-virtual-stages-per-pipeline-rank": stages if stages > 1 else None,
-        SCHEDULE_FLAG: parallelism.schedule or None,
-    }
-    if parallelism.schedule.is_asynchronous:
-        # No stage knows the others' gradients when it makes its update, so there is no norm to clip by.
-        given |= {UNTIED: True, "--clip-grad": 0}
-    return flag_words(given | _SHARDING_FLAGS[parallelism.sharding])
+    # No stage knows the others' gradients when it makes its update, so there is no norm to clip by.
+    unclipped = {UNTIED: True, "--clip-grad": 0} if parallelism.schedule.is_asynchronous else {}
+    more = flag_words(unclipped | _SHARDING_FLAGS[parallelism.sharding])
+    return (*words_of(parallelism, "parallelism"), *more)
 
 
 def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
@@ -275,11 +297,8 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
         StrategyError: The degrees do not divide `devices`.
     """
     flags = Flags(words)
-    tensor, pipeline, context, expert = (
-        flags.integer(f"--{name}-parallel-size", 1)
-        for name in ("tensor-model", "pipeline-model", "context", "expert-model")
-    )
-    expert_tensor = flags.integer("--expert-tensor-parallel-size", tensor)
+    said = flags.fields("parallelism")
+    tensor, pipeline, context = said["tensor"], said["pipeline"], said["context"]
     model_ranks = tensor * pipeline * context
     if model_ranks < 1 or devices % model_ranks:
         raise StrategyError(
@@ -287,23 +306,23 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
             f"{devices} device(s); name a number of devices that is a multiple of it."
         )
     stages = stages_of(flags)
-    layers_a_stage = flags.integer("--num-layers-per-virtual-pipeline-stage", 0)
-    layers = flags.integer("--num-layers", 0) + stages.counted
+    layers_a_stage = flags.integer("--num-layers-per-virtual-pipeline-stage")
+    layers = flags.integer("--num-layers") + stages.counted
     # Megatron prints the number it derived; a command line has one of the other three.
     virtual = flags.integer("--virtual-pipeline-model-parallel-size", stages.virtual(pipeline))
     virtual = layers // pipeline // layers_a_stage if layers_a_stage else virtual
-    return Parallelism(
+    said.setdefault("virtual_stages", virtual)
+    found = Parallelism(
+        **said,
         data=devices // model_ranks,
-        tensor=tensor,
-        pipeline=pipeline,
-        context=context,
-        expert=expert,
-        expert_tensor=0 if expert_tensor == tensor else expert_tensor,
-        virtual_stages=flags.integer("--num-virtual-stages-per-pipeline-rank", virtual),
-        # Megatron drops sequence parallelism silently where there is no tensor parallelism.
-        sequence_parallel=flags.has("--sequence-parallel") and tensor > 1,
         sharding=_sharding(flags),
-        schedule=PipelineSchedule(flags.text(SCHEDULE_FLAG)),
+    )
+    return replace(
+        found,
+        expert_tensor=0 if found.expert_tensor == tensor else found.expert_tensor,
+        # Megatron drops sequence parallelism silently where there is no tensor parallelism.
+        sequence_parallel=found.sequence_parallel and tensor > 1,
+        schedule=PipelineSchedule(found.schedule),
     )
 
 

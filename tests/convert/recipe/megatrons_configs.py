@@ -1,7 +1,7 @@
 """What Megatron's own parser and builders make of flags: `python megatrons_configs.py WORDS OUT`.
 
 Both are JSON files: `[[name, ranks, [flag, …]], …]`, and by name the model's, the optimizer's and the
-DDP's configuration with all arguments; `defaults` are the parser's, by flag. No GPU is needed: what asks
+DDP's configuration with all arguments. No GPU is needed: what asks
 for one is given the properties of an H100.
 """
 
@@ -29,7 +29,7 @@ def main(words: str, out: str) -> None:
     h100 = SimpleNamespace(major=9, minor=0)
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda *_: h100  # type: ignore[assignment]
-    configs: dict[str, Any] = {"defaults": defaults()}
+    configs: dict[str, Any] = {}
     for name, ranks, flags in json.loads(Path(words).read_text()):
         configs[name] = configs_of(ranks, flags)
     Path(out).write_text(json.dumps(configs))
@@ -41,11 +41,6 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(made)
     return made
-
-
-def defaults() -> dict[str, Any]:
-    actions = parser()._actions
-    return {flag: plain(each.default) for each in actions for flag in each.option_strings}
 
 
 def configs_of(ranks: int, flags: list[str]) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE
-from tools.plan.readings.express import FLAGS, RefusedError, express
+from tools.plan.readings.express import RefusedError, express
 from tools.plan.readings.near import uncertainty
 from tools.plan.readings.own import OwnRuns, Row, add_rows, own_runs, row_of
 from tools.plan.readings.table import ReadingsError, read_readings
@@ -78,7 +78,7 @@ def test_a_row_keeps_how_many_tokens_reach_the_experts() -> None:
     argv = (*model.flags, *routed.split(), "--moe-pad-expert-input-to-capacity", "--bf16")
     trained = spec_of_flags(argv, 1, DeviceKind.GPU, model.name)
     row = row_of(trained, argv, H200, "r", 1.0)
-    again = spec_of_flags(shlex.split(row["notes"].removeprefix(FLAGS)), 1, DeviceKind.GPU)
+    again = spec_of_flags(shlex.split(row["flags"]), 1, DeviceKind.GPU)
     assert again.expert_load == trained.expert_load == ExpertLoad(1.0, 1.5, True, 4, 2)
 
 
@@ -86,7 +86,7 @@ def test_a_configuration_measured_again_replaces_its_row_and_others_stay(tmp_pat
     path = tmp_path / "mine.csv"
     assert add_rows(path, [measured("dp2", 1.0), measured("tp2", 1.0)]) == 2
     with path.open("a") as file:
-        file.write("mine,by hand" + "," * 23 + "\n")
+        file.write("mine,by hand" + "," * 25 + "\n")
     assert add_rows(path, [measured("dp2", 1.5), measured("pp2", 1.0)]) == 1
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -196,6 +196,26 @@ def test_a_file_that_is_something_else_is_left_as_it_is(tmp_path: Path) -> None:
     assert path.read_text() == "name,grade\nAda,1\n"
 
 
+def test_a_row_of_before_flags_had_a_column_is_refused_and_new_ones_stand_beside_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "mine.csv"
+    row = measured("dp2", 1.0)
+    before = row | {"notes": f"flags: {row['flags']}"}
+    columns = [name for name in before if name not in ("flags", "fused")]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerow(before)
+    assert add_rows(path, [row, measured("tp2", 1.0)]) == 2
+    old, *new = read_readings(path)[0]
+    with pytest.raises(
+        RefusedError, match=r"its notes hold flags, .* 'make report' writes it anew"
+    ):
+        express(old)
+    assert [express(reading).spec for reading in new] == [spec("dp2"), spec("tp2")]
+
+
 def test_ones_own_columns_stay(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     add_rows(path, [measured("dp2", 1.0)])
@@ -210,8 +230,9 @@ def test_ones_own_columns_stay(tmp_path: Path) -> None:
     "wrong",
     [
         {"value": "1e-9"},
-        {"notes": measured("dp2", 1.0)["notes"].replace("-batch-size 4", "-batch-size 0")},
-        {"notes": "", "heads": "5000"},
+        {"flags": measured("dp2", 1.0)["flags"].replace("-batch-size 4", "-batch-size 0")},
+        {"flags": "", "heads": "5000"},
+        {"flags": "", "notes": f"flags: {measured('dp2', 1.0)['flags']}"},
     ],
 )
 def test_a_row_that_cannot_be_corrects_nothing(tmp_path: Path, wrong: Row) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from examples.studies.audit import main as audit
+from tools.cli.main import from_words
 from tools.plan.__main__ import main
 from tools.plan.readings import command
 from tools.plan.readings.express import RefusedError, express
@@ -14,7 +14,14 @@ from tools.plan.readings.facts import origin
 from tools.plan.readings.fit import fitted_readings
 from tools.plan.readings.residual import residuals
 from tools.plan.readings.summary import choices
-from tools.plan.readings.table import COLUMNS, READINGS, Reading, ReadingsError, read_readings
+from tools.plan.readings.table import (
+    COLUMNS,
+    OF_ONES_OWN,
+    READINGS,
+    Reading,
+    ReadingsError,
+    read_readings,
+)
 from tools.spec.experts import BALANCED, ExpertLoad
 from tools.spec.run import Quantised, TokenDispatcher
 
@@ -41,6 +48,7 @@ ROW = {
 
 def file_of(folder: Path, *rows: dict[str, str], columns: tuple[str, ...] = COLUMNS) -> Path:
     path = folder / "mine.csv"
+    columns += tuple(name for name in OF_ONES_OWN if any(name in row for row in rows))
     lines = [",".join(columns)]
     lines += [",".join((ROW | row).get(name, "") for name in columns) for row in rows]
     path.write_text("\n".join(lines) + "\n")
@@ -143,7 +151,7 @@ def test_a_file_without_one_readable_row_ends_with_2(
 
 
 MIXTRAL = {"model": "mixtral-8x7b", "tp": "1"}
-SAID = "flags: --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+SAID = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
 
 
 @pytest.mark.parametrize(
@@ -163,13 +171,13 @@ SAID = "flags: --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-len
         ({"value": "1e-9"}, "of the peak of A100"),
         ({"value": "1e308"}, "of the peak of A100"),
         ({"metric": "mfu_percent", "value": "400"}, "of the peak of A100"),
-        ({"notes": f"{SAID} --micro-batch-size 0 --global-batch-size 8"}, "micro batch is 0"),
+        ({"flags": f"{SAID} --micro-batch-size 0 --global-batch-size 8"}, "micro batch is 0"),
         (
-            {"notes": f"{SAID} --micro-batch-size 1 --tensor-model-parallel-size 0"},
+            {"flags": f"{SAID} --micro-batch-size 1 --tensor-model-parallel-size 0"},
             "= 0 does not divide 8",
         ),
         (
-            {"notes": f"{SAID} --micro-batch-size 1 --hybrid-layer-pattern MQ"},
+            {"flags": f"{SAID} --micro-batch-size 1 --hybrid-layer-pattern MQ"},
             "has the block 'Q', which is not planned",
         ),
     ],
@@ -226,7 +234,7 @@ def test_a_damaged_file_is_named_by_loader_and_auditor(
     path.write_bytes(data)
     for refused in (
         lambda: main(["validate", "--readings", str(path)]),
-        lambda: audit([str(path)]),
+        lambda: from_words("audit", [str(path)], "parakit audit"),
     ):
         assert refused() == 2
         assert capsys.readouterr().err.startswith(str(path))

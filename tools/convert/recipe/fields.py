@@ -10,16 +10,24 @@ from tools.convert.recipe.joint import (
     HALVES,
     IN_BF16,
     IN_FP32,
-    JOINT,
     LOCAL,
     NULL,
-    OF_DEVICE,
     POSITIONS,
     TOKENIZER,
     RecipeError,
     implied,
 )
-from tools.convert.recipe.table import BRIDGE, BRIDGE_VERSION, ROWS, FlagFields, Symbol, Value
+from tools.convert.recipe.table import (
+    BRIDGE,
+    BRIDGE_VERSION,
+    KINDS,
+    ROWS,
+    Symbol,
+    Value,
+    default_of,
+    fields_with,
+)
+from tools.spec.flag_table import FLAGS, KnownFlag
 from tools.spec.flags import Flags, drop_flags, merge_flags, pick_flags
 from tools.spec.model import SHAPE_FLAGS
 from tools.spec.run import Backend, DeviceKind, RunSpec
@@ -52,11 +60,9 @@ _SHOWN = frozenset(
 """Fields that a reader looks for: written although they have Bridge's default."""
 
 _SYNONYMS = {
-    "--muon-use-nesterov": "--muon-nesterov",
-    "--layernorm-epsilon": "--norm-epsilon",
-    "--disable-align-grad-reduce": "--no-align-grad-reduce",
-    "--use-custom-fsdp": "--use-megatron-fsdp",
-    "--persistent-save-interval": "--save-interval",
+    flag.name: flag.recipe[0]
+    for flag in FLAGS.values()
+    if flag.recipe and flag.recipe[0].startswith("--")
 }
 _STAGES = "--num-virtual-stages-per-pipeline-rank"
 _OTHER_STAGES = (
@@ -79,12 +85,12 @@ def recipe_of_flags(given: Iterable[str], spec: RunSpec) -> Recipe:
     words = _canonical(tuple(given), spec)
     kept = words
     if spec.device is DeviceKind.CPU:
-        kept = drop_flags(words, {*OF_DEVICE, *(row.flag for row in ROWS if row.of_device)})
+        kept = drop_flags(words, {flag.name for flag in FLAGS.values() if flag.of_device})
     flags = Flags(kept)
     fields: dict[str, Value] = {}
     for row in ROWS:
-        if row.applies(flags):
-            fields |= row.values(_given(row, kept))
+        if flags.applies(row):
+            fields |= fields_with(row, _given(row, kept))
     fields |= _model(flags, spec) | _precision(flags) | _data(kept) | _outputs(flags)
     entries = spec.shape.vocabulary
     fields |= _tokenizer(flags, entries)
@@ -134,15 +140,16 @@ def _canonical(words: tuple[str, ...], spec: RunSpec) -> tuple[str, ...]:
     return (*merged, _STAGES, str(stages)) if stages > 1 else merged
 
 
-def _given(row: FlagFields, words: tuple[str, ...]) -> Value:
-    found = pick_flags(words, (row.flag,))
+def _given(row: KnownFlag, words: tuple[str, ...]) -> Value:
+    found = pick_flags(words, (row.name,))
     if not found:
-        return row.megatron
+        return default_of(row)
+    kind = KINDS[row.kind]
     try:
-        return row.kind.read(found[1:])
+        return kind.read(found[1:])
     except (ValueError, IndexError):
         raise RecipeError(
-            f"The run's {' '.join(found)} is not {row.kind.wanted}, so no field of a recipe says it."
+            f"The run's {' '.join(found)} is not {kind.wanted}, so no field of a recipe says it."
         ) from None
 
 
@@ -215,8 +222,7 @@ def _beyond_flags(spec: RunSpec, words: Sequence[str], kept: Sequence[str]) -> I
 
 
 def _without_counterpart(words: Sequence[str]) -> Iterable[str]:
-    known = {row.flag for row in ROWS} | JOINT
-    unknown = drop_flags(words, known)
+    unknown = drop_flags(words, {flag.name for flag in FLAGS.values() if flag.recipe})
     for flag in (word for word in unknown if word.startswith("--")):
         said = " ".join(pick_flags(unknown, (flag,)))
         if flag in SHAPE_FLAGS:

@@ -19,7 +19,8 @@ from tools.convert.recipe.joint import (
     implied,
     shown,
 )
-from tools.convert.recipe.table import BRIDGE, ON, ROWS, FlagFields, Symbol, Value
+from tools.convert.recipe.table import BRIDGE, KINDS, ROWS, Symbol, Value, default_of
+from tools.spec.flag_table import KnownFlag
 from tools.spec.flags import Flags, drop_flags, merge_flags
 
 
@@ -88,7 +89,7 @@ def reading_of_fields(fields: Fields) -> RecipeFlags:
     groups = fields.get("model.num_query_groups")
     words = [] if groups in (None, fields.get("model.num_attention_heads")) else [GROUPED]
     for row in ROWS:
-        if row.applies(Flags(words)):
+        if Flags(words).applies(row):
             words += _words_of(row, fields, notes)
     words += _model_words(fields, Flags(words), notes)
     words += _vocabulary_words(fields, notes)
@@ -139,45 +140,45 @@ def _with_precision(fields: dict[str, Value], name: str, given: set[str]) -> dic
     return fields | {"ddp.grad_reduce_in_fp32": fields[f"{name}.grad_reduce_in_fp32"]}
 
 
-def _words_of(row: FlagFields, fields: Fields, notes: list[str]) -> list[str]:
+def _words_of(row: KnownFlag, fields: Fields, notes: list[str]) -> list[str]:
     value = _one_value(row, fields, notes)
     if value is None:
         return []
     try:
-        words = row.kind.words(value)
+        words = KINDS[row.kind].words(value)
     except TypeError:
         raise RecipeError(
-            f"{row.places[0]} is {shown(value)}, not {row.kind.wanted}"
+            f"{row.recipe[0]} is {shown(value)}, not {KINDS[row.kind].wanted}"
             + ("; YAML reads 1e-4 as a text, write 1.0e-4." if isinstance(value, str) else ".")
         ) from None
-    return [] if words is None or value == row.megatron else [row.flag, *words]
+    return [] if words is None or value == default_of(row) else [row.name, *words]
 
 
-def _one_value(row: FlagFields, fields: Fields, notes: list[str]) -> Value:
+def _one_value(row: KnownFlag, fields: Fields, notes: list[str]) -> Value:
     """The value that the row's places hold together."""
     held: dict[str, Value] = {}
-    for place in row.places:
+    for place in row.recipe:
         value = fields.get(place.removeprefix("!"))
         if value is not None:
             held[place] = not value if place.startswith("!") else value
     values = list(held.values())
     if not values or all(value == values[0] for value in values):
         return values[0] if values else None
-    if row.flag == "--seq-length":
+    if row.name == "--seq-length":
         raise RecipeError(
             f"{' and '.join(f'{place} {shown(each)}' for place, each in held.items())} contradict one "
             "another; give both the same number of tokens."
         )
     if (
-        row.flag == "--weight-decay"
+        row.name == "--weight-decay"
     ):  # What Bridge's scheduler sets at each step, whatever was given.
         value = held.get("scheduler.end_weight_decay", values[0])
-    elif row.kind is ON:  # A switch of several parts: Bridge switches all on.
+    elif row.kind == "on":  # A switch of several parts: Bridge switches all on.
         value = True
     else:
         value = values[0]
     said = ", ".join(f"{place.removeprefix('!')} {shown(each)}" for place, each in held.items())
-    notes.append(f"{said}: {row.flag} is one value; {shown(value)} is what counts.")
+    notes.append(f"{said}: {row.name} is one value; {shown(value)} is what counts.")
     return value
 
 
@@ -192,7 +193,7 @@ def _model_words(fields: Fields, flags: Flags, notes: list[str]) -> list[str]:
             + ", ".join(f"{'gated ' if each[0] else ''}{each[1]}" for each in ACTIVATIONS)
             + "."
         )
-    hidden = flags.integer("--hidden-size", 0)
+    hidden = flags.integer("--hidden-size")
     ffn = fields.get("model.ffn_hidden_size") or 4 * hidden
     if not isinstance(ffn, int):
         raise RecipeError(f"model.ffn_hidden_size is {shown(ffn)}, not a whole number.")
@@ -256,7 +257,7 @@ def _data_words(fields: Fields, notes: list[str]) -> list[str]:
 
 def _unread(fields: Fields) -> Iterable[str]:
     """Fields that differ from Bridge's default and that no flag says."""
-    read = {place.removeprefix("!") for row in ROWS for place in row.places} | _DERIVED
+    read = {place.removeprefix("!") for row in ROWS for place in row.recipe} | _DERIVED
     halves = {place.partition(".")[2] for place in fields if place.startswith("mixed_precision.")}
     for place, value in fields.items():
         section, _, field = place.partition(".")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from tools.convert.recipe.flags import RecipeFlags
 from tools.convert.recipe.joint import RecipeError
-from tools.convert.recipe.table import ROWS
+from tools.convert.recipe.table import KINDS, default_of
+from tools.spec.flag_table import FLAGS, of_role
 from tools.spec.flags import Flags, drop_flags, merge_flags, pick_flags
 from tools.spec.model import training_flags
 from tools.spec.run import DeviceKind, RunSpec, spec_of_flags
@@ -22,26 +23,12 @@ _VARIABLES = {
     "--seed": "SEED",
     "--data-path": "DATA",
 }
-_OF_A_RUN = (
-    "--load",
-    "--finetune",
-    "--no-load-optim",
-    "--no-load-rng",
+_OF_A_RUN = of_role("start", "parallelism", "stages", "overlap") | {
     "--async-save",
-    "--expert-tensor-parallel-size",
-    "--cp-comm-type",
-    "--no-overlap-p2p-communication",
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-    "--pipeline-model-parallel-layout",
-    "--overlap-grad-reduce",
-    "--overlap-param-gather",
-    "--transformer-impl",
-    "--num-workers",
     "--ckpt-format",
-)
+    "--num-workers",
+    "--transformer-impl",
+}
 """Flags of a layout, a device or a run, which do not belong into a model's file: EXTRA= has them."""
 
 _NEVER = str(10**9)
@@ -89,11 +76,9 @@ def imported(reading: RecipeFlags, name: str, ranks: int | None = None) -> Impor
         RecipeError: The layout does not multiply to `ranks`, or a flag is missing.
     """
     flags = Flags(reading.flags)
-    fewest = 1
-    for degree in ("tensor-model", "pipeline-model", "context"):
-        fewest *= flags.integer(f"--{degree}-parallel-size", 1)
-    shared = flags.integer("--expert-model-parallel-size", 1)
-    fewest *= -(-shared // flags.integer("--context-parallel-size", 1))
+    degrees = flags.fields("parallelism")
+    fewest = degrees["tensor"] * degrees["pipeline"] * degrees["context"]
+    fewest *= -(-degrees["expert"] // degrees["context"])
     try:
         spec = spec_of_flags(reading.flags, ranks or fewest, DeviceKind.GPU, name)
     except StrategyError as error:
@@ -130,13 +115,12 @@ def _over_the_familys(flags: tuple[str, ...], family: str) -> tuple[str, ...]:
     """The flags with Megatron's defaults written out where the family's models are trained otherwise."""
     given = Flags(flags)
     familys = training_flags(family)
-    rows = {row.flag: row for row in ROWS}
     more: list[str] = []
     for flag in (word for word in familys if word.startswith("--")):
         if given.has(flag) or flag in _VARIABLES or flag in _OF_A_RUN:
             continue
-        row = rows[flag]
-        words = None if row.megatron is None else row.kind.words(row.megatron)
+        default = default_of(FLAGS[flag])
+        words = None if default is None else KINDS[FLAGS[flag].kind].words(default)
         more += [flag, *words] if words else _as_if_absent(flag, given)
     dropped = ("--lr-warmup-iters",) if "--lr-warmup-fraction" in more else ()
     return (*drop_flags(flags, dropped), *more)
@@ -146,7 +130,7 @@ def _as_if_absent(flag: str, given: Flags) -> list[str]:
     """Words that undo a flag of the family's."""
     if flag == "--lr-warmup-fraction":  # Megatron takes either this or --lr-warmup-iters.
         decay = given.integer("--lr-decay-iters", given.integer("--train-iters", 1))
-        return [flag, repr(given.integer("--lr-warmup-iters", 0) / decay)]
+        return [flag, repr(given.integer("--lr-warmup-iters") / decay)]
     if flag == "--lr-decay-iters":
         return [flag, given.text("--train-iters")]
     if flag == "--eval-interval":

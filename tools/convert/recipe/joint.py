@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tools.convert.recipe.table import Symbol, Value
+from tools.spec.flag_table import FLAGS
 from tools.spec.flags import Flags
 
 type Fields = Mapping[str, Value]
@@ -29,33 +30,8 @@ IN_FP32, IN_BF16 = "--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf1
 GROUPED, POSITIONS = "--group-query-attention", "--max-position-embeddings"
 NULL = "NullTokenizer"
 TOKENIZER = {
-    "--tokenizer-type": "tokenizer.tokenizer_type",
-    "--tokenizer-model": "tokenizer.tokenizer_model",
-    "--vocab-file": "tokenizer.vocab_file",
-    "--merge-file": "tokenizer.merge_file",
+    flag.name: flag.recipe[0] for flag in FLAGS.values() if flag.role == "tokenizer" and flag.recipe
 }
-OF_DEVICE = ("--transformer-impl", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion")
-"""Chosen for the devices at hand, beside the rows that are."""
-
-JOINT = frozenset(
-    (
-        *filter(None, ACTIVATIONS.values()),
-        "--ffn-hidden-size",
-        "--vocab-size",
-        GROUPED,
-        POSITIONS,
-        "--data-path",
-        "--mock-data",
-        IN_FP32,
-        IN_BF16,
-        "--save",
-        "--tensorboard-dir",
-        *OF_DEVICE,
-        *TOKENIZER,
-    )
-)
-"""Flags without a row: several make one field, or one makes several."""
-
 
 _UNCHECKED, _SHARDED = "--no-check-for-nan-in-loss-and-grad", "--use-distributed-optimizer"
 

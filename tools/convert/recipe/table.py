@@ -1,13 +1,12 @@
-"""Megatron's flags and the fields of Megatron-Bridge's `ConfigContainer` that mean the same: one table.
+"""Megatron's flags as fields of Megatron-Bridge's `ConfigContainer`: kinds of values, and its defaults.
 
-The writer of recipes, their reader and the comparison of both follow from `ROWS`, which `table.csv`
-holds. Megatron's defaults are those of 0.19.0's parser; Bridge's are in `defaults.yaml`, as 0.3.1 writes
-them. A test compares both with the packages.
+The writer of recipes, their reader and the comparison of both follow from `ROWS`, those lines of the
+flag table (`tools/spec/flags.csv`) that name fields. Bridge's defaults are in `defaults.yaml`, as its
+0.3.1 writes them. Tests compare both with the packages.
 """
 
 from __future__ import annotations
 
-import csv
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.spec.files import read_yaml
-from tools.spec.flags import Flags
+from tools.spec.flag_table import FLAGS, KnownFlag
 
 BRIDGE_VERSION = "0.3.1"
 CONTAINER = "ConfigContainer"
@@ -43,54 +42,6 @@ class ValueKind:
     words: Callable[[Value], tuple[str, ...] | None]
     """The words behind the flag; None where leaving it out says the value. Raises TypeError for a value
     of another kind."""
-
-
-@dataclass(frozen=True)
-class FlagFields:
-    """One flag, and the fields that hold its value."""
-
-    flag: str
-    kind: ValueKind
-    places: tuple[str, ...]
-    """`section.field`; `!section.field` holds the opposite."""
-    megatron: Value
-    """What Megatron takes without the flag; None is nothing, or what it derives."""
-    unit: str = ""
-    only_with: str = ""
-    """The flag, or the name in `CONDITIONS`, without which this flag says nothing."""
-    of_device: bool = False
-    """Chosen for the devices at hand: what CPU ranks need says nothing about a GPU."""
-
-    def applies(self, flags: Flags) -> bool:
-        """Whether it says something beside these flags."""
-        if not self.only_with:
-            return True
-        known = CONDITIONS.get(self.only_with)
-        return known(flags) if known else flags.has(self.only_with)
-
-    def values(self, value: Value) -> dict[str, Value]:
-        """The fields that hold a value."""
-        return {
-            place.removeprefix("!"): not value if place.startswith("!") else value
-            for place in self.places
-        }
-
-
-"""Beside a flag, what another may depend on."""
-
-
-def _decay_changes(flags: Flags) -> bool:
-    return flags.text("--weight-decay-incr-style", "constant") != "constant"
-
-
-CONDITIONS: dict[str, Callable[[Flags], bool]] = {
-    "rotary": lambda flags: flags.text("--position-embedding-type") == "rope",
-    "half": lambda flags: flags.has("--fp16") or flags.has("--bf16"),
-    "muon": lambda flags: "muon" in flags.text("--optimizer"),
-    "constant decay": lambda flags: not _decay_changes(flags),
-    "changing decay": _decay_changes,
-}
-"""Beside a flag, what another may depend on."""
 
 
 def fields_of_yaml(document: object) -> dict[str, Value]:
@@ -218,11 +169,8 @@ def _switch(present: bool) -> ValueKind:
     return ValueKind("True or False", lambda _: present, words)
 
 
-ON = _switch(True)
-"""A flag that switches a field on."""
-
-_KINDS = {
-    "on": ON,
+KINDS = {
+    "on": _switch(True),
     "off": _switch(False),
     "whole": ValueKind("a whole number", _first(int), _alone(_whole)),
     "decimal": ValueKind("a number", _first(float), _alone(_decimal)),
@@ -235,31 +183,27 @@ _KINDS = {
         "a member of AttnBackend", _first(lambda word: Symbol(_ATTENTION + word)), _attention
     ),
 }
+"""By the table's names."""
 
 
-def _read_rows() -> tuple[FlagFields, ...]:
-    with (Path(__file__).parent / "table.csv").open(newline="") as file:
-        return tuple(_row(**line) for line in csv.DictReader(file, skipinitialspace=True))
+def default_of(flag: KnownFlag) -> Value:
+    """What Megatron takes without the flag; None is nothing, or what it derives."""
+    if flag.kind == "backend" and isinstance(flag.default, str):
+        return Symbol(_ATTENTION + flag.default)
+    return flag.default
 
 
-def _row(flag: str, kind: str, places: str, megatron: str, **more: str) -> FlagFields:
-    return FlagFields(
-        flag,
-        _KINDS[kind],
-        tuple(places.split()),
-        _default(kind, megatron),
-        more["unit"],
-        more["only with"],
-        more["device"] == "device",
-    )
+def fields_with(flag: KnownFlag, value: Value) -> dict[str, Value]:
+    """The fields that hold a flag's value."""
+    return {
+        place.removeprefix("!"): not value if place.startswith("!") else value
+        for place in flag.recipe
+    }
 
 
-def _default(kind: str, text: str) -> Value:
-    if not text:
-        return None
-    return text == "true" if kind in ("on", "off") else _KINDS[kind].read([text])
-
-
-ROWS = _read_rows()
+ROWS = tuple(
+    flag for flag in FLAGS.values() if "." in "".join(flag.recipe) and flag.role != "tokenizer"
+)
+"""Flags that have fields of their own."""
 BRIDGE = fields_of_yaml(read_yaml(Path(__file__).parent / "defaults.yaml"))
 """Bridge's default of every field, by `section.field`; a field that has none is not there."""

@@ -233,4 +233,4 @@ def _python(value: Value) -> str:
     return shown(value)
 
 
-_UNITS = {place.removeprefix("!"): row.unit for row in ROWS for place in row.places if row.unit}
+_UNITS = {place.removeprefix("!"): row.unit for row in ROWS for place in row.recipe if row.unit}

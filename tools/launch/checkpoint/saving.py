@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry
-from tools.spec.flags import release
+from tools.spec.flags import flags_in
 from tools.spec.run import DeviceKind
-from tools.spec.strategy import Parallelism, Sharding
+from tools.spec.strategy import Parallelism
 
 KEEP = 2
 """Verified checkpoints that stay unless KEEP= says otherwise: the newest, and one to fall back on."""
 
-NOT_RESUMED = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 _BYTES_A_PARAMETER = {"fp32": 12, "fp16": 14, "bf16": 14}
 """Weights, fp32 main weights beside 16-bit ones, and Adam's two moments."""
 
@@ -32,15 +31,14 @@ class Saving:
 def saving_flags(saving: Saving, parallelism: Parallelism, entry: MegatronEntry) -> tuple[str, ...]:
     """Megatron's flags but for the folder: its distributed format, which loads into any layout."""
     flags = ["--save-interval", str(saving.every), "--ckpt-format", "torch_dist"]
-    version = release(entry.megatron_version)
-    if parallelism.sharding is Sharding.ZERO1 and version >= (0, 16):
+    sharding = parallelism.sharding
+    if sharding and not sharding.wraps_modules:
         # Without it the optimizer's shards go back only into the layout that saved them.
         flags.append("--dist-ckpt-optim-fully-reshardable")
     if saving.asynchronous:
-        flags += ["--async-save", "--use-persistent-ckpt-worker"]
-        # Megatron's own; the default since 0.17 needs a package that Megatron's wheel does not bring.
-        flags += ["--async-strategy", "mcore"] if version >= (0, 17) else []
-    return tuple(flags)
+        # Megatron's own writer; its default needs a package that its wheel does not bring.
+        flags += ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
+    return flags_in(flags, entry.megatron_version)
 
 
 def saving_folder(run_folder: str) -> str:
@@ -56,7 +54,7 @@ def saving_problems(
         yield (
             f"BACKEND={backend} saves no checkpoints; leave SAVE_EVERY= out, or use BACKEND=megatron."
         )
-    if parallelism.sharding in NOT_RESUMED:
+    if parallelism.sharding.wraps_modules:
         yield (
             f"{strategy} cannot be resumed yet: its {parallelism.sharding} shards are saved in a "
             "format of their own; leave SAVE_EVERY= out, or use zero1."

@@ -13,7 +13,7 @@ from pathlib import Path
 from tools.launch.cluster.nodes import INTERFACES
 from tools.launch.code import code_of
 from tools.launch.compose import Launch
-from tools.launch.relaunch import OF_ONE_START
+from tools.launch.relaunch import PER_ATTEMPT_FLAGS
 from tools.launch.run_folder import Provenance, find_provenance
 from tools.records import run as records
 from tools.records.run import Code, RunRecord
@@ -68,7 +68,7 @@ def trained_alike(attempts: Sequence[RunRecord]) -> bool:
 
 
 def _trained(record: RunRecord) -> tuple[object, ...]:
-    flags = Flags(drop_flags(record.argv, (*OF_ONE_START, "--wandb-exp-name")))
+    flags = Flags(drop_flags(record.argv, PER_ATTEMPT_FLAGS))
     environment = {k: v for k, v in record.environment.items() if k not in INTERFACES}
     return flags, record.exit_interval, record.entry, environment, record.spec.link_bits_per_second
 

@@ -8,7 +8,6 @@ from tools.plan.collectives.call import CollectiveCall, Megatron, collective
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.run import RunSpec
-from tools.spec.strategy import Sharding
 
 _NUMBER_BYTES = 4
 _LOGGED_TIMERS = 24
@@ -51,9 +50,9 @@ def _gradient_statistics(spec: RunSpec) -> Iterator[CollectiveCall]:
     """
     sharding = spec.parallelism.sharding
     groups = [Group.MODEL] + ([Group.EXPERT_MODEL] if spec.parallelism.expert > 1 else [])
-    if sharding is Sharding.FSDP2:  # Its gradients are DTensors, summed over their mesh.
+    if sharding.is_torch_fsdp:  # Its gradients are DTensors, summed over their mesh.
         groups = [Group.DATA_CONTEXT, Group.MODEL]
-    elif sharding is not Sharding.NONE:
+    elif sharding:
         groups = [Group.WORLD]
     for group in groups:
         yield _reduced(spec, group, "squared gradient norm", _NORM)

@@ -12,7 +12,6 @@ from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group, group_ranks
 from tools.spec.model import round_up
 from tools.spec.run import RunSpec
-from tools.spec.strategy import Sharding
 
 _BUCKETS = "distributed/param_and_grad_buffer.py: _ParamAndGradBucketGroup"
 _FSDP = "distributed/fsdp/src/megatron_fsdp; torch.distributed.fsdp.fully_shard"
@@ -25,12 +24,12 @@ _GATHER, _SYNC = Operation.ALL_GATHER, Phase.GRADIENT_SYNC
 def gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """Gradient and weight calls of one pipeline rank in one iteration."""
     sharding = spec.parallelism.sharding
-    if sharding is Sharding.NONE:
-        yield from _all_reduced(spec, pipeline_rank)
-    elif sharding is Sharding.ZERO1:
+    if sharding.wraps_modules:
+        yield from _fully_sharded(spec, pipeline_rank)
+    elif sharding:
         yield from _distributed_optimizer(spec, pipeline_rank)
     else:
-        yield from _fully_sharded(spec, pipeline_rank)
+        yield from _all_reduced(spec, pipeline_rank)
 
 
 def _all_reduced(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
@@ -95,16 +94,16 @@ def _fully_sharded(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall
     rank, layer = rank_parameters(spec, pipeline_rank), layer_parameters(spec)
     experts = layer.experts if parallelism.expert > 1 else 0
     shared, outside = layer.total - experts, rank.total - layers * layer.total
-    if parallelism.sharding is not Sharding.FSDP2 and not spec.shape.experts:
+    if not parallelism.sharding.is_torch_fsdp and not spec.shape.experts:
         ranks = group_ranks(parallelism, Group.DATA_CONTEXT)
         rows = ranks * _widest_row(spec)
-        if parallelism.sharding is Sharding.ZERO2:
+        if not parallelism.sharding.shards_weights:
             layers, outside = 0, round_up(rank.total, rows)
         shared, outside = round_up(shared, rows), round_up(outside, ranks * spec.shape.hidden)
     passes = layers * spec.microbatches
     yield from _unit(spec, Group.DATA_CONTEXT, shared, passes)
     yield from _unit(spec, Group.EXPERT_DATA, experts, passes)
-    if parallelism.sharding is Sharding.FSDP2:
+    if parallelism.sharding.is_torch_fsdp:
         embedding = rank.word_embedding + rank.position_embedding
         for unit in (embedding, outside - embedding):
             yield from _unit(spec, Group.DATA_CONTEXT, unit, spec.microbatches)
@@ -117,7 +116,7 @@ def _unit(
 ) -> Iterator[CollectiveCall]:
     """Weights in and gradients out of one unit, `passes` times in an iteration."""
     precision = precision_of(spec)
-    keeps = spec.parallelism.sharding is Sharding.ZERO2 or not layered
+    keeps = not (spec.parallelism.sharding.shards_weights and layered)
     gathers = passes // spec.microbatches if keeps else 2 * passes
     phase = Phase.OPTIMIZER if keeps else Phase.FORWARD
     weights, gradients = precision.weights * elements, precision.gradients * elements

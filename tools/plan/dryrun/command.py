@@ -11,7 +11,8 @@ from tools.plan.dryrun.job import DryRunError, DryRunner, check, ranks_named
 from tools.plan.memory import PRECISIONS
 from tools.plan.request import with_sequence
 from tools.spec.model import Model, model_of
-from tools.spec.run import Recompute, RunSpec, spec_of_model
+from tools.spec.recompute import Recompute
+from tools.spec.run import RunSpec, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 
@@ -61,8 +62,9 @@ def spec_from(given: Namespace, model: Model) -> RunSpec:
     # Twice as many micro batches as stages: the schedule reaches its steady state.
     whole = given.global_batch or micro * given.dp * 2 * given.pp
     plain = spec_of_model(model, parallelism, Batch(micro, whole))
-    plain = with_sequence(plain, given.seq)
-    return replace(plain, dtype=dtype, recompute=Recompute(given.recompute))
+    return replace(
+        with_sequence(plain, given.seq), dtype=dtype, recompute=given.recompute or Recompute.NONE
+    )
 
 
 def _show(

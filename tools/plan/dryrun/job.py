@@ -17,13 +17,9 @@ from tools.plan.constraints import violations
 from tools.records.measurements import RankCommunication, RankMemory
 from tools.spec import variables
 from tools.spec.files import ROOT, read_args_file
-from tools.spec.flags import drop_flags, flag_words, merge_flags
-from tools.spec.model import LOADING, Model
+from tools.spec.flags import flag_words, merge_flags
+from tools.spec.model import Model, trained_flags
 from tools.spec.run import RunSpec, flags_of_spec
-from tools.spec.strategy import Sharding
-
-_HALF = ("--fp16", "--bf16")
-_FSDP = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 
 _WITHOUT_DEVICES = flag_words(
     {
@@ -93,7 +89,7 @@ def check(spec: RunSpec) -> None:
     """
     parallelism = spec.parallelism
     problems = list(violations(as_dry_run(spec)))
-    if parallelism.sharding in _FSDP:
+    if parallelism.sharding.wraps_modules:
         problems.append(
             f"{parallelism.sharding} keeps its weights in DTensors that the dry run cannot fake; use "
             "zero1 or no sharding here, and 'make plan' for its closed form."
@@ -118,10 +114,9 @@ def flags_of(model: Model, spec: RunSpec) -> tuple[str, ...]:
     Precision is the run's own, because it decides bytes.
     """
     shape = spec.shape
-    training = read_args_file(ROOT / "examples" / model.family / "training.args")
     on_host = read_args_file(ROOT / "tools" / "launch" / "runtimes" / "cpu.args")
     return merge_flags(
-        tuple(flag for flag in (*training, *drop_flags(model.flags, LOADING)) if flag not in _HALF),
+        trained_flags(model, in_half=False),
         flags_of_spec(replace(spec, cp_comm_type="p2p")),
         on_host,
         ("--seq-length", str(shape.seq_length)),

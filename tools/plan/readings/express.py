@@ -15,8 +15,9 @@ from tools.plan.constraints import NEWEST, violations
 from tools.plan.readings.facts import model_facts, release_of, source_facts
 from tools.plan.readings.table import Reading
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.execution import SWITCHES, Execution
+from tools.plan.time.execution import Execution
 from tools.spec.experts import ExpertLoad
+from tools.spec.flag_table import of_group
 from tools.spec.flags import Flags
 from tools.spec.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
 from tools.spec.model import (
@@ -26,11 +27,10 @@ from tools.spec.model import (
     Mamba,
     ModelShape,
 )
+from tools.spec.recompute import RECOMPUTED_MODULES, Recompute
 from tools.spec.run import (
-    RECOMPUTED_MODULES,
     DeviceKind,
     Quantised,
-    Recompute,
     RunSpec,
     StateTypes,
     TokenDispatcher,
@@ -91,20 +91,17 @@ def express(reading: Reading) -> Expressed:
     return Expressed(reading, spec, _cluster(reading, source, execution))
 
 
-FLAGS = "flags: "
-"""Starts notes that hold the Megatron flags that trained a reading; they say more than its columns."""
-FUSED = "FUSED="
-"""Starts the word before them that names the kit's patches."""
-
-
 def flags_said(reading: Reading) -> list[str] | None:
-    """The flags in a reading's notes; None where they hold none."""
-    if not reading.notes.startswith(FLAGS):
-        return None
+    """The flags that a reading's column holds; None where it holds none."""
+    if reading.notes.startswith("flags: "):
+        raise RefusedError(
+            "its notes hold flags, which have a column of their own: remove the row, and 'make report' "
+            "writes it anew"
+        )
     try:
-        return shlex.split(reading.notes.removeprefix(FLAGS))
+        return shlex.split(reading.flags) or None
     except ValueError as error:
-        raise RefusedError(f"the flags in its notes cannot be read: {error}") from None
+        raise RefusedError(f"its flags cannot be read: {error}") from None
 
 
 def _without_expert_biases(spec: RunSpec) -> RunSpec:
@@ -266,7 +263,7 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
     context = reading.cp or 1
     pipeline = source.get("misprinted_pipeline", {}).get(f"{reading.where} {pipeline}", pipeline)
     sharding = _sharding(reading, source)
-    if sharding is Sharding.ZERO3:
+    if sharding.shards_weights:
         tensor, pipeline = tensor or 1, pipeline or 1
     if tensor is None or pipeline is None:
         missing = [name for name, value in (("TP", tensor), ("PP", pipeline)) if value is None]
@@ -340,13 +337,13 @@ def _recompute(stated: str, fused: bool) -> Recompute:
     words = stated.lower()
     modules = [_SHORT_MODULES.get(word, word) for word in words.replace(",", " ").split()]
     if modules and RECOMPUTED_MODULES.issuperset(modules):
-        return Recompute(" ".join(modules))
+        return Recompute(frozenset(modules))
     if words and not words.startswith(_RECOMPUTED):
         known = ", ".join((*_RECOMPUTED, *sorted(RECOMPUTED_MODULES)))
         raise RefusedError(f"its recompute '{stated}' is none of {known}")
     if words.startswith("full"):
         try:
-            return Recompute(words)
+            return Recompute.parse(words)
         except ValueError:
             raise RefusedError(
                 f"its recompute '{stated}' is neither full nor full uniform 2 or full block 2"
@@ -406,9 +403,7 @@ def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
         spec = spec_of_flags(words, reading.gpus, kind, reading.model)
     except ValueError as error:
         raise RefusedError(str(error)) from None
-    patched = bool(words) and words[0].startswith(FUSED)
-    fused = tuple(words[0].removeprefix(FUSED).split(",")) if patched else ()
-    return replace(spec, fused=fused)
+    return replace(spec, fused=tuple(filter(None, reading.fused.split(","))))
 
 
 def _golden_spec(reading: Reading, case: str) -> RunSpec:
@@ -444,13 +439,14 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
 
 def execution_of_flags(flags: Flags) -> Execution:
     """How Megatron's flags let a run be executed."""
+    switches = of_group("execution")
     given = {
-        field for flag, field in SWITCHES.items() if flags.has(flag) and flags.text(flag) != "none"
+        each.field for each in switches if flags.has(each.name) and flags.text(each.name) != "none"
     }
     # Megatron's own layers take Apex's norms if they can, and PyTorch's only without persistent kernels.
     bare = flags.text("--transformer-impl") == "local" and flags.has("--no-persist-layer-norm")
     # Megatron-FSDP's own passes over gradients are counted with what it sends.
     if flags.has("--use-megatron-fsdp"):
         given.discard("unfused_gradients")
-    switched = {field: field in given for field in SWITCHES.values()}
+    switched = {each.field: each.field in given for each in switches}
     return Execution(**switched, torch_kernels=bare)

@@ -1,8 +1,8 @@
 """One's own readings: runs that were measured here, as rows with the columns of the public ones.
 
-`make report` writes `readings/mine.csv`, a row for each configuration. What the columns do not say is in
-its notes, as the Megatron flags that trained it. `OwnRuns` are those on one kind of device, predicted
-with the same constants as what is asked: what they were missed by corrects the next prediction.
+`make report` writes `readings/mine.csv`, a row for each configuration. What the public columns do not
+say is in two more, `flags` and `fused`: what trained it. `OwnRuns` are those on one kind of device,
+predicted with the constants of what is asked: what they were missed by corrects the next prediction.
 """
 
 from __future__ import annotations
@@ -18,40 +18,29 @@ from dataclasses import dataclass, replace
 from math import exp, log, log2
 from pathlib import Path
 
-from tools.plan.readings.express import FLAGS, FUSED, RefusedError, express
+from tools.plan.readings.express import RefusedError, express
 from tools.plan.readings.residual import Residual, residual
-from tools.plan.readings.table import COLUMNS, Reading, ReadingsError, read_readings, read_rows
+from tools.plan.readings.table import (
+    COLUMNS,
+    OF_ONES_OWN,
+    Reading,
+    ReadingsError,
+    read_readings,
+    read_rows,
+)
 from tools.plan.tensors import UnevenSplitError, parameters_total
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.execution import SWITCHES
 from tools.plan.time.rates import NoPeakError
 from tools.records.io import lock, write_whole
-from tools.spec.experts import CAPACITY, GROUPS, GROUPS_TAKEN, PADDED
+from tools.spec.flag_table import planned
 from tools.spec.flags import merge_flags, pick_flags
 from tools.spec.hardware import Device
 from tools.spec.model import SHAPE_FLAGS
 from tools.spec.run import RunSpec, flags_of_spec, spec_of_flags
 
 SOURCE = "mine"
+_COLUMNS = (*COLUMNS, *OF_ONES_OWN)
 
-_MORE_FLAGS = frozenset(
-    {
-        "--vocab-size",
-        "--make-vocab-size-divisible-by",
-        "--moe-token-dispatcher-type",
-        "--moe-aux-loss-coeff",
-        "--moe-z-loss-coeff",
-        "--optimizer",
-        "--transformer-impl",
-        "--no-persist-layer-norm",
-        "--attention-backend",
-        "--fp8-format",
-        "--fp8-recipe",
-        "--untie-embeddings-and-output-weights",
-        *(CAPACITY, PADDED, GROUPS, GROUPS_TAKEN),
-        *SWITCHES,
-    }
-)
 _LOCK_SECONDS = 10.0
 Row = dict[str, str]
 
@@ -70,11 +59,11 @@ def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds
         RefusedError: The flags that a row keeps do not give the same run again.
     """
     split, shape = spec.parallelism, spec.shape
-    flags = merge_flags(pick_flags(argv, SHAPE_FLAGS | _MORE_FLAGS), flags_of_spec(spec))
+    told = SHAPE_FLAGS | planned("counted")
+    flags = merge_flags(pick_flags(argv, told), flags_of_spec(spec))
     again = spec_of_flags(flags, split.world_size, spec.device, spec.model)
     if _measured(replace(again, fused=spec.fused)) != _measured(spec):
         raise RefusedError(f"{run}: its flags alone do not say what was trained")
-    patches = [FUSED + ",".join(spec.fused)] if spec.fused else []
     known: dict[str, object] = {
         "source": SOURCE,
         "url_or_path": f"{platform.node()}:{run}",
@@ -100,9 +89,11 @@ def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds
         "recompute": spec.recompute,
         "metric": "step_time_s",
         "value": f"{seconds:.6g}",
-        "notes": FLAGS + shlex.join([*patches, *flags]),
+        "notes": "",
+        "flags": shlex.join(flags),
+        "fused": ",".join(spec.fused),
     }
-    return {name: str(known[name]) for name in COLUMNS}
+    return {name: str(known[name]) for name in _COLUMNS}
 
 
 def add_rows(path: Path, rows: Iterable[Row]) -> int:
@@ -256,21 +247,22 @@ def _unlike(one: RunSpec, two: RunSpec) -> float:
 def _configuration(row: Row) -> tuple[str, ...]:
     """What makes a row another one: all but what it measured, and in which run."""
     machine = row.get("url_or_path", "").partition(":")[0]
-    said = (row.get(name) or "" for name in COLUMNS if name not in ("url_or_path", "value"))
+    said = (row.get(name) or "" for name in _COLUMNS if name not in ("url_or_path", "value"))
     return (machine, *said)
 
 
 def _table(path: Path) -> tuple[list[str], list[Row]]:
     """Columns and rows of a file; those of an empty one where it is not there."""
     if not path.is_file():
-        return list(COLUMNS), []
+        return list(_COLUMNS), []
     try:
         columns, rows = read_rows(path)
     except ReadingsError as error:
         raise ReadingsError(
             f"{path} is no table of readings; name another file with READINGS= ({error})"
         ) from None
-    return columns, [row for _, row in rows]
+    more = [name for name in OF_ONES_OWN if name not in columns]
+    return [*columns, *more], [row for _, row in rows]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from tools.plan.published import h200_figures, h200_spec, paper_specs, usual_cluster
@@ -41,7 +41,9 @@ def paper_runs() -> list[Expressed]:
 
 def _expressed(source: str, spec: RunSpec, cluster: Cluster, seconds: float) -> Expressed:
     split, words = spec.parallelism, ("model", "gpu", "dtype", "recompute", "notes", "where")
-    unknown: dict[str, Any] = {field.name: None for field in fields(Reading)}
+    unknown: dict[str, Any] = {
+        each.name: None for each in fields(Reading) if each.default is MISSING
+    }
     stated: dict[str, Any] = {
         "line": 0,
         "source": source,

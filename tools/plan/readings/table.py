@@ -23,6 +23,8 @@ _BATCH = ("mbs", "gbs")
 _NUMBERS = ("params_b", "value")
 _FFN = "ffn"
 COLUMNS = (*_WORDS, *_WHOLE, *_BATCH, *_NUMBERS, _FFN)
+OF_ONES_OWN = ("flags", "fused")
+"""Columns that a file may lack; `make report` writes them."""
 
 METRICS = (
     "step_time_s",
@@ -83,6 +85,10 @@ class Reading:
     metric: str
     value: float
     notes: str
+    flags: str = ""
+    """Megatron's, all that give the run again: they say more than the other columns."""
+    fused: str = ""
+    """The kit's patches of its kernels, as `FUSED=` names them."""
 
     @property
     def kept_back(self) -> bool:
@@ -146,11 +152,11 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
             f"{path}: row 1 lacks the column(s) {', '.join(missing)}; the first line names the columns, "
             "as in tools/plan/readings/README.md."
         )
-    if twice := [name for name in COLUMNS if columns.count(name) > 1]:
+    if twice := [name for name in (*COLUMNS, *OF_ONES_OWN) if columns.count(name) > 1]:
         raise ReadingsError(
             f"{path}: row 1 names the column {twice[0]} twice; leave one of them out."
         )
-    blank = dict.fromkeys(columns, "")
+    blank = dict.fromkeys((*columns, *OF_ONES_OWN), "")
     return columns, [
         (line, blank | dict(zip(columns, cells, strict=False))) for line, cells in rows[1:]
     ]
@@ -161,7 +167,7 @@ class _CellError(ValueError):
 
 
 def _reading(line: int, row: Mapping[str, str]) -> Reading:
-    cells = {name: row[name].strip() for name in COLUMNS}
+    cells = {name: row[name].strip() for name in (*COLUMNS, *OF_ONES_OWN)}
 
     def wrong(column: str, wanted: str) -> _CellError:
         return _CellError(
@@ -197,7 +203,7 @@ def _reading(line: int, row: Mapping[str, str]) -> Reading:
         raise wrong("metric", f"one of {', '.join(METRICS)}")
     ffn, _, of_experts = cells[_FFN].partition("/")
     columns = whole(_FFN, ffn)
-    words: Any = {name: cells[name] for name in _WORDS if name != "url_or_path"}
+    words: Any = {name: cells[name] for name in (*_WORDS, *OF_ONES_OWN) if name != "url_or_path"}
     wholes: Any = {name: whole(name, cells[name]) for name in (*_WHOLE, *_BATCH)}
     return Reading(
         line=line,

@@ -1,4 +1,7 @@
-"""How a trainer runs what a spec says: switches that change an iteration's time and not its result."""
+"""How a trainer runs what a spec says: switches that change an iteration's time and not its result.
+
+Flags of Megatron that set one name it in the flag table.
+"""
 
 from __future__ import annotations
 
@@ -63,24 +66,3 @@ class Execution:
     update, a tensor after the other."""
     fused_loss: bool = False
     """`--cross-entropy-loss-fusion`: one kernel reads the logits and writes their gradient in place."""
-
-
-SWITCHES = {
-    "--overlap-grad-reduce": "overlap_gradients",
-    "--overlap-param-gather": "overlap_parameters",
-    "--fp8-param-gather": "quantised_weights",
-    "--tp-comm-overlap": "overlap_tensor",
-    "--cuda-graph-impl": "graphs",
-    "--enable-cuda-graph": "graphs",
-    "--moe-flex-dispatcher-backend": "deduplicated",
-    "--moe-enable-deepep": "deduplicated",
-    "--overlap-moe-expert-parallel-comm": "overlap_experts",
-    "--use-transformer-engine-op-fuser": "fused_experts",
-    "--moe-grouped-gemm": "grouped_experts",
-    "--deterministic-mode": "deterministic",
-    "--cross-entropy-loss-fusion": "fused_loss",
-    "--overlap-cpu-optimizer-d2h-h2d": "overlap_offload",
-    "--no-gradient-accumulation-fusion": "unfused_gradients",
-    "--no-rope-fusion": "unfused_rotary",
-}
-"""Megatron's flags that set a field of `Execution`."""

@@ -41,7 +41,8 @@ from tools.plan.time.rates import DeviceRates, rates
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.offload import NOTHING
-from tools.spec.run import Quantised, Recompute, RunSpec
+from tools.spec.recompute import Recompute
+from tools.spec.run import Quantised, RunSpec
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Batch, Sharding
 
@@ -136,7 +137,6 @@ _UNFUSED_PASSES = 5
 _COPIED_OUT = 2
 """Gathered weights are read from the flat buffer and written to where layers read them
 (`torch.distributed.fsdp: all_gather_copy_out`)."""
-_OVERLAPPED = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
 
 
 def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
@@ -382,7 +382,7 @@ def _synchronisation_seconds(
     parallelism = spec.parallelism
     if not spec.stages.layout:
         parallelism = replace(parallelism, virtual_stages=1)
-    overlapped = parallelism.sharding in _OVERLAPPED
+    overlapped = parallelism.sharding.overlaps
     samples = (spec.microbatches if overlapped else 1) * parallelism.data
     plain = replace(spec, parallelism=parallelism, batch=Batch(1, samples))
     reduced, gathered, rest, update = _slowest_update(plain, cluster)
@@ -425,7 +425,7 @@ def _after_backward(
     sync = [c for c in pipeline_collectives(spec, rank) if c.group is Group.EMBEDDING]
     sync += partial_gradients(spec, rank)
     moved: list[CollectiveCall] = []
-    if spec.parallelism.sharding not in _OVERLAPPED:
+    if not spec.parallelism.sharding.overlaps:
         moved = list(gradient_collectives(spec, rank))
     reduced = _seconds(spec, cluster, (c for c in moved if c.phase is not Phase.OPTIMIZER))
     gathered = _seconds(spec, cluster, (c for c in moved if c.phase is Phase.OPTIMIZER))
@@ -459,7 +459,7 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
 
     They add unfused gradients: each micro batch writes them, copies them to a bucket and adds it.
     """
-    if spec.parallelism.sharding not in _OVERLAPPED:
+    if not spec.parallelism.sharding.overlaps:
         return 0.0
     calls = list(gradient_collectives(spec, 0))
     beside = [call for call in calls if call.phase is not Phase.OPTIMIZER]

@@ -13,6 +13,7 @@ from tools.report.analyse.configurations import (
 )
 from tools.report.analyse.statistics import TimeComparison, compare
 from tools.report.read.runs import Run
+from tools.spec.flag_table import argument_names, of_role
 from tools.spec.offload import offload_flags
 from tools.spec.run import RunSpec
 
@@ -114,23 +115,11 @@ def _arguments(reference: Run, other: Run) -> list[Mismatch]:
 
 _SAID = frozenset({"optimizer", "fp16", "bf16", "params_dtype", "hidden_dropout"})
 """Arguments that a condition of its own stands for."""
-_OF_LAYOUT = frozenset(
-    {
-        "world_size",
-        "data_parallel_size",
-        "tensor_model_parallel_size",
-        "sequence_parallel",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "transformer_pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "padded_vocab_size",
-        "num_layers_per_virtual_pipeline_stage",
-        "make_vocab_size_divisible_by",
-    }
-)
+_OF_LAYOUT = argument_names(of_role("parallelism")) | {
+    *("world_size", "data_parallel_size", "transformer_pipeline_model_parallel_size"),
+    "virtual_pipeline_model_parallel_size",
+    *("padded_vocab_size", "make_vocab_size_divisible_by"),
+}
 _OF_STRATEGY = ("devices", "padded vocabulary")
 
 
@@ -146,7 +135,7 @@ def _conditions(run: Run) -> dict[str, object]:
         "dropout": spec and spec.dropout,
         "precision": spec and spec.dtype,
         "optimizer": spec and spec.optimizer,
-        "recomputation": spec and spec.recompute.value,
+        "recomputation": spec and str(spec.recompute),
         "offload": spec and " ".join(offload_flags(spec.offload)),
         "Adam's state": adam_state(run),
         "Megatron": run.megatron or None,

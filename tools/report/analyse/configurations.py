@@ -9,43 +9,18 @@ from dataclasses import dataclass, replace
 from tools.records.run import RunRecord
 from tools.report.analyse.statistics import ON_CPU_RANKS, ON_GPUS, Estimate, Scatter, estimate
 from tools.report.read.runs import Run, given_arguments
+from tools.spec.flag_table import argument_names, of_role
 from tools.spec.offload import offload_flags
 from tools.spec.run import RunSpec
 from tools.spec.strategy import EXAMPLES
 
-# Arguments that say where output goes or how long to run, not what is trained.
-_VOLATILE = frozenset(
-    {
-        "tensorboard_dir",
-        "save",
-        "load",
-        "data_cache_path",
-        "log_progress",
-        "start_time",
-        "wandb_save_dir",
-        "wandb_exp_name",
-        "wandb_project",
-        "tensorboard_log_interval",
-        "seed",
-        "exit_interval",
-        "exit_duration_in_mins",
-        "train_iters",
-        "log_interval",
-        "save_interval",
-        "eval_interval",
-        "eval_iters",
-        "rank",
-        "local_rank",
-        "master_port",
-        "timing_log_level",
-        "log_throughput",
-        # A run that was resumed is the run it was.
-        "ckpt_step",
-        "finetune",
-        "no_load_optim",
-        "no_load_rng",
-    }
-)
+_VOLATILE = argument_names(of_role("start", "attempt", "logging")) | {
+    *("seed", "train_iters", "save_interval", "exit_duration_in_mins", "data_cache_path"),
+    *("start_time", "rank", "local_rank", "master_port"),
+}
+"""Arguments that say where output goes or how long to run, not what is trained.
+
+A run that was resumed is the run it was."""
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,9 @@ from tools.report.analyse.parity import REFERENCE, Parity
 from tools.report.analyse.statistics import Estimate
 from tools.report.read.runs import Run
 from tools.spec.run import RunSpec
-from tools.spec.strategy import Parallelism, Sharding
+from tools.spec.strategy import Parallelism
 from tools.text.table import Column
 from tools.text.units import number
-
-_ZERO_STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3, Sharding.FSDP2: 3}
 
 
 def notes_of(entry: Entry) -> str:
@@ -113,7 +111,7 @@ RESULTS: tuple[Column[Entry], ...] = (
     Column("vpp", _of_split(lambda split: split.virtual_stages)),
     Column("cp", _of_split(lambda split: split.context)),
     Column("ep", _of_split(lambda split: split.expert)),
-    Column("zero_stage", _of_split(lambda split: _ZERO_STAGES.get(split.sharding, 0))),
+    Column("zero_stage", _of_split(lambda split: split.sharding.stage)),
     Column("micro_batch_size", _of_spec(lambda spec: spec.batch.micro_batch_size or None)),
     Column("global_batch_size", lambda e: e.run.global_batch_size),
     Column("seq_length", _of_spec(lambda spec: spec.shape.seq_length)),

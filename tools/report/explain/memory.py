@@ -45,7 +45,7 @@ def sharding_sentences(subjects: Sequence[Subject]) -> list[str]:
     """What sharding the optimizer saves against plain data parallelism."""
     found = []
     for subject in subjects:
-        if subject.split.sharding is Sharding.NONE:
+        if not subject.split.sharding:
             continue
         whole = replace(subject.split, sharding=Sharding.NONE)
         if plain := find(subjects, subject, whole, same_batch=True):

@@ -71,9 +71,18 @@ def json_text(report: Report, explanation: Explanation) -> str:
         "corrections": report.corrections,
         "baseline": report.baseline,
         "changes": report.changes,
-        "explanation": explanation,
+        "explanation": _explanation_json(explanation),
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
+
+
+def _explanation_json(explanation: Explanation) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(explanation)
+    for run, each in explanation.findings.items():
+        if each.configuration:
+            # As RECOMPUTE= says it.
+            found["findings"][run]["configuration"]["recompute"] = str(each.configuration.recompute)
+    return found
 
 
 def point_latest(folder: Path) -> None:

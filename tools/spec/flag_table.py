@@ -1,0 +1,155 @@
+"""Every flag that the kit knows, a line of `flags.csv` each: Megatron's, and the few of its own.
+
+What a flag is stands there once. Sets of flags are queries of it (`of_role`, `planned`); readers take
+kinds, defaults and fields from it (`tools/spec/flags.py`). A test holds it against Megatron's parser.
+
+`kind` is `on` or `off` (a switch that makes something true or false), `whole`, `decimal`, `text`,
+`texts`, `numbers` or `backend`, `default` that of Megatron 0.19. `only with` names flags, one of which
+it needs to say anything: `--fp16|--bf16`, `--optimizer=muon`. `recipe` is the fields of Megatron-Bridge
+that mean the same (`!` before one that holds the opposite), `joint` where several flags say them
+together, or the flag that it is another name of. `device` marks what is chosen for the devices at hand:
+what CPU ranks need says nothing about a GPU. `since` and `until` are the first and the last of 0.14,
+0.15 (at f4fa7d6b) and 0.16 to 0.19 that have it; empty where no other does.
+
+`field` is what the flag sets of `RunSpec` (`run.seed`) or of a part of it (`shape.layers`), by its own
+kind: such fields are read and written in one loop.
+
+`role` is one of
+    shape         which tensors a model has, and their values at the start
+    precision     the type that its products are computed in
+    architecture  what else its layers compute, and what a strategy changes of its tensors
+    parallelism   what a strategy's name says: degrees, virtual stages, sharding
+    stages        how layers are laid on pipeline stages
+    recompute     what is computed again in backward
+    offload       which activations wait on the host
+    overlap       what is sent beside arithmetic, and by which algorithm
+    kernel        how devices compute and send
+    batch         samples of a pass and of an update
+    schedule      learning rates and weight decay, and the iterations that they are made for
+    optimizer     the update, and the types of its states
+    data          which samples in which order, and what of them the loss counts
+    tokenizer     what made them
+    logging       what is printed and evaluated
+    start         which weights and states training begins with
+    attempt       what one attempt of a run has for itself: where it writes and how, and when it ends
+    checkpoint    what else concerns saving and loading
+    system        processes, time limits, profiles, garbage collection
+    kit           no flag of Megatron: the native backend's own
+
+`planned` says what the planner makes of it: `counted`; `one layout`, counted where one is given and
+chosen by a search; `parameters`, which alone are counted; `neither`, it changes neither time nor memory;
+`MICRO_BATCH=` and the like, which says the same; empty where no formula has it.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+type Default = bool | int | float | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFlag:
+    """One line."""
+
+    name: str
+    kind: str
+    default: Default
+    """None is nothing, or what Megatron derives."""
+    unit: str
+    only_with: tuple[str, ...]
+    """Flags, or flags with a value, one of which it needs; empty needs none."""
+    recipe: tuple[str, ...]
+    of_device: bool
+    role: str
+    group: str
+    """What its `field` is of: `shape`, `parallelism`, `stages`, `execution`, …; empty without one."""
+    field: str
+    planned: str
+    since: str
+    until: str
+
+    def is_in(self, release: tuple[int, int]) -> bool:
+        """Whether a Megatron of this major and minor version has it."""
+        newer = bool(self.since) and release < _release(self.since)
+        return not newer and not (self.until and release > _release(self.until))
+
+
+def _read() -> dict[str, KnownFlag]:
+    with (Path(__file__).parent / "flags.csv").open(newline="") as file:
+        lines = csv.reader(file)
+        next(lines)
+        return {line[0]: _known(*line) for line in lines}
+
+
+def _known(
+    name: str,
+    kind: str,
+    default: str,
+    unit: str,
+    only_with: str,
+    recipe: str,
+    device: str,
+    *more: str,
+) -> KnownFlag:
+    role, place, *rest = more
+    group, _, field = place.partition(".")
+    needed = tuple(only_with.split("|")) if only_with else ()
+    places = tuple(recipe.split())
+    return KnownFlag(
+        name,
+        kind,
+        _default(kind, default),
+        unit,
+        needed,
+        places,
+        bool(device),
+        role,
+        group,
+        field,
+        *rest,
+    )
+
+
+def _default(kind: str, text: str) -> Default:
+    if not text:
+        return None
+    if kind in ("on", "off"):
+        return text == "true"
+    return int(text) if kind == "whole" else float(text) if kind == "decimal" else text
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")
+    return int(major), int(minor)
+
+
+FLAGS: Mapping[str, KnownFlag] = _read()
+"""By name, in the file's order."""
+
+
+@cache
+def of_role(*roles: str) -> frozenset[str]:
+    """Flags of these roles."""
+    return frozenset(name for name, flag in FLAGS.items() if flag.role in roles)
+
+
+@cache
+def planned(*ways: str) -> frozenset[str]:
+    """Flags of which the planner makes this."""
+    return frozenset(name for name, flag in FLAGS.items() if flag.planned in ways)
+
+
+@cache
+def of_group(group: str) -> tuple[KnownFlag, ...]:
+    """Flags that set a field of this, in order."""
+    return tuple(flag for flag in FLAGS.values() if flag.group == group)
+
+
+def argument_names(flags: Iterable[str]) -> frozenset[str]:
+    """As Megatron prints them: `num_layers`."""
+    return frozenset(name.removeprefix("--").replace("-", "_") for name in flags)
