@@ -6,6 +6,7 @@ checkout's Megatron; any other runs the installed wheel's.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -47,8 +48,19 @@ def main(arguments: list[str]) -> None:
     enter(compile(entry.read_bytes(), str(entry), "exec"), str(entry))
 
 
+def write_whole_lines() -> None:
+    """Write each printed line at once.
+
+    Unbuffered, `print` writes a line and its end apart, and those of ranks that share a log mix.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 def announce(context: RuntimeContext, applied: Sequence[str]) -> None:
     """Execute the plant, if there is one, and print what of Megatron is changed, once a run."""
+    write_whole_lines()
     planted = execute_plant(os.environ)
     if int(os.environ.get("RANK", "0")) == 0:
         tried = "" if is_known(context.megatron) else " (not tried)"

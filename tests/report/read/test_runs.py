@@ -231,6 +231,13 @@ def test_arguments_that_contradict_or_cannot_be_define_no_model(tmp_path, old, n
     assert run.strategy == ""
 
 
+def test_another_ranks_line_that_ran_into_an_argument_is_no_part_of_it(tmp_path):
+    found = next(line for line in ARGUMENTS.splitlines() if "pipeline_model_parallel_size" in line)
+    run = foreign(tmp_path, ARGUMENTS.replace(found, found + "> setting tensorboard ..."))
+    assert run.spec is not None
+    assert run.spec == foreign(tmp_path, ARGUMENTS).spec
+
+
 def test_a_batch_that_nothing_names_is_not_known(tmp_path):
     unnamed = "\n".join(line for line in ARGUMENTS.splitlines() if "batch_size" not in line) + "\n"
     text = log_text([9.0, 8.0, 8.0]).replace("global batch size:     8", "global batch size:     0")

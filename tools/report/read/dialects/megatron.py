@@ -246,6 +246,8 @@ _EXIT = re.compile(
     r"|(Exiting during evaluation, timelimit)"
 )
 _ARGUMENT = re.compile(r"(?<!\w)([A-Za-z_]\w{0,80}) \.{1,60} ")
+_OTHER_LINE = re.compile(r"(?<=\S)> (?=[a-z])")
+"""Where another rank's `> setting …` ran into it: unbuffered, Python writes a line's end apart."""
 _HEADING = "--- arguments ---"
 _MAX_VALUE = 4000
 _TELLING = re.compile(
@@ -335,7 +337,7 @@ def _telling(line: str) -> Iterator[Fact]:
 
 def _argument(line: str) -> tuple[str, str] | None:
     m = _ARGUMENT.search(line)
-    return (m[1], line[m.end() : m.end() + _MAX_VALUE]) if m else None
+    return (m[1], _OTHER_LINE.split(line[m.end() : m.end() + _MAX_VALUE], 1)[0]) if m else None
 
 
 def _optional(text: str | None) -> float | None:
