@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tools.cli.main import called
 from tools.cli.options import find_command, of_make, of_words
-from tools.launch.experiment.definition import SWEEP, Experiment, load_sweep
-from tools.launch.experiment.sweep import AXES
 from tools.plan.options import PlanOptions, plan_options
 from tools.spec.setting import values
 from tools.spec.settings import Setting
+from tools.study.definition import SWEEP, Experiment, load_sweep
+from tools.study.sweep import AXES
 
 
 def given(target: str, variables: Mapping[str, str] = {}) -> Namespace:

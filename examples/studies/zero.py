@@ -15,14 +15,14 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from tools.launch.errors import LaunchError
-from tools.launch.experiment.commands import run_named
 from tools.launch.options import Options
 from tools.plan.advice import NOISE
 from tools.plan.layout import TimedLayout, time_layout
 from tools.plan.options import PlanOptions, plan_options
+from tools.spec.errors import LaunchError
 from tools.spec.files import read_yaml
 from tools.spec.model import model_of
+from tools.study.commands import run_named
 from tools.text.table import markdown_rows
 from tools.text.units import DASH, bracketed, joined, megabytes, percent
 

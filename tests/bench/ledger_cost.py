@@ -13,9 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.launch.errors import LaunchError
-from tools.launch.experiment.cells import PlannedCells
-from tools.launch.experiment.commands import Ended, Output, refuse_failed
 from tools.launch.options import Options
 from tools.report.analyse.statistics import (
     Estimate,
@@ -25,7 +22,10 @@ from tools.report.analyse.statistics import (
     fastest_half,
 )
 from tools.report.read.runs import Run, load_folder
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
+from tools.study.cells import PlannedCells
+from tools.study.commands import Ended, Output, refuse_failed
 from tools.text.terminal import say
 
 LIMIT = 0.02

@@ -3,11 +3,11 @@ from pathlib import Path
 import pytest
 
 from tests.bench.ledger_cost import LedgerCost, by_call, cost_of, kinds, refuse_without_ledger
-from tools.launch.errors import LaunchError
-from tools.launch.experiment.cells import PlannedCells
-from tools.launch.experiment.definition import load_experiment
 from tools.launch.options import Options, options_from_texts
 from tools.spec import variables
+from tools.spec.errors import LaunchError
+from tools.study.cells import PlannedCells
+from tools.study.definition import load_experiment
 
 
 def times(fastest_ms: float, scatter_ms: float = 0.01) -> list[float]:

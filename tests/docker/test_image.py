@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tools.launch.container.image import (
+from tools.cluster.container.image import (
     MEGATRON_IN_IMAGE,
     RECIPE,
     VERSIONS,
@@ -19,7 +19,7 @@ from tools.launch.container.image import (
     find_pair,
     read_pairs,
 )
-from tools.launch.errors import LaunchError
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 
 PUBLISHED = "f4fa7d6bb9d10873a58fa736cacd22e11db706d2"

@@ -31,12 +31,12 @@ from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.train import compose_job
-from tools.launch.verifier import ForkedRanks
 from tools.records import run as records
 from tools.report.read.scrape import scrape_log
 from tools.report.read.scraped import ScrapedLog
 from tools.spec.files import ROOT
 from tools.spec.run import Backend
+from tools.study.verify.verifier import ForkedRanks
 
 ITERATIONS = 6
 

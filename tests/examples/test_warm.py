@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from tests.examples.runs import Run, Trainer
-from tools.launch.verifier import ForkedRanks
 from tools.records.measurements import read_communication
 from tools.records.run import Status
+from tools.study.verify.verifier import ForkedRanks
 
 
 def test_a_forked_run_is_what_torchrun_makes(forked: Run, six: dict[str, Run]) -> None:

@@ -30,7 +30,6 @@ from tools.launch.checkpoint.saving import KEEP, Saving
 from tools.launch.checkpoint.stored import find_checkpoints
 from tools.launch.compose import Launch
 from tools.launch.data import make_missing_data
-from tools.launch.errors import LaunchError
 from tools.launch.job import Job, parse_target
 from tools.launch.options import Options, variables_of
 from tools.launch.preflight import check
@@ -40,6 +39,7 @@ from tools.launch.train import compose_job, dry_run
 from tools.records import run as records
 from tools.records.io import write_whole
 from tools.records.run import utc_stamp
+from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.spec.run import Backend
 from tools.spec.strategy import devices_of, parse_strategy

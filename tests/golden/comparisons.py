@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.launch.experiment.tables import backends, moe, zero
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.report import rows_of
+from tools.study.tables import backends, moe, zero
 
 
 def render_zero(folders: Sequence[Path]) -> str:

@@ -10,7 +10,6 @@ from rich.console import Console
 from tools.launch import auto, calibrate
 from tools.launch.auto import as_options, plan_here, request_here, train_auto
 from tools.launch.calibrate import GPU_LAYER, MEGATRON_LAYER, conditions, from_figures
-from tools.launch.errors import LaunchError
 from tools.launch.job import parse_target
 from tools.launch.microbenchmark import Figures
 from tools.launch.options import Options
@@ -22,6 +21,7 @@ from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.compute import layer_seconds, product_seconds
 from tools.plan.time.rates import rates
 from tools.records import run as records
+from tools.spec.errors import LaunchError
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import ModelShape, load_model
 from tools.spec.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags

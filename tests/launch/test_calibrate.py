@@ -7,8 +7,8 @@ from rich.console import Console
 from tests.given import given
 from tools.launch import calibrate
 from tools.launch.calibrate import WORKLOADS, calibrate_here
-from tools.launch.errors import LaunchError
 from tools.plan.calibration import calibration_of
+from tools.spec.errors import LaunchError
 from tools.spec.hardware import calibration_file, device_by_key
 from tools.spec.run import DeviceKind
 

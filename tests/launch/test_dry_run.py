@@ -9,10 +9,10 @@ from rich.console import Console
 
 from tools.launch.compose import DEFAULT_DATA
 from tools.launch.data import make_missing_data
-from tools.launch.errors import LaunchError
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.train import compose_job, train
+from tools.spec.errors import LaunchError
 from tools.spec.run import DeviceKind
 
 DryRun = Callable[..., int]

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from tools.launch.compose import Launch
-from tools.launch.errors import LaunchError
 from tools.launch.execute import run_ranks
 from tools.launch.options import Options
 from tools.launch.progress import RunProgress
 from tools.records.run import LOG_FILE
+from tools.spec.errors import LaunchError
 from tools.spec.run import DeviceKind
 
 

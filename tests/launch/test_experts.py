@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tools.launch.compose import DEFAULT_DATA, Launch
-from tools.launch.errors import LaunchError
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.runtime import Runtime
 from tools.launch.train import compose_job, differences
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.run import DeviceKind

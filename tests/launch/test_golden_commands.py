@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.megatron_parser import MegatronParser
-from tools.launch.container.image import ImagePair, find_pair
+from tools.cluster.container.image import ImagePair, find_pair
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.runtime import Runtime, docker_runtime

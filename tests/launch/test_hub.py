@@ -12,11 +12,11 @@ from tools.convert.hf.into_megatron import import_model, read_source
 from tools.convert.hf.random_model import write_model
 from tools.convert.hf.work import Work
 from tools.launch.compose import Launch
-from tools.launch.errors import LaunchError
 from tools.launch.job import parse_target
 from tools.launch.options import NO_OPTIONS, Options
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.train import compose_job
+from tools.spec.errors import LaunchError
 from tools.spec.flags import Flags
 from tools.spec.run import Backend, DeviceKind
 

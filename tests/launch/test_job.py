@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from tests.given import given
-from tools.launch.errors import LaunchError
 from tools.launch.job import Job, parse_target
 from tools.launch.options import Options, options_from_texts
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind

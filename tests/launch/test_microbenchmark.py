@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from tools.launch import microbenchmark
-from tools.launch.errors import LaunchError
 from tools.launch.microbenchmark import Figures, Workload
 from tools.launch.microbenchmark_rank import added_seconds, local_figures, neighbours, slowest
+from tools.spec.errors import LaunchError
 from tools.spec.run import DeviceKind
 
 SMALL = Workload(

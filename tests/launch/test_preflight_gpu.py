@@ -7,11 +7,10 @@ import pytest
 
 from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import GIB, FakeNvml
+from tools.cluster.container.docker import Container
+from tools.cluster.container.image import find_pair
 from tools.launch import devices, preflight_gpu
 from tools.launch.compose import Launch
-from tools.launch.container.docker import Container
-from tools.launch.container.image import find_pair
-from tools.launch.errors import LaunchError
 from tools.launch.job import parse_target
 from tools.launch.options import Options, Wandb
 from tools.launch.preflight import check
@@ -24,6 +23,7 @@ from tools.launch.preflight_gpu import (
 )
 from tools.launch.runtime import Runtime, docker_runtime
 from tools.launch.train import compose_job
+from tools.spec.errors import LaunchError
 from tools.spec.strategy import NAMED
 
 EQUIPPED = Runtime(transformer_engine=True, apex=True)

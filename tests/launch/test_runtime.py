@@ -7,11 +7,11 @@ import pytest
 
 from tests.given import run
 from tests.launch.conftest import FakeDocker
-from tools.launch.container.docker import bind
-from tools.launch.container.image import build
-from tools.launch.errors import LaunchError
+from tools.cluster.container.docker import bind
+from tools.cluster.container.image import build
 from tools.launch.options import Options
 from tools.launch.runtime import docker_command, folders_named, run_module
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.run import RuntimeName
 

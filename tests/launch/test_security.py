@@ -14,13 +14,13 @@ import pytest
 
 from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import FakeNvml
-from tools.launch.cluster.nodes import Nodes
-from tools.launch.errors import LaunchError
+from tools.cluster.nodes import Nodes
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.preflight import nodes_problems
 from tools.launch.start import check_owner
 from tools.launch.train import compose_job
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.run import RuntimeName
 

@@ -14,10 +14,10 @@ from tests.launch.checkpoint.conftest import write as write  # noqa: PLC0414 - a
 from tools.launch import start
 from tools.launch.checkpoint.stored import verified_weights
 from tools.launch.compose import Launch
-from tools.launch.errors import LaunchError
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.train import compose_job
+from tools.spec.errors import LaunchError
 from tools.spec.flags import Flags
 
 

@@ -12,15 +12,15 @@ import psutil
 import pytest
 from rich.console import Console
 
-from tests.launch.cluster.conftest import program
+from tests.cluster.conftest import program
 from tests.patience import PATIENCE
 from tests.report.factory import iteration_line
-from tools.launch.errors import LaunchError
 from tools.launch.stop import refuse_running, stop
 from tools.launch.supervise.ranks import alive
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import JobRecord, LauncherRecord, Status, StatusRecord
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 
 LAUNCHER = """

@@ -26,17 +26,17 @@ from rich.console import Console
 from tests.verify.plants.check import FOLDER, Plant, plants
 from tools.launch.compose import SMALL_SAMPLE, SMALL_VOCABULARY
 from tools.launch.data import ensure_small_sample
-from tools.launch.errors import LaunchError
-from tools.launch.matrix.cell import Cell, patched
-from tools.launch.matrix.cells import rows_of
-from tools.launch.matrix.commands import Asked, known_findings, label
-from tools.launch.matrix.definition import load_matrix
 from tools.launch.megatron_entry import find_entry
 from tools.launch.options import Options, read_plant
-from tools.launch.pairs import Difference
-from tools.launch.verifier import ForkedRanks, Verifier
 from tools.records.verdict import Outcome, Verdict
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, read_yaml
+from tools.study.matrix.cell import Cell, patched
+from tools.study.matrix.cells import rows_of
+from tools.study.matrix.commands import Asked, known_findings, label
+from tools.study.matrix.definition import load_matrix
+from tools.study.verify.pairs import Difference
+from tools.study.verify.verifier import ForkedRanks, Verifier
 from tools.verify.findings import Finding, Judged, findings
 from tools.verify.verdict import Judgement
 

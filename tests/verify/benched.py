@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tests.verify.bench import Bench, verify_plants
 from tools.launch.data import fold
-from tools.launch.verifier import ForkedRanks, Verifier
 from tools.spec.files import ROOT
+from tools.study.verify.verifier import ForkedRanks, Verifier
 
 QUICK = (
     *("last-stage-one-batch-ahead", "row-linear-without-sum", "predicted-logit-not-summed"),

@@ -21,13 +21,13 @@ from rich.console import Console
 
 from tools.launch.compose import Launch
 from tools.launch.options import Options, read_plant
-from tools.launch.pairs import Difference, Verification, compose_verification
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.verifier import ForkedRanks
 from tools.records.capture import Stage
 from tools.spec import variables
 from tools.spec.files import ROOT
 from tools.spec.strategy import parse_strategy
+from tools.study.verify.pairs import Difference, Verification, compose_verification
+from tools.study.verify.verifier import ForkedRanks
 from tools.verify.captured import Array, read_capture
 from tools.verify.findings import Effect, Finding, Judged, findings
 from tools.verify.parameters import assembled, units

@@ -75,8 +75,8 @@ PLAN = (
     *(v.MICRO_BATCH, v.TOKENS, v.VERIFY, v.ALPA, v.RECOMPUTE, v.SVG, v.LAYOUT, v.WHAT_IF),
 )
 _A_PLAN = "MODEL=gpt2-large GPUS=2 GPU=h200"
-_EXPERIMENT = "tools.launch.experiment.commands:run_named"
-_TABLE_OF_RUNS = "tools.launch.experiment.commands:run_on_target"
+_EXPERIMENT = "tools.study.commands:run_named"
+_TABLE_OF_RUNS = "tools.study.commands:run_on_target"
 _HERE = "tools.cli.clone"
 
 # fmt: off
@@ -85,7 +85,7 @@ SECTIONS = {
         Command("setup", "", ".venv from requirements.txt, with hashes; other targets do it too"),
         Command("demo", _EXPERIMENT, "six strategies of gpt2-tiny on CPU ranks, and a report", TRAINING,
             fixed=(("name", "demo"),), is_usual=True),
-        Command("parity", "tools.launch.experiment.commands:parity",
+        Command("parity", "tools.study.commands:parity",
             "every strategy's losses agree: MEGATRON_LM= VERIFY=",
             (*TRAINING, _meaning(v.VERIFY,
              "1 finds the first wrong tensor of a strategy whose losses differ", kind=v.SWITCH,
@@ -120,18 +120,18 @@ SECTIONS = {
             "<strategy>-<model>-<N>cpu or gpu: ITERS= DATA= EXTRA= …", TRAIN, is_usual=True),
         Command("trace-*", f"{_HERE}:trace",
             "one iteration of such a run as a picture, and for Perfetto", (*ONE_RUN, v.MODEL)),
-        Command("verify-matrix", "tools.launch.matrix.commands:matrix",
+        Command("verify-matrix", "tools.study.matrix.commands:matrix",
             "features × layouts, each pair verified; resumable: FEATURES= LAYOUTS= MINUTES=", _CELLS),
-        Command("verify-bf16", "tools.launch.matrix.commands:bf16",
+        Command("verify-bf16", "tools.study.matrix.commands:bf16",
             "what bf16 costs: 200 losses of each layout in fp32 and bf16: LAYOUTS=",
             (v.LAYOUTS, v.PAGE, v.SEED, *_MEGATRON, v.RUNS)),
-        Command("verify-fuzz", "tools.launch.matrix.commands:fuzz",
+        Command("verify-fuzz", "tools.study.matrix.commands:fuzz",
             "configurations drawn by SEED=, verified, and shrunk if wrong: MINUTES=30", _CELLS),
-        Command("verify-hf", "tools.launch.verify_hf:verify_hf",
+        Command("verify-hf", "tools.study.verify.hf:verify_hf",
             "seven layouts and 20 steps against transformers: HF= or random models; make setup-hf",
             (v.HF, _meaning(v.STRATEGIES, "layouts to compare with transformers (seven)"), *(v.SEED,
              v.DATA, v.EXTRA, v.EXTRA_B, v.PLANT, *_MEGATRON, v.RUNS))),
-        Command("verify-*", "tools.launch.verify:verify",
+        Command("verify-*", "tools.study.verify.command:verify",
             "its first wrong tensor, if any: DTYPE= REFERENCE= EXTRA_B=",
             (*TRAINING, v.MODEL, _meaning(v.DTYPE, "fp32 or bf16 (fp32)", kind="fp32 or bf16"),
              *(v.REFERENCE, v.RESUMED, v.EXTRA_B, v.MEGATRON_LM_B)),
@@ -151,7 +151,7 @@ SECTIONS = {
             (_meaning(v.STRATEGY, "what to train for HOURS="), *(v.HOURS, v.MODEL, *_BATCH, *LASTING,
              v.BACKEND, *_SAVING)),
             required=("STRATEGY", "HOURS"), example="STRATEGY=dp2 HOURS=0.33"),
-        Command("image", "tools.launch.container.image:build", "build the container for RUNTIME=docker",
+        Command("image", "tools.cluster.container.image:build", "build the container for RUNTIME=docker",
             (v.IMAGE, v.DRY_RUN, v.MEGATRON_URL)),
         Command("reproduce", _EXPERIMENT, "the six published runs on two GPUs, and a report; resumable",
             TRAINING, fixed=(("name", "published"),)),
@@ -191,7 +191,7 @@ SECTIONS = {
             "Megatron's, GPipe, 1F1B, interleaved, PipeDream with and without flushes",
             # PipeDream's micro batch follows from the others' global one.
             (*_COMPARED, v.MODEL), fixed=(("name", "pipelines"),)),
-        Command("sweep", "tools.launch.experiment.sweep:sweep_of_axes",
+        Command("sweep", "tools.study.sweep:sweep_of_axes",
             "MODELS × STRATEGIES × BACKENDS × DEVICES; resumable",
             (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *_SLURM)),
         Command("experiment", _EXPERIMENT, "one of examples/experiments: NAME=blueberry",
@@ -261,10 +261,10 @@ SECTIONS = {
             fixed=(("name", "bench_ledger"),)),
         Command("bench-verify", "",
             "planted bugs that verify must find, and healthy layouts that it must not call wrong"),
-        Command("bench-auto", "tools.launch.experiment.bench_auto:bench_auto",
+        Command("bench-auto", "tools.study.bench_auto:bench_auto",
             "the planner's times and choice here, against what is measured: MODELS= DEVICES=",
             (*ONE_RUN, v.MODELS, v.DEVICES)),
-        Command("bench-gpu", "tools.launch.experiment.bench_gpu.run:bench_gpu",
+        Command("bench-gpu", "tools.study.bench_gpu.run:bench_gpu",
             "Megatron on one GPU without Transformer Engine, in under 9 minutes",
             (*ONE_RUN, v.ONLY, v.BUDGET)),
         Command("loss-curve", _TABLE_OF_RUNS,

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from tools.launch.calibrate import calibrate, cpu_core, gpu_here, valid_calibration
 from tools.launch.compose import DEFAULT_DATA, model_for
-from tools.launch.errors import LaunchError
 from tools.launch.flags import bare_flags, runtime_flags
 from tools.launch.job import Job, parse_target
 from tools.launch.options import Options
@@ -29,6 +28,7 @@ from tools.plan.readings.table import ReadingsError
 from tools.plan.search import Candidate, Plan, Request, search
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.execution import Execution
+from tools.spec.errors import LaunchError
 from tools.spec.files import OWN_READINGS
 from tools.spec.flags import Flags
 from tools.spec.hardware import Device, link_by_key

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from tools.launch import microbenchmark
 from tools.launch.devices import visible_gpus
-from tools.launch.errors import LaunchError
 from tools.launch.flags import CPU_RANK
 from tools.launch.job import parse_devices
 from tools.launch.microbenchmark import Figures, Workload, attention_flops
@@ -28,6 +27,7 @@ from tools.plan.time.compute import layer_seconds, product_seconds
 from tools.plan.time.constants import NAMES, constants_of
 from tools.plan.time.rates import rates
 from tools.records.io import write_record
+from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.spec.hardware import (
     Device,

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tools.cluster.container import docker
+from tools.cluster.container.image import MEGATRON_IN_IMAGE
+from tools.cluster.nodes import Nodes
 from tools.launch.checkpoint.saving import Saving, saving_flags, saving_folder
-from tools.launch.cluster.nodes import Nodes
-from tools.launch.container import docker
-from tools.launch.container.image import MEGATRON_IN_IMAGE
 from tools.launch.flags import (
     bare_environment,
     bare_flags,

@@ -20,8 +20,8 @@ from tools.launch.compose import (
     UNIQUE_SAMPLE,
     Launch,
 )
-from tools.launch.errors import LaunchError
 from tools.records.io import lock, write_whole
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.model import GPT2_VOCABULARY
 from tools.spec.run import DeviceKind

@@ -18,7 +18,7 @@ from typing import Any
 
 import pynvml
 
-from tools.launch.checks.devices import GpuUse
+from tools.cluster.checks.devices import GpuUse
 from tools.records.run import DeviceLink
 
 TOPOLOGY = {

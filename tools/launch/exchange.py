@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 
 import psutil
 
+from tools.cluster.nodes import NODES_SETTINGS, Nodes, nodes_of
 from tools.launch import microbenchmark
 from tools.launch.background import BackgroundThread
-from tools.launch.cluster.nodes import NODES_SETTINGS, Nodes, nodes_of
 from tools.launch.devices import Gpu, clock_limit_mhz, find_links, visible_gpus
 from tools.launch.microbenchmark import Workload
 from tools.launch.sampler import GpuRanks, Reading

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tools.cluster.container.docker import container_name
+from tools.cluster.nodes import SINGLE_NODE, NodeGroup
 from tools.launch.checkpoint.keeper import Keeper
-from tools.launch.cluster.nodes import SINGLE_NODE, NodeGroup
 from tools.launch.compose import Launch
-from tools.launch.container.docker import container_name
 from tools.launch.devices import visible_gpus
-from tools.launch.errors import LaunchError
 from tools.launch.progress import LogFollower, RunProgress
 from tools.launch.run_folder import create_run_folder, record_launcher
 from tools.launch.sampler import CpuRanks, GpuRanks, Sampler, SampleSource
@@ -32,6 +31,7 @@ from tools.launch.supervise.interruption import Interrupted, deferred, raise_if_
 from tools.launch.supervise.ranks import RankProcesses
 from tools.records import run as records
 from tools.spec import variables
+from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.spec.run import DeviceKind
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tools.launch.errors import LaunchError
 from tools.launch.options import NO_OPTIONS, Options, variables_of
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.model import ALIASES as MODEL_ALIASES
 from tools.spec.model import Model, is_model_file, load_model, model_names, own_name

@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 from megatron_patches.context import checkout_version
-from tools.launch.errors import LaunchError
 from tools.records.run import MegatronEntry
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 
 KIT_ENTRY = "examples/gpt3/pretrain_gpt.py"

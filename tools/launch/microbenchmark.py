@@ -19,10 +19,10 @@ from pathlib import Path
 
 import msgspec
 
-from tools.launch.cluster.nodes import Nodes
+from tools.cluster.nodes import Nodes
 from tools.launch.compose import torchrun
-from tools.launch.errors import LaunchError
 from tools.launch.flags import CPU_RANK
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind
 

@@ -10,22 +10,22 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tools.cluster.container.versions import installed_versions
+from tools.cluster.nodes import INTERFACES, Nodes, node_folder
 from tools.dataset.indexed import DatasetError, open_dataset
-from tools.launch.cluster.nodes import INTERFACES, Nodes, node_folder
-from tools.launch.cluster.rendezvous.coordinator import Coordinator
-from tools.launch.cluster.rendezvous.messages import NodeRecord
-from tools.launch.cluster.rendezvous.worker import Worker
 from tools.launch.code import code_of
 from tools.launch.compose import Launch
-from tools.launch.container.versions import installed_versions
 from tools.launch.devices import visible_gpus
-from tools.launch.errors import LaunchError
 from tools.launch.execute import execute, run_ranks
 from tools.launch.preflight import check, data_path
 from tools.launch.progress import RunProgress
+from tools.launch.rendezvous.coordinator import Coordinator
+from tools.launch.rendezvous.messages import NodeRecord
+from tools.launch.rendezvous.worker import Worker
 from tools.launch.start import ensure_start_checkpoint
 from tools.records.run import LEDGER_FOLDER, LOG_FILE, StatusRecord
 from tools.spec import variables
+from tools.spec.errors import LaunchError
 from tools.spec.run import DeviceKind
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron_patches.fusions import NAMES, parse_fusions
 from megatron_patches.plant import SEPARATOR, plant_sha256
+from tools.cluster.checks.network import wandb_login
+from tools.cluster.nodes import NODES_SETTINGS, Nodes, nodes_of
+from tools.cluster.slurm import SLURM_SETTINGS, Slurm, slurm_of
 from tools.launch.checkpoint.saving import KEEP, Saving
-from tools.launch.checks.network import wandb_login
-from tools.launch.cluster.nodes import NODES_SETTINGS, Nodes, nodes_of
-from tools.launch.cluster.slurm import SLURM_SETTINGS, Slurm, slurm_of
 from tools.launch.network import LinkRate, parse_rate
 from tools.spec import settings
 from tools.spec.files import ROOT, from_root

@@ -11,14 +11,13 @@ import psutil
 from packaging.version import Version
 
 from megatron_patches.context import NEWEST_KNOWN, OLDEST_KNOWN, is_known
+from tools.cluster.checks.finding import refusals
+from tools.cluster.checks.host import RUN_FILES, check_room
 from tools.dataset.indexed import Dataset, DatasetError, idx_path, largest_token, open_dataset
 from tools.launch.backends import backend_problems, optimizer_problems
 from tools.launch.checkpoint.other_model import other_model_problem
 from tools.launch.checkpoint.saving import checkpoint_bytes, saving_problems
-from tools.launch.checks.finding import refusals
-from tools.launch.checks.host import RUN_FILES, check_room
 from tools.launch.compose import DEFAULT_DATA, OWN_SAMPLES, Launch
-from tools.launch.errors import LaunchError
 from tools.launch.network import network_problems
 from tools.launch.preflight_gpu import (
     attention_problems,
@@ -32,6 +31,7 @@ from tools.plan.constraints import violations
 from tools.plan.memory import fullest_rank
 from tools.plan.tensors import UnevenSplitError, parameters_total
 from tools.spec import variables
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags, release
 from tools.spec.model import imported_weights

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tools.launch.checks.devices import check_busy
-from tools.launch.checks.docker import check_container
-from tools.launch.checks.finding import refusals
+from tools.cluster.checks.devices import check_busy
+from tools.cluster.checks.docker import check_container
+from tools.cluster.checks.finding import refusals
 from tools.launch.compose import Launch
 from tools.launch.devices import all_gpus, gpu_use, visible_gpus
 from tools.plan.constraints import divisors

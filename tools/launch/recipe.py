@@ -23,13 +23,14 @@ from tools.convert.recipe.written import (
     written_entry,
     written_recipe,
 )
-from tools.launch.errors import LaunchError, read_named_run
 from tools.launch.job import parse_target
+from tools.launch.named_run import read_named_run
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST
 from tools.launch.train import compose_job
 from tools.plan.constraints import violations
 from tools.records.io import write_whole
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, from_root
 from tools.spec.run import RunSpec
 from tools.spec.strategy import parse_strategy, strategy_flags

@@ -6,16 +6,16 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from tools.cluster.nodes import INTERFACES
 from tools.launch.checkpoint.saving import Saving
 from tools.launch.checkpoint.stored import find_checkpoints, select_checkpoint
-from tools.launch.cluster.nodes import INTERFACES
 from tools.launch.compose import Launch, ResumePoint, compose, entry_of, model_for
-from tools.launch.errors import LaunchError
 from tools.launch.job import Job
 from tools.launch.network import link_of
 from tools.launch.options import Options, read_plant
 from tools.launch.runtime import choose_runtime
 from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry, RunRecord
+from tools.spec.errors import LaunchError
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, counted_vocabulary, drop_flags, merge_flags
 from tools.spec.model import imported_weights, load_model

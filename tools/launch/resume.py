@@ -17,13 +17,14 @@ from rich.console import Console
 
 from tools.launch.checkpoint.stored import SelectedCheckpoint, select_checkpoint
 from tools.launch.compose import Launch, ResumePoint
-from tools.launch.errors import LaunchError, read_named_run
+from tools.launch.named_run import read_named_run
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.relaunch import relaunch
 from tools.launch.run_folder import only_attempt
 from tools.launch.train import describe, dry_run, train_once
 from tools.records import run as records
+from tools.spec.errors import LaunchError
 
 
 def resume(run: str | Path, strategy: str | None, options: Options, console: Console) -> int:

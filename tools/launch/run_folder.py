@@ -16,15 +16,15 @@ from pathlib import Path
 
 import psutil
 
+from tools.cluster.checks.docker import image_id
+from tools.cluster.checks.finding import image_tag
+from tools.cluster.container import docker
+from tools.cluster.container.versions import installed_versions
+from tools.cluster.nodes import Nodes
 from tools.dataset.indexed import open_dataset
 from tools.launch.checkpoint.stored import quarantine, verified_weights
-from tools.launch.checks.docker import image_id
-from tools.launch.checks.finding import image_tag
-from tools.launch.cluster.nodes import Nodes
 from tools.launch.code import code_of
 from tools.launch.compose import Launch, ResumePoint
-from tools.launch.container import docker
-from tools.launch.container.versions import installed_versions
 from tools.launch.devices import (
     describe_links,
     driver_version,
@@ -33,12 +33,12 @@ from tools.launch.devices import (
     processor_name,
     visible_gpus,
 )
-from tools.launch.errors import LaunchError
 from tools.launch.megatron_entry import kit_commit
 from tools.launch.preflight import data_path
 from tools.launch.supervise.exit_status import reserve_room
 from tools.records import run as records
 from tools.records.io import lock, write_record
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, from_root
 from tools.spec.run import DeviceKind
 
@@ -305,7 +305,7 @@ def _software_of_image(container: docker.Container, cache: Path) -> dict[str, st
         pass
     probe = docker.Container(container.image, container.user, gpus=False)
     command = probe.wrap(
-        (docker.PYTHON, "-m", "tools.launch.container.versions"), (), "kit-versions"
+        (docker.PYTHON, "-m", "tools.cluster.container.versions"), (), "kit-versions"
     )
     try:
         answer = subprocess.run(

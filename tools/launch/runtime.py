@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from tools.launch.checks.finding import image_tag
-from tools.launch.checks.network import wandb_login
-from tools.launch.container import docker
-from tools.launch.container.image import ImagePair, find_pair
+from tools.cluster.checks.finding import image_tag
+from tools.cluster.checks.network import wandb_login
+from tools.cluster.container import docker
+from tools.cluster.container.image import ImagePair, find_pair
 from tools.launch.devices import visible_gpus
-from tools.launch.errors import LaunchError
 from tools.launch.options import Options
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind, RuntimeName
 

@@ -21,7 +21,6 @@ from rich.console import Console
 
 from tools.launch.checkpoint.stored import check, find_checkpoints, rename_damaged
 from tools.launch.compose import Launch, compose
-from tools.launch.errors import LaunchError
 from tools.launch.execute import run_ranks
 from tools.launch.job import Job
 from tools.launch.progress import RunProgress
@@ -33,6 +32,7 @@ from tools.records.torch_dist import (
     finished_iteration,
 )
 from tools.report.read.diagnosis import diagnose
+from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.spec.flags import Flags, flag_words
 from tools.spec.model import imported_weights

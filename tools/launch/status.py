@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console, ConsoleRenderable
 from rich.live import Live
 
-from tools.launch.cluster.slurm import ENDINGS, STOPPED_BY_SLURM, JobState, job_states
+from tools.cluster.slurm import ENDINGS, STOPPED_BY_SLURM, JobState, job_states
 from tools.launch.supervise.interruption import Interrupted
 from tools.records import run as records
 from tools.records.io import write_record

@@ -10,13 +10,13 @@ import msgspec
 import psutil
 from rich.console import Console
 
-from tools.launch.cluster.slurm import cancel_job, job_states
-from tools.launch.errors import LaunchError
+from tools.cluster.slurm import cancel_job, job_states
 from tools.launch.status import follow, read_job
 from tools.launch.supervise.ranks import alive
 from tools.launch.train import outcome
 from tools.records import run as records
 from tools.records.run import LauncherRecord, Status, StatusRecord
+from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.text.terminal import say
 

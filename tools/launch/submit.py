@@ -12,18 +12,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.cluster.nodes import Nodes
-from tools.launch.cluster.sbatch import ArrayTask, BatchJob, PyxisContainer, script
-from tools.launch.cluster.slurm import Slurm
+from tools.cluster.container import docker
+from tools.cluster.container.image import find_pair
+from tools.cluster.nodes import Nodes
+from tools.cluster.sbatch import ArrayTask, BatchJob, PyxisContainer, script
+from tools.cluster.slurm import Slurm
 from tools.launch.compose import RUN_PLACEHOLDER, Launch
-from tools.launch.container import docker
-from tools.launch.container.image import find_pair
-from tools.launch.errors import LaunchError
 from tools.launch.options import Options
 from tools.launch.preflight import check_composition, data_path
 from tools.launch.run_folder import create_run_folder
 from tools.records import run as records
 from tools.records.io import write_record
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, from_root
 from tools.spec.run import DeviceKind, RuntimeName
 from tools.text.terminal import say

@@ -1,7 +1,7 @@
 """Environment variables that the kit sets for processes that it starts, each named once.
 
 What a user sets is in `tools.spec.settings`. `KIT_IMAGE`, which the kit's image sets, is read by
-`tools.launch.checks.finding`, and `KIT_PYTHON`, the Python of its scripts, by the shell.
+`tools.cluster.checks.finding`, and `KIT_PYTHON`, the Python of its scripts, by the shell.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from tools.convert.recipe.imported import model_name
 from tools.convert.recipe.joint import RecipeError
 from tools.convert.recipe.table import Symbol, Value
 from tools.launch import recipe as command
-from tools.launch.errors import LaunchError
 from tools.launch.recipe import import_recipe, recipe_of
+from tools.spec.errors import LaunchError
 from tools.spec.flags import Flags
 
 Fields = dict[str, Value]

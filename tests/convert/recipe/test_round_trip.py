@@ -16,9 +16,9 @@ from tools.convert.recipe.joint import RecipeError
 from tools.convert.recipe.table import ROWS, Symbol
 from tools.convert.recipe.written import written_entry, written_recipe
 from tools.launch import recipe as command
-from tools.launch.errors import LaunchError
 from tools.launch.options import options_from_texts
 from tools.launch.recipe import export_recipe, recipe_of, source_of_folder
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags, merge_flags
 from tools.spec.model import model_names, training_flags

@@ -5,10 +5,10 @@ import pytest
 from tests.launch.checkpoint.conftest import Write, damage, iterations
 from tests.report.factory import iteration_line
 from tools.launch.checkpoint.stored import quarantine, select_checkpoint
-from tools.launch.errors import LaunchError
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
+from tools.spec.errors import LaunchError
 
 NAN = float("nan")
 

@@ -7,10 +7,10 @@ import pytest
 
 from tools.launch import preflight
 from tools.launch.checkpoint.other_model import other_model_problem
-from tools.launch.errors import LaunchError
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.train import compose_job
+from tools.spec.errors import LaunchError
 from tools.spec.model import load_model
 
 TINY = load_model("gpt2-tiny")

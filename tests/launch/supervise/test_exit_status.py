@@ -10,7 +10,7 @@ import pytest
 
 from tests.patience import until
 from tests.report.factory import iteration_line
-from tools.launch.checks.host import check_room
+from tools.cluster.checks.host import check_room
 from tools.launch.supervise import exit_status
 from tools.records import run as records
 from tools.records.io import write_record

@@ -11,11 +11,11 @@ from rich.console import Console
 from tools.launch import execute as execute_module
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
-from tools.launch.experiment.cells import compose_cell
-from tools.launch.experiment.definition import ExperimentCell
 from tools.launch.options import Options
 from tools.records.run import Status, read_status
 from tools.spec.run import DeviceKind
+from tools.study.cells import compose_cell
+from tools.study.definition import ExperimentCell
 
 LINE = " iteration        1/      25 | elapsed time per iteration (ms): 9.0 | lm loss: 1.0E+01 |"
 

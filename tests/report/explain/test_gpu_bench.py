@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.launch.experiment.bench_gpu.results import bench, result
+from tests.study.bench_gpu.results import bench, result
 from tools.records.gpu_bench import FILE, FOLDER, write_bench
 from tools.report.build import BuildOptions, build
 from tools.report.explain.tables import bench_tables

@@ -25,9 +25,9 @@ from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.train import compose_job
-from tools.launch.verifier import ForkedRanks
 from tools.spec import variables
 from tools.spec.files import read_yaml
+from tools.study.verify.verifier import ForkedRanks
 
 FOLDER = Path(__file__).parent
 STEPS = 3

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-from tools.launch.errors import LaunchError
 from tools.launch.progress import LogFollower
 from tools.records import run as records
 from tools.records.io import sha256_of, write_record
@@ -30,6 +29,7 @@ from tools.records.torch_dist import (
     verify_readable,
     weights_hash,
 )
+from tools.spec.errors import LaunchError
 
 MANIFEST_FILE = "manifest.json"
 DAMAGED = "damaged-"

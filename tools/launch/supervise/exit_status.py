@@ -8,8 +8,8 @@ import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tools.cluster.checks.host import free_files
 from tools.launch.background import BackgroundThread
-from tools.launch.checks.host import free_files
 from tools.launch.supervise.hang import drop_empty
 from tools.ledger.collect import collect
 from tools.records import run as records

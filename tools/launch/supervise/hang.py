@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from tools.launch.errors import LaunchError
 from tools.records.run import Status
+from tools.spec.errors import LaunchError
 
 STACK_SECONDS = 3.0
 """At most so long are stacks waited for."""

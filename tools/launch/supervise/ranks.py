@@ -14,7 +14,7 @@ from typing import BinaryIO, Self
 
 import psutil
 
-from tools.launch.container.docker import remove_container
+from tools.cluster.container.docker import remove_container
 from tools.launch.supervise import supervisor
 from tools.launch.supervise.warm import WarmMegatron
 from tools.records.io import lock

@@ -90,7 +90,7 @@ def _wait_for_end_of_input(seconds: float) -> bool:
 
 
 def _finish_for_the_launcher(folder: Path, container: str, seconds: float) -> None:
-    from tools.launch.container.docker import remove_container
+    from tools.cluster.container.docker import remove_container
     from tools.launch.supervise.exit_status import finish, launcher_was_killed
 
     if container != NO_CONTAINER:

@@ -1,0 +1,226 @@
+"""The checks on machines that stand-in programs and a stand-in NVML describe."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from tests.launch.fake_nvml import FakeNvml
+from tools.cluster.checks import devices, docker, host, network
+from tools.cluster.checks.finding import FAIL, PASS, WARN, CheckResult, ask
+from tools.launch.devices import all_gpus, describe
+from tools.spec.files import ROOT
+
+WITH_NVIDIA = """echo '{"runtimes":{"nvidia":{}},"is":[]}'"""
+
+
+def program(folder: Path, name: str, body: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def statuses(findings: list[CheckResult]) -> dict[str, str]:
+    return {finding.what: finding.status for finding in findings}
+
+
+def test_two_gpus_over_nvlink_pass(two_h200: FakeNvml) -> None:
+    found = devices.check_description(describe())
+    assert statuses(found) == {"Driver": PASS, "GPUs": PASS, "Topology": PASS}
+    assert found[0].found == "580.82.07"
+    assert found[1].found == "0: NVIDIA H200, 143771 MiB; 1: NVIDIA H200, 143771 MiB"
+    assert found[2].found == "NVLink (18 links), peer access, between GPUs"
+
+
+def test_gpus_without_nvlink_get_a_warning_about_the_published_numbers(
+    two_h200: FakeNvml,
+) -> None:
+    two_h200.nvlink = False
+    topology = devices.check_description(describe())[2]
+    assert topology.status == WARN
+    assert topology.found.startswith("PCIe, one NUMA node")
+    assert "made over NVLink" in topology.fix
+
+
+def test_gpus_whose_connection_nvml_does_not_report_are_a_warning(two_h200: FakeNvml) -> None:
+    two_h200.gpus[0].refuses = {"nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor"}
+    topology = devices.check_description(describe())[2]
+    assert (topology.status, topology.found) == (WARN, "NVML does not report it")
+
+
+def test_a_busy_gpu_and_a_single_one_are_warned_about(two_h200: FakeNvml) -> None:
+    two_h200.gpus[0].used_bytes = 80161 << 20
+    busy = devices.check_description(describe())[2]
+    assert (busy.status, busy.what) == (WARN, "GPU 0")
+    assert "choose others with CUDA_VISIBLE_DEVICES=1" in busy.fix
+    two_h200.gpus.pop(0)
+    all_gpus.cache_clear()
+    assert "-2cpu targets" in devices.check_description(describe())[1].fix
+
+
+def test_no_driver_is_no_failure_but_a_broken_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(code: int) -> dict[str, object]:
+        def init() -> None:
+            raise pynvml.NVMLError(code)
+
+        monkeypatch.setattr(pynvml, "nvmlInit", init)
+        all_gpus.cache_clear()
+        return describe()
+
+    none = devices.check_description(fail(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
+    assert statuses(none) == {"Driver": WARN}
+    (driver,) = devices.check_description(fail(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
+    assert driver.status == FAIL
+    assert driver.found.startswith("NVML fails: ")
+    all_gpus.cache_clear()
+
+
+def test_before_setup_the_driver_alone_is_looked_at(
+    bin_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "kit_python", lambda: None)
+    assert devices.check_devices()[0].found == "no NVIDIA driver"
+    program(bin_folder, "nvidia-smi", "echo 'GPU 0: NVIDIA H200'; echo 'GPU 1: NVIDIA H200'")
+    (driver,) = devices.check_devices()
+    assert (driver.status, driver.fix) == (WARN, "run 'make setup'")
+    assert driver.found == "2 GPU(s), not examined before setup"
+    program(bin_folder, "nvidia-smi", "echo 'Driver/library version mismatch'; exit 18")
+    (driver,) = devices.check_devices()
+    assert (driver.status, driver.found) == (
+        FAIL,
+        "nvidia-smi fails: Driver/library version mismatch",
+    )
+
+
+def test_the_kits_python_is_asked_for_the_devices() -> None:
+    (driver, *_) = devices.check_devices()
+    assert driver.what == "Driver"
+    assert not driver.found.startswith("cannot be asked")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (None, {"Docker": WARN}),
+        ("echo 'permission denied' >&2; exit 1", {"Docker": WARN}),
+        ('echo \'{"runtimes":{"runc":{}},"is":[]}\'', {"Docker": PASS, "NVIDIA runtime": WARN}),
+        (
+            f'case "$1" in info) {WITH_NVIDIA};; *) echo other:1;; esac',
+            {"Docker": PASS, "Image": WARN},
+        ),
+        (
+            f'case "$1" in info) {WITH_NVIDIA};; *) echo megatron-parallelism-kit:1;; esac',
+            {"Docker": PASS, "Image": PASS},
+        ),
+    ],
+)
+def test_docker_is_looked_at_up_to_the_image(
+    bin_folder: Path, body: str | None, expected: dict[str, str]
+) -> None:
+    if body is not None:
+        program(bin_folder, "docker", body)
+    found = docker.check_docker()
+    assert statuses(found) == expected
+    assert all(finding.fix for finding in found if finding.status != PASS)
+
+
+def test_packages_before_setup_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "kit_python", lambda: None)
+    row = host.check_packages()
+    assert (row.status, row.found) == (WARN, "not installed yet")
+
+
+def test_packages_at_another_version_are_named() -> None:
+    assert host.differing_packages(
+        sys.executable, "rich==0.1\n# note\npytest==9.2.0  # x\nno_such-thing==1"
+    ) == [
+        "no-such-thing missing instead of 1",
+        f"rich {version('rich')} instead of 0.1",
+    ]
+
+
+def version(package: str) -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version(package)
+
+
+def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    finding = host.check_disk(str(tmp_path))
+    assert re.fullmatch(r"\d+ GiB free, writes \d+ MB/s", finding.found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_readme_setup_and_doctor_name_the_same_room_on_disk() -> None:
+    readme = re.search(
+        r"(\d+) GB of disk \(([\d.]+) GB of packages", (ROOT / "README.md").read_text()
+    )
+    setup = re.search(r"([\d.]+) GB on the disk", (ROOT / "tools/setup.sh").read_text())
+    assert readme is not None
+    assert setup is not None
+    assert float(readme[1]) * 1e9 == host.SETUP_BYTES
+    assert readme[2] == setup[1]
+
+
+def test_a_disk_that_cannot_be_written_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> float:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(host, "write_rate", refuse)
+    assert host.check_disk(str(tmp_path)).status == FAIL
+
+
+def test_small_shared_memory_names_the_remount(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil._ntuple_diskusage(64 << 20, 0, 64 << 20)  # type: ignore[attr-defined]
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda path: usage)
+    finding = host.check_shared_memory()
+    assert finding.status == WARN
+    assert "--ipc=host" in finding.fix
+
+
+def test_an_unreachable_hub_names_the_mirror_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    finding = network.check_hub()
+    assert finding.status == WARN
+    assert "127.0.0.1:9 is out of reach" in finding.found
+    assert "HF_ENDPOINT=" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("key", "netrc_text", "found"),
+    [
+        ("s3cret", "", "a key in WANDB_API_KEY"),
+        ("", "machine api.wandb.ai login user password s3cret\n", "logged in ('wandb login')"),
+        ("", "", "not logged in"),
+    ],
+)
+def test_wandb_is_decided_by_the_keys_presence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, netrc_text: str, found: str
+) -> None:
+    (tmp_path / "netrc").write_text(netrc_text)
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    finding = network.check_wandb()
+    assert found in finding.found
+    assert "s3cret" not in str(finding)
+
+
+def test_a_program_that_hangs_or_is_missing_is_an_answer(bin_folder: Path) -> None:
+    (bin_folder / "sleep").symlink_to("/bin/sleep")
+    assert ask(["sleep", "600"], seconds=0.1).problem == "no answer within 0 s"
+    assert ask(["no-such-program"]).code is None
+
+
+def test_of_a_traceback_the_exception_is_the_answer(bin_folder: Path) -> None:
+    program(
+        bin_folder,
+        "broken",
+        "printf 'Traceback (most recent call last):\\n  x\\nE: no\\n' >&2; exit 1",
+    )
+    assert ask(["broken"]).problem == "E: no"

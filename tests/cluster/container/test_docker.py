@@ -1,0 +1,218 @@
+import os
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import FakeDocker
+from tests.launch.fake_nvml import FakeNvml
+from tools.cluster.container.docker import Container, bind, caller, check_container, container_name
+from tools.launch import runtime as runtime_module
+from tools.launch.compose import Launch
+from tools.launch.job import parse_target
+from tools.launch.options import Options, options_from_texts
+from tools.launch.runtime import choose_runtime, default_runtime
+from tools.launch.train import command_line, compose_job
+from tools.spec.errors import LaunchError
+from tools.spec.files import ROOT
+from tools.spec.run import DeviceKind, RuntimeName
+
+DOCKER = Options(runtime=RuntimeName.DOCKER)
+
+
+def composed(options: Options, name: str = "train-tp2-gpt2-large-2gpu") -> Launch:
+    target = parse_target(name)
+    return compose_job(target.under(options))
+
+
+def values(argv: tuple[str, ...], flag: str) -> list[str]:
+    return [argv[place + 1] for place, word in enumerate(argv) if word == flag]
+
+
+def test_a_container_is_the_callers_and_has_what_nccl_wants_and_no_more(docker: FakeDocker) -> None:
+    argv = composed(DOCKER).command("runs/20250901T000000Z-tp2-gpt2-large-2gpu")
+    image = argv.index("megatron-parallelism-kit:25.06-py3-f4fa7d6b")
+    options = argv[:image]
+    assert options[:5] == (*("docker", "run", "--rm", "--init", "--name"),)
+    assert values(options, "--name") == ["kit-20250901T000000Z-tp2-gpt2-large-2gpu"]
+    assert values(options, "--user") == [f"{os.getuid()}:{os.getgid()}"]
+    assert values(options, "--gpus") == ["all"]
+    assert values(options, "--ulimit") == ["memlock=-1", "stack=67108864"]
+    assert "--ipc=host" in options
+    assert "--privileged" not in options
+    assert values(options, "--workdir") == [str(ROOT)]
+    assert argv[image + 1 : image + 3] == ("python3", "-m")
+
+
+def test_the_command_inside_is_the_one_outside_but_for_python_and_entry(docker: FakeDocker) -> None:
+    inside = composed(DOCKER).command("runs/x")
+    ranks = inside[inside.index("python3") :]
+    program = ranks.index("megatron_patches")
+    assert ranks[program + 1] == "/opt/megatron-lm/pretrain_gpt.py"
+    assert ranks[program + 2 :] == composed(DOCKER).arguments("runs/x")
+
+
+def test_only_kit_and_data_are_mounted_at_their_own_paths(
+    docker: FakeDocker, tmp_path: Path
+) -> None:
+    folder = tmp_path / 'odd, "place" here'
+    folder.mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "d.bin").touch()
+    (folder / "d.bin").symlink_to(elsewhere / "d.bin")
+    options = Options(runtime=RuntimeName.DOCKER, data=str(folder / "d"), runs=tmp_path / "my runs")
+    mounts = values(composed(options).command("r"), "--mount")
+    assert mounts == [bind(ROOT), bind(folder), bind(elsewhere), bind(tmp_path / "my runs")]
+    assert values(composed(DOCKER).command("r"), "--mount") == [bind(ROOT)]
+
+
+@pytest.mark.parametrize(
+    ("path", "mount"),
+    [
+        ("/a b", "type=bind,source=/a b,target=/a b"),
+        ("/a:b", "type=bind,source=/a:b,target=/a:b"),
+        ("/a,b", 'type=bind,"source=/a,b","target=/a,b"'),
+        ('/a"b', 'type=bind,"source=/a""b","target=/a""b"'),
+    ],
+)
+def test_a_mount_survives_spaces_colons_commas_and_quotes(path: str, mount: str) -> None:
+    assert bind(Path(path)) == mount
+
+
+def test_variables_go_by_name_and_no_value_or_secret_is_in_the_command(
+    docker: FakeDocker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret-key")
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:s3cret@proxy")
+    monkeypatch.setenv("HF_TOKEN", "s3cret-token")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    launch = composed(options_from_texts({**os.environ, "RUNTIME": "docker", "WANDB": "1"}))
+    names = values(launch.command("r"), "--env")
+    assert {"WANDB_API_KEY", "WANDB_MODE", "HTTPS_PROXY", "NCCL_DEBUG", "KIT_DEVICE"} <= set(names)
+    assert "HF_TOKEN" not in names  # training has no use for it
+    assert not any("=" in name for name in names)
+    assert "s3cret" not in command_line(launch)
+    assert "s3cret" not in repr(launch)
+
+
+def test_a_container_gets_the_key_of_a_login_and_not_the_file(
+    docker: FakeDocker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password s3cret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    for wandb, given in (("0", False), ("1", True)):
+        asked = {**os.environ, "RUNTIME": "docker", "WANDB": wandb}
+        launch = composed(options_from_texts(asked))
+        assert (os.environ["WANDB_API_KEY"] == "s3cret") is given
+        assert "s3cret" not in command_line(launch) + repr(launch)
+    assert "WANDB_API_KEY" in values(launch.command("r"), "--env")
+    assert not any("netrc" in mount for mount in values(launch.command("r"), "--mount"))
+
+
+def test_an_argument_with_quotes_and_spaces_arrives_as_one_word(docker: FakeDocker) -> None:
+    options = Options(runtime=RuntimeName.DOCKER, extra=("--wandb-exp-name", 'it\'s "a" $HOME'))
+    launch = composed(options)
+    assert launch.command("r")[-1] != ""
+    shown = command_line(launch)
+    words = shlex.split(shown)
+    assert words[words.index("--wandb-exp-name") + 1] == 'it\'s "a" $HOME'
+
+
+def test_a_rootless_engine_maps_root_to_the_caller(docker: FakeDocker) -> None:
+    docker.answer("info", '{"runtimes":{"nvidia":{}},"is":["name=seccomp","name=rootless"]}')
+    assert values(composed(DOCKER).command("r"), "--user") == ["0:0"]
+    assert caller() == f"{os.getuid()}:{os.getgid()}"
+
+
+def test_names_of_hidden_folders_make_valid_container_names() -> None:
+    assert container_name("runs/.start/gpt2-large-0123.partial") == "kit-gpt2-large-0123.partial"
+    assert Container("i", "1:1").wrap((), (), container_name(".x"))[5] == "kit-x"
+
+
+CONNECT = "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is it running?\n"
+
+
+@pytest.mark.parametrize(
+    ("verb", "answer", "message"),
+    [
+        (
+            "info",
+            {"err": CONNECT, "code": 1},
+            "engine does not answer \\(Cannot connect.*RUNTIME=host",
+        ),
+        ("info", {"out": '{"runtimes":null,"is":null}', "code": 0}, "engine does not answer"),
+        ("info", {"out": "nonsense"}, "engine does not answer"),
+        ("info", {"out": '{"runtimes":{"runc":{}},"is":[]}'}, "no NVIDIA runtime.*nvidia-ctk"),
+        (
+            "image inspect",
+            {"err": "No such image", "code": 1},
+            "Image i:t is not built; run 'make image",
+        ),
+    ],
+)
+def test_what_docker_lacks_is_one_sentence_with_the_fix(
+    docker: FakeDocker, verb: str, answer: dict[str, object], message: str
+) -> None:
+    docker.answer(verb, **answer)  # type: ignore[arg-type]
+    with pytest.raises(LaunchError, match=message) as caught:
+        check_container("i:t", "25.06-py3")
+    assert "\n" not in str(caught.value)
+
+
+def test_no_docker_at_all_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(LaunchError, match=r"Docker is not installed.*RUNTIME=host"):
+        check_container("i:t", "25.06-py3")
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a container, which these tests may well run in."""
+    monkeypatch.setattr(runtime_module, "inside_container", lambda: False)
+
+
+def test_docker_is_the_default_where_docker_and_gpus_are(
+    outside: None, docker: FakeDocker, two_h200: FakeNvml
+) -> None:
+    assert default_runtime() is RuntimeName.DOCKER
+    assert choose_runtime(Options(), DeviceKind.GPU).container is not None
+
+
+def test_without_a_gpu_the_host_is_the_default(outside: None, docker: FakeDocker) -> None:
+    assert default_runtime() is RuntimeName.HOST
+
+
+def test_without_the_nvidia_runtime_the_host_is_the_default(
+    outside: None, docker: FakeDocker, two_h200: FakeNvml
+) -> None:
+    docker.answer("info", '{"runtimes":{"runc":{}},"is":[]}')
+    assert default_runtime() is RuntimeName.HOST
+
+
+def test_in_any_container_the_host_is_the_default(
+    docker: FakeDocker, two_h200: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_module, "inside_container", lambda: True)
+    assert default_runtime() is RuntimeName.HOST
+
+
+def test_inside_the_kits_image_targets_run_directly(
+    docker: FakeDocker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KIT_IMAGE", "25.06-py3")
+    assert choose_runtime(DOCKER, DeviceKind.GPU).container is None
+
+
+def test_cpu_ranks_never_run_in_a_container() -> None:
+    assert choose_runtime(DOCKER, DeviceKind.CPU).container is None
+
+
+def test_a_checkout_of_the_host_is_refused_in_a_container(
+    docker: FakeDocker, tmp_path: Path
+) -> None:
+    options = Options(runtime=RuntimeName.DOCKER, megatron_lm=tmp_path)
+    with pytest.raises(LaunchError, match="image's own trains; unset it, or set RUNTIME=host"):
+        choose_runtime(options, DeviceKind.GPU)

@@ -1,0 +1,271 @@
+"""The sbatch script: golden files, what a shell makes of it, and how values get in."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.given import read_of
+from tools.cluster.sbatch import CPUS, ArrayTask, BatchJob, PyxisContainer, script
+from tools.cluster.slurm import SLURM_SETTINGS, Slurm, argv_of_directives, slurm_of
+from tools.spec.files import ROOT
+from tools.spec.run import DeviceKind
+
+GOLDEN = Path(__file__).parent / "golden"
+CELL = ArrayTask("runs/R1", ("run", "dp2", "gpt2-tiny", "2cpu", "--"), {"ITERS": "5"})
+
+
+def job(*cells: ArrayTask, **changes: object) -> BatchJob:
+    known = {
+        "name": "dp2-gpt2-tiny-2cpu",
+        "device": DeviceKind.CPU,
+        "devices_a_node": 1,
+        "slurm": Slurm(nodes=2),
+        "python": ".venv/bin/python",
+    }
+    return BatchJob(cells=cells or (CELL,), **(known | changes))  # type: ignore[arg-type]
+
+
+SITE = Slurm(
+    nodes=4,
+    directives=("--account=lab", "--partition=h200", "--exclusive"),
+    setup=("module load cuda", "export NCCL_IB_HCA=mlx5"),
+)
+TP8 = ("--tensor-model-parallel-size", "8")
+JOBS = {
+    "two-cpu-nodes": job(),
+    "repeats-are-an-array": job(CELL, ArrayTask("runs/R2", CELL.argv, CELL.settings)),
+    "gpus-in-the-image": job(
+        ArrayTask("runs/R3", ("run", "tp8dp4", "gpt2-large", "32gpu", "--", *TP8)),
+        name="tp8dp4-gpt2-large-32gpu",
+        device=DeviceKind.GPU,
+        devices_a_node=8,
+        slurm=SITE,
+        python="python3",
+        inherited=("NCCL_DEBUG", "WANDB_API_KEY"),
+        container=PyxisContainer("/shared/kit.sqsh", (ROOT, Path("/data"))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_script_is_the_golden_one(name: str) -> None:
+    assert script(JOBS[name]).replace(str(ROOT), "/kit") == (GOLDEN / f"{name}.sbatch").read_text()
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_shellcheck_finds_nothing_in_a_script(name: str) -> None:
+    checker = Path(sys.executable).with_name("shellcheck")
+    answer = subprocess.run(
+        (checker, "--shell=bash", "--exclude=SC2016", "-"),  # each node expands it
+        input=script(JOBS[name]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stdout
+
+
+PROGRAMS = {
+    "scontrol": "echo n1",
+    "sinfo": "echo 10.0.0.1",
+    # srun, as task 1 of the step: the launcher's arguments and environment.
+    "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 exec "$@"',
+    "python": (
+        "exec {python} -c 'import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))'"
+        ' "$@"'
+    ),
+}
+
+
+def run_script(text: str, folder: Path, **slurm: str) -> tuple[list[str], dict[str, str]]:
+    """What a launcher of the job is called with, on node 1."""
+    for name, line in PROGRAMS.items():
+        program = folder / name
+        program.write_text(
+            "#!/usr/bin/env bash\n" + line.replace("{python}", sys.executable) + "\n"
+        )
+        program.chmod(0o755)
+    known = {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", **known, **slurm}
+    answer = subprocess.run(
+        ("bash", "-c", text),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=folder,
+    )
+    words, seen = json.loads(answer.stdout)
+    return words, seen
+
+
+def test_every_node_starts_the_kits_launcher_with_its_number_and_the_first_nodes_address(
+    tmp_path: Path,
+) -> None:
+    words, seen = run_script(script(job(python="python")), tmp_path)
+    assert words == ["-m", "tools.cli", *CELL.argv]
+    told = {name: seen[name] for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    assert told == {
+        "NNODES": "2",
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "20012",
+    }
+    assert (seen["RENDEZVOUS"], seen["ITERS"], seen["RUN_FOLDER"]) == ("c10d", "5", "runs/R1")
+
+
+def test_an_elements_own_run_is_chosen_by_its_number(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "R2").mkdir(parents=True)
+    two = job(CELL, ArrayTask("runs/R2", ("run", "pp2"), {"SEED": "2"}), python="python")
+    with pytest.raises(json.JSONDecodeError):  # its output goes to its own run folder
+        run_script(script(two), tmp_path, SLURM_ARRAY_TASK_ID="1")
+    words, seen = json.loads((tmp_path / "runs" / "R2" / "slurm.txt").read_text())
+    assert words[2:] == ["run", "pp2"]
+    assert (seen["SEED"], seen["RUN_FOLDER"]) == ("2", "runs/R2")
+
+
+@given(st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=40))
+def test_no_value_is_anything_but_itself_in_the_script(value: str) -> None:
+    text = script(job(ArrayTask("runs/R", ("run", value), {"EXTRA": value})))
+    start = text.index("export EXTRA=")
+    chosen = text[start : text.index("\nexport PYTHONPATH", start)]
+    answer = subprocess.run(
+        ("bash", "-c", f'{chosen}\nprintf "%s\\0" "$EXTRA" "${{words[@]}}"'),
+        capture_output=True,
+        check=True,
+        env={"PATH": os.environ["PATH"]},
+    )
+    assert answer.stdout.decode().split("\0")[:3] == [value, "run", value]
+
+
+def test_a_value_with_spaces_stays_one_word_in_a_directive_and_for_srun() -> None:
+    asked = {"LAUNCHER": "slurm", "SLURM_LINES": "--comment='a \"b\" c' --mem=0"}
+    slurm = slurm_of(read_of(SLURM_SETTINGS, asked))
+    assert slurm is not None
+    assert [shlex.split(line) for line in slurm.directives] == [['--comment=a "b" c'], ["--mem=0"]]
+
+
+def test_a_sites_lines_may_ask_for_variables_that_are_not_set_and_override_none(
+    tmp_path: Path,
+) -> None:
+    site = Slurm(setup=('echo "got:$NEVER_SET"', "export ITERS=7"))
+    folders = [tmp_path / "a b", tmp_path / "c"]
+    for folder in folders:
+        folder.mkdir()
+    cells = (ArrayTask(str(folder), CELL.argv, CELL.settings) for folder in folders)
+    lines = script(job(*cells, slurm=site)).splitlines()
+    text = "\n".join((*lines[: lines.index("esac") + 1], 'echo "$ITERS $RUN_FOLDER"'))
+    environment = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": "0"}
+    subprocess.run(("bash", "-c", text), check=True, env=environment)
+    assert (folders[0] / "slurm.txt").read_text() == f"got:\n5 {folders[0]}\n"
+
+
+def test_a_step_gets_the_cpus_that_its_job_asked_for() -> None:
+    show = f"{CPUS}\necho ${{SRUN_CPUS_PER_TASK-none}}"
+    for given_, told in (({}, "none"), ({"SLURM_CPUS_PER_TASK": "64"}, "64")):
+        environment = {"PATH": os.environ["PATH"], **given_}
+        answer = subprocess.run(
+            ("bash", "-euc", show), capture_output=True, text=True, check=True, env=environment
+        )
+        assert answer.stdout.strip() == told
+    assert CPUS in script(JOBS["gpus-in-the-image"])
+
+
+def test_without_launcher_slurm_nothing_is_submitted() -> None:
+    assert slurm_of(read_of(SLURM_SETTINGS, {"NODES": "2"})) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        # What Slurm 22.05 made of each was read back by 'scontrol show job'.
+        ("a b", '"--comment=a b"'),
+        ("it's", '"--comment=it\'s"'),
+        ("back\\slash", '"--comment=back\\\\slash"'),
+        ("a#b", '"--comment=a#b"'),
+        ("a&b;$c", "--comment=a&b;$c"),
+    ],
+)
+def test_a_line_of_the_users_is_quoted_where_sbatch_would_take_it_apart(
+    value: str, line: str
+) -> None:
+    asked = {"LAUNCHER": "slurm", "SLURM_LINES": shlex.quote(f"--comment={value}")}
+    slurm = slurm_of(read_of(SLURM_SETTINGS, asked))
+    assert slurm is not None
+    assert slurm.directives == (line,)
+    assert argv_of_directives(slurm.directives) == (f"--comment={value}",)
+
+
+def test_a_site_line_whose_quotes_do_not_end_is_named(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.write_text("#SBATCH --comment='a b\n")
+    with pytest.raises(ValueError, match=r"site has a wrong #SBATCH line \(No closing quotation"):
+        slurm_of(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm", "SLURM_SITE": str(site)}))
+
+
+def test_variables_add_to_the_site_file_and_come_after_it(tmp_path: Path) -> None:
+    site = tmp_path / "site.slurm"
+    site.write_text(
+        "#!/bin/bash\n#SBATCH --partition=slow\n\nmodule load cuda\n#SBATCH --exclusive\n"
+    )
+    slurm = slurm_of(
+        read_of(
+            SLURM_SETTINGS,
+            {
+                "LAUNCHER": "slurm",
+                "NODES": "3",
+                "SLURM_SITE": str(site),
+                "SLURM_PARTITION": "fast",
+                "SLURM_TIME": "1-00:30:00",
+                "SLURM_LINES": "--constraint='a&b' --mem=0",
+            },
+        )
+    )
+    assert slurm == Slurm(
+        nodes=3,
+        directives=(
+            *("--partition=slow", "--exclusive", "--partition=fast", "--time=1-00:30:00"),
+            *("--constraint=a&b", "--mem=0"),
+        ),
+        setup=("module load cuda",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("LAUNCHER", "pbs", "LAUNCHER=pbs is not torchrun or slurm"),
+        ("NODES", "0", "NODES=0 is not a whole number above 0"),
+        ("SLURM_PARTITION", "a\n#SBATCH --uid=0", "is not a word that sbatch takes"),
+        ("SLURM_LINES", "-p gpu", "SLURM_LINES=-p gpu is not a list of sbatch's long options"),
+        ("SLURM_SITE", "/nowhere/site", "SLURM_SITE=/nowhere/site cannot be read"),
+    ],
+)
+def test_a_wrong_variable_is_named(name: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        slurm_of(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm", name: value}))
+
+
+def test_a_folder_that_pyxis_would_misread_is_refused() -> None:
+    with pytest.raises(ValueError, match="/a:b cannot be mounted by Pyxis"):
+        PyxisContainer("image", (Path("/a:b"),)).flags()
+
+
+def test_a_slurm_job_is_for_training_targets_alone() -> None:
+    answer = subprocess.run(
+        (sys.executable, "-m", "tools.cli", "demo"),
+        env={**os.environ, "LAUNCHER": "slurm"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert answer.returncode == 2
+    assert "leave LAUNCHER= to train-… targets and sweep" in " ".join(answer.stderr.split())

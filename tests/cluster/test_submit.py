@@ -1,0 +1,301 @@
+"""Submitting with a stand-in for sbatch, and `make status` with one for squeue."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from tests.cluster.conftest import program, run_folders
+from tests.report.factory import run_record
+from tools.cli.main import from_make
+from tools.cluster.sbatch import ArrayTask, BatchJob
+from tools.cluster.slurm import JobState, Slurm, job_states
+from tools.launch.status import follow
+from tools.launch.submit import _hand_over
+from tools.records.io import write_record
+from tools.records.run import JobRecord, Status, StatusRecord, read_status, write_run
+from tools.spec.errors import LaunchError
+from tools.spec.files import ROOT
+from tools.spec.run import DeviceKind
+
+ITERATION = (
+    " iteration {:8d}/     500 | consumed samples:           16 | elapsed time per iteration (ms): "
+    "500.0 | learning rate: 4.0E-04 | global batch size:     8 | lm loss: 1.075875E+01 | "
+    "loss scale: 1.0 | grad norm: 3.123 | number of skipped iterations:   0 | number of nan "
+    "iterations:   0 |\n"
+)
+KEY = "s3cret-wandb-key"
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A launcher's exit code and what it printed."""
+
+    returncode: int
+    stdout: str
+
+
+def submit(runs: Path, sample: Path, **variables: str) -> Submitted:
+    """What the launch script of dp2 calls, in this process: another Python would only take time."""
+    settings = {"LAUNCHER": "slurm", "NODES": "2", "ITERS": "5", "RUNS": str(runs)}
+    printed = io.StringIO()
+    variables = {**settings, "DATA": str(sample), **variables}
+    with patch.dict(os.environ, variables), redirect_stdout(printed), redirect_stderr(printed):
+        code = from_make("run", ("dp2", "gpt2-tiny", "2cpu", "--"))
+    return Submitted(code, printed.getvalue())
+
+
+def test_a_submitted_run_has_its_folder_script_and_job_number(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    runs = tmp_path / "runs"
+    answer = submit(runs, sample_prefix)
+    assert answer.returncode == 0, answer.stdout
+    (folder,) = run_folders(runs)
+    text = (folder / "job.sbatch").read_text()
+    assert text == (programs / "submitted").read_text()
+    assert f"RUN_FOLDER={folder}" in text
+    assert "#SBATCH --nodes=2" in text
+    assert "LAUNCHER" not in text  # else the job would submit another
+    job = json.loads((folder / "job.json").read_text())
+    assert (job["job_id"], job["nodes"]) == ("12", 2)
+    assert read_status(folder) == StatusRecord(Status.INCOMPLETE, None, "Waits in Slurm's queue.")
+
+
+def test_repeats_are_elements_of_one_array_with_a_folder_each(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    runs = tmp_path / "runs"
+    assert submit(runs, sample_prefix, REPEATS="2").returncode == 0
+    folders = run_folders(runs)
+    jobs = [json.loads((folder / "job.json").read_text())["job_id"] for folder in folders]
+    assert jobs == ["12_0", "12_1"]
+    text = (folders[0] / "job.sbatch").read_text()
+    assert "--array=0-1" in text
+    assert "REPEATS" not in text
+
+
+def test_a_key_is_passed_by_name_and_only_to_a_run_that_uses_it(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    runs = tmp_path / "runs"
+    assert submit(runs, sample_prefix, WANDB_API_KEY=KEY).returncode == 0
+    assert "WANDB" not in (programs / "submitted").read_text()
+    assert submit(runs, sample_prefix, WANDB_API_KEY=KEY, WANDB="1").returncode == 0
+    assert "WANDB_API_KEY" in (programs / "submitted").read_text()
+    written = [path for path in runs.rglob("*") if path.is_file()]
+    assert not [path for path in written if KEY.encode() in path.read_bytes()]
+
+
+def test_what_slurm_refuses_leaves_no_run_folder(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    program(programs, "sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
+    answer = submit(tmp_path / "runs", sample_prefix, SLURM_PARTITION="x")
+    assert answer.returncode == 2
+    assert "Slurm refuses the job: error: invalid partition specified: x" in answer.stdout
+    assert run_folders(tmp_path / "runs") == []
+
+
+def test_a_job_that_slurm_may_have_taken_keeps_its_folder(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.launch.submit.SUBMIT_SECONDS", 0.2)
+    program(programs, "sbatch", "exec sleep 600")
+    folder = tmp_path / "R1"
+    folder.mkdir()
+    job = BatchJob(
+        "dp2", DeviceKind.CPU, 1, Slurm(nodes=2), (ArrayTask(str(folder), ("run",)),), "python"
+    )
+    with pytest.raises(LaunchError, match=f"may have taken the job: look for dp2 .*{folder}"):
+        _hand_over(job, (folder,), None)
+    assert (folder / "job.sbatch").exists()
+
+
+def test_ranks_that_nodes_cannot_share_are_refused(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    answer = submit(tmp_path / "runs", sample_prefix, NODES="4")
+    assert answer.returncode == 2
+    assert "2 rank(s) cannot be shared evenly by 4 nodes" in answer.stdout
+    assert run_folders(tmp_path / "runs") == []
+
+
+def test_a_dry_run_shows_the_script_and_writes_nothing(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    answer = submit(tmp_path / "runs", sample_prefix, DRY_RUN="1")
+    assert answer.returncode == 0
+    assert answer.stdout.startswith("#!/usr/bin/env bash\n")
+    assert "exec srun" in answer.stdout
+    assert not (tmp_path / "runs").exists()
+    assert not (programs / "submitted").exists()
+
+
+def job_folder(runs: Path, job: str, iterations: int = 0) -> Path:
+    folder = runs / f"2026-{job}-dp2-gpt2-tiny-2cpu"
+    folder.mkdir(parents=True)
+    write_record(folder / "job.json", JobRecord(job, 2, "2026-01-01T00:00:00Z"))
+    unfinished = StatusRecord(Status.INCOMPLETE, None, "The launcher did not finish.")
+    write_record(folder / "status.json", unfinished)
+    if iterations:
+        lines = (ITERATION.format(number) for number in range(1, iterations + 1))
+        (folder / "log.txt").write_text("".join(lines))
+    return folder
+
+
+def test_status_shows_what_waits_and_what_runs_as_slurm_says(
+    programs: Path, tmp_path: Path
+) -> None:
+    job_folder(tmp_path, "12")
+    job_folder(tmp_path, "13", iterations=3)
+    program(programs, "squeue", "echo '12|PENDING|Resources'; echo '13|RUNNING|None'")
+    waiting, running = follow(tmp_path)
+    assert (waiting.state, waiting.note) == ("queued", "job 12: Resources")
+    assert (running.state, running.iteration, running.loss) == ("running", 3, 10.75875)
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "reason"),
+    [
+        ("CANCELLED", Status.INTERRUPTED, "Job 12 was cancelled in Slurm"),
+        ("TIMEOUT", Status.INTERRUPTED, "reached its time limit; ask for more with SLURM_TIME="),
+        ("NODE_FAIL", Status.CRASHED, "Job 12 lost a node"),
+        ("OUT_OF_MEMORY", Status.OUT_OF_MEMORY, "ran out of the memory that Slurm gave it"),
+        ("FAILED", Status.CRASHED, "ended FAILED in Slurm; see slurm.txt"),
+    ],
+)
+def test_a_job_that_ended_without_its_launchers_status_gets_it_from_slurm(
+    programs: Path, tmp_path: Path, state: str, status: Status, reason: str
+) -> None:
+    folder = job_folder(tmp_path, "12", iterations=2)
+    program(programs, "squeue", f"echo '12|{state}|None'")
+    (seen,) = follow(tmp_path)
+    assert seen.state == status.value
+    assert reason in seen.note
+    assert read_status(folder).status is status
+
+
+def test_a_job_that_slurm_forgot_is_classified_by_its_log(programs: Path, tmp_path: Path) -> None:
+    job_folder(tmp_path, "12", iterations=2)
+    (seen,) = follow(tmp_path)
+    assert seen.state == "incomplete"
+    assert "Job 12 is gone from Slurm; its launcher left no word." in seen.note
+
+
+@pytest.mark.parametrize("answer", ["exit 1", "kill -9 $$", "exec sleep 600"])
+def test_a_queued_job_is_left_alone_while_slurm_does_not_answer(
+    programs: Path, tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.cluster.slurm.ASK_SECONDS", 0.5)
+    folder = job_folder(tmp_path, "12")
+    before = read_status(folder)
+    program(programs, "squeue", answer)
+    assert job_states(["12"]) is None
+    (seen,) = follow(tmp_path)
+    assert (seen.state, seen.note) == ("incomplete", "job 12: Slurm does not answer.")
+    assert read_status(folder) == before
+
+
+def test_where_slurm_is_not_installed_no_job_is_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = job_folder(tmp_path, "12")
+    before = read_status(folder)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    follow(tmp_path)
+    assert read_status(folder) == before
+
+
+def test_a_job_of_somebody_else_is_left_alone_because_slurm_does_not_list_it(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = job_folder(tmp_path, "12")
+    before = read_status(folder)
+    monkeypatch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
+    follow(tmp_path)
+    assert read_status(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("TIMEOUT", "Job 12 reached its time limit; ask for more with SLURM_TIME=; see slurm.txt."),
+        ("PREEMPTED", "Job 12 was preempted; see slurm.txt."),
+        ("DEADLINE", "Job 12 reached its deadline; see slurm.txt."),
+        ("CANCELLED", "Stopped on request after iteration 2."),
+    ],
+)
+def test_a_launcher_that_slurm_asked_to_stop_gets_slurms_reason(
+    programs: Path, tmp_path: Path, state: str, reason: str
+) -> None:
+    folder = job_folder(tmp_path, "12", iterations=2)
+    asked = StatusRecord(
+        Status.INTERRUPTED, None, "Stopped on request after iteration 2.", wall_seconds=7.5
+    )
+    write_record(folder / "status.json", asked)
+    program(programs, "squeue", f"echo '12|{state}|None'")
+    assert follow(tmp_path)[0].note == reason
+    assert read_status(folder) == replace(asked, reason=reason)
+
+
+def test_what_a_launcher_recorded_is_not_overwritten(programs: Path, tmp_path: Path) -> None:
+    folder = job_folder(tmp_path, "12", iterations=2)
+    write_record(folder / "status.json", StatusRecord(Status.NAN, 0, "NaN from iteration 2."))
+    program(programs, "squeue", "echo '12|COMPLETED|None'")
+    assert follow(tmp_path)[0].note == "NaN from iteration 2."
+
+
+def test_a_local_run_is_running_while_its_samples_come(tmp_path: Path, programs: Path) -> None:
+    folder = job_folder(tmp_path, "12", iterations=2)
+    (folder / "job.json").unlink()
+    (folder / "samples.csv").write_text("seconds\n")
+    assert follow(tmp_path)[0].state == "running"
+    long_ago = time.time() - 60
+    os.utime(folder / "samples.csv", (long_ago, long_ago))
+    assert follow(tmp_path)[0].state == "incomplete"
+
+
+def test_the_time_left_is_what_recent_iterations_took(tmp_path: Path, programs: Path) -> None:
+    folder = job_folder(tmp_path, "12", iterations=30)
+    program(programs, "squeue", "echo '12|RUNNING|None'")
+    assert follow(tmp_path)[0].left_seconds is None  # nobody knows of how many
+    write_run(folder, run_record(folder.name, "dp2", exit_interval=100))
+    (seen,) = follow(tmp_path)
+    assert (seen.iteration, seen.iterations, seen.left_seconds) == (30, 100, 70 * 0.5)
+
+
+def test_what_the_queue_forgot_is_asked_of_accounting(programs: Path) -> None:
+    program(programs, "squeue", "echo '12_1|RUNNING|None'")
+    program(programs, "sacct", "echo '11|CANCELLED by 1000|None'")
+    assert job_states(["11", "12_1", "13"]) == {
+        "11": JobState("CANCELLED", "None"),
+        "12_1": JobState("RUNNING", "None"),
+    }
+
+
+def test_control_characters_and_markup_of_a_reason_are_shown_and_not_obeyed(
+    programs: Path, tmp_path: Path
+) -> None:
+    folder = job_folder(tmp_path, "12")
+    evil = "\x1b[2J\x1b]0;title\x07[red]not markup[/red]"
+    write_record(folder / "status.json", StatusRecord(Status.CRASHED, 1, evil))
+    answer = subprocess.run(
+        (sys.executable, "-m", "tools.cli", "status"),
+        cwd=ROOT,
+        env={**os.environ, "RUNS": str(tmp_path), "COLUMNS": "250"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "\x1b" not in answer.stdout
+    assert "\x07" not in answer.stdout
+    assert "[red]not markup[/red]" in answer.stdout

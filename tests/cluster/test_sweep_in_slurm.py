@@ -1,0 +1,211 @@
+"""A sweep as job arrays, with stand-ins for Slurm's commands."""
+
+import io
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.cluster.conftest import program, run_folders
+from tests.given import swept
+from tools.cluster.slurm import Slurm
+from tools.launch.compose import Launch, ResumePoint
+from tools.launch.job import parse_target
+from tools.launch.options import Options, options_from_texts
+from tools.launch.run_folder import create_run_folder
+from tools.launch.train import compose_job
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord, read_run
+from tools.spec.errors import LaunchError
+from tools.spec.flags import drop_flags
+from tools.spec.run import RuntimeName
+from tools.study.cells import compose_cell
+from tools.study.definition import Experiment
+from tools.study.in_slurm import finished_in_slurm
+from tools.study.sweep import sweep as run_sweep
+
+START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng")
+
+
+@pytest.fixture
+def options(sample_prefix: Path, tmp_path: Path) -> Options:
+    return Options(data=str(sample_prefix), runs=tmp_path / "runs", slurm=Slurm(nodes=2))
+
+
+def axes(**variables: str) -> Experiment:
+    return swept({"MODELS": "gpt2-tiny", **variables})
+
+
+def first_launch(request: Experiment, options: Options) -> Launch:
+    """Its baseline's, which every number of devices has that is tried here."""
+    return compose_cell(request.cells[0], request.settings(options))
+
+
+def sweep(request: Experiment, options: Options) -> str:
+    text = io.StringIO()
+    run_sweep(request, options, Console(file=text, width=400), options.runs.parent / "reports")
+    return text.getvalue()
+
+
+def jobs(runs: Path) -> dict[str, str]:
+    """Job by run folder, without the folder's time."""
+    found = {}
+    for folder in run_folders(runs):
+        found[folder.name] = json.loads((folder / "job.json").read_text())["job_id"]
+    return found
+
+
+def test_cells_of_one_size_are_one_array_and_baselines_take_one_node(
+    programs: Path, options: Options
+) -> None:
+    program(
+        programs,
+        "sbatch",
+        f'n=$(ls {programs}/submitted-* 2> /dev/null | wc -l); cp "${{@: -1}}" '
+        f"{programs}/submitted-$n; echo 1$n",
+    )
+    sweep(axes(), options)
+    alone, spread = sorted(programs.glob("submitted-*"))
+    for path, nodes in ((alone, 1), (spread, 2)):
+        text = path.read_text()
+        assert f"--nodes={nodes}" in text
+        assert "--array=0-1" in text  # Megatron and plain PyTorch
+        assert text.count("BACKEND=native") == 1
+        assert "ITERS=25" in text
+    assert sorted(jobs(options.runs).values()) == ["10_0", "10_1", "11_0", "11_1"]
+
+
+def test_going_on_submits_what_is_neither_made_nor_on_its_way(
+    programs: Path, options: Options
+) -> None:
+    one = axes(DEVICES="1cpu")
+    sweep(one, options)
+    first = run_folders(options.runs)
+    assert len(first) == 2
+    made, failed = first
+    write_record(made / "status.json", StatusRecord(Status.OK, 0, ""))
+    write_record(failed / "status.json", StatusRecord(Status.CRASHED, 1, "Why."))
+    sweep(one, options)
+    (again,) = set(run_folders(options.runs)) - set(first)
+    assert jobs(options.runs)[again.name] == "12"  # a single cell is no array
+    program(programs, "squeue", "echo '12|PENDING|Priority'")
+    sweep(one, options)
+    assert len(run_folders(options.runs)) == 3
+
+
+def test_without_slurm_nothing_is_left_behind(programs: Path, options: Options) -> None:
+    program(programs, "sbatch", "echo 'sbatch: error: no such partition' >&2; exit 1")
+    with pytest.raises(LaunchError, match="Slurm refuses the job"):
+        sweep(axes(), options)
+    assert run_folders(options.runs) == []
+
+
+def ended(folder: Path, status: Status = Status.OK) -> None:
+    write_record(folder / "status.json", StatusRecord(status, 0, ""))
+
+
+def test_elements_get_what_the_sweep_was_given(
+    programs: Path, options: Options, sample_prefix: Path
+) -> None:
+    given = {"SAVE_EVERY": "10", "KEEP": "3", "HANG_TIMEOUT": "60", "WANDB": "1", "FUSED": "norm"}
+    places = {"LAUNCHER": "slurm", "DATA": str(sample_prefix), "RUNS": str(options.runs)}
+    request = axes(DEVICES="1cpu", BACKENDS="megatron")
+    asked = options_from_texts({**places, **given, "REPEATS": "2", "IMAGE": "26.02-py3"})
+    sweep(request, asked)
+    folders = run_folders(options.runs)
+    (line, again) = re.findall("export (.*RUN_FOLDER.*)", (programs / "submitted").read_text())
+    got = dict(word.split("=", 1) for word in shlex.split(line))
+    assert {"RUN_FOLDER", "RUNTIME"} < set(got)
+    assert not {"REPEATS", "DRY_RUN", "IMAGE", "LAUNCHER"} & set(got)
+    theirs, target = options_from_texts(got), parse_target("train-baseline-gpt2-tiny-1cpu")
+    launch = compose_job(target.under(theirs))
+    assert launch.arguments(str(folders[0])) == read_run(folders[0]).argv
+    assert launch.saving == asked.saving
+    assert launch.job.options.hang_timeout_seconds == 60
+    assert launch.environment["KIT_FUSED"] == "norm"
+    assert len(folders) == len((line, again))
+
+
+def test_an_element_that_was_requeued_and_went_on_is_its_cells(
+    programs: Path, options: Options
+) -> None:
+    options = options_from_texts(
+        {
+            **{"LAUNCHER": "slurm", "SAVE_EVERY": "10"},
+            **{"DATA": str(options.data), "RUNS": str(options.runs)},
+        }
+    )
+    one = axes(DEVICES="1cpu", BACKENDS="megatron")
+    sweep(one, options)
+    (folder,) = run_folders(options.runs)
+    launch = first_launch(one, options)
+    create_run_folder(launch, options.runs, folder)  # the first attempt
+    loaded = ResumePoint(folder.name, folder / "checkpoints", 10)
+    again = replace(launch, flags=drop_flags(launch.flags, START), resume_point=loaded)
+    other_node = {**launch.environment, "GLOO_SOCKET_IFNAME": "eth1"}
+    again = replace(again, environment=other_node)
+    create_run_folder(again, options.runs, folder)
+    assert read_run(folder).argv != launch.arguments(str(folder))
+    ended(folder)
+    assert finished_in_slurm(launch, options) == [folder]
+    sweep(one, options)
+    assert run_folders(options.runs) == [folder]
+
+
+def test_cells_that_nodes_compose_with_what_they_have_are_found(
+    programs: Path, options: Options
+) -> None:
+    request = axes(DEVICES="1gpu", BACKENDS="megatron")
+    sweep(request, options)
+    (folder,) = run_folders(options.runs)
+    launch = first_launch(request, options)
+    entry = replace(
+        launch.entry, path="/opt/megatron-lm/pretrain_gpt.py", megatron_version="0.16.0"
+    )
+    flags = drop_flags(launch.flags, ("--no-persist-layer-norm", "--transformer-impl"))
+    composed = replace(launch, entry=entry, flags=flags)
+    create_run_folder(composed, options.runs, folder)
+    assert read_run(folder).argv != launch.arguments(str(folder))
+    program(programs, "squeue", "echo '12|RUNNING|None'")
+    sweep(request, options)
+    assert run_folders(options.runs) == [folder]
+    program(programs, "squeue", "exit 0")
+    ended(folder)
+    assert finished_in_slurm(launch, options) == [folder]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slurm": Slurm(image="another.sqsh")},
+        {"runtime": RuntimeName.HOST},
+        {"fused": ("norm",)},
+        {"share_gpu": True},
+        {"iterations": 30},
+    ],
+)
+def test_what_is_asked_otherwise_is_another_cell(
+    programs: Path, options: Options, changes: dict[str, object]
+) -> None:
+    request = axes(DEVICES="1gpu", BACKENDS="megatron")
+    sweep(request, options)
+    (folder,) = run_folders(options.runs)
+    ended(folder)
+    asked = replace(options, **changes)  # type: ignore[arg-type]
+    assert finished_in_slurm(first_launch(request, options), options) == [folder]
+    assert finished_in_slurm(first_launch(request, asked), asked) == []
+
+
+def test_while_slurm_does_not_answer_nothing_is_submitted_twice(
+    programs: Path, options: Options
+) -> None:
+    one = axes(DEVICES="1cpu")
+    sweep(one, options)
+    program(programs, "squeue", "exit 1")
+    with pytest.raises(LaunchError, match="squeue gives no answer"):
+        sweep(one, options)
+    assert len(run_folders(options.runs)) == 2

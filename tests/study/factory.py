@@ -1,0 +1,40 @@
+"""Cells with times as a test wants them."""
+
+from tests.report.factory import report_row
+from tools.plan.tensors import parameters_total
+from tools.spec.model import load_model
+from tools.spec.run import Backend, DeviceKind
+from tools.study.definition import ExperimentCell
+from tools.study.tables.overtaking import Swept
+
+SIZES = ("gpt2-tiny", "gpt3-64m", "gpt3-355m")
+
+
+def measured(
+    backend: Backend,
+    milliseconds: float | None,
+    model: str = "gpt2-tiny",
+    devices: int = 1,
+    strategy: str = "baseline",
+    **changes: object,
+) -> Swept:
+    """Times of one percent's scatter about a median; None was never measured."""
+    samples = [milliseconds * (1 + 0.001 * n) for n in range(-10, 11)] if milliseconds else []
+    row = report_row(strategy, backend=backend, samples_ms=samples)
+    values: dict[str, object] = {
+        "cell": ExperimentCell(model, strategy, devices, DeviceKind.CPU, backend),
+        "backend": backend,
+        "parameters": parameters_total(load_model(model).shape),
+        "tokens_per_iteration": 512,
+        "row": row if samples else None,
+    }
+    return Swept(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def pair(*milliseconds: tuple[float, float], devices: int = 1) -> list[Swept]:
+    """Megatron's and native's times at each of the sizes."""
+    found = []
+    for model, (megatron, native) in zip(SIZES, milliseconds, strict=False):
+        found.append(measured(Backend.MEGATRON, megatron, model, devices))
+        found.append(measured(Backend.NATIVE, native, model, devices))
+    return found

@@ -1,0 +1,58 @@
+"""The automatic choice: which layouts are trained, and what the table says of them."""
+
+from rich.console import Console
+
+from tests.launch.test_auto import CPU, FIGURES, GLOO, TINY
+from tools.launch.auto import request_here
+from tools.launch.calibrate import from_figures
+from tools.launch.options import Options
+from tools.plan.search import search
+from tools.report.analyse.statistics import estimate
+from tools.spec.run import DeviceKind
+from tools.study.bench_auto import cell_of, chosen_candidates
+from tools.study.cells import compose_cell
+from tools.study.definition import load_sweep
+from tools.study.tables.auto import AutoGroup, AutoRow, render
+
+QUIET = Console(quiet=True)
+
+
+def row(strategy: str, predicted: float, measured: float | None) -> AutoRow:
+    found = None if measured is None else estimate([[measured] * 8])
+    return AutoRow(strategy, 2, predicted, found)
+
+
+def test_the_loss_of_a_choice_is_over_the_fastest_that_was_measured() -> None:
+    group = AutoGroup("gpt2-tiny", 2, (row("tp2", 100, 110), row("dp2", 105, 100)))
+    assert group.best == group.rows[1]
+    assert round(group.loss or 0, 6) == 0.1
+    text = render([group])
+    assert "Times within 15% of the measured: 2 of 2, mean |error| 7.0%" in text
+    assert "Choice within 5% of the best measured: 0 of 1, mean loss 10.0%, worst 10.0%" in text
+    assert "| gpt2-tiny | 2 | tp2, 2 | dp2, 2 | 10.0% |" in text
+
+
+def test_a_run_that_failed_has_no_error_and_a_failed_choice_no_loss() -> None:
+    group = AutoGroup("gpt2-tiny", 2, (row("tp2", 100, None), row("dp2", 50, 100)))
+    assert not group.all_well
+    assert group.loss is None
+    assert "0 of 1, mean |error| 50.0%" in render([group])
+
+
+def test_the_best_four_and_each_dimension_alone_are_trained_as_planned() -> None:
+    calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    plan = search(request_here(TINY, CPU, calibration))
+    chosen = chosen_candidates(plan)
+    assert chosen[:4] == plan.ranked[:4]
+    assert {"dp2", "tp2"} <= {candidate.strategy for candidate in chosen}
+    (cell, *_) = load_sweep("auto", {"MODELS": "gpt2-tiny", "DEVICES": "2cpu"}).cells
+    for candidate in chosen:
+        launch = compose_cell(cell_of(cell, candidate, Options()), Options())
+        assert launch.spec.batch == candidate.spec.batch
+        assert launch.spec.parallelism == candidate.spec.parallelism
+
+
+def test_the_file_names_five_models_on_two_and_four_ranks() -> None:
+    cells = load_sweep("auto", {}).cells
+    assert len({cell.model for cell in cells}) == 5
+    assert {cell.devices for cell in cells} == {2, 4}

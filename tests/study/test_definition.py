@@ -1,0 +1,115 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools.cli.main import from_make
+from tools.launch.options import Options, options_from_texts
+from tools.spec.run import DeviceKind
+from tools.study import definition
+from tools.study.cells import compose_cell
+from tools.study.commands import output_of
+from tools.study.definition import FOLDER, SWEEP, load_experiment
+
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "bench_gpu")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_experiment_can_be_read_and_its_table_is_known(name: str) -> None:
+    experiment = load_experiment(name, Options())
+    assert experiment.cells
+    assert experiment.table == SWEEP or output_of(experiment.table)
+
+
+def test_a_default_gives_way_to_the_callers_variable_and_a_fixed_setting_does_not() -> None:
+    demo = load_experiment("demo", Options())
+    plain = demo.settings(Options())
+    assert (plain.micro_batch_size, plain.global_batch_size, plain.shared_start) == (2, 8, True)
+    given = demo.settings(options_from_texts({"MICRO_BATCH": "4", "SHARED_START": "0"}))
+    assert (given.micro_batch_size, given.global_batch_size, given.shared_start) == (4, 8, True)
+
+
+def test_the_demo_is_the_same_work_for_every_strategy() -> None:
+    options = Options(data="owt-ds/any")
+    demo = load_experiment("demo", options)
+    launches = [compose_cell(cell, demo.settings(options)) for cell in demo.cells]
+    assert {launch.spec.batch for launch in launches} == {launches[0].spec.batch}
+    assert [launch.devices for launch in launches] == [1, 2, 2, 2, 2, 2]
+    assert {launch.spec.device for launch in launches} == {DeviceKind.CPU}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(definition, "FOLDER", tmp_path)
+    monkeypatch.setattr(definition, "ROOT", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("repeat: 2", "own.yaml is no experiment: Object contains unknown field `repeat`"),
+        ("defaults: {ITER: 5}", "own.yaml sets ITER, which is no variable of a training target"),
+        ("defaults: {ITERS: many}", "ITERS=many is not a whole number above 0"),
+        ("device: tpu", "Invalid enum value 'tpu'"),
+        ("on_models: {gpt2: {LR: 1}}", ""),
+    ],
+)
+def test_what_a_file_must_not_hold_is_named(folder: Path, text: str, said: str) -> None:
+    whole = "{report: r, model: gpt2-tiny, cells: [dp2], " + text + "}"
+    (folder / "own.yaml").write_text(whole)
+    if not said:  # Of another model, so it is not read.
+        load_experiment("own", Options())
+        return
+    with pytest.raises(ValueError, match=said):
+        load_experiment("own", Options())
+
+
+def test_an_unknown_strategy_of_a_cell_is_refused_by_name(folder: Path) -> None:
+    (folder / "own.yaml").write_text("{report: r, model: gpt2-tiny, cells: [xp2]}")
+    with pytest.raises(ValueError, match="Unknown strategy 'xp2'"):
+        load_experiment("own", Options())
+
+
+def test_an_experiment_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ValueError, match=r"no experiment 'dmo'; there are .*demo"):
+        load_experiment("dmo", Options())
+
+
+def test_cells_take_another_model_and_the_devices_that_are_here(folder: Path) -> None:
+    text = "{report: 'r-{model}', model: gpt2-tiny, batch: model_each_rank, cells: [dp2]}"
+    (folder / "own.yaml").write_text(text)
+    experiment = load_experiment("own", Options(), "gpt3-64m")
+    (cell,) = experiment.cells
+    assert (experiment.report, cell.model, cell.device) == ("r-gpt3-64m", "gpt3-64m", "cpu")
+    assert experiment.defaults["global_batch_size"] == 8
+    other = replace(Options(), global_batch_size=4)
+    assert experiment.settings(other).global_batch_size == 4
+
+
+def test_the_readme_explains_every_key_and_names_every_file() -> None:
+    text = (FOLDER / "README.md").read_text()
+    for key in definition._ExperimentFile.__struct_fields__:
+        assert f"`{key}`" in text
+    for name in (*NAMES, "bench_gpu"):
+        assert f"`{name}.yaml`" in text
+
+
+def test_the_readmes_example_is_an_experiment(folder: Path) -> None:
+    text = (FOLDER / "README.md").read_text()
+    (folder / "mine.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
+    experiment = load_experiment("mine", Options())
+    assert [cell.strategy for cell in experiment.cells] == ["dp2", "tp2", "dp2"]
+    assert experiment.settings(Options()).iterations == 50
+
+
+def test_an_experiment_runs_by_the_name_of_its_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sample_prefix: Path
+) -> None:
+    for name, value in {"DRY_RUN": "1", "DATA": str(sample_prefix), "ITERS": "7"}.items():
+        monkeypatch.setenv(name, value)
+    assert from_make("experiment", ["demo"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert all("--exit-interval 7 " in line for line in lines)
+    assert from_make("experiment", ["dmo"]) == 2

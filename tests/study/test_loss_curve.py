@@ -1,0 +1,67 @@
+import pytest
+
+from megatron_patches.fusions import NAMES
+from tests.given import run
+from tools.launch.compose import Launch
+from tools.launch.job import parse_target
+from tools.launch.options import Options, options_from_texts
+from tools.spec.errors import LaunchError
+from tools.study.cells import compose_cell
+from tools.study.definition import load_experiment
+from tools.study.tables.loss_curve import Distances, distance
+
+
+def _launches(given: Options, target: str = "") -> list[Launch]:
+    trained = parse_target(target) if target else None
+    experiment = load_experiment("loss_curve", given, trained=trained)
+    options = experiment.settings(given)
+    return [compose_cell(cell, options) for cell in experiment.cells]
+
+
+def test_the_distance_is_that_of_means_over_a_window() -> None:
+    level = dict.fromkeys(range(1, 5), 2.0)
+    wave = {1: 3.0, 2: 1.0, 3: 3.0, 4: 1.0}
+    assert distance(level, wave, 1) == 1.0
+    assert distance(level, wave, 2) == 0.0
+    assert distance(level, dict.fromkeys(level, 2.5), 2) == 0.5
+
+
+def test_only_iterations_of_both_count() -> None:
+    assert distance({1: 9.0, 2: 1.0, 3: 2.0}, {2: 1.0, 3: 3.0}, 1) == 0.5
+    with pytest.raises(LaunchError, match="share 2 iterations and a window has 3"):
+        distance({1: 9.0, 2: 1.0, 3: 2.0}, {2: 1.0, 3: 3.0}, 3)
+
+
+def test_patches_are_within_the_seeds_up_to_their_distance() -> None:
+    assert Distances(0.2, 0.2).within
+    assert not Distances(0.21, 0.2).within
+
+
+def test_three_runs_differ_in_seed_or_patches_alone() -> None:
+    alone, seed, patched = _launches(Options(data="owt-ds/any", fused=("adamw",)))
+    assert (alone.spec.seed, seed.spec.seed, patched.spec.seed) == (1234, 1235, 1234)
+    assert patched.environment == alone.environment | {"KIT_FUSED": "adamw"}
+    assert patched.flags == alone.flags
+    assert {alone.iterations, patched.iterations} == {200}
+    assert alone.spec.dropout == 0.1
+    assert alone.start_checkpoint is None
+
+
+def test_without_fused_all_patches_are_on_that_a_cpu_has() -> None:
+    *_, patched = _launches(Options(data="owt-ds/any"))
+    on_cpu = [name for name in NAMES if not name.startswith("attention_")]
+    assert patched.environment["KIT_FUSED"] == ",".join(on_cpu)
+
+
+def test_on_a_gpu_the_model_keeps_its_batch_and_dropout() -> None:
+    options = options_from_texts({"DATA": "owt-ds/any", "RUNTIME": "host"})
+    alone, _, patched = _launches(options, "train-baseline-gpt2-large-1gpu")
+    assert alone.spec.dropout == 0.1
+    assert alone.spec.batch.micro_batch_size == 32
+    assert "--no-gradient-accumulation-fusion" in alone.flags
+    assert "attention_flash" not in patched.environment["KIT_FUSED"]
+
+
+def test_a_target_that_cannot_train_here_is_refused() -> None:
+    with pytest.raises(LaunchError):
+        run("loss-curve", {"TARGET": "train-what", "DATA": "owt-ds/any"})

@@ -1,0 +1,71 @@
+from dataclasses import replace
+
+from tests.study.test_zero_and_backends import cells, measured
+from tools.launch.options import Options
+from tools.plan.tensors import rank_parameters
+from tools.report.analyse.entry import Entry
+from tools.spec.model import load_model
+from tools.spec.run import spec_of_model
+from tools.spec.strategy import Batch, parse_strategy
+from tools.study.definition import load_experiment
+from tools.study.tables.pipelines import claims, disagreements, render
+
+ITERATIONS = range(1, 6)
+BYTES = 4
+
+
+def trained(strategy: str, *, backend: str = "native", factor: float = 1.0) -> Entry:
+    """A run whose stages hold what their schedule says, and whose losses are `factor` of baseline's."""
+    devices = 1 if strategy == "baseline" else 2
+    split = parse_strategy(strategy, devices)
+    spec = spec_of_model(load_model("gpt2-tiny"), split, Batch(2, 8))
+    spec = replace(spec, dtype="fp32", shape=replace(spec.shape, tied_embeddings=False))
+    held = tuple(
+        rank_parameters(spec, stage).total * BYTES * split.weight_versions(stage)
+        for stage in range(split.pipeline)
+    )
+    losses = {iteration: factor * (10 - iteration / 10) for iteration in ITERATIONS}
+    bubble = 0.5 if split.pipeline > 1 else None
+    own = {"dtype": "fp32", "shape": spec.shape}
+    return measured(
+        backend, strategy, 100, spec=own, weight_bytes=held, losses=losses, bubble=bubble
+    )
+
+
+RUNS = [
+    trained("baseline", backend="megatron"),
+    trained("pp2", backend="megatron"),
+    trained("pipedream-flush2"),
+    trained("pipedream2bw", factor=1.01),
+    trained("pipedream2", factor=1.02),
+]
+
+
+def test_a_row_has_the_versions_that_its_stages_hold_and_how_old_their_gradients_are() -> None:
+    text = render("gpt2-tiny", RUNS)
+    assert cells(text, "native pipedream2")[5:7] == ["1 0", "26.6 MB (×2) 13.3 MB (×1)"]
+    assert cells(text, "native pipedream2bw")[6] == "26.6 MB (×2) 26.6 MB (×2)"
+    assert cells(text, "native pipedream-flush2")[3].endswith("held")
+    assert cells(text, "megatron pp2")[7] == "50.0% (25.0%)"
+
+
+def test_only_a_pipeline_that_flushes_must_have_the_references_losses() -> None:
+    assert disagreements(RUNS) == []
+    (sentence,) = disagreements([*RUNS, trained("gpipe2", factor=1.01)])
+    assert sentence.startswith("native gpipe2 flushes, and its losses differ from baseline's")
+
+
+def test_the_write_ups_claims_are_judged_by_what_is_held() -> None:
+    versions, asynchronous, memory, bubble = claims(RUNS)
+    assert asynchronous.startswith("“Asynchronous execution”: confirmed")
+    assert "here 1 and 0, and the losses differ from baseline's by up to 2.0e-02" in asynchronous
+    assert versions.startswith("“Weight versioning”: confirmed")
+    assert memory.startswith("“Memory usage higher”: contradicted"), "all peaks are equal here"
+    assert "cannot be judged" in bubble
+
+
+def test_every_pipeline_makes_an_update_of_the_same_samples() -> None:
+    experiment = load_experiment("pipelines", Options())
+    assert experiment.settings(Options()).global_batch_size == 8
+    (own,) = [cell.settings for cell in experiment.cells if cell.strategy == "pipedream2"]
+    assert own == (("MICRO_BATCH", 8),)

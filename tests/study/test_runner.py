@@ -1,0 +1,99 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tools.launch.compose import Launch
+from tools.launch.options import Options
+from tools.launch.run_folder import create_run_folder
+from tools.records import run as records
+from tools.records.io import write_record
+from tools.records.run import Status, StatusRecord
+from tools.spec.errors import LaunchError
+from tools.spec.run import DeviceKind
+from tools.study import runner as module
+from tools.study.cells import compose_cell
+from tools.study.definition import ExperimentCell
+from tools.study.runner import Runner
+
+
+class Trained:
+    """What was trained; runs end well and leave their folder, unless they are to be refused."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.refused = ""
+        self.seeds: list[int] = []
+
+    def execute(self, launch: Launch, runs: Path, *_: object) -> tuple[Path, StatusRecord]:
+        self.names.append(launch.spec.name)
+        if launch.spec.name == self.refused:
+            raise LaunchError("The disk is full.")
+        folder = create_run_folder(launch, runs)
+        status = StatusRecord(Status.OK, 0)
+        write_record(folder / records.STATUS_FILE, status)
+        return folder, status
+
+    def start(self, launch: Launch, _: Console) -> None:
+        self.seeds.append(launch.job.options.seed)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
+    found = Trained()
+    monkeypatch.setattr(module, "execute", found.execute)
+    monkeypatch.setattr(module, "ensure_start_checkpoint", found.start)
+    return found
+
+
+@pytest.fixture
+def options(sample_prefix: Path, tmp_path: Path) -> Options:
+    return Options(data=str(sample_prefix), runs=tmp_path / "runs")
+
+
+def cells(*strategies: str, seed_offset: int = 0) -> list[ExperimentCell]:
+    return [
+        ExperimentCell("gpt2-tiny", name, 2, DeviceKind.CPU, seed_offset=seed_offset)
+        for name in strategies
+    ]
+
+
+def runner(cells: list[ExperimentCell], options: Options, takes_finished: bool = False) -> Runner:
+    launches = [(cell, compose_cell(cell, options)) for cell in cells]
+    return Runner(launches, options, Console(quiet=True), takes_finished)
+
+
+def test_what_was_made_before_is_taken_only_where_the_experiment_says_so(
+    trained: Trained, options: Options
+) -> None:
+    first = runner(cells("dp2"), options)
+    first.train()
+    (made,) = first.results()
+    again = runner(cells("dp2", "tp2"), options, takes_finished=True)
+    again.train()
+    assert again.results()[0].runs == made.runs
+    assert trained.names == ["dp2", "tp2"]
+    once_more = runner(cells("dp2"), options)
+    once_more.train()
+    assert once_more.results()[0].runs != made.runs
+    assert trained.names == ["dp2", "tp2", "dp2"]
+
+
+def test_a_cell_that_fails_leaves_the_others_and_is_not_repeated(
+    trained: Trained, options: Options
+) -> None:
+    trained.refused = "dp2"
+    found = runner(cells("dp2", "tp2"), replace(options, repeats=2))
+    found.train()
+    failed, well = found.results()
+    assert trained.names == ["dp2", "tp2", "tp2"]
+    assert (failed.failure, failed.complete, failed.folders) == ("The disk is full.", False, ())
+    assert (len(well.runs), well.complete) == (2, True)
+
+
+def test_the_weights_of_a_cell_are_drawn_with_its_own_seed(
+    trained: Trained, options: Options
+) -> None:
+    runner([*cells("dp2"), *cells("dp2", seed_offset=1)], options).train()
+    assert trained.seeds == [1234, 1235]

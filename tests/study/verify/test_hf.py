@@ -1,0 +1,105 @@
+"""What `verify-hf` refuses, what it trains, and both families proven against transformers."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.convert.hf.folders import GPT2
+from tests.given import run
+from tools.convert.hf.into_megatron import import_model, read_source
+from tools.convert.hf.random_model import write_model
+from tools.convert.hf.work import Work
+from tools.launch.compose import Launch
+from tools.launch.options import Options
+from tools.launch.preflight import check
+from tools.spec.errors import LaunchError
+from tools.spec.flags import Flags
+from tools.spec.run import Backend
+from tools.study.verify.command import SharedReferences
+from tools.study.verify.pairs import Difference, Verification, compose_verification
+
+
+def verification(tmp_path: Path, strategy: str, extra: tuple[str, ...] = ()) -> Verification:
+    if not (tmp_path / "mine").exists():
+        import_model(read_source(write_model(tmp_path / "m", GPT2)), "mine", Work(), tmp_path)
+    model = str(tmp_path / "mine" / "mine.args")
+    options = Options(runs=tmp_path / "runs", extra=extra, model=model)
+    return compose_verification(f"verify-{strategy}", options, Difference("hf"))
+
+
+def test_the_reference_is_transformers_with_the_padding_that_the_layout_has(tmp_path: Path) -> None:
+    split = verification(tmp_path, "tp2-mine-2cpu")
+    assert split.reference.spec.backend is Backend.TRANSFORMERS
+    assert split.mode == "Megatron against transformers, with the layout's 1 padding row(s)"
+    flags = Flags(split.reference.flags)
+    assert flags.text("--imported") == str(tmp_path / "mine")
+    assert flags.text("--padded-vocabulary") == "132"
+    assert not flags.has("--load")
+    assert split.reference.entry.path == "tools/convert/hf/reference.py"
+    plain = verification(tmp_path, "pp2-mine-2cpu")
+    assert plain.mode == "Megatron against transformers"
+
+
+def test_layouts_with_the_same_reference_share_one_run_of_it(tmp_path: Path) -> None:
+    shared = SharedReferences(tmp_path / "references")
+    trained: list[tuple[str, str]] = []
+
+    def compared(strategy: str, *extra: str) -> Path:
+        options = Options(runs=tmp_path, extra=extra)
+        found = compose_verification(f"verify-{strategy}-gpt2-tiny-2cpu", options, Difference())
+        scratch = tmp_path / f"{strategy}{len(trained)}"
+
+        def train(part: str, launch: Launch) -> str:
+            trained.append((part, launch.spec.name))
+            (scratch / part).mkdir(parents=True)
+            return ""
+
+        scratch.mkdir()
+        for part, launch in (("reference", found.reference), ("layout", found.layout)):
+            assert shared.around(train, scratch)(part, launch) == ""
+        return (scratch / "reference").resolve()
+
+    assert compared("tp2") == compared("pp2")
+    assert trained == [("reference", "baseline"), ("layout", "tp2"), ("layout", "pp2")]
+    other = compared("pp2", "--lr", "1e-3")
+    assert trained[3:] == [("reference", "baseline"), ("layout", "pp2")]
+    shared.forget()
+    assert not other.exists()
+
+
+def test_a_model_that_was_not_imported_has_no_such_reference(tmp_path: Path) -> None:
+    options = Options(runs=tmp_path)
+    composed = compose_verification("verify-tp2-gpt2-tiny-2cpu", options, Difference("hf"))
+    with pytest.raises(LaunchError, match="gpt2-tiny was not; import a model"):
+        check(composed.reference, data_is_to_come=True)
+
+
+def test_a_strategy_that_is_none_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="STRATEGIES= holds nonsense"):
+        run("verify-hf", {"RUNS": str(tmp_path), "STRATEGIES": "tp2 nonsense"})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is not None, reason="transformers is installed"
+)
+def test_without_transformers_it_says_how_to_install_it(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="make setup-hf"):
+        run("verify-hf", {"RUNS": str(tmp_path)})
+
+
+@pytest.mark.slow
+def test_both_families_are_what_transformers_computes_and_a_planted_bug_is_not(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("transformers")
+    here = {"RUNS": str(tmp_path)}
+    assert run("verify-hf", {**here, "STRATEGIES": "baseline tp2 pp2"}) == 0
+    verdicts = list(tmp_path.glob("*-verify-hf/*/verify/*/verdict.json"))
+    assert len(verdicts) == 6
+    assert {json.loads(path.read_text())["verdict"] for path in verdicts} == {"held"}
+    source = write_model(tmp_path / "m", GPT2)
+    exact = {**here, "EXTRA": "--no-bias-gelu-fusion"}  # erf, not tanh
+    assert run("verify-hf", {**exact, "STRATEGIES": "baseline", "HF": str(source)}) == 1

@@ -1,0 +1,282 @@
+"""What a verification compares, and what it refuses before anything is trained."""
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.given import given
+from tests.verify import captures
+from tools.launch.compose import Launch
+from tools.launch.options import Options
+from tools.records.capture import START_WEIGHT, Site, Stage
+from tools.records.verdict import Outcome
+from tools.spec import variables
+from tools.spec.flags import Flags
+from tools.spec.run import Backend
+from tools.spec.setting import SettingError
+from tools.study.verify.command import judged
+from tools.study.verify.pairs import Difference, Verification, compose_verification, difference_of
+
+Composer = Callable[..., Verification]
+
+
+@pytest.fixture
+def composed(tmp_path: Path) -> Composer:
+    def compose_named(
+        name: str, *, iterations: int | None = None, extra: str = "", **b: object
+    ) -> Verification:
+        options = Options(
+            data="owt-ds/any", runs=tmp_path, iterations=iterations, extra=tuple(extra.split())
+        )
+        return compose_verification(f"verify-{name}", options, Difference(**b))  # type: ignore[arg-type]
+
+    return compose_named
+
+
+def test_a_models_dropout_is_left_out_where_the_reference_draws_other_masks(
+    composed: Composer,
+) -> None:
+    def hidden(**given: str) -> set[str]:
+        verified = composed("tp2-gpt3-64m-2cpu", **given)
+        return {Flags(one.flags).text("--hidden-dropout") for one in verified.launches}
+
+    assert hidden() == {"0.0"}
+    assert hidden(reference="tp2") == {""}  # Megatron's 0.1: the same masks.
+    assert hidden(extra="--hidden-dropout 0.2") == {"0.2"}
+
+
+def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
+    target = "verify-tp2-gpt2-tiny-2cpu"
+    asked = {"REFERENCE": "tp2", "EXTRA_B": "--micro-batch-size 1", "RESUMED": "1"}
+    assert difference_of(given(target, asked)) == Difference(
+        "tp2", ("--micro-batch-size", "1"), None, "1"
+    )
+    with pytest.raises(SettingError, match="MEGATRON_LM_B=/nowhere is not a folder with"):
+        given(target, {"MEGATRON_LM_B": "/nowhere"})
+
+
+def test_a_layout_is_compared_with_one_rank_and_nothing_else_differs(composed: Composer) -> None:
+    pair = composed("tp2-gpt2-tiny-2cpu")
+    assert (pair.reference.devices, pair.layout.devices, pair.iteration) == (1, 2, 2)
+    assert (pair.mode, pair.saving, pair.reference_name) == (None, None, "baseline")
+
+
+def test_another_micro_batch_is_a_mode_of_its_own_with_the_same_global_batch(
+    composed: Composer,
+) -> None:
+    pair = composed("dp2-gpt2-tiny-2cpu", flags=("--micro-batch-size", "1"))
+    assert pair.mode == "micro batches of 1 against 2 at one global batch"
+    sizes = [one.spec.batch.global_batch_size for one in (pair.layout, pair.reference)]
+    assert sizes == [12, 12]
+
+
+def test_experts_that_drop_tokens_are_compared_where_ranks_route_as_many(
+    composed: Composer,
+) -> None:
+    extra = "--moe-expert-capacity-factor 1.0"
+    assert composed("ep2-moe-tiny-2cpu", extra=extra).layout.devices == 2
+    assert composed("sp2-moe-tiny-2cpu", extra=extra, reference="cp2").layout.devices == 2
+    with pytest.raises(ValueError, match="64 in the layout and 128 in its reference"):
+        composed("sp2-moe-tiny-2cpu", extra=extra)
+
+
+def test_experts_balanced_by_sinkhorn_are_compared_where_ranks_route_as_many(
+    composed: Composer,
+) -> None:
+    extra = "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0"
+    assert composed("dp2-moe-tiny-2cpu", extra=extra).layout.devices == 2
+    with pytest.raises(ValueError, match=r"by sinkhorn .* 64 in the layout and 128"):
+        composed("sp2-moe-tiny-2cpu", extra=extra)
+
+
+def test_a_global_balance_of_experts_is_compared_at_one_number_of_data_parallel_ranks(
+    composed: Composer,
+) -> None:
+    extra = "--moe-router-load-balancing-type global_aux_loss"
+    assert composed("sp2-moe-tiny-2cpu", extra=extra).layout.devices == 2
+    with pytest.raises(ValueError, match="2 of these ranks against 1, train something else"):
+        composed("ep2-moe-tiny-2cpu", extra=extra)
+
+
+@pytest.mark.parametrize(
+    ("name", "reference", "batch"),
+    [("pp2", "dp2", 12), ("dp2", "tp2", 12), ("tp2", "vpp2", 8), ("dp2", "vpp2", 16)],
+)
+def test_the_batch_suits_the_ranks_of_the_layout_and_of_its_reference(
+    composed: Composer, name: str, reference: str, batch: int
+) -> None:
+    pair = composed(f"{name}-gpt2-tiny-2cpu", reference=reference)
+    sizes = {one.spec.batch.global_batch_size for one in pair.launches}
+    assert sizes == {batch}
+
+
+def test_a_resumed_run_is_compared_with_its_own_layout_undisturbed(
+    composed: Composer, tmp_path: Path
+) -> None:
+    pair = composed("tp2-gpt2-tiny-2cpu", resumed_from="1")
+    assert pair.saving is not None
+    assert (pair.reference_name, pair.reference.devices) == ("tp2", 2)
+    assert pair.mode == "resumed after iteration 2 from a checkpoint of tp2 against undisturbed"
+    saved = Flags(pair.saved(pair.saving, tmp_path / "c").flags)
+    assert (saved.text("--exit-interval"), saved.text("--save-interval")) == ("2", "2")
+    assert saved.text("--save") == str(tmp_path / "c")
+    resumed = Flags(pair.resumed(pair.layout, tmp_path / "c").flags)
+    assert (resumed.text("--load"), resumed.text("--ckpt-step")) == (str(tmp_path / "c"), "2")
+    assert resumed.text("--exit-interval") == "3"
+    assert not resumed.has("--finetune")
+    assert not resumed.has("--no-load-optim")
+
+
+def test_a_run_may_resume_from_another_layouts_checkpoint(composed: Composer) -> None:
+    pair = composed("pp2-gpt2-tiny-2cpu", resumed_from="baseline", iterations=4)
+    assert pair.saving is not None
+    assert (pair.saving.devices, pair.layout.devices, pair.reference_name) == (1, 2, "pp2")
+    with pytest.raises(ValueError, match="ITERS=2 or more"):
+        composed("pp2-gpt2-tiny-2cpu", resumed_from="1", iterations=1)
+    with pytest.raises(ValueError, match="xp2"):
+        composed("pp2-gpt2-tiny-2cpu", resumed_from="xp2")
+
+
+def test_the_native_backend_is_one_rank_and_has_no_bf16(composed: Composer) -> None:
+    pair = composed("tp2-gpt2-tiny-2cpu", reference="native")
+    assert (pair.reference.spec.backend, pair.reference.devices) == (Backend.NATIVE, 1)
+    assert pair.mode == "Megatron against plain PyTorch"
+    with pytest.raises(ValueError, match="REFERENCE=native keeps fp32 weights"):
+        composed("tp2-gpt2-tiny-2cpu", reference="native", extra="--bf16")
+
+
+def test_weights_in_flat_buffers_are_no_reference(composed: Composer) -> None:
+    with pytest.raises(ValueError, match="The reference zero3 keeps its weights in flat buffers"):
+        composed("dp2-gpt2-tiny-2cpu", reference="zero3")
+    assert composed("zero3-gpt2-tiny-2cpu").reference_name == "baseline"
+
+
+def test_another_megatron_begins_with_the_weights_of_the_reference(
+    composed: Composer, tmp_path: Path
+) -> None:
+    fork = tmp_path / "fork"
+    (fork / "megatron/core").mkdir(parents=True)
+    (fork / "pretrain_gpt.py").touch()
+    (fork / "megatron/core/package_info.py").write_text(
+        "MAJOR = 0\nMINOR = 18\nPATCH = 2\nPRE_RELEASE = ''\n"
+    )
+    pair = composed("tp2-gpt2-tiny-2cpu", reference="tp2", megatron_lm=fork)
+    assert pair.mode is not None
+    assert pair.mode.startswith("Megatron 0.18.2 against Megatron 0.")
+    assert pair.layout.start_checkpoint == pair.reference.start_checkpoint
+    loaded = [Flags(one.flags).text("--load") for one in (pair.layout, pair.reference)]
+    assert loaded[0] == loaded[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--num-layers 2", "the model's layers is 2 in the layout and 4 in its reference"),
+        ("--seed 7", "--seed is 7 in the layout and 1234"),
+        ("--bf16", "--bf16 is True in the layout and False"),
+        ("--global-batch-size 24", "--global-batch-size is 24 in the layout and 6"),
+    ],
+)
+def test_runs_of_different_work_are_refused_with_the_field(
+    composed: Composer, flags: str, named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        composed("tp2-gpt2-tiny-2cpu", flags=tuple(flags.split()))
+
+
+def test_other_micro_batches_of_balanced_experts_are_refused(composed: Composer) -> None:
+    one = ("--micro-batch-size", "1")
+    with pytest.raises(ValueError, match="balances its experts over each micro batch"):
+        composed("baseline-moe-tiny-1cpu", flags=one)
+    assert composed("baseline-moe-tiny-1cpu", flags=one, extra="--moe-aux-loss-coeff 0").mode
+
+
+@contextmanager
+def files_no_larger_than(size_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def wrong_input(tmp_path: Path, scale: float) -> Callable[[str, Launch], str]:
+    """Trains nothing: leaves a capture whose module input the layout has wrong."""
+    site = captures.output(slot="input.x")
+    values = np.ones((8, 2, 2048), np.float32)
+
+    def train(part: str, launch: Launch) -> str:
+        factor = scale if part == "layout" else 1.0
+        tensors: captures.Tensors = [(site, values * np.float32(factor))]
+        captures.write(tmp_path / part, [(captures.rank(), tensors)])
+        return ""
+
+    return train
+
+
+def test_a_disk_that_is_full_is_one_sentence(composed: Composer, tmp_path: Path) -> None:
+    pair = composed("tp2-gpt2-tiny-2cpu")
+    train = wrong_input(tmp_path, 2.0)
+
+    def limited(part: str, launch: Launch) -> str:
+        failure = train(part, launch)
+        if part == "layout":
+            limit.__enter__()
+        return failure
+
+    limit = files_no_larger_than(1000)
+    try:
+        verdict = judged(pair, tmp_path, limited).verdict
+    finally:
+        limit.__exit__(None, None, None)
+    assert verdict.verdict is Outcome.NOT_COMPARABLE
+    assert verdict.reason is not None
+    assert "could not be read or written (File too large)" in verdict.reason
+
+
+def test_a_training_that_fails_is_quoted_and_nothing_further_is_trained(
+    composed: Composer, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def train(part: str, launch: Launch) -> str:
+        asked.append(part)
+        return "ended 'crashed': heads must divide"
+
+    verdict = judged(composed("tp2-gpt2-tiny-2cpu"), tmp_path, train).verdict
+    assert verdict.reason == "The reference ended 'crashed': heads must divide"
+    assert (asked, verdict.exit_code) == (["reference"], 2)
+
+
+def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_for(
+    composed: Composer, tmp_path: Path
+) -> None:
+    began, asked = 3, []
+    ones, at = np.ones((4, 3), np.float32), captures.place((0, 0, 0))
+
+    def train(part: str, launch: Launch) -> str:
+        """The layout's weights are wrong from the end of iteration 3 on, as its gradients are there."""
+        iteration = int(launch.environment[variables.CAPTURE_ITERATION])
+        asked.append(part)
+        planted = part.startswith("layout")
+        sites = {
+            Site(Stage.LOCAL_GRADIENTS, captures.WEIGHT, "gradient"): iteration >= began,
+            Site(Stage.WEIGHTS, captures.WEIGHT, START_WEIGHT): iteration > began,
+        }
+        tensors: captures.Tensors = [
+            (site, ones * (1 + (planted and wrong)), at) for site, wrong in sites.items()
+        ]
+        captures.write(tmp_path / part, [(captures.rank(iteration=iteration), tensors)])
+        return ""
+
+    pair = composed("tp2-gpt2-tiny-2cpu", iterations=8)
+    verdict = judged(pair, tmp_path, train).verdict
+    assert (verdict.iteration, verdict.stage) == (began, Stage.LOCAL_GRADIENTS)
+    # A search by halves: a reference and a layout each.
+    assert asked[-2:] == ["reference-3", "layout-3"]
+    assert len(asked) == 8

@@ -1,0 +1,178 @@
+"""Driver, GPUs, their connection, the all-reduce rate between them and their clocks under load.
+
+The kit's Python describes them (`tools.launch.devices`, NVML) and measures (`tools.launch.exchange`).
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools.cluster.checks.finding import FAIL, GIB, PASS, WARN, CheckResult, ask, kit_python
+
+BUSY_BYTES = 2 * GIB
+"""More than a desktop or an idle driver holds; published readings began at 3 MiB."""
+
+GOOD_SHARE = 0.5
+"""Of the link's rate; NCCL reaches more of NVLink, and gloo about that of one TCP connection."""
+
+GOOD_CLOCK = 0.9
+"""Of the highest clock, reached under load; power caps take some of it from every large GPU."""
+
+EXCHANGE_SECONDS = 150.0
+_DRIVER_FIX = "see 'nvidia-smi' and 'dmesg'; after an update of the driver the machine must restart"
+ON_CPU = "'make demo' and the -<N>cpu targets work without"
+
+
+class GpuUse(NamedTuple):
+    """A GPU and who uses it."""
+
+    number: int
+    name: str
+    memory_bytes: int
+    used_bytes: int
+    processes: "tuple[int, ...]" = ()
+    """Processes that compute on it, as far as NVML sees them."""
+
+
+def check_devices() -> "list[CheckResult]":
+    """Rows for driver, GPUs and topology."""
+    python = kit_python()
+    if python is None:
+        return [_before_setup()]
+    answer = ask([python, "-m", "tools.launch.devices"])
+    try:
+        return check_description(json.loads(answer.out.splitlines()[-1]))
+    except (ValueError, IndexError):
+        found = "cannot be asked: " + (answer.problem or "it printed nothing")
+        return [
+            CheckResult(FAIL, "Driver", found, "see '.venv/bin/python -m tools.launch.devices'")
+        ]
+
+
+def check_description(described: "dict[str, Any]") -> "list[CheckResult]":
+    """Rows for what `tools.launch.devices` printed."""
+    if described["problem"]:
+        return [CheckResult(FAIL, "Driver", "NVML fails: " + described["problem"], _DRIVER_FIX)]
+    if not described["gpus"]:
+        return [_without_gpus()]
+    gpus = [GpuUse(**gpu) for gpu in described["gpus"]]
+    findings = [
+        CheckResult(PASS, "Driver", described["driver"]),
+        _gpus(gpus),
+        *check_busy(gpus, gpus),
+    ]
+    return findings + ([_topology(described)] if len(gpus) > 1 else [])
+
+
+def check_busy(gpus: "list[GpuUse]", machine: "list[GpuUse]") -> "list[CheckResult]":
+    """A finding for each of `gpus` that something else uses; the fix names the machine's free ones."""
+    free = ",".join(str(gpu.number) for gpu in machine if gpu.used_bytes <= BUSY_BYTES)
+    fix = "wait for it or end it"
+    fix += f", or choose others with CUDA_VISIBLE_DEVICES={free}" if free else ""
+    findings = []
+    for gpu in gpus:
+        if gpu.used_bytes > BUSY_BYTES:
+            found = "GPU {} ({}) is busy: {:.1f} GiB are in use{}".format(
+                gpu.number,
+                gpu.name,
+                gpu.used_bytes / GIB,
+                " by process " + ", ".join(map(str, gpu.processes)) if gpu.processes else "",
+            )
+            findings.append(CheckResult(WARN, f"GPU {gpu.number}", found, fix))
+    return findings
+
+
+def check_exchange() -> "list[CheckResult]":
+    """Rows for the all-reduce between this machine's devices, and for the GPUs' clocks."""
+    python = kit_python()
+    if python is None:
+        return [CheckResult(WARN, "All-reduce", "not measured before setup", "run 'make setup'")]
+    answer = ask([python, "-m", "tools.launch.exchange"], seconds=EXCHANGE_SECONDS)
+    try:
+        measured = json.loads(answer.out.splitlines()[-1])
+    except (ValueError, IndexError):
+        measured = {"problem": answer.problem or "it printed nothing"}
+    if "problem" in measured:
+        fix = "see '.venv/bin/python -m tools.launch.exchange'"
+        return [CheckResult(FAIL, "All-reduce", "fails: " + measured["problem"], fix)]
+    return check_rates(measured)
+
+
+def check_rates(measured: "dict[str, Any]") -> "list[CheckResult]":
+    """Rows for what `tools.launch.exchange` printed."""
+    return [_rate(measured)] + [_clock(clock) for clock in measured["clocks"]]
+
+
+def _before_setup() -> CheckResult:
+    if shutil.which("nvidia-smi") is None:
+        return _without_gpus()
+    answer = ask(["nvidia-smi", "-L"])
+    if not answer.good:
+        return CheckResult(FAIL, "Driver", "nvidia-smi fails: " + answer.problem, _DRIVER_FIX)
+    found = f"{len(answer.out.splitlines())} GPU(s), not examined before setup"
+    return CheckResult(WARN, "Driver", found, "run 'make setup'")
+
+
+def _without_gpus() -> CheckResult:
+    if Path("/dev/nvidiactl").exists():
+        fix = "give the container NVIDIA's utilities (NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
+        return CheckResult(WARN, "Driver", "loaded, but NVML is missing", fix)
+    return CheckResult(WARN, "Driver", "no NVIDIA driver", "install it for GPU targets; " + ON_CPU)
+
+
+def _gpus(gpus: "list[GpuUse]") -> CheckResult:
+    shown = "; ".join(f"{gpu.number}: {gpu.name}, {gpu.memory_bytes >> 20} MiB" for gpu in gpus)
+    if len(gpus) == 1:
+        fix = "five of the six published runs need two; -2cpu targets show them"
+        return CheckResult(WARN, "GPUs", shown, fix)
+    return CheckResult(PASS, "GPUs", shown)
+
+
+def _topology(described: "dict[str, Any]") -> CheckResult:
+    links = described["links"]
+    if all(link["nvlinks"] is link["topology"] is None for link in links):
+        return CheckResult(WARN, "Topology", "NVML does not report it", "see 'nvidia-smi topo -m'")
+    shown = described["connection"] + ", between GPUs"
+    if all(link["nvlinks"] for link in links):
+        return CheckResult(PASS, "Topology", shown)
+    fix = "the published numbers were made over NVLink; here TP, SP and CP will take longer"
+    return CheckResult(WARN, "Topology", shown, fix)
+
+
+def _rate(measured: "dict[str, Any]") -> CheckResult:
+    rate, full = measured["bytes_per_second"], measured["link_bytes_per_second"]
+    between = "{} between {} {}".format(
+        measured["backend"],
+        measured["ranks"],
+        "GPUs" if measured["backend"] == "NCCL" else "CPU ranks",
+    )
+    if measured["ranks"] < 2:
+        return CheckResult(PASS, "All-reduce", between + ": nothing to send", "", None)
+    found = f"{between}: {rate / 1e9:.2f} GB/s"
+    if full is None:
+        return CheckResult(
+            PASS, "All-reduce", "{} over {}".format(found, measured["link"]), "", rate
+        )
+    found += ", {:.0%} of {} ({:.2f} GB/s)".format(rate / full, measured["link"], full / 1e9)
+    if rate < GOOD_SHARE * full:
+        fix = "see that nothing else uses the devices; NCCL_DEBUG=INFO names the path NCCL takes"
+        return CheckResult(WARN, "All-reduce", found, fix, rate)
+    return CheckResult(PASS, "All-reduce", found, "", rate)
+
+
+def _clock(clock: "dict[str, Any]") -> CheckResult:
+    what = "Clock of GPU {}".format(clock["gpu"])
+    highest, limit, why = clock["highest_mhz"], clock["limit_mhz"], clock["throttling"]
+    if highest is None:
+        return CheckResult(WARN, what, "NVML does not report it", "see 'nvidia-smi -q -d CLOCK'")
+    found = "{} MHz under load{}, throttling: {}".format(
+        highest, f" of {limit}" if limit else "", why
+    )
+    if why != "none":
+        fix = "see 'nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER'; cool it, or raise its power limit"
+        return CheckResult(WARN, what, found, fix, highest)
+    if limit and highest < GOOD_CLOCK * limit:
+        fix = "a lower clock may be set: 'nvidia-smi -q -d CLOCK', 'sudo nvidia-smi --reset-gpu-clocks'"
+        return CheckResult(WARN, what, found, fix, highest)
+    return CheckResult(PASS, what, found, "", highest)

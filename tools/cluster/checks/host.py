@@ -1,0 +1,218 @@
+"""Python, packages, programs, shared memory, limits and disk of this machine."""
+
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from tools.cluster.checks.finding import (
+    FAIL,
+    GIB,
+    PASS,
+    ROOT,
+    SETUP_STAMP,
+    WARN,
+    CheckResult,
+    ask,
+    image_tag,
+    kit_python,
+)
+
+PROBE_BYTES = 128 << 20
+SLOW_BYTES_PER_SECOND = 100e6
+SETUP_BYTES = 10 * 10**9
+"""`.venv` takes 6.6 GB (`du -s`); the rest is for the packages as pip downloads them, and for runs."""
+
+SETUP_FILES = 60_000
+"""`.venv` has about 50,000 files and folders (`find .venv | wc -l`)."""
+
+RUN_FILES = 64
+"""Of a run on a few ranks that saves nothing."""
+
+OPEN_FILES = 4096
+
+# A pin that only some machines need is followed by ';' and the condition, and is not looked for.
+PIN = re.compile(r"^([A-Za-z0-9_.-]+)==([^\s#;]+)(?=[ \t]*(?:\\|#|$))", re.MULTILINE)
+LIST_PACKAGES = (
+    "import importlib.metadata as m, json;"
+    "print(json.dumps({d.metadata['Name'].lower().replace('_', '-'): d.version"
+    " for d in m.distributions() if d.metadata['Name']}))"
+)
+
+
+def check_python() -> CheckResult:
+    """Whether there is a Python that setup can use, by setup's own search."""
+    if image_tag():
+        return CheckResult(PASS, "Python", f"of the image {image_tag()}")
+    answer = ask(["tools/setup.sh", "--python"])
+    if not answer.good:
+        return CheckResult(
+            FAIL,
+            "Python",
+            "no CPython 3.12 or 3.13 with venv",
+            "install one, for example 'uv python install 3.12' or 'pyenv install 3.12'",
+        )
+    version = ask([answer.out, "-c", "import platform; print(platform.python_version())"]).out
+    return CheckResult(PASS, "Python", f"{version} at {answer.out}")
+
+
+def check_packages() -> CheckResult:
+    """Whether `.venv` holds what requirements.txt pins."""
+    if image_tag():
+        return CheckResult(PASS, "Packages", "those of the image")
+    requirements = Path(ROOT, "requirements.txt").read_bytes()
+    python = kit_python()
+    if python is None:
+        return CheckResult(
+            WARN,
+            "Packages",
+            "not installed yet",
+            "'make setup', or any other target, installs them",
+        )
+    installed = Path(ROOT, ".venv", SETUP_STAMP).read_text()
+    if hashlib.sha256(requirements).hexdigest() not in installed:
+        return CheckResult(
+            WARN, "Packages", "requirements.txt has changed since", "run 'make setup'"
+        )
+    wrong = differing_packages(python, requirements.decode())
+    if wrong is None:
+        return CheckResult(
+            FAIL, "Packages", ".venv's Python does not run", "rm -r .venv && make setup"
+        )
+    if wrong:
+        return CheckResult(
+            FAIL, "Packages", "not as pinned: " + ", ".join(wrong), "rm -r .venv && make setup"
+        )
+    return CheckResult(PASS, "Packages", "as pinned in requirements.txt")
+
+
+def differing_packages(python: str, requirements: str) -> "list[str] | None":
+    """Packages of a Python that are not at their pinned version; None if it does not run."""
+    answer = ask([python, "-c", LIST_PACKAGES])
+    if not answer.good:
+        return None
+    installed = json.loads(answer.out)
+    pins = {name.lower().replace("_", "-"): version for name, version in PIN.findall(requirements)}
+    return [
+        "{} {} instead of {}".format(name, installed.get(name, "missing"), version)
+        for name, version in sorted(pins.items())
+        if installed.get(name) != version
+    ]
+
+
+def check_programs() -> CheckResult:
+    """git for the kit's commit, make and a C++ compiler for a checkout's data helpers."""
+    missing = [name for name in ("git", "make", "g++") if shutil.which(name) is None]
+    if missing:
+        return CheckResult(
+            WARN,
+            "Programs",
+            "missing: " + ", ".join(missing),
+            "install them; git records the commit, make and g++ build a Megatron-LM checkout's helpers",
+        )
+    return CheckResult(PASS, "Programs", "git, make, g++")
+
+
+def check_shared_memory() -> CheckResult:
+    """NCCL and data loaders pass buffers through /dev/shm."""
+    try:
+        size = shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return CheckResult(WARN, "Shared memory", "no /dev/shm", "mount a tmpfs there")
+    found = f"{size / GIB:.1f} GiB in /dev/shm"
+    if size < GIB:
+        fix = "sudo mount -o remount,size=8G /dev/shm; of a container: --ipc=host"
+        return CheckResult(WARN, "Shared memory", found, fix)
+    return CheckResult(PASS, "Shared memory", found)
+
+
+def check_limits() -> CheckResult:
+    """Locked memory for InfiniBand, open files for many ranks; containers have their own."""
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    found = "locked memory {}, open files {}".format(
+        _limit(locked, 2**20, " MiB"), _limit(files, 1, "")
+    )
+    if locked != resource.RLIM_INFINITY and Path("/dev/infiniband").is_dir():
+        fix = "NCCL pins what InfiniBand reads: 'memlock unlimited' in /etc/security/limits.conf"
+        return CheckResult(WARN, "Limits", found, fix)
+    if files != resource.RLIM_INFINITY and files < OPEN_FILES:
+        return CheckResult(
+            WARN, "Limits", found, f"'nofile {OPEN_FILES}' in /etc/security/limits.conf"
+        )
+    return CheckResult(PASS, "Limits", found)
+
+
+def check_disk(folder: str = ROOT) -> CheckResult:
+    """Room for setup or a run, and the disk's write rate, flushed."""
+    before_setup = kit_python() is None
+    needed, by = (SETUP_BYTES, "setup") if before_setup else (GIB, "a run")
+    files = SETUP_FILES if before_setup else RUN_FILES
+    row = check_room(folder, needed, by, "clone the kit where there is more", files)
+    if row.status != PASS:
+        return row
+    free = shutil.disk_usage(folder).free
+    try:
+        rate = write_rate(folder, min(PROBE_BYTES, free // 4))
+    except OSError as error:
+        found = f"{folder} cannot be written: {error.strerror}"
+        return CheckResult(FAIL, "Disk", found, "clone the kit where you may write")
+    found = f"{free / GIB:.0f} GiB free, writes {rate / 1e6:.0f} MB/s"
+    if rate < SLOW_BYTES_PER_SECOND:
+        fix = (
+            "slow for checkpoints and data sets; put runs elsewhere with RUNS= and data with DATA="
+        )
+        return CheckResult(WARN, "Disk", found, fix, rate)
+    return CheckResult(PASS, "Disk", found, "", rate)
+
+
+def check_room(
+    folder: str, needed_bytes: int, needed_by: str, elsewhere: str, needed_files: int = RUN_FILES
+) -> CheckResult:
+    """Whether a folder can be written and has room for what `needed_by` (a noun) writes."""
+    if not os.access(folder, os.W_OK):
+        return CheckResult(FAIL, "Disk", f"{folder} is not writable", elsewhere)
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        found = f"{folder} has {_size(free)} free and {needed_by} needs about {_size(needed_bytes)}"
+        return CheckResult(WARN, "Disk", found, "free some room, or " + elsewhere)
+    files = free_files(folder)
+    if files is not None and files < needed_files:
+        found = (
+            f"{folder} can take {files} more files (free inodes) and {needed_by} needs about "
+            f"{needed_files}"
+        )
+        return CheckResult(WARN, "Disk", found, "remove files that are not needed, or " + elsewhere)
+    return CheckResult(PASS, "Disk", _size(free) + " free")
+
+
+def free_files(folder: str) -> "int | None":
+    """How many more files a folder's file system takes (inodes); None where it has no such limit."""
+    found = os.statvfs(folder)
+    return found.f_favail if found.f_files else None
+
+
+def write_rate(folder: str, size: int) -> float:
+    """Bytes a second of one file, until the disk has it; the file is removed."""
+    block = os.urandom(1 << 20)
+    start = time.monotonic()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for _ in range(max(1, size >> 20)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return max(size, 1) / max(time.monotonic() - start, 1e-6)
+
+
+def _limit(value: int, unit: int, suffix: str) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value // unit}{suffix}"
+
+
+def _size(size_bytes: int) -> str:
+    # `tools.text.units` needs a younger Python than these checks, which are there to say so.
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 2**20:.0f} MiB"

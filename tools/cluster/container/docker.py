@@ -1,0 +1,157 @@
+"""How a command is wrapped in a container; `checks/docker.py` finds what Docker has here."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from tools.cluster.checks import docker as checks
+from tools.cluster.checks.docker import DockerEngine
+from tools.cluster.checks.finding import ask, refusals
+from tools.spec import variables
+from tools.spec.errors import LaunchError
+from tools.spec.files import ROOT
+from tools.spec.flags import flag_words
+
+PYTHON = "python3"
+"""The image's own, which has torch and Transformer Engine."""
+
+ALWAYS = (variables.LEDGER, variables.STACKS, "PYTHONUNBUFFERED")
+"""Set by the launcher for a run but not part of its recorded environment."""
+
+INHERITED = ("CUDA_VISIBLE_DEVICES", "WANDB_API_KEY", "WANDB_BASE_URL")
+"""Caller's variables that a container gets too, besides the kit's own settings."""
+
+INHERITED_PREFIXES = ("NCCL_", "NVTE_", "TORCH_NCCL_")
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+HUB = ("HF_ENDPOINT", "HF_TOKEN")
+"""Only for commands that fetch data; training needs no token and gets none."""
+
+CONFINED = {
+    "--read-only": True,
+    "--tmpfs": "/tmp:exec,mode=1777",
+    "--cap-drop": "ALL",
+    "--security-opt": "no-new-privileges",
+}
+"""The image is read-only and no privilege can be gained. Compiled kernels are loaded from /tmp, the
+container's home, which is a tmpfs and removed with it."""
+
+FOR_NCCL = ("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864")
+"""NCCL moves data between ranks through shared memory and pins pages of it."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """A `docker run` without the command and the container's name."""
+
+    image: str
+    user: str
+    """`uid:gid` of the caller, so that nothing in the kit ends up as root's."""
+    mounts: tuple[Path, ...] = (ROOT,)
+    inherited: tuple[str, ...] = ()
+    """Names of the caller's variables that are passed on."""
+    gpus: bool = True
+    host_network: bool = False
+    """Only where the caller asked: ranks on several machines must reach each other."""
+
+    def wrap(self, command: Sequence[str], settings: Iterable[str], name: str) -> tuple[str, ...]:
+        """A `docker run` of `command` in the repository root.
+
+        Variables go by name alone: docker takes the values from its own environment, so no value
+        appears in a command line, a log or `ps`.
+        """
+        options = {
+            "--rm": True,
+            "--init": True,
+            "--name": name,
+            "--user": self.user,
+            "--workdir": ROOT,
+            **CONFINED,
+            "--gpus": "all" if self.gpus else None,
+            "--network": "host" if self.host_network else None,
+        }
+        mounts = [("--mount", bind(path)) for path in self.mounts]
+        variables = [("--env", each) for each in sorted({*settings, *self.inherited, *ALWAYS})]
+        repeated = chain.from_iterable(mounts + variables)
+        return ("docker", "run", *flag_words(options), *FOR_NCCL, *repeated, self.image, *command)
+
+    def mounting(self, *folders: Path) -> Container:
+        """The same with mounts of those folders that are not mounted yet."""
+        mounts = list(self.mounts)
+        for folder in folders:
+            if not any(folder.is_relative_to(mount) for mount in mounts):
+                mounts.append(folder)
+        return replace(self, mounts=tuple(mounts))
+
+    def without_gpus(self) -> Container:
+        """The same for work that needs none."""
+        return replace(self, gpus=False)
+
+
+def bind(path: Path) -> str:
+    """A bind mount at the same path; docker reads the value as CSV, so commas are quoted.
+
+    `--mount`, not `--volume`: it takes colons, and refuses a missing folder instead of making it.
+    """
+    line = io.StringIO()
+    csv.writer(line).writerow(("type=bind", f"source={path}", f"target={path}"))
+    return line.getvalue().strip()
+
+
+def caller(engine: DockerEngine | None = None) -> str:
+    """`--user` for what the container writes to belong to the caller.
+
+    A rootless engine maps the container's root to the caller, and other users to unprivileged ids.
+    """
+    return "0:0" if engine and engine.rootless else f"{os.getuid()}:{os.getgid()}"
+
+
+def inherited_names(*also: str, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Names of set variables that a container is given by name."""
+    names = {*INHERITED, *PROXIES, *also}
+    return tuple(
+        name for name in sorted(environment) if name in names or name.startswith(INHERITED_PREFIXES)
+    )
+
+
+def container_name(folder: str) -> str:
+    """Name of a run's container, from its run folder's, which is unique."""
+    return f"kit-{Path(folder).name.removeprefix('.')}"
+
+
+def data_folders(prefix: Path) -> tuple[Path, ...]:
+    """Folders that hold a data set: its own, and those that its files link to."""
+    files = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
+    return tuple(dict.fromkeys((prefix.parent, *(file.resolve().parent for file in files))))
+
+
+def ask_engine() -> DockerEngine:
+    """Ask the engine what it has.
+
+    Raises:
+        LaunchError: There is no client, or the engine does not answer; with what it said.
+    """
+    finding, engine = checks.check_engine()
+    if engine is None:
+        raise LaunchError(finding.refusal)
+    return engine
+
+
+def check_container(image: str, tag: str) -> None:
+    """See that a GPU container of the image can be started.
+
+    Raises:
+        LaunchError: No client, no engine, no NVIDIA runtime or no image, in this order.
+    """
+    if problems := refusals(checks.check_container(image, tag)):
+        raise LaunchError(problems[0])
+
+
+def remove_container(name: str) -> None:
+    """Remove a container that outlived its client, such as after SIGKILL; no error if there is none."""
+    ask(["docker", "rm", "--force", name])

@@ -1,0 +1,248 @@
+"""`make doctor` on a cluster: every node of an allocation, side by side, and which one differs.
+
+`LAUNCHER=slurm NODES=4 make doctor` asks Slurm for nodes; inside an allocation (salloc, sbatch) it takes
+those that are there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from tools.cluster.checks.devices import check_rates
+from tools.cluster.checks.finding import FAIL, PASS, WARN, CheckResult
+from tools.cluster.sbatch import FIRST_NODE
+from tools.cluster.slurm import SLURM_SETTINGS, argv_of_directives, slurm_of
+from tools.spec import settings
+from tools.spec.errors import LaunchError
+from tools.spec.files import ROOT
+from tools.spec.setting import values
+from tools.text.table import Column, Table, rich_table
+from tools.text.terminal import say
+from tools.text.units import DASH, gb
+
+SECONDS = 420
+OUTLIER_SHARE = 0.2
+"""Share of the nodes' median by which a measured rate must differ to be an outlier."""
+
+EXCHANGE = "\n".join(
+    (
+        *FIRST_NODE,
+        "export NNODES=$SLURM_JOB_NUM_NODES NODE_RANK=$SLURM_NODEID",
+        "export MASTER_PORT=$((SLURM_JOB_ID % 12000 + 20000))",
+        'exec "$@" -m tools.launch.exchange',
+    )
+)
+
+Answers = Mapping[str, Sequence[CheckResult]]
+"""Findings by node."""
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A node that differs from the others in one thing."""
+
+    node: str
+    what: str
+    found: str
+    others: str
+
+
+def main() -> int:
+    """Print every node's checks, where one differs, and the all-reduce between them."""
+    console = Console()
+    try:
+        srun = srun_command(os.environ)
+        answers = ask_nodes(srun)
+        between = exchange(srun) if len(answers) > 1 else None
+    except ValueError as error:
+        say(console, str(error), "red")
+        return 2
+    differing = outliers(answers)
+    console.print(rich_table(_table(answers, differing), console.width))
+    if between is not None:
+        say(console, describe(between))
+    for one in differing:
+        text = f"{one.node} differs: {one.what}: {one.found}; others: {one.others}."
+        say(console, text, "yellow")
+    if not differing:
+        console.print(f"{len(answers)} nodes, all alike.", highlight=False)
+    failed = any(finding.status == FAIL for findings in answers.values() for finding in findings)
+    return int(failed or bool(differing))
+
+
+def ask_nodes(srun: Sequence[str]) -> Answers:
+    """Run the doctor on every node.
+
+    Raises:
+        LaunchError: Slurm is not here, refuses, or a node gave no answer.
+    """
+    doctor = (*srun, sys.executable, "-m", "tools.cluster.doctor", "--json")
+    answers = dict(parse(_run(doctor)))
+    wanted = _node_count(os.environ)
+    if len(answers) != wanted:
+        raise LaunchError(f"{len(answers)} of {wanted} nodes answered: {', '.join(answers)}.")
+    return answers
+
+
+def exchange(srun: Sequence[str]) -> Mapping[str, Any]:
+    """What `tools.launch.exchange` measures between the nodes.
+
+    Raises:
+        LaunchError: It failed on one of them.
+    """
+    for line in _run((*srun, "bash", "-c", EXCHANGE, "node", sys.executable)).splitlines():
+        if line.startswith("{") and (figures := json.loads(line)).get("nodes"):
+            return dict(figures)
+    raise LaunchError(
+        "The all-reduce between the nodes was not measured: no node reported its rate."
+    )
+
+
+def describe(between: Mapping[str, Any]) -> str:
+    """A sentence on the all-reduce between nodes, and one on the slowest pair where it is an outlier."""
+    (row, *_) = check_rates({**between, "clocks": []})
+    text = f"{row.status}: {len(between['nodes'])} nodes: {row.found}."
+    pairs, nodes = between["pairs"], between["nodes"]
+    slowest = min(range(len(pairs)), key=pairs.__getitem__)
+    if pairs[slowest] < (1 - OUTLIER_SHARE) * statistics.median(pairs):
+        other = nodes[(slowest + 1) % len(nodes)]
+        text += (
+            f" The slowest pair is {nodes[slowest]} and {other}: {gb(pairs[slowest])} GB/s, and "
+            f"the pairs' median is {gb(statistics.median(pairs))} GB/s."
+        )
+    return text
+
+
+def srun_command(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """srun with one task on each node: of this allocation, or of a new one.
+
+    Raises:
+        LaunchError: There is no srun, or a variable is not of its kind.
+    """
+    if shutil.which("srun") is None:
+        raise LaunchError("LAUNCHER=slurm needs Slurm's client (no 'srun' on PATH).")
+    count = ("--nodes", str(_node_count(environment)), "--ntasks-per-node=1")
+    if "SLURM_JOB_ID" in environment:
+        return ("srun", "--overlap", *count)
+    slurm = slurm_of(Namespace(**values(SLURM_SETTINGS, environment)))
+    return ("srun", *count, *argv_of_directives(slurm.directives if slurm else ()))
+
+
+def parse(text: str) -> Sequence[tuple[str, list[CheckResult]]]:
+    """Each node's line; what else a node's shell prints is no answer."""
+    found = []
+    for line in text.splitlines():
+        try:
+            answer = json.loads(line)
+            rows = [CheckResult(*row) for row in answer["findings"]]
+            found.append((str(answer["host"]), rows))
+        except (ValueError, TypeError, KeyError):
+            continue
+    return sorted(found)
+
+
+def outliers(answers: Answers) -> list[Outlier]:
+    """Where a node differs: measured values from the median, all else from what most nodes have.
+
+    Of two nodes that differ either may be right, so both are named.
+    """
+    found: list[Outlier] = []
+    by_what: dict[str, dict[str, CheckResult]] = {}
+    for node, findings in answers.items():
+        for finding in findings:
+            by_what.setdefault(finding.what, {})[node] = finding
+    for what, rows in by_what.items():
+        missing = [node for node in answers if node not in rows]
+        rows |= {node: CheckResult(WARN, what, "no such row") for node in missing}
+        found += _outliers_of(what, rows)
+    return found
+
+
+def _outliers_of(what: str, rows: Mapping[str, CheckResult]) -> list[Outlier]:
+    values = [finding.value for finding in rows.values()]
+    if all(value is not None for value in values):
+        middle = statistics.median(value for value in values if value is not None)
+        off = [
+            n for n, f in rows.items() if abs((f.value or 0) - middle) > OUTLIER_SHARE * abs(middle)
+        ]
+        usual = next((f.found for n, f in rows.items() if n not in off), "differ as well")
+    else:
+        (usual, count), *_ = Counter(finding.found for finding in rows.values()).most_common()
+        alone = 2 * count <= len(rows)
+        off = [node for node, finding in rows.items() if alone or finding.found != usual]
+        usual = "differ as well" if alone and len(off) == len(rows) else usual
+    if len(off) == len(rows):
+        return [
+            Outlier(node, what, rows[node].found, "; ".join(_others(node, rows)))
+            for node in sorted(off)
+        ]
+    return [Outlier(node, what, rows[node].found, usual) for node in sorted(off)]
+
+
+def _others(node: str, rows: Mapping[str, CheckResult]) -> list[str]:
+    return [f"{other}: {finding.found}" for other, finding in sorted(rows.items()) if other != node]
+
+
+def _table(answers: Answers, differing: Sequence[Outlier]) -> Table[str]:
+    """A row for each thing that was checked, a column for each node."""
+    marked = {(one.node, one.what) for one in differing}
+    rows = {
+        node: {finding.what: finding for finding in findings} for node, findings in answers.items()
+    }
+
+    def of_node(node: str) -> Column[str]:
+        def style(what: str) -> str:
+            found = rows[node].get(what)
+            return "" if found and found.status == PASS and (node, what) not in marked else "yellow"
+
+        return Column(node, rows[node].get, _finding_text, right=False, style=style, wraps=True)
+
+    columns = (Column[str]("what", str, right=False), *map(of_node, answers))
+    return Table(columns, tuple(dict.fromkeys(what for found in rows.values() for what in found)))
+
+
+def _finding_text(found: CheckResult | None) -> str:
+    return f"{found.status}: {found.found}" if found else DASH
+
+
+def _node_count(environment: Mapping[str, str]) -> int:
+    allocated = environment.get("SLURM_JOB_NUM_NODES", "")
+    if allocated.isdecimal():
+        return int(allocated)
+    nodes: int | None = values((settings.NODES,), environment)["nodes"]
+    return nodes or 1
+
+
+def _run(command: Sequence[str]) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    try:
+        answer = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"srun gives no answer ({error}).") from None
+    if answer.returncode:
+        raise LaunchError(f"srun fails: {' '.join(answer.stderr.split())[:300]}")
+    return answer.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""What a run folder holds of its timed iterations, and where an iteration's time goes by kernels.
+
+The iterations that count are those that were asked for, by number: a profiler follows them, and a run
+that ends early is judged by how many of them there are. `experiment.measured` takes the report's window.
+
+A kernel's own name says matrix product or attention; elementwise kernels have the same names wherever
+they come from, so those are known by the operators that launched them (`correlation` leads from a kernel
+to its launch). A trace without kernels, of a CPU, is split by the operators' own time.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.records.gpu_bench import BenchRun
+from tools.report.analyse.entry import memory_by_rank
+from tools.report.read.runs import load_folder
+from tools.spec.run import DeviceKind
+from tools.study.bench_gpu.plan import WARM_UP, BenchSetting
+
+TRACE = "torch_profile/rank-0.json.gz"
+"""Where `--use-pytorch-profiler` puts it, beside the TensorBoard folder (Megatron 0.19)."""
+
+
+FEWEST = 0.8
+"""Share of the timed iterations that must count: fp16 skips an update now and then."""
+
+GAPS, OTHER = "gaps", "other"
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_ON_HOST = ("cpu_op", "user_annotation", *_LAUNCHES)
+_STEP = "ProfilerStep#"
+
+# The first that fits counts; patterns see the kernel's name, or those of operators around its launch.
+_BY_OPERATOR = (("optimizer", re.compile(r"Optimizer\.step#|fused_adam", re.IGNORECASE)),)
+_BY_KERNEL = (
+    ("communication", re.compile(r"nccl", re.IGNORECASE)),
+    ("attention", re.compile(r"flash|fmha|sdpa|attention|cudnn::fusion", re.IGNORECASE)),
+    (
+        "GEMM",
+        re.compile(
+            r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|addmm|aten::mm\b|aten::bmm", re.IGNORECASE
+        ),
+    ),
+)
+_BY_EITHER = (
+    (
+        "cross entropy",
+        re.compile(r"cross_?entropy|log_?sum_?exp|log_softmax|nll_loss", re.IGNORECASE),
+    ),
+    (
+        "layer norm",
+        re.compile(r"layer_?norm|rms_?norm|GammaBeta|cuComputeGradInput|rsqrt", re.IGNORECASE),
+    ),
+    ("dropout", re.compile(r"dropout|bernoulli|inductor_random|philox", re.IGNORECASE)),
+    # Beside the product, Megatron's linear layers add a bias and sum its gradient.
+    ("GELU and bias", re.compile(r"gelu|tanh|LinearWithGradAccumulation", re.IGNORECASE)),
+    ("embedding", re.compile(r"embedding|index_?select|RadixSort", re.IGNORECASE)),
+    (
+        "gradient handling",
+        re.compile(
+            r"multi_tensor|foreach|vector_norm|linalg_norm|aten::norm|_amp_|AccumulateGrad|clip|l2norm",
+            re.IGNORECASE,
+        ),
+    ),
+    ("copies", re.compile(r"memcpy|memset|copy|aten::to\b|aten::zero_|aten::fill_", re.IGNORECASE)),
+)
+GROUPS = (
+    *(name for name, _ in (*_BY_KERNEL, *_BY_EITHER, *_BY_OPERATOR)),
+    OTHER,
+    GAPS,
+)
+
+
+class MeasureError(RuntimeError):
+    """A run did not give what it was made for; the message says why."""
+
+
+def measured(folder: Path, setting: BenchSetting) -> BenchRun:
+    """Times, memory, losses and the split of an iteration; a trace that cannot be read is a note.
+
+    Raises:
+        MeasureError: Too few of the timed iterations are there.
+    """
+    run = load_folder(folder)
+    timed = range(WARM_UP + 1, WARM_UP + setting.timed + 1)
+    found = [i for i in run.log.iterations if i.iteration in timed and not i.skipped_iterations]
+    times = tuple(i.elapsed_ms for i in found if i.elapsed_ms is not None)
+    if len(times) < FEWEST * setting.timed:
+        raise MeasureError(
+            f"{folder.name} has {len(times)} of {setting.timed} timed iterations that were not skipped"
+        )
+    on_gpu = run.record is not None and run.record.spec.device is DeviceKind.GPU
+    groups, note = _split(folder, on_gpu) if setting.profiled else ({}, "")
+    return BenchRun(
+        run=folder.name,
+        iteration_ms=times,
+        wall_seconds=run.status.wall_seconds or 0.0,
+        peak_allocated_bytes=max(memory_by_rank(run).values(), default=None),
+        device_memory_bytes=run.samples.peak_memory_bytes,
+        losses=tuple(i.lm_loss for i in found if i.lm_loss is not None),
+        groups_ms=groups,
+        note=note,
+    )
+
+
+def _split(folder: Path, on_gpu: bool) -> tuple[dict[str, float], str]:
+    """Milliseconds by group, or why there are none."""
+    try:
+        events = read_profile(folder / TRACE)
+        if on_gpu and not saw_the_device(events):
+            return {}, "the profiler saw nothing of the GPU (CUPTI may not be allowed here)"
+        return milliseconds_by_group(events), ""
+    except (OSError, ValueError, EOFError, zlib.error) as error:  # A cut gzip ends too early.
+        return {}, f"the profiler's trace cannot be read: {error}"
+
+
+@dataclass(frozen=True)
+class Busy:
+    """A stretch of the device's time."""
+
+    name: str
+    around: tuple[str, ...]
+    """Names of the operators around its launch, outermost first."""
+    start_us: float
+    duration_us: float
+
+
+def read_profile(path: Path) -> list[dict[str, Any]]:
+    """The events of a Chrome trace, packed or not.
+
+    Raises:
+        ValueError: It is not one.
+    """
+    raw = path.read_bytes()
+    data = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
+    events = data.get("traceEvents") if isinstance(data, dict) else data
+    if not isinstance(events, list):
+        raise ValueError(f"{path} holds no traceEvents.")
+    return events
+
+
+def milliseconds_by_group(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds an iteration of each group, gaps included; groups without any are left out.
+
+    Counted from the beginning of the first profiled step to the end of the last. Kernels that overlap on
+    several streams count each for itself, so that groups may add up to more than the iteration.
+
+    Raises:
+        ValueError: The trace has no profiled step, or nothing in it.
+    """
+    complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    begin, end, steps = _window(complete)
+    busy = [b for b in _busy(complete) if begin <= b.start_us < end]
+    if not busy:
+        raise ValueError("The trace has steps and nothing that ran in them.")
+    found: dict[str, float] = defaultdict(float)
+    for stretch in busy:
+        found[group_of(stretch.name, stretch.around)] += stretch.duration_us
+    found[GAPS] = max(end - begin - _covered(busy, end), 0.0)
+    return {name: found[name] / 1000 / steps for name in GROUPS if found.get(name)}
+
+
+def saw_the_device(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the profiler saw anything that ran on a GPU."""
+    return any(event.get("cat") in _ON_DEVICE for event in events)
+
+
+def group_of(name: str, around: Sequence[str] = ()) -> str:
+    """The group of a kernel, by its own name first and then by the operators around its launch."""
+    everything = "\n".join((name, *around))
+    for group, pattern in _BY_OPERATOR:
+        if pattern.search(everything):
+            return group
+    for group, pattern in _BY_KERNEL:
+        if pattern.search(name):
+            return group
+    for text in (name, *reversed(around)):
+        for group, pattern in _BY_EITHER:
+            if pattern.search(text):
+                return group
+    return OTHER
+
+
+def _window(events: Iterable[Mapping[str, Any]]) -> tuple[float, float, int]:
+    """Begin and end in µs, and the number of steps; each has a second event on the device's row."""
+    steps = [e for e in events if e["name"].startswith(_STEP) and e.get("cat") == "user_annotation"]
+    if not steps:
+        raise ValueError("The trace has no profiled step.")
+    names = {step["name"] for step in steps}
+    return min(s["ts"] for s in steps), max(s["ts"] + s["dur"] for s in steps), len(names)
+
+
+def _busy(events: Sequence[Mapping[str, Any]]) -> list[Busy]:
+    kernels = [event for event in events if event.get("cat") in _ON_DEVICE]
+    around, own_us = _operators(events)
+    if kernels:
+        return [
+            Busy(k["name"], around.get(_correlation(k), ()), k["ts"], k["dur"]) for k in kernels
+        ]
+    return own_us
+
+
+def _correlation(event: Mapping[str, Any]) -> int:
+    return int(event.get("args", {}).get("correlation", -1))
+
+
+def _operators(
+    events: Sequence[Mapping[str, Any]],
+) -> tuple[dict[int, tuple[str, ...]], list[Busy]]:
+    """Names around each launch by its correlation, and each operator's time without those inside it."""
+    by_thread: dict[object, list[Mapping[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") in _ON_HOST and not event["name"].startswith(_STEP):
+            by_thread[event.get("pid"), event.get("tid")].append(event)
+    around: dict[int, tuple[str, ...]] = {}
+    own: list[Busy] = []
+    for thread in by_thread.values():
+        _walk(sorted(thread, key=lambda e: (e["ts"], -e["dur"])), around, own)
+    return around, own
+
+
+def _walk(
+    ordered: Sequence[Mapping[str, Any]], around: dict[int, tuple[str, ...]], own: list[Busy]
+) -> None:
+    """One thread's events, outer before inner: keep a stack of those that are open."""
+    open_: list[tuple[Mapping[str, Any], list[float]]] = []
+
+    def close(until: float) -> None:
+        while open_ and open_[-1][0]["ts"] + open_[-1][0]["dur"] <= until:
+            event, inside = open_.pop()
+            names = tuple(outer["name"] for outer, _ in open_)
+            if event["cat"] == "cpu_op":
+                own_us = max(event["dur"] - sum(inside), 0.0)
+                own.append(Busy(event["name"], names, event["ts"], own_us))
+
+    for event in ordered:
+        close(event["ts"])
+        if event["cat"] in _LAUNCHES:
+            around[_correlation(event)] = tuple(outer["name"] for outer, _ in open_)
+            continue
+        if open_ and event["cat"] == "cpu_op":
+            open_[-1][1].append(event["dur"])
+        open_.append((event, []))
+    close(float("inf"))
+
+
+def _covered(busy: Sequence[Busy], end_us: float) -> float:
+    """µs in which anything ran, up to the end."""
+    covered = reached = 0.0
+    for stretch in sorted(busy, key=lambda b: b.start_us):
+        start = max(stretch.start_us, reached)
+        stop = min(stretch.start_us + stretch.duration_us, end_us)
+        if stop > start:
+            covered += stop - start
+            reached = stop
+    return covered

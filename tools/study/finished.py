@@ -1,0 +1,102 @@
+"""Runs that were made before: the same command, on the same kind of machine, ended well.
+
+Stricter than the report's `Identity`, which groups repeats into a row by specification and device. A
+run that stands for one not made must agree also in what a specification leaves out: the seed, the data
+set, the number of iterations, software, image and the files of Megatron. The kit's own may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.cluster.nodes import INTERFACES
+from tools.launch.code import code_of
+from tools.launch.compose import Launch
+from tools.launch.relaunch import PER_ATTEMPT_FLAGS
+from tools.launch.run_folder import Provenance, find_provenance
+from tools.records import run as records
+from tools.records.run import Code, RunRecord
+from tools.spec.files import from_root
+from tools.spec.flags import Flags, drop_flags
+
+
+def finished_run(launch: Launch, runs: Path) -> Path | None:
+    """The newest run that did exactly this, here, and ended well."""
+    return next(iter(finished_runs(launch, runs)), None)
+
+
+def finished_runs(launch: Launch, runs: Path) -> list[Path]:
+    """All of them, newest first.
+
+    A run that was resumed in its own folder counts if each attempt was made here and asked for the
+    same: its losses are an undisturbed run's, and its times leave out the first lines after a start.
+    """
+    folders = folders_like(launch, runs)
+    if not folders:
+        return []
+    here, code = find_provenance(launch, runs), code_of(launch)
+    return [folder for folder in folders if _is_same(folder, launch, here, code)]
+
+
+def folders_like(launch: Launch, runs: Path) -> list[Path]:
+    """Run folders of this model and number of devices, newest first, whatever their strategy's name.
+
+    A strategy has several names (`zero1` over two ranks is `dp2-zero1`); what was trained says the
+    specification in `run.json`.
+    """
+    pattern = f"2*-{launch.model.name}-{launch.devices}{launch.spec.device}"
+    return sorted(runs.glob(pattern), reverse=True)
+
+
+def attempts_of(folder: Path) -> list[RunRecord]:
+    """What each attempt of a run was asked for and where, oldest first; one for a run never resumed.
+
+    Raises:
+        OSError: A record is not there.
+        msgspec.DecodeError: One is not of this shape.
+    """
+    past = (folder / records.ATTEMPTS_FOLDER).glob("[0-9]*")
+    earlier = sorted(past, key=lambda path: int(path.name))
+    return [records.read_run(each) for each in (*earlier, folder)]
+
+
+def trained_alike(attempts: Sequence[RunRecord]) -> bool:
+    """Whether every attempt was to train what the first was: `make resume` takes ITERS= and EXTRA=."""
+    first = _trained(attempts[0])
+    return all(_trained(attempt) == first for attempt in attempts[1:])
+
+
+def _trained(record: RunRecord) -> tuple[object, ...]:
+    flags = Flags(drop_flags(record.argv, PER_ATTEMPT_FLAGS))
+    environment = {k: v for k, v in record.environment.items() if k not in INTERFACES}
+    return flags, record.exit_interval, record.entry, environment, record.spec.link_bits_per_second
+
+
+def _is_same(folder: Path, launch: Launch, here: Provenance, code: Code) -> bool:
+    try:
+        attempts, status = attempts_of(folder), records.read_status(folder)
+    except (OSError, ValueError):  # Also of msgspec, and a folder's name that is no number.
+        return False
+    first = attempts[0]
+    return (
+        status.status is records.Status.OK
+        and first.spec == launch.spec
+        # A command names its run folder.
+        and first.command == launch.command(from_root(folder))
+        and first.environment == launch.environment
+        and first.entry == launch.entry
+        and trained_alike(attempts)
+        and all(_was_made(attempt, here, code) for attempt in attempts)
+    )
+
+
+def _was_made(record: RunRecord, here: Provenance, code: Code) -> bool:
+    known = record.code
+    return (
+        (known is None or known.megatron == code.megatron)
+        and record.software == here.software
+        and record.image == here.image
+        and (record.host.cpu, record.host.cores) == (here.host.cpu, here.host.cores)
+        and record.host.devices == here.host.devices
+    )

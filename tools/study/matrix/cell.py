@@ -1,0 +1,197 @@
+"""One thing to verify: a model with some levels in a layout, and what is known to be wrong in it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_patches.plant import SEPARATOR
+from tools.launch.compose import SMALL_SAMPLE
+from tools.launch.options import Options, read_plant
+from tools.spec.files import from_root
+from tools.spec.flags import drop_flags
+from tools.spec.model import load_model
+from tools.spec.run import OptimizerName
+from tools.spec.strategy import parse_strategy
+from tools.study.matrix.definition import Family, Layout, Level
+from tools.study.verify.pairs import MICRO_BATCH, PREFIX, Difference
+from tools.verify.findings import Finding
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to verify."""
+
+    family: Family
+    layout: Layout
+    levels: tuple[Level, ...] = ()
+    """Those that are not a feature's first."""
+    more: tuple[str, ...] = ()
+    """Further flags of layout and reference."""
+    patch: str = ""
+    """Plants that cure known findings (`PLANT=`), so that what these would hide is seen."""
+    seed: int = Options.seed
+
+    @property
+    def id(self) -> str:
+        """Names of all that is verified, and a hash of the flags that they mean."""
+        words = (self.target, *self.flags, "own", *self.own, str(self.samples), str(self.optimizer))
+        words = (*words, self.patch, str(self.seed))
+        key = hashlib.sha256(" ".join(words).encode()).hexdigest()[:10]
+        return f"{self.family.name}.{self.layout.name}.{key}"
+
+    @property
+    def target(self) -> str:
+        """The make target."""
+        name = f"{self.layout.strategy}-{self.family.model}-{self.layout.devices}cpu"
+        return f"{PREFIX}{name}"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Of layout and reference."""
+        of_levels = (word for level in self.levels for word in level.flags)
+        return (*self.family.base, *self._first_flags, *self.layout.flags, *of_levels, *self.more)
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Of the layout alone."""
+        return (*self.layout.own, *(word for level in self.levels for word in level.own))
+
+    @property
+    def difference(self) -> Difference:
+        """In what layout and reference differ."""
+        return Difference(flags=self.own)
+
+    @property
+    def _first_flags(self) -> tuple[str, ...]:
+        """Of first levels that have flags, where no other level takes their place."""
+        chosen = {level.factor for level in self.levels}
+        firsts = (levels[0] for name, levels in self.family.factors.items() if name not in chosen)
+        return tuple(word for level in firsts for word in level.flags)
+
+    @property
+    def samples(self) -> int:
+        """Of an iteration."""
+        micro_batches = [level.micro_batches for level in self.levels if level.micro_batches]
+        if not micro_batches:
+            return self.layout.samples
+        degrees = parse_strategy(self.layout.strategy, self.layout.devices)
+        return MICRO_BATCH * degrees.data * micro_batches[-1]
+
+    @property
+    def optimizer(self) -> OptimizerName:
+        """The last level's that has one."""
+        chosen = [level.optimizer for level in self.levels if level.optimizer]
+        return chosen[-1] if chosen else OptimizerName.ADAMW
+
+    def options(self, options: Options | None = None) -> Options:
+        """The make variables."""
+        options = options or Options()
+        return replace(
+            options,
+            seed=self.seed,
+            extra=self.flags,
+            global_batch_size=self.samples,
+            optimizer=self.optimizer,
+            data=options.data or SMALL_SAMPLE,
+            iterations=None,
+            plant=read_plant(self.patch) if self.patch else None,
+        )
+
+    def command(self, megatron_lm: str = "") -> str:
+        """What repeats it alone."""
+        given = {
+            "DATA": SMALL_SAMPLE,
+            "GLOBAL_BATCH": str(self.samples),
+            "OPTIMIZER": "" if self.optimizer is OptimizerName.ADAMW else self.optimizer,
+            "SEED": "" if self.seed == Options.seed else str(self.seed),
+            "EXTRA": shlex.join(self.flags),
+            "EXTRA_B": shlex.join(self.own),
+            "PLANT": self.patch,
+            "MEGATRON_LM": megatron_lm,
+        }
+        words = (f"{name}={shlex.quote(text)}" for name, text in given.items() if text)
+        return " ".join(("make", self.target, *words))
+
+    def only(self, levels: Iterable[Level]) -> Cell:
+        """The same layout with some levels, and what these need."""
+        return replace(self, levels=self.family.with_needs(levels))
+
+    def without(self, level: Level) -> Cell:
+        """The same without a level and those that need it."""
+        kept = [one for one in self.levels if one != level and level.name not in one.needs]
+        return self.only(kept)
+
+
+def patched(cell: Cell, known: Iterable[Finding]) -> Cell:
+    """The cell with the patches of the known findings that would be seen in it.
+
+    What ends a run hides nothing in other cells, unless it ends every run of a layout.
+    """
+    found = [
+        one for one in uncured(cell, known) if not (one.fails and (one.flags or one.own_flags))
+    ]
+    before = {one.behind for one in found}  # A patch cures what comes before its own finding too.
+    patches = [from_root(one.patch) for one in found if one.id not in before]
+    return replace(cell, patch=SEPARATOR.join(patches)) if patches else cell
+
+
+def uncured(cell: Cell, known: Iterable[Finding]) -> list[Finding]:
+    """The known findings that are seen in a cell and that its patches do not cure."""
+    found = [one for one in known if applies(one, cell)]
+    patches = cell.patch.split(SEPARATOR)
+    cured = [one for one in found if from_root(one.patch) in patches]
+    names = {name for one in cured for name in (one.id, one.behind)}
+    return [one for one in found if one.id not in names]
+
+
+def applies(finding: Finding, cell: Cell) -> bool:
+    """Whether a finding is seen in a cell: its flags, and all that its layout splits."""
+    if not finding.patch.is_file() or not is_within(finding.own_flags, cell.own):
+        return False
+    if has_experts(finding.model) and not has_experts(cell.family.model):
+        return False
+    degrees = split(cell.layout.strategy, cell.layout.devices)
+    layouts = (split(one, finding.devices) for one in finding.layouts)
+    return is_within(finding.flags, cell.flags) and any(one <= degrees for one in layouts)
+
+
+@functools.cache
+def has_experts(model: str) -> bool:
+    """Whether a model's name is that of one with experts."""
+    return load_model(model).shape.experts > 0
+
+
+def is_within(flags: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether the others have all of some flags, with their values."""
+    groups = [" ".join(group) for group in _grouped(others)]
+    return all(" ".join(group) in groups for group in _grouped(flags))
+
+
+def _grouped(words: Sequence[str]) -> list[list[str]]:
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            groups.append([])
+        groups[-1].append(word)
+    return groups
+
+
+def split(strategy: str, devices: int) -> set[str]:
+    """Names of what a strategy splits."""
+    degrees = parse_strategy(strategy, devices)
+    names = ("data", "tensor", "pipeline", "context", "expert", "virtual_stages")
+    found = {name for name in names if getattr(degrees, name) > 1}
+    return found | {str(degrees.sharding)} - {""}
+
+
+def levels_of(finding: Finding, family: Family) -> tuple[Level, ...] | None:
+    """The levels of a family that make up a finding's flags; None if there are none such."""
+    rest = drop_flags(finding.flags, [word for word in family.base if word.startswith("--")])
+    levels = [one for one in family.levels if one.flags and is_within(one.flags, rest)]
+    chosen = family.with_needs(levels)
+    whole = Cell(family, family.layouts[0], chosen).flags
+    return chosen if is_within(finding.flags, whole) else None

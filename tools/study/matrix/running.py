@@ -1,0 +1,253 @@
+"""Verify cells, leave one JSON each; what is wrong is shrunk, and the rest covered again.
+
+A cell that exists is not verified anew, so a matrix that was interrupted continues where it was. A cell
+that differs is verified twice. Of one that is not right the fewest levels are looked for that are as
+wrong; the cell is then verified again without each of them, so that no other level goes uncovered.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.launch.megatron_entry import find_entry, kit_commit
+from tools.launch.options import Options
+from tools.spec.errors import LaunchError
+from tools.study.matrix.cell import Cell, uncured
+from tools.study.matrix.definition import Level
+from tools.study.matrix.outcome import (
+    CellRecord,
+    CellStatus,
+    read_cells,
+    stages_of,
+    status_of,
+    status_of_reason,
+    write_cell,
+)
+from tools.study.matrix.shrink import fewest, smallest
+from tools.study.verify.verifier import Verifier
+from tools.verify.findings import Finding
+from tools.verify.verdict import Judgement
+
+Verify = Callable[[Cell], CellRecord]
+"""Verifies a cell once."""
+_REASON_LENGTH = 600
+_LOG = re.compile(r" The log is \S+$")
+"""Which is removed with the cell's tensors."""
+
+
+@dataclass
+class CellVerifier:
+    """Verifies cells of one Megatron."""
+
+    verifier: Verifier
+    options: Options
+    known: tuple[Finding, ...] = ()
+    """Bugs of this Megatron."""
+    _reference: str = field(default="", init=False)
+
+    def __call__(self, cell: Cell) -> CellRecord:
+        """Verify a cell; one that differs twice, unless that is a known finding."""
+        began = time.monotonic()
+        record = self._once(cell)
+        if record.status is CellStatus.CRASHED:
+            record = self._once(cell)  # Under load a rank may be killed.
+        finding = self._finding(cell, record)
+        if record.status is CellStatus.DIFFERS and not finding:
+            self.verifier.forget()
+            again = self._once(cell)
+            places = [(one.status, one.stage, one.module) for one in (record, again)]
+            if places[0] != places[1]:
+                said = f"first {record.sentence}; then {again.status}: {again.sentence}"
+                record = replace(record, status=CellStatus.FLAKY, reason=said)
+        return replace(record, seconds=round(time.monotonic() - began, 1), finding=finding)
+
+    def _finding(self, cell: Cell, record: CellRecord) -> str:
+        """The known one that a cell without its patch shows; empty if there is none."""
+        if record.status in (CellStatus.CRASHED, CellStatus.REFUSED):
+            ends = (one.id for one in self.known if one.fails and one.fails in str(record.reason))
+            return next(ends, "")
+        if record.status is not CellStatus.DIFFERS:
+            return ""
+        shown = (one for one in uncured(cell, self.known) if not one.fails)
+        return next((one.id for one in shown if one.stage in (None, record.stage)), "")
+
+    def _once(self, cell: Cell) -> CellRecord:
+        key = f"{cell.family.name} {cell.flags} {cell.samples} {cell.optimizer} {cell.patch}"
+        if key != self._reference:
+            self.verifier.forget()
+            self._reference = key
+        try:
+            options = cell.options(self.options)
+            judgement = self.verifier.verify(cell.target, options, cell.difference, both=True)
+        except LaunchError as error:
+            return self._record(cell, status_of_reason(str(error)), reason=str(error))
+        except Exception as error:  # One cell that cannot be judged does not stop the rest.
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+            return self._record(cell, CellStatus.NOT_JUDGED, reason=said)
+        return self._judged(cell, judgement)
+
+    def _judged(self, cell: Cell, judgement: Judgement) -> CellRecord:
+        verdict = judgement.verdict
+        ratio = verdict.worst_ratio
+        return self._record(
+            cell,
+            status_of(judgement),
+            verdict.reason,
+            stage=verdict.stage,
+            module=verdict.module,
+            tensor=verdict.tensor,
+            kind=verdict.kind,
+            error=_finite(verdict.error),
+            tolerance=verdict.tolerance,
+            worst_ratio=_finite(ratio),
+            compared=verdict.compared,
+            seen=verdict.seen,
+            stages=stages_of(judgement),
+        )
+
+    def _record(
+        self, cell: Cell, status: CellStatus, reason: str | None = None, **verdict: object
+    ) -> CellRecord:
+        entry = find_entry(self.options.megatron_lm)
+        commit = f" ({entry.megatron_commit})" if entry.megatron_commit else ""
+        checkout = "<checkout>" if self.options.megatron_lm else ""
+        blank = CellRecord(
+            cell.id,
+            cell.family.name,
+            cell.layout.name,
+            tuple(level.path for level in cell.levels),
+            cell.command(checkout),
+            status,
+            reason=_LOG.sub("", reason)[:_REASON_LENGTH] if reason else None,
+            date=datetime.now(UTC).strftime("%Y-%m-%d"),
+            megatron=f"{entry.megatron_version}{commit}",
+            kit=kit_commit() or "",
+            more=cell.more,
+            patch=cell.patch,
+        )
+        return replace(blank, **verdict)  # type: ignore[arg-type]
+
+
+def needs_reason(cell: Cell, record: CellRecord) -> bool:
+    """Whether it is to be found out which of a cell's levels are wrong."""
+    return not record.is_right and not record.finding and bool(cell.levels)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and value < float("inf") else None
+
+
+@dataclass
+class MatrixRun:
+    """Cells of one version, and the folder that keeps them."""
+
+    folder: Path
+    verify: Verify
+    console: Console
+    deadline: float | None = None
+    """`time.monotonic` after which no further cell is begun."""
+    records: dict[str, CellRecord] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.records = read_cells(self.folder)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no time left."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def run(self, cells: Iterable[Cell]) -> bool:
+        """Verify cells and what follows from them; False where the time was over before the end.
+
+        Those that need no explanation come first: every pair once, then the reasons.
+        """
+        wrong: list[Cell] = []
+        for cell in cells:
+            if self.is_over:
+                return False
+            record = self.record(cell)
+            if needs_reason(cell, record):
+                wrong.append(cell)
+        while wrong:
+            for cell in list(self._explained(wrong.pop(0))):
+                if self.is_over:
+                    return False
+                if needs_reason(cell, self.record(cell)):
+                    wrong.append(cell)
+        return not self.is_over
+
+    def record(self, cell: Cell) -> CellRecord:
+        """A cell's record: as it is kept, or verified now."""
+        kept = self.records.get(cell.id)
+        if kept is not None:
+            return kept
+        record = self.verify(cell)
+        self._keep(record)
+        self._say(record)
+        return record
+
+    def _keep(self, record: CellRecord) -> None:
+        write_cell(self.folder, record)
+        self.records[record.id] = record
+
+    def _explained(self, cell: Cell) -> Iterator[Cell]:
+        """Look for the levels that make a cell wrong; gives the cells that cover the others again."""
+        record = self.record(cell)
+        if record.blamed is None:
+            blamed = self.blamed(cell, record)
+            if self.is_over:
+                return
+            paths, least = tuple(level.path for level in blamed), ""
+            if record.status is CellStatus.DIFFERS:
+                least = self.shrunk(cell.only(blamed)).command()
+                if self.is_over:
+                    return
+            record = replace(record, blamed=paths, smallest=least)
+            self._keep(record)
+            self.console.print(f"  because of {', '.join(paths) or cell.layout.name}")
+        for path in record.blamed or ():
+            yield cell.without(cell.family.level(path))
+
+    def blamed(self, cell: Cell, record: CellRecord) -> tuple[Level, ...]:
+        """The fewest levels of a cell that come to the same."""
+
+        def as_wrong(levels: tuple[Level, ...]) -> bool:
+            if self.is_over:
+                return False
+            return self._alike(self.record(cell.only(levels)), record)
+
+        return fewest(cell.levels, as_wrong)
+
+    def shrunk(self, cell: Cell) -> Cell:
+        """The smallest model and the fewest flags that differ as a cell does."""
+        record = self.record(cell)
+
+        def with_more(more: tuple[tuple[str, ...], ...]) -> Cell:
+            return replace(cell, more=tuple(word for words in more for word in words))
+
+        def differs(more: tuple[tuple[str, ...], ...]) -> bool:
+            return not self.is_over and self._alike(self.record(with_more(more)), record)
+
+        return with_more(smallest(cell.family.smaller, differs))
+
+    @staticmethod
+    def _alike(one: CellRecord, other: CellRecord) -> bool:
+        return one.status is other.status
+
+    def _say(self, record: CellRecord) -> None:
+        style = {CellStatus.HELD: "green", CellStatus.DIFFERS: "red"}.get(record.status, "yellow")
+        levels = " ".join(path.partition("/")[2] for path in record.levels) or "as it is"
+        line = f"{record.status}: {record.layout} {record.family}, {levels}: {record.sentence}"
+        self.console.print(
+            f"{line} ({record.seconds:.0f} s)", style=style, highlight=False, soft_wrap=True
+        )

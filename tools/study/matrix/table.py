@@ -1,0 +1,195 @@
+"""Features × layouts: for each pair of a level and a layout what its cells say together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+from tools.study.matrix.definition import Family, Level, Matrix
+from tools.study.matrix.outcome import STATUSES, CellRecord, CellStatus
+
+
+@dataclass(frozen=True)
+class LevelResult:
+    """A level in a layout."""
+
+    status: CellStatus | None
+    """None: in no cell."""
+    record: CellRecord | None = None
+    """The cell that says so."""
+    ratio: float | None = None
+    """Of what held, the largest error over tolerance."""
+    beside: tuple[str, ...] = ()
+    """Levels with which alone it is wrong."""
+    is_open: bool = False
+    """Whether any level of the cell may be to blame: it was not found out yet."""
+
+    @property
+    def text(self) -> str:
+        """In a table's cell."""
+        if self.status is None:
+            return "–"
+        if self.status is CellStatus.HELD:
+            patched = "ᵖ" if self.record and self.record.patch else ""
+            return f"✓{patched} {self.ratio or 0:.2f}"
+        mark = SIGNS[self.status]
+        if self.is_open:
+            return f"{mark}?"
+        return f"{mark} with {', '.join(_names(self.beside))}" if self.beside else mark
+
+    @property
+    def short(self) -> str:
+        """Where columns are narrow."""
+        if self.status is CellStatus.HELD:
+            ratio = "0" if not self.ratio else f"{self.ratio:.2f}".lstrip("0")
+            return f"{ratio}ᵖ" if self.record and self.record.patch else ratio
+        return f"{SIGNS[self.status]}*" if self.beside and self.status else self.text
+
+    @property
+    def sentence(self) -> str:
+        """All of it, where there is room."""
+        if self.record is None:
+            return "not tried"
+        return f"{self.record.status}: {self.record.sentence}"
+
+
+BF16 = "dtype/bf16"
+
+SIGNS = {
+    CellStatus.HELD: "✓",
+    CellStatus.DIFFERS: "✗",
+    CellStatus.FLAKY: "~",
+    CellStatus.CRASHED: "crash",
+    CellStatus.REFUSED: "refused",
+    CellStatus.MISSING: "no CPU",
+    CellStatus.NOT_COMPARABLE: "n/c",
+    CellStatus.NOT_JUDGED: "?",
+}
+MEANINGS = {
+    CellStatus.HELD: "held: the largest error over its tolerance",
+    CellStatus.DIFFERS: "differs",
+    CellStatus.FLAKY: "not the same twice",
+    CellStatus.CRASHED: "Megatron crashes",
+    CellStatus.REFUSED: "Megatron refuses it",
+    CellStatus.MISSING: "needs what no CPU rank has",
+    CellStatus.NOT_COMPARABLE: "the layout trains something else by definition",
+    CellStatus.NOT_JUDGED: "could not be judged",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One level in all layouts."""
+
+    level: Level
+    pairs: tuple[LevelResult, ...]
+
+
+@dataclass(frozen=True)
+class FamilyTable:
+    """One family's features × layouts."""
+
+    family: Family
+    layouts: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def tables(matrix: Matrix, records: Iterable[CellRecord]) -> list[FamilyTable]:
+    """A table a family of which something was verified; layouts that were.
+
+    Of the levels those whose flags the records' Megatron knows.
+    """
+    found = list(records)
+    megatron = Version(found[0].megatron.split()[0]) if found else Version("0")
+    made = []
+    for family in matrix.families:
+        own = [one for one in found if one.family == family.name]
+        names = {one.layout for one in own}
+        layouts = tuple(one.name for one in family.layouts if one.name in names)
+        if layouts:
+            rows = (
+                Row(level, tuple(pair_of(family, level, layout, own) for layout in layouts))
+                for levels in family.factors.values()
+                for level in levels
+                if level.is_in(megatron)
+            )
+            made.append(FamilyTable(family, layouts, tuple(rows)))
+    return made
+
+
+def pair_of(
+    family: Family, level: Level, layout: str, records: Iterable[CellRecord]
+) -> LevelResult:
+    """What the cells of a layout that have a level say of it.
+
+    A wrong cell counts against the levels that are to blame for it; until these are known it counts
+    against none that is right in another cell.
+    """
+    own = [one for one in records if one.layout == layout]
+    first = family.factors[level.factor][0] == level
+    having = [one for one in own if _has(one, level, first)]
+    wrong = [one for one in having if not one.is_right]
+    blamed = [one for one in wrong if _is_to_blame(one, level, first)]
+    if blamed:
+        worst = max(blamed, key=lambda one: STATUSES.index(one.status))
+        return LevelResult(worst.status, worst)
+    held = [one for one in having if one.is_right]
+    beside = [one for one in wrong if level.path in (one.blamed or ())]
+    if held:
+        if beside:
+            others = tuple(path for path in beside[0].blamed or () if path != level.path)
+            return LevelResult(beside[0].status, beside[0], beside=others)
+        # A cell without a patch says more.
+        unpatched = [one for one in held if not one.patch] or held
+        ratio = max(one.worst_ratio or 0.0 for one in held)
+        return LevelResult(
+            CellStatus.HELD, max(unpatched, key=lambda one: one.worst_ratio or 0.0), ratio
+        )
+    unexplained = [one for one in wrong if one.blamed is None and not one.finding]
+    if unexplained:
+        least = min(unexplained, key=lambda one: (len(one.levels), -STATUSES.index(one.status)))
+        return LevelResult(least.status, least, is_open=len(least.levels) > 1)
+    return LevelResult(None)
+
+
+def _has(record: CellRecord, level: Level, first: bool) -> bool:
+    if first:
+        return not any(path.startswith(f"{level.factor}/") for path in record.levels)
+    return level.path in record.levels
+
+
+def _is_to_blame(record: CellRecord, level: Level, first: bool) -> bool:
+    """Whether the level alone, or the layout as it is, is as wrong."""
+    if record.blamed is not None:
+        return record.blamed == (level.path,) or not record.blamed
+    # A known finding, or a level by itself: nothing else is there to blame.
+    return (
+        not first
+        and record.levels[-1:] == (level.path,)
+        and bool(record.finding or len(record.levels) == 1)
+    )
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    return [path.partition("/")[2] for path in paths]
+
+
+def bf16_costs(
+    records: Iterable[CellRecord], layouts: Sequence[str], epsilon: float = 2.0**-8
+) -> dict[str, list[float | None]]:
+    """By stage and layout the largest relative error of cells in bf16 that held, over bf16's rounding.
+
+    Args:
+        records: Of one family.
+        layouts: The columns.
+        epsilon: Half the distance from 1 to the next number: bf16 keeps 8 bits.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for one in records:
+        if one.is_right and BF16 in one.levels:
+            for stage, error in one.stages.items():
+                before = found.setdefault(stage, {}).get(one.layout, 0.0)
+                found[stage][one.layout] = max(before, error.error / epsilon)
+    return {stage: [row.get(name) for name in layouts] for stage, row in found.items()}

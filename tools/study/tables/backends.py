@@ -1,0 +1,82 @@
+"""Megatron, plain PyTorch and DeepSpeed in one table, against forward and backward alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tools.report.analyse.entry import Entry
+from tools.report.analyse.statistics import TimeComparison, compare
+from tools.report.render.tables import time_text
+from tools.spec.run import Backend
+from tools.study.tables import bullets, page
+from tools.study.tables.zero import in_ms, ratio
+from tools.text.table import Column, Table, markdown_table
+from tools.text.units import DASH, change, megabytes, rounded
+
+_PAIRS = (
+    (("megatron", "dp2"), ("native", "dp2")),
+    (("megatron", "dp2"), ("deepspeed", "dp2")),
+    (("megatron", "zero3"), ("native", "fsdp2")),
+    (("megatron", "zero3"), ("deepspeed", "zero3")),
+)
+"""Runs that shard alike."""
+
+
+def render(model: str, rows: Sequence[Entry], left_out: Sequence[str] = ()) -> str:
+    """Markdown: the table, what it says of each backend, and what was left out."""
+    bare = next((row for row in rows if row.backend == Backend.BARE), None)
+    table = markdown_table(Table(_columns(bare), tuple(rows)))
+    said = bullets((*verdicts(rows), *left_out))
+    return page("backends", model=model, table=table, verdicts=said)
+
+
+def verdicts(rows: Sequence[Entry]) -> list[str]:
+    """What may be said of each pair that shards alike: faster, slower, or within noise."""
+    found = {(row.backend, row.strategy): row for row in rows}
+    sentences = []
+    for reference, other in _PAIRS:
+        one, two = found.get(reference), found.get(other)
+        if one and two and one.estimate and two.estimate:
+            names = " against ".join(f"{row.backend} {row.strategy}" for row in (two, one))
+            sentences.append(f"{names}: {_verdict(compare(one.estimate, two.estimate))}")
+    return sentences
+
+
+def _verdict(result: TimeComparison) -> str:
+    speed = f"{abs(1 - 1 / result.ratio):.1%} {'faster' if result.ratio < 1 else 'slower'}"
+    if result.verdict.is_clear:
+        return f"{speed} on this machine."
+    return f"{speed}, which is {result.verdict}."
+
+
+def _columns(bare: Entry | None) -> tuple[Column[Entry], ...]:
+    def against_bare(row: Entry) -> float | None:
+        return None if bare is None or row is bare else ratio(row.time_ms, bare.time_ms)
+
+    return (
+        Column("Backend", lambda row: row.backend),
+        Column("Strategy", lambda row: row.strategy),
+        Column("Status", lambda row: row.status),
+        Column("Parity", lambda row: "" if row is bare else row.parity.verdict),
+        Column("ms/iteration [95%]", lambda row: row.estimate, time_text),
+        Column("Passes alone", lambda row: row.pass_seconds, in_ms),
+        Column("Overhead", _overhead, _percent),
+        Column("Against bare", against_bare, _percent),
+        Column("Samples/s", lambda row: row.samples_per_second, rounded),
+        Column("Sent/iteration", lambda row: row.sent_bytes, megabytes),
+        Column("Peak memory", lambda row: row.peak_bytes, megabytes),
+        Column("Loss", lambda row: None if row is bare else row.final_loss, _loss),
+        Column("What ran", lambda row: row.implementation),
+    )
+
+
+def _overhead(row: Entry) -> float | None:
+    return None if row.overhead is None else 1 + row.overhead
+
+
+def _percent(value: float | None) -> str:
+    return change(value, decimals=1)
+
+
+def _loss(value: float | None) -> str:
+    return DASH if value is None else f"{value:.6f}"

@@ -1,0 +1,228 @@
+"""Cells over model sizes, and where one backend or layout overtakes another; never beyond the noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from math import exp, log
+
+from tools.report.analyse.entry import Entry
+from tools.report.analyse.statistics import Estimate, TimeComparison, TimeVerdict, compare
+from tools.spec.model import load_model
+from tools.spec.run import Backend, DeviceKind
+from tools.study.definition import ExperimentCell
+from tools.text.units import joined, parameters
+
+Devices = tuple[int, DeviceKind]
+
+
+@dataclass(frozen=True)
+class Swept:
+    """One cell of a sweep, with what was measured of its repeats together."""
+
+    cell: ExperimentCell
+    backend: Backend
+    parameters: int
+    tokens_per_iteration: int
+    row: Entry | None
+    runs: tuple[str, ...] = ()
+    """Names of the run folders, newest first."""
+    complete: bool = True
+    """All repeats are there."""
+    failure: str = ""
+    by_processor: bool = False
+    """Whether times are of the processor: those of the threads that train, over all ranks."""
+
+    @property
+    def devices(self) -> Devices:
+        """How many, and of which kind."""
+        return self.cell.devices, self.cell.device
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """Of iteration times, in milliseconds."""
+        if self.row is None:
+            return None
+        return self.row.processor if self.by_processor else self.row.estimate
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over all devices, at the median iteration."""
+        found = self.estimate
+        return self._rate(found.median) if found else None
+
+    @property
+    def rate_interval(self) -> tuple[float, float] | None:
+        """95% interval of the same."""
+        found = self.estimate
+        if found is None or found.low is None or found.high is None:
+            return None
+        return self._rate(found.high), self._rate(found.low)
+
+    def _rate(self, milliseconds: float) -> float:
+        return self.tokens_per_iteration * 1000 / milliseconds
+
+
+@dataclass(frozen=True)
+class SizePoint:
+    """Both sides at one size."""
+
+    model: str
+    parameters: int
+    found: TimeComparison
+    """The second side's time a token over the first's."""
+
+    @property
+    def verdict(self) -> TimeVerdict:
+        """On the second side against the first."""
+        return self.found.verdict
+
+    @property
+    def text(self) -> str:
+        """`gpt3-64m (63.8M)`."""
+        return f"{self.model} ({parameters(self.parameters)})"
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Parameters at which both sides are as fast, with the 95% interval."""
+
+    at: float
+    low: float
+    high: float
+
+    @property
+    def text(self) -> str:
+        """`61.2M parameters [40.1M, 88.9M]`."""
+        at, low, high = (parameters(round(value)) for value in (self.at, self.low, self.high))
+        return f"{at} parameters [{low}, {high}]"
+
+
+def crossover(points: Sequence[SizePoint]) -> Crossover:
+    """Where the ratio of two sides passes 1, between a size at which one is clearly faster and a larger
+    one at which the other is.
+
+    Ratio and both ends of its interval are interpolated between sizes, all in logarithms. Each of the
+    three passes 1, because the interval of neither end holds it.
+
+    Args:
+        points: Both sizes and those between them, small to large.
+    """
+    curves = [[getattr(point.found, end) for point in points] for end in ("ratio", "low", "high")]
+    at, *ends = (_passes_one([point.parameters for point in points], each) for each in curves)
+    return Crossover(at, min(ends), max(ends))
+
+
+def _passes_one(sizes: Sequence[int], ratios: Sequence[float]) -> float:
+    logs = [log(ratio) for ratio in ratios]
+    for place, (one, two) in enumerate(pairwise(logs)):
+        if one * two <= 0 and one != two:
+            small, big = log(sizes[place]), log(sizes[place + 1])
+            return exp(small + (big - small) * one / (one - two))
+    raise AssertionError("the ratio is on one side of 1")
+
+
+def compare_tokens(reference: Swept, other: Swept) -> TimeComparison | None:
+    """Time a token of the second over the first's; None where one has no times."""
+    if reference.estimate is None or other.estimate is None:
+        return None
+    weight = reference.tokens_per_iteration / other.tokens_per_iteration
+    return compare(reference.estimate, other.estimate, weight)
+
+
+def fastest(results: Sequence[Swept]) -> dict[tuple[Devices, Backend], list[Swept]]:
+    """For each number of devices and backend its fastest strategy at every size, small ones first."""
+    best: dict[tuple[Devices, Backend, str], Swept] = {}
+    for result in results:
+        rate = result.tokens_per_second
+        if rate is None:
+            continue
+        key = result.devices, result.backend, result.cell.model
+        if key not in best or rate > (best[key].tokens_per_second or 0):
+            best[key] = result
+    lines: dict[tuple[Devices, Backend], list[Swept]] = {}
+    for (devices, backend, _), result in best.items():
+        lines.setdefault((devices, backend), []).append(result)
+    return {key: sorted(line, key=lambda one: one.parameters) for key, line in lines.items()}
+
+
+def verdicts(results: Sequence[Swept]) -> list[str]:
+    """A sentence for each pair of backends, and of one backend's layouts, on each number of devices.
+
+    Dense models and mixtures of experts are two axes of size.
+    """
+    kinds = list(dict.fromkeys(map(_kind, results)))
+    sentences = []
+    for devices in dict.fromkeys(result.devices for result in results):
+        for kind in kinds:
+            own = [r for r in results if (r.devices, _kind(r)) == (devices, kind)]
+            where = f"On {devices[0]} {devices[1].upper()} rank{'s' * (devices[0] > 1)}"
+            where += f", {kind}:" if len(kinds) > 1 else ""
+            for (one, first), (two, second) in _pairs(own):
+                sentences.append(overtaking(where, one, two, _points(first, second)))
+    return sentences
+
+
+def _kind(result: Swept) -> str:
+    experts = load_model(result.cell.model).shape.experts
+    return "mixtures of experts" if experts else "dense models"
+
+
+def _pairs(results: Sequence[Swept]) -> Iterator[tuple[tuple[str, list[Swept]], ...]]:
+    """What is compared: backends by their fastest layout, then the layouts of each backend."""
+    best = {backend: line for (_, backend), line in fastest(results).items()}
+    backends = list(dict.fromkeys(result.backend for result in results))
+    yield from combinations([(each.value, best.get(each, [])) for each in backends], 2)
+    for backend in backends:
+        lines: dict[str, list[Swept]] = {}
+        for result in results:
+            if result.backend is backend:
+                lines.setdefault(f"{backend} {result.cell.strategy}", []).append(result)
+        yield from combinations(lines.items(), 2)
+
+
+def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> str:
+    """What the sizes, small to large, allow to say of the pair."""
+    clear = [p for p in points if p.verdict.is_clear]
+    unclear = [point.text for point in points if point.verdict is TimeVerdict.NOISE]
+    unknown = [point.text for point in points if point.verdict is TimeVerdict.UNKNOWN]
+    tail = f"; within noise of each other at {joined(unclear)}" if unclear and clear else ""
+    tail += f"; too few samples at {joined(unknown)}" if unknown and (clear or unclear) else ""
+    if not clear:
+        if unclear:
+            noise = f"{two} is within noise of {one} at {joined(unclear)}"
+            return f"{where} {noise}{tail}: neither overtakes."
+        why = f"too few samples at {joined(unknown)}" if unknown else "no size has both"
+        return f"{where} nothing can be said of {two} against {one}: {why}."
+    crossings = []
+    for small, big in pairwise(clear):
+        if small.verdict is not big.verdict:
+            winner, loser = _in_order(big, one, two)
+            known = [p for p in points if p.verdict is not TimeVerdict.UNKNOWN]
+            between = [p for p in known if small.parameters <= p.parameters <= big.parameters]
+            crossings.append(
+                f"{winner} overtakes {loser} at {crossover(between).text}, between {small.text} and "
+                f"{big.text}"
+            )
+    if crossings:
+        return f"{where} {' and '.join(crossings)}{tail}."
+    winner, loser = _in_order(clear[0], one, two)
+    sizes = joined([point.text for point in clear])
+    return f"{where} {winner} is faster than {loser} at {sizes}{tail}: no crossover in the range."
+
+
+def _points(one: Sequence[Swept], two: Sequence[Swept]) -> list[SizePoint]:
+    others = {result.cell.model: result for result in two}
+    points = []
+    for result in one:
+        other = others.get(result.cell.model)
+        found = compare_tokens(result, other) if other else None
+        if found:
+            points.append(SizePoint(result.cell.model, result.parameters, found))
+    return points
+
+
+def _in_order(point: SizePoint, one: str, two: str) -> tuple[str, str]:
+    """The faster and the slower."""
+    return (two, one) if point.verdict is TimeVerdict.FASTER else (one, two)

@@ -1,0 +1,218 @@
+"""The DeepSpeed report's tables, from measurement: data parallelism, a pipeline, ZeRO's three stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tools.report.analyse.entry import Entry
+from tools.report.analyse.statistics import compare
+from tools.report.render.tables import time_text
+from tools.spec.published import Figure, load_published
+from tools.study.tables import bullets, page
+from tools.text.table import Column, Table, markdown_table
+from tools.text.units import DASH, change, joined, megabytes, ms, percent, rounded, times
+
+SOURCE = "002"
+STANDS_IN = "gpt3-64m"
+"""The published model whose figures are beside a model that was not published."""
+
+_NAMES = {
+    "dp2": "Baseline",
+    "pp2": "Pipeline",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+}
+_BASELINE = "dp2"
+
+
+@dataclass(frozen=True)
+class _Method:
+    """A row, its published figure, and what both are compared with."""
+
+    row: Entry
+    figure: Figure | None
+    baseline: Entry | None
+    published_baseline: Figure | None
+
+
+def render(model: str, rows: Sequence[Entry]) -> str:
+    """Markdown: three tables, and what was measured."""
+    shown, figures = _published(model)
+    baseline = next((row for row in rows if row.strategy == _BASELINE), None)
+    methods = tuple(
+        _Method(row, figures.get(row.strategy), baseline, figures.get(_BASELINE)) for row in rows
+    )
+    other = "" if shown == model else f" The published figures are {shown}'s, not {model}'s."
+    return page(
+        "zero",
+        model=model,
+        other=other,
+        performance=markdown_table(Table(_PERFORMANCE, methods)),
+        verdicts=bullets(verdicts(rows)),
+        shares=markdown_table(Table(_SHARES, methods)),
+        traffic=markdown_table(Table(_TRAFFIC, methods)),
+        measured=bullets(f"{_name(row)}: {row.implementation}" for row in rows),
+    )
+
+
+def verdicts(rows: Sequence[Entry]) -> list[str]:
+    """The winner of each column, or those that are within noise of it, and which to use.
+
+    Of methods within noise of the fastest the one with the least memory is to be used.
+    """
+    timed = [(row, found) for row in rows if (found := row.estimate)]
+    held = [row for row in rows if row.peak_bytes]
+    said = []
+    if held:
+        lightest = min(held, key=lambda row: row.peak_bytes or 0)
+        said.append(f"Least memory: {_name(lightest)}, {megabytes(lightest.peak_bytes)}.")
+    sending = [row for row in rows if row.sent_bytes]
+    if sending:
+        least = min(sending, key=lambda row: row.sent_bytes or 0)
+        said.append(f"Least sent: {_name(least)}, {megabytes(least.sent_bytes)} an iteration.")
+    if not timed:
+        return said
+    fastest, best = min(timed, key=lambda each: each[1].median)
+    close = [row for row, found in timed if not compare(best, found).verdict.is_clear]
+    others = [_name(row) for row in close if row is not fastest]
+    beside = f"; within noise of it: {joined(others)}" if others else ", beyond the noise"
+    said.append(f"Fastest: {_name(fastest)}{beside}.")
+    known = [row for row in close if row.peak_bytes]
+    used = min(known, key=lambda row: row.peak_bytes or 0, default=fastest)
+    why = (
+        f"of {_name(fastest)} and those within noise of it, it takes the least memory"
+        if others
+        else "nothing is within noise of it"
+    )
+    said.append(f"Use {_name(used)}: {why}.")
+    return said
+
+
+def ratio(value: float | None, reference: float | None) -> float | None:
+    """None where either is missing."""
+    return value / reference if value is not None and reference else None
+
+
+def in_ms(seconds: float | None) -> str:
+    """`157.8 ms`."""
+    return DASH if seconds is None else f"{ms(seconds)} ms"
+
+
+def _published(model: str) -> tuple[str, Mapping[str, Figure]]:
+    """The published model that is shown, and its figures by strategy."""
+    figures = load_published().of(SOURCE)
+    shown = model if any(figure.model == model for figure in figures) else STANDS_IN
+    return shown, {figure.strategy: figure for figure in figures if figure.model == shown}
+
+
+def _name(row: Entry) -> str:
+    return _NAMES.get(row.strategy, row.strategy)
+
+
+def _first(values: Sequence[float]) -> float | None:
+    return values[0] if values else None
+
+
+def _speedup(method: _Method) -> str:
+    """Over the baseline; said to be within noise where the statistic says so."""
+    row, baseline = method.row, method.baseline
+    one, two = baseline.estimate if baseline else None, row.estimate
+    if one is None or two is None:
+        return DASH
+    found = compare(one, two)
+    text = times(1 / found.ratio)
+    return text if found.verdict.is_clear or row is baseline else f"{text}, {found.verdict}"
+
+
+def _saved(method: _Method) -> str:
+    baseline, theirs = method.baseline, method.published_baseline
+    mine = ratio(method.row.peak_bytes, baseline.peak_bytes if baseline else None)
+    published = ratio(
+        _first(method.figure.peak_memory_gb) if method.figure else None,
+        _first(theirs.peak_memory_gb) if theirs else None,
+    )
+    return change(mine) + (f" ({change(published)})" if published else "")
+
+
+def _in(unit: str, shape: str = "g") -> Callable[[float | None], str]:
+    return lambda value: DASH if value is None else f"{value:{shape}}{unit}"
+
+
+def _beside(
+    name: str,
+    measured: Callable[[_Method], str],
+    published: Callable[[Figure], float | None],
+    text: Callable[[float], str],
+) -> Column[_Method]:
+    """`measured (published)`."""
+
+    def cell(method: _Method) -> str:
+        found = published(method.figure) if method.figure else None
+        return measured(method) + (f" ({text(found)})" if found is not None else "")
+
+    return Column(name, cell)
+
+
+def _share(name: str, place: int, phase: str) -> Column[_Method]:
+    def measured(method: _Method) -> str:
+        return percent(method.row.shares[place] if method.row.shares else None)
+
+    return _beside(name, measured, lambda figure: figure.shares.get(phase), percent)
+
+
+_METHOD = Column[_Method]("Method", lambda method: _name(method.row))
+_PERFORMANCE = (
+    _METHOD,
+    Column[_Method]("Status", lambda method: method.row.status),
+    Column[_Method]("Parity", lambda method: method.row.parity.verdict),
+    _beside(
+        "Peak memory",
+        lambda method: megabytes(method.row.peak_bytes),
+        lambda figure: _first(figure.peak_memory_gb),
+        _in(" GB"),
+    ),
+    _beside(
+        "ms/iteration [95%]",
+        lambda method: time_text(method.row.estimate),
+        lambda figure: _first(figure.iteration_ms),
+        _in(""),
+    ),
+    _beside(
+        "Samples/s",
+        lambda method: rounded(method.row.samples_per_second),
+        lambda figure: figure.samples_per_second,
+        _in(""),
+    ),
+    _beside("Speedup", _speedup, lambda figure: figure.speedup, times),
+)
+_SHARES = (
+    _METHOD,
+    _share("Forward", 0, "forward"),
+    _share("Backward, with gradients", 1, "backward"),
+    _share("Optimizer", 2, "optimizer"),
+)
+_TRAFFIC = (
+    _METHOD,
+    Column[_Method]("Memory against baseline", _saved),
+    _beside(
+        "Sent/iteration",
+        lambda method: megabytes(method.row.sent_bytes),
+        lambda figure: figure.network.get("sent_mb"),
+        _in(" MB"),
+    ),
+    Column[_Method]("With NCCL's rings", lambda method: method.row.nccl_bytes, megabytes),
+    _beside(
+        "Waiting",
+        lambda method: in_ms(method.row.communication_seconds),
+        lambda figure: figure.network.get("seconds"),
+        _in(" s"),
+    ),
+    _beside(
+        "Implied",
+        lambda method: _in(" Gbit/s", ".2f")(method.row.implied_gigabits),
+        lambda figure: figure.network.get("gbit_per_second"),
+        _in(" Gbit/s"),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Two runs of one configuration, compared tensor by tensor."""

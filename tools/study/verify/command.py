@@ -1,0 +1,329 @@
+"""`make verify-<strategy>-<model>-<N>cpu`: the first tensor in which a layout differs from a reference.
+
+Trains the reference and the layout from the same weights on the same batches up to one iteration, whose
+tensors both write (`megatron_patches.capture`); `tools.verify` compares them. Where errors spread from
+module to module, the layout runs again with the reference's tensors in the place of its own. All of it
+is in one folder of the runs folder: two run folders and `verify/<name>/`; the tensors are removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.launch.compose import Launch
+from tools.launch.data import make_missing_data
+from tools.launch.execute import execute
+from tools.launch.job import make_command
+from tools.launch.options import Options
+from tools.launch.preflight import check
+from tools.launch.start import ensure_start_checkpoint
+from tools.launch.train import dry_run
+from tools.records.run import Status, utc_stamp
+from tools.records.verdict import VERIFY_FOLDER, Outcome
+from tools.spec import variables
+from tools.spec.errors import LaunchError
+from tools.spec.files import from_root
+from tools.study.verify.pairs import PREFIX, Verification, compose_verification, difference_of
+from tools.text.terminal import say
+from tools.verify.captured import VerifyError, read_capture
+from tools.verify.page import write_page
+from tools.verify.verdict import (
+    Judgement,
+    begins_before,
+    confirm,
+    judge,
+    may_have_spread,
+    needs_same_start,
+    refused,
+    write_forced,
+    write_verdict,
+)
+from tools.verify.wholes import as_one_rank
+
+Train = Callable[[str, Launch], str]
+"""Trains a launch that is a part of a verification; returns how it failed, empty if it did not."""
+
+SEEDS = 3
+
+
+@dataclass(frozen=True)
+class _KeptRuns:
+    """Trains as any target does, in run folders under one folder."""
+
+    folder: Path
+    console: Console
+
+    def __call__(self, part: str, launch: Launch) -> str:
+        run, status = execute(launch, self.folder, self.console, part)
+        run.rename(self.folder / part)
+        return "" if status.status is Status.OK else f"ended '{status.status}': {status.reason}"
+
+
+@dataclass(frozen=True)
+class SharedReferences:
+    """Trains a reference once for all layouts that are compared with the same one."""
+
+    folder: Path
+    """Takes the references' tensors, hundreds of megabytes each, until `forget`."""
+
+    def around(self, train: Train, scratch: Path) -> Train:
+        """`train`, but for references that are here already; tensors are expected in `scratch`."""
+
+        def trained(part: str, launch: Launch) -> str:
+            if not part.startswith("reference"):
+                return train(part, launch)
+            kept = self.folder / f"{part}-{_key(launch)}"
+            if not kept.is_dir():
+                if failure := train(part, launch):
+                    return failure
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(scratch / part, kept)
+            (scratch / part).symlink_to(kept)
+            return ""
+
+        return trained
+
+    def forget(self) -> None:
+        """Remove them."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _key(launch: Launch) -> str:
+    """Of what a reference's tensors follow from, as far as verifications of one command differ in it."""
+    names = (variables.PLANT_SHA256, variables.CAPTURE_ITERATION)
+    values = (launch.environment.get(name, "") for name in names)
+    words = (*launch.flags, str(launch.devices), str(launch.entry.path), *values)
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+
+
+def verify(
+    target: str, given: Namespace, options: Options, console: Console, also: Path | None = None
+) -> int:
+    """Run a verification; 0 held, 1 differs, 2 not comparable.
+
+    Args:
+        target: Its name.
+        given: What make was given beside the options.
+        options: The make variables.
+        console: The terminal.
+        also: A run folder that gets the results as well.
+
+    Raises:
+        LaunchError: It cannot run here; nothing was written.
+    """
+    verification = compose_verification(target, options, difference_of(given))
+    launches = verification.launches
+    if options.dry_run:
+        return max(map(dry_run, launches))
+    stamp = utc_stamp()
+    folder = options.runs / f"{stamp}-{PREFIX}{verification.name}"
+    return carried_out(verification, console, folder, also).verdict.exit_code
+
+
+def carried_out(
+    verification: Verification,
+    console: Console,
+    folder: Path,
+    also: Path | None = None,
+    shared: SharedReferences | None = None,
+) -> Judgement:
+    """Check that it can run here, train, judge, and print the verdict.
+
+    Args:
+        verification: What is compared.
+        console: The terminal.
+        folder: It gets the run folders and the verdict.
+        also: A run folder that gets the results as well.
+        shared: References of other layouts, of which this one's may be one.
+
+    Raises:
+        LaunchError: It cannot run here; nothing was written.
+    """
+    launches = verification.launches
+    make_missing_data(launches, console)
+    for launch in launches:
+        check(launch, may_drop=True)  # `pairs` refuses those that drop others.
+        ensure_start_checkpoint(launch, console)
+    results = folder / VERIFY_FOLDER / verification.name
+    with _scratch(folder) as scratch:
+        train: Train = _KeptRuns(folder, console)
+        if shared is not None:
+            train = shared.around(train, scratch)
+        judgement = judged(verification, scratch, train)
+    verdict = replace(
+        judgement.verdict,
+        reference=verification.reference_name,
+        layout=verification.layout.job.strategy,
+        mode=verification.mode,
+        command=make_command(PREFIX + verification.name, verification.variables),
+    )
+    judgement = replace(judgement, verdict=verdict)
+    _write(results, judgement)  # Without the tensors there is room again.
+    if also is not None:
+        shutil.copytree(results, also / VERIFY_FOLDER / verification.name, dirs_exist_ok=True)
+    _print(judgement, results, console)
+    return judgement
+
+
+def judged(verification: Verification, scratch: Path, train: Train) -> Judgement:
+    """Train both with `train`, compare their tensors; where errors spread, train the layout again.
+
+    Where the iteration begins with wrong weights, the one in which they became wrong is looked for.
+
+    Args:
+        verification: What is compared.
+        scratch: A folder for the tensors.
+        train: Trains a launch.
+    """
+    judgement = _judged_at(verification.iteration, "", verification, scratch, train)
+    right, wrong = 0, verification.iteration
+    while begins_before(judgement) and verification.saving is None and wrong - right > 1:
+        tried = (right + wrong) // 2
+        earlier = _judged_at(tried, f"-{tried}", verification, scratch, train)
+        if earlier.first is None and earlier.verdict.verdict is not Outcome.HELD:
+            break  # It could not be compared.
+        if earlier.first is None:
+            right = tried
+        else:
+            judgement, wrong = earlier, tried
+    return judgement
+
+
+def _judged_at(
+    iteration: int, suffix: str, verification: Verification, scratch: Path, train: Train
+) -> Judgement:
+    """The judgement on one iteration; the names of what is trained for it end with `suffix`."""
+    layout = verification.layout
+
+    def trained(part: str, launch: Launch) -> str:
+        return train(f"{part}{suffix}", launch)
+
+    def tensors(part: str) -> Path:
+        return scratch / f"{part}{suffix}"
+
+    parts = [
+        ("reference", _capturing(verification.reference, tensors("reference"), iteration, SEEDS))
+    ]
+    if verification.saving is not None:
+        checkpoint = scratch / "checkpoint"
+        parts.append(("saved", verification.saved(verification.saving, checkpoint)))
+        layout = verification.resumed(layout, checkpoint)
+    parts.append(("layout", _capturing(layout, tensors("layout"), iteration, 0)))
+    for part, launch in parts:
+        failure = trained(part, launch)
+        if failure:
+            return refused(f"The {part} {failure}")
+    try:
+        ours = read_capture(tensors("layout"))
+        captured = read_capture(tensors("reference"))
+        captured = as_one_rank(captured, ours, scratch / f"whole{suffix}" / "reference")
+        judgement = judge(captured, ours)
+        if needs_same_start(judgement):
+            write_forced(captured, ours, tensors("start"), start_alone=True)
+            layout = _capturing(layout, tensors("begun"), iteration, 0, tensors("start"))
+            if failure := trained("begun", layout):
+                raise VerifyError(f"The layout with the reference's routing and weights {failure}")
+            ours = read_capture(tensors("begun"))
+            judgement = judge(captured, ours)
+        if not may_have_spread(judgement):
+            return judgement
+        write_forced(captured, ours, tensors("given"))
+        again = _capturing(layout, tensors("forced"), iteration, 0, tensors("given"))
+        failure = trained("forced", again)
+        if failure:
+            return judgement
+        return confirm(judgement, captured, read_capture(tensors("forced")))
+    except VerifyError as error:
+        return refused(str(error))
+    except OSError as error:
+        return refused(
+            f"The tensors in {from_root(scratch)} could not be read or written ({error.strerror}); see "
+            "to it that there is room, or name another folder with RUNS=."
+        )
+
+
+def _capturing(
+    launch: Launch, folder: Path, iteration: int, seeds: int, forced: Path | None = None
+) -> Launch:
+    environment = {
+        **launch.environment,
+        variables.CAPTURE: from_root(folder),
+        variables.CAPTURE_ITERATION: str(iteration),
+        variables.CAPTURE_SEEDS: str(seeds),
+    }
+    if forced is not None:
+        environment[variables.CAPTURE_FORCED] = from_root(forced)
+    return replace(launch, environment=environment)
+
+
+def _write(results: Path, judgement: Judgement) -> None:
+    try:
+        write_verdict(results, judgement)
+        write_page(results, judgement)
+    except OSError as error:
+        raise LaunchError(
+            f"{judgement.verdict.sentence}; it could not be written to {from_root(results)} "
+            f"({error.strerror}): see to it that there is room, or name another folder with RUNS=."
+        ) from None
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """A folder for the tensors, which are many times the model's size; removed at the end."""
+    scratch = folder / "tensors"
+    try:
+        scratch.mkdir(parents=True)
+    except OSError as error:
+        raise LaunchError(
+            f"{from_root(scratch)} cannot be made ({error.strerror}); name another folder with RUNS=."
+        ) from None
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _print(judgement: Judgement, results: Path, console: Console) -> None:
+    verdict = judgement.verdict
+    if verdict.mode:
+        say(console, f"compared: {verdict.mode}")
+    if verdict.verdict is Outcome.NOT_COMPARABLE:
+        say(console, f"not comparable: {verdict.reason}", "red")
+    elif verdict.verdict is Outcome.HELD:
+        ratio = verdict.worst_ratio or 0.0
+        say(console, f"held: no error is above {ratio:.2f} of its tolerance", "green")
+        if verdict.routing_flips:
+            say(console, f"  {verdict.routing_flips} routing choices within rounding differ")
+    else:
+        say(console, f"differs at: {verdict.stage}, {verdict.module} ({verdict.tensor})", "red")
+        say(console, f"  iteration  {verdict.iteration}")
+        say(console, f"  kind       {verdict.kind}")
+        say(console, f"  ranks      {', '.join(map(str, verdict.ranks))}")
+        say(console, f"  error      {verdict.error:.3g}, tolerance {verdict.tolerance:.3g}")
+        by_itself = {True: "yes", False: "no: errors of others add up", None: "not asked"}
+        say(console, f"  by itself  {by_itself[verdict.confirmed]}")
+        say(console, f"  source     {verdict.source or 'unknown'}")
+    if verdict.seen:
+        say(
+            console,
+            f"compared {verdict.compared:,} of {verdict.seen:,} tensors with {verdict.reference}'s",
+        )
+    for line in verdict.not_aligned[:5]:
+        say(console, f"not compared: {_of_all_layers(line)}")
+    say(console, f"→ {from_root(results)}/verify.html")
+
+
+def _of_all_layers(line: str) -> str:
+    """Names and the reason, each name once for all layers; `verdict.json` has them all."""
+    names, _, why = line.rpartition(": ")
+    shown = dict.fromkeys(re.sub(r"\.(layers|local_experts)\.\d+", r".\1.*", names).split(" "))
+    return f"{' '.join(shown)}: {why}"

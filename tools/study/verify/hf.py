@@ -1,0 +1,231 @@
+"""`make verify-hf`: an imported model computes what `transformers` computes, in every layout.
+
+The model of `HF=`, or one of each family with random weights, is imported and exported again, bit for
+bit, compared with `transformers` tensor by tensor through layouts of Megatron (`REFERENCE=hf`), and
+trained beside it for some steps. All of it is in one folder of the runs folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from tools.dataset.indexed import DocumentIndex, bin_path, idx_path, token_dtype, write_index
+from tools.launch.backends import NO_TRANSFORMERS
+from tools.launch.execute import execute
+from tools.launch.hub import folder_of
+from tools.launch.job import Job
+from tools.launch.options import Options
+from tools.launch.preflight import check
+from tools.launch.progress import LogFollower
+from tools.launch.train import compose_job
+from tools.records.run import LOG_FILE, Status, utc_stamp
+from tools.records.verdict import EXIT_CODES, Outcome
+from tools.spec.errors import LaunchError
+from tools.spec.files import from_root
+from tools.spec.model import model_of
+from tools.spec.run import Backend
+from tools.spec.strategy import StrategyError, devices_of, parse_strategy
+from tools.study.verify.command import SharedReferences, carried_out
+from tools.study.verify.pairs import HF, PREFIX, Difference, Verification, compose_verification
+from tools.text.table import Column, Table, rich_table
+
+STRATEGIES = "baseline tp2 sp2 pp2 cp2 tp2pp2 tp2dp2"
+STEPS, LOSS_TOLERANCE = 20, 1e-5
+"""Training beside transformers, and how far losses may be apart."""
+LEARNING = ("--lr", "1e-3", "--min-lr", "1e-3", "--lr-decay-style", "constant")
+_NO_WARMUP = ("--lr-warmup-fraction", "0")
+_SEQUENCE = 64
+"""Tokens of a sample, where the model has more positions and EXTRA= does not say."""
+_DOCUMENTS, _DOCUMENT_TOKENS = 1000, 64
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One thing that was shown of a model, or was not."""
+
+    model: str
+    what: str
+    outcome: Outcome
+    seen: str
+    """What was compared and how close it was, or what is wrong."""
+
+
+def verify_hf(
+    hf: str | None,
+    strategies: str | None,
+    extra_b: tuple[str, ...],
+    options: Options,
+    console: Console,
+) -> int:
+    """Prove it of every model; 0 held, 1 differs, 2 not comparable.
+
+    Raises:
+        ValueError: It cannot run here, or the model cannot be converted.
+    """
+    difference = Difference(HF, extra_b)
+    ranks = [(strategy, _devices(strategy)) for strategy in (strategies or STRATEGIES).split()]
+    if importlib.util.find_spec("transformers") is None:
+        raise LaunchError(NO_TRANSFORMERS)
+    stamp = utc_stamp()
+    folder = options.runs / f"{stamp}-verify-hf"
+    shared = SharedReferences(folder / "references")
+    proofs: list[Proof] = []
+    try:
+        for source, name in _sources(hf, folder / "sources"):
+            proofs += _proofs_of(source, name, ranks, difference, folder, shared, options, console)
+            shared.forget()
+    finally:
+        shared.forget()
+        shutil.rmtree(folder / "models", ignore_errors=True)
+    console.print(rich_table(Table(_COLUMNS, tuple(proofs), "Against transformers"), console.width))
+    console.print(f"→ {from_root(folder)}", highlight=False)
+    return max(EXIT_CODES[proof.outcome] for proof in proofs)
+
+
+def _devices(strategy: str) -> int:
+    try:
+        devices = devices_of(strategy)
+        parse_strategy(strategy, devices)
+    except StrategyError as error:
+        raise LaunchError(f"STRATEGIES= holds {strategy}: {error}") from None
+    return devices
+
+
+def _sources(given: str | None, made: Path) -> Iterator[tuple[Path, str]]:
+    """Folders of Hugging Face's, each with the model's name."""
+    from tools.convert.hf.random_model import CONFIGS, write_model
+
+    if given is not None:
+        folder = folder_of(given)
+        yield folder, folder.resolve().name.lower()
+        return
+    for family, config in CONFIGS.items():
+        yield write_model(made / family, config), f"random-{family}"
+
+
+def _proofs_of(
+    source: Path,
+    name: str,
+    strategies: Sequence[tuple[str, int]],
+    difference: Difference,
+    folder: Path,
+    shared: SharedReferences,
+    options: Options,
+    console: Console,
+) -> Iterator[Proof]:
+    from tools.convert.hf.into_megatron import import_model, read_source
+    from tools.convert.hf.work import Work
+
+    found = read_source(source)
+    hub = folder / "models"
+    import_model(found, name, Work(console), hub)
+    yield _round_trip(source, hub / name, folder / "exported" / name)
+    data = options.data or str(_random_tokens(folder / f"{name}_tokens", found.shape.vocabulary))
+    sequence = ("--seq-length", str(min(_SEQUENCE, found.shape.seq_length)))
+    options = replace(options, data=data, runs=folder, extra=(*sequence, *options.extra))
+    options = replace(options, model=str(hub / name / f"{name}.args"))
+    for strategy, devices in strategies:
+        target = f"{PREFIX}{strategy}-{name}-{devices}cpu"
+        verification = compose_verification(target, options, difference)
+        yield _layout(verification, folder, shared, console)
+    yield _training(verification.asked.laid("baseline", 1), folder, console)
+
+
+def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
+    from tools.convert.hf.from_megatron import export_model, read_export
+    from tools.convert.hf.tensor_files import TensorFolder, differing
+    from tools.convert.hf.work import Work
+
+    model = model_of(str(imported / f"{imported.name}.args"))
+    checkpoint = imported / "checkpoint" / "iter_0000001"
+    export = read_export(checkpoint, model.flags, model.shape, imported)
+    export_model(export, target, Work())
+    ours, theirs = TensorFolder(target), TensorFolder(source)
+    wrong = differing(ours, theirs)
+    shutil.rmtree(target)
+    seen = f"{len(ours.tensors)} tensors, the same bits" if not wrong else f"{wrong[0]} differs"
+    return Proof(model.name, "import and export", _outcome(not wrong), seen)
+
+
+def _layout(
+    verification: Verification,
+    folder: Path,
+    shared: SharedReferences,
+    console: Console,
+) -> Proof:
+    console.print(f"{verification.name}: {verification.mode}", highlight=False)
+    own = folder / verification.name
+    verdict = carried_out(verification, console, own, shared=shared).verdict
+    seen = verdict.sentence.removeprefix("tensors ").removeprefix("held: ")
+    if verdict.seen:
+        seen += f"; {verdict.compared:,} tensors compared"
+    return Proof(verification.asked.model.name, verification.asked.strategy, verdict.verdict, seen)
+
+
+def _training(job: Job, folder: Path, console: Console) -> Proof:
+    """Losses of Megatron on one rank, and of transformers with PyTorch's AdamW."""
+    name, options, losses = job.model.name, job.options, []
+    for backend in (Backend.MEGATRON, Backend.TRANSFORMERS):
+        own = replace(
+            options,
+            backend=backend,
+            iterations=STEPS,
+            dropout=0.0 if options.dropout is None else options.dropout,
+            micro_batch_size=options.micro_batch_size or 2,
+            global_batch_size=options.global_batch_size or 4,
+            ledger=False,
+            extra=(*LEARNING, *_NO_WARMUP, *options.extra),
+        )
+        launch = compose_job(job.under(own))
+        check(launch)
+        run, status = execute(launch, folder, console, f"{STEPS} steps, {backend}")
+        if status.status is not Status.OK:
+            reason = f"{backend} ended '{status.status}': {status.reason}"
+            return Proof(name, f"{STEPS} steps", Outcome.NOT_COMPARABLE, reason)
+        losses.append(_losses(run))
+    apart = max(abs(ours - theirs) for ours, theirs in zip(*losses, strict=True))
+    first, last = losses[0][0], losses[0][-1]
+    seen = f"losses {first:.4f} to {last:.4f}, at most {apart:.1e} apart"
+    return Proof(name, f"{STEPS} steps", _outcome(apart <= LOSS_TOLERANCE), seen)
+
+
+def _losses(run: Path) -> list[float]:
+    with closing(LogFollower(run / LOG_FILE)) as log:
+        return [one.lm_loss for one in log.new_iterations() if one.lm_loss is not None]
+
+
+def _outcome(held: bool) -> Outcome:
+    return Outcome.HELD if held else Outcome.DIFFERS
+
+
+def _random_tokens(prefix: Path, vocabulary: int) -> Path:
+    """A data set of random tokens, in documents that every split gets some of."""
+    random = np.random.default_rng(1)
+    tokens = random.integers(0, vocabulary, _DOCUMENTS * _DOCUMENT_TOKENS)
+    dtype = token_dtype(vocabulary)
+    bin_path(prefix).write_bytes(tokens.astype(dtype).tobytes())
+    lengths = np.full(_DOCUMENTS, _DOCUMENT_TOKENS, np.int32)
+    boundaries = np.arange(_DOCUMENTS + 1, dtype=np.int64)
+    write_index(idx_path(prefix), dtype.name, lambda: [DocumentIndex(lengths, boundaries)])
+    return prefix
+
+
+_COLUMNS = (
+    Column[Proof]("model", lambda proof: proof.model, right=False),
+    Column[Proof]("shown", lambda proof: proof.what, right=False),
+    Column[Proof](
+        "verdict",
+        lambda proof: proof.outcome.value,
+        right=False,
+        style=lambda proof: "green" if proof.outcome is Outcome.HELD else "red",
+    ),
+    Column[Proof]("", lambda proof: proof.seen, right=False, wraps=True),
+)

@@ -1,0 +1,130 @@
+"""Verifications one after another, on ranks forked from one process that has imported Megatron.
+
+A reference is trained once for all layouts that are compared with the same one, so that a verification
+of a tiny model takes seconds. Nothing but references and logs is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.launch.compose import Launch
+from tools.launch.flags import CPU_RANK
+from tools.launch.megatron_entry import find_entry
+from tools.launch.options import Options
+from tools.launch.start import ensure_start_checkpoint
+from tools.launch.supervise.warm import WarmMegatron
+from tools.report.read.diagnosis import diagnose
+from tools.spec import variables
+from tools.study.verify.command import SharedReferences, judged
+from tools.study.verify.pairs import Difference, compose_verification
+from tools.verify.verdict import Judgement
+
+START = {variables.DEVICE: "cpu", "HF_HUB_OFFLINE": "1", **CPU_RANK}
+"""What must be set before torch is imported."""
+SECONDS = 300.0
+"""After which a run of a few iterations hangs."""
+
+
+class ForkedRanks:
+    """Runs launches on CPU ranks of one Megatron, without a run folder."""
+
+    def __init__(self, options: Options | None = None) -> None:
+        """Of the Megatron that the options name; the installed one's without."""
+        options = options or Options()
+        untried = {variables.UNTRIED: "1"} if options.untried else {}
+        self.warm = WarmMegatron(find_entry(options.megatron_lm).path, {**START, **untried})
+
+    def run(
+        self,
+        launch: Launch,
+        log: Path,
+        also: Mapping[str, str] | None = None,
+        seconds: float = SECONDS,
+    ) -> str:
+        """Train; returns how it failed, empty if it did not.
+
+        Args:
+            launch: Of CPU ranks; its arguments are used without those that name the run folder.
+            log: Takes what the ranks print.
+            also: Variables beside the launch's.
+            seconds: After which it is ended.
+        """
+        code = self.exit_code(launch, log, also, seconds)
+        return (
+            f"ended with {code}: {diagnose(log, code, False).reason} The log is {log}"
+            if code
+            else ""
+        )
+
+    def exit_code(
+        self,
+        launch: Launch,
+        log: Path,
+        also: Mapping[str, str] | None = None,
+        seconds: float = SECONDS,
+    ) -> int:
+        """Train; arguments as those of `run`."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **START, **launch.environment, **(also or {})}
+        with log.open("wb") as file:
+            arguments = (self.warm.entry, *launch.flags)
+            return self.warm.run(launch.devices, arguments, environment, file, seconds)
+
+    def close(self) -> None:
+        """End the process that forks."""
+        self.warm.close()
+
+
+class Verifier:
+    """Verifies layouts of one Megatron."""
+
+    def __init__(self, folder: Path, ranks: ForkedRanks) -> None:
+        """The folder takes starting weights, references and logs."""
+        self.folder = folder
+        self.ranks = ranks
+        self._references = SharedReferences(folder / "references")
+
+    def verify(
+        self, name: str, options: Options, difference: Difference | None = None, both: bool = False
+    ) -> Judgement:
+        """Verify a layout; a plant is in the layout alone, or with `both` in the reference as well.
+
+        Args:
+            name: The make target.
+            options: Without a folder for runs.
+            difference: In what the two differ beside their strategies.
+            both: Whether the reference keeps the plant.
+
+        Raises:
+            LaunchError: The two would do different work, or the layout is not in the grammar.
+        """
+        options = replace(options, runs=self.folder)
+        verification = compose_verification(name, options, difference or Difference())
+        quiet = Console(quiet=True)
+        ensure_start_checkpoint(verification.reference, quiet, self.ranks.exit_code)
+        if not both:
+            verification = replace(verification, reference=_without_plant(verification.reference))
+        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+            train = self._references.around(self._train, Path(scratch))
+            return judged(verification, Path(scratch), train)
+
+    def forget(self) -> None:
+        """Remove the references: each is hundreds of megabytes."""
+        self._references.forget()
+
+    def _train(self, part: str, launch: Launch) -> str:
+        kind = "reference" if part.startswith("reference") else "layout"
+        return self.ranks.run(launch, self.folder / f"{kind}.txt")
+
+
+def _without_plant(launch: Launch) -> Launch:
+    planted = (variables.PLANT, variables.PLANT_SHA256)
+    kept = {name: value for name, value in launch.environment.items() if name not in planted}
+    return replace(launch, environment=kept)
