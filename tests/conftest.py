@@ -26,6 +26,8 @@ settings.register_profile(
 )
 settings.load_profile("any machine")
 
+pytest_plugins = ("tests.machines",)
+
 REAL_RUNS = {"all_runs", "killed", "quick_plants", "pipelines", "fused_updates"}
 """Fixtures that wait for the shared runs."""
 

@@ -27,3 +27,8 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_folders(runs: Path) -> list[Path]:
     return sorted(folder for folder in runs.glob("*") if not folder.name.startswith("."))
+
+
+@pytest.fixture(autouse=True)
+def _quick_clock(quick_clock: None) -> None:
+    """For all tests of this folder."""

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import GIB, FakeNvml
+from tests.machines import FakeDocker
 from tools.cluster.container.docker import Container
 from tools.cluster.container.image import find_pair
 from tools.launch import devices, preflight_gpu

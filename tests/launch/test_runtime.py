@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.given import run
-from tests.launch.conftest import FakeDocker
+from tests.machines import FakeDocker
 from tools.cluster.container.docker import bind
 from tools.cluster.container.image import build
 from tools.launch.options import Options

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import FakeNvml
+from tests.machines import FakeDocker
 from tools.cluster.nodes import Nodes
 from tools.launch.job import parse_target
 from tools.launch.options import Options

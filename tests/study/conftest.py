@@ -12,3 +12,8 @@ hash_once = functools.cache(tree_hash)
 @pytest.fixture(autouse=True)
 def code_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.launch.code.tree_hash", hash_once)
+
+
+@pytest.fixture(autouse=True)
+def _quick_clock(quick_clock: None) -> None:
+    """For all tests of this folder."""

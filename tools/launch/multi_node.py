@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.cluster.container.versions import installed_versions
-from tools.cluster.nodes import INTERFACES, Nodes, node_folder
+from tools.cluster.nodes import Nodes, node_folder
 from tools.dataset.indexed import DatasetError, open_dataset
 from tools.launch.code import code_of
 from tools.launch.compose import Launch
@@ -27,6 +27,7 @@ from tools.records.run import LEDGER_FOLDER, LOG_FILE, StatusRecord
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.run import DeviceKind
+from tools.spec.variables import INTERFACES
 
 
 def train_first(

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from tools.cluster.nodes import INTERFACES
 from tools.launch.checkpoint.saving import Saving
 from tools.launch.checkpoint.stored import find_checkpoints, select_checkpoint
 from tools.launch.compose import Launch, ResumePoint, compose, entry_of, model_for
@@ -27,6 +26,7 @@ from tools.spec.strategy import (
     parse_strategy,
     strategy_flags,
 )
+from tools.spec.variables import INTERFACES
 
 PER_ATTEMPT_FLAGS = of_role("start", "attempt")
 """Flags that say how a run began and where it writes, not what is trained."""

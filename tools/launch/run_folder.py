@@ -37,6 +37,15 @@ from tools.launch.megatron_entry import kit_commit
 from tools.launch.preflight import data_path
 from tools.launch.supervise.exit_status import reserve_room
 from tools.records import run as records
+from tools.records.identity import (
+    Computed,
+    Identity,
+    UsedCode,
+    computed,
+    given_arguments,
+    pairs,
+    timed_on,
+)
 from tools.records.io import lock, write_record
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, from_root
@@ -137,6 +146,21 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
         save_every=launch.saving.every if launch.saving else None,
         resumptions=_resumptions(launch),
     )
+
+
+def computed_by(launch: Launch) -> Computed:
+    """What a launch trains, in its own folder or in any."""
+    arguments = given_arguments(launch.arguments())
+    return computed(launch.spec, arguments, launch.iterations, launch.environment)
+
+
+def identity_here(launch: Launch, runs: Path) -> Identity:
+    """The identity that a run of this launch would have on this machine."""
+    where, entry = find_provenance(launch, runs), launch.entry
+    version, commit = entry.megatron_version, entry.megatron_commit
+    software = pairs(where.software)
+    code = UsedCode(version, commit, entry.path, code_of(launch), software, where.image)
+    return Identity(computed_by(launch), code, timed_on(where.host))
 
 
 def record_launcher(folder: Path) -> None:

@@ -10,6 +10,9 @@ COMMAND = "KIT_COMMAND"
 """What the user typed for a tool, where that is not `python -m`."""
 PYTHON = "KIT_PYTHON"
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""Network interfaces of a node, which differ from node to node."""
+
 DEVICE = "KIT_DEVICE"
 """What the ranks run on: `cpu` or `gpu`."""
 SHARE_GPU = "KIT_SHARE_GPU"

@@ -10,15 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.cluster.nodes import INTERFACES
-from tools.launch.code import code_of
 from tools.launch.compose import Launch
-from tools.launch.relaunch import PER_ATTEMPT_FLAGS
-from tools.launch.run_folder import Provenance, find_provenance
+from tools.launch.run_folder import identity_here
 from tools.records import run as records
-from tools.records.run import Code, RunRecord
-from tools.spec.files import from_root
-from tools.spec.flags import Flags, drop_flags
+from tools.records.identity import Identity, identity_of
+from tools.records.run import RunRecord
 
 
 def finished_run(launch: Launch, runs: Path) -> Path | None:
@@ -35,8 +31,8 @@ def finished_runs(launch: Launch, runs: Path) -> list[Path]:
     folders = folders_like(launch, runs)
     if not folders:
         return []
-    here, code = find_provenance(launch, runs), code_of(launch)
-    return [folder for folder in folders if _is_same(folder, launch, here, code)]
+    wanted = identity_here(launch, runs)
+    return [folder for folder in folders if _is_same(folder, wanted)]
 
 
 def folders_like(launch: Launch, runs: Path) -> list[Path]:
@@ -63,40 +59,13 @@ def attempts_of(folder: Path) -> list[RunRecord]:
 
 def trained_alike(attempts: Sequence[RunRecord]) -> bool:
     """Whether every attempt was to train what the first was: `make resume` takes ITERS= and EXTRA=."""
-    first = _trained(attempts[0])
-    return all(_trained(attempt) == first for attempt in attempts[1:])
+    return len({identity_of(attempt).computed for attempt in attempts}) == 1
 
 
-def _trained(record: RunRecord) -> tuple[object, ...]:
-    flags = Flags(drop_flags(record.argv, PER_ATTEMPT_FLAGS))
-    environment = {k: v for k, v in record.environment.items() if k not in INTERFACES}
-    return flags, record.exit_interval, record.entry, environment, record.spec.link_bits_per_second
-
-
-def _is_same(folder: Path, launch: Launch, here: Provenance, code: Code) -> bool:
+def _is_same(folder: Path, wanted: Identity) -> bool:
     try:
         attempts, status = attempts_of(folder), records.read_status(folder)
     except (OSError, ValueError):  # Also of msgspec, and a folder's name that is no number.
         return False
-    first = attempts[0]
-    return (
-        status.status is records.Status.OK
-        and first.spec == launch.spec
-        # A command names its run folder.
-        and first.command == launch.command(from_root(folder))
-        and first.environment == launch.environment
-        and first.entry == launch.entry
-        and trained_alike(attempts)
-        and all(_was_made(attempt, here, code) for attempt in attempts)
-    )
-
-
-def _was_made(record: RunRecord, here: Provenance, code: Code) -> bool:
-    known = record.code
-    return (
-        (known is None or known.megatron == code.megatron)
-        and record.software == here.software
-        and record.image == here.image
-        and (record.host.cpu, record.host.cores) == (here.host.cpu, here.host.cores)
-        and record.host.devices == here.host.devices
-    )
+    ended_well = status.status is records.Status.OK
+    return ended_well and all(identity_of(each).stands_for(wanted) for each in attempts)

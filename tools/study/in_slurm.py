@@ -11,12 +11,13 @@ from rich.console import Console
 from tools.cluster.slurm import job_states
 from tools.launch.compose import Launch
 from tools.launch.options import Options
+from tools.launch.run_folder import computed_by
 from tools.launch.status import RunStatus, follow, read_job
 from tools.launch.submit import image_asked, over_nodes, submit_array
+from tools.records.identity import identity_of
 from tools.records.run import Status, decode_run
 from tools.report.read.runs import find_run_folders
 from tools.spec.errors import LaunchError
-from tools.spec.files import from_root
 from tools.study.finished import attempts_of, folders_like, trained_alike
 
 COUNT = ("queued", "running", Status.OK.value)
@@ -81,14 +82,9 @@ def _was_submitted(folder: Path, launch: Launch, options: Options) -> bool:
         alike = trained_alike(attempts_of(folder))
     except (OSError, ValueError):
         return False
-    return (
-        alike
-        and asked.argv == launch.arguments(from_root(folder))
-        and asked.spec == launch.spec
-        and asked.entry == launch.entry
-        and asked.environment == launch.environment
-        and job.image == image_asked(launch.spec.device, options)
-    )
+    same_image = job.image == image_asked(launch.spec.device, options)
+    same_work = identity_of(asked).computed == computed_by(launch)
+    return alike and same_work and asked.entry == launch.entry and same_image
 
 
 def _spread(launch: Launch, options: Options) -> Launch:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import FakeNvml
+from tests.machines import FakeDocker
 from tools.cluster.container.docker import Container, bind, caller, check_container, container_name
 from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch

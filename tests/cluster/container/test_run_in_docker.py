@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.launch.conftest import FakeDocker
 from tests.launch.fake_nvml import DRIVER, FakeNvml
+from tests.machines import FakeDocker
 from tools.launch import sampler
 from tools.launch.compose import Launch
 from tools.launch.execute import execute

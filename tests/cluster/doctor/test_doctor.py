@@ -42,14 +42,14 @@ def test_it_runs_on_a_bare_clone_with_an_old_python(python: str, tmp_path: Path)
     (kit / "tools/launch").mkdir(parents=True)
     for name in (
         "tools/__init__.py",
-        "tools/launch/__init__.py",
+        "tools/cluster/__init__.py",
         "tools/any_python.sh",
         "tools/doctor.sh",
         "tools/setup.sh",
     ):
         shutil.copy(ROOT / name, kit / name)
     for name in ("checks", "doctor"):
-        shutil.copytree(ROOT / "tools/launch" / name, kit / "tools/launch" / name)
+        shutil.copytree(ROOT / "tools/cluster" / name, kit / "tools/cluster" / name)
     shutil.copytree(ROOT / "docker", kit / "docker")
     shutil.copy(ROOT / "requirements.txt", kit)
     unreachable = {"HF_ENDPOINT": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}

@@ -7,7 +7,7 @@ from tests.report.factory import changed, log_text, run_record, write_run
 from tests.report.read.test_runs import ARGUMENTS
 from tests.report.render.test_build import made
 from tools.records.run import RunRecord
-from tools.report.analyse.configurations import configurations, identity_of, labels
+from tools.report.analyse.configurations import configurations, identity_of_run, labels
 from tools.report.analyse.published import figure_for
 from tools.report.read.runs import Run, load_folder, load_log
 from tools.spec.published import load_published
@@ -103,8 +103,8 @@ def test_repeats_of_other_seeds_are_one_identity_and_other_devices_are_not(tmp_p
     run = load_folder(write_run(tmp_path, run_record("a"), log_text(TIMES)))
     assert run.spec is not None
     again = replace(run, name="b", spec=replace(run.spec, seed=7, strategy="dp1"))
-    assert identity_of(run) == identity_of(again)
-    assert identity_of(run) != identity_of(replace(run, device="NVIDIA H200"))
+    assert identity_of_run(run) == identity_of_run(again)
+    assert identity_of_run(run) != identity_of_run(replace(run, device="NVIDIA H200"))
 
 
 def test_a_published_figure_is_found_by_how_its_run_was_split(tmp_path: Path) -> None:

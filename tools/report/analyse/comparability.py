@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tools.records.identity import essential
 from tools.report.analyse.configurations import (
     Configuration,
-    essential,
     fused_patches,
     link_rate,
     plant_name,

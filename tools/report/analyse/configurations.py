@@ -6,21 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tools.records.identity import Computed, computed, identity_of
 from tools.records.run import RunRecord
 from tools.report.analyse.statistics import ON_CPU_RANKS, ON_GPUS, Estimate, Scatter, estimate
-from tools.report.read.runs import Run, given_arguments
-from tools.spec.flag_table import argument_names, of_role
+from tools.report.read.runs import Run
 from tools.spec.offload import offload_flags
 from tools.spec.run import RunSpec
 from tools.spec.strategy import EXAMPLES
-
-_VOLATILE = argument_names(of_role("start", "attempt", "logging")) | {
-    *("seed", "train_iters", "save_interval", "exit_duration_in_mins", "data_cache_path"),
-    *("start_time", "rank", "local_rank", "master_port"),
-}
-"""Arguments that say where output goes or how long to run, not what is trained.
-
-A run that was resumed is the run it was."""
 
 
 @dataclass(frozen=True)
@@ -46,29 +38,22 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Identity:
-    """What a row is of. Two runs with equal ones trained the same thing, whatever they are called."""
+class RowIdentity:
+    """What a row is of. Two runs with equal ones are repeats, whatever they are called."""
 
-    spec: RunSpec | None
-    """Without its seed: repeats may differ in it."""
+    computed: Computed
     device: str
     """`cpu`, or the name of the GPU; empty where a log does not say."""
-    data: str | None = None
-    """The data set's prefix."""
-    arguments: tuple[tuple[str, str], ...] = ()
-    """All others that were given, or printed, but for those that `essential` leaves out."""
-    otherwise: str = ""
-    """The run itself, where it is not known what was trained."""
 
 
-def identity(
+def row_identity(
     run: str,
     device: str,
     spec: RunSpec | None,
     record: RunRecord | None,
     printed: Mapping[str, str],
-) -> Identity:
-    """The identity of a run, also of one that an earlier report describes.
+) -> RowIdentity:
+    """Of a run, also of one that an earlier report describes.
 
     Args:
         run: Its name.
@@ -78,16 +63,14 @@ def identity(
         printed: Arguments that a foreign log prints.
     """
     if spec is None:
-        return Identity(None, device, otherwise=run)
-    given = given_arguments(record.argv) if record else printed
-    data = record.dataset.prefix if record and record.dataset else None
-    arguments = tuple(sorted(essential(given).items()))
-    return Identity(replace(spec, seed=0), device, data, arguments)
+        return RowIdentity(Computed(None, otherwise=run), device)
+    found = identity_of(record).computed if record else computed(spec, printed)
+    return RowIdentity(replace(found, spec=spec).repeated(), device)
 
 
-def identity_of(run: Run) -> Identity:
-    """The identity of a run that was read."""
-    return identity(run.name, run.device, run.spec, run.record, run.arguments)
+def identity_of_run(run: Run) -> RowIdentity:
+    """Of a run that was read."""
+    return row_identity(run.name, run.device, run.spec, run.record, run.arguments)
 
 
 def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Configuration]:
@@ -106,7 +89,7 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
     for run in sorted(named, key=lambda run: run.record.created_utc if run.record else ""):
         # Nobody says of two foreign logs that they are repeats.
         own = run.name if run.is_foreign else ""
-        groups.setdefault((identity_of(run), own), []).append(run)
+        groups.setdefault((identity_of_run(run), own), []).append(run)
     rows: list[Configuration] = []
     for runs_of_one in groups.values():
         members, running = _ended(runs_of_one)
@@ -139,12 +122,6 @@ def with_distinct_names(runs: Sequence[Run]) -> list[Run]:
             alike = sum(other.path.parent == run.path.parent for other in same) > 1
             given[id(run)] = f"{name} ({number})" if alike else f"{folder.name}/{name}"
     return [replace(run, name=given.get(id(run), run.name)) for run in runs]
-
-
-def essential(arguments: Mapping[str, str]) -> dict[str, str]:
-    """Arguments without those that only say where output goes or how long to run."""
-    plain = {name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()}
-    return {name: value for name, value in plain.items() if name not in _VOLATILE}
 
 
 def pooled(runs: Sequence[Run]) -> Estimate | None:
@@ -185,19 +162,11 @@ def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
 def _conditions(run: Run) -> tuple[object, ...]:
     if run.record is None:
         return ()
-    software = tuple(sorted(run.record.software.items()))
-    host = run.record.host
-    entry = run.record.entry
+    code, host = identity_of(run.record).code, run.record.host
     # Commits stand for the code in records of before its hash was kept.
-    return (
-        run.record.code or (run.record.kit_commit, entry.megatron_commit),
-        entry.megatron_version,
-        run.record.image,
-        software,
-        host.name,
-        host.driver,
-        host.interconnect,
-    )
+    commits = (run.record.kit_commit, code.megatron_commit) if code.code is None else None
+    code = replace(code, megatron_commit=None, entry="")
+    return code, commits, host.name, host.driver, host.interconnect
 
 
 def _is_other_code(run: Run, than: Run) -> bool:

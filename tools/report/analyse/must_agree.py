@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tools.report.read.runs import Run, given_arguments
+from tools.records.identity import given_arguments
+from tools.report.read.runs import Run
 from tools.spec.strategy import PipelineSchedule
 
 _SCHEDULE = (

@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 
 from tools.records.gpu_bench import GpuBench
+from tools.records.identity import essential
 from tools.records.run import decode_run
 from tools.report.analyse.comparability import compare_speed
 from tools.report.analyse.configurations import (
     Configuration,
-    Identity,
+    RowIdentity,
     configurations,
-    essential,
-    identity,
-    identity_of,
+    identity_of_run,
     is_planted,
     labels,
     pooled,
+    row_identity,
     scatter_of,
     with_distinct_names,
 )
@@ -194,7 +194,7 @@ def _counterparts(
     found: list[Mapping[str, Any] | None] = [None] * len(entries)
     for same_run in (True, False):
         for place, entry in enumerate(entries):
-            wanted, run = identity_of(entry.run), entry.run.name
+            wanted, run = identity_of_run(entry.run), entry.run.name
             if found[place] is not None:
                 continue
             for row in before:
@@ -311,15 +311,15 @@ def _status_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Cha
     return changes
 
 
-def _identity(row: Mapping[str, Any]) -> Identity:
+def _identity(row: Mapping[str, Any]) -> RowIdentity:
     """What an earlier row was of: `provenance` is its `run.json`, a log has printed arguments."""
     device, run = row.get("device") or "", str(row.get("run"))
     try:
         if row.get("provenance"):
             record = decode_run(row["provenance"])
-            return identity(run, device, record.spec, record, {})
+            return row_identity(run, device, record.spec, record, {})
         arguments = msgspec.convert(row.get("arguments") or {}, dict[str, str])
         spec = printed_spec(arguments, row.get("global_batch_size"))
-        return identity(run, device, spec, None, arguments)
+        return row_identity(run, device, spec, None, arguments)
     except msgspec.ValidationError:
-        return identity(run, device, None, None, {})
+        return row_identity(run, device, None, None, {})

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from tools.records import run as records
+from tools.records.identity import given_arguments
 from tools.records.measurements import TimeRecord
 from tools.records.run import DatasetIdentity, RunRecord, Status, StatusRecord
 from tools.records.verdict import VERIFY_FOLDER, read_verdicts
@@ -246,19 +247,6 @@ def _with_printed(run: Run) -> Run:
         start_checkpoint=flags.text("--load") or None if flags.has("--finetune") else None,
         arguments=arguments,
     )
-
-
-def given_arguments(argv: Iterable[str]) -> dict[str, str]:
-    """A command line's flags with their values, `True` for those without."""
-    values: dict[str, list[str]] = {}
-    name = ""
-    for word in argv:
-        if word.startswith("--"):
-            name, joined, value = word.partition("=")
-            values[name] = [value] if joined else []
-        elif name:
-            values[name].append(word)
-    return {name: " ".join(words) or "True" for name, words in values.items()}
 
 
 def _parents_iterations(
