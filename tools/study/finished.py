@@ -1,9 +1,4 @@
-"""Runs that were made before: the same command, on the same kind of machine, ended well.
-
-Stricter than the report's `Identity`, which groups repeats into a row by specification and device. A
-run that stands for one not made must agree also in what a specification leaves out: the seed, the data
-set, the number of iterations, software, image and the files of Megatron. The kit's own may differ.
-"""
+"""Runs that were made before and stand for those of a study (`tools.records.identity`)."""
 
 from __future__ import annotations
 

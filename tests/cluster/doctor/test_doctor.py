@@ -39,7 +39,7 @@ OLD = pythons()
 @pytest.mark.parametrize("python", OLD, ids=lambda path: path.split("/")[-3])
 def test_it_runs_on_a_bare_clone_with_an_old_python(python: str, tmp_path: Path) -> None:
     kit = tmp_path / "kit"
-    (kit / "tools/launch").mkdir(parents=True)
+    (kit / "tools/cluster").mkdir(parents=True)
     for name in (
         "tools/__init__.py",
         "tools/cluster/__init__.py",
