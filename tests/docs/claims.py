@@ -24,7 +24,7 @@ from tools.text.table import markdown_rows
 GPUS, GPU, MODEL, SAMPLES, TOKENS = 1024, "a100", "gpt3-175b", 1536, 300e9
 """What the survey's claims are about; samples and tokens are arXiv:2104.04473's, which it leaves out."""
 _ERROR = 0.15
-"""Times and memory are not predicted better than this everywhere (README, held-out errors)."""
+"""Times and memory are not predicted better than this everywhere (its README, held-out errors)."""
 _DAY = 86400
 _STATE = {"parameters": 4, "gradients": 4, "optimizer": 8}
 """Bytes a parameter in fp32, which the survey counts in."""

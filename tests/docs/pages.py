@@ -18,7 +18,7 @@ from tests.docs.predictions import (
     size_sentence,
     size_table,
 )
-from tests.docs.residuals import h200_tables, residual_tables
+from tests.docs.residuals import h200_tables, paper_table
 from tools.spec.files import ROOT
 
 _WIDTH = 124
@@ -27,19 +27,19 @@ _WIDTH = 124
 def _of_the_guide() -> Iterator[str]:
     yield from predictions()
     yield claims_table()
-
-
-def _of_the_examples() -> Iterator[str]:
     rows = size_rows()
     yield from (size_table(rows), size_sentence(rows), *report_tables())
 
 
-PLANNER = ROOT / "tools" / "plan" / "README.md"
+def _of_the_published_measurements() -> Iterator[str]:
+    yield paper_table()
+
+
+GUIDE = ROOT / "docs" / "guide.md"
 PAGES: dict[Path, Callable[[], Iterator[str]]] = {
-    ROOT / "docs" / "guide.md": _of_the_guide,
-    ROOT / "examples" / "README.md": _of_the_examples,
+    GUIDE: _of_the_guide,
     ROOT / "examples" / "gpt3" / "README.md": h200_tables,
-    PLANNER: residual_tables,
+    ROOT / "tools" / "plan" / "readings" / "README.md": _of_the_published_measurements,
 }
 """Pages with the texts that they copy."""
 

@@ -1,4 +1,4 @@
-"""Predictions that docs/guide.md and examples/README.md state, each with its interval."""
+"""Predictions that docs/guide.md states, each with its interval."""
 
 from __future__ import annotations
 

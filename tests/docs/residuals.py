@@ -1,4 +1,4 @@
-"""Published figures beside their predictions: the tables that two READMEs hold."""
+"""Published figures beside their predictions: the tables that two pages hold."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ class PublishedResidual:
         return self.predicted / self.measured - 1
 
 
-def residual_tables() -> Iterator[str]:
-    """Markdown of all published runs: memory, times, and a paper's times."""
+def paper_table() -> str:
+    """Markdown of a paper's times."""
     paper = load_paper()
-    memory, times, _ = h200_tables()
-    yield from (memory, times)
-    yield _table(f"{paper.source}, A100, s an iteration", paper_residuals(paper), 2)
+    return _table(f"{paper.source}, A100, s an iteration", paper_residuals(paper), 2)
 
 
 def h200_tables() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The planner's README's table of rules of thumb, planned anew."""
+"""The guide's table of rules of thumb, planned anew."""
 
 from __future__ import annotations
 

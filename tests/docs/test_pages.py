@@ -7,12 +7,11 @@ from typing import Any, cast
 import pytest
 
 from tests.docs.claims import Claim, judge, load_claims
-from tests.docs.pages import PAGES, PLANNER, placed, renewed
+from tests.docs.pages import GUIDE, PAGES, placed, renewed
 from tests.docs.predictions import SizeRow, request_of, size_sentence
 from tests.docs.rules import CASES, rules_table
 from tests.golden.commands_of_the_kit import check_golden
 from tools.plan.advise.command import INFERENCE
-from tools.spec.files import ROOT
 
 _SAYS_WHAT_IT_IS_ABOUT = {"about", "layout", "model", "gpus", "part", "caution"} | {
     "data_parallel"  # Has a test of its own below; without it the layout has no number of GPUs.
@@ -26,15 +25,15 @@ def test_a_page_holds_the_figures_of_today(page: Path) -> None:
 
 @pytest.mark.slow
 def test_the_rules_of_thumb_are_those_of_today() -> None:
-    check_golden(PLANNER, renewed(PLANNER, [rules_table(CASES)]))
+    check_golden(GUIDE, renewed(GUIDE, [rules_table(CASES)]))
 
 
 def test_the_rules_of_thumb_of_few_devices_are_those_of_today() -> None:
-    assert rules_table(CASES[:5]) in PLANNER.read_text(encoding="utf-8")
+    assert rules_table(CASES[:5]) in GUIDE.read_text(encoding="utf-8")
 
 
 def test_the_guide_says_of_inference_what_advise_says() -> None:
-    assert INFERENCE in " ".join((ROOT / "docs" / "guide.md").read_text(encoding="utf-8").split())
+    assert INFERENCE in " ".join(GUIDE.read_text(encoding="utf-8").split())
 
 
 def test_a_text_takes_the_place_of_the_one_that_begins_alike() -> None:

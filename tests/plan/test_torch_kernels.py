@@ -110,7 +110,7 @@ def test_a_core_has_the_kernels_that_it_is_measured_with() -> None:
 
 
 def test_the_kits_own_runs_without_it_are_predicted_within_a_tenth() -> None:
-    # examples/gpt3/no_te.md, and an H100's 306 ms (tools/plan/README.md); no term was fitted to them.
+    # examples/gpt3/no_te.md, and an H100's 306 ms (docs/planner.md); no term was fitted to them.
     fused = ("bias_gelu", "bias_gemm", "norm", "cross_entropy", "adamw", "multi_tensor")
     tuned = run(*fused, dtype="bf16")
     published, best = cluster(), cluster(drop_flags(HOST, ("--no-gradient-accumulation-fusion",)))

@@ -1,6 +1,6 @@
-"""Runs on several machines: how their launchers find each other, and what Slurm is asked for.
+"""What a run needs of its machines: nodes, Slurm, containers, and the doctor's checks.
 
-Gives `nodes` (which node this machine is), `rendezvous` (one run on all of them), `slurm` and `sbatch`
-(what is asked, the job's script, what the queue says). It lies below what composes and executes runs:
-it imports `checkpoint` and `supervise` of this package, and not the reverse.
+Gives `nodes` (which node this machine is), `slurm` and `sbatch` (what is asked, the job's script, what
+the queue says), `container` (the image, and a command wrapped in it), `checks` and `doctor` (what a
+machine has and lacks). It lies below `tools.launch`, which composes and executes runs.
 """

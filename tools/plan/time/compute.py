@@ -2,7 +2,7 @@
 
 A matrix product takes its FLOPs at the achieved rate or its operands' bytes at the achieved memory
 bandwidth, whichever is more; elementwise kernels take their bytes alone. Kernels are Megatron's fused
-ones. Figures that say "measured" are of an H200 (tools/plan/README.md, "What an H200 showed").
+ones. Figures that say "measured" are of an H200 (../readings/README.md, "What an H200 showed").
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What a device reaches: its rates in a dtype, of its datasheet, its generation's constants and what was
-measured on it. Figures that say "measured" are of an H200 (tools/plan/README.md, "What an H200 showed").
+measured on it. Figures that say "measured" are of an H200 (../readings/README.md: an H200).
 """
 
 from __future__ import annotations
