@@ -20,13 +20,14 @@ import numpy as np
 from rich.console import Console
 
 from tools.launch.compose import Launch
+from tools.launch.job import parse_target
 from tools.launch.options import Options, read_plant
 from tools.launch.start import ensure_start_checkpoint
 from tools.records.capture import Stage
 from tools.spec import variables
 from tools.spec.files import ROOT
 from tools.spec.strategy import parse_strategy
-from tools.study.verify.pairs import Difference, Verification, compose_verification
+from tools.study.verify.pairs import Pair, Verification, compose_pair
 from tools.study.verify.verifier import ForkedRanks
 from tools.verify.captured import Array, read_capture
 from tools.verify.findings import Effect, Finding, Judged, findings
@@ -78,9 +79,9 @@ class _Trainer:
             iterations=iterations,
             plant=read_plant(str(patch)) if patch else None,
         )
-        name = f"verify-{finding.layouts[0]}-{finding.model}-{finding.devices}cpu"
-        difference = Difference(reference=finding.reference, flags=finding.own_flags)
-        composed = compose_verification(name, options, difference)
+        target = f"train-{finding.layouts[0]}-{finding.model}-{finding.devices}cpu"
+        pair = Pair(parse_target(target, options), finding.reference, finding.own_flags)
+        composed = compose_pair(pair)
         quiet = Console(quiet=True)
         ensure_start_checkpoint(composed.reference, quiet, self.ranks.exit_code)
         return composed

@@ -149,7 +149,7 @@ def test_a_cell_that_shows_several_findings_has_the_patches_of_all() -> None:
     cell = patched(Cell(one, layout, levels), (SINK, RATE, FREED))
     names = ("sink_missing_in_norm", "rate_of_second_embedding")
     assert cell.patch == ",".join(f"docs/upstream/{name}.py" for name in names)
-    plant = cell.options().plant
+    plant = cell.pair().job.options.plant
     assert plant is not None
     assert plant.path == cell.patch
     assert f"PLANT={cell.patch}" in cell.command()

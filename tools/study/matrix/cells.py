@@ -8,7 +8,6 @@ rows are few and layouts of a row many.
 from __future__ import annotations
 
 import random
-import shlex
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -71,8 +70,7 @@ def in_order(cells: Iterable[Cell]) -> list[Cell]:
     """Cells of one reference after each other: a reference is trained once, and few are kept."""
     groups: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
-        words = (cell.family.name, shlex.join(cell.flags), cell.samples, cell.optimizer, cell.patch)
-        groups.setdefault(words, []).append(cell)
+        groups.setdefault(cell.reference, []).append(cell)
     return [cell for group in groups.values() for cell in group]
 
 

@@ -51,7 +51,7 @@ class CellVerifier:
     options: Options
     known: tuple[Finding, ...] = ()
     """Bugs of this Megatron."""
-    _reference: str = field(default="", init=False)
+    _reference: tuple[object, ...] = field(default=(), init=False)
 
     def __call__(self, cell: Cell) -> CellRecord:
         """Verify a cell; one that differs twice, unless that is a known finding."""
@@ -80,13 +80,11 @@ class CellVerifier:
         return next((one.id for one in shown if one.stage in (None, record.stage)), "")
 
     def _once(self, cell: Cell) -> CellRecord:
-        key = f"{cell.family.name} {cell.flags} {cell.samples} {cell.optimizer} {cell.patch}"
-        if key != self._reference:
+        if cell.reference != self._reference:
             self.verifier.forget()
-            self._reference = key
+            self._reference = cell.reference
         try:
-            options = cell.options(self.options)
-            judgement = self.verifier.verify(cell.target, options, cell.difference, both=True)
+            judgement = self.verifier.verify(cell.pair(self.options), both=True)
         except LaunchError as error:
             return self._record(cell, status_of_reason(str(error)), reason=str(error))
         except Exception as error:  # One cell that cannot be judged does not stop the rest.

@@ -21,7 +21,7 @@ from tools.dataset.indexed import DocumentIndex, bin_path, idx_path, token_dtype
 from tools.launch.backends import NO_TRANSFORMERS
 from tools.launch.execute import execute
 from tools.launch.hub import folder_of
-from tools.launch.job import Job
+from tools.launch.job import Job, parse_target
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.progress import LogFollower
@@ -34,7 +34,7 @@ from tools.spec.model import model_of
 from tools.spec.run import Backend
 from tools.spec.strategy import StrategyError, devices_of, parse_strategy
 from tools.study.verify.command import SharedReferences, carried_out
-from tools.study.verify.pairs import HF, PREFIX, Difference, Verification, compose_verification
+from tools.study.verify.pairs import HF, Pair, compose_pair
 from tools.text.table import Column, Table, rich_table
 
 STRATEGIES = "baseline tp2 sp2 pp2 cp2 tp2pp2 tp2dp2"
@@ -70,7 +70,6 @@ def verify_hf(
     Raises:
         ValueError: It cannot run here, or the model cannot be converted.
     """
-    difference = Difference(HF, extra_b)
     ranks = [(strategy, _devices(strategy)) for strategy in (strategies or STRATEGIES).split()]
     if importlib.util.find_spec("transformers") is None:
         raise LaunchError(NO_TRANSFORMERS)
@@ -80,7 +79,7 @@ def verify_hf(
     proofs: list[Proof] = []
     try:
         for source, name in _sources(hf, folder / "sources"):
-            proofs += _proofs_of(source, name, ranks, difference, folder, shared, options, console)
+            proofs += _proofs_of(source, name, ranks, extra_b, folder, shared, options, console)
             shared.forget()
     finally:
         shared.forget()
@@ -115,7 +114,7 @@ def _proofs_of(
     source: Path,
     name: str,
     strategies: Sequence[tuple[str, int]],
-    difference: Difference,
+    extra_b: tuple[str, ...],
     folder: Path,
     shared: SharedReferences,
     options: Options,
@@ -132,11 +131,10 @@ def _proofs_of(
     sequence = ("--seq-length", str(min(_SEQUENCE, found.shape.seq_length)))
     options = replace(options, data=data, runs=folder, extra=(*sequence, *options.extra))
     options = replace(options, model=str(hub / name / f"{name}.args"))
-    for strategy, devices in strategies:
-        target = f"{PREFIX}{strategy}-{name}-{devices}cpu"
-        verification = compose_verification(target, options, difference)
-        yield _layout(verification, folder, shared, console)
-    yield _training(verification.asked.laid("baseline", 1), folder, console)
+    job = parse_target(f"train-baseline-{name}-1cpu", options)
+    for layout in strategies:
+        yield _layout(Pair(job.laid(*layout), HF, extra_b), folder, shared, console)
+    yield _training(job, folder, console)
 
 
 def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
@@ -156,18 +154,19 @@ def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
 
 
 def _layout(
-    verification: Verification,
+    pair: Pair,
     folder: Path,
     shared: SharedReferences,
     console: Console,
 ) -> Proof:
-    console.print(f"{verification.name}: {verification.mode}", highlight=False)
-    own = folder / verification.name
+    verification, name = compose_pair(pair), pair.job.name
+    console.print(f"{name}: {verification.mode}", highlight=False)
+    own = folder / name
     verdict = carried_out(verification, console, own, shared=shared).verdict
     seen = verdict.sentence.removeprefix("tensors ").removeprefix("held: ")
     if verdict.seen:
         seen += f"; {verdict.compared:,} tensors compared"
-    return Proof(verification.asked.model.name, verification.asked.strategy, verdict.verdict, seen)
+    return Proof(pair.job.model.name, pair.job.strategy, verdict.verdict, seen)
 
 
 def _training(job: Job, folder: Path, console: Console) -> Proof:
