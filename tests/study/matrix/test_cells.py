@@ -168,7 +168,7 @@ def test_a_patch_that_cures_what_comes_before_is_applied_alone() -> None:
 
 def test_a_finding_is_shown_alone_with_the_patches_of_the_others() -> None:
     rates = factor("rates", "one", "decoupled")
-    rates = (rates[0], replace(rates[1], flags=("--decoupled-lr", "1e-4")))
+    rates = (rates[0], Level("rates", "decoupled", ("--decoupled-lr", "1e-4")))
     one = family(rates, layouts=(Layout("vpp2", "vpp2"),))
     cells = cells_of(matrix(one), one, (RATE, FREED))
     rate, freed = (from_root(finding.patch) for finding in (RATE, FREED))
@@ -214,7 +214,7 @@ def test_an_id_changes_with_what_is_verified() -> None:
         Cell(one, TP, (one.level("norm/rms"),)),
         Cell(one, TP, seed=7),
         Cell(one, TP, patch="docs/upstream/sink_missing_in_norm.py"),
-        Cell(one, replace(TP, samples=16)),
+        Cell(one, Layout("tp2", "tp2", samples=16)),
     ]
     assert len({cell.id for cell in cells}) == len(cells)
 

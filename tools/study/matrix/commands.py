@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 
+import msgspec
 from packaging.version import Version
 from rich.console import Console
 
@@ -86,7 +87,7 @@ class Asked:
             for layout in family.layouts
             if not self.layouts or any(fnmatchcase(layout.name, name) for name in self.layouts)
         )
-        return replace(family, factors=factors, layouts=layouts)
+        return msgspec.structs.replace(family, factors=factors, layouts=layouts)
 
     def _refuse_unknown(self, matrix: Matrix) -> None:
         families = [family.name for family in matrix.families]
