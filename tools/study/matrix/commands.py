@@ -26,12 +26,19 @@ from tools.spec.files import from_root
 from tools.study.matrix.cells import cells_of
 from tools.study.matrix.curves import curves
 from tools.study.matrix.definition import Family, Level, Matrix, load_matrix
-from tools.study.matrix.fuzz import Drawn, draws
+from tools.study.matrix.fuzz import draws
 from tools.study.matrix.fuzz import fuzz as fuzz_cells
-from tools.study.matrix.outcome import STATUSES, CellRecord, CellStatus
+from tools.study.matrix.outcome import (
+    STATUSES,
+    CellRecord,
+    CellStatus,
+    Drawn,
+    store,
+    store_curves,
+    store_drawn,
+)
 from tools.study.matrix.page import write_pages
 from tools.study.matrix.running import CellVerifier, MatrixRun
-from tools.study.matrix.stored import store, store_curves, store_drawn
 from tools.study.verify.verifier import ForkedRanks, Verifier
 from tools.verify.findings import Finding, Judged, findings
 
@@ -153,9 +160,9 @@ def fuzz(given: Namespace, options: Options, console: Console) -> int:
         minutes = _deadline(given) or time.monotonic() + 60 * FUZZ_MINUTES
         run = MatrixRun(_folder(options, entry, f"-fuzz-{seed}"), verify, console, minutes)
         for one in fuzz_cells(run, cells):
-            found.append(one.record)
-            console.print(f"differs: {one.record.sentence}", style="red", highlight=False)
-            console.print(f"  {one.smallest.command()}", markup=False, soft_wrap=True)
+            found.append(one)
+            console.print(f"differs: {one.sentence}", style="red", highlight=False)
+            console.print(f"  {one.smallest}", markup=False, soft_wrap=True)
     said = summary(list(run.records.values()), len(run.records))
     console.print(f"SEED={seed}: {said}", highlight=False)
     if found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tools.study.matrix.cell import Cell, patched
 from tools.study.matrix.definition import Family, Layout, Level, Matrix
@@ -55,35 +55,11 @@ def _levels(
     return chosen
 
 
-@dataclass(frozen=True)
-class Found:
-    """A draw that differs, and the least that still does."""
-
-    drawn: Cell
-    smallest: Cell
-    record: CellRecord
-    """Of the smallest."""
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What the draws of a seed came to."""
-
-    seed: int
-    records: tuple[CellRecord, ...]
-    """Of all that was verified, the tries of shrinking among them."""
-    found: tuple[CellRecord, ...]
-    """The least of each draw that differs."""
-
-
-def fuzz(run: MatrixRun, cells: Iterator[Cell]) -> Iterator[Found]:
-    """Verify draws until the time is over; gives those that differ, shrunk."""
+def fuzz(run: MatrixRun, cells: Iterator[Cell]) -> Iterator[CellRecord]:
+    """Verify draws until the time is over; gives the least of each that differs."""
     while not run.is_over:
         cell = next(cells)
         record = run.record(cell)
-        if record.status is not CellStatus.DIFFERS or record.finding:
-            continue
-        fewest = cell.only(run.blamed(cell, record))
-        smallest = run.shrunk(fewest)
-        found = replace(run.record(smallest), smallest=smallest.command())
-        yield Found(cell, smallest, found)
+        if record.status is CellStatus.DIFFERS and not record.finding:
+            smallest = run.shrunk(cell.only(run.blamed(cell, record)))
+            yield replace(run.record(smallest), smallest=smallest.command())

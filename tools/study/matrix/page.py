@@ -13,11 +13,19 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from tools.records.io import write_whole
-from tools.study.matrix.curves import ITERATIONS, Curve
+from tools.study.matrix.curves import ITERATIONS
 from tools.study.matrix.definition import Matrix
-from tools.study.matrix.fuzz import Drawn
-from tools.study.matrix.outcome import STATUSES, CellRecord, CellStatus
-from tools.study.matrix.stored import STORED, read_curves, read_drawn, read_stored
+from tools.study.matrix.outcome import (
+    STATUSES,
+    STORED,
+    CellRecord,
+    CellStatus,
+    Curve,
+    Drawn,
+    read_curves,
+    read_drawn,
+    read_stored,
+)
 from tools.study.matrix.table import (
     MEANINGS,
     SIGNS,
