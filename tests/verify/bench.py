@@ -34,7 +34,7 @@ from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, read_yaml
 from tools.study.matrix.cell import Cell, patched
 from tools.study.matrix.cells import rows_of
-from tools.study.matrix.commands import Asked, known_findings, label
+from tools.study.matrix.commands import families_of, known_findings, label
 from tools.study.matrix.definition import load_matrix
 from tools.study.verify.pairs import Pair
 from tools.study.verify.verifier import ForkedRanks, Verifier
@@ -268,7 +268,7 @@ def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator
     """
     whole, by_id = load_matrix(), {plant.id: plant for plant in plants()}
     known = known_findings(version("megatron-core"))
-    for family in Asked().families(whole, Version(version("megatron-core"))):
+    for family in families_of(whole, Version(version("megatron-core"))):
         choice = itertools.cycle(by_id[name] for name in GENERAL[family.name])
         for row in rows_of(whole, family)[::every]:
             levels = tuple(one for one in row if one in family.levels)
