@@ -14,14 +14,13 @@ from tools.launch.job import Job
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.train import compose_job
-from tools.report.read.scrape import scrape_log
 from tools.spec.errors import LaunchError
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
 from tools.study.matrix.definition import Family, Layout
 from tools.study.matrix.outcome import Curve
 from tools.study.verify.pairs import MICRO_BATCH
-from tools.study.verify.verifier import ForkedRanks
+from tools.study.verify.verifier import ForkedRanks, losses_in
 
 ITERATIONS = 200
 SECONDS = 1200.0
@@ -88,4 +87,4 @@ def _train(name: str, job: Job, flag: str, ranks: ForkedRanks, folder: Path) -> 
     log = folder / "curve.txt"
     if failure := ranks.run(launch, log, seconds=SECONDS):
         raise LaunchError(f"{name}: the run {failure}")
-    return [one.lm_loss for one in scrape_log(log).iterations if one.lm_loss is not None]
+    return losses_in(log)

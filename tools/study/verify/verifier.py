@@ -21,6 +21,7 @@ from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.supervise.warm import WarmMegatron
 from tools.report.read.diagnosis import diagnose
+from tools.report.read.scrape import scrape_log
 from tools.spec import variables
 from tools.study.verify.command import SharedReferences, judged
 from tools.study.verify.pairs import Pair, compose_pair
@@ -80,6 +81,11 @@ class ForkedRanks:
     def close(self) -> None:
         """End the process that forks."""
         self.warm.close()
+
+
+def losses_in(log: Path) -> list[float]:
+    """Of each iteration of a log's run."""
+    return [one.lm_loss for one in scrape_log(log).iterations if one.lm_loss is not None]
 
 
 class Verifier:
