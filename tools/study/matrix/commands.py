@@ -31,7 +31,6 @@ from tools.study.matrix.definition import Family, Level, Matrix, load_matrix
 from tools.study.matrix.fuzz import draws
 from tools.study.matrix.fuzz import fuzz as fuzz_cells
 from tools.study.matrix.outcome import (
-    STATUSES,
     CellRecord,
     CellStatus,
     Drawn,
@@ -39,7 +38,7 @@ from tools.study.matrix.outcome import (
     store_curves,
     store_drawn,
 )
-from tools.study.matrix.page import write_pages
+from tools.study.matrix.page import counts_of, write_pages
 from tools.study.matrix.running import CellVerifier, MatrixRun
 from tools.study.verify.verifier import ForkedRanks, Verifier
 from tools.verify.findings import Finding, Judged, findings
@@ -290,6 +289,4 @@ def known_findings(name: str) -> tuple[Finding, ...]:
 
 def summary(records: Sequence[CellRecord], cells: int) -> str:
     """How many cells came to what."""
-    counts = {status: sum(one.status is status for one in records) for status in STATUSES}
-    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return f"{len(records)} of {cells} cells: {said or 'none yet'}"
+    return f"{len(records)} of {cells} cells: {counts_of(records) or 'none yet'}"

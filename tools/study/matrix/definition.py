@@ -91,6 +91,16 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         every = (*self.factors.values(), *self.fuzzed.values())
         return tuple(level for levels in every for level in levels[1:])
 
+    def is_first(self, level: Level) -> bool:
+        """Whether it is the model as it is."""
+        return {**self.factors, **self.fuzzed}[level.factor][0] == level
+
+    def row(self, levels: Iterable[Level], with_fuzzed: bool = False) -> tuple[Level, ...]:
+        """A level of each feature: these, and the first of the others."""
+        chosen = {level.factor: level for level in levels}
+        features = {**self.factors, **(self.fuzzed if with_fuzzed else {})}
+        return tuple(chosen.get(name, given[0]) for name, given in features.items())
+
     def level(self, path: str) -> Level:
         """By `factor/name`."""
         return next(level for level in self.levels if level.path == path)
@@ -150,6 +160,15 @@ class Matrix:
             for one in self.apart
             if layout or not one.layout
         )
+
+    def fitting(self, family: Family, layout: Layout, levels: Iterable[Level]) -> tuple[Level, ...]:
+        """Those levels, with what they need, that may be drawn for a layout with those before them."""
+        kept: tuple[Level, ...] = ()
+        for level in levels:
+            tried = family.with_needs((*kept, level))
+            if self.legal(family, family.row(tried, with_fuzzed=True), layout.name):
+                kept = tried
+        return kept
 
 
 class _File(msgspec.Struct):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tools.study.matrix.cell import Cell, patched
-from tools.study.matrix.definition import Family, Layout, Level, Matrix
+from tools.study.matrix.definition import Family, Matrix
 from tools.study.matrix.outcome import CellRecord, CellStatus
 from tools.study.matrix.running import MatrixRun
 from tools.verify.findings import Finding
@@ -31,28 +31,15 @@ def draws(
     while True:
         family = order.choice(families)
         layout = order.choice(family.layouts)
-        cell = patched(Cell(family, layout, _levels(matrix, family, layout, order)), known)
+        levels = [
+            order.choice(drawn)
+            for given in (*family.factors.values(), *family.fuzzed.values())
+            if (drawn := [one for one in given[1:] if not one.alone]) and order.random() < SHARE
+        ]
+        cell = patched(Cell(family, layout, matrix.fitting(family, layout, levels)), known)
         if cell.id not in seen:
             seen.add(cell.id)
             yield cell
-
-
-def _levels(
-    matrix: Matrix, family: Family, layout: Layout, order: random.Random
-) -> tuple[Level, ...]:
-    factors = {**family.factors, **family.fuzzed}
-    chosen: tuple[Level, ...] = ()
-    for levels in factors.values():
-        drawn = [level for level in levels[1:] if not level.alone]
-        if not drawn or order.random() >= SHARE:
-            continue
-        level = order.choice(drawn)
-        tried = family.with_needs((*chosen, level))
-        picked = {one.factor: one for one in tried}
-        whole = [picked.get(name, given[0]) for name, given in factors.items()]
-        if matrix.legal(family, whole, layout.name):
-            chosen = tried
-    return chosen
 
 
 def fuzz(run: MatrixRun, cells: Iterator[Cell]) -> Iterator[CellRecord]:
