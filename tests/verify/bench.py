@@ -26,6 +26,7 @@ from rich.console import Console
 from tests.verify.plants.check import FOLDER, Plant, plants
 from tools.launch.compose import SMALL_SAMPLE, SMALL_VOCABULARY
 from tools.launch.data import ensure_small_sample
+from tools.launch.job import parse_target
 from tools.launch.megatron_entry import find_entry
 from tools.launch.options import Options, read_plant
 from tools.records.verdict import Outcome, Verdict
@@ -33,9 +34,9 @@ from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, read_yaml
 from tools.study.matrix.cell import Cell, patched
 from tools.study.matrix.cells import rows_of
-from tools.study.matrix.commands import Asked, known_findings, label
+from tools.study.matrix.commands import families_of, known_findings, label
 from tools.study.matrix.definition import load_matrix
-from tools.study.verify.pairs import Difference
+from tools.study.verify.pairs import Pair
 from tools.study.verify.verifier import ForkedRanks, Verifier
 from tools.verify.findings import Finding, Judged, findings
 from tools.verify.verdict import Judgement
@@ -65,7 +66,9 @@ class Bench:
         plant: Path | None = None,
         seed: int = 1234,
         iteration: int | None = 2,
-        difference: Difference | None = None,
+        reference: str = "",
+        own: Sequence[str] = (),
+        resumed: str = "",
         both: bool = False,
     ) -> Judgement:
         """Verify a layout; a plant is in the layout alone, as `check.py` shows that it may be.
@@ -80,8 +83,9 @@ class Bench:
             iterations=iteration,
             plant=read_plant(str(plant)) if plant else None,
         )
-        name = f"verify-{strategy}-{model}-{devices}cpu"
-        return self.verifier.verify(name, options, difference, both)
+        job = parse_target(f"train-{strategy}-{model}-{devices}cpu", options)
+        pair = Pair(job, reference, tuple(own), resumed=resumed)
+        return self.verifier.verify(pair, both)
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,8 @@ def verify_plants(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
             plant.flags,
             plant.path,
             iteration=plant.step,
-            difference=Difference(reference=plant.reference, flags=plant.own_flags),
+            reference=plant.reference,
+            own=plant.own_flags,
             both=plant.both,
         )
         yield Row(plant, judgement, time.monotonic() - began)
@@ -157,11 +162,11 @@ def verify_resumed(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
         if only and plant.id not in only:
             continue
         began = time.monotonic()
-        difference = Difference(flags=plant.own_flags, resumed_from=resumed)
         judgement = bench.verify(
             *(plant.strategy, plant.model, plant.devices, plant.flags, plant.path),
             iteration=None,
-            difference=difference,
+            own=plant.own_flags,
+            resumed=resumed,
         )
         yield Row(plant, judgement, time.monotonic() - began)
 
@@ -181,7 +186,8 @@ def verify_live(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
             judgement = bench.verify(
                 *(finding.layouts[0], finding.model, finding.devices, finding.flags, patch),
                 iteration=None,
-                difference=Difference(reference=finding.reference, flags=finding.own_flags),
+                reference=finding.reference,
+                own=finding.own_flags,
                 both=True,
             )
             fails = finding.fails if stated else ""
@@ -204,7 +210,8 @@ def verify_present(bench: Bench, only: Sequence[str]) -> Iterator[tuple[str, boo
                 finding.flags,
                 finding.shown_with,
                 iteration=None,
-                difference=Difference(reference=finding.reference, flags=finding.own_flags),
+                reference=finding.reference,
+                own=finding.own_flags,
                 both=True,
             ).verdict
         except LaunchError as error:
@@ -261,7 +268,7 @@ def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator
     """
     whole, by_id = load_matrix(), {plant.id: plant for plant in plants()}
     known = known_findings(version("megatron-core"))
-    for family in Asked().families(whole, Version(version("megatron-core"))):
+    for family in families_of(whole, Version(version("megatron-core"))):
         choice = itertools.cycle(by_id[name] for name in GENERAL[family.name])
         for row in rows_of(whole, family)[::every]:
             levels = tuple(one for one in row if one in family.levels)
@@ -276,8 +283,10 @@ def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator
                 continue  # Every layout of a plant refuses it, or shows a known bug.
             if only and family.name not in only:
                 continue
-            options = replace(cell.options(), plant=read_plant(str(plant.path)))
-            verdict = bench.verifier.verify(cell.target, options, cell.difference).verdict
+            pair = cell.pair(Options())
+            planted = replace(pair.job.options, plant=read_plant(str(plant.path)))
+            pair = replace(pair, job=pair.job.under(planted))
+            verdict = bench.verifier.verify(pair).verdict
             names = " ".join(one.name for one in levels)
             said = verdict.sentence.replace("|", "/")
             yield (
@@ -297,10 +306,7 @@ def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tu
                 began = time.monotonic()
                 flags = group.get("flags", "").split()
                 devices = group.get("devices", 2)
-                difference = Difference(
-                    reference=group.get("reference", ""),
-                    flags=tuple(group.get("extra_b", "").split()),
-                )
+                reference, own = group.get("reference", ""), group.get("extra_b", "").split()
                 judgement = bench.verify(
                     strategy,
                     group["model"],
@@ -308,16 +314,17 @@ def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tu
                     flags,
                     seed=seed,
                     iteration=group.get("step", 2),
-                    difference=difference,
+                    reference=reference,
+                    own=own,
                 )
                 verdict = judgement.verdict
                 said = verdict.verdict if verdict.reason is None else verdict.reason
                 if verdict.verdict is Outcome.DIFFERS:
                     said = f"**differs**: {verdict.stage}, {verdict.module}, {verdict.kind}"
                 layout = strategy
-                if difference.reference:
-                    layout = f"{strategy} against {difference.reference}"
-                features = " ".join((*flags, *difference.flags))
+                if reference:
+                    layout = f"{strategy} against {reference}"
+                features = " ".join((*flags, *own))
                 yield (
                     f"| {layout} | {group['model']} | {features} | {seed} | {said} | "
                     f"{verdict.worst_ratio or 0:.2f} | {verdict.compared} of {verdict.seen} | "

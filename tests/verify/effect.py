@@ -9,7 +9,6 @@ the same batches, and compares the loss of the last iteration and all weights af
 from __future__ import annotations
 
 import argparse
-import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
@@ -20,21 +19,21 @@ import numpy as np
 from rich.console import Console
 
 from tools.launch.compose import Launch
+from tools.launch.job import parse_target
 from tools.launch.options import Options, read_plant
 from tools.launch.start import ensure_start_checkpoint
 from tools.records.capture import Stage
 from tools.spec import variables
 from tools.spec.files import ROOT
 from tools.spec.strategy import parse_strategy
-from tools.study.verify.pairs import Difference, Verification, compose_verification
-from tools.study.verify.verifier import ForkedRanks
+from tools.study.verify.pairs import Pair, Verification, compose_pair
+from tools.study.verify.verifier import ForkedRanks, losses_in
 from tools.verify.captured import Array, read_capture
 from tools.verify.findings import Effect, Finding, Judged, findings
 from tools.verify.parameters import assembled, units
 
 SECONDS_AN_ITERATION = 20
 """After which a training hangs, on a machine that does much else."""
-_LOSS = re.compile(r" lm loss: (\S+) ")
 _Weights = dict[tuple[object, ...], Array]
 
 
@@ -78,9 +77,9 @@ class _Trainer:
             iterations=iterations,
             plant=read_plant(str(patch)) if patch else None,
         )
-        name = f"verify-{finding.layouts[0]}-{finding.model}-{finding.devices}cpu"
-        difference = Difference(reference=finding.reference, flags=finding.own_flags)
-        composed = compose_verification(name, options, difference)
+        target = f"train-{finding.layouts[0]}-{finding.model}-{finding.devices}cpu"
+        pair = Pair(parse_target(target, options), finding.reference, finding.own_flags)
+        composed = compose_pair(pair)
         quiet = Console(quiet=True)
         ensure_start_checkpoint(composed.reference, quiet, self.ranks.exit_code)
         return composed
@@ -98,7 +97,7 @@ class _Trainer:
                 for unit, pieces in units(read, Stage.WEIGHTS, "weight").items()
                 if unit[2] == "weight"
             }
-            return weights, float(_LOSS.findall(log.read_text())[-1])
+            return weights, losses_in(log)[-1]
 
 
 def _distance(ours: _Weights, theirs: _Weights) -> float:

@@ -24,7 +24,7 @@ def factor(name: str, *levels: str, **fields: object) -> tuple[Level, ...]:
 def family(*factors: tuple[Level, ...], layouts: tuple[Layout, ...] = (TP, DP)) -> Family:
     """A family of these features."""
     by_name = {levels[0].factor: levels for levels in factors}
-    return Family("dense", "gpt2-tiny", ("--vocab-size", "1024"), by_name, {}, (), layouts)
+    return Family("dense", "gpt2-tiny", by_name, ("--vocab-size", "1024"), layouts=layouts)
 
 
 def matrix(one: Family, *apart: Apart) -> Matrix:

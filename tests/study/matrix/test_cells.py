@@ -18,7 +18,7 @@ from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.study.matrix.cell import Cell, patched, uncured
 from tools.study.matrix.cells import cells_of, rows_of
-from tools.study.matrix.commands import Asked
+from tools.study.matrix.commands import families_of
 from tools.study.matrix.definition import Apart, Family, Layout, Level, load_matrix
 from tools.study.matrix.fuzz import draws
 from tools.verify.findings import Finding, findings
@@ -30,7 +30,7 @@ KNOWN = tuple(one for one in findings() if one.id == "sink-missing-in-norm")
 @cache
 def drawn() -> dict[str, tuple[Family, list[Cell]]]:
     whole = load_matrix()
-    families = Asked().families(whole, RELEASE)
+    families = families_of(whole, RELEASE)
     return {one.name: (one, cells_of(whole, one, KNOWN)) for one in families}
 
 
@@ -149,7 +149,7 @@ def test_a_cell_that_shows_several_findings_has_the_patches_of_all() -> None:
     cell = patched(Cell(one, layout, levels), (SINK, RATE, FREED))
     names = ("sink_missing_in_norm", "rate_of_second_embedding")
     assert cell.patch == ",".join(f"docs/upstream/{name}.py" for name in names)
-    plant = cell.options().plant
+    plant = cell.pair().job.options.plant
     assert plant is not None
     assert plant.path == cell.patch
     assert f"PLANT={cell.patch}" in cell.command()
@@ -168,7 +168,7 @@ def test_a_patch_that_cures_what_comes_before_is_applied_alone() -> None:
 
 def test_a_finding_is_shown_alone_with_the_patches_of_the_others() -> None:
     rates = factor("rates", "one", "decoupled")
-    rates = (rates[0], replace(rates[1], flags=("--decoupled-lr", "1e-4")))
+    rates = (rates[0], Level("rates", "decoupled", ("--decoupled-lr", "1e-4")))
     one = family(rates, layouts=(Layout("vpp2", "vpp2"),))
     cells = cells_of(matrix(one), one, (RATE, FREED))
     rate, freed = (from_root(finding.patch) for finding in (RATE, FREED))
@@ -214,41 +214,43 @@ def test_an_id_changes_with_what_is_verified() -> None:
         Cell(one, TP, (one.level("norm/rms"),)),
         Cell(one, TP, seed=7),
         Cell(one, TP, patch="docs/upstream/sink_missing_in_norm.py"),
-        Cell(one, replace(TP, samples=16)),
+        Cell(one, Layout("tp2", "tp2", samples=16)),
     ]
     assert len({cell.id for cell in cells}) == len(cells)
 
 
 def test_features_and_layouts_that_are_asked_for() -> None:
     whole = load_matrix()
-    (dense,) = Asked(("dense", "heads"), ("?p2",)).families(whole, RELEASE)
+    (dense,) = families_of(whole, RELEASE, ("dense", "heads"), ("?p2",))
     assert [len(levels) for name, levels in dense.factors.items() if name == "heads"] == [3]
     assert sum(len(levels) for levels in dense.factors.values()) == len(dense.factors) + 2
     assert [layout.name for layout in dense.layouts] == ["dp2", "tp2", "sp2", "cp2", "pp2"]
-    assert [one.name for one in Asked(("moe",)).families(whole, RELEASE)] == ["moe"]
+    assert [one.name for one in families_of(whole, RELEASE, ("moe",))] == ["moe"]
 
 
 def test_a_version_has_the_levels_whose_flags_it_knows() -> None:
-    older = Asked(("attention",)).families(load_matrix(), Version("0.15.0rc2"))
-    newer = Asked(("attention",)).families(load_matrix(), RELEASE)
+    older = families_of(load_matrix(), Version("0.15.0rc2"), ("attention",))
+    newer = families_of(load_matrix(), RELEASE, ("attention",))
     assert [len(one.factors["attention"]) for one in newer] == [4]
     assert older == ()
 
 
 @pytest.mark.parametrize(
     ("asked", "named"),
-    [(Asked(("haeds",)), "FEATURES=haeds"), (Asked(layouts=("tp7",)), "LAYOUTS=tp7")],
+    [({"features": ("haeds",)}, "FEATURES=haeds"), ({"layouts": ("tp7",)}, "LAYOUTS=tp7")],
 )
-def test_a_name_of_nothing_is_refused_with_those_that_are(asked: Asked, named: str) -> None:
+def test_a_name_of_nothing_is_refused_with_those_that_are(
+    asked: dict[str, tuple[str, ...]], named: str
+) -> None:
     with pytest.raises(
         LaunchError, match=f"{named} is none of the matrix's; name some of .*(tp2|rope)"
     ):
-        asked.families(load_matrix(), RELEASE)
+        families_of(load_matrix(), RELEASE, **asked)
 
 
 def test_draws_are_legal_and_the_same_for_the_same_seed() -> None:
     whole = load_matrix()
-    families = Asked().families(whole, RELEASE)
+    families = families_of(whole, RELEASE)
 
     def first(seed: int) -> list[Cell]:
         cells = draws(whole, families, KNOWN, seed)

@@ -9,14 +9,12 @@ from packaging.version import Version
 from tests.study.matrix.factory import DP, TP, factor, family, matrix, record
 from tools.study.matrix.cell import Cell
 from tools.study.matrix.curves import curve_of
-from tools.study.matrix.fuzz import Drawn
-from tools.study.matrix.outcome import CellStatus, Error
+from tools.study.matrix.outcome import CellStatus, Drawn, Error, store, store_curves, store_drawn
 from tools.study.matrix.page import (
     HTML,
     MARKDOWN,
     write_pages,
 )
-from tools.study.matrix.stored import store, store_curves, store_drawn
 from tools.study.matrix.table import bf16_costs
 
 MODEL = family(factor("dtype", "fp32", "bf16"), factor("attention", "full", "sink"))

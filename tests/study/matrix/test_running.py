@@ -112,7 +112,7 @@ def test_a_known_finding_is_not_explained_again(tmp_path: Path) -> None:
 def test_the_smallest_model_that_is_still_wrong(tmp_path: Path) -> None:
     smaller = (("--num-layers", "2"), ("--num-layers", "1"), ("--hidden-size", "32"))
     one = family(factor("norm", "layer", "rms"))
-    one = type(one)(**{**one.__dict__, "smaller": smaller})
+    one = msgspec.structs.replace(one, smaller=smaller)
 
     def verify(cell: Cell) -> CellRecord:
         wrong = "rms" in cell.flags and cell.more[-2:] != ("--num-layers", "1")

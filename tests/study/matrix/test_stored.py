@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.study.matrix.factory import DP, TP, factor, family, record
 from tools.study.matrix.cell import Cell
-from tools.study.matrix.stored import read_stored, store
+from tools.study.matrix.outcome import read_stored, store
 
 MODEL = family(factor("dtype", "fp32", "bf16"))
 

@@ -12,13 +12,14 @@ from tools.convert.hf.into_megatron import import_model, read_source
 from tools.convert.hf.random_model import write_model
 from tools.convert.hf.work import Work
 from tools.launch.compose import Launch
+from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.spec.errors import LaunchError
 from tools.spec.flags import Flags
 from tools.spec.run import Backend
 from tools.study.verify.command import SharedReferences
-from tools.study.verify.pairs import Difference, Verification, compose_verification
+from tools.study.verify.pairs import Pair, Verification, compose_pair
 
 
 def verification(tmp_path: Path, strategy: str, extra: tuple[str, ...] = ()) -> Verification:
@@ -26,7 +27,7 @@ def verification(tmp_path: Path, strategy: str, extra: tuple[str, ...] = ()) -> 
         import_model(read_source(write_model(tmp_path / "m", GPT2)), "mine", Work(), tmp_path)
     model = str(tmp_path / "mine" / "mine.args")
     options = Options(runs=tmp_path / "runs", extra=extra, model=model)
-    return compose_verification(f"verify-{strategy}", options, Difference("hf"))
+    return compose_pair(Pair(parse_target(f"train-{strategy}", options), "hf"))
 
 
 def test_the_reference_is_transformers_with_the_padding_that_the_layout_has(tmp_path: Path) -> None:
@@ -48,7 +49,7 @@ def test_layouts_with_the_same_reference_share_one_run_of_it(tmp_path: Path) -> 
 
     def compared(strategy: str, *extra: str) -> Path:
         options = Options(runs=tmp_path, extra=extra)
-        found = compose_verification(f"verify-{strategy}-gpt2-tiny-2cpu", options, Difference())
+        found = compose_pair(Pair(parse_target(f"train-{strategy}-gpt2-tiny-2cpu", options)))
         scratch = tmp_path / f"{strategy}{len(trained)}"
 
         def train(part: str, launch: Launch) -> str:
@@ -71,7 +72,7 @@ def test_layouts_with_the_same_reference_share_one_run_of_it(tmp_path: Path) -> 
 
 def test_a_model_that_was_not_imported_has_no_such_reference(tmp_path: Path) -> None:
     options = Options(runs=tmp_path)
-    composed = compose_verification("verify-tp2-gpt2-tiny-2cpu", options, Difference("hf"))
+    composed = compose_pair(Pair(parse_target("train-tp2-gpt2-tiny-2cpu", options), "hf"))
     with pytest.raises(LaunchError, match="gpt2-tiny was not; import a model"):
         check(composed.reference, data_is_to_come=True)
 

@@ -11,6 +11,7 @@ import pytest
 from tests.given import given
 from tests.verify import captures
 from tools.launch.compose import Launch
+from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.records.capture import START_WEIGHT, Site, Stage
 from tools.records.verdict import Outcome
@@ -19,7 +20,7 @@ from tools.spec.flags import Flags
 from tools.spec.run import Backend
 from tools.spec.setting import SettingError
 from tools.study.verify.command import judged
-from tools.study.verify.pairs import Difference, Verification, compose_verification, difference_of
+from tools.study.verify.pairs import Pair, Verification, compose_pair, pair_of
 
 Composer = Callable[..., Verification]
 
@@ -32,7 +33,7 @@ def composed(tmp_path: Path) -> Composer:
         options = Options(
             data="owt-ds/any", runs=tmp_path, iterations=iterations, extra=tuple(extra.split())
         )
-        return compose_verification(f"verify-{name}", options, Difference(**b))  # type: ignore[arg-type]
+        return compose_pair(Pair(parse_target(f"train-{name}", options), **b))  # type: ignore[arg-type]
 
     return compose_named
 
@@ -52,9 +53,9 @@ def test_a_models_dropout_is_left_out_where_the_reference_draws_other_masks(
 def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
     target = "verify-tp2-gpt2-tiny-2cpu"
     asked = {"REFERENCE": "tp2", "EXTRA_B": "--micro-batch-size 1", "RESUMED": "1"}
-    assert difference_of(given(target, asked)) == Difference(
-        "tp2", ("--micro-batch-size", "1"), None, "1"
-    )
+    pair = pair_of(target, given(target, asked), Options())
+    assert pair == Pair(pair.job, "tp2", ("--micro-batch-size", "1"), None, "1")
+    assert pair.target == target
     with pytest.raises(SettingError, match="MEGATRON_LM_B=/nowhere is not a folder with"):
         given(target, {"MEGATRON_LM_B": "/nowhere"})
 
@@ -62,7 +63,7 @@ def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
 def test_a_layout_is_compared_with_one_rank_and_nothing_else_differs(composed: Composer) -> None:
     pair = composed("tp2-gpt2-tiny-2cpu")
     assert (pair.reference.devices, pair.layout.devices, pair.iteration) == (1, 2, 2)
-    assert (pair.mode, pair.saving, pair.reference_name) == (None, None, "baseline")
+    assert (pair.mode, pair.saving, pair.pair.other) == (None, None, "baseline")
 
 
 def test_another_micro_batch_is_a_mode_of_its_own_with_the_same_global_batch(
@@ -117,9 +118,9 @@ def test_the_batch_suits_the_ranks_of_the_layout_and_of_its_reference(
 def test_a_resumed_run_is_compared_with_its_own_layout_undisturbed(
     composed: Composer, tmp_path: Path
 ) -> None:
-    pair = composed("tp2-gpt2-tiny-2cpu", resumed_from="1")
+    pair = composed("tp2-gpt2-tiny-2cpu", resumed="1")
     assert pair.saving is not None
-    assert (pair.reference_name, pair.reference.devices) == ("tp2", 2)
+    assert (pair.pair.other, pair.reference.devices) == ("tp2", 2)
     assert pair.mode == "resumed after iteration 2 from a checkpoint of tp2 against undisturbed"
     saved = Flags(pair.saved(pair.saving, tmp_path / "c").flags)
     assert (saved.text("--exit-interval"), saved.text("--save-interval")) == ("2", "2")
@@ -132,13 +133,13 @@ def test_a_resumed_run_is_compared_with_its_own_layout_undisturbed(
 
 
 def test_a_run_may_resume_from_another_layouts_checkpoint(composed: Composer) -> None:
-    pair = composed("pp2-gpt2-tiny-2cpu", resumed_from="baseline", iterations=4)
+    pair = composed("pp2-gpt2-tiny-2cpu", resumed="baseline", iterations=4)
     assert pair.saving is not None
-    assert (pair.saving.devices, pair.layout.devices, pair.reference_name) == (1, 2, "pp2")
+    assert (pair.saving.devices, pair.layout.devices, pair.pair.other) == (1, 2, "pp2")
     with pytest.raises(ValueError, match="ITERS=2 or more"):
-        composed("pp2-gpt2-tiny-2cpu", resumed_from="1", iterations=1)
+        composed("pp2-gpt2-tiny-2cpu", resumed="1", iterations=1)
     with pytest.raises(ValueError, match="xp2"):
-        composed("pp2-gpt2-tiny-2cpu", resumed_from="xp2")
+        composed("pp2-gpt2-tiny-2cpu", resumed="xp2")
 
 
 def test_the_native_backend_is_one_rank_and_has_no_bf16(composed: Composer) -> None:
@@ -152,7 +153,7 @@ def test_the_native_backend_is_one_rank_and_has_no_bf16(composed: Composer) -> N
 def test_weights_in_flat_buffers_are_no_reference(composed: Composer) -> None:
     with pytest.raises(ValueError, match="The reference zero3 keeps its weights in flat buffers"):
         composed("dp2-gpt2-tiny-2cpu", reference="zero3")
-    assert composed("zero3-gpt2-tiny-2cpu").reference_name == "baseline"
+    assert composed("zero3-gpt2-tiny-2cpu").pair.other == "baseline"
 
 
 def test_another_megatron_begins_with_the_weights_of_the_reference(

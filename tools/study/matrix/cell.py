@@ -10,15 +10,22 @@ from dataclasses import dataclass, replace
 
 from megatron_patches.plant import SEPARATOR
 from tools.launch.compose import SMALL_SAMPLE
-from tools.launch.options import Options, read_plant
+from tools.launch.job import Job, make_command
+from tools.launch.options import NO_OPTIONS, Options, read_plant
 from tools.spec.files import from_root
 from tools.spec.flags import drop_flags
 from tools.spec.model import load_model
-from tools.spec.run import OptimizerName
+from tools.spec.run import DeviceKind, OptimizerName
 from tools.spec.strategy import parse_strategy
 from tools.study.matrix.definition import Family, Layout, Level
-from tools.study.verify.pairs import MICRO_BATCH, PREFIX, Difference
+from tools.study.verify.pairs import MICRO_BATCH, PREFIX, Pair
 from tools.verify.findings import Finding
+
+_VARIABLES = (
+    *("DATA", "GLOBAL_BATCH", "OPTIMIZER", "SEED"),
+    *("EXTRA", "EXTRA_B", "PLANT", "MEGATRON_LM"),
+)
+"""Of a cell's command, in this order."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +68,10 @@ class Cell:
         return (*self.layout.own, *(word for level in self.levels for word in level.own))
 
     @property
-    def difference(self) -> Difference:
-        """In what layout and reference differ."""
-        return Difference(flags=self.own)
+    def reference(self) -> tuple[object, ...]:
+        """What its reference follows from: cells in which this is the same share one."""
+        flags = shlex.join(self.flags)
+        return (self.family.name, flags, self.samples, self.optimizer, self.patch)
 
     @property
     def _first_flags(self) -> tuple[str, ...]:
@@ -87,10 +95,9 @@ class Cell:
         chosen = [level.optimizer for level in self.levels if level.optimizer]
         return chosen[-1] if chosen else OptimizerName.ADAMW
 
-    def options(self, options: Options | None = None) -> Options:
-        """The make variables."""
-        options = options or Options()
-        return replace(
+    def pair(self, options: Options = NO_OPTIONS) -> Pair:
+        """What is verified, under the options of a matrix."""
+        own = replace(
             options,
             seed=self.seed,
             extra=self.flags,
@@ -100,21 +107,15 @@ class Cell:
             iterations=None,
             plant=read_plant(self.patch) if self.patch else None,
         )
+        model, layout = load_model(self.family.model), self.layout
+        job = Job(layout.strategy, model, layout.devices, DeviceKind.CPU, own)
+        return Pair(job, flags=self.own)
 
     def command(self, megatron_lm: str = "") -> str:
         """What repeats it alone."""
-        given = {
-            "DATA": SMALL_SAMPLE,
-            "GLOBAL_BATCH": str(self.samples),
-            "OPTIMIZER": "" if self.optimizer is OptimizerName.ADAMW else self.optimizer,
-            "SEED": "" if self.seed == Options.seed else str(self.seed),
-            "EXTRA": shlex.join(self.flags),
-            "EXTRA_B": shlex.join(self.own),
-            "PLANT": self.patch,
-            "MEGATRON_LM": megatron_lm,
-        }
-        words = (f"{name}={shlex.quote(text)}" for name, text in given.items() if text)
-        return " ".join(("make", self.target, *words))
+        pair = self.pair()
+        given = {**pair.variables, "MEGATRON_LM": megatron_lm}
+        return make_command(pair.target, {name: given.get(name, "") for name in _VARIABLES})
 
     def only(self, levels: Iterable[Level]) -> Cell:
         """The same layout with some levels, and what these need."""

@@ -8,7 +8,6 @@ rows are few and layouts of a row many.
 from __future__ import annotations
 
 import random
-import shlex
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -71,8 +70,7 @@ def in_order(cells: Iterable[Cell]) -> list[Cell]:
     """Cells of one reference after each other: a reference is trained once, and few are kept."""
     groups: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
-        words = (cell.family.name, shlex.join(cell.flags), cell.samples, cell.optimizer, cell.patch)
-        groups.setdefault(words, []).append(cell)
+        groups.setdefault(cell.reference, []).append(cell)
     return [cell for group in groups.values() for cell in group]
 
 
@@ -108,7 +106,7 @@ def _filled(
     covered: Container[tuple[Level, Level]],
 ) -> Row | None:
     """A row that has a pair, and of other features what makes most new pairs; None if none is legal."""
-    row = _row_of(family, family.with_needs(one for one in pair if not _is_first(family, one)))
+    row = family.row(family.with_needs(_not_first(family, pair)))
     if not set(pair) <= set(row) or not matrix.legal(family, row):
         return None
     fixed = {level.factor for level in (*pair, *_not_first(family, row))}
@@ -129,17 +127,8 @@ def _has_needs(family: Family, row: Row) -> bool:
     return set(family.with_needs(_not_first(family, row))) <= set(row)
 
 
-def _is_first(family: Family, level: Level) -> bool:
-    return {**family.factors, **family.fuzzed}[level.factor][0] == level
-
-
-def _row_of(family: Family, levels: Iterable[Level]) -> Row:
-    chosen = {level.factor: level for level in levels}
-    return tuple(chosen.get(factor, given[0]) for factor, given in family.factors.items())
-
-
 def _not_first(family: Family, row: Row) -> tuple[Level, ...]:
-    return tuple(level for level in row if not _is_first(family, level))
+    return tuple(level for level in row if not family.is_first(level))
 
 
 def _cover(matrix: Matrix, family: Family, layout: Layout, rows: Sequence[Row]) -> list[Cell]:
@@ -156,17 +145,12 @@ def _cover(matrix: Matrix, family: Family, layout: Layout, rows: Sequence[Row]) 
             left -= set(best)
             cells.append(Cell(family, layout, _not_first(family, best)))
     for level in sorted(left, key=lambda one: one.path):
-        if not _is_first(family, level):
+        if not family.is_first(level):
             cells.append(Cell(family, layout, family.with_needs([level])))
     return cells
 
 
 def _adapted(matrix: Matrix, family: Family, layout: Layout, row: Row) -> Row | None:
     """A row with first levels in the place of those that do not fit a layout; None if there are none."""
-    kept: tuple[Level, ...] = ()
-    for level in _not_first(family, row):
-        tried = family.with_needs((*kept, level))
-        if matrix.legal(family, _row_of(family, tried), layout.name):
-            kept = tried
-    whole = _row_of(family, kept)
+    whole = family.row(matrix.fitting(family, layout, _not_first(family, row)))
     return whole if matrix.legal(family, whole, layout.name) else None

@@ -8,11 +8,13 @@ import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
+import msgspec
 from packaging.version import Version
 from rich.console import Console
 
@@ -22,15 +24,22 @@ from tools.launch.options import Options
 from tools.records.run import MegatronEntry
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
+from tools.study.matrix.cell import Cell
 from tools.study.matrix.cells import cells_of
 from tools.study.matrix.curves import curves
 from tools.study.matrix.definition import Family, Level, Matrix, load_matrix
-from tools.study.matrix.fuzz import Drawn, draws
+from tools.study.matrix.fuzz import draws
 from tools.study.matrix.fuzz import fuzz as fuzz_cells
-from tools.study.matrix.outcome import STATUSES, CellRecord, CellStatus
-from tools.study.matrix.page import write_pages
+from tools.study.matrix.outcome import (
+    CellRecord,
+    CellStatus,
+    Drawn,
+    store,
+    store_curves,
+    store_drawn,
+)
+from tools.study.matrix.page import counts_of, write_pages
 from tools.study.matrix.running import CellVerifier, MatrixRun
-from tools.study.matrix.stored import store, store_curves, store_drawn
 from tools.study.verify.verifier import ForkedRanks, Verifier
 from tools.verify.findings import Finding, Judged, findings
 
@@ -43,66 +52,137 @@ SHOWN_DRAWS = 20
 """By DRY_RUN=1."""
 
 
+def families_of(
+    matrix: Matrix, megatron: Version, features: Sequence[str] = (), layouts: Sequence[str] = ()
+) -> tuple[Family, ...]:
+    """Families with the features, levels and layouts that are asked for and that a version has.
+
+    Args:
+        matrix: All of them.
+        megatron: The version.
+        features: FEATURES=, names or patterns of families, features and levels; empty is all.
+        layouts: LAYOUTS=, likewise of layouts.
+
+    Raises:
+        LaunchError: A name is of nothing in the matrix.
+    """
+    _refuse_unknown(matrix, features, layouts)
+    families = [family.name for family in matrix.families]
+    rest = [name for name in features if not _is_named(families, (name,))]
+    named = [name for name in features if name not in rest]
+
+    def is_asked(level: Level) -> bool:
+        return level.is_in(megatron) and (not rest or _is_named(_names(level), rest))
+
+    asked = (
+        msgspec.structs.replace(
+            family,
+            factors={
+                factor: (levels[0], *filter(is_asked, levels[1:]))
+                for factor, levels in family.factors.items()
+            },
+            layouts=tuple(
+                one for one in family.layouts if not layouts or _is_named((one.name,), layouts)
+            ),
+        )
+        for family in matrix.families
+        if not named or _is_named((family.name,), named)
+    )
+    return tuple(
+        family
+        for family in asked
+        if family.layouts and (not rest or any(len(one) > 1 for one in family.factors.values()))
+    )
+
+
+def _refuse_unknown(matrix: Matrix, features: Sequence[str], layouts: Sequence[str]) -> None:
+    names, laid = set[str](), set[str]()
+    for family in matrix.families:
+        levels = (level for levels in family.factors.values() for level in levels)
+        names |= {family.name, *(name for level in levels for name in _names(level))}
+        laid |= {layout.name for layout in family.layouts}
+    for variable, given, known in (("FEATURES", features, names), ("LAYOUTS", layouts, laid)):
+        for name in given:
+            if not _is_named(known, (name,)):
+                raise LaunchError(
+                    f"{variable}={name} is none of the matrix's; name some of "
+                    f"{', '.join(sorted(known))}."
+                )
+
+
+def _names(level: Level) -> tuple[str, str, str]:
+    return (level.factor, level.name, level.path)
+
+
+def _is_named(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
 @dataclass(frozen=True)
-class Asked:
-    """FEATURES= and LAYOUTS=: names or patterns of families, features, levels and layouts."""
+class _Command:
+    """What the three commands share: the matrix of the options' Megatron, and where its pages are."""
 
-    features: tuple[str, ...] = ()
-    layouts: tuple[str, ...] = ()
+    given: Namespace
+    options: Options
+    console: Console
 
-    def families(self, matrix: Matrix, megatron: Version) -> tuple[Family, ...]:
-        """Families with the features, levels and layouts that are asked for and that a version has.
+    @cached_property
+    def entry(self) -> MegatronEntry:
+        return find_entry(self.options.megatron_lm)
 
-        Raises:
-            LaunchError: A name is of nothing in the matrix.
-        """
-        self._refuse_unknown(matrix)
-        names = [family.name for family in matrix.families]
-        rest = [name for name in self.features if not _any_matches(names, name)]
-        named = [name for name in self.features if name not in rest]
-        asked = (
-            self._family(family, rest, megatron)
-            for family in matrix.families
-            if not named or any(fnmatchcase(family.name, name) for name in named)
-        )
-        return tuple(
-            family
-            for family in asked
-            if family.layouts and (not rest or any(len(one) > 1 for one in family.factors.values()))
-        )
+    @property
+    def name(self) -> str:
+        return label(self.entry)
 
-    def _family(self, family: Family, names: Sequence[str], megatron: Version) -> Family:
-        """A family with the levels of these names, or all."""
-        factors = {
-            factor: tuple(
-                level
-                for level in levels
-                if level == levels[0] or (level.is_in(megatron) and _is_named(level, names))
-            )
-            for factor, levels in family.factors.items()
-        }
-        layouts = tuple(
-            layout
-            for layout in family.layouts
-            if not self.layouts or any(fnmatchcase(layout.name, name) for name in self.layouts)
-        )
-        return replace(family, factors=factors, layouts=layouts)
+    @cached_property
+    def matrix(self) -> Matrix:
+        return load_matrix().of(Version(self.entry.megatron_version))
 
-    def _refuse_unknown(self, matrix: Matrix) -> None:
-        families = [family.name for family in matrix.families]
-        levels = [
-            name for family in matrix.families for level in _every(family) for name in _names(level)
-        ]
-        layouts = [layout.name for family in matrix.families for layout in family.layouts]
-        for variable, given, known in (
-            ("FEATURES", self.features, sorted({*families, *levels})),
-            ("LAYOUTS", self.layouts, sorted(set(layouts))),
+    @cached_property
+    def known(self) -> tuple[Finding, ...]:
+        return known_findings(self.name)
+
+    @property
+    def pages(self) -> Path:
+        page: Path | None = self.given.page
+        return page or self.options.runs / FOLDER
+
+    def families(self, features: tuple[str, ...] | None = None) -> tuple[Family, ...]:
+        asked = self.given.features if features is None else features
+        version = Version(self.entry.megatron_version)
+        return families_of(self.matrix, version, asked, self.given.layouts)
+
+    def show(self, cells: Iterable[Cell]) -> None:
+        """Print their commands."""
+        for cell in cells:
+            self.console.print(cell.command(), highlight=False, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def verifier(self) -> Iterator[Verifier]:
+        """On forked ranks; its tensors are removed at the end."""
+        folder = self.options.runs / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        ensure_small_sample(self.console)
+        with (
+            tempfile.TemporaryDirectory(dir=folder, prefix=".work-") as work,
+            closing(ForkedRanks(self.options)) as ranks,
         ):
-            for name in given:
-                if not _any_matches(known, name):
-                    raise LaunchError(
-                        f"{variable}={name} is none of the matrix's; name some of {', '.join(known)}."
-                    )
+            yield Verifier(Path(work), ranks)
+
+    @contextmanager
+    def run(self, suffix: str = "", minutes: float | None = None) -> Iterator[MatrixRun]:
+        """Cells that are kept in a folder of this version, begun within MINUTES=."""
+        minutes = self.given.minutes or minutes
+        folder = self.options.runs / FOLDER / f"{self.name}{suffix}"
+        with self.verifier() as verifier:
+            deadline = time.monotonic() + 60 * minutes if minutes else None
+            verify = CellVerifier(verifier, self.options, self.known)
+            yield MatrixRun(folder, verify, self.console, deadline)
+
+    def publish(self) -> None:
+        """Write the pages of all that is kept beside them."""
+        for path in write_pages(self.pages, self.matrix):
+            self.console.print(f"→ {from_root(path)}", highlight=False)
 
 
 def matrix(given: Namespace, options: Options, console: Console) -> int:
@@ -111,24 +191,24 @@ def matrix(given: Namespace, options: Options, console: Console) -> int:
     Raises:
         LaunchError: A name is of nothing in the matrix, or there is no such Megatron.
     """
-    asked = _asked(given)
-    whole, entry = _matrix_of(options)
-    known = known_findings(label(entry))
-    families = asked.families(whole, Version(entry.megatron_version))
-    cells = [cell for one in families for cell in cells_of(whole, one, known, options.seed)]
+    command = _Command(given, options, console)
+    cells = [
+        cell
+        for family in command.families()
+        for cell in cells_of(command.matrix, family, command.known, options.seed)
+    ]
     if options.dry_run:
-        for cell in cells:
-            console.print(cell.command(), highlight=False, markup=False, soft_wrap=True)
+        command.show(cells)
         console.print(f"{len(cells)} cells", highlight=False)
         return 0
-    with verifying(options, known, console) as verify:
-        run = MatrixRun(_folder(options, entry), verify, console, _deadline(given))
+    with command.run() as run:
         over = not run.run(cells)
     records = [run.records[cell.id] for cell in cells if cell.id in run.records]
     console.print(summary(records, len(cells)), highlight=False)
     if over:
         console.print("The time is over; the same command continues.", highlight=False)
-    _publish(run, label(entry), whole, given.page or options.runs / FOLDER, console)
+    store(command.pages, command.name, run.records.values())
+    command.publish()
     return int(any(is_new(record) for record in records))
 
 
@@ -138,30 +218,23 @@ def fuzz(given: Namespace, options: Options, console: Console) -> int:
     Raises:
         LaunchError: A name is of nothing in the matrix, or there is no such Megatron.
     """
-    whole, entry = _matrix_of(options)
-    known = known_findings(label(entry))
-    families = _asked(given).families(whole, Version(entry.megatron_version))
-    seed = options.seed
-    cells = draws(whole, families, known, seed)
+    command, seed = _Command(given, options, console), options.seed
+    cells = draws(command.matrix, command.families(), command.known, seed)
     if options.dry_run:
-        for cell in islice(cells, SHOWN_DRAWS):
-            console.print(cell.command(), highlight=False, markup=False, soft_wrap=True)
+        command.show(islice(cells, SHOWN_DRAWS))
         return 0
     found: list[CellRecord] = []
-    with verifying(replace(options, seed=Options.seed), known, console) as verify:
-        minutes = _deadline(given) or time.monotonic() + 60 * FUZZ_MINUTES
-        run = MatrixRun(_folder(options, entry, f"-fuzz-{seed}"), verify, console, minutes)
+    with command.run(f"-fuzz-{seed}", FUZZ_MINUTES) as run:
         for one in fuzz_cells(run, cells):
-            found.append(one.record)
-            console.print(f"differs: {one.record.sentence}", style="red", highlight=False)
-            console.print(f"  {one.smallest.command()}", markup=False, soft_wrap=True)
-    said = summary(list(run.records.values()), len(run.records))
-    console.print(f"SEED={seed}: {said}", highlight=False)
+            found.append(one)
+            console.print(f"differs: {one.sentence}", style="red", highlight=False)
+            console.print(f"  {one.smallest}", markup=False, soft_wrap=True)
+    records = tuple(run.records.values())
+    console.print(f"SEED={seed}: {summary(records, len(records))}", highlight=False)
     if found:
         console.print("The same command continues a search for the least that the time cut off.")
-    folder = given.page or options.runs / FOLDER
-    store_drawn(folder, label(entry), Drawn(seed, tuple(run.records.values()), tuple(found)))
-    _write(folder, whole, console)
+    store_drawn(command.pages, command.name, Drawn(seed, records, tuple(found)))
+    command.publish()
     return int(bool(found))
 
 
@@ -171,58 +244,20 @@ def bf16(given: Namespace, options: Options, console: Console) -> int:
     Raises:
         LaunchError: A run failed, or a name is of nothing in the matrix.
     """
-    whole, entry = _matrix_of(options)
-    asked = replace(_asked(given), features=("dense",))
-    (family,) = asked.families(whole, Version(entry.megatron_version))
-    with verifying(options, (), console) as verify:
-        found = []
-        for one in curves(family, options, verify.verifier.ranks, verify.verifier.folder):
+    command = _Command(given, options, console)
+    (family,) = command.families(("dense",))
+    found = []
+    with command.verifier() as verifier:
+        for one in curves(family, options, verifier.ranks, verifier.folder):
             found.append(one)
             console.print(
                 f"{one.layout}: from one rank {one.fp32[0]:.2g} in fp32, {one.bf16[0]:.2g} in bf16; "
                 f"bf16 from fp32 {one.cost[0]:.2g}, mean {one.cost[1]:.2g}",
                 highlight=False,
             )
-    folder = given.page or options.runs / FOLDER
-    store_curves(folder, label(entry), found)
-    _write(folder, whole, console)
+    store_curves(command.pages, command.name, found)
+    command.publish()
     return 0
-
-
-def _matrix_of(options: Options) -> tuple[Matrix, MegatronEntry]:
-    """What is verified of the options' Megatron."""
-    entry = find_entry(options.megatron_lm)
-    return load_matrix().of(Version(entry.megatron_version)), entry
-
-
-def _folder(options: Options, entry: MegatronEntry, suffix: str = "") -> Path:
-    return options.runs / FOLDER / f"{label(entry)}{suffix}"
-
-
-def _publish(run: MatrixRun, name: str, whole: Matrix, folder: Path, console: Console) -> None:
-    """Write the pages of all that is there, in PAGE= or beside the cells."""
-    store(folder, name, run.records.values())
-    _write(folder, whole, console)
-
-
-def _write(folder: Path, whole: Matrix, console: Console) -> None:
-    for path in write_pages(folder, whole):
-        console.print(f"→ {from_root(path)}", highlight=False)
-
-
-@contextmanager
-def verifying(
-    options: Options, known: tuple[Finding, ...], console: Console
-) -> Iterator[CellVerifier]:
-    """A verifier of the options' Megatron; its tensors are removed at the end."""
-    folder = options.runs / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    ensure_small_sample(console)
-    with (
-        tempfile.TemporaryDirectory(dir=folder, prefix=".work-") as work,
-        closing(ForkedRanks(options)) as ranks,
-    ):
-        yield CellVerifier(Verifier(Path(work), ranks), options, known)
 
 
 def is_new(record: CellRecord) -> bool:
@@ -254,31 +289,4 @@ def known_findings(name: str) -> tuple[Finding, ...]:
 
 def summary(records: Sequence[CellRecord], cells: int) -> str:
     """How many cells came to what."""
-    counts = {status: sum(one.status is status for one in records) for status in STATUSES}
-    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return f"{len(records)} of {cells} cells: {said or 'none yet'}"
-
-
-def _asked(given: Namespace) -> Asked:
-    return Asked(getattr(given, "features", ()), given.layouts)
-
-
-def _deadline(given: Namespace) -> float | None:
-    return time.monotonic() + 60 * given.minutes if given.minutes else None
-
-
-def _any_matches(names: Iterable[str], pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
-
-
-def _every(family: Family) -> Iterator[Level]:
-    for levels in family.factors.values():
-        yield from levels
-
-
-def _names(level: Level) -> tuple[str, str, str]:
-    return (level.factor, level.name, level.path)
-
-
-def _is_named(level: Level, names: Sequence[str]) -> bool:
-    return not names or any(fnmatchcase(one, name) for name in names for one in _names(level))
+    return f"{len(records)} of {cells} cells: {counts_of(records) or 'none yet'}"

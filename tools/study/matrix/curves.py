@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,32 +14,17 @@ from tools.launch.job import Job
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.train import compose_job
-from tools.report.read.scrape import scrape_log
 from tools.spec.errors import LaunchError
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
 from tools.study.matrix.definition import Family, Layout
+from tools.study.matrix.outcome import Curve
 from tools.study.verify.pairs import MICRO_BATCH
-from tools.study.verify.verifier import ForkedRanks
+from tools.study.verify.verifier import ForkedRanks, losses_in
 
 ITERATIONS = 200
 SECONDS = 1200.0
 ONE_RANK = Layout("one rank", "baseline", 1)
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A layout's losses against others, each as largest and mean of the absolute differences."""
-
-    layout: str
-    fp32: tuple[float, float]
-    """From one rank's in fp32."""
-    bf16: tuple[float, float]
-    """From one rank's in bf16."""
-    cost: tuple[float, float]
-    """Of the layout in bf16 from itself in fp32."""
-    last_fp32: float
-    last_bf16: float
 
 
 def curves(family: Family, options: Options, ranks: ForkedRanks, folder: Path) -> Iterator[Curve]:
@@ -75,25 +60,12 @@ def _apart(losses: Sequence[float], others: Sequence[float]) -> tuple[float, flo
 def _losses(
     family: Family, layout: Layout, options: Options, ranks: ForkedRanks, folder: Path
 ) -> dict[str, list[float]]:
-    return {
-        dtype: _train(family, layout, flags, options, ranks, folder)
-        for dtype, flags in (("fp32", ()), ("bf16", ("--bf16",)))
-    }
-
-
-def _train(
-    family: Family,
-    layout: Layout,
-    flags: tuple[str, ...],
-    options: Options,
-    ranks: ForkedRanks,
-    folder: Path,
-) -> list[float]:
-    chosen = replace(
+    """By dtype."""
+    own = replace(
         options,
         runs=folder,
         data=SMALL_SAMPLE,
-        extra=(*family.base, *layout.flags, *layout.own, *flags),
+        extra=(*family.base, *layout.flags, *layout.own),
         iterations=ITERATIONS,
         micro_batch_size=MICRO_BATCH,
         global_batch_size=layout.samples,
@@ -101,10 +73,18 @@ def _train(
         shared_start=True,
         ledger=False,
     )
-    model = load_model(family.model)
-    launch = compose_job(Job(layout.strategy, model, layout.devices, DeviceKind.CPU, chosen))
+    job = Job(layout.strategy, load_model(family.model), layout.devices, DeviceKind.CPU, own)
+    return {
+        dtype: _train(f"{layout.name} {flag}", job, flag, ranks, folder)
+        for dtype, flag in (("fp32", ""), ("bf16", "--bf16"))
+    }
+
+
+def _train(name: str, job: Job, flag: str, ranks: ForkedRanks, folder: Path) -> list[float]:
+    options = replace(job.options, extra=(*job.options.extra, *flag.split()))
+    launch = compose_job(job.under(options))
     ensure_start_checkpoint(launch, Console(quiet=True), ranks.exit_code)
     log = folder / "curve.txt"
     if failure := ranks.run(launch, log, seconds=SECONDS):
-        raise LaunchError(f"{layout.name} {' '.join(flags)}: the run {failure}")
-    return [one.lm_loss for one in scrape_log(log).iterations if one.lm_loss is not None]
+        raise LaunchError(f"{name}: the run {failure}")
+    return losses_in(log)

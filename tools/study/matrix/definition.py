@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from packaging.version import Version
@@ -22,8 +23,7 @@ SAMPLES = 8
 """In an iteration, unless a layout has its own: the same for nearly all, which so share references."""
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One choice of one feature."""
 
     factor: str
@@ -32,7 +32,7 @@ class Level:
     """Megatron's, of layout and reference."""
     own: tuple[str, ...] = ()
     """Of the layout alone."""
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = msgspec.field(default=(), name="with")
     """Names of levels of the family without which it is refused."""
     micro_batches: int | None = None
     """Of each rank in an iteration; None is what the layout's samples are."""
@@ -54,8 +54,7 @@ class Level:
         )
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A strategy, with what it asks of the model."""
 
     name: str
@@ -65,32 +64,42 @@ class Layout:
     """Of layout and reference."""
     own: tuple[str, ...] = ()
     """Of the layout alone."""
-    samples: int = SAMPLES
+    samples: int = msgspec.field(default=SAMPLES, name="global_batch")
     """In an iteration."""
     families: tuple[str, ...] = ()
     """Those that it is for; empty is all."""
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tiny model and its features."""
 
     name: str
     model: str
-    base: tuple[str, ...]
-    """Flags of all its cells."""
-    factors: Mapping[str, tuple[Level, ...]]
+    factors: dict[str, tuple[Level, ...]]
     """Levels by feature; the first is the model as it is."""
-    fuzzed: Mapping[str, tuple[Level, ...]]
+    base: tuple[str, ...] = ()
+    """Flags of all its cells."""
+    fuzzed: dict[str, tuple[Level, ...]] = msgspec.field(default_factory=dict, name="fuzz")
     """Further ones, which only a draw has."""
-    smaller: tuple[tuple[str, ...], ...]
-    layouts: tuple[Layout, ...]
+    smaller: tuple[tuple[str, ...], ...] = ()
+    """Flags that may make its model smaller, in the order in which they are tried."""
+    layouts: tuple[Layout, ...] = ()
 
     @property
     def levels(self) -> tuple[Level, ...]:
         """All that are not a feature's first."""
         every = (*self.factors.values(), *self.fuzzed.values())
         return tuple(level for levels in every for level in levels[1:])
+
+    def is_first(self, level: Level) -> bool:
+        """Whether it is the model as it is."""
+        return {**self.factors, **self.fuzzed}[level.factor][0] == level
+
+    def row(self, levels: Iterable[Level], with_fuzzed: bool = False) -> tuple[Level, ...]:
+        """A level of each feature: these, and the first of the others."""
+        chosen = {level.factor: level for level in levels}
+        features = {**self.factors, **(self.fuzzed if with_fuzzed else {})}
+        return tuple(chosen.get(name, given[0]) for name, given in features.items())
 
     def level(self, path: str) -> Level:
         """By `factor/name`."""
@@ -152,38 +161,19 @@ class Matrix:
             if layout or not one.layout
         )
 
-
-class _Level(msgspec.Struct, forbid_unknown_fields=True):
-    flags: str = ""
-    own: str = ""
-    needs: list[str] = msgspec.field(default_factory=list, name="with")
-    micro_batches: int | None = None
-    optimizer: OptimizerName | None = None
-    since: str | None = None
-    before: str | None = None
-    alone: bool = False
+    def fitting(self, family: Family, layout: Layout, levels: Iterable[Level]) -> tuple[Level, ...]:
+        """Those levels, with what they need, that may be drawn for a layout with those before them."""
+        kept: tuple[Level, ...] = ()
+        for level in levels:
+            tried = family.with_needs((*kept, level))
+            if self.legal(family, family.row(tried, with_fuzzed=True), layout.name):
+                kept = tried
+        return kept
 
 
-class _Layout(msgspec.Struct, forbid_unknown_fields=True):
-    strategy: str
-    devices: int = 2
-    flags: str = ""
-    own: str = ""
-    global_batch: int = SAMPLES
-    families: list[str] = []
-
-
-class _Family(msgspec.Struct, forbid_unknown_fields=True):
-    model: str
-    factors: dict[str, dict[str, str | _Level]]
-    base: str = ""
-    fuzz: dict[str, dict[str, str | _Level]] = {}
-    smaller: list[str] = []
-
-
-class _MatrixFile(msgspec.Struct):
-    families: dict[str, _Family]
-    layouts: dict[str, _Layout]
+class _File(msgspec.Struct):
+    families: dict[str, Family]
+    layouts: dict[str, Layout]
     apart: list[list[str]]
 
 
@@ -194,54 +184,46 @@ def load_matrix(path: Path = FILE) -> Matrix:
         LaunchError: A key is not known, or a value is not of its kind.
     """
     try:
-        file = msgspec.convert(read_yaml(path), _MatrixFile)
+        file = msgspec.convert(
+            _named(read_yaml(path)), _File, dec_hook=lambda kind, text: kind(text)
+        )
     except msgspec.ValidationError as error:
         raise LaunchError(f"{from_root(path)}: {error}; correct it.") from None
-    layouts = {name: _layout(name, one) for name, one in file.layouts.items()}
-    families = tuple(_family(name, one, layouts) for name, one in file.families.items())
-    return Matrix(families, tuple(_apart(names, layouts) for names in file.apart))
+    families = (_laid(one, file.layouts.values()) for one in file.families.values())
+    return Matrix(tuple(families), tuple(_apart(names, file.layouts) for names in file.apart))
 
 
-def _layout(name: str, one: _Layout) -> Layout:
-    words = tuple(shlex.split(one.flags)), tuple(shlex.split(one.own))
-    families = tuple(one.families)
-    return Layout(name, one.strategy, one.devices, *words, one.global_batch, families)
+def _laid(family: Family, layouts: Iterable[Layout]) -> Family:
+    suited = (one for one in layouts if not one.families or family.name in one.families)
+    return msgspec.structs.replace(family, layouts=tuple(suited))
 
 
-def _family(name: str, one: _Family, layouts: Mapping[str, Layout]) -> Family:
-    suited = (one for one in layouts.values() if not one.families or name in one.families)
-    return Family(
-        name,
-        one.model,
-        tuple(shlex.split(one.base)),
-        _levels(one.factors),
-        _levels(one.fuzz),
-        tuple(tuple(shlex.split(flags)) for flags in one.smaller),
-        tuple(suited),
-    )
+def _named(file: dict[str, Any]) -> dict[str, Any]:
+    """The file with what its keys name, and texts of flags as words."""
+    families = {name: _words(one, name=name) for name, one in file["families"].items()}
+    for one in families.values():
+        one["smaller"] = [shlex.split(flags) for flags in one.get("smaller", ())]
+        for key in {"factors", "fuzz"} & one.keys():
+            one[key] = {factor: _levels(factor, levels) for factor, levels in one[key].items()}
+    layouts = {name: _words(one, name=name) for name, one in file["layouts"].items()}
+    return {**file, "families": families, "layouts": layouts}
 
 
-def _levels(factors: Mapping[str, Mapping[str, str | _Level]]) -> dict[str, tuple[Level, ...]]:
-    return {
-        factor: tuple(_level(factor, name, given) for name, given in levels.items())
-        for factor, levels in factors.items()
+def _levels(factor: str, levels: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A level that is a text is its flags."""
+    return [
+        _words(one if isinstance(one, dict) else {"flags": one}, factor=factor, name=name)
+        for name, one in levels.items()
+    ]
+
+
+def _words(given: Mapping[str, Any], **names: str) -> dict[str, Any]:
+    split = {
+        key: shlex.split(text)
+        for key, text in given.items()
+        if key in ("base", "flags", "own") and isinstance(text, str)
     }
-
-
-def _level(factor: str, name: str, given: str | _Level) -> Level:
-    one = _Level(flags=given) if isinstance(given, str) else given
-    return Level(
-        factor,
-        name,
-        tuple(shlex.split(one.flags)),
-        tuple(shlex.split(one.own)),
-        tuple(one.needs),
-        one.micro_batches,
-        one.optimizer,
-        Version(one.since) if one.since else None,
-        Version(one.before) if one.before else None,
-        one.alone,
-    )
+    return {**given, **split, **names}
 
 
 def _apart(names: Sequence[str], layouts: Mapping[str, Layout]) -> Apart:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tools.study.matrix.cell import Cell, patched
-from tools.study.matrix.definition import Family, Layout, Level, Matrix
+from tools.study.matrix.definition import Family, Matrix
 from tools.study.matrix.outcome import CellRecord, CellStatus
 from tools.study.matrix.running import MatrixRun
 from tools.verify.findings import Finding
@@ -31,59 +31,22 @@ def draws(
     while True:
         family = order.choice(families)
         layout = order.choice(family.layouts)
-        cell = patched(Cell(family, layout, _levels(matrix, family, layout, order)), known)
+        levels = [
+            order.choice(drawn)
+            for given in (*family.factors.values(), *family.fuzzed.values())
+            if (drawn := [one for one in given[1:] if not one.alone]) and order.random() < SHARE
+        ]
+        cell = patched(Cell(family, layout, matrix.fitting(family, layout, levels)), known)
         if cell.id not in seen:
             seen.add(cell.id)
             yield cell
 
 
-def _levels(
-    matrix: Matrix, family: Family, layout: Layout, order: random.Random
-) -> tuple[Level, ...]:
-    factors = {**family.factors, **family.fuzzed}
-    chosen: tuple[Level, ...] = ()
-    for levels in factors.values():
-        drawn = [level for level in levels[1:] if not level.alone]
-        if not drawn or order.random() >= SHARE:
-            continue
-        level = order.choice(drawn)
-        tried = family.with_needs((*chosen, level))
-        picked = {one.factor: one for one in tried}
-        whole = [picked.get(name, given[0]) for name, given in factors.items()]
-        if matrix.legal(family, whole, layout.name):
-            chosen = tried
-    return chosen
-
-
-@dataclass(frozen=True)
-class Found:
-    """A draw that differs, and the least that still does."""
-
-    drawn: Cell
-    smallest: Cell
-    record: CellRecord
-    """Of the smallest."""
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What the draws of a seed came to."""
-
-    seed: int
-    records: tuple[CellRecord, ...]
-    """Of all that was verified, the tries of shrinking among them."""
-    found: tuple[CellRecord, ...]
-    """The least of each draw that differs."""
-
-
-def fuzz(run: MatrixRun, cells: Iterator[Cell]) -> Iterator[Found]:
-    """Verify draws until the time is over; gives those that differ, shrunk."""
+def fuzz(run: MatrixRun, cells: Iterator[Cell]) -> Iterator[CellRecord]:
+    """Verify draws until the time is over; gives the least of each that differs."""
     while not run.is_over:
         cell = next(cells)
         record = run.record(cell)
-        if record.status is not CellStatus.DIFFERS or record.finding:
-            continue
-        fewest = cell.only(run.blamed(cell, record))
-        smallest = run.shrunk(fewest)
-        found = replace(run.record(smallest), smallest=smallest.command())
-        yield Found(cell, smallest, found)
+        if record.status is CellStatus.DIFFERS and not record.finding:
+            smallest = run.shrunk(cell.only(run.blamed(cell, record)))
+            yield replace(run.record(smallest), smallest=smallest.command())

@@ -1,17 +1,22 @@
-"""What became of a cell: one JSON each, `<folder>/<id>.json`."""
+"""What became of cells, draws and curves, and their files.
+
+A cell that was verified is `<folder>/<id>.json`; what is kept beside the pages is
+`parity/<version>.jsonl`, and a file more for draws and for curves.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from tools.records.io import write_record
+from tools.records.io import write_record, write_whole
 from tools.records.verdict import Outcome
 from tools.verify.verdict import Judgement
 
@@ -31,6 +36,7 @@ class CellStatus(StrEnum):
 
 
 STATUSES = list(CellStatus)
+STORED, BF16 = "parity", "dtype/bf16"
 _EXCEPTION = re.compile(r"\b(\w+(?:Error|Exception|Exit))\b")
 _REFUSING = ("AssertionError", "ValueError", "NotImplementedError")
 _ABSENT = re.compile(
@@ -138,20 +144,114 @@ def stages_of(judgement: Judgement) -> dict[str, Error]:
     return found
 
 
+def of_judgement(judgement: Judgement) -> dict[str, Any]:
+    """Fields of a record: the verdict's, infinite ones empty, and each stage's error."""
+    found = {name: getattr(judgement.verdict, name) for name in _OF_VERDICT}
+    for name in ("error", "worst_ratio"):
+        value = found[name]
+        found[name] = value if value is not None and value < float("inf") else None
+    return {**found, "status": status_of(judgement), "stages": stages_of(judgement)}
+
+
+_OF_VERDICT = (
+    *("stage", "module", "tensor", "kind", "error", "tolerance", "worst_ratio"),
+    *("compared", "seen", "reason"),
+)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What the draws of a seed came to."""
+
+    seed: int
+    records: tuple[CellRecord, ...]
+    """Of all that was verified, the tries of shrinking among them."""
+    found: tuple[CellRecord, ...]
+    """The least of each draw that differs."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A layout's losses against others, each as largest and mean of the absolute differences."""
+
+    layout: str
+    fp32: tuple[float, float]
+    """From one rank's in fp32."""
+    bf16: tuple[float, float]
+    """From one rank's in bf16."""
+    cost: tuple[float, float]
+    """Of the layout in bf16 from itself in fp32."""
+    last_fp32: float
+    last_bf16: float
+
+
 def read_cells(folder: Path) -> dict[str, CellRecord]:
-    """Cells in a folder, by id.
+    """Cells in a folder, one JSON each, by id.
 
     Raises:
         msgspec.ValidationError: One is not of this version of the kit.
     """
-    return {one.id: one for one in _read(sorted(folder.glob("*.json")))}
-
-
-def _read(paths: Iterable[Path]) -> Iterator[CellRecord]:
-    for path in paths:
-        yield msgspec.json.decode(path.read_bytes(), type=CellRecord)
+    return {one.id: one for one in _read(sorted(folder.glob("*.json")), CellRecord)}
 
 
 def write_cell(folder: Path, record: CellRecord) -> None:
     """Write a cell, whole or not at all."""
     write_record(folder / f"{record.id}.json", record)
+
+
+def store(folder: Path, name: str, records: Iterable[CellRecord]) -> None:
+    """Keep the cells of a version, in place of those with the same id; not those of smaller models."""
+    path = _stored(folder, f"{name}.jsonl")
+    whole = (one for one in records if not one.more)
+    kept = {one.id: one for one in read_stored(path)} | {one.id: one for one in whole}
+    lines = (msgspec.json.encode(_as_stored(kept[key])) + b"\n" for key in sorted(kept))
+    write_whole(path, b"".join(lines))
+
+
+def store_curves(folder: Path, name: str, curves: Sequence[Curve]) -> None:
+    """Keep the losses' differences of a version."""
+    write_record(_stored(folder, f"{name}.bf16.json"), curves)
+
+
+def store_drawn(folder: Path, name: str, drawn: Drawn) -> None:
+    """Keep what a seed's draws came to, in place of what they did before."""
+    write_record(_stored(folder, f"{name}.fuzz-{drawn.seed}.json"), drawn)
+
+
+def read_stored(path: Path) -> list[CellRecord]:
+    """Cells of a version's file; none where it is not there."""
+    lines = path.read_bytes().splitlines() if path.is_file() else ()
+    return [msgspec.json.decode(line, type=CellRecord) for line in lines]
+
+
+def read_curves(cells: Path) -> tuple[Curve, ...]:
+    """Those beside a version's file."""
+    found = _read(cells.parent.glob(f"{cells.stem}.bf16.json"), tuple[Curve, ...])
+    return next(found, ())
+
+
+def read_drawn(cells: Path) -> tuple[Drawn, ...]:
+    """Those beside a version's file."""
+    return tuple(_read(sorted(cells.parent.glob(f"{cells.stem}.fuzz-*.json")), Drawn))
+
+
+def _read[T](paths: Iterable[Path], kind: type[T]) -> Iterator[T]:
+    return (msgspec.json.decode(path.read_bytes(), type=kind) for path in paths)
+
+
+def _stored(folder: Path, name: str) -> Path:
+    (folder / STORED).mkdir(parents=True, exist_ok=True)
+    return folder / STORED / name
+
+
+def _as_stored(record: CellRecord) -> dict[str, object]:
+    """What is not as it is by default; numbers with as many digits as are read."""
+    blank = {one.name: one.default for one in fields(CellRecord)} | {"stages": {}}
+    values = {name: getattr(record, name) for name in blank}
+    if BF16 not in record.levels:
+        del values["stages"]
+    return {
+        name: float(f"{value:.4g}") if isinstance(value, float) else value
+        for name, value in values.items()
+        if value != blank[name]
+    }

@@ -25,16 +25,14 @@ from tools.study.matrix.definition import Level
 from tools.study.matrix.outcome import (
     CellRecord,
     CellStatus,
+    of_judgement,
     read_cells,
-    stages_of,
-    status_of,
-    status_of_reason,
     write_cell,
 )
 from tools.study.matrix.shrink import fewest, smallest
 from tools.study.verify.verifier import Verifier
 from tools.verify.findings import Finding
-from tools.verify.verdict import Judgement
+from tools.verify.verdict import refused
 
 Verify = Callable[[Cell], CellRecord]
 """Verifies a cell once."""
@@ -51,7 +49,7 @@ class CellVerifier:
     options: Options
     known: tuple[Finding, ...] = ()
     """Bugs of this Megatron."""
-    _reference: str = field(default="", init=False)
+    _reference: tuple[object, ...] = field(default=(), init=False)
 
     def __call__(self, cell: Cell) -> CellRecord:
         """Verify a cell; one that differs twice, unless that is a known finding."""
@@ -80,70 +78,38 @@ class CellVerifier:
         return next((one.id for one in shown if one.stage in (None, record.stage)), "")
 
     def _once(self, cell: Cell) -> CellRecord:
-        key = f"{cell.family.name} {cell.flags} {cell.samples} {cell.optimizer} {cell.patch}"
-        if key != self._reference:
+        if cell.reference != self._reference:
             self.verifier.forget()
-            self._reference = key
+            self._reference = cell.reference
         try:
-            options = cell.options(self.options)
-            judgement = self.verifier.verify(cell.target, options, cell.difference, both=True)
+            found = of_judgement(self.verifier.verify(cell.pair(self.options), both=True))
         except LaunchError as error:
-            return self._record(cell, status_of_reason(str(error)), reason=str(error))
+            found = of_judgement(refused(str(error)))
         except Exception as error:  # One cell that cannot be judged does not stop the rest.
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-            return self._record(cell, CellStatus.NOT_JUDGED, reason=said)
-        return self._judged(cell, judgement)
-
-    def _judged(self, cell: Cell, judgement: Judgement) -> CellRecord:
-        verdict = judgement.verdict
-        ratio = verdict.worst_ratio
-        return self._record(
-            cell,
-            status_of(judgement),
-            verdict.reason,
-            stage=verdict.stage,
-            module=verdict.module,
-            tensor=verdict.tensor,
-            kind=verdict.kind,
-            error=_finite(verdict.error),
-            tolerance=verdict.tolerance,
-            worst_ratio=_finite(ratio),
-            compared=verdict.compared,
-            seen=verdict.seen,
-            stages=stages_of(judgement),
-        )
-
-    def _record(
-        self, cell: Cell, status: CellStatus, reason: str | None = None, **verdict: object
-    ) -> CellRecord:
+            found = {"status": CellStatus.NOT_JUDGED, "reason": said}
+        found["reason"] = _LOG.sub("", found["reason"] or "")[:_REASON_LENGTH] or None
         entry = find_entry(self.options.megatron_lm)
         commit = f" ({entry.megatron_commit})" if entry.megatron_commit else ""
-        checkout = "<checkout>" if self.options.megatron_lm else ""
-        blank = CellRecord(
+        return CellRecord(
             cell.id,
             cell.family.name,
             cell.layout.name,
             tuple(level.path for level in cell.levels),
-            cell.command(checkout),
-            status,
-            reason=_LOG.sub("", reason)[:_REASON_LENGTH] if reason else None,
+            cell.command("<checkout>" if self.options.megatron_lm else ""),
+            **found,
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
             megatron=f"{entry.megatron_version}{commit}",
             kit=kit_commit() or "",
             more=cell.more,
             patch=cell.patch,
         )
-        return replace(blank, **verdict)  # type: ignore[arg-type]
 
 
 def needs_reason(cell: Cell, record: CellRecord) -> bool:
     """Whether it is to be found out which of a cell's levels are wrong."""
     return not record.is_right and not record.finding and bool(cell.levels)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and value < float("inf") else None
 
 
 @dataclass
@@ -172,33 +138,30 @@ class MatrixRun:
         Those that need no explanation come first: every pair once, then the reasons.
         """
         wrong: list[Cell] = []
-        for cell in cells:
-            if self.is_over:
-                return False
-            record = self.record(cell)
-            if needs_reason(cell, record):
-                wrong.append(cell)
-        while wrong:
-            for cell in list(self._explained(wrong.pop(0))):
-                if self.is_over:
-                    return False
-                if needs_reason(cell, self.record(cell)):
-                    wrong.append(cell)
-        return not self.is_over
+        left = iter(cells)
+        while not self.is_over:
+            cell = next(left, None)
+            if cell is not None:
+                wrong += [cell] if needs_reason(cell, self.record(cell)) else []
+            elif wrong:
+                left = self._explained(wrong.pop(0))
+            else:
+                return True
+        return False
 
     def record(self, cell: Cell) -> CellRecord:
         """A cell's record: as it is kept, or verified now."""
         kept = self.records.get(cell.id)
         if kept is not None:
             return kept
-        record = self.verify(cell)
-        self._keep(record)
+        record = self._keep(self.verify(cell))
         self._say(record)
         return record
 
-    def _keep(self, record: CellRecord) -> None:
+    def _keep(self, record: CellRecord) -> CellRecord:
         write_cell(self.folder, record)
         self.records[record.id] = record
+        return record
 
     def _explained(self, cell: Cell) -> Iterator[Cell]:
         """Look for the levels that make a cell wrong; gives the cells that cover the others again."""
@@ -212,21 +175,14 @@ class MatrixRun:
                 least = self.shrunk(cell.only(blamed)).command()
                 if self.is_over:
                     return
-            record = replace(record, blamed=paths, smallest=least)
-            self._keep(record)
+            record = self._keep(replace(record, blamed=paths, smallest=least))
             self.console.print(f"  because of {', '.join(paths) or cell.layout.name}")
         for path in record.blamed or ():
             yield cell.without(cell.family.level(path))
 
     def blamed(self, cell: Cell, record: CellRecord) -> tuple[Level, ...]:
         """The fewest levels of a cell that come to the same."""
-
-        def as_wrong(levels: tuple[Level, ...]) -> bool:
-            if self.is_over:
-                return False
-            return self._alike(self.record(cell.only(levels)), record)
-
-        return fewest(cell.levels, as_wrong)
+        return fewest(cell.levels, lambda levels: self._is_as(cell.only(levels), record))
 
     def shrunk(self, cell: Cell) -> Cell:
         """The smallest model and the fewest flags that differ as a cell does."""
@@ -235,14 +191,13 @@ class MatrixRun:
         def with_more(more: tuple[tuple[str, ...], ...]) -> Cell:
             return replace(cell, more=tuple(word for words in more for word in words))
 
-        def differs(more: tuple[tuple[str, ...], ...]) -> bool:
-            return not self.is_over and self._alike(self.record(with_more(more)), record)
+        return with_more(
+            smallest(cell.family.smaller, lambda more: self._is_as(with_more(more), record))
+        )
 
-        return with_more(smallest(cell.family.smaller, differs))
-
-    @staticmethod
-    def _alike(one: CellRecord, other: CellRecord) -> bool:
-        return one.status is other.status
+    def _is_as(self, cell: Cell, record: CellRecord) -> bool:
+        """Whether a cell comes to what a record says; not where there is no time to find out."""
+        return not self.is_over and self.record(cell).status is record.status
 
     def _say(self, record: CellRecord) -> None:
         style = {CellStatus.HELD: "green", CellStatus.DIFFERS: "red"}.get(record.status, "yellow")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from tools.study.matrix.definition import Family, Level, Matrix
-from tools.study.matrix.outcome import STATUSES, CellRecord, CellStatus
+from tools.study.matrix.outcome import BF16, STATUSES, CellRecord, CellStatus
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,6 @@ class LevelResult:
             return "not tried"
         return f"{self.record.status}: {self.record.sentence}"
 
-
-BF16 = "dtype/bf16"
 
 SIGNS = {
     CellStatus.HELD: "✓",

@@ -32,7 +32,7 @@ from tools.records.verdict import VERIFY_FOLDER, Outcome
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
-from tools.study.verify.pairs import PREFIX, Verification, compose_verification, difference_of
+from tools.study.verify.pairs import Verification, compose_pair, pair_of
 from tools.text.terminal import say
 from tools.verify.captured import VerifyError, read_capture
 from tools.verify.page import write_page
@@ -120,12 +120,12 @@ def verify(
     Raises:
         LaunchError: It cannot run here; nothing was written.
     """
-    verification = compose_verification(target, options, difference_of(given))
+    verification = compose_pair(pair_of(target, given, options))
     launches = verification.launches
     if options.dry_run:
         return max(map(dry_run, launches))
     stamp = utc_stamp()
-    folder = options.runs / f"{stamp}-{PREFIX}{verification.name}"
+    folder = options.runs / f"{stamp}-{verification.pair.target}"
     return carried_out(verification, console, folder, also).verdict.exit_code
 
 
@@ -148,12 +148,12 @@ def carried_out(
     Raises:
         LaunchError: It cannot run here; nothing was written.
     """
-    launches = verification.launches
+    launches, pair = verification.launches, verification.pair
     make_missing_data(launches, console)
     for launch in launches:
         check(launch, may_drop=True)  # `pairs` refuses those that drop others.
         ensure_start_checkpoint(launch, console)
-    results = folder / VERIFY_FOLDER / verification.name
+    results = folder / VERIFY_FOLDER / pair.job.name
     with _scratch(folder) as scratch:
         train: Train = _KeptRuns(folder, console)
         if shared is not None:
@@ -161,15 +161,15 @@ def carried_out(
         judgement = judged(verification, scratch, train)
     verdict = replace(
         judgement.verdict,
-        reference=verification.reference_name,
-        layout=verification.layout.job.strategy,
+        reference=pair.other,
+        layout=pair.job.strategy,
         mode=verification.mode,
-        command=make_command(PREFIX + verification.name, verification.variables),
+        command=make_command(pair.target, pair.variables),
     )
     judgement = replace(judgement, verdict=verdict)
     _write(results, judgement)  # Without the tensors there is room again.
     if also is not None:
-        shutil.copytree(results, also / VERIFY_FOLDER / verification.name, dirs_exist_ok=True)
+        shutil.copytree(results, also / VERIFY_FOLDER / results.name, dirs_exist_ok=True)
     _print(judgement, results, console)
     return judgement
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +21,9 @@ from tools.dataset.indexed import DocumentIndex, bin_path, idx_path, token_dtype
 from tools.launch.backends import NO_TRANSFORMERS
 from tools.launch.execute import execute
 from tools.launch.hub import folder_of
-from tools.launch.job import Job
+from tools.launch.job import Job, parse_target
 from tools.launch.options import Options
 from tools.launch.preflight import check
-from tools.launch.progress import LogFollower
 from tools.launch.train import compose_job
 from tools.records.run import LOG_FILE, Status, utc_stamp
 from tools.records.verdict import EXIT_CODES, Outcome
@@ -34,14 +33,17 @@ from tools.spec.model import model_of
 from tools.spec.run import Backend
 from tools.spec.strategy import StrategyError, devices_of, parse_strategy
 from tools.study.verify.command import SharedReferences, carried_out
-from tools.study.verify.pairs import HF, PREFIX, Difference, Verification, compose_verification
+from tools.study.verify.pairs import HF, Pair, compose_pair
+from tools.study.verify.verifier import losses_in
 from tools.text.table import Column, Table, rich_table
 
 STRATEGIES = "baseline tp2 sp2 pp2 cp2 tp2pp2 tp2dp2"
 STEPS, LOSS_TOLERANCE = 20, 1e-5
 """Training beside transformers, and how far losses may be apart."""
-LEARNING = ("--lr", "1e-3", "--min-lr", "1e-3", "--lr-decay-style", "constant")
-_NO_WARMUP = ("--lr-warmup-fraction", "0")
+LEARNING = (
+    *("--lr", "1e-3", "--min-lr", "1e-3", "--lr-decay-style", "constant"),
+    *("--lr-warmup-fraction", "0"),
+)
 _SEQUENCE = 64
 """Tokens of a sample, where the model has more positions and EXTRA= does not say."""
 _DOCUMENTS, _DOCUMENT_TOKENS = 1000, 64
@@ -70,20 +72,18 @@ def verify_hf(
     Raises:
         ValueError: It cannot run here, or the model cannot be converted.
     """
-    difference = Difference(HF, extra_b)
-    ranks = [(strategy, _devices(strategy)) for strategy in (strategies or STRATEGIES).split()]
+    layouts = [(strategy, _devices(strategy)) for strategy in (strategies or STRATEGIES).split()]
     if importlib.util.find_spec("transformers") is None:
         raise LaunchError(NO_TRANSFORMERS)
-    stamp = utc_stamp()
-    folder = options.runs / f"{stamp}-verify-hf"
-    shared = SharedReferences(folder / "references")
+    folder = options.runs / f"{utc_stamp()}-verify-hf"
+    prover = _Prover(folder, layouts, extra_b, options, console)
     proofs: list[Proof] = []
     try:
         for source, name in _sources(hf, folder / "sources"):
-            proofs += _proofs_of(source, name, ranks, difference, folder, shared, options, console)
-            shared.forget()
+            proofs += prover.proofs(source, name)
+            prover.shared.forget()
     finally:
-        shared.forget()
+        prover.shared.forget()
         shutil.rmtree(folder / "models", ignore_errors=True)
     console.print(rich_table(Table(_COLUMNS, tuple(proofs), "Against transformers"), console.width))
     console.print(f"→ {from_root(folder)}", highlight=False)
@@ -111,32 +111,79 @@ def _sources(given: str | None, made: Path) -> Iterator[tuple[Path, str]]:
         yield write_model(made / family, config), f"random-{family}"
 
 
-def _proofs_of(
-    source: Path,
-    name: str,
-    strategies: Sequence[tuple[str, int]],
-    difference: Difference,
-    folder: Path,
-    shared: SharedReferences,
-    options: Options,
-    console: Console,
-) -> Iterator[Proof]:
-    from tools.convert.hf.into_megatron import import_model, read_source
-    from tools.convert.hf.work import Work
+@dataclass(frozen=True)
+class _Prover:
+    folder: Path
+    layouts: Sequence[tuple[str, int]]
+    """Strategies with their devices."""
+    extra_b: tuple[str, ...]
+    options: Options
+    console: Console
 
-    found = read_source(source)
-    hub = folder / "models"
-    import_model(found, name, Work(console), hub)
-    yield _round_trip(source, hub / name, folder / "exported" / name)
-    data = options.data or str(_random_tokens(folder / f"{name}_tokens", found.shape.vocabulary))
-    sequence = ("--seq-length", str(min(_SEQUENCE, found.shape.seq_length)))
-    options = replace(options, data=data, runs=folder, extra=(*sequence, *options.extra))
-    options = replace(options, model=str(hub / name / f"{name}.args"))
-    for strategy, devices in strategies:
-        target = f"{PREFIX}{strategy}-{name}-{devices}cpu"
-        verification = compose_verification(target, options, difference)
-        yield _layout(verification, folder, shared, console)
-    yield _training(verification.asked.laid("baseline", 1), folder, console)
+    @cached_property
+    def shared(self) -> SharedReferences:
+        return SharedReferences(self.folder / "references")
+
+    def proofs(self, source: Path, name: str) -> Iterator[Proof]:
+        """Of a folder of Hugging Face's, under a model's name."""
+        from tools.convert.hf.into_megatron import import_model, read_source
+        from tools.convert.hf.work import Work
+
+        found, hub = read_source(source), self.folder / "models"
+        import_model(found, name, Work(self.console), hub)
+        yield _round_trip(source, hub / name, self.folder / "exported" / name)
+        data = self.options.data or _random_tokens(
+            self.folder / f"{name}_tokens", found.shape.vocabulary
+        )
+        sequence = ("--seq-length", str(min(_SEQUENCE, found.shape.seq_length)))
+        options = replace(
+            self.options,
+            data=str(data),
+            runs=self.folder,
+            extra=(*sequence, *self.options.extra),
+            model=str(hub / name / f"{name}.args"),
+        )
+        job = parse_target(f"train-baseline-{name}-1cpu", options)
+        for layout in self.layouts:
+            yield self._compared(Pair(job.laid(*layout), HF, self.extra_b))
+        yield self._trained(job)
+
+    def _compared(self, pair: Pair) -> Proof:
+        verification, name = compose_pair(pair), pair.job.name
+        self.console.print(f"{name}: {verification.mode}", highlight=False)
+        own = self.folder / name
+        verdict = carried_out(verification, self.console, own, shared=self.shared).verdict
+        seen = verdict.sentence.removeprefix("tensors ").removeprefix("held: ")
+        if verdict.seen:
+            seen += f"; {verdict.compared:,} tensors compared"
+        return Proof(pair.job.model.name, pair.job.strategy, verdict.verdict, seen)
+
+    def _trained(self, job: Job) -> Proof:
+        """Losses of Megatron on one rank, and of transformers with PyTorch's AdamW."""
+        options = job.options
+        own = replace(
+            options,
+            iterations=STEPS,
+            dropout=0.0 if options.dropout is None else options.dropout,
+            micro_batch_size=options.micro_batch_size or 2,
+            global_batch_size=options.global_batch_size or 4,
+            ledger=False,
+            extra=(*LEARNING, *options.extra),
+        )
+        name, losses = job.model.name, []
+        for backend in (Backend.MEGATRON, Backend.TRANSFORMERS):
+            launch = compose_job(job.under(replace(own, backend=backend)))
+            check(launch)
+            steps = f"{STEPS} steps"
+            run, status = execute(launch, self.folder, self.console, f"{steps}, {backend}")
+            if status.status is not Status.OK:
+                reason = f"{backend} ended '{status.status}': {status.reason}"
+                return Proof(name, steps, Outcome.NOT_COMPARABLE, reason)
+            losses.append(losses_in(run / LOG_FILE))
+        apart = max(abs(ours - theirs) for ours, theirs in zip(*losses, strict=True))
+        first, last = losses[0][0], losses[0][-1]
+        seen = f"losses {first:.4f} to {last:.4f}, at most {apart:.1e} apart"
+        return Proof(name, steps, _outcome(apart <= LOSS_TOLERANCE), seen)
 
 
 def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
@@ -153,53 +200,6 @@ def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
     shutil.rmtree(target)
     seen = f"{len(ours.tensors)} tensors, the same bits" if not wrong else f"{wrong[0]} differs"
     return Proof(model.name, "import and export", _outcome(not wrong), seen)
-
-
-def _layout(
-    verification: Verification,
-    folder: Path,
-    shared: SharedReferences,
-    console: Console,
-) -> Proof:
-    console.print(f"{verification.name}: {verification.mode}", highlight=False)
-    own = folder / verification.name
-    verdict = carried_out(verification, console, own, shared=shared).verdict
-    seen = verdict.sentence.removeprefix("tensors ").removeprefix("held: ")
-    if verdict.seen:
-        seen += f"; {verdict.compared:,} tensors compared"
-    return Proof(verification.asked.model.name, verification.asked.strategy, verdict.verdict, seen)
-
-
-def _training(job: Job, folder: Path, console: Console) -> Proof:
-    """Losses of Megatron on one rank, and of transformers with PyTorch's AdamW."""
-    name, options, losses = job.model.name, job.options, []
-    for backend in (Backend.MEGATRON, Backend.TRANSFORMERS):
-        own = replace(
-            options,
-            backend=backend,
-            iterations=STEPS,
-            dropout=0.0 if options.dropout is None else options.dropout,
-            micro_batch_size=options.micro_batch_size or 2,
-            global_batch_size=options.global_batch_size or 4,
-            ledger=False,
-            extra=(*LEARNING, *_NO_WARMUP, *options.extra),
-        )
-        launch = compose_job(job.under(own))
-        check(launch)
-        run, status = execute(launch, folder, console, f"{STEPS} steps, {backend}")
-        if status.status is not Status.OK:
-            reason = f"{backend} ended '{status.status}': {status.reason}"
-            return Proof(name, f"{STEPS} steps", Outcome.NOT_COMPARABLE, reason)
-        losses.append(_losses(run))
-    apart = max(abs(ours - theirs) for ours, theirs in zip(*losses, strict=True))
-    first, last = losses[0][0], losses[0][-1]
-    seen = f"losses {first:.4f} to {last:.4f}, at most {apart:.1e} apart"
-    return Proof(name, f"{STEPS} steps", _outcome(apart <= LOSS_TOLERANCE), seen)
-
-
-def _losses(run: Path) -> list[float]:
-    with closing(LogFollower(run / LOG_FILE)) as log:
-        return [one.lm_loss for one in log.new_iterations() if one.lm_loss is not None]
 
 
 def _outcome(held: bool) -> Outcome:

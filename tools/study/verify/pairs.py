@@ -12,9 +12,8 @@ import math
 import shlex
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tools.launch.checkpoint.saving import Saving, saving_flags
 from tools.launch.compose import Launch
@@ -28,6 +27,7 @@ from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.strategy import devices_of, parse_strategy
+from tools.study.verify.same_work import refuse_other_work
 
 PREFIX = "verify-"
 ITERATION = 2
@@ -42,56 +42,81 @@ WRITTEN_AGAIN = {NATIVE: Backend.NATIVE, HF: Backend.TRANSFORMERS}
 
 
 @dataclass(frozen=True)
-class Difference:
-    """In what the layout differs from its reference beside its strategy; nothing by default."""
+class Pair:
+    """What is asked for: a job, and in what its reference differs beside the strategy."""
 
+    job: Job
+    """The layout, with the variables that it was asked for under."""
     reference: str = ""
     """A strategy, `native` or `hf`; empty is baseline, of a resumed run its own layout."""
     flags: tuple[str, ...] = ()
     """Megatron's, of the layout alone."""
     megatron_lm: Path | None = None
     """Checkout of the layout alone."""
-    resumed_from: str = ""
+    resumed: str = ""
     """The strategy that saved the checkpoint which the layout resumes from; empty without one."""
     is_bf16: bool = False
     """Whether both compute in bf16, not fp32."""
 
     @property
     def variables(self) -> dict[str, str]:
-        """Make's, which say the same."""
+        """Make's, under which `target` verifies the same."""
         return {
+            **self.job.variables,
             "DTYPE": "bf16" if self.is_bf16 else "",
             "REFERENCE": self.reference,
-            "RESUMED": self.resumed_from,
+            "RESUMED": self.resumed,
             "EXTRA_B": shlex.join(self.flags),
             "MEGATRON_LM_B": str(self.megatron_lm or ""),
         }
 
+    @property
+    def target(self) -> str:
+        """The make target."""
+        return f"{PREFIX}{self.job.name}"
+
+    @property
+    def saving(self) -> str:
+        """The strategy that saves; `RESUMED=1` is the layout's own."""
+        return self.job.strategy if self.resumed == "1" else self.resumed
+
+    @property
+    def other(self) -> str:
+        """What it is compared with: of a resumed run its own layout undisturbed."""
+        return self.reference or (self.job.strategy if self.resumed else "baseline")
+
+
+def pair_of(target: str, given: Namespace, options: Options) -> Pair:
+    """The target, REFERENCE=, EXTRA_B=, MEGATRON_LM_B=, RESUMED= and DTYPE=, where a command has them.
+
+    Raises:
+        LaunchError: The target is not in the grammar.
+    """
+    value = vars(given).get
+    return Pair(
+        parse_target("train-" + target.removeprefix(PREFIX), options),
+        value("reference") or "",
+        value("extra_b") or (),
+        value("megatron_lm_b"),
+        value("resumed") or "",
+        value("dtype") == "bf16",
+    )
+
 
 @dataclass(frozen=True)
 class Verification:
-    """What is compared."""
+    """A pair, composed: what is trained."""
 
-    asked: Job
-    """With the variables that it was asked for under."""
+    pair: Pair
     layout: Launch
-    reference_name: str
     reference: Launch
-    iteration: int
-    difference: Difference
     saving: Launch | None = None
     """The run whose checkpoint, of the iteration before, the layout resumes from."""
 
     @property
-    def name(self) -> str:
-        """As in the make target."""
-        return self.layout.job.name
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """Make's, under which its target verifies the same."""
-        asked = self.asked.variables
-        return {**asked, **self.difference.variables}
+    def iteration(self) -> int:
+        """Whose tensors are compared."""
+        return self.layout.iterations
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -143,77 +168,57 @@ class Verification:
         return replace(launch, flags=flags)
 
 
-def difference_of(given: Namespace) -> Difference:
-    """REFERENCE=, EXTRA_B=, MEGATRON_LM_B=, RESUMED= and DTYPE=, where a command takes them."""
-
-    def value(name: str) -> Any:
-        return getattr(given, name, None)
-
-    return Difference(
-        value("reference") or "",
-        value("extra_b") or (),
-        value("megatron_lm_b"),
-        value("resumed") or "",
-        is_bf16=value("dtype") == "bf16",
-    )
-
-
-def compose_verification(name: str, options: Options, difference: Difference) -> Verification:
+def compose_pair(pair: Pair) -> Verification:
     """Compose what is trained: same weights, same batches, and unless asked otherwise micro batches.
 
     Raises:
-        LaunchError: The name is not in the grammar, or the layout does not fit its devices.
+        LaunchError: The layout does not fit its devices, or the two would do different work.
     """
-    job = parse_target("train-" + name.removeprefix(PREFIX), options)
+    job, options = pair.job, pair.job.options
     if job.device is not DeviceKind.CPU:
         raise LaunchError(
-            f"'{name}' names GPUs, on which the same run does not give the same bits; use …cpu."
+            f"'{pair.target}' names GPUs, on which the same run does not give the same bits; use …cpu."
         )
-    resumed = _saving_strategy(job, difference)
-    iteration = _iteration(options, resumed)
-    # A resumed run is compared with its own layout undisturbed, unless another is asked for.
-    named = difference.reference or (job.strategy if resumed else "baseline")
     micro = options.micro_batch_size or MICRO_BATCH
     dropout = options.dropout
-    if dropout is None and named != job.strategy:
+    if dropout is None and pair.other != job.strategy:
         dropout = 0.0  # Other layouts draw other masks; EXTRA= still has its own.
     alike = job.under(
         replace(
             options,
             dropout=dropout,
-            iterations=iteration,
+            iterations=_iteration(pair),
             micro_batch_size=micro,
-            global_batch_size=options.global_batch_size or micro * _micro_batches(named, job),
+            global_batch_size=options.global_batch_size or micro * _micro_batches(pair),
             shared_start=True,
             ledger=False,
             saving=None,
-            extra=(*(("--bf16",) if difference.is_bf16 else ()), *options.extra),
+            extra=(*(("--bf16",) if pair.is_bf16 else ()), *options.extra),
         )
     )
     own = alike.under(
         replace(
             alike.options,
-            extra=(*alike.options.extra, *difference.flags),
-            megatron_lm=difference.megatron_lm or options.megatron_lm,
+            extra=(*alike.options.extra, *pair.flags),
+            megatron_lm=pair.megatron_lm or options.megatron_lm,
         )
     )
-    reference = _reference(named, alike)
+    reference = _reference(pair.other, alike)
     layout = _from_start_of(reference, compose_job(own))
-    reference = _padded_as(layout, reference)
     saving = None
-    if resumed:
-        there = own.laid(resumed, _devices(resumed, job))
+    if pair.saving:
+        there = own.laid(pair.saving, _devices(pair.saving, job))
         saving = _from_start_of(reference, compose_job(there))
-    verification = Verification(job, layout, named, reference, iteration, difference, saving)
-    _refuse_other_work(verification)
+    verification = Verification(pair, layout, _padded_as(layout, reference), saving)
+    refuse_other_work(verification.layout, verification.reference)
     return verification
 
 
-def _micro_batches(reference: str, job: Job) -> int:
+def _micro_batches(pair: Pair) -> int:
     """How many micro batches suit the layout and its reference: the least of all ranks together."""
-    both = [parse_strategy(job.strategy, job.devices)]
-    if reference not in WRITTEN_AGAIN:
-        both.append(parse_strategy(reference, _devices(reference, job)))
+    both = [parse_strategy(pair.job.strategy, pair.job.devices)]
+    if pair.other not in WRITTEN_AGAIN:
+        both.append(parse_strategy(pair.other, _devices(pair.other, pair.job)))
     # The interleaved schedule takes multiples of the pipeline's stages.
     interleaved = [2 * one.pipeline for one in both if one.virtual_stages > 1]
     least = math.lcm(*interleaved) if interleaved else MICRO_BATCHES
@@ -250,14 +255,9 @@ def _padded_as(layout: Launch, reference: Launch) -> Launch:
     return replace(reference, flags=merge_flags(reference.flags, (PADDED, str(rows))))
 
 
-def _saving_strategy(job: Job, difference: Difference) -> str:
-    """`RESUMED=1` is the layout's own."""
-    return job.strategy if difference.resumed_from == "1" else difference.resumed_from
-
-
-def _iteration(options: Options, resumed: str) -> int:
-    iteration = options.iterations or (ITERATION_RESUMED if resumed else ITERATION)
-    if resumed and iteration < 2:
+def _iteration(pair: Pair) -> int:
+    iteration = pair.job.options.iterations or (ITERATION_RESUMED if pair.resumed else ITERATION)
+    if pair.resumed and iteration < 2:
         raise LaunchError(
             "RESUMED= saves a checkpoint one iteration before ITERS=1, where nothing has been trained; "
             "set ITERS=2 or more."
@@ -284,88 +284,6 @@ def _from_start_of(reference: Launch, launch: Launch) -> Launch:
             name: new if value == old else value for name, value in launch.environment.items()
         },
     )
-
-
-def _refuse_other_work(verification: Verification) -> None:
-    """Refuse two runs of different work before anything is trained.
-
-    Raises:
-        LaunchError: With what differs.
-    """
-    ours, theirs = verification.layout, verification.reference
-    for name, mine, other in _work(ours, theirs):
-        if mine != other:
-            raise LaunchError(
-                f"The two runs would do different work: {name} is {mine} in the layout and {other} in "
-                "its reference; give it to both with EXTRA=."
-            )
-    _refuse_other_balance(ours, theirs)
-    _refuse_other_tokens(ours, theirs)
-
-
-def _refuse_other_balance(ours: Launch, theirs: Launch) -> None:
-    """Refuse a balancing loss that is defined on other tokens."""
-    flags = Flags(ours.flags)
-    if not (ours.model.shape.experts and flags.number("--moe-aux-loss-coeff") > 0):
-        return
-    kind = flags.text(_BALANCING)
-    name, batches = ours.model.name, [one.spec.batch.micro_batch_size for one in (ours, theirs)]
-    ranks = [one.spec.parallelism.data for one in (ours, theirs)]
-    remedy = (
-        'add EXTRA="--moe-aux-loss-coeff 0", or "--moe-router-load-balancing-type seq_aux_loss".'
-    )
-    if kind == "aux_loss" and batches[0] != batches[1]:
-        raise LaunchError(
-            f"{name} balances its experts over each micro batch (aux_loss), so another micro batch "
-            f"trains something else; {remedy}"
-        )
-    if kind == "global_aux_loss" and (batches[0] != batches[1] or ranks[0] != ranks[1]):
-        raise LaunchError(
-            f"{name} balances its experts over the micro batches of all data-parallel ranks so far "
-            f"(global_aux_loss), so other micro batches, or {ranks[0]} of these ranks against "
-            f"{ranks[1]}, train something else; {remedy}"
-        )
-
-
-_BALANCING = "--moe-router-load-balancing-type"
-_CAPACITY = "--moe-expert-capacity-factor"
-
-
-def _refuse_other_tokens(ours: Launch, theirs: Launch) -> None:
-    """Refuse experts that get or drop other tokens: each rank decides over those it routes."""
-    tokens, other = _routed_tokens(ours), _routed_tokens(theirs)
-    if tokens == other:
-        return
-    counts = f"{tokens} in the layout and {other} in its reference, so the two train something else"
-    remedy = "or compare layouts whose ranks route as many (REFERENCE=<a strategy>)."
-    if Flags(ours.flags).has(_CAPACITY):
-        raise LaunchError(
-            f"{ours.model.name} drops tokens beyond {_CAPACITY} of those that a rank routes, {counts}; "
-            f"leave that flag out, {remedy}"
-        )
-    if Flags(ours.flags).text(_BALANCING) == "sinkhorn":
-        raise LaunchError(
-            f"{ours.model.name} balances its experts by sinkhorn over the tokens that a rank routes, "
-            f"{counts}; choose another {_BALANCING}, {remedy}"
-        )
-
-
-def _routed_tokens(launch: Launch) -> int:
-    """Of a micro batch, on one rank."""
-    degrees, batch = launch.spec.parallelism, launch.spec.batch
-    parts = degrees.context * (degrees.tensor if degrees.sequence_parallel else 1)
-    return batch.micro_batch_size * launch.model.shape.seq_length // parts
-
-
-def _work(ours: Launch, theirs: Launch) -> Iterator[tuple[str, object, object]]:
-    """What both must have alike: a name, the layout's and the reference's."""
-    shapes = [asdict(launch.model.shape) for launch in (ours, theirs)]
-    yield from ((f"the model's {name}", mine, shapes[1][name]) for name, mine in shapes[0].items())
-    given = [Flags(launch.flags) for launch in (ours, theirs)]
-    alike = of_role("data", "precision") | {"--global-batch-size", "--clip-grad"}
-    for name in sorted(alike):
-        mine, other = (" ".join(flags.texts(name)) or flags.has(name) for flags in given)
-        yield name, mine, other
 
 
 def _megatron(launch: Launch) -> str:

@@ -21,9 +21,10 @@ from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.supervise.warm import WarmMegatron
 from tools.report.read.diagnosis import diagnose
+from tools.report.read.scrape import scrape_log
 from tools.spec import variables
 from tools.study.verify.command import SharedReferences, judged
-from tools.study.verify.pairs import Difference, compose_verification
+from tools.study.verify.pairs import Pair, compose_pair
 from tools.verify.verdict import Judgement
 
 START = {variables.DEVICE: "cpu", "HF_HUB_OFFLINE": "1", **CPU_RANK}
@@ -82,6 +83,11 @@ class ForkedRanks:
         self.warm.close()
 
 
+def losses_in(log: Path) -> list[float]:
+    """Of each iteration of a log's run."""
+    return [one.lm_loss for one in scrape_log(log).iterations if one.lm_loss is not None]
+
+
 class Verifier:
     """Verifies layouts of one Megatron."""
 
@@ -91,22 +97,14 @@ class Verifier:
         self.ranks = ranks
         self._references = SharedReferences(folder / "references")
 
-    def verify(
-        self, name: str, options: Options, difference: Difference | None = None, both: bool = False
-    ) -> Judgement:
-        """Verify a layout; a plant is in the layout alone, or with `both` in the reference as well.
-
-        Args:
-            name: The make target.
-            options: Without a folder for runs.
-            difference: In what the two differ beside their strategies.
-            both: Whether the reference keeps the plant.
+    def verify(self, pair: Pair, both: bool = False) -> Judgement:
+        """Verify a pair; a plant is in the layout alone, or with `both` in the reference as well.
 
         Raises:
-            LaunchError: The two would do different work, or the layout is not in the grammar.
+            LaunchError: The two would do different work.
         """
-        options = replace(options, runs=self.folder)
-        verification = compose_verification(name, options, difference or Difference())
+        job = pair.job.under(replace(pair.job.options, runs=self.folder))
+        verification = compose_pair(replace(pair, job=job))
         quiet = Console(quiet=True)
         ensure_start_checkpoint(verification.reference, quiet, self.ranks.exit_code)
         if not both:
