@@ -1,9 +1,15 @@
-"""The code does not change under these tests: its 10 MB are read once, not for every run."""
+"""The stand-ins of launch; and code that does not change under these tests: its 10 MB are read once."""
 
 import functools
 
 import pytest
 
+from tests.launch.conftest import (  # noqa: F401
+    _early_megatron_parser,
+    megatron_parser,
+    quick_clock,
+    two_h200,
+)
 from tools.launch.code import tree_hash
 
 hash_once = functools.cache(tree_hash)

@@ -191,7 +191,7 @@ SECTIONS = {
             "Megatron's, GPipe, 1F1B, interleaved, PipeDream with and without flushes",
             # PipeDream's micro batch follows from the others' global one.
             (*_COMPARED, v.MODEL), fixed=(("name", "pipelines"),)),
-        Command("sweep", "tools.study.sweep:sweep_of_axes",
+        Command("sweep", "tools.study.commands:sweep_of_axes",
             "MODELS × STRATEGIES × BACKENDS × DEVICES; resumable",
             (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *_SLURM)),
         Command("experiment", _EXPERIMENT, "one of examples/experiments: NAME=blueberry",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -11,10 +12,12 @@ import msgspec
 from megatron_patches.fusions import NAMES
 from tools.launch.job import parse_target
 from tools.launch.microbenchmark import Workload
+from tools.launch.options import NO_OPTIONS, Options
 from tools.records.gpu_bench import MARK_MS
 from tools.spec.files import read_yaml
 from tools.spec.flags import flag_words
-from tools.study.definition import FOLDER, ExperimentCell
+from tools.study.definition import FOLDER, Cell
+from tools.study.load import option_fields
 from tools.study.runner import in_turn
 
 BUDGET_SECONDS = 510.0
@@ -28,7 +31,7 @@ over several seconds, so that the clocks settle as they do in training."""
 START_SECONDS = 40.0
 """From the command to the first iteration. Assumed, not measured."""
 
-Run = tuple[int, ExperimentCell]
+Run = tuple[int, Cell]
 """A repeat, from 1, of a cell."""
 
 
@@ -120,17 +123,20 @@ SETTINGS = tuple(map(_whole, _BENCH.settings))
 KNOWN = (*SETTINGS, *map(_whole, _BENCH.on_request))
 
 
-def cells_of(settings: Sequence[BenchSetting], runs: Path) -> tuple[ExperimentCell, ...]:
+def cells_of(
+    settings: Sequence[BenchSetting], runs: Path, options: Options = NO_OPTIONS
+) -> tuple[Cell, ...]:
     """A cell for each setting; those that are repeated come first, and their repeats in turn."""
     target = parse_target(TARGET)
     return tuple(
-        ExperimentCell(
-            target.model.name,
-            target.strategy,
-            target.devices,
-            target.device,
+        Cell(
+            target.under(
+                replace(
+                    options,
+                    **option_fields(variables(setting, str(runs / setting.name)), setting.name),
+                )
+            ),
             label=setting.name,
-            settings=tuple(variables(setting, str(runs / setting.name)).items()),
             repeats=setting.repeats,
             expected_seconds=expected_seconds(setting),
         )

@@ -49,8 +49,8 @@ from tools.study.bench_gpu.plan import (
     chosen,
     describe,
 )
-from tools.study.cells import check_cells, plan_cells
-from tools.study.definition import Experiment, ExperimentCell
+from tools.study.cells import check_cells, compose_cells
+from tools.study.definition import Cell, Experiment
 from tools.study.runner import Runner
 
 FIXED = (
@@ -87,31 +87,25 @@ class Bench:
         Raises:
             Interrupted: A request to stop came; what had ended is kept.
         """
-        cells = cells_of(self.settings, self.runs / FOLDER)
-        experiment = Experiment(FOLDER, cells, skips_illegal=True, budget_seconds=budget_seconds)
-        planned = check_cells(plan_cells(experiment, options, self.console), experiment, options)
-        for skipped in planned.skipped:
-            self.console.print(f"{skipped.cell.name}: {skipped.rule}", style="red", markup=False)
-            self.judge(skipped.cell, None, skipped.rule)
-        runner = Runner(
-            planned.launches,
-            options,
-            self.console,
-            takes_finished=True,
-            finished=self.finished,
-            judge=self.judge,
-            budget_seconds=experiment.budget_seconds,
+        cells = cells_of(self.settings, self.runs / FOLDER, options)
+        experiment = Experiment(
+            FOLDER, cells, takes_finished=True, skips_illegal=True, budget_seconds=budget_seconds
         )
+        planned = check_cells(compose_cells(experiment, self.console), experiment)
+        for cell, rule in planned.skipped.items():
+            self.console.print(f"{cell.name}: {rule}", style="red", markup=False)
+            self.judge(cell, None, rule)
+        runner = Runner(experiment, planned.launches, self.console, self.finished, self.judge)
         runner.train()
         return not planned.skipped and not any(result.failure for result in runner.results())
 
-    def finished(self, cell: ExperimentCell, _: Launch) -> list[Path]:
+    def finished(self, cell: Cell, _: Launch) -> list[Path]:
         """Runs that are kept, newest first."""
         kept = self._kept(cell.label)
         names = [run.run for run in kept.runs] if kept else []
         return [self.runs / FOLDER / cell.label / name for name in reversed(names)]
 
-    def judge(self, cell: ExperimentCell, folder: Path | None, problem: str) -> str:
+    def judge(self, cell: Cell, folder: Path | None, problem: str) -> str:
         """Keep a run with its timed iterations, also of one that fell over after them; its problem."""
         setting = next(each for each in self.settings if each.name == cell.label)
         if folder is None:
