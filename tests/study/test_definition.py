@@ -12,7 +12,7 @@ from tools.study.commands import output_of
 from tools.study.definition import FOLDER
 from tools.study.load import load_experiment
 
-NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "bench_gpu")
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,7 +99,7 @@ def test_the_readme_explains_every_key_and_names_every_file() -> None:
     text = (FOLDER / "README.md").read_text()
     for key in load._ExperimentFile.__struct_fields__:
         assert f"`{key}`" in text
-    for name in (*NAMES, "bench_gpu"):
+    for name in NAMES:
         assert f"`{name}.yaml`" in text
 
 

@@ -264,7 +264,7 @@ SECTIONS = {
         Command("bench-auto", "tools.study.bench_auto:bench_auto",
             "the planner's times and choice here, against what is measured: MODELS= DEVICES=",
             (*ONE_RUN, v.MODELS, v.DEVICES)),
-        Command("bench-gpu", "tools.study.bench_gpu.run:bench_gpu",
+        Command("bench-gpu", "tools.study.bench_gpu:bench_gpu",
             "Megatron on one GPU without Transformer Engine, in under 9 minutes",
             (*ONE_RUN, v.ONLY, v.BUDGET)),
         Command("loss-curve", _TABLE_OF_RUNS,

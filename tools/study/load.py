@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from megatron_patches.fusions import NAMES
 from tools.launch.devices import visible_gpus
 from tools.launch.job import Job, parse_devices, parse_target
 from tools.launch.options import OF_A_RUN, Options, options_from_texts
@@ -43,16 +44,21 @@ VariableValue = str | int | float | bool
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An entry of `cells`, with one value of each axis."""
 
-    strategy: str
+    strategy: str = "baseline"
     model: str = ""
     devices: str = ""
+    label: str = ""
+    why: str = ""
     backend: Backend | None = None
     optimizer: OptimizerName | None = None
     seed_offset: int = 0
     fused: bool = True
+    base: str = ""
+    without: str = ""
     settings: dict[str, VariableValue] = {}
     repeats: int | None = None
     needs: str = ""
+    on_request: bool = False
 
 
 class _ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,12 +75,14 @@ class _ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_gpu: dict[str, VariableValue] = {}
     on_models: dict[str, dict[str, VariableValue]] = {}
     fixed: dict[str, VariableValue] = {}
+    bases: dict[str, dict[str, VariableValue]] = {}
     environment: dict[str, str] = {}
     warm: bool = False
     budget_seconds: float | None = None
     evaluation_batches: int | None = None
     repeats: int = 1
     repeats_change_seed: bool = False
+    apart: bool = False
     takes_finished: bool = False
     skips_illegal: bool = False
     table: str = ""
@@ -84,16 +92,21 @@ class _ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_experiment(
-    name: str, options: Options, model: str | None = None, trained: Job | None = None
+    name: str,
+    options: Options,
+    model: str | None = None,
+    trained: Job | None = None,
+    only: Sequence[str] = (),
 ) -> Experiment:
     """Read an experiment, for a model of the caller's or its own, on the devices that are here.
 
-    With `trained` every cell trains that: its strategy and model on its devices.
+    With `trained` every cell trains that: its strategy and model on its devices. With `only` there are
+    the cells of these labels, else all but those on request.
 
     Raises:
         LaunchError: There is none of this name, or its file holds what is not known.
     """
-    return _Loader(name, _read(name), options, model, trained).experiment({})
+    return _Loader(name, _read(name), options, model, trained, only).experiment({})
 
 
 def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experiment:
@@ -164,13 +177,14 @@ class _Loader:
     options: Options
     model: str | None = None
     trained: Job | None = None
+    only: Sequence[str] = ()
 
     def experiment(self, axes: Mapping[str, list[str]]) -> Experiment:
         file = self.file
         entries = [entry for each in file.cells for entry in self._entries(each, axes)]
         needed = {entry.needs for entry in entries if entry.needs}
         lacking = {name for name in needed if importlib.util.find_spec(name) is None}
-        entries = [entry for entry in entries if entry.needs not in lacking]
+        entries = [entry for entry in self._wanted(entries) if entry.needs not in lacking]
         seeds = max(file.repeats, self.options.repeats) if file.repeats_change_seed else 1
         cells = tuple(self._cell(entry, seed) for seed in range(seeds) for entry in entries)
         return Experiment(
@@ -200,13 +214,23 @@ class _Loader:
         lists = (each if isinstance(each, list) else [each] for each in ordered.values())
         for values in product(*lists):
             one = dict(zip(ordered, values, strict=True))
+            one |= {key: one[key].format(**one) for key in ("label", "why") if key in one}
             one["settings"] = {variable: one.pop(variable) for variable in settings}
             yield _as(_Entry, one, self.name)
+
+    def _wanted(self, entries: Sequence[_Entry]) -> Sequence[_Entry]:
+        known = [entry.label for entry in entries if entry.label]
+        for name in self.only:
+            if name not in known:
+                raise LaunchError(f"ONLY knows no setting '{name}'; it knows {', '.join(known)}.")
+        if self.only:
+            return [entry for entry in entries if entry.label in self.only]
+        return [entry for entry in entries if not entry.on_request]
 
     def _cell(self, entry: _Entry, seed: int) -> Cell:
         job = self.trained or self._job(entry)
         options = self._common(job.model, job.device)
-        own = self._variables(entry.settings)
+        own = self._own(entry)
         options = replace(
             options,
             backend=entry.backend or options.backend,
@@ -216,7 +240,24 @@ class _Loader:
         )
         # A cell's flags come behind those of all cells, and the last one counts.
         own["extra"] = (*options.extra, *own.get("extra", ()))
-        return Cell(job.under(replace(options, **own)), repeats=entry.repeats or options.repeats)
+        if self.file.apart:
+            own["runs"] = options.runs / self.file.report / entry.label
+        repeats = entry.repeats or options.repeats
+        return Cell(job.under(replace(options, **own)), entry.label, entry.why, repeats)
+
+    def _own(self, entry: _Entry) -> dict[str, Any]:
+        """An entry's variables over its base's; EXTRA comes behind, FUSED is joined."""
+        own = self._variables(entry.settings)
+        if not entry.base:
+            return own
+        if entry.base not in self.file.bases:
+            known = ", ".join(self.file.bases)
+            raise LaunchError(f"{self.name}.yaml has no base '{entry.base}'; it has {known}.")
+        base = self._variables(self.file.bases[entry.base])
+        patches = {*base.get("fused", ()), *own.get("fused", ())} - {entry.without}
+        fused = tuple(name for name in NAMES if name in patches)
+        extra = (*base.get("extra", ()), *own.get("extra", ()))
+        return {**base, **own, "fused": fused, "extra": extra}
 
     def _job(self, entry: _Entry) -> Job:
         """Without its options. A strategy that names no number of devices has the file's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,10 +23,6 @@ from tools.study.in_slurm import finished_in_slurm, submit_missing
 from tools.text.terminal import say
 
 NO_TIME = "no time was left for it"
-
-Judge = Callable[[Cell, Path | None, str], str]
-"""Given the folder and the problem of a run that has ended, if it has them; why it does not count, or
-has to be the cell's last, and nothing if it is good."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +55,6 @@ class Runner:
     experiment: Experiment
     launches: Mapping[Cell, Launch]
     console: Console
-    finished: Callable[[Cell, Launch], Sequence[Path]] | None = None
-    judge: Judge | None = None
-    """What becomes of each run as soon as it has ended; None takes those that ended well."""
     _warm: WarmMegatron | None = None
     _longest_seconds: dict[int, float] = field(default_factory=dict)
     """Of the runs so far, by their number of iterations."""
@@ -100,8 +93,6 @@ class Runner:
             expected = self._longest_seconds.get(launch.iterations, cell.expected_seconds)
             if self.seconds_left is not None and expected > self.seconds_left:
                 say(self.console, f"{title}: left out, {NO_TIME}; repeat the command.")
-                if self.judge and repeat == 1:
-                    self.judge(cell, None, NO_TIME)
                 continue
             said = self._train(cell, launch, title)
             seconds = (time.monotonic() - self._began) / done * (len(steps) - done)
@@ -128,8 +119,6 @@ class Runner:
     def _taken(self, cell: Cell, launch: Launch) -> Sequence[Path]:
         if not self.experiment.takes_finished:
             return []
-        if self.finished:
-            return self.finished(cell, launch)[: cell.repeats]
         options = launch.job.options
         found = finished_in_slurm(launch) if options.slurm else finished_runs(launch, options.runs)
         return found[: cell.repeats]
@@ -149,9 +138,6 @@ class Runner:
         seconds = time.monotonic() - began
         longest = self._longest_seconds.get(launch.iterations, 0.0)
         self._longest_seconds[launch.iterations] = max(longest, seconds)
-        if self.judge:
-            problem = self.judge(cell, folder, problem)
-            said = said if problem in said else f"{said}; {problem}"
         if problem:
             self._failed[cell] = problem, folder
         elif folder:
