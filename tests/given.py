@@ -5,11 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tools.cli.main import called
 from tools.cli.options import find_command, of_make, of_words
+from tools.launch.options import NO_OPTIONS, Options
 from tools.plan.options import PlanOptions, plan_options
 from tools.spec.setting import values
 from tools.spec.settings import Setting
-from tools.study.definition import SWEEP, Experiment, load_sweep
-from tools.study.sweep import AXES
+from tools.study.definition import SWEEP, Experiment
+from tools.study.load import AXES, load_sweep
 
 
 def given(target: str, variables: Mapping[str, str] = {}) -> Namespace:
@@ -38,7 +39,7 @@ def read_of(known: Iterable[Setting], variables: Mapping[str, str]) -> Namespace
     return Namespace(**values(known, variables), texts=dict(variables))
 
 
-def swept(variables: Mapping[str, str]) -> Experiment:
-    """What `make sweep VARIABLES` trains."""
+def swept(variables: Mapping[str, str], options: Options = NO_OPTIONS) -> Experiment:
+    """What `make sweep VARIABLES` trains under further options."""
     axes = {name: text for name, text in variables.items() if name in AXES}
-    return load_sweep(variables.get("NAME", SWEEP), axes)
+    return load_sweep(variables.get("NAME", SWEEP), options, axes)

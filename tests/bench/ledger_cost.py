@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.launch.options import Options
 from tools.report.analyse.statistics import (
     Estimate,
     TimeComparison,
@@ -24,8 +23,8 @@ from tools.report.analyse.statistics import (
 from tools.report.read.runs import Run, load_folder
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
-from tools.study.cells import PlannedCells
-from tools.study.commands import Ended, Output, refuse_failed
+from tools.study.definition import Experiment
+from tools.study.engine import Output, Study
 from tools.text.terminal import say
 
 LIMIT = 0.02
@@ -131,20 +130,20 @@ def call_nanoseconds() -> tuple[float, float]:
     return min(found["plain"]), min(found["watched"])
 
 
-def refuse_without_ledger(_: PlannedCells, options: Options) -> None:
-    if not options.ledger:
+def refuse_without_ledger(experiment: Experiment) -> None:
+    if not experiment.options.ledger:
         raise LaunchError("LEDGER=0 leaves nothing to measure; leave it out.")
 
 
-def finish(ended: Ended) -> int:
+def finish(study: Study) -> int:
     """Three sentences; 1 if the ledger costs more than it may for sure."""
-    refuse_failed(ended)
-    (result,) = ended.results
+    study.refuse_failed()
+    (result,) = study.results
     runs = [load_folder(folder) for folder in result.runs]
     cost = cost_of([iteration_times(run) for run in runs])
-    say(ended.console, f"{result.launch.job.target}: {cost}")
-    say(ended.console, cost.verdict)
-    say(ended.console, by_call(call_nanoseconds(), calls_of(runs[0]), cost.off.median))
+    say(study.console, f"{result.launch.job.target}: {cost}")
+    say(study.console, cost.verdict)
+    say(study.console, by_call(call_nanoseconds(), calls_of(runs[0]), cost.off.median))
     return int(cost.is_above_limit)
 
 

@@ -6,8 +6,7 @@ from tests.bench.ledger_cost import LedgerCost, by_call, cost_of, kinds, refuse_
 from tools.launch.options import Options, options_from_texts
 from tools.spec import variables
 from tools.spec.errors import LaunchError
-from tools.study.cells import PlannedCells
-from tools.study.definition import load_experiment
+from tools.study.load import load_experiment
 
 
 def times(fastest_ms: float, scatter_ms: float = 0.01) -> list[float]:
@@ -61,15 +60,16 @@ def test_odd_iterations_are_not_watched_and_warm_up_does_not_count() -> None:
 
 def test_without_the_ledger_there_is_nothing_to_measure() -> None:
     with pytest.raises(LaunchError, match="LEDGER=0 leaves nothing to measure"):
-        refuse_without_ledger(PlannedCells(()), Options(ledger=False))
+        refuse_without_ledger(load_experiment("bench_ledger", Options(ledger=False)))
 
 
 def test_the_run_switches_the_ledger_and_lies_apart_from_others() -> None:
     experiment = load_experiment("bench_ledger", Options())
     assert [cell.job.target for cell in experiment.cells] == ["train-tp2-gpt2-tiny-2cpu"]
     assert experiment.environment == {variables.LEDGER_ALTERNATE: "1"}
-    assert experiment.settings(Options()).runs == Path("runs/bench-ledger")
-    assert experiment.settings(Options(runs=Path("mine"))).runs == Path("mine")
+    assert experiment.options.runs == Path("runs/bench-ledger")
+    mine = load_experiment("bench_ledger", Options(runs=Path("mine")))
+    assert mine.options.runs == Path("mine")
 
 
 def test_cost_of_a_call_times_the_calls_of_an_iteration() -> None:

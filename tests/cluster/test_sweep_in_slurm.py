@@ -24,9 +24,9 @@ from tools.spec.errors import LaunchError
 from tools.spec.flags import drop_flags
 from tools.spec.run import RuntimeName
 from tools.study.cells import compose_cell
-from tools.study.definition import Experiment
+from tools.study.engine import run_experiment
 from tools.study.in_slurm import finished_in_slurm
-from tools.study.sweep import sweep as run_sweep
+from tools.study.tables.sweep import OUTPUT
 
 START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng")
 
@@ -36,19 +36,18 @@ def options(sample_prefix: Path, tmp_path: Path) -> Options:
     return Options(data=str(sample_prefix), runs=tmp_path / "runs", slurm=Slurm(nodes=2))
 
 
-def axes(**variables: str) -> Experiment:
-    return swept({"MODELS": "gpt2-tiny", **variables})
+def axes(**variables: str) -> dict[str, str]:
+    return {"MODELS": "gpt2-tiny", **variables}
 
 
-def first_launch(request: Experiment, options: Options) -> Launch:
+def first_launch(request: dict[str, str], options: Options) -> Launch:
     """Its baseline's, which every number of devices has that is tried here."""
-    return compose_cell(request.cells[0], request.settings(options))
+    return compose_cell(swept(request, options).cells[0])
 
 
-def sweep(request: Experiment, options: Options) -> str:
-    text = io.StringIO()
-    run_sweep(request, options, Console(file=text, width=400), options.runs.parent / "reports")
-    return text.getvalue()
+def sweep(request: dict[str, str], options: Options) -> None:
+    console, reports = Console(file=io.StringIO()), options.runs.parent / "reports"
+    run_experiment(swept(request, options), OUTPUT, console, reports)
 
 
 def jobs(runs: Path) -> dict[str, str]:
@@ -151,7 +150,7 @@ def test_an_element_that_was_requeued_and_went_on_is_its_cells(
     create_run_folder(again, options.runs, folder)
     assert read_run(folder).argv != launch.arguments(str(folder))
     ended(folder)
-    assert finished_in_slurm(launch, options) == [folder]
+    assert finished_in_slurm(launch) == [folder]
     sweep(one, options)
     assert run_folders(options.runs) == [folder]
 
@@ -175,7 +174,7 @@ def test_cells_that_nodes_compose_with_what_they_have_are_found(
     assert run_folders(options.runs) == [folder]
     program(programs, "squeue", "exit 0")
     ended(folder)
-    assert finished_in_slurm(launch, options) == [folder]
+    assert finished_in_slurm(launch) == [folder]
 
 
 @pytest.mark.parametrize(
@@ -196,8 +195,8 @@ def test_what_is_asked_otherwise_is_another_cell(
     (folder,) = run_folders(options.runs)
     ended(folder)
     asked = replace(options, **changes)  # type: ignore[arg-type]
-    assert finished_in_slurm(first_launch(request, options), options) == [folder]
-    assert finished_in_slurm(first_launch(request, asked), asked) == []
+    assert finished_in_slurm(first_launch(request, options)) == [folder]
+    assert finished_in_slurm(first_launch(request, asked)) == []
 
 
 def test_while_slurm_does_not_answer_nothing_is_submitted_twice(

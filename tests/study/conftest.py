@@ -1,4 +1,4 @@
-"""The code does not change under these tests: its 10 MB are read once, not for every run."""
+"""The code does not change under these tests: its 10 MB are read once."""
 
 import functools
 

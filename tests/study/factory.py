@@ -1,11 +1,28 @@
 """Cells with times as a test wants them."""
 
+from dataclasses import replace
+
 from tests.report.factory import report_row
+from tools.launch.job import Job
+from tools.launch.options import NO_OPTIONS, Options
 from tools.plan.tensors import parameters_total
 from tools.spec.model import load_model
 from tools.spec.run import Backend, DeviceKind
-from tools.study.definition import ExperimentCell
+from tools.study.definition import Cell
 from tools.study.tables.overtaking import Swept
+
+
+def cell(
+    strategy: str,
+    devices: int = 2,
+    model: str = "gpt2-tiny",
+    options: Options = NO_OPTIONS,
+    **changes: object,
+) -> Cell:
+    """On CPU ranks, with other options than the defaults where a test says so."""
+    own = replace(options, **changes)  # type: ignore[arg-type]
+    return Cell(Job(strategy, load_model(model), devices, DeviceKind.CPU, own), repeats=own.repeats)
+
 
 SIZES = ("gpt2-tiny", "gpt3-64m", "gpt3-355m")
 
@@ -22,8 +39,7 @@ def measured(
     samples = [milliseconds * (1 + 0.001 * n) for n in range(-10, 11)] if milliseconds else []
     row = report_row(strategy, backend=backend, samples_ms=samples)
     values: dict[str, object] = {
-        "cell": ExperimentCell(model, strategy, devices, DeviceKind.CPU, backend),
-        "backend": backend,
+        "cell": cell(strategy, devices, model, backend=backend),
         "parameters": parameters_total(load_model(model).shape),
         "tokens_per_iteration": 512,
         "row": row if samples else None,

@@ -11,7 +11,7 @@ from tools.report.analyse.statistics import estimate
 from tools.spec.run import DeviceKind
 from tools.study.bench_auto import cell_of, chosen_candidates
 from tools.study.cells import compose_cell
-from tools.study.definition import load_sweep
+from tools.study.load import load_sweep
 from tools.study.tables.auto import AutoGroup, AutoRow, render
 
 QUIET = Console(quiet=True)
@@ -45,14 +45,15 @@ def test_the_best_four_and_each_dimension_alone_are_trained_as_planned() -> None
     chosen = chosen_candidates(plan)
     assert chosen[:4] == plan.ranked[:4]
     assert {"dp2", "tp2"} <= {candidate.strategy for candidate in chosen}
-    (cell, *_) = load_sweep("auto", {"MODELS": "gpt2-tiny", "DEVICES": "2cpu"}).cells
+    axes = {"MODELS": "gpt2-tiny", "DEVICES": "2cpu"}
+    (cell, *_) = load_sweep("auto", Options(), axes).cells
     for candidate in chosen:
-        launch = compose_cell(cell_of(cell, candidate, Options()), Options())
+        launch = compose_cell(cell_of(cell.job, candidate))
         assert launch.spec.batch == candidate.spec.batch
         assert launch.spec.parallelism == candidate.spec.parallelism
 
 
 def test_the_file_names_five_models_on_two_and_four_ranks() -> None:
-    cells = load_sweep("auto", {}).cells
-    assert len({cell.model for cell in cells}) == 5
-    assert {cell.devices for cell in cells} == {2, 4}
+    cells = load_sweep("auto", Options(), {}).cells
+    assert len({cell.job.model.name for cell in cells}) == 5
+    assert {cell.job.devices for cell in cells} == {2, 4}

@@ -1,4 +1,4 @@
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -6,33 +6,33 @@ import pytest
 from tools.cli.main import from_make
 from tools.launch.options import Options, options_from_texts
 from tools.spec.run import DeviceKind
-from tools.study import definition
+from tools.study import load
 from tools.study.cells import compose_cell
 from tools.study.commands import output_of
-from tools.study.definition import FOLDER, SWEEP, load_experiment
+from tools.study.definition import FOLDER
+from tools.study.load import load_experiment
 
-NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "bench_gpu")
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_experiment_can_be_read_and_its_table_is_known(name: str) -> None:
     experiment = load_experiment(name, Options())
     assert experiment.cells
-    assert experiment.table == SWEEP or output_of(experiment.table)
+    assert output_of(experiment.table)
 
 
 def test_a_default_gives_way_to_the_callers_variable_and_a_fixed_setting_does_not() -> None:
-    demo = load_experiment("demo", Options())
-    plain = demo.settings(Options())
+    plain = load_experiment("demo", Options()).options
     assert (plain.micro_batch_size, plain.global_batch_size, plain.shared_start) == (2, 8, True)
-    given = demo.settings(options_from_texts({"MICRO_BATCH": "4", "SHARED_START": "0"}))
+    asked = options_from_texts({"MICRO_BATCH": "4", "SHARED_START": "0"})
+    given = load_experiment("demo", asked).options
     assert (given.micro_batch_size, given.global_batch_size, given.shared_start) == (4, 8, True)
 
 
 def test_the_demo_is_the_same_work_for_every_strategy() -> None:
-    options = Options(data="owt-ds/any")
-    demo = load_experiment("demo", options)
-    launches = [compose_cell(cell, demo.settings(options)) for cell in demo.cells]
+    demo = load_experiment("demo", Options(data="owt-ds/any"))
+    launches = [compose_cell(cell) for cell in demo.cells]
     assert {launch.spec.batch for launch in launches} == {launches[0].spec.batch}
     assert [launch.devices for launch in launches] == [1, 2, 2, 2, 2, 2]
     assert {launch.spec.device for launch in launches} == {DeviceKind.CPU}
@@ -40,8 +40,8 @@ def test_the_demo_is_the_same_work_for_every_strategy() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(definition, "FOLDER", tmp_path)
-    monkeypatch.setattr(definition, "ROOT", tmp_path)
+    monkeypatch.setattr(load, "FOLDER", tmp_path)
+    monkeypatch.setattr(load, "ROOT", tmp_path)
     return tmp_path
 
 
@@ -80,18 +80,26 @@ def test_cells_take_another_model_and_the_devices_that_are_here(folder: Path) ->
     text = "{report: 'r-{model}', model: gpt2-tiny, batch: model_each_rank, cells: [dp2]}"
     (folder / "own.yaml").write_text(text)
     experiment = load_experiment("own", Options(), "gpt3-64m")
-    (cell,) = experiment.cells
-    assert (experiment.report, cell.model, cell.device) == ("r-gpt3-64m", "gpt3-64m", "cpu")
-    assert experiment.defaults["global_batch_size"] == 8
-    other = replace(Options(), global_batch_size=4)
-    assert experiment.settings(other).global_batch_size == 4
+    job = experiment.cells[0].job
+    assert (experiment.report, job.name) == ("r-gpt3-64m", "dp2-gpt3-64m-2cpu")
+    assert job.options.global_batch_size == 8
+    asked = Options(global_batch_size=4)
+    assert load_experiment("own", asked, "gpt3-64m").options.global_batch_size == 4
+
+
+def test_a_list_is_an_axis_of_fields_and_of_settings_alike(folder: Path) -> None:
+    entry = "{strategy: [dp2, tp2], backend: [megatron, native], settings: {SEED: [1, 2]}}"
+    (folder / "own.yaml").write_text(f"{{report: r, model: gpt2-tiny, cells: [{entry}]}}")
+    cells = load_experiment("own", Options()).cells
+    jobs = [(c.job.strategy, c.job.options.backend, c.job.options.seed) for c in cells]
+    assert jobs == list(product(("dp2", "tp2"), ("megatron", "native"), (1, 2)))
 
 
 def test_the_readme_explains_every_key_and_names_every_file() -> None:
     text = (FOLDER / "README.md").read_text()
-    for key in definition._ExperimentFile.__struct_fields__:
+    for key in load._ExperimentFile.__struct_fields__:
         assert f"`{key}`" in text
-    for name in (*NAMES, "bench_gpu"):
+    for name in NAMES:
         assert f"`{name}.yaml`" in text
 
 
@@ -99,8 +107,8 @@ def test_the_readmes_example_is_an_experiment(folder: Path) -> None:
     text = (FOLDER / "README.md").read_text()
     (folder / "mine.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
     experiment = load_experiment("mine", Options())
-    assert [cell.strategy for cell in experiment.cells] == ["dp2", "tp2", "dp2"]
-    assert experiment.settings(Options()).iterations == 50
+    assert [cell.job.strategy for cell in experiment.cells] == ["dp2", "tp2", "dp2"]
+    assert experiment.options.iterations == 50
 
 
 def test_an_experiment_runs_by_the_name_of_its_file(

@@ -7,15 +7,14 @@ from tools.launch.job import parse_target
 from tools.launch.options import Options, options_from_texts
 from tools.spec.errors import LaunchError
 from tools.study.cells import compose_cell
-from tools.study.definition import load_experiment
+from tools.study.load import load_experiment
 from tools.study.tables.loss_curve import Distances, distance
 
 
 def _launches(given: Options, target: str = "") -> list[Launch]:
     trained = parse_target(target) if target else None
     experiment = load_experiment("loss_curve", given, trained=trained)
-    options = experiment.settings(given)
-    return [compose_cell(cell, options) for cell in experiment.cells]
+    return [compose_cell(cell) for cell in experiment.cells]
 
 
 def test_the_distance_is_that_of_means_over_a_window() -> None:

@@ -5,9 +5,8 @@ import pytest
 from tests.report.factory import report_row
 from tools.launch.options import Options
 from tools.report.analyse.entry import Entry
-from tools.study import definition
-from tools.study.cells import cell_job
-from tools.study.definition import load_experiment
+from tools.study import load
+from tools.study.load import load_experiment
 from tools.study.tables.moe import RoutedParity, parity, render
 
 
@@ -117,26 +116,23 @@ def test_a_run_that_failed_is_counted_as_missing() -> None:
 def test_the_tiny_model_is_evaluated_once_at_the_end_on_documents_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(definition, "visible_gpus", tuple)
+    monkeypatch.setattr(load, "visible_gpus", tuple)
     given = Options(extra=("--adam-eps", "1e-7"))
-    experiment = load_experiment("moe", given, "moe-tiny")
-    options = experiment.settings(given)
+    options = load_experiment("moe", given, "moe-tiny").options
     assert (options.micro_batch_size, options.global_batch_size) == (2, 8)
     assert options.extra[:4] == ("--eval-interval", "30", "--eval-iters", "8")
     assert options.extra[4:] == ("--adam-eps", "1e-7")
     assert options.data == "owt-ds/sample-unique_text_document"
-    assert experiment.settings(Options(data="own")).data == "own"
+    assert load_experiment("moe", Options(data="own")).options.data == "own"
     assert (options.dropout, options.shared_start) == (0, True)
 
 
 def test_every_repeat_is_a_seed_of_its_own_and_two_are_the_fewest() -> None:
     for repeats, seeds in ((1, [1234, 1235]), (3, [1234, 1235, 1236])):
-        given = Options(repeats=repeats)
-        experiment = load_experiment("moe", given)
-        options = experiment.settings(given)
-        found = [cell_job(cell, options).options.seed for cell in experiment.cells]
+        cells = load_experiment("moe", Options(repeats=repeats)).cells
+        found = [cell.job.options.seed for cell in cells]
         assert list(dict.fromkeys(found)) == seeds == sorted(set(found))
-        assert options.repeats == 1
+        assert {cell.repeats for cell in cells} == {1}
 
 
 def test_each_activation_is_compared_with_the_first_of_its_own() -> None:
@@ -152,13 +148,11 @@ def test_each_activation_is_compared_with_the_first_of_its_own() -> None:
 
 
 def test_blueberry_has_gated_experts_on_both_sides_and_the_published_ones_natively() -> None:
-    options = Options()
-    blueberry = load_experiment("blueberry", options)
-    common = blueberry.settings(options)
-    extras = [cell_job(cell, common).options.extra for cell in blueberry.cells]
+    blueberry = load_experiment("blueberry", Options())
+    extras = [cell.job.options.extra for cell in blueberry.cells]
     # What all cells have comes before what a cell has of its own.
     assert {extra[-1] for extra in extras} == {"1024", "--silu"}
     assert [("--swiglu" in extra, "--silu" in extra) for extra in extras] == (
         [(True, False)] * 5 + [(False, True)] * 2
     )
-    assert {cell.backend for cell in blueberry.cells[5:]} == {"native"}
+    assert {cell.job.options.backend for cell in blueberry.cells[5:]} == {"native"}

@@ -7,7 +7,7 @@ from tools.report.analyse.entry import Entry
 from tools.spec.model import load_model
 from tools.spec.run import spec_of_model
 from tools.spec.strategy import Batch, parse_strategy
-from tools.study.definition import load_experiment
+from tools.study.load import load_experiment
 from tools.study.tables.pipelines import claims, disagreements, render
 
 ITERATIONS = range(1, 6)
@@ -66,6 +66,7 @@ def test_the_write_ups_claims_are_judged_by_what_is_held() -> None:
 
 def test_every_pipeline_makes_an_update_of_the_same_samples() -> None:
     experiment = load_experiment("pipelines", Options())
-    assert experiment.settings(Options()).global_batch_size == 8
-    (own,) = [cell.settings for cell in experiment.cells if cell.strategy == "pipedream2"]
-    assert own == (("MICRO_BATCH", 8),)
+    jobs = [cell.job for cell in experiment.cells]
+    assert {job.options.global_batch_size for job in jobs} == {8}
+    (own,) = [job for job in jobs if job.strategy == "pipedream2"]
+    assert own.options.micro_batch_size == 8

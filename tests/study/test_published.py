@@ -23,8 +23,8 @@ from tools.spec.strategy import NAMED
 from tools.study import runner as runner_module
 from tools.study.cells import compose_cell
 from tools.study.commands import announce_published, run_named
-from tools.study.definition import load_experiment
 from tools.study.finished import finished_run
+from tools.study.load import load_experiment
 
 
 class Machine:
@@ -71,7 +71,7 @@ def options(sample_prefix: Path, tmp_path: Path) -> Options:
 
 def compose_six(options: Options) -> list[Launch]:
     published = load_experiment("published", options)
-    return [compose_cell(cell, published.settings(options)) for cell in published.cells]
+    return [compose_cell(cell) for cell in published.cells]
 
 
 def said(options: Options) -> tuple[int, str]:
@@ -150,7 +150,7 @@ def test_damaged_run_folders_are_passed_over(machine: Machine, options: Options)
     (folder / records.RUN_FILE).write_text("{")
     assert finished_run(launch, options.runs) is None
     six = compose_six(replace(options, iterations=100))
-    assert "1 of the 6" in announce_published(six, options)
+    assert "1 of the 6" in announce_published(six)
 
 
 def test_one_gpu_refuses_all_before_anything_is_written(

@@ -1,9 +1,10 @@
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tests.study.factory import cell
 from tools.launch.compose import Launch
 from tools.launch.options import Options
 from tools.launch.run_folder import create_run_folder
@@ -11,10 +12,9 @@ from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.spec.errors import LaunchError
-from tools.spec.run import DeviceKind
 from tools.study import runner as module
 from tools.study.cells import compose_cell
-from tools.study.definition import ExperimentCell
+from tools.study.definition import Cell, Experiment
 from tools.study.runner import Runner
 
 
@@ -52,29 +52,23 @@ def options(sample_prefix: Path, tmp_path: Path) -> Options:
     return Options(data=str(sample_prefix), runs=tmp_path / "runs")
 
 
-def cells(*strategies: str, seed_offset: int = 0) -> list[ExperimentCell]:
-    return [
-        ExperimentCell("gpt2-tiny", name, 2, DeviceKind.CPU, seed_offset=seed_offset)
-        for name in strategies
-    ]
-
-
-def runner(cells: list[ExperimentCell], options: Options, takes_finished: bool = False) -> Runner:
-    launches = [(cell, compose_cell(cell, options)) for cell in cells]
-    return Runner(launches, options, Console(quiet=True), takes_finished)
+def runner(cells: Sequence[Cell], takes_finished: bool = False) -> Runner:
+    experiment = Experiment("r", tuple(cells), takes_finished=takes_finished)
+    return Runner(experiment, {one: compose_cell(one) for one in cells}, Console(quiet=True))
 
 
 def test_what_was_made_before_is_taken_only_where_the_experiment_says_so(
     trained: Trained, options: Options
 ) -> None:
-    first = runner(cells("dp2"), options)
+    dp2, tp2 = cell("dp2", options=options), cell("tp2", options=options)
+    first = runner([dp2])
     first.train()
     (made,) = first.results()
-    again = runner(cells("dp2", "tp2"), options, takes_finished=True)
+    again = runner([dp2, tp2], takes_finished=True)
     again.train()
     assert again.results()[0].runs == made.runs
     assert trained.names == ["dp2", "tp2"]
-    once_more = runner(cells("dp2"), options)
+    once_more = runner([dp2])
     once_more.train()
     assert once_more.results()[0].runs != made.runs
     assert trained.names == ["dp2", "tp2", "dp2"]
@@ -84,7 +78,7 @@ def test_a_cell_that_fails_leaves_the_others_and_is_not_repeated(
     trained: Trained, options: Options
 ) -> None:
     trained.refused = "dp2"
-    found = runner(cells("dp2", "tp2"), replace(options, repeats=2))
+    found = runner([cell(name, options=options, repeats=2) for name in ("dp2", "tp2")])
     found.train()
     failed, well = found.results()
     assert trained.names == ["dp2", "tp2", "tp2"]
@@ -95,5 +89,5 @@ def test_a_cell_that_fails_leaves_the_others_and_is_not_repeated(
 def test_the_weights_of_a_cell_are_drawn_with_its_own_seed(
     trained: Trained, options: Options
 ) -> None:
-    runner([*cells("dp2"), *cells("dp2", seed_offset=1)], options).train()
+    runner([cell("dp2", options=options, seed=seed) for seed in (1234, 1235)]).train()
     assert trained.seeds == [1234, 1235]

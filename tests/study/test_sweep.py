@@ -1,5 +1,6 @@
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,10 @@ from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.spec.errors import LaunchError
-from tools.spec.run import Backend
 from tools.study import runner as module
-from tools.study.cells import cell_job, compose_cell
-from tools.study.definition import Experiment
-from tools.study.sweep import sweep
+from tools.study.cells import compose_cell
+from tools.study.engine import run_experiment
+from tools.study.tables.sweep import OUTPUT
 
 LINE = (
     " [2026-01-01 00:00:00.000000] iteration {n:8d}/     500 | consumed samples: {n:12d} |"
@@ -68,30 +68,24 @@ def options(sample_prefix: Path, tmp_path: Path) -> Options:
     return Options(data=str(sample_prefix), runs=tmp_path / "runs")
 
 
-@pytest.fixture
-def request_() -> Experiment:
-    return sweep_of({"MODELS": "gpt2-tiny"})
-
-
-def megatron_alone(request: Experiment) -> Experiment:
-    cells = tuple(cell for cell in request.cells if cell.backend is Backend.MEGATRON)
-    return replace(request, cells=cells)
-
-
 ALL = ["megatron baseline", "native baseline", "megatron dp2", "native dp2"]
 
 
-def swept(request: Experiment, options: Options) -> tuple[int, str]:
-    text = io.StringIO()
-    reports = options.runs.parent / "reports"
-    code = sweep(request, options, Console(file=text, width=400), reports)
+TINY = {"MODELS": "gpt2-tiny"}
+MEGATRON = {**TINY, "BACKENDS": "megatron"}
+
+
+def swept(options: Options, axes: Mapping[str, str] = TINY) -> tuple[int, str]:
+    text, reports = io.StringIO(), options.runs.parent / "reports"
+    experiment = sweep_of(axes, options)
+    code = run_experiment(experiment, OUTPUT, Console(file=text, width=400), reports)
     return code, text.getvalue()
 
 
 def test_legal_cells_are_trained_and_the_others_skipped_with_the_rule(
-    machine: Machine, request_: Experiment, options: Options
+    machine: Machine, options: Options
 ) -> None:
-    code, text = swept(request_, options)
+    code, text = swept(options)
     assert (code, machine.trained) == (0, ALL)
     assert "skipped: megatron dp2 gpt2-tiny 1cpu: Strategy 'dp2' uses 2 device(s)" in text
     folder = options.runs.parent / "reports" / "sweep"
@@ -104,64 +98,59 @@ def test_legal_cells_are_trained_and_the_others_skipped_with_the_rule(
 
 
 def test_what_was_trained_before_is_used_and_only_the_failed_is_tried_again(
-    machine: Machine, request_: Experiment, options: Options
+    machine: Machine, options: Options
 ) -> None:
     machine.ends["native baseline"] = Status.CRASHED
-    code, text = swept(request_, options)
+    code, text = swept(options)
     assert (code, machine.trained) == (1, ALL)
     assert "crashed: Why." in text
     machine.trained.clear()
     machine.ends.clear()
-    code, text = swept(request_, options)
+    code, text = swept(options)
     assert (code, machine.trained) == (0, ["native baseline"])
     assert text.count("made before") == 3
 
 
 def test_ctrl_c_keeps_what_there_is_and_the_next_call_resumes(
-    machine: Machine, request_: Experiment, options: Options
+    machine: Machine, options: Options
 ) -> None:
     machine.interrupts_at = "megatron dp2"
     with pytest.raises(Interrupted):
-        swept(request_, options)
+        swept(options)
     text = (options.runs.parent / "reports" / "sweep" / "sweep.md").read_text()
     assert "2 of 4 cells are not complete" in text
     machine.interrupts_at = ""
-    code, _ = swept(request_, options)
+    code, _ = swept(options)
     assert (code, machine.trained) == (0, ALL)
 
 
-def test_repeats_lie_apart_and_count_what_is_there(
-    machine: Machine, request_: Experiment, options: Options
-) -> None:
-    swept(request_, options)
+def test_repeats_lie_apart_and_count_what_is_there(machine: Machine, options: Options) -> None:
+    swept(options)
     machine.trained.clear()
-    swept(request_, replace(options, repeats=3))
+    swept(replace(options, repeats=3))
     assert machine.trained == ALL * 2
 
 
-def test_other_settings_are_other_runs(
-    machine: Machine, request_: Experiment, options: Options
-) -> None:
-    swept(request_, options)
+def test_other_settings_are_other_runs(machine: Machine, options: Options) -> None:
+    swept(options)
     machine.trained.clear()
-    swept(request_, replace(options, iterations=30))
+    swept(replace(options, iterations=30))
     assert machine.trained == ALL
 
 
 def test_a_sweep_without_a_legal_cell_is_refused_before_anything_is_written(
     machine: Machine, options: Options
 ) -> None:
-    request = sweep_of({"MODELS": "gpt2-tiny", "DEVICES": "3cpu"})
     with pytest.raises(LaunchError, match="No cell of this sweep can run here"):
-        swept(request, options)
+        swept(options, {**TINY, "DEVICES": "3cpu"})
     assert not (options.runs.parent / "reports").exists()
     assert not options.runs.exists()
 
 
 def test_a_dry_run_prints_the_cells_as_data(
-    machine: Machine, request_: Experiment, options: Options, capsys: pytest.CaptureFixture[str]
+    machine: Machine, options: Options, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert swept(request_, replace(options, dry_run=True))[0] == 0
+    assert swept(replace(options, dry_run=True))[0] == 0
     data = json.loads(capsys.readouterr().out)
     assert [cell["target"] for cell in data["cells"]][-1] == "train-dp2-gpt2-tiny-2cpu"
     assert len(data["skipped"]) == 4
@@ -177,16 +166,14 @@ def test_a_dry_run_prints_the_cells_as_data(
     ],
 )
 def test_a_cells_target_and_variables_make_exactly_its_run(
-    request_: Experiment, options: Options, given: dict[str, str]
+    options: Options, given: dict[str, str]
 ) -> None:
     places = {"DATA": str(options.data), "RUNS": str(options.runs)}
     asked = options_from_texts({**places, **given, "REPEATS": "3", "DRY_RUN": "1"})
-    options = request_.settings(asked)
-    cells = [cell for cell in request_.cells if cell.backend is Backend.MEGATRON]
-    for cell in (cell for cell in cells if (cell.strategy == "dp2") == (cell.devices == 2)):
-        launch, target = compose_cell(cell, options), parse_target(cell.job.target)
-        theirs = options_from_texts(cell_job(cell, options).variables)
-        assert compose_job(target.under(theirs)) == launch
+    jobs = [cell.job for cell in sweep_of(MEGATRON, asked).cells]
+    for job in (job for job in jobs if (job.strategy == "dp2") == (job.devices == 2)):
+        theirs = options_from_texts(job.variables)
+        assert compose_job(parse_target(job.target, theirs)) == compose_job(job)
 
 
 def resume(folder: Path, changed: Options) -> None:
@@ -204,29 +191,26 @@ def resume(folder: Path, changed: Options) -> None:
 )
 def test_a_resumed_run_is_its_cells_unless_it_went_on_otherwise(
     machine: Machine,
-    request_: Experiment,
     options: Options,
     changed: dict[str, Any],
     again: list[str],
 ) -> None:
     wandb = Wandb(mode="offline")
     options = replace(options, saving=Saving(10), wandb=wandb)
-    request = megatron_alone(request_)
-    swept(request, options)
+    swept(options, MEGATRON)
     (folder,) = options.runs.glob("*-dp2-*")
     for _ in range(2):
         resume(folder, replace(options, **changed))
     machine.trained.clear()
-    assert swept(request, options)[0] == 0
+    assert swept(options, MEGATRON)[0] == 0
     assert machine.trained == [f"megatron {strategy}" for strategy in again]
 
 
 def test_a_run_that_was_resumed_on_another_machine_is_not_the_cells(
-    machine: Machine, request_: Experiment, options: Options
+    machine: Machine, options: Options
 ) -> None:
     options = replace(options, saving=Saving(10))
-    request = megatron_alone(request_)
-    swept(request, options)
+    swept(options, MEGATRON)
     (folder,) = options.runs.glob("*-dp2-*")
     resume(folder, options)
     first = folder / records.ATTEMPTS_FOLDER / "1"
@@ -234,13 +218,11 @@ def test_a_run_that_was_resumed_on_another_machine_is_not_the_cells(
     elsewhere = replace(there, host=replace(there.host, cpu="Another"))
     records.write_run(first, elsewhere)
     machine.trained.clear()
-    swept(request, options)
+    swept(options, MEGATRON)
     assert machine.trained == ["megatron dp2"]
 
 
-def test_cells_are_without_dropout_unless_it_is_asked_for(
-    request_: Experiment, options: Options
-) -> None:
+def test_cells_are_without_dropout_unless_it_is_asked_for(options: Options) -> None:
     for given, dropout in ((options, 0), (replace(options, dropout=0.1), 0.1)):
-        launch = compose_cell(request_.cells[0], request_.settings(given))
+        launch = compose_cell(sweep_of(TINY, given).cells[0])
         assert launch.spec.dropout == dropout

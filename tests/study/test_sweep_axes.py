@@ -10,10 +10,10 @@ def test_axes_are_words_apart_by_spaces_or_commas_each_once() -> None:
         {"MODELS": "gpt3-64m,gpt2-tiny gpt3-64m", "BACKENDS": "native", "DEVICES": "1cpu, 2gpu"}
     ).cells
     assert len(cells) == len(set(cells)) == 8
-    assert [cell.model for cell in cells] == ["gpt2-tiny"] * 4 + ["gpt3-64m"] * 4
-    assert [cell.strategy for cell in cells] == ["baseline", "dp2"] * 4
-    assert {cell.backend for cell in cells} == {Backend.NATIVE}
-    assert [(cell.devices, cell.device) for cell in cells[1:3]] == [
+    assert [cell.job.model.name for cell in cells] == ["gpt2-tiny"] * 4 + ["gpt3-64m"] * 4
+    assert [cell.job.strategy for cell in cells] == ["baseline", "dp2"] * 4
+    assert {cell.job.options.backend for cell in cells} == {Backend.NATIVE}
+    assert [(cell.job.devices, cell.job.device) for cell in cells[1:3]] == [
         (1, DeviceKind.CPU),
         (2, DeviceKind.GPU),
     ]
@@ -39,12 +39,12 @@ def test_a_word_that_means_nothing_is_named(variables: dict[str, str], said: str
 
 def test_a_name_that_is_a_files_has_its_axes_and_settings() -> None:
     size = swept({"NAME": "size"})
-    assert (size.report, size.defaults["micro_batch_size"]) == ("size", 1)
-    assert {cell.model for cell in size.cells} == {
+    assert (size.report, size.options.micro_batch_size) == ("size", 1)
+    assert {cell.job.model.name for cell in size.cells} == {
         f"{kind}-{millions}m" for kind in ("dense", "moe") for millions in (1, 4, 16, 64)
     }
     # Without DEVICES a strategy has as many as its name says.
-    assert {(cell.strategy, cell.devices) for cell in size.cells} == {
+    assert {(cell.job.strategy, cell.job.devices) for cell in size.cells} == {
         ("baseline", 1),
         ("dp2", 2),
         ("dp4", 4),

@@ -3,7 +3,7 @@ import pytest
 from tests.report.factory import report_row
 from tools.launch.options import Options
 from tools.report.analyse.entry import Entry
-from tools.study.definition import load_experiment
+from tools.study.load import load_experiment
 from tools.study.tables import backends as compare_backends
 from tools.study.tables import zero as compare_zero
 
@@ -112,7 +112,7 @@ def test_a_speedup_within_noise_is_said_to_be() -> None:
 
 
 def equal_terms(model: str, given: Options) -> Options:
-    return load_experiment("zero", given, model).settings(given)
+    return load_experiment("zero", given, model).options
 
 
 def test_published_models_get_their_published_batches_without_dropout() -> None:

@@ -191,7 +191,7 @@ SECTIONS = {
             "Megatron's, GPipe, 1F1B, interleaved, PipeDream with and without flushes",
             # PipeDream's micro batch follows from the others' global one.
             (*_COMPARED, v.MODEL), fixed=(("name", "pipelines"),)),
-        Command("sweep", "tools.study.sweep:sweep_of_axes",
+        Command("sweep", "tools.study.commands:sweep_of_axes",
             "MODELS × STRATEGIES × BACKENDS × DEVICES; resumable",
             (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *_SLURM)),
         Command("experiment", _EXPERIMENT, "one of examples/experiments: NAME=blueberry",
@@ -264,7 +264,7 @@ SECTIONS = {
         Command("bench-auto", "tools.study.bench_auto:bench_auto",
             "the planner's times and choice here, against what is measured: MODELS= DEVICES=",
             (*ONE_RUN, v.MODELS, v.DEVICES)),
-        Command("bench-gpu", "tools.study.bench_gpu.run:bench_gpu",
+        Command("bench-gpu", "tools.study.bench_gpu:bench_gpu",
             "Megatron on one GPU without Transformer Engine, in under 9 minutes",
             (*ONE_RUN, v.ONLY, v.BUDGET)),
         Command("loss-curve", _TABLE_OF_RUNS,

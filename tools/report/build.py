@@ -12,8 +12,8 @@ from rich.console import Console
 from tools.plan.errors import RequestError
 from tools.plan.readings.own import add_rows
 from tools.plan.readings.table import ReadingsError
-from tools.records.gpu_bench import read_bench
 from tools.records.run import utc_stamp
+from tools.report.analyse.gpu_bench import read_bench
 from tools.report.analyse.planned import planned, readings_of
 from tools.report.analyse.report import (
     BaselineError,

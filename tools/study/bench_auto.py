@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from tools.launch.auto import as_options, plan_here
+from tools.launch.job import Job
 from tools.launch.options import Options
 from tools.plan.search import Candidate, Plan
 from tools.report.analyse.report import rows_of
-from tools.spec import settings
 from tools.spec.files import ROOT
-from tools.study.cells import check_cells, plan_cells
-from tools.study.definition import Experiment, ExperimentCell, VariableValue, load_sweep
+from tools.study.cells import check_cells, compose_cells
+from tools.study.definition import Cell, Experiment
+from tools.study.load import load_sweep
 from tools.study.runner import Runner
 from tools.study.tables.auto import AutoGroup, AutoRow, render
 from tools.text.terminal import say
@@ -38,13 +38,14 @@ def bench_auto(
     Raises:
         LaunchError: A model or number of devices is not known, or cannot be trained here.
     """
-    experiment = load_sweep(NAME, {"MODELS": models or "", "DEVICES": devices or ""})
-    options = replace(experiment.settings(options), calibrate=True)
+    axes = {"MODELS": models or "", "DEVICES": devices or ""}
+    experiment = load_sweep(NAME, replace(options, calibrate=True), axes)
     groups: list[AutoGroup] = []
     try:
         for cell in experiment.cells:
-            say(console, f"{cell.model} on {cell.devices} {cell.device} rank(s)")
-            groups.append(_group(experiment, cell, options, console))
+            job = cell.job
+            say(console, f"{job.model.name} on {job.devices} {job.device} rank(s)")
+            groups.append(_group(experiment, job, console))
     finally:  # Also after Ctrl-C: what there is is shown.
         if groups and not options.dry_run:
             folder = reports / "bench-auto"
@@ -65,44 +66,32 @@ def chosen_candidates(plan: Plan) -> tuple[Candidate, ...]:
     )
 
 
-def _group(
-    experiment: Experiment, cell: ExperimentCell, options: Options, console: Console
-) -> AutoGroup:
-    plan = plan_here(cell.job.under(options), console)
-    candidates = chosen_candidates(plan)
-    cells = tuple(cell_of(cell, candidate, options) for candidate in candidates)
-    group = replace(experiment, cells=cells, skips_illegal=True)
-    planned = check_cells(plan_cells(group, options, console), group, options)
-    for skipped in planned.skipped:
-        say(console, f"skipped: {skipped.cell.name}: {skipped.rule}")
-    if options.dry_run:
-        return AutoGroup(cell.model, cell.devices, ())
-    runner = Runner(planned.launches, options, console, takes_finished=False)
-    runner.warm = experiment.warm
+def _group(experiment: Experiment, job: Job, console: Console) -> AutoGroup:
+    candidates = {cell_of(job, each): each for each in chosen_candidates(plan_here(job, console))}
+    group = replace(experiment, cells=tuple(candidates))
+    planned = check_cells(compose_cells(group, console), group)
+    for cell, rule in planned.skipped.items():
+        say(console, f"skipped: {cell.name}: {rule}")
+    if job.options.dry_run:
+        return AutoGroup(job.model.name, job.devices, ())
+    runner = Runner(group, planned.launches, console)
     runner.train()
     results = runner.results()
-    found = rows_of([result.folders for result in results])
-    by_cell = dict(zip(cells, candidates, strict=True))
     rows = tuple(
         AutoRow(
-            result.cell.strategy,
-            by_cell[result.cell].spec.batch.micro_batch_size,
-            1e3 * by_cell[result.cell].seconds.total,
+            result.cell.job.strategy,
+            candidates[result.cell].spec.batch.micro_batch_size,
+            1e3 * candidates[result.cell].seconds.total,
             row.estimate if row else None,
         )
-        for result, row in zip(results, found, strict=True)
+        for result, row in zip(results, rows_of([r.folders for r in results]), strict=True)
     )
-    return AutoGroup(cell.model, cell.devices, rows)
+    return AutoGroup(job.model.name, job.devices, rows)
 
 
-def cell_of(cell: ExperimentCell, candidate: Candidate, options: Options) -> ExperimentCell:
+def cell_of(job: Job, candidate: Candidate) -> Cell:
     """What trains a planned layout."""
-    batch, own = candidate.spec.batch, as_options(candidate, options)
-    given: list[tuple[str, VariableValue]] = [
-        (settings.MICRO_BATCH.name, batch.micro_batch_size),
-        (settings.GLOBAL_BATCH.name, batch.global_batch_size),
-    ]
-    if own.extra:
-        given.append((settings.EXTRA.name, shlex.join(own.extra)))
-    label = f"{candidate.strategy}, micro batch {batch.micro_batch_size}"
-    return replace(cell, strategy=candidate.strategy, label=label, settings=tuple(given))
+    micro_batch = candidate.spec.batch.micro_batch_size
+    options = replace(as_options(candidate, job.options), micro_batch_size=micro_batch)
+    label = f"{candidate.strategy}, micro batch {micro_batch}"
+    return Cell(job.laid(candidate.strategy).under(options), label, repeats=options.repeats)

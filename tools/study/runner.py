@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,23 +11,16 @@ from rich.console import Console
 
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
-from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.supervise.warm import WarmMegatron
 from tools.launch.train import outcome
 from tools.records.run import Status
 from tools.spec.errors import LaunchError
 from tools.spec.run import Backend
-from tools.study.definition import ExperimentCell
+from tools.study.definition import Cell, Experiment
 from tools.study.finished import finished_runs
+from tools.study.in_slurm import finished_in_slurm, submit_missing
 from tools.text.terminal import say
-
-Finished = Callable[[ExperimentCell, Launch], Sequence[Path]]
-"""Runs of a cell that were made before and count, newest first."""
-
-Judge = Callable[[ExperimentCell, Path | None, str], str]
-"""Given the folder and the problem of a run that has ended, if it has them; why it does not count, or
-has to be the cell's last, and nothing if it is good."""
 
 NO_TIME = "no time was left for it"
 
@@ -36,14 +29,13 @@ NO_TIME = "no time was left for it"
 class CellResult:
     """What there is of one cell by now."""
 
-    cell: ExperimentCell
+    cell: Cell
     launch: Launch
     runs: tuple[Path, ...]
     """Run folders that ended well, newest first, at most as many as were wanted."""
     failed: tuple[Path, ...] = ()
     """Run folders of this call that did not."""
     failure: str = ""
-    wanted: int = 1
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -53,40 +45,33 @@ class CellResult:
     @property
     def complete(self) -> bool:
         """Every repeat is there."""
-        return len(self.runs) >= self.wanted
+        return len(self.runs) >= self.cell.repeats
 
 
 @dataclass
 class Runner:
     """Trains cells in turn; `results` says at any time what there is, also after Ctrl-C."""
 
-    cells: Sequence[tuple[ExperimentCell, Launch]]
-    options: Options
+    experiment: Experiment
+    launches: Mapping[Cell, Launch]
     console: Console
-    takes_finished: bool
-    titles_in_full: bool = False
-    """Whether cells differ in more than strategy and backend."""
-    finished: Finished | None = None
-    """How finished runs are found; None looks in `options.runs`."""
-    judge: Judge | None = None
-    """What becomes of each run as soon as it has ended; None takes those that ended well."""
-    budget_seconds: float | None = None
-    """For all runs from `train` on; what is not expected to be done in it is left out."""
-    warm: bool = False
-    """Whether ranks are forked from a process that has imported Megatron, where they can be."""
     _warm: WarmMegatron | None = None
     _longest_seconds: dict[int, float] = field(default_factory=dict)
     """Of the runs so far, by their number of iterations."""
     _began: float = field(default_factory=time.monotonic)
-    _made: dict[ExperimentCell, list[Path]] = field(default_factory=dict)
-    _failed: dict[ExperimentCell, tuple[str, Path | None]] = field(default_factory=dict)
+    _made: dict[Cell, list[Path]] = field(default_factory=dict)
+    _failed: dict[Cell, tuple[str, Path | None]] = field(default_factory=dict)
 
     def train(self) -> None:
-        """Train what is not there, while there is time.
+        """Train what is not there, while there is time; on Slurm submit it.
 
         Raises:
             Interrupted: A request to stop came; the run that was on its way is complete on disk.
+            LaunchError: Slurm is not here, does not answer, or refuses a job.
         """
+        if self.experiment.options.slurm is not None:
+            submit_missing(self.launches, self.console)
+            return
         try:
             self._train_all()
         finally:
@@ -94,11 +79,11 @@ class Runner:
                 self._warm.close()
 
     def _train_all(self) -> None:
-        launches, self._began = dict(self.cells), time.monotonic()
-        steps = in_turn(list(launches), self.options.repeats)
+        cells, self._began = list(self.launches), time.monotonic()
+        steps = in_turn(cells)
         for done, (repeat, cell) in enumerate(steps, start=1):
-            launch = launches[cell]
-            title = self._title(cell, launch, list(launches).index(cell) + 1, repeat)
+            launch = self.launches[cell]
+            title = self._title(cell, launch, cells.index(cell) + 1, repeat)
             if cell in self._failed:
                 continue
             made = self._taken(cell, launch)
@@ -108,8 +93,6 @@ class Runner:
             expected = self._longest_seconds.get(launch.iterations, cell.expected_seconds)
             if self.seconds_left is not None and expected > self.seconds_left:
                 say(self.console, f"{title}: left out, {NO_TIME}; repeat the command.")
-                if self.judge and repeat == 1:
-                    self.judge(cell, None, NO_TIME)
                 continue
             said = self._train(cell, launch, title)
             seconds = (time.monotonic() - self._began) / done * (len(steps) - done)
@@ -119,34 +102,28 @@ class Runner:
     @property
     def seconds_left(self) -> float | None:
         """Of the budget, if there is one."""
-        if self.budget_seconds is None:
+        if self.experiment.budget_seconds is None:
             return None
-        return self.budget_seconds - (time.monotonic() - self._began)
+        return self.experiment.budget_seconds - (time.monotonic() - self._began)
 
     def results(self) -> list[CellResult]:
         """One a cell, in order."""
-        return [self._result(cell, launch) for cell, launch in self.cells]
+        return [self._result(cell, launch) for cell, launch in self.launches.items()]
 
-    def _result(self, cell: ExperimentCell, launch: Launch) -> CellResult:
-        runs = self._taken(cell, launch) if self.takes_finished else self._made.get(cell, [])[::-1]
+    def _result(self, cell: Cell, launch: Launch) -> CellResult:
+        takes = self.experiment.takes_finished
+        runs = self._taken(cell, launch) if takes else self._made.get(cell, [])[::-1]
         failure, folder = self._failed.get(cell, ("", None))
-        failed = (folder,) if folder else ()
-        return CellResult(cell, launch, tuple(runs), failed, failure, self._wanted(cell))
+        return CellResult(cell, launch, tuple(runs), (folder,) if folder else (), failure)
 
-    def _wanted(self, cell: ExperimentCell) -> int:
-        return cell.repeats or self.options.repeats
-
-    def _taken(self, cell: ExperimentCell, launch: Launch) -> Sequence[Path]:
-        if not self.takes_finished:
+    def _taken(self, cell: Cell, launch: Launch) -> Sequence[Path]:
+        if not self.experiment.takes_finished:
             return []
-        found = (
-            self.finished(cell, launch)
-            if self.finished
-            else finished_runs(launch, launch.job.options.runs)
-        )
-        return found[: self._wanted(cell)]
+        options = launch.job.options
+        found = finished_in_slurm(launch) if options.slurm else finished_runs(launch, options.runs)
+        return found[: cell.repeats]
 
-    def _train(self, cell: ExperimentCell, launch: Launch, title: str) -> str:
+    def _train(self, cell: Cell, launch: Launch, title: str) -> str:
         began, folder = time.monotonic(), None
         try:
             launch = replace(launch, warm=self._warm_for(launch))
@@ -161,9 +138,6 @@ class Runner:
         seconds = time.monotonic() - began
         longest = self._longest_seconds.get(launch.iterations, 0.0)
         self._longest_seconds[launch.iterations] = max(longest, seconds)
-        if self.judge:
-            problem = self.judge(cell, folder, problem)
-            said = said if problem in said else f"{said}; {problem}"
         if problem:
             self._failed[cell] = problem, folder
         elif folder:
@@ -172,7 +146,7 @@ class Runner:
 
     def _warm_for(self, launch: Launch) -> WarmMegatron | None:
         """The process that this launch's ranks may be forked from, started for the first of its kind."""
-        if not (self.warm and launch.can_be_forked):
+        if not (self.experiment.warm and launch.can_be_forked):
             return None
         wanted = launch.entry.path, launch.environment
         if self._warm is not None and not self._warm.serves(*wanted):
@@ -182,25 +156,25 @@ class Runner:
             self._warm = WarmMegatron(*wanted)
         return self._warm
 
-    def _title(self, cell: ExperimentCell, launch: Launch, number: int, repeat: int) -> str:
-        which = f" repeat {repeat}" if self._wanted(cell) > 1 else ""
+    def _title(self, cell: Cell, launch: Launch, number: int, repeat: int) -> str:
+        which = f" repeat {repeat}" if cell.repeats > 1 else ""
         other = launch.spec.backend != Backend.MEGATRON
-        short = f"{launch.spec.backend} {cell.strategy}" if other else cell.strategy
-        name = cell.name if self.titles_in_full or cell.label else short
-        return f"[{number}/{len(self.cells)}]{which} {name}"
+        short = f"{launch.spec.backend} {cell.job.strategy}" if other else cell.job.strategy
+        # Cells of axes differ in more than strategy and backend.
+        name = cell.name if self.experiment.skips_illegal or cell.label else short
+        return f"[{number}/{len(self.launches)}]{which} {name}"
 
 
-def in_turn(cells: Sequence[ExperimentCell], repeats: int = 1) -> list[tuple[int, ExperimentCell]]:
+def in_turn(cells: Sequence[Cell]) -> list[tuple[int, Cell]]:
     """Every repeat of every cell, in the order in which they are trained.
 
     Repeats are apart, so that a slow drift falls on all cells alike. Cells with more repeats come before
     the others, because a median of one run has no scatter to judge others by.
     """
-    wanted = {cell: cell.repeats or repeats for cell in cells}
     return [
         (repeat, cell)
-        for number in sorted(set(wanted.values()), reverse=True)
+        for number in sorted({cell.repeats for cell in cells}, reverse=True)
         for repeat in range(1, number + 1)
         for cell in cells
-        if wanted[cell] == number
+        if cell.repeats == number
     ]

@@ -8,14 +8,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from tests.study.factory import cell
 from tools.launch import execute as execute_module
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
-from tools.launch.options import Options
 from tools.records.run import Status, read_status
-from tools.spec.run import DeviceKind
 from tools.study.cells import compose_cell
-from tools.study.definition import ExperimentCell
 
 LINE = " iteration        1/      25 | elapsed time per iteration (ms): 9.0 | lm loss: 1.0E+01 |"
 
@@ -29,8 +27,7 @@ class Endless(Launch):
 
 
 def endless(runs: Path, data: Path) -> Launch:
-    cell = ExperimentCell("gpt2-tiny", "dp2", 2, DeviceKind.CPU)
-    launch = compose_cell(cell, Options(data=str(data), runs=runs))
+    launch = compose_cell(cell("dp2", data=str(data), runs=runs))
     fields: Sequence[str] = list(launch.__dataclass_fields__)
     return Endless(**{name: getattr(launch, name) for name in fields})
 

@@ -1,50 +1,166 @@
+"""What the report makes of `make bench-gpu`'s run folders."""
+
+import gzip
+import json
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from tests.study.bench_gpu.results import bench, result
-from tools.records.gpu_bench import FILE, FOLDER, write_bench
+from tests.report.factory import log_text, run_record, write_run
+from tools.records.gpu_bench import FILE, FOLDER, Ceilings, write_ceilings
+from tools.records.io import write_record
+from tools.records.run import STATUS_FILE, Status, StatusRecord
+from tools.report.analyse.gpu_bench import BenchRow, read_bench
 from tools.report.build import BuildOptions, build
-from tools.report.explain.tables import bench_tables
+from tools.report.explain.gpu_bench import bench_tables
+from tools.report.read.kernels import TRACE
+from tools.spec import variables
+from tools.spec.run import DeviceKind
+
+PROFILED = ("--profile", "--profile-step-start", "64", "--profile-step-end", "67")
 
 
-def test_settings_are_next_to_mark_and_floor() -> None:
-    times, kernels = bench_tables(bench(result("published", 438.0, 440.0), result("bf16", 219.0)))
-    assert "floor 200 ms (large bf16 product 800 TFLOP/s, large copy 4.00 TB/s)" in times.title
-    assert times.lines[0][:7] == (
-        *("published", "fp16", "none", "439.0", "438.0, 440.0", "×1.002", "×2.195"),
-    )
-    assert times.lines[1][5:8] == ("×0.500", "×1.095", "730.6")
-    assert times.lines[0][8:10] == ("70.00 GiB", "80.00 GiB")
-    assert kernels.lines == (("GEMM", "200.0", "200.0"),)
+def made(
+    runs: Path,
+    setting: str,
+    ms: float = 400.0,
+    count: int = 32,
+    name: str = "20260101T000000Z-a",
+    status: StatusRecord | None = None,
+    **changes: object,
+) -> Path:
+    """A run of a setting: warm-up of twice the time, then a scatter of a millisecond about it."""
+    record = run_record(name, exit_interval=32, **changes)
+    times = [ms * (2 if n <= 12 else 1) + n % 3 - 1 for n in range(1, count + 1)]
+    folder = write_run(runs / FOLDER / setting, record, log_text(times))
+    if status:
+        write_record(folder / STATUS_FILE, status)
+    return folder
 
 
-def test_what_was_left_out_has_its_reason_and_no_figure() -> None:
-    (times,) = bench_tables(bench(result("published+norm", reason="no time was left for it")))
-    (line,) = times.lines
-    assert len(line) == len(times.header)
-    assert line[:3] == ("published+norm", "fp16", "norm")
-    assert set(line[3:-1]) == {"–"}
-    assert line[-1] == "no time was left for it"
+def row_of(runs: Path) -> BenchRow:
+    bench = read_bench(runs)
+    assert bench is not None
+    (row,) = bench.rows
+    return row
 
 
-def test_no_bench_no_table() -> None:
+def test_a_run_is_kept_with_the_iterations_after_the_warm_up(tmp_path: Path) -> None:
+    made(tmp_path, "bf16", dtype="bf16", environment={variables.FUSED: "norm"})
+    row = row_of(tmp_path)
+    assert row.entry is not None
+    assert row.entry.run.window.iterations == tuple(range(13, 33))
+    assert (row.name, row.dtype, row.fused, row.note) == ("bf16", "bf16", ("norm",), "")
+
+
+def test_what_is_profiled_is_not_timed(tmp_path: Path) -> None:
+    argv = (*run_record("r").argv, *PROFILED)
+    made(tmp_path, "published", argv=argv, count=68)
+    row = row_of(tmp_path)
+    assert row.entry is not None
+    assert row.entry.run.window.iterations == tuple(range(13, 63))
+    assert row.note.startswith("the profiler's trace cannot be read: ")
+
+
+def test_a_run_that_is_too_short_is_no_result(tmp_path: Path) -> None:
+    made(tmp_path, "bf16", count=27)
+    row = row_of(tmp_path)
+    assert row.entry is None
+    assert "has 15 of 20 timed iterations" in row.note
+
+
+def test_what_was_timed_before_a_run_fell_over_counts_with_a_note(tmp_path: Path) -> None:
+    made(tmp_path, "bf16", status=StatusRecord(Status.CRASHED, 1, "It fell over."))
+    row = row_of(tmp_path)
+    assert row.entry is not None
+    assert row.entry.time_ms == pytest.approx(400)
+    assert row.note == "crashed: It fell over."
+
+
+def test_a_run_that_fell_over_before_has_its_reason(tmp_path: Path) -> None:
+    made(tmp_path, "bf16", count=20, status=StatusRecord(Status.CRASHED, 1, "It fell over."))
+    assert (row_of(tmp_path).entry, row_of(tmp_path).note) == (None, "crashed: It fell over.")
+
+
+def test_repeats_are_a_row_and_other_conditions_or_settings_are_left_out(tmp_path: Path) -> None:
+    made(tmp_path, "bf16", 900, name="20260101T000000Z-a", software={"torch": "2.9.0"})
+    made(tmp_path, "old", 900, name="20260101T000100Z-a", software={"torch": "2.9.0"})
+    made(tmp_path, "bf16", 800, name="20260101T000200Z-a", dtype="bf16")
+    made(tmp_path, "bf16", 400, name="20260101T000300Z-a")
+    made(tmp_path, "bf16", 402, name="20260101T000400Z-a")
+    row = row_of(tmp_path)
+    assert row.entry is not None
+    assert row.entry.time_ms == pytest.approx(401)
+    assert len(row.entry.configuration.runs) == 2
+
+
+@pytest.mark.parametrize("trace", [b"", gzip.compress(b'{"traceEvents": []}')[:-9]])
+def test_a_trace_that_cannot_be_read_is_a_note_and_the_times_count(
+    trace: bytes, tmp_path: Path
+) -> None:
+    folder = made(tmp_path, "published", count=68, argv=(*run_record("r").argv, *PROFILED))
+    (folder / TRACE).parent.mkdir()
+    (folder / TRACE).write_bytes(trace)
+    row = row_of(tmp_path)
+    assert row.entry is not None
+    assert row.note.startswith("the profiler's trace cannot be read: ")
+
+
+def traced(folder: Path, *events: dict[str, object]) -> None:
+    (folder / TRACE).parent.mkdir()
+    data = json.dumps({"traceEvents": events}).encode()
+    (folder / TRACE).write_bytes(gzip.compress(data))
+
+
+STEP = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0, "dur": 9000}
+PRODUCT = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 5000}
+
+
+@pytest.mark.parametrize(("device", "seen"), [(DeviceKind.CPU, True), (DeviceKind.GPU, False)])
+def test_on_a_gpu_a_trace_of_the_host_alone_is_no_split(
+    device: DeviceKind, seen: bool, tmp_path: Path
+) -> None:
+    argv = (*run_record("r").argv, *PROFILED)
+    traced(made(tmp_path, "published", count=68, argv=argv, device=device), STEP, PRODUCT)
+    row = row_of(tmp_path)
+    assert (dict(row.kernels_ms) == {"GEMM": 5.0, "gaps": 4.0}) == seen
+    assert ("saw nothing of the GPU" in row.note) != seen
+
+
+def test_settings_are_next_to_mark_and_floor(tmp_path: Path) -> None:
+    argv = (*run_record("r").argv, *PROFILED)
+    traced(made(tmp_path, "published", 438.0, count=68, argv=argv), STEP, PRODUCT)
+    made(tmp_path, "published", 440.0, count=68, name="20260101T000200Z-a", argv=argv)
+    made(tmp_path, "bf16", 219.0, name="20260101T000300Z-a", dtype="bf16")
+    flops = 4e9
+    write_ceilings(tmp_path, Ceilings(flops, 4e12))
+    times, kernels = bench_tables(read_bench(tmp_path))
+    assert "TFLOP/s, large copy 4.00 TB/s)" in times.title
+    assert times.lines[0][:6] == ("published", "fp32", "none", "439.0", "438.0, 440.0", "×1.002")
+    assert times.lines[1][3:6] == ("219.0", "219.0", "×0.500")
+    of_floor = [float(line[6].removeprefix("×")) for line in times.lines]
+    assert of_floor[0] / of_floor[1] == pytest.approx(439 / 219, rel=1e-2)
+    assert kernels.lines == (("GEMM", "5.0"), ("gaps", "4.0"))
+
+
+def test_no_bench_no_table(tmp_path: Path) -> None:
+    assert read_bench(tmp_path) is None
     assert bench_tables(None) == ()
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_report_shows_the_bench_of_its_runs_folder(tmp_path: Path) -> None:
-    write_bench(tmp_path / "runs", bench(result("published", 438.0)))
+    made(tmp_path / "runs", "published", 438.0)
     options = BuildOptions(name="r", runs_root=tmp_path / "runs", reports_root=tmp_path / "reports")
     assert build(options, Console(quiet=True)) == 0
     for name in ("report.md", "report.html"):
         text = (tmp_path / "reports" / "r" / name).read_text()
-        assert "GPU bench: gpt2-large on one NVIDIA H200" in text
+        assert "GPU bench: gpt2-large on one" in text
         assert "×1.000" in text
 
 
-def test_a_damaged_bench_is_reported_and_left_out(tmp_path: Path) -> None:
+def test_damaged_ceilings_are_reported_and_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / FOLDER
     folder.mkdir(parents=True)
     (folder / FILE).write_text("{")

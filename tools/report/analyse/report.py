@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tools.records.gpu_bench import GpuBench
 from tools.records.identity import essential
 from tools.records.run import decode_run
 from tools.report.analyse.comparability import compare_speed
@@ -37,6 +36,9 @@ from tools.report.analyse.within_run import changes_within
 from tools.report.read.printed import printed_spec
 from tools.report.read.runs import Run, load_runs
 from tools.spec.published import Correction, Published
+
+if TYPE_CHECKING:
+    from tools.report.analyse.gpu_bench import Bench
 
 JSON_FILE = "results.json"
 _EXACT = ("parameters_total", "peak_memory_bytes", "comm_bytes_per_iteration")
@@ -66,7 +68,7 @@ class Report:
     changes: tuple[Change, ...] = field(default=())
     baseline: str = ""
     """The earlier report that `changes` compares with."""
-    gpu_bench: GpuBench | None = None
+    gpu_bench: Bench | None = None
     """What `make bench-gpu` left beside the runs."""
     planned: tuple[PlannedEntry, ...] = ()
     """What the planner predicts of the rows that it can predict."""
@@ -127,8 +129,12 @@ def rows_of(groups: Sequence[Sequence[Path]]) -> list[Entry | None]:
 
     Parity is that of a report of all of them. None where no folder can be read.
     """
-    found = [load_runs(folders)[0] for folders in groups]
-    every = configurations([run for runs in found for run in runs], all_conditions=True)
+    return rows_of_runs([load_runs(folders)[0] for folders in groups])
+
+
+def rows_of_runs(groups: Sequence[Sequence[Run]]) -> list[Entry | None]:
+    """The same of runs that were read."""
+    every = configurations([run for runs in groups for run in runs], all_conditions=True)
     verdicts = zip(every, parity_of(every), strict=True)
     parities = {run.name: parity for row, parity in verdicts for run in row.runs}
     return [
@@ -140,7 +146,7 @@ def rows_of(groups: Sequence[Sequence[Path]]) -> list[Entry | None]:
         )
         if runs
         else None
-        for runs in found
+        for runs in groups
     ]
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from tools.report.analyse.report import Report, build_report
 from tools.report.explain.costs import bubble_sentences, cost_sentences
+from tools.report.explain.gpu_bench import bench_tables
 from tools.report.explain.memory import (
     pipeline_memory_sentences,
     sequence_parallel_sentences,
@@ -19,7 +20,7 @@ from tools.report.explain.memory import (
 from tools.report.explain.predicted import Findings
 from tools.report.explain.routing import routing_sentences, routing_tables
 from tools.report.explain.subjects import Subject, Topic, subjects_of
-from tools.report.explain.tables import bench_tables, tables
+from tools.report.explain.tables import tables
 from tools.report.explain.traffic import context_sentences, traffic_sentences
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.spec.published import load_published

@@ -1,17 +1,15 @@
-"""The tables of an explanation, equal ranks in one line; and those of `make bench-gpu`'s results."""
+"""The tables of an explanation, equal ranks in one line."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from tools.records.gpu_bench import MARK_MS, BenchRun, GpuBench, SettingResult
 from tools.records.measurements import Phase
 from tools.report.analyse.time_shares import TimeShares
 from tools.report.explain.closed_form import ComponentResidual
 from tools.report.explain.subjects import Subject
 from tools.text.table import TextTable
-from tools.text.units import DASH, amount, count, ms, percent, signed, signed_percent, size
+from tools.text.units import DASH, amount, count, ms, percent, signed, signed_percent
 
 _PHASES = (
     (Phase.FORWARD, "forward"),
@@ -25,20 +23,6 @@ _PHASES = (
 _EXACT = ("parameters", "weights", "gradients")
 Line = list[str]
 LinesOf = Callable[[Subject], Iterable[tuple[int, Line]]]
-_BENCH_HEADER = (
-    "Setting",
-    "Precision",
-    "Patches",
-    "ms/iteration",
-    "Runs' medians",
-    "Of the mark",
-    "Of the floor",
-    "TFLOP/s",
-    "Allocated, peak",
-    "Device memory",
-    "Last loss",
-    "Note",
-)
 
 
 def tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
@@ -100,25 +84,6 @@ def tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
         ),
     )
     return tuple(table for table in found if table.lines)
-
-
-def bench_tables(bench: GpuBench | None) -> tuple[TextTable, ...]:
-    """Settings beside mark and floor, and the split of an iteration; nothing without a bench."""
-    if bench is None:
-        return ()
-    lines = tuple(_bench_line(setting, bench) for setting in bench.settings)
-    times = TextTable("gpu-bench", _bench_title(bench), _BENCH_HEADER, lines)
-    split = _kernels(bench.settings)
-    return (times, split) if split else (times,)
-
-
-def bench_text(bench: GpuBench) -> str:
-    """The same for a terminal, a line a setting."""
-    parts = []
-    for table in bench_tables(bench):
-        rows = [table.header, *table.lines]
-        parts.append("\n".join((table.title, *("  ".join(row) for row in rows))))
-    return "\n\n".join(parts)
 
 
 def _lines(subjects: Sequence[Subject], lines_of: LinesOf) -> tuple[tuple[str, ...], ...]:
@@ -203,64 +168,3 @@ def _bubble_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
 
 def _whole(value: float) -> str:
     return "0" if not value else f"{value:+,.0f}".replace("-", "−")
-
-
-def _bench_title(bench: GpuBench) -> str:
-    ceilings, floor = bench.ceilings, bench.floor_ms
-    title = (
-        f"GPU bench: gpt2-large on one {bench.device} without Transformer Engine, torch "
-        f"{bench.software.get('torch', DASH)}, mark {MARK_MS:.0f} ms (one H200 with it)"
-    )
-    if ceilings is None or floor is None:
-        return title
-    return (
-        f"{title}, floor {floor:.0f} ms (large bf16 product {ceilings.matmul_flops / 1e12:.0f} "
-        f"TFLOP/s, large copy {ceilings.copy_bytes_per_second / 1e12:.2f} TB/s)"
-    )
-
-
-def _bench_line(setting: SettingResult, bench: GpuBench) -> tuple[str, ...]:
-    names = (setting.name, setting.dtype, ", ".join(setting.fused) or "none")
-    if not setting.runs:
-        return (*names, *(DASH,) * (len(_BENCH_HEADER) - len(names) - 1), setting.reason)
-    medians = [statistics.median(run.iteration_ms) for run in setting.runs]
-    # As everywhere: the mean of the runs' medians.
-    middle = statistics.fmean(medians)
-    floor = bench.floor_ms
-    newest = setting.runs[-1]
-    return (
-        *names,
-        f"{middle:.1f}",
-        ", ".join(f"{median:.1f}" for median in medians),
-        f"×{middle / MARK_MS:.3f}",
-        f"×{middle / floor:.3f}" if floor else DASH,
-        f"{bench.model_flops_per_iteration / middle / 1e9:.1f}",
-        _largest([run.peak_allocated_bytes for run in setting.runs]),
-        _largest([run.device_memory_bytes for run in setting.runs]),
-        f"{newest.losses[-1]:.4f}" if newest.losses else DASH,
-        "; ".join(filter(None, (setting.reason, *(run.note for run in setting.runs)))),
-    )
-
-
-def _largest(found: Sequence[int | None]) -> str:
-    known = [found_bytes for found_bytes in found if found_bytes is not None]
-    return size(max(known, default=None))
-
-
-def _kernels(settings: Sequence[SettingResult]) -> TextTable | None:
-    split = {s.name: run.groups_ms for s in settings if (run := _profiled(s)) is not None}
-    if not split:
-        return None
-    groups = list(dict.fromkeys(group for found in split.values() for group in found))
-    lines = tuple(
-        (group, *(f"{found[group]:.1f}" if group in found else DASH for found in split.values()))
-        for group in groups
-    )
-    header = ("Kernels", *(f"{name}, ms" for name in split))
-    return TextTable(
-        "gpu-bench-kernels", "GPU bench: milliseconds an iteration by kernels", header, lines
-    )
-
-
-def _profiled(setting: SettingResult) -> BenchRun | None:
-    return next((run for run in reversed(setting.runs) if run.groups_ms), None)

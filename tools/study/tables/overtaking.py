@@ -9,9 +9,9 @@ from math import exp, log
 
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.statistics import Estimate, TimeComparison, TimeVerdict, compare
-from tools.spec.model import load_model
+from tools.spec.model import Model
 from tools.spec.run import Backend, DeviceKind
-from tools.study.definition import ExperimentCell
+from tools.study.definition import Cell
 from tools.text.units import joined, parameters
 
 Devices = tuple[int, DeviceKind]
@@ -21,8 +21,7 @@ Devices = tuple[int, DeviceKind]
 class Swept:
     """One cell of a sweep, with what was measured of its repeats together."""
 
-    cell: ExperimentCell
-    backend: Backend
+    cell: Cell
     parameters: int
     tokens_per_iteration: int
     row: Entry | None
@@ -35,9 +34,19 @@ class Swept:
     """Whether times are of the processor: those of the threads that train, over all ranks."""
 
     @property
+    def backend(self) -> Backend:
+        """Who trains it."""
+        return self.cell.job.options.backend
+
+    @property
+    def model(self) -> Model:
+        """What is trained."""
+        return self.cell.job.model
+
+    @property
     def devices(self) -> Devices:
         """How many, and of which kind."""
-        return self.cell.devices, self.cell.device
+        return self.cell.job.devices, self.cell.job.device
 
     @property
     def estimate(self) -> Estimate | None:
@@ -138,7 +147,7 @@ def fastest(results: Sequence[Swept]) -> dict[tuple[Devices, Backend], list[Swep
         rate = result.tokens_per_second
         if rate is None:
             continue
-        key = result.devices, result.backend, result.cell.model
+        key = result.devices, result.backend, result.model.name
         if key not in best or rate > (best[key].tokens_per_second or 0):
             best[key] = result
     lines: dict[tuple[Devices, Backend], list[Swept]] = {}
@@ -165,7 +174,7 @@ def verdicts(results: Sequence[Swept]) -> list[str]:
 
 
 def _kind(result: Swept) -> str:
-    experts = load_model(result.cell.model).shape.experts
+    experts = result.model.shape.experts
     return "mixtures of experts" if experts else "dense models"
 
 
@@ -178,7 +187,7 @@ def _pairs(results: Sequence[Swept]) -> Iterator[tuple[tuple[str, list[Swept]], 
         lines: dict[str, list[Swept]] = {}
         for result in results:
             if result.backend is backend:
-                lines.setdefault(f"{backend} {result.cell.strategy}", []).append(result)
+                lines.setdefault(f"{backend} {result.cell.job.strategy}", []).append(result)
         yield from combinations(lines.items(), 2)
 
 
@@ -213,13 +222,13 @@ def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> s
 
 
 def _points(one: Sequence[Swept], two: Sequence[Swept]) -> list[SizePoint]:
-    others = {result.cell.model: result for result in two}
+    others = {result.model.name: result for result in two}
     points = []
     for result in one:
-        other = others.get(result.cell.model)
+        other = others.get(result.model.name)
         found = compare_tokens(result, other) if other else None
         if found:
-            points.append(SizePoint(result.cell.model, result.parameters, found))
+            points.append(SizePoint(result.model.name, result.parameters, found))
     return points
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from tools.launch.job import Job
 from tools.plan.tensors import parameters_total
 from tools.report.analyse.provenance import conditions
 from tools.report.analyse.report import rows_of
 from tools.report.analyse.statistics import Estimate, TimeComparison
 from tools.report.canvas import WIDTH_INCHES, Chart, colour, draw, grid
-from tools.spec.run import Backend, DeviceKind
-from tools.study.cells import Skipped
-from tools.study.runner import CellResult
+from tools.spec.errors import LaunchError
+from tools.spec.run import DeviceKind
+from tools.study.cells import Planned
+from tools.study.definition import Cell
+from tools.study.engine import Output, Study
 from tools.study.tables.overtaking import Swept, compare_tokens, fastest, verdicts
 from tools.text.table import Column, Table, markdown_table, markdown_text
+from tools.text.terminal import say
 from tools.text.units import DASH, count, interval, loss, number, parameters
 
 if TYPE_CHECKING:
@@ -27,15 +30,49 @@ if TYPE_CHECKING:
 
 CELLS_FILE = "cells.json"
 _MARKERS = "osD^vPX*"
+_OF_THE_SWEEP = ("REPEATS", "DRY_RUN", "RUN_FOLDER")
+"""Variables that say what the sweep does, not what a cell trains."""
 TEXT_FILE, DATA_FILE, PICTURE_FILE = "sweep.md", "sweep.json", "sweep.svg"
 
 
-def swept(results: Sequence[CellResult]) -> list[Swept]:
-    """What was measured of each cell's runs that ended well, repeats together."""
-    return [
+def begin(study: Study) -> None:
+    """Say what is left out, and leave the cells beside the table.
+
+    Raises:
+        LaunchError: No cell is legal here; nothing was trained.
+    """
+    for cell, rule in study.planned.skipped.items():
+        say(study.console, f"skipped: {cell.name}: {rule}")
+    if not study.planned.launches:
+        raise LaunchError("No cell of this sweep can run here; the rules are above.")
+    study.folder.mkdir(parents=True, exist_ok=True)
+    (study.folder / CELLS_FILE).write_text(as_data(study.planned) + "\n")
+
+
+def as_data(planned: Planned) -> str:
+    """`cells.json`: target and variables of each cell; the skipped ones with their rule.
+
+    A launcher of any kind can take them; a sweep that runs afterwards finds what it made.
+    """
+    cells = [
+        {"name": cell.name, "target": cell.job.target, "variables": _variables(cell.job)}
+        for cell in planned.launches
+    ]
+    skipped = [{"name": cell.name, "rule": rule} for cell, rule in planned.skipped.items()]
+    data = msgspec.json.encode({"cells": cells, "skipped": skipped})
+    return msgspec.json.format(data, indent=2).decode()
+
+
+def _variables(job: Job) -> dict[str, str]:
+    return {name: text for name, text in job.variables.items() if name not in _OF_THE_SWEEP}
+
+
+def finish(study: Study) -> int:
+    """Write what there is and say it; 0 if all is there."""
+    rows = rows_of([result.runs for result in study.results])
+    results = [
         Swept(
             cell=result.cell,
-            backend=Backend(result.launch.spec.backend),
             parameters=parameters_total(result.launch.model.shape),
             tokens_per_iteration=result.launch.spec.tokens_per_iteration,
             row=row,
@@ -43,24 +80,24 @@ def swept(results: Sequence[CellResult]) -> list[Swept]:
             complete=result.complete,
             failure=result.failure,
         )
-        for result, row in zip(results, rows_of([r.runs for r in results]), strict=True)
+        for result, row in zip(study.results, rows, strict=True)
     ]
-
-
-def write_results(folder: Path, results: Sequence[Swept], skipped: Sequence[Skipped]) -> str:
-    """Write the files; return what they say, for the terminal."""
-    chart = draw_sweep(results)
+    folder, chart = study.folder, draw_sweep(results)
     if chart:
         (folder / PICTURE_FILE).write_text(chart.svg)
-    text = render(folder.name, results, skipped, bool(chart))
+    text = render(folder.name, results, study.planned.skipped, bool(chart))
     (folder / TEXT_FILE).write_text(text + "\n")
     data = msgspec.json.encode([_as_data(result) for result in results])
     (folder / DATA_FILE).write_bytes(msgspec.json.format(data, indent=2) + b"\n")
-    return f"{text}\n\nSweep: {folder / TEXT_FILE}"
+    say(study.console, f"{text}\n\nSweep: {folder / TEXT_FILE}")
+    return int(not study.all_well)
+
+
+OUTPUT = Output(finish, begin=begin, shown=as_data, also_interrupted=True)
 
 
 def render(
-    name: str, results: Sequence[Swept], skipped: Sequence[Skipped], pictured: bool = False
+    name: str, results: Sequence[Swept], skipped: Mapping[Cell, str], pictured: bool = False
 ) -> str:
     """Markdown: the sentences first, then the picture, the table and what was skipped."""
     rows = tuple(_SweepRow(result, _reference(result, results)) for result in results)
@@ -70,7 +107,7 @@ def render(
         parts.append(f"![Tokens a second by model size]({PICTURE_FILE})")
     parts.append(markdown_table(Table(_COLUMNS, rows)))
     if skipped:
-        parts += ["## Skipped", markdown_table(Table(_SKIPPED, tuple(skipped)))]
+        parts += ["## Skipped", markdown_table(Table(_SKIPPED, tuple(skipped.items())))]
     return "\n\n".join(parts)
 
 
@@ -90,7 +127,7 @@ def _sentences(results: Sequence[Swept]) -> list[str]:
     processor = [_by_processor(result) for result in results]
     if any(result.estimate for result in processor):
         said += [f"By processor time: {text}" for text in verdicts(processor)]
-    if any(result.cell.device is DeviceKind.CPU for result in results):
+    if any(result.cell.job.device is DeviceKind.CPU for result in results):
         said.append("Times on CPU ranks are illustrative: no GPU's balance is in them.")
     missing = [result for result in results if not result.complete]
     if missing:
@@ -103,16 +140,15 @@ def _sentences(results: Sequence[Swept]) -> list[str]:
 
 def _by_processor(result: Swept) -> Swept:
     """On CPU ranks the same cell by processor time, which other work on the machine hardly changes."""
-    known = result.row if result.cell.device is DeviceKind.CPU else None
+    known = result.row if result.cell.job.device is DeviceKind.CPU else None
     return replace(result, row=known, by_processor=True)
 
 
 def _reference(result: Swept, results: Sequence[Swept]) -> Swept | None:
     """The same cell under the sweep's first backend; None for that backend itself."""
     first = results[0].backend
-    same = (
-        other for other in results if other.backend is first and other.cell.job == result.cell.job
-    )
+    name = result.cell.job.name
+    same = (each for each in results if each.backend is first and each.cell.job.name == name)
     return None if result.backend is first else next(same, None)
 
 
@@ -132,10 +168,10 @@ def _against(found: TimeComparison | None) -> str:
 
 
 _COLUMNS: tuple[Column[_SweepRow], ...] = (
-    Column("Model", lambda row: row.result.cell.model),
+    Column("Model", lambda row: row.result.cell.job.model.name),
     Column("Parameters", lambda row: row.result.parameters, parameters),
-    Column("Devices", lambda row: f"{row.result.cell.devices}{row.result.cell.device}"),
-    Column("Strategy", lambda row: row.result.cell.strategy),
+    Column("Devices", lambda row: row.result.cell.job.place),
+    Column("Strategy", lambda row: row.result.cell.job.strategy),
     Column("Backend", lambda row: row.result.backend),
     Column("ms/iteration [95%]", lambda row: row.result.estimate, _time),
     Column("Processor ms, all ranks [95%]", lambda row: _by_processor(row.result).estimate, _time),
@@ -148,8 +184,8 @@ _COLUMNS: tuple[Column[_SweepRow], ...] = (
 
 
 _SKIPPED = (
-    Column[Skipped]("Cell", lambda one: one.cell.name),
-    Column[Skipped]("Rule", lambda one: one.rule),
+    Column[tuple[Cell, str]]("Cell", lambda one: one[0].name),
+    Column[tuple[Cell, str]]("Rule", lambda one: one[1]),
 )
 
 
@@ -158,15 +194,15 @@ def _final_loss(result: Swept) -> float | None:
 
 
 def _as_data(result: Swept) -> dict[str, object]:
-    cell, found = result.cell, result.estimate
+    job, found = result.cell.job, result.estimate
     processor = _by_processor(result).estimate
     return {
-        "model": cell.model,
+        "model": job.model.name,
         "parameters": result.parameters,
-        "strategy": cell.strategy,
+        "strategy": job.strategy,
         "backend": result.backend,
-        "devices": cell.devices,
-        "device": cell.device,
+        "devices": job.devices,
+        "device": job.device,
         "iteration_ms_median": found.median if found else None,
         "iteration_ms_ci_low": found.low if found else None,
         "iteration_ms_ci_high": found.high if found else None,
@@ -212,7 +248,7 @@ def _paint(figure: Figure, results: Sequence[Swept]) -> None:
             capsize=3,
             linewidth=1.4,
         )
-    sizes = {one.parameters: one.cell.model for one in results if one.estimate}
+    sizes = {one.parameters: one.cell.job.model.name for one in results if one.estimate}
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(

@@ -1,7 +1,4 @@
-"""What a run folder holds of its timed iterations, and where an iteration's time goes by kernels.
-
-The iterations that count are those that were asked for, by number: a profiler follows them, and a run
-that ends early is judged by how many of them there are. `experiment.measured` takes the report's window.
+"""Where an iteration's time goes by kernels, from the trace of PyTorch's profiler in a run folder.
 
 A kernel's own name says matrix product or attention; elementwise kernels have the same names wherever
 they come from, so those are known by the operators that launched them (`correlation` leads from a kernel
@@ -20,18 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.records.gpu_bench import BenchRun
-from tools.report.analyse.entry import memory_by_rank
-from tools.report.read.runs import load_folder
-from tools.spec.run import DeviceKind
-from tools.study.bench_gpu.plan import WARM_UP, BenchSetting
-
 TRACE = "torch_profile/rank-0.json.gz"
 """Where `--use-pytorch-profiler` puts it, beside the TensorBoard folder (Megatron 0.19)."""
-
-
-FEWEST = 0.8
-"""Share of the timed iterations that must count: fp16 skips an update now and then."""
 
 GAPS, OTHER = "gaps", "other"
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -80,40 +67,8 @@ GROUPS = (
 )
 
 
-class MeasureError(RuntimeError):
-    """A run did not give what it was made for; the message says why."""
-
-
-def measured(folder: Path, setting: BenchSetting) -> BenchRun:
-    """Times, memory, losses and the split of an iteration; a trace that cannot be read is a note.
-
-    Raises:
-        MeasureError: Too few of the timed iterations are there.
-    """
-    run = load_folder(folder)
-    timed = range(WARM_UP + 1, WARM_UP + setting.timed + 1)
-    found = [i for i in run.log.iterations if i.iteration in timed and not i.skipped_iterations]
-    times = tuple(i.elapsed_ms for i in found if i.elapsed_ms is not None)
-    if len(times) < FEWEST * setting.timed:
-        raise MeasureError(
-            f"{folder.name} has {len(times)} of {setting.timed} timed iterations that were not skipped"
-        )
-    on_gpu = run.record is not None and run.record.spec.device is DeviceKind.GPU
-    groups, note = _split(folder, on_gpu) if setting.profiled else ({}, "")
-    return BenchRun(
-        run=folder.name,
-        iteration_ms=times,
-        wall_seconds=run.status.wall_seconds or 0.0,
-        peak_allocated_bytes=max(memory_by_rank(run).values(), default=None),
-        device_memory_bytes=run.samples.peak_memory_bytes,
-        losses=tuple(i.lm_loss for i in found if i.lm_loss is not None),
-        groups_ms=groups,
-        note=note,
-    )
-
-
-def _split(folder: Path, on_gpu: bool) -> tuple[dict[str, float], str]:
-    """Milliseconds by group, or why there are none."""
+def split_of(folder: Path, on_gpu: bool) -> tuple[Mapping[str, float], str]:
+    """Milliseconds an iteration by group in a run folder's trace, or why there are none."""
     try:
         events = read_profile(folder / TRACE)
         if on_gpu and not saw_the_device(events):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.study.bench_gpu.measured import (
+from tools.report.read.kernels import (
     GAPS,
     GROUPS,
     group_of,

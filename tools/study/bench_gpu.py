@@ -1,0 +1,215 @@
+"""`make bench-gpu`: Megatron on one GPU without Transformer Engine, measured against the published time.
+
+Ceilings of the device first, then the cells of `bench_gpu.yaml` while time lasts; the report reads the
+same table from their run folders.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+
+from tools.dataset.indexed import idx_path
+from tools.launch import microbenchmark
+from tools.launch.compose import DEFAULT_DATA
+from tools.launch.devices import visible_gpus
+from tools.launch.microbenchmark import Workload
+from tools.launch.options import Options
+from tools.launch.preflight_gpu import compiler_problem, torch_problem
+from tools.records.gpu_bench import FOLDER, MARK_MS, Ceilings, timed_iterations, write_ceilings
+from tools.report.analyse.gpu_bench import Bench, BenchRow, read_bench
+from tools.report.explain.gpu_bench import bench_text
+from tools.spec import variables
+from tools.spec.errors import LaunchError
+from tools.spec.files import ROOT
+from tools.spec.flags import Flags
+from tools.spec.run import DeviceKind, RuntimeName
+from tools.study.definition import Cell, Experiment
+from tools.study.engine import Output, Study, run_experiment
+from tools.study.load import load_experiment
+from tools.study.runner import NO_TIME, in_turn
+
+NAME = "bench_gpu"
+CEILINGS_SECONDS = 25.0
+CEILINGS = Workload(
+    matmul_size=16384, copy_bytes=4 << 30, seconds_each=4.0, warm_up_calls=5, mean=True
+)
+"""A product of 8.8e12 FLOP, a few hundredths of a second, and a copy of 4 GiB, far beyond any cache;
+over several seconds, so that the clocks settle as they do in training."""
+START_SECONDS = 40.0
+"""From the command to the first iteration. Assumed, not measured."""
+
+FIXED = (
+    *("MICRO_BATCH", "GLOBAL_BATCH", "SEED", "DROPOUT", "EXTRA", "ITERS", "REPEATS", "FUSED"),
+    *("BACKEND", "MEGATRON_LM", "SHARED_START", "SHARE_GPU", "SAVE_EVERY", "WANDB"),
+)
+"""Variables of the train command that a setting decides by itself."""
+_SHOWN = ("RUNTIME", "ITERS", "EXTRA", "LEDGER", "RUNS", "FUSED")
+
+Run = tuple[int, Cell]
+"""A repeat, from 1, of a cell."""
+
+
+def bench_gpu(
+    only: str | None, budget: float | None, given: Namespace, options: Options, console: Console
+) -> int:
+    """Measure; 0 if every run that was started ended well.
+
+    Raises:
+        LaunchError: It cannot run here; nothing was written.
+    """
+    if own := [name for name in FIXED if name in given.texts]:
+        raise LaunchError(f"{own[0]}= is the settings' own in bench-gpu; leave it out.")
+    if options.runtime not in (None, RuntimeName.HOST):
+        raise LaunchError(f"bench-gpu measures RUNTIME=host, not {options.runtime}.")
+    experiment = settings(only or "", options)
+    seconds = budget or experiment.budget_seconds or 0.0
+    if options.dry_run:
+        print(describe(experiment.cells, seconds, options.data))
+        return 0
+    began = time.monotonic()
+    _check()
+    if ceilings := _ceilings(console):
+        write_ceilings(options.runs, ceilings)
+    experiment = settings(only or "", replace(options, data=options.data or _default_data()))
+    left = seconds - (time.monotonic() - began)
+    return run_experiment(replace(experiment, budget_seconds=left), OUTPUT, console)
+
+
+def settings(only: str, options: Options) -> Experiment:
+    """The file's cells, or those of ONLY=, each with the time that it is expected to take.
+
+    Raises:
+        LaunchError: A name of ONLY= is no setting's.
+    """
+    experiment = load_experiment(NAME, options, only=only.split())
+    cells = (replace(cell, expected_seconds=_expected(cell)) for cell in experiment.cells)
+    return replace(experiment, cells=tuple(cells))
+
+
+def _expected(cell: Cell) -> float:
+    """Start-up as assumed and iterations at the published time: a guess that plans, not a result."""
+    return START_SECONDS + (cell.job.options.iterations or 0) * MARK_MS / 1000
+
+
+def describe(cells: Sequence[Cell], budget: float, data: str | None = None) -> str:
+    """The plan as text: what, with which patches, by which command, how long."""
+    kept, left = fitting(in_turn(cells), budget - CEILINGS_SECONDS)
+    lines = [
+        f"Ceilings of the device: a large bf16 product, a large copy (≈{CEILINGS_SECONDS:.0f} s)"
+    ]
+    python = {variables.PYTHON: os.environ.get(variables.PYTHON, ""), "DATA": data or ""}
+    for repeat, cell in kept:
+        lines += _lines(cell, repeat, {name: text for name, text in python.items() if text})
+    total = CEILINGS_SECONDS + sum(cell.expected_seconds for _, cell in kept)
+    lines.append(
+        f"Expected: {total:.0f} s of {budget:.0f} s, if a start takes {START_SECONDS:.0f} s and an "
+        f"iteration {MARK_MS:.0f} ms; what fits is decided by what the runs really take."
+    )
+    if left:
+        names = ", ".join(f"{cell.label} {repeat}/{cell.repeats}" for repeat, cell in left)
+        lines.append(f"Would not fit, for the next call (it resumes where this one ends): {names}")
+    return "\n".join(lines)
+
+
+def fitting(runs: Sequence[Run], seconds: float) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """Runs that fit one after another in so many seconds, and those that are left out."""
+    kept: list[Run] = []
+    left: list[Run] = []
+    for run in runs:
+        needed = run[1].expected_seconds
+        (kept if needed <= seconds else left).append(run)
+        seconds -= needed if needed <= seconds else 0
+    return tuple(kept), tuple(left)
+
+
+def _lines(cell: Cell, repeat: int, given: dict[str, str]) -> list[str]:
+    own = {**cell.job.variables, "RUNS": f"runs/{FOLDER}"}
+    told = {name: own[name] for name in _SHOWN if name in own} | given
+    words = " ".join(f"{name}={shlex.quote(value)}" for name, value in told.items())
+    options = cell.job.options
+    iterations = options.iterations or 0
+    return [
+        f"{cell.label} {repeat}/{cell.repeats}: {cell.why}; {_dtype(cell)}, patches: "
+        f"{', '.join(options.fused) or 'none'}; "
+        f"{len(timed_iterations(options.extra, iterations))} timed iterations of {iterations} "
+        f"(≈{cell.expected_seconds:.0f} s)",
+        f"    {words} make {cell.job.target}",
+    ]
+
+
+def _dtype(cell: Cell) -> str:
+    return "bf16" if Flags(cell.job.options.extra).has("--bf16") else cell.job.model.dtype
+
+
+def _check() -> None:
+    if len(visible_gpus()) == 0:
+        raise LaunchError(
+            "make bench-gpu measures an NVIDIA GPU, and none is visible here; DRY_RUN=1 shows what it "
+            "would do."
+        )
+    if problem := torch_problem() or compiler_problem():
+        raise LaunchError(problem)
+
+
+def _default_data() -> str:
+    """The published data set where it was prepared, else the sample."""
+    published = DEFAULT_DATA[DeviceKind.GPU]
+    is_prepared = idx_path(ROOT / published).is_file()
+    return published if is_prepared else DEFAULT_DATA[DeviceKind.CPU]
+
+
+def _ceilings(console: Console) -> Ceilings | None:
+    """What the device reaches at best; None where that could not be measured, and the runs follow."""
+    try:
+        figures = microbenchmark.measure(
+            CEILINGS, DeviceKind.GPU, 1, timeout_seconds=3 * CEILINGS_SECONDS
+        )
+    except LaunchError as error:
+        text = f"The device's ceilings are not known: {error}"
+        console.print(text, style="red", markup=False)
+        return None
+    if figures is None or not (figures.matmul_flops and figures.copy_bytes_per_second):
+        return None
+    return Ceilings(figures.matmul_flops, figures.copy_bytes_per_second)
+
+
+def begin(study: Study) -> None:
+    """Say what cannot work here."""
+    for cell, rule in study.planned.skipped.items():
+        study.console.print(f"{cell.name}: {rule}", style="red", markup=False)
+
+
+def finish(study: Study) -> int:
+    """The table of all settings that were measured here, and why one of this call's is not there."""
+    runs = study.experiment.options.runs.parent
+    bench = with_reasons(read_bench(runs.parent) or Bench(()), study)
+    study.console.print(bench_text(bench), markup=False, highlight=False)
+    study.console.print(f"Results: {runs}; 'make report' shows them.", highlight=False)
+    labels = {cell.label for cell in study.planned.launches}
+    noted = any(row.note not in ("", NO_TIME) for row in bench.rows if row.name in labels)
+    return int(bool(noted or study.planned.skipped))
+
+
+def with_reasons(bench: Bench, study: Study) -> Bench:
+    """With a row for every cell, in the experiment's order, before those of other calls."""
+    reasons = dict(study.planned.skipped)
+    for result in study.results:
+        reasons[result.cell] = result.failure or ("" if result.runs else NO_TIME)
+    known = {row.name: row for row in bench.rows}
+    rows = []
+    for cell in study.experiment.cells:
+        new = BenchRow(cell.label, _dtype(cell), cell.job.options.fused)
+        row = known.pop(cell.label, new)
+        note = row.note or ("" if row.entry else reasons[cell])
+        rows.append(replace(row, note=note))
+    return replace(bench, rows=(*rows, *known.values()))
+
+
+OUTPUT = Output(finish, begin=begin)
