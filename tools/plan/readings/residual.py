@@ -15,7 +15,7 @@ from tools.plan.memory import (
 )
 from tools.plan.readings.express import Expressed, RefusedError, express
 from tools.plan.readings.facts import origin
-from tools.plan.readings.table import Reading, Unreadable
+from tools.plan.readings.table import Reading, Refusal
 from tools.plan.tensors import UnevenSplitError
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.constants import Constants, constants_of
@@ -44,14 +44,10 @@ class Residual:
         """What was published."""
         return self.expressed.reading
 
-
-@dataclass(frozen=True)
-class Refusal:
-    """A reading that is not predicted, and why."""
-
-    line: int
-    source: str
-    reason: str
+    @property
+    def published_seconds(self) -> float:
+        """Of an iteration, as its figure has it; 0 of memory."""
+        return (self.seconds or 0.0) / (1 + self.error)
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ Adjust = Callable[[Cluster], Cluster]
 
 def residuals(
     readings: Iterable[Reading],
-    unreadable: Iterable[Unreadable] = (),
+    unreadable: Iterable[Refusal] = (),
     without: str | None = None,
     measured: Callable[[Device], Calibration] = lambda device: Calibration(),
 ) -> Residuals:
@@ -84,7 +80,7 @@ def residuals(
     readings = tuple(readings)
     flops = _stated_flops(readings)
     found: list[Residual] = []
-    refused = [Refusal(row.line, row.source, row.reason) for row in unreadable]
+    refused = list(unreadable)
     for reading in readings:
         try:
             expressed = left_out(express(reading), reading.source if without is None else without)
