@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tools.report.analyse.entry import Entry
+from tools.report.analyse.entry import Entry, names_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,10 +84,11 @@ def grid(axes: Axes, axis: Any = "both") -> None:
 
 
 def names(entries: Sequence[Entry]) -> list[str]:
-    """Labels of entries, with their models where these differ."""
-    models = len({entry.run.model for entry in entries}) > 1
-    texts = [f"{e.run.model} {e.label}" if models and e.run.model else e.label for e in entries]
-    cut = [text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 1] + "…" for text in texts]
+    """Labels of entries, none too long."""
+    cut = [
+        text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 1] + "…"
+        for text in names_of(entries)
+    ]
     return [text.replace("$", r"\$") for text in cut]  # A dollar would start mathematics.
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from tools.report.read.sources import (
     read_time_ledger,
 )
 from tools.report.read.window import Window, select_window
-from tools.spec.flags import Flags
+from tools.spec.flags import Flags, values_by_flag
 from tools.spec.run import DeviceKind, RunSpec, flags_of_printed
 from tools.spec.strategy import Parallelism
 
@@ -248,17 +248,9 @@ def _with_printed(run: Run) -> Run:
     )
 
 
-def given_arguments(argv: Iterable[str]) -> dict[str, str]:
+def given_arguments(argv: Sequence[str]) -> dict[str, str]:
     """A command line's flags with their values, `True` for those without."""
-    values: dict[str, list[str]] = {}
-    name = ""
-    for word in argv:
-        if word.startswith("--"):
-            name, joined, value = word.partition("=")
-            values[name] = [value] if joined else []
-        elif name:
-            values[name].append(word)
-    return {name: " ".join(words) or "True" for name, words in values.items()}
+    return {name: " ".join(words) or "True" for name, words in values_by_flag(argv).items()}
 
 
 def _parents_iterations(
