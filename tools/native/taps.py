@@ -8,7 +8,6 @@ orders an expert's rows by its own order of tokens.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,14 +21,12 @@ from tools.capture.probe import probed
 from tools.capture.sinks import Recording, Responding
 from tools.native.batches import MicroBatch
 from tools.native.model import MixtureOfExperts
+from tools.native.names import EXPERT, LAYER
 from tools.records.capture import Site, Stage
 
 Sink = Recording | Responding
 Form = Callable[[Tensor], Tensor]
 """Brings a tensor, or its gradient, into Megatron's order."""
-
-LAYER = re.compile(r"blocks\.(\d+)\.?(.*)")
-EXPERT = re.compile(r"mlp\.experts\.(\d+)\.?(.*)")
 
 
 @dataclass(frozen=True)
