@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from tools.plan.collectives.call import CollectiveCall
-from tools.plan.published import usual_cluster
+from tools.plan.readings.published import usual_cluster
 from tools.plan.time.cluster import Cluster, route
 from tools.plan.time.compute import layer_seconds, product_seconds
 from tools.plan.time.constants import BOUNDS, constants_of, start_of

@@ -46,7 +46,7 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
         ReadingsError: The file has no readings, or no such source.
     """
     if fit:
-        from tools.plan.readings.fit import refit
+        from tests.plan.readings.fit import refit
 
         refit()
         return

@@ -19,9 +19,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from tests.plan.papers import paper_runs
 from tools.plan.readings.express import Expressed, RefusedError, express
 from tools.plan.readings.facts import origin
-from tools.plan.readings.published import KIT, kit_runs, paper_runs
+from tools.plan.readings.published import KIT, kit_runs
 from tools.plan.readings.residual import residual, with_constants
 from tools.plan.readings.table import Reading, read_readings
 from tools.plan.tensors import UnevenSplitError
