@@ -58,10 +58,6 @@ class Residuals:
     refused: tuple[Refusal, ...]
 
 
-Adjust = Callable[[Cluster], Cluster]
-"""Another cluster of the same devices: with other constants."""
-
-
 def residuals(
     readings: Iterable[Reading],
     unreadable: Iterable[Refusal] = (),
@@ -111,24 +107,19 @@ def with_constants(cluster: Cluster, constants: Constants) -> Cluster:
     return replace(cluster, calibration=Calibration(**asdict(constants)))
 
 
-def residual(
-    expressed: Expressed,
-    flops_a_token: float | None = None,
-    adjust: Adjust = lambda cluster: cluster,
-) -> Residual:
+def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residual:
     """One reading beside its prediction.
 
     Args:
         expressed: The reading.
         flops_a_token: The source's own, where it also prints the run's tokens; else the closed form's.
-        adjust: Replaces the constants.
 
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
         NoPeakError: The device has no rate in the run's dtype.
         RefusedError: No device can have run so fast, or nobody trains so slowly.
     """
-    reading, spec, cluster = expressed.reading, expressed.spec, adjust(expressed.cluster)
+    reading, spec, cluster = expressed.reading, expressed.spec, expressed.cluster
     metric, value = reading.metric, reading.value
     if "memory" in metric:
         predicted = _memory(spec, cluster, metric)
