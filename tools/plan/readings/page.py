@@ -10,13 +10,12 @@ from tools.plan.readings.summary import ERRORS, MEMORY, TIME, ErrorGroup, by_sou
 from tools.records.io import write_whole
 from tools.spec.files import ROOT
 from tools.text.html import environment
-from tools.text.svg import svg_figure
+from tools.text.svg import COLOURS, svg_figure
 from tools.text.table import Column, Table
 from tools.text.units import GIB
 
 FOLDER = ROOT / "docs"
 _FILTERS = ("kind", "source", "GPU", "TP", "PP", "dtype")
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
 
 
 def write_page(residuals: Residuals, folder: Path = FOLDER) -> tuple[Path, Path]:
@@ -103,7 +102,7 @@ def _draw(residuals: Residuals, path: Path) -> None:
     generations = sorted({item.expressed.cluster.device.generation for item in items})
     with svg_figure(path, "residuals", 9, 4.4, dpi=160) as figure:
         for axes, kind in zip(figure.subplots(1, 2), (TIME, MEMORY), strict=True):
-            for generation, colour in zip(generations, _COLOURS, strict=False):
+            for generation, colour in zip(generations, COLOURS, strict=False):
                 points = [
                     _values(item)
                     for item in items

@@ -47,6 +47,8 @@ class Residual:
     @property
     def published_seconds(self) -> float:
         """Of an iteration, as its figure has it; 0 of memory."""
+        if self.reading.metric == "step_time_s":
+            return self.reading.value
         return (self.seconds or 0.0) / (1 + self.error)
 
 
