@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tests.plan.papers import Paper, load_paper, paper_specs
 from tools.plan.memory import memory_of_rank
-from tools.plan.published import h200_figures, h200_spec, paper_specs, usual_cluster
+from tools.plan.readings.published import h200_figures, h200_spec, usual_cluster
 from tools.plan.time.iteration import iteration_seconds
-from tools.spec.published import Paper, load_paper
 from tools.spec.strategy import Batch, devices_of
 from tools.text.table import Column, Table, markdown_rows, markdown_table
 from tools.text.units import MIB

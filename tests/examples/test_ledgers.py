@@ -10,13 +10,14 @@ from tests.examples.runs import ITERATIONS, Run
 from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.tensors import rank_parameters
 from tools.records.measurements import (
+    CommunicationRecord,
     MemoryCategory,
+    MemoryRecord,
     Operation,
     Phase,
     RankCommunication,
-    read_communication,
-    read_memory,
-    read_time,
+    TimeRecord,
+    read_ledger,
 )
 from tools.records.run import LEDGER_FOLDER, TRACE_FILE
 from tools.spec.flags import Flags
@@ -72,13 +73,13 @@ def predicted(run: Run, rank: int) -> Counter[Key]:
 def test_every_call_of_a_steady_iteration_is_in_the_closed_form(
     runs: dict[str, Run], name: str
 ) -> None:
-    for rank in read_communication(runs[name].folder).ranks:
+    for rank in read_ledger(runs[name].folder, CommunicationRecord).ranks:
         assert measured(rank) == predicted(runs[name], rank.rank)
 
 
 @pytest.mark.parametrize("name", PARALLEL)
 def test_bytes_on_the_wire_equal_the_closed_form(runs: dict[str, Run], name: str) -> None:
-    for rank in read_communication(runs[name].folder).ranks:
+    for rank in read_ledger(runs[name].folder, CommunicationRecord).ranks:
         traffic = communication_of_rank(
             configuration(runs[name]), pipeline_rank(runs[name], rank.rank)
         )
@@ -89,7 +90,7 @@ def test_bytes_on_the_wire_equal_the_closed_form(runs: dict[str, Run], name: str
 def test_all_iterations_but_the_first_and_the_last_are_steady(
     runs: dict[str, Run], name: str
 ) -> None:
-    for rank in read_communication(runs[name].folder).ranks:
+    for rank in read_ledger(runs[name].folder, CommunicationRecord).ranks:
         # The first starts groups, the last never sees the next begin.
         assert rank.steady_iterations + rank.other_iterations == ITERATIONS - 1
         assert rank.steady_iterations >= ITERATIONS - 3
@@ -100,7 +101,7 @@ def test_weights_gradients_and_adam_are_the_closed_form_to_the_byte(
     runs: dict[str, Run], name: str
 ) -> None:
     run = runs[name]
-    for rank in read_memory(run.folder).ranks:
+    for rank in read_ledger(run.folder, MemoryRecord).ranks:
         held = rank_parameters(configuration(run), pipeline_rank(run, rank.rank)).total
         assert rank.categories[MemoryCategory.WEIGHTS] == 4 * held
         gradients = rank.categories[MemoryCategory.GRADIENTS]
@@ -113,18 +114,21 @@ def test_weights_gradients_and_adam_are_the_closed_form_to_the_byte(
 
 @pytest.mark.parametrize("name", ["baseline", *PARALLEL])
 def test_categories_sum_to_the_peak(runs: dict[str, Run], name: str) -> None:
-    for rank in read_memory(runs[name].folder).ranks:
+    for rank in read_ledger(runs[name].folder, MemoryRecord).ranks:
         assert sum(rank.categories.values()) == rank.peak_bytes
         assert rank.peak_bytes == max(rank.phase_peak_bytes.values())
 
 
 def test_sequence_parallelism_halves_what_norms_keep(runs: dict[str, Run]) -> None:
-    kept = {n: read_memory(runs[n].folder).ranks[0].activations_by_layer for n in ("tp2", "sp2")}
+    kept = {
+        n: read_ledger(runs[n].folder, MemoryRecord).ranks[0].activations_by_layer
+        for n in ("tp2", "sp2")
+    }
     assert kept["sp2"]["decoder.final_layernorm"] * 2 == kept["tp2"]["decoder.final_layernorm"]
 
 
 def test_only_the_last_stage_of_a_pipeline_holds_logits(runs: dict[str, Run]) -> None:
-    first, last = read_memory(runs["pp2"].folder).ranks
+    first, last = read_ledger(runs["pp2"].folder, MemoryRecord).ranks
     assert first.categories[MemoryCategory.LOGITS] == 0
     one_micro_batch = 4 * 2 * 64 * 50304
     assert last.categories[MemoryCategory.LOGITS] in (one_micro_batch, 2 * one_micro_batch)
@@ -132,7 +136,7 @@ def test_only_the_last_stage_of_a_pipeline_holds_logits(runs: dict[str, Run]) ->
 
 @pytest.mark.parametrize("name", ["baseline", *PARALLEL])
 def test_phases_sum_to_the_iteration(runs: dict[str, Run], name: str) -> None:
-    for rank in read_time(runs[name].folder).ranks:
+    for rank in read_ledger(runs[name].folder, TimeRecord).ranks:
         assert sum(rank.phase_seconds.values()) == pytest.approx(rank.iteration_seconds, rel=0.02)
         assert rank.phase_seconds[Phase.FORWARD] > 0
         assert rank.phase_seconds[Phase.BACKWARD] > 0
@@ -145,7 +149,8 @@ def test_a_pipeline_stage_waits_for_its_neighbour_and_other_ranks_for_none(
 ) -> None:
     waiting = {
         name: [
-            rank.phase_seconds.get(Phase.PIPELINE, 0) > 0 for rank in read_time(run.folder).ranks
+            rank.phase_seconds.get(Phase.PIPELINE, 0) > 0
+            for rank in read_ledger(run.folder, TimeRecord).ranks
         ]
         for name, run in runs.items()
     }

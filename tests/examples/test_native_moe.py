@@ -3,7 +3,7 @@
 import pytest
 
 from tests.examples.runs import ITERATIONS, Run, Trainer
-from tools.records.measurements import Operation, read_communication, read_routing
+from tools.records.measurements import CommunicationRecord, Operation, RoutingRecord, read_ledger
 from tools.records.run import Status
 from tools.spec.run import Backend, OptimizerName
 
@@ -40,7 +40,7 @@ def test_experts_over_two_ranks_are_the_same_model(
 
 
 def test_tokens_travel_by_all_to_all_and_the_ledger_sees_it(spread_experts: Run) -> None:
-    record = read_communication(spread_experts.folder)
+    record = read_ledger(spread_experts.folder, CommunicationRecord)
     exchanges = [
         call
         for call in record.ranks[0].calls
@@ -55,7 +55,7 @@ def test_routing_is_recorded_and_nothing_is_dropped(
     tokens_of_layer = []
     for run in (native_experts, spread_experts):
         rows = [
-            row for rank in read_routing(run.folder).ranks for row in rank.layers
+            row for rank in read_ledger(run.folder, RoutingRecord).ranks for row in rank.layers
             if (row.iteration, row.layer) == (1, 1)
         ]  # fmt: skip
         assert all(row.dropped_tokens == 0 for row in rows)

@@ -9,7 +9,7 @@ import pytest
 from tests.examples.runs import Run, Trainer
 from tools.launch.network import parse_rate
 from tools.plan.time.cluster import link_seconds
-from tools.records.measurements import read_communication
+from tools.records.measurements import CommunicationRecord, read_ledger
 from tools.records.run import Status
 
 CAN_SHAPE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
@@ -25,7 +25,7 @@ def milliseconds(run: Run) -> list[float]:
 
 
 def link_milliseconds(run: Run) -> float:
-    ranks = read_communication(run.folder).ranks
+    ranks = read_ledger(run.folder, CommunicationRecord).ranks
     rate = LINK.bits_per_second
     return 1e3 * max(link_seconds(r.calls, run.record.spec.parallelism, rate) for r in ranks)
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.examples.runs import Run, Trainer
-from tools.records.measurements import read_communication
+from tools.records.measurements import CommunicationRecord, read_ledger
 from tools.records.run import Status
 from tools.study.verify.verifier import ForkedRanks
 
@@ -54,7 +54,7 @@ def _sent(run: Run) -> list[set[tuple[object, ...]]]:
             (calls.group, calls.operation, calls.phase, calls.calls, calls.payload_bytes)
             for calls in rank.calls
         }
-        for rank in read_communication(run.folder).ranks
+        for rank in read_ledger(run.folder, CommunicationRecord).ranks
     ]
 
 

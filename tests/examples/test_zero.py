@@ -4,7 +4,13 @@ import pytest
 
 from tests.examples.runs import ITERATIONS, Run, Trainer
 from tests.examples.test_ledgers import measured, predicted
-from tools.records.measurements import MemoryCategory, Operation, read_communication, read_memory
+from tools.records.measurements import (
+    CommunicationRecord,
+    MemoryCategory,
+    MemoryRecord,
+    Operation,
+    read_ledger,
+)
 from tools.records.run import Status
 
 WHOLE_BYTES = 4 * 3_423_616
@@ -29,7 +35,7 @@ def test_zero3_gathers_every_layers_weights_for_forward_and_again_for_backward(z
     layer = 4 * 50_176
     gathers = {
         row.phase.value: row.calls
-        for row in read_communication(zero3.folder).ranks[0].calls
+        for row in read_ledger(zero3.folder, CommunicationRecord).ranks[0].calls
         if row.operation is Operation.ALL_GATHER and row.payload_bytes == layer
     }
     # Two micro batches a rank, four layers; after the first the update's own gather stands in once.
@@ -38,7 +44,7 @@ def test_zero3_gathers_every_layers_weights_for_forward_and_again_for_backward(z
 
 
 def assert_calls_are_in_the_closed_form(run: Run) -> None:
-    for rank in read_communication(run.folder).ranks:
+    for rank in read_ledger(run.folder, CommunicationRecord).ranks:
         assert measured(rank) == predicted(run, rank.rank)
 
 
@@ -54,7 +60,7 @@ count is no tensor (megatron_patches/no_te/adam_step.py)."""
 
 
 def held(run: Run, category: MemoryCategory) -> list[int]:
-    return [rank.categories[category] for rank in read_memory(run.folder).ranks]
+    return [rank.categories[category] for rank in read_ledger(run.folder, MemoryRecord).ranks]
 
 
 def assert_sharded_as_stage_says(run: Run, stage: int) -> None:

@@ -15,7 +15,7 @@ from tools.records.measurements import (
     RankRouting,
     RankTime,
     RoutingRecord,
-    read_routing,
+    read_ledger,
 )
 
 CHOSEN = torch.tensor([[True, True, False], [True, False, True]])
@@ -112,7 +112,9 @@ def test_ranks_are_gathered_into_one_file(tmp_path: Path) -> None:
         file = tmp_path / records.LEDGER_FOLDER / f"rank{rank}.json"
         file.write_bytes(rank_file(rank, RankRouting(rank, (row,))))
     collect(tmp_path)
-    assert read_routing(tmp_path) == RoutingRecord((RankRouting(0, (row,)), RankRouting(1, (row,))))
+    assert read_ledger(tmp_path, RoutingRecord) == RoutingRecord(
+        (RankRouting(0, (row,)), RankRouting(1, (row,)))
+    )
 
 
 def test_a_dense_model_gets_no_file(tmp_path: Path) -> None:

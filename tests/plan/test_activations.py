@@ -13,7 +13,7 @@ from tools.plan.activations import (
 )
 from tools.plan.constraints import violations
 from tools.plan.memory import activation_bytes, host_bytes
-from tools.plan.published import usual_cluster
+from tools.plan.readings.published import usual_cluster
 from tools.plan.time.iteration import iteration_seconds
 from tools.plan.time.offload import copies_waited_for
 from tools.plan.time.rates import NoPeakError

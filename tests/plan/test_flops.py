@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.conftest import TINY as TINY_OF_FOUR
-from tools.plan.published import h200_figures
+from tools.plan.readings.published import h200_figures
 from tools.plan.time.flops import mfu, model_flops, token_flops
 from tools.spec.files import ROOT
 from tools.spec.hardware import device_by_key

@@ -20,7 +20,7 @@ from tools.plan.memory import (
     logits_bytes,
     memory_of_rank,
 )
-from tools.plan.published import h200_spec
+from tools.plan.readings.published import h200_spec
 from tools.plan.tensors import layer_parameters, parameters_total, rank_parameters
 from tools.records.measurements import Operation
 from tools.spec.experts import ExpertLoad

@@ -8,7 +8,7 @@ import pytest
 from tests.plan.conftest import TINY
 from tools.plan.constraints import violations
 from tools.plan.memory import memory_of_rank
-from tools.plan.published import usual_cluster
+from tools.plan.readings.published import usual_cluster
 from tools.plan.tensors import parameters_total, rank_tensors
 from tools.plan.time.compute import optimizer_seconds
 from tools.plan.time.execution import Execution

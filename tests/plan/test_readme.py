@@ -5,10 +5,11 @@ from statistics import mean
 
 import pytest
 
+from tests.plan.readings.fit import BOUNDS
 from tools.plan.readings.residual import Residuals, residuals
 from tools.plan.readings.summary import by_kind, by_split, choices
 from tools.plan.readings.table import read_readings
-from tools.plan.time.constants import BOUNDS, NAMES, constants_of
+from tools.plan.time.constants import NAMES, constants_of
 from tools.spec.files import ROOT
 
 README = (ROOT / "tools" / "plan" / "README.md").read_text()

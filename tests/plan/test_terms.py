@@ -4,11 +4,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from tests.plan.readings.fit import BOUNDS, FITTED, start_of
 from tools.plan.collectives.call import CollectiveCall
-from tools.plan.published import usual_cluster
+from tools.plan.readings.published import usual_cluster
 from tools.plan.time.cluster import Cluster, route
 from tools.plan.time.compute import layer_seconds, product_seconds
-from tools.plan.time.constants import BOUNDS, constants_of, start_of
+from tools.plan.time.constants import constants_of
 from tools.plan.time.execution import Execution
 from tools.plan.time.host import launch_seconds
 from tools.plan.time.iteration import IterationSeconds, iteration_seconds
@@ -24,7 +25,6 @@ from tools.spec.run import Quantised, RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 SHAPE = load_model("gpt3-13b").shape
-FITTED = ("ampere", "hopper", "blackwell")
 
 
 def on(devices: int = 8, **execution: object) -> Cluster:

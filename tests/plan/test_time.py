@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 
 from tests.docs.residuals import PublishedResidual, h200_residuals, paper_residuals
+from tests.plan.papers import load_paper
 from tools.plan.memory import fullest_rank
-from tools.plan.published import h200_figures, h200_spec
+from tools.plan.readings.published import h200_figures, h200_spec
 from tools.plan.time.cluster import Calibration, Cluster, route
 from tools.plan.time.iteration import (
     IterationSeconds,
@@ -16,7 +17,6 @@ from tools.plan.time.rates import NoPeakError
 from tools.spec.groups import Group
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
-from tools.spec.published import load_paper
 from tools.spec.recompute import Recompute
 from tools.spec.run import RunSpec
 from tools.spec.stages import StageSplit

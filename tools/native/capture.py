@@ -25,9 +25,9 @@ from tools.capture.sinks import Piece, Recording, Responding, StoredTensors, rea
 from tools.native.batches import MicroBatch
 from tools.native.engines import Engine, Update
 from tools.native.model import GPT, mixtures
+from tools.native.names import megatron_name, source_of
 from tools.native.settings import Settings
-from tools.native.taps import EXPERT, LAYER, Sink, Taps
-from tools.native.weights import source_of
+from tools.native.taps import Sink, Taps
 from tools.records.capture import (
     REACH,
     RESPONSES_FILE,
@@ -40,21 +40,6 @@ from tools.records.capture import (
     Stage,
 )
 from tools.spec import variables
-
-_OUTSIDE = {
-    "word_embeddings": "embedding.word_embeddings",
-    "position_embeddings": "embedding.position_embeddings",
-    "norm": "decoder.final_layernorm",
-}
-_IN_LAYER = {
-    "norm1": "input_layernorm",
-    "attention.qkv": "self_attention.linear_qkv",
-    "attention.proj": "self_attention.linear_proj",
-    "norm2": "pre_mlp_layernorm",
-    "mlp.router": "mlp.router",
-    "mlp.fc1": "mlp.linear_fc1",
-    "mlp.fc2": "mlp.linear_fc2",
-}
 
 
 class OptimizingEngine(Engine, Protocol):
@@ -273,18 +258,6 @@ def _perturb(model: nn.Module, seed: int) -> None:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs)
-
-
-def megatron_name(name: str) -> str:
-    """Megatron's name of a parameter of this backend, with the layer's number from 0."""
-    module, _, own = name.rpartition(".")
-    in_layer = LAYER.fullmatch(module)
-    if in_layer is None:
-        return f"{_OUTSIDE[module]}.{own}"
-    layer = f"decoder.layers.{in_layer[1]}"
-    if in_expert := EXPERT.fullmatch(in_layer[2]):
-        return f"{layer}.mlp.experts.local_experts.{in_expert[1]}.linear_{in_expert[2]}.{own}"
-    return f"{layer}.{_IN_LAYER[in_layer[2]]}.{own}"
 
 
 def _rank(settings: Settings, iteration: int, micro_batches: int) -> CapturedRank:

@@ -1,6 +1,6 @@
 """Hooks on the model's modules that hand each tensor, under Megatron's name and in its order, to a sink.
 
-`_POINTS` is the whole correspondence: what a module of this backend takes and gives, as Megatron's
+`POINTS` is the whole correspondence: what a module of this backend takes and gives, as Megatron's
 modules and slots. Megatron has the sequence first, keeps the biases of output projections apart, and
 orders an expert's rows by its own order of tokens.
 """
@@ -8,7 +8,6 @@ orders an expert's rows by its own order of tokens.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,14 +21,12 @@ from tools.capture.probe import probed
 from tools.capture.sinks import Recording, Responding
 from tools.native.batches import MicroBatch
 from tools.native.model import MixtureOfExperts
+from tools.native.names import EXPERT, LAYER
 from tools.records.capture import Site, Stage
 
 Sink = Recording | Responding
 Form = Callable[[Tensor], Tensor]
 """Brings a tensor, or its gradient, into Megatron's order."""
-
-LAYER = re.compile(r"blocks\.(\d+)\.?(.*)")
-EXPERT = re.compile(r"mlp\.experts\.(\d+)\.?(.*)")
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Point:
     """Megatron gives the product alone and adds the bias elsewhere."""
 
 
-_POINTS = {
+POINTS = {
     "word_embeddings": Point(
         (("embedding.word_embeddings input.input_",),), ("embedding.word_embeddings output",)
     ),
@@ -61,7 +58,7 @@ ENTRY = (
 """What the first layer takes is more than its own input."""
 
 _CORE = "self_attention.core_attention"
-_IN_LAYER = {
+IN_LAYER = {
     "": Point(((" input.hidden_states",),), (" output.0",)),
     "norm1": Point((("input_layernorm input.*",),), ("input_layernorm output",)),
     "attention": Point((("self_attention input.hidden_states",),)),
@@ -151,10 +148,10 @@ class Taps:
         """What a module is of Megatron's, with whole names, and the form of its tensors."""
         in_layer = LAYER.fullmatch(name)
         if in_layer is None:
-            return _POINTS.get(name), as_it_is if name == "word_embeddings" else sequence_first
+            return POINTS.get(name), as_it_is if name == "word_embeddings" else sequence_first
         layer, rest = int(in_layer[1]), in_layer[2]
         prefix, form = f"decoder.layers.{layer}", sequence_first
-        point = _MIXTURE if isinstance(module, MixtureOfExperts) else _IN_LAYER.get(rest)
+        point = _MIXTURE if isinstance(module, MixtureOfExperts) else IN_LAYER.get(rest)
         if rest == "attention.core":
             form = _heads_last
         elif rest == "mlp.router":

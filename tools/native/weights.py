@@ -1,13 +1,11 @@
 """The shared start's weights, read from Megatron's torch_dist checkpoint without Megatron.
 
 torch_dist is PyTorch's own distributed checkpoint. Layers are stacked: one tensor holds a weight of all
-of them, [layers, …], and of all experts, [layers, experts, …]. Layer norms carry the names that
-Transformer Engine gives them, fused into the linear layer that follows.
+of them, [layers, …], and of all experts, [layers, experts, …]; `names` says which is which.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -17,27 +15,11 @@ import torch
 from torch import Tensor
 
 from tools.native.model import GPT, mixtures
+from tools.native.names import source_of
 from tools.records.torch_dist import fill, finished_iteration, read_metadata
 
-_LAYER = {
-    "self_attention.linear_qkv.layer_norm_": "norm1.",
-    "self_attention.linear_qkv.": "attention.qkv.",
-    "self_attention.linear_proj.": "attention.proj.",
-    "mlp.linear_fc1.layer_norm_": "norm2.",
-    "mlp.linear_fc1.": "mlp.fc1.",
-    "mlp.linear_fc2.": "mlp.fc2.",
-    "mlp.router.": "mlp.router.",
-}
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(fc[12]\..+)")
-_OUTSIDE = {
-    "word_embeddings.weight": "embedding.word_embeddings.weight",
-    "position_embeddings.weight": "embedding.position_embeddings.weight",
-    "norm.weight": "decoder.final_layernorm.weight",
-    "norm.bias": "decoder.final_layernorm.bias",
-    "output_layer.weight": "output_layer.weight",
-}
 _MULTIPLE = 128
-_PADDED = (_OUTSIDE["word_embeddings.weight"], _OUTSIDE["output_layer.weight"])
+_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def load_start(model: GPT, checkpoint: Path) -> None:
@@ -85,17 +67,3 @@ def _at(value: Tensor, places: Sequence[int], stacked: Sequence[int]) -> Tensor:
             return value
         value = value[place]
     return value
-
-
-def source_of(name: str) -> tuple[str, tuple[int, ...]]:
-    """Megatron's name for one of ours, and the layer and the expert where they are stacked."""
-    if not name.startswith("blocks."):
-        return _OUTSIDE[name], ()
-    _, layer, rest = name.split(".", 2)
-    if expert := _EXPERT.fullmatch(rest):
-        return f"decoder.layers.mlp.experts.experts.linear_{expert[2]}", (
-            int(layer),
-            int(expert[1]),
-        )
-    theirs, ours = next((t, o) for t, o in _LAYER.items() if rest.startswith(o))
-    return f"decoder.layers.{theirs}{rest.removeprefix(ours)}", (int(layer),)

@@ -17,18 +17,19 @@ from tools.text.units import GIB
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_FAMILY_COLOURS = {
-    "one device": "#555555",
-    "data parallel": "#0072B2",
-    "sharded data parallel (ZeRO-2, 3)": "#56B4E9",
-    "tensor parallel": "#D55E00",
-    "context parallel": "#CC79A7",
-    "pipeline parallel": "#009E73",
-    "tensor, no pipeline": "#E8956B",
-    "pipeline, no tensor": "#7BC8A4",
-    "tensor and pipeline": "#8C6BB1",
-    "other": "#B8A13A",
+_FAMILIES: dict[StrategyFamily | tuple[bool, bool], tuple[str, str]] = {
+    StrategyFamily.SINGLE: ("one device", "#555555"),
+    StrategyFamily.DATA: ("data parallel", "#0072B2"),
+    StrategyFamily.SHARDED_DATA: ("sharded data parallel (ZeRO-2, 3)", "#56B4E9"),
+    StrategyFamily.TENSOR: ("tensor parallel", "#D55E00"),
+    StrategyFamily.CONTEXT: ("context parallel", "#CC79A7"),
+    StrategyFamily.PIPELINE: ("pipeline parallel", "#009E73"),
+    (True, False): ("tensor, no pipeline", "#E8956B"),
+    (False, True): ("pipeline, no tensor", "#7BC8A4"),
+    (True, True): ("tensor and pipeline", "#8C6BB1"),
+    (False, False): ("other", "#B8A13A"),
 }
+"""Label and colour of the decision tree's families; of hybrids by whether TP and PP are among them."""
 _COMPONENT_COLOURS = {
     "weights": "#0072B2",
     "gradients": "#56B4E9",
@@ -60,15 +61,15 @@ def _draw_candidates(axes: Axes, plan: Plan) -> None:
     """Every examined configuration, and the line that no other beats in both."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    families: dict[str, list[Candidate]] = {}
+    families: dict[StrategyFamily | tuple[bool, bool], list[Candidate]] = {}
     shown = _shown(plan)
     for candidate in shown:
         families.setdefault(_family(candidate), []).append(candidate)
     size, opacity = (14, 0.6) if len(shown) < _CROWDED else (7, 0.4)
-    for family, colour in _FAMILY_COLOURS.items():
+    for family, (label, colour) in _FAMILIES.items():
         if family in families:
             times, sizes = _coordinates(families[family])
-            axes.scatter(times, sizes, s=size, alpha=opacity, color=colour, label=family)
+            axes.scatter(times, sizes, s=size, alpha=opacity, color=colour, label=label)
     edge = frontier(plan.examined)
     times, sizes = _coordinates(edge)
     axes.plot(times, sizes, color="black", linewidth=1, label="not beaten in both")
@@ -96,34 +97,13 @@ def _draw_candidates(axes: Axes, plan: Plan) -> None:
     axes.legend(frameon=False, fontsize=7.5, loc="upper right", bbox_to_anchor=(1, 0.9))
 
 
-def _family(candidate: Candidate) -> str:
-    """The decision tree's family, with hybrids told apart by tensor and pipeline parallelism."""
+def _family(candidate: Candidate) -> StrategyFamily | tuple[bool, bool]:
     parallelism = candidate.spec.parallelism
     kind = family_of(parallelism)
-    if kind is not StrategyFamily.HYBRID:
-        return _KIND_FAMILIES[kind]
-    tensor, pipeline = parallelism.tensor > 1, parallelism.pipeline > 1
-    if tensor and pipeline:
-        return "tensor and pipeline"
-    if tensor:
-        return "tensor, no pipeline"
-    return "pipeline, no tensor" if pipeline else "other"
+    hybrid = kind is StrategyFamily.HYBRID
+    return (parallelism.tensor > 1, parallelism.pipeline > 1) if hybrid else kind
 
 
-_KIND_FAMILIES = dict(
-    zip(
-        [k for k in StrategyFamily if k is not StrategyFamily.HYBRID],
-        (
-            "data parallel",
-            "sharded data parallel (ZeRO-2, 3)",
-            "tensor parallel",
-            "context parallel",
-            "pipeline parallel",
-            "one device",
-        ),
-        strict=True,
-    )
-)
 _CROWDED = 500
 
 

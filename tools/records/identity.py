@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tools.records.run import Code, Host, RunRecord
 from tools.spec.flag_table import argument_names, of_role
+from tools.spec.flags import values_by_flag
 from tools.spec.run import RunSpec
 from tools.spec.variables import INTERFACES
 
@@ -140,14 +141,6 @@ def pairs(mapping: Mapping[str, str]) -> Pairs:
     return tuple(sorted(mapping.items()))
 
 
-def given_arguments(argv: Iterable[str]) -> dict[str, str]:
+def given_arguments(argv: Sequence[str]) -> dict[str, str]:
     """A command line's flags with their values, `True` for those without."""
-    values: dict[str, list[str]] = {}
-    name = ""
-    for word in argv:
-        if word.startswith("--"):
-            name, joined, value = word.partition("=")
-            values[name] = [value] if joined else []
-        elif name:
-            values[name].append(word)
-    return {name: " ".join(words) or "True" for name, words in values.items()}
+    return {name: " ".join(words) or "True" for name, words in values_by_flag(argv).items()}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -340,26 +341,19 @@ def _moved(one: Counts, two: Counts) -> float:
     return sum(abs(a - b) for a, b in pairs) / 2 / max(1, sum(a for a, _ in pairs))
 
 
-def read_communication(folder: Path) -> CommunicationRecord:
-    """Read `comm.json`; raises as `read_run` does."""
-    return msgspec.json.decode((folder / COMMUNICATION_FILE).read_bytes(), type=CommunicationRecord)
+_FILES: dict[type[Any], str] = {
+    CommunicationRecord: COMMUNICATION_FILE,
+    MemoryRecord: MEMORY_FILE,
+    TimeRecord: TIME_FILE,
+    RoutingRecord: ROUTING_FILE,
+}
 
 
-def read_memory(folder: Path) -> MemoryRecord:
-    """Read `memory.json`; raises as `read_run` does."""
-    return msgspec.json.decode((folder / MEMORY_FILE).read_bytes(), type=MemoryRecord)
-
-
-def read_time(folder: Path) -> TimeRecord:
-    """Read `time.json`; raises as `read_run` does."""
-    return msgspec.json.decode((folder / TIME_FILE).read_bytes(), type=TimeRecord)
-
-
-def read_routing(folder: Path) -> RoutingRecord:
-    """Read `routing.json`.
+def read_ledger[T](folder: Path, kind: type[T]) -> T:
+    """Read the ledger of a kind, such as `comm.json`.
 
     Raises:
-        FileNotFoundError: The run has none: its model is dense, or it ran without ledger.
+        FileNotFoundError: The run has none: it ran without ledger, or its model has no router.
         msgspec.DecodeError: The file is not JSON of this shape.
     """
-    return msgspec.json.decode((folder / ROUTING_FILE).read_bytes(), type=RoutingRecord)
+    return msgspec.json.decode((folder / _FILES[kind]).read_bytes(), type=kind)

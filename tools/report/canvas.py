@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tools.report.analyse.entry import Entry
+from tools.report.analyse.entry import Entry, names_of
+from tools.text.svg import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,16 +18,6 @@ if TYPE_CHECKING:
 
 # Stands for "the text's colour": the page makes it currentColor, a file on its own dark grey.
 INK, INK_ALONE, PAPER = "#010203", "#24292f", "#fdfefd"
-COLOURS = (  # Okabe and Ito's, distinct for colour-blind readers, on white as on black.
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#8c6bb1",
-    "#7f7f7f",
-)
 WIDTH_INCHES = 7.6
 _MAX_NAME = 34
 
@@ -84,10 +75,11 @@ def grid(axes: Axes, axis: Any = "both") -> None:
 
 
 def names(entries: Sequence[Entry]) -> list[str]:
-    """Labels of entries, with their models where these differ."""
-    models = len({entry.run.model for entry in entries}) > 1
-    texts = [f"{e.run.model} {e.label}" if models and e.run.model else e.label for e in entries]
-    cut = [text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 1] + "…" for text in texts]
+    """Labels of entries, none too long."""
+    cut = [
+        text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 1] + "…"
+        for text in names_of(entries)
+    ]
     return [text.replace("$", r"\$") for text in cut]  # A dollar would start mathematics.
 
 

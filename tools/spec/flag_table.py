@@ -81,37 +81,23 @@ class KnownFlag:
 
 def _read() -> dict[str, KnownFlag]:
     with (Path(__file__).parent / "flags.csv").open(newline="") as file:
-        lines = csv.reader(file)
-        next(lines)
-        return {line[0]: _known(*line) for line in lines}
+        return {line["flag"]: _known(line) for line in csv.DictReader(file)}
 
 
-def _known(
-    name: str,
-    kind: str,
-    default: str,
-    unit: str,
-    only_with: str,
-    recipe: str,
-    device: str,
-    *more: str,
-) -> KnownFlag:
-    role, place, *rest = more
-    group, _, field = place.partition(".")
-    needed = tuple(only_with.split("|")) if only_with else ()
-    places = tuple(recipe.split())
+def _known(line: Mapping[str, str]) -> KnownFlag:
+    group, _, field = line["field"].partition(".")
+    needed = line["only with"]
     return KnownFlag(
-        name,
-        kind,
-        _default(kind, default),
-        unit,
-        needed,
-        places,
-        bool(device),
-        role,
-        group,
-        field,
-        *rest,
+        name=line["flag"],
+        kind=line["kind"],
+        default=_default(line["kind"], line["default"]),
+        unit=line["unit"],
+        only_with=tuple(needed.split("|")) if needed else (),
+        recipe=tuple(line["recipe"].split()),
+        of_device=bool(line["device"]),
+        group=group,
+        field=field,
+        **{name: line[name] for name in ("role", "planned", "since", "until")},
     )
 
 

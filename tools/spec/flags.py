@@ -31,13 +31,13 @@ def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:
     """
     merged: dict[str, list[str]] = {}
     for words in groups:
-        merged |= _by_name(words)
+        merged |= values_by_flag(words)
     return tuple(word for name, values in merged.items() for word in (name, *values))
 
 
 def pick_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
     """The flags of `words` that `names` contains, with their values."""
-    given = _by_name(words).items()
+    given = values_by_flag(words).items()
     return tuple(word for name, values in given if name in names for word in (name, *values))
 
 
@@ -55,7 +55,7 @@ def drop_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
 
 def unknown_flags(words: Sequence[str]) -> tuple[str, ...]:
     """Flags that the kit does not know."""
-    return tuple(name for name in _by_name(words) if name not in FLAGS)
+    return tuple(name for name in values_by_flag(words) if name not in FLAGS)
 
 
 def flags_in(words: Sequence[str], megatron_version: str) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class Flags:
     """Look-ups in a list of Megatron flags; without one its default, or 0 or empty where it has none."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self._values = _by_name(words)
+        self._values = values_by_flag(words)
 
     def __eq__(self, other: object) -> bool:
         """Whether the other has the same flags with the same values, in any order."""
@@ -195,7 +195,8 @@ def _uncounted(megatron_version: str) -> int:
     return 1 if release(megatron_version) < (0, 18) else 0
 
 
-def _by_name(words: Sequence[str]) -> dict[str, list[str]]:
+def values_by_flag(words: Sequence[str]) -> dict[str, list[str]]:
+    """What follows each flag; of a flag that occurs twice, the last."""
     values: dict[str, list[str]] = {}
     current: list[str] = []
     for word in words:

@@ -16,7 +16,6 @@ from tools.spec.files import ROOT, read_yaml
 from tools.spec.strategy import Parallelism, parse_strategy
 
 FILE = ROOT / "examples" / "gpt3" / "published.yaml"
-PAPERS_FILE = ROOT / "examples" / "gpt3" / "papers.yaml"
 MAIN_SOURCE = "003"
 """The write-up whose runs this kit reproduces: gpt2-large on two H200."""
 
@@ -113,44 +112,6 @@ class Published:
     def of(self, source: str) -> tuple[Figure, ...]:
         """The figures of one write-up."""
         return tuple(figure for figure in self.figures if figure.source.key == source)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaperCase:
-    """A model of `papers.yaml`, run with full recomputation and with SP and selective one."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    tensor: int
-    pipeline: int
-    virtual_stages: int
-    micro_batch_size: int
-    global_batch_size: int
-    full_seconds: float
-    selective_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Paper:
-    """Iteration times of one paper."""
-
-    source: str
-    device: str
-    """Key of `hardware.yaml`."""
-    seq_length: int
-    vocabulary: int
-    cases: tuple[PaperCase, ...]
-
-
-def load_paper(path: Path = PAPERS_FILE) -> Paper:
-    """Read the paper's times.
-
-    Raises:
-        msgspec.ValidationError: A case lacks a value, or has one of another type.
-    """
-    return msgspec.convert(read_yaml(path), Paper)
 
 
 def load_published(path: Path = FILE) -> Published:

@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-def environment(templates: Path) -> Environment:
-    """Templates of a folder, which may include `house.css`; every text is escaped."""
+def environment(templates: Path, *, escaped: bool = True) -> Environment:
+    """Templates of a folder, which may include `house.css`; every text is escaped, but in code."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     return Environment(
         loader=FileSystemLoader([templates, Path(__file__).parent]),
-        autoescape=True,
+        autoescape=escaped,  # noqa: S701  code is no HTML
+        keep_trailing_newline=not escaped,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

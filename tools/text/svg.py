@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
+    *("#8c6bb1", "#7f7f7f"),
+)
+"""Okabe and Ito's, distinct for colour-blind readers, on white as on black; then two more."""
+
 
 @contextmanager
 def svg_figure(

@@ -79,8 +79,9 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 @NEEDS_BRIDGE
 def test_defaults_of_bridge_are_the_packages(tmp_path: Path) -> None:
     out = tmp_path / "defaults.yaml"
+    recipe = f"{Path(__file__).with_name('empty_container.py')}:empty"
     subprocess.run(
-        [bridge.ENVIRONMENT / "bin/python", bridge._EVALUATE, "--defaults", "", out],
+        [bridge.ENVIRONMENT / "bin/python", bridge._EVALUATE, recipe, out],
         check=True,
         capture_output=True,
     )

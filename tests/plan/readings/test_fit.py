@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tools.plan.readings.fit import refit
+from tests.plan.readings.fit import refit
 from tools.plan.time.constants import CONSTANTS
 from tools.spec.files import read_yaml
 

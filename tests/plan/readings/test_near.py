@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from tools.plan.published import usual_cluster
 from tools.plan.readings.facts import model_facts
 from tools.plan.readings.near import near_residuals
+from tools.plan.readings.published import usual_cluster
 from tools.spec.model import load_model
 from tools.spec.run import spec_of_model
 from tools.spec.strategy import Batch, Parallelism

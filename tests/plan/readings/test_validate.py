@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.plan.readings.fit import fitted_readings
 from tools.cli.main import from_words
 from tools.plan.__main__ import main
 from tools.plan.readings import command
 from tools.plan.readings.express import RefusedError, express
 from tools.plan.readings.facts import origin
-from tools.plan.readings.fit import fitted_readings
 from tools.plan.readings.residual import residuals
 from tools.plan.readings.summary import choices
 from tools.plan.readings.table import (

@@ -1,4 +1,4 @@
-"""Which tensors of Hugging Face's make which tensor of Megatron's: the one table of each family.
+"""Which tensors of Hugging Face's make which tensor of Megatron's: `families.csv`, a line a tensor.
 
 Keys are those of Megatron's checkpoints, where layers of one kind are stacked in one tensor and a norm
 has the name of the linear layer that follows it, with or without Transformer Engine. A `Form` is a pure
@@ -7,8 +7,10 @@ reshaping with its inverse; it fits weights, gradients and optimizer states alik
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -70,9 +72,8 @@ class TensorPair:
 
 def prefix_of(family: str, names: Sequence[str]) -> str:
     """What a file's names begin with: nothing in files of a bare model, such as GPT-2's on the hub."""
-    prefix, rows = _FAMILIES[family]
-    is_bare = rows[0].names[0] in names
-    return "" if is_bare else prefix
+    is_bare = _TABLE[family][0].names[0] in names
+    return "" if is_bare else _PREFIXES[family]
 
 
 def pairs_of(family: str, shape: ModelShape, prefix: str | None = None) -> tuple[TensorPair, ...]:
@@ -83,23 +84,23 @@ def pairs_of(family: str, shape: ModelShape, prefix: str | None = None) -> tuple
         shape: The model's.
         prefix: What Hugging Face's names begin with; the family's own by default.
     """
-    own, rows = _FAMILIES[family]
-    prefix = own if prefix is None else prefix
-    rows = (*rows, *(() if shape.tied_embeddings else (_HEAD,)))
+    prefix = _PREFIXES[family] if prefix is None else prefix
+    sizes = _sizes(shape)
+    rows = [row for row in _TABLE[family] if row.key != OUTPUT or not shape.tied_embeddings]
 
-    def pairs(row: _NamedTensor, layer: int | None) -> TensorPair:
+    def pair(row: _NamedTensor, layer: int | None = None) -> TensorPair:
         names = (name if name == HEAD else prefix + name for name in row.names)
         numbered = tuple(name.format(layer) for name in names)
-        return TensorPair(row.key, layer, row.shape(shape), numbered, row.form(shape))
+        own = tuple(sizes[name] for name in row.sizes)
+        return TensorPair(row.key, layer, own, numbered, _FORMS[row.form](shape))
 
     inside = [row for row in rows if "{}" in row.names[0]]
     first = [row for row in rows if row.key.startswith("embedding.")]
     last = [row for row in rows if row not in (*inside, *first)]
-    layers = (pairs(row, layer) for layer in range(shape.layers) for row in inside)
     return (
-        *(pairs(row, None) for row in first),
-        *layers,
-        *(pairs(row, None) for row in last),
+        *map(pair, first),
+        *(pair(row, layer) for layer in range(shape.layers) for row in inside),
+        *map(pair, last),
     )
 
 
@@ -110,12 +111,34 @@ def is_buffer(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _NamedTensor:
-    """A line of a family's table; `{}` in a name is the layer's number."""
+    """A line of the table; `{}` in a name is the layer's number."""
 
     key: str
     names: tuple[str, ...]
-    shape: Callable[[ModelShape], Shape]
-    form: Callable[[ModelShape], Form]
+    sizes: tuple[str, ...]
+    form: str
+
+
+def _read() -> dict[str, list[_NamedTensor]]:
+    table: dict[str, list[_NamedTensor]] = {family: [] for family in _PREFIXES}
+    with Path(__file__).with_name("families.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            names, sizes = tuple(row["names"].split()), tuple(row["sizes"].split())
+            table[row["family"]].append(_NamedTensor(row["key"], names, sizes, row["form"]))
+    return table
+
+
+def _sizes(shape: ModelShape) -> dict[str, int]:
+    """What the table calls the sizes of a tensor."""
+    return {
+        "hidden": shape.hidden,
+        "vocabulary": shape.vocabulary,
+        "positions": shape.positions,
+        "heads": shape.heads * shape.head_width,
+        "qkv": (shape.heads + 2 * shape.query_groups) * shape.head_width,
+        "ffn": shape.ffn_hidden,
+        "gated": 2 * shape.ffn_hidden,
+    }
 
 
 def _same(_: ModelShape) -> Form:
@@ -161,116 +184,12 @@ def _fused_by_group(shape: ModelShape) -> Form:
     )
 
 
-def _hidden(shape: ModelShape) -> Shape:
-    return (shape.hidden,)
-
-
-def _vocabulary(shape: ModelShape) -> Shape:
-    return (shape.vocabulary, shape.hidden)
-
-
-def _qkv(shape: ModelShape) -> int:
-    return (shape.heads + 2 * shape.query_groups) * shape.head_width
-
-
-def _layer(key: str, *names: str) -> tuple[str, tuple[str, ...]]:
-    return f"decoder.layers.{key}", names
-
-
-_HEAD = _NamedTensor(OUTPUT, (HEAD,), _vocabulary, _same)
-
-_GPT2 = (
-    _NamedTensor(EMBEDDING, ("wte.weight",), _vocabulary, _same),
-    _NamedTensor(
-        "embedding.position_embeddings.weight",
-        ("wpe.weight",),
-        lambda s: (s.positions, s.hidden),
-        _same,
-    ),
-    _NamedTensor(
-        *_layer("self_attention.linear_qkv.layer_norm_weight", "h.{}.ln_1.weight"), _hidden, _same
-    ),
-    _NamedTensor(
-        *_layer("self_attention.linear_qkv.layer_norm_bias", "h.{}.ln_1.bias"), _hidden, _same
-    ),
-    _NamedTensor(
-        *_layer("self_attention.linear_qkv.weight", "h.{}.attn.c_attn.weight"),
-        lambda s: (_qkv(s), s.hidden),
-        _fused_by_group,
-    ),
-    _NamedTensor(
-        *_layer("self_attention.linear_qkv.bias", "h.{}.attn.c_attn.bias"),
-        lambda s: (_qkv(s),),
-        _fused_by_group,
-    ),
-    _NamedTensor(
-        *_layer("self_attention.linear_proj.weight", "h.{}.attn.c_proj.weight"),
-        lambda s: (s.hidden, s.heads * s.head_width),
-        _transposed,
-    ),
-    _NamedTensor(
-        *_layer("self_attention.linear_proj.bias", "h.{}.attn.c_proj.bias"), _hidden, _same
-    ),
-    _NamedTensor(*_layer("mlp.linear_fc1.layer_norm_weight", "h.{}.ln_2.weight"), _hidden, _same),
-    _NamedTensor(*_layer("mlp.linear_fc1.layer_norm_bias", "h.{}.ln_2.bias"), _hidden, _same),
-    _NamedTensor(
-        *_layer("mlp.linear_fc1.weight", "h.{}.mlp.c_fc.weight"),
-        lambda s: (s.ffn_hidden, s.hidden),
-        _transposed,
-    ),
-    _NamedTensor(
-        *_layer("mlp.linear_fc1.bias", "h.{}.mlp.c_fc.bias"), lambda s: (s.ffn_hidden,), _same
-    ),
-    _NamedTensor(
-        *_layer("mlp.linear_fc2.weight", "h.{}.mlp.c_proj.weight"),
-        lambda s: (s.hidden, s.ffn_hidden),
-        _transposed,
-    ),
-    _NamedTensor(*_layer("mlp.linear_fc2.bias", "h.{}.mlp.c_proj.bias"), _hidden, _same),
-    _NamedTensor("decoder.final_layernorm.weight", ("ln_f.weight",), _hidden, _same),
-    _NamedTensor("decoder.final_layernorm.bias", ("ln_f.bias",), _hidden, _same),
-)
-
-_LLAMA = (
-    _NamedTensor(EMBEDDING, ("embed_tokens.weight",), _vocabulary, _same),
-    _NamedTensor(
-        *_layer("self_attention.linear_qkv.layer_norm_weight", "layers.{}.input_layernorm.weight"),
-        _hidden,
-        _same,
-    ),
-    _NamedTensor(
-        *_layer(
-            "self_attention.linear_qkv.weight",
-            *(f"layers.{{}}.self_attn.{part}_proj.weight" for part in "qkv"),
-        ),
-        lambda s: (_qkv(s), s.hidden),
-        _by_group,
-    ),
-    _NamedTensor(
-        *_layer("self_attention.linear_proj.weight", "layers.{}.self_attn.o_proj.weight"),
-        lambda s: (s.hidden, s.heads * s.head_width),
-        _same,
-    ),
-    _NamedTensor(
-        *_layer("mlp.linear_fc1.layer_norm_weight", "layers.{}.post_attention_layernorm.weight"),
-        _hidden,
-        _same,
-    ),
-    _NamedTensor(
-        *_layer(
-            "mlp.linear_fc1.weight",
-            "layers.{}.mlp.gate_proj.weight",
-            "layers.{}.mlp.up_proj.weight",
-        ),
-        lambda s: (2 * s.ffn_hidden, s.hidden),
-        _halves,
-    ),
-    _NamedTensor(
-        *_layer("mlp.linear_fc2.weight", "layers.{}.mlp.down_proj.weight"),
-        lambda s: (s.hidden, s.ffn_hidden),
-        _same,
-    ),
-    _NamedTensor("decoder.final_layernorm.weight", ("norm.weight",), _hidden, _same),
-)
-
-_FAMILIES = {"gpt2": ("transformer.", _GPT2), "llama": ("model.", _LLAMA)}
+_FORMS: dict[str, Callable[[ModelShape], Form]] = {
+    "same": _same,
+    "transposed": _transposed,
+    "halves": _halves,
+    "by_group": _by_group,
+    "fused_by_group": _fused_by_group,
+}
+_PREFIXES = {"gpt2": "transformer.", "llama": "model."}
+_TABLE = _read()

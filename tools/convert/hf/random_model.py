@@ -15,40 +15,9 @@ from tools.convert.hf.tensor_files import SHARD_BYTES, Described, write_tensors
 from tools.spec.huggingface import exact_flags
 from tools.spec.model import ModelShape, model_from_flags
 
-CONFIGS: Mapping[str, Mapping[str, Any]] = {
-    "gpt2": {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": 515,
-        "n_positions": 64,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    },
-    "llama": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 512,
-        "max_position_embeddings": 16384,
-        "hidden_size": 32,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "tie_word_embeddings": False,
-    },
-}
+CONFIGS: Mapping[str, Mapping[str, Any]] = json.loads(
+    Path(__file__).with_name("random_models.json").read_text()
+)
 """GPT-2's vocabulary is one that TP 2 pads; Llama's positions are those that its scaling is made for."""
 
 

@@ -31,28 +31,29 @@ from tools.native.model import mean_loss
 from tools.native.optimizer import adamw, clip_gradients
 from tools.native.parallel import RankLayout
 from tools.native.settings import FROM_CONFIG, IMPORTED, PADDED, Settings, parse_settings
-from tools.native.taps import ENTRY, Form, Point, Sink, Taps, as_it_is, prefixed, sequence_first
+from tools.native.taps import (
+    ENTRY,
+    IN_LAYER,
+    POINTS,
+    Form,
+    Point,
+    Sink,
+    Taps,
+    as_it_is,
+    prefixed,
+    sequence_first,
+)
 from tools.native.training import train
 from tools.records.capture import Placement
 from tools.spec.flags import drop_flags
 
-_OUTSIDE = {
-    "wte": Point(
-        (("embedding.word_embeddings input.input_",),), ("embedding.word_embeddings output",)
-    ),
-    "ln_f": Point((), ("decoder.final_layernorm output", "decoder output")),
-    "lm_head": Point((("output_layer input.input_",),), ("output_layer output.0",)),
-}
-_OUTSIDE |= {"embed_tokens": _OUTSIDE["wte"], "norm": _OUTSIDE["ln_f"]}
-_LAYER = Point(((" input.hidden_states",),), (" output.0",))
-_IN_LAYER = {
-    "ln_1": Point((), ("input_layernorm output",)),
-    "ln_2": Point((), ("pre_mlp_layernorm output",)),
-}
-_IN_LAYER |= {
-    "input_layernorm": _IN_LAYER["ln_1"],
-    "post_attention_layernorm": _IN_LAYER["ln_2"],
-}
+_NORMS = Point((), POINTS["norm"].gives)
+_OUTSIDE = dict.fromkeys(("wte", "embed_tokens"), POINTS["word_embeddings"])
+_OUTSIDE |= {"ln_f": _NORMS, "norm": _NORMS, "lm_head": POINTS["output_layer"]}
+_LAYER = IN_LAYER[""]
+_FIRST, _SECOND = (Point((), IN_LAYER[norm].gives) for norm in ("norm1", "norm2"))
+_IN_LAYER = dict.fromkeys(("ln_1", "input_layernorm"), _FIRST)
+_IN_LAYER |= dict.fromkeys(("ln_2", "post_attention_layernorm"), _SECOND)
 _LISTS = ("h", "layers")
 """What a family calls its layers."""
 

@@ -1,7 +1,6 @@
 """What the recipe in a Python file builds: run by `.venv-bridge`'s Python, apart from the kit.
 
     python evaluate.py recipe.py[:function] OUT    the container it returns, as Bridge's YAML
-    python evaluate.py --defaults OUT              every field of an empty container
     python evaluate.py --dryrun nemo_entry.py OUT  what nemo-run would start, as it prints it
 
 With `--ranks N` Bridge's own validation runs as well, as at the start of training on that many;
@@ -75,9 +74,8 @@ class _MissingModules(MetaPathFinder, Loader):
 def main(words: Sequence[str]) -> None:
     """Write the YAML, or end with one sentence on what is wrong with the recipe."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("recipe", nargs="?", default="")
+    parser.add_argument("recipe")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--defaults", action="store_true")
     parser.add_argument("--dryrun", action="store_true")
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--validated", type=Path)
@@ -87,7 +85,7 @@ def main(words: Sequence[str]) -> None:
     if given.dryrun:
         given.out.write_text(dryrun(given.recipe))
         return
-    container = empty() if given.defaults else built(given.recipe)
+    container = built(given.recipe)
     if given.ranks:
         checked = validated(container, given.ranks)
         if given.validated:
@@ -161,30 +159,6 @@ def dryrun(entry: str) -> str:
         sys.argv = [entry, "--dryrun"]
         runpy.run_path(entry, run_name="__main__")
     return printed.getvalue()
-
-
-def empty() -> Any:
-    """A container of defaults; 0 or None is what has none, or one that depends on the machine."""
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
-    from megatron.bridge.training import config
-    from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
-
-    return config.ConfigContainer(
-        model=GPTModelProvider(
-            num_layers=0,
-            hidden_size=0,
-            num_attention_heads=0,
-            gradient_accumulation_fusion=None,
-        ),
-        train=config.TrainingConfig(),
-        optimizer=config.OptimizerConfig(),
-        scheduler=config.SchedulerConfig(),
-        dataset=config.GPTDatasetConfig(seq_length=0, random_seed=0),
-        logger=config.LoggerConfig(),
-        tokenizer=config.TokenizerConfig(),
-        checkpoint=config.CheckpointConfig(),
-        mixed_precision=MixedPrecisionConfig(),
-    )
 
 
 if __name__ == "__main__":

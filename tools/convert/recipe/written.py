@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from textwrap import TextWrapper
 
 from tools.convert.recipe.fields import Recipe
 from tools.convert.recipe.joint import shown
 from tools.convert.recipe.table import BRIDGE_VERSION, ROWS, Symbol, Value
 from tools.spec.run import RunSpec
+from tools.text.html import environment
 
 RECIPE_FILE, ENTRY_FILE = "bridge_recipe.py", "nemo_entry.py"
 NEMO_VERSION = "0.11.1"
@@ -38,6 +40,7 @@ _ALWAYS = frozenset(
 """Sections that a container does not make by itself."""
 
 _WIDTH = 100
+_TEMPLATES = Path(__file__).parent
 
 
 def written_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str:
@@ -50,84 +53,61 @@ def written_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str
         path: Where the file will be, from the repository's root.
     """
     sections = _by_section(recipe.fields)
-    used = [name for name in _CLASSES if name in sections or name in _ALWAYS]
-    ranks = spec.parallelism.world_size
-    lines = [
-        *_docstring(recipe, spec, origin, path),
-        *_imports(sections, used),
-        "",
-        f"DEVICES = {ranks}",
-        "",
-        "",
-        "def pretrain_config() -> ConfigContainer:",
-        f'    """{_title(spec)}."""',
-        "    return ConfigContainer(",
-        *(line for name in used for line in _section(name, sections.get(name, {}))),
-        "    )",
-        "",
-        "",
-        'if __name__ == "__main__":',
-        "    from megatron.bridge.training.gpt_step import forward_step",
-        "    from megatron.bridge.training.pretrain import pretrain",
-        "",
-        "    pretrain(pretrain_config(), forward_step)",
-        "",
+    used = {
+        name: sections.get(name, {}) for name in _CLASSES if name in sections or name in _ALWAYS
+    }
+    symbols = [
+        value.path for held in used.values() for value in held.values() if isinstance(value, Symbol)
     ]
-    return "\n".join(lines)
+    ranks = spec.parallelism.world_size
+    return (
+        environment(_TEMPLATES, escaped=False)
+        .get_template(f"{RECIPE_FILE}.j2")
+        .render(
+            title=_title(spec),
+            bridge=BRIDGE_VERSION,
+            origin=origin,
+            machines=_machines(ranks),
+            path=path,
+            left_out=map(_in_docstring, recipe.left_out) if recipe.left_out else (),
+            torch=any(symbol.startswith("torch.") for symbol in symbols),
+            imports=_imports((*(_CLASSES[name] for name in used), *symbols)),
+            width=_WIDTH,
+            ranks=ranks,
+            sections=[
+                (name, _module_and_name(_CLASSES[name])[1], list(_fields(name, held)))
+                for name, held in used.items()
+            ],
+        )
+    )
 
 
 def written_entry(
-    spec: RunSpec, name: str, environment: Mapping[str, str], origin: str, path: str
+    spec: RunSpec, name: str, variables: Mapping[str, str], origin: str, path: str
 ) -> str:
     """nemo-run's entry, which trains the recipe beside it on this machine.
 
     Args:
         spec: The run.
         name: Of nemo-run's experiment.
-        environment: Variables of the run that its ranks need on GPUs.
+        variables: Of the environment, that the run's ranks need on GPUs.
         origin: The command that makes the file.
         path: Where the file will be, from the repository's root.
     """
-    ranks = spec.parallelism.world_size
-    title = f"{_title(spec)}, with nemo-run {NEMO_VERSION} on this machine"
-    variables = ", ".join(f'"{key}": "{value}"' for key, value in sorted(environment.items()))
-    return f'''"""{title}.
-
-Made by `{origin}`.
-Trains where the data set's path begins, in an image with Megatron-Bridge and nemo-run:
-
-    python {path}    # --dryrun shows the command and starts nothing
-
-Another executor (run.SlurmExecutor, run.DockerExecutor) takes the place of LocalExecutor.
-"""
-
-import sys
-from pathlib import Path
-
-import nemo_run as run
-
-DEVICES = {ranks}
-RECIPE = Path(__file__).with_name("{RECIPE_FILE}").resolve()
-
-
-def executor() -> run.LocalExecutor:
-    """torchrun with one rank a GPU."""
-    return run.LocalExecutor(
-        ntasks_per_node=DEVICES,
-        launcher="torchrun",
-        env_vars={{{variables}}},
+    return (
+        environment(_TEMPLATES, escaped=False)
+        .get_template(f"{ENTRY_FILE}.j2")
+        .render(
+            title=_title(spec),
+            nemo=NEMO_VERSION,
+            origin=origin,
+            path=path,
+            ranks=spec.parallelism.world_size,
+            recipe=RECIPE_FILE,
+            environment=sorted(variables.items()),
+            name=name,
+        )
     )
-
-
-if __name__ == "__main__":
-    with run.Experiment("{name}") as experiment:
-        recipe = run.Script(path=str(RECIPE), entrypoint="python")
-        experiment.add(recipe, executor=executor(), name="train")
-        if "--dryrun" in sys.argv:
-            experiment.dryrun()
-        else:
-            experiment.run(sequential=True, tail_logs=True)
-'''
 
 
 def _title(spec: RunSpec) -> str:
@@ -135,26 +115,10 @@ def _title(spec: RunSpec) -> str:
     return f"{spec.model or 'A GPT'}, {spec.name}, on {ranks} GPU{'s' if ranks > 1 else ''}"
 
 
-def _docstring(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> Iterable[str]:
-    ranks = spec.parallelism.world_size
-    yield f'"""{_title(spec)}: a recipe of Megatron-Bridge {BRIDGE_VERSION}.'
-    yield ""
-    yield f"Made by `{origin}`."
-    yield "Trains where its data set's path begins, in an image with Megatron-Bridge:"
-    yield ""
-    yield f"    torchrun {_machines(ranks)} {path}"
-    yield ""
-    yield "Fields that are not here have Megatron-Bridge's defaults, which are Megatron-LM's too."
-    if recipe.left_out:
-        yield "Without a counterpart:"
-        yield ""
-        for sentence in recipe.left_out:
-            plain = sentence.replace("\\", "/").replace('"', "'")  # It stands in a docstring.
-            words = TextWrapper(_WIDTH, initial_indent="- ", subsequent_indent="  ")
-            words.break_long_words = words.break_on_hyphens = False
-            yield words.fill(plain)
-    yield '"""'
-    yield ""
+def _in_docstring(sentence: str) -> str:
+    words = TextWrapper(_WIDTH, initial_indent="- ", subsequent_indent="  ")
+    words.break_long_words = words.break_on_hyphens = False
+    return words.fill(sentence.replace("\\", "/").replace('"', "'"))
 
 
 def _machines(ranks: int) -> str:
@@ -174,29 +138,13 @@ def _by_section(fields: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
     return sections
 
 
-def _imports(sections: Mapping[str, Mapping[str, Value]], used: Sequence[str]) -> Iterable[str]:
-    symbols = [
-        value.path
-        for section in sections.values()
-        for value in section.values()
-        if isinstance(value, Symbol)
-    ]
-    if any(path.startswith("torch.") for path in symbols):
-        yield "import torch"
-        yield ""
+def _imports(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Modules with the names that are taken from them, in the order in which they are written."""
     names: dict[str, set[str]] = {_CONFIG: {"ConfigContainer"}}
-    for path in (*(_CLASSES[name] for name in used), *symbols):
-        module, name = _module_and_name(path)
+    for module, name in map(_module_and_name, paths):
         if module:
             names.setdefault(module, set()).add(name)
-    for module in sorted(names):
-        line = f"from {module} import {', '.join(sorted(names[module]))}"
-        if len(line) <= _WIDTH:
-            yield line
-        else:
-            yield f"from {module} import ("
-            yield from (f"    {name}," for name in sorted(names[module]))
-            yield ")"
+    return [(module, sorted(names[module])) for module in sorted(names)]
 
 
 def _module_and_name(path: str) -> tuple[str, str]:
@@ -208,18 +156,12 @@ def _module_and_name(path: str) -> tuple[str, str]:
     return ".".join(parts[:cut]), parts[cut]
 
 
-def _section(name: str, fields: Mapping[str, Value]) -> Iterable[str]:
-    made = _module_and_name(_CLASSES[name])[1]
-    if not fields:
-        yield f"        {name}={made}(),"
-        return
-    yield f"        {name}={made}("
+def _fields(section: str, fields: Mapping[str, Value]) -> Iterable[tuple[str, str, str]]:
+    """Each field, its value in Python, and its unit where its name does not say it."""
     for field, value in fields.items():
-        unit = _UNITS.get(f"{name}.{field}", "")
+        unit = _UNITS.get(f"{section}.{field}", "")
         said = value is None or unit[:4] in field  # `train_iters` says iterations.
-        comment = "" if said or not unit else f"  # {unit}"
-        yield f"            {field}={_python(value)},{comment}"
-    yield "        ),"
+        yield field, _python(value), "" if said else unit
 
 
 def _python(value: Value) -> str:

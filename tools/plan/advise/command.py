@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from tools.plan.advice import (
     NOISE,
@@ -41,14 +41,6 @@ _KEPT = 8
 """Layouts in which the winner's is looked for under other circumstances."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One question and what the figures say."""
-
-    question: str
-    text: str
-
-
 def advise(given: Namespace) -> int:
     """Print the answers; 1 if nothing fits.
 
@@ -61,29 +53,29 @@ def advise(given: Namespace) -> int:
         return 1
     found = answers(plan)
     if given.json:
-        print(json.dumps({each.question: each.text for each in found}, indent=2))
+        print(json.dumps(found, indent=2))
     else:
         _print(found)
     return 0
 
 
-def answers(plan: Plan) -> list[Answer]:
-    """Ten answers for a plan that has a winner."""
+def answers(plan: Plan) -> dict[str, str]:
+    """Ten questions, and what the figures say, for a plan that has a winner."""
     winner = plan.winner
     assert winner is not None
     kinds = best_of_each_family(plan.request)
-    return [
-        Answer("Use", _use(plan, winner)),
-        Answer("Second", _second(plan)),
-        Answer("Avoid", _avoid(winner, kinds)),
-        Answer("Why", binding_sentence(plan)),
-        Answer("Megatron for this?", _is_megatron_worth_it(winner, kinds, plan)),
-        Answer("ZeRO or TP?", _zero_or_tensor(kinds)),
-        Answer("Micro batches", _micro_batches(winner)),
-        Answer("What would change it", _changes(plan, winner)),
-        Answer("For inference", _inference(plan.request)),
-        Answer("How sure", str(uncertainty(winner.spec, plan.request.cluster, plan.request.own))),
-    ]
+    return {
+        "Use": _use(plan, winner),
+        "Second": _second(plan),
+        "Avoid": _avoid(winner, kinds),
+        "Why": binding_sentence(plan),
+        "Megatron for this?": _is_megatron_worth_it(winner, kinds, plan),
+        "ZeRO or TP?": _zero_or_tensor(kinds),
+        "Micro batches": _micro_batches(winner),
+        "What would change it": _changes(plan, winner),
+        "For inference": _inference(plan.request),
+        "How sure": str(uncertainty(winner.spec, plan.request.cluster, plan.request.own)),
+    }
 
 
 def _use(plan: Plan, winner: Candidate) -> str:
@@ -218,12 +210,12 @@ def _ratio(slower: Candidate, faster: Candidate) -> float:
     return slower.seconds.total / faster.seconds.total
 
 
-def _print(found: Sequence[Answer]) -> None:
+def _print(found: Mapping[str, str]) -> None:
     from rich.table import Table
 
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for each in found:
-        table.add_row(each.question, each.text)
+    for row in found.items():
+        table.add_row(*row)
     wide_console(120).print(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from json import dumps
 from pathlib import Path
@@ -15,6 +16,7 @@ from tools.plan.calibration import calibration_of
 from tools.plan.readings.page import FOLDER, write_page
 from tools.plan.readings.residual import Residual, Residuals, residuals
 from tools.plan.readings.summary import (
+    ERRORS,
     Choice,
     ErrorGroup,
     as_data,
@@ -25,13 +27,13 @@ from tools.plan.readings.summary import (
     cause,
     choices,
     reasons,
+    signed,
     worst,
 )
 from tools.plan.readings.table import READINGS, ReadingsError, read_readings
 from tools.spec.files import ROOT, from_root
 from tools.text.table import Column, Table, TextTable, readable_table, rich_table
 from tools.text.terminal import say, wide_console
-from tools.text.units import DASH
 
 _WORST = 15
 _NAMED_LINES = 6
@@ -44,7 +46,7 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
         ReadingsError: The file has no readings, or no such source.
     """
     if fit:
-        from tools.plan.readings.fit import refit
+        from tests.plan.readings.fit import refit
 
         refit()
         return
@@ -148,14 +150,8 @@ def _print_regrets(found: list[Choice], mixed: list[Choice], console: Console) -
 
 def _table(title: str, groups: list[ErrorGroup]) -> Table[ErrorGroup]:
     """Narrow enough for 80 columns, with the words of `_MEANING`."""
-    shares = [
-        Column[ErrorGroup]("median", lambda group: group.median_abs_error, _share),
-        Column[ErrorGroup]("mean", lambda group: group.mean_abs_error, _share),
-        Column[ErrorGroup]("bias", lambda group: group.median_error, _signed),
-        Column[ErrorGroup]("p90", lambda group: group.p90_abs_error, _share),
-        Column[ErrorGroup]("≤10%", lambda group: group.within(0.10), _whole),
-        Column[ErrorGroup]("≤15%", lambda group: group.within(0.15), _whole),
-    ]
+    names = ("median", "mean", "bias", "p90", "≤10%", "≤15%")
+    shares = (replace(each, name=name) for each, name in zip(ERRORS, names, strict=True))
     name = Column[ErrorGroup](title, lambda group: group.name, right=False, wraps=True)
     return Table((name, Column[ErrorGroup]("n", _counted), *shares), tuple(groups))
 
@@ -176,24 +172,12 @@ def _worst_table(items: list[Residual]) -> TextTable:
             item.reading.metric,
             f"{item.reading.value:.4g}",
             f"{item.predicted:.4g}",
-            _signed(item.error),
+            signed(item.error),
             cause(item),
         )
         for item in items
     )
     return TextTable("worst", "Worst", header, lines)
-
-
-def _share(share: float | None) -> str:
-    return DASH if share is None else f"{share:.1%}"
-
-
-def _whole(share: float | None) -> str:
-    return DASH if share is None else f"{share:.0%}"
-
-
-def _signed(share: float | None) -> str:
-    return DASH if share is None else f"{share:+.1%}"
 
 
 _MEANING = (

@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -367,26 +367,23 @@ def _quantised(dtype: str, source: dict[str, Any]) -> Quantised:
 
 
 def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
-    eager = bool(source["eager"])
+    stated = {
+        each.name: bool(source[each.name]) for each in fields(Execution) if each.name in source
+    }
+    eager, notes = bool(source["eager"]), reading.notes.lower()
     return Execution(
-        overlap_gradients=bool(source["overlap"]),
-        overlap_parameters=bool(source["overlap"]),
-        quantised_weights=bool(source["quantised_weights"]),
-        broadcast_parameters=bool(source["broadcast_parameters"]),
-        overlap_tensor=bool(source["overlap_tensor"]) or "async" in reading.notes.lower(),
-        graphs=release_of(reading, source) >= source["graphs_since"]
-        and model_facts(reading.model).get("whole_graph", True),
-        frozen="lora" in reading.notes.lower() or "/peft" in reading.where,
-        portable_attention=eager,
-        eager_activation=bool(source["eager_activation"]),
-        unfused=eager and "compile" not in reading.notes,
-        scatter_gather=bool(source["scatter_gather"]),
-        captured=bool(source["captured"]),
-        deduplicated=bool(source["deduplicated"]) and not reading.notes.startswith("A2A"),
-        overlap_experts=bool(source["overlap_experts"]),
-        fused_experts=bool(source["fused_experts"]),
-        fused_loss=bool(source["fused_loss"]),
-        blocking=bool(source["blocking"]),
+        **stated
+        | {
+            "overlap_gradients": bool(source["overlap"]),
+            "overlap_parameters": bool(source["overlap"]),
+            "overlap_tensor": stated["overlap_tensor"] or "async" in notes,
+            "graphs": release_of(reading, source) >= source["graphs_since"]
+            and model_facts(reading.model).get("whole_graph", True),
+            "frozen": "lora" in notes or "/peft" in reading.where,
+            "portable_attention": eager,
+            "unfused": eager and "compile" not in reading.notes,
+            "deduplicated": stated["deduplicated"] and not reading.notes.startswith("A2A"),
+        }
     )
 
 

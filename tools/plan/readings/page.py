@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from tools.plan.readings.residual import Residual, Residuals
-from tools.plan.readings.summary import MEMORY, TIME, by_source, error_cells, kind_of
+from tools.plan.readings.summary import ERRORS, MEMORY, TIME, ErrorGroup, by_source, kind_of
 from tools.records.io import write_whole
 from tools.spec.files import ROOT
-from tools.text.svg import svg_figure
+from tools.text.html import environment
+from tools.text.svg import COLOURS, svg_figure
+from tools.text.table import Column, Table
 from tools.text.units import GIB
 
 FOLDER = ROOT / "docs"
-_COLUMNS = (
-    "line",
-    "source",
-    "where",
-    "model",
-    "GPU",
-    "generation",
-    "GPUs",
-    "TP",
-    "PP",
-    "CP",
-    "EP",
-    "DP",
-    "dtype",
-    "kind",
-    "published",
-    "predicted",
-    "error",
-)
 _FILTERS = ("kind", "source", "GPU", "TP", "PP", "dtype")
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
 
 
 def write_page(residuals: Residuals, folder: Path = FOLDER) -> tuple[Path, Path]:
@@ -47,64 +28,73 @@ def write_page(residuals: Residuals, folder: Path = FOLDER) -> tuple[Path, Path]
 
 
 def _html(residuals: Residuals) -> str:
-    from jinja2 import Environment, FileSystemLoader, select_autoescape
     from markupsafe import Markup
 
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=select_autoescape(default=True))
     data = {
-        "columns": _COLUMNS,
+        "columns": [column.name for column in _COLUMNS],
         "filters": _FILTERS,
-        "rows": [_row(item) for item in _plotted(residuals)],
+        "rows": [[column.value(item) for column in _COLUMNS] for item in _plotted(residuals)],
     }
-    header, *rows = error_cells(by_source(residuals))
+    errors = Table((*_GROUP, *ERRORS), tuple(by_source(residuals)))
     # "<" never stands in a script element's text but as the start of a tag.
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    template = environment.get_template("residuals.html.j2")
+    template = environment(Path(__file__).parent).get_template("residuals.html.j2")
     return template.render(
         predicted=len(residuals.predicted),
         total=len(residuals.predicted) + len(residuals.refused),
-        header=header,
-        rows=rows,
+        header=errors.header,
+        rows=errors.cells,
         data=Markup(packed),  # noqa: S704  made above, and escaped for a script element
     )
+
+
+_GROUP = (
+    Column[ErrorGroup]("source", lambda group: group.name),
+    Column[ErrorGroup]("readings", lambda group: group.readings),
+    Column[ErrorGroup]("predicted", lambda group: len(group.errors)),
+)
 
 
 def _plotted(residuals: Residuals) -> list[Residual]:
     return [item for item in residuals.predicted if item.reading.metric != "matmul_tflops"]
 
 
-def _row(item: Residual) -> list[Any]:
-    reading, expressed = item.reading, item.expressed
-    split, device = expressed.spec.parallelism, expressed.cluster.device
-    published, predicted = _values(item)
-    quantised = expressed.spec.quantised
-    return [
-        *(
-            reading.line,
-            reading.source,
-            reading.where,
-            reading.model,
-            device.name,
-            device.generation,
-        ),
-        *(expressed.cluster.devices, split.tensor, split.pipeline, split.context, split.expert),
-        *(split.data, str(quantised or expressed.spec.dtype), kind_of(reading.metric)),
-        *(float(f"{published:.5g}"), float(f"{predicted:.5g}"), round(item.error, 4)),
-    ]
+def _of_split(name: str, degree: str) -> Column[Residual]:
+    return Column(name, lambda item: getattr(item.expressed.spec.parallelism, degree))
+
+
+def _bits(item: Residual) -> str:
+    return str(item.expressed.spec.quantised or item.expressed.spec.dtype)
+
+
+_COLUMNS = (
+    Column[Residual]("line", lambda item: item.reading.line),
+    Column[Residual]("source", lambda item: item.reading.source),
+    Column[Residual]("where", lambda item: item.reading.where),
+    Column[Residual]("model", lambda item: item.reading.model),
+    Column[Residual]("GPU", lambda item: item.expressed.cluster.device.name),
+    Column[Residual]("generation", lambda item: item.expressed.cluster.device.generation),
+    Column[Residual]("GPUs", lambda item: item.expressed.cluster.devices),
+    _of_split("TP", "tensor"),
+    _of_split("PP", "pipeline"),
+    _of_split("CP", "context"),
+    _of_split("EP", "expert"),
+    _of_split("DP", "data"),
+    Column[Residual]("dtype", _bits),
+    Column[Residual]("kind", lambda item: kind_of(item.reading.metric)),
+    Column[Residual]("published", lambda item: float(f"{_values(item)[0]:.5g}")),
+    Column[Residual]("predicted", lambda item: float(f"{_values(item)[1]:.5g}")),
+    Column[Residual]("error", lambda item: round(item.error, 4)),
+)
 
 
 def _values(item: Residual) -> tuple[float, float]:
     """Published and predicted seconds an iteration, or bytes."""
-    metric, value = item.reading.metric, item.reading.value
-    if kind_of(metric) == MEMORY:
-        unit = GIB if metric.endswith("_gib") else 1e9 if metric.endswith("_gb") else 1
-        return value * unit, item.predicted * unit
-    if metric == "step_time_s":
-        return value, item.predicted
-    seconds = item.seconds
-    assert seconds is not None
-    return seconds / (1 + item.error), seconds
+    metric = item.reading.metric
+    if item.seconds is not None:
+        return item.published_seconds, item.seconds
+    unit = GIB if metric.endswith("_gib") else 1e9 if metric.endswith("_gb") else 1
+    return item.reading.value * unit, item.predicted * unit
 
 
 def _draw(residuals: Residuals, path: Path) -> None:
@@ -112,7 +102,7 @@ def _draw(residuals: Residuals, path: Path) -> None:
     generations = sorted({item.expressed.cluster.device.generation for item in items})
     with svg_figure(path, "residuals", 9, 4.4, dpi=160) as figure:
         for axes, kind in zip(figure.subplots(1, 2), (TIME, MEMORY), strict=True):
-            for generation, colour in zip(generations, _COLOURS, strict=False):
+            for generation, colour in zip(generations, COLOURS, strict=False):
                 points = [
                     _values(item)
                     for item in items

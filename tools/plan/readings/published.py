@@ -1,20 +1,39 @@
-"""The published runs that the kit reproduces and those of a paper, as readings beside the file's."""
+"""The published runs that the kit reproduces, as the planner's own and as readings beside the file's."""
 
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
 from typing import Any
 
-from tools.plan.published import h200_figures, h200_spec, paper_specs, usual_cluster
 from tools.plan.readings.express import Expressed
 from tools.plan.readings.table import Reading
 from tools.plan.tensors import parameters_total
 from tools.plan.time.cluster import Cluster
-from tools.spec.published import load_paper
-from tools.spec.run import RunSpec
+from tools.spec.hardware import device_by_key, link_by_key
+from tools.spec.model import load_model
+from tools.spec.published import MAIN_SOURCE, Figure, load_published
+from tools.spec.run import RunSpec, spec_of_model
+from tools.spec.strategy import batch_for, devices_of, parse_strategy
 
 KIT = "examples/gpt3/published.yaml"
 """Their source, as `constants.yaml` names it."""
+
+
+def h200_figures() -> tuple[Figure, ...]:
+    """The published gpt2-large runs."""
+    return load_published().of(MAIN_SOURCE)
+
+
+def h200_spec(strategy: str) -> RunSpec:
+    """A published gpt2-large run."""
+    model, split = load_model("gpt2-large"), parse_strategy(strategy, devices_of(strategy))
+    return spec_of_model(model, split, batch_for(model.batch, split))
+
+
+def usual_cluster(gpu: str, devices: int) -> Cluster:
+    """Nodes of eight, with the device's own links."""
+    device = device_by_key(gpu)
+    return Cluster(device, devices, 8, link_by_key(device.link), link_by_key(device.network))
 
 
 def kit_runs() -> list[Expressed]:
@@ -23,23 +42,12 @@ def kit_runs() -> list[Expressed]:
     for figure in h200_figures():
         assert figure.mean_iteration_ms is not None
         cluster, spec = usual_cluster("h200", figure.devices), h200_spec(figure.strategy)
-        found.append(_expressed(KIT, spec, cluster, figure.mean_iteration_ms / 1e3))
+        found.append(measured_run(KIT, spec, cluster, figure.mean_iteration_ms / 1e3))
     return found
 
 
-def paper_runs() -> list[Expressed]:
-    """The eight of arXiv:2205.05198."""
-    found = []
-    paper = load_paper()
-    for case in paper.cases:
-        cluster = usual_cluster(paper.device, case.tensor * case.pipeline)
-        measured = (case.full_seconds, case.selective_seconds)
-        for spec, seconds in zip(paper_specs(paper, case), measured, strict=True):
-            found.append(_expressed(paper.source, spec, cluster, seconds))
-    return found
-
-
-def _expressed(source: str, spec: RunSpec, cluster: Cluster, seconds: float) -> Expressed:
+def measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: float) -> Expressed:
+    """A run whose iterations took so long, beside the reading that says it."""
     split, words = spec.parallelism, ("model", "gpu", "dtype", "recompute", "notes", "where")
     unknown: dict[str, Any] = {
         each.name: None for each in fields(Reading) if each.default is MISSING

@@ -15,7 +15,7 @@ from tools.plan.memory import (
 )
 from tools.plan.readings.express import Expressed, RefusedError, express
 from tools.plan.readings.facts import origin
-from tools.plan.readings.table import Reading, Unreadable
+from tools.plan.readings.table import Reading, Refusal
 from tools.plan.tensors import UnevenSplitError
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.constants import Constants, constants_of
@@ -44,14 +44,12 @@ class Residual:
         """What was published."""
         return self.expressed.reading
 
-
-@dataclass(frozen=True)
-class Refusal:
-    """A reading that is not predicted, and why."""
-
-    line: int
-    source: str
-    reason: str
+    @property
+    def published_seconds(self) -> float:
+        """Of an iteration, as its figure has it; 0 of memory."""
+        if self.reading.metric == "step_time_s":
+            return self.reading.value
+        return (self.seconds or 0.0) / (1 + self.error)
 
 
 @dataclass(frozen=True)
@@ -62,13 +60,9 @@ class Residuals:
     refused: tuple[Refusal, ...]
 
 
-Adjust = Callable[[Cluster], Cluster]
-"""Another cluster of the same devices: with other constants."""
-
-
 def residuals(
     readings: Iterable[Reading],
-    unreadable: Iterable[Unreadable] = (),
+    unreadable: Iterable[Refusal] = (),
     without: str | None = None,
     measured: Callable[[Device], Calibration] = lambda device: Calibration(),
 ) -> Residuals:
@@ -84,7 +78,7 @@ def residuals(
     readings = tuple(readings)
     flops = _stated_flops(readings)
     found: list[Residual] = []
-    refused = [Refusal(row.line, row.source, row.reason) for row in unreadable]
+    refused = list(unreadable)
     for reading in readings:
         try:
             expressed = left_out(express(reading), reading.source if without is None else without)
@@ -115,24 +109,19 @@ def with_constants(cluster: Cluster, constants: Constants) -> Cluster:
     return replace(cluster, calibration=Calibration(**asdict(constants)))
 
 
-def residual(
-    expressed: Expressed,
-    flops_a_token: float | None = None,
-    adjust: Adjust = lambda cluster: cluster,
-) -> Residual:
+def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residual:
     """One reading beside its prediction.
 
     Args:
         expressed: The reading.
         flops_a_token: The source's own, where it also prints the run's tokens; else the closed form's.
-        adjust: Replaces the constants.
 
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
         NoPeakError: The device has no rate in the run's dtype.
         RefusedError: No device can have run so fast, or nobody trains so slowly.
     """
-    reading, spec, cluster = expressed.reading, expressed.spec, adjust(expressed.cluster)
+    reading, spec, cluster = expressed.reading, expressed.spec, expressed.cluster
     metric, value = reading.metric, reading.value
     if "memory" in metric:
         predicted = _memory(spec, cluster, metric)

@@ -10,10 +10,12 @@ from typing import Any
 
 from tools.plan.memory import COMPONENTS
 from tools.plan.readings.facts import release_of, source_facts
-from tools.plan.readings.residual import Refusal, Residual, Residuals, predicted_memory
+from tools.plan.readings.residual import Residual, Residuals, predicted_memory
+from tools.plan.readings.table import Refusal
 from tools.plan.time.iteration import TIME_COMPONENTS, iteration_seconds
 from tools.spec.run import RunSpec
-from tools.text.units import DASH
+from tools.text.table import Column
+from tools.text.units import DASH, percent
 
 MEMORY, TIME = "memory", "time"
 
@@ -224,7 +226,7 @@ def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]
     for items in groups.values():
         times: dict[RunSpec, list[float]] = defaultdict(list)
         for item in items:
-            times[item.expressed.spec].append(_measured(item))
+            times[item.expressed.spec].append(item.published_seconds)
         if len(times) < 2:
             continue
         chosen = min(items, key=lambda item: item.seconds or 0.0)
@@ -250,35 +252,24 @@ def _origin(item: Residual, across_releases: bool) -> str:
     return " ".join(parts)
 
 
-def _measured(item: Residual) -> float:
-    """Published seconds an iteration."""
-    return (item.seconds or 0.0) / (1 + item.error)
+def signed(share: float | None) -> str:
+    """A share of 1 with its sign."""
+    return DASH if share is None else f"{share:+.1%}"
 
 
-def error_cells(groups: list[ErrorGroup]) -> list[list[str]]:
-    """Header and rows of the table of errors, as text."""
-    header = ["source", "readings", "predicted", "median |error|", "mean |error|", "median error"]
-    header += ["p90 |error|", "within 10%", "within 15%"]
-    rows = [
-        [
-            group.name,
-            str(group.readings),
-            str(len(group.errors)),
-            *(
-                DASH if value is None else f"{value:{form}}"
-                for value, form in (
-                    (group.median_abs_error, ".1%"),
-                    (group.mean_abs_error, ".1%"),
-                    (group.median_error, "+.1%"),
-                    (group.p90_abs_error, ".1%"),
-                    (group.within(0.10), ".0%"),
-                    (group.within(0.15), ".0%"),
-                )
-            ),
-        ]
-        for group in groups
-    ]
-    return [header, *rows]
+def _whole(share: float | None) -> str:
+    return DASH if share is None else f"{share:.0%}"
+
+
+ERRORS = (
+    Column[ErrorGroup]("median |error|", lambda group: group.median_abs_error, percent),
+    Column[ErrorGroup]("mean |error|", lambda group: group.mean_abs_error, percent),
+    Column[ErrorGroup]("median error", lambda group: group.median_error, signed),
+    Column[ErrorGroup]("p90 |error|", lambda group: group.p90_abs_error, percent),
+    Column[ErrorGroup]("within 10%", lambda group: group.within(0.10), _whole),
+    Column[ErrorGroup]("within 15%", lambda group: group.within(0.15), _whole),
+)
+"""How far a group is predicted off."""
 
 
 def reasons(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:

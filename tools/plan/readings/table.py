@@ -105,27 +105,27 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Unreadable:
-    """A row that holds what its column does not."""
+class Refusal:
+    """A row that is not predicted, and why."""
 
     line: int
     source: str
     reason: str
 
 
-def read_readings(path: Path = READINGS) -> tuple[tuple[Reading, ...], tuple[Unreadable, ...]]:
+def read_readings(path: Path = READINGS) -> tuple[tuple[Reading, ...], tuple[Refusal, ...]]:
     """Every row of a file of readings, in order, and those that cannot be read.
 
     Raises:
         ReadingsError: It cannot be read, lacks a column, or has no row that can be read.
     """
     found: list[Reading] = []
-    unreadable: list[Unreadable] = []
+    unreadable: list[Refusal] = []
     for line, row in read_rows(path)[1]:
         try:
             found.append(_reading(line, row))
         except _CellError as error:
-            unreadable.append(Unreadable(line, row["source"].strip(), str(error)))
+            unreadable.append(Refusal(line, row["source"].strip(), str(error)))
     if unreadable and not found:
         raise ReadingsError(f"{path}: {unreadable[0].reason}")
     if not found:

@@ -76,7 +76,6 @@ class SimulatedSchedule:
     """In one iteration."""
     iterations: int
     virtual: int
-    durations: Durations
     events: tuple[Event, ...]
 
     @property
@@ -128,9 +127,7 @@ def simulate(
         orders = [_order(schedule, worker, pipeline, count, virtual) for worker in range(pipeline)]
         events += _run(orders, first, start, virtual, durations)
         start = max(event.end for event in events)
-    return SimulatedSchedule(
-        schedule, pipeline, microbatches, iterations, virtual, durations, tuple(events)
-    )
+    return SimulatedSchedule(schedule, pipeline, microbatches, iterations, virtual, tuple(events))
 
 
 def _refuse_long(pipeline: int, microbatches: int, iterations: int, virtual: int) -> None:

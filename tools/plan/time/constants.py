@@ -6,7 +6,6 @@ the readings that made them. None belongs to a source, a model or a layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -15,23 +14,6 @@ from typing import Any
 from tools.spec.files import read_yaml
 
 CONSTANTS = Path(__file__).with_name("constants.yaml")
-
-BOUNDS: Mapping[str, tuple[float, float]] = {
-    "matmul": (0.5, 0.95),
-    "matmul_fp8": (0.4, 0.95),
-    "product_fill": (0.0, 1500.0),
-    "attention": (0.15, 0.8),
-    "memory": (0.4, 0.95),
-    "layer_launch_seconds": (100e-6, 4e-3),
-    "call_launch_seconds": (0.0, 200e-6),
-    "link": (0.3, 0.7),
-    "hop_seconds": (0.5e-6, 30e-6),
-    "network_hop_seconds": (2e-6, 100e-6),
-    "contention": (0.0, 1.0),
-    "jitter": (0.0, 0.05),
-}
-"""What is physically possible: shares of a datasheet's rate, times between the fastest and the slowest
-measured in public."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +67,6 @@ def constants_of(generation: str, without: str = "") -> Constants:
         entry = data["generations"][generation]
     left_out = data.get("left_out", {}).get(generation, {})
     entry = left_out.get(without, entry)
-    return Constants(**{name: float(entry[name]) for name in NAMES})
-
-
-def start_of(generation: str) -> Constants:
-    """What is published of a generation's kernels and links: where a fit starts."""
-    entry = _file()["start"][generation]
     return Constants(**{name: float(entry[name]) for name in NAMES})
 
 

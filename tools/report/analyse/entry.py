@@ -6,14 +6,14 @@ Figures of the newest run are read off its log and ledgers when they are asked f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from tools.records.measurements import Counts, MemoryCategory, TimeRecord, choices
 from tools.report.analyse.comparability import SpeedComparison
 from tools.report.analyse.configurations import Configuration, scatter_of
-from tools.report.analyse.parity import Parity, loss_curve
+from tools.report.analyse.parity import Parity, last_digit, loss_curve
 from tools.report.analyse.provenance import activation, implementation, optimizer
 from tools.report.analyse.published import Match
 from tools.report.analyse.rates import Rates
@@ -227,6 +227,29 @@ class Entry:
             return None
         busy = [rank for rank in self.times.ranks if busy_seconds(rank) > 0]
         return mean(map(idle_over_work, busy)) if busy else None
+
+
+def names_of(entries: Sequence[Entry]) -> list[str]:
+    """Labels of entries, with their models where these differ."""
+    models = len({entry.run.model for entry in entries}) > 1
+    return [f"{e.run.model} {e.label}" if models and e.run.model else e.label for e in entries]
+
+
+def loss_differences(entries: Sequence[Entry]) -> list[tuple[int, Run, list[int], list[float]]]:
+    """Of each entry whose losses were judged its place, the run, and where it is off its reference's.
+
+    Iterations, and differences in units of the last printed digit.
+    """
+    runs = {run.name: run for entry in entries for run in entry.configuration.runs}
+    found = []
+    for place, parity in enumerate(entry.parity for entry in entries):
+        if parity.compared and parity.reference in runs:
+            judged = runs[parity.judged]
+            ours, theirs = loss_curve(judged), loss_curve(runs[parity.reference])
+            steps = sorted(ours.keys() & theirs.keys())
+            units = [(ours[step] - theirs[step]) / last_digit(theirs[step]) for step in steps]
+            found.append((place, judged, steps, units))
+    return found
 
 
 def memory_by_rank(run: Run) -> dict[int, int]:

@@ -6,7 +6,7 @@ What is not printed is not known: no degree, batch or length is taken to be 1 or
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -71,33 +71,11 @@ def _integer(arguments: Mapping[str, str], name: str) -> int | None:
 
 
 def _is_possible(spec: RunSpec) -> bool:
-    """Whether every size is one that a model can have."""
-    shape, split, batch = spec.shape, spec.parallelism, spec.batch
-    positive: Iterable[int] = (
-        shape.layers,
-        shape.hidden,
-        shape.heads,
-        shape.query_groups,
-        shape.head_width,
-        shape.ffn_hidden,
-        shape.seq_length,
-        shape.vocabulary,
-        shape.vocabulary_multiple,
-        split.data,
-        split.tensor,
-        split.pipeline,
-        split.context,
-        split.expert,
-        split.virtual_stages,
-        batch.micro_batch_size,
-        batch.global_batch_size,
-    )
-    others = (shape.positions, shape.experts, shape.experts_per_token, split.expert_tensor)
-    return (
-        all(1 <= size <= _LARGEST for size in positive)
-        and all(0 <= size <= _LARGEST for size in others)
-        and 0 <= spec.dropout <= 1
-    )
+    """Whether every size is one that a model can have; those of the shape are no less than its least."""
+    shape, split, batch = (vars(part) for part in (spec.shape, spec.parallelism, spec.batch))
+    sizes = [size for part in (shape, split, batch) for size in part.values() if type(size) is int]
+    least = min(split["expert"], split["virtual_stages"], *batch.values())
+    return least >= 1 and 0 <= min(sizes) <= max(sizes) <= _LARGEST and 0 <= spec.dropout <= 1
 
 
 def _with_deepspeed(spec: RunSpec, arguments: Mapping[str, str]) -> RunSpec:

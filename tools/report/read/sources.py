@@ -6,7 +6,7 @@ Whatever is missing or damaged is empty or a note, never an error.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,7 @@ from tools.records.measurements import (
     MemoryRecord,
     RoutingRecord,
     TimeRecord,
-    read_communication,
-    read_memory,
-    read_routing,
-    read_time,
+    read_ledger,
 )
 from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, ROUTING_FILE, TIME_FILE
 from tools.report.read.iterations import Iteration, IterationTable
@@ -137,10 +134,9 @@ class Ledgers:
 
 def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
     """Read the ledgers of a run folder, and say what is wrong with them."""
-    notes: list[str] = []
-    memory = _read(read_memory, folder, MEMORY_FILE, notes)
-    communication = _read(read_communication, folder, COMMUNICATION_FILE, notes)
-    routing = _read(read_routing, folder, ROUTING_FILE, notes)
+    memory, why_no_memory = _read(folder, MemoryRecord, MEMORY_FILE)
+    communication, why_no_calls = _read(folder, CommunicationRecord, COMMUNICATION_FILE)
+    routing, why_no_routing = _read(folder, RoutingRecord, ROUTING_FILE)
     if communication:
         # A rank that crashed before a steady iteration counted nothing, which is not zero bytes.
         counted = tuple(rank for rank in communication.ranks if rank.steady_iterations)
@@ -149,27 +145,24 @@ def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
         memory if memory and memory.ranks else None,
         communication if communication and communication.ranks else None,
         routing if routing and routing.ranks else None,
-    ), notes
+    ), list(filter(None, (why_no_memory, why_no_calls, why_no_routing)))
 
 
-def _read[T](read: Callable[[Path], T], folder: Path, name: str, notes: list[str]) -> T | None:
+def _read[T](folder: Path, kind: type[T], name: str) -> tuple[T | None, str]:
+    """A ledger, or what is wrong with it; empty where there is none."""
     try:
-        return read(folder)
-    except FileNotFoundError:
-        return None
+        return read_ledger(folder, kind), ""
+    except (FileNotFoundError, NotADirectoryError):
+        return None, ""
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        notes.append(f"{name} cannot be used ({error})")
-        return None
+        return None, f"{name} cannot be used ({error})"
 
 
 def read_time_ledger(folder: Path) -> tuple[TimeRecord | None, str]:
     """The time ledger of a run folder, ranks with a steady iteration only; or why there is none."""
-    try:
-        record = read_time(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return None, f"no {TIME_FILE}"
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        return None, f"{TIME_FILE} cannot be used ({error})"
+    record, problem = _read(folder, TimeRecord, TIME_FILE)
+    if record is None:
+        return None, problem or f"no {TIME_FILE}"
     timed = tuple(rank for rank in record.ranks if rank.iteration_seconds > 0)
     if not timed:
         return None, f"{TIME_FILE} holds no steady iteration"

@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tools.records.measurements import MemoryCategory
-from tools.report.analyse.entry import Entry, memory_by_rank
+from tools.report.analyse.entry import Entry, loss_differences, memory_by_rank
+from tools.report.analyse.parity import loss_points
 from tools.report.canvas import INK, WIDTH_INCHES, colour, grid, names
+from tools.report.read.runs import Run
+from tools.report.read.sources import DeviceSeries
 from tools.report.render.thinning import evenly, extremes
 from tools.text.units import GIB, MIB, number, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-from tools.report.analyse.parity import Curve, last_digit, loss_curve, loss_points
-from tools.report.read.sources import DeviceSeries
 
 MAX_TIMES = 40
 _MAX_DOTS = 300
@@ -71,12 +72,7 @@ def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
 def draw_losses(figure: Figure, entries: Sequence[Entry]) -> None:
     """Fill a figure: losses above, differences below where a reference was compared with."""
     labels = names(entries)
-    runs = {run.name: run for entry in entries for run in entry.configuration.runs}
-    compared = [
-        (place, loss_curve(runs[e.parity.judged]), loss_curve(runs[e.parity.reference]))
-        for place, e in enumerate(entries)
-        if e.parity.compared and e.parity.reference in runs
-    ]
+    compared = loss_differences(entries)
     if not compared:
         _draw_curves(figure.add_subplot(), entries, labels)
     else:
@@ -219,18 +215,16 @@ def _mark_restarts(axes: Axes, restarts: Sequence[int], hue: str) -> None:
         )
 
 
-def _draw_differences(axes: Axes, compared: Sequence[tuple[int, Curve, Curve]]) -> None:
-    """A row's place, the curve that was judged, and its reference's."""
-    for lane, (place, curve, reference) in enumerate(compared):
-        common = sorted(curve.keys() & reference.keys())
-        kept = extremes([curve[s] - reference[s] for s in common], _MAX_POINTS)
-        steps = [common[place] for place in kept]
-        units = [(curve[s] - reference[s]) / last_digit(reference[s]) for s in steps]
+def _draw_differences(
+    axes: Axes, compared: Sequence[tuple[int, Run, list[int], list[float]]]
+) -> None:
+    for lane, (place, _, steps, units) in enumerate(compared):
+        kept = extremes(units, _MAX_POINTS)
         # A hair's breadth apart, because most differences are exactly 0.
         shift = 0.12 * (lane - (len(compared) - 1) / 2)
         axes.plot(
-            [step + shift for step in steps],
-            units,
+            [steps[at] + shift for at in kept],
+            [units[at] for at in kept],
             color=colour(place),
             linestyle="none",
             marker="o",

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.report.analyse.entry import Entry
-from tools.report.analyse.parity import last_digit, loss_curve, loss_points
+from tools.report.analyse.entry import Entry, loss_differences, names_of
+from tools.report.analyse.parity import loss_points
 from tools.report.analyse.report import Report
 from tools.report.read.iterations import LOG_LINE, OTHER, IterationTable
 from tools.report.read.runs import Run
@@ -109,7 +109,7 @@ def _plot(
         return None
     if not curves:
         return None
-    labels = _labels(entries)
+    labels = names_of(entries)
     drawn = curves[:MAX_SERIES]
     series = tuple(
         _series(labels[place], place, entries[place].run, *curve) for place, curve in drawn
@@ -147,11 +147,6 @@ def _log_lines(table: IterationTable, iterations: NDArray[np.int64]) -> list[int
     return [int(line) if mine else None for line, mine in zip(lines, own, strict=True)]
 
 
-def _labels(entries: Sequence[Entry]) -> list[str]:
-    models = len({entry.run.model for entry in entries}) > 1
-    return [f"{e.run.model} {e.label}" if models and e.run.model else e.label for e in entries]
-
-
 def _marks(entries: Sequence[Entry], labels: Sequence[str]) -> tuple[Mark, ...]:
     several = len(labels) > 1
     found = [
@@ -184,17 +179,11 @@ def _known(run: Run, values: NDArray[np.float64], usable: NDArray[np.bool_] | No
 
 def _differences(entries: Sequence[Entry]) -> Plot | None:
     """Loss less its reference's, where parity was judged."""
-    runs = {run.name: run for entry in entries for run in entry.configuration.runs}
-    labels, series = _labels(entries), []
-    for place, entry in enumerate(entries):
-        if not entry.parity.compared or entry.parity.reference not in runs:
-            continue
-        judged = runs[entry.parity.judged]
-        ours = loss_curve(judged)
-        reference = loss_curve(runs[entry.parity.reference])
-        steps = sorted(ours.keys() & reference.keys())
-        units = [(ours[s] - reference[s]) / last_digit(reference[s]) for s in steps]
-        series.append(_series(labels[place], place, judged, np.array(steps), np.array(units)))
+    labels = names_of(entries)
+    series = [
+        _series(labels[place], place, judged, np.array(steps), np.array(units))
+        for place, judged, steps, units in loss_differences(entries)
+    ]
     if not series:
         return None
     text = "Loss less its reference's, in units of the last digit that Megatron prints."

@@ -182,106 +182,76 @@ def _evenly(original: Callable[..., Any]) -> Callable[..., Any]:
     return preprocess
 
 
-FAKE_PATCHES = (
-    Patch(
-        name="calls_end_at_the_group",
-        reason="torch has no fake kernel for some of c10d's operators (allreduce_coalesced_)",
-        needed=lambda context: True,
-        replacements=tuple(
-            Replacement(f"torch.distributed:ProcessGroup.{name}", _moved_at_once)
-            for name in METHODS
-        ),
+_RANDOM = "megatron.core.tensor_parallel.random"
+_DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
+_MAKERS: tuple[tuple[str, str, dict[str, Callable[[Any], Any]]], ...] = (
+    (
+        "calls_end_at_the_group",
+        "torch has no fake kernel for some of c10d's operators (allreduce_coalesced_)",
+        {f"torch.distributed:ProcessGroup.{name}": _moved_at_once for name in METHODS},
     ),
-    Patch(
-        name="one_rank_alone",
-        reason="objects gathered from other ranks would be unpickled from empty tensors",
-        needed=lambda context: True,
-        replacements=(Replacement("torch.distributed:all_gather_object", _gathers_its_own_object),),
+    (
+        "one_rank_alone",
+        "objects gathered from other ranks would be unpickled from empty tensors",
+        {"torch.distributed:all_gather_object": _gathers_its_own_object},
     ),
-    Patch(
-        name="no_random_numbers",
-        reason="the RNG tracker compares the generator's state, which is no fake tensor",
-        needed=lambda context: True,
-        replacements=(
-            Replacement(
-                "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
-                _without_random_state,
-            ),
-        ),
+    (
+        "no_random_numbers",
+        "the RNG tracker compares the generator's state, which is no fake tensor",
+        {f"{_RANDOM}:CudaRNGStatesTracker.fork": _without_random_state},
     ),
-    Patch(
-        name="fused_gradient_norm",
-        reason="the CPU patch's double precision would hold copies of gradients that no GPU holds",
-        needed=lambda context: True,
-        replacements=(
-            Replacement("megatron.core.optimizer.clip_grads:l2_norm_impl", _norm_without_copies),
-        ),
+    (
+        "fused_gradient_norm",
+        "the CPU patch's double precision would hold copies of gradients that no GPU holds",
+        {"megatron.core.optimizer.clip_grads:l2_norm_impl": _norm_without_copies},
     ),
-    Patch(
-        name="fused_adam",
-        reason="torch's plain Adam holds temporaries that the fused ones of Transformer Engine do not",
-        needed=lambda context: True,
-        replacements=(Replacement("torch.optim:AdamW.__init__", _fused),),
+    (
+        "fused_adam",
+        "torch's plain Adam holds temporaries that the fused ones of Transformer Engine do not",
+        {"torch.optim:AdamW.__init__": _fused},
     ),
-    Patch(
-        name="one_byte_dropout_masks",
-        reason="on a CPU dropout keeps its mask in the activations' dtype, on a GPU in one byte",
-        needed=lambda context: True,
-        replacements=(Replacement("torch.nn.functional:dropout", _as_one_kernel),),
+    (
+        "one_byte_dropout_masks",
+        "on a CPU dropout keeps its mask in the activations' dtype, on a GPU in one byte",
+        {"torch.nn.functional:dropout": _as_one_kernel},
     ),
-    Patch(
-        name="one_kernel_rms_norm",
-        reason="torch's own holds two fp32 copies of its input, which Transformer Engine's does not",
-        needed=lambda context: True,
-        replacements=(Replacement("torch.nn.functional:rms_norm", _norm_in_one_kernel),),
+    (
+        "one_kernel_rms_norm",
+        "torch's own holds two fp32 copies of its input, which Transformer Engine's does not",
+        {"torch.nn.functional:rms_norm": _norm_in_one_kernel},
     ),
-    Patch(
-        name="values_of_their_own",
-        reason="V would keep the storage of Q and K beside their rotated copies; fused kernels copy V",
-        needed=lambda context: True,
-        replacements=(
-            Replacement("megatron.core.transformer.attention:SplitAlongDim", _split_into_copies),
-        ),
+    (
+        "values_of_their_own",
+        "V would keep the storage of Q and K beside their rotated copies; fused kernels copy V",
+        {"megatron.core.transformer.attention:SplitAlongDim": _split_into_copies},
     ),
-    Patch(
-        name="outputs_computed_again",
-        reason="a C++ extension, compiled at its first use, would point dropped storage at new contents",
-        needed=lambda context: True,
-        replacements=(
-            Replacement("megatron.core.tensor_parallel.random:_get_share_storage", _shared_already),
-        ),
+    (
+        "outputs_computed_again",
+        "a C++ extension, compiled at its first use, would point dropped storage at new contents",
+        {f"{_RANDOM}:_get_share_storage": _shared_already},
     ),
-    Patch(
-        name="recomputed_in_full_precision",
-        reason="its default of False counts as fp8 (`is not None`), which asks Transformer Engine",
-        needed=lambda context: True,
-        replacements=(
-            Replacement(
-                "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
-                _unquantised,
-            ),
-        ),
+    (
+        "recomputed_in_full_precision",
+        "its default of False counts as fp8 (`is not None`), which asks Transformer Engine",
+        {f"{_RANDOM}:CheckpointWithoutOutput.__init__": _unquantised},
     ),
-    Patch(
-        name="fake_parameters",
-        reason="torch converts a fake module's dtype by swapping tensors, which weak references forbid",
-        needed=lambda context: True,
-        replacements=(
-            Replacement("torch.nn:Module.half", _converted_to(torch.float16)),
-            Replacement("torch.nn:Module.bfloat16", _converted_to(torch.bfloat16)),
-        ),
+    (
+        "fake_parameters",
+        "torch converts a fake module's dtype by swapping tensors, which weak references forbid",
+        {
+            "torch.nn:Module.half": _converted_to(torch.float16),
+            "torch.nn:Module.bfloat16": _converted_to(torch.bfloat16),
+        },
     ),
-    Patch(
-        name="even_routing",
-        reason="how many tokens an expert gets is read from the router's output, which has no contents",
-        needed=lambda context: True,
-        replacements=(
-            Replacement(
-                "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess",
-                _evenly,
-            ),
-        ),
+    (
+        "even_routing",
+        "how many tokens an expert gets is read from the router's output, which has no contents",
+        {f"{_DISPATCHERS}:MoEAlltoAllTokenDispatcher.preprocess": _evenly},
     ),
+)
+FAKE_PATCHES = tuple(
+    Patch(name, reason, lambda context: True, tuple(Replacement(*one) for one in made.items()))
+    for name, reason, made in _MAKERS
 )
 
 

@@ -19,17 +19,22 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from tests.plan.papers import paper_runs
 from tools.plan.readings.express import Expressed, RefusedError, express
 from tools.plan.readings.facts import origin
-from tools.plan.readings.published import KIT, kit_runs, paper_runs
+from tools.plan.readings.published import KIT, kit_runs
 from tools.plan.readings.residual import residual, with_constants
 from tools.plan.readings.table import Reading, read_readings
 from tools.plan.tensors import UnevenSplitError
 from tools.plan.time.cluster import Cluster
-from tools.plan.time.constants import BOUNDS, CONSTANTS, NAMES, Constants, start_of
+from tools.plan.time.constants import CONSTANTS, NAMES, Constants
 from tools.plan.time.rates import NoPeakError
 from tools.records.io import write_whole
 from tools.spec.files import read_yaml
+
+BOUNDS: Mapping[str, tuple[float, float]] = read_yaml(CONSTANTS)["bounds"]
+"""What is physically possible: shares of a datasheet's rate, times between the fastest and the slowest
+measured in public."""
 
 FITTED = ("ampere", "hopper", "blackwell")
 """Generations with readings enough; the others borrow."""
@@ -111,6 +116,11 @@ def fit(
     return Fit(generation, values, dict(sources))
 
 
+def start_of(generation: str) -> Constants:
+    """What is published of a generation's kernels and links: where a fit starts."""
+    return Constants(**{n: float(x) for n, x in read_yaml(CONSTANTS)["start"][generation].items()})
+
+
 def _weight(source: str, sources: Mapping[str, int]) -> float:
     """Of a reading; the runs that the kit itself reproduces count more."""
     return (_OWN_WEIGHT if source == KIT else 1) * float(sources[source] ** -0.5)
@@ -119,16 +129,12 @@ def _weight(source: str, sources: Mapping[str, int]) -> float:
 def _errors(readings: Sequence[Expressed], constants: Constants) -> NDArray[np.float64]:
     """Logarithms of predicted over published times; 0 for what cannot be predicted."""
     made: dict[int, Cluster] = {}
-
-    def adjust(cluster: Cluster) -> Cluster:
-        if id(cluster) not in made:
-            made[id(cluster)] = with_constants(cluster, constants)
-        return made[id(cluster)]
-
     found = []
     for item in readings:
+        if id(item.cluster) not in made:
+            made[id(item.cluster)] = with_constants(item.cluster, constants)
         try:
-            found.append(log(1 + residual(item, None, adjust).error))
+            found.append(log(1 + residual(replace(item, cluster=made[id(item.cluster)])).error))
         except (UnevenSplitError, NoPeakError):
             found.append(0.0)
     return np.array(found)
@@ -187,7 +193,6 @@ def refit(path: Path = CONSTANTS) -> None:
     """Fit every generation, with all sources and with each left out, and write `constants.yaml`."""
     readings = all_fitted()
     data = dict(read_yaml(path))
-    data["bounds"] = {name: [low, high] for name, (low, high) in BOUNDS.items()}
     data["readings"], data["left_out"] = {}, {}
     for generation in FITTED:
         found = fit(readings, generation)
