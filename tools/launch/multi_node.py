@@ -23,14 +23,31 @@ from tools.launch.rendezvous.coordinator import Coordinator
 from tools.launch.rendezvous.messages import NodeRecord
 from tools.launch.rendezvous.worker import Worker
 from tools.launch.start import ensure_start_checkpoint
-from tools.records.run import LEDGER_FOLDER, LOG_FILE, StatusRecord
+from tools.launch.train import outcome, shown
+from tools.records.run import LEDGER_FOLDER, LOG_FILE, Status, StatusRecord
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.run import DeviceKind
 from tools.spec.variables import INTERFACES
 
 
-def train_first(
+def train_share(launch: Launch, console: Console, title: str) -> bool:
+    """Train this node's ranks of a run on several machines; True if the run ended `ok`.
+
+    Each node reports what stops it to the others, so nothing is checked before.
+    """
+    nodes = launch.nodes
+    assert nodes is not None
+    if nodes.rank > 0:
+        folder, code = _train_other(launch, nodes, console, title)
+        console.print(f"node {nodes.rank} ended with {code} → {shown(folder)}", highlight=False)
+        return code == 0
+    folder, status = _train_first(launch, nodes, console, title)
+    console.print(outcome(folder, status), highlight=False)
+    return status.status is Status.OK
+
+
+def _train_first(
     launch: Launch, nodes: Nodes, console: Console, title: str
 ) -> tuple[Path, StatusRecord]:
     """Node 0: wait for the others, train, record the run; its folder and how it ended.
@@ -51,7 +68,7 @@ def train_first(
         return execute(launch, options.runs, console, title, coordinator, options.run_folder)
 
 
-def train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> tuple[Path, int]:
+def _train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> tuple[Path, int]:
     """Any other node: join node 0's run, train this share; the run's folder and this node's exit code.
 
     Raises:
