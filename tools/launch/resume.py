@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.checkpoint.stored import SelectedCheckpoint, select_checkpoint
+from tools.launch.checkpoint.selected import SelectedCheckpoint, select_checkpoint
 from tools.launch.compose import Launch, ResumePoint
 from tools.launch.multi_node import train_share
 from tools.launch.named_run import read_named_run

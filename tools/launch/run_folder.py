@@ -22,7 +22,6 @@ from tools.cluster.container import docker
 from tools.cluster.container.versions import installed_versions
 from tools.cluster.nodes import Nodes
 from tools.dataset.indexed import open_dataset
-from tools.launch.checkpoint.stored import quarantine, verified_weights
 from tools.launch.code import code_of
 from tools.launch.compose import Launch, ResumePoint
 from tools.launch.devices import (
@@ -37,6 +36,7 @@ from tools.launch.megatron_entry import kit_commit
 from tools.launch.preflight import data_path
 from tools.launch.supervise.exit_status import reserve_room
 from tools.records import run as records
+from tools.records.checkpoints import quarantine, verified_weights
 from tools.records.identity import (
     Computed,
     Identity,
@@ -122,7 +122,7 @@ def only_attempt(run: Path | None, nodes: Nodes | None) -> Iterator[None]:
 
 def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.RunRecord:
     """Everything `run.json` holds."""
-    where = from_root(folder)
+    where, start = from_root(folder), launch.start_checkpoint
     return records.RunRecord(
         run=folder.name,
         created_utc=records.utc_now(),
@@ -134,17 +134,15 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
         entry=launch.entry,
         host=provenance.host,
         software=provenance.software,
-        dataset=records.DatasetIdentity(launch.data, open_dataset(data_path(launch)).bin_sha256),
-        start_checkpoint=launch.start_checkpoint.name if launch.start_checkpoint else None,
-        start_weights=verified_weights(launch.start_checkpoint)
-        if launch.start_checkpoint
-        else None,
         kit_commit=kit_commit(),
         code=_code_of(launch, folder),
         runtime=launch.runtime.name,
         image=provenance.image,
         save_every=launch.saving.every if launch.saving else None,
         resumptions=_resumptions(launch),
+        dataset=records.DatasetIdentity(launch.data, open_dataset(data_path(launch)).bin_sha256),
+        start_checkpoint=start.name if start else None,
+        start_weights=verified_weights(start) if start else None,
     )
 
 
@@ -244,12 +242,12 @@ _OF_ONE_ATTEMPT = (
 
 
 def _begin(folder: Path, record: records.RunRecord) -> None:
+    reserve_room(folder)
     records.write_run(folder, record)
     unfinished = records.StatusRecord(
         records.Status.INCOMPLETE, reason="The launcher did not finish."
     )
     write_record(folder / records.STATUS_FILE, unfinished)
-    reserve_room(folder)
 
 
 @contextmanager
