@@ -13,11 +13,10 @@ from rich.console import Console
 from tools.cluster.container.versions import installed_versions
 from tools.cluster.nodes import Nodes, node_folder
 from tools.dataset.indexed import DatasetError, open_dataset
-from tools.launch.code import code_of
 from tools.launch.compose import Launch
 from tools.launch.devices import visible_gpus
 from tools.launch.execute import execute, run_ranks
-from tools.launch.preflight import check, data_path
+from tools.launch.preflight import check
 from tools.launch.progress import RunProgress
 from tools.launch.rendezvous.coordinator import Coordinator
 from tools.launch.rendezvous.messages import NodeRecord
@@ -96,7 +95,7 @@ def _train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> 
 def node_record(launch: Launch, nodes: int) -> NodeRecord:
     """This node, with what must be the same on all."""
     try:
-        data = open_dataset(data_path(launch)).bin_sha256 or "without a record"
+        data = open_dataset(launch.data_path).bin_sha256 or "without a record"
     except DatasetError:
         data = "missing"
     entry = launch.entry
@@ -104,7 +103,7 @@ def node_record(launch: Launch, nodes: int) -> NodeRecord:
     flags = hashlib.sha256("\0".join(launch.flags).encode()).hexdigest()[:12]
     has = {
         "NNODES=": str(nodes),
-        "the kit's code": f"{code_of(launch).kit} (a hash)",
+        "the kit's code": f"{launch.code.kit} (a hash)",
         "Megatron": f"{entry.megatron_version} {entry.megatron_commit or ''}".strip(),
         "torch": installed_versions().get("torch", "none"),
         "flags": f"{flags} (a hash)",

@@ -170,11 +170,6 @@ def quantised_problems(launch: Launch) -> Iterator[str]:
         )
 
 
-def data_path(launch: Launch) -> Path:
-    """The data set's prefix; relative ones are seen from the repository root, as the ranks see them."""
-    return ROOT / launch.data
-
-
 def version_problems(launch: Launch) -> Iterator[str]:
     """Why the Megatron that trains, or writes the starting weights, may not fit the patches."""
     version = launch.entry.megatron_version
@@ -206,7 +201,7 @@ def _composition_problems(
     planted = variables.PLANT in launch.environment
     yield from violations(launch.spec, release(launch.entry.megatron_version), planted)
     yield from backend_problems(launch)
-    missing = launch.data in OWN_SAMPLES and not idx_path(data_path(launch)).is_file()
+    missing = launch.data in OWN_SAMPLES and not idx_path(launch.data_path).is_file()
     if not (missing and data_is_to_come):
         yield from _data_problems(launch)
 
@@ -221,14 +216,14 @@ def _number(text: str) -> float | None:
 
 def _data_problems(launch: Launch) -> Iterator[str]:
     published = DEFAULT_DATA[DeviceKind.GPU]
-    if launch.data == published and not idx_path(data_path(launch)).is_file():
+    if launch.data == published and not idx_path(launch.data_path).is_file():
         yield (
             f"The published data set {published} is not there; run 'make prepare-ds-openwebtext-10k', "
             "or name another with DATA=."
         )
         return
     try:
-        dataset = open_dataset(data_path(launch))
+        dataset = open_dataset(launch.data_path)
     except DatasetError as error:
         yield str(error)
         return

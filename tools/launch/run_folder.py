@@ -22,7 +22,7 @@ from tools.cluster.container import docker
 from tools.cluster.container.versions import installed_versions
 from tools.cluster.nodes import Nodes
 from tools.dataset.indexed import open_dataset
-from tools.launch.code import code_of
+from tools.launch.code import kit_commit
 from tools.launch.compose import Launch, ResumePoint
 from tools.launch.devices import (
     describe_links,
@@ -32,8 +32,6 @@ from tools.launch.devices import (
     processor_name,
     visible_gpus,
 )
-from tools.launch.megatron_entry import kit_commit
-from tools.launch.preflight import data_path
 from tools.launch.supervise.exit_status import reserve_room
 from tools.records import run as records
 from tools.records.checkpoints import quarantine, verified_weights
@@ -140,7 +138,7 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
         image=provenance.image,
         save_every=launch.saving.every if launch.saving else None,
         resumptions=_resumptions(launch),
-        dataset=records.DatasetIdentity(launch.data, open_dataset(data_path(launch)).bin_sha256),
+        dataset=records.DatasetIdentity(launch.data, open_dataset(launch.data_path).bin_sha256),
         start_checkpoint=start.name if start else None,
         start_weights=verified_weights(start) if start else None,
     )
@@ -157,7 +155,7 @@ def identity_here(launch: Launch, runs: Path) -> Identity:
     where, entry = find_provenance(launch, runs), launch.entry
     version, commit = entry.megatron_version, entry.megatron_commit
     software = pairs(where.software)
-    code = UsedCode(version, commit, entry.path, code_of(launch), software, where.image)
+    code = UsedCode(version, commit, entry.path, launch.code, software, where.image)
     return Identity(computed_by(launch), code, timed_on(where.host))
 
 
@@ -214,7 +212,7 @@ def _still(run: Path) -> str:
 
 def _code_of(launch: Launch, folder: Path) -> records.Code:
     """What trains; of a run that resumes also what trained until then, if that was not the same."""
-    now, loaded = code_of(launch), launch.resume_point
+    now, loaded = launch.code, launch.resume_point
     if loaded is None:
         return now
     before = records.read_run(folder.parent / loaded.run).code

@@ -15,10 +15,10 @@ from rich.console import Console
 from tools.cluster.container.versions import installed_versions
 from tools.dataset.indexed import idx_path
 from tools.launch import microbenchmark
+from tools.launch.code import kit_commit
 from tools.launch.compose import DEFAULT_DATA, Launch
 from tools.launch.devices import driver_version, visible_gpus
 from tools.launch.job import parse_target
-from tools.launch.megatron_entry import kit_commit
 from tools.launch.options import Options
 from tools.launch.preflight_gpu import compiler_problem, torch_problem
 from tools.plan.time.flops import model_flops
