@@ -120,7 +120,7 @@ def only_attempt(run: Path | None, nodes: Nodes | None) -> Iterator[None]:
 
 def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.RunRecord:
     """Everything `run.json` holds."""
-    where, start = from_root(folder), launch.start_checkpoint
+    where, start, loaded = from_root(folder), launch.start_checkpoint, launch.resume_point
     return records.RunRecord(
         run=folder.name,
         created_utc=records.utc_now(),
@@ -128,6 +128,9 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
         exit_interval=launch.iterations,
         argv=launch.arguments(where),
         command=launch.command(where),
+        dataset=records.DatasetIdentity(launch.data, open_dataset(launch.data_path).bin_sha256),
+        start_checkpoint=start.name if start else None,
+        start_weights=verified_weights(start) if start else None,
         environment=launch.environment,
         entry=launch.entry,
         host=provenance.host,
@@ -137,10 +140,7 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
         runtime=launch.runtime.name,
         image=provenance.image,
         save_every=launch.saving.every if launch.saving else None,
-        resumptions=_resumptions(launch),
-        dataset=records.DatasetIdentity(launch.data, open_dataset(launch.data_path).bin_sha256),
-        start_checkpoint=start.name if start else None,
-        start_weights=verified_weights(start) if start else None,
+        resumptions=(records.Resumption(loaded.run, loaded.iteration),) if loaded else (),
     )
 
 
@@ -217,11 +217,6 @@ def _code_of(launch: Launch, folder: Path) -> records.Code:
         return now
     before = records.read_run(folder.parent / loaded.run).code
     return before.joined(now) if before else now
-
-
-def _resumptions(launch: Launch) -> tuple[records.Resumption, ...]:
-    loaded = launch.resume_point
-    return (records.Resumption(loaded.run, loaded.iteration),) if loaded else ()
 
 
 _OF_ONE_ATTEMPT = (
