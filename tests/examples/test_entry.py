@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.runs import Run, Trainer
-from tools.launch.megatron_entry import find_entry
+from tools.launch.code import find_entry
 from tools.records.run import Status
 from tools.spec.files import ROOT
 from tools.spec.strategy import NAMED

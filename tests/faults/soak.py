@@ -26,17 +26,16 @@ from rich.console import Console
 from tests.faults.runs import Victim, kill, launch, processes_of
 from tests.faults.soak_verdict import DISTURBED, UNDISTURBED, Fault, ProcessReading, judge
 from tests.patience import OF_A_RUN
-from tools.launch.checkpoint.saving import KEEP, Saving
-from tools.launch.checkpoint.stored import find_checkpoints
 from tools.launch.compose import Launch
 from tools.launch.data import make_missing_data
 from tools.launch.job import Job, parse_target
-from tools.launch.options import Options, variables_of
+from tools.launch.options import KEEP, Options, Saving, variables_of
 from tools.launch.preflight import check
 from tools.launch.progress import LogFollower
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.train import compose_job, dry_run
 from tools.records import run as records
+from tools.records.checkpoints import find_checkpoints
 from tools.records.io import write_whole
 from tools.records.run import utc_stamp
 from tools.spec.errors import LaunchError

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.faults.runs import SAVE_EVERY, Ended, Kit, same_losses
-from tools.launch.checkpoint.stored import find_checkpoints
+from tools.records.checkpoints import find_checkpoints
 from tools.records.run import CHECKPOINTS_FOLDER, Status
 from tools.report.analyse.parity import Curve, last_digit, loss_curve
 from tools.report.read.runs import Run

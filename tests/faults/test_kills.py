@@ -10,7 +10,7 @@ import pytest
 from tests.examples.runs import SharedRuns
 from tests.faults.killed import Killed
 from tests.faults.runs import ITERATIONS, WHO, Ended, Kit, kill, moment, same_losses
-from tools.launch.checkpoint.stored import find_checkpoints
+from tools.records.checkpoints import find_checkpoints
 from tools.records.run import CHECKPOINTS_FOLDER, Status, StatusRecord, read_status
 from tools.report.analyse.parity import loss_curve
 from tools.report.read.runs import load_folder

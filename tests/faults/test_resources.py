@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.faults.runs import SAVE_EVERY, Kit, same_losses
-from tools.launch.checkpoint.stored import find_checkpoints
 from tools.launch.supervise.exit_status import memory_kills
+from tools.records.checkpoints import find_checkpoints
 from tools.records.run import CHECKPOINTS_FOLDER, Status
 
 pytestmark = pytest.mark.slow

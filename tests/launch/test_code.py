@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tools.launch import code
-from tools.launch.code import code_of, tree_hash
+from tools.launch.code import tree_hash
 from tools.launch.compose import Launch, ResumePoint
 from tools.launch.job import parse_target
 from tools.launch.options import Options
@@ -43,15 +43,15 @@ def test_every_edit_of_the_kit_is_another_code_and_undoing_it_is_the_first_again
     kit: Path,
 ) -> None:
     launch = composed(Options())
-    before = code_of(launch).kit
+    before = launch.code.kit
     for name in ("megatron_patches/cpu/norms.py", "tools/spec/run.py", "examples/gpt3/a.sh"):
         (kit / name).write_text("edited")
-        assert code_of(launch).kit != before
+        assert launch.code.kit != before
         (kit / name).write_text(name)
     (kit / "tools" / "new.py").touch()
-    assert code_of(launch).kit != before
+    assert launch.code.kit != before
     (kit / "tools" / "new.py").unlink()
-    assert code_of(launch).kit == before
+    assert launch.code.kit == before
 
 
 def test_caches_text_and_an_editors_own_files_are_no_code(kit: Path) -> None:
@@ -68,15 +68,15 @@ def test_an_edit_of_the_checkout_in_use_is_another_megatron_and_its_first_build_
 ) -> None:
     folder = checkout(tmp_path / "Megatron-LM")
     launch = composed(Options(megatron_lm=folder))
-    before = code_of(launch)
-    assert before.megatron != code_of(composed(Options())).megatron  # the wheel's
+    before = launch.code
+    assert before.megatron != composed(Options()).code.megatron  # the wheel's
     (folder / "megatron" / "core" / "helpers_cpp.so").write_text("compiled by the first run")
-    assert code_of(launch) == before
+    assert launch.code == before
     for name in ("megatron/core/package_info.py", "pretrain_gpt.py"):
         text = (folder / name).read_text()
         (folder / name).write_text(text + "\n")
-        assert code_of(launch).megatron != before.megatron
-        assert code_of(launch).kit == before.kit
+        assert launch.code.megatron != before.megatron
+        assert launch.code.kit == before.kit
         (folder / name).write_text(text)
 
 
@@ -85,14 +85,15 @@ def test_a_run_that_resumes_with_other_code_says_both(
 ) -> None:
     launch = composed(Options(data=str(sample_prefix)))
     parent = create_run_folder(launch, tmp_path)
-    assert read_run(parent).code == code_of(launch)
+    assert read_run(parent).code == launch.code
     resumed = replace(launch, resume_point=ResumePoint(parent.name, parent / "checkpoints", 4))
     child = create_run_folder(resumed, tmp_path, folder=_made(tmp_path / "child"))
-    assert read_run(child).code == code_of(launch)
-    monkeypatch.setattr("tools.launch.run_folder.code_of", lambda _: Code("edited", "m"))
+    assert read_run(child).code == launch.code
+    before = launch.code
+    monkeypatch.setattr("tools.launch.compose.code_of", lambda _: Code("edited", "m"))
     both = read_run(create_run_folder(resumed, tmp_path, folder=_made(tmp_path / "other"))).code
     assert both is not None
-    assert both.kit == f"{code_of(launch).kit}+edited"
+    assert both.kit == f"{before.kit}+edited"
 
 
 def _made(folder: Path) -> Path:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from tools.cluster.checks import host
+from tools.dataset.split import empty_splits
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options, read_plant
-from tools.launch.preflight import check, empty_splits, quantised_problems
+from tools.launch.preflight import check, quantised_problems
 from tools.launch.runtime import Runtime
 from tools.launch.train import compose_job
 from tools.spec.errors import LaunchError

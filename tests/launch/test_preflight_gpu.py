@@ -137,7 +137,7 @@ def test_an_image_that_is_not_built_stops_a_run_before_anything_is_written(
 def test_the_published_data_set_is_asked_for_by_its_own_target(
     composed: Composer, two_h200: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launch.preflight.data_path", lambda launch: tmp_path / "none")
+    monkeypatch.setattr("tools.launch.compose.ROOT", tmp_path)
     launch = replace(composed("dp2"), data="owt-ds/openwebtext-10k_text_document")
     with pytest.raises(LaunchError, match="run 'make prepare-ds-openwebtext-10k'"):
         check(launch)

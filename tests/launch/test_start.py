@@ -12,11 +12,11 @@ from tests.launch.checkpoint.conftest import Write, damage
 from tests.launch.checkpoint.conftest import saved as saved  # noqa: PLC0414 - a fixture
 from tests.launch.checkpoint.conftest import write as write  # noqa: PLC0414 - a fixture
 from tools.launch import start
-from tools.launch.checkpoint.stored import verified_weights
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.train import compose_job
+from tools.records.checkpoints import verified_weights
 from tools.spec.errors import LaunchError
 from tools.spec.flags import Flags
 

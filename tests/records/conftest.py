@@ -1,1 +1,1 @@
-from tests.launch.checkpoint.conftest import saved  # noqa: F401 - a fixture of these tests too
+from tests.launch.checkpoint.conftest import saved, write  # noqa: F401 - fixtures of these tests too

@@ -9,10 +9,9 @@ import pytest
 from rich.console import Console
 
 from tests.given import swept as sweep_of
-from tools.launch.checkpoint.saving import Saving
 from tools.launch.compose import Launch, ResumePoint
 from tools.launch.job import parse_target
-from tools.launch.options import Options, Wandb, options_from_texts
+from tools.launch.options import Options, Saving, Wandb, options_from_texts
 from tools.launch.relaunch import relaunch
 from tools.launch.run_folder import create_run_folder
 from tools.launch.supervise.interruption import Interrupted

@@ -24,10 +24,10 @@ from packaging.version import Version
 from rich.console import Console
 
 from tests.verify.plants.check import FOLDER, Plant, plants
+from tools.launch.code import find_entry
 from tools.launch.compose import SMALL_SAMPLE, SMALL_VOCABULARY
 from tools.launch.data import ensure_small_sample
 from tools.launch.job import parse_target
-from tools.launch.megatron_entry import find_entry
 from tools.launch.options import Options, read_plant
 from tools.records.verdict import Outcome, Verdict
 from tools.spec.errors import LaunchError

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,15 +42,28 @@ class Draw:
 def split_bounds(split: str, count: int) -> list[int]:
     """Where each part of `count` documents (or sequences) begins, and where the last one ends.
 
-    As `BlendedMegatronDatasetBuilder` rounds them; weights that are left out are 0.
+    As `BlendedMegatronDatasetBuilder` rounds them.
     """
+    return [round(end * count) for end in split_ends(split)]
+
+
+def split_ends(split: str) -> list[float]:
+    """As `split_bounds`, of the whole as 1; weights that are left out are 0."""
     weights = [float(number) for number in re.findall(r"[.0-9]+", split)]
     if not weights or len(weights) > len(Split) or sum(weights) <= 0:
         raise DatasetError(f"--split {split} is not of the form 949,50,1.")
     weights += [0.0] * (len(Split) - len(weights))
     total = sum(weights)
-    ends = accumulate((weight / total for weight in weights), initial=0.0)
-    return [round(end * count) for end in ends]
+    return [*accumulate((weight / total for weight in weights), initial=0.0)]
+
+
+def empty_splits(split: str, documents: int) -> Iterator[tuple[str, float]]:
+    """Parts with a share above 0 that hold no document, with that share."""
+    shares, bounds = pairwise(split_ends(split)), pairwise(split_bounds(split, documents))
+    names = ("train", "validation", "test")
+    for name, (begin, end), (first, last) in zip(names, shares, bounds, strict=True):
+        if end > begin and first == last:
+            yield name, end - begin
 
 
 def split_documents(split: str, documents: int, part: Split = Split.TRAINING) -> NDArray[np.int32]:

@@ -19,7 +19,7 @@ from tools.launch.flags import bare_flags, runtime_flags
 from tools.launch.job import Job, parse_target
 from tools.launch.options import Options
 from tools.launch.runtime import choose_runtime
-from tools.launch.train import train
+from tools.launch.target import start
 from tools.plan.calibration import calibration_of
 from tools.plan.readings.express import execution_of_flags
 from tools.plan.readings.near import uncertainty
@@ -52,7 +52,7 @@ def train_auto(target: str, options: Options, console: Console) -> int:
         raise LaunchError(f"There is no plan for '{target}'; see the sentences above.")
     flags = strategy_flags(chosen.spec.parallelism)
     job = replace(baseline, strategy=chosen.strategy, script_flags=flags)
-    return train(job.under(as_options(chosen, options)), console)
+    return start(job.under(as_options(chosen, options)), console)
 
 
 def plan_here(job: Job, console: Console, own: Path | None = None) -> Plan:

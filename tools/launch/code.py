@@ -1,4 +1,4 @@
-"""What code trains: hashes of the files in use, whatever a repository says of them.
+"""What code trains: the Megatron, a checkout's or the wheel's, and hashes of the files in use.
 
 A commit does not say which edit its `-dirty` stands for, and a copy without a repository has none. All
 files are read each time: 870 of them, 10 MB, take 0.04 s from the page cache. A wheel's own RECORD, or
@@ -8,24 +8,64 @@ sizes and times, would be a little faster and miss an edit.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
+import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tools.launch.compose import Launch
-from tools.records.run import Code
+from megatron_patches.context import checkout_version
+from tools.records.run import Code, MegatronEntry
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
-from tools.spec.run import Backend
 
+KIT_ENTRY = "examples/gpt3/pretrain_gpt.py"
 KIT_FOLDERS = ("megatron_patches", "tools", "examples")
 SOURCES = (".py", ".sh", ".args", ".cpp", ".cu", ".h")
 """What is run or compiled; not what that gives: a checkout compiles its helpers in its first run."""
 
 
-def code_of(launch: Launch) -> Code:
-    """The kit and the Megatron of a launch. What `PLANT=` adds to them is part of its specification."""
-    return Code(kit=tree_hash(ROOT, KIT_FOLDERS), megatron=_megatron_of(launch))
+def find_entry(megatron_lm: Path | None) -> MegatronEntry:
+    """The entry, and the version and commit of the Megatron it runs.
+
+    Raises:
+        LaunchError: No checkout was named and the wheel is not installed.
+    """
+    if megatron_lm is None:
+        try:
+            return MegatronEntry(KIT_ENTRY, importlib.metadata.version("megatron-core"))
+        except importlib.metadata.PackageNotFoundError:
+            raise LaunchError(
+                "megatron-core is not installed; run 'make setup', or set MEGATRON_LM to a checkout."
+            ) from None
+    return MegatronEntry(
+        path=str(megatron_lm / "pretrain_gpt.py"),
+        megatron_version=_version_of(megatron_lm),
+        megatron_commit=commit_of(megatron_lm),
+    )
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of a folder, with `-dirty` where it was changed; None outside a repository."""
+    describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    command = ("git", "-C", str(folder), *describe)
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return answer.stdout.strip() or None
+
+
+def kit_commit() -> str | None:
+    """The commit of this kit."""
+    return commit_of(ROOT)
+
+
+def code_of(entry: MegatronEntry | None) -> Code:
+    """The kit, and the Megatron of an entry; None for one in an image, which its digest identifies, or
+    where none trains. What `PLANT=` adds to them is part of a run's specification."""
+    return Code(tree_hash(ROOT, KIT_FOLDERS), _megatron_of(entry) if entry else None)
 
 
 def tree_hash(root: Path, names: Iterable[str]) -> str:
@@ -44,19 +84,25 @@ def tree_hash(root: Path, names: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _megatron_of(launch: Launch) -> str | None:
-    """None where an image's Megatron trains, which its digest identifies, or none does."""
-    if launch.runtime.container is not None or launch.spec.backend is not Backend.MEGATRON:
-        return None
-    beside = (ROOT / launch.entry.path).parent
-    if (
-        beside / "megatron"
-    ).is_dir():  # A checkout: also its entry, and what that imports from beside it.
+def _megatron_of(entry: MegatronEntry) -> str | None:
+    beside = (ROOT / entry.path).parent
+    if (beside / "megatron").is_dir():
+        # A checkout: also its entry, and what that imports from beside it.
         return tree_hash(beside, ("megatron", *(path.name for path in beside.glob("*.py"))))
     found = importlib.util.find_spec("megatron")  # A namespace: nothing is imported.
     folders = found.submodule_search_locations if found else None
     hashes = [tree_hash(Path(folder), (".",)) for folder in sorted(folders or ())]
     return "+".join(hashes) or None
+
+
+def _version_of(checkout: Path) -> str:
+    try:
+        return str(checkout_version(checkout))
+    except (OSError, LookupError):
+        raise LaunchError(
+            f"MEGATRON_LM={checkout} does not state its version in megatron/core/package_info.py; "
+            "point it at a Megatron-LM checkout."
+        ) from None
 
 
 def _sources(path: Path) -> Iterator[Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tools.cluster.container import docker
 from tools.cluster.container.image import MEGATRON_IN_IMAGE
 from tools.cluster.nodes import Nodes
-from tools.launch.checkpoint.saving import Saving, saving_flags, saving_folder
+from tools.launch.code import code_of, find_entry
 from tools.launch.flags import (
     bare_environment,
     bare_flags,
@@ -21,17 +21,17 @@ from tools.launch.flags import (
     optimizer_flags,
     plant_environment,
     runtime_flags,
+    saving_flags,
     sharding_flags,
     start_flags,
 )
 from tools.launch.job import Job
-from tools.launch.megatron_entry import find_entry
 from tools.launch.network import LinkRate, link_of
 from tools.launch.network import command as shaped
-from tools.launch.options import Options, plant_paths
+from tools.launch.options import Options, Saving, plant_paths
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.supervise.warm import WarmMegatron
-from tools.records.run import MegatronEntry
+from tools.records.run import CHECKPOINTS_FOLDER, Code, MegatronEntry
 from tools.spec import variables
 from tools.spec.files import ROOT, from_root
 from tools.spec.flags import Flags, counted_vocabulary, drop_flags, merge_flags, null_tokenizer
@@ -114,6 +114,17 @@ class Launch:
         return self.job.options.saving
 
     @property
+    def code(self) -> Code:
+        """What trains it, as the files are now."""
+        on_disk = self.spec.backend is Backend.MEGATRON and self.runtime.container is None
+        return code_of(self.entry if on_disk else None)
+
+    @property
+    def data_path(self) -> Path:
+        """The data set's prefix; a relative one is seen from the repository root, as by the ranks."""
+        return ROOT / self.data
+
+    @property
     def devices(self) -> int:
         """Number of ranks."""
         return self.spec.parallelism.world_size
@@ -133,7 +144,7 @@ class Launch:
         # TensorBoard always: Megatron passes to W&B only what it writes there.
         written = ["--tensorboard-dir", f"{run_folder}/tensorboard"]
         if self.saving is not None:
-            written += ["--save", saving_folder(run_folder)]
+            written += ["--save", f"{run_folder}/{CHECKPOINTS_FOLDER}"]
         loaded = self.resume_point.flags if self.resume_point else ()
         folders = _wandb_folders(self.flags, run_folder)
         return (*self.flags, *loaded, *written, *folders)

@@ -60,7 +60,7 @@ def ensure_data(launches: Sequence[Launch], console: Console) -> None:
     named = {launch.data for launch in launches}
     if SAMPLE in named:
         ensure_sample(console)
-    if UNIQUE_SAMPLE in named:
+    if UNIQUE_SAMPLE in named and not _is_whole(UNIQUE_SAMPLE):
         _make(UNIQUE_SAMPLE, console)
 
 
@@ -70,7 +70,8 @@ def ensure_sample(console: Console) -> None:
     Raises:
         LaunchError: It could not be made.
     """
-    _make(SAMPLE, console)
+    if not _is_whole(SAMPLE):
+        _make(SAMPLE, console)
     dataset = open_dataset(ROOT / SAMPLE)
     console.print(
         f"Data: {dataset.tokens:,} GPT-2 tokens in {dataset.documents} documents.", highlight=False
@@ -110,12 +111,11 @@ def call_module(*arguments: str) -> int:
 
 
 def _make(prefix: str, console: Console) -> None:
+    """Make one that is not there, unless another launcher makes it meanwhile."""
     what, flags = _WHAT[prefix]
     output = prefix.removesuffix(_SUFFIX)
-    if _is_whole(prefix):
-        return
     with _alone(ROOT / f"{output}.lock"):
-        if _is_whole(prefix):  # Another launcher made it meanwhile.
+        if _is_whole(prefix):
             return
         console.print(f"Making {what} …", highlight=False)
         if call_module("tools.preprocess", "sample", *flags, "--output-prefix", output):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_patches.fusions import dropped_flags
-from tools.launch.options import Options
+from tools.launch.options import Options, Saving
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.records.run import MegatronEntry
 from tools.spec import variables
@@ -99,6 +99,19 @@ def start_flags(
         return multiple  # megatron_patches/start_weights.py copies the weights in before wrapping.
     load = ("--load", from_root(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng")
     return (*load, "--ckpt-format", "torch_dist", *multiple)
+
+
+def saving_flags(saving: Saving, parallelism: Parallelism, entry: MegatronEntry) -> tuple[str, ...]:
+    """Megatron's flags but for the folder: its distributed format, which loads into any layout."""
+    flags = ["--save-interval", str(saving.every), "--ckpt-format", "torch_dist"]
+    sharding = parallelism.sharding
+    if sharding and not sharding.wraps_modules:
+        # Without it the optimizer's shards go back only into the layout that saved them.
+        flags.append("--dist-ckpt-optim-fully-reshardable")
+    if saving.asynchronous:
+        # Megatron's own writer; its default needs a package that its wheel does not bring.
+        flags += ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
+    return flags_in(flags, entry.megatron_version)
 
 
 def environment_for(

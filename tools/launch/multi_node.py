@@ -13,24 +13,40 @@ from rich.console import Console
 from tools.cluster.container.versions import installed_versions
 from tools.cluster.nodes import Nodes, node_folder
 from tools.dataset.indexed import DatasetError, open_dataset
-from tools.launch.code import code_of
 from tools.launch.compose import Launch
 from tools.launch.devices import visible_gpus
 from tools.launch.execute import execute, run_ranks
-from tools.launch.preflight import check, data_path
+from tools.launch.preflight import check
 from tools.launch.progress import RunProgress
 from tools.launch.rendezvous.coordinator import Coordinator
 from tools.launch.rendezvous.messages import NodeRecord
 from tools.launch.rendezvous.worker import Worker
 from tools.launch.start import ensure_start_checkpoint
-from tools.records.run import LEDGER_FOLDER, LOG_FILE, StatusRecord
+from tools.launch.train import outcome, shown
+from tools.records.run import LEDGER_FOLDER, LOG_FILE, Status, StatusRecord
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.run import DeviceKind
 from tools.spec.variables import INTERFACES
 
 
-def train_first(
+def train_share(launch: Launch, console: Console, title: str) -> bool:
+    """Train this node's ranks of a run on several machines; True if the run ended `ok`.
+
+    Each node reports what stops it to the others, so nothing is checked before.
+    """
+    nodes = launch.nodes
+    assert nodes is not None
+    if nodes.rank > 0:
+        folder, code = _train_other(launch, nodes, console, title)
+        console.print(f"node {nodes.rank} ended with {code} → {shown(folder)}", highlight=False)
+        return code == 0
+    folder, status = _train_first(launch, nodes, console, title)
+    console.print(outcome(folder, status), highlight=False)
+    return status.status is Status.OK
+
+
+def _train_first(
     launch: Launch, nodes: Nodes, console: Console, title: str
 ) -> tuple[Path, StatusRecord]:
     """Node 0: wait for the others, train, record the run; its folder and how it ended.
@@ -51,7 +67,7 @@ def train_first(
         return execute(launch, options.runs, console, title, coordinator, options.run_folder)
 
 
-def train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> tuple[Path, int]:
+def _train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> tuple[Path, int]:
     """Any other node: join node 0's run, train this share; the run's folder and this node's exit code.
 
     Raises:
@@ -79,7 +95,7 @@ def train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> t
 def node_record(launch: Launch, nodes: int) -> NodeRecord:
     """This node, with what must be the same on all."""
     try:
-        data = open_dataset(data_path(launch)).bin_sha256 or "without a record"
+        data = open_dataset(launch.data_path).bin_sha256 or "without a record"
     except DatasetError:
         data = "missing"
     entry = launch.entry
@@ -87,7 +103,7 @@ def node_record(launch: Launch, nodes: int) -> NodeRecord:
     flags = hashlib.sha256("\0".join(launch.flags).encode()).hexdigest()[:12]
     has = {
         "NNODES=": str(nodes),
-        "the kit's code": f"{code_of(launch).kit} (a hash)",
+        "the kit's code": f"{launch.code.kit} (a hash)",
         "Megatron": f"{entry.megatron_version} {entry.megatron_commit or ''}".strip(),
         "torch": installed_versions().get("torch", "none"),
         "flags": f"{flags} (a hash)",

@@ -14,7 +14,6 @@ from megatron_patches.plant import SEPARATOR, plant_sha256
 from tools.cluster.checks.network import wandb_login
 from tools.cluster.nodes import NODES_SETTINGS, Nodes, nodes_of
 from tools.cluster.slurm import SLURM_SETTINGS, Slurm, slurm_of
-from tools.launch.checkpoint.saving import KEEP, Saving
 from tools.launch.network import LinkRate, parse_rate
 from tools.spec import settings
 from tools.spec.files import ROOT, from_root
@@ -51,6 +50,21 @@ class Wandb:
     def environment(self) -> dict[str, str]:
         """Variables for the ranks: W&B's client reads its mode from the environment."""
         return {"WANDB_MODE": self.mode}
+
+
+KEEP = 2
+"""Verified checkpoints that stay unless KEEP= says otherwise: the newest, and one to fall back on."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What SAVE_EVERY=, KEEP= and ASYNC_SAVE= ask for."""
+
+    every: int
+    """Iterations."""
+    keep: int = KEEP
+    asynchronous: bool = False
+    """Written by a process of its own, while training continues."""
 
 
 @dataclass(frozen=True)

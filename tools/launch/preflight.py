@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -13,12 +12,13 @@ from packaging.version import Version
 from megatron_patches.context import NEWEST_KNOWN, OLDEST_KNOWN, is_known
 from tools.cluster.checks.finding import refusals
 from tools.cluster.checks.host import RUN_FILES, check_room
-from tools.dataset.indexed import Dataset, DatasetError, idx_path, largest_token, open_dataset
+from tools.dataset.indexed import DatasetError, idx_path, largest_token, open_dataset
+from tools.dataset.split import empty_splits
 from tools.launch.backends import backend_problems, optimizer_problems
 from tools.launch.checkpoint.other_model import other_model_problem
-from tools.launch.checkpoint.saving import checkpoint_bytes, saving_problems
 from tools.launch.compose import DEFAULT_DATA, OWN_SAMPLES, Launch
 from tools.launch.network import network_problems
+from tools.launch.options import Saving
 from tools.launch.preflight_gpu import (
     attention_problems,
     fused_problems,
@@ -35,11 +35,15 @@ from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags, release
 from tools.spec.model import imported_weights
-from tools.spec.run import Backend, DeviceKind
+from tools.spec.run import Backend, DeviceKind, RunSpec
 from tools.text.units import gib
 
 LOG_BYTES = 64 << 20
 """Room that a run's log, samples and event files need on the disk."""
+
+_SAVED_BYTES = {"fp32": 12, "fp16": 14, "bf16": 14}
+"""A parameter in a checkpoint: weights, fp32 main weights beside 16-bit ones, Adam's two moments."""
+
 
 _CAPACITY = "--moe-expert-capacity-factor"
 _GROUPED = "--moe-grouped-gemm"
@@ -81,6 +85,28 @@ def check_composition(launch: Launch, data_is_to_come: bool = False) -> None:
     problems = [*_composition_problems(launch, data_is_to_come), *_disk_problems(launch)]
     if problems:
         raise LaunchError("\n".join(problems))
+
+
+def saving_problems(saving: Saving | None, spec: RunSpec) -> Iterator[str]:
+    """Why a run cannot be saved so that it can be resumed."""
+    if saving is None:
+        return
+    backend, sharding = spec.backend, spec.parallelism.sharding
+    if backend != "megatron":
+        yield (
+            f"BACKEND={backend} saves no checkpoints; leave SAVE_EVERY= out, or use BACKEND=megatron."
+        )
+    if sharding.wraps_modules:
+        yield (
+            f"{spec.name} cannot be resumed yet: its {sharding} shards are saved in a "
+            "format of their own; leave SAVE_EVERY= out, or use zero1."
+        )
+    if saving.asynchronous and spec.device is DeviceKind.CPU:
+        # Megatron's persistent worker divides its rank by torch.cuda.device_count().
+        yield (
+            "ASYNC_SAVE=1 needs GPUs: Megatron's writer process chooses one by number and fails "
+            "without any; leave it out on CPU ranks."
+        )
 
 
 def nodes_problems(launch: Launch) -> Iterator[str]:
@@ -144,11 +170,6 @@ def quantised_problems(launch: Launch) -> Iterator[str]:
         )
 
 
-def data_path(launch: Launch) -> Path:
-    """The data set's prefix; relative ones are seen from the repository root, as the ranks see them."""
-    return ROOT / launch.data
-
-
 def version_problems(launch: Launch) -> Iterator[str]:
     """Why the Megatron that trains, or writes the starting weights, may not fit the patches."""
     version = launch.entry.megatron_version
@@ -167,19 +188,9 @@ def _composition_problems(
     launch: Launch, data_is_to_come: bool, may_drop: bool = False
 ) -> Iterator[str]:
     yield from version_problems(launch)
-    planted = variables.PLANT in launch.environment
-    yield from violations(launch.spec, release(launch.entry.megatron_version), planted)
     yield from expert_problems(launch, may_drop)
     yield from quantised_problems(launch)
-    yield from backend_problems(launch)
-    if launch.saving is not None:
-        yield from saving_problems(
-            launch.saving,
-            launch.spec.name,
-            launch.spec.parallelism,
-            launch.spec.backend,
-            launch.spec.device,
-        )
+    yield from saving_problems(launch.saving, launch.spec)
     yield from nodes_problems(launch)
     yield from optimizer_problems(launch)
     yield from fused_problems(launch)
@@ -187,7 +198,10 @@ def _composition_problems(
     yield from sharing_problems(launch)
     yield from _wandb_problems(launch)
     yield from _checkpoint_problems(launch)
-    missing = launch.data in OWN_SAMPLES and not idx_path(data_path(launch)).is_file()
+    planted = variables.PLANT in launch.environment
+    yield from violations(launch.spec, release(launch.entry.megatron_version), planted)
+    yield from backend_problems(launch)
+    missing = launch.data in OWN_SAMPLES and not idx_path(launch.data_path).is_file()
     if not (missing and data_is_to_come):
         yield from _data_problems(launch)
 
@@ -202,24 +216,26 @@ def _number(text: str) -> float | None:
 
 def _data_problems(launch: Launch) -> Iterator[str]:
     published = DEFAULT_DATA[DeviceKind.GPU]
-    if launch.data == published and not idx_path(data_path(launch)).is_file():
+    if launch.data == published and not idx_path(launch.data_path).is_file():
         yield (
             f"The published data set {published} is not there; run 'make prepare-ds-openwebtext-10k', "
             "or name another with DATA=."
         )
         return
     try:
-        dataset = open_dataset(data_path(launch))
+        dataset = open_dataset(launch.data_path)
     except DatasetError as error:
         yield str(error)
         return
-    yield from _vocabulary_problems(launch, dataset)
+    empty = tuple(empty_splits(Flags(launch.flags).text("--split"), dataset.documents))
+    beyond = largest_token(dataset) if dataset.vocabulary is None else 0
+    yield from _vocabulary_problems(launch, dataset.vocabulary, beyond)
     if dataset.tokens <= launch.model.shape.seq_length:
         yield (
             f"Data set {launch.data} has {dataset.tokens} tokens, less than one sequence of "
             f"{launch.model.shape.seq_length}; prepare a longer one with 'make prepare-ds'."
         )
-    for name, share in empty_splits(Flags(launch.flags).text("--split"), dataset.documents):
+    for name, share in empty:
         # Megatron adds epochs until it has enough tokens, which never ends for an empty split.
         yield (
             f"Data set {launch.data} has {dataset.documents} documents, so its {name} split of "
@@ -227,31 +243,19 @@ def _data_problems(launch: Launch) -> Iterator[str]:
         )
 
 
-def empty_splits(split: str, documents: int) -> Iterator[tuple[str, float]]:
-    """Splits with a share above 0 that hold no document, with that share.
-
-    The bounds are rounded as `BlendedMegatronDatasetBuilder` rounds them (0.15 to 0.19).
-    """
-    weights = [float(weight) for weight in split.split(",") if weight]
-    bounds = [sum(weights[:end]) / sum(weights) for end in range(len(weights) + 1)]
-    for name, (begin, end) in zip(("train", "validation", "test"), pairwise(bounds), strict=False):
-        if end > begin and round(begin * documents) == round(end * documents):
-            yield name, end - begin
-
-
-def _vocabulary_problems(launch: Launch, dataset: Dataset) -> Iterator[str]:
+def _vocabulary_problems(launch: Launch, vocabulary: int | None, largest: int) -> Iterator[str]:
     known = launch.model.shape.vocabulary
     # An imported model's own tokenizer may have fewer entries than it has rows.
-    fits = imported_weights(launch.model) is not None and (dataset.vocabulary or 0) <= known
+    fits = imported_weights(launch.model) is not None and (vocabulary or 0) <= known
     fix = "prepare it with the model's tokenizer, or name another with DATA=."
-    if dataset.vocabulary not in (None, known) and not fits:
+    if vocabulary not in (None, known) and not fits:
         yield (
-            f"Data set {launch.data} was made with a vocabulary of {dataset.vocabulary}, but "
+            f"Data set {launch.data} was made with a vocabulary of {vocabulary}, but "
             f"{launch.model.name} has {known}; {fix}"
         )
-    elif dataset.vocabulary is None and (token := largest_token(dataset)) >= known:
+    elif largest >= known:
         yield (
-            f"Data set {launch.data} holds token {token}, beyond {launch.model.name}'s vocabulary "
+            f"Data set {launch.data} holds token {largest}, beyond {launch.model.name}'s vocabulary "
             f"of {known}; {fix}"
         )
 
@@ -292,27 +296,16 @@ def _wandb_problems(launch: Launch) -> Iterator[str]:
 
 
 def _disk_problems(launch: Launch) -> Iterator[str]:
-    runs = launch.job.options.runs
+    runs, saving = launch.job.options.runs, launch.saving
     existing = next(folder for folder in (runs, *runs.resolve().parents) if folder.is_dir())
-    needed = LOG_BYTES + _stored_bytes(launch)
-    elsewhere = "name another folder with RUNS="
-    room = check_room(str(existing), needed, "the run", elsewhere, _written_files(launch))
-    yield from refusals([room])
-
-
-def _stored_bytes(launch: Launch) -> int:
-    """Of the start, if it is yet to be written, and of the checkpoints that are there at one time."""
-    parameters = parameters_total(launch.model.shape)
-    start = launch.start_checkpoint
-    written = 4 * parameters if start and not start.is_dir() and not launch.resume_point else 0
-    if launch.saving is None:
-        return written
     # One more than are kept: an old one is removed only after the new one was verified.
-    return written + (launch.saving.keep + 1) * checkpoint_bytes(parameters, launch.spec.dtype)
-
-
-def _written_files(launch: Launch) -> int:
-    """Records, samples and a ledger and stacks of each rank; two files of a rank in each checkpoint."""
-    ranks = launch.devices
-    saved = (launch.saving.keep + 1) * (2 * ranks + 8) if launch.saving else 0
-    return RUN_FILES + 4 * ranks + saved
+    checkpoints = saving.keep + 1 if saving else 0
+    # Records, samples, a ledger and stacks of each rank; two files of a rank in each checkpoint.
+    files = RUN_FILES + 4 * launch.devices + checkpoints * (2 * launch.devices + 8)
+    start = launch.start_checkpoint
+    to_write = start is not None and not start.is_dir() and not launch.resume_point
+    saved = _SAVED_BYTES.get(launch.spec.dtype, max(_SAVED_BYTES.values()))
+    a_parameter = (4 if to_write else 0) + checkpoints * saved
+    needed = LOG_BYTES + a_parameter * parameters_total(launch.model.shape)
+    room = check_room(str(existing), needed, "the run", "name another folder with RUNS=", files)
+    yield from refusals([room])

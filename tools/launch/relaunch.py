@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from tools.launch.checkpoint.saving import Saving
-from tools.launch.checkpoint.stored import find_checkpoints, select_checkpoint
+from tools.launch.checkpoint.selected import select_checkpoint
 from tools.launch.compose import Launch, ResumePoint, compose, entry_of, model_for
 from tools.launch.job import Job
 from tools.launch.network import link_of
-from tools.launch.options import Options, read_plant
+from tools.launch.options import Options, Saving, read_plant
 from tools.launch.runtime import choose_runtime
+from tools.records.checkpoints import find_checkpoints
 from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry, RunRecord
 from tools.spec.errors import LaunchError
 from tools.spec.flag_table import of_role

@@ -4,7 +4,7 @@ In its own layout it resumes in its own folder: log, events and checkpoints are 
 belongs to one attempt is kept in `attempts/`. In another layout (STRATEGY=pp2) it is another run, in a
 folder of its own that names its parent, because its times and its memory are not its parent's.
 
-Apart from `relaunch`, which `train` uses too: this module is above `train`, that one below it.
+Apart from `relaunch`, which a requeued job uses too: `target` resumes that by itself.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.checkpoint.stored import SelectedCheckpoint, select_checkpoint
+from tools.launch.checkpoint.selected import SelectedCheckpoint, select_checkpoint
 from tools.launch.compose import Launch, ResumePoint
+from tools.launch.multi_node import train_share
 from tools.launch.named_run import read_named_run
 from tools.launch.options import Options
 from tools.launch.preflight import check
@@ -57,7 +58,8 @@ def resume(run: str | Path, strategy: str | None, options: Options, console: Con
             held.close()
         there = replace(launch.job.options, run_folder=run if own_folder else None)
         launch = replace(launch, job=launch.job.under(there))
-        return 0 if train_once(launch, console, launch.spec.name) else 1
+        once = train_once if launch.nodes is None else train_share
+        return 0 if once(launch, console, launch.spec.name) else 1
 
 
 def _tell(run: Path, launch: Launch, choice: SelectedCheckpoint, console: Console) -> None:

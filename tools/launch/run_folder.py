@@ -22,8 +22,7 @@ from tools.cluster.container import docker
 from tools.cluster.container.versions import installed_versions
 from tools.cluster.nodes import Nodes
 from tools.dataset.indexed import open_dataset
-from tools.launch.checkpoint.stored import quarantine, verified_weights
-from tools.launch.code import code_of
+from tools.launch.code import kit_commit
 from tools.launch.compose import Launch, ResumePoint
 from tools.launch.devices import (
     describe_links,
@@ -33,10 +32,9 @@ from tools.launch.devices import (
     processor_name,
     visible_gpus,
 )
-from tools.launch.megatron_entry import kit_commit
-from tools.launch.preflight import data_path
 from tools.launch.supervise.exit_status import reserve_room
 from tools.records import run as records
+from tools.records.checkpoints import quarantine, verified_weights
 from tools.records.identity import (
     Computed,
     Identity,
@@ -122,7 +120,7 @@ def only_attempt(run: Path | None, nodes: Nodes | None) -> Iterator[None]:
 
 def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.RunRecord:
     """Everything `run.json` holds."""
-    where = from_root(folder)
+    where, start, loaded = from_root(folder), launch.start_checkpoint, launch.resume_point
     return records.RunRecord(
         run=folder.name,
         created_utc=records.utc_now(),
@@ -130,21 +128,19 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
         exit_interval=launch.iterations,
         argv=launch.arguments(where),
         command=launch.command(where),
+        dataset=records.DatasetIdentity(launch.data, open_dataset(launch.data_path).bin_sha256),
+        start_checkpoint=start.name if start else None,
+        start_weights=verified_weights(start) if start else None,
         environment=launch.environment,
         entry=launch.entry,
         host=provenance.host,
         software=provenance.software,
-        dataset=records.DatasetIdentity(launch.data, open_dataset(data_path(launch)).bin_sha256),
-        start_checkpoint=launch.start_checkpoint.name if launch.start_checkpoint else None,
-        start_weights=verified_weights(launch.start_checkpoint)
-        if launch.start_checkpoint
-        else None,
         kit_commit=kit_commit(),
         code=_code_of(launch, folder),
         runtime=launch.runtime.name,
         image=provenance.image,
         save_every=launch.saving.every if launch.saving else None,
-        resumptions=_resumptions(launch),
+        resumptions=(records.Resumption(loaded.run, loaded.iteration),) if loaded else (),
     )
 
 
@@ -159,7 +155,7 @@ def identity_here(launch: Launch, runs: Path) -> Identity:
     where, entry = find_provenance(launch, runs), launch.entry
     version, commit = entry.megatron_version, entry.megatron_commit
     software = pairs(where.software)
-    code = UsedCode(version, commit, entry.path, code_of(launch), software, where.image)
+    code = UsedCode(version, commit, entry.path, launch.code, software, where.image)
     return Identity(computed_by(launch), code, timed_on(where.host))
 
 
@@ -216,16 +212,11 @@ def _still(run: Path) -> str:
 
 def _code_of(launch: Launch, folder: Path) -> records.Code:
     """What trains; of a run that resumes also what trained until then, if that was not the same."""
-    now, loaded = code_of(launch), launch.resume_point
+    now, loaded = launch.code, launch.resume_point
     if loaded is None:
         return now
     before = records.read_run(folder.parent / loaded.run).code
     return before.joined(now) if before else now
-
-
-def _resumptions(launch: Launch) -> tuple[records.Resumption, ...]:
-    loaded = launch.resume_point
-    return (records.Resumption(loaded.run, loaded.iteration),) if loaded else ()
 
 
 _OF_ONE_ATTEMPT = (
@@ -244,12 +235,12 @@ _OF_ONE_ATTEMPT = (
 
 
 def _begin(folder: Path, record: records.RunRecord) -> None:
+    reserve_room(folder)
     records.write_run(folder, record)
     unfinished = records.StatusRecord(
         records.Status.INCOMPLETE, reason="The launcher did not finish."
     )
     write_record(folder / records.STATUS_FILE, unfinished)
-    reserve_room(folder)
 
 
 @contextmanager

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.checkpoint.stored import check, find_checkpoints, rename_damaged
 from tools.launch.compose import Launch, compose
 from tools.launch.execute import run_ranks
 from tools.launch.job import Job
 from tools.launch.progress import RunProgress
+from tools.records.checkpoints import check, find_checkpoints, rename_damaged
 from tools.records.io import made_whole
 from tools.records.run import LOG_FILE
 from tools.records.torch_dist import (

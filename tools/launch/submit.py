@@ -19,7 +19,7 @@ from tools.cluster.sbatch import ArrayTask, BatchJob, PyxisContainer, script
 from tools.cluster.slurm import Slurm
 from tools.launch.compose import RUN_PLACEHOLDER, Launch
 from tools.launch.options import Options
-from tools.launch.preflight import check_composition, data_path
+from tools.launch.preflight import check_composition
 from tools.launch.run_folder import create_run_folder
 from tools.records import run as records
 from tools.records.io import write_record
@@ -144,7 +144,7 @@ def _container(launch: Launch, options: Options, slurm: Slurm) -> PyxisContainer
             f"--output {squashed} dockerd://{pair.name}', name another with SLURM_IMAGE=, or set "
             "RUNTIME=host."
         )
-    folders = (ROOT, *docker.data_folders(data_path(launch)), options.runs.absolute())
+    folders = (ROOT, *docker.data_folders(launch.data_path), options.runs.absolute())
     mounts = docker.Container("", "", mounts=()).mounting(*folders).mounts
     return PyxisContainer(slurm.image or str(squashed), mounts)
 

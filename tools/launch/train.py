@@ -1,11 +1,8 @@
-"""`make train-…` from the target's name to the last line on the terminal."""
+"""One job on this machine, from its variables to the last line on the terminal."""
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
-from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,72 +14,38 @@ from tools.launch.backends import for_backend
 from tools.launch.compose import Launch, compose
 from tools.launch.data import make_missing_data
 from tools.launch.execute import execute
-from tools.launch.job import Job, parse_devices, parse_target
-from tools.launch.multi_node import train_first, train_other
-from tools.launch.options import Options
+from tools.launch.job import Job
 from tools.launch.preflight import check
-from tools.launch.relaunch import resume_if_saved
-from tools.launch.run_folder import only_attempt
-from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
+from tools.launch.runtime import Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.submit import submit
 from tools.plan.tensors import vocabulary_sentence
 from tools.records.run import Status, StatusRecord
-from tools.spec import variables
 from tools.spec.files import ROOT
 from tools.spec.flags import unknown_flags
-from tools.spec.model import load_model
 from tools.spec.run import Backend
 from tools.spec.strategy import parse_strategy, scaling_sentence
 
 
-def start_target(target: str, options: Options, console: Console) -> int:
-    """Run a target: through its launch script where the strategy has one, else directly.
-
-    Raises:
-        LaunchError: The target is not in the grammar.
-    """
-    job = parse_target(target, options)
-    if job.script is not None:
-        arguments = [job.script, job.model.name, job.place]
-        os.execve(ROOT / job.script, arguments, {**os.environ, variables.PYTHON: sys.executable})
-    return train(job, console)
-
-
-def run_strategy(given: Namespace, options: Options, console: Console) -> int:
-    """Run what a launch script says: a strategy with the Megatron flags that make it up.
-
-    Raises:
-        LaunchError: The run cannot work here; nothing was written.
-    """
-    model, place = load_model(given.of, options.model), parse_devices(given.on)
-    return train(Job(given.named, model, *place, options, tuple(given.flags)), console)
-
-
-def run_strategy_arguments(parser: ArgumentParser) -> None:
-    """The words of a launch script."""
-    parser.add_argument("named", metavar="STRATEGY")
-    parser.add_argument("of", metavar="MODEL")
-    parser.add_argument("on", metavar="DEVICES", help="such as 2gpu or 2cpu")
-    parser.add_argument("flags", nargs="*", help="after --")
-
-
 def train(job: Job, console: Console) -> int:
-    """Compose, check, train; return the exit code.
+    """Compose, check, train on this machine; return the exit code.
 
     Raises:
         LaunchError: The run cannot work here; nothing was written.
     """
-    options = job.options
-    launch = compose_job(job, ON_HOST if options.slurm else None)
-    if not options.dry_run:
+    launch = compose_job(job)
+    if not job.options.dry_run:
         make_missing_data([launch], console)
-    if options.slurm is not None:
-        return submit(launch, console)
-    with only_attempt(options.run_folder, options.nodes):
-        if options.run_folder is not None:  # A job's; Slurm may have requeued it.
-            launch = resume_if_saved(launch, options.run_folder)
-        return dry_run(launch) if options.dry_run else _train(launch, console)
+    return train_composed(launch, console)
+
+
+def train_composed(launch: Launch, console: Console) -> int:
+    """Check and train a launch whose data are there; as `train`."""
+    if launch.job.options.dry_run:
+        return dry_run(launch)
+    check(launch)
+    ensure_start_checkpoint(launch, console)
+    announce(launch, console)
+    return 0 if all(train_once(launch, console, title) for title in titles(launch.job)) else 1
 
 
 def dry_run(launch: Launch) -> int:
@@ -101,33 +64,24 @@ def dry_run(launch: Launch) -> int:
     return 0
 
 
-def _train(launch: Launch, console: Console) -> int:
-    job, repeats = launch.job, launch.job.options.repeats
-    if launch.nodes is None:  # Else each node reports its problems to the others.
-        check(launch)
-        ensure_start_checkpoint(launch, console)
-    console.print(f"{job.target}: {describe(launch)}", highlight=False)
+def announce(launch: Launch, console: Console) -> None:
+    """Say what is about to run, and how it differs from what it names."""
+    console.print(f"{launch.job.target}: {describe(launch)}", highlight=False)
     for sentence in differences(launch):
         console.print(sentence, style="yellow", highlight=False)
-    for repeat in range(1, repeats + 1):
-        title = job.strategy if repeats == 1 else f"{job.strategy} {repeat}"
-        if not train_once(launch, console, title):
-            return 1
-    return 0
+
+
+def titles(job: Job) -> tuple[str, ...]:
+    """What each of its repeats is called while it runs."""
+    repeats = job.options.repeats
+    numbers = range(1, repeats + 1)
+    return tuple(job.strategy if repeats == 1 else f"{job.strategy} {number}" for number in numbers)
 
 
 def train_once(launch: Launch, console: Console, title: str) -> bool:
-    """Train on this machine, or this node's ranks of a run on several; True if the run ended `ok`."""
-    nodes = launch.nodes
-    if nodes is not None and nodes.rank > 0:
-        folder, code = train_other(launch, nodes, console, title)
-        console.print(f"node {nodes.rank} ended with {code} → {_shown(folder)}", highlight=False)
-        return code == 0
-    if nodes is not None:
-        folder, status = train_first(launch, nodes, console, title)
-    else:
-        options = launch.job.options
-        folder, status = execute(launch, options.runs, console, title, folder=options.run_folder)
+    """Train a checked launch on this machine; True if the run ended `ok`."""
+    options = launch.job.options
+    folder, status = execute(launch, options.runs, console, title, folder=options.run_folder)
     console.print(outcome(folder, status), highlight=False)
     return status.status is Status.OK
 
@@ -200,8 +154,9 @@ def outcome(folder: Path, status: StatusRecord) -> str:
     """One line on how it ended and where to look."""
     seconds = f"{status.wall_seconds:.0f} s" if status.wall_seconds is not None else "?"
     reason = f": {status.reason}" if status.status is not Status.OK and status.reason else ""
-    return f"{status.status} after {seconds}{reason} → {_shown(folder)}"
+    return f"{status.status} after {seconds}{reason} → {shown(folder)}"
 
 
-def _shown(folder: Path) -> Path:
+def shown(folder: Path) -> Path:
+    """A folder as a user names it: from the repository's root, if it is in there."""
     return folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder

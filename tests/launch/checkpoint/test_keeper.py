@@ -8,7 +8,7 @@ from tests.patience import until
 from tests.report.factory import iteration_line
 from tools.launch.checkpoint import keeper as keepers
 from tools.launch.checkpoint.keeper import Keeper
-from tools.launch.checkpoint.stored import find_checkpoints
+from tools.records.checkpoints import find_checkpoints
 
 
 @pytest.fixture

@@ -5,16 +5,18 @@ import pytest
 
 from tests.launch.checkpoint.conftest import Write
 from tests.report.factory import changed
-from tools.launch.checkpoint.saving import Saving, saving_flags, saving_problems
 from tools.launch.compose import Launch, ResumePoint
+from tools.launch.flags import saving_flags
 from tools.launch.job import parse_target
 from tools.launch.network import LinkRate
-from tools.launch.options import Options, options_from_texts
+from tools.launch.options import Options, Saving, options_from_texts
+from tools.launch.preflight import saving_problems
 from tools.launch.relaunch import relaunch, resume_if_saved
 from tools.launch.train import compose_job
 from tools.records.run import DatasetIdentity, Host, MegatronEntry, RunRecord
 from tools.spec.flags import Flags
-from tools.spec.run import DeviceKind
+from tools.spec.model import load_model
+from tools.spec.run import Backend, DeviceKind, spec_of_model
 from tools.spec.strategy import (
     Batch,
     Parallelism,
@@ -127,7 +129,7 @@ def test_what_cannot_be_resumed_is_not_saved_and_says_so_by_name(strategy: str) 
     [problem] = problems(strategy)
     assert problem.startswith(f"{strategy} cannot be resumed yet")
     assert problems("zero1") == []
-    [problem] = problems("dp2", backend="native")
+    [problem] = problems("dp2", backend=Backend.NATIVE)
     assert "BACKEND=native" in problem
 
 
@@ -141,11 +143,12 @@ def test_asynchronous_saving_is_for_gpus() -> None:
 def problems(
     strategy: str,
     saving: Saving = Saving(4),  # noqa: B008 - frozen
-    backend: str = "megatron",
+    backend: Backend = Backend.MEGATRON,
     device: DeviceKind = DeviceKind.CPU,
 ) -> list[str]:
-    parallelism = parse_strategy(strategy, 2)
-    return list(saving_problems(saving, strategy, parallelism, backend, device))
+    spec = spec_of_model(load_model("gpt2-tiny"), parse_strategy(strategy, 2), Batch(1, 2))
+    asked = replace(spec, strategy=strategy, backend=backend, device=device)
+    return list(saving_problems(saving, asked))
 
 
 def test_the_sharded_optimizer_is_saved_so_that_it_reshards_where_megatron_can() -> None:

@@ -42,7 +42,7 @@ def test_each_token_is_folded_and_an_end_of_document_stays_one(
 def test_a_vocabulary_in_extra_is_what_the_tokenizer_of_a_version_makes_it(
     version: str, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launch.megatron_entry.importlib.metadata.version", lambda _: version)
+    monkeypatch.setattr("tools.launch.code.importlib.metadata.version", lambda _: version)
     options = Options(data=SMALL_SAMPLE, extra=("--vocab-size", "1024"), runs=tmp_path)
     job = Job("baseline", load_model("gpt2-tiny"), 1, DeviceKind.CPU, options, script_flags=())
     launch = compose(job)

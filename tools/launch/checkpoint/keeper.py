@@ -7,13 +7,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from tools.launch.background import BackgroundThread
-from tools.launch.checkpoint.stored import (
-    Checkpoint,
-    find_checkpoints,
-    prune,
-    verify,
-)
 from tools.launch.progress import LogFollower
+from tools.records.checkpoints import Checkpoint, find_checkpoints, prune, verify
 from tools.records.torch_dist import (
     DamagedCheckpointError,
     ReadingStoppedError,

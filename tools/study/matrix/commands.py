@@ -18,8 +18,8 @@ import msgspec
 from packaging.version import Version
 from rich.console import Console
 
+from tools.launch.code import find_entry
 from tools.launch.data import ensure_small_sample
-from tools.launch.megatron_entry import find_entry
 from tools.launch.options import Options
 from tools.records.run import MegatronEntry
 from tools.spec.errors import LaunchError

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.megatron_entry import find_entry, kit_commit
+from tools.launch.code import find_entry, kit_commit
 from tools.launch.options import Options
 from tools.spec.errors import LaunchError
 from tools.study.matrix.cell import Cell, uncured

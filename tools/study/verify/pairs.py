@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.launch.checkpoint.saving import Saving, saving_flags
 from tools.launch.compose import Launch
+from tools.launch.flags import saving_flags
 from tools.launch.job import Job, parse_target
-from tools.launch.options import Options
+from tools.launch.options import Options, Saving
 from tools.launch.train import compose_job
 from tools.native.settings import PADDED
 from tools.spec.errors import LaunchError

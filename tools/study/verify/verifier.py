@@ -14,9 +14,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tools.launch.code import find_entry
 from tools.launch.compose import Launch
 from tools.launch.flags import CPU_RANK
-from tools.launch.megatron_entry import find_entry
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.supervise.warm import WarmMegatron

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.checkpoint.conftest import Write, damage, iterations
-from tools.launch.checkpoint.stored import check, find_checkpoints, prune, verify
+from tools.records.checkpoints import check, find_checkpoints, prune, verify
 from tools.records.torch_dist import DamagedCheckpointError
 
 

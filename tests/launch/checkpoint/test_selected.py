@@ -4,8 +4,9 @@ import pytest
 
 from tests.launch.checkpoint.conftest import Write, damage, iterations
 from tests.report.factory import iteration_line
-from tools.launch.checkpoint.stored import quarantine, select_checkpoint
+from tools.launch.checkpoint.selected import select_checkpoint
 from tools.records import run as records
+from tools.records.checkpoints import quarantine
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.spec.errors import LaunchError
