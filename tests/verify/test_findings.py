@@ -1,7 +1,7 @@
 """Megatron's own bugs: each is judged for every version, and can be shown and cured (slow)."""
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from tests.verify.benched import bench
 from tools.launch.job import parse_target
 from tools.launch.options import read_plant
+from tools.spec.files import read_yaml
 from tools.verify.findings import FOLDER, VERSIONS, Finding, Judged, findings
 
 REPRODUCED = [one for one in findings() if one.verdict is Judged.REPRODUCED]
@@ -18,6 +19,11 @@ def test_a_thread_ends_with_its_number_or_place() -> None:
     """YAML takes what follows ` #` for a comment where the text is not quoted."""
     for one in findings():
         assert re.search(r"^$|#\d+(?: A\d+)?$", one.thread), one.id
+
+
+def test_an_entry_has_only_known_fields() -> None:
+    known = {each.name for each in fields(Finding)}
+    assert all(known.issuperset(entry) for entry in read_yaml(FOLDER / "findings.yaml"))
 
 
 def test_every_finding_is_judged_for_every_version_and_has_a_name_of_its_own() -> None:

@@ -11,10 +11,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tools.spec.files import read_yaml
 
 _FILE = Path(__file__).with_name("hardware.yaml")
-_MIB = 2**20
+_UNITS = {
+    "gb_per_second": ("bytes_per_second", 1e9),
+    "_mib": ("_bytes", 2**20),
+    "_us": ("_seconds", 1e-6),
+}
+"""Ends of the file's names, and of the fields."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,6 @@ class Device:
     key: str
     name: str
     nvml_names: tuple[str, ...]
-    aliases: tuple[str, ...]
-    """Other keys that people give it."""
     peak_tflops: Mapping[str, float] = field(hash=False)
     """By dtype: fp16, bf16, fp8, tf32, fp32."""
     memory_bytes: int
@@ -56,18 +61,24 @@ class Device:
     """Streaming multiprocessors, or what else computes a tile of a matrix product on its own."""
     power_watts: float
     """The module's limit: under tensor load the clock is as high as it allows."""
-    generation: str
-    """Of the architecture: devices of one share what kernels reach of their datasheets."""
-    domain: int
-    """Devices that one NVLink switch joins, a node's or a rack's."""
+    architecture: str
     link: str
     """Key of the link between devices of one node."""
     network: str
     """Key of the usual link between nodes."""
     verified: bool
     source: str
+    aliases: tuple[str, ...] = ()
+    """Other keys that people give it."""
+    domain: int = 8
+    """Devices that one NVLink switch joins, a node's or a rack's."""
     host: Host | None = None
     """None where it was not looked up."""
+
+    @property
+    def generation(self) -> str:
+        """Of the architecture: devices of one share what kernels reach of their datasheets."""
+        return self.architecture.split()[0].lower()
 
     def peak_flops(self, dtype: str) -> float | None:
         """Dense peak in FLOP/s for matrix products in `dtype`; None if the device has no such."""
@@ -91,10 +102,7 @@ class UnknownHardwareError(ValueError):
 def load_hardware(path: Path = _FILE) -> Hardware:
     """Read the devices and links."""
     data = read_yaml(path)
-    return Hardware(
-        devices={key: _device(key, entry) for key, entry in data["devices"].items()},
-        links={key: _link(key, entry) for key, entry in data["links"].items()},
-    )
+    return msgspec.convert({what: _keyed(entries) for what, entries in data.items()}, Hardware)
 
 
 def find_device(name: str) -> Device | None:
@@ -152,40 +160,16 @@ def _plain(name: str) -> str:
     return name.casefold().removeprefix("nvidia").strip()
 
 
-def _device(key: str, entry: Mapping[str, Any]) -> Device:
-    return Device(
-        key=key,
-        name=entry["name"],
-        nvml_names=tuple(entry["nvml"]),
-        aliases=tuple(map(str, entry.get("aliases", ()))),
-        peak_tflops={dtype: float(rate) for dtype, rate in entry["peak_tflops"].items()},
-        memory_bytes=entry["memory_mib"] * _MIB,
-        memory_bytes_per_second=entry["memory_gb_per_second"] * 1e9,
-        processors=entry["processors"],
-        power_watts=entry["power_watts"],
-        generation=entry["architecture"].split()[0].lower(),
-        domain=entry.get("domain", 8),
-        link=entry["link"],
-        network=entry["network"],
-        verified=entry["verified"],
-        source=entry["source"],
-        host=_host(entry["host"]) if "host" in entry else None,
-    )
+def _keyed(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: {"key": key} | _in_base_units(entry) for key, entry in entries.items()}
 
 
-def _host(entry: Mapping[str, Any]) -> Host:
-    return Host(
-        link_bytes_per_second=entry["gb_per_second"] * 1e9,
-        memory_bytes_per_second=entry["memory_gb_per_second"] * 1e9,
-        source=entry["source"],
-    )
-
-
-def _link(key: str, entry: Mapping[str, Any]) -> Link:
-    return Link(
-        key=key,
-        name=entry["name"],
-        bytes_per_second=entry["gb_per_second"] * 1e9,
-        latency_seconds=entry["latency_us"] * 1e-6,
-        source=entry["source"],
-    )
+def _in_base_units(entry: Any) -> Any:
+    if not isinstance(entry, dict):
+        return entry
+    found = {}
+    for name, value in entry.items():
+        unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
+        base, factor = _UNITS.get(unit, ("", 1))
+        found[name.removesuffix(unit) + base] = value * factor if unit else _in_base_units(value)
+    return found

@@ -8,6 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tools.records.capture import Stage
 from tools.spec.files import ROOT, from_root, read_yaml
 
@@ -115,30 +117,13 @@ class Finding:
         return " ".join(words)
 
 
-def findings(path: Path = FOLDER / "findings.yaml") -> tuple[Finding, ...]:
+def findings() -> tuple[Finding, ...]:
     """All, in the order of the file.
 
     Raises:
-        TypeError: An entry lacks a field, or has one that is not known.
-        ValueError: A value is none of those that the field can have.
+        msgspec.ValidationError: An entry lacks a field, or has one of another kind.
     """
-    return tuple(_finding(entry) for entry in read_yaml(path))
-
-
-def _finding(entry: dict[str, Any]) -> Finding:
-    known = dict(entry)
-    for name in ("flags", "own_flags"):
-        known[name] = tuple(shlex.split(known.get(name) or ""))
-    for name in ("present", "absent"):
-        known[name] = {version: Basis(basis) for version, basis in known[name].items()}
-    effect, stage = known.get("effect"), known.get("stage")
-    return Finding(
-        **{
-            **known,
-            "verdict": Judged(known["verdict"]),
-            "layouts": tuple(known.get("layouts", ())),
-            "stage": Stage(stage) if stage else None,
-            "effect": Effect(**effect) if effect else None,
-            "why": known["why"].strip(),
-        }
-    )
+    entries: list[dict[str, Any]] = read_yaml(FOLDER / "findings.yaml")
+    for entry in entries:
+        entry |= {name: shlex.split(entry.get(name, "")) for name in ("flags", "own_flags")}
+    return msgspec.convert(entries, tuple[Finding, ...])
