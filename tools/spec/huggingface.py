@@ -7,10 +7,11 @@ GPT-2 and Llama alone, and only where Megatron's flags say exactly what the conf
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tools.spec.flags import Flags, flag_words
 
@@ -49,19 +50,20 @@ def flags_of_config(path: Path) -> tuple[str, ...]:
     Raises:
         ConfigError: It is not JSON, of another architecture, or lacks a field.
     """
-    config = read_config(path)
-    kind = config["model_type"]
+    config = _Config(path, read_config(path))
+    kind = config.values["model_type"]
     if kind not in _KINDS:
         raise ConfigError(
             f"{path} has the model_type '{kind}', which has no mapping to Megatron's flags here; "
             f"known are {', '.join(_KINDS)}, or write an .args file."
         )
-    _refuse_unsupported(config, path)
+    _refuse_unsupported(config)
+    dtype = config.one_of("dtype", _HALVES) or config.one_of("torch_dtype", _HALVES)
+    half = _HALVES[dtype or "bfloat16"]
     try:
         flags = _KINDS[kind](config)
     except KeyError as error:
         raise ConfigError(f"{path} lacks the field {error}; add it.") from None
-    half = _HALVES[config.get("dtype") or config.get("torch_dtype") or "bfloat16"]
     return (*flag_words(flags), "--micro-batch-size", "1", *((half,) if half else ()))
 
 
@@ -86,8 +88,8 @@ def exact_flags(path: Path) -> tuple[str, ...]:
     Raises:
         ConfigError: As `flags_of_config`, or a value that no flag of Megatron's expresses.
     """
-    config = read_config(path)
-    kind = config["model_type"]
+    config = _Config(path, read_config(path))
+    kind = config.values["model_type"]
     if kind not in CONVERTED:
         raise ConfigError(
             f"{path} has the model_type '{kind}', whose weights are not converted here; known are "
@@ -121,144 +123,132 @@ def config_of_flags(words: Sequence[str], dtype: str) -> dict[str, Any]:
     return {**_gpt2_config(flags), "dtype": dtype, "torch_dtype": dtype}
 
 
-_WHOLE = (
-    "n_embd",
-    "n_layer",
-    "n_head",
-    "n_positions",
-    "n_inner",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "max_position_embeddings",
-    "vocab_size",
-    "sliding_window",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "num_experts",
-    "n_routed_experts",
-    "moe_intermediate_size",
-    "decoder_sparse_step",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-)
-_MAY_BE_NULL = ("n_inner", "num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank")
-_MAY_BE_ZERO = (
-    *("n_shared_experts", "num_nextn_predict_layers", "first_k_dense_replace"),
-    *("n_group", "topk_group"),
-)
-_NUMBERS = (
-    "rope_theta",
-    "rms_norm_eps",
-    "layer_norm_epsilon",
-    "attention_dropout",
-    "attn_pdrop",
-    "resid_pdrop",
-    "router_aux_loss_coef",
-)
+@dataclass(frozen=True)
+class _Config:
+    """A `config.json`, whose fields are read as what they must be."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+    def has(self, field: str) -> bool:
+        """Whether it says yes."""
+        return bool(self.values.get(field))
+
+    def whole(self, field: str) -> int:
+        """A whole number of 1 or more that must be there."""
+        if field not in self.values:
+            raise KeyError(field)
+        return self.maybe(field) or self._refuse(field, "a whole number of 1 or more")
+
+    def maybe(self, field: str, least: int = 1) -> int | None:
+        """A whole number that may be left out, or null."""
+        value = self.values.get(field)
+        if value is not None and (type(value) is not int or value < least):
+            self._refuse(field, f"a whole number of {least} or more")
+        return value
+
+    def number(self, field: str, otherwise: float) -> float:
+        """A number that may be left out."""
+        value: float = self.values.get(field, otherwise)
+        if type(value) not in (int, float) or not isfinite(value):
+            self._refuse(field, "a number")
+        return value
+
+    def one_of(self, field: str, known: Iterable[str]) -> str | None:
+        """One of some words that may be left out."""
+        value = self.values.get(field)
+        if value and value not in tuple(known):
+            self._refuse(field, " or ".join(known))
+        return value or None
+
+    @property
+    def rotary(self) -> Mapping[str, Any]:
+        """`rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` before."""
+        found = {"rope_theta": self.number("rope_theta", 10000)}
+        for field in ("rope_scaling", "rope_parameters"):
+            if not isinstance(more := self.values.get(field) or {}, dict):
+                self._refuse(field, "an object or null")
+            found |= more
+        return found
+
+    @property
+    def scaling(self) -> str:
+        """Of rotary frequencies: `default`, `llama3`, …"""
+        return str(self.rotary.get("rope_type") or self.rotary.get("type") or "default")
+
+    @property
+    def sequence(self) -> int:
+        """Tokens that it is planned with."""
+        longest = self.maybe("max_position_embeddings") or self.maybe("n_positions") or 1024
+        return min(_LONGEST, longest)
+
+    def _refuse(self, field: str, wanted: str) -> NoReturn:
+        found = json.dumps(self.values[field])[:40]
+        raise ConfigError(f"{self.path} has {field} = {found}; use {wanted}.")
 
 
-def _refuse_other_kinds(config: Mapping[str, Any], path: Path) -> None:
-    """Values of another kind than their field's."""
-
-    def wrong(field: str, wanted: str) -> ConfigError:
-        return ConfigError(f"{path} has {field} = {json.dumps(config[field])[:40]}; use {wanted}.")
-
-    for field in _WHOLE:
-        value = config.get(field, 1)
-        if value is None and field in _MAY_BE_NULL:
-            continue
-        if type(value) is not int or value < 1:
-            raise wrong(field, "a whole number of 1 or more")
-    for field in _MAY_BE_ZERO:
-        if type(value := config.get(field) or 0) is not int or value < 0:
-            raise wrong(field, "a whole number of 0 or more")
-    for field in _NUMBERS:
-        if type(value := config.get(field, 0)) not in (int, float) or not isfinite(value):
-            raise wrong(field, "a number")
-    for field in ("rope_scaling", "rope_parameters"):
-        if not isinstance(config.get(field) or {}, dict):
-            raise wrong(field, "an object or null")
-    for field in ("dtype", "torch_dtype"):
-        if config.get(field) and config[field] not in tuple(_HALVES):
-            raise wrong(field, " or ".join(_HALVES))
-
-
-def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
+def _refuse_unsupported(config: _Config) -> None:
     """What would make it another model than the flags say."""
-    _refuse_other_kinds(config, path)
-    if config.get("quantization_config"):
-        raise ConfigError(f"{path} has a quantization_config; plan the unquantised model.")
-    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+    if config.has("quantization_config"):
+        raise ConfigError(f"{config.path} has a quantization_config; plan the unquantised model.")
+    if config.maybe("decoder_sparse_step") not in (None, 1) or config.has("mlp_only_layers"):
         raise ConfigError(
-            f"{path} has dense layers among those of experts (decoder_sparse_step, mlp_only_layers), "
-            "which are not planned."
+            f"{config.path} has dense layers among those of experts (decoder_sparse_step, "
+            "mlp_only_layers), which are not planned."
         )
-    window = config.get("sliding_window")
-    if window and config.get("use_sliding_window", True) and window < _sequence(config):
+    window = config.maybe("sliding_window")
+    if window and config.values.get("use_sliding_window", True) and window < config.sequence:
         raise ConfigError(
-            f"{path} has a sliding_window of {window}, and the planner knows full attention alone; set "
-            "it to null to plan that."
+            f"{config.path} has a sliding_window of {window}, and the planner knows full attention "
+            "alone; set it to null to plan that."
         )
 
 
-def _sequence(config: Mapping[str, Any]) -> int:
-    return min(_LONGEST, config.get("max_position_embeddings") or config.get("n_positions") or 1024)
-
-
-def _gpt2(config: Mapping[str, Any]) -> dict[str, object]:
-    hidden = config["n_embd"]
+def _gpt2(config: _Config) -> dict[str, object]:
+    hidden = config.whole("n_embd")
     return {
-        "--num-layers": config["n_layer"],
+        "--num-layers": config.whole("n_layer"),
         "--hidden-size": hidden,
-        "--ffn-hidden-size": config.get("n_inner") or 4 * hidden,
-        "--num-attention-heads": config["n_head"],
-        "--seq-length": config["n_positions"],
-        "--max-position-embeddings": config["n_positions"],
-        "--vocab-size": config["vocab_size"],
-        "--hidden-dropout": config.get("resid_pdrop", 0.1),
-        "--attention-dropout": config.get("attn_pdrop", 0.1),
-        "--untie-embeddings-and-output-weights": not config.get("tie_word_embeddings", True),
-        _ACTIVATIONS.get(config.get("activation_function", "gelu_new"), TANH_GELU): True,
-        _EPSILON: _other_epsilon(config.get("layer_norm_epsilon", 1e-5)),
+        "--ffn-hidden-size": config.maybe("n_inner") or 4 * hidden,
+        "--num-attention-heads": config.whole("n_head"),
+        "--seq-length": config.whole("n_positions"),
+        "--max-position-embeddings": config.whole("n_positions"),
+        "--vocab-size": config.whole("vocab_size"),
+        "--hidden-dropout": config.number("resid_pdrop", 0.1),
+        "--attention-dropout": config.number("attn_pdrop", 0.1),
+        "--untie-embeddings-and-output-weights": not config.values.get("tie_word_embeddings", True),
+        _ACTIVATIONS.get(config.values.get("activation_function", "gelu_new"), TANH_GELU): True,
+        _EPSILON: _other_epsilon(config.number("layer_norm_epsilon", 1e-5)),
     }
 
 
-def _llama(config: Mapping[str, Any]) -> dict[str, object]:
-    heads = config["num_attention_heads"]
-    groups = config.get("num_key_value_heads") or heads
-    width = config.get("head_dim") or config["hidden_size"] // heads
+def _llama(config: _Config) -> dict[str, object]:
+    heads = config.whole("num_attention_heads")
+    groups = config.maybe("num_key_value_heads") or heads
+    width = config.maybe("head_dim") or config.whole("hidden_size") // heads
     return {
-        "--num-layers": config["num_hidden_layers"],
-        "--hidden-size": config["hidden_size"],
-        "--ffn-hidden-size": config["intermediate_size"],
+        "--num-layers": config.whole("num_hidden_layers"),
+        "--hidden-size": config.whole("hidden_size"),
+        "--ffn-hidden-size": config.whole("intermediate_size"),
         "--num-attention-heads": heads,
         "--group-query-attention": groups != heads,
         "--num-query-groups": groups if groups != heads else None,
-        "--kv-channels": width if width * heads != config["hidden_size"] else None,
-        "--seq-length": _sequence(config),
-        "--max-position-embeddings": config["max_position_embeddings"],
+        "--kv-channels": width if width * heads != config.whole("hidden_size") else None,
+        "--seq-length": config.sequence,
+        "--max-position-embeddings": config.whole("max_position_embeddings"),
         "--position-embedding-type": "rope",
-        "--rotary-base": int(_rotary(config).get("rope_theta", 10000)),
-        "--use-rope-scaling": _scaling(config) == "llama3",
-        "--rope-scaling-factor": _rotary(config)["factor"]
-        if _scaling(config) == "llama3"
-        else None,
+        "--rotary-base": int(config.rotary["rope_theta"]),
+        "--use-rope-scaling": config.scaling == "llama3",
+        "--rope-scaling-factor": config.rotary["factor"] if config.scaling == "llama3" else None,
         "--normalization": "RMSNorm",
         "--swiglu": True,
         "--disable-bias-linear": True,
-        "--add-qkv-bias": bool(config.get("attention_bias")),
-        "--untie-embeddings-and-output-weights": not config.get("tie_word_embeddings", False),
+        "--add-qkv-bias": config.has("attention_bias"),
+        "--untie-embeddings-and-output-weights": not config.has("tie_word_embeddings"),
         "--hidden-dropout": 0,
-        "--attention-dropout": config.get("attention_dropout", 0),
-        "--vocab-size": config["vocab_size"],
-        _EPSILON: _other_epsilon(config.get("rms_norm_eps", 1e-6)),
+        "--attention-dropout": config.number("attention_dropout", 0),
+        "--vocab-size": config.whole("vocab_size"),
+        _EPSILON: _other_epsilon(config.number("rms_norm_eps", 1e-6)),
     }
 
 
@@ -266,67 +256,56 @@ def _other_epsilon(value: float) -> float | None:
     return None if value == _MEGATRONS_EPSILON else value
 
 
-def _rotary(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rotary embedding: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` before."""
-    before = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
-    return {**before, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-
-
-def _scaling(config: Mapping[str, Any]) -> str:
-    rotary = _rotary(config)
-    return str(rotary.get("rope_type") or rotary.get("type") or "default")
-
-
-def _qwen2(config: Mapping[str, Any]) -> dict[str, object]:
+def _qwen2(config: _Config) -> dict[str, object]:
     return {**_llama(config), "--add-qkv-bias": True}
 
 
-def _qwen3(config: Mapping[str, Any]) -> dict[str, object]:
+def _qwen3(config: _Config) -> dict[str, object]:
     return {**_llama(config), "--qk-layernorm": True}
 
 
-def _experts(config: Mapping[str, Any], experts: str, columns: str) -> dict[str, object]:
+def _experts(config: _Config, experts: str, columns: str) -> dict[str, object]:
     """Flags of a mixture; its config has the numbers of experts and of their columns in these fields."""
     return {
-        "--num-experts": config[experts],
-        "--moe-router-topk": config["num_experts_per_tok"],
-        "--moe-ffn-hidden-size": config[columns],
-        "--moe-aux-loss-coeff": config.get("router_aux_loss_coef", 0.001),
+        "--num-experts": config.whole(experts),
+        "--moe-router-topk": config.whole("num_experts_per_tok"),
+        "--moe-ffn-hidden-size": config.whole(columns),
+        "--moe-aux-loss-coeff": config.number("router_aux_loss_coef", 0.001),
         "--moe-token-dispatcher-type": "alltoall",
     }
 
 
-def _mixtral(config: Mapping[str, Any]) -> dict[str, object]:
+def _mixtral(config: _Config) -> dict[str, object]:
     return _llama(config) | _experts(config, "num_local_experts", "intermediate_size")
 
 
-def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, object]:
+def _qwen3_moe(config: _Config) -> dict[str, object]:
     return _qwen3(config) | _experts(config, "num_experts", "moe_intermediate_size")
 
 
-def _deepseek_v3(config: Mapping[str, Any]) -> dict[str, object]:
-    layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
-    shared = (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"]
+def _deepseek_v3(config: _Config) -> dict[str, object]:
+    layers, dense = config.whole("num_hidden_layers"), config.maybe("first_k_dense_replace", 0) or 0
+    shared = (config.maybe("n_shared_experts", 0) or 0) * config.whole("moe_intermediate_size")
     return {
         **_qwen3(config),
         **_experts(config, "n_routed_experts", "moe_intermediate_size"),
         "--multi-latent-attention": True,
-        "--q-lora-rank": config.get("q_lora_rank"),
-        "--kv-lora-rank": config["kv_lora_rank"],
-        "--qk-head-dim": config["qk_nope_head_dim"],
-        "--qk-pos-emb-head-dim": config["qk_rope_head_dim"],
-        "--v-head-dim": config["v_head_dim"],
+        "--q-lora-rank": config.maybe("q_lora_rank"),
+        "--kv-lora-rank": config.whole("kv_lora_rank"),
+        "--qk-head-dim": config.whole("qk_nope_head_dim"),
+        "--qk-pos-emb-head-dim": config.whole("qk_rope_head_dim"),
+        "--v-head-dim": config.whole("v_head_dim"),
         "--moe-shared-expert-intermediate-size": shared or None,
         "--moe-layer-freq": f"([0]*{dense}+[1]*{layers - dense})" if dense else None,
         "--moe-router-score-function": "sigmoid",
         "--moe-router-enable-expert-bias": True,
-        "--moe-router-num-groups": config.get("n_group") or None,
-        "--moe-router-group-topk": config.get("topk_group") or None,
-        "--mtp-num-layers": config.get("num_nextn_predict_layers") or None,
+        "--moe-router-num-groups": config.maybe("n_group", 0) or None,
+        "--moe-router-group-topk": config.maybe("topk_group", 0) or None,
+        "--mtp-num-layers": config.maybe("num_nextn_predict_layers", 0) or None,
     }
 
 
-_KINDS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, object]]] = {
+_KINDS: Mapping[str, Callable[[_Config], dict[str, object]]] = {
     "gpt2": _gpt2,
     "llama": _llama,
     "mistral": _llama,
@@ -342,29 +321,29 @@ Inexact = Iterator[tuple[str, Any, str]]
 """Fields of a config that Megatron's flags do not express: name, value, and what would do."""
 
 
-def _inexact_gpt2(config: Mapping[str, Any]) -> Inexact:
+def _inexact_gpt2(config: _Config) -> Inexact:
     wanted = {
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     }
     for field, value in wanted.items():
-        if config.get(field, value) != value:
-            yield field, config[field], json.dumps(value)
-    activation = config.get("activation_function", "gelu_new")
+        if config.values.get(field, value) != value:
+            yield field, config.values[field], json.dumps(value)
+    activation = config.values.get("activation_function", "gelu_new")
     if activation not in _ACTIVATIONS:
         yield "activation_function", activation, " or ".join(_ACTIVATIONS)
-    if config.get("resid_pdrop", 0.1) != config.get("embd_pdrop", 0.1):
-        yield "embd_pdrop", config.get("embd_pdrop", 0.1), "resid_pdrop's value"
+    if config.values.get("resid_pdrop", 0.1) != config.values.get("embd_pdrop", 0.1):
+        yield "embd_pdrop", config.values.get("embd_pdrop", 0.1), "resid_pdrop's value"
 
 
-def _inexact_llama(config: Mapping[str, Any]) -> Inexact:
+def _inexact_llama(config: _Config) -> Inexact:
     wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     for field, value in wanted.items():
-        if config.get(field, value) != value:
-            yield field, config[field], json.dumps(value)
-    rotary, scaling = _rotary(config), _scaling(config)
-    base = rotary.get("rope_theta", 10000)
+        if config.values.get(field, value) != value:
+            yield field, config.values[field], json.dumps(value)
+    rotary, scaling = config.rotary, config.scaling
+    base = rotary["rope_theta"]
     if base != int(base):
         yield "rope_theta", base, "a whole number"
     if rotary.get("partial_rotary_factor", 1) != 1:
@@ -376,7 +355,7 @@ def _inexact_llama(config: Mapping[str, Any]) -> Inexact:
             yield field, rotary[field], str(value)
 
 
-_INEXACT: Mapping[str, Callable[[Mapping[str, Any]], Inexact]] = {
+_INEXACT: Mapping[str, Callable[[_Config], Inexact]] = {
     "gpt2": _inexact_gpt2,
     "llama": _inexact_llama,
 }
