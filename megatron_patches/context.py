@@ -28,8 +28,6 @@ class RuntimeContext:
     device: str
     """`cpu` or `gpu`."""
     megatron: Version
-    is_checkout: bool
-    """Megatron comes from a checkout beside the entry, not from the installed wheel."""
     has_transformer_engine: bool
     """It imports; on CPU ranks never, because its layers are CUDA kernels."""
     fused: tuple[str, ...] = ()
@@ -59,7 +57,6 @@ def find_context(
     return RuntimeContext(
         device=device,
         megatron=checkout_version(checkout) if is_checkout else wheel_version(),
-        is_checkout=is_checkout,
         has_transformer_engine=device == "gpu" and _imports("transformer_engine.pytorch"),
         fused=parse_fusions(environment.get(variables.FUSED, "")),
         shares_device=device == "gpu" and environment.get(variables.SHARE_GPU) == "1",

@@ -90,7 +90,6 @@ def captured_rank(
         attention_dropout=float(args.attention_dropout),
         vocabulary=int(getattr(args, "vocab_size", None) or args.padded_vocab_size),
         dtype=str(args.params_dtype).removeprefix("torch."),
-        loss_scale=1.0,
         modules=dict(described_modules(chunks, names)),
         router_groups=_router_groups(args),
         norm_groups=norm_groups,

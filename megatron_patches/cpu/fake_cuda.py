@@ -21,8 +21,10 @@ DEVICE_INDEX = 0
 """Every rank sees itself as device 0; an int, because Megatron indexes `default_generators` with it."""
 
 
-class CpuStream:
-    """A CUDA stream's interface where everything runs in order."""
+class CpuStream(torch.cpu.Stream):
+    """torch's stream of the host, where everything runs in order, with the rest of a CUDA stream's
+    interface.
+    """
 
     device = torch.device("cpu")
     device_index = DEVICE_INDEX
@@ -31,13 +33,7 @@ class CpuStream:
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def wait_stream(self, stream: CpuStream) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: CpuEvent) -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:  # type: ignore[override]
         """Record the present moment."""
         event = event or CpuEvent()
         event.record(self)
@@ -56,8 +52,8 @@ class CpuStream:
         return (0, 0)
 
 
-class CpuEvent:
-    """A CUDA event's interface on the host's clock."""
+class CpuEvent(torch.cpu.Event):
+    """torch's event of the host, which has always happened, on the host's clock."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._seconds = time.perf_counter()
@@ -65,16 +61,6 @@ class CpuEvent:
     def record(self, stream: CpuStream | None = None) -> None:  # noqa: ARG002 - torch's signature
         """Take the present time."""
         self._seconds = time.perf_counter()
-
-    def wait(self, stream: CpuStream | None = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """The event has happened."""
-        return True
 
     def elapsed_time(self, end: CpuEvent) -> float:
         """Milliseconds from this event to `end`."""

@@ -22,13 +22,13 @@ def test_a_checkouts_version_is_read_without_importing_it(tmp_path: Path) -> Non
 def test_an_entry_in_a_checkout_runs_that_checkout(tmp_path: Path) -> None:
     folder = checkout(tmp_path, "MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n")
     context = find_context(folder / "pretrain_gpt.py", "cpu")
-    assert (context.is_checkout, context.megatron) == (True, Version("0.16.1"))
+    assert context.megatron == Version("0.16.1")
 
 
 def test_any_other_entry_runs_the_wheel(tmp_path: Path) -> None:
     context = find_context(tmp_path / "entry.py", "gpu")
     wheel = Version(importlib.metadata.version("megatron-core"))
-    assert (context.is_checkout, context.megatron, context.on_cpu) == (False, wheel, False)
+    assert (context.megatron, context.on_cpu) == (wheel, False)
 
 
 def test_a_checkout_without_a_version_is_refused(tmp_path: Path) -> None:

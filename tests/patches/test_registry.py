@@ -10,7 +10,7 @@ from megatron_patches import registry
 from megatron_patches.context import RuntimeContext
 from megatron_patches.registry import Patch, PatchError, Replacement, apply_patches
 
-CPU = RuntimeContext("cpu", Version("0.19.0"), is_checkout=False, has_transformer_engine=False)
+CPU = RuntimeContext("cpu", Version("0.19.0"), has_transformer_engine=False)
 
 
 @pytest.fixture
@@ -71,9 +71,7 @@ def test_a_target_is_expected_only_in_the_versions_that_have_it(module: ModuleTy
 def test_an_unknown_megatron_is_refused_before_anything_changes(
     module: ModuleType, version: str
 ) -> None:
-    unknown = RuntimeContext(
-        "cpu", Version(version), is_checkout=True, has_transformer_engine=False
-    )
+    unknown = RuntimeContext("cpu", Version(version), has_transformer_engine=False)
     with pytest.raises(PatchError, match=f"Megatron {version} is not known to the patches"):
         apply_patches([patch(Replacement("patched_here:answer", twice))], unknown)
     assert module.answer() == 1
@@ -85,7 +83,7 @@ def test_an_unknown_megatron_is_refused_before_anything_changes(
 def test_the_releases_from_the_published_commit_on_are_known(
     module: ModuleType, version: str
 ) -> None:
-    known = RuntimeContext("cpu", Version(version), is_checkout=True, has_transformer_engine=False)
+    known = RuntimeContext("cpu", Version(version), has_transformer_engine=False)
     assert apply_patches([patch(Replacement("patched_here:answer", twice))], known) == ("test",)
 
 

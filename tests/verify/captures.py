@@ -28,27 +28,17 @@ WEIGHT = f"{MODULE}.weight"
 
 def rank(number: int = 0, **changed: Any) -> CapturedRank:
     """A rank's description: one rank alone unless degrees are given."""
-    alone = (0, 1)
     fields: dict[str, Any] = {
-        **dict.fromkeys(
-            ("tensor", "pipeline", "context", "data", "expert", "expert_tensor"), alone
-        ),
-        "world_size": 1,
         "iteration": 2,
-        "expert_sources": ((0, 0, 0),),
-        "virtual_stages": 1,
-        "sequence_parallel": False,
         "gated": False,
         "sequence_length": SEQUENCE,
         "micro_batch_size": BATCH,
         "micro_batches": 1,
-        "per_token_loss": False,
         "clip_gradient": 1.0,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "vocabulary": 10,
         "dtype": "float32",
-        "loss_scale": 1.0,
         "modules": {MODULE: CapturedModule("Linear", "megatron/core/layers.py:7")},
     }
     return CapturedRank(rank=number, **{**fields, **changed})

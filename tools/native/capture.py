@@ -261,30 +261,15 @@ def _perturb(model: nn.Module, seed: int) -> None:
 
 
 def _rank(settings: Settings, iteration: int, micro_batches: int) -> CapturedRank:
-    alone = (0, 1)
     return CapturedRank(
-        rank=0,
-        world_size=1,
         iteration=iteration,
-        tensor=alone,
-        pipeline=alone,
-        virtual_stages=1,
-        context=alone,
-        data=alone,
-        expert=alone,
-        expert_tensor=alone,
-        expert_sources=((0, 0, 0),),
-        sequence_parallel=False,
         gated=settings.activation == "swiglu",
         sequence_length=settings.seq_length,
         micro_batch_size=settings.micro_batch_size,
         micro_batches=micro_batches,
-        per_token_loss=False,
         clip_gradient=settings.clip_grad,
         hidden_dropout=settings.hidden_dropout,
         attention_dropout=settings.attention_dropout,
         vocabulary=settings.vocab_size,
         dtype="float32",
-        loss_scale=1.0,
-        modules={},
     )

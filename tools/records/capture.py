@@ -101,39 +101,38 @@ class CapturedModule(msgspec.Struct, frozen=True):
 
 
 class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
-    """What is needed to align a rank's tensors with others."""
+    """What is needed to align a rank's tensors with others; by default it is alone."""
 
-    rank: int
-    world_size: int
+    rank: int = 0
+    world_size: int = 1
     iteration: int
-    tensor: tuple[int, int]
+    tensor: tuple[int, int] = (0, 1)
     """Its number in the tensor-parallel group, and the group's size; the others alike."""
-    pipeline: tuple[int, int]
-    virtual_stages: int
+    pipeline: tuple[int, int] = (0, 1)
+    virtual_stages: int = 1
     """Parts of the model that a pipeline stage has; 1 without interleaving."""
-    context: tuple[int, int]
-    data: tuple[int, int]
+    context: tuple[int, int] = (0, 1)
+    data: tuple[int, int] = (0, 1)
     """Data parallel without context parallel."""
-    expert: tuple[int, int]
-    expert_tensor: tuple[int, int]
-    expert_sources: tuple[tuple[int, int, int], ...]
+    expert: tuple[int, int] = (0, 1)
+    expert_tensor: tuple[int, int] = (0, 1)
+    expert_sources: tuple[tuple[int, int, int], ...] = ((0, 0, 0),)
     """Data-, context- and tensor-parallel number of the ranks that send tokens to the same experts, in
     the order in which an expert has their rows."""
-    sequence_parallel: bool
+    sequence_parallel: bool = False
     gated: bool
     """Whether an MLP's first layer gives gate and value, one after the other."""
     sequence_length: int
     micro_batch_size: int
     micro_batches: int
-    per_token_loss: bool
+    per_token_loss: bool = False
     clip_gradient: float
     hidden_dropout: float
     attention_dropout: float
     vocabulary: int
     """Tokens without padding."""
     dtype: str
-    loss_scale: float
-    modules: dict[str, CapturedModule]
+    modules: dict[str, CapturedModule] = {}
     router_groups: tuple[int, int] | None = None
     """Groups of experts, and how many of them a router chooses from; None if from all experts."""
     norm_groups: tuple[tuple[int, ...], ...] = ()

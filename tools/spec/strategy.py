@@ -226,18 +226,7 @@ def parse_strategy(text: str, devices: int) -> Parallelism:
     Raises:
         StrategyError: Unknown word, repeated dimension, or degrees that do not multiply to `devices`.
     """
-    product, _, suffix = text.partition("-")
-    if product in _SHARDED and not suffix:
-        product, suffix = f"dp{devices}" if devices > 1 else "baseline", product
-    if scheduled := _scheduled(text):
-        parallelism = scheduled
-    elif suffix and suffix not in _SHARDED:
-        raise StrategyError(
-            f"Strategy '{text}' ends in '-{suffix}'; the sharding suffixes are {', '.join(_SHARDED)}."
-        )
-    else:
-        degrees = {} if product == "baseline" else _degrees(product, text)
-        parallelism = _parallelism(degrees, Sharding(suffix))
+    parallelism = _parsed(text, devices)
     if parallelism.world_size != devices:
         raise StrategyError(
             f"Strategy '{text}' uses {parallelism.world_size} device(s), but {devices} were named; "
@@ -273,13 +262,7 @@ def devices_of(text: str, otherwise: int = 1) -> int:
     Raises:
         StrategyError: It is not in the grammar.
     """
-    product = text.partition("-")[0]
-    if product in _SHARDED:
-        return otherwise
-    if scheduled := _scheduled(text):
-        return scheduled.world_size
-    degrees = {} if product == "baseline" else _degrees(product, text)
-    return _parallelism(degrees, Sharding.NONE).world_size
+    return _parsed(text, otherwise).world_size
 
 
 def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
@@ -383,6 +366,21 @@ def _sharding(flags: Flags) -> Sharding:
             "optim_grads_params": Sharding.ZERO3,
         }.get(flags.text("--data-parallel-sharding-strategy"), Sharding.NONE)
     return Sharding.ZERO1 if flags.has("--use-distributed-optimizer") else Sharding.NONE
+
+
+def _parsed(text: str, devices: int) -> Parallelism:
+    """What a strategy means, over `devices` ranks if it names no degrees (`zero1`)."""
+    if scheduled := _scheduled(text):
+        return scheduled
+    product, _, suffix = text.partition("-")
+    if product in _SHARDED and not suffix:
+        product, suffix = f"dp{devices}" if devices > 1 else "baseline", product
+    if suffix and suffix not in _SHARDED:
+        raise StrategyError(
+            f"Strategy '{text}' ends in '-{suffix}'; the sharding suffixes are {', '.join(_SHARDED)}."
+        )
+    degrees = {} if product == "baseline" else _degrees(product, text)
+    return _parallelism(degrees, Sharding(suffix))
 
 
 def _scheduled(text: str) -> Parallelism | None:
