@@ -17,13 +17,8 @@ from tools.ledger.recorder import Recorder
 from tools.ledger.timeline import Timeline
 from tools.spec import variables
 
-
-@functools.cache
-def _recorder() -> Recorder:
-    """Made when it is first needed: a rank that is forked gets its environment after this import."""
-    recorder = Recorder.from_environment()
-    assert recorder is not None
-    return recorder
+_recorder = functools.cache(Recorder.from_environment)
+"""Made when it is first needed: a rank that is forked gets its environment after this import."""
 
 
 class _WatchedTimer:

@@ -6,6 +6,8 @@ import atexit
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,9 +38,9 @@ WRITE_EVERY = 100
 
 
 class Recorder:
-    """Counts for one rank from its first iteration on."""
+    """Counts for one rank from its first iteration on; without a folder it does nothing."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path | None, rank: int) -> None:
         self._folder = folder
         self._rank = rank
         self._iteration = 0
@@ -55,19 +57,23 @@ class Recorder:
         self._watcher = CallWatcher(self._communication, self.timeline, self.memory.received)
 
     @classmethod
-    def from_environment(cls) -> Recorder | None:
-        """A recorder where `KIT_LEDGER` names a folder, else None."""
+    def from_environment(cls) -> Recorder:
+        """A recorder for the folder that `KIT_LEDGER` names, if it names one."""
         folder = os.environ.get(variables.LEDGER)
-        return cls(Path(folder), int(os.environ.get("RANK", "0"))) if folder else None
+        return cls(Path(folder) if folder else None, int(os.environ.get("RANK", "0")))
 
     def install(self) -> None:
         """Begin to count in this process."""
+        if self._folder is None:
+            return
         self._watcher.install()
         self._routing.install()
         atexit.register(self._write)
 
     def begin_iteration(self, models: Any, optimizer: Any) -> None:
         """An optimizer step begins; the iteration before it, with its logging, ends here."""
+        if self._folder is None:
+            return
         if not self._iteration:
             self.timeline.use(clock_of(models[0]))
         phases = self.timeline.take()
@@ -88,6 +94,16 @@ class Recorder:
         """The optimizer step is done; logging and evaluation may follow before the next."""
         self.memory.stop()
         self._routing.end_iteration(self._iteration)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """A part of an iteration, under the name of one of Megatron's timers."""
+        if self._folder is None:
+            yield
+            return
+        self.timeline.begin(name)
+        yield
+        self.timeline.end(name)
 
     def _finish_iteration(self, phases: dict[Phase, int]) -> None:
         clock = self.timeline.clock
@@ -126,5 +142,6 @@ class Recorder:
             self._spans,
             self._routing.result(self._rank),
         )
+        assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._folder / f"rank{self._rank}.json", msgspec.json.encode(ledger))

@@ -57,40 +57,18 @@ class Engine(Protocol):
         """[batch, sequence] to [batch, sequence, vocabulary], whole, without gradients or dropout."""
 
 
-class LedgerTimers:
-    """Reports iterations and their parts to the ledger; without a ledger it does nothing."""
-
-    def __init__(self) -> None:
-        self._recorder = Recorder.from_environment()
-        if self._recorder is not None:
-            self._recorder.install()
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """A span under the name of one of Megatron's timers."""
-        if self._recorder is None:
-            yield
-            return
-        self._recorder.timeline.begin(name)
-        yield
-        self._recorder.timeline.end(name)
-
-    def begin_iteration(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """An iteration begins; the one before it ends."""
-        if self._recorder is not None:
-            self._recorder.begin_iteration([model], optimizer)
-
-    def end_step(self) -> None:
-        """The update is done."""
-        if self._recorder is not None:
-            self._recorder.end_step()
+def ledger() -> Recorder:
+    """The process's ledger, if it has one, which counts from now on."""
+    recorder = Recorder.from_environment()
+    recorder.install()
+    return recorder
 
 
 class TorchEngine:
     """DDP, FSDP2, tensor or expert parallelism with PyTorch's AdamW or Muon."""
 
     def __init__(self, model: GPT, settings: Settings, ranks: RankLayout) -> None:
-        self._settings, self._timers = settings, LedgerTimers()
+        self._settings, self._ledger = settings, ledger()
         self._tensor_parallel = ranks.tensor_size > 1
         self._half = torch.bfloat16 if settings.bf16 else torch.float16 if settings.fp16 else None
         self._device = ranks.device.type
@@ -114,18 +92,18 @@ class TorchEngine:
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Gradients are communicated with the last micro batch where the wrapper can wait for it."""
-        self._timers.begin_iteration(self._model, self.optimizer)
+        self._ledger.begin_iteration([self._model], self.optimizer)
         total = torch.zeros(3 if self._mixtures else 1, device=batches[0][0].device)
         for number, (tokens, labels) in enumerate(batches, start=1):
             with self._communicating(number == len(batches)), self._split_loss():
-                with self._timers("forward-compute"), self._autocast():
+                with self._ledger.span("forward-compute"), self._autocast():
                     loss = mean_loss(self._model(tokens), labels)
                     whole = sum((layer.auxiliary_loss() for layer in self._mixtures), loss)
-                with self._timers("backward-compute"):
+                with self._ledger.span("backward-compute"):
                     torch.autograd.backward(self._scaler.scale(whole / len(batches)))
             total += self._means(loss) / len(batches)
         if self._expert_ranks and self._settings.engine != "bare":
-            with self._timers("all-grads-sync"):
+            with self._ledger.span("all-grads-sync"):
                 average_experts(self._experts, self._expert_ranks)
         return total
 
@@ -133,9 +111,9 @@ class TorchEngine:
         """Clip and step; the bare engine clears its gradients and keeps its weights."""
         if self._settings.engine == "bare":
             self.optimizer.zero_grad(set_to_none=False)
-            self._timers.end_step()
+            self._ledger.end_step()
             return Update()
-        with self._timers("optimizer"):
+        with self._ledger.span("optimizer"):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate * group.get(RATE, 1.0)
             scale = self._scaler.get_scale()
@@ -144,7 +122,7 @@ class TorchEngine:
             self._scaler.step(self.optimizer)
             self._scaler.update()
             self.optimizer.zero_grad(set_to_none=False)
-        self._timers.end_step()
+        self._ledger.end_step()
         return Update(norm, scale, skipped=self._scaler.get_scale() < scale)
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -189,7 +167,7 @@ class DeepSpeedEngine:
     """DeepSpeed wraps model and optimizer, accumulates, clips, and communicates as its stage does."""
 
     def __init__(self, model: GPT, settings: Settings, ranks: RankLayout) -> None:
-        self._timers = LedgerTimers()
+        self._ledger = ledger()
         # Stage 0 in fp32 clips with torch's fp32 norm, which is off for a large embedding (see
         # megatron_patches/cpu/gradient_norm.py): this engine clips itself, before DeepSpeed's update.
         self._clips = settings.zero_stage == 0 and not (settings.fp16 or settings.bf16)
@@ -208,12 +186,12 @@ class DeepSpeedEngine:
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
         """DeepSpeed divides by the number of micro batches itself."""
-        self._timers.begin_iteration(self._engine.module, self._engine.optimizer)
+        self._ledger.begin_iteration([self._engine.module], self._engine.optimizer)
         total = torch.zeros(1, device=batches[0][0].device)
         for number, (tokens, labels) in enumerate(batches, start=1):
-            with self._timers("forward-compute"):
+            with self._ledger.span("forward-compute"):
                 loss = mean_loss(self._engine(tokens), labels)
-            with self._timers("backward-compute"):
+            with self._ledger.span("backward-compute"):
                 self._engine.backward(loss)
             total += loss.detach() / len(batches)
             if number < len(batches):
@@ -222,7 +200,7 @@ class DeepSpeedEngine:
 
     def update(self, learning_rate: float) -> Update:
         """The step of the last micro batch, which is the update."""
-        with self._timers("optimizer"):
+        with self._ledger.span("optimizer"):
             for group in self._engine.optimizer.param_groups:
                 group["lr"] = learning_rate
             skipped_before = self._engine.skipped_steps
@@ -230,7 +208,7 @@ class DeepSpeedEngine:
             if self._clips:
                 norm = clip_gradients(self._engine.module.parameters(), self._settings.clip_grad)
             self._engine.step()
-        self._timers.end_step()
+        self._ledger.end_step()
         scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))
         norm = norm if self._clips else self._engine.get_global_grad_norm()
         skipped = self._engine.skipped_steps > skipped_before

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tools.native.batches import MicroBatch
-from tools.native.engines import Engine, LedgerTimers, Update
+from tools.native.engines import Engine, Update, ledger
 from tools.native.model import GPT, mean_loss
 from tools.native.optimizer import adamw, clip_gradients, learning_rate
 from tools.native.parallel import COPIES, RankLayout
@@ -83,7 +83,7 @@ class _Pipeline:
     def __init__(self, stages: StageModules, settings: Settings, ranks: RankLayout) -> None:
         self._stages, self._settings, self._ranks = stages, settings, ranks
         self._ends = _ends(ranks)
-        self._timers = LedgerTimers()
+        self._ledger = ledger()
         self.optimizer: torch.optim.Optimizer = adamw(stages, settings)
         self._first = ranks.pipeline_rank == 0
         self._last = ranks.pipeline_rank == ranks.pipeline_size - 1
@@ -111,9 +111,9 @@ class _Pipeline:
         norm = None
         if self._ends is not None and (tied := tied_matrix(self._stages)) is not None:
             assert tied.grad is not None
-            with self._timers("embedding-grads-all-reduce"):
+            with self._ledger.span("embedding-grads-all-reduce"):
                 dist.all_reduce(tied.grad, group=self._ends)
-        with self._timers("optimizer"):
+        with self._ledger.span("optimizer"):
             if self._settings.clip_grad > 0:
                 norm = clip_gradients(self._stages.parameters(), self._settings.clip_grad)
             for group in self.optimizer.param_groups:
@@ -139,17 +139,17 @@ class ScheduledPipeline(_Pipeline):
         # Not at the top: it loads a compiler, which other layouts need not wait for.
         from torch.distributed import pipelining
 
-        timers = self._timers
+        span = self._ledger.span
 
         class TimedStage(pipelining.PipelineStage):
             """Reports its passes to the ledger."""
 
             def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
-                with timers("forward-compute"):
+                with span("forward-compute"):
                     return super().forward_one_chunk(*args, **options)
 
             def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
-                with timers("backward-compute"):
+                with span("backward-compute"):
                     return super().backward_one_chunk(*args, **options)
 
         count, group = len(stages) * ranks.pipeline_size, _group(ranks)
@@ -171,10 +171,10 @@ class ScheduledPipeline(_Pipeline):
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Gradients are means over the micro batches (`scale_grads`)."""
-        self._timers.begin_iteration(self._stages, self.optimizer)
+        self._ledger.begin_iteration([self._stages], self.optimizer)
         losses: list[Tensor] = []
         tokens, labels = (torch.cat(part) for part in zip(*batches, strict=True))
-        with self._timers("stages-send-recv"), self._autocast():
+        with self._ledger.span("stages-send-recv"), self._autocast():
             self._schedule.step(
                 *([tokens] if self._first else []),
                 target=labels if self._last else None,
@@ -187,7 +187,7 @@ class ScheduledPipeline(_Pipeline):
         """One update an iteration."""
         done = self._step(self._updates)
         self._updates += 1
-        self._timers.end_step()
+        self._ledger.end_step()
         return done
 
 
@@ -236,7 +236,7 @@ class StashingPipeline(_Pipeline):
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
         """The losses are those of `batches`; the gradients, without flushes, of earlier ones too."""
-        self._timers.begin_iteration(self._stages, self.optimizer)
+        self._ledger.begin_iteration([self._stages], self.optimizer)
         loss = _no_loss(batches[0][0])
         for number, micro_batch in enumerate(batches, start=1):
             self._forward(micro_batch, len(batches), is_last=number == len(batches))
@@ -253,7 +253,7 @@ class StashingPipeline(_Pipeline):
 
     def update(self, learning_rate: float) -> Update:  # noqa: ARG002 - known from the batch
         """The newest update; it was made as soon as its batch had come back."""
-        self._timers.end_step()
+        self._ledger.end_step()
         return self._update
 
     def _forward(self, micro_batch: MicroBatch, count: int, *, is_last: bool) -> None:
@@ -261,12 +261,12 @@ class StashingPipeline(_Pipeline):
         x = tokens
         if not self._first:
             x = _hidden(tokens, self._settings)
-            with self._timers("forward-recv"):
+            with self._ledger.span("forward-recv"):
                 dist.recv(x, self._neighbour(-1), group=self._forwards)
             x.requires_grad_()
         if self._begun not in self._weights:
             self._weights[self._begun] = self._version(max(0, self._begun - self._staleness))
-        with self._timers("forward-compute"), self._autocast():
+        with self._ledger.span("forward-compute"), self._autocast():
             result = functional_call(self._stage, self._weights[self._begun], (x,))
             if self._last:
                 result = mean_loss(result, labels) / count
@@ -279,9 +279,9 @@ class StashingPipeline(_Pipeline):
         gradient = None
         if not self._last:
             gradient = torch.empty_like(flight.result)
-            with self._timers("backward-recv"):
+            with self._ledger.span("backward-recv"):
                 dist.recv(gradient, self._neighbour(1), group=self._backwards)
-        with self._timers("backward-compute"):
+        with self._ledger.span("backward-compute"):
             torch.autograd.backward(flight.result, gradient)
         if not self._first:
             assert flight.received.grad is not None
@@ -315,7 +315,7 @@ class StashingPipeline(_Pipeline):
 
     def _send(self, tensor: Tensor, step: int) -> None:
         group = self._forwards if step > 0 else self._backwards
-        with self._timers("forward-send" if step > 0 else "backward-send"):
+        with self._ledger.span("forward-send" if step > 0 else "backward-send"):
             work = dist.isend(tensor, self._neighbour(step), group=group)
             assert work is not None
             self._sends[step].append((work, tensor))
