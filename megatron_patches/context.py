@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,9 +42,7 @@ class RuntimeContext:
         return self.device == "cpu"
 
 
-def find_context(
-    entry: Path, device: str, environment: Mapping[str, str] = os.environ
-) -> RuntimeContext:
+def find_context(entry: Path, device: str) -> RuntimeContext:
     """Inspect the entry's folder and the installed packages, without importing Megatron.
 
     Raises:
@@ -58,9 +55,9 @@ def find_context(
         device=device,
         megatron=checkout_version(checkout) if is_checkout else wheel_version(),
         has_transformer_engine=device == "gpu" and _imports("transformer_engine.pytorch"),
-        fused=parse_fusions(environment.get(variables.FUSED, "")),
-        shares_device=device == "gpu" and environment.get(variables.SHARE_GPU) == "1",
-        untried=environment.get(variables.UNTRIED) == "1",
+        fused=parse_fusions(os.environ.get(variables.FUSED, "")),
+        shares_device=device == "gpu" and os.environ.get(variables.SHARE_GPU) == "1",
+        untried=os.environ.get(variables.UNTRIED) == "1",
     )
 
 

@@ -99,9 +99,9 @@ class UnknownHardwareError(ValueError):
 
 
 @cache
-def load_hardware(path: Path = _FILE) -> Hardware:
+def load_hardware() -> Hardware:
     """Read the devices and links."""
-    data = read_yaml(path)
+    data = read_yaml(_FILE)
     return msgspec.convert({what: _keyed(entries) for what, entries in data.items()}, Hardware)
 
 

@@ -88,7 +88,8 @@ def train(fused: str, precisions: Sequence[str]) -> Figures:
     """In a process of its own: patch, import Megatron, train in each precision."""
     if fused:  # Their graphs would be compiled; Megatron alone may not even load the compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    context = find_context(Path("none"), "cpu", {"KIT_FUSED": fused})
+    os.environ["KIT_FUSED"] = fused
+    context = find_context(Path("none"), "cpu")
     found: Figures = {"applied": apply_patches(PATCHES, context)}
     for precision in precisions:
         found[precision] = figures(fused, precision == "bf16")
