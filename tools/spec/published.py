@@ -38,6 +38,7 @@ class Publication:
     driver: str | None = None
     tolerance: Mapping[str, Reading] = field(default_factory=dict)
     """By a figure's field: how far from the published readings a measured value may be, relative."""
+    tolerance_basis: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
