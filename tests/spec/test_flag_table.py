@@ -16,7 +16,7 @@ from tools.spec.recompute import Recompute
 from tools.spec.run import RunSpec, StateTypes
 from tools.spec.settings import SETTINGS
 from tools.spec.stages import StageSplit
-from tools.spec.strategy import Batch, Parallelism
+from tools.spec.strategy import Batch, Parallelism, PipelineSchedule
 
 GROUPS = {
     "run": RunSpec,
@@ -46,6 +46,11 @@ def test_every_line_is_of_a_kind_a_role_and_a_way_that_the_planner_has() -> None
     assert {flag.role for flag in FLAGS.values()} == roles
     assert {flag.kind for flag in FLAGS.values()} <= kinds
     assert {flag.planned for flag in FLAGS.values()} <= ways
+
+
+def test_the_native_backend_has_every_schedule_of_the_grammar() -> None:
+    schedules = [schedule.value for schedule in PipelineSchedule if schedule]
+    assert FLAGS["--pipeline-schedule"].native.split("|") == schedules
 
 
 def test_every_field_is_one() -> None:

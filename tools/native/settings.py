@@ -9,81 +9,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, NoReturn
 
-from tools.spec.flag_table import FLAGS
+from tools.spec.flag_table import FLAGS, KnownFlag, of_native
 from tools.spec.model import round_up
 from tools.spec.strategy import PipelineSchedule
 
 IMPORTED, PADDED = "--imported", "--padded-vocabulary"
 """Those of the reference by transformers: the imported model's folder, a layout's padded vocabulary."""
 
-FROM_CONFIG = frozenset(
-    {
-        "--group-query-attention",
-        "--num-query-groups",
-        "--kv-channels",
-        "--norm-epsilon",
-        "--use-rope-scaling",
-        "--rope-scaling-factor",
-        "--add-qkv-bias",
-    }
-)
+FROM_CONFIG = of_native("imported")
 """Flags of the architecture that this backend does not know; an imported model's config says them."""
 
 MUON_RULE_FLAG = "--muon-rule"
 """The native backend's own."""
-
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "--normalization": ("LayerNorm", "RMSNorm"),
-    "--position-embedding-type": ("learned_absolute", "rope"),
-    "--lr-decay-style": ("cosine", "linear", "constant"),
-    "--optimizer": ("adam", "muon"),
-    MUON_RULE_FLAG: ("pytorch", "megatron"),
-    "--muon-fp32-matmul-prec": ("medium", "high"),
-    "--pipeline-schedule": tuple(schedule.value for schedule in PipelineSchedule if schedule),
-    "--zero-stage": (0, 1, 2, 3),
-    "--engine": ("torch", "deepspeed", "bare"),
-    # What it does without these; another value is refused.
-    "--moe-router-load-balancing-type": ("aux_loss",),
-    "--muon-scale-mode": ("shape_scaling",),
-    "--muon-coefficient-type": ("simple",),
-    "--muon-num-ns-steps": (5,),
-}
-"""Values that this backend has of a flag with several."""
-
-_IGNORED = (
-    "--attention-backend",
-    "--distributed-backend",
-    "--transformer-impl",
-    "--no-masked-softmax-fusion",
-    "--openai-gelu",  # It is so without --no-bias-gelu-fusion.
-    "--no-bias-dropout-fusion",
-    "--no-persist-layer-norm",
-    "--no-rope-fusion",
-    "--no-gradient-accumulation-fusion",
-    "--no-bias-swiglu-fusion",
-    "--moe-token-dispatcher-type",
-    "--moe-grouped-gemm",
-    "--moe-permute-fusion",
-    "--num-workers",
-    "--log-throughput",
-    "--timing-log-level",
-    "--tokenizer-type",
-    "--save-interval",
-    "--tensorboard-dir",
-    "--wandb-project",
-    "--wandb-exp-name",
-    "--wandb-save-dir",
-    "--decoupled-min-lr",
-    # Muon is so.
-    "--muon-nesterov",
-    "--muon-use-nesterov",
-    "--muon-no-split-qkv",
-)
-"""Flags that choose kernels or output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,20 +178,22 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="pretrain_native.py", allow_abbrev=False)
     read = {"--" + each.name.replace("_", "-"): each.default for each in fields(Settings)}
-    for name in dict.fromkeys((*read, *_CHOICES, *_IGNORED)):
-        _add(parser, name, read.get(name))
+    # Beside its fields the flags of which it has values, and those that say nothing to it.
+    others = {name for name, flag in FLAGS.items() if flag.native} - FROM_CONFIG
+    for name in (*read, *sorted(others - read.keys())):
+        _add(parser, FLAGS[name], read.get(name))
     return parser
 
 
-def _add(parser: argparse.ArgumentParser, name: str, default: Any) -> None:
-    flag = FLAGS[name]
+def _add(parser: argparse.ArgumentParser, flag: KnownFlag, default: Any) -> None:
     if flag.kind in ("on", "off"):
-        parser.add_argument(name, action="store_true")
+        parser.add_argument(flag.name, action="store_true")
         return
+    read: Callable[[str], Any] = {"whole": int, "decimal": float}.get(flag.kind, str)
     parser.add_argument(
-        name,
-        type={"whole": int, "decimal": float}.get(flag.kind, str),
-        choices=_CHOICES.get(name),
+        flag.name,
+        type=read,
+        choices=None if flag.native in ("", "ignored") else [*map(read, flag.native.split("|"))],
         default=flag.default if default is MISSING else default,
         required=default is MISSING and flag.default is None,
     )

@@ -4,12 +4,12 @@ What a flag is stands there once. Sets of flags are queries of it (`of_role`, `p
 kinds, defaults and fields from it (`tools/spec/flags.py`). A test holds it against Megatron's parser.
 
 `kind` is `on` or `off` (a switch that makes something true or false), `whole`, `decimal`, `text`,
-`texts`, `numbers` or `backend`, `default` that of Megatron 0.19. `only with` names flags, one of which
+`texts`, `numbers` or `backend`, `default` that of Megatron 0.19. `only_with` names flags, one of which
 it needs to say anything: `--fp16|--bf16`, `--optimizer=muon`. `recipe` is the fields of Megatron-Bridge
 that mean the same (`!` before one that holds the opposite), `joint` where several flags say them
-together, or the flag that it is another name of. `device` marks what is chosen for the devices at hand:
-what CPU ranks need says nothing about a GPU. `since` and `until` are the first and the last of 0.14,
-0.15 (at f4fa7d6b) and 0.16 to 0.19 that have it; empty where no other does.
+together, or the flag that it is another name of. `of_device` marks what is chosen for the devices at
+hand: what CPU ranks need says nothing about a GPU. `since` and `until` are the first and the last of
+0.14, 0.15 (at f4fa7d6b) and 0.16 to 0.19 that have it; empty where no other does.
 
 `field` is what the flag sets of `RunSpec` (`run.seed`) or of a part of it (`shape.layers`), by its own
 kind: such fields are read and written in one loop.
@@ -39,6 +39,11 @@ kind: such fields are read and written in one loop.
 `planned` says what the planner makes of it: `counted`; `one layout`, counted where one is given and
 chosen by a search; `parameters`, which alone are counted; `neither`, it changes neither time nor memory;
 `MICRO_BATCH=` and the like, which says the same; empty where no formula has it.
+
+`native` is what the native backend, which refuses flags that it does not implement, makes of one:
+`ignored`, it chooses kernels or output; `imported`, an imported model's config says it; or those of its
+values that the backend has, `cosine|linear`. An empty one says nothing: what is implemented is the
+fields of `tools.native.settings`.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 type Default = bool | int | float | str | None
 
@@ -72,6 +78,8 @@ class KnownFlag:
     planned: str
     since: str
     until: str
+    native: str
+    """What the native backend makes of one that is no field of its settings, or which values it has."""
 
     def is_in(self, release: tuple[int, int]) -> bool:
         """Whether a Megatron of this major and minor version has it."""
@@ -81,24 +89,20 @@ class KnownFlag:
 
 def _read() -> dict[str, KnownFlag]:
     with (Path(__file__).parent / "flags.csv").open(newline="") as file:
-        return {line["flag"]: _known(line) for line in csv.DictReader(file)}
+        return {line["name"]: _known(line) for line in csv.DictReader(file, restval="")}
 
 
-def _known(line: Mapping[str, str]) -> KnownFlag:
+def _known(line: dict[str, str]) -> KnownFlag:
     group, _, field = line["field"].partition(".")
-    needed = line["only with"]
-    return KnownFlag(
-        name=line["flag"],
-        kind=line["kind"],
-        default=_default(line["kind"], line["default"]),
-        unit=line["unit"],
-        only_with=tuple(needed.split("|")) if needed else (),
-        recipe=tuple(line["recipe"].split()),
-        of_device=bool(line["device"]),
-        group=group,
-        field=field,
-        **{name: line[name] for name in ("role", "planned", "since", "until")},
-    )
+    read: dict[str, Any] = {
+        "default": _default(line["kind"], line["default"]),
+        "only_with": tuple(filter(None, line["only_with"].split("|"))),
+        "recipe": tuple(line["recipe"].split()),
+        "of_device": bool(line["of_device"]),
+        "group": group,
+        "field": field,
+    }
+    return KnownFlag(**(line | read))
 
 
 def _default(kind: str, text: str) -> Default:
@@ -134,6 +138,11 @@ def planned(*ways: str) -> frozenset[str]:
 def of_group(group: str) -> tuple[KnownFlag, ...]:
     """Flags that set a field of this, in order."""
     return tuple(flag for flag in FLAGS.values() if flag.group == group)
+
+
+def of_native(way: str) -> frozenset[str]:
+    """Flags of which the native backend makes this."""
+    return frozenset(name for name, flag in FLAGS.items() if flag.native == way)
 
 
 def argument_names(flags: Iterable[str]) -> frozenset[str]:
