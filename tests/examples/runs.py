@@ -21,9 +21,11 @@ from typing import Any
 
 from rich.console import Console
 
+from tests.examples.stopped import stopped
 from tests.faults.killed import killed
 from tests.native.pipelined import pipelines
 from tests.patches.fused.updated import fused_updates
+from tests.small import SMALL
 from tests.verify.benched import quick_plants
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
@@ -101,7 +103,8 @@ class Trainer:
         return compose_target(target, flags_of_grammar(target), self._options(changes))
 
     def _options(self, changes: Mapping[str, Any]) -> Options:
-        return replace(self.options, **changes)
+        extra = (*SMALL, *changes.get("extra", ()))
+        return replace(self.options, **{**changes, "extra": extra})
 
 
 EVALUATED = {"extra": ("--eval-interval", str(ITERATIONS), "--eval-iters", "2")}
@@ -137,11 +140,13 @@ FIXTURES: dict[str, dict[str, Wanted]] = {
 FORKED = (
     *("baseline", "experts", "dp2", "sp2", "cp2", "vpp2", "zero1", "ep2"),
     *("forked tp2", "zero3", "refused", "undisturbed", "quick_plants", "pp2"),
+    *("stopped", "killed"),
 )
 """Those whose start is not looked at: their ranks are forked from one process that imported Megatron."""
 
 SCENARIOS: dict[str, Callable[[Path, Path, ForkedRanks | None], Any]] = {
     "killed": killed,
+    "stopped": stopped,
     "quick_plants": quick_plants,
     "pipelines": pipelines,
     "fused_updates": fused_updates,

@@ -7,7 +7,7 @@ from tests.examples.test_ledgers import measured, predicted
 from tools.records.measurements import MemoryCategory, Operation, read_communication, read_memory
 from tools.records.run import Status
 
-WHOLE_BYTES = 4 * 3_423_616
+WHOLE_BYTES = 4 * 277_888
 UNTIED = "--untie-embeddings-and-output-weights"
 
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.patience import OF_A_RUN, until
+from tests.small import SMALL
 from tools.launch.soak import processes_of
 from tools.launch.supervise.ranks import alive
 from tools.records import run as records
@@ -104,6 +105,7 @@ class Kit:
             "RUNS": str(self.runs),
             "LEDGER": "0",
         }
+        self.program: tuple[str, ...] = (sys.executable, "-m", "tools.launch")
         self._whole: dict[str, Ended] = {}
 
     def start(self, strategy: str, ranks: int = 2, **variables: str) -> Victim:
@@ -113,7 +115,9 @@ class Kit:
         model = "moe-tiny" if "ep" in strategy else "gpt2-tiny"
         ranks = 1 if strategy == "baseline" else ranks
         words = ("target", f"train-{strategy}-{model}-{ranks}cpu")
-        launcher = self._launch(words, {"SAVE_EVERY": str(SAVE_EVERY), **variables})
+        extra = " ".join((*SMALL, variables.get("EXTRA", "")))
+        own = {"SAVE_EVERY": str(SAVE_EVERY), **variables, "EXTRA": extra}
+        launcher = self._launch(words, own)
 
         def made() -> list[Path]:
             found = [path for path in set(runs.glob("2*")) - before if (path / "log.txt").exists()]
@@ -151,7 +155,7 @@ class Kit:
 
     def _launch(self, words: tuple[str, ...], variables: dict[str, str]) -> psutil.Popen:
         return psutil.Popen(
-            (sys.executable, "-m", "tools.launch", *words),
+            (*self.program, *words),
             cwd=ROOT,
             env={**self.environment, **variables},
             stdout=subprocess.PIPE,
@@ -162,9 +166,9 @@ class Kit:
 
 @pytest.fixture(scope="session")
 def kit(
-    tmp_path_factory: pytest.TempPathFactory, sample_prefix: Path, starting_weights: Path
+    tmp_path_factory: pytest.TempPathFactory, small_prefix: Path, starting_weights: Path
 ) -> Kit:
-    return Kit(tmp_path_factory.mktemp("faults"), sample_prefix, starting_weights)
+    return Kit(tmp_path_factory.mktemp("faults"), small_prefix, starting_weights)
 
 
 def same_losses(resumed: Run, whole: Curve) -> None:

@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.examples.forked_launcher import forked
 from tests.faults.conftest import Kit, kill
+from tools.launch.verifier import ForkedRanks
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,11 @@ class Killed:
     output: str
 
 
-def killed(runs: Path, data: Path, *_: object) -> dict[str, Any]:
-    """`Killed` of two ranks under DP, killed after the first of three saves."""
+def killed(runs: Path, data: Path, ranks: ForkedRanks) -> dict[str, Any]:
+    """`Killed` of two ranks under DP, killed after the first of three saves.
+
+    torchrun started them; those that resume are forked.
+    """
     folder = runs / "killed"
     folder.mkdir()
     kit = Kit(folder, data, runs / ".start")
@@ -33,6 +38,7 @@ def killed(runs: Path, data: Path, *_: object) -> dict[str, Any]:
     kill(victim.ranks[1])
     ended = victim.end()
     iterations = len(ended.run.log.iterations)
+    kit.program = forked(ranks)
     resumed = kit.resume(ended.folder)
     return asdict(
         Killed(
