@@ -108,13 +108,15 @@ class Kit:
         self.program: tuple[str, ...] = (sys.executable, "-m", "tools.launch")
         self._whole: dict[str, Ended] = {}
 
-    def start(self, strategy: str, ranks: int = 2, **variables: str) -> Victim:
-        """Start a run that saves, and wait for its folder."""
+    def start(
+        self, strategy: str, ranks: int = 2, words: tuple[str, ...] = (), **variables: str
+    ) -> Victim:
+        """Start a run that saves, and wait for its folder; `words` are asked instead of its target."""
         runs = Path(variables.get("RUNS", self.runs))
         before = set(runs.glob("2*"))
         model = "moe-tiny" if "ep" in strategy else "gpt2-tiny"
         ranks = 1 if strategy == "baseline" else ranks
-        words = ("target", f"train-{strategy}-{model}-{ranks}cpu")
+        words = words or ("target", f"train-{strategy}-{model}-{ranks}cpu")
         extra = " ".join((*SMALL, variables.get("EXTRA", "")))
         own = {"SAVE_EVERY": str(SAVE_EVERY), **variables, "EXTRA": extra}
         launcher = self._launch(words, own)
