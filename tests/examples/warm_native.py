@@ -14,12 +14,12 @@ from tools.launch.verifier import START
 
 
 class WarmNative(WarmMegatron):
-    """That process; of the entry that both families' models have in common."""
+    """That process; the other family's entry has the same lines."""
 
     module = "tests.examples.warm_native"
 
     def __init__(self) -> None:
-        super().__init__("examples/moe/pretrain_native.py", START)
+        super().__init__("examples/gpt3/pretrain_native.py", START)
 
 
 def main(descriptor: int, entry: Path) -> None:
