@@ -28,7 +28,7 @@ settings.load_profile("any machine")
 
 pytest_plugins = ("tests.machines",)
 
-REAL_RUNS = {"all_runs", "killed", "quick_plants", "pipelines", "fused_updates"}
+REAL_RUNS = {"all_runs", "killed", "stopped", "quick_plants", "pipelines", "fused_updates"}
 """Fixtures that wait for the shared runs."""
 
 
@@ -51,6 +51,14 @@ def sample_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small_prefix(sample_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in a small vocabulary, for what trains."""
+    from tests.small import folded
+
+    return folded(sample_prefix, tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session")
 def starting_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights that all strategies start from, written once; runs folders link it as `.start`."""
     return tmp_path_factory.mktemp("start")
@@ -70,6 +78,6 @@ def shared_runs(request: pytest.FixtureRequest) -> Iterator[SharedRuns | None]:
     looking = [item for item in items if asks_for(item, REAL_RUNS)]
     asked = {name for item in looking for name in getattr(item, "fixturenames", ())}
     others = len(looking) < len(items)
-    shared = SharedRuns(asked, runs, request.getfixturevalue("sample_prefix"), others)
+    shared = SharedRuns(asked, runs, request.getfixturevalue("small_prefix"), others)
     yield shared
     shared.stop()

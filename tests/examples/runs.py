@@ -21,15 +21,19 @@ from typing import Any
 
 from rich.console import Console
 
+from tests.examples.stopped import stopped
+from tests.examples.warm_native import WarmNative
 from tests.faults.killed import killed
 from tests.native.pipelined import pipelines
 from tests.patches.fused.updated import fused_updates
+from tests.small import SMALL
 from tests.verify.benched import quick_plants
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
+from tools.launch.supervise.warm import WarmMegatron
 from tools.launch.train import compose_job
 from tools.records import run as records
 from tools.report.read.scrape import scrape_log
@@ -85,9 +89,15 @@ class Trainer:
         )
         self._starts: defaultdict[Path | None, Lock] = defaultdict(Lock)
 
-    def __call__(self, name: str, ranks: ForkedRanks | None = None, **changes: object) -> Run:
-        """Train to the end; `ranks` are those that it is trained on, if they are forked."""
-        launch = replace(self.compose(name, **changes), warm=ranks and ranks.warm)
+    def __call__(
+        self,
+        name: str,
+        ranks: ForkedRanks | None = None,
+        warm: WarmMegatron | None = None,
+        **changes: object,
+    ) -> Run:
+        """Train to the end; `ranks`, or `warm` of another backend, are those that fork its ranks."""
+        launch = replace(self.compose(name, **changes), warm=ranks.warm if ranks else warm)
         console = Console(quiet=True)
         # The start of the dense model is written as a user's is.
         forked = ranks if launch.model.shape.experts else None
@@ -101,7 +111,8 @@ class Trainer:
         return compose_job(target.under(self._options(changes)))
 
     def _options(self, changes: Mapping[str, Any]) -> Options:
-        return replace(self.options, **changes)
+        extra = (*SMALL, *changes.get("extra", ()))
+        return replace(self.options, **{**changes, "extra": extra})
 
 
 EVALUATED = {"extra": ("--eval-interval", str(ITERATIONS), "--eval-iters", "2")}
@@ -137,11 +148,16 @@ FIXTURES: dict[str, dict[str, Wanted]] = {
 FORKED = (
     *("baseline", "experts", "dp2", "sp2", "cp2", "vpp2", "zero1", "ep2"),
     *("forked tp2", "zero3", "refused", "undisturbed", "quick_plants", "pp2"),
+    *("stopped", "killed"),
 )
 """Those whose start is not looked at: their ranks are forked from one process that imported Megatron."""
 
+FORKED_NATIVE = ("native tp2", "spread experts")
+"""Those forked from one that imported torch."""
+
 SCENARIOS: dict[str, Callable[[Path, Path, ForkedRanks | None], Any]] = {
     "killed": killed,
+    "stopped": stopped,
     "quick_plants": quick_plants,
     "pipelines": pipelines,
     "fused_updates": fused_updates,
@@ -229,27 +245,36 @@ def main(runs: str, data: str, answer: str, *names: str) -> None:
             permits.release(LANES - 1)
         os.killpg(0, signal.SIGTERM)  # The tests were killed: what they wait for would train on.
 
-    def make(name: str, ranks: ForkedRanks | None) -> dict[str, Any]:
+    def make(
+        name: str, ranks: ForkedRanks | None, warm: WarmMegatron | None = None
+    ) -> dict[str, Any]:
         with permits:
             try:
                 if name in SCENARIOS:
                     return {"made": SCENARIOS[name](Path(runs), Path(data), ranks)}
                 target, changes = wanted[name]
-                return {"made": str(trainer(target, ranks, **changes).folder)}
+                return {"made": str(trainer(target, ranks, warm, **changes).folder)}
             except Exception:  # Only the tests that look at it are to fail.
                 return {"failed": traceback.format_exc()}
 
     def make_all(names: Sequence[str], ranks: ForkedRanks | None) -> dict[str, dict[str, Any]]:
         return {name: make(name, ranks) for name in names}
 
+    def make_native(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        if not names:
+            return {}
+        with closing(WarmNative()) as warm:
+            return {name: make(name, None, warm) for name in names}
+
     Thread(target=permit_all, daemon=True).start()
     forked = [name for name in FORKED if name in names]
-    started = [name for name in names if name not in forked]
+    native = [name for name in names if name in FORKED_NATIVE]
+    started = [name for name in names if name not in (*forked, *native)]
     with ExitStack() as around, ThreadPoolExecutor(LANES) as pool:
         ranks = around.enter_context(closing(ForkedRanks())) if forked else None
         results = make_all(forked[:2], ranks)  # They write the starts of both models.
         further = pool.submit(make_all, forked[2:], ranks)
-        results |= make_all(started, None) | further.result()
+        results |= make_all(started, None) | make_native(native) | further.result()
     Path(answer).write_text(json.dumps(results))
 
 

@@ -105,8 +105,8 @@ def test_two_expert_ranks_print_one_ranks_losses(experts: Run, ep2: Run) -> None
 
 
 def test_each_expert_rank_holds_half_of_the_experts(experts: Run, ep2: Run) -> None:
-    assert experts.parameters == {(0, 0): 3_811_904}
-    assert ep2.parameters == {(0, 0): 3_549_760}
+    assert experts.parameters == {(0, 0): 666_176}
+    assert ep2.parameters == {(0, 0): 404_032}
     for rank in read_ledger(ep2.folder, MemoryRecord).ranks:
         held = rank_parameters(configuration(ep2))
         assert held.experts == 4 * 4 * 2 * 64 * 128

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.examples.runs import ITERATIONS, Run
+from tests.small import PADDED, VOCABULARY
 from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.tensors import rank_parameters
 from tools.records.measurements import (
@@ -40,7 +41,8 @@ def configuration(run: Run) -> RunSpec:
     model = load_model(run.record.spec.model)
     flags = Flags(run.record.argv)
     multiple = flags.integer("--make-vocab-size-divisible-by", 128)
-    as_run = replace(model, shape=replace(model.shape, vocabulary_multiple=multiple))
+    shape = replace(model.shape, vocabulary=VOCABULARY, vocabulary_multiple=multiple)
+    as_run = replace(model, shape=shape)
     return replace(
         spec_of_model(as_run, run.record.spec.parallelism, run.record.spec.batch),
         dtype="fp32",
@@ -130,7 +132,7 @@ def test_sequence_parallelism_halves_what_norms_keep(runs: dict[str, Run]) -> No
 def test_only_the_last_stage_of_a_pipeline_holds_logits(runs: dict[str, Run]) -> None:
     first, last = read_ledger(runs["pp2"].folder, MemoryRecord).ranks
     assert first.categories[MemoryCategory.LOGITS] == 0
-    one_micro_batch = 4 * 2 * 64 * 50304
+    one_micro_batch = 4 * 2 * 64 * PADDED
     assert last.categories[MemoryCategory.LOGITS] in (one_micro_batch, 2 * one_micro_batch)
 
 

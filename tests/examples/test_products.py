@@ -6,13 +6,13 @@ from tests.examples.runs import Run, Trainer
 from tools.records.run import Status
 
 PARAMETERS = {
-    "tp2dp2": {1_714_688},
-    "pp2dp2": {3_323_520, 3_319_552},
-    "tp2pp2": {1_664_192, 1_660_224},
-    "tp2cp2": {1_714_688},
-    "tp2dp2-zero1": {1_714_688},
-    "tp2dp2-zero3": {1_714_688},
-    "vpp2dp2-zero1": {3_323_520, 3_319_552},
+    "tp2dp2": {141_824},
+    "pp2dp2": {177_792, 173_824},
+    "tp2pp2": {91_328, 87_360},
+    "tp2cp2": {141_824},
+    "tp2dp2-zero1": {141_824},
+    "tp2dp2-zero3": {141_824},
+    "vpp2dp2-zero1": {177_792, 173_824},
 }
 
 

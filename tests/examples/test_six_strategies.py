@@ -9,7 +9,7 @@ from tools.records import run as records
 from tools.records.run import Status
 from tools.spec.strategy import NAMED
 
-WHOLE, HALF_TENSOR = 3_423_616, 1_714_688
+WHOLE, HALF_TENSOR = 277_888, 141_824
 PARAMETERS = {
     "baseline": {(0, 0): WHOLE},
     "dp2": {(0, 0): WHOLE},
@@ -17,7 +17,7 @@ PARAMETERS = {
     "sp2": {(0, 0): HALF_TENSOR, (1, 0): HALF_TENSOR},
     "cp2": {(0, 0): WHOLE},
     # Both stages hold the embedding: the first looks tokens up in it, the last has it as output layer.
-    "pp2": {(0, 0): 3_323_520, (0, 1): 3_319_552},
+    "pp2": {(0, 0): 177_792, (0, 1): 173_824},
 }
 ARGUMENTS = {
     "dp2": {"data_parallel_size": "2"},
@@ -56,17 +56,17 @@ def test_all_do_the_same_work(six: dict[str, Run], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMED[1:])
-def test_losses_are_baselines_to_one_unit_of_the_last_printed_digit(
+def test_losses_are_baselines_but_for_the_last_printed_digits(
     six: dict[str, Run], name: str
 ) -> None:
     for mine, baselines in zip(six[name].losses, six["baseline"].losses, strict=True):
-        # Megatron prints seven digits, and losses here are above 10: one unit is 1e-5.
+        # Megatron prints seven digits, of what is summed in another order in each strategy.
         assert mine == pytest.approx(baselines, abs=1.1e-5)
 
 
 def test_the_model_learns(six: dict[str, Run]) -> None:
     losses = six["baseline"].losses
-    assert losses[0] > 10.7
+    assert losses[0] > 6.9
     assert losses[-1] < losses[0] - 0.2
 
 

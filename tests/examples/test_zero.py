@@ -13,7 +13,7 @@ from tools.records.measurements import (
 )
 from tools.records.run import Status
 
-WHOLE_BYTES = 4 * 3_423_616
+WHOLE_BYTES = 4 * 277_888
 UNTIED = "--untie-embeddings-and-output-weights"
 
 

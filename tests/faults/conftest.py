@@ -7,6 +7,6 @@ from tests.faults.runs import Kit
 
 @pytest.fixture(scope="session")
 def kit(
-    tmp_path_factory: pytest.TempPathFactory, sample_prefix: Path, starting_weights: Path
+    tmp_path_factory: pytest.TempPathFactory, small_prefix: Path, starting_weights: Path
 ) -> Kit:
-    return Kit(tmp_path_factory.mktemp("faults"), sample_prefix, starting_weights)
+    return Kit(tmp_path_factory.mktemp("faults"), small_prefix, starting_weights)

@@ -6,7 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from tests.examples.forked_launcher import forked
 from tests.faults.runs import Kit, kill
+from tools.study.verify.verifier import ForkedRanks
 
 
 @dataclass(frozen=True)
@@ -23,14 +27,16 @@ class Killed:
     output: str
 
 
-def killed(runs: Path, data: Path, *_: object) -> dict[str, Any]:
-    """`Killed` of two ranks under DP, killed after the first of three saves."""
+def killed(runs: Path, data: Path, ranks: ForkedRanks) -> dict[str, Any]:
+    """`Killed` of two forked ranks under DP, killed after the first of three saves."""
     folder = runs / "killed"
     folder.mkdir()
     kit = Kit(folder, data, runs / ".start")
-    victim = kit.start("dp2")
+    kit.program = forked(ranks)
+    # A target's script would start a launcher of its own, which forks no ranks.
+    victim = kit.start("dp2", words=("run", "dp2", "gpt2-tiny", "2cpu"))
     victim.wait_for("iteration        6/")
-    kill(victim.ranks[1])
+    kill(_rank_1(ranks))
     ended = victim.end()
     iterations = len(ended.run.log.iterations)
     resumed = kit.resume(ended.folder)
@@ -43,3 +49,9 @@ def killed(runs: Path, data: Path, *_: object) -> dict[str, Any]:
             resumed.output,
         )
     )
+
+
+def _rank_1(ranks: ForkedRanks) -> psutil.Process:
+    processes = psutil.Process(ranks.warm.pid).children(recursive=True)
+    (found,) = (process for process in processes if process.name() == "rank1")
+    return found

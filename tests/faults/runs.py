@@ -15,6 +15,7 @@ from typing import IO
 import psutil
 
 from tests.patience import OF_A_RUN, until
+from tests.small import SMALL
 from tools.launch.supervise.ranks import alive
 from tools.records import run as records
 from tools.records.run import StatusRecord
@@ -27,12 +28,18 @@ from tools.spec.published import load_published
 ITERATIONS, SAVE_EVERY = 12, 4
 
 
+PROGRAM = (sys.executable, "-m", "tools.cli")
+
+
 def launch(
-    words: Sequence[str], environment: Mapping[str, str], output: int | IO[bytes] = subprocess.PIPE
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    output: int | IO[bytes] = subprocess.PIPE,
+    program: Sequence[str] = PROGRAM,
 ) -> psutil.Popen:
-    """`python -m tools.cli WORDS`."""
+    """`python -m tools.cli WORDS`, or another program with these words."""
     return psutil.Popen(
-        (sys.executable, "-m", "tools.cli", *words),
+        (*program, *words),
         cwd=ROOT,
         env=environment,
         stdout=output,
@@ -147,16 +154,21 @@ class Kit:
             "RUNS": str(self.runs),
             "LEDGER": "0",
         }
+        self.program: Sequence[str] = PROGRAM
         self._whole: dict[str, Ended] = {}
 
-    def start(self, strategy: str, ranks: int = 2, **variables: str) -> Victim:
-        """Start a run that saves, and wait for its folder."""
+    def start(
+        self, strategy: str, ranks: int = 2, words: tuple[str, ...] = (), **variables: str
+    ) -> Victim:
+        """Start a run that saves, and wait for its folder; `words` are asked instead of its target."""
         runs = Path(variables.get("RUNS", self.runs))
         before = set(runs.glob("2*"))
         model = "moe-tiny" if "ep" in strategy else "gpt2-tiny"
         ranks = 1 if strategy == "baseline" else ranks
-        words = (f"train-{strategy}-{model}-{ranks}cpu",)
-        launcher = self._launch(words, {"SAVE_EVERY": str(SAVE_EVERY), **variables})
+        words = words or (f"train-{strategy}-{model}-{ranks}cpu",)
+        extra = " ".join((*SMALL, variables.get("EXTRA", "")))
+        own = {"SAVE_EVERY": str(SAVE_EVERY), **variables, "EXTRA": extra}
+        launcher = self._launch(words, own)
 
         def made() -> list[Path]:
             found = [path for path in set(runs.glob("2*")) - before if (path / "log.txt").exists()]
@@ -193,7 +205,7 @@ class Kit:
         return loss_curve(self.undisturbed_run(strategy, ranks, **variables).run)
 
     def _launch(self, words: tuple[str, ...], variables: dict[str, str]) -> psutil.Popen:
-        return launch(words, {**self.environment, **variables})
+        return launch(words, {**self.environment, **variables}, program=self.program)
 
 
 def same_losses(resumed: Run, whole: Curve) -> None:

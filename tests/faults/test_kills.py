@@ -2,6 +2,7 @@
 
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -10,8 +11,12 @@ import pytest
 from tests.examples.runs import SharedRuns
 from tests.faults.killed import Killed
 from tests.faults.runs import ITERATIONS, WHO, Ended, Kit, kill, moment, same_losses
+from tests.patience import OF_A_RUN, until
+from tools.launch.compose import torchrun
+from tools.launch.supervise.exit_status import classify_exit
+from tools.launch.supervise.ranks import RankProcesses
 from tools.records.checkpoints import find_checkpoints
-from tools.records.run import CHECKPOINTS_FOLDER, Status, StatusRecord, read_status
+from tools.records.run import CHECKPOINTS_FOLDER, LOG_FILE, Status, StatusRecord, read_status
 from tools.report.analyse.parity import loss_curve
 from tools.report.read.runs import load_folder
 
@@ -62,6 +67,15 @@ def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_losses_of_an_undistur
     assert read_status(folder).status is Status.OK
     assert resumed.restarts == (5,)
     same_losses(resumed, loss_curve(load_folder(undisturbed)))
+
+
+def test_torchrun_ends_the_others_and_names_the_rank_that_was_killed(tmp_path: Path) -> None:
+    rank = "[ $RANK = 0 ] || kill -9 $BASHPID; exec sleep 3600"
+    command = (*torchrun(2, sys.executable), "--no-python", "bash", "-c", rank)
+    with RankProcesses(command, {}, tmp_path / LOG_FILE) as ranks:
+        until(lambda: ranks.exit_code() is not None, "torchrun has not ended", OF_A_RUN)
+        code = ranks.exit_code()
+    judged_rightly(classify_exit(tmp_path, code, interrupted=False), "rank 1")
 
 
 @pytest.mark.slow

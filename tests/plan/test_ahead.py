@@ -149,7 +149,7 @@ def test_megatrons_own_modules_have_the_parameters_calls_and_bytes(
     # So many logits that the peak is at the loss, where all activations are kept.
     words = f"--vocab-size 50000 --position-embedding-type rope --mtp-num-layers {depths}"
     model = changed_model(small_model(kind), words.split(), SHAPE_FLAGS)
-    spec = spec_of_model(model, split, Batch(2, 4 * split.data * split.pipeline))
+    spec = spec_of_model(model, split, Batch(2, 2 * split.data * split.pipeline))
     spec = replace(spec, dtype="bf16")
     for rank in {0, split.world_size - 1}:
         found = run_case(dry_runner, Case(model, spec, rank))

@@ -55,16 +55,16 @@ def test_175b_on_1024_ranks_equals_the_closed_form(dry_runner: DryRunner) -> Non
 
 
 @pytest.mark.parametrize(
-    ("stages", "virtual"),
-    [(StageSplit(embedding=True, loss=True), 2), (StageSplit(first=1, last=2), 1)],
+    ("stages", "virtual", "batch"),
+    [(StageSplit(embedding=True, loss=True), 2, 16), (StageSplit(first=1, last=2), 1, 8)],
 )
 def test_unequal_stages_equal_the_closed_form(
-    dry_runner: DryRunner, stages: StageSplit, virtual: int
+    dry_runner: DryRunner, stages: StageSplit, virtual: int, batch: int
 ) -> None:
     layers = 14 if virtual == 2 else 7
     split = Parallelism(pipeline=4, tensor=2, virtual_stages=virtual, data=2)
     model = small_model(layers=layers)
-    spec = configured(model, split, Batch(1, 16), stages=stages)
+    spec = configured(model, split, Batch(1, batch), stages=stages)
     for rank in (0, 4, 15):
         found = run_case(dry_runner, Case(model, spec, rank))
         assert found.agrees, found.differences
@@ -113,7 +113,7 @@ def test_each_module_drops_the_closed_forms_bytes_and_makes_its_calls_again(
     # So many logits that the peak is at the loss, where all activations are kept.
     flags = ("--vocab-size", "50000", *words.split())
     model = changed_model(small_model(kind), flags, SHAPE_FLAGS | set(flags))
-    spec = configured(model, split, Batch(2, 4 * split.data))
+    spec = configured(model, split, Batch(2, 2 * split.data))
     spec = replace(spec, dtype="bf16")
     whole, recomputing = (
         run_case(dry_runner, Case(model, replace(spec, recompute=Recompute.parse(each)), 0))
@@ -171,8 +171,9 @@ _BY_DEFAULT = {
 def test_checkpoints_of_several_and_of_some_layers_keep_and_send_what_the_closed_form_has(
     dry_runner: DryRunner, recompute: str, split: Parallelism, rank: int
 ) -> None:
-    model = small_model(layers=12)
-    spec = configured(model, split, Batch(2, 8), recompute=Recompute.parse(recompute), dtype="bf16")
+    model = small_model(layers=6 * split.pipeline)
+    batch = Batch(2, 2 * split.pipeline * split.virtual_stages)
+    spec = configured(model, split, batch, recompute=Recompute.parse(recompute), dtype="bf16")
     found = run_case(dry_runner, Case(model, spec, rank))
     assert found.agrees, found.differences
     measured, closed = found.memory["peak"]
@@ -181,7 +182,7 @@ def test_checkpoints_of_several_and_of_some_layers_keep_and_send_what_the_closed
 
 
 def test_under_cp_neither_column_keeps_scores(dry_runner: DryRunner) -> None:
-    spec = configured(TINY, Parallelism(context=2), Batch(8, 16))
+    spec = configured(TINY, Parallelism(context=2), Batch(8, 8))
     (found,) = of_ranks(dry_runner, TINY, spec, "first")
     measured, closed = found.memory["activations"]
     assert measured == pytest.approx(closed, rel=0.003)
@@ -221,7 +222,7 @@ def test_published_pipeline_stages_have_their_published_parameters(dry_runner: D
 def test_state_is_the_closed_form_to_the_byte_and_activations_are_its_kind(
     dry_runner: DryRunner,
 ) -> None:
-    spec = configured(TINY, Parallelism(tensor=2), Batch(2, 8))
+    spec = configured(TINY, Parallelism(tensor=2), Batch(2, 2))
     (comparison,) = of_ranks(dry_runner, TINY, spec, "0")
     held = comparison.report.memory
     weights = 4 * 1_718_784
@@ -251,7 +252,7 @@ def test_sequence_parallelism_trades_all_reduces_for_gathers_and_scatters(
     dry_runner: DryRunner,
 ) -> None:
     split = Parallelism(tensor=2, sequence_parallel=True)
-    (comparison,) = of_ranks(dry_runner, TINY, configured(TINY, split, Batch(2, 8)), "first")
+    (comparison,) = of_ranks(dry_runner, TINY, configured(TINY, split, Batch(2, 2)), "first")
     calls = {row.operation for row in comparison.report.communication.calls if row.group == "tp"}
     assert {Operation.ALL_GATHER, Operation.REDUCE_SCATTER} <= calls
 

@@ -22,7 +22,7 @@ def assert_equal(runner: DryRunner, case: Case) -> None:
     assert comparison.report.in_flight == comparison.in_flight
 
 
-@settings(_LIMITS, max_examples=5)
+@settings(_LIMITS, max_examples=3)
 @given(cases())
 def test_parameters_and_every_call_equal_the_closed_form(dry_runner: DryRunner, case: Case) -> None:
     assert_equal(dry_runner, case)

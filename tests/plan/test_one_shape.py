@@ -91,8 +91,8 @@ def assert_counted(runner: DryRunner, words: tuple[str, ...], split: Parallelism
         split = replace(split, expert=1)
     given = " ".join(words).split()
     model = changed_model(small_model(), given, SHAPE_FLAGS | set(given))
-    spec = spec_of_model(model, split, Batch(2, 8 * split.data))
-    for rank in {0, split.world_size - 1}:
+    spec = spec_of_model(model, split, Batch(1, split.pipeline * split.data))
+    for rank in sorted({0, split.world_size - split.world_size // split.pipeline}):
         found = run_case(runner, Case(model, spec, rank)).report.parameters
         counted = rank_parameters(as_dry_run(spec), split.pipeline_rank(rank)).total
         assert found == counted, (model.flags, split, rank)

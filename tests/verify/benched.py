@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 from tests.verify.bench import Bench, verify_plants
-from tools.launch.data import fold
 from tools.spec.files import ROOT
 from tools.study.verify.verifier import ForkedRanks, Verifier
 
@@ -39,9 +38,8 @@ def quick_plants(runs: Path, data: Path, ranks: ForkedRanks) -> str:
     """What is printed of `QUICK`, in a small vocabulary."""
     folder = runs / "quick_plants"
     folder.mkdir()
-    fold(data, folder / "small")
     verifier = Verifier(folder, ranks)
-    rows = verify_plants(Bench(str(folder / "small"), verifier, small=True), QUICK)
+    rows = verify_plants(Bench(str(data), verifier, small=True), QUICK)
     printed = "\n".join(row.line() for row in rows)
     verifier.forget()
     return printed

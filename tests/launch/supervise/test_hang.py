@@ -84,21 +84,21 @@ def rank(tmp_path: Path) -> Iterator[psutil.Popen]:
     process.communicate()
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("was_stopped", [False, True])
 def test_ranks_say_where_they_are_also_when_they_were_stopped(
-    rank: psutil.Popen, tmp_path: Path, stopped: bool, monkeypatch: pytest.MonkeyPatch
+    rank: psutil.Popen, tmp_path: Path, was_stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hang, "STACK_SECONDS", PATIENCE)
-    if stopped:
+    if was_stopped:
         rank.send_signal(signal.SIGSTOP)
         until(lambda: rank.status() == psutil.STATUS_STOPPED, "the rank was not stopped")
     log = tmp_path / "log.txt"
     log.touch()
     error = HangWatch(5).error(collect_stacks({3: rank}, tmp_path), tmp_path)
     assert "stuck_here" in (tmp_path / "rank3.txt").read_text()
-    assert error.rank == (3 if stopped else None)
+    assert error.rank == (3 if was_stopped else None)
     assert "nothing was logged for 5 s" in str(error)
-    assert ("rank 3 was stopped" in str(error)) == stopped
+    assert ("rank 3 was stopped" in str(error)) == was_stopped
 
 
 def test_a_process_that_would_die_of_the_question_is_not_asked(tmp_path: Path) -> None:

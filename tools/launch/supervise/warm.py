@@ -26,6 +26,8 @@ FAILED = 1
 class WarmMegatron:
     """The process that forks; it ends with this one, or with `close`."""
 
+    module = "megatron_patches.warm"
+
     def __init__(self, entry: str, environment: Mapping[str, str]) -> None:
         self.entry = entry
         self.environment = dict(environment)
@@ -37,7 +39,7 @@ class WarmMegatron:
         listener.listen()
         self._log = (self._folder / "log.txt").open("wb")
         self._process = subprocess.Popen(
-            (sys.executable, "-m", "megatron_patches.warm", str(listener.fileno()), entry),
+            (sys.executable, "-m", self.module, str(listener.fileno()), entry),
             pass_fds=(listener.fileno(),),
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **self.environment},

@@ -40,6 +40,7 @@ def release_of(reading: Reading, facts: Mapping[str, Any]) -> float:
     return next((release for part, release in implied.items() if part in reading.where), 0.0)
 
 
+@cache
 def model_facts(model: str) -> dict[str, Any]:
     """What is known of a model by its name, from `models.yaml`; empty if it is not there."""
     name = model.lower().replace("_", "-").replace("llama-", "llama").replace("llama31", "llama3.1")

@@ -121,12 +121,12 @@ def uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncertainty:
 
 def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
     """The nearest timed readings on the same device with their held-out residuals, nearest first."""
-    gpu = cluster.device.key.split("-")[0]
+    gpu, parameters = cluster.device.key.split("-")[0], parameters_total(spec.shape)
     placed = [
         (distance, reading.line, place)
         for place, (reading, _) in enumerate(_readings())
         if reading.gpu.lower().split("-")[0] == gpu
-        and (distance := _distance(reading, spec, cluster)) is not None
+        and (distance := _distance(reading, spec, cluster, parameters)) is not None
     ]
     found: list[tuple[float, Residual]] = []
     layouts: set[tuple[object, ...]] = set()
@@ -162,12 +162,12 @@ def _readings() -> tuple[tuple[Reading, Expressed | None], ...]:
     return (*timed, *((run.reading, run) for run in kit_runs()))
 
 
-def _distance(reading: Reading, spec: RunSpec, cluster: Cluster) -> float | None:
+def _distance(reading: Reading, spec: RunSpec, cluster: Cluster, parameters: int) -> float | None:
     split, shape = spec.parallelism, spec.shape
     if reading.params_b is None or reading.gpus is None:
         return None
     pairs = (
-        (reading.params_b * 1e9, parameters_total(shape)),
+        (reading.params_b * 1e9, parameters),
         (reading.gpus, cluster.devices),
         (reading.tp or 1, split.tensor),
         (reading.pp or 1, split.pipeline),

@@ -180,14 +180,14 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
     Where ranks share cores, those of a stage that waits are the others': m micro batches then take no
     less than the work of all stages on all cores, nor than the slowest stage and the way through alone.
     """
-    pipeline = spec.parallelism.pipeline
-    stages = [_stage(spec, cluster, 0)]
+    pipeline, pieces = spec.parallelism.pipeline, _stage_pieces(spec, cluster)
+    stages = [_stage(spec, cluster, 0, pieces)]
     if pipeline == 1:
         return stages[0], stages[0].total
-    stages.append(_stage(spec, cluster, pipeline - 1))
+    stages.append(_stage(spec, cluster, pipeline - 1, pieces))
     through = stages[0].total + stages[1].total
     for rank, times in middle_ranks(spec).items():
-        stages.append(_stage(spec, cluster, rank))
+        stages.append(_stage(spec, cluster, rank, pieces))
         through += times * stages[-1].total
     slowest, share = max(stages, key=lambda stage: stage.total), cluster.share
     if share == 1 or not slowest.total:
@@ -201,15 +201,27 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
 def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[float, float]:
     """One micro batch on a pipeline rank, and what follows its last: gradients, weights, update."""
     once = replace(spec, batch=Batch(1, spec.parallelism.data))
-    found = _stage(spec, cluster, pipeline_rank)
+    found = _stage(spec, cluster, pipeline_rank, _stage_pieces(spec, cluster))
     return found.total, sum(_after_backward(once, cluster, pipeline_rank))
 
 
-def _stage(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> MicroBatchSeconds:
+def _stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, MicroBatchSeconds]:
+    """What all stages are made of, and a layer that is not computed again."""
+    pieces = _pieces(_one_layer(spec), cluster)
+    if not spec.recompute.some_layers:
+        return pieces, pieces.layer
+    return pieces, _pieces(_one_layer(replace(spec, recompute=Recompute.NONE)), cluster).layer
+
+
+def _stage(
+    spec: RunSpec,
+    cluster: Cluster,
+    pipeline_rank: int,
+    made_of: tuple[_Pieces, MicroBatchSeconds],
+) -> MicroBatchSeconds:
     """One micro batch on a pipeline rank: its layers, some computed again, and what the ends have."""
-    pieces, layers = _pieces(_one_layer(spec), cluster), spec.stage_layers(pipeline_rank)
+    (pieces, kept), layers = made_of, spec.stage_layers(pipeline_rank)
     if spec.recompute.some_layers:
-        kept = _pieces(_one_layer(replace(spec, recompute=Recompute.NONE)), cluster).layer
         again = spec.layers_again(pipeline_rank)
         found = pieces.layer * again + kept * (layers - again)
     else:

@@ -1,0 +1,44 @@
+"""`python -m tools.cli WORDS…`, whose ranks come from a process that has imported Megatron.
+
+`python -m tests.examples.forked_launcher SOCKET PID WORDS…`
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tools.cli.main import from_make
+from tools.launch import train
+from tools.launch.compose import Launch
+from tools.launch.supervise.warm import WarmMegatron
+from tools.study.verify.verifier import ForkedRanks
+
+
+class Elsewhere(WarmMegatron):
+    """The warm process of another launcher."""
+
+    def __init__(self, address: str, pid: int) -> None:
+        self._socket = Path(address)
+        self._pid = pid
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+
+def forked(ranks: ForkedRanks) -> tuple[str, ...]:
+    """What starts it, up to its words."""
+    served = (str(ranks.warm._socket), str(ranks.warm.pid))
+    return (sys.executable, "-m", "tests.examples.forked_launcher", *served)
+
+
+if __name__ == "__main__":
+    _, address, pid, *words = sys.argv
+    warm, execute = Elsewhere(address, int(pid)), train.execute
+
+    def execute_forked(launch: Launch, *arguments: Any, **named: Any) -> Any:
+        return execute(replace(launch, warm=warm), *arguments, **named)
+
+    train.execute = execute_forked
+    sys.exit(from_make(words[0], words[1:]))

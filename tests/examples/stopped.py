@@ -1,0 +1,80 @@
+"""Runs that are told to stop: by `make stop` while they start, and by Ctrl-C while they train."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+
+from tests.examples.forked_launcher import forked
+from tests.patience import OF_A_RUN, until
+from tests.small import SMALL
+from tools.launch.stop import stop
+from tools.launch.supervise.ranks import alive
+from tools.spec.files import ROOT
+from tools.study.verify.verifier import ForkedRanks
+
+MOMENTS = {signal.SIGTERM: "initializing torch distributed", signal.SIGINT: "iteration        3/"}
+"""What is asked, and the line after which."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A run after it was asked to stop."""
+
+    folder: str
+    exit_code: int
+    ranks: int
+    """Processes that it had, and the one that forked them."""
+    left: int
+    """Those that live."""
+
+
+def stopped(runs: Path, data: Path, ranks: ForkedRanks) -> dict[str, Any]:
+    """`Stopped` by the number of what was asked."""
+    return {str(int(number)): asdict(_stop(number, runs, data, ranks)) for number in MOMENTS}
+
+
+def _stop(number: signal.Signals, runs: Path, data: Path, ranks: ForkedRanks) -> Stopped:
+    own = runs / f"stopped-{number.name}"
+    own.mkdir()
+    (own / ".start").symlink_to(runs / ".start")
+    settings = {"ITERS": "400", "DATA": str(data), "RUNS": str(own), "EXTRA": " ".join(SMALL)}
+    launcher = subprocess.Popen(
+        (*forked(ranks), "run", "dp2", "gpt2-tiny", "2cpu"),
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        folder = _wait_for_log(launcher, own, MOMENTS[number])
+        started = psutil.Process(ranks.warm.pid).children(recursive=True)
+        if number is signal.SIGTERM:  # As `make stop` sends it.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("tools.launch.stop.STOP_SECONDS", OF_A_RUN)
+                assert stop(folder, Console(quiet=True)) == 0
+        else:
+            launcher.send_signal(number)
+        code = launcher.wait(OF_A_RUN)
+        return Stopped(str(folder), code, len(started), sum(map(alive, started)))
+    finally:
+        launcher.terminate()
+        launcher.wait()
+
+
+def _wait_for_log(launcher: subprocess.Popen[bytes], runs: Path, text: str) -> Path:
+    def found() -> Path | None:
+        assert launcher.poll() is None, f"the launcher ended with {launcher.returncode}"
+        logs = runs.glob("2*/log.txt")
+        return next((log.parent for log in logs if text in log.read_text(errors="replace")), None)
+
+    folder = until(found, f"'{text}' did not appear in a log", OF_A_RUN)
+    assert folder is not None
+    return folder

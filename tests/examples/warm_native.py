@@ -1,0 +1,38 @@
+"""Ranks of the native backend, forked from one process that has imported torch.
+
+`python -m tests.examples.warm_native DESCRIPTOR ENTRY`
+"""
+
+import gc
+import socket
+import sys
+from pathlib import Path
+
+from megatron_patches.warm import _serve, _take_place, _train
+from tools.launch.supervise.warm import WarmMegatron
+from tools.study.verify.verifier import START
+
+
+class WarmNative(WarmMegatron):
+    """That process; the other family's entry has the same lines."""
+
+    module = "tests.examples.warm_native"
+
+    def __init__(self) -> None:
+        super().__init__("examples/gpt3/pretrain_native.py", START)
+
+
+def main(descriptor: int, entry: Path) -> None:
+    """Import and serve; each rank ends here, with its training."""
+    with socket.socket(fileno=descriptor) as listener:
+        code = compile(entry.read_bytes(), str(entry), "exec")
+        exec(code, {"__name__": "entry", "__file__": str(entry)})  # noqa: S102 - for what it imports
+        gc.freeze()
+        rank = _serve(listener)
+    if rank is not None:
+        _take_place(rank)
+        _train(code, str(entry))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
