@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType
 
 from megatron_patches.context import RuntimeContext, find_context, is_known
-from megatron_patches.plant import execute_plant
+from megatron_patches.patch_file import execute_patch_file
 from megatron_patches.refusal import named_refusals
 from megatron_patches.registry import WITHOUT, PatchError, apply_patches, left_out
 from megatron_patches.stacks import dump_stacks_on_request
@@ -59,15 +59,15 @@ def write_whole_lines() -> None:
 
 
 def announce(context: RuntimeContext, applied: Sequence[str]) -> None:
-    """Execute the plant, if there is one, and print what of Megatron is changed, once a run."""
+    """Execute the patch file, if there is one, and print what of Megatron is changed, once a run."""
     write_whole_lines()
-    planted = execute_plant(os.environ)
+    patched = execute_patch_file(os.environ)
     if int(os.environ.get("RANK", "0")) == 0:
         tried = "" if is_known(context.megatron) else " (not tried)"
         print(
             f"> Megatron {context.megatron}{tried}, patched: {', '.join(applied) or 'nothing'}"
             + (f", {WITHOUT}{', '.join(left_out)}" if left_out else "")
-            + (f", planted: {planted}" if planted else ""),
+            + (f", patch file: {patched}" if patched else ""),
             flush=True,
         )
 

@@ -33,8 +33,9 @@ class RuntimeContext:
     """Patches of `fused/` that `FUSED=` names."""
     shares_device: bool = False
     """All ranks are on one GPU."""
-    untried: bool = False
-    """The user lets a Megatron train that the patches were not tried with (`UNTRIED=1`)."""
+    allow_unknown_megatron: bool = False
+    """The user lets a Megatron train that the patches were not tried with
+    (`ALLOW_UNKNOWN_MEGATRON=1`)."""
 
     @property
     def on_cpu(self) -> bool:
@@ -57,7 +58,7 @@ def find_context(entry: Path, device: str) -> RuntimeContext:
         has_transformer_engine=device == "gpu" and _imports("transformer_engine.pytorch"),
         fused=parse_fusions(os.environ.get(variables.FUSED, "")),
         shares_device=device == "gpu" and os.environ.get(variables.SHARE_GPU) == "1",
-        untried=os.environ.get(variables.UNTRIED) == "1",
+        allow_unknown_megatron=os.environ.get(variables.ALLOW_UNKNOWN_MEGATRON) == "1",
     )
 
 

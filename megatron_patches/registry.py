@@ -48,16 +48,16 @@ class Patch:
 
 
 def check_version(context: RuntimeContext) -> None:
-    """Refuse a Megatron that the patches do not know, unless the user lets an untried one train.
+    """Refuse a Megatron that the patches do not know, unless the user lets an unknown one train.
 
     Raises:
         PatchError: Older than `OLDEST_KNOWN` or of a newer minor release than `NEWEST_KNOWN`.
     """
-    if not is_known(context.megatron) and not context.untried:
+    if not is_known(context.megatron) and not context.allow_unknown_megatron:
         raise PatchError(
             f"Megatron {context.megatron} is not known to the patches (they know "
             f"{OLDEST_KNOWN.base_version} to {NEWEST_KNOWN}.x); point MEGATRON_LM at one of those, or "
-            "unset it for the wheel; UNTRIED=1 tries it."
+            "unset it for the wheel; ALLOW_UNKNOWN_MEGATRON=1 tries it."
         )
 
 
@@ -72,7 +72,7 @@ def apply_patches(patches: Iterable[Patch], context: RuntimeContext) -> tuple[st
     """
     check_version(context)
     applied = [patch for patch in patches if patch.needed(context)]
-    lenient = context.untried and not is_known(context.megatron)
+    lenient = context.allow_unknown_megatron and not is_known(context.megatron)
     for patch in applied:
         for replacement in patch.replacements:
             if replacement.exists_in(context.megatron):
@@ -88,7 +88,7 @@ def apply_patches(patches: Iterable[Patch], context: RuntimeContext) -> tuple[st
 WITHOUT = "but for targets that it lacks: "
 """What comes before their list in a log."""
 left_out: list[str] = []
-"""Patches with a target that an untried Megatron does not have, in this process."""
+"""Patches with a target that an unknown Megatron does not have, in this process."""
 
 
 def _replace(patch: Patch, replacement: Replacement, context: RuntimeContext) -> None:

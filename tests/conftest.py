@@ -28,7 +28,7 @@ settings.load_profile("any machine")
 
 pytest_plugins = ("tests.machines",)
 
-REAL_RUNS = {"all_runs", "killed", "stopped", "quick_plants", "pipelines", "fused_updates"}
+REAL_RUNS = {"all_runs", "killed", "stopped", "quick_injected", "pipelines", "fused_updates"}
 """Fixtures that wait for the shared runs."""
 
 

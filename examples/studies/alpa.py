@@ -68,7 +68,7 @@ class Alpa:
     seconds: float
     """Of an iteration, by its own objective."""
     candidate: Candidate | None
-    """The same layout as Megatron can run it and the planner times it; None where stages differ."""
+    """The same strategy as Megatron can run it and the planner times it; None where stages differ."""
 
     @property
     def total(self) -> float:
@@ -98,7 +98,7 @@ def beside(plan: Plan) -> str:
     if found is None or winner is None:
         return "Alpa's dynamic program finds nothing that fits."
     if found.candidate is not None and found.candidate.strategy == winner.strategy:
-        return f"Alpa's dynamic program chooses the same layout: {found}."
+        return f"Alpa's dynamic program chooses the same strategy: {found}."
     return (
         f"Alpa's dynamic program chooses {found}, {found.total / winner.seconds.total:.2f} times the "
         f"{winner.strategy} of the exhaustive search."
@@ -253,7 +253,7 @@ def _cost(request: Request, spec: RunSpec, rank: int, samples: int) -> Cost:
 def _as_candidate(
     request: Request, stages: tuple[AlpaStage, ...], samples: int
 ) -> Candidate | None:
-    """Stages of equal layers and one split are a layout of Megatron's."""
+    """Stages of equal layers and one split are a strategy of Megatron's."""
     lengths = {stage.end - stage.first for stage in stages}
     if len({stage.cost.split for stage in stages}) > 1 or len(lengths) > 1:
         return None

@@ -54,26 +54,26 @@ class Audit:
     """Comparisons that the stated figures allowed."""
     unchecked: int
     """Rows that state too little for any."""
-    findings: tuple[Contradiction, ...]
+    contradictions: tuple[Contradiction, ...]
 
 
 def audit_table(table: Path, json: bool) -> int:
-    """Audit a table; 1 with findings.
+    """Audit a table; 1 with contradictions.
 
     Raises:
         TableError: It is no table.
     """
     found = audit(read_table(table))
     print(dumps(asdict(found), indent=1) if json else _text(found, table))
-    return 1 if found.findings else 0
+    return 1 if found.contradictions else 0
 
 
 def _text(found: Audit, path: Path) -> str:
     lines = [
         f"{path}:{item.line}: {item.row + ': ' if item.row else ''}{item.sentence}"
-        for item in found.findings
+        for item in found.contradictions
     ]
-    bad = len({item.line for item in found.findings})
+    bad = len({item.line for item in found.contradictions})
     outcome = f"{bad:,} of them contradict themselves" if bad else "none contradicts itself"
     few = f"; {found.unchecked:,} state too little to be checked" if found.unchecked else ""
     lines.append(f"{found.rows:,} rows, {found.checks:,} checks: {outcome}{few}.")
@@ -82,7 +82,7 @@ def _text(found: Audit, path: Path) -> str:
 
 def audit(rows: list[TableRow]) -> Audit:
     """Check every row by every rule that its figures allow."""
-    made, unchecked, findings = 0, 0, []
+    made, unchecked, contradictions = 0, 0, []
     for row in rows:
         wrong = dict(_impossible(row))
         numbers = {name: n for name, n in row.numbers.items() if n and name not in wrong}
@@ -91,12 +91,12 @@ def audit(rows: list[TableRow]) -> Audit:
             checks += [(rule, found) for found in check(replace(row, numbers=numbers))]
         made += len(checks)
         unchecked += not checks
-        findings += [
+        contradictions += [
             Contradiction(row.line, row.name, rule, sentence)
             for rule, (holds, sentence) in checks
             if not holds
         ]
-    return Audit(len(rows), made, unchecked, tuple(findings))
+    return Audit(len(rows), made, unchecked, tuple(contradictions))
 
 
 def _impossible(row: TableRow) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,8 @@
 """Tables of performance figures as rows of known quantities: CSV, or every table of a Markdown file.
 
 A column is known by its heading, whatever its spelling (`audit.yaml`); unknown columns are left alone. A
-CSV with the columns `metric` and `value` (the planner's readings) becomes a row for figures of one run.
+CSV with the columns `metric` and `value` (the planner's published measurements) becomes a row for
+figures of one run.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tools.launch.options import Options
 from tools.plan.advice import NOISE
-from tools.plan.layout import TimedLayout, time_layout
+from tools.plan.one_strategy import TimedStrategy, time_strategy
 from tools.plan.options import PlanOptions, plan_options
 from tools.spec.errors import LaunchError
 from tools.spec.files import read_yaml
@@ -45,12 +45,12 @@ STUDY = msgspec.convert(read_yaml(Path(__file__).with_suffix(".yaml")), Study)
 
 @dataclass(frozen=True)
 class Predicted:
-    """One method over one link on so many nodes; None is a layout that the model cannot have."""
+    """One method over one link on so many nodes; None is a strategy that the model cannot have."""
 
     method: str
     link: str
     nodes: int
-    timed: TimedLayout | None
+    timed: TimedStrategy | None
 
     @property
     def seconds(self) -> float | None:
@@ -59,7 +59,7 @@ class Predicted:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Seconds between which the errors of readings like it put it, if there are enough."""
+        """Seconds between which the errors of measurements like it put it, if there are enough."""
         return self.timed.uncertainty.interval if self.timed else None
 
     @property
@@ -128,20 +128,20 @@ def predict(
     )
 
 
-def _timed(options: PlanOptions, layout: str, nodes: int, link: str) -> TimedLayout | None:
+def _timed(options: PlanOptions, layout: str, nodes: int, link: str) -> TimedStrategy | None:
     model = model_of(options.model)
     if layout == "pp{nodes}" and model.shape.layers % nodes:
         return None
     asked = replace(
         options,
-        layout=layout.format(nodes=nodes, replicas=nodes // 2).removesuffix("dp1"),
+        strategy=layout.format(nodes=nodes, replicas=nodes // 2).removesuffix("dp1"),
         gpus=nodes,
         nodes=nodes,
         gpus_per_node=1,
         inter=link,
         global_batch=nodes * (options.global_batch or 2 * model.batch.global_batch_size) // 2,
     )
-    return time_layout(asked)
+    return time_strategy(asked)
 
 
 def render(options: PlanOptions, links: Sequence[Predicted], scaling: Sequence[Predicted]) -> str:
@@ -200,7 +200,7 @@ def _verdicts(columns: Sequence[Sequence[Predicted]], *between: str) -> Iterator
 
 
 def share_of_two(method: str, link: str, nodes: int, found: Sequence[Predicted]) -> float | None:
-    """A device's work a second on so many nodes, over that on two; None where there is no layout."""
+    """A device's work a second on so many nodes, over that on two; None where there is no strategy."""
     times = {(each.method, each.link, each.nodes): each.seconds for each in found}
     # A pipeline of as many stages as nodes begins as the one of two.
     first = times.get((method, link, 2)) or times.get(("Pipeline", link, 2))
@@ -241,7 +241,7 @@ def _judged(shares: Mapping[str, float], is_said_to_scale: bool) -> str:
 
 
 def as_data(found: Predicted) -> dict[str, object]:
-    """Seconds and bytes; None where the model cannot have the layout."""
+    """Seconds and bytes; None where the model cannot have the strategy."""
     return {
         "method": found.method,
         "link": found.link,

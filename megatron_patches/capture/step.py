@@ -202,7 +202,8 @@ def _reporting(
 ) -> Iterator[None]:
     """Let Megatron's reduction report to the sink, its norm to `membership`, its clipping to `norms`.
 
-    Only now, not with the patches: what PLANT= puts around these functions must come after the report.
+    Only now, not with the patches: what PATCH_FILE= puts around these functions must come after the
+    report.
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.core.optimizer import optimizer

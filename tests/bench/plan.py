@@ -38,7 +38,7 @@ def compared(work: Mapping[str, Work], passes: int = 5_000_000) -> Iterator[str]
 
 
 def of_search(model: Model, devices: int, gpu: str, global_batch: int) -> Work:
-    """A search for a model's fastest layouts."""
+    """A search for a model's fastest strategies."""
     device = device_by_key(gpu)
     cluster = Cluster(device, devices, 8, link_by_key(device.link), link_by_key(device.network))
     template = spec_of_model(model, Parallelism(), Batch(1, global_batch))

@@ -17,11 +17,13 @@ from tools.cli.options import (
     find_command,
     function_of,
     given_names,
+    of_make,
     of_words,
     parser_of,
 )
 from tools.spec.files import ROOT
 from tools.spec.setting import SettingError
+from tools.spec.settings import RENAMED, SETTINGS
 
 HANDLED = [one for one in COMMANDS if one.handler]
 EVERYWHERE = {"given", "target", "options", "console", "arguments", "program"}
@@ -215,3 +217,25 @@ def test_help_needs_no_package_of_the_kit() -> None:
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "  ITERS " in shown
     assert "train-%" in shown
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_name_of_a_variable_is_refused_with_the_one_of_now(old: str, new: str) -> None:
+    assert new in {setting.name for setting in SETTINGS}
+    assert old not in {setting.name for setting in SETTINGS}
+    command = next(one for one in HANDLED if new in {each.name for each in one.variables})
+    for environment in ({"MAKEFLAGS": f"-- {old}=x"}, {old: "x"}):
+        with pytest.raises(SettingError, match=f"^{old}= is {new}= now"):
+            of_make(command.name, command, environment)
+    with pytest.raises(SettingError, match=f"^{old}= is {new}= now"):
+        of_words(find_named("plan"), [f"--{old.lower()}", "x"], "plan")
+
+
+def test_an_old_name_in_the_environment_of_a_command_without_it_is_let_through() -> None:
+    assert of_make("list", find_named("list"), {"LAYOUT": "x"}).texts == {}
+
+
+def find_named(name: str) -> Command:
+    command = find_command(name)
+    assert command is not None
+    return command

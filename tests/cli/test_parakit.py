@@ -96,7 +96,7 @@ def test_the_wheel_works_from_another_folder_in_an_empty_environment(tmp_path: P
     table = tmp_path / "table.csv"
     table.write_text("model,gpus,tokens_per_second,tokens_per_second_per_gpu\nm,2,100,90\n")
     assert "1 of them contradict" in parakit_prints("audit", str(table))
-    assert "readings are predicted" in parakit_prints("validate")
+    assert "measurements are predicted" in parakit_prints("validate")
     assert "takes a clone of the kit" in parakit_prints("status")
     assert "parakit[train]" in parakit_prints("dryrun", "--model", "gpt2-tiny")
     assert "parakit[data]" in parakit_prints("prepare", "--input", "x.jsonl")

@@ -1,7 +1,7 @@
 """The framework survey's claims, judged: figures of runs that it did not make.
 
 A claim is judged by what is here: its own figures against each other, arithmetic, or the planner's
-prediction of the layout that it is about. A prediction contradicts it only beyond the planner's error.
+prediction of the strategy that it is about. A prediction contradicts it only beyond the planner's error.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _money(claim: Claim) -> Iterator[Said]:
 def _time(claim: Claim) -> Iterator[Said]:
     states = f"{claim.training_days:g} days" if claim.training_days else ""
     if states and not claim.layout:
-        yield states, None, "no layout is named, and nobody measured it"
+        yield states, None, "no strategy is named, and nobody measured it"
     elif states:
         days = TOKENS / _planned(claim, Recompute.FULL).tokens_per_second / _DAY
         # With full recomputation: 8 FLOPs a parameter and token.
@@ -210,7 +210,7 @@ def _both(claim: Claim) -> tuple[Candidate, Candidate]:
 
 @cache
 def _planned(claim: Claim, recompute: Recompute) -> Candidate:
-    """The layout that a claim is about, of its model on its GPUs."""
+    """The strategy that a claim is about, of its model on its GPUs."""
     replicas = f"dp{claim.data_parallel}-zero1" if claim.data_parallel else ""
     layout = f"{claim.layout}{replicas}"
     # Of replicas as the degrees multiply, which need not be the GPUs that it names.

@@ -8,7 +8,7 @@ from functools import cache
 from examples.studies.zero import STUDY, Predicted, over_links, predict, scaling_table
 from tools.plan.advice import NOISE, PLAIN, StrategyFamily, best_of_each_family, family_of
 from tools.plan.options import PlanOptions
-from tools.plan.readings.near import uncertainty
+from tools.plan.readings.neighbours import uncertainty
 from tools.plan.search import Candidate, Request, search
 from tools.plan.time.cluster import Cluster
 from tools.spec.hardware import device_by_key, link_by_key
@@ -25,7 +25,7 @@ PREDICTED = (
     ("gpt3-175b", 1024, "a100", None, StrategyFamily.SHARDED_DATA),
     ("mixtral-8x7b", 64, "h100", None, StrategyFamily.SHARDED_DATA),
 )
-"""The guide's predictions: model, GPUs, samples, and what the best layout is compared with."""
+"""The guide's predictions: model, GPUs, samples, and what the best strategy is compared with."""
 SLOW_LINK = "ethernet-10g"
 REPORT_MODELS = ("gpt3-64m", "gpt3-355m")
 REPORT_GPU, REPORT_DTYPE = "a100-80g", "fp16"
@@ -36,7 +36,7 @@ SIZE_GPUS, SIZE_GPU = (2, 4, 8, 16), "h100"
 
 
 def predictions() -> list[str]:
-    """A sentence for each prediction of the guide: the best layout, and how much slower another is."""
+    """A sentence for each prediction of the guide: the best strategy, and how much slower another is."""
     return [*(_best(*each) for each in PREDICTED), *map(_over_a_slow_link, REPORT_MODELS)]
 
 
@@ -97,7 +97,7 @@ def _report(model: str, nodes: int, links: tuple[str, ...]) -> tuple[Predicted, 
 
 @dataclass(frozen=True)
 class SizeRow:
-    """The best layout that needs nothing of Megatron, and the best that splits layers or sequences."""
+    """The best strategy that needs nothing of Megatron, and the best that splits layers or sequences."""
 
     request: Request
     plain: Candidate | None
@@ -121,7 +121,7 @@ class SizeRow:
         return "split" if self.ratio < 1 / NOISE else "within noise"
 
     def time(self, candidate: Candidate | None) -> str:
-        """Layout and time."""
+        """Strategy and time."""
         return f"{candidate.strategy} {_time(self.request, candidate)}" if candidate else "–"
 
 
@@ -163,14 +163,14 @@ def _size_row(model: str, gpus: int) -> SizeRow:
     request = request_of(model, gpus, SIZE_GPU)
     pure = best_of_each_family(request)
     plain = [found for kind, found in pure.items() if kind in PLAIN and found.fits]
-    # Layouts that split nothing are fewer than the search keeps.
+    # Strategies that split nothing are fewer than the search keeps.
     ranked = search(request).ranked
     split = next((one for one in ranked if family_of(one.spec.parallelism) not in PLAIN), None)
     return SizeRow(request, min(plain, key=lambda c: c.seconds.total, default=None), split)
 
 
 def _time(request: Request, candidate: Candidate) -> str:
-    """With the interval that the errors of readings like it leave, if there are enough."""
+    """With the interval that the errors of measurements like it leave, if there are enough."""
     seconds = candidate.seconds.total
     factor, unit, shape = (1.0, "s", ",.1f") if seconds >= 10 else (1e3, "ms", ",.0f")
     ends = uncertainty(candidate.spec, request.cluster, request.own).interval or (None, None)

@@ -14,7 +14,7 @@ from tests.golden.commands_of_the_kit import check_golden
 from tools.plan.advise.command import INFERENCE
 
 _SAYS_WHAT_IT_IS_ABOUT = {"about", "layout", "model", "gpus", "part", "caution"} | {
-    "data_parallel"  # Has a test of its own below; without it the layout has no number of GPUs.
+    "data_parallel"  # Has a test of its own below; without it the strategy has no number of GPUs.
 }
 
 

@@ -27,7 +27,7 @@ from tests.faults.killed import killed
 from tests.native.pipelined import pipelines
 from tests.patches.fused.updated import fused_updates
 from tests.small import SMALL
-from tests.verify.benched import quick_plants
+from tests.verify.benched import quick_injected
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
 from tools.launch.job import parse_target
@@ -147,7 +147,7 @@ FIXTURES: dict[str, dict[str, Wanted]] = {
 
 FORKED = (
     *("baseline", "experts", "dp2", "sp2", "cp2", "vpp2", "zero1", "ep2"),
-    *("forked tp2", "zero3", "refused", "undisturbed", "quick_plants", "pp2"),
+    *("forked tp2", "zero3", "refused", "undisturbed", "quick_injected", "pp2"),
     *("stopped", "killed"),
 )
 """Those whose start is not looked at: their ranks are forked from one process that imported Megatron."""
@@ -158,7 +158,7 @@ FORKED_NATIVE = ("native tp2", "spread experts")
 SCENARIOS: dict[str, Callable[[Path, Path, ForkedRanks | None], Any]] = {
     "killed": killed,
     "stopped": stopped,
-    "quick_plants": quick_plants,
+    "quick_injected": quick_injected,
     "pipelines": pipelines,
     "fused_updates": fused_updates,
 }

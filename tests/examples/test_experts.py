@@ -156,7 +156,7 @@ def test_routing_says_what_megatron_prints(experts: Run, ep2: Run) -> None:
         for found in iterations_of(read_ledger(run.folder, RoutingRecord)):
             if found.iteration not in lines:
                 continue
-            printed = lines[found.iteration].other_losses or {}
+            printed = lines[found.iteration].extra_metrics or {}
             assert found.load_balancing_loss == pytest.approx(
                 printed["load_balancing_loss"], rel=1e-6
             )

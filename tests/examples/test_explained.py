@@ -5,7 +5,7 @@ import pytest
 from tests.examples.runs import Run
 from tools.report.analyse.report import build_report
 from tools.report.explain.explanation import Explanation, explain
-from tools.report.explain.predicted import Findings, findings_of
+from tools.report.explain.predicted import Evidence, evidence_of
 from tools.report.explain.timelines import scene_of
 from tools.report.explain.trace import idle_over_work, passes
 from tools.report.read.runs import load_folder
@@ -15,8 +15,8 @@ NAMES = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1")
 
 
 @pytest.fixture(scope="module")
-def findings(eight: dict[str, Run]) -> dict[str, Findings]:
-    return {name: findings_of(load_folder(run.folder)) for name, run in eight.items()}
+def evidence(eight: dict[str, Run]) -> dict[str, Evidence]:
+    return {name: evidence_of(load_folder(run.folder)) for name, run in eight.items()}
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,9 @@ def explanation(eight: dict[str, Run]) -> Explanation:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_and_every_byte_on_the_wire_are_predicted(
-    findings: dict[str, Findings], name: str
+    evidence: dict[str, Evidence], name: str
 ) -> None:
-    found = findings[name]
+    found = evidence[name]
     assert found.notes == ()
     assert found.parameters
     assert all(compared.exact for compared in found.parameters)
@@ -40,9 +40,9 @@ def test_parameters_and_every_byte_on_the_wire_are_predicted(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_peak_of_every_rank_is_predicted_but_for_what_the_closed_form_leaves_out(
-    findings: dict[str, Findings], name: str
+    evidence: dict[str, Evidence], name: str
 ) -> None:
-    peaks = [row for row in findings[name].memory if row.component == "peak of live tensors"]
+    peaks = [row for row in evidence[name].memory if row.component == "peak of live tensors"]
     assert len(peaks) == (1 if name == "baseline" else 2)
     for peak in peaks:
         # Ids, masks and norms' statistics; the peak is of 4 to 8 MiB.
@@ -50,8 +50,8 @@ def test_peak_of_every_rank_is_predicted_but_for_what_the_closed_form_leaves_out
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shares_of_a_rank_sum_to_its_iteration(findings: dict[str, Findings], name: str) -> None:
-    for shares in findings[name].shares:
+def test_shares_of_a_rank_sum_to_its_iteration(evidence: dict[str, Evidence], name: str) -> None:
+    for shares in evidence[name].shares:
         assert sum(shares.phases.values()) == pytest.approx(1)
         assert 0 <= shares.exposed_communication < 1
 
@@ -67,11 +67,11 @@ def test_trace_numbers_every_pass_of_the_schedule(
 
 
 def test_both_stages_of_a_pipeline_are_idle_and_the_ideal_share_stands_beside(
-    eight: dict[str, Run], findings: dict[str, Findings]
+    eight: dict[str, Run], evidence: dict[str, Evidence]
 ) -> None:
     idle = idle_over_work(scene_of(load_folder(eight["pp2"].folder)).pieces)
     assert all(share > 0 for share in idle.values())
-    first, last = findings["pp2"].bubble
+    first, last = evidence["pp2"].bubble
     assert first.measured > 0
     assert last.measured > 0
     assert first.predicted == last.predicted == 0.25

@@ -1,4 +1,4 @@
-"""What of a GPT's newer parts trains on CPU ranks, alike in every layout."""
+"""What of a GPT's newer parts trains on CPU ranks, alike in every strategy."""
 
 import pytest
 

@@ -16,7 +16,7 @@ def test_native_prints_megatrons_losses_and_gradient_norms(
     assert native_experts.losses == pytest.approx(experts.losses, rel=1e-6)
     for ours, theirs in zip(native_experts.log.iterations, experts.log.iterations, strict=True):
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, abs=1.1e-3)
-        assert ours.other_losses == pytest.approx(theirs.other_losses, rel=1e-5)
+        assert ours.extra_metrics == pytest.approx(theirs.extra_metrics, rel=1e-5)
 
 
 def test_native_validates_as_megatron_does_and_adds_the_accuracy(

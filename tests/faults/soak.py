@@ -137,7 +137,8 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
     if sharding.wraps_modules or options.backend != Backend.MEGATRON:
         raise LaunchError(
             f"A soak resumes after each kill, and STRATEGY={strategy} of {options.backend} cannot be "
-            "resumed; use dp2, pp2, zero1, ep2 or another layout of Megatron's that shards no more than "
+            "resumed; use dp2, pp2, zero1, ep2 or another strategy of Megatron's that shards no more "
+            "than "
             "the optimizer."
         )
     iterations = round(hours * 3600 / _FASTEST_SECONDS)

@@ -1,4 +1,4 @@
-"""What is saved resumes exactly, in its own layout and in others; what is damaged is noticed."""
+"""What is saved resumes exactly, in its own strategy and in others; what is damaged is noticed."""
 
 import pytest
 

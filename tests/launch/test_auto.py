@@ -15,7 +15,7 @@ from tools.launch.microbenchmark import Figures
 from tools.launch.options import Options
 from tools.launch.runtime import Runtime
 from tools.plan.calibration import calibration_path, load_calibration
-from tools.plan.readings.own import add_rows, row_of
+from tools.plan.readings.local_readings import add_rows, row_of
 from tools.plan.search import search
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.compute import layer_seconds, product_seconds
@@ -179,7 +179,7 @@ def test_the_target_says_why_and_trains(capsys: pytest.CaptureFixture[str], tmp_
         ("train-auto-gpt2-tinny-2cpu", "no model 'gpt2-tinny'; did you mean gpt2-tiny"),
         (
             "train-auto-gpt2-large-2gpu",
-            "2 GPU.s. are wanted and 0 found; run 'make plan MODEL=gpt2-la",
+            "Needs 2 GPUs, found 0; run 'make plan MODEL=gpt2-la",
         ),
     ],
 )

@@ -20,7 +20,7 @@ CPU = device_by_key("cpu")
     [
         ("2", "DEVICES=2 is not a number of devices such as 2cpu or 8gpu."),
         ("0cpu", "DEVICES=0cpu is not a number of devices"),
-        ("8gpu", "8 GPU.s. are wanted and 0 found; DEVICES=2cpu measures CPU ranks"),
+        ("8gpu", "Needs 8 GPUs, found 0; DEVICES=2cpu measures CPU ranks"),
     ],
 )
 def test_devices_that_are_not_here_are_refused_before_anything_is_written(

@@ -40,7 +40,7 @@ def dry_run(sample_prefix: Path, tmp_path: Path) -> DryRun:
             {"data": "owt-ds/none"},
             "owt-ds/none.*; run 'make prepare-ds .* NAME=none'",
         ),
-        ("train-dp64-gpt2-tiny-64gpu", {}, r"64 GPU\(s\) are wanted"),
+        ("train-dp64-gpt2-tiny-64gpu", {}, r"Needs 64 GPUs, found"),
     ],
 )
 def test_a_dry_run_shows_the_command_and_refuses_what_the_run_would(

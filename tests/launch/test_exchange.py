@@ -8,7 +8,7 @@ import pytest
 
 from tests.launch.fake_nvml import FakeNvml
 from tools.cluster.checks.devices import check_rates
-from tools.cluster.checks.finding import PASS, WARN
+from tools.cluster.checks.result import PASS, WARN
 from tools.launch.devices import visible_gpus
 from tools.launch.exchange import ClockWatch, GpuClock, link_here, loopback_bytes_per_second
 from tools.spec.files import ROOT

@@ -9,8 +9,8 @@ from rich.console import Console
 from tests.convert.hf.folders import GPT2, LLAMA
 from tests.given import run
 from tools.convert.hf.into_megatron import import_model, read_source
+from tools.convert.hf.progress import Work
 from tools.convert.hf.random_model import write_model
-from tools.convert.hf.work import Work
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import NO_OPTIONS, Options

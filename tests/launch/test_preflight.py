@@ -11,8 +11,8 @@ from tools.cluster.checks import host
 from tools.dataset.split import empty_splits
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
-from tools.launch.options import Options, read_plant
-from tools.launch.preflight import check, quantised_problems
+from tools.launch.options import Options, read_patch_file
+from tools.launch.preflight import check, fp8_problems
 from tools.launch.runtime import Runtime
 from tools.launch.train import compose_job
 from tools.spec.errors import LaunchError
@@ -20,7 +20,7 @@ from tools.spec.errors import LaunchError
 Composer = Callable[..., Launch]
 
 RECOMPUTED_MLP = ("--recompute-granularity", "selective", "--recompute-modules", "mlp")
-CURE = read_plant("docs/upstream/mlp_recomputed_with_its_bias.py")
+CURE = read_patch_file("docs/upstream/mlp_recomputed_with_its_bias.py")
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_what_can_run_passes_and_writes_nothing(composed: Composer, tmp_path: Pa
             {"extra": RECOMPUTED_MLP},
             "^--recompute-modules mlp .* never ends .*; add --disable-bias-linear, or leave mlp out.$",
         ),
-        ("train-dp64-gpt2-tiny-64gpu", {}, "64 GPU\\(s\\) are wanted and .* found.*-2cpu|64cpu"),
+        ("train-dp64-gpt2-tiny-64gpu", {}, "Needs 64 GPUs, found .*.*-2cpu|64cpu"),
         (
             "train-dp2-gpt2-tiny-2cpu",
             {"data": "owt-ds/none"},
@@ -83,8 +83,8 @@ def test_what_cannot_run_is_one_sentence_with_the_fix(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("changes", [{"extra": ("--disable-bias-linear",)}, {"plant": CURE}])
-def test_an_mlp_is_recomputed_without_biases_or_where_a_plant_changes_megatron(
+@pytest.mark.parametrize("changes", [{"extra": ("--disable-bias-linear",)}, {"patch_file": CURE}])
+def test_an_mlp_is_recomputed_without_biases_or_where_a_patch_file_changes_megatron(
     composed: Composer, tmp_path: Path, changes: dict[str, object]
 ) -> None:
     extra = (*RECOMPUTED_MLP, *changes.pop("extra", ()))  # type: ignore[misc]
@@ -171,12 +171,13 @@ def test_an_untried_megatron_is_refused_by_its_version_unless_the_user_insists(
     message = refusal(composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=folder), tmp_path / "runs")
     assert message == (
         f"Megatron 0.99.0 of MEGATRON_LM={folder} has not been tried with this kit, which knows "
-        "0.15.0 to 0.20; name a checkout of one of those with MEGATRON_LM=, or set UNTRIED=1 to "
+        "0.15.0 to 0.20; name a checkout of one of those with MEGATRON_LM=, or set "
+        "ALLOW_UNKNOWN_MEGATRON=1 to "
         "train with it."
     )
-    launch = composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=folder, untried=True)
+    launch = composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=folder, allow_unknown_megatron=True)
     check(launch)
-    assert launch.environment["KIT_UNTRIED"] == "1"
+    assert launch.environment["KIT_ALLOW_UNKNOWN_MEGATRON"] == "1"
 
 
 def test_the_newest_minor_version_that_was_tried_is_known(
@@ -195,6 +196,6 @@ def test_the_newest_minor_version_that_was_tried_is_known(
 def test_fp8_needs_transformer_engine(runtime: Runtime, told: str | None) -> None:
     target = parse_target("train-dp2-llama3-8b-fp8-2gpu")
     launch = compose_job(target, runtime)
-    said = list(quantised_problems(launch))
+    said = list(fp8_problems(launch))
     assert (told is None) == (not said)
     assert all(str(told) in sentence for sentence in said)

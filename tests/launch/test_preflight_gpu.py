@@ -67,7 +67,7 @@ def test_one_gpu_where_two_are_needed_is_said_with_what_to_run_instead(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert list(gpu_problems(composed("tp2"))) == [
-        "2 GPU(s) are wanted and 1 found (CUDA_VISIBLE_DEVICES=1); run 'make "
+        "Needs 2 GPUs, found 1 (CUDA_VISIBLE_DEVICES=1); run 'make "
         "train-tp2-gpt2-tiny-2cpu' to see the strategy on CPU ranks, or 'make plan' for what it would "
         "need."
     ]

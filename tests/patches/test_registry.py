@@ -75,7 +75,7 @@ def test_an_unknown_megatron_is_refused_before_anything_changes(
     with pytest.raises(PatchError, match=f"Megatron {version} is not known to the patches"):
         apply_patches([patch(Replacement("patched_here:answer", twice))], unknown)
     assert module.answer() == 1
-    wanted = replace(unknown, untried=True)
+    wanted = replace(unknown, allow_unknown_megatron=True)
     assert apply_patches([patch(Replacement("patched_here:answer", twice))], wanted) == ("test",)
 
 
@@ -91,11 +91,11 @@ def test_of_an_untried_megatron_a_target_that_is_not_there_is_left_out_and_named
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "left_out", [])
-    newer = replace(CPU, megatron=Version("0.99"), untried=True)
+    newer = replace(CPU, megatron=Version("0.99"), allow_unknown_megatron=True)
     both = patch(
         Replacement("patched_here:answer", twice), Replacement("patched_here:moved", twice)
     )
     assert apply_patches([both], newer) == ("test",)
     assert registry.left_out == ["test (patched_here:moved)"]
     with pytest.raises(PatchError, match="patched_here:moved"):
-        apply_patches([both], replace(CPU, untried=True))
+        apply_patches([both], replace(CPU, allow_unknown_megatron=True))

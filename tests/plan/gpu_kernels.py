@@ -19,7 +19,7 @@ from tools.plan.time.compute import layer_seconds, product_seconds
 from tools.plan.time.rates import rates
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import ModelShape
-from tools.spec.run import Quantised, RunSpec
+from tools.spec.run import Fp8Recipe, RunSpec
 from tools.spec.strategy import Batch, Parallelism
 
 BF16 = (
@@ -109,14 +109,14 @@ def compare(measured: dict[str, dict[str, float]], key: str) -> list[tuple[str, 
     """Kind and shape, seconds, and the error of what the formulas say, as a ratio less 1."""
     device = device_by_key(key)
     link = link_by_key(device.link)
-    rate = rates(Cluster(device, 1, 1, link, link), "bf16", Quantised.TENSORWISE)
+    rate = rates(Cluster(device, 1, 1, link, link), "bf16", Fp8Recipe.TENSORWISE)
     rows = []
     for kind in KINDS:
         for name, took in measured[kind].items():
             if kind.startswith("mm"):
                 rows_, inner, columns = map(int, name.split("x"))
                 few = kind == "mm_fp8"
-                said = product_seconds(rows_, inner, columns, 2, rate, quantised=few)
+                said = product_seconds(rows_, inner, columns, 2, rate, quantized=few)
             elif name.startswith("both"):
                 heads, length, width = (int(word.strip("hw")) for word in name.split()[1:])
                 shape = ModelShape(1, heads * width, heads, heads, width, 0, length, 0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from tools.plan.readings.express import Expressed
 from tools.plan.readings.published import measured_run, usual_cluster
+from tools.plan.readings.reading_to_spec import Expressed
 from tools.spec.files import ROOT, read_yaml
 from tools.spec.model import ModelShape
 from tools.spec.recompute import Recompute

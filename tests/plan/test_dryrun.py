@@ -152,7 +152,7 @@ _LAYOUTS = {
 _BY_DEFAULT = {
     *(("whole", "full uniform 5"), ("virtual", "full uniform 2"), ("last stage", "full block 1"))
 }
-"""Each way to checkpoint, and each kind of layout, once."""
+"""Each way to checkpoint, and each kind of strategy, once."""
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.collectives.tensor import layer_collectives
 from tools.plan.constraints import violations
 from tools.plan.memory import memory_of_rank
-from tools.plan.readings.express import express
+from tools.plan.readings.reading_to_spec import express
 from tools.plan.readings.table import read_readings
 from tools.plan.request import request_from_options
 from tools.plan.search import Request, search
@@ -23,7 +23,7 @@ from tools.plan.time.iteration import iteration_seconds
 from tools.spec.groups import Group
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import Mamba, ModelShape
-from tools.spec.run import Quantised, RunSpec
+from tools.spec.run import Fp8Recipe, RunSpec
 from tools.spec.strategy import Batch, Parallelism
 
 DENSE = ModelShape(
@@ -125,9 +125,9 @@ def test_a_token_ahead_costs_its_blocks_a_projection_and_the_output_layer_again(
 
 def test_blocks_that_stay_in_half_precision_take_the_time_of_such_blocks() -> None:
     shape = replace(DENSE, hidden=4096, ffn_hidden=16384, blocks="*-*-", layers=1)
-    half, quantised = on_gpus(shape), replace(on_gpus(shape), quantised=Quantised.MXFP8)
-    mixed, all_half = (replace(quantised, half_blocks=blocks) for blocks in ("*-", "*-*-"))
-    times = [iteration_seconds(s, gpus(s)).matmul for s in (quantised, mixed, all_half, half)]
+    half, fp8_recipe = on_gpus(shape), replace(on_gpus(shape), fp8_recipe=Fp8Recipe.MXFP8)
+    mixed, all_half = (replace(fp8_recipe, half_blocks=blocks) for blocks in ("*-", "*-*-"))
+    times = [iteration_seconds(s, gpus(s)).matmul for s in (fp8_recipe, mixed, all_half, half)]
     assert times[0] < times[1] < times[2] == pytest.approx(times[3])
     assert times[1] == pytest.approx((times[0] + times[2]) / 2)
 

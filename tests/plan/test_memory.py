@@ -27,7 +27,7 @@ from tools.spec.experts import ExpertLoad
 from tools.spec.flags import Flags
 from tools.spec.model import LatentAttention, Model, load_model
 from tools.spec.recompute import Recompute
-from tools.spec.run import DeviceKind, Quantised, RunSpec, spec_of_model, state_types_of
+from tools.spec.run import DeviceKind, Fp8Recipe, RunSpec, spec_of_model, state_types_of
 from tools.spec.stages import spread
 from tools.spec.strategy import Batch, Parallelism, Sharding
 from tools.text.units import MIB
@@ -71,7 +71,7 @@ def test_a_layer_keeps_what_the_paper_counts(
 
 
 def test_fp8_keeps_inputs_of_linear_layers_in_a_byte_and_two_copies_of_their_weights() -> None:
-    plain, fp8 = tiny(), tiny(quantised=Quantised.TENSORWISE)
+    plain, fp8 = tiny(), tiny(fp8_recipe=Fp8Recipe.TENSORWISE)
     hidden = plain.tokens * TINY.hidden
     # Two norms' outputs and the activated MLP become bytes; attention's output is kept once more.
     saved = 2 * hidden + plain.tokens * TINY.ffn_hidden

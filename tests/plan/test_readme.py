@@ -48,7 +48,9 @@ def test_the_held_out_errors_are_those_of_today(predicted: Residuals) -> None:
 def test_the_choice_s_regret_is_that_of_today(predicted: Residuals) -> None:
     regrets = [choice.regret for choice in choices(predicted)]
     text = " ".join(README.split())
-    assert f"in {len(regrets)} groups of published measurements that differ in layout alone" in text
+    assert (
+        f"in {len(regrets)} groups of published measurements that differ in strategy alone" in text
+    )
     assert f"loses {mean(regrets):.1%} in the mean and {max(regrets):.0%} at worst" in text
 
 

@@ -21,7 +21,7 @@ from tools.spec.groups import Group
 from tools.spec.hardware import load_hardware
 from tools.spec.model import LatentAttention, load_model
 from tools.spec.recompute import Recompute
-from tools.spec.run import Quantised, RunSpec
+from tools.spec.run import Fp8Recipe, RunSpec
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 SHAPE = load_model("gpt3-13b").shape
@@ -76,8 +76,8 @@ def test_one_kernel_of_many_small_products_fills_the_device() -> None:
 def test_fewer_bits_need_less_time_for_products_and_casts_are_not_free() -> None:
     spec = RunSpec(SHAPE, Parallelism(), Batch(1, 8), dropout=0.0)
     plain, fewer = (
-        iteration_seconds(replace(spec, quantised=kind), on(1))
-        for kind in (Quantised.NONE, Quantised.TENSORWISE)
+        iteration_seconds(replace(spec, fp8_recipe=kind), on(1))
+        for kind in (Fp8Recipe.NONE, Fp8Recipe.TENSORWISE)
     )
     assert fewer.matmul < 0.75 * plain.matmul
     assert fewer.memory_bound > plain.memory_bound
@@ -352,19 +352,19 @@ def test_a_bias_of_experts_is_six_more_passes_unless_it_is_part_of_the_product()
 def test_a_scale_from_earlier_iterations_spares_a_reading_of_every_operand() -> None:
     spec = RunSpec(SHAPE, Parallelism(), Batch(1, 1), "bf16", dropout=0.0)
 
-    def moved(kind: Quantised) -> float:
+    def moved(kind: Fp8Recipe) -> float:
         rate = rates(on(1), "bf16", kind)
-        found = layer_seconds(replace(spec, quantised=kind), rate)
+        found = layer_seconds(replace(spec, fp8_recipe=kind), rate)
         return found.backward_memory * rate.bytes_per_second
 
     gradients = SHAPE.seq_length * (4 + 1 + 4 + 1) * SHAPE.hidden - SHAPE.seq_length * SHAPE.hidden
-    more = moved(Quantised.TENSORWISE) - moved(Quantised.DELAYED)
+    more = moved(Fp8Recipe.TENSORWISE) - moved(Fp8Recipe.DELAYED)
     assert more == pytest.approx(2 * gradients, rel=1e-6)
 
 
 def test_weights_in_eight_bits_take_half_as_long() -> None:
     split = Parallelism(data=64, sharding=Sharding.ZERO1)
-    spec = RunSpec(SHAPE, split, Batch(1, 64), "bf16", dropout=0.0, quantised=Quantised.MXFP8)
+    spec = RunSpec(SHAPE, split, Batch(1, 64), "bf16", dropout=0.0, fp8_recipe=Fp8Recipe.MXFP8)
     cluster = replace(usual_cluster("b200", 64), execution=Execution())
     halved = replace(cluster, execution=Execution(quantised_weights=True))
     whole, less = (iteration_seconds(spec, one).gradient_sync for one in (cluster, halved))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tools.plan.readings.express import execution_of_flags
+from tools.plan.readings.reading_to_spec import execution_of_flags
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.compute import head_seconds, layer_seconds, optimizer_seconds
 from tools.plan.time.execution import Execution

@@ -42,7 +42,7 @@ def test_every_line_is_of_a_kind_a_role_and_a_way_that_the_planner_has() -> None
     roles = set(re.findall(r"^    (\w+) ", str(__doc__), re.MULTILINE))
     variables = {f"{setting.name}=" for setting in SETTINGS}
     kinds = {"on", "off", "whole", "decimal", "text", "texts", "numbers", "backend"}
-    ways = {"counted", "one layout", "parameters", "neither", ""} | variables
+    ways = {"counted", "one strategy", "parameters", "neither", ""} | variables
     assert {flag.role for flag in FLAGS.values()} == roles
     assert {flag.kind for flag in FLAGS.values()} <= kinds
     assert {flag.planned for flag in FLAGS.values()} <= ways

@@ -14,7 +14,7 @@ from tools.spec.model import (
     shape_from_flags,
     with_vocabulary,
 )
-from tools.spec.run import quantised_of
+from tools.spec.run import fp8_recipe_of
 from tools.spec.strategy import Batch
 
 DIMENSIONS = [
@@ -127,7 +127,7 @@ def test_a_negative_dimension_of_a_formula_and_an_unknown_recipe_are_refused() -
     with pytest.raises(ValueError, match="--mtp-num-layers is -2; use 0 or more"):
         shape_from_flags("m", Flags([*DIMENSIONS, "--mtp-num-layers", "-2"]))
     with pytest.raises(ValueError, match="--fp8-recipe foo is not one of Megatron's; use delayed"):
-        quantised_of(Flags(["--fp8-format", "hybrid", "--fp8-recipe", "foo"]))
+        fp8_recipe_of(Flags(["--fp8-format", "hybrid", "--fp8-recipe", "foo"]))
 
 
 @pytest.mark.parametrize(("tensor", "rows"), [(1, 50304), (2, 50432), (8, 51200)])

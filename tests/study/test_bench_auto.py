@@ -1,4 +1,4 @@
-"""The automatic choice: which layouts are trained, and what the table says of them."""
+"""The automatic choice: which strategies are trained, and what the table says of them."""
 
 from rich.console import Console
 

@@ -161,7 +161,7 @@ def test_one_gpu_refuses_all_before_anything_is_written(
         said(options)
     lines = str(caught.value).splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("2 GPU(s) are wanted and 1 found")
+    assert lines[0].startswith("Needs 2 GPUs, found 1")
     assert lines[1].startswith("'make demo' compares the same six strategies on CPU ranks")
     assert not options.runs.exists()
     assert machine.reported == []

@@ -1,6 +1,7 @@
-"""`make bench-verify`: every plant must be found where it is, and no healthy layout be called wrong.
+"""`make bench-verify`: every injected bug must be found where it is, and no healthy strategy be called
+wrong.
 
-    python -m tests.verify.bench [plants | resumed | live | healthy | turned] [--only ID …] [--seeds N]
+    python -m tests.verify.bench [injected | resumed | live | healthy | turned] [--only ID …] [--seeds N]
     python -m tests.verify.bench present --megatron-lm CHECKOUT   each finding in another Megatron
 
 Verifies with the real thing (Megatron on CPU ranks, the capture, `tools.verify`), on ranks that are
@@ -23,12 +24,12 @@ from pathlib import Path
 from packaging.version import Version
 from rich.console import Console
 
-from tests.verify.plants.check import FOLDER, Plant, plants
+from tests.verify.injected_bugs.check import FOLDER, InjectedBug, injected_bugs
 from tools.launch.code import find_entry
 from tools.launch.compose import SMALL_SAMPLE, SMALL_VOCABULARY
 from tools.launch.data import ensure_small_sample
 from tools.launch.job import parse_target
-from tools.launch.options import Options, read_plant
+from tools.launch.options import Options, read_patch_file
 from tools.records.verdict import Outcome, Verdict
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, read_yaml
@@ -48,7 +49,7 @@ SMALL = ("--vocab-size", str(SMALL_VOCABULARY))
 
 @dataclass(frozen=True)
 class Bench:
-    """Verifies layouts, one after another."""
+    """Verifies strategies, one after another."""
 
     data: str
     verifier: Verifier
@@ -63,7 +64,7 @@ class Bench:
         model: str,
         devices: int,
         flags: Sequence[str] = (),
-        plant: Path | None = None,
+        bug: Path | None = None,
         seed: int = 1234,
         iteration: int | None = 2,
         reference: str = "",
@@ -71,7 +72,8 @@ class Bench:
         resumed: str = "",
         both: bool = False,
     ) -> Judgement:
-        """Verify a layout; a plant is in the layout alone, as `check.py` shows that it may be.
+        """Verify a strategy; an injected bug is in the strategy alone, as `check.py` shows that it may
+        be.
 
         With `both` it is in the reference as well.
         """
@@ -81,7 +83,7 @@ class Bench:
             extra=(*flags, *(SMALL if self.small else ())),
             seed=seed,
             iterations=iteration,
-            plant=read_plant(str(plant)) if plant else None,
+            patch_file=read_patch_file(str(bug)) if bug else None,
         )
         job = parse_target(f"train-{strategy}-{model}-{devices}cpu", options)
         pair = Pair(job, reference, tuple(own), resumed=resumed)
@@ -90,9 +92,9 @@ class Bench:
 
 @dataclass(frozen=True)
 class Row:
-    """A plant's line of the table."""
+    """An injected bug's line of the table."""
 
-    plant: Plant
+    bug: InjectedBug
     judgement: Judgement
     seconds: float
     fails: str = ""
@@ -100,75 +102,75 @@ class Row:
 
     @property
     def found(self) -> bool:
-        """Whether stage and module, or the error, are those that the plant has."""
+        """Whether stage and module, or the error, are those that the injected bug has."""
         verdict = self.judgement.verdict
         if self.fails:
             return verdict.verdict is Outcome.NOT_COMPARABLE and self.fails in str(verdict.reason)
-        if not self.plant.stage:
+        if not self.bug.stage:
             return verdict.verdict is Outcome.HELD
-        return (verdict.stage, verdict.module) == (self.plant.stage, self.plant.module)
+        return (verdict.stage, verdict.module) == (self.bug.stage, self.bug.module)
 
     def line(self) -> str:
         """As Markdown."""
         verdict, first = self.judgement.verdict, self.judgement.first
-        caught = "yes" if self.found else f"**no** ({self.plant.stage}, {self.plant.module})"
+        caught = "yes" if self.found else f"**no** ({self.bug.stage}, {self.bug.module})"
         ratio = f"{first.ratio:.2g}" if first else f"{verdict.worst_ratio or 0:.2g}"
-        layout = " ".join((self.plant.strategy, self.plant.model, self.plant.dtype))
-        of_plant = f"| {self.plant.id} | {self.plant.catalogue} | {layout} | {caught} |"
+        layout = " ".join((self.bug.strategy, self.bug.model, self.bug.dtype))
+        of_bug = f"| {self.bug.id} | {self.bug.catalogue} | {layout} | {caught} |"
         if verdict.verdict is Outcome.NOT_COMPARABLE:
             said = self.fails if self.found else f"not comparable: {verdict.reason}"
-            return f"{of_plant} {said} | | | | {self.seconds:.0f} |"
+            return f"{of_bug} {said} | | | | {self.seconds:.0f} |"
         return (
-            f"{of_plant} {verdict.stage or 'held'} | `{verdict.module or ''}` | "
+            f"{of_bug} {verdict.stage or 'held'} | `{verdict.module or ''}` | "
             f"{verdict.kind or ''} | {ratio} | {self.seconds:.0f} |"
         )
 
 
-PLANTS_HEAD = (
-    "| plant | catalogue | layout | found | stage | module | kind | error/tolerance | s |\n"
+INJECTED_HEAD = (
+    "| injected bug | catalogue | strategy | found | stage | module | kind | error/tolerance | s |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
 HEALTHY_HEAD = (
-    "| layout | model | flags | seed | verdict | error/tolerance | compared | s |\n"
+    "| strategy | model | flags | seed | verdict | error/tolerance | compared | s |\n"
     "|---|---|---|---|---|---|---|---|"
 )
 
 
-def verify_plants(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
-    """Verify each plant's layout."""
-    for plant in plants():
-        if only and plant.id not in only:
+def verify_injected(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
+    """Verify each bug's strategy."""
+    for bug in injected_bugs():
+        if only and bug.id not in only:
             continue
         began = time.monotonic()
         judgement = bench.verify(
-            plant.strategy,
-            plant.model,
-            plant.devices,
-            plant.flags,
-            plant.path,
-            iteration=plant.step,
-            reference=plant.reference,
-            own=plant.own_flags,
-            both=plant.both,
+            bug.strategy,
+            bug.model,
+            bug.devices,
+            bug.flags,
+            bug.path,
+            iteration=bug.step,
+            reference=bug.reference,
+            own=bug.own_flags,
+            both=bug.both,
         )
-        yield Row(plant, judgement, time.monotonic() - began)
+        yield Row(bug, judgement, time.monotonic() - began)
 
 
 def verify_resumed(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
-    """Verify the resumed runs that have a plant."""
+    """Verify the resumed runs that have an injected bug."""
     for entry in read_yaml(FOLDER / "resumed.yaml"):
         resumed = entry.pop("resumed_from", "")
-        plant = Plant(**entry)
-        if only and plant.id not in only:
+        bug = InjectedBug(**entry)
+        if only and bug.id not in only:
             continue
         began = time.monotonic()
         judgement = bench.verify(
-            *(plant.strategy, plant.model, plant.devices, plant.flags, plant.path),
+            *(bug.strategy, bug.model, bug.devices, bug.flags, bug.path),
             iteration=None,
-            own=plant.own_flags,
+            own=bug.own_flags,
             resumed=resumed,
         )
-        yield Row(plant, judgement, time.monotonic() - began)
+        yield Row(bug, judgement, time.monotonic() - began)
 
 
 def verify_live(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
@@ -195,7 +197,7 @@ def verify_live(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
 
 
 def verify_present(bench: Bench, only: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Verify each finding that has a layout: a line, and whether the Megatron is judged as it is.
+    """Verify each finding that has a strategy: a line, and whether the Megatron is judged as it is.
 
     One that was mended is looked for with its flags, whatever it is first seen in.
     """
@@ -230,9 +232,9 @@ def verify_present(bench: Bench, only: Sequence[str]) -> Iterator[tuple[str, boo
         )
 
 
-def _of_finding(finding: Finding, stated: bool) -> Plant:
+def _of_finding(finding: Finding, stated: bool) -> InjectedBug:
     """As a row of the table: what is to be found, or that nothing is once it is cured."""
-    return Plant(
+    return InjectedBug(
         id=finding.id if stated else f"{finding.id}, cured",
         file="",
         catalogue=finding.thread or "new",
@@ -254,49 +256,53 @@ GENERAL = {
     "moe": ("experts-outputs-unsorted", "router-not-summed"),
     "mla": ("row-linear-without-sum", "stage-gets-last-micro-batch"),
 }
-"""Plants that act whatever else the model has, by family: cells of the matrix are tried with them."""
+"""Injected bugs that act whatever else the model has, by family: cells of the matrix are tried with
+them."""
 
 
 IDLE = {"experts-outputs-unsorted": {"capacity/drops-padded", "dispatcher/all-gather"}}
-"""Levels with which a plant's code is not reached: padded experts' outputs go back by their shape."""
+"""Levels with which an injected bug's code is not reached: padded experts' outputs go back by their
+shape."""
 
 
 def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator[tuple[str, bool]]:
-    """Verify rows of the matrix with a plant, in the plant's layout: each must be called wrong.
+    """Verify rows of the matrix with an injected bug, in the injected bug's strategy: each must be
+    called wrong.
 
-    Every so many rows of each family, from the first, which is the model as it is; plants in turn.
+    Every so many rows of each family, from the first, which is the model as it is; injected bugs in
+    turn.
     """
-    whole, by_id = load_matrix(), {plant.id: plant for plant in plants()}
+    whole, by_id = load_matrix(), {bug.id: bug for bug in injected_bugs()}
     known = known_findings(version("megatron-core"))
     for family in families_of(whole, Version(version("megatron-core"))):
         choice = itertools.cycle(by_id[name] for name in GENERAL[family.name])
         for row in rows_of(whole, family)[::every]:
             levels = tuple(one for one in row if one in family.levels)
-            for plant in itertools.islice(choice, len(GENERAL[family.name])):
-                layout = next(one for one in family.layouts if one.name == plant.strategy)
+            for bug in itertools.islice(choice, len(GENERAL[family.name])):
+                layout = next(one for one in family.layouts if one.name == bug.strategy)
                 cell = Cell(family, layout, levels)
-                if IDLE.get(plant.id, set()) & {level.path for level in levels}:
+                if IDLE.get(bug.id, set()) & {level.path for level in levels}:
                     continue
                 if whole.legal(family, row, layout.name) and patched(cell, known) == cell:
                     break
             else:
-                continue  # Every layout of a plant refuses it, or shows a known bug.
+                continue  # Every strategy of an injected bug refuses it, or shows a known bug.
             if only and family.name not in only:
                 continue
             pair = cell.pair(Options())
-            planted = replace(pair.job.options, plant=read_plant(str(plant.path)))
-            pair = replace(pair, job=pair.job.under(planted))
+            injected = replace(pair.job.options, patch_file=read_patch_file(str(bug.path)))
+            pair = replace(pair, job=pair.job.under(injected))
             verdict = bench.verifier.verify(pair).verdict
             names = " ".join(one.name for one in levels)
             said = verdict.sentence.replace("|", "/")
             yield (
-                f"| {family.name} {layout.name} | {names} | {plant.id} | {said} |",
+                f"| {family.name} {layout.name} | {names} | {bug.id} | {said} |",
                 (verdict.verdict is Outcome.DIFFERS),
             )
 
 
 def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tuple[str, bool]]:
-    """Verify every healthy combination of layout, features and dtype: a line, and whether it held."""
+    """Verify every healthy combination of strategy, features and dtype: a line, and whether it held."""
     for group in read_yaml(HEALTHY):
         for strategy in group["strategies"]:
             for number in range(seeds):
@@ -334,15 +340,17 @@ def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tu
 
 
 def main() -> int:
-    """Print the tables; 1 if a plant was not found, or a healthy layout called wrong."""
+    """Print the tables; 1 if an injected bug was not found, or a healthy strategy called wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "what",
-        choices=("plants", "resumed", "live", "healthy", "turned", "present", "all"),
+        choices=("injected", "resumed", "live", "healthy", "turned", "present", "all"),
         nargs="?",
         default="all",
     )
-    parser.add_argument("--only", nargs="*", default=(), help="ids of plants, or strategy-model")
+    parser.add_argument(
+        "--only", nargs="*", default=(), help="ids of injected bugs, or strategy-model"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--every", type=int, default=1, help="rows of `turned`: each so many")
     parser.add_argument(
@@ -363,13 +371,13 @@ def main() -> int:
         data = SMALL_SAMPLE if small else given.data
         bench = Bench(data, Verifier(folder.resolve(), ranks), given.megatron_lm, small)
         tables = {
-            "plants": verify_plants(bench, given.only),
+            "injected": verify_injected(bench, given.only),
             "resumed": verify_resumed(bench, given.only),
             "live": verify_live(bench, given.only),
         }
         for what, rows in tables.items():
             if given.what in (what, "all"):
-                print(PLANTS_HEAD)
+                print(INJECTED_HEAD)
                 for row in rows:
                     print(row.line(), flush=True)
                     missed += not row.found
@@ -379,7 +387,7 @@ def main() -> int:
                 print(line, flush=True)
                 missed += not held
         if given.what in ("turned", "all"):
-            print("| cell | levels | plant | verdict |\n|---|---|---|---|")
+            print("| cell | levels | injected bug | verdict |\n|---|---|---|---|")
             for line, differs in verify_turned(bench, given.only, given.every):
                 print(line, flush=True)
                 missed += not differs

@@ -1,10 +1,10 @@
-"""The verify benchmark as a command, and the plants of the default suite."""
+"""The verify benchmark as a command, and the injected bugs of the default suite."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.verify.bench import Bench, verify_plants
+from tests.verify.bench import Bench, verify_injected
 from tools.spec.files import ROOT
 from tools.study.verify.verifier import ForkedRanks, Verifier
 
@@ -34,12 +34,12 @@ def bench(sample_prefix: Path, folder: Path, *words: str) -> str:
     return ended.stdout
 
 
-def quick_plants(runs: Path, data: Path, ranks: ForkedRanks) -> str:
+def quick_injected(runs: Path, data: Path, ranks: ForkedRanks) -> str:
     """What is printed of `QUICK`, in a small vocabulary."""
-    folder = runs / "quick_plants"
+    folder = runs / "quick_injected"
     folder.mkdir()
     verifier = Verifier(folder, ranks)
-    rows = verify_plants(Bench(str(data), verifier, small=True), QUICK)
+    rows = verify_injected(Bench(str(data), verifier, small=True), QUICK)
     printed = "\n".join(row.line() for row in rows)
     verifier.forget()
     return printed

@@ -75,7 +75,7 @@ def write(
 def pair(
     tmp_path: Path, ours: list[tuple[CapturedRank, Tensors]], theirs: Tensors, **changed: Any
 ) -> tuple[Capture, Capture]:
-    """A reference of one rank, and a layout."""
+    """A reference of one rank, and a strategy."""
     reference = write(tmp_path / "reference", [(rank(**changed), theirs)])
     return reference, write(tmp_path / "layout", ours)
 

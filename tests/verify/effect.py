@@ -2,7 +2,7 @@
 
     python -m tests.verify.effect [ID …] [--iterations 100]
 
-Trains one rank and the finding's layout, both as they are and with the patch, from the same weights on
+Trains one rank and the finding's strategy, both as they are and with the patch, from the same weights on
 the same batches, and compares the loss of the last iteration and all weights after it.
 """
 
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
-from tools.launch.options import Options, read_plant
+from tools.launch.options import Options, read_patch_file
 from tools.launch.start import ensure_start_checkpoint
 from tools.records.capture import Stage
 from tools.spec import variables
@@ -55,7 +55,7 @@ class _Trainer:
             for patch in (finding.shown_with, finding.patch)
         )
         references = [as_it_is.reference]
-        # A bug of layouts leaves one rank as it is; one of micro batches is in both.
+        # A bug of strategies leaves one rank as it is; one of micro batches is in both.
         references += [cured.reference] if finding.devices == 1 else []
         truths = [self._trained(launch, iterations) for launch in references]
         measured = []
@@ -75,7 +75,7 @@ class _Trainer:
             data=self.data,
             extra=finding.flags,
             iterations=iterations,
-            plant=read_plant(str(patch)) if patch else None,
+            patch_file=read_patch_file(str(patch)) if patch else None,
         )
         target = f"train-{finding.layouts[0]}-{finding.model}-{finding.devices}cpu"
         pair = Pair(parse_target(target, options), finding.reference, finding.own_flags)

@@ -415,7 +415,7 @@ def test_what_no_rank_of_the_layout_has_is_listed_and_counted(tmp_path):
     result = found(tmp_path, [(rank(), theirs[:1])], theirs)
     assert (result.wrong(), result.compared, result.seen) == ([], 1, 3)
     (line,) = result.not_aligned
-    assert line == f"{WEIGHT} (weights weight) b output: no rank of the layout has it"
+    assert line == f"{WEIGHT} (weights weight) b output: no rank of the strategy has it"
 
 
 def begun(off, reach=0.01):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.verify.benched import bench
 from tools.launch.job import parse_target
-from tools.launch.options import read_plant
+from tools.launch.options import read_patch_file
 from tools.spec.files import read_yaml
 from tools.verify.findings import FOLDER, VERSIONS, Finding, Judged, findings
 
@@ -43,7 +43,7 @@ def test_what_is_reproduced_names_a_layout_a_place_and_a_patch_that_exist(one: F
     assert not one.behind or one.behind in {other.id for other in REPRODUCED}
     measured = list(asdict(one.effect).values())[1:] if one.effect else []
     assert all(isinstance(value, float) for value in measured)  # YAML takes 1e-07 for text.
-    assert read_plant(str(one.patch)).path == f"docs/upstream/{one.patch.name}"
+    assert read_patch_file(str(one.patch)).path == f"docs/upstream/{one.patch.name}"
 
 
 def test_every_patch_and_report_is_of_a_finding_and_every_report_is_listed() -> None:
@@ -59,13 +59,13 @@ def test_every_patch_and_report_is_of_a_finding_and_every_report_is_listed() -> 
 def test_the_command_of_a_finding_behind_another_applies_the_patch_of_that_one() -> None:
     one = next(one for one in REPRODUCED if one.behind)
     patch = f"docs/upstream/{one.behind.replace('-', '_')}.py"
-    assert one.command(one.shown_with).endswith(f'PLANT="{patch}"')
+    assert one.command(one.shown_with).endswith(f'PATCH_FILE="{patch}"')
 
 
-def test_what_never_ends_is_shown_with_the_plant_that_ends_it() -> None:
+def test_what_never_ends_is_shown_with_the_patch_file_that_ends_it() -> None:
     (one,) = (one for one in REPRODUCED if one.witness)
     assert one.fails in (FOLDER / one.witness).read_text()
-    assert one.command(one.shown_with).endswith(f'PLANT="docs/upstream/{one.witness}"')
+    assert one.command(one.shown_with).endswith(f'PATCH_FILE="docs/upstream/{one.witness}"')
 
 
 @pytest.mark.slow

@@ -40,10 +40,10 @@ def _meaning(setting: Setting, text: str, **more: object) -> Setting:
 
 _BATCH = (v.MICRO_BATCH, v.GLOBAL_BATCH)
 _WANDB = (v.WANDB, v.WANDB_PROJECT, v.WANDB_ENTITY, v.WANDB_MODE)
-_MEGATRON = (v.MEGATRON_LM, v.UNTRIED)
+_MEGATRON = (v.MEGATRON_LM, v.ALLOW_UNKNOWN_MEGATRON)
 _WHERE = (v.DRY_RUN, v.RUNS, v.RUNTIME, v.IMAGE, v.HOST_NETWORK, v.SHARE_GPU, v.NET)
 LASTING = (
-    *(v.SEED, v.DROPOUT, v.OPTIMIZER, v.DATA, v.EXTRA, v.PLANT, v.SHARED_START, v.FUSED),
+    *(v.SEED, v.DROPOUT, v.OPTIMIZER, v.DATA, v.EXTRA, v.PATCH_FILE, v.SHARED_START, v.FUSED),
     *_MEGATRON,
     *_WHERE,
     *_WANDB,
@@ -61,18 +61,30 @@ _SLURM = (
 )
 TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *_NODES, *_SLURM)
 """Of a training target: everything that can be said of one run."""
-_CELLS = (v.FEATURES, v.LAYOUTS, v.PAGE, v.MINUTES, v.SEED, *_MEGATRON, v.DRY_RUN, v.RUNS)
+_OF_MATRIX = _meaning(v.STRATEGIES, "strategies of the matrix (all)", kind="words", default=())
+_CELLS = (v.FEATURES, _OF_MATRIX, v.PAGE, v.MINUTES, v.SEED, *_MEGATRON, v.DRY_RUN, v.RUNS)
 _RUNS = v.RUNS._replace(default="runs")
 _CONTAINER = (v.DRY_RUN, v.RUNTIME, v.IMAGE)
 _PLANNED = (
     *(v.MODEL, v.GPUS, v.GPU._replace(default="h200"), v.NODES, v.GPUS_PER_NODE, v.INTRA, v.INTER),
     *(v.OVERSUBSCRIPTION, v.IMBALANCE, v.GLOBAL_BATCH, v.SEQ, v.DTYPE, v.CALIBRATION, v.JSON),
-    _meaning(v.EXTRA, "Megatron flags of the planned model and layout", kind=v.TEXT, default=None),
+    _meaning(
+        v.EXTRA, "Megatron flags of the planned model and strategy", kind=v.TEXT, default=None
+    ),
     v.READINGS,
 )
 PLAN = (
     *_PLANNED,
-    *(v.MICRO_BATCH, v.TOKENS, v.VERIFY, v.ALPA, v.RECOMPUTE, v.SVG, v.LAYOUT, v.WHAT_IF),
+    *(
+        v.MICRO_BATCH,
+        v.TOKENS,
+        v.VERIFY,
+        v.ALPA,
+        v.RECOMPUTE,
+        v.SVG,
+        _meaning(v.STRATEGY, "times this strategy alone, tp8pp16dp8-zero1"),
+        v.WHAT_IF,
+    ),
 )
 _A_PLAN = "MODEL=gpt2-large GPUS=2 GPU=h200"
 _EXPERIMENT = "tools.study.commands:run_named"
@@ -115,22 +127,23 @@ SECTIONS = {
     ),
     "Training, on one machine or several": (
         Command("train-auto-*", "tools.launch.auto:train_auto",
-            "the layout that the planner chooses for this machine", (*TRAIN, v.CALIBRATE)),
+            "the strategy that the planner chooses for this machine", (*TRAIN, v.CALIBRATE)),
         Command("train-*", "tools.launch.target:start_target",
             "<strategy>-<model>-<N>cpu or gpu: ITERS= DATA= EXTRA= …", TRAIN, is_usual=True),
         Command("trace-*", f"{_HERE}:trace",
             "one iteration of such a run as a picture, and for Perfetto", (*ONE_RUN, v.MODEL)),
         Command("verify-matrix", "tools.study.matrix.commands:matrix",
-            "features × layouts, each pair verified; resumable: FEATURES= LAYOUTS= MINUTES=", _CELLS),
+            "features × strategies, each pair verified; resumable: FEATURES= STRATEGIES= MINUTES=",
+            _CELLS),
         Command("verify-bf16", "tools.study.matrix.commands:bf16",
-            "what bf16 costs: 200 losses of each layout in fp32 and bf16: LAYOUTS=",
-            (v.LAYOUTS, v.PAGE, v.SEED, *_MEGATRON, v.RUNS)),
+            "what bf16 costs: 200 losses of each strategy in fp32 and bf16: STRATEGIES=",
+            (_OF_MATRIX, v.PAGE, v.SEED, *_MEGATRON, v.RUNS)),
         Command("verify-fuzz", "tools.study.matrix.commands:fuzz",
             "configurations drawn by SEED=, verified, and shrunk if wrong: MINUTES=30", _CELLS),
         Command("verify-hf", "tools.study.verify.hf:verify_hf",
-            "seven layouts and 20 steps against transformers: HF= or random models; make setup-hf",
-            (v.HF, _meaning(v.STRATEGIES, "layouts to compare with transformers (seven)"), *(v.SEED,
-             v.DATA, v.EXTRA, v.EXTRA_B, v.PLANT, *_MEGATRON, v.RUNS))),
+            "seven strategies and 20 steps against transformers: HF= or random models; make setup-hf",
+            (v.HF, _meaning(v.STRATEGIES, "strategies to compare with transformers (seven)"), *(v.SEED,
+             v.DATA, v.EXTRA, v.EXTRA_B, v.PATCH_FILE, *_MEGATRON, v.RUNS))),
         Command("verify-*", "tools.study.verify.command:verify",
             "its first wrong tensor, if any: DTYPE= REFERENCE= EXTRA_B=",
             (*TRAINING, v.MODEL, _meaning(v.DTYPE, "fp32 or bf16 (fp32)", kind="fp32 or bf16"),
@@ -144,7 +157,7 @@ SECTIONS = {
         Command("resume", "tools.launch.resume:resume",
             "a run from its newest checkpoint: RUN=runs/… STRATEGY=pp2",
             (_meaning(v.RUN, "the run folder to resume", option="RUN"), _meaning(v.STRATEGY,
-             "resume in another layout"), *(*ONE_RUN, v.MODEL, *_NODES)),
+             "resume in another strategy"), *(*ONE_RUN, v.MODEL, *_NODES)),
             required=("RUN",), example="RUN=runs/…", is_usual=True),
         Command("soak", "tests.faults.soak:soak_strategy",
             "HOURS= of a STRATEGY=: what grows or slows, and losses after random kills",
@@ -202,7 +215,8 @@ SECTIONS = {
         Command("advise", "tools.plan.advise.command:advise",
             "what to use, second, avoid, why, what would change it: MODEL= GPUS= GPU=", _PLANNED,
             required=("MODEL",), example=_A_PLAN, in_clone=f"{_HERE}:own_measurements", packages=()),
-        Command("plan", "tools.plan.command:plan", "layouts, ranked, with reasons: MODEL= GPUS= GPU= …",
+        Command("plan", "tools.plan.command:plan",
+            "strategies, ranked, with reasons: MODEL= GPUS= GPU= …",
             PLAN, required=("MODEL",), example=_A_PLAN, in_clone=f"{_HERE}:own_measurements",
             packages=(), is_usual=True),
         Command("dryrun", "tools.plan.dryrun.command:dryrun",
@@ -216,7 +230,8 @@ SECTIONS = {
             (_meaning(v.DEVICES, "2gpu or 2cpu (all of this machine)", kind="devices such as 2gpu"),
              _RUNS)),
         Command("validate", "tools.plan.readings.command:validate",
-            "every public reading predicted, and by how much it is missed; READINGS= for your own",
+            "every published measurement predicted, and by how much it is missed; READINGS= for your "
+            "own",
             (v.JSON, v.LEAVE_OUT, v.READINGS), packages=()),
         Command("audit", "examples.studies.audit:audit_table",
             "what a table of performance figures contradicts in itself: TABLE=", (v.JSON, v.TABLE),
@@ -260,7 +275,7 @@ SECTIONS = {
             "what the ledger costs, switched on every other iteration", (*ONE_RUN, v.TARGET),
             fixed=(("name", "bench_ledger"),)),
         Command("bench-verify", "",
-            "planted bugs that verify must find, and healthy layouts that it must not call wrong"),
+            "injected bugs that verify must find, and healthy strategies"),
         Command("bench-auto", "tools.study.bench_auto:bench_auto",
             "the planner's times and choice here, against what is measured: MODELS= DEVICES=",
             (*ONE_RUN, v.MODELS, v.DEVICES)),

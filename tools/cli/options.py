@@ -12,8 +12,8 @@ from inspect import signature
 from typing import Any, NoReturn
 
 from tools.cli.commands import COMMANDS, Command
-from tools.spec.setting import SettingError, read, values
-from tools.spec.settings import SETTINGS, SWITCH, Setting
+from tools.spec.setting import SettingError, read, refuse_renamed, values
+from tools.spec.settings import RENAMED, SETTINGS, SWITCH, Setting
 
 _VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
 _NEVER_IGNORED = {
@@ -43,6 +43,9 @@ def of_make(
     """
     check_given(given_names(environment.get("MAKEFLAGS", "")), name, command)
     used = {setting.name for setting in command.variables}
+    for old, new in RENAMED.items():
+        if new in used and environment.get(old):
+            refuse_renamed(old)
     texts = {key: text for key in used if (text := environment.get(key, ""))}
     for variable, remedy in _NEVER_IGNORED.items():
         if variable not in used and environment.get(variable, "") not in ("", "1", "torchrun"):
@@ -65,6 +68,9 @@ def of_words(command: Command, words: Sequence[str], program: str) -> Namespace:
     """
     if _reads_words(command):
         return Namespace(arguments=words, program=program)
+    for word in words:
+        if word.startswith("--"):
+            refuse_renamed(word[2:].partition("=")[0].upper().replace("-", "_"))
     given = parser_of(command, program).parse_args(words)
     unset = values(command.variables, {})
     vars(given).update({key: value for key, value in unset.items() if _is_unset(given, key)})
@@ -108,6 +114,7 @@ def check_given(names: Iterable[str], target: str, command: Command) -> None:
     known = {setting.name for setting in SETTINGS}
     used = {setting.name for setting in command.variables}
     for name in names:
+        refuse_renamed(name)
         others = any(fnmatchcase(name, pattern) for pattern in _OF_OTHER_PROGRAMS)
         if name in used or (others and name not in known):
             continue

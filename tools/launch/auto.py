@@ -1,8 +1,8 @@
 """`make train-auto-<model>-<N>cpu|gpu`: plan for this machine, say what was chosen and why, train it.
 
 The planner's constants are measured on this machine first, and kept until its devices or what measures
-them change; CALIBRATE=1 measures them anew. Runs that `make report` kept as one's own readings correct
-its times, as they correct those of `make plan`.
+them change; CALIBRATE=1 measures them anew. Runs that `make report` kept as one's own measurements
+correct its times, as they correct those of `make plan`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tools.launch.options import Options
 from tools.launch.runtime import choose_runtime
 from tools.launch.target import start
 from tools.plan.calibration import calibration_of
-from tools.plan.readings.express import execution_of_flags
-from tools.plan.readings.near import uncertainty
-from tools.plan.readings.own import OwnRuns, own_runs
+from tools.plan.readings.local_readings import OwnRuns, own_runs
+from tools.plan.readings.neighbours import uncertainty
+from tools.plan.readings.reading_to_spec import execution_of_flags
 from tools.plan.readings.table import ReadingsError
 from tools.plan.search import Candidate, Plan, Request, search
 from tools.plan.time.cluster import Calibration, Cluster
@@ -61,7 +61,7 @@ def plan_here(job: Job, console: Console, own: Path | None = None) -> Plan:
     Args:
         job: With any strategy; its model, devices and options count.
         console: Says what is measured.
-        own: The file of one's own readings, which correct every time; None takes none.
+        own: The file of one's own measurements, which correct every time; None takes none.
 
     Raises:
         LaunchError: The devices are not here, or are none the planner knows; `own` is no table.

@@ -1,7 +1,7 @@
 """Backends other than Megatron: the same run, composed for plain PyTorch or DeepSpeed.
 
 A launch is composed for Megatron first, so model, data, batch, seed and schedule are decided once. What
-only Megatron's layouts need is then removed from its flags, and the backend's own flags are added.
+only Megatron's strategies need is then removed from its flags, and the backend's own flags are added.
 """
 
 from __future__ import annotations
@@ -153,10 +153,11 @@ def backend_problems(launch: Launch) -> Iterator[str]:
     """Why a backend cannot run this launch, each in one sentence."""
     if launch.spec.backend == Backend.MEGATRON:
         return
-    if launch.spec.plant is not None:
+    if launch.spec.patch_file is not None:
         yield (
-            f"PLANT={launch.spec.plant.path} changes Megatron, which BACKEND={launch.spec.backend} does "
-            "not run; leave PLANT= out, or use BACKEND=megatron."
+            f"PATCH_FILE={launch.spec.patch_file.path} changes Megatron, which "
+            f"BACKEND={launch.spec.backend} does "
+            "not run; leave PATCH_FILE= out, or use BACKEND=megatron."
         )
     if launch.spec.backend == Backend.TRANSFORMERS:
         yield from _transformers_problems(launch)

@@ -130,7 +130,7 @@ def gpu_here(ranks: int, instead: str, otherwise: str = "") -> Device:
     """
     names = [gpu.name for gpu in visible_gpus()]
     if len(names) < ranks:
-        raise LaunchError(f"{ranks} GPU(s) are wanted and {len(names)} found; {instead}.")
+        raise LaunchError(f"Needs {ranks} GPU{'s' * (ranks > 1)}, found {len(names)}; {instead}.")
     device = find_device(names[0])
     if device is None:
         raise LaunchError(

@@ -64,7 +64,7 @@ def kit_commit() -> str | None:
 
 def code_of(entry: MegatronEntry | None) -> Code:
     """The kit, and the Megatron of an entry; None for one in an image, which its digest identifies, or
-    where none trains. What `PLANT=` adds to them is part of a run's specification."""
+    where none trains. What `PATCH_FILE=` adds to them is part of a run's specification."""
     return Code(tree_hash(ROOT, KIT_FOLDERS), _megatron_of(entry) if entry else None)
 
 

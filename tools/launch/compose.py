@@ -19,7 +19,7 @@ from tools.launch.flags import (
     environment_for,
     expert_flags,
     optimizer_flags,
-    plant_environment,
+    patch_file_environment,
     runtime_flags,
     saving_flags,
     sharding_flags,
@@ -28,7 +28,7 @@ from tools.launch.flags import (
 from tools.launch.job import Job
 from tools.launch.network import LinkRate, link_of
 from tools.launch.network import command as shaped
-from tools.launch.options import Options, Saving, plant_paths
+from tools.launch.options import Options, Saving, patch_file_paths
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.supervise.warm import WarmMegatron
 from tools.records.run import CHECKPOINTS_FOLDER, Code, MegatronEntry
@@ -223,7 +223,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         fused=options.fused,
         link_bits_per_second=options.network.bits_per_second if options.network else None,
         shares_gpu=options.share_gpu,
-        plant=options.plant,
+        patch_file=options.patch_file,
         strategy=job.strategy,
     )
     return Launch(
@@ -238,8 +238,8 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         environment=environment_for(device, parallelism, start)
         | (options.wandb.environment if options.wandb else {})
         | bare_environment(options)
-        | plant_environment(options.plant)
-        | ({variables.UNTRIED: "1"} if options.untried else {}),
+        | patch_file_environment(options.patch_file)
+        | ({variables.ALLOW_UNKNOWN_MEGATRON: "1"} if options.allow_unknown_megatron else {}),
         runtime=with_mounts(runtime, data, options),
         nodes=options.nodes,
     )
@@ -306,8 +306,8 @@ def with_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
     """Mount the data set's folders and the folder of runs, which may lie outside the kit."""
     if runtime.container is None:
         return runtime
-    plants = plant_paths(options.plant.path) if options.plant else ()
-    given = (options.runs.absolute(), *(one.parent for one in plants))
+    patch_files = patch_file_paths(options.patch_file.path) if options.patch_file else ()
+    given = (options.runs.absolute(), *(one.parent for one in patch_files))
     folders = (*docker.data_folders(ROOT / data), *given)
     return replace(runtime, container=runtime.container.mounting(*folders))
 

@@ -14,7 +14,7 @@ from tools.spec.files import from_root, read_args_file
 from tools.spec.flags import flag_words, flags_in, release
 from tools.spec.huggingface import EXACT_GELU, TANH_GELU
 from tools.spec.model import Model
-from tools.spec.run import DeviceKind, OptimizerName, Plant
+from tools.spec.run import DeviceKind, OptimizerName, PatchFile
 from tools.spec.strategy import Parallelism
 
 RUNTIMES = Path(__file__).parent / "runtimes"
@@ -25,7 +25,7 @@ CPU_RANK = {
     "TORCHDYNAMO_DISABLE": "1",
     "CUDA_VISIBLE_DEVICES": "",
     # As CUDA's caching allocator does on a GPU, malloc keeps what a tensor gives back. By default glibc
-    # returns it to the kernel and clears new pages at each iteration, for layouts unequally often.
+    # returns it to the kernel and clears new pages at each iteration, for strategies unequally often.
     "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776",
 }
 """Environment of a CPU rank; to be set before its process starts."""
@@ -89,7 +89,7 @@ def dropout_flags(probability: float) -> tuple[str, ...]:
 def start_flags(
     checkpoint: Path, parallelism: Parallelism, padded_to: int = 128
 ) -> tuple[str, ...]:
-    """Begin iteration 1 from the checkpoint's weights, resharded to this layout.
+    """Begin iteration 1 from the checkpoint's weights, resharded to this strategy.
 
     Megatron pads the vocabulary to a multiple of 128·TP, and padding rows take part in the softmax;
     dividing the multiple by TP keeps the same rows, and so the same loss, for every strategy.
@@ -102,11 +102,11 @@ def start_flags(
 
 
 def saving_flags(saving: Saving, parallelism: Parallelism, entry: MegatronEntry) -> tuple[str, ...]:
-    """Megatron's flags but for the folder: its distributed format, which loads into any layout."""
+    """Megatron's flags but for the folder: its distributed format, which loads into any strategy."""
     flags = ["--save-interval", str(saving.every), "--ckpt-format", "torch_dist"]
     sharding = parallelism.sharding
     if sharding and not sharding.wraps_modules:
-        # Without it the optimizer's shards go back only into the layout that saved them.
+        # Without it the optimizer's shards go back only into the strategy that saved them.
         flags.append("--dist-ckpt-optim-fully-reshardable")
     if saving.asynchronous:
         # Megatron's own writer; its default needs a package that its wheel does not bring.
@@ -138,9 +138,14 @@ def bare_environment(options: Options) -> dict[str, str]:
     return fused | ({variables.SHARE_GPU: "1"} if options.share_gpu else {})
 
 
-def plant_environment(plant: Plant | None) -> dict[str, str]:
-    """Variables that make the ranks execute a file before they train (`megatron_patches/plant.py`)."""
-    return {variables.PLANT: plant.path, variables.PLANT_SHA256: plant.sha256} if plant else {}
+def patch_file_environment(patch_file: PatchFile | None) -> dict[str, str]:
+    """Variables that make the ranks execute a file before they train
+    (`megatron_patches/patch_file.py`)."""
+    return (
+        {variables.PATCH_FILE: patch_file.path, variables.PATCH_FILE_SHA256: patch_file.sha256}
+        if patch_file
+        else {}
+    )
 
 
 def optimizer_flags(name: OptimizerName, megatron_version: str) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ def import_hf(hf: str, name: str | None, console: Console) -> int:
         LaunchError, ValueError: It cannot be converted; nothing was written.
     """
     from tools.convert.hf.into_megatron import import_model, read_source
-    from tools.convert.hf.work import Work
+    from tools.convert.hf.progress import Work
 
     source = read_source(folder_of(hf))
     name = name or Path(hf).name.lower()
@@ -44,7 +44,7 @@ def export_hf(run: str, to: str, console: Console) -> int:
         LaunchError, ValueError: It cannot be converted; nothing was written.
     """
     from tools.convert.hf.from_megatron import export_model, read_export
-    from tools.convert.hf.work import Work
+    from tools.convert.hf.progress import Work
 
     folder = ROOT / run
     if folder.parent == HUB:

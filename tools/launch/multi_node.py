@@ -99,7 +99,7 @@ def node_record(launch: Launch, nodes: int) -> NodeRecord:
     except DatasetError:
         data = "missing"
     entry = launch.entry
-    plant = launch.spec.plant
+    patch_file = launch.spec.patch_file
     flags = hashlib.sha256("\0".join(launch.flags).encode()).hexdigest()[:12]
     has = {
         "NNODES=": str(nodes),
@@ -108,7 +108,7 @@ def node_record(launch: Launch, nodes: int) -> NodeRecord:
         "torch": installed_versions().get("torch", "none"),
         "flags": f"{flags} (a hash)",
         "data set": data,
-        "PLANT=": plant.sha256[:12] if plant else "none",
+        "PATCH_FILE=": patch_file.sha256[:12] if patch_file else "none",
         "its first iteration after": str(
             launch.resume_point.iteration if launch.resume_point else 0
         ),

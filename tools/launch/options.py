@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patches.fusions import NAMES, parse_fusions
-from megatron_patches.plant import SEPARATOR, plant_sha256
+from megatron_patches.patch_file import SEPARATOR, patch_file_sha256
 from tools.cluster.checks.network import wandb_login
 from tools.cluster.nodes import NODES_SETTINGS, Nodes, nodes_of
 from tools.cluster.slurm import SLURM_SETTINGS, Slurm, slurm_of
 from tools.launch.network import LinkRate, parse_rate
 from tools.spec import settings
 from tools.spec.files import ROOT, from_root
-from tools.spec.run import Backend, OptimizerName, Plant, RuntimeName
+from tools.spec.run import Backend, OptimizerName, PatchFile, RuntimeName
 from tools.spec.setting import SettingError, text_of, values
 from tools.spec.settings import Setting
 
@@ -84,7 +84,7 @@ class Options:
     """Start from the shared checkpoint, so that losses can be compared; the default on CPU ranks."""
     dry_run: bool = False
     megatron_lm: Path | None = None
-    untried: bool = False
+    allow_unknown_megatron: bool = False
     """Train with a Megatron version that the patches were not tried with."""
     runs: Path = ROOT / "runs"
     runtime: RuntimeName | None = None
@@ -114,7 +114,7 @@ class Options:
     """Patches of `megatron_patches/fused` by name; none unless asked for."""
     share_gpu: bool = False
     """Put all ranks on one GPU: memory and losses are valid, times are not comparable."""
-    plant: Plant | None = None
+    patch_file: PatchFile | None = None
     """A Python file that every rank executes before it trains."""
 
 
@@ -140,7 +140,7 @@ def options_of(given: Namespace) -> Options:
         saving=_saving(*map(value, (settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE))),
         network=_parsed(given, settings.NET, parse_rate),
         fused=_parsed(given, settings.FUSED, parse_fusions, _FUSIONS) or (),
-        plant=_parsed(given, settings.PLANT, read_plant),
+        patch_file=_parsed(given, settings.PATCH_FILE, read_patch_file),
     )
 
 
@@ -164,7 +164,7 @@ def variables_of(options: Options) -> dict[str, str]:
     found |= {
         settings.NET: options.network.text if options.network else None,
         settings.FUSED: ",".join(options.fused),
-        settings.PLANT: options.plant.path if options.plant else None,
+        settings.PATCH_FILE: options.patch_file.path if options.patch_file else None,
     }
     if saving:
         found[settings.SAVE_EVERY] = saving.every
@@ -192,7 +192,7 @@ _PLAIN: dict[str, Setting] = {
     "shared_start": settings.SHARED_START,
     "dry_run": settings.DRY_RUN,
     "megatron_lm": settings.MEGATRON_LM,
-    "untried": settings.UNTRIED,
+    "allow_unknown_megatron": settings.ALLOW_UNKNOWN_MEGATRON,
     "runs": settings.RUNS,
     "runtime": settings.RUNTIME,
     "image": settings.IMAGE,
@@ -228,22 +228,22 @@ def _saving(every: int | None, keep: int | None, asynchronous: bool | None) -> S
     return Saving(every, keep or KEEP, asynchronous or False) if every else None
 
 
-def plant_paths(text: str) -> tuple[Path, ...]:
-    """The files of `PLANT=`; a relative path is seen from the repository's root."""
+def patch_file_paths(text: str) -> tuple[Path, ...]:
+    """The files of `PATCH_FILE=`; a relative path is seen from the repository's root."""
     return tuple(ROOT / Path(one).expanduser() for one in text.split(SEPARATOR))
 
 
-def read_plant(text: str) -> Plant:
-    """The files of `PLANT=`, as they are now.
+def read_patch_file(text: str) -> PatchFile:
+    """The files of `PATCH_FILE=`, as they are now.
 
     Raises:
         SettingError: One cannot be read, or is not Python.
     """
-    paths = plant_paths(text)
+    paths = patch_file_paths(text)
     codes = [
         _compiled(path, named) for path, named in zip(paths, text.split(SEPARATOR), strict=True)
     ]
-    return Plant(SEPARATOR.join(map(from_root, paths)), plant_sha256(codes))
+    return PatchFile(SEPARATOR.join(map(from_root, paths)), patch_file_sha256(codes))
 
 
 def _compiled(path: Path, text: str) -> bytes:
@@ -253,13 +253,13 @@ def _compiled(path: Path, text: str) -> bytes:
         compile(code, str(path), "exec")
     except OSError as error:
         raise SettingError(
-            f"PLANT={text} cannot be read ({error.strerror}); name a Python file, seen from {ROOT}."
+            f"PATCH_FILE={text} cannot be read ({error.strerror}); name a Python file, seen from {ROOT}."
         ) from None
     except (SyntaxError, ValueError) as error:
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
         why = error.msg if isinstance(error, SyntaxError) else error
         raise SettingError(
-            f"PLANT={text} does not compile ({why}{line}); correct it, or leave PLANT= out."
+            f"PATCH_FILE={text} does not compile ({why}{line}); correct it, or leave PATCH_FILE= out."
         ) from None
     return code
 
@@ -270,7 +270,7 @@ WANDB_SETTINGS = (settings.WANDB_PROJECT, settings.WANDB_ENTITY, settings.WANDB_
 OF_A_RUN = (
     *_PLAIN.values(),
     *(settings.WANDB, *WANDB_SETTINGS, settings.NET),
-    *(settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE, settings.FUSED, settings.PLANT),
+    *(settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE, settings.FUSED, settings.PATCH_FILE),
     *(*NODES_SETTINGS, *SLURM_SETTINGS),
 )
 """Every variable of a training target."""

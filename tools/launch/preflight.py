@@ -10,8 +10,8 @@ import psutil
 from packaging.version import Version
 
 from megatron_patches.context import NEWEST_KNOWN, OLDEST_KNOWN, is_known
-from tools.cluster.checks.finding import refusals
 from tools.cluster.checks.host import RUN_FILES, check_room
+from tools.cluster.checks.result import refusals
 from tools.dataset.indexed import DatasetError, idx_path, largest_token, open_dataset
 from tools.dataset.split import empty_splits
 from tools.launch.backends import backend_problems, optimizer_problems
@@ -150,9 +150,9 @@ def expert_problems(launch: Launch, may_drop: bool = False) -> Iterator[str]:
         )
 
 
-def quantised_problems(launch: Launch) -> Iterator[str]:
+def fp8_problems(launch: Launch) -> Iterator[str]:
     """Why products in fewer bits are not computed here, a sentence."""
-    if not launch.spec.quantised:
+    if not launch.spec.fp8_recipe:
         return
     name = launch.model.name.removesuffix("-fp8")
     if name == launch.model.name:
@@ -174,13 +174,17 @@ def version_problems(launch: Launch) -> Iterator[str]:
     """Why the Megatron that trains, or writes the starting weights, may not fit the patches."""
     version = launch.entry.megatron_version
     used = launch.spec.backend is Backend.MEGATRON or launch.start_checkpoint is not None
-    if used and not is_known(Version(version)) and variables.UNTRIED not in launch.environment:
+    if (
+        used
+        and not is_known(Version(version))
+        and variables.ALLOW_UNKNOWN_MEGATRON not in launch.environment
+    ):
         checkout = Path(launch.entry.path).parent
         of = f" of MEGATRON_LM={checkout}" if checkout.is_absolute() else ""
         yield (
             f"Megatron {version}{of} has not been tried with this kit, which knows "
             f"{OLDEST_KNOWN.base_version} to {NEWEST_KNOWN}; name a checkout of one of those with "
-            "MEGATRON_LM=, or set UNTRIED=1 to train with it."
+            "MEGATRON_LM=, or set ALLOW_UNKNOWN_MEGATRON=1 to train with it."
         )
 
 
@@ -189,7 +193,7 @@ def _composition_problems(
 ) -> Iterator[str]:
     yield from version_problems(launch)
     yield from expert_problems(launch, may_drop)
-    yield from quantised_problems(launch)
+    yield from fp8_problems(launch)
     yield from saving_problems(launch.saving, launch.spec)
     yield from nodes_problems(launch)
     yield from optimizer_problems(launch)
@@ -198,8 +202,8 @@ def _composition_problems(
     yield from sharing_problems(launch)
     yield from _wandb_problems(launch)
     yield from _checkpoint_problems(launch)
-    planted = variables.PLANT in launch.environment
-    yield from violations(launch.spec, release(launch.entry.megatron_version), planted)
+    patched = variables.PATCH_FILE in launch.environment
+    yield from violations(launch.spec, release(launch.entry.megatron_version), patched)
     yield from backend_problems(launch)
     missing = launch.data in OWN_SAMPLES and not idx_path(launch.data_path).is_file()
     if not (missing and data_is_to_come):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tools.cluster.checks.devices import check_busy
 from tools.cluster.checks.docker import check_container
-from tools.cluster.checks.finding import refusals
+from tools.cluster.checks.result import refusals
 from tools.launch.compose import Launch
 from tools.launch.devices import all_gpus, gpu_use, visible_gpus
 from tools.plan.constraints import divisors
@@ -40,12 +40,13 @@ def gpu_problems(launch: Launch) -> Iterator[str]:
     if len(gpus) < (1 if launch.spec.shares_gpu else launch.local_devices):
         tiny = "moe-tiny" if launch.model.shape.experts else "gpt2-tiny"
         yield (
-            f"{launch.local_devices} GPU(s) are wanted and {len(gpus)} found{_chosen()}; run "
+            f"Needs {launch.local_devices} GPU{'s' * (launch.local_devices > 1)}, found "
+            f"{len(gpus)}{_chosen()}; run "
             f"'make train-{launch.spec.name}-{tiny}-{launch.devices}cpu' to see the strategy on CPU "
             "ranks, or 'make plan' for what it would need."
         )
         return
-    if launch.spec.quantised:
+    if launch.spec.fp8_recipe:
         device = find_device(gpus[0].name)
         if device is not None and device.peak_flops("fp8") is None:
             yield f"{device.name} computes no fp8; leave --fp8-format out, or use a newer GPU (H100)."
@@ -153,7 +154,7 @@ def sharing_problems(launch: Launch) -> Iterator[str]:
         yield "SHARE_GPU=1 stages transfers in the patches of the host runtime; set RUNTIME=host."
     elif len(visible_gpus()) != 1:
         yield (
-            f"SHARE_GPU=1 needs exactly one visible GPU and {len(visible_gpus())} are{_chosen()}; "
+            f"SHARE_GPU=1 needs one visible GPU, found {len(visible_gpus())}{_chosen()}; "
             "choose one with CUDA_VISIBLE_DEVICES=, or leave it out."
         )
     if launch.spec.backend is not Backend.MEGATRON:

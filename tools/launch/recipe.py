@@ -11,10 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.convert.recipe import bridge
+from tools.convert.recipe.coupled_flags import RecipeError
 from tools.convert.recipe.fields import Recipe, recipe_of_flags
 from tools.convert.recipe.flags import reading_of_fields
 from tools.convert.recipe.imported import imported, model_name
-from tools.convert.recipe.joint import RecipeError
 from tools.convert.recipe.table import BRIDGE_VERSION
 from tools.convert.recipe.written import (
     ENTRY_FILE,
@@ -101,7 +101,7 @@ def import_recipe(file: str, name: str | None, gpus: int | None, console: Consol
     Args:
         file: Bridge's YAML, or a Python file that makes a container.
         name: The model's; None is the file's.
-        gpus: To train on; None is the fewest that the layout allows.
+        gpus: To train on; None is the fewest that the strategy allows.
         console: Where it prints.
 
     Raises:
@@ -206,9 +206,9 @@ def _started(entry: str, recipe: str, spec: RunSpec) -> str:
 
 
 def _refuse_another_strategy(spec: RunSpec) -> None:
-    """Refuse a layout that no target names."""
+    """Refuse a strategy that no target names."""
     name = spec.name
     named = parse_strategy(name, spec.parallelism.world_size)
     if replace(named, expert_tensor=spec.parallelism.expert_tensor) != spec.parallelism:
         asked, here = (shlex.join(strategy_flags(each)) for each in (spec.parallelism, named))
-        raise LaunchError(f"The recipe's layout ({asked}) has no target; {name} is {here}.")
+        raise LaunchError(f"The recipe's strategy ({asked}) has no target; {name} is {here}.")

@@ -1,4 +1,4 @@
-"""From a run's record to the launch that resumes it, in its own layout or in another."""
+"""From a run's record to the launch that resumes it, in its own strategy or in another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.launch.checkpoint.selected import select_checkpoint
 from tools.launch.compose import Launch, ResumePoint, compose, entry_of, model_for
 from tools.launch.job import Job
 from tools.launch.network import link_of
-from tools.launch.options import Options, Saving, read_plant
+from tools.launch.options import Options, Saving, read_patch_file
 from tools.launch.runtime import choose_runtime
 from tools.records.checkpoints import find_checkpoints
 from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry, RunRecord
@@ -18,7 +18,7 @@ from tools.spec.errors import LaunchError
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, counted_vocabulary, drop_flags, merge_flags
 from tools.spec.model import imported_weights, load_model
-from tools.spec.run import Backend, Plant, RuntimeName
+from tools.spec.run import Backend, PatchFile, RuntimeName
 from tools.spec.strategy import (
     Batch,
     Parallelism,
@@ -42,7 +42,7 @@ def relaunch(
     Args:
         record: Of the run that was saved.
         resume_point: The checkpoint.
-        strategy: Another layout; None or the run's own keeps it.
+        strategy: Another strategy; None or the run's own keeps it.
         options: What may change: ITERS=, EXTRA=, SAVE_EVERY=, KEEP=, NET=, HANG_TIMEOUT= and the like.
 
     Raises:
@@ -81,7 +81,7 @@ def relaunch(
             ),
             saving=options.saving or Saving(record.save_every or iterations),
             network=options.network or link_of(record.spec),
-            plant=_plant(record, options),
+            patch_file=_patch_file(record, options),
             fused=record.spec.fused,
             share_gpu=record.spec.shares_gpu,
             shared_start=False,
@@ -125,7 +125,7 @@ def resume_if_saved(launch: Launch, folder: Path) -> Launch:
 
 
 def _recorded(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
-    """The run's arguments without those that concerned one start, and without another layout's."""
+    """The run's arguments without those that concerned one start, and without another strategy's."""
     of_batch = {"--micro-batch-size", "--global-batch-size"}
     if parallelism == record.spec.parallelism:
         return drop_flags(record.argv, PER_ATTEMPT_FLAGS | of_batch)
@@ -161,20 +161,22 @@ def _parallelism(record: RunRecord, strategy: str | None) -> Parallelism:
     return parallelism
 
 
-def _plant(record: RunRecord, options: Options) -> Plant | None:
+def _patch_file(record: RunRecord, options: Options) -> PatchFile | None:
     """The run's own, which is in its environment as well; the file must still hold the same."""
-    plant = record.spec.plant
-    present = read_plant(plant.path) if plant else None
-    if plant and present != plant:
+    patch_file = record.spec.patch_file
+    present = read_patch_file(patch_file.path) if patch_file else None
+    if patch_file and present != patch_file:
         raise LaunchError(
-            f"PLANT={plant.path} was changed after {record.run} was trained with it; put it back."
+            f"PATCH_FILE={patch_file.path} was changed after {record.run} was trained with it; put it "
+            "back."
         )
-    if options.plant not in (None, plant):
+    if options.patch_file not in (None, patch_file):
         raise LaunchError(
-            f"{record.run} was trained with {f'PLANT={plant.path}' if plant else 'no PLANT='}, which "
-            "cannot change when it is resumed; leave PLANT= out."
+            f"{record.run} was trained with "
+            f"{f'PATCH_FILE={patch_file.path}' if patch_file else 'no PATCH_FILE='}, which "
+            "cannot change when it is resumed; leave PATCH_FILE= out."
         )
-    return plant
+    return patch_file
 
 
 def _batch(record: RunRecord, parallelism: Parallelism, options: Options) -> Batch:

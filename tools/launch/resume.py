@@ -1,7 +1,7 @@
 """`make resume RUN=…`: a run resumes from its newest valid checkpoint.
 
-In its own layout it resumes in its own folder: log, events and checkpoints are added to, and what
-belongs to one attempt is kept in `attempts/`. In another layout (STRATEGY=pp2) it is another run, in a
+In its own strategy it resumes in its own folder: log, events and checkpoints are added to, and what
+belongs to one attempt is kept in `attempts/`. In another strategy (STRATEGY=pp2) it is another run, in a
 folder of its own that names its parent, because its times and its memory are not its parent's.
 
 Apart from `relaunch`, which a requeued job uses too: `target` resumes that by itself.

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from tools.cluster.checks.docker import image_id
-from tools.cluster.checks.finding import image_tag
+from tools.cluster.checks.result import image_tag
 from tools.cluster.container import docker
 from tools.cluster.container.versions import installed_versions
 from tools.cluster.nodes import Nodes

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from tools.cluster.checks.finding import image_tag
 from tools.cluster.checks.network import wandb_login
+from tools.cluster.checks.result import image_tag
 from tools.cluster.container import docker
 from tools.cluster.container.image import ImagePair, find_pair
 from tools.launch.devices import visible_gpus

@@ -1,8 +1,8 @@
 """The shared starting checkpoint: the same weights for every strategy, so that losses can be compared.
 
 Without it TP and PP initialise differently. One rank writes it in Megatron's distributed format, which
-every layout loads resharded. It is written under a temporary name, read back, and renamed when it is
-whole. Each use compares its files with the manifest of then: sha256, 1.4 GB/s on one core here, which
+every strategy loads resharded. It is written under a temporary name, read back, and renamed when it is
+whole. Every use re-verifies against the stored manifest: sha256, 1.4 GB/s on one core here, which
 is 2.2 s for gpt2-large. One that has changed is kept under another name and written anew, with a
 sentence: its weights follow from model, seed and Megatron, and `run.json` has their hash, so no run is
 compared with one that started from others.
@@ -191,7 +191,7 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
         nodes=None,
         saving=None,
         wandb=None,
-        plant=None,
+        patch_file=None,
     )
     job = Job("baseline", launch.model, 1, launch.spec.device, alone)
     composed = compose(job, launch.runtime)

@@ -1,7 +1,7 @@
 """Writes the tensors of one iteration under Megatron's names, as a reference for `tools.verify`.
 
 What is computed is Megatron's model written a second time, here or by others (`Counterpart`), so what is
-wrong in every layout of Megatron differs from it. One rank alone. Which tensors have a counterpart
+wrong in every strategy of Megatron differs from it. One rank alone. Which tensors have a counterpart
 stands in `taps`; the comparison lists those that have none.
 """
 
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from tools.capture.sinks import Piece, Recording, Responding, StoredTensors, reach
 from tools.native.batches import MicroBatch
 from tools.native.engines import Engine, Update
+from tools.native.hooks import Sink, Taps
 from tools.native.model import GPT, mixtures
 from tools.native.names import megatron_name, source_of
 from tools.native.settings import Settings
-from tools.native.taps import Sink, Taps
 from tools.records.capture import (
     REACH,
     RESPONSES_FILE,

@@ -18,7 +18,8 @@ from tools.spec.model import round_up
 from tools.spec.strategy import PipelineSchedule
 
 IMPORTED, PADDED = "--imported", "--padded-vocabulary"
-"""Those of the reference by transformers: the imported model's folder, a layout's padded vocabulary."""
+"""Those of the reference by transformers: the imported model's folder, a strategy's padded
+vocabulary."""
 
 FROM_CONFIG = of_native("imported")
 """Flags of the architecture that this backend does not know; an imported model's config says them."""

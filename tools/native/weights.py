@@ -37,7 +37,7 @@ def load_start(model: GPT, checkpoint: Path) -> None:
             if value is not None:
                 value = _at(value, places, (len(model.blocks), experts))
                 if source in _PADDED and 0 < value.shape[0] - parameter.shape[0] < _MULTIPLE:
-                    value = value[: parameter.shape[0]]  # Imported, with padding for any layout.
+                    value = value[: parameter.shape[0]]  # Imported, with padding for any strategy.
             if value is None or value.shape != parameter.shape:
                 found = "nothing" if value is None else list(value.shape)
                 sys.exit(

@@ -14,20 +14,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from tools.spec.model import AHEAD, ATTENTION, EXPERTS, MAMBA, MLP, LatentAttention, Mamba
+from tools.spec.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP, LatentAttention, Mamba
 from tools.spec.offload import GROUPS
 from tools.spec.recompute import Recompute
-from tools.spec.run import Quantised, RunSpec
+from tools.spec.run import Fp8Recipe, RunSpec
 
 _FP32_BYTES = 4
 
-QUANTISED_BYTES = {
-    Quantised.NONE: 2.0,
-    Quantised.DELAYED: 1.0,
-    Quantised.TENSORWISE: 1.0,
-    Quantised.BLOCKWISE: 1.03,
-    Quantised.MXFP8: 1.03,
-    Quantised.NVFP4: 0.56,
+FP8_RECIPE_BYTES = {
+    Fp8Recipe.NONE: 2.0,
+    Fp8Recipe.DELAYED: 1.0,
+    Fp8Recipe.TENSORWISE: 1.0,
+    Fp8Recipe.BLOCKWISE: 1.03,
+    Fp8Recipe.MXFP8: 1.03,
+    Fp8Recipe.NVFP4: 0.56,
 }
 """Of an operand's element, scales included."""
 
@@ -41,7 +41,7 @@ def layer_activation_bytes(spec: RunSpec) -> int:
     if len(spec.shape.blocks) > 1:
         return sum(times * layer_activation_bytes(kind) for times, kind in spec.kinds)
     if spec.recompute.whole_layers:
-        return (2 if spec.shape.blocks == AHEAD else 1) * residual_bytes(spec)
+        return (2 if spec.shape.blocks == MTP else 1) * residual_bytes(spec)
     again = spec.recompute.again
     return sum(tensor.size for tensor in _tensors(spec) if not again(*tensor.modules))
 
@@ -154,14 +154,14 @@ def _saved(spec: RunSpec, elements: int, modules: tuple[str, ...] = (), *savers:
 def _operand(spec: RunSpec, elements: int, modules: tuple[str, ...] = (), *savers: str) -> _Tensor:
     """What linear layers keep of inputs for the gradients of their weights: quantised ones in the layout
     that backward reads, and those alone (Transformer Engine, `pytorch/module/linear.py`)."""
-    if not spec.quantised:
+    if not spec.fp8_recipe:
         return _saved(spec, elements, modules, *savers)
-    return _Tensor(int(QUANTISED_BYTES[spec.quantised] * elements), elements, modules, savers)
+    return _Tensor(int(FP8_RECIPE_BYTES[spec.fp8_recipe] * elements), elements, modules, savers)
 
 
 def _tensors(spec: RunSpec) -> Iterator[_Tensor]:
     """Of a layer of one kind, its input first."""
-    if spec.shape.blocks == AHEAD:
+    if spec.shape.blocks == MTP:
         yield from _joining(spec)
         return
     yield from _outside_tensor_parallel(spec)
@@ -256,7 +256,7 @@ def _attended(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
     """Attention's output, which it keeps if it is fused, and the projection its own copy of in fewer
     bits."""
     own = ("core_attn",) if spec.fused_attention else ()
-    if not spec.quantised:
+    if not spec.fp8_recipe:
         yield _saved(spec, elements, (), *own, "attn_proj")
         return
     yield _saved(spec, elements, ("core_attn",), *own)

@@ -1,4 +1,4 @@
-"""`make plan`: every layout ranked, or one of them; with memory, communication and time."""
+"""`make plan`: every strategy ranked, or one of them; with memory, communication and time."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from tools.text.terminal import wide_console
 
 
 def plan(given: Namespace) -> int:
-    """Rank every legal way to split a model, or time LAYOUT= alone; 1 if nothing fits.
+    """Rank every legal way to split a model, or time STRATEGY= alone; 1 if nothing fits.
 
     Raises:
         ValueError: What is asked for cannot be; one sentence.
     """
     options = plan_options(given)
-    return _layout(options) if options.layout else _plan(options)
+    return _layout(options) if options.strategy else _plan(options)
 
 
 def _layout(options: PlanOptions) -> int:
-    from tools.plan.layout import (
+    from tools.plan.one_strategy import (
         changed_options,
         draw_layout,
-        layout_as_data,
         print_layout,
-        time_layout,
+        time_strategy,
+        timed_as_data,
     )
 
-    timed = time_layout(options)
-    other = time_layout(changed_options(options, options.what_if)) if options.what_if else None
+    timed = time_strategy(options)
+    other = time_strategy(changed_options(options, options.what_if)) if options.what_if else None
     if options.json:
-        print(json.dumps(layout_as_data(timed, other), indent=2))
+        print(json.dumps(timed_as_data(timed, other), indent=2))
     else:
         print_layout(timed, other, wide_console())
     if options.svg:
@@ -50,11 +50,11 @@ def _plan(options: PlanOptions) -> int:
     for name in ("micro_batch", "recompute", "what_if"):
         if getattr(options, name) is not None:
             variable = name.upper()
-            raise RequestError(f"{variable}= is of one layout; name it: LAYOUT=tp8pp16dp8.")
+            raise RequestError(f"{variable}= is of one strategy; name it: STRATEGY=tp8pp16dp8.")
     request = request_from_options(options)
     if Flags(request.extra).has(LAYOUT_FLAG):
         raise RequestError(
-            f"EXTRA has {LAYOUT_FLAG}, which is of one layout; name it: LAYOUT=pp16dp8."
+            f"EXTRA has {LAYOUT_FLAG}, which is of one strategy; name it: STRATEGY=pp16dp8."
         )
     plan = search(request, slack=_PICTURE_SLACK if options.svg else 1.0)
     if plan.winner is None:
@@ -71,7 +71,7 @@ def _plan(options: PlanOptions) -> int:
 def _show(options: PlanOptions, plan: Plan) -> None:
     from tools.plan.dryrun.comparison import verify
     from tools.plan.dryrun.show import print_verified, verified_as_data
-    from tools.plan.readings.near import uncertainty
+    from tools.plan.readings.neighbours import uncertainty
     from tools.plan.search import scaling, training_days
 
     days = training_days(plan, options.tokens) if options.tokens else None

@@ -32,14 +32,14 @@ _LARGEST_NAMED = 64
 
 
 def violations(
-    spec: RunSpec, release: tuple[int, int] | None = None, planted: bool = False
+    spec: RunSpec, release: tuple[int, int] | None = None, patched: bool = False
 ) -> tuple[str, ...]:
     """Every reason why Megatron refuses a run; empty if it would train.
 
     Args:
         spec: The run.
         release: Megatron's major and minor version, whose own rules alone are asked; None asks all.
-        planted: A plant changes the run: what Megatron does wrong without refusing it is left out.
+        patched: A patch file changes the run: what Megatron does wrong without refusing it is left out.
     """
     if smallest := _degree_below_one(spec):
         return (smallest,)
@@ -51,7 +51,7 @@ def violations(
         *_expert_rules(spec),
         *_half_precision_expert_rules(spec, release),
         *_sharding_rules(spec),
-        *(() if planted else _recompute_rules(spec)),
+        *(() if patched else _recompute_rules(spec)),
         *_activation_rules(spec),
     )
 
@@ -142,10 +142,10 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
             split = " ".join(spec.stages.flags) or "the most even split"
             problem = f"which {split} does not lay on {stages}: {problem}"
         yield f"{model} has {shape.layers} layers, {problem}; use a PP of {ways}{flags}."
-    elif spec.stages.layout and spec.stages.depths != shape.ahead:
+    elif spec.stages.layout and spec.stages.depths != shape.mtp_depth:
         yield (
             f"{' '.join(spec.stages.flags)} has {spec.stages.depths} depths (m) of multi-token "
-            f"prediction and {model} {shape.ahead}; write as many as --mtp-num-layers says."
+            f"prediction and {model} {shape.mtp_depth}; write as many as --mtp-num-layers says."
         )
 
 
@@ -161,7 +161,7 @@ def _context_rules(spec: RunSpec) -> Iterator[str]:
             f"The sequence length {shape.seq_length} exceeds {model}'s {shape.positions} learned "
             f"positions; use at most {shape.positions}, or raise --max-position-embeddings."
         )
-    if shape.positions and shape.ahead:
+    if shape.positions and shape.mtp_depth:
         yield "Multi-token prediction refuses learned positions; add --position-embedding-type rope."
     if context == 1:
         return
@@ -313,7 +313,7 @@ def _activation_rules(spec: RunSpec) -> Iterator[str]:
             f"{_called(spec)} has the blocks {spec.shape.blocks}, some of which recomputed or several "
             "together are not planned; use --recompute-method uniform --recompute-num-layers 1."
         )
-    if spec.shape.ahead and partly:
+    if spec.shape.mtp_depth and partly:
         yield (
             f"{_called(spec)} predicts tokens ahead, whose layers Megatron recomputes one by one or not "
             "at all; use --recompute-method uniform --recompute-num-layers 1."

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import ceil
 
 from tools.plan.activations import (
-    QUANTISED_BYTES,
+    FP8_RECIPE_BYTES,
     chunk_activation_bytes,
     layer_activation_bytes,
     offloaded_bytes,
@@ -113,7 +113,7 @@ def chunks_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
 
 
 DEVICE_BASE_BYTES = 3870 * MIB
-"""Fitted once, over all eight published readings: CUDA context, cuBLAS and cuDNN workspaces, NCCL
+"""Fitted once, over all eight published measurements: CUDA context, cuBLAS and cuDNN workspaces, NCCL
 buffers and the allocator's unusable remainders on a GPU."""
 
 LOGIT_SLACK_BYTES = 2
@@ -188,7 +188,7 @@ def precision_of(spec: RunSpec) -> Precision:
     if types.offloaded:
         return replace(usual, gradients=gradients, gradient_copies=4 if gradients < 4 else 0)
     own_adam = not spec.parallelism.sharding.wraps_modules
-    remainders = own_adam and not types.main_parameters and not spec.quantised
+    remainders = own_adam and not types.main_parameters and not spec.fp8_recipe
     return replace(
         usual,
         gradients=gradients,
@@ -237,7 +237,7 @@ ASSUMPTIONS = (
     "Activations are arXiv:2205.05198's, tensor by tensor; kernels' workspaces are not counted.",
     "The peak is at the loss or at the first layer's backward, after Adam's state exists.",
     "The two constants of the allocator component were chosen after seeing the eight published "
-    "H200 readings, once for all of them; other devices may differ by a gigabyte or two.",
+    "H200 measurements, once for all of them; other devices may differ by a gigabyte or two.",
     "Experts are loaded evenly, but for what IMBALANCE= and a capacity factor say.",
     "ZeRO-3 and FSDP2 hold two unsharded layers at a time, or the output layer's gradient if that is "
     "more, and ZeRO-3 the output layer's weights; "
@@ -274,10 +274,10 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
 def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters) -> int:
     """Copies of linear layers' weights in fewer bits, as forward and as backward reads them: each module
     keeps its own over an iteration's micro batches, sharded or not (biases are counted with them)."""
-    if not spec.quantised:
+    if not spec.fp8_recipe:
         return 0
     linear = parameters.attention + parameters.dense_mlp + parameters.experts
-    return int(2 * QUANTISED_BYTES[spec.quantised] * linear)
+    return int(2 * FP8_RECIPE_BYTES[spec.fp8_recipe] * linear)
 
 
 def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
@@ -292,8 +292,8 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
         kept += flights * embedding_bytes(spec)
     if pipeline_rank == spec.parallelism.pipeline - 1:
         kept += head_bytes(spec) + spec.shape.depths * embedding_bytes(spec)
-        if spec.shape.ahead:
-            kept += spec.shape.ahead * layer_activation_bytes(spec.joining)
+        if spec.shape.mtp_depth:
+            kept += spec.shape.mtp_depth * layer_activation_bytes(spec.joining)
     return kept
 
 

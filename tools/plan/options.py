@@ -33,7 +33,7 @@ class PlanOptions:
     readings: Path | None = None
     tokens: float | None = None
     recompute: Recompute | None = None
-    layout: str | None = None
+    strategy: str | None = None
     what_if: str | None = None
     verify: int = 0
     alpa: bool = False

@@ -9,8 +9,8 @@ from tools.plan.calibration import load_calibration
 from tools.plan.errors import RequestError
 from tools.plan.memory import PRECISIONS
 from tools.plan.options import PlanOptions
-from tools.plan.readings.express import execution_of_flags
-from tools.plan.readings.own import OwnRuns, own_runs
+from tools.plan.readings.local_readings import OwnRuns, own_runs
+from tools.plan.readings.reading_to_spec import execution_of_flags
 from tools.plan.search import Request
 from tools.plan.time.cluster import Cluster
 from tools.spec.experts import ExpertLoad, expert_load_of, most_imbalance
@@ -20,8 +20,8 @@ from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import ModelShape, changed_model, model_of, training_flags
 from tools.spec.run import (
     RunSpec,
+    fp8_recipe_of,
     on_cpu_ranks,
-    quantised_of,
     spec_of_model,
     state_types_of,
     token_dispatcher_of,
@@ -38,7 +38,7 @@ def request_from_options(options: PlanOptions) -> Request:
         RequestError: Contradictory or impossible numbers.
         UnknownModelError: No such model.
         UnknownHardwareError: No such device or link.
-        ReadingsError: The file of one's own readings is none.
+        ReadingsError: The file of one's own measurements is none.
     """
     extra = words_of(options.extra)
     model = changed_model(model_of(options.model), extra, planned("counted"))
@@ -57,7 +57,7 @@ def request_from_options(options: PlanOptions) -> Request:
     flags = Flags([*training_flags(model.family), *model.flags, *extra])
     template = replace(
         template,
-        quantised=quantised_of(flags),
+        fp8_recipe=fp8_recipe_of(flags),
         state_types=state_types_of(flags),
         optimizer_instances=flags.integer("--num-distributed-optimizer-instances"),
         dropout=flags.number("--hidden-dropout"),
@@ -81,7 +81,7 @@ def request_from_options(options: PlanOptions) -> Request:
     )
     if options.readings and not options.readings.is_file():
         raise RequestError(
-            f"There are no readings in {options.readings}; 'make report' writes readings/mine.csv, "
+            f"There are no measurements in {options.readings}; 'make report' writes readings/mine.csv, "
             "which plans use by themselves."
         )
     own = own_runs(options.readings, cluster) if options.readings else OwnRuns()
@@ -89,8 +89,9 @@ def request_from_options(options: PlanOptions) -> Request:
 
 
 def ignored_flags(request: Request, laid: bool) -> tuple[str, ...]:
-    """Flags of the model's file and of EXTRA that no prediction knows; `laid` if a layout was given."""
-    known = planned("counted", "neither", "one layout") if laid else planned("counted", "neither")
+    """Flags of the model's file and of EXTRA that no prediction knows; `laid` if a strategy was
+    given."""
+    known = planned("counted", "neither", "one strategy") if laid else planned("counted", "neither")
     words = merge_flags(
         drop_flags(request.model.flags, planned("MICRO_BATCH=", "GLOBAL_BATCH=")), request.extra
     )
@@ -102,8 +103,8 @@ def why_ignored(name: str) -> str:
     flag = FLAGS.get(name)
     if flag is None:
         return "not known to this kit"
-    if flag.planned == "one layout":
-        return "a search chooses it; LAYOUT= takes it"
+    if flag.planned == "one strategy":
+        return "a search chooses it; STRATEGY= takes it"
     return f"{flag.planned} says it" if flag.planned.endswith("=") else "no formula has it"
 
 

@@ -26,7 +26,7 @@ from tools.plan.candidates import (
 )
 from tools.plan.constraints import violations
 from tools.plan.memory import PredictedMemory, fullest_rank
-from tools.plan.readings.own import OwnRuns
+from tools.plan.readings.local_readings import OwnRuns
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.flops import mfu, model_flops
 from tools.plan.time.iteration import (
@@ -43,7 +43,7 @@ from tools.spec.strategy import Parallelism, batch_for, parse_strategy, strategy
 
 KEPT = 10
 MEMORY_RESERVE = 0.03
-"""Of a device's memory, left free: the published readings are predicted within 2.2%."""
+"""Of a device's memory, left free: the published measurements are predicted within 2.2%."""
 
 
 @dataclass(frozen=True)

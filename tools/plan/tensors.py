@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tools.spec.model import AHEAD, MAMBA, LatentAttention, Mamba, ModelShape, round_up
+from tools.spec.model import MAMBA, MTP, LatentAttention, Mamba, ModelShape, round_up
 from tools.spec.run import RunSpec
 
 ALIGNMENT = 64
@@ -84,8 +84,8 @@ def parameters_total(shape: ModelShape, tensor: int = 1) -> int:
     """Distinct parameters of the model, with the vocabulary padded for `tensor` ranks."""
     table = shape.padded_vocabulary(tensor) * shape.hidden
     ends = _parameters(_end_tensors(shape, table, 1, 1, True, True))
-    dense = len(shape.dense_layers) + shape.held_ahead * shape.ahead_is_dense
-    layers = _layers_of_kind(shape, shape.layers + shape.held_ahead, dense)
+    dense = len(shape.dense_layers) + shape.mtp_layers_held * shape.mtp_is_dense
+    layers = _layers_of_kind(shape, shape.layers + shape.mtp_layers_held, dense)
     return ends.total + sum(
         count * _layer_parameters(kind, 1, 1, 1).total for count, kind in layers
     )
@@ -116,7 +116,7 @@ def active_parameters(shape: ModelShape, tensor: int = 1) -> int:
     idle = shape.experts - shape.experts_per_token if shape.experts else 0
     expert = _parameters(_mlp_tensors(_routed(shape), "experts", shape.expert_ffn_hidden, 1))
     layers = shape.layers - len(shape.dense_layers)
-    layers += 0 if shape.ahead_is_dense else shape.held_ahead
+    layers += 0 if shape.mtp_is_dense else shape.mtp_layers_held
     layers *= sum(times for times, kind in shape.kinds if kind.experts)
     return parameters_total(shape, tensor) - layers * idle * expert.total
 
@@ -219,7 +219,7 @@ def _shared_tables(spec: RunSpec) -> tuple[str, ...]:
     embedding of both; a tied model's copy in the output layer is then in nobody's use, and is kept."""
     if not spec.embeds_twice:
         return ()
-    return ("word_embedding",) if spec.shape.ahead else ("word_embedding", "output_layer")
+    return ("word_embedding",) if spec.shape.mtp_depth else ("word_embedding", "output_layer")
 
 
 def _end_tensors(
@@ -227,14 +227,14 @@ def _end_tensors(
 ) -> Iterator[_Tensor]:
     """Embeddings before the first layer; after the last the final norm, what joins depths ahead, their
     embedding on a stage of its own, and the output layer."""
-    if first or (last and shape.ahead):
+    if first or (last and shape.mtp_depth):
         yield _Tensor("word_embedding", table)
         if shape.positions:
             yield _Tensor("position_embedding", shape.positions * shape.hidden)
     if last:
         yield from (_Tensor("norms", size, partial=True) for size in _norm(shape))
-        if shape.ahead:
-            yield from _layer_tensors(shape.only(AHEAD), tensor, 1, 1) * shape.held_ahead
+        if shape.mtp_depth:
+            yield from _layer_tensors(shape.only(MTP), tensor, 1, 1) * shape.mtp_layers_held
         if stages > 1 or not shape.tied_embeddings:
             yield _Tensor("output_layer", table)
 
@@ -253,7 +253,7 @@ def _layer_tensors(
     found = [_Tensor("norms", size, partial=True) for size in _norm(shape) * shape.norms]
     if shape.blocks == MAMBA and shape.mamba:
         return (*found, *_mamba_tensors(shape, shape.mamba, tensor))
-    if shape.blocks == AHEAD:
+    if shape.blocks == MTP:
         return (*found, _Tensor("attention", 2 * shape.hidden * shape.hidden // tensor))
     found += _attention_tensors(shape, tensor)
     if not shape.experts:
@@ -356,9 +356,9 @@ def _held_layers(spec: RunSpec, pipeline_rank: int) -> tuple[tuple[int, ...], tu
     """Layers whose weights each virtual stage of a pipeline rank holds, and the dense of them."""
     layers, shape = spec.chunk_layers(pipeline_rank), spec.shape
     dense = spec.chunk_dense_layers(pipeline_rank)
-    if shape.ahead and pipeline_rank == spec.parallelism.pipeline - 1:
-        layers = (*layers[:-1], layers[-1] - shape.ahead + shape.held_ahead)
-        dense = (*dense[:-1], dense[-1] + shape.held_ahead * shape.ahead_is_dense)
+    if shape.mtp_depth and pipeline_rank == spec.parallelism.pipeline - 1:
+        layers = (*layers[:-1], layers[-1] - shape.mtp_depth + shape.mtp_layers_held)
+        dense = (*dense[:-1], dense[-1] + shape.mtp_layers_held * shape.mtp_is_dense)
     return layers, dense
 
 

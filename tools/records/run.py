@@ -15,7 +15,7 @@ import msgspec
 from tools.records.io import lock, write_record
 from tools.spec import variables
 from tools.spec.flags import counted_vocabulary
-from tools.spec.run import DeviceKind, Plant, RunSpec, spec_of_flags
+from tools.spec.run import DeviceKind, PatchFile, RunSpec, spec_of_flags
 from tools.spec.strategy import Batch, Parallelism
 
 RUN_FILE = "run.json"
@@ -148,7 +148,8 @@ class Resumption:
     """The checkpoint that a run was resumed from."""
 
     run: str
-    """The run folder whose checkpoint was loaded: its own, or its parent's where the layout changed."""
+    """The run folder whose checkpoint was loaded: its own, or its parent's where the strategy
+    changed."""
     iteration: int
     """Of the checkpoint; the first iteration trained is the next one."""
 
@@ -291,10 +292,14 @@ _RUN_FIELDS = (
     "save_every",
     "resumptions",
     "shares_gpu",
-    "plant",
+    "patch_file",
     "schema",
 )
 """Fields of `run.json` in their order."""
+
+
+_RENAMED = {"plant": "patch_file"}
+"""Fields of `run.json` as older versions named them."""
 
 
 def decode_run(data: Mapping[str, Any]) -> RunRecord:
@@ -303,6 +308,7 @@ def decode_run(data: Mapping[str, Any]) -> RunRecord:
     Raises:
         msgspec.ValidationError: It is not of this shape, or its arguments define no model.
     """
+    data = {_RENAMED.get(name, name): value for name, value in data.items()}
     spec_names = {field.name for field in fields(RunSpec)}
     own = {name: value for name, value in data.items() if name not in spec_names}
     said = msgspec.convert(data, _SaidInFile)
@@ -337,7 +343,7 @@ class _SaidInFile(msgspec.Struct):
     entry: MegatronEntry
     link_bits_per_second: int | None = None
     shares_gpu: bool = False
-    plant: Plant | None = None
+    patch_file: PatchFile | None = None
 
 
 def read_run(folder: Path) -> RunRecord:

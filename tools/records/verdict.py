@@ -50,7 +50,7 @@ class Verdict:
     """Largest error over tolerance of all tensors: below 1 if all held."""
     compared: int = 0
     seen: int = 0
-    """Tensors that the layout's ranks had; `compared` of them were compared."""
+    """Tensors that the strategy's ranks had; `compared` of them were compared."""
     routing_flips: int = 0
     """Tokens for which a router chose other experts within rounding; the reference's were used."""
     added_up: str | None = None

@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 
 from tools.plan.errors import RequestError
-from tools.plan.readings.own import add_rows
+from tools.plan.readings.local_readings import add_rows
 from tools.plan.readings.table import ReadingsError
 from tools.records.run import utc_stamp
 from tools.report.analyse.gpu_bench import read_bench
@@ -50,7 +50,7 @@ class BuildOptions:
     device: Device | None = None
     """Of foreign logs, which rarely name it."""
     readings: Path | None = None
-    """The file of one's own readings: it corrects predictions, and this report's runs are added."""
+    """The file of one's own measurements: it corrects predictions, and this report's runs are added."""
 
 
 def build(options: BuildOptions, console: Console) -> int:
@@ -143,5 +143,5 @@ def _with_changes(report: Report, old: list[dict[str, object]], baseline: Path |
 def _exit_code(report: Report, options: BuildOptions) -> int:
     if not report.entries and report.gpu_bench is None:
         return 1
-    found = any(change.is_finding for change in report.changes)
+    found = any(change.fails_strict for change in report.changes)
     return 1 if options.strict and found else 0

@@ -83,7 +83,7 @@ def scrape(logs: Sequence[Path], json: bool) -> int:
 
 
 def report(given: Namespace) -> int:
-    """Write a report folder and print its table; 1 with findings under STRICT=1.
+    """Write a report folder and print its table; 1 with changes under STRICT=1.
 
     Raises:
         ValueError: There is no such device.

@@ -36,7 +36,7 @@ kind: such fields are read and written in one loop.
     system        processes, time limits, profiles, garbage collection
     kit           no flag of Megatron: the native backend's own
 
-`planned` says what the planner makes of it: `counted`; `one layout`, counted where one is given and
+`planned` says what the planner makes of it: `counted`; `one strategy`, counted where one is given and
 chosen by a search; `parameters`, which alone are counted; `neither`, it changes neither time nor memory;
 `MICRO_BATCH=` and the like, which says the same; empty where no formula has it.
 

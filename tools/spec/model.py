@@ -80,10 +80,10 @@ class Mamba:
         return self.width + self.convolved + self.heads
 
 
-MAMBA, ATTENTION, MLP, EXPERTS, AHEAD = "M", "*", "-", "E", "/"
-"""Blocks of a hybrid, as in `--hybrid-layer-pattern`. `AHEAD` begins a depth of multi-token prediction:
+MAMBA, ATTENTION, MLP, EXPERTS, MTP = "M", "*", "-", "E", "/"
+"""Blocks of a hybrid, as in `--hybrid-layer-pattern`. `MTP` begins a depth of multi-token prediction:
 it joins hidden states with the embeddings of the tokens ahead, and the output layer runs once more."""
-BLOCKS = (MAMBA, ATTENTION, MLP, EXPERTS, AHEAD)
+BLOCKS = (MAMBA, ATTENTION, MLP, EXPERTS, MTP)
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -143,10 +143,10 @@ class ModelShape:
     mamba: Mamba | None = None
     latent_experts: int = 0
     """Width that tokens are projected to before they are routed; 0 is the hidden state's."""
-    ahead: int = 0
-    """Depths of multi-token prediction behind the layers, each an `AHEAD` block and a layer; those of a
+    mtp_depth: int = 0
+    """Depths of multi-token prediction behind the layers, each an `MTP` block and a layer; those of a
     hybrid are among its blocks."""
-    one_ahead: bool = False
+    mtp_is_repeated: bool = False
     """All depths are one block and one layer, with one set of weights."""
 
     @property
@@ -171,29 +171,29 @@ class ModelShape:
         return replace(self, experts=0, experts_per_token=0, shared_expert_ffn=0, dense_layers=())
 
     @property
-    def ahead_is_dense(self) -> bool:
+    def mtp_is_dense(self) -> bool:
         """Whether the layers of depths ahead are dense: they are as the last one is."""
         return self.layers - 1 in self.dense_layers
 
     @property
-    def held_ahead(self) -> int:
+    def mtp_layers_held(self) -> int:
         """Depths of multi-token prediction that have weights of their own."""
-        return min(1, self.ahead) if self.one_ahead else self.ahead
+        return min(1, self.mtp_depth) if self.mtp_is_repeated else self.mtp_depth
 
     @property
     def norms(self) -> int:
         """Normalisations of a layer of one kind."""
-        return {"": 2, AHEAD: 3}.get(self.blocks, 1)
+        return {"": 2, MTP: 3}.get(self.blocks, 1)
 
     @property
     def residuals(self) -> int:
         """Additions to the hidden states of a layer of one kind, each behind a dropout."""
-        return {"": 2, AHEAD: 0}.get(self.blocks, 1)
+        return {"": 2, MTP: 0}.get(self.blocks, 1)
 
     @property
     def depths(self) -> int:
         """Depths of multi-token prediction: each embeds the tokens ahead and passes the output layer."""
-        return self.ahead + self.blocks.count(AHEAD)
+        return self.mtp_depth + self.blocks.count(MTP)
 
     @property
     def predicted(self) -> int:
@@ -491,7 +491,7 @@ def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
         )
     said = flags.fields("mamba")
     mamba = Mamba(**({"heads": 2 * shape.hidden // said["head_width"]} | said))
-    return replace(shape, layers=1, blocks=blocks, mamba=mamba, ahead=0, dense_layers=())
+    return replace(shape, layers=1, blocks=blocks, mamba=mamba, mtp_depth=0, dense_layers=())
 
 
 def _model_files(family: str) -> list[Path]:

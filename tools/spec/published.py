@@ -37,7 +37,7 @@ class Publication:
     megatron_commit: str | None = None
     driver: str | None = None
     tolerance: Mapping[str, Reading] = field(default_factory=dict)
-    """By a figure's field: how far from the published readings a measured value may be, relative."""
+    """By a figure's field: how far from the published measurements a measured value may be, relative."""
     tolerance_basis: str = ""
 
 
@@ -81,7 +81,7 @@ class Figure:
 
     @property
     def mean_iteration_ms(self) -> float | None:
-        """Mean of the published readings."""
+        """Mean of the published measurements."""
         return sum(self.iteration_ms) / len(self.iteration_ms) if self.iteration_ms else None
 
     @property

@@ -14,7 +14,7 @@ from enum import StrEnum
 from tools.spec.experts import BALANCED, ExpertLoad, expert_load_of
 from tools.spec.flag_table import of_group
 from tools.spec.flags import Flags, flag_words, words_of
-from tools.spec.model import AHEAD, Model, ModelShape, dtype_of, shape_from_flags
+from tools.spec.model import MTP, Model, ModelShape, dtype_of, shape_from_flags
 from tools.spec.offload import NOTHING, Offload, offload_flags, offload_of
 from tools.spec.recompute import Recompute, recompute_flags, recompute_of
 from tools.spec.stages import EVEN, StageSplit, stages_of
@@ -64,7 +64,7 @@ class DeviceKind(StrEnum):
     GPU = "gpu"
 
 
-class Quantised(StrEnum):
+class Fp8Recipe(StrEnum):
     """Products of linear layers in fewer bits (`--fp8-recipe`, `--fp4-format`); attention, norms, the
     router, embeddings, the output layer, gradients and the optimizer stay as they are."""
 
@@ -110,8 +110,8 @@ class TokenDispatcher(StrEnum):
 
 
 @dataclass(frozen=True)
-class Plant:
-    """Python files that every rank executes before it trains (`PLANT=`), changes of Megatron.
+class PatchFile:
+    """Python files that every rank executes before it trains (`PATCH_FILE=`), changes of Megatron.
 
     Two are equal if they hold the same.
     """
@@ -130,7 +130,7 @@ class RunSpec:
     batch: Batch
     dtype: str = "bf16"
     """`fp16`, `bf16` or `fp32`."""
-    quantised: Quantised = Quantised.NONE
+    fp8_recipe: Fp8Recipe = Fp8Recipe.NONE
     half_blocks: str = ""
     """Blocks of a hybrid that are not quantised (`--num-layers-at-end-in-bf16`), in any order."""
     state_types: StateTypes = StateTypes()
@@ -165,7 +165,7 @@ class RunSpec:
     """Limit of the link between the two halves of the ranks (`NET=`); None is none."""
     shares_gpu: bool = False
     """All ranks are on one GPU, over gloo: its times say nothing about the strategy."""
-    plant: Plant | None = None
+    patch_file: PatchFile | None = None
     strategy: str = field(default="", compare=False)
     """As it was asked for (`zero1`); what it is says `parallelism`, and `name` names it."""
 
@@ -206,12 +206,12 @@ class RunSpec:
             return ((1, self),)
         found = []
         halves = Counter(self.half_blocks)
-        for blocks, quantised in (
-            (Counter(shape.blocks) - halves, self.quantised),
-            (halves, Quantised.NONE),
+        for blocks, fp8_recipe in (
+            (Counter(shape.blocks) - halves, self.fp8_recipe),
+            (halves, Fp8Recipe.NONE),
         ):
             for block, times in blocks.items():
-                kind = replace(self, shape=shape.only(block), quantised=quantised, half_blocks="")
+                kind = replace(self, shape=shape.only(block), fp8_recipe=fp8_recipe, half_blocks="")
                 found.append((times, kind))
         return tuple(found)
 
@@ -275,8 +275,8 @@ class RunSpec:
         chunks = self.stages.chunks(
             self.shape.layers, split.pipeline, split.virtual_stages, pipeline_rank
         )
-        if self.shape.ahead and pipeline_rank == split.pipeline - 1:
-            return (*chunks[:-1], chunks[-1] + self.shape.ahead)
+        if self.shape.mtp_depth and pipeline_rank == split.pipeline - 1:
+            return (*chunks[:-1], chunks[-1] + self.shape.mtp_depth)
         return chunks
 
     def chunk_dense_layers(self, pipeline_rank: int) -> tuple[int, ...]:
@@ -310,10 +310,10 @@ class RunSpec:
     def with_stages_like(self, pipeline_rank: int) -> RunSpec:
         """An even run whose every stage has as many layers as this one's and computes as many again, in
         one virtual stage: for calls inside layers."""
-        if self.stages == EVEN and not (self.recompute.some_layers or self.shape.ahead):
+        if self.stages == EVEN and not (self.recompute.some_layers or self.shape.mtp_depth):
             return self
         layers = self.stage_layers(pipeline_rank) * self.parallelism.pipeline
-        shape = replace(self.shape, layers=layers, ahead=0, dense_layers=())
+        shape = replace(self.shape, layers=layers, mtp_depth=0, dense_layers=())
         found = replace(self, stages=EVEN, shape=shape)
         if not self.recompute.some_layers:
             return found
@@ -327,14 +327,14 @@ class RunSpec:
     @property
     def joining(self) -> RunSpec:
         """A run with one block a stage, that which a depth of multi-token prediction begins with."""
-        shape = replace(self.shape.only(AHEAD), layers=self.parallelism.pipeline, ahead=0)
+        shape = replace(self.shape.only(MTP), layers=self.parallelism.pipeline, mtp_depth=0)
         return replace(self, stages=EVEN, shape=shape)
 
     @property
     def embeds_twice(self) -> bool:
         """Whether the first and the last of several stages hold one embedding, whose gradients they add:
         a tied one, or with multi-token prediction any (`setup_embeddings_and_output_layer`)."""
-        shared = self.trained_shape.tied_embeddings or bool(self.shape.ahead)
+        shared = self.trained_shape.tied_embeddings or bool(self.shape.mtp_depth)
         return shared and self.parallelism.pipeline > 1
 
 
@@ -345,7 +345,7 @@ def spec_of_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSp
         parallelism=parallelism,
         batch=batch,
         dtype=model.dtype,
-        quantised=quantised_of(Flags(model.flags)),
+        fp8_recipe=fp8_recipe_of(Flags(model.flags)),
         dropout=model.dropout,
         recompute=recompute_of(Flags(model.flags)),
         model=model.name,
@@ -380,7 +380,7 @@ def spec_of_flags(
         parallelism=parallelism,
         batch=Batch(micro, flags.integer("--global-batch-size", micro * parallelism.data)),
         dtype=dtype_of(flags),
-        quantised=quantised_of(flags),
+        fp8_recipe=fp8_recipe_of(flags),
         state_types=state_types_of(flags),
         dropout=max(flags.number(f"--{what}-dropout") for what in ("hidden", "attention")),
         recompute=recompute_of(flags),
@@ -500,20 +500,20 @@ def on_cpu_ranks(spec: RunSpec) -> RunSpec:
 
 
 _FP8_RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise", "custom")
-"""Megatron's (`megatron/core/enums.py: Fp8Recipe`); what `Quantised` lacks is `tensorwise`."""
+"""Megatron's (`megatron/core/enums.py: Fp8Recipe`); what `Fp8Recipe` lacks is `tensorwise`."""
 
 
-def quantised_of(flags: Flags) -> Quantised:
+def fp8_recipe_of(flags: Flags) -> Fp8Recipe:
     """How the flags quantise the products of linear layers; Megatron's own recipe is `delayed`."""
     if flags.has("--fp4-format"):
-        return Quantised.NVFP4
+        return Fp8Recipe.NVFP4
     if not flags.has("--fp8-format"):
-        return Quantised.NONE
+        return Fp8Recipe.NONE
     recipe = flags.text("--fp8-recipe")
     if recipe not in _FP8_RECIPES:
         known = ", ".join(_FP8_RECIPES)
         raise ValueError(f"--fp8-recipe {recipe} is not one of Megatron's; use {known}.")
-    return Quantised(recipe) if recipe in set(Quantised) else Quantised.TENSORWISE
+    return Fp8Recipe(recipe) if recipe in set(Fp8Recipe) else Fp8Recipe.TENSORWISE
 
 
 def _cp_comm_type(flags: Flags) -> str:

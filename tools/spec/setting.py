@@ -11,11 +11,21 @@ from typing import Any
 from tools.spec import settings
 from tools.spec.recompute import Recompute
 from tools.spec.run import Backend, OptimizerName, RuntimeName
-from tools.spec.settings import Setting
+from tools.spec.settings import RENAMED, Setting
 
 
 class SettingError(ValueError):
     """A variable that is not known, not used or not of its kind; one sentence that names it."""
+
+
+def refuse_renamed(name: str) -> None:
+    """Refuse a variable by the name that an older version gave it.
+
+    Raises:
+        SettingError: It is one; the sentence has the name of now.
+    """
+    if name in RENAMED:
+        raise SettingError(f"{name}= is {RENAMED[name]}= now.")
 
 
 def read(setting: Setting, text: str) -> Any:

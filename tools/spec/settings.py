@@ -50,12 +50,12 @@ RESUMED = Setting(
     "1 or a strategy",
     "1 compares a resumed run with the undisturbed one; a strategy: the one that saved",
 )
-EXTRA_B = Setting("EXTRA_B", WORDS, "flags of the layout alone, not of its reference", ())
+EXTRA_B = Setting("EXTRA_B", WORDS, "flags of the strategy alone, not of its reference", ())
 MEGATRON_LM_B = Setting(
-    "MEGATRON_LM_B", CHECKOUT, "the checkout of the layout alone, not of its reference"
+    "MEGATRON_LM_B", CHECKOUT, "the checkout of the strategy alone, not of its reference"
 )
-PLANT = Setting(
-    "PLANT",
+PATCH_FILE = Setting(
+    "PATCH_FILE",
     "a Python file, or several with commas between them",
     "Python files, with commas, that each rank runs before it trains",
 )
@@ -67,11 +67,15 @@ BACKEND = Setting(
 )
 FUSED = Setting("FUSED", TEXT, "kernels without Transformer Engine: norm,adamw,…")
 MEGATRON_LM = Setting("MEGATRON_LM", CHECKOUT, "a Megatron-LM checkout, not the wheel")
-UNTRIED = Setting("UNTRIED", SWITCH, "1 trains with a Megatron version that was not tried", False)
+ALLOW_UNKNOWN_MEGATRON = Setting(
+    "ALLOW_UNKNOWN_MEGATRON",
+    SWITCH,
+    "1 trains with a Megatron version that the kit does not know",
+    False,
+)
 
 # The parity matrix.
 FEATURES = Setting("FEATURES", "words", "families, features, levels of the matrix (all)", ())
-LAYOUTS = Setting("LAYOUTS", "words", "layouts of the matrix (all)", ())
 PAGE = Setting("PAGE", FOLDER, "folder of the matrix's pages (beside its cells)")
 MINUTES = Setting("MINUTES", NUMBER, "minutes after which no cell is begun")
 
@@ -175,13 +179,12 @@ RANKS = Setting("RANKS", TEXT, "first,middle,last or numbers", "first,last")
 MICROBATCHES = Setting("MICROBATCHES", NUMBER, "microbatches in an iteration")
 SVG = Setting("SVG", "a file to write", "write a picture to this file")
 JSON = Setting("JSON", SWITCH, "1 prints JSON", False)
-LAYOUT = Setting("LAYOUT", TEXT, "times this layout alone, tp8pp16dp8-zero1")
-WHAT_IF = Setting("WHAT_IF", TEXT, 'another beside LAYOUT=, "GPU=b200 MICRO_BATCH=2"')
+WHAT_IF = Setting("WHAT_IF", TEXT, 'another beside STRATEGY=, "GPU=b200 MICRO_BATCH=2"')
 TABLE = Setting("TABLE", PATH, "a CSV or Markdown table of figures", option="TABLE")
 LEAVE_OUT = Setting(
-    "LEAVE_OUT", TEXT, "the source that constants are fitted without (each reading's own)"
+    "LEAVE_OUT", TEXT, "the source that constants are fitted without (each measurement's own)"
 )
-READINGS = Setting("READINGS", PATH, "your own readings (all but validate: readings/mine.csv)")
+READINGS = Setting("READINGS", PATH, "your own measurements (all but validate: readings/mine.csv)")
 
 # Weights from and to others, recipes.
 HF = Setting("HF", TEXT, "a folder with config.json and safetensors, or its name on the hub")
@@ -193,7 +196,7 @@ LOGS = Setting("LOGS", "words", "Megatron logs, wherever they were made", ())
 NAME = Setting("NAME", TEXT, "name of the report or sweep")
 BASELINE = Setting("BASELINE", TEXT, "an earlier report to compare with")
 DEVICE = Setting("DEVICE", TEXT, "GPU that the logs were made on, such as h100")
-STRICT = Setting("STRICT", SWITCH, "1 exits with an error on a finding", False)
+STRICT = Setting("STRICT", SWITCH, "1 exits with an error on any change but a new row", False)
 INPUT = Setting("INPUT", TEXT, "text files: JSONL, also .gz or .zst; parquet")
 TOKENIZER = Setting("TOKENIZER", TEXT, "gpt2, or a folder with tokenizer.json", "gpt2")
 HF_ENDPOINT = Setting("HF_ENDPOINT", TEXT, "mirror of the Hugging Face hub")
@@ -201,3 +204,11 @@ MEGATRON_URL = Setting("MEGATRON_URL", TEXT, "mirror of Megatron-LM's repository
 
 SETTINGS = tuple(value for value in list(globals().values()) if isinstance(value, Setting))
 """All of them, in the order of `make help-all`."""
+
+RENAMED = {
+    "LAYOUT": "STRATEGY",
+    "LAYOUTS": "STRATEGIES",
+    "PLANT": "PATCH_FILE",
+    "UNTRIED": "ALLOW_UNKNOWN_MEGATRON",
+}
+"""Variables as older versions named them: refused, with the name of now."""

@@ -1,7 +1,7 @@
 """Environment variables that the kit sets for processes that it starts, each named once.
 
 What a user sets is in `tools.spec.settings`. `KIT_IMAGE`, which the kit's image sets, is read by
-`tools.cluster.checks.finding`, and `KIT_PYTHON`, the Python of its scripts, by the shell.
+`tools.cluster.checks.result`, and `KIT_PYTHON`, the Python of its scripts, by the shell.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ SHARE_GPU = "KIT_SHARE_GPU"
 """`1` puts every rank on one GPU."""
 FUSED = "KIT_FUSED"
 """Patches of `megatron_patches.fused` to apply, with commas."""
-UNTRIED = "KIT_UNTRIED"
+ALLOW_UNKNOWN_MEGATRON = "KIT_ALLOW_UNKNOWN_MEGATRON"
 """`1` lets a Megatron train that the patches were not tried with."""
 START_WEIGHTS = "KIT_START_WEIGHTS"
 """Folder of the shared starting checkpoint; unset where a strategy loads it with --load."""
-PLANT, PLANT_SHA256 = "KIT_PLANT", "KIT_PLANT_SHA256"
+PATCH_FILE, PATCH_FILE_SHA256 = "KIT_PATCH_FILE", "KIT_PATCH_FILE_SHA256"
 """Python files that every rank executes before it trains, with commas, and what they must hold."""
 
 LEDGER = "KIT_LEDGER"

@@ -90,7 +90,7 @@ def _group(experiment: Experiment, job: Job, console: Console) -> AutoGroup:
 
 
 def cell_of(job: Job, candidate: Candidate) -> Cell:
-    """What trains a planned layout."""
+    """What trains a planned strategy."""
     micro_batch = candidate.spec.batch.micro_batch_size
     options = replace(as_options(candidate, job.options), micro_batch_size=micro_batch)
     label = f"{candidate.strategy}, micro batch {micro_batch}"

@@ -1,7 +1,7 @@
 """Compares the tensors of one iteration of two runs of a model, and names the first that is wrong.
 
 Takes two captures (`tools.records.capture`: what every rank of a run wrote), a reference's and another
-layout's. `align` says which part of the reference's tensor a rank's tensor is, `compare` measures
+strategy's. `align` says which part of the reference's tensor a rank's tensor is, `compare` measures
 errors against a `tolerance` that the reference measured itself, `kinds` says what kind of error it is,
 `verdict` puts it together and `page` draws it. Knows no launch and no torch; `tools.launch` makes the
 captures, and `tools.report` shows the verdict.

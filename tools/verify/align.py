@@ -1,6 +1,6 @@
 """Which part of the reference's tensor a rank's tensor is.
 
-Activations follow the layout: batch by data parallelism, sequence by sequence and context parallelism
+Activations follow the strategy: batch by data parallelism, sequence by sequence and context parallelism
 (Megatron's context parallelism gives a rank two chunks, one from the front and one from the back),
 hidden size or heads by tensor parallelism, tokens of experts by the rank they came from. Which dimension
 is which follows from the sizes. Parameters carry their place with them (`Placement`). Micro batches of
@@ -34,7 +34,7 @@ class Aligned:
 
 
 class ActivationAligner:
-    """Finds the reference's part for each tensor of the layout's ranks."""
+    """Finds the reference's part for each tensor of the strategy's ranks."""
 
     def __init__(self, reference: Capture, layout: Capture) -> None:
         self._reference, self._layout = reference, layout
@@ -90,7 +90,7 @@ class ActivationAligner:
         return self._means[plain]
 
     def _same_rank(self, rank: CapturedRank, record: TensorRecord, ours: Array) -> Aligned:
-        """Of a reference of the same layout, the same rank's tensor is the counterpart."""
+        """Of a reference of the same strategy, the same rank's tensor is the counterpart."""
         there = self._reference.ranks[rank.rank]
         plain = _plain(record.site)
         site = Site(plain.stage, plain.name, plain.slot, record.site.micro_batch, plain.call)

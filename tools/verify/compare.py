@@ -1,4 +1,4 @@
-"""Errors of a layout's tensors, each with the tolerance that the reference measured for it.
+"""Errors of a strategy's tensors, each with the tolerance that the reference measured for it.
 
 The error is relative: the difference's Frobenius norm over the reference's. What must be equal bit for
 bit needs no tolerance: copies of a parameter, integers, truth values.
@@ -39,7 +39,7 @@ _SHORTLY = 1e-6
 _Copies = dict[str, tuple[int, Array]]
 """Of each part of a parameter the first rank that has it, and its values."""
 _GRADIENT = "gradient"
-_HELD_BY_NONE = "no rank of the layout has it"
+_HELD_BY_NONE = "no rank of the strategy has it"
 NORM = (Stage.NORM, "grad_norm", "returned")
 _WEIGHT = "weight"
 _WHOLE_ON_EVERY_RANK = frozenset(
@@ -233,9 +233,10 @@ class _Comparer:
                     self._copies(found, pieces, whole)
 
     def lacking(self) -> None:
-        """What the reference has and no rank of the layout.
+        """What the reference has and no rank of the strategy.
 
-        Of a parameter that the layout has it is wrong, if it has the like of others; all else is listed.
+        Of a parameter that the strategy has it is wrong, if it has the like of others; all else is
+        listed.
         """
         known = {unit[:2] for unit in units(self._layout, Stage.WEIGHTS)}
         for stage in PARAMETERS:
@@ -377,7 +378,7 @@ class _Comparer:
             self._comparison(_key(site), like).add(Pair(one.rank.rank, None, ours, other))
 
     def _names_there(self) -> dict[str, str]:
-        """The reference's name of each parameter, by the layout's: a tied copy has another."""
+        """The reference's name of each parameter, by the strategy's: a tied copy has another."""
         theirs = units(self._reference, Stage.WEIGHTS)
         return {
             piece.record.site.name: theirs[unit][0].record.site.name
@@ -454,14 +455,14 @@ def _note_copies(found: Comparison, first: _Copies, piece: Part, values: Array) 
 
 
 def _orders(reference: Capture, layout: Capture) -> dict[Key, float]:
-    """When each tensor is computed: the reference says, and of what it has not, the layout."""
+    """When each tensor is computed: the reference says, and of what it has not, the strategy."""
     orders: dict[Key, float] = {}
     for site in sites_in_order(reference):
         orders.setdefault(_key(site), float(len(orders)))
     for one in layout.ranks:
         last = -1.0
         for record in one.records:
-            # Behind what comes before it, such as what is recomputed in the layout alone.
+            # Behind what comes before it, such as what is recomputed in the strategy alone.
             last = orders.setdefault(_key(record.site), last + _SHORTLY)
     return orders
 

@@ -91,7 +91,7 @@ class Compared:
     not_aligned: tuple[str, ...]
     """What could not be compared, and why."""
     seen: int
-    """Tensors of the layout's ranks, and those of the reference that none of them has."""
+    """Tensors of the strategy's ranks, and those of the reference that none of them has."""
     compared: int
     """How many of them were compared."""
     routing_flips: int = 0

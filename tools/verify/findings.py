@@ -35,7 +35,7 @@ class Basis(StrEnum):
 
 @dataclass(frozen=True)
 class Effect:
-    """Relative differences from one rank after some iterations, of the layout with the bug and cured.
+    """Relative differences from one rank after some iterations, of the strategy with the bug and cured.
 
     Of the loss, and of all weights as one vector: the norm of the difference over the norm of how far
     training moved one rank's weights.
@@ -68,7 +68,7 @@ class Finding:
     devices: int = 2
     flags: tuple[str, ...] = ()
     own_flags: tuple[str, ...] = ()
-    """Of the layout alone (`EXTRA_B=`)."""
+    """Of the strategy alone (`EXTRA_B=`)."""
     reference: str = ""
     """A strategy; empty is one rank."""
     stage: Stage | None = None
@@ -76,7 +76,7 @@ class Finding:
     module: str = ""
     kind: str = ""
     fails: str = ""
-    """Words of the error that ends the layout's run, where there is no tensor to compare."""
+    """Words of the error that ends the strategy's run, where there is no tensor to compare."""
     checkout: bool = False
     """Whether it takes `MEGATRON_LM=`: the kit's own entry refuses it."""
     behind: str = ""
@@ -87,7 +87,7 @@ class Finding:
 
     @property
     def patch(self) -> Path:
-        """A `PLANT=` file that cures it, and what hides it."""
+        """A `PATCH_FILE=` file that cures it, and what hides it."""
         return FOLDER / f"{self.id.replace('-', '_')}.py"
 
     @property
@@ -104,13 +104,13 @@ class Finding:
         return FOLDER / f"{self.behind.replace('-', '_')}.py" if self.behind else None
 
     def command(self, patch: Path | None = None) -> str:
-        """What verifies its smallest layout, with a patch or as it is."""
+        """What verifies its smallest strategy, with a patch or as it is."""
         words = [f"make verify-{self.layouts[0]}-{self.model}-{self.devices}cpu"]
         given = {
             "REFERENCE": self.reference,
             "EXTRA": shlex.join(self.flags),
             "EXTRA_B": shlex.join(self.own_flags),
-            "PLANT": from_root(patch) if patch else "",
+            "PATCH_FILE": from_root(patch) if patch else "",
             "MEGATRON_LM": "<checkout>" if self.checkout else "",
         }
         words += [f'{name}="{value}"' for name, value in given.items() if value]

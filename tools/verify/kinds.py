@@ -46,7 +46,7 @@ def kind_of(
     Args:
         found: Its comparison, which differs.
         pairs: All ranks' tensors of one micro batch, the worst one's; the worst alone for parameters.
-        rank: Any rank of the layout, for its degrees.
+        rank: Any rank of the strategy, for its degrees.
         like: The reference's other tensors that it may be mixed up with (`Compared.like`).
     """
     return next(_kinds(found, pairs, rank, like), Kind("other"))

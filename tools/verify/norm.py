@@ -37,7 +37,7 @@ class Membership:
 def memberships(layout: Capture, expected: Iterable[Unit] = ()) -> Iterator[Membership]:
     """How each parameter that has a reduced gradient is counted; the worst norm of all ranks.
 
-    So is one that is `expected` to have such a gradient, if the layout has its local one.
+    So is one that is `expected` to have such a gradient, if the strategy has its local one.
     """
     counted: defaultdict[Unit, list[Part]] = defaultdict(list)
     for (key, layer, _), parts in units(layout, Stage.NORM, COUNTED).items():

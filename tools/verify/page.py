@@ -76,7 +76,7 @@ def render_page(judgement: Judgement) -> str:
 
 
 def _sentence(verdict: Verdict) -> str:
-    layout, reference = verdict.layout or "The layout", verdict.reference or "the reference"
+    layout, reference = verdict.layout or "The strategy", verdict.reference or "the reference"
     if verdict.verdict is Outcome.NOT_COMPARABLE:
         return f"{layout} could not be compared with {reference}."
     if verdict.verdict is Outcome.HELD:

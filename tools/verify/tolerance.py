@@ -20,7 +20,8 @@ from tools.verify.comparison import Key
 from tools.verify.parameters import PARAMETERS
 
 RESPONSES = 6.0
-"""Times its response that a tensor may be off. Healthy layouts stay below 2 (README, bench-verify)."""
+"""Times its response that a tensor may be off. Healthy strategies stay below 2 (README,
+bench-verify)."""
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 _NORM_TERMS = 64
 """A norm is a sum over all parameters, but of squares: its rounding is that of a short sum."""

@@ -1,4 +1,4 @@
-"""The verdict on a layout: held, or the first tensor that is wrong, where and how."""
+"""The verdict on a strategy: held, or the first tensor that is wrong, where and how."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def _check_same_masks(theirs: CapturedRank, ours: CapturedRank) -> None:
         shares = (getattr(ours, f"{name}_dropout"), getattr(theirs, f"{name}_dropout"))
         if any(shares):
             raise VerifyError(
-                f"--{name}-dropout is {max(shares):g}, and another layout draws other masks; verify "
-                'with EXTRA="--hidden-dropout 0 --attention-dropout 0", or against the same layout '
+                f"--{name}-dropout is {max(shares):g}, and another strategy draws other masks; verify "
+                'with EXTRA="--hidden-dropout 0 --attention-dropout 0", or against the same strategy '
                 "(REFERENCE=<its strategy>, EXTRA_B=<flags that it has alone>)."
             )
 
@@ -182,7 +182,7 @@ def needs_same_start(judgement: Judgement) -> bool:
 def write_forced(
     reference: Capture, layout: Capture, folder: Path, *, start_alone: bool = False
 ) -> None:
-    """Write the reference's tensors as the layout's ranks would have them, to take their place.
+    """Write the reference's tensors as the strategy's ranks would have them, to take their place.
 
     Weights at the start, inputs of modules, gradients of their outputs, and what routers choose.
 
@@ -230,9 +230,9 @@ def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgem
     """Name the first module that is wrong by itself.
 
     Args:
-        judgement: Of the layout's own run.
+        judgement: Of the strategy's own run.
         reference: What it was compared with.
-        forced: The layout's run with the reference's tensors in the place of its own.
+        forced: The strategy's run with the reference's tensors in the place of its own.
     """
     compared = compare(reference, forced)
     own = compared.wrong(*_LOCAL)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch.fake_nvml import FakeNvml
 from tools.cluster.checks import devices, docker, host, network
-from tools.cluster.checks.finding import FAIL, PASS, WARN, CheckResult, ask
+from tools.cluster.checks.result import FAIL, PASS, WARN, CheckResult, ask
 from tools.launch.devices import all_gpus, describe
 from tools.spec.files import ROOT
 
@@ -23,8 +23,8 @@ def program(folder: Path, name: str, body: str) -> None:
     path.chmod(0o755)
 
 
-def statuses(findings: list[CheckResult]) -> dict[str, str]:
-    return {finding.what: finding.status for finding in findings}
+def statuses(results: list[CheckResult]) -> dict[str, str]:
+    return {result.what: result.status for result in results}
 
 
 def test_two_gpus_over_nvlink_pass(two_h200: FakeNvml) -> None:
@@ -124,7 +124,7 @@ def test_docker_is_looked_at_up_to_the_image(
         program(bin_folder, "docker", body)
     found = docker.check_docker()
     assert statuses(found) == expected
-    assert all(finding.fix for finding in found if finding.status != PASS)
+    assert all(result.fix for result in found if result.status != PASS)
 
 
 def test_packages_before_setup_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +149,8 @@ def version(package: str) -> str:
 
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    finding = host.check_disk(str(tmp_path))
-    assert re.fullmatch(r"\d+ GiB free, writes \d+ MB/s", finding.found)
+    result = host.check_disk(str(tmp_path))
+    assert re.fullmatch(r"\d+ GiB free, writes \d+ MB/s", result.found)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -178,17 +178,17 @@ def test_a_disk_that_cannot_be_written_fails(
 def test_small_shared_memory_names_the_remount(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil._ntuple_diskusage(64 << 20, 0, 64 << 20)  # type: ignore[attr-defined]
     monkeypatch.setattr(host.shutil, "disk_usage", lambda path: usage)
-    finding = host.check_shared_memory()
-    assert finding.status == WARN
-    assert "--ipc=host" in finding.fix
+    result = host.check_shared_memory()
+    assert result.status == WARN
+    assert "--ipc=host" in result.fix
 
 
 def test_an_unreachable_hub_names_the_mirror_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    finding = network.check_hub()
-    assert finding.status == WARN
-    assert "127.0.0.1:9 is out of reach" in finding.found
-    assert "HF_ENDPOINT=" in finding.fix
+    result = network.check_hub()
+    assert result.status == WARN
+    assert "127.0.0.1:9 is out of reach" in result.found
+    assert "HF_ENDPOINT=" in result.fix
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,9 @@ def test_wandb_is_decided_by_the_keys_presence(
     (tmp_path / "netrc").chmod(0o600)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_API_KEY", key)
-    finding = network.check_wandb()
-    assert found in finding.found
-    assert "s3cret" not in str(finding)
+    result = network.check_wandb()
+    assert found in result.found
+    assert "s3cret" not in str(result)
 
 
 def test_a_program_that_hangs_or_is_missing_is_an_answer(bin_folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.cluster.checks.finding import PASS, WARN, CheckResult
+from tools.cluster.checks.result import PASS, WARN, CheckResult
 from tools.cluster.doctor.__main__ import table
 from tools.spec.files import ROOT
 

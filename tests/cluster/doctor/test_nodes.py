@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.cluster.checks.finding import PASS, WARN, CheckResult
+from tools.cluster.checks.result import PASS, WARN, CheckResult
 from tools.cluster.doctor.nodes import Outlier, describe, outliers, parse, srun_command
 
 
@@ -44,7 +44,7 @@ def test_a_node_that_lacks_a_row_is_an_outlier() -> None:
 
 
 def test_what_a_shell_prints_around_a_nodes_line_is_no_answer() -> None:
-    text = 'Welcome!\n{"host": "b", "findings": [["warn", "Hub", "out of reach", "", null]]}\n{}\n'
+    text = 'Welcome!\n{"host": "b", "results": [["warn", "Hub", "out of reach", "", null]]}\n{}\n'
     assert parse(text) == [("b", [CheckResult(WARN, "Hub", "out of reach")])]
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
-from tools.convert.hf import work as work_module
+from tools.convert.hf import progress
 from tools.convert.hf.checkpoint import StoredCheckpoint
 from tools.convert.hf.from_megatron import export_model, read_export
 from tools.convert.hf.into_megatron import import_model, read_import, read_source
+from tools.convert.hf.progress import Work
 from tools.convert.hf.random_model import write_model
 from tools.convert.hf.tensor_files import INDEX, Described, TensorFolder, write_tensors
-from tools.convert.hf.work import Work
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.model import model_of
@@ -197,12 +197,12 @@ def test_a_folder_that_is_there_and_a_full_disk_are_refused_before_anything_is_w
 ) -> None:
     source = write_model(tmp_path / "source", GPT2)
     folder = imported(source, tmp_path / "hub")
-    with pytest.raises(ValueError, match="mine is there; remove it"):
+    with pytest.raises(ValueError, match="mine exists already; remove it"):
         imported(source, tmp_path / "hub")
-    with pytest.raises(ValueError, match=r"TO=.*hub is there"):
+    with pytest.raises(ValueError, match=r"TO=.*hub exists already"):
         exported(folder, tmp_path / "hub")
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
-    monkeypatch.setattr(work_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(progress.shutil, "disk_usage", lambda _: usage)
     for convert in (imported, exported):
         with pytest.raises(ValueError, match=r"needs 64\.\d+ MiB, and .* has 1 MiB free"):
             convert(source if convert is imported else folder, tmp_path / "other")

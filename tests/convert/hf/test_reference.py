@@ -14,8 +14,8 @@ from tests.native.small_model import settings
 from tools.convert.hf.families import OUTPUT, VOCABULARY, pairs_of
 from tools.convert.hf.from_megatron import export_model, read_export
 from tools.convert.hf.into_megatron import import_model, read_source
+from tools.convert.hf.progress import Work
 from tools.convert.hf.random_model import CONFIGS, write_model
-from tools.convert.hf.work import Work
 from tools.native.capture import Counterpart, capturing
 from tools.records.capture import Site, Stage
 from tools.spec import variables

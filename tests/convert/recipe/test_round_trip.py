@@ -9,10 +9,10 @@ from rich.console import Console
 
 from tests.convert.recipe.documents import source, write
 from tools.convert.recipe.bridge import read_recipe
+from tools.convert.recipe.coupled_flags import RecipeError
 from tools.convert.recipe.fields import recipe_of_flags
 from tools.convert.recipe.flags import RecipeFlags, reading_of_fields
 from tools.convert.recipe.imported import imported
-from tools.convert.recipe.joint import RecipeError
 from tools.convert.recipe.table import ROWS, Symbol
 from tools.convert.recipe.written import written_entry, written_recipe
 from tools.launch import recipe as command
@@ -22,7 +22,7 @@ from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags, merge_flags
 from tools.spec.model import model_names, training_flags
-from tools.spec.run import Backend, DeviceKind, Plant, RunSpec, spec_of_flags
+from tools.spec.run import Backend, DeviceKind, PatchFile, RunSpec, spec_of_flags
 from tools.spec.strategy import parse_strategy, strategy_flags
 
 STRATEGIES = {
@@ -157,11 +157,11 @@ def test_a_run_that_a_recipe_cannot_say_is_refused(words: tuple[str, ...], sente
 
 def test_what_has_no_counterpart_is_named() -> None:
     asked = source("train-tp2-gpt2-large-2gpu")
-    spec = replace(asked.spec, plant=Plant("bug.py", "00"), shares_gpu=True)
+    spec = replace(asked.spec, patch_file=PatchFile("bug.py", "00"), shares_gpu=True)
     left_out = recipe_of_flags((*asked.words, "--log-memory-interval", "5"), spec).left_out
     assert [sentence.partition(":")[0] for sentence in left_out] == [
         "SHARE_GPU=1",
-        "PLANT=bug.py",
+        "PATCH_FILE=bug.py",
         "--log-memory-interval 5",
     ]
 

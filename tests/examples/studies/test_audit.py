@@ -23,17 +23,17 @@ Text between.
 """
 
 
-def findings(tmp_path: Path, text: str) -> list[Contradiction]:
+def contradictions(tmp_path: Path, text: str) -> list[Contradiction]:
     file = tmp_path / "table"
     file.write_text(text)
-    return list(audit(read_table(file)).findings)
+    return list(audit(read_table(file)).contradictions)
 
 
 def test_a_right_table_says_nothing_and_its_checks_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "table.md"
     file.write_text(BRIDGE)
     found = audit(read_table(file))
-    assert found.findings == ()
+    assert found.contradictions == ()
     assert (found.rows, found.unchecked) == (2, 0)
     assert found.checks == 6
 
@@ -123,8 +123,8 @@ def test_a_right_table_says_nothing_and_its_checks_are_counted(tmp_path: Path) -
 def test_each_kind_of_contradiction_is_found_and_the_right_row_is_not(
     tmp_path: Path, header: str, right: str, wrong: str, rule: str, words: str
 ) -> None:
-    assert findings(tmp_path, f"{header}\n{right}\n") == []
-    found = {item.rule: item for item in findings(tmp_path, f"{header}\n{wrong}\n")}
+    assert contradictions(tmp_path, f"{header}\n{right}\n") == []
+    found = {item.rule: item for item in contradictions(tmp_path, f"{header}\n{wrong}\n")}
     assert found[rule].line == 2
     assert words in found[rule].sentence
     assert len(found) == (2 if "1204" in wrong else 1)  # Which 512 ranks do not divide either.
@@ -146,31 +146,34 @@ def test_each_kind_of_contradiction_is_found_and_the_right_row_is_not(
 def test_what_is_not_above_0_is_named_and_nothing_is_divided_by_it(
     tmp_path: Path, header: str, row: str
 ) -> None:
-    (found,) = findings(tmp_path, f"{header}\n{row}\n")
+    (found,) = contradictions(tmp_path, f"{header}\n{row}\n")
     assert found.rule == "number"
 
 
 def test_a_0_of_what_a_run_can_do_without_is_no_finding(tmp_path: Path) -> None:
-    assert findings(tmp_path, "gpus,tp,pp,dp,vpp,ep\n8,2,1,4,0,0\n") == []
+    assert contradictions(tmp_path, "gpus,tp,pp,dp,vpp,ep\n8,2,1,4,0,0\n") == []
 
 
 def test_cells_that_hold_several_numbers_are_not_stated_and_nothing_is_concluded_from_them(
     tmp_path: Path,
 ) -> None:
     for tensor in ("2 / 4", "2–4", "1 or 2", "2,4"):
-        assert findings(tmp_path, f"gpus;tp;pp;dp\n8;{tensor};2;2\n") == []
-    assert findings(tmp_path, "gpus;gbs;seq;step time (s);tokens/s\n8;64;4096;1,5;174763\n") == []
+        assert contradictions(tmp_path, f"gpus;tp;pp;dp\n8;{tensor};2;2\n") == []
+    assert (
+        contradictions(tmp_path, "gpus;gbs;seq;step time (s);tokens/s\n8;64;4096;1,5;174763\n")
+        == []
+    )
 
 
 def test_bars_and_links_inside_a_cell_are_text(tmp_path: Path) -> None:
     header = "| a \\| b | # of GPUs | TP Size | PP | DP |\n|-|-|-|-|-|\n"
     table = f"{header}| [70B](x_y) \\| c | 16 | 2 | 2 | 2 |"
-    (found,) = findings(tmp_path, table)
+    (found,) = contradictions(tmp_path, table)
     assert found.sentence == "TP 2 x PP 2 x DP 2 = 8, not the 16 GPUs stated."
 
 
 def test_the_wrong_tables_among_the_public_readings_are_found() -> None:
-    found = audit(read_table(READINGS)).findings
+    found = audit(read_table(READINGS)).contradictions
     wrong = {(item.row, item.rule) for item in found}
     assert ("grok1-314b", "tokens") in wrong
     assert ("gpt-18b", "degrees") in wrong  # BigScience: TP 4, PP 8 on 16 GPUs.
@@ -210,7 +213,7 @@ def test_the_command_ends_with_a_summary_and_a_status(
     assert lines[0] == f"{file}:2: mine: TP 4 x PP 8 = 32 does not divide the 16 GPUs stated."
     assert lines[1] == "1 rows, 1 checks: 1 of them contradict themselves."
     assert from_words("audit", ["--json", str(file)], "parakit audit") == 1
-    assert json.loads(capsys.readouterr().out)["findings"][0]["rule"] == "degrees"
+    assert json.loads(capsys.readouterr().out)["contradictions"][0]["rule"] == "degrees"
     file.write_text("fruit,colour\napple,red\n")
     assert from_words("audit", [str(file)], "parakit audit") == 2
     assert "holds no table of performance figures" in capsys.readouterr().err

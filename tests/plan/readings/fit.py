@@ -20,9 +20,9 @@ import yaml
 from numpy.typing import NDArray
 
 from tests.plan.papers import paper_runs
-from tools.plan.readings.express import Expressed, RefusedError, express
 from tools.plan.readings.facts import origin
 from tools.plan.readings.published import KIT, kit_runs
+from tools.plan.readings.reading_to_spec import Expressed, RefusedError, express
 from tools.plan.readings.residual import residual, with_constants
 from tools.plan.readings.table import Reading, read_readings
 from tools.plan.tensors import UnevenSplitError

@@ -2,7 +2,7 @@
 
 `python -m tests.plan.readings.small_runs_floor`: the 900 times are sums of 32 layers' times (one a
 width, TP and micro batch). A law of the host's time and of a device's time that grows with the micro
-batch is fitted to these 32 themselves, and layouts are chosen by what it gives; every other part of a
+batch is fitted to these 32 themselves, and strategies are chosen by what it gives; every other part of a
 time stays as it was published.
 """
 

@@ -10,8 +10,8 @@ from tests.plan.readings.fit import fitted_readings
 from tools.cli.main import from_words
 from tools.plan.__main__ import main
 from tools.plan.readings import command
-from tools.plan.readings.express import RefusedError, express
 from tools.plan.readings.facts import origin
+from tools.plan.readings.reading_to_spec import RefusedError, express
 from tools.plan.readings.residual import residuals
 from tools.plan.readings.summary import choices
 from tools.plan.readings.table import (
@@ -23,7 +23,7 @@ from tools.plan.readings.table import (
     read_readings,
 )
 from tools.spec.experts import BALANCED, ExpertLoad
-from tools.spec.run import Quantised, TokenDispatcher
+from tools.spec.run import Fp8Recipe, TokenDispatcher
 
 ROW = {
     "source": "mine",
@@ -121,7 +121,7 @@ def test_the_tables_are_whole_at_80_columns_and_name_the_cause_of_memory_too(
     text = " ".join(" ".join(lines).split())
     assert "mostly memory bound" in text
     assert text.count("· mostly") == 2
-    assert lines[-1] == "2 of 2 readings are predicted."
+    assert lines[-1] == "2 of 2 measurements are predicted."
 
 
 def test_a_public_source_may_be_left_out_of_what_predicts_one_s_own_file(
@@ -383,7 +383,7 @@ def test_a_model_s_or_a_source_s_router_takes_neighbouring_experts() -> None:
 
 
 def test_deepseek_v3_predicts_a_token_ahead_unless_its_row_says_not() -> None:
-    assert [express(of_line(line)).spec.shape.ahead for line in (3, 390)] == [1, 0]
+    assert [express(of_line(line)).spec.shape.mtp_depth for line in (3, 390)] == [1, 0]
 
 
 def test_a_layout_that_a_recipe_corrects_is_the_recipe_s() -> None:
@@ -415,9 +415,9 @@ def test_gpt_oss_has_the_expert_parallelism_of_automodel_s_recipes() -> None:
 
 
 def test_bits_that_a_table_does_not_name_are_its_source_s() -> None:
-    assert express(of_line(424)).spec.quantised is Quantised.TENSORWISE  # Megatron-Bridge, 25.09
-    assert express(of_line(534)).spec.quantised is Quantised.DELAYED  # NeMo 24.12, FP8
-    assert express(of_line(400)).spec.quantised is Quantised.TENSORWISE  # FP8-CS (FP8-MX)
+    assert express(of_line(424)).spec.fp8_recipe is Fp8Recipe.TENSORWISE  # Megatron-Bridge, 25.09
+    assert express(of_line(534)).spec.fp8_recipe is Fp8Recipe.DELAYED  # NeMo 24.12, FP8
+    assert express(of_line(400)).spec.fp8_recipe is Fp8Recipe.TENSORWISE  # FP8-CS (FP8-MX)
 
 
 def test_a_source_may_gather_tokens_and_its_zero_stages_are_layouts_of_one_choice() -> None:

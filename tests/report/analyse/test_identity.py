@@ -11,7 +11,7 @@ from tools.report.analyse.configurations import configurations, identity_of_run,
 from tools.report.analyse.published import figure_for
 from tools.report.read.runs import Run, load_folder, load_log
 from tools.spec.published import load_published
-from tools.spec.run import Plant
+from tools.spec.run import PatchFile
 from tools.spec.strategy import Parallelism, Sharding, strategy_flags
 
 TIMES = [9.0, *[8.0] * 7]
@@ -45,15 +45,15 @@ def test_two_names_of_one_split_are_one_row(tmp_path: Path) -> None:
     assert [run.name for run in row.runs] == ["a", "b"]
 
 
-def test_a_run_with_a_plant_is_a_row_of_its_own_that_names_it(tmp_path: Path) -> None:
-    planted = run_record("b", plant=Plant("plants/x.py", "1a2b3c4d5e"))
+def test_a_run_with_a_patch_file_is_a_row_of_its_own_that_names_it(tmp_path: Path) -> None:
+    patched = run_record("b", patch_file=PatchFile("bugs/x.py", "1a2b3c4d5e"))
     runs = [
         load_folder(write_run(tmp_path, record, log_text(TIMES)))
-        for record in (run_record("a"), planted)
+        for record in (run_record("a"), patched)
     ]
     rows = configurations(runs)
     assert [len(row.runs) for row in rows] == [1, 1]
-    assert labels(rows) == ["baseline ×1", "baseline ×1 with PLANT=plants/x.py"]
+    assert labels(rows) == ["baseline ×1", "baseline ×1 with PATCH_FILE=bugs/x.py"]
 
 
 def test_a_log_of_zero1_has_the_grammars_one_name(tmp_path: Path) -> None:

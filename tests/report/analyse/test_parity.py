@@ -9,7 +9,7 @@ from tools.records.run import ROUTING_FILE, Code
 from tools.report.analyse.configurations import configurations
 from tools.report.analyse.parity import last_digit, parity_of
 from tools.report.read.runs import load_runs
-from tools.spec.run import DeviceKind, Plant
+from tools.spec.run import DeviceKind, PatchFile
 from tools.spec.strategy import Batch
 
 LOSSES = [10.8, 10.7, 10.6, 10.5, 9.4]
@@ -223,7 +223,7 @@ def test_averaged_line_is_not_compared(tmp_path):
         ({"batch": Batch(2, 16)}, "different global batch"),
         ({"dtype": "bf16"}, "different precision"),
         ({"argv": (*run_record("x").argv, "--lr", "1e-4")}, "different --lr"),
-        ({"dropout": 0.1}, "dropout is on, and its random numbers differ by layout"),
+        ({"dropout": 0.1}, "dropout is on, and its random numbers differ by strategy"),
     ],
 )
 def test_runs_that_need_not_agree_are_not_compared(tmp_path, change, reason):
@@ -234,14 +234,14 @@ def test_runs_that_need_not_agree_are_not_compared(tmp_path, change, reason):
     assert found["c"].verdict == "held"
 
 
-def test_a_planted_run_is_compared_with_none_that_is_not_and_is_no_reference_of_it(tmp_path):
-    plant = {"plant": Plant("plant.py", "1a2b")}
-    first, second = run_record("a", **plant), run_record("b", "tp2", **plant)
+def test_a_patched_run_is_compared_with_none_that_is_not_and_is_no_reference_of_it(tmp_path):
+    patch_file = {"patch_file": PatchFile("change.py", "1a2b")}
+    first, second = run_record("a", **patch_file), run_record("b", "tp2", **patch_file)
     found = verdicts(tmp_path, (first, LOSSES), (second, LOSSES), (run_record("c"), LOSSES))
     assert (found["a"].verdict, found["b"].verdict) == ("reference", "held")
     assert found["c"].verdict == ""
     found = verdicts(tmp_path / "one", (first, LOSSES), (run_record("c", "tp2"), LOSSES))
-    assert (found["a"].verdict, found["a"].reason) == ("not comparable", "different plant")
+    assert (found["a"].verdict, found["a"].reason) == ("not comparable", "different patch file")
     assert found["a"].reference == "c"
 
 

@@ -257,8 +257,8 @@ def test_report_has_the_explanation_in_every_form(tmp_path: Path, baseline: Path
     assert "<b>" not in page
     assert "Where each rank&#39;s iteration goes" in page
     assert "### Where each rank's iteration goes" in markdown
-    findings = json.loads(data)["explanation"]["findings"]
-    assert findings["run-dp2"]["shares"][0]["phases"]["forward"] == pytest.approx(0.4)
+    evidence = json.loads(data)["explanation"]["evidence"]
+    assert evidence["run-dp2"]["shares"][0]["phases"]["forward"] == pytest.approx(0.4)
 
 
 def test_amounts_keep_four_digits_and_a_true_minus() -> None:

@@ -31,11 +31,11 @@ from tools.report.explain.closed_form import (
     fullest_candidate,
 )
 from tools.report.explain.predicted import (
-    Findings,
+    Evidence,
     StageTimes,
     Unattributed,
     compare_calls,
-    findings_of,
+    evidence_of,
 )
 from tools.report.explain.timelines import NoTraceError, scene_of
 from tools.report.read.runs import load_folder
@@ -45,8 +45,8 @@ WORD = 50304 * 64
 """Elements of gpt2-tiny's word embedding."""
 
 
-def found(folder: Path) -> Findings:
-    return findings_of(load(folder)[0])
+def found(folder: Path) -> Evidence:
+    return evidence_of(load(folder)[0])
 
 
 @pytest.mark.parametrize("strategy", ["dp2", "tp2", "sp2", "cp2", "pp2"])
@@ -118,18 +118,18 @@ def test_ranks_that_the_split_does_not_have_are_ignored(tmp_path: Path) -> None:
 def test_missing_ledgers_are_said_so_and_the_rest_is_there(tmp_path: Path) -> None:
     folder = write(tmp_path, "pp2")
     write_times(folder, seconds(0, {Phase.FORWARD: 1.0}))
-    findings = found(folder)
-    assert findings.notes == ("no usable comm.json", "no usable memory.json")
-    assert [(c.rank, c.measured, c.predicted) for c in findings.parameters] == [
+    evidence = found(folder)
+    assert evidence.notes == ("no usable comm.json", "no usable memory.json")
+    assert [(c.rank, c.measured, c.predicted) for c in evidence.parameters] == [
         (0, 3423424, 3323520)
     ]
-    assert findings.shares
+    assert evidence.shares
 
 
 def test_other_backend_has_no_closed_form(tmp_path: Path) -> None:
     run, _ = load(write(tmp_path, "dp2"))
     other = replace(run, spec=replace(run.spec, backend="native"))
-    assert findings_of(other).notes[-1] == (
+    assert evidence_of(other).notes[-1] == (
         "nothing predicted: the closed forms describe Megatron, this run's backend is native"
     )
     with pytest.raises(NoClosedFormError, match="not known"):
@@ -161,7 +161,7 @@ def test_without_a_micro_batch_in_the_log_nothing_is_predicted_and_nothing_fails
     run = load_folder(tmp_path)
     assert run.spec is not None
     assert (run.spec.microbatches, run.spec.batch.global_batch_size) == (0, 8)
-    assert findings_of(run).notes[-1] == "nothing predicted: the run's micro batch is not known"
+    assert evidence_of(run).notes[-1] == "nothing predicted: the run's micro batch is not known"
     with pytest.raises(NoTraceError, match="micro batch"):
         scene_of(run)
 
@@ -263,6 +263,6 @@ def test_more_micro_batches_approach_the_slowest_stage() -> None:
 def test_times_of_a_gpu_are_the_hosts_and_nothing_is_concluded_from_them(tmp_path: Path) -> None:
     folder = write(tmp_path, "pp2", device=DeviceKind.GPU)
     write_times(folder, seconds(0, {Phase.FORWARD: 0.1}), seconds(1, {Phase.FORWARD: 0.1}))
-    findings = found(folder)
-    assert (findings.times, findings.shares, findings.bubble) == (None, (), ())
-    assert "on a GPU says when kernels were launched" in findings.notes[-1]
+    evidence = found(folder)
+    assert (evidence.times, evidence.shares, evidence.bubble) == (None, (), ())
+    assert "on a GPU says when kernels were launched" in evidence.notes[-1]

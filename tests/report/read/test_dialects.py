@@ -64,7 +64,7 @@ def test_other_numbers_of_a_line_keep_their_names():
     (first, _) = scrape_log(DIALECTS / "bigscience.log").iterations
     assert first.grad_norm == 0.114
     assert (first.skipped_iterations, first.consumed_samples) == (0, 14243840)
-    assert first.other_losses == {"consumed tokens": 29171384320.0, "samples per second": 91.621}
+    assert first.extra_metrics == {"consumed tokens": 29171384320.0, "samples per second": 91.621}
 
 
 @pytest.mark.parametrize(

@@ -101,4 +101,4 @@ def test_averaged_line_holds_the_mean_of_both_losses():
 def test_memory_line_of_another_rank_in_the_same_line_is_found():
     log, _ = golden("0.12")
     assert [reading.rank for reading in log.memory] == [2, 0]
-    assert log.iterations[0].other_losses == {"load_balancing_loss": 1.013402}
+    assert log.iterations[0].extra_metrics == {"load_balancing_loss": 1.013402}

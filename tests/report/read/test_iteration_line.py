@@ -37,7 +37,7 @@ def test_published_line_gives_every_field():
     assert found.grad_norm == 1.095
     assert (found.skipped_iterations, found.nan_iterations) == (0, 0)
     assert found.throughput_tflops_per_gpu is None
-    assert found.other_losses is None
+    assert found.extra_metrics is None
 
 
 def test_optional_fields_and_losses_of_experts_are_read_by_name():
@@ -47,7 +47,7 @@ def test_optional_fields_and_losses_of_experts_are_read_by_name():
     assert found.energy_joules_per_gpu == 250.5
     assert found.power_watts_per_gpu == 612.0
     assert (found.num_zeros, found.params_norm) == (12.0, 88.25)
-    assert found.other_losses == {
+    assert found.extra_metrics == {
         "decoupled learning rate": 2e-4,
         "load_balancing_loss": 1.25,
         "z_loss": 0.0035,
@@ -59,7 +59,7 @@ def test_lines_glued_together_are_both_found():
     memory = "[Rank 0] (after 2 iterations) memory (MB) | allocated: 5.0 | max allocated: 6.0 |"
     found = find_iterations(memory + PUBLISHED + iteration_line(610, 436.7))
     assert [(f.iteration, f.elapsed_ms) for f in found] == [(609, 438.3), (610, 436.7)]
-    assert found[0].other_losses is None
+    assert found[0].extra_metrics is None
 
 
 def test_memory_line_in_the_middle_costs_only_the_field_it_hit():

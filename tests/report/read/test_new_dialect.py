@@ -41,7 +41,7 @@ def test_its_iterations_settings_and_checkpoints_are_read():
     assert [found.iteration for found in log.iterations] == list(range(1, 42))
     assert log.iterations.values("elapsed_ms")[[0, -1]].tolist() == [9500.0, 1250.0]
     assert log.iterations.values("lm_loss")[[0, -1]].tolist() == [10.95, 8.9]
-    assert log.iterations[-1].other_losses == {"beads": 1234.0}
+    assert log.iterations[-1].extra_metrics == {"beads": 1234.0}
     assert log.checkpoints == (CheckpointEvent("saved", 20),)
     assert [found.iteration for found in log.iterations if found.after_pause] == [21]
     assert log.arguments == {"width": "64", "ranks": "2"}

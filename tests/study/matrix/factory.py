@@ -1,4 +1,4 @@
-"""Families, layouts and records of tests, all tiny."""
+"""Families, strategies and records of tests, all tiny."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def record(
 
 
 def guilty(*paths: str, layout: str = "tp2") -> Callable[[Cell], CellRecord]:
-    """Verifies without Megatron: a cell differs that has all of these levels in the layout."""
+    """Verifies without Megatron: a cell differs that has all of these levels in the strategy."""
 
     def verify(cell: Cell) -> CellRecord:
         own = {level.path for level in cell.levels}

@@ -119,7 +119,9 @@ def test_a_known_finding_is_verified_by_itself_and_elsewhere_with_its_patch() ->
     assert {len(cell.levels) for cell in plain} == {1}
     assert {cell.layout.name for cell in plain} >= {"tp2", "tp2pp2", "tp2cp2"}
     assert {cell.patch for cell in sinks} == {"", "docs/upstream/sink_missing_in_norm.py"}
-    assert f"PLANT={KNOWN[0].patch.relative_to(KNOWN[0].patch.parents[2])}" in sinks[-1].command()
+    assert (
+        f"PATCH_FILE={KNOWN[0].patch.relative_to(KNOWN[0].patch.parents[2])}" in sinks[-1].command()
+    )
 
 
 def test_a_cell_in_a_layout_that_does_not_show_a_finding_has_no_patch() -> None:
@@ -149,10 +151,10 @@ def test_a_cell_that_shows_several_findings_has_the_patches_of_all() -> None:
     cell = patched(Cell(one, layout, levels), (SINK, RATE, FREED))
     names = ("sink_missing_in_norm", "rate_of_second_embedding")
     assert cell.patch == ",".join(f"docs/upstream/{name}.py" for name in names)
-    plant = cell.pair().job.options.plant
-    assert plant is not None
-    assert plant.path == cell.patch
-    assert f"PLANT={cell.patch}" in cell.command()
+    patch_file = cell.pair().job.options.patch_file
+    assert patch_file is not None
+    assert patch_file.path == cell.patch
+    assert f"PATCH_FILE={cell.patch}" in cell.command()
     assert uncured(cell, (SINK, RATE, FREED)) == []
     assert uncured(replace(cell, patch=""), (SINK, RATE, FREED)) == [SINK, RATE]
 
@@ -237,7 +239,7 @@ def test_a_version_has_the_levels_whose_flags_it_knows() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "named"),
-    [({"features": ("haeds",)}, "FEATURES=haeds"), ({"layouts": ("tp7",)}, "LAYOUTS=tp7")],
+    [({"features": ("haeds",)}, "FEATURES=haeds"), ({"layouts": ("tp7",)}, "STRATEGIES=tp7")],
 )
 def test_a_name_of_nothing_is_refused_with_those_that_are(
     asked: dict[str, tuple[str, ...]], named: str

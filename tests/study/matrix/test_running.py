@@ -128,14 +128,14 @@ def test_the_smallest_model_that_is_still_wrong(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reason", "status"),
     [
-        ("The layout ended with 1: rank 0: AssertionError: no", CellStatus.REFUSED),
+        ("The strategy ended with 1: rank 0: AssertionError: no", CellStatus.REFUSED),
         ("The starting checkpoint was not written: rank 0: ValueError: no", CellStatus.REFUSED),
         (
-            "The layout ended with 1: rank 1: RuntimeError: shape '[2]' is invalid",
+            "The strategy ended with 1: rank 1: RuntimeError: shape '[2]' is invalid",
             CellStatus.CRASHED,
         ),
         (
-            "The layout ended with 1: rank 0: NotImplementedError: Context parallelism without "
+            "The strategy ended with 1: rank 0: NotImplementedError: Context parallelism without "
             "Transformer Engine knows plain causal attention.",
             CellStatus.MISSING,
         ),

@@ -1,6 +1,7 @@
-"""No cell is held that a planted bug does not turn: which plants there are for layouts and levels.
+"""No cell is held that a injected bug does not turn: which injected bugs there are for strategies and
+levels.
 
-`python -m tests.verify.bench turned` verifies every row of the matrix with a plant.
+`python -m tests.verify.bench turned` verifies every row of the matrix with an injected bug.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.verify.bench import GENERAL
-from tests.verify.plants.check import Plant, plants
+from tests.verify.injected_bugs.check import InjectedBug, injected_bugs
 from tools.study.matrix.cell import is_within, split
 from tools.study.matrix.definition import Family, Layout, Level, load_matrix
 
@@ -35,44 +36,47 @@ WITHOUT_ONE_OF_ITS_OWN = {
         "clipping/off",
     ),
 }
-"""Levels whose own code no plant and no live bug breaks: those that act in every model turn them."""
+"""Levels whose own code no injected bug and no live bug breaks: those that act in every model turn
+them."""
 OF_LIVE_BUGS = {"attention/sink", "qk-norm/qk-layernorm", "ahead/mtp"}
 
 
-def of_family(plant: Plant, family: Family) -> bool:
-    latent = "--multi-latent-attention" in plant.flags
-    return plant.model == family.model and latent == (family.name == "mla")
+def of_family(bug: InjectedBug, family: Family) -> bool:
+    latent = "--multi-latent-attention" in bug.flags
+    return bug.model == family.model and latent == (family.name == "mla")
 
 
-def turns(plant: Plant, level: Level) -> bool:
+def turns(bug: InjectedBug, level: Level) -> bool:
     own = (*level.flags, *level.own)
-    return bool(own) and is_within(own, (*plant.flags, *plant.own_flags))
+    return bool(own) and is_within(own, (*bug.flags, *bug.own_flags))
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
-def test_every_level_has_a_plant_or_is_named_as_one_without(family: Family) -> None:
-    own = [plant for plant in plants() if of_family(plant, family)]
+def test_every_level_has_an_injected_bug_or_is_named_as_one_without(family: Family) -> None:
+    own = [bug for bug in injected_bugs() if of_family(bug, family)]
     levels = [level for levels in family.factors.values() for level in levels[1:]]
     live = OF_LIVE_BUGS if family.name != "moe" else set()
     missing = {
         level.path
         for level in levels
-        if level.path not in live and not any(turns(plant, level) for plant in own)
+        if level.path not in live and not any(turns(bug, level) for bug in own)
     }
     assert missing == set(WITHOUT_ONE_OF_ITS_OWN[family.name]) - live
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
-def test_every_layout_has_a_plant_of_what_it_splits(family: Family) -> None:
+def test_every_layout_has_an_injected_bug_of_what_it_splits(family: Family) -> None:
     def has_one(layout: Layout) -> bool:
         parts = split(layout.strategy, layout.devices)
-        return any(split(one.strategy, one.devices) <= parts for one in plants() if one.devices > 1)
+        return any(
+            split(one.strategy, one.devices) <= parts for one in injected_bugs() if one.devices > 1
+        )
 
     assert [layout.name for layout in family.layouts if not has_one(layout)] == []
 
 
-def test_the_plants_that_rows_are_tried_with_need_nothing_of_the_model() -> None:
-    by_id = {plant.id: plant for plant in plants()}
+def test_the_injected_bugs_that_rows_are_tried_with_need_nothing_of_the_model() -> None:
+    by_id = {bug.id: bug for bug in injected_bugs()}
     for family in FAMILIES:
         layouts = {layout.name for layout in family.layouts}
         for name in GENERAL[family.name]:

@@ -19,7 +19,7 @@ from tools.spec.files import ROOT
 pytestmark = pytest.mark.slow
 
 BASELINE = "verify-baseline-gpt2-tiny-1cpu"
-ALIKE = "tests/verify/plants/alike"
+ALIKE = "tests/verify/injected_bugs/alike"
 Starter = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -101,7 +101,7 @@ def test_what_megatron_refuses_is_quoted_in_its_own_words(start: Starter, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "plant", "found"),
+    ("name", "bug", "found"),
     [
         (BASELINE, "", ("held", None, None)),
         ("verify-tp2-gpt2-tiny-2cpu", "", ("held", None, None)),
@@ -119,10 +119,10 @@ def test_what_megatron_refuses_is_quoted_in_its_own_words(start: Starter, tmp_pa
     ],
 )
 def test_the_native_reference_finds_what_every_layout_of_megatron_has_and_nothing_else(
-    start: Starter, tmp_path: Path, name: str, plant: str, found: tuple[str, ...]
+    start: Starter, tmp_path: Path, name: str, bug: str, found: tuple[str, ...]
 ) -> None:
-    planted = {"PLANT": f"{ALIKE}/{plant}.py"} if plant else {}
-    process = start(name, REFERENCE="native", **planted)
+    injected = {"PATCH_FILE": f"{ALIKE}/{bug}.py"} if bug else {}
+    process = start(name, REFERENCE="native", **injected)
     printed, _ = process.communicate()
     verdict = verdict_in(tmp_path)
     assert (verdict["verdict"], verdict["stage"], verdict["module"]) == found, printed

@@ -9,8 +9,8 @@ import pytest
 from tests.convert.hf.folders import GPT2
 from tests.given import run
 from tools.convert.hf.into_megatron import import_model, read_source
+from tools.convert.hf.progress import Work
 from tools.convert.hf.random_model import write_model
-from tools.convert.hf.work import Work
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options
@@ -33,7 +33,7 @@ def verification(tmp_path: Path, strategy: str, extra: tuple[str, ...] = ()) -> 
 def test_the_reference_is_transformers_with_the_padding_that_the_layout_has(tmp_path: Path) -> None:
     split = verification(tmp_path, "tp2-mine-2cpu")
     assert split.reference.spec.backend is Backend.TRANSFORMERS
-    assert split.mode == "Megatron against transformers, with the layout's 1 padding row(s)"
+    assert split.mode == "Megatron against transformers, with the strategy's 1 padding row(s)"
     flags = Flags(split.reference.flags)
     assert flags.text("--imported") == str(tmp_path / "mine")
     assert flags.text("--padded-vocabulary") == "132"
@@ -92,7 +92,7 @@ def test_without_transformers_it_says_how_to_install_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_both_families_are_what_transformers_computes_and_a_planted_bug_is_not(
+def test_both_families_are_what_transformers_computes_and_an_injected_bug_is_not(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("transformers")

@@ -81,7 +81,7 @@ def test_experts_that_drop_tokens_are_compared_where_ranks_route_as_many(
     extra = "--moe-expert-capacity-factor 1.0"
     assert composed("ep2-moe-tiny-2cpu", extra=extra).layout.devices == 2
     assert composed("sp2-moe-tiny-2cpu", extra=extra, reference="cp2").layout.devices == 2
-    with pytest.raises(ValueError, match="64 in the layout and 128 in its reference"):
+    with pytest.raises(ValueError, match="64 in the strategy and 128 in its reference"):
         composed("sp2-moe-tiny-2cpu", extra=extra)
 
 
@@ -90,7 +90,7 @@ def test_experts_balanced_by_sinkhorn_are_compared_where_ranks_route_as_many(
 ) -> None:
     extra = "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0"
     assert composed("dp2-moe-tiny-2cpu", extra=extra).layout.devices == 2
-    with pytest.raises(ValueError, match=r"by sinkhorn .* 64 in the layout and 128"):
+    with pytest.raises(ValueError, match=r"by sinkhorn .* 64 in the strategy and 128"):
         composed("sp2-moe-tiny-2cpu", extra=extra)
 
 
@@ -176,10 +176,10 @@ def test_another_megatron_begins_with_the_weights_of_the_reference(
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--num-layers 2", "the model's layers is 2 in the layout and 4 in its reference"),
-        ("--seed 7", "--seed is 7 in the layout and 1234"),
-        ("--bf16", "--bf16 is True in the layout and False"),
-        ("--global-batch-size 24", "--global-batch-size is 24 in the layout and 6"),
+        ("--num-layers 2", "the model's layers is 2 in the strategy and 4 in its reference"),
+        ("--seed 7", "--seed is 7 in the strategy and 1234"),
+        ("--bf16", "--bf16 is True in the strategy and False"),
+        ("--global-batch-size 24", "--global-batch-size is 24 in the strategy and 6"),
     ],
 )
 def test_runs_of_different_work_are_refused_with_the_field(
@@ -207,7 +207,7 @@ def files_no_larger_than(size_bytes: int) -> Iterator[None]:
 
 
 def wrong_input(tmp_path: Path, scale: float) -> Callable[[str, Launch], str]:
-    """Trains nothing: leaves a capture whose module input the layout has wrong."""
+    """Trains nothing: leaves a capture whose module input the strategy has wrong."""
     site = captures.output(slot="input.x")
     values = np.ones((8, 2, 2048), np.float32)
 
@@ -261,16 +261,17 @@ def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_
     ones, at = np.ones((4, 3), np.float32), captures.place((0, 0, 0))
 
     def train(part: str, launch: Launch) -> str:
-        """The layout's weights are wrong from the end of iteration 3 on, as its gradients are there."""
+        """The strategy's weights are wrong from the end of iteration 3 on, as its gradients are
+        there."""
         iteration = int(launch.environment[variables.CAPTURE_ITERATION])
         asked.append(part)
-        planted = part.startswith("layout")
+        injected = part.startswith("layout")
         sites = {
             Site(Stage.LOCAL_GRADIENTS, captures.WEIGHT, "gradient"): iteration >= began,
             Site(Stage.WEIGHTS, captures.WEIGHT, START_WEIGHT): iteration > began,
         }
         tensors: captures.Tensors = [
-            (site, ones * (1 + (planted and wrong)), at) for site, wrong in sites.items()
+            (site, ones * (1 + (injected and wrong)), at) for site, wrong in sites.items()
         ]
         captures.write(tmp_path / part, [(captures.rank(iteration=iteration), tensors)])
         return ""
@@ -278,6 +279,6 @@ def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_
     pair = composed("tp2-gpt2-tiny-2cpu", iterations=8)
     verdict = judged(pair, tmp_path, train).verdict
     assert (verdict.iteration, verdict.stage) == (began, Stage.LOCAL_GRADIENTS)
-    # A search by halves: a reference and a layout each.
+    # A search by halves: a reference and a strategy each.
     assert asked[-2:] == ["reference-3", "layout-3"]
     assert len(asked) == 8

@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.cluster.checks.finding import FAIL, GIB, PASS, WARN, CheckResult, ask, kit_python
+from tools.cluster.checks.result import FAIL, GIB, PASS, WARN, CheckResult, ask, kit_python
 
 BUSY_BYTES = 2 * GIB
-"""More than a desktop or an idle driver holds; published readings began at 3 MiB."""
+"""More than a desktop or an idle driver holds; published measurements began at 3 MiB."""
 
 GOOD_SHARE = 0.5
 """Of the link's rate; NCCL reaches more of NVLink, and gloo about that of one TCP connection."""
@@ -57,20 +57,20 @@ def check_description(described: "dict[str, Any]") -> "list[CheckResult]":
     if not described["gpus"]:
         return [_without_gpus()]
     gpus = [GpuUse(**gpu) for gpu in described["gpus"]]
-    findings = [
+    results = [
         CheckResult(PASS, "Driver", described["driver"]),
         _gpus(gpus),
         *check_busy(gpus, gpus),
     ]
-    return findings + ([_topology(described)] if len(gpus) > 1 else [])
+    return results + ([_topology(described)] if len(gpus) > 1 else [])
 
 
 def check_busy(gpus: "list[GpuUse]", machine: "list[GpuUse]") -> "list[CheckResult]":
-    """A finding for each of `gpus` that something else uses; the fix names the machine's free ones."""
+    """A result for each of `gpus` that something else uses; the fix names the machine's free ones."""
     free = ",".join(str(gpu.number) for gpu in machine if gpu.used_bytes <= BUSY_BYTES)
     fix = "wait for it or end it"
     fix += f", or choose others with CUDA_VISIBLE_DEVICES={free}" if free else ""
-    findings = []
+    results = []
     for gpu in gpus:
         if gpu.used_bytes > BUSY_BYTES:
             found = "GPU {} ({}) is busy: {:.1f} GiB are in use{}".format(
@@ -79,8 +79,8 @@ def check_busy(gpus: "list[GpuUse]", machine: "list[GpuUse]") -> "list[CheckResu
                 gpu.used_bytes / GIB,
                 " by process " + ", ".join(map(str, gpu.processes)) if gpu.processes else "",
             )
-            findings.append(CheckResult(WARN, f"GPU {gpu.number}", found, fix))
-    return findings
+            results.append(CheckResult(WARN, f"GPU {gpu.number}", found, fix))
+    return results
 
 
 def check_exchange() -> "list[CheckResult]":

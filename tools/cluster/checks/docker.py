@@ -4,7 +4,7 @@ import json
 import shutil
 from typing import NamedTuple
 
-from tools.cluster.checks.finding import PASS, WARN, CheckResult, ask, image_tag
+from tools.cluster.checks.result import PASS, WARN, CheckResult, ask, image_tag
 
 REPOSITORY = "megatron-parallelism-kit"
 """Of the kit's images; a pair of `docker/versions.env` is a tag."""

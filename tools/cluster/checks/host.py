@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tools.cluster.checks.finding import (
+from tools.cluster.checks.result import (
     FAIL,
     GIB,
     PASS,

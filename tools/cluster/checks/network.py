@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlparse
 
-from tools.cluster.checks.finding import PASS, ROOT, WARN, CheckResult, ask, kit_python
+from tools.cluster.checks.result import PASS, ROOT, WARN, CheckResult, ask, kit_python
 
 SECONDS = 8.0
 SMALL_PACKAGE = "six"

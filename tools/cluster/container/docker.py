@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tools.cluster.checks import docker as checks
 from tools.cluster.checks.docker import DockerEngine
-from tools.cluster.checks.finding import ask, refusals
+from tools.cluster.checks.result import ask, refusals
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
@@ -136,9 +136,9 @@ def ask_engine() -> DockerEngine:
     Raises:
         LaunchError: There is no client, or the engine does not answer; with what it said.
     """
-    finding, engine = checks.check_engine()
+    result, engine = checks.check_engine()
     if engine is None:
-        raise LaunchError(finding.refusal)
+        raise LaunchError(result.refusal)
     return engine
 
 

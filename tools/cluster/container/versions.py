@@ -16,7 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-from tools.cluster.checks.finding import image_tag
+from tools.cluster.checks.result import image_tag
 
 PACKAGES = (
     "torch",

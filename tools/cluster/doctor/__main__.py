@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from tools.cluster.checks import devices, docker, host, network
-from tools.cluster.checks.finding import FAIL, PASS, WARN, CheckResult
+from tools.cluster.checks.result import FAIL, PASS, WARN, CheckResult
 
 CHECKS: "tuple[Callable[[], CheckResult | list[CheckResult]], ...]" = (
     host.check_python,
@@ -41,17 +41,17 @@ def examine() -> "list[CheckResult]":
     return rows
 
 
-def table(findings: "list[CheckResult]", width: int, colour: bool) -> str:
+def table(results: "list[CheckResult]", width: int, colour: bool) -> str:
     """Status, what was looked at, what was found; below it the way to fix it."""
-    column = max(len(finding.what) for finding in findings) + 2
+    column = max(len(result.what) for result in results) + 2
     indent = " " * (6 + column)
     lines = []
-    for finding in findings:
-        status = finding.status
+    for result in results:
+        status = result.status
         if colour:
             status = f"\x1b[{COLOURS[status]}m{status}\x1b[0m"
-        head = f"{status}  {finding.what:{column}}"
-        parts = [finding.found] + (["→ " + finding.fix] if finding.fix else [])
+        head = f"{status}  {result.what:{column}}"
+        parts = [result.found] + (["→ " + result.fix] if result.fix else [])
         texts = [
             text
             for part in parts
@@ -64,18 +64,18 @@ def table(findings: "list[CheckResult]", width: int, colour: bool) -> str:
 
 def main() -> int:
     """Print the table and a count, or with --json what another machine can compare."""
-    findings = examine()
+    results = examine()
     if sys.argv[1:] == ["--json"]:
         host = os.environ.get("SLURMD_NODENAME") or platform.node()
-        print(json.dumps({"host": host, "findings": findings}))
+        print(json.dumps({"host": host, "results": results}))
         return 0
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    text = table(findings, shutil.get_terminal_size((100, 24)).columns, colour)
-    counts = (f"{sum(f.status == s for f in findings)} {s}" for s in (PASS, WARN, FAIL))
+    text = table(results, shutil.get_terminal_size((100, 24)).columns, colour)
+    counts = (f"{sum(f.status == s for f in results)} {s}" for s in (PASS, WARN, FAIL))
     # A terminal of the C locale takes ASCII alone, and a doctor must not fail for that.
     output = text + "\n" + ", ".join(counts) + "\n"
     sys.stdout.buffer.write(output.encode(sys.stdout.encoding or "ascii", "replace"))
-    return int(any(finding.status == FAIL for finding in findings))
+    return int(any(result.status == FAIL for result in results))
 
 
 if __name__ == "__main__":

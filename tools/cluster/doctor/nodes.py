@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from tools.cluster.checks.devices import check_rates
-from tools.cluster.checks.finding import FAIL, PASS, WARN, CheckResult
+from tools.cluster.checks.result import FAIL, PASS, WARN, CheckResult
 from tools.cluster.sbatch import FIRST_NODE
 from tools.cluster.slurm import SLURM_SETTINGS, argv_of_directives, slurm_of
 from tools.spec import settings
@@ -46,7 +46,7 @@ EXCHANGE = "\n".join(
 )
 
 Answers = Mapping[str, Sequence[CheckResult]]
-"""Findings by node."""
+"""Results by node."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def main() -> int:
         say(console, text, "yellow")
     if not differing:
         console.print(f"{len(answers)} nodes, all alike.", highlight=False)
-    failed = any(finding.status == FAIL for findings in answers.values() for finding in findings)
+    failed = any(result.status == FAIL for results in answers.values() for result in results)
     return int(failed or bool(differing))
 
 
@@ -146,7 +146,7 @@ def parse(text: str) -> Sequence[tuple[str, list[CheckResult]]]:
     for line in text.splitlines():
         try:
             answer = json.loads(line)
-            rows = [CheckResult(*row) for row in answer["findings"]]
+            rows = [CheckResult(*row) for row in answer["results"]]
             found.append((str(answer["host"]), rows))
         except (ValueError, TypeError, KeyError):
             continue
@@ -160,9 +160,9 @@ def outliers(answers: Answers) -> list[Outlier]:
     """
     found: list[Outlier] = []
     by_what: dict[str, dict[str, CheckResult]] = {}
-    for node, findings in answers.items():
-        for finding in findings:
-            by_what.setdefault(finding.what, {})[node] = finding
+    for node, results in answers.items():
+        for result in results:
+            by_what.setdefault(result.what, {})[node] = result
     for what, rows in by_what.items():
         missing = [node for node in answers if node not in rows]
         rows |= {node: CheckResult(WARN, what, "no such row") for node in missing}
@@ -171,7 +171,7 @@ def outliers(answers: Answers) -> list[Outlier]:
 
 
 def _outliers_of(what: str, rows: Mapping[str, CheckResult]) -> list[Outlier]:
-    values = [finding.value for finding in rows.values()]
+    values = [result.value for result in rows.values()]
     if all(value is not None for value in values):
         middle = statistics.median(value for value in values if value is not None)
         off = [
@@ -179,9 +179,9 @@ def _outliers_of(what: str, rows: Mapping[str, CheckResult]) -> list[Outlier]:
         ]
         usual = next((f.found for n, f in rows.items() if n not in off), "differ as well")
     else:
-        (usual, count), *_ = Counter(finding.found for finding in rows.values()).most_common()
+        (usual, count), *_ = Counter(result.found for result in rows.values()).most_common()
         alone = 2 * count <= len(rows)
-        off = [node for node, finding in rows.items() if alone or finding.found != usual]
+        off = [node for node, result in rows.items() if alone or result.found != usual]
         usual = "differ as well" if alone and len(off) == len(rows) else usual
     if len(off) == len(rows):
         return [
@@ -192,15 +192,13 @@ def _outliers_of(what: str, rows: Mapping[str, CheckResult]) -> list[Outlier]:
 
 
 def _others(node: str, rows: Mapping[str, CheckResult]) -> list[str]:
-    return [f"{other}: {finding.found}" for other, finding in sorted(rows.items()) if other != node]
+    return [f"{other}: {result.found}" for other, result in sorted(rows.items()) if other != node]
 
 
 def _table(answers: Answers, differing: Sequence[Outlier]) -> Table[str]:
     """A row for each thing that was checked, a column for each node."""
     marked = {(one.node, one.what) for one in differing}
-    rows = {
-        node: {finding.what: finding for finding in findings} for node, findings in answers.items()
-    }
+    rows = {node: {result.what: result for result in results} for node, results in answers.items()}
 
     def of_node(node: str) -> Column[str]:
         def style(what: str) -> str:

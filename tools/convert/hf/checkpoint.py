@@ -169,7 +169,7 @@ def _state_names(layers: int) -> list[str]:
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """The tensors of a checkpoint (`iter_…`), whatever layout saved it."""
+    """The tensors of a checkpoint (`iter_…`), whatever strategy saved it."""
 
     folder: Path
 

@@ -19,8 +19,8 @@ from tools.convert.hf.into_megatron import (
     copy_companions,
     read_import,
 )
+from tools.convert.hf.progress import Summary, Work, check_room
 from tools.convert.hf.tensor_files import SHARD_BYTES, Described, write_tensors
-from tools.convert.hf.work import Summary, Work, check_room
 from tools.records.io import made_whole
 from tools.spec.flags import flag_words, merge_flags
 from tools.spec.huggingface import config_of_flags, read_config
@@ -99,7 +99,7 @@ def export_model(
         ConversionError: The folder is there, or there is no room; nothing was written.
     """
     if target.exists():
-        raise ConversionError(f"TO={target} is there; remove it, or name another folder.")
+        raise ConversionError(f"TO={target} exists already; remove it, or name another folder.")
     described = export.described
     total = sum(one.size_bytes for one in described)
     check_room(target, total)

@@ -1,7 +1,7 @@
 """`make import-hf`: a folder of Hugging Face's as a model of this kit, `hub/NAME`.
 
 The folder gets `NAME.args` (Megatron's flags, which load the weights), `checkpoint/` (Megatron's own
-distributed format, for any layout), `import.json` and the source's config and tokenizer as they are.
+distributed format, for any strategy), `import.json` and the source's config and tokenizer as they are.
 Everything is checked before anything is written, and the folder is there whole or not at all.
 """
 
@@ -29,8 +29,8 @@ from tools.convert.hf.families import (
     pairs_of,
     prefix_of,
 )
+from tools.convert.hf.progress import Summary, Work, check_room
 from tools.convert.hf.tensor_files import TensorFolder
-from tools.convert.hf.work import Summary, Work, check_room
 from tools.records.io import made_whole, write_record
 from tools.spec.files import from_root
 from tools.spec.flags import merge_flags
@@ -61,7 +61,8 @@ COMPANIONS = (
 """Files that go with the weights, as they are."""
 
 _PADDED_TO = 128
-"""Padding rows are stored up to a multiple of this, so that any tensor-parallel layout finds its own."""
+"""Padding rows are stored up to a multiple of this, so that any tensor-parallel strategy finds its
+own."""
 
 
 class ImportRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,7 +202,9 @@ def _check_name(name: str, target: Path, hub: Path) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ConversionError(f"NAME={name} is no model's name; use letters, digits, '.' and '-'.")
     if target.exists():
-        raise ConversionError(f"{from_root(target)} is there; remove it, or choose another NAME=.")
+        raise ConversionError(
+            f"{from_root(target)} exists already; remove it, or choose another NAME=."
+        )
     if hub == HUB and name in model_names():
         raise ConversionError(f"NAME={name} is a model of 'make list'; choose another.")
 

@@ -2,7 +2,7 @@
 
 A plain loop over the weights as `from_pretrained` loads them, in fp32, on one rank: forward, backward,
 clipping, PyTorch's AdamW. It takes Megatron's flags as the native backend does, and the model from the
-folder that was imported. Where a layout of Megatron has padding rows (TP that does not divide the
+folder that was imported. Where a strategy of Megatron has padding rows (TP that does not divide the
 vocabulary), the model gets the same, copies of its last row.
 
     torchrun --nproc-per-node 1 -m tools.convert.hf.reference --imported hub/NAME FLAGS…
@@ -26,12 +26,7 @@ from tools.convert.hf.into_megatron import ImportSource, read_import, read_sourc
 from tools.native.batches import MicroBatch, SplitSamples
 from tools.native.capture import Counterpart, Whole, capturing
 from tools.native.engines import Update
-from tools.native.log_lines import parameters_line
-from tools.native.model import mean_loss
-from tools.native.optimizer import adamw, clip_gradients
-from tools.native.parallel import RankLayout
-from tools.native.settings import FROM_CONFIG, IMPORTED, PADDED, Settings, parse_settings
-from tools.native.taps import (
+from tools.native.hooks import (
     ENTRY,
     IN_LAYER,
     POINTS,
@@ -43,6 +38,11 @@ from tools.native.taps import (
     prefixed,
     sequence_first,
 )
+from tools.native.log_lines import parameters_line
+from tools.native.model import mean_loss
+from tools.native.optimizer import adamw, clip_gradients
+from tools.native.parallel import RankLayout
+from tools.native.settings import FROM_CONFIG, IMPORTED, PADDED, Settings, parse_settings
 from tools.native.training import train
 from tools.records.capture import Placement
 from tools.spec.flags import drop_flags

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import yaml
 
+from tools.convert.recipe.coupled_flags import Fields, RecipeError, shown
 from tools.convert.recipe.fields import Recipe
 from tools.convert.recipe.flags import reading_of_fields
-from tools.convert.recipe.joint import Fields, RecipeError, shown
 from tools.convert.recipe.table import BRIDGE, CONTAINER, fields_of_yaml
 from tools.convert.recipe.written import RECIPE_FILE
 from tools.spec.files import ROOT, read_yaml

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tools.convert.recipe.joint import (
+from tools.convert.recipe.coupled_flags import (
     ACTIVATIONS,
     HALVES,
     IN_BF16,
@@ -217,8 +217,9 @@ def _beyond_flags(spec: RunSpec, words: Sequence[str], kept: Sequence[str]) -> I
         yield f"NET={spec.link_bits_per_second}bps: the link between the ranks was shaped."
     if spec.shares_gpu:
         yield "SHARE_GPU=1: all ranks were on one GPU."
-    if spec.plant:
-        yield f"PLANT={spec.plant.path}: each rank ran this file; the recipe leaves Megatron unchanged."
+    if spec.patch_file:
+        ran = f"PATCH_FILE={spec.patch_file.path}: each rank ran this file"
+        yield f"{ran}; the recipe leaves Megatron unchanged."
 
 
 def _without_counterpart(words: Sequence[str]) -> Iterable[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tools.convert.recipe.joint import (
+from tools.convert.recipe.coupled_flags import (
     ACTIVATIONS,
     GROUPED,
     IN_BF16,

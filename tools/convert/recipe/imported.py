@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tools.convert.recipe.coupled_flags import RecipeError
 from tools.convert.recipe.flags import RecipeFlags
-from tools.convert.recipe.joint import RecipeError
 from tools.convert.recipe.table import KINDS, default_of
 from tools.spec.flag_table import FLAGS, of_role
 from tools.spec.flags import Flags, drop_flags, merge_flags, pick_flags
@@ -29,7 +29,7 @@ _OF_A_RUN = of_role("start", "parallelism", "stages", "overlap") | {
     "--num-workers",
     "--transformer-impl",
 }
-"""Flags of a layout, a device or a run, which do not belong into a model's file: EXTRA= has them."""
+"""Flags of a strategy, a device or a run, which do not belong into a model's file: EXTRA= has them."""
 
 _NEVER = str(10**9)
 
@@ -70,10 +70,10 @@ def imported(reading: RecipeFlags, name: str, ranks: int | None = None) -> Impor
     Args:
         reading: Its flags.
         name: What the model is to be called.
-        ranks: GPUs to train on, which no recipe says; the fewest that its layout allows without.
+        ranks: GPUs to train on, which no recipe says; the fewest that its strategy allows without.
 
     Raises:
-        RecipeError: The layout does not multiply to `ranks`, or a flag is missing.
+        RecipeError: The strategy does not multiply to `ranks`, or a flag is missing.
     """
     flags = Flags(reading.flags)
     degrees = flags.fields("parallelism")

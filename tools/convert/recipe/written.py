@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from textwrap import TextWrapper
 
+from tools.convert.recipe.coupled_flags import shown
 from tools.convert.recipe.fields import Recipe
-from tools.convert.recipe.joint import shown
 from tools.convert.recipe.table import BRIDGE_VERSION, ROWS, Symbol, Value
 from tools.spec.run import RunSpec
 from tools.text.html import environment

@@ -23,7 +23,7 @@ from tools.plan.advice import (
     runner_up_sentence,
 )
 from tools.plan.options import plan_options
-from tools.plan.readings.near import uncertainty
+from tools.plan.readings.neighbours import uncertainty
 from tools.plan.request import request_from_options
 from tools.plan.search import Candidate, Plan, Request, resized, search
 from tools.plan.show import plan_command
@@ -38,7 +38,7 @@ INFERENCE = (
 )
 """As docs/guide.md and the lab guide have it: reasoning, the kit measures no inference."""
 _KEPT = 8
-"""Layouts in which the winner's is looked for under other circumstances."""
+"""Strategies in which the winner's is looked for under other circumstances."""
 
 
 def advise(given: Namespace) -> int:
@@ -91,7 +91,7 @@ def _use(plan: Plan, winner: Candidate) -> str:
 def _second(plan: Plan) -> str:
     winner, *others = plan.ranked
     if not others:
-        return "No other layout fits."
+        return "No other strategy fits."
     # Another sharding of the same split is hardly another choice.
     split = next((one for one in others if _split(one) != _split(winner)), others[0])
     return runner_up_sentence(winner, split)
@@ -123,7 +123,7 @@ def _is_megatron_worth_it(
         if split is None:
             return f"{text}."
         ratio = _ratio(split, winner)
-        return f"{text}; its best own layout, {split.strategy}, takes {ratio:.2f} times as long."
+        return f"{text}; its own best strategy, {split.strategy}, takes {ratio:.2f} times as long."
     plain = [found for kind, found in kinds.items() if kind in PLAIN and found.fits]
     if not plain:
         return "Yes: without splitting layers or sequences the model does not fit."

@@ -10,7 +10,7 @@ from tools.plan.memory import precision_of
 from tools.plan.tensors import partial_gradient_elements
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
-from tools.spec.model import AHEAD, EXPERTS, MLP, ModelShape
+from tools.spec.model import EXPERTS, MLP, MTP, ModelShape
 from tools.spec.run import RunSpec
 
 _INT64, _FP32, _BOOL = 8, 4, 1
@@ -52,7 +52,7 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         for times, kind in spec.kinds:
             yield from _times(times, layer_collectives(kind))
         return
-    if spec.shape.blocks == AHEAD:
+    if spec.shape.blocks == MTP:
         yield from _joining(spec)
         return
     rows = [
@@ -81,8 +81,8 @@ def depth_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """What multi-token prediction adds to the last stage's layers: each depth embeds the tokens ahead
     and joins them with the hidden states."""
     yield from _times(spec.shape.depths, embedding_collectives(spec))
-    if spec.shape.ahead:
-        yield from _times(spec.shape.ahead, layer_collectives(spec.joining))
+    if spec.shape.mtp_depth:
+        yield from _times(spec.shape.mtp_depth, layer_collectives(spec.joining))
 
 
 def _joining(spec: RunSpec) -> Iterator[CollectiveCall]:
@@ -179,7 +179,7 @@ def batch_collectives(
     length = spec.shape.seq_length
     tokens = length * spec.batch.micro_batch_size
     tensors = [("attention mask", _BOOL * tokens * length)] if first or last else []
-    if first or (last and spec.shape.ahead):
+    if first or (last and spec.shape.mtp_depth):
         tensors += [("tokens", _INT64 * tokens), ("position ids", _INT64 * tokens)]
     if last:
         tensors += [("labels", _INT64 * tokens), ("loss mask", _FP32 * tokens)]

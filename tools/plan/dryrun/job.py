@@ -99,7 +99,7 @@ def check(spec: RunSpec) -> None:
             "All-to-all context parallelism needs Transformer Engine; dry-run p2p or all_gather, "
             "and take 'make plan' for its closed form."
         )
-    if spec.quantised:
+    if spec.fp8_recipe:
         problems.append(
             "Products in fewer bits are Transformer Engine's, which the dry run computes without; leave "
             "--fp8-format out here, and take 'make plan' for its closed form."

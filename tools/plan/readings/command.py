@@ -40,7 +40,7 @@ _NAMED_LINES = 6
 
 
 def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool) -> None:
-    """Print how far readings are predicted off; or fit the constants anew.
+    """Print how far measurements are predicted off; or fit the constants anew.
 
     Raises:
         ReadingsError: The file has no readings, or no such source.
@@ -99,7 +99,7 @@ def _print(found: Residuals, console: Console) -> None:
     _print_regrets(choices(found), choices(found, across_releases=True), console)
     total = len(found.predicted) + len(found.refused)
     rest = " Not predicted:" if found.refused else ""
-    console.print(f"{len(found.predicted)} of {total} readings are predicted.{rest}")
+    console.print(f"{len(found.predicted)} of {total} measurements are predicted.{rest}")
     for source, reason, lines in reasons(found.refused):
         named = ", ".join(map(str, lines[:_NAMED_LINES]))
         more = ", …" if len(lines) > _NAMED_LINES else ""
@@ -112,7 +112,7 @@ def _print_regrets(found: list[Choice], mixed: list[Choice], console: Console) -
     if not regrets:
         return
     console.print(
-        f"Of {len(regrets)} groups of readings that differ in layout alone, the fastest predicted "
+        f"Of {len(regrets)} groups of measurements that differ in strategy alone, the fastest predicted "
         f"loses {mean(regrets):.1%} in the mean and {max(regrets):.1%} at worst over the fastest "
         "measured one.",
         soft_wrap=True,
@@ -120,7 +120,7 @@ def _print_regrets(found: list[Choice], mixed: list[Choice], console: Console) -
     known = [choice.regret for choice in found if choice.decidable]
     if known and len(known) < len(regrets):
         console.print(
-            f"In {len(regrets) - len(known)} of them that is less than repeated runs of one layout "
+            f"In {len(regrets) - len(known)} of them that is less than repeated runs of one strategy "
             f"differ by; over the other {len(known)} it is {mean(known):.1%} in the mean and "
             f"{max(known):.1%} at worst.",
             soft_wrap=True,
@@ -128,7 +128,8 @@ def _print_regrets(found: list[Choice], mixed: list[Choice], console: Console) -
     more = [choice.regret for choice in mixed]
     if len(more) > len(regrets):
         console.print(
-            f"With {len(more) - len(regrets)} more groups whose layouts were run by different releases "
+            f"With {len(more) - len(regrets)} more groups whose strategies were run by different "
+            "releases "
             f"of the software it is {mean(more):.1%} in the mean and {max(more):.1%} at worst.",
             soft_wrap=True,
         )
@@ -142,7 +143,7 @@ def _print_regrets(found: list[Choice], mixed: list[Choice], console: Console) -
         sentence = f"  {len(own):3}  {source}: {mean(own):.1%}, at worst {max(own):.1%}"
         if apart := repeated[source]:
             sentence += (
-                f"; times of one layout lie {median(apart):.1%} apart in the median of {len(apart)}, "
+                f"; times of one strategy lie {median(apart):.1%} apart in the median of {len(apart)}, "
                 f"{max(apart):.1%} at most"
             )
         say(console, sentence)
@@ -163,7 +164,16 @@ def _counted(group: ErrorGroup) -> str:
 
 def _worst_table(items: list[Residual]) -> TextTable:
     """The first cell heads a paragraph where the columns do not fit."""
-    header = ("reading", "GPUs", "layout", "metric", "published", "predicted", "error", "mostly")
+    header = (
+        "measurement",
+        "GPUs",
+        "strategy",
+        "metric",
+        "published",
+        "predicted",
+        "error",
+        "mostly",
+    )
     lines = tuple(
         (
             f"row {item.reading.line}, {item.reading.source}: {item.reading.model}",
@@ -181,7 +191,8 @@ def _worst_table(items: list[Residual]) -> TextTable:
 
 
 _MEANING = (
-    "n is the number of readings (predicted/all). An error is predicted over published time or memory, "
+    "n is the number of measurements (predicted/all). An error is predicted over published time or "
+    "memory, "
     "less 1: median, mean and p90 (nine of ten are below) of its size, bias its median with its sign; "
     "≤10% and ≤15% are the shares missed by no more."
 )

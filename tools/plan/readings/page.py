@@ -1,4 +1,4 @@
-"""Residuals as a page that needs no network, and as one SVG: a point a reading."""
+"""Residuals as a page that needs no network, and as one SVG: a point a measurement."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _of_split(name: str, degree: str) -> Column[Residual]:
 
 
 def _bits(item: Residual) -> str:
-    return str(item.expressed.spec.quantised or item.expressed.spec.dtype)
+    return str(item.expressed.spec.fp8_recipe or item.expressed.spec.dtype)
 
 
 _COLUMNS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from tools.plan.readings.express import Expressed
+from tools.plan.readings.reading_to_spec import Expressed
 from tools.plan.readings.table import Reading
 from tools.plan.tensors import parameters_total
 from tools.plan.time.cluster import Cluster

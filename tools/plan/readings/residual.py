@@ -13,8 +13,8 @@ from tools.plan.memory import (
     memory_of_rank,
     workspace_bytes,
 )
-from tools.plan.readings.express import Expressed, RefusedError, express
 from tools.plan.readings.facts import origin
+from tools.plan.readings.reading_to_spec import Expressed, RefusedError, express
 from tools.plan.readings.table import Reading, Refusal
 from tools.plan.tensors import UnevenSplitError
 from tools.plan.time.cluster import Calibration, Cluster
@@ -71,8 +71,8 @@ def residuals(
     Args:
         readings: Of a file.
         unreadable: Its rows that are none.
-        without: The source that is left out of the fit of the constants; None leaves each reading's own
-            out.
+        without: The source that is left out of the fit of the constants; None leaves each measurement's
+            own out.
         measured: Constants of this machine's devices, for readings that were made on it.
     """
     readings = tuple(readings)

@@ -143,7 +143,7 @@ def _kind_of_recipe(item: Residual) -> str:
     if spec.shape.experts:
         return _KINDS[7 if hopper else 8]
     if hopper:
-        return _KINDS[3 if spec.quantised else 2]
+        return _KINDS[3 if spec.fp8_recipe else 2]
     return _KINDS[5 if "B300" in device.name else 4]
 
 
@@ -182,26 +182,26 @@ def cause(residual: Residual) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """Readings that differ in layout alone, and the one that the planner would take."""
+    """Readings that differ in strategy alone, and the one that the planner would take."""
 
     readings: int
     chosen: Residual
     regret: float
     """Time lost by it over the fastest that was measured, as a share."""
     apart: tuple[float, ...] = ()
-    """Of each layout that was measured more than once, the slowest over the fastest time, less 1: no
+    """Of each strategy that was measured more than once, the slowest over the fastest time, less 1: no
     choice can be known better than that."""
 
     @property
     def decidable(self) -> bool:
-        """Whether the readings can tell the layouts apart: what repeats of one layout of the group lie
-        apart is less than the loss, no layout was repeated, or nothing is lost."""
+        """Whether the readings can tell the strategies apart: what repeats of one strategy of the group
+        lie apart is less than the loss, no strategy was repeated, or nothing is lost."""
         return not 0 < self.regret <= max(self.apart, default=0.0)
 
 
 def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]:
-    """Every group of two or more layouts of one model, batch, device and source; one that was measured
-    more than once counts with its median.
+    """Every group of two or more strategies of one model, batch, device and source; one that was
+    measured more than once counts with its median.
 
     Args:
         residuals: Of all readings.
@@ -212,7 +212,7 @@ def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]
         reading, spec = item.reading, item.expressed.spec
         if item.seconds is None or reading.metric in _DERIVED:
             continue
-        numbers = (spec.dtype, spec.quantised)
+        numbers = (spec.dtype, spec.fp8_recipe)
         batch = (spec.shape, spec.batch.global_batch_size, *numbers, spec.recompute)
         what = (
             reading.source,
@@ -242,7 +242,7 @@ _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 
 
 def _origin(item: Residual, across_releases: bool) -> str:
-    """Variant, release and trainer: readings of other software differ in more than layout."""
+    """Variant, release and trainer: readings of other software differ in more than strategy."""
     variant, *others = item.reading.notes.split(";")
     facts = source_facts(item.reading)
     parts = [variant, facts.get("trainer", "")]

@@ -1,4 +1,4 @@
-"""The file of readings: one published figure a line, with its source, layout and batch.
+"""The file of readings: one published figure a line, with its source, strategy and batch.
 
 `readings.csv.gz` holds facts from public repositories and papers, collected 2026-11-21 and 23;
 `README.md` says what each column means. A file of one's own has the same columns, compressed or not.
@@ -49,7 +49,7 @@ _ADDED = "added 2026-11-23"
 
 
 class ReadingsError(ValueError):
-    """A file that is no table of readings; the message names file, row and column."""
+    """A file that is no table of measurements; the message names file, row and column."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Reading:
     def kept_back(self) -> bool:
         """Whether no fit uses it: one of the third kept back since 2026-11-23, or a row added that day.
 
-        The third by a hash of what ran and not of its figure: all readings of a layout are on one side.
-        What was added was predicted once before anything was chosen with it in sight.
+        The third by a hash of what ran and not of its figure: all readings of a strategy are on one
+        side. What was added was predicted once before anything was chosen with it in sight.
         """
         if self.notes.endswith(_ADDED):
             return True
@@ -130,7 +130,7 @@ def read_readings(path: Path = READINGS) -> tuple[tuple[Reading, ...], tuple[Ref
         raise ReadingsError(f"{path}: {unreadable[0].reason}")
     if not found:
         raise ReadingsError(
-            f"{path} holds no reading; add one a line below the names of the columns."
+            f"{path} holds no measurement; add one a line below the names of the columns."
         )
     return tuple(found), tuple(unreadable)
 

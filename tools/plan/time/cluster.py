@@ -52,7 +52,9 @@ class Calibration:
     """Whether the host launches kernels while the device works; on CPU ranks they are the same core."""
     made_with: str = ""
     """Devices, threads and versions that it was measured with; with others it is measured again."""
-    source: str = "fitted to public readings of this generation of devices (tools/plan/README.md)"
+    source: str = (
+        "fitted to published measurements of this generation of devices (tools/plan/README.md)"
+    )
 
     def share_of(self, operation: Operation) -> float:
         """Of the link's rate, what a collective's bytes move at inside a node."""

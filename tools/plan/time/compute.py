@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tools.plan.activations import QUANTISED_BYTES
+from tools.plan.activations import FP8_RECIPE_BYTES
 from tools.plan.memory import (
     held_parameters,
     logit_elements,
@@ -21,8 +21,8 @@ from tools.plan.memory import (
 from tools.plan.tensors import rank_tensors
 from tools.plan.time.rates import DeviceRates
 from tools.plan.time.traffic import CHUNK, layer_bytes, scores_bytes
-from tools.spec.model import AHEAD, MAMBA, LatentAttention, Mamba
-from tools.spec.run import Quantised, RunSpec
+from tools.spec.model import MAMBA, MTP, LatentAttention, Mamba
+from tools.spec.run import Fp8Recipe, RunSpec
 
 _BY_ROW = 1.4
 """Times that a pass takes which combines a row with a figure of its own (measured: 2.5 TB/s, where an
@@ -88,7 +88,7 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
 
     def forward(computed: Iterable[_Product]) -> float:
         return sum(
-            product_seconds(p.rows, p.inner, p.columns, element, rate, p.copies, p.quantised)
+            product_seconds(p.rows, p.inner, p.columns, element, rate, p.copies, p.quantized)
             for p in computed
         )
 
@@ -97,13 +97,13 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
         forward_matmul=matmul,
         matmul_again=matmul if len(repeated) == len(products) else forward(repeated),
         input_gradients=sum(
-            product_seconds(p.rows, p.columns, p.inner, element, rate, p.copies, p.quantised)
+            product_seconds(p.rows, p.columns, p.inner, element, rate, p.copies, p.quantized)
             for p in products
         ),
         weight_gradients=0.0
         if frozen
         else sum(
-            product_seconds(p.inner, p.rows, p.columns, element, rate, p.copies, p.quantised, fuses)
+            product_seconds(p.inner, p.rows, p.columns, element, rate, p.copies, p.quantized, fuses)
             for p in products
         ),
         forward_attention=attention,
@@ -230,7 +230,7 @@ class _Product:
     inner: int
     columns: int
     copies: int = 1
-    quantised: bool = True
+    quantized: bool = True
     normed: bool = False
     """Whether the norm before it can write its input quantised (`LayerNormLinear`)."""
     between: tuple[bool, bool] = (False, False)
@@ -251,7 +251,7 @@ def product_seconds(
     element_bytes: int,
     rate: DeviceRates,
     copies: int = 1,
-    quantised: bool = False,
+    quantized: bool = False,
     accumulated: bool = False,
 ) -> float:
     """A matrix product, or so many of one shape in one kernel.
@@ -267,12 +267,12 @@ def product_seconds(
         element_bytes: Of operands and result.
         rate: What the device reaches.
         copies: Products of this shape in one kernel.
-        quantised: Whether the operands are in fewer bits, where the run has such.
+        quantized: Whether the operands are in fewer bits, where the run has such.
         accumulated: Whether the result is added to gradients in fp32.
     """
     if not rows * inner * columns:
         return 0.0
-    fewer = quantised and bool(rate.quantised)
+    fewer = quantized and bool(rate.fp8_recipe)
     flops = rate.quantised_flops if fewer else rate.flops
     fill = rate.fill * (flops / rate.flops)
     seconds = min(
@@ -284,7 +284,7 @@ def product_seconds(
         + (parts - 1) * 2 * 4 * copies * rows * columns / rate.bytes_per_second
         for parts in _SPLITS
     )
-    width = QUANTISED_BYTES[rate.quantised] if fewer else element_bytes
+    width = FP8_RECIPE_BYTES[rate.fp8_recipe] if fewer else element_bytes
     written = element_bytes
     if accumulated and rate.processors > 1:
         written = _ACCUMULATED_BYTES
@@ -318,7 +318,7 @@ def _products(spec: RunSpec) -> Iterator[_Product]:
     if shape.blocks == MAMBA and shape.mamba:
         yield from _mamba_products(spec, shape.mamba)
         return
-    if shape.blocks == AHEAD:
+    if shape.blocks == MTP:
         yield _Product(tokens, 2 * hidden, hidden // tensor)
     if shape.latent:
         yield from _latent_products(spec, shape.latent)
@@ -338,7 +338,7 @@ def _products(spec: RunSpec) -> Iterator[_Product]:
         return
     inside = ("moe",)
     own = spec.tokens // spec.sequence_shards
-    yield _Product(own, hidden, shape.experts, quantised=False, modules=inside)
+    yield _Product(own, hidden, shape.experts, quantized=False, modules=inside)
     copies = shape.experts // spec.parallelism.expert
     split = spec.parallelism.tensor_of_experts
     ffn = shape.expert_ffn_hidden // split
@@ -362,10 +362,10 @@ def _mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
     chunks = -(-tokens // CHUNK)
     groups, heads = chunks * mamba.groups // tensor, chunks * mamba.heads // tensor
     state, width = mamba.state, mamba.head_width
-    yield _Product(CHUNK, state, CHUNK, groups, quantised=False)
-    yield _Product(CHUNK, CHUNK, width, heads, quantised=False)
-    yield _Product(state, CHUNK, width, heads, quantised=False)
-    yield _Product(CHUNK, state, width, heads, quantised=False)
+    yield _Product(CHUNK, state, CHUNK, groups, quantized=False)
+    yield _Product(CHUNK, CHUNK, width, heads, quantized=False)
+    yield _Product(state, CHUNK, width, heads, quantized=False)
+    yield _Product(CHUNK, state, width, heads, quantized=False)
 
 
 def _latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_Product]:
@@ -393,24 +393,24 @@ def _cast_bytes(products: Iterable[_Product], rate: DeviceRates) -> tuple[int, i
     With a scale that is known before (`DelayedScaling`) a norm writes its output quantised, which is
     then only transposed. Fused experts cast what stays between their products in these.
     """
-    quantised = rate.quantised
-    if not quantised:
+    fp8_recipe = rate.fp8_recipe
+    if not fp8_recipe:
         return 0, 0
-    read = 4 if quantised in (Quantised.TENSORWISE, Quantised.NVFP4) else 2
-    written = QUANTISED_BYTES[quantised]
+    read = 4 if fp8_recipe in (Fp8Recipe.TENSORWISE, Fp8Recipe.NVFP4) else 2
+    written = FP8_RECIPE_BYTES[fp8_recipe]
     transposed = written if rate.transposes else 0.0
     width = read + written + transposed
     of_norm = width
-    if quantised is Quantised.DELAYED:
+    if fp8_recipe is Fp8Recipe.DELAYED:
         of_norm = 2 * transposed
-    elif quantised is Quantised.TENSORWISE:
+    elif fp8_recipe is Fp8Recipe.TENSORWISE:
         of_norm = width - 2
     inputs = outputs = 0.0
     for p in products:
         skipped = p.between if rate.fused_experts else (False, False)
-        if p.quantised and not skipped[0]:
+        if p.quantized and not skipped[0]:
             inputs += (of_norm if p.normed else width) * p.copies * p.rows * p.inner
-        if p.quantised and not skipped[1]:
+        if p.quantized and not skipped[1]:
             outputs += width * p.copies * p.rows * p.columns
     return int(inputs), int(outputs)
 

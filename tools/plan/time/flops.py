@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tools.spec.model import AHEAD, MAMBA, LatentAttention, ModelShape
+from tools.spec.model import MAMBA, MTP, LatentAttention, ModelShape
 
 _BACKWARD_AND_FORWARD = 3
 
@@ -41,9 +41,9 @@ def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
     Of the experts only those a token is routed to count. The vocabulary is padded as for one
     device, so that strategies are compared on equal work.
     """
-    dense = len(shape.dense_layers) + shape.ahead * shape.ahead_is_dense
-    deeper = replace(shape, layers=shape.layers + shape.ahead - dense)
-    joining = replace(shape.only(AHEAD), layers=shape.ahead)
+    dense = len(shape.dense_layers) + shape.mtp_depth * shape.mtp_is_dense
+    deeper = replace(shape, layers=shape.layers + shape.mtp_depth - dense)
+    joining = replace(shape.only(MTP), layers=shape.mtp_depth)
     among_experts = replace(shape.without_experts, layers=dense)
     kinds = [
         (times, _kind_flops(kind, seq_length))
@@ -75,7 +75,7 @@ def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
     if shape.blocks == MAMBA and shape.mamba:
         projections = hidden * (shape.mamba.projected + shape.mamba.width)
         scores = _SCAN * shape.mamba.width * shape.mamba.state
-    elif shape.blocks == AHEAD:
+    elif shape.blocks == MTP:
         projections = 2 * hidden * hidden
     latent = 2 * hidden * shape.latent_experts if shape.experts else 0
     return TokenFlops(

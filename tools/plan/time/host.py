@@ -8,7 +8,7 @@ from math import log2, sqrt
 from tools.plan.collectives.call import CollectiveCall
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.traffic import softmax_is_fused
-from tools.spec.model import AHEAD, ATTENTION, EXPERTS, MAMBA, MLP
+from tools.spec.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP
 from tools.spec.run import DeviceKind, RunSpec
 
 _TORCH_SOFTMAX_KERNELS = 0.15
@@ -42,7 +42,7 @@ def iteration_host_seconds(spec: RunSpec, cluster: Cluster) -> float:
     return (_LOOP * layer if loop is None else loop) + update * layer * layers
 
 
-_SHARE_OF_LAYER = {MAMBA: 0.5, ATTENTION: 0.5, MLP: 0.5, AHEAD: 0.5, EXPERTS: 2 / 3}
+_SHARE_OF_LAYER = {MAMBA: 0.5, ATTENTION: 0.5, MLP: 0.5, MTP: 0.5, EXPERTS: 2 / 3}
 """Kernels of a hybrid's block for those of a transformer's layer, of experts for one with experts: half,
 but experts are all that a layer with them has beyond a dense one (`_EXPERT_KERNELS`)."""
 
@@ -94,7 +94,7 @@ def _kernels_of_experts(spec: RunSpec, cluster: Cluster) -> float:
     if spec.device is DeviceKind.CPU:
         return _EXPERT_KERNELS * (1 + _EACH_EXPERT_KERNELS * own)
     shared = _UNCAPTURED_KERNELS if cluster.execution.captured else _EXPERT_KERNELS
-    return shared + own * _OWN_KERNELS * (2 if spec.quantised else 1)
+    return shared + own * _OWN_KERNELS * (2 if spec.fp8_recipe else 1)
 
 
 def _launched_again(spec: RunSpec) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import log
 
-from tools.plan.activations import QUANTISED_BYTES
+from tools.plan.activations import FP8_RECIPE_BYTES
 from tools.plan.collectives.call import LATEST, CollectiveCall
 from tools.plan.collectives.context import context_collectives
 from tools.plan.collectives.control import control_collectives
@@ -42,7 +42,7 @@ from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.offload import NOTHING
 from tools.spec.recompute import Recompute
-from tools.spec.run import Quantised, RunSpec
+from tools.spec.run import Fp8Recipe, RunSpec
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Batch, Sharding
 
@@ -228,7 +228,7 @@ def _stage(
         found = pieces.layer * layers
     if spec.offload:
         passes = found.total * pieces.forward_share, found.total * (1 - pieces.forward_share)
-        host = rates(cluster, spec.dtype, spec.quantised).known_host
+        host = rates(cluster, spec.dtype, spec.fp8_recipe).known_host
         waited = copies_waited_for(spec, pipeline_rank, passes, host)
         found = replace(found, host_copies=waited)
     if pipeline_rank == 0:
@@ -281,7 +281,7 @@ def _one_layer(spec: RunSpec) -> RunSpec:
 def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
 
     def rate_of(kind: RunSpec) -> DeviceRates:
-        return rates(cluster, kind.dtype, kind.quantised)
+        return rates(cluster, kind.dtype, kind.fp8_recipe)
 
     rate, execution, shape = rate_of(spec), cluster.execution, spec.shape
     head_matmul, head_memory = head_seconds(spec, rate)
@@ -300,9 +300,9 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
         memory_bound=embedding_seconds(spec, rate), tensor_parallel=embedding
     )
     own = MicroBatchSeconds(head_matmul, 0.0, head_memory, head + batch) + embedded * shape.depths
-    if shape.ahead:
+    if shape.mtp_depth:
         joining = layer_seconds(spec.joining, rate, execution.frozen)
-        own += _layer(spec.joining, cluster, joining) * shape.ahead
+        own += _layer(spec.joining, cluster, joining) * shape.mtp_depth
     return _Pieces(
         layer=sum(layers, start=MicroBatchSeconds()),
         forward_share=forward / (forward + backward) if forward else 0.0,
@@ -445,18 +445,18 @@ def _after_backward(
     if cluster.execution.broadcast_parameters:
         gathered += _broadcast_latency(spec, cluster, rank)
     reductions = _seconds(spec, cluster, control_collectives(spec, rank, LATEST))
-    update = optimizer_seconds(spec, rates(cluster, spec.dtype, spec.quantised), rank)
+    update = optimizer_seconds(spec, rates(cluster, spec.dtype, spec.fp8_recipe), rank)
     return reduced, gathered, _seconds(spec, cluster, sync), reductions + update
 
 
 def _weights_moved(spec: RunSpec, cluster: Cluster) -> float:
     """Of the bytes of weights in the run's own precision, those that are moved."""
-    if not cluster.execution.quantised_weights or spec.quantised in _GATHERED_WHOLE:
+    if not cluster.execution.quantised_weights or spec.fp8_recipe in _GATHERED_WHOLE:
         return 1.0
-    return QUANTISED_BYTES[spec.quantised] / spec.element_bytes
+    return FP8_RECIPE_BYTES[spec.fp8_recipe] / spec.element_bytes
 
 
-_GATHERED_WHOLE = (Quantised.NONE, Quantised.NVFP4)
+_GATHERED_WHOLE = (Fp8Recipe.NONE, Fp8Recipe.NVFP4)
 
 
 def _broadcast_latency(spec: RunSpec, cluster: Cluster, rank: int) -> float:
@@ -482,11 +482,11 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
     gradients = sum(call.total_payload_bytes for call in reduced)
     weights = of_weights * sum(call.total_payload_bytes for call in gathered)
     copied = _UNFUSED_PASSES * gradients + _COPIED_OUT * weights
-    copying = copied / rates(cluster, spec.dtype, spec.quantised).bytes_per_second
+    copying = copied / rates(cluster, spec.dtype, spec.fp8_recipe).bytes_per_second
     moving = _seconds(spec, cluster, reduced)
     moving += of_weights * _seconds(spec, cluster, gathered)
     # The first unit that is gathered and the last that is reduced have nothing beside them.
-    alone = moving / max(1, spec.shape.layers + spec.shape.ahead)
+    alone = moving / max(1, spec.shape.layers + spec.shape.mtp_depth)
     hidden = after_hiding(moving - alone, compute, cluster.constants.contention)
     return of_weights * _seconds(spec, cluster, waited) + copying + alone + hidden
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tools.plan.time.cluster import NOTHING_MEASURED, Calibration, Cluster
 from tools.spec.hardware import Device, Host
-from tools.spec.run import Quantised
+from tools.spec.run import Fp8Recipe
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 """Rows and columns of the result that one processor computes at once, and what of the best tile's rate:
@@ -45,7 +45,7 @@ class DeviceRates:
     """Rows, columns and share of the best one's rate of each kind of tile."""
     compiled: bool
     """Whether torch.compile writes the fused elementwise kernels."""
-    quantised: Quantised
+    fp8_recipe: Fp8Recipe
     elementwise: float
     """Times that elementwise kernels move what fused ones move."""
     torch_kernels: bool = False
@@ -88,12 +88,12 @@ residual (measured: a norm 1.9 forward and 3.5 backward, an addition 1.2, an act
 1.5), and for autocast's copies between precisions (an estimate)."""
 
 
-_ONE_SCALE = (Quantised.DELAYED, Quantised.TENSORWISE)
+_ONE_SCALE = (Fp8Recipe.DELAYED, Fp8Recipe.TENSORWISE)
 """With scales of blocks the transposed operand has others; without, Blackwell multiplies any layout
 (Transformer Engine, `utils.py: is_non_tn_fp8_gemm_supported`)."""
 
 
-def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -> DeviceRates:
+def rates(cluster: Cluster, dtype: str, fp8_recipe: Fp8Recipe = Fp8Recipe.NONE) -> DeviceRates:
     """Achieved rates.
 
     Raises:
@@ -111,8 +111,8 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
     already = cluster.execution.portable_attention
     peak *= _power_share(device) * share
     fewer = peak * constants.matmul
-    if quantised:
-        name = "nvfp4" if quantised is Quantised.NVFP4 else "fp8"
+    if fp8_recipe:
+        name = "nvfp4" if fp8_recipe is Fp8Recipe.NVFP4 else "fp8"
         found = device.peak_flops(name)
         if found is None:
             raise NoPeakError(
@@ -132,7 +132,7 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
         processors=device.processors,
         tiles=_TILES if before_hopper else _LATER_TILES,
         compiled=not before_hopper,
-        quantised=quantised,
+        fp8_recipe=fp8_recipe,
         elementwise=_UNFUSED_KERNELS if cluster.execution.unfused else 1.0,
         torch_kernels=on_gpu and cluster.execution.torch_kernels,
         unfused_gradients=on_gpu and cluster.execution.unfused_gradients,
@@ -141,7 +141,7 @@ def rates(cluster: Cluster, dtype: str, quantised: Quantised = Quantised.NONE) -
         fused_loss=cluster.execution.fused_loss,
         fused_experts=cluster.execution.fused_experts,
         sorted_tokens=not cluster.execution.deduplicated,
-        transposes=device.generation != "blackwell" or quantised not in _ONE_SCALE,
+        transposes=device.generation != "blackwell" or fp8_recipe not in _ONE_SCALE,
         host=device.host,
         overlap_offload=cluster.execution.overlap_offload,
         measured=cluster.calibration,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tools.plan.activations import norm_modules
 from tools.plan.time.rates import DeviceRates
-from tools.spec.model import AHEAD, MAMBA
+from tools.spec.model import MAMBA, MTP
 from tools.spec.run import RunSpec, TokenDispatcher
 
 CHUNK = 128
@@ -146,7 +146,7 @@ def _elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
     for modules in norm_modules(spec):
         yield _Part(2 * again_forward * element * hidden, 0, modules)
     yield _Part(0, shape.norms * more)
-    if shape.blocks == AHEAD:
+    if shape.blocks == MTP:
         yield _Part(_JOINED * element * hidden, (_JOINED + 3 * shape.norms) * element * hidden)
         return
     residual = 3 * element + forward_masks / 2

@@ -9,7 +9,7 @@ from tools.report.analyse.configurations import (
     Configuration,
     fused_patches,
     link_rate,
-    plant_name,
+    patch_file_name,
 )
 from tools.report.analyse.statistics import TimeComparison, compare
 from tools.report.read.runs import Run
@@ -143,7 +143,7 @@ def _conditions(run: Run) -> dict[str, object]:
         "host": record and record.host.name,
         "link between the ranks": record and link_rate(record.spec),
         "patches": fused_patches(spec),
-        "plant": plant_name(spec),
+        "patch file": patch_file_name(spec),
         "ranks on one GPU": shares_gpu(spec),
     }
 

@@ -217,22 +217,22 @@ def fused_patches(spec: RunSpec | None) -> str:
     return (",".join(spec.fused) if spec else "") or "none"
 
 
-def is_planted(spec: RunSpec | None) -> bool:
-    """Whether every rank executed a file that may have changed Megatron (`PLANT=`)."""
-    return spec is not None and spec.plant is not None
+def is_patched(spec: RunSpec | None) -> bool:
+    """Whether every rank executed a file that may have changed Megatron (`PATCH_FILE=`)."""
+    return spec is not None and spec.patch_file is not None
 
 
-def plant_name(spec: RunSpec | None) -> str:
-    """The file of `PLANT=` and the start of its hash, or `none`."""
-    plant = spec.plant if spec else None
-    return f"{plant.path} ({plant.sha256[:8]})" if plant else "none"
+def patch_file_name(spec: RunSpec | None) -> str:
+    """The file of `PATCH_FILE=` and the start of its hash, or `none`."""
+    patch_file = spec.patch_file if spec else None
+    return f"{patch_file.path} ({patch_file.sha256[:8]})" if patch_file else "none"
 
 
 def _plain(run: Run) -> str:
     if run.spec is None:
         return run.name
-    planted = f" with PLANT={run.spec.plant.path}" if run.spec.plant else ""
-    return f"{run.strategy} ×{run.spec.parallelism.world_size}{planted}"
+    patched = f" with PATCH_FILE={run.spec.patch_file.path}" if run.spec.patch_file else ""
+    return f"{run.strategy} ×{run.spec.parallelism.world_size}{patched}"
 
 
 def _suffixes(runs: Sequence[Run]) -> list[str]:
@@ -257,7 +257,7 @@ _DISTINCTIONS: tuple[Callable[[Run], str], ...] = (
     _of_spec(lambda spec: spec.backend),
     lambda run: link_rate(run.record.spec) if run.record else "",
     lambda run: f"patches {fused_patches(run.spec)}",
-    lambda run: f"plant {plant_name(run.spec)}",
+    lambda run: f"patch file {patch_file_name(run.spec)}",
     _of_spec(lambda spec: f"recompute {spec.recompute}"),
     _of_spec(lambda spec: " ".join(offload_flags(spec.offload))),
     lambda run: run.status.status.value,

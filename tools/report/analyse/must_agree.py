@@ -25,7 +25,7 @@ _SCHEDULE = (
 
 
 NO_START = "no shared starting checkpoint"
-DROPOUT = "dropout is on, and its random numbers differ by layout"
+DROPOUT = "dropout is on, and its random numbers differ by strategy"
 UNPROVEN = (NO_START, DROPOUT)
 """Obstacles that are none where the losses of two logs agree all the same."""
 
@@ -57,7 +57,7 @@ def _share_start(reference: Run, other: Run) -> bool:
 
 
 def _are_logs_of_one_layout(reference: Run, other: Run) -> bool:
-    """Whether two logs are of one layout: then equal seeds draw equal weights and dropout masks."""
+    """Whether two logs are of one strategy: then equal seeds draw equal weights and dropout masks."""
     one, two = reference.spec, other.spec
     if not (reference.is_foreign and other.is_foreign and one and two):
         return False
@@ -79,7 +79,7 @@ def _of_losses(run: Run) -> dict[str, object]:
         "sequence length": spec and spec.shape.seq_length,
         "precision": spec and spec.dtype,
         "optimizer": spec and spec.optimizer,
-        "plant": spec and spec.plant,
+        "patch file": spec and spec.patch_file,
         # Without flushes gradients are of older weights, as old as this says.
         "pipeline schedule": spec and _without_flushes(spec.parallelism.schedule),
     }

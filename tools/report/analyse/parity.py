@@ -2,8 +2,8 @@
 
 What may differ: one unit of the last printed digit, because each side is rounded by half a unit; what
 the precision's rounding was measured to add in each iteration (`ROUNDING_AN_ITERATION`); and on GPUs
-what repeats of one layout by the same code differ by. CPU ranks repeat to the last digit, so there a
-difference between repeats is a finding and never a tolerance.
+what repeats of one strategy by the same code differ by. CPU ranks repeat to the last digit, so there a
+difference between repeats is reported and never a tolerance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.records.measurements import choices, first_other_choice
-from tools.report.analyse.configurations import Configuration, is_planted
+from tools.report.analyse.configurations import Configuration, is_patched
 from tools.report.analyse.must_agree import UNPROVEN
 from tools.report.analyse.must_agree import obstacle as _stated_obstacle
 from tools.report.read.iterations import IterationTable
@@ -33,7 +33,7 @@ ROUNDING_AN_ITERATION = {"fp32": 0.0, "bf16": 6e-6, "fp16": 1.5e-6}
 """By how much of itself a loss may differ for each iteration trained, by precision.
 
 Measured on CPU ranks with gpt2-tiny from one start, global batch 8, Megatron 0.19.0. The largest
-difference from baseline over its iteration's number, of healthy layouts: in fp32 one printed unit at
+difference from baseline over its iteration's number, of healthy strategies: in fp32 one printed unit at
 most in 100 iterations (tp2, sp2, pp2); in bf16 3.8e-6 (tp2, sp2, cp2, pp2, dp2, two seeds, 50
 iterations); in fp16 6.3e-7 (tp2, sp2, cp2, pp2, 50 iterations). An sp2 whose norms' gradients are not
 reduced differs by 7e-6 to 3e-5 in all three and is broken at iteration 3 or 4; a tp2 whose input
@@ -49,7 +49,7 @@ _FEWEST_OF_LOGS = 5
 HALF_ITERATIONS = 50
 """In bf16 and fp16 losses are compared up to here.
 
-Where a step is unstable rounding grows by itself: healthy bf16 layouts that differed by 2e-5 in
+Where a step is unstable rounding grows by itself: healthy bf16 strategies that differed by 2e-5 in
 iteration 80 differed by 4e-3 in iteration 82, as much as a broken one.
 """
 
@@ -86,7 +86,7 @@ class Parity:
 
     @property
     def repeats_differ(self) -> str:
-        """The finding on its repeats, a sentence's end; empty where there is none."""
+        """What its repeats show, a sentence's end; empty where there is none."""
         if self.repeats_units is None:
             return ""
         return (
@@ -285,7 +285,7 @@ def _difference_of_repeats(row: Configuration) -> float | None:
         for two in row.runs[place + 1 :]:
             if not _repeats_exactly(one) or _obstacle(one, two):
                 continue
-            # A run that was resumed in another layout may be off by one until then.
+            # A run that was resumed in another strategy may be off by one until then.
             allowed = 1.5 if one.restarts or two.restarts else 0.5
             ours, theirs = loss_curve(one), loss_curve(two)
             for number in ours.keys() & theirs.keys():
@@ -296,7 +296,7 @@ def _difference_of_repeats(row: Configuration) -> float | None:
 
 
 def _spread(rows: Sequence[Configuration], reference: Run) -> tuple[Curve, int]:
-    """Largest difference between repeats of any one layout, by iteration, and pairs seen.
+    """Largest difference between repeats of any one strategy, by iteration, and pairs seen.
 
     Only of runs that the reference is comparable with, and that are known to be of the same code.
     """
@@ -325,4 +325,4 @@ def _rank(row: Configuration) -> tuple[int, int, int]:
     """
     run = row.newest
     first = 0 if run.is_baseline or run.is_foreign else 1
-    return (0 if run.counts else 1, 1 if is_planted(run.spec) else 0, first)
+    return (0 if run.counts else 1, 1 if is_patched(run.spec) else 0, first)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tools.plan.calibration import calibration_of
 from tools.plan.constraints import NEWEST, violations
-from tools.plan.readings.express import RefusedError, execution_of_flags
-from tools.plan.readings.near import Uncertainty, uncertainty
-from tools.plan.readings.own import OwnRuns, Row, own_runs, row_of
+from tools.plan.readings.local_readings import OwnRuns, Row, own_runs, row_of
+from tools.plan.readings.neighbours import Uncertainty, uncertainty
+from tools.plan.readings.reading_to_spec import RefusedError, execution_of_flags
 from tools.plan.tensors import UnevenSplitError
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.rates import NoPeakError
@@ -51,7 +51,7 @@ def planned(
     Args:
         entries: Rows of a report.
         runs_root: Where constants that were measured on this machine are kept.
-        own: The file of one's own readings.
+        own: The file of one's own measurements.
     """
     found = []
     for entry in entries:
@@ -69,7 +69,7 @@ def planned(
 
 
 def readings_of(entries: Iterable[Entry]) -> list[Row]:
-    """The rows that the kit trained, as one's own readings; not those whose times scatter widely."""
+    """The rows that the kit trained, as one's own measurements; not those whose times scatter widely."""
     rows = []
     for entry in entries:
         run, estimate = entry.run, entry.estimate
@@ -97,7 +97,7 @@ def _is_steady(found: Estimate) -> bool:
 
 
 def _is_timed(entry: Entry) -> bool:
-    """Whether its time is what its layout takes on its device: the same for every later run."""
+    """Whether its time is what its strategy takes on its device: the same for every later run."""
     spec = entry.run.spec
     return (
         spec is not None
@@ -106,7 +106,7 @@ def _is_timed(entry: Entry) -> bool:
         and spec.batch.micro_batch_size > 0
         and spec.link_bits_per_second is None
         and not spec.shares_gpu
-        and spec.plant is None
+        and spec.patch_file is None
     )
 
 

@@ -18,7 +18,7 @@ from tools.report.analyse.configurations import (
     RowIdentity,
     configurations,
     identity_of_run,
-    is_planted,
+    is_patched,
     labels,
     pooled,
     row_identity,
@@ -88,7 +88,7 @@ class Change:
     text: str
 
     @property
-    def is_finding(self) -> bool:
+    def fails_strict(self) -> bool:
         """Whether a strict comparison fails on it."""
         return self.kind not in ("same", "new")
 
@@ -256,8 +256,8 @@ def _may_be_alike(one: Run, two: Run) -> bool:
 
 
 def _as_reference(entry: Entry) -> tuple[bool, bool]:
-    """Baseline first, but Megatron as it is before one that a plant changed."""
-    return is_planted(entry.run.spec), not entry.run.is_baseline
+    """Baseline first, but Megatron as it is before one that a patch file changed."""
+    return is_patched(entry.run.spec), not entry.run.is_baseline
 
 
 def _cohort(entry: Entry) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tools.plan.tensors import parameters_total
 from tools.report.analyse.comparability import SHARED, adam_state, shares_gpu
-from tools.report.analyse.configurations import Configuration, is_planted, plant_name
+from tools.report.analyse.configurations import Configuration, is_patched, patch_file_name
 from tools.report.analyse.entry import Entry, device_memory
 from tools.report.analyse.parity import REFERENCE, Parity
 from tools.report.analyse.statistics import Estimate
@@ -35,8 +35,8 @@ def notes_of(entry: Entry) -> str:
         notes.append("Adam's state never existed (every step skipped), so memory reads too low")
     shared = [SHARED] if shares_gpu(run.spec) else []
     patches = [f"patches: {', '.join(run.spec.fused)}"] if run.spec and run.spec.fused else []
-    planted = [f"changed by PLANT={plant_name(run.spec)}"] if is_planted(run.spec) else []
-    notes = [*planted, *shared, *patches, *notes, *entry.rates.notes, *run.notes]
+    patched = [f"changed by PATCH_FILE={patch_file_name(run.spec)}"] if is_patched(run.spec) else []
+    notes = [*patched, *shared, *patches, *notes, *entry.rates.notes, *run.notes]
     return "; ".join(notes).replace(".; ", "; ")
 
 

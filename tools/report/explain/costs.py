@@ -74,7 +74,7 @@ def bubble_sentences(subjects: Sequence[Subject]) -> list[str]:
 def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
     if baseline is None:
         return f"{subject.label}: there is no baseline run of this model to compare it with."
-    times, reference = subject.findings.times, baseline.findings.times
+    times, reference = subject.evidence.times, baseline.evidence.times
     share = fair_share(baseline, subject)
     if times is None or reference is None or share is None:
         who = subject.label if times is None else baseline.label
@@ -119,7 +119,7 @@ def _arithmetic(
 ) -> str:
     """Why arithmetic takes another time than baseline's share of it, where that is a large part."""
     extra = sum(cost.seconds for cost in costs if cost.part in (_FORWARD, _BACKWARD))
-    times = baseline.findings.times
+    times = baseline.evidence.times
     assert times is not None  # `costs` were split by it.
     parts = _parts(times)
     fair = share * (parts[_FORWARD] + parts[_BACKWARD])
@@ -179,7 +179,7 @@ def _parts_of_rank(rank: RankTime | None) -> dict[str, float]:
 
 
 def _bubble_sentences(subject: Subject) -> list[str]:
-    configuration, times = subject.findings.configuration, subject.findings.times
+    configuration, times = subject.evidence.configuration, subject.evidence.times
     if configuration is None:
         return [f"{subject.label}: its micro batches are not known, so its bubble is not known."]
     split, count = configuration.parallelism, configuration.microbatches
@@ -187,12 +187,12 @@ def _bubble_sentences(subject: Subject) -> list[str]:
     below = f"({count}·{virtual})" if virtual > 1 else f"{count}"
     form = f"({split.pipeline}−1)/{below}"
     ideal = f"{form} = {ideal_bubble(configuration):.1%}"
-    if not subject.findings.bubble or times is None:
+    if not subject.evidence.bubble or times is None:
         return [
             f"{subject.label}: {count} micro batch(es) make a bubble of {ideal} of the work; without a "
             "usable time ledger there is nothing to compare it with."
         ]
-    measured = joined([f"{c.measured:.1%} on rank {c.rank}" for c in subject.findings.bubble])
+    measured = joined([f"{c.measured:.1%} on rank {c.rank}" for c in subject.evidence.bubble])
     sentences = [
         f"{subject.label}: {count} micro batch(es) make a bubble of {ideal} of the work; measured, "
         f"sending and waiting are {measured}."
@@ -208,11 +208,11 @@ def _uneven(subject: Subject, stages: StageTimes) -> str:
     explained = joined(
         [f"{stages.idle_over_work(s):.1%} on stage {s}" for s in range(len(stages.seconds))]
     )
-    configuration = subject.findings.configuration
+    configuration = subject.evidence.configuration
     assert configuration is not None
     left = max(
         abs(c.measured - stages.idle_over_work(subject.split.pipeline_rank(c.rank)))
-        for c in subject.findings.bubble
+        for c in subject.evidence.bubble
     )
     return (
         f"{subject.label}: its stages work {works} a micro batch; 1F1B over stages that unequal waits "
@@ -224,7 +224,7 @@ def _uneven(subject: Subject, stages: StageTimes) -> str:
 def _more(subject: Subject, stages: StageTimes) -> str:
     count = stages.microbatches
     now = stages.iteration_seconds(count) / count
-    configuration = subject.findings.configuration
+    configuration = subject.evidence.configuration
     assert configuration is not None
     form = "(p−1)/(m·v)" if stages.virtual > 1 else "(p−1)/m"
     asked = []

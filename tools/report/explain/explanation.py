@@ -17,7 +17,7 @@ from tools.report.explain.memory import (
     sequence_parallel_sentences,
     sharding_sentences,
 )
-from tools.report.explain.predicted import Findings
+from tools.report.explain.predicted import Evidence
 from tools.report.explain.routing import routing_sentences, routing_tables
 from tools.report.explain.subjects import Subject, Topic, subjects_of
 from tools.report.explain.tables import tables
@@ -44,7 +44,7 @@ class Explanation:
 
     topics: tuple[Topic, ...] = ()
     tables: tuple[TextTable, ...] = ()
-    findings: Mapping[str, Findings] = field(default_factory=dict)
+    evidence: Mapping[str, Evidence] = field(default_factory=dict)
     """The same as numbers, by run."""
 
 
@@ -58,13 +58,13 @@ def explain(report: Report) -> Explanation:
     return Explanation(
         tuple(topic for topic in topics if topic.sentences),
         bench + tables(subjects) + routing_tables(subjects),
-        {subject.run.name: subject.findings for subject in subjects},
+        {subject.run.name: subject.evidence for subject in subjects},
     )
 
 
 def _has_ledger(subject: Subject) -> bool:
     ledgers = subject.run.ledgers
-    return bool(ledgers.communication or ledgers.memory or subject.findings.times)
+    return bool(ledgers.communication or ledgers.memory or subject.evidence.times)
 
 
 NOTHING = (

@@ -54,7 +54,7 @@ def sharding_sentences(subjects: Sequence[Subject]) -> list[str]:
 
 
 def _stages(subject: Subject) -> list[str]:
-    ranks, configuration = _ranks(subject), subject.findings.configuration
+    ranks, configuration = _ranks(subject), subject.evidence.configuration
     if configuration is None or len(ranks) < 2:
         return [f"{subject.label}: no memory ledger of two ranks, so its stages are not compared."]
     first, last = ranks[0], ranks[-1]
@@ -80,7 +80,7 @@ def _difference(subject: Subject, first: RankMemory, last: RankMemory) -> str:
 
 
 def _tied(subject: Subject, stage: int) -> str:
-    configuration = subject.findings.configuration
+    configuration = subject.evidence.configuration
     assert configuration is not None
     one = rank_parameters(configuration, 0)
     other = rank_parameters(configuration, stage)
@@ -98,7 +98,7 @@ def _tied(subject: Subject, stage: int) -> str:
 
 
 def _in_flight(subject: Subject, ranks: Sequence[RankMemory]) -> str:
-    configuration = subject.findings.configuration
+    configuration = subject.evidence.configuration
     assert configuration is not None
     parts = []
     for rank in (ranks[0], ranks[-1]):
@@ -127,7 +127,7 @@ def _saving(subject: Subject, plain: Subject | None, strategy: str) -> str:
             f"{subject.label}: there is no {strategy} run of this batch to see its saving against."
         )
     one, two = _ranks(plain), _ranks(subject)
-    configuration, reference = subject.findings.configuration, plain.findings.configuration
+    configuration, reference = subject.evidence.configuration, plain.evidence.configuration
     if not one or not two or configuration is None or reference is None:
         return _without_ledger(subject)
     before, after = _kept(one[0]), _kept(two[0])

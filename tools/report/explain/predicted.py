@@ -145,7 +145,7 @@ def _kind(group: str, operation: str, payload_bytes: int) -> CallKind:
 
 
 @dataclass(frozen=True)
-class Findings:
+class Evidence:
     """What the ledgers of one run measured, and what the closed forms predict."""
 
     times: TimeRecord | None = None
@@ -162,7 +162,7 @@ class Findings:
     notes: tuple[str, ...] = ()
 
 
-def findings_of(run: Run, iteration_ms: float | None = None) -> Findings:
+def evidence_of(run: Run, iteration_ms: float | None = None) -> Evidence:
     """Compare one run with its closed forms; whatever is missing becomes a note.
 
     How long an iteration takes is said once, by the report's row: the median of its window
@@ -180,7 +180,7 @@ def findings_of(run: Run, iteration_ms: float | None = None) -> Findings:
     shares = time_shares(times) if times else ()
     try:
         configuration = configuration_of_run(run)
-        return Findings(
+        return Evidence(
             times=times,
             scale=scale,
             shares=shares,
@@ -192,7 +192,7 @@ def findings_of(run: Run, iteration_ms: float | None = None) -> Findings:
             notes=tuple(notes),
         )
     except (NoClosedFormError, UnevenSplitError) as error:
-        return Findings(times, scale, shares, notes=(*notes, f"nothing predicted: {error}"))
+        return Evidence(times, scale, shares, notes=(*notes, f"nothing predicted: {error}"))
 
 
 def _times(run: Run) -> tuple[TimeRecord | None, str]:

@@ -285,7 +285,7 @@ def _cost(subject: Subject, ranks: Sequence[RankLoad]) -> str:
         f"the busiest of each layer, which the others wait for, ×{most:.3f}"
     )
     waits = {load.rank: load.wait_seconds for load in ranks if load.wait_seconds is not None}
-    times = subject.findings.times
+    times = subject.evidence.times
     whole = mean(rank.iteration_seconds for rank in times.ranks) if times and times.ranks else 0.0
     if len(waits) < 2 or not whole:
         return f"{text}; what they wait for one another is not known without a ledger."
@@ -306,7 +306,7 @@ def _iterations(subject: Subject) -> tuple[IterationRouting, ...]:
 
 
 def _loads(subject: Subject) -> tuple[RankLoad, ...]:
-    record, scale = subject.run.ledgers.routing, subject.findings.scale
+    record, scale = subject.run.ledgers.routing, subject.evidence.scale
     found = loads(record, subject.split, subject.run.ledgers.communication) if record else ()
     return tuple(
         replace(load, wait_seconds=load.wait_seconds and scale * load.wait_seconds)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.report import Report
-from tools.report.explain.predicted import Findings, findings_of
+from tools.report.explain.predicted import Evidence, evidence_of
 from tools.report.read.runs import Run
 from tools.spec.strategy import Batch, Parallelism
 
@@ -17,7 +17,7 @@ class Subject:
     """One configuration of a report, its newest run explained."""
 
     entry: Entry
-    findings: Findings
+    evidence: Evidence
 
     @property
     def label(self) -> str:
@@ -50,8 +50,8 @@ class Topic:
 
 
 def subjects_of(report: Report) -> tuple[Subject, ...]:
-    """Every entry with its findings."""
-    return tuple(Subject(entry, findings_of(entry.run, entry.time_ms)) for entry in report.entries)
+    """Every entry with its evidence."""
+    return tuple(Subject(entry, evidence_of(entry.run, entry.time_ms)) for entry in report.entries)
 
 
 def find(

@@ -80,7 +80,7 @@ def tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
             "missing",
             "What is missing",
             ("Strategy", "Rank", "Missing"),
-            tuple((s.label, "", note) for s in subjects for note in s.findings.notes),
+            tuple((s.label, "", note) for s in subjects for note in s.evidence.notes),
         ),
     )
     return tuple(table for table in found if table.lines)
@@ -104,7 +104,7 @@ def _merged(lines: Iterable[tuple[int, Line]]) -> Iterator[tuple[str, tuple[str,
 
 
 def _time_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
-    for shares in subject.findings.shares:
+    for shares in subject.evidence.shares:
         yield shares.rank, _time_line(shares)
 
 
@@ -116,7 +116,7 @@ def _time_line(shares: TimeShares) -> Line:
 
 
 def _call_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
-    for comparison in subject.findings.calls:
+    for comparison in subject.evidence.calls:
         for row in comparison.rows:
             yield (
                 comparison.rank,
@@ -134,7 +134,7 @@ def _call_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
 
 
 def _unattributed_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
-    for comparison in subject.findings.calls:
+    for comparison in subject.evidence.calls:
         for item in comparison.unattributed:
             made = count(item.calls) if item.calls > 0 else DASH
             missing = count(-item.calls) if item.calls < 0 else DASH
@@ -143,7 +143,7 @@ def _unattributed_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
 
 
 def _memory_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
-    for found in (*subject.findings.parameters, *subject.findings.memory):
+    for found in (*subject.evidence.parameters, *subject.evidence.memory):
         if found.measured or found.predicted:
             yield found.rank, _memory_line(found)
 
@@ -161,7 +161,7 @@ def _memory_line(found: ComponentResidual) -> Line:
 
 
 def _bubble_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
-    for found in subject.findings.bubble:
+    for found in subject.evidence.bubble:
         cells = [percent(found.measured), percent(found.predicted)]
         yield found.rank, [*cells, signed_percent(found.residual), found.note]
 

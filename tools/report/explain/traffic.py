@@ -45,7 +45,7 @@ def context_sentences(subjects: Sequence[Subject]) -> list[str]:
 
 
 def _sent(subject: Subject) -> str:
-    calls = subject.findings.calls
+    calls = subject.evidence.calls
     if not calls:
         return f"{subject.label}: no communication ledger, so what it sends is not known."
     rank = max(calls, key=lambda comparison: comparison.measured_wire_bytes)
@@ -105,7 +105,7 @@ def _against(subject: Subject, other: Subject) -> str:
 
 
 def _limits(subject: Subject) -> str:
-    configuration = subject.findings.configuration
+    configuration = subject.evidence.configuration
     gathered = configuration is not None and configuration.cp_comm_type == "all_gather"
     if gathered:
         return (
@@ -135,7 +135,7 @@ def _inside_layers(subject: Subject) -> tuple[int, int, int] | None:
 
 def _exposed(subject: Subject) -> float | None:
     """Share of an iteration spent waiting for calls; None without a time ledger."""
-    times = subject.findings.times
+    times = subject.evidence.times
     if times is None:
         return None
     return mean(

@@ -37,7 +37,7 @@ class Iteration(msgspec.Struct, frozen=True, gc=False):
     num_zeros: float | None = None
     skipped_iterations: int | None = None
     nan_iterations: int | None = None
-    other_losses: dict[str, float] | None = None
+    extra_metrics: dict[str, float] | None = None
     """Every further number of the line under its own name: MoE's balancing losses, MTP's."""
     first_of_start: bool = False
     """First line after a start or a resume."""
@@ -62,7 +62,7 @@ LOG_LINE = "log_line"
 """The column with each line's own number in its file, from 1 on; no part of what it says."""
 _BLOCK = 4096
 _FLAGS = ("first_of_start", "averaged", "after_pause")
-_FIELDS = tuple(name for name in Iteration.__struct_fields__ if name != "other_losses")
+_FIELDS = tuple(name for name in Iteration.__struct_fields__ if name != "extra_metrics")
 _INTEGERS = frozenset(
     name for name in _FIELDS if name not in _FLAGS and "int" in str(Iteration.__annotations__[name])
 )
@@ -90,7 +90,7 @@ class Columns:
         nothing = [None] * (stop - start)
         no_flags = [False] * (stop - start)
         fields = [lists.get(name, no_flags if name in _FLAGS else nothing) for name in _FIELDS]
-        place = Iteration.__struct_fields__.index("other_losses")
+        place = Iteration.__struct_fields__.index("extra_metrics")
         fields.insert(place, self._others(lists, stop - start))
         return map(Iteration, *fields)
 
@@ -120,9 +120,9 @@ def columns_of(lines: Sequence[Iteration]) -> Columns:
         values = list(map(operator.attrgetter(name), lines))
         if any(value is not None and value is not False for value in values):
             _put(found, name, values)
-    others = {name for line in lines if line.other_losses for name in line.other_losses}
+    others = {name for line in lines if line.extra_metrics for name in line.extra_metrics}
     for name in sorted(others):
-        _put(found, OTHER + name, [(line.other_losses or {}).get(name) for line in lines])
+        _put(found, OTHER + name, [(line.extra_metrics or {}).get(name) for line in lines])
     return found
 
 

@@ -63,7 +63,7 @@ class Run:
     ledgers: Ledgers = field(default_factory=Ledgers)
     notes: tuple[str, ...] = ()
     before: tuple[Iteration, ...] = ()
-    """Iterations of the run from whose checkpoint it resumed in another layout, up to that checkpoint.
+    """Iterations of the run from whose checkpoint it resumed in another strategy, up to that checkpoint.
 
     Part of its loss curve, not of its times."""
 
@@ -270,7 +270,7 @@ def _parents_iterations(
 
 
 def _verdicts(folder: Path) -> list[str]:
-    """What verifications of this run's layout found."""
+    """What verifications of this run's strategy found."""
     try:
         return [verdict.sentence for verdict in read_verdicts(folder)]
     except msgspec.ValidationError as error:

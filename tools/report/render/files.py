@@ -78,10 +78,10 @@ def json_text(report: Report, explanation: Explanation) -> str:
 
 def _explanation_json(explanation: Explanation) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(explanation)
-    for run, each in explanation.findings.items():
+    for run, each in explanation.evidence.items():
         if each.configuration:
             # As RECOMPUTE= says it.
-            found["findings"][run]["configuration"]["recompute"] = str(each.configuration.recompute)
+            found["evidence"][run]["configuration"]["recompute"] = str(each.configuration.recompute)
     return found
 
 

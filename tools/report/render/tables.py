@@ -361,7 +361,7 @@ def changes(report: Report) -> Table[Change]:
     """What is not as it was in the earlier report."""
     columns = (
         Column[Change]("Row", lambda c: c.row, right=False),
-        Column[Change]("Finding", lambda c: c.kind, right=False, style=lambda found: ""),
+        Column[Change]("Change", lambda c: c.kind, right=False, style=lambda found: ""),
         Column[Change]("Numbers", lambda c: c.text, right=False),
     )
     return Table(columns, report.changes)

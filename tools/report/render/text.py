@@ -82,11 +82,11 @@ def sentences(report: Report) -> list[str]:
     result += _parity_sentences(report)
     result += _published_sentences(report)
     result += _planned_sentences(report)
-    findings = [change for change in report.changes if change.is_finding]
+    failing = [change for change in report.changes if change.fails_strict]
     if report.baseline:
         result.append(
             f"Against {report.baseline}: "
-            + ("; ".join(f"{c.row}: {c.kind}, {c.text}" for c in findings) or "nothing changed")
+            + ("; ".join(f"{c.row}: {c.kind}, {c.text}" for c in failing) or "nothing changed")
             + "."
         )
     return result
@@ -107,9 +107,9 @@ def _planned_sentences(report: Report) -> list[str]:
 
 def answer(report: Report) -> str:
     """The report in one sentence: what changed, else what is fastest, else what the one run did."""
-    findings = [change for change in report.changes if change.is_finding]
+    failing = [change for change in report.changes if change.fails_strict]
     if report.baseline:
-        rows = list(dict.fromkeys(change.row for change in findings))
+        rows = list(dict.fromkeys(change.row for change in failing))
         if not rows:
             return f"Nothing changed against {report.baseline}."
         return f"Against {report.baseline}, {len(rows)} row(s) changed: {_some(rows)}."

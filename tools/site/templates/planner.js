@@ -63,7 +63,7 @@ function show(plan, seconds) {
   for (const id of ["advice", "assumptions", "times", "parts", "command"]) $(id).replaceChildren();
   $("ranked").hidden = !plan;
   $("ranked").tBodies[0].replaceChildren();
-  $("state").textContent = plan ? `${plan.legal_configurations} legal layouts, ${seconds} s. ${plan.calibration}.` : "";
+  $("state").textContent = plan ? `${plan.legal_configurations} legal strategies, ${seconds} s. ${plan.calibration}.` : "";
   if (!plan) return;
   const room = devices.get(plan.gpu).memory_bytes;
   for (const sentence of plan.advice) $("advice").append(element("li", sentence));

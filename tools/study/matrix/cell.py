@@ -1,4 +1,4 @@
-"""One thing to verify: a model with some levels in a layout, and what is known to be wrong in it."""
+"""One thing to verify: a model with some levels in a strategy, and what is known to be wrong in it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_patches.plant import SEPARATOR
+from megatron_patches.patch_file import SEPARATOR
 from tools.launch.compose import SMALL_SAMPLE
 from tools.launch.job import Job, make_command
-from tools.launch.options import NO_OPTIONS, Options, read_plant
+from tools.launch.options import NO_OPTIONS, Options, read_patch_file
 from tools.spec.files import from_root
 from tools.spec.flags import drop_flags
 from tools.spec.model import load_model
@@ -23,7 +23,7 @@ from tools.verify.findings import Finding
 
 _VARIABLES = (
     *("DATA", "GLOBAL_BATCH", "OPTIMIZER", "SEED"),
-    *("EXTRA", "EXTRA_B", "PLANT", "MEGATRON_LM"),
+    *("EXTRA", "EXTRA_B", "PATCH_FILE", "MEGATRON_LM"),
 )
 """Of a cell's command, in this order."""
 
@@ -37,9 +37,9 @@ class Cell:
     levels: tuple[Level, ...] = ()
     """Those that are not a feature's first."""
     more: tuple[str, ...] = ()
-    """Further flags of layout and reference."""
+    """Further flags of strategy and reference."""
     patch: str = ""
-    """Plants that cure known findings (`PLANT=`), so that what these would hide is seen."""
+    """Patch files that cure known findings (`PATCH_FILE=`), so that what these would hide is seen."""
     seed: int = Options.seed
 
     @property
@@ -58,13 +58,13 @@ class Cell:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Of layout and reference."""
+        """Of strategy and reference."""
         of_levels = (word for level in self.levels for word in level.flags)
         return (*self.family.base, *self._first_flags, *self.layout.flags, *of_levels, *self.more)
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Of the layout alone."""
+        """Of the strategy alone."""
         return (*self.layout.own, *(word for level in self.levels for word in level.own))
 
     @property
@@ -105,7 +105,7 @@ class Cell:
             optimizer=self.optimizer,
             data=options.data or SMALL_SAMPLE,
             iterations=None,
-            plant=read_plant(self.patch) if self.patch else None,
+            patch_file=read_patch_file(self.patch) if self.patch else None,
         )
         model, layout = load_model(self.family.model), self.layout
         job = Job(layout.strategy, model, layout.devices, DeviceKind.CPU, own)
@@ -118,7 +118,7 @@ class Cell:
         return make_command(pair.target, {name: given.get(name, "") for name in _VARIABLES})
 
     def only(self, levels: Iterable[Level]) -> Cell:
-        """The same layout with some levels, and what these need."""
+        """The same strategy with some levels, and what these need."""
         return replace(self, levels=self.family.with_needs(levels))
 
     def without(self, level: Level) -> Cell:
@@ -130,7 +130,7 @@ class Cell:
 def patched(cell: Cell, known: Iterable[Finding]) -> Cell:
     """The cell with the patches of the known findings that would be seen in it.
 
-    What ends a run hides nothing in other cells, unless it ends every run of a layout.
+    What ends a run hides nothing in other cells, unless it ends every run of a strategy.
     """
     found = [
         one for one in uncured(cell, known) if not (one.fails and (one.flags or one.own_flags))
@@ -150,7 +150,7 @@ def uncured(cell: Cell, known: Iterable[Finding]) -> list[Finding]:
 
 
 def applies(finding: Finding, cell: Cell) -> bool:
-    """Whether a finding is seen in a cell: its flags, and all that its layout splits."""
+    """Whether a finding is seen in a cell: its flags, and all that its strategy splits."""
     if not finding.patch.is_file() or not is_within(finding.own_flags, cell.own):
         return False
     if has_experts(finding.model) and not has_experts(cell.family.model):

@@ -1,8 +1,8 @@
-"""What to verify: few cells that cover each pair of a layout and a level, and each pair of two levels.
+"""What to verify: few cells that cover each pair of a strategy and a level, and each pair of two levels.
 
 Rows are choices of a level of each feature, every two of which occur together in one (`allpairspy`).
-Each layout then takes rows until it has had every level. Cells of one row share their reference, so
-rows are few and layouts of a row many.
+Each strategy then takes rows until it has had every level. Cells of one row share their reference, so
+rows are few and strategies of a row many.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Row = tuple[Level, ...]
 def cells_of(matrix: Matrix, family: Family, known: Sequence[Finding], seed: int = 1) -> list[Cell]:
     """Cells that cover a family, those with one reference after each other.
 
-    Those that cover a pair of a layout and a level come first, those that pair two levels last: where
+    Those that cover a pair of a strategy and a level come first, those that pair two levels last: where
     the time ends early, few of the tables' entries are missing. A finding that is known is verified once
-    by itself in each layout, with the patches of the others; in all other cells its patch is applied as
-    well, so that it hides nothing.
+    by itself in each strategy, with the patches of the others; in all other cells its patch is applied
+    as well, so that it hides nothing.
 
     Args:
         matrix: What may not be drawn together.
-        family: Its features and layouts.
+        family: Its features and strategies.
         known: Bugs of this Megatron.
         seed: Of the order of the levels, so that another seed gives other combinations.
     """
@@ -44,7 +44,7 @@ def cells_of(matrix: Matrix, family: Family, known: Sequence[Finding], seed: int
     for row in rows:
         if (levels := _not_first(family, row)) in used:
             continue
-        # A row that no layout needed has pairs of levels that no other row has.
+        # A row that no strategy needed has pairs of levels that no other row has.
         order = (*family.layouts[turn:], *family.layouts[:turn])
         turn = (turn + 1) % len(family.layouts)
         suited = [one for one in order if matrix.legal(family, row, one.name)]
@@ -132,7 +132,7 @@ def _not_first(family: Family, row: Row) -> tuple[Level, ...]:
 
 
 def _cover(matrix: Matrix, family: Family, layout: Layout, rows: Sequence[Row]) -> list[Cell]:
-    """Cells of one layout with every level: rows, rows without what does not fit, levels alone."""
+    """Cells of one strategy with every level: rows, rows without what does not fit, levels alone."""
     left = {level for levels in family.factors.values() for level in levels}
     cells: list[Cell] = []
     fitting = [row for row in rows if matrix.legal(family, row, layout.name)]
@@ -151,6 +151,7 @@ def _cover(matrix: Matrix, family: Family, layout: Layout, rows: Sequence[Row]) 
 
 
 def _adapted(matrix: Matrix, family: Family, layout: Layout, row: Row) -> Row | None:
-    """A row with first levels in the place of those that do not fit a layout; None if there are none."""
+    """A row with first levels in the place of those that do not fit a strategy; None if there are
+    none."""
     whole = family.row(matrix.fitting(family, layout, _not_first(family, row)))
     return whole if matrix.legal(family, whole, layout.name) else None

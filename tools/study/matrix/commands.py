@@ -55,13 +55,13 @@ SHOWN_DRAWS = 20
 def families_of(
     matrix: Matrix, megatron: Version, features: Sequence[str] = (), layouts: Sequence[str] = ()
 ) -> tuple[Family, ...]:
-    """Families with the features, levels and layouts that are asked for and that a version has.
+    """Families with the features, levels and strategies that are asked for and that a version has.
 
     Args:
         matrix: All of them.
         megatron: The version.
         features: FEATURES=, names or patterns of families, features and levels; empty is all.
-        layouts: LAYOUTS=, likewise of layouts.
+        layouts: STRATEGIES=, likewise of strategies.
 
     Raises:
         LaunchError: A name is of nothing in the matrix.
@@ -150,7 +150,7 @@ class _Command:
     def families(self, features: tuple[str, ...] | None = None) -> tuple[Family, ...]:
         asked = self.given.features if features is None else features
         version = Version(self.entry.megatron_version)
-        return families_of(self.matrix, version, asked, self.given.layouts)
+        return families_of(self.matrix, version, asked, self.given.strategies)
 
     def show(self, cells: Iterable[Cell]) -> None:
         """Print their commands."""
@@ -239,7 +239,7 @@ def fuzz(given: Namespace, options: Options, console: Console) -> int:
 
 
 def bf16(given: Namespace, options: Options, console: Console) -> int:
-    """Train the dense model in fp32 and bf16 in each layout that is asked for; 0.
+    """Train the dense model in fp32 and bf16 in each strategy that is asked for; 0.
 
     Raises:
         LaunchError: A run failed, or a name is of nothing in the matrix.

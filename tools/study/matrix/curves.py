@@ -1,4 +1,4 @@
-"""What bf16 costs without any bug: losses of 200 iterations in each layout, in fp32 and in bf16."""
+"""What bf16 costs without any bug: losses of 200 iterations in each strategy, in fp32 and in bf16."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONE_RANK = Layout("one rank", "baseline", 1)
 
 
 def curves(family: Family, options: Options, ranks: ForkedRanks, folder: Path) -> Iterator[Curve]:
-    """Train the family's model as it is in each layout, on one rank first.
+    """Train the family's model as it is in each strategy, on one rank first.
 
     Raises:
         LaunchError: A run failed.
@@ -41,7 +41,7 @@ def curves(family: Family, options: Options, ranks: ForkedRanks, folder: Path) -
 def curve_of(
     layout: str, one: Mapping[str, Sequence[float]], own: Mapping[str, Sequence[float]]
 ) -> Curve:
-    """Compare a layout's losses, by dtype, with one rank's."""
+    """Compare a strategy's losses, by dtype, with one rank's."""
     return Curve(
         layout,
         _apart(own["fp32"], one["fp32"]),

@@ -1,4 +1,4 @@
-"""What the matrix is made of: families of models with their features, and layouts."""
+"""What the matrix is made of: families of models with their features, and strategies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.spec.run import OptimizerName
 FILE = ROOT / "examples" / "matrix.yaml"
 _RELEASE = re.compile(r"\d+\.\d+")
 SAMPLES = 8
-"""In an iteration, unless a layout has its own: the same for nearly all, which so share references."""
+"""In an iteration, unless a strategy has its own: the same for nearly all, which so share references."""
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,13 +29,13 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     factor: str
     name: str
     flags: tuple[str, ...] = ()
-    """Megatron's, of layout and reference."""
+    """Megatron's, of strategy and reference."""
     own: tuple[str, ...] = ()
-    """Of the layout alone."""
+    """Of the strategy alone."""
     needs: tuple[str, ...] = msgspec.field(default=(), name="with")
     """Names of levels of the family without which it is refused."""
     micro_batches: int | None = None
-    """Of each rank in an iteration; None is what the layout's samples are."""
+    """Of each rank in an iteration; None is what the strategy's samples are."""
     optimizer: OptimizerName | None = None
     since: Version | None = None
     before: Version | None = None
@@ -61,9 +61,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategy: str
     devices: int = 2
     flags: tuple[str, ...] = ()
-    """Of layout and reference."""
+    """Of strategy and reference."""
     own: tuple[str, ...] = ()
-    """Of the layout alone."""
+    """Of the strategy alone."""
     samples: int = msgspec.field(default=SAMPLES, name="global_batch")
     """In an iteration."""
     families: tuple[str, ...] = ()
@@ -117,7 +117,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Apart:
-    """What is not drawn together: patterns of `family/factor/level`, and at most one of layouts."""
+    """What is not drawn together: patterns of `family/factor/level`, and at most one of strategies."""
 
     levels: tuple[str, ...]
     layout: str = ""
@@ -162,7 +162,7 @@ class Matrix:
         )
 
     def fitting(self, family: Family, layout: Layout, levels: Iterable[Level]) -> tuple[Level, ...]:
-        """Those levels, with what they need, that may be drawn for a layout with those before them."""
+        """Those levels, with what they need, that may be drawn for a strategy with those before them."""
         kept: tuple[Level, ...] = ()
         for level in levels:
             tried = family.with_needs((*kept, level))
@@ -233,6 +233,6 @@ def _apart(names: Sequence[str], layouts: Mapping[str, Layout]) -> Apart:
     matched = any(fnmatchcase(name, pattern) for pattern in of_layout for name in layouts)
     if len(of_layout) > 1 or (of_layout and not matched):
         raise LaunchError(
-            f"{from_root(FILE)}: apart: {', '.join(names)} names no layout, or two; name one."
+            f"{from_root(FILE)}: apart: {', '.join(names)} names no strategy, or two; name one."
         )
     return Apart(levels, "".join(of_layout), "".join(releases[:1]))

@@ -23,7 +23,7 @@ def draws(
 
     Args:
         matrix: What is not drawn together.
-        families: Of which features and layouts are drawn.
+        families: Of which features and strategies are drawn.
         known: Bugs whose patches are applied where they would be seen.
         seed: Of the draw; weights and samples are the same for all.
     """

@@ -85,7 +85,7 @@ class CellRecord:
     kit: str = ""
     """Commit."""
     blamed: tuple[str, ...] | None = None
-    """The fewest levels that are as wrong; empty: the layout by itself. None: not looked for."""
+    """The fewest levels that are as wrong; empty: the strategy by itself. None: not looked for."""
     smallest: str = ""
     """The command of the smallest cell that still differs."""
     finding: str = ""
@@ -93,7 +93,7 @@ class CellRecord:
     more: tuple[str, ...] = ()
     """Further flags, of a smaller model: no cell of the tables."""
     patch: str = ""
-    """Plants that cured known findings here."""
+    """Patch files that cured known findings here."""
 
     @property
     def is_right(self) -> bool:
@@ -172,7 +172,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Curve:
-    """A layout's losses against others, each as largest and mean of the absolute differences."""
+    """A strategy's losses against others, each as largest and mean of the absolute differences."""
 
     layout: str
     fp32: tuple[float, float]
@@ -180,7 +180,7 @@ class Curve:
     bf16: tuple[float, float]
     """From one rank's in bf16."""
     cost: tuple[float, float]
-    """Of the layout in bf16 from itself in fp32."""
+    """Of the strategy in bf16 from itself in fp32."""
     last_fp32: float
     last_bf16: float
 

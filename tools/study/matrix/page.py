@@ -82,7 +82,7 @@ class MatrixOfVersion:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """How many pairs of a level and a layout came to what."""
+        """How many pairs of a level and a strategy came to what."""
         found = [pair for table in self.tables for row in table.rows for pair in row.pairs]
         pairs = [pair.status for pair in found if not pair.is_open]
         return {
@@ -104,7 +104,7 @@ class MatrixOfVersion:
 
     @cached_property
     def new(self) -> list[CellRecord]:
-        """Cells that differ and are no known finding: the smallest of each place and layout."""
+        """Cells that differ and are no known finding: the smallest of each place and strategy."""
         wrong = (CellStatus.DIFFERS, CellStatus.FLAKY)
         found = [one for one in self.records if one.status in wrong and not one.finding]
         least: dict[tuple[object, ...], CellRecord] = {}
@@ -124,7 +124,7 @@ class MatrixOfVersion:
 
     @cached_property
     def bf16(self) -> tuple[list[str], dict[str, list[float | None]]]:
-        """What bf16 costs by stage, for the layouts of the first family."""
+        """What bf16 costs by stage, for the strategies of the first family."""
         first = self.tables[0]
         own = [one for one in self.records if one.family == first.family.name]
         return list(first.layouts), bf16_costs(own, first.layouts)
@@ -208,7 +208,7 @@ def _markdown_cell(version: str, pair: LevelResult) -> str:
 
 
 def _places(records: Iterable[CellRecord]) -> str:
-    """Families with their layouts, each once."""
+    """Families with their strategies, each once."""
     found: dict[str, dict[str, None]] = {}
     for one in records:
         found.setdefault(one.family, {})[one.layout] = None

@@ -1,4 +1,4 @@
-"""Features × layouts: for each pair of a level and a layout what its cells say together."""
+"""Features × strategies: for each pair of a level and a strategy what its cells say together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.study.matrix.outcome import BF16, STATUSES, CellRecord, CellStatus
 
 @dataclass(frozen=True)
 class LevelResult:
-    """A level in a layout."""
+    """A level in a strategy."""
 
     status: CellStatus | None
     """None: in no cell."""
@@ -72,14 +72,14 @@ MEANINGS = {
     CellStatus.CRASHED: "Megatron crashes",
     CellStatus.REFUSED: "Megatron refuses it",
     CellStatus.MISSING: "needs what no CPU rank has",
-    CellStatus.NOT_COMPARABLE: "the layout trains something else by definition",
+    CellStatus.NOT_COMPARABLE: "the strategy trains something else by definition",
     CellStatus.NOT_JUDGED: "could not be judged",
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """One level in all layouts."""
+    """One level in all strategies."""
 
     level: Level
     pairs: tuple[LevelResult, ...]
@@ -87,7 +87,7 @@ class Row:
 
 @dataclass(frozen=True)
 class FamilyTable:
-    """One family's features × layouts."""
+    """One family's features × strategies."""
 
     family: Family
     layouts: tuple[str, ...]
@@ -95,7 +95,7 @@ class FamilyTable:
 
 
 def tables(matrix: Matrix, records: Iterable[CellRecord]) -> list[FamilyTable]:
-    """A table a family of which something was verified; layouts that were.
+    """A table a family of which something was verified; strategies that were.
 
     Of the levels those whose flags the records' Megatron knows.
     """
@@ -120,7 +120,7 @@ def tables(matrix: Matrix, records: Iterable[CellRecord]) -> list[FamilyTable]:
 def pair_of(
     family: Family, level: Level, layout: str, records: Iterable[CellRecord]
 ) -> LevelResult:
-    """What the cells of a layout that have a level say of it.
+    """What the cells of a strategy that have a level say of it.
 
     A wrong cell counts against the levels that are to blame for it; until these are known it counts
     against none that is right in another cell.
@@ -159,7 +159,7 @@ def _has(record: CellRecord, level: Level, first: bool) -> bool:
 
 
 def _is_to_blame(record: CellRecord, level: Level, first: bool) -> bool:
-    """Whether the level alone, or the layout as it is, is as wrong."""
+    """Whether the level alone, or the strategy as it is, is as wrong."""
     if record.blamed is not None:
         return record.blamed == (level.path,) or not record.blamed
     # A known finding, or a level by itself: nothing else is there to blame.
@@ -177,7 +177,7 @@ def _names(paths: Sequence[str]) -> list[str]:
 def bf16_costs(
     records: Iterable[CellRecord], layouts: Sequence[str], epsilon: float = 2.0**-8
 ) -> dict[str, list[float | None]]:
-    """By stage and layout the largest relative error of cells in bf16 that held, over bf16's rounding.
+    """By stage and strategy the largest relative error of cells in bf16 that held, over bf16's rounding.
 
     Args:
         records: Of one family.

@@ -18,7 +18,7 @@ TIME_LIMIT, CHOICE_LIMIT = 0.15, 0.05
 
 @dataclass(frozen=True)
 class AutoRow:
-    """One layout, predicted and measured."""
+    """One strategy, predicted and measured."""
 
     strategy: str
     micro_batch_size: int
@@ -34,7 +34,7 @@ class AutoRow:
 
 @dataclass(frozen=True)
 class AutoGroup:
-    """The layouts of one model on so many ranks."""
+    """The strategies of one model on so many ranks."""
 
     model: str
     ranks: int
@@ -43,7 +43,7 @@ class AutoGroup:
 
     @property
     def all_well(self) -> bool:
-        """Whether every layout was measured."""
+        """Whether every strategy was measured."""
         return all(row.measured for row in self.rows)
 
     @property
@@ -65,7 +65,7 @@ class AutoGroup:
 
 
 def render(groups: Sequence[AutoGroup]) -> str:
-    """Markdown: a line for each group, one for each layout, and the sums."""
+    """Markdown: a line for each group, one for each strategy, and the sums."""
     lines = [(group, row) for group in groups for row in group.rows]
     errors = [abs(row.error) for _, row in lines if row.error is not None]
     losses = [group.loss for group in groups if group.loss is not None]
@@ -82,7 +82,7 @@ def render(groups: Sequence[AutoGroup]) -> str:
             "# The automatic choice",
             sums,
             markdown_table(Table(_GROUPS, tuple(groups))),
-            "## Layouts",
+            "## Strategies",
             "The first of each model and number of ranks is the choice. Errors are positive where a "
             "time was predicted too slow.",
             markdown_table(Table(_ROWS, tuple(lines))),

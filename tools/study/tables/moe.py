@@ -212,7 +212,7 @@ def _parity_sentence(found: Sequence[RoutedParity]) -> str:
 
 
 def _scores(kinds: Mapping[Kind, Group]) -> list[str]:
-    """Whether the optimizers differ by more than seeds and layouts do."""
+    """Whether the optimizers differ by more than seeds and strategies do."""
     ours, theirs = (
         [
             run.validation_loss

@@ -1,4 +1,5 @@
-"""Cells over model sizes, and where one backend or layout overtakes another; never beyond the noise."""
+"""Cells over model sizes, and where one backend or strategy overtakes another; never beyond the
+noise."""
 
 from __future__ import annotations
 
@@ -157,7 +158,7 @@ def fastest(results: Sequence[Swept]) -> dict[tuple[Devices, Backend], list[Swep
 
 
 def verdicts(results: Sequence[Swept]) -> list[str]:
-    """A sentence for each pair of backends, and of one backend's layouts, on each number of devices.
+    """A sentence for each pair of backends, and of one backend's strategies, on each number of devices.
 
     Dense models and mixtures of experts are two axes of size.
     """
@@ -179,7 +180,7 @@ def _kind(result: Swept) -> str:
 
 
 def _pairs(results: Sequence[Swept]) -> Iterator[tuple[tuple[str, list[Swept]], ...]]:
-    """What is compared: backends by their fastest layout, then the layouts of each backend."""
+    """What is compared: backends by their fastest strategy, then the strategies of each backend."""
     best = {backend: line for (_, backend), line in fastest(results).items()}
     backends = list(dict.fromkeys(result.backend for result in results))
     yield from combinations([(each.value, best.get(each, [])) for each in backends], 2)

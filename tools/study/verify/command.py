@@ -1,9 +1,10 @@
-"""`make verify-<strategy>-<model>-<N>cpu`: the first tensor in which a layout differs from a reference.
+"""`make verify-<strategy>-<model>-<N>cpu`: the first tensor in which a strategy differs from a
+reference.
 
-Trains the reference and the layout from the same weights on the same batches up to one iteration, whose
-tensors both write (`megatron_patches.capture`); `tools.verify` compares them. Where errors spread from
-module to module, the layout runs again with the reference's tensors in the place of its own. All of it
-is in one folder of the runs folder: two run folders and `verify/<name>/`; the tensors are removed.
+Trains the reference and the strategy from the same weights on the same batches up to one iteration,
+whose tensors both write (`megatron_patches.capture`); `tools.verify` compares them. Where errors spread
+from module to module, the strategy runs again with the reference's tensors in the place of its own. All
+of it is in one folder of the runs folder: two run folders and `verify/<name>/`; the tensors are removed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from tools.study.verify.pairs import Verification, compose_pair, pair_of
 from tools.text.terminal import say
 from tools.verify.captured import VerifyError, read_capture
 from tools.verify.page import write_page
+from tools.verify.reassemble import as_one_rank
 from tools.verify.verdict import (
     Judgement,
     begins_before,
@@ -47,7 +49,6 @@ from tools.verify.verdict import (
     write_forced,
     write_verdict,
 )
-from tools.verify.wholes import as_one_rank
 
 Train = Callable[[str, Launch], str]
 """Trains a launch that is a part of a verification; returns how it failed, empty if it did not."""
@@ -70,7 +71,7 @@ class _KeptRuns:
 
 @dataclass(frozen=True)
 class SharedReferences:
-    """Trains a reference once for all layouts that are compared with the same one."""
+    """Trains a reference once for all strategies that are compared with the same one."""
 
     folder: Path
     """Takes the references' tensors, hundreds of megabytes each, until `forget`."""
@@ -99,7 +100,7 @@ class SharedReferences:
 
 def _key(launch: Launch) -> str:
     """Of what a reference's tensors follow from, as far as verifications of one command differ in it."""
-    names = (variables.PLANT_SHA256, variables.CAPTURE_ITERATION)
+    names = (variables.PATCH_FILE_SHA256, variables.CAPTURE_ITERATION)
     values = (launch.environment.get(name, "") for name in names)
     words = (*launch.flags, str(launch.devices), str(launch.entry.path), *values)
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
@@ -143,7 +144,7 @@ def carried_out(
         console: The terminal.
         folder: It gets the run folders and the verdict.
         also: A run folder that gets the results as well.
-        shared: References of other layouts, of which this one's may be one.
+        shared: References of other strategies, of which this one's may be one.
 
     Raises:
         LaunchError: It cannot run here; nothing was written.
@@ -175,7 +176,7 @@ def carried_out(
 
 
 def judged(verification: Verification, scratch: Path, train: Train) -> Judgement:
-    """Train both with `train`, compare their tensors; where errors spread, train the layout again.
+    """Train both with `train`, compare their tensors; where errors spread, train the strategy again.
 
     Where the iteration begins with wrong weights, the one in which they became wrong is looked for.
 
@@ -231,7 +232,9 @@ def _judged_at(
             write_forced(captured, ours, tensors("start"), start_alone=True)
             layout = _capturing(layout, tensors("begun"), iteration, 0, tensors("start"))
             if failure := trained("begun", layout):
-                raise VerifyError(f"The layout with the reference's routing and weights {failure}")
+                raise VerifyError(
+                    f"The strategy with the reference's routing and weights {failure}"
+                )
             ours = read_capture(tensors("begun"))
             judgement = judge(captured, ours)
         if not may_have_spread(judgement):

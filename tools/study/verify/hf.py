@@ -1,7 +1,7 @@
-"""`make verify-hf`: an imported model computes what `transformers` computes, in every layout.
+"""`make verify-hf`: an imported model computes what `transformers` computes, in every strategy.
 
 The model of `HF=`, or one of each family with random weights, is imported and exported again, bit for
-bit, compared with `transformers` tensor by tensor through layouts of Megatron (`REFERENCE=hf`), and
+bit, compared with `transformers` tensor by tensor through strategies of Megatron (`REFERENCE=hf`), and
 trained beside it for some steps. All of it is in one folder of the runs folder.
 """
 
@@ -127,7 +127,7 @@ class _Prover:
     def proofs(self, source: Path, name: str) -> Iterator[Proof]:
         """Of a folder of Hugging Face's, under a model's name."""
         from tools.convert.hf.into_megatron import import_model, read_source
-        from tools.convert.hf.work import Work
+        from tools.convert.hf.progress import Work
 
         found, hub = read_source(source), self.folder / "models"
         import_model(found, name, Work(self.console), hub)
@@ -188,8 +188,8 @@ class _Prover:
 
 def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
     from tools.convert.hf.from_megatron import export_model, read_export
+    from tools.convert.hf.progress import Work
     from tools.convert.hf.tensor_files import TensorFolder, differing
-    from tools.convert.hf.work import Work
 
     model = model_of(str(imported / f"{imported.name}.args"))
     checkpoint = imported / "checkpoint" / "iter_0000001"

@@ -1,9 +1,9 @@
-"""What a verification compares: a layout and its reference, and in what else the two differ.
+"""What a verification compares: a strategy and its reference, and in what else the two differ.
 
 Both train the same model from the same weights on the same batches, up to one iteration. Beside the
-strategy they may differ in the Megatron that trains (a version, a fork), in flags of the layout alone
-(recomputation, the micro batch), in that the layout resumes from a checkpoint before that iteration, and
-in that the reference is the plain PyTorch backend.
+strategy they may differ in the Megatron that trains (a version, a fork), in flags of the strategy alone
+(recomputation, the micro batch), in that the strategy resumes from a checkpoint before that iteration,
+and in that the reference is the plain PyTorch backend.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Pair:
     """What is asked for: a job, and in what its reference differs beside the strategy."""
 
     job: Job
-    """The layout, with the variables that it was asked for under."""
+    """The strategy, with the variables that it was asked for under."""
     reference: str = ""
-    """A strategy, `native` or `hf`; empty is baseline, of a resumed run its own layout."""
+    """A strategy, `native` or `hf`; empty is baseline, of a resumed run its own strategy."""
     flags: tuple[str, ...] = ()
-    """Megatron's, of the layout alone."""
+    """Megatron's, of the strategy alone."""
     megatron_lm: Path | None = None
-    """Checkout of the layout alone."""
+    """Checkout of the strategy alone."""
     resumed: str = ""
-    """The strategy that saved the checkpoint which the layout resumes from; empty without one."""
+    """The strategy that saved the checkpoint which the strategy resumes from; empty without one."""
     is_bf16: bool = False
     """Whether both compute in bf16, not fp32."""
 
@@ -77,12 +77,12 @@ class Pair:
 
     @property
     def saving(self) -> str:
-        """The strategy that saves; `RESUMED=1` is the layout's own."""
+        """The strategy that saves; `RESUMED=1` is the strategy's own."""
         return self.job.strategy if self.resumed == "1" else self.resumed
 
     @property
     def other(self) -> str:
-        """What it is compared with: of a resumed run its own layout undisturbed."""
+        """What it is compared with: of a resumed run its own strategy undisturbed."""
         return self.reference or (self.job.strategy if self.resumed else "baseline")
 
 
@@ -111,7 +111,7 @@ class Verification:
     layout: Launch
     reference: Launch
     saving: Launch | None = None
-    """The run whose checkpoint, of the iteration before, the layout resumes from."""
+    """The run whose checkpoint, of the iteration before, the strategy resumes from."""
 
     @property
     def iteration(self) -> int:
@@ -138,7 +138,7 @@ class Verification:
             yield "Megatron against plain PyTorch"
         elif theirs.spec.backend is Backend.TRANSFORMERS:
             rows = Flags(theirs.flags).integer(PADDED) - theirs.model.shape.vocabulary
-            padding = f", with the layout's {rows} padding row(s)" if rows > 0 else ""
+            padding = f", with the strategy's {rows} padding row(s)" if rows > 0 else ""
             yield f"Megatron against transformers{padding}"
         elif ours.entry != theirs.entry:
             yield f"{_megatron(ours)} against {_megatron(theirs)}"
@@ -172,7 +172,7 @@ def compose_pair(pair: Pair) -> Verification:
     """Compose what is trained: same weights, same batches, and unless asked otherwise micro batches.
 
     Raises:
-        LaunchError: The layout does not fit its devices, or the two would do different work.
+        LaunchError: The strategy does not fit its devices, or the two would do different work.
     """
     job, options = pair.job, pair.job.options
     if job.device is not DeviceKind.CPU:
@@ -182,7 +182,7 @@ def compose_pair(pair: Pair) -> Verification:
     micro = options.micro_batch_size or MICRO_BATCH
     dropout = options.dropout
     if dropout is None and pair.other != job.strategy:
-        dropout = 0.0  # Other layouts draw other masks; EXTRA= still has its own.
+        dropout = 0.0  # Other strategies draw other masks; EXTRA= still has its own.
     alike = job.under(
         replace(
             options,
@@ -215,7 +215,7 @@ def compose_pair(pair: Pair) -> Verification:
 
 
 def _micro_batches(pair: Pair) -> int:
-    """How many micro batches suit the layout and its reference: the least of all ranks together."""
+    """How many micro batches suit the strategy and its reference: the least of all ranks together."""
     both = [parse_strategy(pair.job.strategy, pair.job.devices)]
     if pair.other not in WRITTEN_AGAIN:
         both.append(parse_strategy(pair.other, _devices(pair.other, pair.job)))
@@ -232,7 +232,7 @@ def _reference(named: str, job: Job) -> Launch:
         if launch.spec.parallelism.sharding.is_megatron_fsdp:
             raise LaunchError(
                 f"The reference {named} keeps its weights in flat buffers, where the response to a "
-                "rounding error cannot be measured; set REFERENCE=baseline, or a layout without zero2 "
+                "rounding error cannot be measured; set REFERENCE=baseline, or a strategy without zero2 "
                 "and zero3."
             )
         return launch
@@ -241,7 +241,7 @@ def _reference(named: str, job: Job) -> Launch:
             f"REFERENCE={named} keeps fp32 weights under DTYPE=bf16, where Megatron rounds them; leave "
             "DTYPE= out."
         )
-    again = replace(job.options, backend=WRITTEN_AGAIN[named], plant=None)
+    again = replace(job.options, backend=WRITTEN_AGAIN[named], patch_file=None)
     return compose_job(job.laid("baseline", 1).under(again))
 
 

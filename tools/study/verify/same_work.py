@@ -1,4 +1,5 @@
-"""Whether a layout and its reference train the same: model, data, batch, and what experts are given."""
+"""Whether a strategy and its reference train the same: model, data, batch, and what experts are
+given."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _CAPACITY = "--moe-expert-capacity-factor"
 
 
 def refuse_other_work(ours: Launch, theirs: Launch) -> None:
-    """Refuse a layout and a reference of different work before anything is trained.
+    """Refuse a strategy and a reference of different work before anything is trained.
 
     Raises:
         LaunchError: With what differs.
@@ -23,7 +24,7 @@ def refuse_other_work(ours: Launch, theirs: Launch) -> None:
     for name, mine, other in _work(ours, theirs):
         if mine != other:
             raise LaunchError(
-                f"The two runs would do different work: {name} is {mine} in the layout and {other} in "
+                f"The two runs would do different work: {name} is {mine} in the strategy and {other} in "
                 "its reference; give it to both with EXTRA=."
             )
     _refuse_other_balance(ours, theirs)
@@ -59,8 +60,10 @@ def _refuse_other_tokens(ours: Launch, theirs: Launch) -> None:
     tokens, other = _routed_tokens(ours), _routed_tokens(theirs)
     if tokens == other:
         return
-    counts = f"{tokens} in the layout and {other} in its reference, so the two train something else"
-    remedy = "or compare layouts whose ranks route as many (REFERENCE=<a strategy>)."
+    counts = (
+        f"{tokens} in the strategy and {other} in its reference, so the two train something else"
+    )
+    remedy = "or compare strategies whose ranks route as many (REFERENCE=<a strategy>)."
     if Flags(ours.flags).has(_CAPACITY):
         raise LaunchError(
             f"{ours.model.name} drops tokens beyond {_CAPACITY} of those that a rank routes, {counts}; "
@@ -81,7 +84,7 @@ def _routed_tokens(launch: Launch) -> int:
 
 
 def _work(ours: Launch, theirs: Launch) -> Iterator[tuple[str, object, object]]:
-    """What both must have alike: a name, the layout's and the reference's."""
+    """What both must have alike: a name, the strategy's and the reference's."""
     shapes = [asdict(launch.model.shape) for launch in (ours, theirs)]
     yield from ((f"the model's {name}", mine, shapes[1][name]) for name, mine in shapes[0].items())
     given = [Flags(launch.flags) for launch in (ours, theirs)]

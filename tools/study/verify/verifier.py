@@ -1,7 +1,7 @@
 """Verifications one after another, on ranks forked from one process that has imported Megatron.
 
-A reference is trained once for all layouts that are compared with the same one, so that a verification
-of a tiny model takes seconds. Nothing but references and logs is kept.
+A reference is trained once for all strategies that are compared with the same one, so that a
+verification of a tiny model takes seconds. Nothing but references and logs is kept.
 """
 
 from __future__ import annotations
@@ -39,8 +39,12 @@ class ForkedRanks:
     def __init__(self, options: Options | None = None) -> None:
         """Of the Megatron that the options name; the installed one's without."""
         options = options or Options()
-        untried = {variables.UNTRIED: "1"} if options.untried else {}
-        self.warm = WarmMegatron(find_entry(options.megatron_lm).path, {**START, **untried})
+        allow_unknown_megatron = (
+            {variables.ALLOW_UNKNOWN_MEGATRON: "1"} if options.allow_unknown_megatron else {}
+        )
+        self.warm = WarmMegatron(
+            find_entry(options.megatron_lm).path, {**START, **allow_unknown_megatron}
+        )
 
     def run(
         self,
@@ -89,7 +93,7 @@ def losses_in(log: Path) -> list[float]:
 
 
 class Verifier:
-    """Verifies layouts of one Megatron."""
+    """Verifies strategies of one Megatron."""
 
     def __init__(self, folder: Path, ranks: ForkedRanks) -> None:
         """The folder takes starting weights, references and logs."""
@@ -98,7 +102,7 @@ class Verifier:
         self._references = SharedReferences(folder / "references")
 
     def verify(self, pair: Pair, both: bool = False) -> Judgement:
-        """Verify a pair; a plant is in the layout alone, or with `both` in the reference as well.
+        """Verify a pair; a patch file is in the strategy alone, or with `both` in the reference as well.
 
         Raises:
             LaunchError: The two would do different work.
@@ -108,7 +112,9 @@ class Verifier:
         quiet = Console(quiet=True)
         ensure_start_checkpoint(verification.reference, quiet, self.ranks.exit_code)
         if not both:
-            verification = replace(verification, reference=_without_plant(verification.reference))
+            verification = replace(
+                verification, reference=_without_patch_file(verification.reference)
+            )
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             train = self._references.around(self._train, Path(scratch))
             return judged(verification, Path(scratch), train)
@@ -122,7 +128,7 @@ class Verifier:
         return self.ranks.run(launch, self.folder / f"{kind}.txt")
 
 
-def _without_plant(launch: Launch) -> Launch:
-    planted = (variables.PLANT, variables.PLANT_SHA256)
-    kept = {name: value for name, value in launch.environment.items() if name not in planted}
+def _without_patch_file(launch: Launch) -> Launch:
+    of_patch_files = (variables.PATCH_FILE, variables.PATCH_FILE_SHA256)
+    kept = {name: value for name, value in launch.environment.items() if name not in of_patch_files}
     return replace(launch, environment=kept)

@@ -126,7 +126,7 @@ def iteration_of(fields: Iterable[LineField]) -> Iteration:
                 others[name.removeprefix(OTHER)] = value
         elif name:
             values[name] = value
-    return Iteration(**values, other_losses=others or None)  # type: ignore[arg-type]
+    return Iteration(**values, extra_metrics=others or None)  # type: ignore[arg-type]
 
 
 def find_iterations(text: str) -> list[Iteration]:

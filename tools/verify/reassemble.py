@@ -1,4 +1,4 @@
-"""A reference of several ranks as one of one rank, so that any layout is compared with it in one way.
+"""A reference of several ranks as one of one rank, so that any strategy is compared with it in one way.
 
 The inverse of `align`: parts of the sequence, of the hidden size, heads and vocabulary, and an expert's
 rows of every sender are put together; micro batches of data-parallel ranks get the numbers that one rank
@@ -54,7 +54,7 @@ _Place = tuple[int, int]
 
 
 def as_one_rank(reference: Capture, layout: Capture, folder: Path) -> Capture:
-    """The reference as one rank would have it; itself if it is one, or split as the layout is.
+    """The reference as one rank would have it; itself if it is one, or split as the strategy is.
 
     Args:
         reference: With measured responses.

@@ -30,7 +30,7 @@ from tools.spec.model import (
 from tools.spec.recompute import RECOMPUTED_MODULES, Recompute
 from tools.spec.run import (
     DeviceKind,
-    Quantised,
+    Fp8Recipe,
     RunSpec,
     StateTypes,
     TokenDispatcher,
@@ -165,7 +165,7 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
     shape = _shape(reading, source)
     parallelism, batch = _layout(reading, source)
     virtual = parallelism.virtual_stages
-    fused, quantised = bool(source["fused_attention"]), _quantised(reading.dtype, source)
+    fused, fp8_recipe = bool(source["fused_attention"]), _fp8_recipe(reading.dtype, source)
     if shape.blocks and (parallelism.pipeline > 1 or parallelism.context > 1):
         raise RefusedError(_UNLAID.format(reading.model))
     return RunSpec(
@@ -173,8 +173,8 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         parallelism=parallelism,
         batch=batch,
         dtype=_dtype(reading),
-        quantised=quantised,
-        half_blocks=model_facts(reading.model).get("half_blocks", {}).get(quantised.value, ""),
+        fp8_recipe=fp8_recipe,
+        half_blocks=model_facts(reading.model).get("half_blocks", {}).get(fp8_recipe.value, ""),
         dropout=source["dropout"],
         state_types=StateTypes(gradients="bf16" if source["half_gradients"] else ""),
         recompute=_recompute(reading.recompute or source["recompute"], fused),
@@ -189,8 +189,8 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
 def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
     """How layers are laid where a source does not say: with depths of multi-token prediction as in
     Megatron-Bridge's recipe of DeepSeek V3 (`recipes/deepseek/deepseek_v3.py: layout_map`)."""
-    if shape.ahead and stages > 1:
-        return filled(shape.layers, stages, shape.ahead)
+    if shape.mtp_depth and stages > 1:
+        return filled(shape.layers, stages, shape.mtp_depth)
     return spread(shape.layers, stages) if shape.layers % stages else EVEN
 
 
@@ -251,7 +251,7 @@ def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
         blocks=blocks,
         mamba=Mamba(*facts["mamba"]) if MAMBA in blocks else None,
         latent_experts=facts.get("latent_experts", 0),
-        ahead=source["layers_ahead"],
+        mtp_depth=source["mtp_depth"],
     )
 
 
@@ -351,18 +351,18 @@ def _recompute(stated: str, fused: bool) -> Recompute:
     return Recompute.SELECTIVE if words == "selective" and not fused else Recompute.NONE
 
 
-def _quantised(dtype: str, source: dict[str, Any]) -> Quantised:
+def _fp8_recipe(dtype: str, source: dict[str, Any]) -> Fp8Recipe:
     words = (dtype or source["unstated_bits"]).lower()
     if "fp4" in words:
-        return Quantised.NVFP4
+        return Fp8Recipe.NVFP4
     if "fp8" not in words:
-        return Quantised.NONE
+        return Fp8Recipe.NONE
     if "mx" in words and "cs" not in words:
-        return Quantised.MXFP8
+        return Fp8Recipe.MXFP8
     if "block" in words or "rowwise" in words:
-        return Quantised.BLOCKWISE
+        return Fp8Recipe.BLOCKWISE
     return (
-        Quantised.TENSORWISE if "cs" in words or "tensorwise" in words else Quantised(source["fp8"])
+        Fp8Recipe.TENSORWISE if "cs" in words or "tensorwise" in words else Fp8Recipe(source["fp8"])
     )
 
 

@@ -1,4 +1,4 @@
-"""In every layout: the experts' balancing loss has twice its coefficient."""
+"""In every strategy: the experts' balancing loss has twice its coefficient."""
 
 from megatron.core.transformer.moe import router
 

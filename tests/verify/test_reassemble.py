@@ -16,8 +16,8 @@ from tests.verify.captures import (
     write,
 )
 from tools.records.capture import Placement, Site, Stage
+from tools.verify.reassemble import as_one_rank
 from tools.verify.verdict import judge
-from tools.verify.wholes import as_one_rank
 
 LOCAL = Site(Stage.LOCAL_GRADIENTS, f"{MODULE}.weight", "gradient")
 LONG = 16

@@ -1,7 +1,8 @@
-"""How far a predicted time is to be trusted: what readings like it were missed by, public and one's own.
+"""How far a predicted time is to be trusted: what measurements like it were missed by, public and one's
+own.
 
-Public readings are predicted with their own source left out of the fit. One's own correct the time and
-then give its interval by what is left of each when the others correct it.
+Published measurements are predicted with their own source left out of the fit. One's own correct the
+time and then give its interval by what is left of each when the others correct it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from functools import cache
 from math import exp, log2
 from typing import Any
 
-from tools.plan.readings.express import Expressed, RefusedError, express
 from tools.plan.readings.facts import model_facts, source_facts
-from tools.plan.readings.own import OwnRuns
+from tools.plan.readings.local_readings import OwnRuns
 from tools.plan.readings.published import kit_runs
+from tools.plan.readings.reading_to_spec import Expressed, RefusedError, express
 from tools.plan.readings.residual import Residual, left_out, residual
 from tools.plan.readings.table import Reading, read_readings
 from tools.plan.tensors import UnevenSplitError, parameters_total
@@ -47,7 +48,7 @@ class Uncertainty:
     """Errors that are left of one's own runs; empty where they are too few for an interval."""
     own_runs: int = 0
     public: tuple[tuple[float, Residual], ...] = ()
-    """The nearest public readings with their distance, nearest first."""
+    """The nearest published measurements with their distance, nearest first."""
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -81,16 +82,17 @@ class Uncertainty:
     def _public_sentence(self) -> str:
         found = self.public
         if not found:
-            sentence = f"No public reading on {self.device} is near this"
+            sentence = f"No published measurement on {self.device} is near this"
             return f"{sentence}." if self.own else f"{sentence}, so its time has no interval."
         nearest = joined([_measured(item.reading) for _, item in found[:2]])
         if len(found) < _ENOUGH:
             return (
-                f"Too few public readings are like this for an interval; measured on {self.device}: "
+                f"Too few published measurements are like this for an interval; measured on "
+                f"{self.device}: "
                 f"{nearest}."
             )
         return (
-            f"Held-out error of {len(found)} readings like this: "
+            f"Held-out error of {len(found)} measurements like this: "
             f"{_range(tuple(item.error for _, item in found))} (positive: predicted too slow); "
             f"measured: {nearest}."
         )

@@ -1,4 +1,5 @@
-"""What one's own runs would do for the public readings: `python -m tests.plan.readings.own_on_public`.
+"""What one's own runs would do for the published measurements:
+`python -m tests.plan.readings.local_on_public`.
 
 Of each source and device ten readings, taken at random, are one's own for each of the others.
 """
@@ -9,7 +10,7 @@ import random
 from collections import defaultdict
 from math import exp, log
 
-from tools.plan.readings.own import OwnRuns
+from tools.plan.readings.local_readings import OwnRuns
 from tools.plan.readings.residual import Residual, residuals
 from tools.plan.readings.table import read_readings
 

@@ -17,13 +17,13 @@ def names(bucket):
     return (
         [bucket.param_to_name[p] for p in bucket.params_list]
         if hasattr(bucket, "param_to_name")
-        else [getattr(p, "planted_name", "") for p in bucket.params_list]
+        else [getattr(p, "injected_name", "") for p in bucket.params_list]
     )
 
 
 def start_sync(self, *args, **kwargs):
     if self.data_parallel_group.size() > 1 and holds(self) and not hasattr(self, "planted"):
-        self.planted = [b.grad_data.clone() * b.gradient_scaling_factor for b in self.buckets]
+        self.injected = [b.grad_data.clone() * b.gradient_scaling_factor for b in self.buckets]
     start(self, *args, **kwargs)
 
 
@@ -40,7 +40,7 @@ init = ddp.__init__
 
 def init_ddp(self, config, ddp_config, module, *args, **kwargs):
     for name, parameter in module.named_parameters():
-        parameter.planted_name = name
+        parameter.injected_name = name
     init(self, config, ddp_config, module, *args, **kwargs)
 
 

@@ -21,7 +21,7 @@ class CheckResult(NamedTuple):
     status: str
     what: str
     found: str
-    """A clause that can open a sentence, where the finding is no pass."""
+    """A clause that can open a sentence, where the result is no pass."""
     fix: str = ""
     """How to fix it, or what works without."""
     value: "float | None" = None
@@ -69,9 +69,9 @@ def ask(command: "list[str]", seconds: float = 20.0) -> CommandOutput:
     return CommandOutput(process.returncode, _text(out), _first_line(complaint) or _first_line(out))
 
 
-def refusals(findings: "list[CheckResult]") -> "list[str]":
-    """The findings that are no pass, a sentence each."""
-    return [finding.refusal for finding in findings if finding.status != PASS]
+def refusals(results: "list[CheckResult]") -> "list[str]":
+    """The results that are no pass, a sentence each."""
+    return [result.refusal for result in results if result.status != PASS]
 
 
 def image_tag() -> "str | None":

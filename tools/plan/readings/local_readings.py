@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import exp, log, log2
 from pathlib import Path
 
-from tools.plan.readings.express import RefusedError, express
+from tools.plan.readings.reading_to_spec import RefusedError, express
 from tools.plan.readings.residual import Residual, residual
 from tools.plan.readings.table import (
     COLUMNS,
@@ -166,7 +166,7 @@ class OwnRuns:
 _ENOUGH = 3
 _SHARED, _ALIKE, _NOISE = 0.3, 0.15, 0.05
 """Standard deviations of the logarithm: of what all runs of a machine share, of what alike ones do,
-and of one measurement. README, "One's own runs", has what they do on public readings."""
+and of one measurement. README, "One's own runs", has what they do on published measurements."""
 _REACH = 4.0
 """Doublings over which likeness falls to a third."""
 
@@ -177,7 +177,7 @@ def own_runs(path: Path, cluster: Cluster) -> OwnRuns:
     CPU ranks count on this machine alone, whose cores they were. A file that is not there has none.
 
     Raises:
-        ReadingsError: The file is no table of readings.
+        ReadingsError: The file is no table of measurements.
     """
     if not path.is_file():
         return OwnRuns()
@@ -206,8 +206,8 @@ def _is_here(reading: Reading, device: Device) -> bool:
 
 
 def _measured(spec: RunSpec) -> RunSpec:
-    """What a row keeps of a run: no seed, no plant."""
-    return replace(spec, seed=0, plant=None)
+    """What a row keeps of a run: no seed, no patch file."""
+    return replace(spec, seed=0, patch_file=None)
 
 
 def _error(item: Residual) -> float:
@@ -238,7 +238,7 @@ def _unlike(one: RunSpec, two: RunSpec) -> float:
         one.recompute != two.recompute,
         one.dtype != two.dtype,
         one.fused_attention != two.fused_attention,
-        one.quantised != two.quantised,
+        one.fp8_recipe != two.fp8_recipe,
         one.fused != two.fused,
     )
     return sum(abs(log2(a / b)) for a, b in pairs) + sum(choices)
@@ -259,7 +259,7 @@ def _table(path: Path) -> tuple[list[str], list[Row]]:
         columns, rows = read_rows(path)
     except ReadingsError as error:
         raise ReadingsError(
-            f"{path} is no table of readings; name another file with READINGS= ({error})"
+            f"{path} is no table of measurements; name another file with READINGS= ({error})"
         ) from None
     more = [name for name in OF_ONES_OWN if name not in columns]
     return [*columns, *more], [row for _, row in rows]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE
-from tools.plan.readings.express import RefusedError, express
-from tools.plan.readings.near import uncertainty
-from tools.plan.readings.own import OwnRuns, Row, add_rows, own_runs, row_of
+from tools.plan.readings.local_readings import OwnRuns, Row, add_rows, own_runs, row_of
+from tools.plan.readings.neighbours import uncertainty
+from tools.plan.readings.reading_to_spec import RefusedError, express
 from tools.plan.readings.table import ReadingsError, read_readings
 from tools.plan.search import Request, evaluate, search
 from tools.plan.time.cluster import Cluster
@@ -99,7 +99,7 @@ def test_a_configuration_measured_again_replaces_its_row_and_others_stay(tmp_pat
 
 
 def test_two_reports_at_once_lose_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.plan.readings.own._LOCK_SECONDS", PATIENCE)
+    monkeypatch.setattr("tools.plan.readings.local_readings._LOCK_SECONDS", PATIENCE)
     path = tmp_path / "mine.csv"
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: add_rows(path, [measured("dp2", 1.0, micro=n)]), (1, 2, 4, 8) * 2))
@@ -170,7 +170,7 @@ def test_where_nothing_near_was_measured_a_time_has_no_interval() -> None:
         spec("dp2"), Cluster(device_by_key("rtx4090"), 2, 2, link, link), OwnRuns()
     )
     assert unknown.interval is None
-    assert "No public reading on GeForce RTX 4090 is near this" in str(unknown)
+    assert "No published measurement on GeForce RTX 4090 is near this" in str(unknown)
 
 
 def test_the_published_runs_of_the_kit_are_near_what_they_trained() -> None:
@@ -190,7 +190,7 @@ def test_a_file_that_is_something_else_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "notes.csv"
     path.write_text("name,grade\nAda,1\n")
     with pytest.raises(
-        ReadingsError, match=r"notes.csv is no table of readings; name another file"
+        ReadingsError, match=r"notes.csv is no table of measurements; name another file"
     ):
         add_rows(path, [measured("dp2", 1.0)])
     assert path.read_text() == "name,grade\nAda,1\n"

@@ -1,4 +1,4 @@
-"""Python files that every rank executes before it trains (`PLANT=`): changes of Megatron to try.
+"""Python files that every rank executes before it trains (`PATCH_FILE=`): changes of Megatron to try.
 
 They run after Megatron is imported and the kit's patches are applied, in their order, so what they
 replace is what trains. They are compared with the hash that the run's record holds: what ran is what is
@@ -20,31 +20,33 @@ from tools.spec import variables
 SEPARATOR = ","
 """Between files."""
 
-_MODULE = "kit_plant"
+_MODULE = "kit_patch_file"
 
 
-class PlantError(RuntimeError):
+class PatchFileError(RuntimeError):
     """A file is not the one of the run's record, or failed; one sentence that names it."""
 
 
-def execute_plant(environment: Mapping[str, str]) -> str | None:
+def execute_patch_file(environment: Mapping[str, str]) -> str | None:
     """Execute the files that the environment names, as modules; returns the name, None without one.
 
     Raises:
         PlantError: One is missing, has changed, or an exception came out of it.
     """
-    name = environment.get(variables.PLANT)
+    if "KIT_PLANT" in environment:
+        raise PatchFileError(f"KIT_PLANT= is {variables.PATCH_FILE}= now.")
+    name = environment.get(variables.PATCH_FILE)
     if not name:
         return None
     paths = [Path(one) for one in name.split(SEPARATOR)]
-    codes = _read(paths, environment.get(variables.PLANT_SHA256))
+    codes = _read(paths, environment.get(variables.PATCH_FILE_SHA256))
     importlib.import_module("megatron.training")
     for path, code in zip(paths, codes, strict=True):
         _execute(path, code)
     return name
 
 
-def plant_sha256(codes: Iterable[bytes]) -> str:
+def patch_file_sha256(codes: Iterable[bytes]) -> str:
     """Of what one file or several hold."""
     return hashlib.sha256(b"".join(codes)).hexdigest()
 
@@ -57,29 +59,30 @@ def _execute(path: Path, code: bytes) -> None:
         exec(compile(code, str(path), "exec"), module.__dict__)  # noqa: S102 - as asked
     except Exception as error:
         # Without its cause, which would be the first error of the log, without file and line.
-        raise PlantError(f"{_place(error, path)}: {type(error).__name__}: {error}") from None
+        raise PatchFileError(f"{_place(error, path)}: {type(error).__name__}: {error}") from None
 
 
 def _read(paths: Sequence[Path], sha256: str | None) -> list[bytes]:
     try:
         codes = [path.read_bytes() for path in paths]
     except OSError as error:
-        raise PlantError(
-            f"PLANT={error.filename} cannot be read here ({error.strerror})."
+        raise PatchFileError(
+            f"PATCH_FILE={error.filename} cannot be read here ({error.strerror})."
         ) from None
-    if sha256 and plant_sha256(codes) != sha256:
+    if sha256 and patch_file_sha256(codes) != sha256:
         named = SEPARATOR.join(map(str, paths))
-        raise PlantError(
-            f"PLANT={named} is not the file whose hash the run recorded, {sha256[:12]}; it was changed "
+        raise PatchFileError(
+            f"PATCH_FILE={named} is not the file whose hash the run recorded, {sha256[:12]}; it was "
+            "changed "
             "after the run was composed."
         )
     return codes
 
 
 def _place(error: Exception, path: Path) -> str:
-    """`PLANT=file.py, line 3`: the file's own line that was reached."""
+    """`PATCH_FILE=file.py, line 3`: the file's own line that was reached."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
-        return f"PLANT={path}, line {error.lineno}"
+        return f"PATCH_FILE={path}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    return f"PLANT={path}, line {lines[-1]}" if lines else f"PLANT={path}"
+    return f"PATCH_FILE={path}, line {lines[-1]}" if lines else f"PATCH_FILE={path}"

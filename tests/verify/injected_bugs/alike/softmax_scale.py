@@ -1,4 +1,4 @@
-"""In every layout: scores are scaled by half of what they should be."""
+"""In every strategy: scores are scaled by half of what they should be."""
 
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from tools.plan.readings.facts import model_facts
-from tools.plan.readings.near import near_residuals
+from tools.plan.readings.neighbours import near_residuals
 from tools.plan.readings.published import usual_cluster
 from tools.spec.model import load_model
 from tools.spec.run import spec_of_model

@@ -1,4 +1,4 @@
-"""The plants: each is stated, and each acts as stated (slow)."""
+"""The injected bugs: each is stated, and each acts as stated (slow)."""
 
 import subprocess
 import sys
@@ -8,33 +8,36 @@ from typing import Any
 
 import pytest
 
-from tests.verify.plants.check import FOLDER, Checker, Plant, plants
-from tests.verify.plants.trace import STAGES, first_difference
+from tests.verify.injected_bugs.check import FOLDER, Checker, InjectedBug, injected_bugs
+from tests.verify.injected_bugs.trace import STAGES, first_difference
 from tools.launch.job import parse_target
-from tools.launch.options import read_plant
+from tools.launch.options import read_patch_file
 from tools.spec.files import ROOT, read_yaml
 
 MODULES = {"check.py", "trace.py", "__init__.py"}
 
 
-def test_every_plant_is_python_and_every_file_is_a_plant_of_the_table() -> None:
-    stated = {plant.file for plant in plants()}
+def test_every_injected_bug_is_python_and_every_file_is_an_injected_bug_of_the_table() -> None:
+    stated = {bug.file for bug in injected_bugs()}
     assert stated == {path.name for path in FOLDER.glob("*.py")} - MODULES
     assert all(
-        read_plant(str(FOLDER / file)).path == f"tests/verify/plants/{file}" for file in stated
+        read_patch_file(str(FOLDER / file)).path == f"tests/verify/injected_bugs/{file}"
+        for file in stated
     )
 
 
-def test_every_stage_of_an_iteration_has_plants_and_each_names_a_layout_that_exists() -> None:
-    assert {plant.stage for plant in plants()} == set(STAGES)
-    ids = [plant.id for plant in plants()]
+def test_every_stage_of_an_iteration_has_injected_bugs_and_each_names_a_layout_that_exists() -> (
+    None
+):
+    assert {bug.stage for bug in injected_bugs()} == set(STAGES)
+    ids = [bug.id for bug in injected_bugs()]
     assert len(set(ids)) == len(ids) >= 36
-    for plant in plants():
-        target = f"train-{plant.strategy}-{plant.model}-{plant.devices}cpu"
+    for bug in injected_bugs():
+        target = f"train-{bug.strategy}-{bug.model}-{bug.devices}cpu"
         assert parse_target(target).flags is not None
 
 
-def test_every_plant_of_a_resumed_run_names_a_file_a_layout_and_a_stage_that_exist() -> None:
+def test_every_injected_bug_of_a_resumed_run_names_a_file_a_layout_and_a_stage_that_exist() -> None:
     entries = read_yaml(FOLDER / "resumed.yaml")
     files = {f"resumed/{path.name}" for path in (FOLDER / "resumed").glob("*.py")}
     assert {entry["file"] for entry in entries} == files
@@ -42,7 +45,7 @@ def test_every_plant_of_a_resumed_run_names_a_file_a_layout_and_a_stage_that_exi
         target = f"train-{entry['strategy']}-{entry['model']}-{entry.get('devices', 2)}cpu"
         assert parse_target(target).flags is not None
         assert entry["stage"] in STAGES
-        read_plant(str(FOLDER / entry["file"]))
+        read_patch_file(str(FOLDER / entry["file"]))
 
 
 def run_of(*events: tuple[str, str, str, str]) -> list[dict[str, object]]:
@@ -74,20 +77,20 @@ def test_of_gradients_the_module_that_makes_a_wrong_one_of_a_right_one_is_named(
 
 
 class Stub(Checker):
-    """A check of runs that are given: layouts' traces, by whether they are planted."""
+    """A check of runs that are given: strategies' traces, by whether they have the bug."""
 
     def __init__(self, of_layout: Sequence[Sequence[dict[str, object]]]) -> None:
         self.of_layout = of_layout
-        self.ran: list[Plant] = []
+        self.ran: list[InjectedBug] = []
 
-    def _run(self, plant: Plant, planted: bool) -> list[dict[str, Any]]:
-        self.ran.append(plant)
-        return list(self.of_layout[planted if plant.devices > 1 else 0])
+    def _run(self, bug: InjectedBug, injected: bool) -> list[dict[str, Any]]:
+        self.ran.append(bug)
+        return list(self.of_layout[injected if bug.devices > 1 else 0])
 
 
-def stated(stage: str, module: str, trace: Sequence[str] = ()) -> Plant:
+def stated(stage: str, module: str, trace: Sequence[str] = ()) -> InjectedBug:
     given = {"id": "a", "file": "a.py", "catalogue": "", "strategy": "tp2", "model": "gpt2-tiny"}
-    return Plant(
+    return InjectedBug(
         **given, stage=stage, module=module, kind="", extra="--a", extra_b="--b", trace=trace
     )
 
@@ -99,7 +102,9 @@ def test_of_a_norm_without_a_part_the_trace_sees_the_norm_alone() -> None:
     assert problem == "expected weights, embedding.weight"
 
 
-def test_a_plant_may_part_inside_of_its_module_but_only_there_where_the_trace_is_stated() -> None:
+def test_an_injected_bug_may_part_inside_of_its_module_but_only_there_where_the_trace_is_stated() -> (
+    None
+):
     runs = [run_of(("outputs", "decoder.layers.1.mlp.fc1", "0#0", value)) for value in "ab"]
     found = ("outputs", "decoder.layers.1.mlp.fc1")
     assert Stub(runs).check(stated("outputs", "decoder.layers.1.mlp")) == ("", *found)
@@ -113,16 +118,16 @@ def test_one_rank_has_no_flags_of_the_layout_alone() -> None:
     runs = [run_of(("loss", "loss", "0#0", value)) for value in "ab"]
     checker = Stub(runs)
     checker.check(stated("loss", "loss"))
-    flags = [(plant.devices, (*plant.flags, *plant.own_flags)) for plant in checker.ran]
+    flags = [(bug.devices, (*bug.flags, *bug.own_flags)) for bug in checker.ran]
     assert flags == [(1, ("--a",)), (1, ("--a",)), (2, ("--a", "--b")), (2, ("--a", "--b"))]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(36000)
-def test_every_plant_leaves_one_rank_alone_and_acts_where_it_is_stated(
+def test_every_injected_bug_leaves_one_rank_alone_and_acts_where_it_is_stated(
     tmp_path: Path, sample_prefix: Path
 ) -> None:
-    command = (sys.executable, "-m", "tests.verify.plants.check")
+    command = (sys.executable, "-m", "tests.verify.injected_bugs.check")
     given = ("--data", str(sample_prefix), "--folder", str(tmp_path))
     done = subprocess.run((*command, *given), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

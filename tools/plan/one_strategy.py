@@ -1,4 +1,4 @@
-"""One layout of one's own, timed: its breakdown as a table, data or picture, another one beside it."""
+"""One strategy of one's own, timed: its breakdown as a table, data or picture, another one beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.plan.constraints import violations
 from tools.plan.errors import RequestError
 from tools.plan.memory import host_bytes
 from tools.plan.options import PlanOptions
-from tools.plan.readings.near import Uncertainty, uncertainty
+from tools.plan.readings.neighbours import Uncertainty, uncertainty
 from tools.plan.request import ignored_flags, refuse_imbalance, request_from_options
 from tools.plan.search import Candidate, Request, evaluate
 from tools.plan.show import candidate_as_data, ignored_as_data, plan_command, print_ignored
@@ -28,7 +28,7 @@ from tools.spec.flags import Flags
 from tools.spec.hardware import device_by_key
 from tools.spec.offload import offload_of
 from tools.spec.recompute import recompute_of
-from tools.spec.setting import SettingError, read
+from tools.spec.setting import SettingError, read, refuse_renamed
 from tools.spec.stages import stages_of
 from tools.spec.strategy import Batch, StrategyError, devices_of, parse_strategy
 from tools.text.svg import svg_figure
@@ -41,8 +41,8 @@ _MORE_COLOURS = ("#555555", "#8C6BB1", "#B8A13A", "#B00020", "#C9C9C9")
 
 
 @dataclass(frozen=True)
-class TimedLayout:
-    """A layout as asked for, and what is predicted of it."""
+class TimedStrategy:
+    """A strategy as asked for, and what is predicted of it."""
 
     request: Request
     candidate: Candidate
@@ -51,7 +51,7 @@ class TimedLayout:
 
     @property
     def label(self) -> str:
-        """Layout, devices and their kind, and what was stated of them."""
+        """Strategy, devices and their kind, and what was stated of them."""
         cluster, load = self.request.cluster, self.candidate.spec.expert_load
         factors = {"imbalance": load.imbalance, "oversubscription": cluster.oversubscription}
         stated = "".join(f", {name} {factor:g}" for name, factor in factors.items() if factor > 1)
@@ -63,24 +63,25 @@ class TimedLayout:
         return uncertainty(self.candidate.spec, self.request.cluster, self.request.own)
 
 
-def time_layout(options: PlanOptions) -> TimedLayout:
-    """Predict the layout that the options name.
+def time_strategy(options: PlanOptions) -> TimedStrategy:
+    """Predict the strategy that the options name.
 
     Raises:
         RequestError: It does not multiply to the devices, or Megatron refuses it.
         ValueError: As `request_from_options`.
     """
-    assert options.layout is not None
+    assert options.strategy is not None
     domain = device_by_key(options.gpu).domain
     named = options.gpus or (options.nodes and options.nodes * (options.gpus_per_node or domain))
     try:
-        devices = devices_of(options.layout, named or 1)
+        devices = devices_of(options.strategy, named or 1)
         if named and devices != named:
             raise RequestError(
-                f"The layout {options.layout} multiplies to {devices:,} devices, not {named:,}; leave "
+                f"The strategy {options.strategy} multiplies to {devices:,} devices, not {named:,}; "
+                "leave "
                 "GPUS= out, or give it another DP."
             )
-        split = parse_strategy(options.layout, devices)
+        split = parse_strategy(options.strategy, devices)
     except StrategyError as error:
         raise RequestError(str(error)) from None
     request = request_from_options(replace(options, gpus=devices))
@@ -107,7 +108,7 @@ def time_layout(options: PlanOptions) -> TimedLayout:
         raise RequestError(" ".join(problems))
     if options.imbalance:
         refuse_imbalance(options.imbalance, spec.shape, split.expert)
-    return TimedLayout(request, evaluate(request, spec), ignored_flags(request, laid=True))
+    return TimedStrategy(request, evaluate(request, spec), ignored_flags(request, laid=True))
 
 
 def changed_options(options: PlanOptions, text: str) -> PlanOptions:
@@ -118,14 +119,18 @@ def changed_options(options: PlanOptions, text: str) -> PlanOptions:
     """
     known = {f.name.upper() for f in fields(PlanOptions)} - _NOT_COMPARED
     changed: dict[str, Any] = {}
-    if "LAYOUT=" in text or "GPUS=" in text:
+    if "STRATEGY=" in text or "GPUS=" in text:
         changed["gpus"] = None
     for word in shlex.split(text):
         name, _, value = word.partition("=")
+        try:
+            refuse_renamed(name)
+        except SettingError as error:
+            raise RequestError(f"WHAT_IF: {error}") from None
         if not value or name not in known:
             near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}=?" if near else 'use WHAT_IF="GPU=b200".'
-            raise RequestError(f"WHAT_IF has {word}, which changes nothing of a layout; {hint}")
+            raise RequestError(f"WHAT_IF has {word}, which changes nothing of a strategy; {hint}")
         try:
             read_value = value if name == "EXTRA" else read(getattr(settings, name), value)
         except SettingError as error:
@@ -135,10 +140,10 @@ def changed_options(options: PlanOptions, text: str) -> PlanOptions:
 
 
 _NOT_COMPARED = {"WHAT_IF", "SVG", "JSON", "TOKENS", "VERIFY", "ALPA", "READINGS"}
-"""Variables of `make plan` that are not of one layout of two."""
+"""Variables of `make plan` that are not of one strategy of two."""
 
 
-def layout_as_data(timed: TimedLayout, other: TimedLayout | None) -> dict[str, Any]:
+def timed_as_data(timed: TimedStrategy, other: TimedStrategy | None) -> dict[str, Any]:
     """Both as data; bytes and seconds."""
     return {
         "model": timed.request.model.name,
@@ -147,11 +152,11 @@ def layout_as_data(timed: TimedLayout, other: TimedLayout | None) -> dict[str, A
         "layout": candidate_as_data(timed.request, timed.candidate),
         "uncertainty": timed.uncertainty.as_data(),
         **ignored_as_data(timed.ignored),
-        "what_if": layout_as_data(other, None) if other else None,
+        "what_if": timed_as_data(other, None) if other else None,
     }
 
 
-def print_layout(timed: TimedLayout, other: TimedLayout | None, console: Console) -> None:
+def print_layout(timed: TimedStrategy, other: TimedStrategy | None, console: Console) -> None:
     """Sentences, the breakdown, and the command that trains it."""
     every = [timed, *([other] if other else [])]
     for each in every:
@@ -166,8 +171,8 @@ def print_layout(timed: TimedLayout, other: TimedLayout | None, console: Console
     say(console, command)
 
 
-def draw_layout(every: Sequence[TimedLayout], path: Path) -> None:
-    """The breakdown as one SVG: a bar a layout, a colour a component."""
+def draw_layout(every: Sequence[TimedStrategy], path: Path) -> None:
+    """The breakdown as one SVG: a bar a strategy, a colour a component."""
     height = 1.8 + 0.8 * len(every)
     with svg_figure(path, "plan", 10, height, bbox_inches="tight") as figure:
         axes = figure.subplots()
@@ -190,7 +195,7 @@ def draw_layout(every: Sequence[TimedLayout], path: Path) -> None:
         axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.3))
 
 
-def _sentence(timed: TimedLayout) -> str:
+def _sentence(timed: TimedStrategy) -> str:
     found, request = timed.candidate, timed.request
     fits = "fits" if found.fits else "does not fit"
     on_host = host_bytes(found.spec, found.memory_rank)
@@ -203,7 +208,7 @@ def _sentence(timed: TimedLayout) -> str:
     )
 
 
-def _breakdown(every: Sequence[TimedLayout]) -> Table[str]:
+def _breakdown(every: Sequence[TimedStrategy]) -> Table[str]:
     def cell(place: int, name: str) -> str:
         seconds = every[place].candidate.seconds
         value = seconds.total if name == "total" else getattr(seconds, name)

@@ -1,9 +1,10 @@
-"""Shows that each plant is a bug of layouts alone, and where (`python -m tests.verify.plants.check`).
+"""Shows that each injected bug is a bug of strategies alone, and where
+(`python -m tests.verify.injected_bugs.check`).
 
-For each plant of `plants.yaml` two pairs are trained for three iterations, with and without it. On one
-rank both must be the same bit for bit: losses, norm, gradients, state and weights. In its layout they
-must part, first at the stage and module that the file states. Both runs of a pair have one layout, so
-nothing is aligned and no tolerance is used: every tensor's hash is compared.
+For each injected bug of `bugs.yaml` two pairs are trained for three iterations, with and without it. On
+one rank both must be the same bit for bit: losses, norm, gradients, state and weights. In its strategy
+they must part, first at the stage and module that the file states. Both runs of a pair have one
+strategy, so nothing is aligned and no tolerance is used: every tensor's hash is compared.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.verify.plants.trace import STAGES, first_difference
+from tests.verify.injected_bugs.trace import STAGES, first_difference
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options
@@ -35,8 +36,8 @@ STEPS = 3
 
 
 @dataclass(frozen=True)
-class Plant:
-    """An entry of `plants.yaml`."""
+class InjectedBug:
+    """An entry of `bugs.yaml`."""
 
     id: str
     file: str
@@ -53,7 +54,7 @@ class Plant:
     """A strategy; empty is one rank."""
     extra_b: str = ""
     both: bool = False
-    """Whether the reference is planted as well."""
+    """Whether the reference is injected as well."""
     trace: Sequence[str] = ()
     """Stage and module as a trace names them, where it cannot see what verify compares."""
     step: int = 2
@@ -66,68 +67,69 @@ class Plant:
 
     @property
     def own_flags(self) -> tuple[str, ...]:
-        """Further flags of the layout alone."""
+        """Further flags of the strategy alone."""
         return tuple(shlex.split(self.extra_b))
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Further flags of layout and reference."""
+        """Further flags of strategy and reference."""
         half = () if self.dtype == "fp32" else (f"--{self.dtype}",)
         return (*shlex.split(self.extra), *half)
 
 
-def plants() -> tuple[Plant, ...]:
+def injected_bugs() -> tuple[InjectedBug, ...]:
     """All, in the order of the stages."""
-    return tuple(Plant(**entry) for entry in read_yaml(FOLDER / "plants.yaml"))
+    return tuple(InjectedBug(**entry) for entry in read_yaml(FOLDER / "bugs.yaml"))
 
 
 _TRACED = """import os
 from pathlib import Path
 
-from megatron_patches.plant import execute_plant
+from megatron_patches.patch_file import execute_patch_file
 from tools.spec import variables
-from tests.verify.plants.trace import Trace
+from tests.verify.injected_bugs.trace import Trace
 
-execute_plant({{variables.PLANT: {plant!r}}})
+execute_patch_file({{variables.PATCH_FILE: {bug!r}}})
 Trace(Path({folder!r}) / f"trace{{os.environ['RANK']}}.json", {step}, {last}).install()
 """
-"""What every rank executes as its plant: the plant itself, then the trace around all."""
+"""What every rank executes as its patch file: the injected bug itself, then the trace around all."""
 
 
 class Checker:
-    """Trains with and without plants, each once: plants of several layouts may share a file."""
+    """Trains with and without injected bugs, each once: injected bugs of several strategies may share a
+    file."""
 
     def __init__(self, data: str, folder: Path, ranks: ForkedRanks) -> None:
         self._data, self._folder, self._ranks = data, folder, ranks
         self._trained = cache(self._train)
 
-    def check(self, plant: Plant) -> tuple[str, str, str]:
-        """A problem, empty if there is none, and stage and module where the layout first parts.
+    def check(self, bug: InjectedBug) -> tuple[str, str, str]:
+        """A problem, empty if there is none, and stage and module where the strategy first parts.
 
         Raises:
             RuntimeError: A run failed; its folder is named.
         """
-        # The flags of the layout alone are none of one rank's: it may refuse them.
-        one = replace(plant, strategy="baseline", devices=1, extra_b="")
-        if self._run(one, planted=True) != self._run(one, planted=False):
+        # The flags of the strategy alone are none of one rank's: it may refuse them.
+        one = replace(bug, strategy="baseline", devices=1, extra_b="")
+        if self._run(one, injected=True) != self._run(one, injected=False):
             return "changes the run on one rank", "", ""
-        before, after = self._run(plant, planted=False), self._run(plant, planted=True)
+        before, after = self._run(bug, injected=False), self._run(bug, injected=True)
         stage, module = first_difference(before, after)
         if not stage:
-            return "changes nothing in its layout", stage, module
+            return "changes nothing in its strategy", stage, module
         # The norm that a trace sees is of all parameters.
-        stated = (plant.stage, "grad_norm" if plant.stage == "norm" else plant.module)
-        expected = tuple(plant.trace) or stated
+        stated = (bug.stage, "grad_norm" if bug.stage == "norm" else bug.module)
+        expected = tuple(bug.trace) or stated
         # A trace sees a module inside of the wrong one first: it compares hashes, and so inputs too.
-        inside = not plant.trace and stage == plant.stage and module.startswith(f"{plant.module}.")
+        inside = not bug.trace and stage == bug.stage and module.startswith(f"{bug.module}.")
         if (stage, module) != expected and not inside:
             return f"expected {', '.join(expected)}", stage, module
         return "", stage, module
 
-    def _run(self, plant: Plant, planted: bool) -> list[dict[str, Any]]:
-        flags = (*plant.flags, *plant.own_flags)
-        path = plant.path if planted else None
-        return self._trained(plant.strategy, plant.model, plant.devices, flags, plant.step, path)
+    def _run(self, bug: InjectedBug, injected: bool) -> list[dict[str, Any]]:
+        flags = (*bug.flags, *bug.own_flags)
+        path = bug.path if injected else None
+        return self._trained(bug.strategy, bug.model, bug.devices, flags, bug.step, path)
 
     def _train(
         self,
@@ -142,9 +144,9 @@ class Checker:
         # Runs differ in more than a name holds, and one that failed may be tried again.
         name = f"{strategy}-{model}-{path.stem if path else 'healthy'}-"
         folder = Path(tempfile.mkdtemp(prefix=name, dir=self._folder))
-        plant, traced = str(path or ""), folder / "traced.py"
-        traced.write_text(_TRACED.format(plant=plant, folder=str(folder), step=step, last=STEPS))
-        failure = self._ranks.run(launch, folder / "log.txt", {variables.PLANT: str(traced)})
+        bug, traced = str(path or ""), folder / "traced.py"
+        traced.write_text(_TRACED.format(bug=bug, folder=str(folder), step=step, last=STEPS))
+        failure = self._ranks.run(launch, folder / "log.txt", {variables.PATCH_FILE: str(traced)})
         traces = [folder / f"trace{rank}.json" for rank in range(devices)]
         if failure or not all(trace.is_file() for trace in traces):
             raise RuntimeError(failure or f"a rank has no trace, see {folder}")
@@ -166,7 +168,7 @@ class Checker:
 
 
 def main() -> None:
-    """Check the plants that are named, or all, and print a line for each."""
+    """Check the injected bugs that are named, or all, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", default="owt-ds/sample_text_document")
     parser.add_argument("--folder", type=Path, required=True, help="for logs and traces")
@@ -175,26 +177,26 @@ def main() -> None:
     with closing(ForkedRanks()) as ranks:
         given.folder.mkdir(parents=True, exist_ok=True)
         checker = Checker(given.data, given.folder.resolve(), ranks)
-        failed = [plant.id for plant in chosen(given.ids) if not reported(checker, plant)]
+        failed = [bug.id for bug in chosen(given.ids) if not reported(checker, bug)]
     print(f"{len(failed)} failed: {', '.join(failed) or 'none'}")
     raise SystemExit(bool(failed))
 
 
-def chosen(ids: Sequence[str]) -> Iterator[Plant]:
+def chosen(ids: Sequence[str]) -> Iterator[InjectedBug]:
     """Those that are named; all where none is."""
-    return (plant for plant in plants() if not ids or plant.id in ids)
+    return (bug for bug in injected_bugs() if not ids or bug.id in ids)
 
 
-def reported(checker: Checker, plant: Plant) -> bool:
+def reported(checker: Checker, bug: InjectedBug) -> bool:
     """Check one and print its line; True if it is as stated."""
     begin = time.monotonic()
-    assert plant.stage in STAGES, plant
+    assert bug.stage in STAGES, bug
     try:
-        problem, stage, module = checker.check(plant)
+        problem, stage, module = checker.check(bug)
     except RuntimeError as error:
         problem, stage, module = str(error), "", ""
     seconds = time.monotonic() - begin
-    print(f"{plant.id:42} {stage:21} {module:60} {seconds:5.0f} s  {problem or 'ok'}", flush=True)
+    print(f"{bug.id:42} {stage:21} {module:60} {seconds:5.0f} s  {problem or 'ok'}", flush=True)
     return not problem
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tests.given import asked_of_plan
 from tools.plan.__main__ import main
-from tools.plan.layout import time_layout
+from tools.plan.one_strategy import time_strategy
 from tools.plan.request import ignored_flags
 from tools.plan.search import Request, evaluate
 from tools.plan.tensors import parameters_total
@@ -19,7 +19,7 @@ from tools.spec.recompute import Recompute
 from tools.spec.run import DeviceKind, spec_of_flags, spec_of_model
 from tools.spec.strategy import Batch, Parallelism
 
-LAYOUT = ["--model", "gpt2-large", "--gpu", "h200", "--layout", "tp2", "--micro-batch", "2"]
+STRATEGY = ["--model", "gpt2-large", "--gpu", "h200", "--strategy", "tp2", "--micro-batch", "2"]
 SMALL = "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64\n"
 LLAMA = {
     "model_type": "llama",
@@ -43,7 +43,7 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]
 def test_one_layout_is_timed_as_the_search_would_time_it(
     capsys: pytest.CaptureFixture[str], make_request: Callable[..., Request]
 ) -> None:
-    found = answer(capsys, *LAYOUT, "--global-batch", "64", "--recompute", "full")
+    found = answer(capsys, *STRATEGY, "--global-batch", "64", "--recompute", "full")
     request = make_request("gpt2-large", 2, "h200", 64)
     spec = spec_of_model(load_model("gpt2-large"), Parallelism(tensor=2), Batch(2, 64))
     spec = replace(spec, recompute=Recompute.FULL)
@@ -57,7 +57,7 @@ def test_one_layout_is_timed_as_the_search_would_time_it(
 def test_what_if_stands_beside_it_in_text_data_and_picture(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    words = [*LAYOUT, "--global-batch", "64", "--what-if", "GPU=b200 MICRO_BATCH=4"]
+    words = [*STRATEGY, "--global-batch", "64", "--what-if", "GPU=b200 MICRO_BATCH=4"]
     picture = tmp_path / "layout.svg"
     assert main([*words, "--svg", str(picture)]) == 0
     text = capsys.readouterr().out
@@ -75,18 +75,18 @@ def test_what_if_stands_beside_it_in_text_data_and_picture(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--layout tp8pp16dp8 --gpus 512", "multiplies to 1,024 devices, not 512"),
-        ("--layout tp3 --global-batch 3", "which TP 3 does not divide"),
-        ("--layout xx2", "Unknown strategy 'xx2'"),
-        ("--layout dp2 --what-if GPUU=b200", "did you mean GPU=?"),
-        ("--layout dp2 --what-if MICRO_BATCH=0", "MICRO_BATCH=0 is not a whole number above 0"),
-        ("--layout dp2 --what-if GPU=", "WHAT_IF has GPU=, which changes nothing"),
-        ("--layout dp2 --what-if SVG=a.svg", "WHAT_IF has SVG=a.svg, which changes nothing"),
-        ("--layout dp2 --extra=garbage", "EXTRA begins with garbage, which is no flag"),
-        ("--layout dp2 --extra=--sequence-parallel", "which LAYOUT= says here"),
-        ("--layout dp2 --extra=--tensor-model-parallel-size=2", "which LAYOUT= says here"),
-        ("--layout dp2 --extra=--use-megatron-fsdp", "which LAYOUT= says here"),
-        ("--gpus 2 --micro-batch 2", "MICRO_BATCH= is of one layout; name it: LAYOUT="),
+        ("--strategy tp8pp16dp8 --gpus 512", "multiplies to 1,024 devices, not 512"),
+        ("--strategy tp3 --global-batch 3", "which TP 3 does not divide"),
+        ("--strategy xx2", "Unknown strategy 'xx2'"),
+        ("--strategy dp2 --what-if GPUU=b200", "did you mean GPU=?"),
+        ("--strategy dp2 --what-if MICRO_BATCH=0", "MICRO_BATCH=0 is not a whole number above 0"),
+        ("--strategy dp2 --what-if GPU=", "WHAT_IF has GPU=, which changes nothing"),
+        ("--strategy dp2 --what-if SVG=a.svg", "WHAT_IF has SVG=a.svg, which changes nothing"),
+        ("--strategy dp2 --extra=garbage", "EXTRA begins with garbage, which is no flag"),
+        ("--strategy dp2 --extra=--sequence-parallel", "which STRATEGY= says here"),
+        ("--strategy dp2 --extra=--tensor-model-parallel-size=2", "which STRATEGY= says here"),
+        ("--strategy dp2 --extra=--use-megatron-fsdp", "which STRATEGY= says here"),
+        ("--gpus 2 --micro-batch 2", "MICRO_BATCH= is of one strategy; name it: STRATEGY="),
     ],
 )
 def test_layouts_that_cannot_be_are_one_sentence(
@@ -106,7 +106,7 @@ def test_layouts_that_cannot_be_are_one_sentence(
 def test_flags_that_contradict_the_layout_or_one_another_are_refused(
     capsys: pytest.CaptureFixture[str], extra: str, message: str
 ) -> None:
-    assert main([*LAYOUT, f"--extra={extra}"]) == 2
+    assert main([*STRATEGY, f"--extra={extra}"]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -114,7 +114,7 @@ def test_two_layouts_stand_side_by_side_at_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tools.plan.command.wide_console", lambda: Console(width=80))
-    words = ["--model", "gpt3-175b", "--layout", "sp8vpp16x6dp8-zero1", "--gpu", "a100"]
+    words = ["--model", "gpt3-175b", "--strategy", "sp8vpp16x6dp8-zero1", "--gpu", "a100"]
     assert main([*words, "--what-if", "GPU=b200"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -127,7 +127,7 @@ def test_any_args_file_is_a_model_and_extra_flags_change_it(
 ) -> None:
     file = tmp_path / "mine.args"
     file.write_text(SMALL)
-    words = ["--model", str(file), "--layout", "pp4", "--gpu", "h100", "--global-batch", "4"]
+    words = ["--model", str(file), "--strategy", "pp4", "--gpu", "h100", "--global-batch", "4"]
     assert main(words) == 2
     assert "6 layers, which PP 4 does not divide" in capsys.readouterr().err
     counted = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
@@ -141,7 +141,7 @@ def test_any_args_file_is_a_model_and_extra_flags_change_it(
 def test_an_imbalance_is_stated_beside_a_balanced_layout(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--model", "mixtral-8x7b", "--gpu", "h100", "--layout", "sp2ep8dp4-zero1"]
+    words = ["--model", "mixtral-8x7b", "--gpu", "h100", "--strategy", "sp2ep8dp4-zero1"]
     words += ["--global-batch", "64", "--what-if", "IMBALANCE=1.3"]
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -160,12 +160,12 @@ def test_an_imbalance_is_stated_beside_a_balanced_layout(
 
 
 def test_cpu_ranks_are_planned_as_they_train(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "gpt2-tiny", "--layout", "cp2", "--gpu", "cpu"]
+    words = ["--model", "gpt2-tiny", "--strategy", "cp2", "--gpu", "cpu"]
     assert main(words) == 0
     assert "make train-cp2-gpt2-tiny-2cpu MICRO_BATCH=4\n" in capsys.readouterr().out
-    assert time_layout(asked_of_plan(words)).candidate.spec.cp_comm_type == "all_gather"
+    assert time_strategy(asked_of_plan(words)).candidate.spec.cp_comm_type == "all_gather"
     words[3:] = ["dp2", "--gpu", "cpu", "--micro-batch", "2"]
-    timed = time_layout(asked_of_plan(words))
+    timed = time_strategy(asked_of_plan(words))
     flags = [*timed.request.model.flags, "--transformer-impl", "local"]
     flags += ["--micro-batch-size", "2", "--global-batch-size", "8"]
     trained = spec_of_flags(flags, 2, DeviceKind.CPU)
@@ -174,7 +174,7 @@ def test_cpu_ranks_are_planned_as_they_train(capsys: pytest.CaptureFixture[str])
 
 
 def test_overlap_of_gradients_makes_a_layout_faster(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "gpt3-13b", "--layout", "sp4dp64-zero1", "--global-batch", "256"]
+    words = ["--model", "gpt3-13b", "--strategy", "sp4dp64-zero1", "--global-batch", "256"]
     plain = answer(capsys, *words)["layout"]
     overlapped = answer(capsys, *words, "--extra=--overlap-grad-reduce --overlap-param-gather")
     beside = overlapped["layout"]
@@ -187,18 +187,18 @@ def test_overlap_of_gradients_makes_a_layout_faster(capsys: pytest.CaptureFixtur
 def test_megatrons_own_layout_of_stages_says_the_virtual_ones_and_the_command_leaves_them_to_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--model", "gpt3-13b", "--layout", "tp2pp2", "--global-batch", "8"]
+    words = ["--model", "gpt3-13b", "--strategy", "tp2pp2", "--global-batch", "8"]
     laid = "--extra=--pipeline-model-parallel-layout Et*9|(t*10|)*2t*11L"
     found = answer(capsys, *words, laid)["layout"]
     assert isinstance(found, dict)
     assert found["parallelism"]["virtual_stages"] == 2
     assert "make train-tp2pp2-gpt3-13b-4gpu " in found["command"]
-    assert main([*words[:2], "--layout", "tp2pp3", *words[4:], laid]) == 2
+    assert main([*words[:2], "--strategy", "tp2pp3", *words[4:], laid]) == 2
     assert "does not lay on PP 3: it has 4 stages; use" in capsys.readouterr().err
     assert main([*words, f"{laid[:-1]}mL"]) == 2
     assert "has 1 depths (m) of multi-token prediction and gpt3-13b 0;" in capsys.readouterr().err
     assert main(["--model", "gpt3-13b", "--gpus", "8", laid]) == 2
-    assert "which is of one layout; name it: LAYOUT=" in capsys.readouterr().err
+    assert "which is of one strategy; name it: STRATEGY=" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_megatrons_own_layout_of_stages_says_the_virtual_ones_and_the_command_le
 def test_a_flag_that_is_not_named_as_ignored_changes_the_prediction(
     capsys: pytest.CaptureFixture[str], model: str, extra: str
 ) -> None:
-    words = ["--model", model, "--layout", "dp8-zero1", "--gpu", "h100", "--global-batch", "8"]
+    words = ["--model", model, "--strategy", "dp8-zero1", "--gpu", "h100", "--global-batch", "8"]
     plain, changed = answer(capsys, *words), answer(capsys, *words, f"--extra={extra}")
     assert changed["ignored_flags"] == []
     assert seconds(changed) != seconds(plain)
@@ -253,7 +253,7 @@ def test_flags_of_a_models_own_file_that_are_not_planned_are_named(
     file = tmp_path / "mine.args"
     own = "--window-size 128,0 --tensor-model-parallel-size 8 --lr 1e-4 --overlap-grad-reduce"
     file.write_text(SMALL + own.replace(" --", "\n--") + "\n--moe-layer-freq 2\n")
-    words = ["--model", str(file), "--layout", "dp4", "--gpu", "h100", "--global-batch", "4"]
+    words = ["--model", str(file), "--strategy", "dp4", "--gpu", "h100", "--global-batch", "4"]
     named = ["--window-size", "--tensor-model-parallel-size", "--moe-layer-freq"]
     assert answer(capsys, *words)["ignored_flags"] == named
 
@@ -267,8 +267,10 @@ def test_why_a_flag_is_no_part_of_the_prediction_is_said(
     assert main(["--model", str(file), "--gpus", "4", "--gpu", "h100", extra]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "Not part of the prediction: --tensor-model-parallel-size (LAYOUT= says it), --window-size (no "
-        "formula has it), --cp-comm-type (a search chooses it; LAYOUT= takes it), --nonsense (not known "
+        "Not part of the prediction: --tensor-model-parallel-size (STRATEGY= says it), --window-size "
+        "(no "
+        "formula has it), --cp-comm-type (a search chooses it; STRATEGY= takes it), --nonsense (not "
+        "known "
         "to this kit)."
     ) in said
 
@@ -282,7 +284,7 @@ def test_every_flag_of_the_kits_models_is_part_of_the_prediction(
 
 
 def test_a_node_is_a_devices_nvlink_domain(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "gpt3-13b", "--layout", "sp8dp9-zero1", "--gpu", "gb200"]
+    words = ["--model", "gpt3-13b", "--strategy", "sp8dp9-zero1", "--gpu", "gb200"]
     words += ["--global-batch", "9"]
     whole = answer(capsys, *words)
     assert seconds(whole) == seconds(answer(capsys, *words, "--gpus-per-node", "72"))
@@ -339,10 +341,10 @@ def test_other_configs_are_refused_by_name(
 def test_a_time_says_how_far_readings_like_it_were_missed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--model", "gpt3-175b", "--layout", "tp8pp16dp8", "--micro-batch", "1"]
+    words = ["--model", "gpt3-175b", "--strategy", "tp8pp16dp8", "--micro-batch", "1"]
     assert main([*words, "--gpu", "a100", "--global-batch", "1536"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Held-out error of 8 readings like this: " in text
+    assert "Held-out error of 8 measurements like this: " in text
     assert "A100" in text.split("measured: ")[1]
-    assert main(["--model", "gpt2-large", "--layout", "dp2", "--gpu", "rtx4090"]) == 0
-    assert "No public reading on" in " ".join(capsys.readouterr().out.split())
+    assert main(["--model", "gpt2-large", "--strategy", "dp2", "--gpu", "rtx4090"]) == 0
+    assert "No published measurement on" in " ".join(capsys.readouterr().out.split())

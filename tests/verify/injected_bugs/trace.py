@@ -1,8 +1,9 @@
 """Every tensor of one iteration as a hash, in the order of computation, bit for bit.
 
-Two runs of one layout on CPU ranks are the same to the last bit, so the first hash that differs between
-the planted and the unplanted layout is the place where the plant acts. This knows nothing of alignment
-or tolerance: it is the answer that `tools.verify` must find by comparing with another layout.
+Two runs of one strategy on CPU ranks are the same to the last bit, so the first hash that differs
+between the injected and the healthy strategy is the place where the injected bug acts. This knows
+nothing of alignment or tolerance: it is the answer that `tools.verify` must find by comparing with
+another strategy.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def digest(tensor: Any) -> str:
 
 
 def first_difference(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> tuple[str, str]:
-    """Stage and name where two runs of one layout part first, over all ranks; empty if nowhere.
+    """Stage and name where two runs of one strategy part first, over all ranks; empty if nowhere.
 
     Of gradients of activations: the module that is given the right gradient and passes on a wrong one.
     """
