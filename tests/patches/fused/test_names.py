@@ -32,9 +32,9 @@ def test_each_name_is_a_patch() -> None:
     from megatron_patches.catalogue import PATCHES
     from megatron_patches.context import RuntimeContext
 
-    off = RuntimeContext("gpu", Version("0.19"), False, False)
+    off = RuntimeContext("gpu", Version("0.19"), False)
     for fusion in FUSIONS:
-        on = RuntimeContext("gpu", Version("0.19"), False, False, (fusion.name,))
+        on = RuntimeContext("gpu", Version("0.19"), False, (fusion.name,))
         added = {p.name for p in PATCHES if p.needed(on)} - {
             p.name for p in PATCHES if p.needed(off)
         }

@@ -101,7 +101,7 @@ def _refuse_unknown(matrix: Matrix, features: Sequence[str], layouts: Sequence[s
         levels = (level for levels in family.factors.values() for level in levels)
         names |= {family.name, *(name for level in levels for name in _names(level))}
         laid |= {layout.name for layout in family.layouts}
-    for variable, given, known in (("FEATURES", features, names), ("LAYOUTS", layouts, laid)):
+    for variable, given, known in (("FEATURES", features, names), ("STRATEGIES", layouts, laid)):
         for name in given:
             if not _is_named(known, (name,)):
                 raise LaunchError(
