@@ -23,7 +23,7 @@ def _as_it_was() -> Iterator[None]:
 )
 def test_old_megatrons_find_what_numpy_2_dropped(megatron: str, has: bool) -> None:
     assert not hasattr(np, "product")
-    apply_patches([PATCH], RuntimeContext("cpu", Version(megatron), True, False))
+    apply_patches([PATCH], RuntimeContext("cpu", Version(megatron), False))
     assert hasattr(np, "product") == has
     if has:
         assert vars(np)["product"]((2, 3)) == 6
