@@ -326,7 +326,10 @@ def test_tokens_that_come_rank_by_rank_are_put_in_order_of_the_experts() -> None
     def more(expert: int, **changes: object) -> int:
         spec = RunSpec(shape, Parallelism(data=8, expert=expert), Batch(1, 8), "bf16", dropout=0.0)
         spec = replace(spec, shape=replace(shape, seq_length=4096, **changes))  # type: ignore[arg-type]
-        return layer_bytes(spec, rate)[0] - layer_bytes(spec, replace(rate, sorted_tokens=False))[0]
+        return (
+            layer_bytes(spec, rate)[0]
+            - layer_bytes(spec, replace(rate, execution=Execution(deduplicated=True)))[0]
+        )
 
     assert (more(8), more(4)) == (0, 4 * moved)
 
@@ -343,7 +346,7 @@ def test_a_bias_of_experts_is_six_more_passes_unless_it_is_part_of_the_product()
             "bf16",
             dropout=0.0,
         )
-        return layer_bytes(spec, replace(rate, fused_experts=fused))[0]
+        return layer_bytes(spec, replace(rate, execution=Execution(fused_experts=fused)))[0]
 
     assert bytes_of(True, False) - bytes_of(False, False) == 6 * 1024 * 2 * plain.hidden * 2
     assert bytes_of(True, True) == bytes_of(False, True) < bytes_of(False, False)

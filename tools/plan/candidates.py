@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tools.plan.constraints import CP_COMM_TYPES, divisors
 from tools.spec.model import ModelShape
+from tools.spec.offload import NOTHING
 from tools.spec.recompute import Recompute
 from tools.spec.run import DeviceKind, RunSpec
 from tools.spec.stages import EVEN, stage_split, virtual_degrees
@@ -49,6 +50,7 @@ def base(template: RunSpec, split: Parallelism, size: int, recompute: Recompute)
         parallelism=split,
         batch=Batch(size, template.batch.global_batch_size),
         recompute=recompute,
+        offload=NOTHING,
         cp_comm_type="p2p",
         stages=stage_split(template.shape.layers, split.pipeline) or EVEN,
     )

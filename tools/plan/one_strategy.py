@@ -26,8 +26,6 @@ from tools.spec import settings
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags
 from tools.spec.hardware import device_by_key
-from tools.spec.offload import offload_of
-from tools.spec.recompute import recompute_of
 from tools.spec.setting import SettingError, read, refuse_renamed
 from tools.spec.stages import stages_of
 from tools.spec.strategy import Batch, StrategyError, devices_of, parse_strategy
@@ -85,24 +83,20 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     except StrategyError as error:
         raise RequestError(str(error)) from None
     request = request_from_options(replace(options, gpus=devices))
-    flags = Flags(request.extra)
+    template, flags = request.template, Flags(request.extra)
     micro = options.micro_batch or request.model.batch.micro_batch_size
     degree = ("--pipeline-model-parallel-size", str(split.pipeline))
     stages = stages_of(Flags([*request.model.flags, *request.extra, *degree]))
     if split.virtual_stages == 1:
         split = replace(split, virtual_stages=stages.virtual(split.pipeline))
-    recompute = recompute_of(Flags([*request.model.flags, *request.extra]))
-    if options.recompute and not any(map(flags.has, of_role("recompute"))):
-        recompute = options.recompute
-    usual = comm_types(request.template, split)[0]
+    said = any(map(flags.has, of_role("recompute")))
     spec = replace(
-        request.template,
+        template,
         parallelism=split,
         batch=Batch(micro, request.global_batch),
-        recompute=recompute,
-        offload=offload_of(Flags([*request.model.flags, *request.extra])),
+        recompute=template.recompute if said else options.recompute or template.recompute,
         stages=stages,
-        cp_comm_type=flags.text("--cp-comm-type", usual),
+        cp_comm_type=flags.text("--cp-comm-type", comm_types(template, split)[0]),
     )
     if problems := violations(spec):
         raise RequestError(" ".join(problems))

@@ -14,17 +14,15 @@ from tools.plan.readings.reading_to_spec import execution_of_flags
 from tools.plan.search import Request
 from tools.plan.time.cluster import Cluster
 from tools.spec.experts import ExpertLoad, expert_load_of, most_imbalance
-from tools.spec.flag_table import FLAGS, planned
+from tools.spec.flag_table import FLAGS, of_role, planned
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import ModelShape, changed_model, model_of, training_flags
 from tools.spec.run import (
+    DeviceKind,
     RunSpec,
-    fp8_recipe_of,
     on_cpu_ranks,
-    spec_of_model,
-    state_types_of,
-    token_dispatcher_of,
+    spec_of_flags,
 )
 from tools.spec.strategy import Batch, Parallelism, batch_for
 
@@ -53,18 +51,15 @@ def request_from_options(options: PlanOptions) -> Request:
     )
     if batch < 1:
         raise RequestError(f"The global batch is {batch}; use 1 or more.")
-    template = with_sequence(spec_of_model(model, Parallelism(), Batch(1, batch)), options.seq)
-    flags = Flags([*training_flags(model.family), *model.flags, *extra])
+    words = merge_flags(training_flags(model.family), model.flags, extra)
+    flags = Flags(words)
+    alone = spec_of_flags(drop_flags(words, of_role("parallelism")), 1, DeviceKind.GPU, model.name)
     template = replace(
-        template,
-        fp8_recipe=fp8_recipe_of(flags),
-        state_types=state_types_of(flags),
-        optimizer_instances=flags.integer("--num-distributed-optimizer-instances"),
+        with_sequence(replace(alone, shape=model.shape), options.seq),
+        batch=Batch(1, batch),
         dropout=flags.number("--hidden-dropout"),
-        token_dispatcher=token_dispatcher_of(flags),
-        expert_load=_expert_load(template.shape, flags, options.imbalance),
+        expert_load=_expert_load(model.shape, flags, options.imbalance),
         fused_attention=flags.text("--attention-backend") != "unfused",
-        fused_norms=flags.text("--transformer-impl") != "local",
     )
     if on_cpu:
         template = on_cpu_ranks(template)

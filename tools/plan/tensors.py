@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from tools.spec.model import MAMBA, MTP, LatentAttention, Mamba, ModelShape, round_up
 from tools.spec.run import RunSpec
@@ -131,28 +132,17 @@ def rank_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
         UnevenSplitError: A degree does not divide what it splits; the message names both.
         IndexError: There is no such rank.
     """
-    split = spec.parallelism
-    if not 0 <= pipeline_rank < split.pipeline:
-        raise IndexError(f"PP {split.pipeline} has no rank {pipeline_rank}.")
+    pipeline = spec.parallelism.pipeline
+    if not 0 <= pipeline_rank < pipeline:
+        raise IndexError(f"PP {pipeline} has no rank {pipeline_rank}.")
     _refuse_uneven(spec)
-    degrees = (split.tensor, split.expert, split.tensor_of_experts, split.pipeline)
-    first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
-    layers, dense = _held_layers(spec, pipeline_rank)
-    return _stage_parameters(spec.trained_shape, degrees, sum(layers), sum(dense), first, last)
+    return _stage(spec, pipeline_rank).parameters
 
 
 def rank_tensors(spec: RunSpec, pipeline_rank: int = 0) -> list[int]:
     """Elements of each tensor on each TP rank of a pipeline rank."""
-    shape, split = spec.trained_shape, spec.parallelism
-    first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
-    table = spec.padded_vocabulary * shape.hidden // split.tensor
-    degrees = (split.tensor, split.pipeline)
-    found = [tensor.elements for tensor in _end_tensors(shape, table, *degrees, first, last)]
-    layers, dense = _held_layers(spec, pipeline_rank)
-    for count, kind in _layers_of_kind(shape, sum(layers), sum(dense)):
-        layer = _layer_tensors(kind, split.tensor, split.expert, split.tensor_of_experts)
-        found += count * [tensor.elements for tensor in layer for _ in range(tensor.copies)]
-    return found
+    tensors = _stage(spec, pipeline_rank).tensors
+    return [tensor.elements for tensor in tensors for _ in range(tensor.copies)]
 
 
 def layer_parameters(spec: RunSpec) -> Parameters:
@@ -163,15 +153,7 @@ def layer_parameters(spec: RunSpec) -> Parameters:
 
 def partial_gradient_elements(spec: RunSpec, pipeline_rank: int) -> int:
     """Elements that every TP rank holds whole and, under SP, has only its tokens' gradient of."""
-    shape, split = spec.shape, spec.parallelism
-    last = pipeline_rank == split.pipeline - 1
-    ends = _end_tensors(shape, 0, split.tensor, split.pipeline, False, last)
-    total = sum(tensor.elements for tensor in ends if tensor.partial)
-    layers, dense = _held_layers(spec, pipeline_rank)
-    for count, kind in _layers_of_kind(shape, sum(layers), sum(dense)):
-        layer = _layer_tensors(kind, split.tensor, split.expert, split.tensor_of_experts)
-        total += count * sum(tensor.elements for tensor in layer if tensor.partial)
-    return total
+    return _stage(spec, pipeline_rank).partial_elements
 
 
 def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
@@ -385,23 +367,43 @@ def _layer_parameters(
     return _parameters(_layer_tensors(shape, tensor, expert, expert_tensor))
 
 
+class _Stage(NamedTuple):
+    """What each TP rank of a pipeline rank holds."""
+
+    tensors: tuple[_Tensor, ...]
+    parameters: Parameters
+    partial_elements: int
+
+
+def _stage(spec: RunSpec, pipeline_rank: int) -> _Stage:
+    split = spec.parallelism
+    degrees = (split.tensor, split.expert, split.tensor_of_experts, split.pipeline)
+    first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
+    layers, dense = _held_layers(spec, pipeline_rank)
+    return _stage_of(spec.trained_shape, degrees, sum(layers), sum(dense), first, last)
+
+
 @lru_cache(maxsize=1024)
-def _stage_parameters(
+def _stage_of(
     shape: ModelShape,
     degrees: tuple[int, int, int, int],
     layers: int,
     dense: int,
     first: bool,
     last: bool,
-) -> Parameters:
+) -> _Stage:
     tensor, expert, expert_tensor, pipeline = degrees
     table = shape.padded_vocabulary(tensor) * shape.hidden // tensor
-    stage = [
-        replace(item, copies=count * item.copies)
-        for count, kind in _layers_of_kind(shape, layers, dense)
-        for item in _layer_tensors(kind, tensor, expert, expert_tensor)
-    ]
-    return _parameters([*stage, *_end_tensors(shape, table, tensor, pipeline, first, last)])
+    found = (
+        *_end_tensors(shape, table, tensor, pipeline, first, last),
+        *(
+            replace(item, copies=count * item.copies)
+            for count, kind in _layers_of_kind(shape, layers, dense)
+            for item in _layer_tensors(kind, tensor, expert, expert_tensor)
+        ),
+    )
+    partial = sum(item.copies * item.elements for item in found if item.partial)
+    return _Stage(found, _parameters(found), partial)
 
 
 @lru_cache(maxsize=256)

@@ -65,9 +65,6 @@ class Calibration:
         }.get(operation, 1.0)
 
 
-NOTHING_MEASURED = Calibration()
-
-
 @dataclass(frozen=True, eq=False)
 class Cluster:
     """`devices` equal devices, `per_node` of them in each node; compared by identity."""

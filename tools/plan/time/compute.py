@@ -83,7 +83,7 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
     drawing = _drawing_seconds(spec, rate)
     added = 0.0 if frozen else sum(p.copies * p.inner * p.columns for p in products)
     added *= _adding_seconds(spec, rate)
-    fuses = not rate.unfused_gradients
+    fuses = not rate.execution.unfused_gradients
     element = spec.element_bytes
 
     def forward(computed: Iterable[_Product]) -> float:
@@ -133,7 +133,7 @@ def _adding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     is read, and so are they, and written."""
     measured = rate.measured.gradient_seconds / rate.share
     moved = spec.element_bytes + 2 * precision_of(spec).gradients
-    return measured + (moved / rate.bytes_per_second if rate.unfused_gradients else 0.0)
+    return measured + (moved / rate.bytes_per_second if rate.execution.unfused_gradients else 0.0)
 
 
 def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
@@ -154,13 +154,13 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     hidden, element = shape.hidden, spec.element_bytes
     matmul = product_seconds(tokens, hidden, width, element, rate)
     matmul += product_seconds(tokens, width, hidden, element, rate)
-    fuses = not rate.unfused_gradients
+    fuses = not rate.execution.unfused_gradients
     matmul += product_seconds(hidden, tokens, width, element, rate, accumulated=fuses)
     matmul *= shape.predicted
     passes: float = _FORWARD_CROSS_ENTROPY_BYTES + _BACKWARD_CROSS_ENTROPY_BYTES
     if spec.dtype != "fp32":
         passes += 2 * spec.element_bytes
-    if rate.fused_loss or "cross_entropy" in spec.fused:
+    if rate.execution.fused_loss or "cross_entropy" in spec.fused:
         passes = _FUSED_CROSS_ENTROPY_PASSES * spec.element_bytes
     logits = shape.predicted * logit_elements(spec)
     guessed = shape.depths * logit_elements(spec) * spec.element_bytes
@@ -191,7 +191,7 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
     copies = precision.gradient_copies and precision.gradients + 4 + 8
     weights = precision.weights + 4 if precision.main_parameters else 0
     # Moments in fewer bytes are read and written in fewer.
-    in_passes = rate.torch_kernels and "adamw" not in spec.fused
+    in_passes = rate.execution.torch_kernels and "adamw" not in spec.fused
     adam = (_TORCH_ADAM_BYTES if in_passes else _ADAM_BYTES) - 2 * (8 - precision.adam)
     a_parameter = adam + _NORM_AND_CLIP_BYTES + copies + weights
     offloaded = offloaded_parameters(spec, held)
@@ -219,7 +219,11 @@ def _beside_host(here: float, offloaded: int, rate: DeviceRates) -> float:
     host = rate.known_host
     moved = offloaded * _MOVED_BYTES / host.link_bytes_per_second
     update = offloaded * _ADAM_BYTES / host.memory_bytes_per_second
-    return max(here, moved, update) if rate.overlap_offload else max(here, update) + 2 * moved
+    return (
+        max(here, moved, update)
+        if rate.execution.overlap_offload
+        else max(here, update) + 2 * moved
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +411,7 @@ def _cast_bytes(products: Iterable[_Product], rate: DeviceRates) -> tuple[int, i
         of_norm = width - 2
     inputs = outputs = 0.0
     for p in products:
-        skipped = p.between if rate.fused_experts else (False, False)
+        skipped = p.between if rate.execution.fused_experts else (False, False)
         if p.quantized and not skipped[0]:
             inputs += (of_norm if p.normed else width) * p.copies * p.rows * p.inner
         if p.quantized and not skipped[1]:

@@ -6,10 +6,11 @@ computed once: a search over pipeline and data parallelism only adds them up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from math import log
+from operator import attrgetter
 
 from tools.plan.activations import FP8_RECIPE_BYTES
 from tools.plan.collectives.call import LATEST, CollectiveCall
@@ -54,74 +55,51 @@ class MicroBatchSeconds:
     matmul: float = 0.0
     attention: float = 0.0
     memory_bound: float = 0.0
+    """Norms, dropouts, activations, the loss, and waiting for the host to launch kernels."""
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
     host_copies: float = 0.0
+    """Waiting for activations on their way to the host and back."""
 
     @property
     def total(self) -> float:
         """Forward and backward."""
-        arithmetic = self.matmul + self.attention + self.memory_bound
-        groups = self.tensor_parallel + self.context_parallel + self.expert_parallel
-        return arithmetic + groups + self.host_copies
+        return sum(_in_order(self))
 
     def __add__(self, other: MicroBatchSeconds) -> MicroBatchSeconds:
-        return MicroBatchSeconds(
-            self.matmul + other.matmul,
-            self.attention + other.attention,
-            self.memory_bound + other.memory_bound,
-            self.tensor_parallel + other.tensor_parallel,
-            self.context_parallel + other.context_parallel,
-            self.expert_parallel + other.expert_parallel,
-            self.host_copies + other.host_copies,
-        )
+        pairs = zip(_in_order(self), _in_order(other), strict=True)
+        return MicroBatchSeconds(*(one + two for one, two in pairs))
 
     def __mul__(self, times: float) -> MicroBatchSeconds:
-        return MicroBatchSeconds(
-            self.matmul * times,
-            self.attention * times,
-            self.memory_bound * times,
-            self.tensor_parallel * times,
-            self.context_parallel * times,
-            self.expert_parallel * times,
-            self.host_copies * times,
-        )
+        return MicroBatchSeconds(*(times * part for part in _in_order(self)))
+
+
+_in_order: Callable[[MicroBatchSeconds], tuple[float, ...]] = attrgetter(
+    *(field.name for field in fields(MicroBatchSeconds))
+)
 
 
 @dataclass(frozen=True, slots=True)
-class IterationSeconds:
-    """Where an iteration's time goes; communication is what is not hidden behind arithmetic."""
+class IterationSeconds(MicroBatchSeconds):
+    """Where an iteration's time goes: all its micro batches, and what is beside them."""
 
-    matmul: float
-    attention: float
-    memory_bound: float
-    """Norms, dropouts, activations, the loss, and waiting for the host to launch kernels."""
-    tensor_parallel: float
-    context_parallel: float
-    expert_parallel: float
-    host_copies: float
-    """Waiting for activations on their way to the host and back."""
-    pipeline_messages: float
-    bubble: float
+    pipeline_messages: float = 0.0
+    bubble: float = 0.0
     """Waiting for other stages; with stages of unequal work also the wait for the slowest."""
-    gradient_sync: float
-    optimizer: float
-    stragglers: float
+    gradient_sync: float = 0.0
+    optimizer: float = 0.0
+    stragglers: float = 0.0
     """Waiting for the slowest of all devices that work at once, whose times differ by chance."""
 
     @property
     def total(self) -> float:
         """Seconds of an iteration."""
-        inside = self.matmul + self.attention + self.memory_bound
-        layers = self.tensor_parallel + self.context_parallel + self.expert_parallel
-        layers += self.host_copies
-        between = self.pipeline_messages + self.bubble
-        end = self.gradient_sync + self.optimizer + self.stragglers
-        return inside + layers + between + end
+        return sum(_all_in_order(self))
 
 
 TIME_COMPONENTS = tuple(field.name for field in fields(IterationSeconds))
+_all_in_order: Callable[[IterationSeconds], tuple[float, ...]] = attrgetter(*TIME_COMPONENTS)
 
 ASSUMPTIONS = (
     "Gradients are reduced after the last backward, as without --overlap-grad-reduce; ZeRO-2, "
@@ -158,19 +136,15 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
     steady = count * slowest.total + messages + bubble + sync + beside + optimizer
     at_once = cluster.devices * cluster.share
     spread = (2 * log(max(1.0, at_once))) ** 0.5
+    own = slowest * count + MicroBatchSeconds(memory_bound=iteration_host_seconds(spec, cluster))
+    stragglers = cluster.constants.jitter * spread * steady
     return IterationSeconds(
-        matmul=count * slowest.matmul,
-        attention=count * slowest.attention,
-        memory_bound=count * slowest.memory_bound + iteration_host_seconds(spec, cluster),
-        tensor_parallel=count * slowest.tensor_parallel,
-        context_parallel=count * slowest.context_parallel,
-        expert_parallel=count * slowest.expert_parallel,
-        host_copies=count * slowest.host_copies,
+        **asdict(own),
         pipeline_messages=messages,
         bubble=bubble,
         gradient_sync=sync + beside,
         optimizer=optimizer,
-        stragglers=cluster.constants.jitter * spread * steady,
+        stragglers=stragglers,
     )
 
 

@@ -4,9 +4,10 @@ measured on it. Figures that say "measured" are of an H200 (../readings/README.m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tools.plan.time.cluster import NOTHING_MEASURED, Calibration, Cluster
+from tools.plan.time.cluster import Calibration, Cluster
+from tools.plan.time.execution import Execution
 from tools.spec.hardware import Device, Host
 from tools.spec.run import Fp8Recipe
 
@@ -48,23 +49,14 @@ class DeviceRates:
     fp8_recipe: Fp8Recipe
     elementwise: float
     """Times that elementwise kernels move what fused ones move."""
-    torch_kernels: bool = False
-    unfused_gradients: bool = False
-    unfused_rotary: bool = False
-    eager_activation: bool = False
-    fused_loss: bool = False
-    fused_experts: bool = False
-    sorted_tokens: bool = True
-    """Whether tokens come to a rank's experts unordered (NCCL's all-to-all)."""
-    transposes: bool = True
+    transposes: bool
     """Whether a product in fewer bits takes its operands in one layout only, so that each is written
     transposed as well."""
-    host: Host | None = None
-    overlap_offload: bool = False
-    """Whether an offloaded optimizer's copies and update run beside each other."""
-    measured: Calibration = NOTHING_MEASURED
+    host: Host | None
+    execution: Execution
+    measured: Calibration
     """What was measured in place of counting bytes."""
-    share: float = 1.0
+    share: float
     """Of the device, on which the measured times are longer by that much."""
 
     @property
@@ -106,9 +98,13 @@ def rates(cluster: Cluster, dtype: str, fp8_recipe: Fp8Recipe = Fp8Recipe.NONE) 
             f"{device.name} has no {dtype} rate; its rates are of {', '.join(device.peak_tflops)}."
         )
     before_hopper = device.generation in ("volta", "ampere")
-    on_gpu = device.key != "cpu"  # A core's constants are measured with the kernels it has.
+    execution = cluster.execution
+    if device.key == "cpu":  # A core's constants are measured with the kernels it has.
+        execution = replace(
+            execution, torch_kernels=False, unfused_gradients=False, unfused_rotary=False
+        )
     portable = _PORTABLE_SHARE.get(device.generation, 1.0)
-    already = cluster.execution.portable_attention
+    already = execution.portable_attention
     peak *= _power_share(device) * share
     fewer = peak * constants.matmul
     if fp8_recipe:
@@ -133,17 +129,10 @@ def rates(cluster: Cluster, dtype: str, fp8_recipe: Fp8Recipe = Fp8Recipe.NONE) 
         tiles=_TILES if before_hopper else _LATER_TILES,
         compiled=not before_hopper,
         fp8_recipe=fp8_recipe,
-        elementwise=_UNFUSED_KERNELS if cluster.execution.unfused else 1.0,
-        torch_kernels=on_gpu and cluster.execution.torch_kernels,
-        unfused_gradients=on_gpu and cluster.execution.unfused_gradients,
-        unfused_rotary=on_gpu and cluster.execution.unfused_rotary,
-        eager_activation=cluster.execution.eager_activation,
-        fused_loss=cluster.execution.fused_loss,
-        fused_experts=cluster.execution.fused_experts,
-        sorted_tokens=not cluster.execution.deduplicated,
+        elementwise=_UNFUSED_KERNELS if execution.unfused else 1.0,
         transposes=device.generation != "blackwell" or fp8_recipe not in _ONE_SCALE,
         host=device.host,
-        overlap_offload=cluster.execution.overlap_offload,
+        execution=execution,
         measured=cluster.calibration,
         share=share,
     )

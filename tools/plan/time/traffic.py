@@ -73,9 +73,9 @@ def _routed_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     gathered = spec.token_dispatcher is TokenDispatcher.ALL_GATHER
     permuted = spec.received_by_experts if gathered else spec.sent_to_experts
     received = 0
-    if rate.sorted_tokens and shape.experts > spec.parallelism.expert:
+    if not rate.execution.deduplicated and shape.experts > spec.parallelism.expert:
         received += _SORTED
-    if shape.bias and not rate.fused_experts:
+    if shape.bias and not rate.execution.fused_experts:
         received += _BIASED
     moved = round(copies * (_PERMUTED * permuted + received * spec.received_by_experts))
     scores = 6 * 4 * own * shape.experts
@@ -132,7 +132,7 @@ backward is two kernels that read input and gradient each, for the input's gradi
 
 def _is_torchs(spec: RunSpec, rate: DeviceRates, patch: str) -> bool:
     """Whether PyTorch's own kernels do what a patch of the kit would fuse."""
-    return rate.torch_kernels and patch not in spec.fused
+    return rate.execution.torch_kernels and patch not in spec.fused
 
 
 def _elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
@@ -156,9 +156,9 @@ def _elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
     gate = 2 if shape.gated else 1
     summed = shape.bias and (shape.gated or "bias_gelu" not in spec.fused)
     forward, backward = gate + 1, 2 * gate + 1 + (gate if summed else 0)
-    if rate.eager_activation:
+    if rate.execution.eager_activation:
         forward, backward = forward + _EAGER_ACTIVATION[0], backward + _EAGER_ACTIVATION[1]
-    for ffn, modules in _activated(spec, rate.fused_experts):
+    for ffn, modules in _activated(spec, rate.execution.fused_experts):
         yield _Part(wide * ffn * forward, wide * ffn * backward, modules)
     if shape.bias:
         # Its gradient is a sum; PyTorch adds the bias itself in a pass of its own, too.
@@ -192,7 +192,11 @@ def _laid_out_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     shape = spec.shape
     rotary = not shape.positions
     grouped = shape.query_groups < shape.heads
-    if shape.blocks == MAMBA or not shape.heads or not (rotary or grouped or rate.torch_kernels):
+    if (
+        shape.blocks == MAMBA
+        or not shape.heads
+        or not (rotary or grouped or rate.execution.torch_kernels)
+    ):
         return 0, 0
     moved = 2 * spec.element_bytes * spec.tokens // spec.parallelism.tensor
     if shape.latent:
@@ -205,7 +209,7 @@ def _laid_out_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     queries, keys = shape.heads * shape.head_width, shape.query_groups * shape.head_width
     turned = moved * (queries + keys) if rotary else 0
     taken = moved * queries if grouped else 0
-    forward, backward = _TORCH_ROTARY if rate.unfused_rotary else (1, 1)
+    forward, backward = _TORCH_ROTARY if rate.execution.unfused_rotary else (1, 1)
     return forward * turned + taken, backward * turned + moved * (queries + 2 * keys)
 
 
