@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from enum import StrEnum
 
 from tools.plan.candidates import base, micro_batches, recomputes, splits, variants
-from tools.plan.memory import fullest_rank
+from tools.plan.memory import PRECISIONS, fullest_rank
 from tools.plan.search import Candidate, Plan, Request, evaluate
 from tools.plan.tensors import parameters_total
 from tools.plan.time.cluster import Cluster, route
@@ -205,7 +205,7 @@ def _preference(candidate: Candidate) -> tuple[bool, float]:
 
 def _size_sentence(request: Request) -> str:
     parameters = parameters_total(request.template.shape)
-    precision = {"fp16": 20, "bf16": 18, "fp32": 16}[request.template.dtype]
+    precision = sum(astuple(PRECISIONS[request.template.dtype]))
     device = request.cluster.device
     return (
         f"{request.model.name} has {parameters / 1e9:.2f} billion parameters; weights, gradients and "

@@ -6,7 +6,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from tools.plan.errors import RequestError
+from tools.plan.options import RequestError
 from tools.plan.time.cluster import Calibration
 from tools.spec.hardware import Device, calibration_file
 

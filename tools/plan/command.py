@@ -7,8 +7,7 @@ import sys
 from argparse import Namespace
 from importlib import import_module
 
-from tools.plan.errors import RequestError
-from tools.plan.options import PlanOptions, plan_options
+from tools.plan.options import PlanOptions, RequestError, plan_options
 from tools.plan.request import request_from_options
 from tools.plan.search import Plan, Request, search
 from tools.spec.flags import Flags

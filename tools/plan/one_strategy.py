@@ -14,9 +14,8 @@ from rich.console import Console
 
 from tools.plan.candidates import comm_types
 from tools.plan.constraints import violations
-from tools.plan.errors import RequestError
 from tools.plan.memory import host_bytes
-from tools.plan.options import PlanOptions
+from tools.plan.options import PlanOptions, RequestError
 from tools.plan.readings.neighbours import Uncertainty, uncertainty
 from tools.plan.request import ignored_flags, refuse_imbalance, request_from_options
 from tools.plan.search import Candidate, Request, evaluate

@@ -1,4 +1,5 @@
-"""What a plan is asked for: make's variables of `plan` and `advise`, by their names in small letters."""
+"""What a plan is asked for: make's variables of `plan` and `advise`, by their names in small letters;
+and what every command of the planner refuses with."""
 
 from __future__ import annotations
 
@@ -7,6 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from tools.spec.recompute import Recompute
+
+
+class RequestError(ValueError):
+    """A request that contradicts itself or asks for what is not there; the message says which."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ import shlex
 from dataclasses import replace
 
 from tools.plan.calibration import load_calibration
-from tools.plan.errors import RequestError
 from tools.plan.memory import PRECISIONS
-from tools.plan.options import PlanOptions
+from tools.plan.options import PlanOptions, RequestError
 from tools.plan.readings.local_readings import OwnRuns, own_runs
 from tools.plan.readings.reading_to_spec import execution_of_flags
 from tools.plan.search import Request

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from tools.plan.errors import RequestError
+from tools.plan.options import RequestError
 from tools.plan.readings.local_readings import add_rows
 from tools.plan.readings.table import ReadingsError
 from tools.records.run import utc_stamp

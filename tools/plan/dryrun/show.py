@@ -160,21 +160,7 @@ def verified_as_data(verified: list[Verified]) -> list[dict[str, object]]:
         {
             "strategy": item.candidate.strategy,
             "refusal": item.refusal,
-            "ranks": [
-                {
-                    "rank": comparison.report.rank,
-                    "agrees": comparison.agrees,
-                    "parameters": [comparison.report.parameters, comparison.parameters],
-                    "wire_bytes": [
-                        comparison.report.communication.wire_bytes,
-                        comparison.wire_bytes,
-                    ],
-                    "in_flight": [comparison.report.in_flight, comparison.in_flight],
-                    "peak_bytes": list(comparison.memory["peak"]),
-                    "differences": [str(difference) for difference in comparison.differences],
-                }
-                for comparison in item.comparisons
-            ],
+            "ranks": [_rank_as_data(comparison) for comparison in item.comparisons],
         }
         for item in verified
     ]
