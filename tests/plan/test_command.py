@@ -7,6 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 from tools.plan.__main__ import main
+from tools.spec.files import ROOT
+from tools.spec.model import load_model
 
 CONTRACT = ["--model", "gpt2-large", "--gpus", "2", "--gpu", "h200", "--global-batch", "64"]
 
@@ -29,8 +31,11 @@ def test_text_opens_with_advice_and_ends_with_the_command(
 ) -> None:
     assert main(CONTRACT) == 0
     lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[0].startswith("gpt2-large has 0.77 billion parameters")
-    assert "One device is enough" in lines[1]
+    assert lines[0] == (
+        "gpt2-large on 2 H200 SXM 141 GB: a global batch of 64 sequences of 1,024 tokens."
+    )
+    assert lines[1].startswith("gpt2-large has 0.77 billion parameters")
+    assert "One device is enough" in lines[2]
     assert lines[-1] == "make train-dp2-zero1-gpt2-large-2gpu"
 
 
@@ -172,3 +177,48 @@ def test_the_planner_never_imports_torch_nor_draws_unasked() -> None:
     )
     root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_batch_of_ones_own_file_is_taken_as_it_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = tmp_path / "own.args"
+    own.write_text((ROOT / "examples/gpt3/models/gpt2-large.args").read_text() + "\n")
+    words = ["--model", str(own), "--gpus", "8", "--gpu", "h200"]
+    stated = load_model("gpt2-large").batch.global_batch_size
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert f"a global batch of {stated:,} sequences" in out.splitlines()[0]
+    assert f"GLOBAL_BATCH={stated}" in out.splitlines()[-1]
+    assert main(["--model", "gpt2-large", *words[2:]]) == 0
+    assert f"a global batch of {8 * stated:,} sequences" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_small_model_has_millions_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "gpt2-tiny", "--gpus", "1"]) == 0
+    assert "gpt2-tiny has 3.4 million parameters" in capsys.readouterr().out
+
+
+def test_ports_of_a_node_are_said_and_divided(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--model",
+        "gpt3-1.3b",
+        "--gpus",
+        "16",
+        "--gpu",
+        "a100",
+        "--inter",
+        "100gbe",
+        "--strategy",
+        "dp16",
+        "--json",
+    ]
+    seconds = []
+    for ports in ([], ["--nics", "8"], ["--nics", "1"]):
+        assert main([*words, *ports]) == 0
+        layout = json.loads(capsys.readouterr().out)["layout"]
+        seconds.append(layout["time"]["gradient_sync"])
+    assert seconds[0] == seconds[1]
+    assert seconds[2] == pytest.approx(8 * seconds[0], rel=0.05)
+    assert main(words[:-3]) == 0
+    assert "one port a GPU unless NICS= says so" in " ".join(capsys.readouterr().out.split())

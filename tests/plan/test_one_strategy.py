@@ -145,7 +145,7 @@ def test_an_imbalance_is_stated_beside_a_balanced_layout(
     words += ["--global-batch", "64", "--what-if", "IMBALANCE=1.3"]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "sp2ep8dp4-zero1 on 64 H100 SXM 80 GB, micro batch" in text
+    assert "sp2ep8dp4-zero1 on 64 H100 SXM 80 GB (8 nodes, " in text
     assert "sp2ep8dp4-zero1 on 64 H100 SXM 80 GB, imbalance 1.3" in text
     balanced = answer(capsys, *words)
     busier = balanced["what_if"]

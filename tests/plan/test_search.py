@@ -4,10 +4,12 @@ from itertools import product
 
 import pytest
 
+from tools.plan.advice import runner_up_sentence
 from tools.plan.candidates import variants, virtual_stages
 from tools.plan.constraints import divisors, violations
 from tools.plan.memory import fullest_rank
 from tools.plan.search import (
+    TIED,
     Request,
     devices_needed,
     evaluate,
@@ -75,11 +77,12 @@ def test_the_search_finds_what_trying_everything_finds(
     fitting = [c for c in every if fullest_rank(c)[1].total <= request.capacity]
     fastest = min(evaluate(request, c).seconds.total for c in fitting)
     assert plan.winner is not None
-    assert plan.winner.seconds.total == pytest.approx(fastest)
+    assert fastest <= plan.winner.seconds.total <= TIED * fastest
     assert plan.lightest is not None
     assert plan.lightest.memory.total == min(fullest_rank(c)[1].total for c in every)
     times = [candidate.seconds.total for candidate in plan.ranked]
-    assert times == sorted(times)
+    assert times[1:] == sorted(times[1:])
+    assert min(times) == pytest.approx(fastest)
     assert all(not violations(candidate.spec) for candidate in plan.ranked)
 
 
@@ -235,3 +238,20 @@ def test_interleaving_needs_micro_batches_in_multiples_of_the_stages() -> None:
 
 def small_shape() -> ModelShape:
     return ModelShape(12, 8, 2, 2, 4, 32, 16, 16)
+
+
+def test_a_tie_goes_to_the_simplest_strategy(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt2-tiny", 8, "h100", 32))
+    assert plan.winner is not None
+    assert plan.winner.strategy == "dp8-zero1"
+    assert len(plan.tied) > 3
+    assert min(found.seconds.total for found in plan.tied) < plan.winner.seconds.total
+    assert "within noise of" in runner_up_sentence(plan.winner, plan.tied[0])
+
+
+def test_what_is_faster_by_more_than_noise_is_taken_however_it_splits(
+    make_request: MakeRequest,
+) -> None:
+    plan = search(make_request("gpt3-175b", 1024, "a100", 1536))
+    assert plan.winner is not None
+    assert plan.winner.seconds.total <= TIED * min(found.seconds.total for found in plan.ranked)

@@ -20,7 +20,7 @@ class Command(NamedTuple):
     help: str
     variables: "tuple[Setting, ...]" = ()
     required: "tuple[str, ...]" = ()
-    """Names of variables without which it cannot begin."""
+    """Names of variables without which it cannot begin; `A|B` is one of two."""
     example: str = ""
     """Variables that would do, for the refusal."""
     fixed: "tuple[tuple[str, object], ...]" = ()
@@ -67,7 +67,16 @@ _RUNS = v.RUNS._replace(default="runs")
 _CONTAINER = (v.DRY_RUN, v.RUNTIME, v.IMAGE)
 _PLANNED = (
     *(v.MODEL, v.GPUS, v.GPU._replace(default="h200"), v.NODES, v.GPUS_PER_NODE, v.INTRA, v.INTER),
-    *(v.OVERSUBSCRIPTION, v.IMBALANCE, v.GLOBAL_BATCH, v.SEQ, v.DTYPE, v.CALIBRATION, v.JSON),
+    *(
+        v.NICS,
+        v.OVERSUBSCRIPTION,
+        v.IMBALANCE,
+        v.GLOBAL_BATCH,
+        v.SEQ,
+        v.DTYPE,
+        v.CALIBRATION,
+        v.JSON,
+    ),
     _meaning(
         v.EXTRA, "Megatron flags of the planned model and strategy", kind=v.TEXT, default=None
     ),
@@ -80,6 +89,7 @@ PLAN = (
         v.TOKENS,
         v.VERIFY,
         v.ALPA,
+        v.LARGEST,
         v.RECOMPUTE,
         v.SVG,
         _meaning(v.STRATEGY, "times this strategy alone, tp8pp16dp8-zero1"),
@@ -217,7 +227,7 @@ SECTIONS = {
             required=("MODEL",), example=_A_PLAN, in_clone=f"{_HERE}:own_measurements", packages=()),
         Command("plan", "tools.plan.command:plan",
             "strategies, ranked, with reasons: MODEL= GPUS= GPU= …",
-            PLAN, required=("MODEL",), example=_A_PLAN, in_clone=f"{_HERE}:own_measurements",
+            PLAN, required=("MODEL|LARGEST",), example=_A_PLAN, in_clone=f"{_HERE}:own_measurements",
             packages=(), is_usual=True),
         Command("dryrun", "tools.plan.dryrun.command:dryrun",
             "Megatron's own iteration without devices: MODEL= TP= PP= DP= …",

@@ -170,8 +170,8 @@ def _is_unset(given: Namespace, name: str) -> bool:
 
 
 def _refuse_missing(command: Command, given: Namespace, typed: str, shown: str) -> None:
-    for name in command.required:
-        if _is_unset(given, name.lower()):
+    for name, *others in (names.split("|") for names in command.required):
+        if not any(getattr(given, each.lower(), None) for each in (name, *others)):
             said = shown.format(name if shown.endswith("=") else name.lower())
             raise SettingError(f"{said} is required, for example: {typed} {command.example}")
 

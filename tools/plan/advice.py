@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from tools.plan.candidates import base, micro_batches, recomputes, splits, variants
 from tools.plan.memory import PRECISIONS, fullest_rank
-from tools.plan.search import Candidate, Plan, Request, evaluate
+from tools.plan.search import Candidate, Plan, Request, are_tied, evaluate
 from tools.plan.tensors import parameters_total
 from tools.plan.time.cluster import Cluster, route
 from tools.plan.time.iteration import TIME_COMPONENTS
@@ -88,7 +88,7 @@ def advice(plan: Plan) -> list[str]:
     """The plan in a few sentences; see the README for how they compare with rules of thumb."""
     if plan.winner is None:
         return [no_fit_sentence(plan)]
-    sentences = [_size_sentence(plan.request)]
+    sentences = [_request_sentence(plan.request), _size_sentence(plan.request)]
     alone = single_device(plan.request) if plan.request.cluster.devices > 1 else None
     if plan.request.cluster.devices > 1:
         sentences.append(_single_sentence(plan.request, alone, plan.winner))
@@ -119,6 +119,12 @@ def no_fit_sentence(plan: Plan) -> str:
 def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
     """One sentence of numbers: where the winner's lead comes from."""
     lead = second.seconds.total - winner.seconds.total
+    if are_tied(winner, second):
+        return (
+            f"{winner.strategy} takes {duration(winner.seconds.total)} an iteration, within noise of "
+            f"{second.strategy}'s {duration(second.seconds.total)}: of tied strategies the one with the "
+            "fewest dimensions of parallelism is taken, then the one with the least memory."
+        )
     gaps = {
         name: getattr(second.seconds, name) - getattr(winner.seconds, name)
         for name in TIME_COMPONENTS
@@ -129,8 +135,6 @@ def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
         f"{100 * lead / winner.seconds.total:.1f}% less than {second.strategy}'s "
         f"{duration(second.seconds.total)}"
     )
-    if gaps[most] <= 0:
-        return f"{text}; the two do not differ in time, only in memory."
     least = min(gaps, key=lambda name: gaps[name])
     text += f": it saves {ms(gaps[most])} ms of {_COMPONENT_WORDS[most]}"
     if gaps[least] < -0.001:
@@ -203,12 +207,25 @@ def _preference(candidate: Candidate) -> tuple[bool, float]:
     return True, float(candidate.memory.total)
 
 
+def _request_sentence(request: Request) -> str:
+    """What is planned, with what was assumed of it."""
+    cluster, shape = request.cluster, request.template.shape
+    text = (
+        f"{request.model.name} on {cluster.devices:,} {cluster.device.name}: a global batch of "
+        f"{request.global_batch:,} sequences of {shape.seq_length:,} tokens"
+    )
+    nodes = f"; {cluster.nodes} nodes of {cluster.per_node}, {cluster.network}"
+    return f"{text}{nodes if cluster.nodes > 1 else ''}."
+
+
 def _size_sentence(request: Request) -> str:
     parameters = parameters_total(request.template.shape)
+    billions = parameters >= 0.1e9
+    size = f"{parameters / 1e9:.2f} billion" if billions else f"{parameters / 1e6:,.1f} million"
     precision = sum(astuple(PRECISIONS[request.template.dtype]))
     device = request.cluster.device
     return (
-        f"{request.model.name} has {parameters / 1e9:.2f} billion parameters; weights, gradients and "
+        f"{request.model.name} has {size} parameters; weights, gradients and "
         f"optimizer take {gib(parameters * precision, 0)} GiB in {request.template.dtype}, one "
         f"{device.name} has {gib(device.memory_bytes, 0)} GiB."
     )

@@ -22,6 +22,10 @@ def plan(given: Namespace) -> int:
         ValueError: What is asked for cannot be; one sentence.
     """
     options = plan_options(given)
+    if options.largest:
+        from tools.plan.largest import show_largest
+
+        return show_largest(options)
     return _layout(options) if options.strategy else _plan(options)
 
 

@@ -132,7 +132,7 @@ def changed_options(options: PlanOptions, text: str) -> PlanOptions:
     return replace(options, **changed)
 
 
-_NOT_COMPARED = {"WHAT_IF", "SVG", "JSON", "TOKENS", "VERIFY", "ALPA", "READINGS"}
+_NOT_COMPARED = {"WHAT_IF", "SVG", "JSON", "TOKENS", "VERIFY", "ALPA", "LARGEST", "READINGS"}
 """Variables of `make plan` that are not of one strategy of two."""
 
 
@@ -193,8 +193,11 @@ def _sentence(timed: TimedStrategy) -> str:
     fits = "fits" if found.fits else "does not fit"
     on_host = host_bytes(found.spec, found.memory_rank)
     beside = f"; {gib(on_host)} GiB on its host" if on_host else ""
+    cluster = request.cluster
+    nodes = f" ({cluster.nodes} nodes, {cluster.network})" if cluster.nodes > 1 else ""
     return (
-        f"{request.model.name} as {timed.label}, micro batch {found.spec.batch.micro_batch_size}, "
+        f"{request.model.name} as {timed.label}{nodes}, "
+        f"micro batch {found.spec.batch.micro_batch_size}, "
         f"global batch {request.global_batch:,}: {duration(found.seconds.total)} an iteration, "
         f"{found.tokens_per_second:,.0f} tokens/s, {percent(found.mfu)} MFU; "
         f"{gib(found.memory.total)} GiB on its fullest rank, which {fits}{beside}."

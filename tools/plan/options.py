@@ -18,13 +18,15 @@ class RequestError(ValueError):
 class PlanOptions:
     """None is "not given"."""
 
-    model: str
+    model: str = ""
     gpu: str = "h200"
     gpus: int | None = None
     nodes: int | None = None
     gpus_per_node: int | None = None
     intra: str | None = None
     inter: str | None = None
+    nics: int | None = None
+    """Network ports of a node; without it a port a device."""
     oversubscription: float | None = None
     imbalance: float | None = None
     """Tokens of the busiest rank of experts, for the mean."""
@@ -42,6 +44,7 @@ class PlanOptions:
     what_if: str | None = None
     verify: int = 0
     alpa: bool = False
+    largest: bool = False
     svg: Path | None = None
     json: bool = False
 

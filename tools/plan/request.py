@@ -16,7 +16,7 @@ from tools.spec.experts import ExpertLoad, expert_load_of, most_imbalance
 from tools.spec.flag_table import FLAGS, of_role, planned
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.model import ModelShape, changed_model, model_of, training_flags
+from tools.spec.model import Model, ModelShape, changed_model, model_of, training_flags
 from tools.spec.run import (
     DeviceKind,
     RunSpec,
@@ -40,14 +40,12 @@ def request_from_options(options: PlanOptions) -> Request:
     extra = words_of(options.extra)
     model = changed_model(model_of(options.model), extra, planned("counted"))
     device = device_by_key(options.gpu)
-    devices, per_node = _devices_and_node(options, device.domain)
+    devices, per_node = devices_and_node(options, device.domain)
     on_cpu = device.key == "cpu"
     dtype = options.dtype or ("fp32" if on_cpu else model.dtype)
     if dtype not in PRECISIONS:
         raise RequestError(f"There is no dtype '{dtype}'; use {', '.join(PRECISIONS)}.")
-    batch = (
-        options.global_batch or batch_for(model.batch, Parallelism(data=devices)).global_batch_size
-    )
+    batch = options.global_batch or _usual_batch(model, devices)
     if batch < 1:
         raise RequestError(f"The global batch is {batch}; use 1 or more.")
     words = merge_flags(training_flags(model.family), model.flags, extra)
@@ -71,6 +69,7 @@ def request_from_options(options: PlanOptions) -> Request:
         calibration=load_calibration(options.calibration),
         # The kit's own flags group experts where they can be (launch/flags.py).
         execution=replace(execution_of_flags(flags), grouped_experts=True),
+        nics=options.nics or 0,
         oversubscription=options.oversubscription or 1.0,
     )
     if options.readings and not options.readings.is_file():
@@ -80,6 +79,13 @@ def request_from_options(options: PlanOptions) -> Request:
         )
     own = own_runs(options.readings, cluster) if options.readings else OwnRuns()
     return Request(model, cluster, batch, replace(template, dtype=dtype), own, tuple(extra))
+
+
+def _usual_batch(model: Model, devices: int) -> int:
+    """Of a user's own file what it says; the kit's models state one device's, which grows with them."""
+    if model.source and Flags(model.flags).has("--global-batch-size"):
+        return model.batch.global_batch_size
+    return batch_for(model.batch, Parallelism(data=devices)).global_batch_size
 
 
 def ignored_flags(request: Request, laid: bool) -> tuple[str, ...]:
@@ -171,7 +177,7 @@ def with_sequence(spec: RunSpec, seq_length: int | None) -> RunSpec:
     return replace(spec, shape=replace(shape, seq_length=seq_length, positions=positions))
 
 
-def _devices_and_node(options: PlanOptions, domain: int) -> tuple[int, int]:
+def devices_and_node(options: PlanOptions, domain: int) -> tuple[int, int]:
     """Devices in all and in a node, from any two of the three options; a node is an NVLink domain."""
     for name in ("gpus", "nodes", "gpus_per_node"):
         value = getattr(options, name)

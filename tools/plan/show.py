@@ -27,7 +27,7 @@ from tools.spec.recompute import recompute_flags
 from tools.spec.run import RunSpec, cp_comm_flags
 from tools.spec.strategy import batch_for, strategy_name
 from tools.text.table import Column, Table, rich_table
-from tools.text.units import gb, gib, ms, percent
+from tools.text.units import gb, gib, joined, ms, percent
 
 
 def plan_as_data(
@@ -44,6 +44,7 @@ def plan_as_data(
         "binding": binding(plan),
         "winner": candidate_as_data(request, plan.winner) if plan.winner else None,
         "ranked": [candidate_as_data(request, candidate) for candidate in plan.ranked],
+        "tied": [candidate.strategy for candidate in plan.tied],
         "lightest": candidate_as_data(request, lightest) if lightest else None,
         "named": [
             candidate_as_data(request, candidate) for candidate in single_axis_candidates(request)
@@ -95,6 +96,7 @@ def _request_as_data(request: Request) -> dict[str, Any]:
         "gpus_per_node": cluster.per_node,
         "intra": cluster.intra.key,
         "inter": cluster.inter.key,
+        "ports_per_node": cluster.nics or cluster.per_node,
         "oversubscription": cluster.oversubscription,
         "imbalance": template.expert_load.imbalance,
         "global_batch": request.global_batch,
@@ -122,7 +124,11 @@ def print_plan(
         console.print(error, highlight=False)
     if not plan.winner:
         return
-    rankings = [_ranking(plan.ranked, f"The best of {plan.legal:,} legal configurations")]
+    best = f"The best of {plan.legal:,} legal configurations"
+    if tied := [found.strategy for found in plan.tied]:
+        more = [f"{len(tied) - _NAMED} more"] if len(tied) > _NAMED else []
+        best += f"; tied with the first: {joined([*tied[:_NAMED], *more])}"
+    rankings = [_ranking(plan.ranked, best)]
     if plan.lightest:
         rankings.append(_ranking([plan.lightest], "Least memory"))
     if named := single_axis_candidates(plan.request):
@@ -135,6 +141,10 @@ def print_plan(
     if difference := trained_vocabulary_sentence(plan.winner.spec):
         console.print(difference, style="bold yellow", highlight=False)
     console.print(f"[bold]{command}[/bold]", highlight=False, soft_wrap=True)
+
+
+_NAMED = 3
+"""Of tied strategies, those that a heading names."""
 
 
 def _scaling_sentence(plan: Plan, scaled: Scaling) -> str:

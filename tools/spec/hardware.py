@@ -34,6 +34,7 @@ class Link:
     latency_seconds: float
     """Of one collective or point-to-point call, however small (an estimate, not a datasheet's)."""
     source: str
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,11 +136,12 @@ def device_by_key(key: str) -> Device:
 
 
 def link_by_key(key: str) -> Link:
-    """The link of a key (`nvlink4`, `ib-400g`); raises as `device_by_key`."""
+    """The link of a key (`nvlink4`, `ib-400g`) or an alias (`100gbe`); raises as `device_by_key`."""
     links = load_hardware().links
-    if key.lower() not in links:
-        raise UnknownHardwareError(_hint("link", key, links))
-    return links[key.lower()]
+    for link in links.values():
+        if key.lower() in (link.key, *link.aliases):
+            return link
+    raise UnknownHardwareError(_hint("link", key, links))
 
 
 def calibration_file(key: str) -> str:

@@ -149,6 +149,7 @@ GPUS_PER_NODE = Setting(
 )
 INTRA = Setting("INTRA", TEXT, "link inside a machine")
 INTER = Setting("INTER", TEXT, "link between machines")
+NICS = Setting("NICS", "a whole number", "network ports of a machine (one a device)")
 OVERSUBSCRIPTION = Setting(
     "OVERSUBSCRIPTION",
     "a number from 1 up",
@@ -162,6 +163,7 @@ TOKENS = Setting("TOKENS", "a number above 0", "tokens to train on")
 CALIBRATION = Setting("CALIBRATION", PATH, "file of measured constants")
 VERIFY = Setting("VERIFY", "a whole number from 0 to 10", "dry-run this many of the best", 0)
 ALPA = Setting("ALPA", SWITCH, "1 also solves Alpa's dynamic program", False)
+LARGEST = Setting("LARGEST", SWITCH, "1 sizes the largest model that fits, by strategy", False)
 DP = Setting("DP", NUMBER, "data-parallel replicas", 1, "--data")
 TP = Setting("TP", NUMBER, "TP degree", 1, "--tensor")
 PP = Setting("PP", NUMBER, "pipeline stages", 1, "--pipeline")

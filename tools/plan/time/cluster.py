@@ -78,6 +78,8 @@ class Cluster:
     execution: Execution = field(default_factory=Execution)
     cores: int | None = None
     """That CPU ranks share; None where each has a device of its own."""
+    nics: int = 0
+    """Ports of a node, which its devices share; 0 is one a device."""
     oversubscription: float = 1.0
     """What all ports of a switch bring in for what its uplinks take away (Al-Fares et al., SIGCOMM 2008,
     section 2.1.2). All devices send at once, so between nodes each has its port's rate over this."""
@@ -98,6 +100,14 @@ class Cluster:
     def nodes(self) -> int:
         """Nodes that the devices fill."""
         return -(-self.devices // self.per_node)
+
+    @property
+    def network(self) -> str:
+        """What joins nodes, in a few words, with what was assumed of it."""
+        ports = (
+            f"{self.nics} port(s) a node" if self.nics else "one port a GPU unless NICS= says so"
+        )
+        return f"{self.inter.key} between them with {ports}"
 
 
 @dataclass(frozen=True)
@@ -121,8 +131,9 @@ def route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
     """The rate of a group under Megatron's order of ranks, tp-cp-ep-dp-pp, TP innermost.
 
     A group inside a node uses its link. One across nodes shares the node's network ports: a group
-    with k ranks in each node has k of them (one port a device), never more than the inner link. All
-    groups together use all ports, so behind an oversubscribed switch each has its share of the uplink.
+    with k ranks in each node has k of them (one port a device, or its share of the node's), never more
+    than the inner link. All groups together use all ports, so behind an oversubscribed switch each has
+    its share of the uplink.
     """
     stride, ranks = _stride_and_ranks(parallelism, group)
     inside = min(ranks, max(1, cluster.per_node // stride))
@@ -136,7 +147,8 @@ def route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
             return Route(within, within, measured, measured, intra.key, all_reduce_ways=1)
         return Route(within, within, ring, tree, intra.key)
     single = group in {Group.PIPELINE, Group.EMBEDDING}
-    port = cluster.inter.bytes_per_second * efficiency / cluster.oversubscription
+    share = cluster.nics / cluster.per_node if cluster.nics else 1.0
+    port = cluster.inter.bytes_per_second * efficiency * share / cluster.oversubscription
     rate = min(port * (1 if single else inside), within)
     nodes = -(-ranks // inside)
     crossing = (ranks - inside) / max(1, ranks - 1)

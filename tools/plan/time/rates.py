@@ -95,7 +95,8 @@ def rates(cluster: Cluster, dtype: str, fp8_recipe: Fp8Recipe = Fp8Recipe.NONE) 
     peak = device.peak_flops(dtype)
     if peak is None:
         raise NoPeakError(
-            f"{device.name} has no {dtype} rate; its rates are of {', '.join(device.peak_tflops)}."
+            f"{device.name} has no {dtype} rate; its rates are of {', '.join(device.peak_tflops)}: set "
+            f"DTYPE={next(iter(device.peak_tflops))}."
         )
     before_hopper = device.generation in ("volta", "ampere")
     execution = cluster.execution

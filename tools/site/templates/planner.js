@@ -71,7 +71,8 @@ function show(plan, seconds) {
   const slowest = Math.max(...plan.ranked.map((layout) => layout.iteration_seconds));
   const times = legend("times", "Time", plan.ranked.map((layout) => layout.time));
   const parts = legend("parts", "Memory", plan.ranked.map((layout) => layout.memory));
-  for (const layout of plan.ranked) $("ranked").tBodies[0].append(row(layout, room, slowest, times, parts));
+  for (const layout of plan.ranked)
+    $("ranked").tBodies[0].append(row(layout, room, slowest, times, parts, plan.tied.includes(layout.strategy)));
   for (const sentence of plan.assumptions) $("assumptions").append(element("li", sentence));
 }
 
@@ -87,11 +88,12 @@ function legend(id, title, rows) {
   return colours;
 }
 
-function row(layout, room, slowest, times, parts) {
+function row(layout, room, slowest, times, parts, tied) {
   const made = element("tr");
   const name = element("td");
   name.append(element("code", layout.strategy), ` micro batch ${layout.micro_batch_size}`);
   if (layout.recompute !== "none") name.append(`, ${layout.recompute} recomputation`);
+  if (tied) name.append(", tied with the first");
   const number = (text, more = "") => element("td", text, { class: `number ${more}`.trim() });
   const full = layout.memory_bytes > room;
   made.append(name, number(interval(layout)), number(Math.round(layout.tokens_per_second).toLocaleString("en")),
