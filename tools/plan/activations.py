@@ -298,20 +298,27 @@ def _of_mlp(spec: RunSpec, ffn: int, modules: tuple[str, ...]) -> Iterator[_Tens
 
 
 def _of_experts(spec: RunSpec) -> Iterator[_Tensor]:
-    """The busiest rank's routed tokens: as dispatched and as permuted, both wide tensors, the output as
-    computed and as put back in order, and the router's scores."""
+    """The busiest rank's routed tokens as its experts read them, both wide tensors, and the router's
+    scores.
+
+    Dispatching, permuting and putting back in order save where each token went, and no tokens
+    (Transformer Engine, `pytorch/permutation.py`: `row_id_map`; Megatron, `fused_a2a.py`: handles). An
+    activation that no kernel multiplies with its probabilities is saved for their gradients
+    (`experts.py: bias_act_func`).
+    """
     shape, split = spec.shape, spec.parallelism.tensor_of_experts
     own, inside = spec.tokens // spec.sequence_shards, ("moe",)
     routed = round(own * split * shape.experts_per_token * spec.received_by_experts)
     ffn = shape.expert_ffn_hidden // split
     first = shape.expert_ffn_hidden * (2 if shape.gated else 1) // split
     whole = shape.latent_experts or shape.hidden
-    hidden = whole // split
+    hidden = whole  # Gathered over ETP, as column-parallel layers read it.
     fused = "fused_group_mlp"
     permuted, wide = (fused,) * 2 if fused in spec.offload.modules else ("expert_fc1", "moe_act")
-    yield _saved(spec, routed * (4 * whole // split - hidden), inside)
     yield _operand(spec, routed * hidden, inside, permuted)
     yield _saved(spec, routed * first, inside, wide)
+    if not (shape.gated and spec.fused_norms):
+        yield _saved(spec, routed * ffn, ("moe", "moe_act"), fused)
     yield _operand(spec, routed * ffn, ("moe", "moe_act"), fused)
     if shape.latent_experts:
         yield _saved(spec, own * shape.latent_experts, inside)

@@ -16,7 +16,7 @@ from tools.plan.activations import (
     residual_bytes,
 )
 from tools.plan.tensors import Parameters, layer_parameters, rank_parameters
-from tools.spec.run import DeviceKind, RunSpec, StateTypes
+from tools.spec.run import DeviceKind, Fp8Recipe, RunSpec, StateTypes
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Parallelism
 from tools.text.units import MIB
@@ -214,11 +214,18 @@ class PredictedMemory:
     """Pipeline messages, gathered units of ZeRO-3 and FSDP2, gradient buckets of ZeRO-2."""
     allocator: int
     """Context, workspaces, and blocks reserved but not usable; see the assumptions."""
+    returned: int = 0
+    """Of the allocator's, what it gives back before it runs out: blocks that nothing is in."""
 
     @property
     def total(self) -> int:
         """Bytes as the device itself reports them."""
         return self.live + self.allocator
+
+    @property
+    def needed(self) -> int:
+        """Bytes without which it runs out of memory."""
+        return self.total - self.returned
 
     @property
     def live(self) -> int:
@@ -231,7 +238,7 @@ class PredictedMemory:
         return self.weights + self.gradients + self.main_parameters + self.optimizer_state
 
 
-COMPONENTS = tuple(field.name for field in fields(PredictedMemory))
+COMPONENTS = tuple(field.name for field in fields(PredictedMemory) if field.name != "returned")
 
 ASSUMPTIONS = (
     "Activations are arXiv:2205.05198's, tensor by tensor; kernels' workspaces are not counted.",
@@ -257,9 +264,10 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
     precision = precision_of(spec)
     weights, gradients, _ = _shards(parallelism)
     last = pipeline_rank == parallelism.pipeline - 1
+    base, blocks = _allocator_bytes(spec, parameters, last)
     return PredictedMemory(
         weights=precision.weights * _held(parameters, spec, weights)
-        + _quantised_weight_bytes(spec, parameters),
+        + _quantised_weight_bytes(spec, parameters, precision.weights),
         gradients=precision.gradients * _held(parameters, spec, gradients),
         main_parameters=_main_parameter_bytes(precision, parallelism)
         * _updated_here(parameters, spec),
@@ -267,17 +275,26 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
         activations=activation_bytes(spec, pipeline_rank),
         temporaries=_temporary_bytes(spec, pipeline_rank),
         communication=_communication_bytes(spec),
-        allocator=_allocator_bytes(spec, parameters, last),
+        allocator=base + blocks,
+        returned=blocks,
     )
 
 
-def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters) -> int:
-    """Copies of linear layers' weights in fewer bits, as forward and as backward reads them: each module
-    keeps its own over an iteration's micro batches, sharded or not (biases are counted with them)."""
+def keeps_quantised_weights(spec: RunSpec) -> bool:
+    """Whether linear layers have their weights in eight bits alone (`--fp8-param-gather`: Transformer
+    Engine's `quantized_model_init`, as `megatron/core/fp8_utils.py: get_fp8_context` enters it)."""
+    return spec.quantised_weights and spec.fp8_recipe not in (Fp8Recipe.NONE, Fp8Recipe.NVFP4)
+
+
+def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, whole: int) -> int:
+    """Of linear layers' weights in fewer bits, as forward and as backward reads them (row by row and
+    transposed): each module keeps its own over an iteration's micro batches, sharded or not (biases are
+    counted with them), beside those in `whole` bytes or in their place."""
     if not spec.fp8_recipe:
         return 0
     linear = parameters.attention + parameters.dense_mlp + parameters.experts
-    return int(2 * FP8_RECIPE_BYTES[spec.fp8_recipe] * linear)
+    instead = keeps_quantised_weights(spec) and not spec.parallelism.sharding.shards_weights
+    return int((2 * FP8_RECIPE_BYTES[spec.fp8_recipe] - whole * instead) * linear)
 
 
 def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
@@ -433,9 +450,12 @@ def whole_output_layer_bytes(spec: RunSpec) -> int:
     return weights + max(0, gradient - layers)
 
 
-def _allocator_bytes(spec: RunSpec, parameters: Parameters, last: bool) -> int:
+def _allocator_bytes(spec: RunSpec, parameters: Parameters, last: bool) -> tuple[int, int]:
+    """What is never given back, and blocks that are free at the peak: those of the update's copies of
+    gradients and of the logits. The caching allocator returns them to the device before it runs out
+    (`c10/cuda/CUDACachingAllocator.cpp: release_cached_blocks`)."""
     if spec.device is DeviceKind.CPU:
-        return CPU_PROCESS_BYTES
+        return CPU_PROCESS_BYTES, 0
     copies = precision_of(spec).gradient_copies * _updated_here(parameters, spec)
     logits = LOGIT_SLACK_BYTES * logit_elements(spec) if last else 0
-    return DEVICE_BASE_BYTES + copies + logits
+    return DEVICE_BASE_BYTES, copies + logits

@@ -134,6 +134,9 @@ class RunSpec:
     half_blocks: str = ""
     """Blocks of a hybrid that are not quantised (`--num-layers-at-end-in-bf16`), in any order."""
     state_types: StateTypes = StateTypes()
+    quantised_weights: bool = False
+    """Linear layers' weights are kept and gathered in eight bits, where products take such
+    (`--fp8-param-gather`)."""
     optimizer_instances: int = 1
     """Groups of data-parallel ranks that each shard a whole optimizer
     (`--num-distributed-optimizer-instances`; hybrid sharding)."""

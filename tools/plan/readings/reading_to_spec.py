@@ -176,7 +176,8 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         fp8_recipe=fp8_recipe,
         half_blocks=model_facts(reading.model).get("half_blocks", {}).get(fp8_recipe.value, ""),
         dropout=source["dropout"],
-        state_types=StateTypes(gradients="bf16" if source["half_gradients"] else ""),
+        quantised_weights=bool(source["quantised_weights"]),
+        state_types=_state_types(source),
         recompute=_recompute(reading.recompute or source["recompute"], fused),
         fused_attention=fused,
         stages=_stages_of_recipe(shape, parallelism.pipeline * virtual),
@@ -184,6 +185,12 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         token_dispatcher=TokenDispatcher(source["dispatcher"]),
         model=reading.model,
     )
+
+
+def _state_types(source: dict[str, Any]) -> StateTypes:
+    gradients = "bf16" if source["half_gradients"] else ""
+    moments = "bf16" if source["half_moments"] else ""
+    return StateTypes(gradients, "", moments, moments, aware=bool(source["aware"]))
 
 
 def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:

@@ -16,8 +16,6 @@ class Execution:
     """`--overlap-grad-reduce`: gradients are reduced beside backward."""
     overlap_parameters: bool = False
     """`--overlap-param-gather`: updated weights are gathered beside the next forward."""
-    quantised_weights: bool = False
-    """`--fp8-param-gather`: updated weights travel in eight bits, where products take such."""
     broadcast_parameters: bool = False
     """Each rank broadcasts whole tensors that it updated (InternEvo's ZeRO-1, not Megatron's): a call a
     tensor, or a rank if those are fewer, each once around a ring, for which NCCL has no tree."""

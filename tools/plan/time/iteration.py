@@ -26,7 +26,7 @@ from tools.plan.collectives.tensor import (
     layer_collectives,
     partial_gradients,
 )
-from tools.plan.memory import middle_ranks, ranks_apart
+from tools.plan.memory import keeps_quantised_weights, middle_ranks, ranks_apart
 from tools.plan.tensors import rank_parameters, rank_tensors
 from tools.plan.time.cluster import Calibration, Cluster, Route, route
 from tools.plan.time.compute import (
@@ -43,7 +43,7 @@ from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.offload import NOTHING
 from tools.spec.recompute import Recompute
-from tools.spec.run import Fp8Recipe, RunSpec
+from tools.spec.run import RunSpec
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Batch, Sharding
 
@@ -415,7 +415,7 @@ def _after_backward(
         moved = list(gradient_collectives(spec, rank))
     reduced = _seconds(spec, cluster, (c for c in moved if c.phase is not Phase.OPTIMIZER))
     gathered = _seconds(spec, cluster, (c for c in moved if c.phase is Phase.OPTIMIZER))
-    gathered *= _weights_moved(spec, cluster)
+    gathered *= _weights_moved(spec)
     if cluster.execution.broadcast_parameters:
         gathered += _broadcast_latency(spec, cluster, rank)
     reductions = _seconds(spec, cluster, control_collectives(spec, rank, LATEST))
@@ -423,14 +423,10 @@ def _after_backward(
     return reduced, gathered, _seconds(spec, cluster, sync), reductions + update
 
 
-def _weights_moved(spec: RunSpec, cluster: Cluster) -> float:
+def _weights_moved(spec: RunSpec) -> float:
     """Of the bytes of weights in the run's own precision, those that are moved."""
-    if not cluster.execution.quantised_weights or spec.fp8_recipe in _GATHERED_WHOLE:
-        return 1.0
-    return FP8_RECIPE_BYTES[spec.fp8_recipe] / spec.element_bytes
-
-
-_GATHERED_WHOLE = (Fp8Recipe.NONE, Fp8Recipe.NVFP4)
+    width = FP8_RECIPE_BYTES[spec.fp8_recipe] / spec.element_bytes
+    return width if keeps_quantised_weights(spec) else 1.0
 
 
 def _broadcast_latency(spec: RunSpec, cluster: Cluster, rank: int) -> float:
@@ -450,7 +446,7 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
     calls = list(gradient_collectives(spec, 0))
     beside = [call for call in calls if call.phase is not Phase.OPTIMIZER]
     waited = [call for call in calls if call.phase is Phase.OPTIMIZER]
-    of_weights = _weights_moved(spec, cluster)
+    of_weights = _weights_moved(spec)
     reduced = [call for call in beside if call.phase is Phase.BACKWARD]
     gathered = [call for call in beside if call.phase is Phase.FORWARD]
     gradients = sum(call.total_payload_bytes for call in reduced)
