@@ -168,9 +168,9 @@ def test_a_dense_layer_drops_what_its_modules_compute_again(
     [
         ("layernorm", 2 * 2 * _ELEMENTS),
         ("shared_experts", 2 * 32 * (6 + 6)),
-        ("moe_act", 2 * 2 * 32 * 4),
-        # Wide tensors, four of each copied token, scores in fp32 and their softmax, the shared expert.
-        ("moe", 2 * 2 * 32 * (4 + 4 + 4 * 8) + 2 * 4 * 32 * 4 + 2 * 32 * (6 + 6)),
+        ("moe_act", 2 * 2 * 2 * 32 * 4),
+        # Wide tensors, each copied token, scores in fp32 and their softmax, the shared expert.
+        ("moe", 2 * 2 * 32 * (4 + 4 + 4 + 8) + 2 * 4 * 32 * 4 + 2 * 32 * (6 + 6)),
         # Queries and keys of 2 + 1 columns, values of 2, of 4 heads; what norms inside put out.
         ("mla_up_proj", 2 * 32 * 4 * (3 + 3 + 2) + 2 * 32 * (3 + 5)),
         ("mlp", 0),
@@ -296,8 +296,8 @@ def test_the_busiest_rank_keeps_more_of_the_tokens_that_come_to_its_experts() ->
     moe = replace(TINY, experts=4, experts_per_token=1, expert_ffn_hidden=8, bias=False)
     even = replace(tiny(Parallelism(data=2, expert=2)), shape=moe)
     busy = replace(even, expert_load=ExpertLoad(1.5))
-    # 16 more copies a layer: as dispatched, as permuted, both outputs (8 wide each), both products'.
-    more = 4 * 2 * (even.tokens // 2) * (4 * 8 + 2 * 8)
+    # 16 more copies a layer: what the first product reads and writes, the activation, with its share.
+    more = 4 * 2 * (even.tokens // 2) * (8 + 3 * 8)
     assert memory_of_rank(busy).activations - memory_of_rank(even).activations == more
     assert memory_of_rank(busy).state == memory_of_rank(even).state
 

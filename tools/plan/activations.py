@@ -318,7 +318,7 @@ def _of_experts(spec: RunSpec) -> Iterator[_Tensor]:
     yield _operand(spec, routed * hidden, inside, permuted)
     yield _saved(spec, routed * first, inside, wide)
     if not (shape.gated and spec.fused_norms):
-        yield _saved(spec, routed * ffn, ("moe", "moe_act"), fused)
+        yield _saved(spec, routed * ffn, ("moe", "moe_act"))
     yield _operand(spec, routed * ffn, ("moe", "moe_act"), fused)
     if shape.latent_experts:
         yield _saved(spec, own * shape.latent_experts, inside)

@@ -108,10 +108,10 @@ def no_fit_sentence(plan: Plan) -> str:
             f"{request.global_batch} and {request.model.name}'s layers, heads and sequence; use a "
             "global batch that is a multiple of the number of devices."
         )
-    missing = plan.lightest.memory.total - request.capacity
+    missing = plan.lightest.memory.needed - request.capacity
     return (
         f"{request.model.name} does not fit on {cluster.devices} {cluster.device.name}: the closest, "
-        f"{plan.lightest.strategy}, needs {gib(plan.lightest.memory.total)} GiB on its fullest "
+        f"{plan.lightest.strategy}, needs {gib(plan.lightest.memory.needed)} GiB on its fullest "
         f"rank and misses by {gib(missing)} GiB (3% of the device is kept free)."
     )
 

@@ -81,7 +81,7 @@ def largest_models(
         for recompute in (Recompute.NONE, Recompute.FULL):
             best = Largest(name, str(recompute))
             for spec in _growing(name, devices, seq_length, dtype):
-                memory = fullest_rank(replace(spec, recompute=recompute))[1].total
+                memory = fullest_rank(replace(spec, recompute=recompute))[1].needed
                 shape, parameters = spec.shape, parameters_total(spec.shape)
                 if memory <= capacity:
                     best = Largest(

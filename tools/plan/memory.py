@@ -288,13 +288,14 @@ def keeps_quantised_weights(spec: RunSpec) -> bool:
 
 def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, whole: int) -> int:
     """Of linear layers' weights in fewer bits, as forward and as backward reads them (row by row and
-    transposed): each module keeps its own over an iteration's micro batches, sharded or not (biases are
-    counted with them), beside those in `whole` bytes or in their place."""
-    if not spec.fp8_recipe:
+    transposed): each module keeps its own over an iteration's micro batches (biases are counted with
+    them), beside those in `whole` bytes or in their place. Of weights that are gathered as they are
+    needed nothing stays (`--keep-fp8-transpose-cache` is off by default)."""
+    if not spec.fp8_recipe or spec.parallelism.sharding.shards_weights:
         return 0
     linear = parameters.attention + parameters.dense_mlp + parameters.experts
-    instead = keeps_quantised_weights(spec) and not spec.parallelism.sharding.shards_weights
-    return int((2 * FP8_RECIPE_BYTES[spec.fp8_recipe] - whole * instead) * linear)
+    beside = 0 if keeps_quantised_weights(spec) else whole
+    return int((2 * FP8_RECIPE_BYTES[spec.fp8_recipe] - whole + beside) * linear)
 
 
 def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
@@ -350,7 +351,7 @@ def fullest_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
     """
     ranks = ranks_apart(spec)
     by_rank = {rank: memory_of_rank(spec, rank) for rank in ranks}
-    return max(by_rank.items(), key=lambda item: item[1].total)
+    return max(by_rank.items(), key=lambda item: item[1].needed)
 
 
 def ranks_apart(spec: RunSpec) -> set[int]:

@@ -21,6 +21,7 @@ from tools.plan.request import ignored_flags, refuse_imbalance, request_from_opt
 from tools.plan.search import Candidate, Request, evaluate
 from tools.plan.show import candidate_as_data, ignored_as_data, plan_command, print_ignored
 from tools.plan.time.iteration import TIME_COMPONENTS
+from tools.plan.verdict import Fit, memory_error
 from tools.spec import settings
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags
@@ -190,7 +191,12 @@ def draw_layout(every: Sequence[TimedStrategy], path: Path) -> None:
 
 def _sentence(timed: TimedStrategy) -> str:
     found, request = timed.candidate, timed.request
-    fits = "fits" if found.fits else "does not fit"
+    error = memory_error(found.spec)
+    fits = {
+        Fit.FITS: "fits",
+        Fit.CLOSE: f"is within {error:.0%} of the device, the error of such predictions: try it",
+        Fit.DOES_NOT_FIT: "does not fit",
+    }[found.verdict]
     on_host = host_bytes(found.spec, found.memory_rank)
     beside = f"; {gib(on_host)} GiB on its host" if on_host else ""
     cluster = request.cluster

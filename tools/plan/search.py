@@ -35,6 +35,7 @@ from tools.plan.time.iteration import (
     iteration_seconds,
     pipeline_seconds,
 )
+from tools.plan.verdict import Fit, fit_of
 from tools.spec.model import Model
 from tools.spec.recompute import Recompute
 from tools.spec.run import RunSpec
@@ -80,6 +81,9 @@ class Candidate:
     memory_rank: int
     seconds: IterationSeconds
     fits: bool
+    """With what a search leaves free."""
+    verdict: Fit
+    """By the error of such predictions."""
     tokens_per_second: float
     mfu: float
 
@@ -139,7 +143,7 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
             if bound.with_bubble(spec.parallelism.virtual_stages) > limit:
                 continue
             rank, memory = fullest_rank(spec)
-            if memory.total <= capacity:
+            if memory.needed <= capacity:
                 candidate = _predicted(request, spec, (rank, memory))
                 examined.append(candidate)
                 _keep_if_better(best, candidate)
@@ -186,7 +190,8 @@ def _predicted(request: Request, spec: RunSpec, fullest: tuple[int, PredictedMem
         memory=memory,
         memory_rank=rank,
         seconds=seconds,
-        fits=memory.total <= request.capacity,
+        fits=memory.needed <= request.capacity,
+        verdict=fit_of(spec, memory, cluster),
         tokens_per_second=samples * shape.seq_length / seconds.total,
         mfu=mfu(model_flops(shape, samples), seconds.total, devices, peak),
     )
@@ -241,7 +246,7 @@ def _bounds(request: Request) -> _Bases:
             continue
         found.legal += _count(template, split, sizes)
         lightest = min_memory_variant(base(template, split, sizes[0], Recompute.FULL))
-        bytes_needed = fullest_rank(lightest)[1].total
+        bytes_needed = fullest_rank(lightest)[1].needed
         if found.lightest is None or bytes_needed < found.lightest[0]:
             found.lightest = (bytes_needed, lightest)
         if bytes_needed <= capacity:
@@ -255,7 +260,7 @@ def _bound_split(found: _Bases, request: Request, split: Parallelism, sizes: lis
     for recompute in recomputes(template):
         for size in sizes:
             plain = base(template, split, size, recompute)
-            if fullest_rank(min_memory_variant(plain))[1].total > request.capacity:
+            if fullest_rank(min_memory_variant(plain))[1].needed > request.capacity:
                 break
             for comm_type in comm_types(template, split):
                 chosen = plain if comm_type == "p2p" else replace(plain, cp_comm_type=comm_type)

@@ -70,6 +70,7 @@ def candidate_as_data(request: Request, candidate: Candidate) -> dict[str, Any]:
         "cp_comm_type": spec.cp_comm_type,
         "extra_flags": list(_extra_flags(spec)),
         "fits": candidate.fits,
+        "verdict": candidate.verdict,
         "iteration_seconds": candidate.seconds.total,
         "tokens_per_second": candidate.tokens_per_second,
         "mfu": candidate.mfu,

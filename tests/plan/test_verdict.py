@@ -1,0 +1,60 @@
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.test_memory import tiny
+from tools.plan.memory import memory_of_rank
+from tools.plan.readings.published import usual_cluster
+from tools.plan.tensors import rank_parameters
+from tools.plan.verdict import Fit, fit_of, needed_bytes
+from tools.spec.run import Fp8Recipe
+from tools.spec.strategy import Parallelism, Sharding
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bytes_each"),
+    [(Fp8Recipe.DELAYED, (4, 2)), (Fp8Recipe.MXFP8, (4.06, 2.06)), (Fp8Recipe.NVFP4, (3.12, 3.12))],
+)
+def test_weights_in_eight_bits_alone_stand_in_place_of_those_in_sixteen(
+    recipe: Fp8Recipe, bytes_each: tuple[float, float]
+) -> None:
+    plain = replace(tiny(), dtype="bf16")
+    parameters = rank_parameters(plain)
+    linear = parameters.attention + parameters.dense_mlp
+    for kept, each in zip((False, True), bytes_each, strict=True):
+        spec = replace(plain, fp8_recipe=recipe, quantised_weights=kept)
+        more = memory_of_rank(spec).weights - memory_of_rank(plain).weights
+        assert more == pytest.approx((each - 2) * linear, abs=1)
+
+
+def test_weights_that_are_gathered_keep_no_copies_in_eight_bits() -> None:
+    sharded = tiny(Parallelism(data=4, sharding=Sharding.ZERO3))
+    spec = replace(sharded, fp8_recipe=Fp8Recipe.DELAYED)
+    assert memory_of_rank(spec).weights == memory_of_rank(sharded).weights
+
+
+def test_blocks_that_nothing_is_in_are_given_back_before_memory_runs_out() -> None:
+    spec = replace(tiny(), dtype="fp16")
+    memory = memory_of_rank(spec)
+    logits = spec.tokens * spec.padded_vocabulary
+    assert memory.total - memory.needed == 4 * rank_parameters(spec).total + 2 * logits
+
+
+@pytest.mark.parametrize(
+    ("share", "verdict"),
+    [(0.9, Fit.FITS), (0.95, Fit.CLOSE), (1.05, Fit.CLOSE), (1.1, Fit.DOES_NOT_FIT)],
+)
+def test_a_verdict_has_the_error_of_such_predictions(share: float, verdict: Fit) -> None:
+    spec, cluster = tiny(), usual_cluster("h100", 8)
+    memory = memory_of_rank(spec)
+    room = int(memory.needed / share)
+    device = replace(cluster.device, memory_bytes=room)
+    assert fit_of(spec, memory, replace(cluster, device=device)) is verdict
+
+
+def test_frozen_weights_have_no_gradients_and_states() -> None:
+    cluster = usual_cluster("h100", 8)
+    memory = memory_of_rank(tiny())
+    frozen = replace(cluster, execution=replace(cluster.execution, frozen=True))
+    trained = memory.gradients + memory.main_parameters + memory.optimizer_state
+    assert needed_bytes(memory, cluster) - needed_bytes(memory, frozen) == trained

@@ -1,0 +1,47 @@
+"""Whether a run fits its devices, with the error that predictions of memory like it have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import StrEnum
+
+from tools.plan.memory import PredictedMemory
+from tools.plan.time.cluster import Cluster
+from tools.spec.run import RunSpec
+
+
+class Fit(StrEnum):
+    """What is said of a run's memory."""
+
+    FITS = "fits"
+    CLOSE = "close"
+    """It needs the device's memory within the error of such predictions: only a try will tell."""
+    DOES_NOT_FIT = "does not fit"
+
+
+def memory_error(spec: RunSpec) -> float:
+    """Of predictions of the peak, what eight of ten published measurements of the kind stay within
+    (`make validate`), and 7% at least; those of sharded weights depend on how far ahead they are
+    gathered."""
+    if spec.parallelism.sharding.shards_weights:
+        return 0.38
+    if spec.shape.experts:
+        return 0.09
+    return 0.12 if spec.fp8_recipe or spec.shape.blocks else 0.07
+
+
+def needed_bytes(memory: PredictedMemory, cluster: Cluster) -> int:
+    """What a rank runs out of memory without; weights that are not trained have neither gradients nor
+    states."""
+    if not cluster.execution.frozen:
+        return memory.needed
+    return replace(memory, gradients=0, main_parameters=0, optimizer_state=0).needed
+
+
+def fit_of(spec: RunSpec, memory: PredictedMemory, cluster: Cluster) -> Fit:
+    """The verdict on a run whose fullest rank holds this."""
+    room, needed = cluster.device.memory_bytes, needed_bytes(memory, cluster)
+    error = memory_error(spec)
+    if needed > room * (1 + error):
+        return Fit.DOES_NOT_FIT
+    return Fit.FITS if needed <= room * (1 - error) else Fit.CLOSE
