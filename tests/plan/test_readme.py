@@ -6,10 +6,12 @@ from statistics import mean
 import pytest
 
 from tests.plan.readings.fit import BOUNDS
+from tools.plan.memory import fullest_rank
 from tools.plan.readings.residual import Residuals, residuals
-from tools.plan.readings.summary import by_kind, by_split, choices
+from tools.plan.readings.summary import by_coverage, by_kind, by_split, choices
 from tools.plan.readings.table import read_readings
 from tools.plan.time.constants import NAMES, constants_of
+from tools.plan.verdict import Fit, fit_of
 from tools.spec.files import ROOT
 
 README = (ROOT / "tools" / "plan" / "README.md").read_text()
@@ -62,3 +64,46 @@ def test_the_constants_are_those_of_the_file() -> None:
             value = getattr(constants_of(generation), name)
             assert number(cell) == pytest.approx(value, rel=0.02, abs=1e-9)
         assert [number(part) for part in bounds.split(" to ")] == pytest.approx(BOUNDS[name])
+
+
+def test_what_has_run_is_said_to_fit(predicted: Residuals) -> None:
+    verdicts: dict[str, list[Fit]] = {"dense": [], "mixtures": [], "sharded weights": []}
+    seen = set()
+    for item in predicted.predicted:
+        spec, cluster, source = item.expressed.spec, item.expressed.cluster, item.reading.source
+        run = (spec, cluster.device.key)
+        if item.seconds is None or run in seen or source.startswith("VIA-Research/vTrain"):
+            continue
+        seen.add(run)
+        sharded = spec.parallelism.sharding.shards_weights
+        kind = "sharded weights" if sharded else "mixtures" if spec.shape.experts else "dense"
+        verdicts[kind].append(fit_of(spec, fullest_rank(spec)[1], cluster))
+    for kind, least, most in (
+        ("dense", 500, 0.02),
+        ("mixtures", 150, 0.05),
+        ("sharded weights", 150, 0.2),
+    ):
+        said = verdicts[kind]
+        wrong = said.count(Fit.DOES_NOT_FIT)
+        assert len(said) > least
+        assert wrong / len(said) <= most
+        (line,) = (line for line in README.splitlines() if line.startswith(f"| {kind}, ran |"))
+        assert [int(cell) for cell in cells(line)[1:]] == [
+            len(said),
+            said.count(Fit.FITS),
+            said.count(Fit.CLOSE),
+            wrong,
+        ]
+
+
+def test_intervals_cover_what_they_say(predicted: Residuals) -> None:
+    for kind in by_coverage(predicted):
+        (line,) = (
+            line for line in README.splitlines() if line.startswith(f"| {kind.name}, inside |")
+        )
+        assert cells(line)[1:] == [
+            str(kind.readings),
+            *(f"{share:.0%}" for share in kind.shares.values()),
+        ]
+        assert 0.72 <= kind.shares[0.80] <= 0.91
+        assert kind.shares[0.95] >= (0.90 if kind.readings > 30 else 0.85)

@@ -46,7 +46,7 @@ KEPT = 10
 TIED = 1.01
 """Times of the fastest within which strategies are tied. Of published measurements that differ in
 strategy alone, the simplest of those predicted within 1% loses as much over the fastest measured one as
-the fastest predicted does (4.6% in the mean); within 2% it loses more."""
+the fastest predicted does (4.3% in the mean); within 2% it loses more."""
 MEMORY_RESERVE = 0.03
 """Of a device's memory, left free: the published measurements are predicted within 2.2%."""
 

@@ -13,13 +13,16 @@ from statistics import mean, median
 from rich.console import Console
 
 from tools.plan.calibration import calibration_of
+from tools.plan.readings.intervals import WIDENED
 from tools.plan.readings.page import FOLDER, write_page
 from tools.plan.readings.residual import Residual, Residuals, residuals
 from tools.plan.readings.summary import (
     ERRORS,
     Choice,
+    Coverage,
     ErrorGroup,
     as_data,
+    by_coverage,
     by_gpu,
     by_kind,
     by_source,
@@ -34,6 +37,7 @@ from tools.plan.readings.table import READINGS, ReadingsError, read_readings
 from tools.spec.files import ROOT, from_root
 from tools.text.table import Column, Table, TextTable, readable_table, rich_table
 from tools.text.terminal import say, wide_console
+from tools.text.units import percent
 
 _WORST = 15
 _NAMED_LINES = 6
@@ -96,6 +100,8 @@ def _print(found: Residuals, console: Console) -> None:
             console.print(rich_table(_table(title, groups), console.width))
     if found.predicted:
         console.print(readable_table(_worst_table(worst(found, _WORST)), console.width))
+    if found.predicted:
+        console.print(rich_table(_coverage(by_coverage(found)), console.width))
     _print_regrets(choices(found), choices(found, across_releases=True), console)
     total = len(found.predicted) + len(found.refused)
     rest = " Not predicted:" if found.refused else ""
@@ -155,6 +161,22 @@ def _table(title: str, groups: list[ErrorGroup]) -> Table[ErrorGroup]:
     shares = (replace(each, name=name) for each, name in zip(ERRORS, names, strict=True))
     name = Column[ErrorGroup](title, lambda group: group.name, right=False, wraps=True)
     return Table((name, Column[ErrorGroup]("n", _counted), *shares), tuple(groups))
+
+
+def _coverage(found: list[Coverage]) -> Table[Coverage]:
+    columns = (
+        Column[Coverage]("Inside their intervals", lambda kind: kind.name, right=False, wraps=True),
+        Column[Coverage]("n", lambda kind: kind.readings),
+        *(
+            Column[Coverage](f"of {level:.0%}", partial(_covered, level), percent)
+            for level in WIDENED
+        ),
+    )
+    return Table(columns, tuple(found))
+
+
+def _covered(level: float, kind: Coverage) -> float:
+    return kind.shares[level]
 
 
 def _counted(group: ErrorGroup) -> str:

@@ -8,11 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tools.plan.memory import COMPONENTS
+from tools.plan.memory import COMPONENTS, fullest_rank
 from tools.plan.readings.facts import release_of, source_facts
+from tools.plan.readings.intervals import WIDENED, Intervals
 from tools.plan.readings.residual import Residual, Residuals, predicted_memory
 from tools.plan.readings.table import Refusal
 from tools.plan.time.iteration import TIME_COMPONENTS, iteration_seconds
+from tools.plan.verdict import fit_of, needed_bytes
 from tools.spec.run import RunSpec
 from tools.text.table import Column
 from tools.text.units import DASH, percent
@@ -281,8 +283,70 @@ def reasons(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:
     return [(source, reason, found) for (source, reason), found in ordered]
 
 
+def by_coverage(residuals: Residuals) -> list[Coverage]:
+    """What intervals cover, of the kinds of `by_kind`, of all times and of all memory."""
+    timed = [item for item in residuals.predicted if item.reading.metric != "matmul_tflops"]
+    intervals = Intervals(timed)
+    members: dict[str, list[Residual]] = defaultdict(list)
+    for item in timed:
+        for name in filter(None, (_kind_of_run(item), f"all {kind_of(item.reading.metric)}")):
+            members[name].append(item)
+    order = [*_KINDS, f"all {TIME}", f"all {MEMORY}"]
+    return [
+        Coverage(
+            name,
+            len(members[name]),
+            {
+                level: statistics.mean(intervals.covers(item, level) for item in members[name])
+                for level in WIDENED
+            },
+        )
+        for name in order
+        if name in members
+    ]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Of a kind's published figures, the share inside their intervals."""
+
+    name: str
+    readings: int
+    shares: dict[float, float]
+    """By the intervals' level."""
+
+
+def _row(item: Residual, intervals: Intervals) -> dict[str, Any]:
+    spec, cluster = item.expressed.spec, item.expressed.cluster
+    row: dict[str, Any] = {
+        "line": item.reading.line,
+        "published": item.reading.value,
+        "predicted": item.predicted,
+        "error": item.error,
+        "fits": None,
+        "memory_bytes": None,
+        "interval_80": None,
+        "interval_95": None,
+    }
+    if item.reading.metric == "matmul_tflops":
+        return row
+    memory = fullest_rank(spec)[1]
+    intervals_of = {f"interval_{level:.0%}"[:-1]: intervals.of(item, level) for level in WIDENED}
+    return (
+        row
+        | intervals_of
+        | {
+            "fits": fit_of(spec, memory, cluster),
+            "memory_bytes": needed_bytes(memory, cluster),
+        }
+    )
+
+
 def as_data(residuals: Residuals) -> dict[str, Any]:
     """The contract of `validate --json`."""
+    intervals = Intervals(
+        item for item in residuals.predicted if item.reading.metric != "matmul_tflops"
+    )
     return {
         "sources": {
             group.name: {
@@ -295,15 +359,7 @@ def as_data(residuals: Residuals) -> dict[str, Any]:
             }
             for group in by_source(residuals)
         },
-        "rows": [
-            {
-                "line": item.reading.line,
-                "published": item.reading.value,
-                "predicted": item.predicted,
-                "error": item.error,
-            }
-            for item in residuals.predicted
-        ],
+        "rows": [_row(item, intervals) for item in residuals.predicted],
         "refused": [{"line": item.line, "reason": item.reason} for item in residuals.refused],
     }
 
