@@ -47,9 +47,8 @@ def test_a_handler_is_given_every_parameter_that_it_needs(command: Command) -> N
         if each.default is inspect.Parameter.empty
     }
     assert needed <= known
-    assert {name for names in command.required for name in names.split("|")} <= {
-        setting.name for setting in command.variables
-    }
+    required = {name for names in command.required for name in names.split("|")}
+    assert required <= {setting.name for setting in command.variables}
 
 
 @pytest.mark.parametrize("command", HANDLED, ids=lambda one: one.name)
