@@ -10,7 +10,6 @@ from tools.report.analyse.statistics import (
     TimeVerdict,
     block_length,
     compare,
-    compare_within_runs,
     estimate,
     order_interval,
     smallest_difference,
@@ -212,12 +211,6 @@ def test_runs_that_scatter_more_than_repeats_do_disagree():
 
 def test_a_short_run_does_not_count_as_much_as_a_long_one():
     assert known([100.0] * 50, [300.0]).median == 100.0
-
-
-def test_kinds_of_iterations_of_the_same_runs_are_compared_more_finely():
-    one, two = run(100, 0.005, 200), run(101, 0.005, 200, seed=3)
-    assert compare(known(one), known(two)).verdict is TimeVerdict.NOISE
-    assert compare_within_runs([one], [two]).verdict is TimeVerdict.SLOWER
 
 
 def test_run_against_itself_is_within_noise_with_a_real_interval():

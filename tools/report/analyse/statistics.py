@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,50 +27,17 @@ REPEATS_FOR_TRUST = 3
 """Runs of a side from which on their own scatter stands for the noise between runs."""
 
 _SEED = 20250901
-_MAX_DRAWS, _MIN_DRAWS, _CELLS = 2000, 200, 20_000_000
-_MOST_DRAWN = _CELLS // _MAX_DRAWS
+_DRAWS = 2000
+_MOST_DRAWN = 10_000
 """Samples of which all draws are affordable."""
 _NORMAL = 1.959964
 _STUDENT = (
-    12.7062,
-    4.30265,
-    3.18245,
-    2.77645,
-    2.57058,
-    2.44691,
-    2.36462,
-    2.306,
-    2.26216,
-    2.22814,
-    2.20099,
-    2.17881,
-    2.16037,
-    2.14479,
-    2.13145,
-    2.11991,
-    2.10982,
-    2.10092,
-    2.09302,
-    2.08596,
+    *(12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.306, 2.26216, 2.22814),
+    *(2.20099, 2.17881, 2.16037, 2.14479, 2.13145, 2.11991, 2.10982, 2.10092, 2.09302, 2.08596),
 )
 """Two-sided 95% quantiles of Student's t for 1 to 20 degrees of freedom."""
 
 Floats = NDArray[np.float64]
-Centre = Callable[[Floats], Floats]
-"""What stands for samples, over the last axis."""
-
-
-def median(values: Floats) -> Floats:
-    """The usual centre."""
-    middle: Floats = np.median(values, axis=-1)
-    return middle
-
-
-def fastest_half(values: Floats) -> Floats:
-    """The mean of the lower half: what else a machine does only adds to times."""
-    half = max(1, values.shape[-1] // 2)
-    lower: Floats = np.sort(values, axis=-1)[..., :half].mean(axis=-1)
-    return lower
 
 
 @dataclass(frozen=True)
@@ -171,10 +138,8 @@ class TimeComparison:
         return f"a difference below {known:.1%} cannot be seen with these runs" if known else ""
 
 
-def estimate(
-    runs: Sequence[Sequence[float]], centre: Centre = median, scatter: Scatter = ON_GPUS
-) -> Estimate | None:
-    """Median, or another centre, and interval of the samples of one run, or of several repeats.
+def estimate(runs: Sequence[Sequence[float]], scatter: Scatter = ON_GPUS) -> Estimate | None:
+    """Median and interval of the samples of one run, or of several repeats.
 
     Runs with fewer than 6 samples count only where all are that short; they are then taken as one.
     None without samples.
@@ -184,14 +149,14 @@ def estimate(
         return None
     pooled = np.concatenate(arrays)
     whole = [array for array in arrays if len(array) >= MIN_FOR_INTERVAL] or [pooled]
-    centres = np.array([float(centre(array)) for array in whole])
-    middle = float(centres.mean())
+    medians = np.array([float(np.median(array)) for array in whole])
+    middle = float(medians.mean())
     spread = robust_spread(pooled) / middle if middle else 0.0
-    between = float(centres.std(ddof=1)) / middle if len(whole) > 1 and middle else None
+    between = float(medians.std(ddof=1)) / middle if len(whole) > 1 and middle else None
     counts = (len(pooled), len(arrays), spread)
     if min(map(len, whole)) < MIN_FOR_INTERVAL or middle <= 0:
         return Estimate(middle, None, None, *counts, Method.NONE, scatter=scatter)
-    within = [_within(array, centre) for array in whole]
+    within = list(map(_within, whole))
     own = math.sqrt(
         sum(((high - low) / 2 / _NORMAL / middle) ** 2 for low, high in within) / len(within)
     )
@@ -223,19 +188,6 @@ def compare(reference: Estimate, other: Estimate, weight: float = 1.0) -> TimeCo
     low, high = ratio * math.exp(-below), ratio * math.exp(above)
     smallest = math.expm1(max(below, above))
     return TimeComparison(ratio, low, high, _verdict(ratio, low, high), smallest)
-
-
-def compare_within_runs(
-    reference: Sequence[Sequence[float]], other: Sequence[Sequence[float]], centre: Centre = median
-) -> TimeComparison:
-    """Compare two kinds of iterations of the same runs, whose differences between runs cancel out."""
-    one, two = ([np.asarray(run, dtype=float) for run in runs] for runs in (reference, other))
-    # One side is reversed: both use one seed, and equal samples must not cancel out.
-    draws, theirs = _bootstrap(one, centre), _bootstrap(two, centre)[::-1]
-    size = min(len(draws), len(theirs))
-    low, high = _quantiles(theirs[:size] / draws[:size])
-    ratio = float(np.mean([centre(run) for run in two]) / np.mean([centre(run) for run in one]))
-    return TimeComparison(ratio, low, high, _verdict(ratio, low, high), high / low - 1)
 
 
 def smallest_difference(runs: int, scatter: float) -> float:
@@ -291,49 +243,29 @@ def block_length(values: Floats) -> int:
     return int(min(max(1, round(length)), max(1, count // 3)))
 
 
-def _bootstrap(arrays: list[Floats], centre: Centre) -> Floats:
+def _bootstrap(values: Floats) -> Floats:
+    """Medians of resampled circular blocks, with one seed for all."""
     generator = np.random.default_rng(_SEED)
-    size = sum(len(array) for array in arrays)
-    draws = int(min(_MAX_DRAWS, max(_MIN_DRAWS, _CELLS // size)))
-    if len(arrays) == 1:
-        return _centres_of_blocks(arrays[0], draws, generator, centre)
-    lengths = [block_length(array) if len(array) > 1 else 1 for array in arrays]
-    result = np.empty(draws)
-    for draw in range(draws):
-        chosen = generator.integers(len(arrays), size=len(arrays))
-        parts = [_resample(arrays[run], lengths[run], 1, generator)[0] for run in chosen]
-        result[draw] = centre(np.concatenate(parts))
-    return result
+    count, length = len(values), block_length(values)
+    batch = max(1, 4_000_000 // count)
+    medians = []
+    for done in range(0, _DRAWS, batch):
+        shape = (min(batch, _DRAWS - done), -(-count // length), 1)
+        places = (generator.integers(count, size=shape) + np.arange(length)) % count
+        drawn = values[places.reshape(len(places), -1)[:, :count]]
+        medians.append(np.median(drawn, axis=-1))
+    return np.concatenate(medians)
 
 
-def _centres_of_blocks(
-    values: Floats, draws: int, generator: np.random.Generator, centre: Centre
-) -> Floats:
-    length = block_length(values)
-    batch = max(1, 4_000_000 // len(values))
-    parts = [
-        centre(_resample(values, length, min(batch, draws - done), generator))
-        for done in range(0, draws, batch)
-    ]
-    return np.concatenate(parts)
-
-
-def _resample(values: Floats, length: int, draws: int, generator: np.random.Generator) -> Floats:
-    count = len(values)
-    blocks = -(-count // length)
-    starts = generator.integers(count, size=(draws, blocks, 1))
-    places = ((starts + np.arange(length)) % count).reshape(draws, -1)[:, :count]
-    resampled: Floats = values[places]
-    return resampled
-
-
-def _within(values: Floats, centre: Centre) -> tuple[float, float]:
-    """Interval of a run's centre by its own samples alone."""
+def _within(values: Floats) -> tuple[float, float]:
+    """Interval of a run's median by its own samples alone."""
     if len(values) < MIN_FOR_BOOTSTRAP:
         return order_interval(values)
-    if centre is median and len(values) > _MOST_DRAWN:
+    if len(values) > _MOST_DRAWN:
         return _drawless(values)
-    return _quantiles(_bootstrap([values], centre))
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(_bootstrap(values), [tail, 1 - tail])
+    return float(low), float(high)
 
 
 def _drawless(values: Floats) -> tuple[float, float]:
@@ -396,9 +328,3 @@ def _verdict(ratio: float, low: float, high: float) -> TimeVerdict:
     if low <= 1 <= high:
         return TimeVerdict.NOISE
     return TimeVerdict.SLOWER if ratio > 1 else TimeVerdict.FASTER
-
-
-def _quantiles(values: Floats) -> tuple[float, float]:
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(values, [tail, 1 - tail])
-    return float(low), float(high)
