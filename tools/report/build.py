@@ -13,15 +13,10 @@ from tools.plan.errors import RequestError
 from tools.plan.readings.local_readings import add_rows
 from tools.plan.readings.table import ReadingsError
 from tools.records.run import utc_stamp
+from tools.report.analyse.earlier import BaselineError, compare_with_baseline, read_baseline
 from tools.report.analyse.gpu_bench import read_bench
 from tools.report.analyse.planned import planned, readings_of
-from tools.report.analyse.report import (
-    BaselineError,
-    Report,
-    build_report,
-    compare_with_baseline,
-    read_baseline,
-)
+from tools.report.analyse.report import Report, build_report
 from tools.report.canvas import can_draw
 from tools.report.read.printed import device_named
 from tools.report.read.runs import Run, find_run_folders, load_runs
@@ -68,7 +63,8 @@ def build(options: BuildOptions, console: Console) -> int:
         old = read_baseline(options.baseline) if options.baseline else None
         report = _report(name, options)
         if old is not None:
-            report = _with_changes(report, old, options.baseline)
+            changes = tuple(compare_with_baseline(old, report.entries))
+            report = replace(report, changes=changes, baseline=str(options.baseline))
         write_report(report, options.reports_root / name)
     except BaselineError as error:
         console.print(str(error), markup=False)
@@ -85,7 +81,9 @@ def build(options: BuildOptions, console: Console) -> int:
     if not can_draw():
         console.print("It has no charts: matplotlib is not installed (pip install matplotlib).")
     say(console, f"Report: {page}")
-    return _exit_code(report, options)
+    if not report.entries and report.gpu_bench is None:
+        return 1
+    return int(options.strict and any(change.fails_strict for change in report.changes))
 
 
 def _report(name: str, options: BuildOptions) -> Report:
@@ -133,15 +131,3 @@ def _on_its_device(run: Run, given: Device | None) -> Run:
     if not run.is_foreign or not run.path.is_file():
         return run
     return replace(run, device=given.nvml_names[0] if given else device_named(run.path))
-
-
-def _with_changes(report: Report, old: list[dict[str, object]], baseline: Path | None) -> Report:
-    changes = compare_with_baseline(old, report.entries)
-    return replace(report, changes=tuple(changes), baseline=str(baseline))
-
-
-def _exit_code(report: Report, options: BuildOptions) -> int:
-    if not report.entries and report.gpu_bench is None:
-        return 1
-    found = any(change.fails_strict for change in report.changes)
-    return 1 if options.strict and found else 0

@@ -37,13 +37,8 @@ class Configuration:
         return self.runs[-1]
 
 
-@dataclass(frozen=True)
-class RowIdentity:
-    """What a row is of. Two runs with equal ones are repeats, whatever they are called."""
-
-    computed: Computed
-    device: str
-    """`cpu`, or the name of the GPU; empty where a log does not say."""
+RowIdentity = tuple[Computed, str]
+"""What was trained, and on which device. Runs with equal ones are repeats, whatever they are called."""
 
 
 def row_identity(
@@ -63,9 +58,9 @@ def row_identity(
         printed: Arguments that a foreign log prints.
     """
     if spec is None:
-        return RowIdentity(Computed(None, otherwise=run), device)
+        return Computed(None, otherwise=run), device
     found = identity_of(record).computed if record else computed(spec, printed)
-    return RowIdentity(replace(found, spec=spec).repeated(), device)
+    return replace(found, spec=spec).repeated(), device
 
 
 def identity_of_run(run: Run) -> RowIdentity:
@@ -95,10 +90,9 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
         members, running = _ended(runs_of_one)
         by_conditions: dict[tuple[object, ...], list[Run]] = {}
         for run in members:
-            by_conditions.setdefault(_conditions(run), []).append(run)
-        newest = by_conditions[_conditions(members[-1])]
-        now = _conditions(newest[-1])
-        older = [run for run in members if _conditions(run) != now]
+            newest = by_conditions.setdefault(_conditions(run), [])
+            newest.append(run)
+        older = [run for each in by_conditions.values() if each is not newest for run in each]
         for group in by_conditions.values() if all_conditions else [newest]:
             found = _rows(group, () if all_conditions else older)
             if group is newest:

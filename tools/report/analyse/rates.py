@@ -39,7 +39,7 @@ class Rates:
 
 def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     """Rates of a run whose median iteration takes `iteration_ms`."""
-    spec, printed = run.spec, _printed_tflops(run)
+    spec, (printed, theirs) = run.spec, _printed(run)
     # Tokens of 0 are a batch that the log does not name.
     if not iteration_ms or spec is None or not spec.tokens_per_iteration:
         return Rates(printed_tflops_per_device=printed)
@@ -57,7 +57,7 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     peak, source, note = _peak(run.device, spec.dtype)
     if peak:
         formulas.append(f"MFU = {per_device:.5g} ÷ {peak:g} TFLOP/s dense {spec.dtype}")
-    theirs = _printed_flops(run, devices)
+    theirs = theirs and theirs * devices
     return Rates(
         printed_tflops_per_device=printed,
         printed_over_counted=theirs / flops if theirs else None,
@@ -104,19 +104,15 @@ def _recomputed(spec: RunSpec) -> float:
     return again / spec.shape.layers * (forward.total - forward.logits) * spec.tokens_per_iteration
 
 
-def _printed_tflops(run: Run) -> float | None:
-    rates = run.log.iterations.values("throughput_tflops_per_gpu")
-    known = rates[(rates > 0) & ~run.log.iterations.known("averaged")]
-    return float(np.median(known)) if len(known) else None
-
-
-def _printed_flops(run: Run, devices: int) -> float | None:
-    """FLOPs of an iteration as Megatron's own throughput has them."""
-    rates = run.log.iterations.values("throughput_tflops_per_gpu")
-    times = run.log.iterations.values("elapsed_ms")
-    usable = (rates >= _MIN_THROUGHPUT) & (times > 0) & ~run.log.iterations.known("averaged")
-    counted = rates[usable] * times[usable] * 1e9
-    return float(np.median(counted)) * devices if len(counted) else None
+def _printed(run: Run) -> tuple[float | None, float | None]:
+    """Megatron's own throughput, and the FLOPs of an iteration a device that it was computed from."""
+    lines = run.log.iterations
+    rates, times = lines.values("throughput_tflops_per_gpu"), lines.values("elapsed_ms")
+    known = (rates > 0) & ~lines.known("averaged")
+    exact = known & (rates >= _MIN_THROUGHPUT) & (times > 0)
+    found = (rates[known], rates[exact] * times[exact] * 1e9)
+    printed, flops = (float(np.median(each)) if len(each) else None for each in found)
+    return printed, flops
 
 
 def _against_megatron(theirs: float | None, flops: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tools.records.measurements import Phase, RankTime, TimeRecord
 from tools.report.analyse.statistics import TimeVerdict, compare
@@ -23,13 +22,8 @@ _DOUBTFUL_SHARE = 0.15
 _FACTORS = (2, 4)
 """How many times the micro batches are asked about."""
 
-
-@dataclass(frozen=True)
-class ExtraTime:
-    """A part of the iteration, in seconds above baseline's share; negative if below."""
-
-    part: str
-    seconds: float
+Costs = dict[str, float]
+"""Seconds of each part of an iteration above baseline's share; negative if below."""
 
 
 def cost_sentences(subjects: Sequence[Subject]) -> list[str]:
@@ -43,14 +37,14 @@ def cost_sentences(subjects: Sequence[Subject]) -> list[str]:
     return found
 
 
-def costs_above(reference: TimeRecord, other: TimeRecord, share: float) -> list[ExtraTime]:
-    """Parts of an iteration beyond `share` times the reference's, largest first, means over ranks.
+def costs_above(reference: TimeRecord, other: TimeRecord, share: float) -> Costs:
+    """Seconds of each part beyond `share` times the reference's, largest first, means over ranks.
 
     They sum to the difference of the iterations, but for the clock readings between phases.
     """
     ours, theirs = _parts(reference), _parts(other)
-    found = [ExtraTime(part, theirs[part] - share * ours[part]) for part in ours]
-    return sorted(found, key=lambda cost: -cost.seconds)
+    found = {part: theirs[part] - share * ours[part] for part in ours}
+    return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 
 def fair_share(reference: Subject, other: Subject) -> float | None:
@@ -103,22 +97,21 @@ def _difference(subject: Subject, whole: float, fair: float) -> str:
     )
 
 
-def _named_causes(costs: Sequence[ExtraTime], difference: float, noise: float) -> str:
+def _named_causes(costs: Costs, difference: float, noise: float) -> str:
     """The large parts, and the sum of the others; `noise` is what cannot be seen."""
-    shown = [c for c in costs if abs(c.seconds) >= _SMALLEST_SHARE * abs(difference)]
-    parts = [f"{signed(milliseconds(cost.seconds))} {cost.part}" for cost in shown]
-    rest = difference - sum(cost.seconds for cost in shown)
+    least = _SMALLEST_SHARE * abs(difference)
+    shown = {part: seconds for part, seconds in costs.items() if abs(seconds) >= least}
+    parts = [f"{signed(milliseconds(seconds))} {part}" for part, seconds in shown.items()]
+    rest = difference - sum(shown.values())
     if abs(rest) > _NEGLIGIBLE_SHARE * abs(difference):
         within = ", within noise" if abs(rest) <= noise else ""
         parts.append(f"{signed(milliseconds(rest))} all else{within}")
     return f"{joined(parts)}."
 
 
-def _arithmetic(
-    subject: Subject, baseline: Subject, costs: Sequence[ExtraTime], share: float
-) -> str:
+def _arithmetic(subject: Subject, baseline: Subject, costs: Costs, share: float) -> str:
     """Why arithmetic takes another time than baseline's share of it, where that is a large part."""
-    extra = sum(cost.seconds for cost in costs if cost.part in (_FORWARD, _BACKWARD))
+    extra = costs[_FORWARD] + costs[_BACKWARD]
     times = baseline.evidence.times
     assert times is not None  # `costs` were split by it.
     parts = _parts(times)
@@ -128,7 +121,7 @@ def _arithmetic(
             " Arithmetic takes less than baseline's share of it, so the machine was not the same for "
             "both runs, and this division does not hold."
         )
-    if extra <= max(0, *(c.seconds for c in costs if c.part not in (_FORWARD, _BACKWARD))):
+    if extra <= max(0, *(costs[part] for part in costs if part not in (_FORWARD, _BACKWARD))):
         return ""
     text = f" The largest part is arithmetic itself, {milliseconds(extra)} in all"
     crowding = _ranks_a_core(subject.run)

@@ -52,7 +52,8 @@ def explain(report: Report) -> Explanation:
     """Explain the runs of a report whose ledgers were kept, and what `make bench-gpu` measured."""
     subjects = subjects_of(report)
     bench = bench_tables(report.gpu_bench)
-    if not any(_has_ledger(subject) for subject in subjects):
+    kept = ((each.run.ledgers, each.evidence.times) for each in subjects)
+    if not any(held.communication or held.memory or times for held, times in kept):
         return Explanation(tables=bench)
     topics = (Topic(question, tuple(answer(subjects))) for question, answer in _QUESTIONS)
     return Explanation(
@@ -60,11 +61,6 @@ def explain(report: Report) -> Explanation:
         bench + tables(subjects) + routing_tables(subjects),
         {subject.run.name: subject.evidence for subject in subjects},
     )
-
-
-def _has_ledger(subject: Subject) -> bool:
-    ledgers = subject.run.ledgers
-    return bool(ledgers.communication or ledgers.memory or subject.evidence.times)
 
 
 NOTHING = (

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tools.report.analyse.earlier import Change
 from tools.report.analyse.entry import Entry, device_memory
 from tools.report.analyse.planned import PlannedEntry
 from tools.report.analyse.published import Match
-from tools.report.analyse.report import ArgumentDifference, Change, Report
+from tools.report.analyse.report import ArgumentDifference, Report
 from tools.report.analyse.results import notes_of, other_attempts
 from tools.report.analyse.statistics import Estimate, TimeComparison
 from tools.spec.published import Correction
