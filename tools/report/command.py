@@ -20,6 +20,11 @@ from tools.report.read.iterations import Iteration
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.scraped import ScrapedLog
 
+_AS_THEY_ARE = (
+    *("parameters", "memory", "theoretical_parameters_billions", "theoretical_memory", "timers"),
+    *("validation", "checkpoints", "exit_reason", "notes"),
+)
+
 
 def log_as_json(log: ScrapedLog, status: StatusRecord) -> dict[str, Any]:
     """Everything a log says; what it does not say is null or left out of an iteration."""
@@ -33,16 +38,7 @@ def log_as_json(log: ScrapedLog, status: StatusRecord) -> dict[str, Any]:
         "dialect": log.generation.name,
         "iterations": [iteration_as_json(found) for found in log.iterations],
         "restarts": list(log.restarts),
-        "parameters": msgspec.to_builtins(log.parameters),
-        "memory": msgspec.to_builtins(log.memory),
-        "theoretical_parameters_billions": log.theoretical_parameters_billions,
-        "theoretical_memory": msgspec.to_builtins(log.theoretical_memory),
-        "timers": msgspec.to_builtins(log.timers),
-        "validation": msgspec.to_builtins(log.validation),
-        "checkpoints": msgspec.to_builtins(log.checkpoints),
-        "exit_reason": log.exit_reason,
-        "notes": list(log.notes),
-    }
+    } | {name: msgspec.to_builtins(getattr(log, name)) for name in _AS_THEY_ARE}
 
 
 def iteration_as_json(found: Iteration) -> dict[str, Any]:
