@@ -13,7 +13,12 @@ from tools.plan.errors import RequestError
 from tools.plan.readings.local_readings import add_rows
 from tools.plan.readings.table import ReadingsError
 from tools.records.run import utc_stamp
-from tools.report.analyse.earlier import BaselineError, compare_with_baseline, read_baseline
+from tools.report.analyse.earlier import (
+    UNDECIDED,
+    BaselineError,
+    compare_with_baseline,
+    read_baseline,
+)
 from tools.report.analyse.gpu_bench import read_bench
 from tools.report.analyse.planned import planned, readings_of
 from tools.report.analyse.report import Report, build_report
@@ -27,6 +32,7 @@ from tools.spec.hardware import Device
 from tools.spec.published import load_published
 from tools.text.terminal import say
 
+EXIT_UNDECIDED = 3
 _NAME = re.compile(r"[\w][\w.-]{0,100}\Z")
 
 
@@ -53,7 +59,7 @@ def build(options: BuildOptions, console: Console) -> int:
 
     Returns:
         0; 1 if there was no run at all, or a strict comparison found a change; 2 for a wrong name
-        or a baseline or folder that cannot be used.
+        or a baseline or folder that cannot be used; 3 if a strict comparison left a time undecided.
     """
     name = options.name or utc_stamp()
     if not _NAME.match(name) or name == "latest":
@@ -83,7 +89,10 @@ def build(options: BuildOptions, console: Console) -> int:
     say(console, f"Report: {page}")
     if not report.entries and report.gpu_bench is None:
         return 1
-    return int(options.strict and any(change.fails_strict for change in report.changes))
+    if options.strict and any(change.fails_strict for change in report.changes):
+        return 1
+    undecided = any(change.kind == UNDECIDED for change in report.changes)
+    return EXIT_UNDECIDED if options.strict and undecided else 0
 
 
 def _report(name: str, options: BuildOptions) -> Report:

@@ -18,13 +18,16 @@ from tools.report.analyse.configurations import (
 )
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.results import RESULTS
-from tools.report.analyse.statistics import TimeVerdict, compare, estimate
+from tools.report.analyse.statistics import TimeVerdict, compare, estimate, smallest_difference
 from tools.report.read.printed import printed_spec
+from tools.text.units import change
 
 JSON_FILE = "results.json"
 _EXACT = ("parameters_total", "peak_memory_bytes", "comm_bytes_per_iteration")
 """Columns that hardly scatter."""
 _TOLERANCE = 0.01
+UNDECIDED = "undecided"
+"""A time that is further off than repeats usually are, and not so far that these runs can show it."""
 
 
 class BaselineError(ValueError):
@@ -37,13 +40,13 @@ class Change:
 
     row: str
     kind: str
-    """`regression`, `unexpected improvement`, `same`, `new` or `missing`."""
+    """`regression`, `unexpected improvement`, `undecided`, `same`, `new` or `missing`."""
     text: str
 
     @property
     def fails_strict(self) -> bool:
         """Whether a strict comparison fails on it."""
-        return self.kind not in ("same", "new")
+        return self.kind not in ("same", "new", UNDECIDED)
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,17 @@ def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Chang
         return []
     found = compare(then, now)
     span = f" ({found.span})" if found.span else ""
-    text = f"{now.median:.1f} ms, was {then.median:.1f} ms: ×{found.ratio:.3f}{span}"
+    text = (
+        f"{now.median:.1f} ms, was {then.median:.1f} ms: ×{found.ratio:.3f}{span}, {found.verdict}"
+    )
     kind = {TimeVerdict.SLOWER: "regression", TimeVerdict.FASTER: "unexpected improvement"}
-    return [Change(name, kind.get(found.verdict, "same"), f"{text}, {found.verdict}")]
+    if found.verdict is not TimeVerdict.NOISE or not found.smallest:
+        return [Change(name, kind.get(found.verdict, "same"), text)]
+    usual = smallest_difference(min(then.runs, now.runs), now.scatter.typical)
+    off = f"{change(found.ratio, 1)}, below the {found.smallest:.1%} that these runs can show"
+    # Where enough runs show their own scatter there is nothing left to decide.
+    decided = (then.freedom and now.freedom) or abs(found.ratio - 1) <= usual
+    return [Change(name, "same" if decided else UNDECIDED, f"{text}: {off}")]
 
 
 def _samples(old: Mapping[str, Any]) -> list[list[float]]:

@@ -149,26 +149,43 @@ def estimate(runs: Sequence[Sequence[float]], scatter: Scatter = ON_GPUS) -> Est
         return None
     pooled = np.concatenate(arrays)
     whole = [array for array in arrays if len(array) >= MIN_FOR_INTERVAL] or [pooled]
-    medians = np.array([float(np.median(array)) for array in whole])
-    middle = float(medians.mean())
+    medians = [float(np.median(array)) for array in whole]
+    middle = sum(medians) / len(medians)
     spread = robust_spread(pooled) / middle if middle else 0.0
-    between = float(medians.std(ddof=1)) / middle if len(whole) > 1 and middle else None
     counts = (len(pooled), len(arrays), spread)
     if min(map(len, whole)) < MIN_FOR_INTERVAL or middle <= 0:
         return Estimate(middle, None, None, *counts, Method.NONE, scatter=scatter)
-    within = list(map(_within, whole))
-    own = math.sqrt(
-        sum(((high - low) / 2 / _NORMAL / middle) ** 2 for low, high in within) / len(within)
-    )
-    if len(whole) >= REPEATS_FOR_TRUST:
-        assert between is not None
-        error, freedom = max(between, own) / math.sqrt(len(whole)), len(whole) - 1
+    method = Method.BOOTSTRAP if len(whole[0]) >= MIN_FOR_BOOTSTRAP else Method.ORDER
+    method = Method.RUNS if len(whole) >= REPEATS_FOR_TRUST else method
+    return estimate_of_medians(medians, list(map(_within, whole)), scatter, counts, method)
+
+
+def estimate_of_medians(
+    medians: Sequence[float],
+    within: Sequence[tuple[float, float]],
+    scatter: Scatter,
+    counts: tuple[int, int, float],
+    method: Method,
+) -> Estimate:
+    """The same of runs of which each has a median with an interval by its own samples.
+
+    Args:
+        medians: One a run.
+        within: Their intervals.
+        scatter: Assumed where there are too few runs to show it.
+        counts: Samples, runs, and the spread of one sample.
+        method: Where the intervals come from.
+    """
+    count, middle = len(medians), sum(medians) / len(medians)
+    between = float(np.std(medians, ddof=1)) / middle if count > 1 else None
+    own = math.sqrt(sum(((b - a) / 2 / _NORMAL / middle) ** 2 for a, b in within) / count)
+    if between is not None and count >= REPEATS_FOR_TRUST:
+        error, freedom = max(between, own) / math.sqrt(count), count - 1
         half = student(freedom) * error * middle
-        low, high, method = middle - half, middle + half, Method.RUNS
+        low, high = middle - half, middle + half
     else:
-        method = Method.BOOTSTRAP if len(whole[0]) >= MIN_FOR_BOOTSTRAP else Method.ORDER
         assumed = max(scatter.assumed, between or 0.0)
-        error, freedom = math.hypot(assumed, own) / math.sqrt(len(whole)), None
+        error, freedom = math.hypot(assumed, own) / math.sqrt(count), None
         low, high = _assumed(middle, within, error, assumed)
     # More digits than samples have would only differ between builds of numpy.
     low, high = min(middle, float(f"{max(0.0, low):.7g}")), max(middle, float(f"{high:.7g}"))
@@ -197,9 +214,10 @@ def smallest_difference(runs: int, scatter: float) -> float:
 
 
 def student(freedom: float) -> float:
-    """Two-sided 95% quantile of Student's t."""
+    """Two-sided 95% quantile of Student's t; between whole numbers it is all but linear in 1/freedom."""
     if freedom <= len(_STUDENT):
-        return _STUDENT[max(1, int(freedom)) - 1]
+        whole = 1 / np.arange(len(_STUDENT), 0, -1)
+        return float(np.interp(1 / max(freedom, 1.0), whole, _STUDENT[::-1]))
     return _NORMAL + 2.4 / freedom + 3 / freedom**2
 
 
@@ -302,22 +320,24 @@ def _assumed(
 
 def _distances(reference: Estimate, other: Estimate) -> tuple[float, float]:
     """From the ratio to its interval's ends, in logarithms."""
-    if reference.freedom is None or other.freedom is None:
+    if not reference.freedom or not other.freedom:
         # The distances of both intervals' ends add up as squares (Zou & Donner 2008), each on its side.
         return (
             math.hypot(_distance(other, other.low), _distance(reference, reference.high)),
             math.hypot(_distance(other, other.high), _distance(reference, reference.low)),
         )
-    # Repeats of one house scatter alike, so both sides' show it together.
-    freedom = reference.freedom + other.freedom
-    squares = sum(
-        side.error**2 * (side.freedom + 1) * side.freedom
-        for side in (reference, other)
-        if side.error is not None and side.freedom is not None
-    )
-    shares = 1 / (reference.freedom + 1) + 1 / (other.freedom + 1)
-    half = student(freedom) * math.sqrt(squares / freedom * shares)
+    # Welch's t, because one strategy may scatter by ten times as much as another. Of three runs against
+    # five its degrees of freedom are too many by chance, so they are averaged with the wider side's own.
+    pairs = ((_squared_error(reference), reference.freedom), (_squared_error(other), other.freedom))
+    (narrow, one), (wide, two) = sorted(pairs)
+    welch = (narrow + wide) ** 2 / (narrow**2 / one + wide**2 / two)
+    half = student(2 / (1 / welch + 1 / two)) * math.sqrt(narrow + wide)
     return half, half
+
+
+def _squared_error(found: Estimate) -> float:
+    # Repeats that are equal to the last digit still differ by rounding.
+    return max(found.error or 0.0, 1e-9) ** 2
 
 
 def _distance(found: Estimate, end: float | None) -> float:

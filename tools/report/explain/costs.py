@@ -84,7 +84,9 @@ def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
         unseen = f" ({found.resolution})" if found.resolution else ""
         return f"{text}, which is within noise{unseen}, so no cost can be named."
     costs = costs_above(reference, times, share)
-    named = _named_causes(costs, whole - fair, (found.smallest or 0.0) * fair)
+    # How far the nearer end of the interval is from the ratio itself, on the side of no difference.
+    end = (found.low if found.ratio > 1 else found.high) or found.ratio
+    named = _named_causes(costs, whole - fair, abs(found.ratio - end) * fair)
     return f"{text}: {named}{_arithmetic(subject, baseline, costs, share)}"
 
 
@@ -99,12 +101,15 @@ def _difference(subject: Subject, whole: float, fair: float) -> str:
 
 def _named_causes(costs: Costs, difference: float, noise: float) -> str:
     """The large parts, and the sum of the others; `noise` is what cannot be seen."""
-    least = _SMALLEST_SHARE * abs(difference)
+    least = max(_SMALLEST_SHARE * abs(difference), noise)
     shown = {part: seconds for part, seconds in costs.items() if abs(seconds) >= least}
+    if not shown:
+        return f"no part of it is above the {milliseconds(noise)} that runs scatter by."
     parts = [f"{signed(milliseconds(seconds))} {part}" for part, seconds in shown.items()]
     rest = difference - sum(shown.values())
     if abs(rest) > _NEGLIGIBLE_SHARE * abs(difference):
-        within = ", within noise" if abs(rest) <= noise else ""
+        parted = ", each part within noise" if noise == least else ""
+        within = ", within noise" if abs(rest) <= noise else parted
         parts.append(f"{signed(milliseconds(rest))} all else{within}")
     return f"{joined(parts)}."
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from tools.records.run import Status
 from tools.report.analyse.comparability import SHARED, SpeedComparison
+from tools.report.analyse.earlier import UNDECIDED
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.parity import LOGS_AGREE
 from tools.report.analyse.report import Report
@@ -82,11 +83,11 @@ def sentences(report: Report) -> list[str]:
     result += _parity_sentences(report)
     result += _published_sentences(report)
     result += _planned_sentences(report)
-    failing = [change for change in report.changes if change.fails_strict]
+    told = [c for c in report.changes if c.fails_strict or c.kind == UNDECIDED]
     if report.baseline:
         result.append(
             f"Against {report.baseline}: "
-            + ("; ".join(f"{c.row}: {c.kind}, {c.text}" for c in failing) or "nothing changed")
+            + ("; ".join(f"{c.row}: {c.kind}, {c.text}" for c in told) or "nothing changed")
             + "."
         )
     return result
@@ -107,12 +108,8 @@ def _planned_sentences(report: Report) -> list[str]:
 
 def answer(report: Report) -> str:
     """The report in one sentence: what changed, else what is fastest, else what the one run did."""
-    failing = [change for change in report.changes if change.fails_strict]
     if report.baseline:
-        rows = list(dict.fromkeys(change.row for change in failing))
-        if not rows:
-            return f"Nothing changed against {report.baseline}."
-        return f"Against {report.baseline}, {len(rows)} row(s) changed: {_some(rows)}."
+        return _against_earlier(report)
     timed = [entry for entry in report.entries if entry.estimate]
     if not timed:
         return sentences(report)[0]
@@ -124,6 +121,17 @@ def answer(report: Report) -> str:
         more = f"; {len(timed) - 1} more row(s) compare with nothing" if len(timed) > 1 else ""
         return f"{one.label} takes {number(one.time_ms)} ms an iteration{each}{more}."
     return _fastest(report, compared)
+
+
+def _against_earlier(report: Report) -> str:
+    changed = list(dict.fromkeys(c.row for c in report.changes if c.fails_strict))
+    undecided = [
+        f"{c.row} ({c.text.rpartition(': ')[2]})" for c in report.changes if c.kind == UNDECIDED
+    ]
+    open_ = f" Undecided is {_some(undecided)}; repeat the runs." if undecided else ""
+    if changed:
+        return f"Against {report.baseline}, {len(changed)} row(s) changed: {_some(changed)}.{open_}"
+    return f"Nothing {'else ' if undecided else ''}changed against {report.baseline}.{open_}"
 
 
 def _fastest(report: Report, compared: Sequence[Entry]) -> str:
