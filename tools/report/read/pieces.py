@@ -8,8 +8,10 @@ them restores.
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import lzma
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -123,6 +125,8 @@ def read_chunks(path: Path) -> Iterator[bytes]:
     Raises:
         OSError: The file cannot be opened or read.
     """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     with path.open("rb") as raw:
         magic = raw.read(8)
         raw.seek(0)

@@ -142,9 +142,11 @@ def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
 
 
 def find_run_folders(root: Path) -> list[Path]:
-    """Folders under `root` that hold a run, oldest first (their names begin with the time)."""
+    """The root if it holds a run, else its folders that do, oldest first (names begin with the time)."""
     if not root.is_dir():
         return []
+    if records.is_run_folder(root):
+        return [root]
     return sorted(
         folder
         for folder in root.iterdir()

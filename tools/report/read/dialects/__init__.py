@@ -92,7 +92,7 @@ class Dialect:
     """What it calls the numbers of that line."""
     news: tuple[News, ...] = ()
     starts: tuple[str, ...] = ()
-    """Texts of lines with which training starts, also again."""
+    """Patterns of lines with which training starts, also again."""
     arguments: Callable[[Mapping[str, str]], Mapping[str, str]] = dict
     """Gives printed arguments the names and values that Megatron has today."""
     unread: tuple[tuple[str, str, re.Pattern[str]], ...] = ()
