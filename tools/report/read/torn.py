@@ -14,7 +14,7 @@ _BARE = re.compile(r"[\w.,'\[\]+-]{1,40}\Z")
 """The end of a value."""
 _UNFINISHED = re.compile(
     r"  [A-Za-z_]\w{0,80} ?\.{0,60} ?\Z"
-    r"|memory \(MB\)(?!.*max reserved: [\d.]).*"
+    r"|\[Rank \d{1,6}\] \((?!.*max reserved: [\d.]).*"
     r"|iteration +\d{1,12}/ *\d{1,12} \|(?!.*max reserved).*(?:[^|]|\| )\Z"
 )
 """An argument without its value, memory without its last figure, an iteration without its last bar."""
@@ -64,9 +64,8 @@ def _goes_on(before: str, text: str) -> bool:
     """Whether a text ends the one before it behind the same label."""
     if _ARGUMENT.match(before):
         return _BARE.match(text) is not None
-    if text.startswith(("  ", "---", " iteration", "iteration", " [", "[")):
-        return False
     whole = before + text
-    return _UNFINISHED.search(whole) is None and (
-        _ARGUMENT.match(whole) is not None or not before.startswith("  ")
-    )
+    if before.startswith("  "):
+        return not text.startswith(("  ", "---")) and _ARGUMENT.match(whole) is not None
+    fresh = text.startswith((" iteration", "iteration", " [", "["))
+    return not fresh and _UNFINISHED.search(whole) is None
