@@ -42,7 +42,9 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     spec, (printed, theirs) = run.spec, _printed(run)
     # Tokens of 0 are a batch that the log does not name.
     if not iteration_ms or spec is None or not spec.tokens_per_iteration:
-        return Rates(printed_tflops_per_device=printed)
+        tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
+        per_second = 1000 * tokens / iteration_ms if iteration_ms and tokens else None
+        return Rates(tokens_per_second=per_second, printed_tflops_per_device=printed)
     seconds, devices = iteration_ms / 1000, spec.parallelism.world_size
     samples, length = spec.batch.global_batch_size, spec.shape.seq_length
     per_second = spec.tokens_per_iteration / seconds

@@ -93,18 +93,19 @@ def _with_speeds(entries: list[Entry]) -> list[Entry]:
 def _reference(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
     """What an entry's speed is compared with: baseline; of logs the first that was named.
 
-    Only one of the same model and device, or where one side does not say.
+    Only one of the same model, and of the same device or where one side does not say.
     """
     timed = [other for other in entries if other.estimate]
     if any(other.run.is_foreign for other in entries):
-        return next(other for other in timed if _may_be_alike(other.run, entry.run))
+        return next(other for other in timed if _are_comparable(other.run, entry.run))
     cohort = [other for other in timed if _cohort(other) == _cohort(entry)]
     return min(cohort, key=_as_reference) if entry.run.model else None
 
 
-def _may_be_alike(one: Run, two: Run) -> bool:
-    pairs = ((one.model, two.model), (one.device, two.device))
-    return all(ours == theirs or not ours or not theirs for ours, theirs in pairs)
+def _are_comparable(one: Run, two: Run) -> bool:
+    """Whether two logs train one model; two that say nothing of theirs do, since somebody named both."""
+    alike = one.device == two.device or not one.device or not two.device
+    return alike and one.size == two.size
 
 
 def _as_reference(entry: Entry) -> tuple[bool, bool]:

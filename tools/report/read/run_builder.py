@@ -167,6 +167,7 @@ class RunBuilder:
     def build(self, path: str, part: int, parts: int, trace: ErrorTrace) -> ScrapedLog:
         """The run as data."""
         iterations, replaced = self._iterations.build()
+        iterations = iterations.timed()
         return ScrapedLog(
             path=path,
             part=part,

@@ -76,6 +76,7 @@ def sentences(report: Report) -> list[str]:
         )
     result += _window_sentences(report)
     result += _speed_sentences(report)
+    result += _uncompared(report)
     within = [f"Within {e.label}, {shift.text}." for e in report.entries for shift in e.shifts]
     result += _first(within, "changes within runs")
     result += _power_sentences(report)
@@ -204,6 +205,20 @@ def _speed_sentences(report: Report) -> list[str]:
             f" ({_some([entry.label for entry in members])})."
         )
     return [*result, "Each row's own verdict and interval are under 'Compared in speed'."]
+
+
+def _uncompared(report: Report) -> list[str]:
+    """Logs that no other is comparable with, where others are."""
+    used = {entry.speed.reference for entry in report.entries if entry.speed}
+    timed = [e for e in report.entries if e.run.is_foreign and e.estimate]
+    alone = [e.label for e in timed if not e.speed and e.run.name not in used]
+    if len(timed) < 2 or not alone:
+        return []
+    verb, whose = ("is", "its") if len(alone) == 1 else ("are", "their")
+    return [
+        f"{_some(alone)} {verb} compared with no other log: none is of {whose} model"
+        " (and device, where the logs name one)."
+    ]
 
 
 def speed_sentence(entry: Entry, report: Report) -> str:

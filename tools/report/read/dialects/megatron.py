@@ -19,6 +19,7 @@ from tools.report.read.dialects import (
     LineFormat,
     Names,
     News,
+    is_of_a_policy,
     iteration_of,
 )
 from tools.report.read.iterations import OTHER, Iteration, dtype_of
@@ -69,7 +70,6 @@ _NAMES: Names = (
 """A blank, `_` and `-` in a name are the same."""
 _IN_PLACE_OF_LM_LOSS = "loss"
 """Some forks call it so; beside an `lm loss` it is another loss, and so it is of a policy."""
-_OF_A_POLICY = re.compile(r"reward|\bkl\b|advantage|polic|completion|entropy", re.IGNORECASE)
 _EPOCH = re.compile(r"\bepoch:? {0,4}(\d{1,6}),? {0,4}\Z", re.IGNORECASE)
 _WITHIN = 24
 """Characters before the iteration in which its epoch stands."""
@@ -145,7 +145,7 @@ class BarLine(LineFormat):
                 parts.append(part if others <= _MAX_OTHER else LineField("", None, colon + 1, bar))
             start = bar + 1
         names = {part.field for part in parts}
-        if "lm_loss" not in names and not any(map(_OF_A_POLICY.search, names)):
+        if "lm_loss" not in names and not is_of_a_policy(names):
             parts = [_as_lm_loss(part) for part in parts]
         return parts
 
