@@ -79,12 +79,14 @@ def build_report(
 
 
 def _with_speeds(entries: list[Entry]) -> list[Entry]:
-    result = []
+    result, candidates = [], entries
     for entry in entries:
-        reference = _reference(entry, entries) if entry.estimate else None
+        reference = _reference(entry, candidates) if entry.estimate else None
         if reference is None or reference is entry:
             result.append(entry)
             continue
+        # What is compared with another is no reference itself.
+        candidates = [other for other in candidates if other is not entry]
         speed = compare_speed(reference.configuration, entry.configuration)
         result.append(replace(entry, speed=speed))
     return result

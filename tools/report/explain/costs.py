@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tools.records.measurements import Phase, RankTime, TimeRecord
-from tools.report.analyse.statistics import TimeVerdict, compare
+from tools.report.analyse.statistics import TimeComparison, TimeVerdict, compare
 from tools.report.analyse.time_shares import mean
 from tools.report.explain.predicted import StageTimes, ideal_bubble, measured_stages
 from tools.report.explain.subjects import Subject, find
@@ -76,18 +76,47 @@ def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
     whole = mean(r.iteration_seconds for r in times.ranks)
     fair = share * mean(r.iteration_seconds for r in reference.ranks)
     text = f"{subject.label}: {_difference(subject, whole, fair)}"
-    one, two = baseline.entry.estimate, subject.entry.estimate
-    found = compare(one, two, 1 / share) if one and two else None
+    found = _against_share(subject, baseline, share)
     if found is None or found.verdict is TimeVerdict.UNKNOWN:
         return f"{text}; too few iterations were timed for a verdict, so no cost can be named."
     if found.verdict is TimeVerdict.NOISE:
         unseen = f" ({found.resolution})" if found.resolution else ""
         return f"{text}, which is within noise{unseen}, so no cost can be named."
     costs = costs_above(reference, times, share)
-    # How far the nearer end of the interval is from the ratio itself, on the side of no difference.
-    end = (found.low if found.ratio > 1 else found.high) or found.ratio
-    named = _named_causes(costs, whole - fair, abs(found.ratio - end) * fair)
+    named = _named_causes(costs, whole - fair, _noise(found) * fair)
     return f"{text}: {named}{_arithmetic(subject, baseline, costs, share)}"
+
+
+def largest_costs(subjects: Sequence[Subject]) -> dict[str, tuple[str, str]]:
+    """How much each run pays beyond baseline's share, and for what most, if that is above noise."""
+    found = {}
+    for subject in subjects:
+        baseline = find(subjects, subject, Parallelism())
+        if baseline is None or subject is baseline:
+            continue
+        times, reference = subject.evidence.times, baseline.evidence.times
+        share = fair_share(baseline, subject)
+        if times is None or reference is None or share is None:
+            continue
+        compared = _against_share(subject, baseline, share)
+        if compared is None or compared.verdict is not TimeVerdict.SLOWER:
+            continue
+        part, seconds = next(iter(costs_above(reference, times, share).items()))
+        fair = share * mean(rank.iteration_seconds for rank in reference.ranks)
+        if seconds > _noise(compared) * fair:
+            found[subject.run.name] = milliseconds(seconds), part
+    return found
+
+
+def _against_share(subject: Subject, baseline: Subject, share: float) -> TimeComparison | None:
+    one, two = baseline.entry.estimate, subject.entry.estimate
+    return compare(one, two, 1 / share) if one and two else None
+
+
+def _noise(found: TimeComparison) -> float:
+    """From the ratio to its interval's nearer end, on the side of no difference."""
+    end = (found.low if found.ratio > 1 else found.high) or found.ratio
+    return abs(found.ratio - end)
 
 
 def _difference(subject: Subject, whole: float, fair: float) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tools.report.analyse.report import Report, build_report
-from tools.report.explain.costs import bubble_sentences, cost_sentences
+from tools.report.explain.costs import bubble_sentences, cost_sentences, largest_costs
 from tools.report.explain.gpu_bench import bench_tables
 from tools.report.explain.memory import (
     pipeline_memory_sentences,
@@ -46,6 +46,8 @@ class Explanation:
     tables: tuple[TextTable, ...] = ()
     evidence: Mapping[str, Evidence] = field(default_factory=dict)
     """The same as numbers, by run."""
+    paid: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """How much each run pays beyond baseline's share, and for what most."""
 
 
 def explain(report: Report) -> Explanation:
@@ -60,6 +62,7 @@ def explain(report: Report) -> Explanation:
         tuple(topic for topic in topics if topic.sentences),
         bench + tables(subjects) + routing_tables(subjects),
         {subject.run.name: subject.evidence for subject in subjects},
+        largest_costs(subjects),
     )
 
 
