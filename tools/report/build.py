@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -43,6 +44,8 @@ class BuildOptions:
     name: str | None = None
     paths: tuple[Path, ...] = ()
     """Run folders and logs; empty means every run folder under `runs_root`."""
+    repeats: Mapping[Path, str] = field(default_factory=dict)
+    """The names of logs that are said to be repeats of one another."""
     runs_root: Path = Path("runs")
     reports_root: Path = Path("reports")
     baseline: Path | None = None
@@ -99,6 +102,7 @@ def _report(name: str, options: BuildOptions) -> Report:
     paths = options.paths or tuple(find_run_folders(options.runs_root))
     runs, problems = load_runs(paths)
     runs = [_on_its_device(run, options.device) for run in runs]
+    runs = [replace(run, repeats=options.repeats.get(run.path, "")) for run in runs]
     # Runs that were named are all wanted, whatever versions they were made with.
     all_conditions = options.all_conditions or bool(options.paths)
     bench = None

@@ -93,9 +93,11 @@ def report(given: Namespace) -> int:
         device = device_by_key(given.device) if given.device else None
     except UnknownHardwareError as error:
         raise ValueError(f"DEVICE={given.device}: {error}") from None
+    named = [repeat for word in given.logs for repeat in named_logs(word)]
     options = BuildOptions(
         name=given.name,
-        paths=tuple(map(Path, given.logs)),
+        paths=tuple(path for path, _ in named),
+        repeats={path: name for path, name in named if name},
         runs_root=given.runs,
         reports_root=given.reports,
         baseline=given.baseline and Path(given.baseline),
@@ -105,6 +107,14 @@ def report(given: Namespace) -> int:
         readings=given.readings,
     )
     return build(options, Console(highlight=False))
+
+
+def named_logs(word: str) -> list[tuple[Path, str]]:
+    """The logs of a word of LOGS=, each with the name that makes it a repeat: `tp2=1.log,2.log`."""
+    name, is_named, paths = word.partition("=")
+    if not is_named or "/" in name or Path(word).exists():
+        return [(Path(word), "")]
+    return [(Path(path), name) for path in filter(None, paths.split(","))]
 
 
 def report_arguments(parser: ArgumentParser) -> None:

@@ -192,7 +192,7 @@ TO = Setting("TO", TEXT, "the folder to write")
 FILE = Setting("FILE", TEXT, "recipe.py, recipe.py:function or Bridge's YAML")
 
 # After a run, and data.
-LOGS = Setting("LOGS", "words", "Megatron logs, wherever they were made", ())
+LOGS = Setting("LOGS", "words", "training logs, wherever made; repeats as tp2=1.log,2.log", ())
 NAME = Setting("NAME", TEXT, "name of the report or sweep")
 BASELINE = Setting("BASELINE", TEXT, "an earlier report to compare with")
 DEVICE = Setting("DEVICE", TEXT, "GPU that the logs were made on, such as h100")

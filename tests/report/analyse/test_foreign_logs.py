@@ -7,6 +7,7 @@ import pytest
 from tests.report.factory import iteration_line, log_text, run_record, write_run
 from tests.report.read.test_runs import ARGUMENTS
 from tests.report.render.test_build import made, read_csv
+from tools.report.command import named_logs
 from tools.spec.hardware import device_by_key
 
 QUIET = [100.0 + n % 3 / 10 for n in range(30)]
@@ -118,6 +119,20 @@ def test_what_is_missing_for_a_verdict_is_said(tmp_path):
         path.write_text(path.read_text().replace("global batch size:    64 |", ""))
     _, text, _ = made(tmp_path, 300, paths=paths)
     assert "b.log against a.log: no verdict on speed, a.log and b.log print no global batch" in text
+
+
+def test_logs_that_are_said_to_be_repeats_are_a_row_and_show_their_scatter(tmp_path):
+    paths = [log(tmp_path / f"{n}.log", 1 + n / 500) for n in range(3)]
+    others = [log(tmp_path / f"other-{n}.log", 1.03 + n / 500) for n in range(3)]
+    words = [f"{name}={','.join(map(str, each))}" for name, each in (("tp2", paths), ("x", others))]
+    named = dict(repeat for word in words for repeat in named_logs(word))
+    _, text, folder = made(tmp_path, 300, paths=tuple(named), repeats=named)
+    assert [(row["label"], len(row["runs"])) for row in rows_of(folder)] == [("tp2", 3), ("x", 3)]
+    # 3% is below what one log a side can show.
+    assert "x is slower than tp2: ×1.030" in text
+    assert named_logs(str(paths[0])) == [(paths[0], "")]
+    odd = log(tmp_path / "a=b.log")
+    assert named_logs(str(odd)) == [(odd, "")]
 
 
 def test_the_device_that_is_given_makes_an_mfu(tmp_path):

@@ -8,6 +8,7 @@ from tools.report.analyse.statistics import (
     Method,
     Scatter,
     TimeVerdict,
+    adjusted,
     block_length,
     compare,
     estimate,
@@ -202,6 +203,27 @@ def test_a_quantile_between_two_degrees_of_freedom_is_between_theirs():
     assert student(2) == pytest.approx(4.30265)
     assert 3.55 < student(2.5) < 3.65
     assert student(30) == pytest.approx(2.042, abs=0.002)
+
+
+def test_among_many_equal_rows_hardly_ever_one_is_called_faster():
+    generator = np.random.default_rng(8)
+    called = {"alone": 0, "together": 0}
+    for _ in range(60):
+        reference, *others = (known(*repeats(100, 0.02, 1, generator)) for _ in range(16))
+        found = [compare(reference, other) for other in others]
+        called["alone"] += any(each.verdict.is_clear for each in found)
+        called["together"] += any(each.verdict.is_clear for each in adjusted(found))
+    assert called["together"] <= 6 < called["alone"]
+
+
+def test_a_verdict_among_others_says_so_and_a_large_one_stays():
+    reference = known(run(100, 0.001))
+    levels = (94, 106.2, 130)
+    found = adjusted([compare(reference, known(run(level, 0.001))) for level in levels])
+    assert [each.verdict for each in found] == [*2 * [TimeVerdict.NOISE], TimeVerdict.SLOWER]
+    assert [each.among for each in found] == [3, 3, 0]
+    alone = compare(reference, known(run(94, 0.001)))
+    assert adjusted([alone]) == [alone]
 
 
 def test_three_quiet_runs_see_what_one_run_each_cannot():

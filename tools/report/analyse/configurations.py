@@ -82,9 +82,10 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
     named = list(runs)
     groups: dict[tuple[object, ...], list[Run]] = {}
     for run in sorted(named, key=lambda run: run.record.created_utc if run.record else ""):
-        # Nobody says of two foreign logs that they are repeats.
+        # Of two foreign logs only somebody can say that they are repeats.
         own = run.name if run.is_foreign else ""
-        groups.setdefault((identity_of_run(run), own), []).append(run)
+        key = (run.repeats,) if run.repeats else (identity_of_run(run), own)
+        groups.setdefault(key, []).append(run)
     rows: list[Configuration] = []
     for runs_of_one in groups.values():
         members, running = _ended(runs_of_one)
@@ -223,8 +224,8 @@ def patch_file_name(spec: RunSpec | None) -> str:
 
 
 def _plain(run: Run) -> str:
-    if run.spec is None:
-        return run.name
+    if run.repeats or run.spec is None:
+        return run.repeats or run.name
     patched = f" with PATCH_FILE={run.spec.patch_file.path}" if run.spec.patch_file else ""
     return f"{run.strategy} ×{run.spec.parallelism.world_size}{patched}"
 

@@ -20,6 +20,7 @@ from tools.report.analyse.gpu_bench import Bench
 from tools.report.analyse.parity import parity_of
 from tools.report.analyse.planned import PlannedEntry
 from tools.report.analyse.rows import entry_of
+from tools.report.analyse.statistics import adjusted
 from tools.report.read.runs import Run
 from tools.spec.published import Correction, Published
 
@@ -89,6 +90,24 @@ def _with_speeds(entries: list[Entry]) -> list[Entry]:
         candidates = [other for other in candidates if other is not entry]
         speed = compare_speed(reference.configuration, entry.configuration)
         result.append(replace(entry, speed=speed))
+    return _together(result)
+
+
+def _together(entries: Sequence[Entry]) -> list[Entry]:
+    """With verdicts adjusted for their number, among those of one reference."""
+    groups: dict[str, list[int]] = {}
+    for place, entry in enumerate(entries):
+        if entry.speed and entry.speed.per_token:
+            groups.setdefault(entry.speed.reference, []).append(place)
+    result = list(entries)
+    for places in groups.values():
+        speeds = [entries[place].speed for place in places]
+        found = adjusted([each.per_token for each in speeds if each and each.per_token])
+        for place, speed, token in zip(places, speeds, found, strict=True):
+            assert speed is not None
+            iteration = token if speed.per_iteration else None
+            own = replace(speed, per_token=token, per_iteration=iteration)
+            result[place] = replace(entries[place], speed=own)
     return result
 
 

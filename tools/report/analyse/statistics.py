@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -125,6 +125,10 @@ class TimeComparison:
     verdict: TimeVerdict
     smallest: float | None = None
     """Relative difference below which nothing can be seen with these runs."""
+    chance: float | None = None
+    """Of a difference as large as this between equal times."""
+    among: int = 0
+    """The number of comparisons among which such a difference is none, though alone it would be one."""
 
     @property
     def span(self) -> str:
@@ -201,10 +205,27 @@ def compare(reference: Estimate, other: Estimate, weight: float = 1.0) -> TimeCo
     ratio = weight * other.median / reference.median
     if reference.error is None or other.error is None:
         return TimeComparison(ratio, None, None, TimeVerdict.UNKNOWN)
-    below, above = _distances(reference, other)
+    (below, above), freedom = _distances(reference, other)
     low, high = ratio * math.exp(-below), ratio * math.exp(above)
     smallest = math.expm1(max(below, above))
-    return TimeComparison(ratio, low, high, _verdict(ratio, low, high), smallest)
+    half = below if ratio > 1 else above
+    errors = abs(math.log(ratio)) / half * student(freedom) if half and ratio else 0.0
+    chance = _chance(errors, freedom)
+    return TimeComparison(ratio, low, high, _verdict(ratio, low, high), smallest, chance)
+
+
+def adjusted(found: Sequence[TimeComparison]) -> list[TimeComparison]:
+    """Verdicts that are right together (Holm 1979): among many pairs one always looks different."""
+    tested = [place for place, each in enumerate(found) if each.chance is not None]
+    tested.sort(key=lambda place: found[place].chance or 0.0)
+    # Of a single pair the interval decides.
+    result, holds = list(found), True
+    tested = tested if len(tested) > 1 else []
+    for rank, place in enumerate(tested):
+        holds = holds and (found[place].chance or 0.0) <= (1 - CONFIDENCE) / (len(tested) - rank)
+        if not holds and found[place].verdict.is_clear:
+            result[place] = replace(found[place], verdict=TimeVerdict.NOISE, among=len(tested))
+    return result
 
 
 def smallest_difference(runs: int, scatter: float) -> float:
@@ -318,21 +339,29 @@ def _assumed(
     return middle - math.hypot(middle - low, add), middle + math.hypot(high - middle, add)
 
 
-def _distances(reference: Estimate, other: Estimate) -> tuple[float, float]:
-    """From the ratio to its interval's ends, in logarithms."""
+def _chance(errors: float, freedom: float) -> float:
+    """Of so many standard errors, to either side; Student's t as a normal deviate by Wallace (1959)."""
+    if math.isfinite(freedom):
+        shrunk = math.sqrt(freedom * math.log1p(errors**2 / freedom))
+        errors = (8 * freedom + 1) / (8 * freedom + 3) * shrunk
+    return math.erfc(errors / math.sqrt(2))
+
+
+def _distances(reference: Estimate, other: Estimate) -> tuple[tuple[float, float], float]:
+    """From the ratio to its interval's ends, in logarithms, and the degrees of freedom behind them."""
     if not reference.freedom or not other.freedom:
         # The distances of both intervals' ends add up as squares (Zou & Donner 2008), each on its side.
-        return (
-            math.hypot(_distance(other, other.low), _distance(reference, reference.high)),
-            math.hypot(_distance(other, other.high), _distance(reference, reference.low)),
-        )
+        below = math.hypot(_distance(other, other.low), _distance(reference, reference.high))
+        above = math.hypot(_distance(other, other.high), _distance(reference, reference.low))
+        return (below, above), math.inf
     # Welch's t, because one strategy may scatter by ten times as much as another. Of three runs against
     # five its degrees of freedom are too many by chance, so they are averaged with the wider side's own.
     pairs = ((_squared_error(reference), reference.freedom), (_squared_error(other), other.freedom))
     (narrow, one), (wide, two) = sorted(pairs)
     welch = (narrow + wide) ** 2 / (narrow**2 / one + wide**2 / two)
-    half = student(2 / (1 / welch + 1 / two)) * math.sqrt(narrow + wide)
-    return half, half
+    freedom = 2 / (1 / welch + 1 / two)
+    half = student(freedom) * math.sqrt(narrow + wide)
+    return (half, half), freedom
 
 
 def _squared_error(found: Estimate) -> float:

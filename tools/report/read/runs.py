@@ -63,6 +63,8 @@ class Run:
     samples: DeviceSamples = field(default_factory=DeviceSamples)
     ledgers: Ledgers = field(default_factory=Ledgers)
     notes: tuple[str, ...] = ()
+    repeats: str = ""
+    """The name under which somebody says that logs are repeats of one another."""
     before: tuple[Iteration, ...] = ()
     """Iterations of the run from whose checkpoint it resumed in another strategy, up to that checkpoint.
 

@@ -265,6 +265,10 @@ def speed_sentence(entry: Entry, report: Report) -> str:
     text = f"{entry.label} is {verdict}: ×{found.ratio:.3f} the time {unit}{span}"
     if found.verdict is TimeVerdict.UNKNOWN:
         text = f"{entry.label} against {reference.label}: too few samples for a verdict"
+    elif found.among:
+        text += (
+            f"; alone that would be a difference, among {found.among} comparisons it is none (Holm)"
+        )
     elif found.verdict is TimeVerdict.NOISE and found.resolution:
         text += f"; {found.resolution}"
     if comparison.caution:
@@ -368,8 +372,13 @@ def _disagreements(report: Report) -> list[str]:
 def _power_sentences(report: Report) -> list[str]:
     """What the intervals assume of runs that were not repeated, and what repeats would show."""
     found = [e.estimate for e in report.entries if e.estimate and e.estimate.error is not None]
+    groups = [len(members) - 1 for members in compared_groups(report) if len(members) > 2]
+    several = [
+        f"Of {joined(list(map(str, groups)))} comparisons with one reference all verdicts are right"
+        " together with 95% (Holm); an interval is of its pair alone."
+    ]
     assumed = dict.fromkeys(each.scatter for each in found if each.freedom is None)
-    return [
+    return several[: len(groups)] + [
         f"One or two runs cannot show how much runs scatter, so {scatter.assumed:.1%} is assumed"
         f" ({scatter.source}). With one run each, a difference below"
         f" {smallest_difference(1, scatter.assumed):.1%} cannot be seen; with three runs each that"
