@@ -73,7 +73,9 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
         peak_tflops=peak,
         peak_source=source,
         formulas=tuple(formulas),
-        notes=tuple(filter(None, (note, _against_megatron(theirs, flops)))),
+        notes=tuple(
+            filter(None, (note, _against_megatron(theirs, flops, _counted_as_attention(run))))
+        ),
     )
 
 
@@ -117,11 +119,18 @@ def _printed(run: Run) -> tuple[float | None, float | None]:
     return printed, flops
 
 
-def _against_megatron(theirs: float | None, flops: int) -> str:
+def _counted_as_attention(run: Run) -> str:
+    """A layer of another kind that the count has no formula for; empty where there is none."""
+    plain = {name.lstrip("-").replace("-", "_"): value for name, value in run.arguments.items()}
+    found = plain.get("experimental_attention_variant", "None")
+    return "" if found in ("None", "") else f"{found} is counted as attention"
+
+
+def _against_megatron(theirs: float | None, flops: int, cause: str) -> str:
     """What Megatron's own throughput says of the FLOPs of an iteration, if it differs."""
     if theirs is None or abs(flops / theirs - 1) <= DISAGREEMENT:
-        return ""
+        return cause
     return (
         f"FLOPs differ from Megatron's own count by {flops / theirs - 1:+.1%} ({flops:.4g} here,"
-        f" {theirs:.4g})"
+        f" {theirs:.4g}){f': {cause}' if cause else ''}"
     )
