@@ -129,14 +129,19 @@ def _with_deepspeed(spec: RunSpec, arguments: Mapping[str, str]) -> RunSpec:
 
 def _model_of(shape: ModelShape) -> str:
     """The model of a shape, whatever its vocabulary: a log prints the tokenizer's."""
-    for name in model_names():
-        known = load_model(name).shape
+    for name, known in _known_shapes():
         same = replace(
             shape, vocabulary=known.vocabulary, vocabulary_multiple=known.vocabulary_multiple
         )
         if same == known:
             return name
     return ""
+
+
+@cache
+def _known_shapes() -> tuple[tuple[str, ModelShape], ...]:
+    """Read once, for all logs."""
+    return tuple((name, load_model(name).shape) for name in model_names())
 
 
 def device_named(path: Path) -> str:
