@@ -98,7 +98,8 @@ def open_log(path: Path) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
     fold, pieces = _fold_of(sample), _numbered(read_chunks(path))
     if len(formats) > 1:
         text = (_joined(sample, fold) if fold else sample).decode("utf-8", "replace")
-        formats = tuple(each for each in formats if _has_iteration(text, each))[:1] or formats
+        first = next((each for each in formats if _has_iteration(text, each)), None)
+        formats = (first,) if first else formats
     return formats, _unfolded(pieces, fold) if fold else pieces
 
 
