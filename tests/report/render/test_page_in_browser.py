@@ -88,6 +88,8 @@ addEventListener("load", () => {
   result.links = [...document.querySelectorAll("nav a, .skip")].every(
     (link) => document.querySelector(link.getAttribute("href")));
   result.bars = [...document.querySelectorAll(".bars .bar")].map((bar) => bar.className);
+  result.dashes = [...document.querySelectorAll("#results td")].filter(
+    (cell) => cell.textContent === "–" && !cell.title).length;
   result.inMain = !!document.querySelector("main #answer");
   result.repeated = ids.filter((id, place) => ids.indexOf(id) !== place);
   parent.document.title = "CHECKED " + JSON.stringify(result);
@@ -145,7 +147,7 @@ def test_page_opens_without_errors_and_everything_answers(page, width, dark):
     assert result["byKeyboard"].startswith("iteration 3")
     assert result["lines"] == [7, 6, "false", 7, "true"]
     assert (result["zoomed"], result["whole"]) == (True, True)
-    assert result["curveContrast"] >= 3
+    assert result["curveContrast"] >= 4.5
     assert result["textContrast"] >= 4.5
     assert not result["wide"], "the page itself must not scroll sideways"
     assert not result["sideways"], "nor must the table"
@@ -154,6 +156,7 @@ def test_page_opens_without_errors_and_everything_answers(page, width, dark):
     assert width == 400 or result["height"] <= 6000
     assert result["stops"] <= 12
     assert (result["captions"], result["links"], result["inMain"]) == (True, True, True)
+    assert result["dashes"] == 0, "every dash has its reason"
     assert result["bars"][0] == "bar reference"
     assert set(result["bars"][1:]) == {"bar within-noise", "bar slower"}
     assert result["ink"] == ("rgb(230, 237, 243)" if dark else "rgb(31, 35, 40)")

@@ -102,6 +102,9 @@ def _parity_style(entry: Entry) -> str:
     return "bold red" if verdict.startswith("broken") else _STYLES.get(verdict, "yellow")
 
 
+_NO_MODEL = "no time, or no model that a rate follows from"
+
+
 def _no_tokens(entry: Entry) -> str:
     run = entry.run
     lacking = {"time": entry.time_ms, "global batch": run.global_batch_size}
@@ -112,8 +115,7 @@ def _no_tokens(entry: Entry) -> str:
 def _no_mfu(entry: Entry) -> str:
     if entry.run.device == "cpu":
         return "CPU ranks have no peak rate"
-    no_rate = "no model that a rate follows from"
-    return next((note for note in entry.rates.notes if note.startswith("no MFU")), no_rate)
+    return next((note for note in entry.rates.notes if note.startswith("no MFU")), _NO_MODEL)
 
 
 def _no_speed(entry: Entry) -> str:
@@ -134,11 +136,19 @@ _INTERVAL = Column[Entry](
 )
 _SPEED = Column[Entry]("Time a token", _speed, _said, why=_no_speed)
 _RATE = Column[Entry]("Tokens/s", lambda e: e.rates.tokens_per_second, number, why=_no_tokens)
-_LOSS = Column[Entry]("Final loss", lambda e: e.final_loss, loss)
-_PARITY = Column[Entry](
-    "Parity", lambda e: e.parity.verdict or None, right=False, style=_parity_style
+_LOSS = Column[Entry](
+    "Final loss", lambda e: e.final_loss, loss, why=lambda _: "no line has the loss of a whole step"
 )
-_PARAMETERS = Column[Entry]("Parameters/rank", lambda e: e.largest_parameters, count)
+_PARITY = Column[Entry](
+    "Parity",
+    lambda e: e.parity.verdict or None,
+    right=False,
+    style=_parity_style,
+    why=lambda _: "no other run must print the same losses",
+)
+_PARAMETERS = Column[Entry](
+    "Parameters/rank", lambda e: e.largest_parameters, count, why=lambda _: "not printed"
+)
 _MEMORY = Column[Entry](
     "Peak memory", lambda e: e.peak_bytes, size, why=lambda _: "neither a ledger nor a memory line"
 )
@@ -146,7 +156,9 @@ _SENT = Column[Entry](
     "Sent/iteration", lambda e: e.sent_bytes, size, why=lambda _: "no communication ledger"
 )
 _MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent, why=_no_mfu)
-_PUBLISHED = Column[Entry]("Published ms", _published, _said)
+_PUBLISHED = Column[Entry](
+    "Published ms", _published, _said, why=lambda _: "nothing of this model and strategy"
+)
 _NOTES = Column[Entry]("Notes", notes_of, right=False)
 _PARITY_OR_BLANK = replace(_PARITY, text=lambda verdict: verdict or "")
 
@@ -163,11 +175,20 @@ _OF_PAGE = (
     _PARITY,
     _PARAMETERS,
     _MEMORY,
-    Column[Entry]("Device memory", lambda e: device_memory(e.run), size),
+    Column[Entry](
+        "Device memory",
+        lambda e: device_memory(e.run),
+        size,
+        why=lambda _: "no reading of a device",
+    ),
     _SENT,
-    Column[Entry]("Tokens/s/device", lambda e: e.rates.tokens_per_second_per_device, number),
-    Column[Entry]("TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number),
-    Column[Entry]("Printed TFLOP/s", _printed, _said),
+    Column[Entry](
+        "Tokens/s/device", lambda e: e.rates.tokens_per_second_per_device, number, why=_no_tokens
+    ),
+    Column[Entry](
+        "TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number, why=lambda _: _NO_MODEL
+    ),
+    Column[Entry]("Printed TFLOP/s", _printed, _said, why=lambda _: "no line has it"),
     _MFU,
     Column[Entry]("HFU", lambda e: e.rates.hfu, percent, why=_no_mfu),
     _PUBLISHED,
