@@ -13,13 +13,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.report.analyse.statistics import (
-    Estimate,
-    TimeComparison,
-    compare_within_runs,
-    estimate,
-    fastest_half,
-)
+import numpy as np
+
+from tests.bench.within_runs import compare_within_runs, fastest_half
+from tools.report.analyse.statistics import TimeComparison
 from tools.report.read.runs import Run, load_folder
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
@@ -38,16 +35,18 @@ _FEWEST = 20
 class LedgerCost:
     """Watched iterations over the others."""
 
-    off: Estimate
-    """Of the fastest half, in milliseconds."""
-    on: Estimate
+    off_ms: float
+    """Of the fastest half."""
+    on_ms: float
+    count: int
+    """Iterations of each kind."""
     over: TimeComparison
 
     def __str__(self) -> str:
         return (
-            f"iteration {self.off.median:.1f} ms off, {self.on.median:.1f} ms on: "
+            f"iteration {self.off_ms:.1f} ms off, {self.on_ms:.1f} ms on: "
             f"×{self.over.ratio:.4f}, 95% {self.over.low:.4f} to {self.over.high:.4f} (the fastest half "
-            f"of {self.off.count} iterations each)"
+            f"of {self.count} iterations each)"
         )
 
     @property
@@ -75,10 +74,9 @@ def cost_of(runs: Sequence[Mapping[int, float]]) -> LedgerCost:
     count = min(sum(map(len, off)), sum(map(len, on)))
     if count < _FEWEST:
         raise LaunchError(f"Only {count} iterations of each kind count; raise ITERS.")
-    left, right = estimate(off, fastest_half), estimate(on, fastest_half)
-    assert left is not None
-    assert right is not None
-    return LedgerCost(left, right, compare_within_runs(off, on, fastest_half))
+    left, right = (fastest_half(np.concatenate(kind)) for kind in (off, on))
+    counted = sum(map(len, off))
+    return LedgerCost(left, right, counted, compare_within_runs(off, on, fastest_half))
 
 
 def kinds(iteration_ms: Mapping[int, float]) -> tuple[list[float], list[float]]:
@@ -143,7 +141,7 @@ def finish(study: Study) -> int:
     cost = cost_of([iteration_times(run) for run in runs])
     say(study.console, f"{result.launch.job.target}: {cost}")
     say(study.console, cost.verdict)
-    say(study.console, by_call(call_nanoseconds(), calls_of(runs[0]), cost.off.median))
+    say(study.console, by_call(call_nanoseconds(), calls_of(runs[0]), cost.off_ms))
     return int(cost.is_above_limit)
 
 

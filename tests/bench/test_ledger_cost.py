@@ -3,7 +3,9 @@ from pathlib import Path
 import pytest
 
 from tests.bench.ledger_cost import LedgerCost, by_call, cost_of, kinds, refuse_without_ledger
+from tests.bench.within_runs import compare_within_runs, fastest_half
 from tools.launch.options import Options, options_from_texts
+from tools.report.analyse.statistics import TimeVerdict, compare, estimate
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.study.load import load_experiment
@@ -81,3 +83,12 @@ def test_cost_of_a_call_times_the_calls_of_an_iteration() -> None:
 def test_ledger_is_on_unless_switched_off() -> None:
     assert options_from_texts({}).ledger
     assert not options_from_texts({"LEDGER": "0"}).ledger
+
+
+def test_kinds_of_iterations_of_the_same_run_are_compared_more_finely_than_runs() -> None:
+    one, two = times(100, 0.1), times(101, 0.1)
+    runs = [estimate([kind]) for kind in (one, two)]
+    assert runs[0] is not None
+    assert runs[1] is not None
+    assert compare(*runs).verdict is TimeVerdict.NOISE
+    assert compare_within_runs([one], [two], fastest_half).verdict is TimeVerdict.SLOWER

@@ -10,14 +10,10 @@ from statistics import median
 
 import numpy as np
 
+from tests.bench.within_runs import compare_within_runs
 from tools.records.run import Status
 from tools.report.analyse.parity import loss_curve
-from tools.report.analyse.statistics import (
-    ON_CPU_RANKS,
-    TimeComparison,
-    TimeVerdict,
-    compare_within_runs,
-)
+from tools.report.analyse.statistics import ON_CPU_RANKS, TimeComparison, TimeVerdict
 from tools.report.read.runs import load_folder
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import bracketed, change, count, megabytes
@@ -251,7 +247,7 @@ def drift(
 
 def _halves(windows: np.ndarray[tuple[int], np.dtype[np.float64]], half: int) -> TimeComparison:
     values = windows.tolist()
-    return compare_within_runs([values[:half]], [values[-half:]])
+    return compare_within_runs([values[:half]], [values[-half:]], np.median)
 
 
 def _ratio(found: TimeComparison | None) -> str:

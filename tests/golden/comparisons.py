@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.report.analyse.entry import Entry
-from tools.report.analyse.report import rows_of
+from tools.report.analyse.rows import rows_of
 from tools.study.tables import backends, moe, zero
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -13,15 +14,15 @@ from tools.plan.options import RequestError
 from tools.plan.readings.local_readings import add_rows
 from tools.plan.readings.table import ReadingsError
 from tools.records.run import utc_stamp
-from tools.report.analyse.gpu_bench import read_bench
-from tools.report.analyse.planned import planned, readings_of
-from tools.report.analyse.report import (
+from tools.report.analyse.earlier import (
+    UNDECIDED,
     BaselineError,
-    Report,
-    build_report,
     compare_with_baseline,
     read_baseline,
 )
+from tools.report.analyse.gpu_bench import read_bench
+from tools.report.analyse.planned import planned, readings_of
+from tools.report.analyse.report import Report, build_report
 from tools.report.canvas import can_draw
 from tools.report.read.printed import device_named
 from tools.report.read.runs import Run, find_run_folders, load_runs
@@ -32,6 +33,7 @@ from tools.spec.hardware import Device
 from tools.spec.published import load_published
 from tools.text.terminal import say
 
+EXIT_UNDECIDED = 3
 _NAME = re.compile(r"[\w][\w.-]{0,100}\Z")
 
 
@@ -42,6 +44,8 @@ class BuildOptions:
     name: str | None = None
     paths: tuple[Path, ...] = ()
     """Run folders and logs; empty means every run folder under `runs_root`."""
+    repeats: Mapping[Path, str] = field(default_factory=dict)
+    """The names of logs that are said to be repeats of one another."""
     runs_root: Path = Path("runs")
     reports_root: Path = Path("reports")
     baseline: Path | None = None
@@ -58,7 +62,7 @@ def build(options: BuildOptions, console: Console) -> int:
 
     Returns:
         0; 1 if there was no run at all, or a strict comparison found a change; 2 for a wrong name
-        or a baseline or folder that cannot be used.
+        or a baseline or folder that cannot be used; 3 if a strict comparison left a time undecided.
     """
     name = options.name or utc_stamp()
     if not _NAME.match(name) or name == "latest":
@@ -68,7 +72,8 @@ def build(options: BuildOptions, console: Console) -> int:
         old = read_baseline(options.baseline) if options.baseline else None
         report = _report(name, options)
         if old is not None:
-            report = _with_changes(report, old, options.baseline)
+            changes = tuple(compare_with_baseline(old, report.entries))
+            report = replace(report, changes=changes, baseline=str(options.baseline))
         write_report(report, options.reports_root / name)
     except BaselineError as error:
         console.print(str(error), markup=False)
@@ -85,13 +90,19 @@ def build(options: BuildOptions, console: Console) -> int:
     if not can_draw():
         console.print("It has no charts: matplotlib is not installed (pip install matplotlib).")
     say(console, f"Report: {page}")
-    return _exit_code(report, options)
+    if not report.entries and report.gpu_bench is None:
+        return 1
+    if options.strict and any(change.fails_strict for change in report.changes):
+        return 1
+    undecided = any(change.kind == UNDECIDED for change in report.changes)
+    return EXIT_UNDECIDED if options.strict and undecided else 0
 
 
 def _report(name: str, options: BuildOptions) -> Report:
     paths = options.paths or tuple(find_run_folders(options.runs_root))
     runs, problems = load_runs(paths)
     runs = [_on_its_device(run, options.device) for run in runs]
+    runs = [replace(run, repeats=options.repeats.get(run.path, "")) for run in runs]
     # Runs that were named are all wanted, whatever versions they were made with.
     all_conditions = options.all_conditions or bool(options.paths)
     bench = None
@@ -133,15 +144,3 @@ def _on_its_device(run: Run, given: Device | None) -> Run:
     if not run.is_foreign or not run.path.is_file():
         return run
     return replace(run, device=given.nvml_names[0] if given else device_named(run.path))
-
-
-def _with_changes(report: Report, old: list[dict[str, object]], baseline: Path | None) -> Report:
-    changes = compare_with_baseline(old, report.entries)
-    return replace(report, changes=tuple(changes), baseline=str(baseline))
-
-
-def _exit_code(report: Report, options: BuildOptions) -> int:
-    if not report.entries and report.gpu_bench is None:
-        return 1
-    found = any(change.fails_strict for change in report.changes)
-    return 1 if options.strict and found else 0

@@ -20,6 +20,11 @@ from tools.report.read.iterations import Iteration
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.scraped import ScrapedLog
 
+_AS_THEY_ARE = (
+    *("parameters", "memory", "theoretical_parameters_billions", "theoretical_memory", "timers"),
+    *("validation", "checkpoints", "exit_reason", "notes"),
+)
+
 
 def log_as_json(log: ScrapedLog, status: StatusRecord) -> dict[str, Any]:
     """Everything a log says; what it does not say is null or left out of an iteration."""
@@ -33,16 +38,7 @@ def log_as_json(log: ScrapedLog, status: StatusRecord) -> dict[str, Any]:
         "dialect": log.generation.name,
         "iterations": [iteration_as_json(found) for found in log.iterations],
         "restarts": list(log.restarts),
-        "parameters": msgspec.to_builtins(log.parameters),
-        "memory": msgspec.to_builtins(log.memory),
-        "theoretical_parameters_billions": log.theoretical_parameters_billions,
-        "theoretical_memory": msgspec.to_builtins(log.theoretical_memory),
-        "timers": msgspec.to_builtins(log.timers),
-        "validation": msgspec.to_builtins(log.validation),
-        "checkpoints": msgspec.to_builtins(log.checkpoints),
-        "exit_reason": log.exit_reason,
-        "notes": list(log.notes),
-    }
+    } | {name: msgspec.to_builtins(getattr(log, name)) for name in _AS_THEY_ARE}
 
 
 def iteration_as_json(found: Iteration) -> dict[str, Any]:
@@ -97,9 +93,11 @@ def report(given: Namespace) -> int:
         device = device_by_key(given.device) if given.device else None
     except UnknownHardwareError as error:
         raise ValueError(f"DEVICE={given.device}: {error}") from None
+    named = [repeat for word in given.logs for repeat in named_logs(word)]
     options = BuildOptions(
         name=given.name,
-        paths=tuple(map(Path, given.logs)),
+        paths=tuple(path for path, _ in named),
+        repeats={path: name for path, name in named if name},
         runs_root=given.runs,
         reports_root=given.reports,
         baseline=given.baseline and Path(given.baseline),
@@ -109,6 +107,14 @@ def report(given: Namespace) -> int:
         readings=given.readings,
     )
     return build(options, Console(highlight=False))
+
+
+def named_logs(word: str) -> list[tuple[Path, str]]:
+    """The logs of a word of LOGS=, each with the name that makes it a repeat: `tp2=1.log,2.log`."""
+    name, is_named, paths = word.partition("=")
+    if not is_named or "/" in name or Path(word).exists():
+        return [(Path(word), "")]
+    return [(Path(path), name) for path in filter(None, paths.split(","))]
 
 
 def report_arguments(parser: ArgumentParser) -> None:

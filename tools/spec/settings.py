@@ -194,11 +194,16 @@ TO = Setting("TO", TEXT, "the folder to write")
 FILE = Setting("FILE", TEXT, "recipe.py, recipe.py:function or Bridge's YAML")
 
 # After a run, and data.
-LOGS = Setting("LOGS", "words", "Megatron logs, wherever they were made", ())
+LOGS = Setting("LOGS", "words", "training logs, wherever made; repeats as tp2=1.log,2.log", ())
 NAME = Setting("NAME", TEXT, "name of the report or sweep")
 BASELINE = Setting("BASELINE", TEXT, "an earlier report to compare with")
 DEVICE = Setting("DEVICE", TEXT, "GPU that the logs were made on, such as h100")
-STRICT = Setting("STRICT", SWITCH, "1 exits with an error on any change but a new row", False)
+STRICT = Setting(
+    "STRICT",
+    SWITCH,
+    "1 exits with 1 on any change but a new row, with 3 on an undecided time",
+    False,
+)
 INPUT = Setting("INPUT", TEXT, "text files: JSONL, also .gz or .zst; parquet")
 TOKENIZER = Setting("TOKENIZER", TEXT, "gpt2, or a folder with tokenizer.json", "gpt2")
 HF_ENDPOINT = Setting("HF_ENDPOINT", TEXT, "mirror of the Hugging Face hub")

@@ -11,7 +11,7 @@ from tools.launch.auto import as_options, plan_here
 from tools.launch.job import Job
 from tools.launch.options import Options
 from tools.plan.search import Candidate, Plan
-from tools.report.analyse.report import rows_of
+from tools.report.analyse.rows import rows_of
 from tools.spec.files import ROOT
 from tools.study.cells import check_cells, compose_cells
 from tools.study.definition import Cell, Experiment

@@ -49,6 +49,8 @@ class Column[R]:
     """Where a terminal is too narrow, columns of the highest rank are left out first."""
     wraps: bool = False
     """A terminal may break its texts into lines."""
+    why: Callable[[R], str] = lambda _: "not known"
+    """Why a row's value is not known."""
 
     def cell(self, subject: R) -> str:
         """The text of one row."""

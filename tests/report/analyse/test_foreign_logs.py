@@ -7,6 +7,7 @@ import pytest
 from tests.report.factory import iteration_line, log_text, run_record, write_run
 from tests.report.read.test_runs import ARGUMENTS
 from tests.report.render.test_build import made, read_csv
+from tools.report.command import named_logs
 from tools.spec.hardware import device_by_key
 
 QUIET = [100.0 + n % 3 / 10 for n in range(30)]
@@ -84,7 +85,32 @@ def test_without_arguments_the_iteration_lines_suffice_for_speed(tmp_path):
     paths = log(tmp_path / "a.log", 1.0, ""), log(tmp_path / "b.log", 1.2, "")
     _, text, _ = made(tmp_path, 300, paths=paths)
     assert "b.log is slower than a.log: ×1.200 the time an iteration" in text
-    assert "a.log and b.log print no arguments, so equal sequences are assumed" in text
+    assert "a.log and b.log print no sequence length, so equal sequences are assumed" in text
+
+
+SIZED = """--- arguments ---
+  num_layers ...................................... {layers}
+  hidden_size ..................................... 1024
+  seq_length ...................................... {length}
+--- end of arguments ---
+"""
+
+
+def test_logs_are_compared_with_those_of_their_model_only(tmp_path):
+    paths = (
+        log(tmp_path / "silent.log", 1.0, ""),
+        log(tmp_path / "large.log", 9.0, SIZED.format(layers=48, length=1024)),
+        log(tmp_path / "small.log", 1.0, SIZED.format(layers=12, length=1024)),
+        log(tmp_path / "small-2.log", 1.3, SIZED.format(layers=12, length=1024)),
+        log(tmp_path / "small-3.log", 2.0, SIZED.format(layers=12, length=2048)),
+    )
+    _, text, folder = made(tmp_path, 300, paths=paths)
+    speeds = {row["run"]: row["speed"] for row in rows_of(folder)}
+    compared = {run: speed["reference"] for run, speed in speeds.items() if speed}
+    assert compared == dict.fromkeys(("small-2.log", "small-3.log"), "small.log")
+    # Sequences that differ are never taken to be equal.
+    assert "small-3.log is within noise of small.log: ×1.000 the time a token" in text
+    assert "silent.log, large.log are compared with no other log: none is of their model" in text
 
 
 def test_what_is_missing_for_a_verdict_is_said(tmp_path):
@@ -92,7 +118,21 @@ def test_what_is_missing_for_a_verdict_is_said(tmp_path):
     for path in paths:
         path.write_text(path.read_text().replace("global batch size:    64 |", ""))
     _, text, _ = made(tmp_path, 300, paths=paths)
-    assert "b.log against a.log: no verdict on speed, a.log and b.log print neither" in text
+    assert "b.log against a.log: no verdict on speed, a.log and b.log print no global batch" in text
+
+
+def test_logs_that_are_said_to_be_repeats_are_a_row_and_show_their_scatter(tmp_path):
+    paths = [log(tmp_path / f"{n}.log", 1 + n / 500) for n in range(3)]
+    others = [log(tmp_path / f"other-{n}.log", 1.03 + n / 500) for n in range(3)]
+    words = [f"{name}={','.join(map(str, each))}" for name, each in (("tp2", paths), ("x", others))]
+    named = dict(repeat for word in words for repeat in named_logs(word))
+    _, text, folder = made(tmp_path, 300, paths=tuple(named), repeats=named)
+    assert [(row["label"], len(row["runs"])) for row in rows_of(folder)] == [("tp2", 3), ("x", 3)]
+    # 3% is below what one log a side can show.
+    assert "x is slower than tp2: ×1.030" in text
+    assert named_logs(str(paths[0])) == [(paths[0], "")]
+    odd = log(tmp_path / "a=b.log")
+    assert named_logs(str(odd)) == [(odd, "")]
 
 
 def test_the_device_that_is_given_makes_an_mfu(tmp_path):

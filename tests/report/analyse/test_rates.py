@@ -82,6 +82,14 @@ def test_megatrons_own_count_is_checked(tmp_path):
     assert note.startswith("FLOPs differ from Megatron's own count by +5.3%")
 
 
+def test_the_gap_of_a_layer_that_has_no_formula_names_it(tmp_path):
+    text = log_text([437.2] * 30)
+    other = text.replace("437.2 |", "437.2 | throughput per GPU (TFLOP/s/GPU): 350.0 |")
+    argv = (*LARGE.flags, "--experimental-attention-variant", "gated_delta_net")
+    (note,) = rates(tmp_path, published_dp2(run="c", argv=argv), log=other).notes
+    assert note.endswith("): gated_delta_net is counted as attention")
+
+
 def test_without_time_there_are_no_rates(tmp_path):
     run = load_folder(write_run(tmp_path, published_dp2(), log_text([1.0] * 3)))
     assert rates_of(run, None).tokens_per_second is None

@@ -8,12 +8,13 @@ from tools.report.analyse.statistics import (
     Method,
     Scatter,
     TimeVerdict,
+    adjusted,
     block_length,
     compare,
-    compare_within_runs,
     estimate,
     order_interval,
     smallest_difference,
+    student,
 )
 
 
@@ -185,6 +186,46 @@ def test_uneven_numbers_of_runs_hold_the_promise_too():
     assert false <= 0.06 * pairs
 
 
+@pytest.mark.parametrize(
+    ("one", "two"), [((0.005, 5), (0.02, 3)), ((0.002, 3), (0.02, 3)), ((0.005, 5), (0.01, 3))]
+)
+def test_sides_that_scatter_unequally_are_not_called_different(one, two):
+    """Where both sides' runs were taken to scatter alike, 16 to 20% of such pairs were."""
+    generator = np.random.default_rng(4)
+    false, pairs = 0, 600
+    for _ in range(pairs):
+        first, second = (known(*repeats(100, *side, generator)) for side in (one, two))
+        false += compare(first, second).verdict is not TimeVerdict.NOISE
+    assert false <= 0.07 * pairs
+
+
+def test_a_quantile_between_two_degrees_of_freedom_is_between_theirs():
+    assert student(2) == pytest.approx(4.30265)
+    assert 3.55 < student(2.5) < 3.65
+    assert student(30) == pytest.approx(2.042, abs=0.002)
+
+
+def test_among_many_equal_rows_hardly_ever_one_is_called_faster():
+    generator = np.random.default_rng(8)
+    called = {"alone": 0, "together": 0}
+    for _ in range(60):
+        reference, *others = (known(*repeats(100, 0.02, 1, generator)) for _ in range(16))
+        found = [compare(reference, other) for other in others]
+        called["alone"] += any(each.verdict.is_clear for each in found)
+        called["together"] += any(each.verdict.is_clear for each in adjusted(found))
+    assert called["together"] <= 6 < called["alone"]
+
+
+def test_a_verdict_among_others_says_so_and_a_large_one_stays():
+    reference = known(run(100, 0.001))
+    levels = (94, 106.2, 130)
+    found = adjusted([compare(reference, known(run(level, 0.001))) for level in levels])
+    assert [each.verdict for each in found] == [*2 * [TimeVerdict.NOISE], TimeVerdict.SLOWER]
+    assert [each.among for each in found] == [3, 3, 0]
+    alone = compare(reference, known(run(94, 0.001)))
+    assert adjusted([alone]) == [alone]
+
+
 def test_three_quiet_runs_see_what_one_run_each_cannot():
     generator = np.random.default_rng(5)
     seen = {}
@@ -212,12 +253,6 @@ def test_runs_that_scatter_more_than_repeats_do_disagree():
 
 def test_a_short_run_does_not_count_as_much_as_a_long_one():
     assert known([100.0] * 50, [300.0]).median == 100.0
-
-
-def test_kinds_of_iterations_of_the_same_runs_are_compared_more_finely():
-    one, two = run(100, 0.005, 200), run(101, 0.005, 200, seed=3)
-    assert compare(known(one), known(two)).verdict is TimeVerdict.NOISE
-    assert compare_within_runs([one], [two]).verdict is TimeVerdict.SLOWER
 
 
 def test_run_against_itself_is_within_noise_with_a_real_interval():

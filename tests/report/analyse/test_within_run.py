@@ -83,6 +83,21 @@ OVERLAP = "[2026-01-01 10:00:00] overlapping of grad reduce begins, bucket 3"
         # Megatron prints the default of a run that is not profiled, too.
         ([(0, "  profile_step_start .............................. 50")], ""),
         ([(0, "  lr_warmup_iters ................................. 50")], ""),
+        ([(0, "  cuda_graph_warmup_steps ......................... 50")], ""),
+        (
+            [
+                (0, "  cuda_graph_warmup_steps ......................... 50"),
+                (0, "  cuda_graph_impl ................................. none"),
+            ],
+            "",
+        ),
+        (
+            [
+                (0, "  cuda_graph_warmup_steps ......................... 50"),
+                (0, "  enable_cuda_graph ............................... True"),
+            ],
+            "(as --cuda-graph-warmup-steps 50 says)",
+        ),
     ],
 )
 def test_what_begins_where_the_time_changes_is_named(tmp_path, more, named):
@@ -90,6 +105,30 @@ def test_what_begins_where_the_time_changes_is_named(tmp_path, more, named):
     (found,) = shifts(tmp_path, times, more=more)
     assert found.iteration == 51
     assert found.text.endswith(f" ms {named}" if named else " ms")
+
+
+def correlated(count, seed, scatter, kept=0.7):
+    generator = np.random.default_rng(seed)
+    deviations = [generator.standard_normal()]
+    for each in generator.standard_normal(count - 1):
+        deviations.append(kept * deviations[-1] + (1 - kept**2) ** 0.5 * each)
+    return list(100 * np.exp(scatter * np.array(deviations)))
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.7])
+def test_pure_noise_rarely_changes_and_no_argument_is_its_cause(tmp_path, kept):
+    defaults = [
+        f"  {name} ................................. {value}"
+        for name in ("cuda_graph_warmup_steps", "profile_step_start", "profile_step_end")
+        for value in range(1, 26)
+    ] + ["  eval_interval ................................ 5", "  manual_gc_interval .......... 3"]
+    found = []
+    for seed in range(60):
+        given = [(0, line) for line in defaults[seed % 25 :: 25]]
+        text = "\n".join(line for _, line in given)
+        found += shifts(tmp_path, correlated(25, seed, 0.1, kept), more=[(0, text)])
+    assert len(found) <= 3
+    assert not any("(as --" in each.text or "as often as" in each.text for each in found)
 
 
 def test_a_run_that_alternates_all_along_says_so_once(tmp_path):

@@ -43,9 +43,18 @@ EXPECTED = {
     ],
     "gpt-neox": [(10, 2630.3, 10.93458, 48.6, None), (20, 2559.9, 10.21245, 49.9, None)],
     "nemo-2": [
-        (0, None, 1.315, None, 8),
+        (0, 7126.0, 1.315, None, 8),
         (1, 2505.0, 1.653, None, 8),
         (2, 2516.0, 1.452, None, 8),
+    ],
+    "mlperf": [(32, 335.6, 8.1666, None, None), (64, 340.4, 7.7411, None, None)],
+    "verl": [(4, 161077.8, None, None, None), (5, 158500.0, None, None, None)],
+    "slime": [(0, 60000.0, None, 91.2, None), (1, 43900.0, None, 93.2, None)],
+    # 40 s for the first, 10 for the second, 22 for the next two.
+    "ms-swift": [
+        (1, 40000.0, 2.2258, None, None),
+        (2, 10000.0, 2.1258, None, None),
+        (4, 11000.0, 2.0258, None, None),
     ],
     "megatron-bridge": [(2, 9812.3, 11.9, 301.4, 512), (3, 8021.0, 11.8, 368.7, 512)],
 }
@@ -58,6 +67,100 @@ def lines_of(path):
 @pytest.mark.parametrize("name", EXPECTED)
 def test_every_relatives_iterations_are_read(name):
     assert lines_of(DIALECTS / f"{name}.log") == EXPECTED[name]
+
+
+def test_mlperf_says_batch_sequence_evaluation_and_end():
+    (run,) = load_log(DIALECTS / "mlperf.log")
+    assert (run.seq_length, run.global_batch_size) == (8192, 16)
+    assert run.log.validation[0].losses == {"eval accuracy": 3.287}
+    assert (run.status.status, run.log.generation.trainer) == (Status.OK, "MLPerf")
+
+
+def test_a_policys_loss_is_no_language_models():
+    (first, _) = scrape_log(DIALECTS / "verl.log").iterations
+    assert first.extra_metrics["actor/pg_loss"] == -0.0125
+    assert (first.grad_norm, first.learning_rate) == (0.9375, 1e-6)
+    line = "iteration 1/ 10 | consumed samples: 8 | loss: 0.5 | reward: 0.25 | kl: 0.01 |"
+    (found,) = find_iterations(line)
+    assert (found.lm_loss, found.extra_metrics["loss"]) == (None, 0.5)
+
+
+def test_an_epoch_is_no_restart(tmp_path):
+    line = (
+        "Training epoch {}, iteration {}/1 | lr: 1.0e-06 | global_batch_size: 8 | global_step: {}"
+        " | reduced_train_loss: 1.315 | train_step_timing in s: 2.5{}6"
+    )
+    steps = [(epoch, i, 2 * epoch + i) for epoch in range(3) for i in range(2)]
+    path = tmp_path / "a.log"
+    path.write_text("\n".join([*(line.format(*step, step[2]) for step in steps), ""]))
+    (log,) = scrape_runs(path)
+    assert [found.iteration for found in log.iterations] == [0, 1, 2, 3, 4, 5]
+    assert log.restarts == ()
+    assert [found.elapsed_ms for found in log.iterations][:2] == [2506.0, 2516.0]
+
+
+@pytest.mark.parametrize(("end", "norm"), [("0.114", 0.114), ("0.11", None), ("0.114 |", 0.114)])
+def test_a_last_number_without_a_bar_counts_if_no_digit_is_missing(end, norm):
+    line = f"iteration 1/ 10 | consumed samples: 8 | lm loss: 1.5E+00 | grad norm: {end}"
+    (found,) = find_iterations(line)
+    assert (found.lm_loss, found.grad_norm) == (1.5, norm)
+
+
+def test_arguments_under_another_heading_and_in_a_notebook_are_read(tmp_path):
+    lines = [
+        "------------------------ MindSpeed-LLM Arguments ------------------------",
+        '      "  num_layers ...................................... 24\\n",',
+        "  hidden_size ..................................... 1024",
+        "-------------------- end of MindSpeed-LLM Arguments ---------------------",
+        "  seq_length ...................................... 9",
+        " successfully saved checkpoint at iteration   20000 to ckpt",
+    ]
+    path = tmp_path / "a.log"
+    path.write_text("\n".join([*lines, iteration_line(1), ""]))
+    log = scrape_log(path)
+    assert log.arguments == {"num_layers": "24", "hidden_size": "1024"}
+    assert [event.iteration for event in log.checkpoints] == [20000]
+
+
+def test_an_argument_that_cannot_be_read_costs_itself_alone(tmp_path):
+    whole = (DIALECTS / "megatron-deepspeed.log").read_text()
+    more = [
+        "  deepspeed ....................................... True",
+        "  num_experts ..................................... [1]",
+        "  num_key_value_heads ............................. 8",
+        "  profile_step_start .............................. 2,3",
+    ]
+    path = tmp_path / "a.log"
+    path.write_text(whole.replace("  hidden_size .", "\n".join([*more, "  hidden_size ."]), 1))
+    (run,) = load_log(path)
+    assert run.spec is not None
+    assert (run.spec.shape.experts, run.spec.shape.query_groups) == (0, 8)
+    assert run.spec.parallelism.data == 24
+    assert run.notes == ("profile_step_start 2,3 cannot be read",)
+
+
+def test_a_list_that_lost_a_size_defines_no_model(tmp_path):
+    whole = (DIALECTS / "megatron-deepspeed.log").read_text()
+    more = [f"  filler_{n} ".ljust(51, ".") + " 1" for n in range(100)]
+    sizes = "  kv_channels ..................................... 128\n{}  hidden_size ."
+    path = tmp_path / "a.log"
+    for ffn, known in (("", False), ("  ffn_hidden_size ................. 5440\n", True)):
+        text = whole.replace("  hidden_size .", sizes.format(ffn), 1)
+        path.write_text(text.replace("  bf16 .", "\n".join([*more, "  bf16 ."]), 1))
+        (run,) = load_log(path)
+        assert (run.spec is not None) == known
+        assert run.seq_length == 4096
+
+
+def test_gpt_neox_world_size_that_is_set_later_is_that_of_its_gpus(tmp_path):
+    path = tmp_path / "a.log"
+    text = (DIALECTS / "gpt-neox.log").read_text()
+    assert "global_num_gpus" in text
+    path.write_text(
+        text.replace("  global_num_gpus", "  world_size ..... None\n  global_num_gpus", 1)
+    )
+    (run,) = load_log(path)
+    assert run.spec == load_log(DIALECTS / "gpt-neox.log")[0].spec
 
 
 def test_other_numbers_of_a_line_keep_their_names():

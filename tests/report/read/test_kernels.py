@@ -1,6 +1,5 @@
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,19 +11,17 @@ from tools.report.read.kernels import (
     GROUPS,
     group_of,
     milliseconds_by_group,
-    read_profile,
 )
-
-Event = dict[str, Any]
-
-
-def event(cat: str, name: str, ts: float, dur: float, correlation: int = -1, tid: int = 1) -> Event:
-    arguments = {"correlation": correlation} if correlation >= 0 else {}
-    row = {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": arguments}
-    return {**row, "pid": 1}
+from tools.report.read.trace_events import EventArguments, TraceEvent, read_trace_events
 
 
-def step(number: int, ts: float, dur: float) -> Event:
+def event(
+    cat: str, name: str, ts: float, dur: float, correlation: int = -1, tid: int = 1
+) -> TraceEvent:
+    return TraceEvent("X", cat, name, 1, tid, ts, dur, EventArguments(correlation))
+
+
+def step(number: int, ts: float, dur: float) -> TraceEvent:
     return event("user_annotation", f"ProfilerStep#{number}", ts, dur)
 
 
@@ -189,7 +186,7 @@ def test_kernels_as_torch_and_its_libraries_name_them(
     ("events", "reason"),
     [([], "no profiled step"), ([step(1, 0, 10)], "nothing that ran")],
 )
-def test_a_trace_with_nothing_to_count_is_refused(events: list[Event], reason: str) -> None:
+def test_a_trace_with_nothing_to_count_is_refused(events: list[TraceEvent], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         milliseconds_by_group(events)
 
@@ -215,12 +212,12 @@ def test_a_real_trace_of_a_cpu_is_split_by_the_operators_own_time(tmp_path: Path
         for _ in range(3):
             torch.nn.functional.gelu(linear(norm(x))).sum().backward()
             profiler.step()
-    found = milliseconds_by_group(read_profile(tmp_path / "trace.json.gz"))
+    found = milliseconds_by_group(read_trace_events(tmp_path / "trace.json.gz"))
     assert {"GEMM", "layer norm", "GELU and bias"} <= set(found)
     assert all(ms > 0 for ms in found.values())
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"other": 1}))
-    with pytest.raises(ValueError, match="holds no traceEvents"):
-        read_profile(tmp_path / "a.json")
+    with pytest.raises(ValueError, match="traceEvents"):
+        read_trace_events(tmp_path / "a.json")

@@ -25,7 +25,7 @@ PRIMUS = (
 def columns_and_lines(text: str):
     """The iterations of a block's plain lines, and what each line gives by itself."""
     reader = LayoutReader(other_news())
-    (reader.format,) = line_formats()
+    reader.format = line_formats()[0]
     block = reader.block(text.encode(), range(1, text.count("\n") + 1))
     whole = list(block.columns.rows(0, len(block.plain)))
     lines = text.split("\n")[:-1]

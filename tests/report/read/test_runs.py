@@ -1,4 +1,5 @@
 import json
+import os
 from dataclasses import replace
 from io import StringIO
 
@@ -308,3 +309,17 @@ def test_a_run_of_the_kit_that_stops_while_its_batch_ramps_up_counts_the_batch_i
     assert load_folder(write_run(tmp_path, record, "\n".join(lines))).global_batch_size == 4
     usual = load_folder(write_run(tmp_path, run_record("b"), "\n".join(lines)))
     assert usual.global_batch_size == 8
+
+
+def test_a_folder_that_is_a_run_is_its_own_root(tmp_path):
+    folder = write_run(tmp_path, run_record("one"), log_text([100.0] * 9))
+    assert find_run_folders(folder) == [folder]
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    runs, problems = load_runs([tmp_path / "fifo"])
+    assert runs == []
+    assert problems == [
+        f"{tmp_path / 'fifo'} cannot be read: it is no regular file; it is left out."
+    ]

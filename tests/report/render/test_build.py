@@ -202,6 +202,32 @@ def test_baseline_finds_regressions_and_improvements_and_strict_fails(tmp_path):
     assert made(tmp_path, name="lenient", baseline=old)[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("factor", "kind", "exit_code"),
+    [(1.01, "same", 0), (1.05, "undecided", 3), (1.08, "regression", 1)],
+)
+def test_a_difference_that_one_run_a_side_cannot_show_is_not_called_nothing(
+    factor, kind, exit_code, tmp_path
+):
+    log = tmp_path / "train.log"
+    log.write_text(log_text([200.0 + k % 3 for k in range(40)]))
+    made(tmp_path, name="old", paths=(log,))
+    log.write_text(log_text([(200.0 + k % 3) * factor for k in range(40)]))
+    options = {"name": "new", "paths": (log,), "baseline": tmp_path / "reports/old"}
+    code, text, folder = made(tmp_path, 300, **options, strict=True)
+    (change,) = json.loads((folder / "results.json").read_text())["changes"]
+    assert (change["kind"], code) == (kind, exit_code)
+    seen = f"+{factor - 1:.1%}, below the 5.7% that these runs can show"
+    assert (seen in change["text"]) == (kind != "regression")
+    if kind == "undecided":
+        assert "undecided, 211.1 ms, was 201.0 ms" in text
+        assert (
+            f"Undecided is train.log ({seen}); repeat the runs."
+            in (folder / "report.html").read_text()
+        )
+    assert made(tmp_path, **(options | {"name": "lenient"}))[0] == 0
+
+
 def test_row_that_vanished_or_broke_is_a_finding(tmp_path):
     demo(tmp_path / "runs")
     made(tmp_path, name="old")

@@ -81,6 +81,16 @@ addEventListener("load", () => {
   result.order = [...document.querySelectorAll("section")].map((section) => section.id).slice(0, 4);
   result.ink = getComputedStyle(document.body).color;
   const ids = [...document.querySelectorAll("[id]")].map((node) => node.id);
+  result.height = document.documentElement.scrollHeight;
+  const stops = [...document.querySelectorAll("a, button, summary, [tabindex]")];
+  result.stops = stops.findIndex((node) => node.closest("#results"));
+  result.captions = [...document.querySelectorAll("table")].every((found) => found.caption?.textContent);
+  result.links = [...document.querySelectorAll("nav a, .skip")].every(
+    (link) => document.querySelector(link.getAttribute("href")));
+  result.bars = [...document.querySelectorAll(".bars .bar")].map((bar) => bar.className);
+  result.dashes = [...document.querySelectorAll("#results td")].filter(
+    (cell) => cell.textContent === "–" && !cell.title).length;
+  result.inMain = !!document.querySelector("main #answer");
   result.repeated = ids.filter((id, place) => ids.indexOf(id) !== place);
   parent.document.title = "CHECKED " + JSON.stringify(result);
 });
@@ -128,7 +138,7 @@ def test_page_opens_without_errors_and_everything_answers(page, width, dark):
     assert sorted(map(float, before)) == [91, 96, 101, 106, 111, 116, 131]
     assert result["up"].split() == result["down"].split()[::-1]
     assert (result["upSort"], result["downSort"]) == ("ascending", "descending")
-    assert result["order"] == ["answer", "results", "curves", "summary"]
+    assert result["order"] == ["answer", "results", "summary", "curves"]
     assert result["plots"] == ["times", "losses", "differences", "grad-norm"]
     assert result["spoken"], "every picture has a text that stands for it"
     assert (result["marks"], result["labels"]) == (1, 1)
@@ -137,12 +147,18 @@ def test_page_opens_without_errors_and_everything_answers(page, width, dark):
     assert result["byKeyboard"].startswith("iteration 3")
     assert result["lines"] == [7, 6, "false", 7, "true"]
     assert (result["zoomed"], result["whole"]) == (True, True)
-    assert result["curveContrast"] >= 3
+    assert result["curveContrast"] >= 4.5
     assert result["textContrast"] >= 4.5
     assert not result["wide"], "the page itself must not scroll sideways"
     assert not result["sideways"], "nor must the table"
     assert result["cards"] == (width == 400)
     assert result["repeated"] == []
+    assert width == 400 or result["height"] <= 6000
+    assert result["stops"] <= 12
+    assert (result["captions"], result["links"], result["inMain"]) == (True, True, True)
+    assert result["dashes"] == 0, "every dash has its reason"
+    assert result["bars"][0] == "bar reference"
+    assert set(result["bars"][1:]) == {"bar within-noise", "bar slower"}
     assert result["ink"] == ("rgb(230, 237, 243)" if dark else "rgb(31, 35, 40)")
 
 

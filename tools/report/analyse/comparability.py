@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.records.identity import essential
@@ -78,11 +79,18 @@ def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
     if one and two:
         return (one.tokens_per_iteration, two.tokens_per_iteration), ""
     ours, theirs = reference.global_batch_size, other.global_batch_size
-    silent = [run.name for run in (reference, other) if run.spec is None]
-    who = f"{' and '.join(silent)} print{'s' * (len(silent) == 1)}"
+    unsized = [run.name for run in (reference, other) if not run.global_batch_size]
     if not ours or not theirs:
-        return None, f"{who} neither arguments nor a global batch size"
-    return (ours, theirs), f"{who} no arguments, so equal sequences are assumed"
+        return None, f"{_who(unsized)} no global batch size"
+    lengths = reference.seq_length, other.seq_length
+    if lengths[0] and lengths[1]:
+        return (ours * lengths[0], theirs * lengths[1]), ""
+    silent = [run.name for run in (reference, other) if not run.seq_length]
+    return (ours, theirs), f"{_who(silent)} no sequence length, so equal sequences are assumed"
+
+
+def _who(names: Sequence[str]) -> str:
+    return f"{' and '.join(names)} print{'s' * (len(names) == 1)}"
 
 
 def differences(reference: Run, other: Run) -> list[Mismatch]:

@@ -37,13 +37,8 @@ class Configuration:
         return self.runs[-1]
 
 
-@dataclass(frozen=True)
-class RowIdentity:
-    """What a row is of. Two runs with equal ones are repeats, whatever they are called."""
-
-    computed: Computed
-    device: str
-    """`cpu`, or the name of the GPU; empty where a log does not say."""
+RowIdentity = tuple[Computed, str]
+"""What was trained, and on which device. Runs with equal ones are repeats, whatever they are called."""
 
 
 def row_identity(
@@ -63,9 +58,9 @@ def row_identity(
         printed: Arguments that a foreign log prints.
     """
     if spec is None:
-        return RowIdentity(Computed(None, otherwise=run), device)
+        return Computed(None, otherwise=run), device
     found = identity_of(record).computed if record else computed(spec, printed)
-    return RowIdentity(replace(found, spec=spec).repeated(), device)
+    return replace(found, spec=spec).repeated(), device
 
 
 def identity_of_run(run: Run) -> RowIdentity:
@@ -87,18 +82,18 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
     named = list(runs)
     groups: dict[tuple[object, ...], list[Run]] = {}
     for run in sorted(named, key=lambda run: run.record.created_utc if run.record else ""):
-        # Nobody says of two foreign logs that they are repeats.
+        # Of two foreign logs only somebody can say that they are repeats.
         own = run.name if run.is_foreign else ""
-        groups.setdefault((identity_of_run(run), own), []).append(run)
+        key = (run.repeats,) if run.repeats else (identity_of_run(run), own)
+        groups.setdefault(key, []).append(run)
     rows: list[Configuration] = []
     for runs_of_one in groups.values():
         members, running = _ended(runs_of_one)
         by_conditions: dict[tuple[object, ...], list[Run]] = {}
         for run in members:
-            by_conditions.setdefault(_conditions(run), []).append(run)
-        newest = by_conditions[_conditions(members[-1])]
-        now = _conditions(newest[-1])
-        older = [run for run in members if _conditions(run) != now]
+            newest = by_conditions.setdefault(_conditions(run), [])
+            newest.append(run)
+        older = [run for each in by_conditions.values() if each is not newest for run in each]
         for group in by_conditions.values() if all_conditions else [newest]:
             found = _rows(group, () if all_conditions else older)
             if group is newest:
@@ -229,8 +224,8 @@ def patch_file_name(spec: RunSpec | None) -> str:
 
 
 def _plain(run: Run) -> str:
-    if run.spec is None:
-        return run.name
+    if run.repeats or run.spec is None:
+        return run.repeats or run.name
     patched = f" with PATCH_FILE={run.spec.patch_file.path}" if run.spec.patch_file else ""
     return f"{run.strategy} ×{run.spec.parallelism.world_size}{patched}"
 

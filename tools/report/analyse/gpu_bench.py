@@ -10,7 +10,7 @@ from tools.records.gpu_bench import FOLDER, Ceilings, read_ceilings, timed_itera
 from tools.records.run import Status
 from tools.report.analyse.configurations import identity_of_run
 from tools.report.analyse.entry import Entry
-from tools.report.analyse.report import rows_of_runs
+from tools.report.analyse.rows import rows_of_runs
 from tools.report.read.kernels import split_of
 from tools.report.read.runs import Run, find_run_folders, load_runs
 from tools.report.read.window import Window

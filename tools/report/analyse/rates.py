@@ -39,10 +39,12 @@ class Rates:
 
 def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     """Rates of a run whose median iteration takes `iteration_ms`."""
-    spec, printed = run.spec, _printed_tflops(run)
+    spec, (printed, theirs) = run.spec, _printed(run)
     # Tokens of 0 are a batch that the log does not name.
     if not iteration_ms or spec is None or not spec.tokens_per_iteration:
-        return Rates(printed_tflops_per_device=printed)
+        tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
+        per_second = 1000 * tokens / iteration_ms if iteration_ms and tokens else None
+        return Rates(tokens_per_second=per_second, printed_tflops_per_device=printed)
     seconds, devices = iteration_ms / 1000, spec.parallelism.world_size
     samples, length = spec.batch.global_batch_size, spec.shape.seq_length
     per_second = spec.tokens_per_iteration / seconds
@@ -57,7 +59,7 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     peak, source, note = _peak(run.device, spec.dtype)
     if peak:
         formulas.append(f"MFU = {per_device:.5g} ÷ {peak:g} TFLOP/s dense {spec.dtype}")
-    theirs = _printed_flops(run, devices)
+    theirs = theirs and theirs * devices
     return Rates(
         printed_tflops_per_device=printed,
         printed_over_counted=theirs / flops if theirs else None,
@@ -71,7 +73,9 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
         peak_tflops=peak,
         peak_source=source,
         formulas=tuple(formulas),
-        notes=tuple(filter(None, (note, _against_megatron(theirs, flops)))),
+        notes=tuple(
+            filter(None, (note, _against_megatron(theirs, flops, _counted_as_attention(run))))
+        ),
     )
 
 
@@ -104,26 +108,29 @@ def _recomputed(spec: RunSpec) -> float:
     return again / spec.shape.layers * (forward.total - forward.logits) * spec.tokens_per_iteration
 
 
-def _printed_tflops(run: Run) -> float | None:
-    rates = run.log.iterations.values("throughput_tflops_per_gpu")
-    known = rates[(rates > 0) & ~run.log.iterations.known("averaged")]
-    return float(np.median(known)) if len(known) else None
+def _printed(run: Run) -> tuple[float | None, float | None]:
+    """Megatron's own throughput, and the FLOPs of an iteration a device that it was computed from."""
+    lines = run.log.iterations
+    rates, times = lines.values("throughput_tflops_per_gpu"), lines.values("elapsed_ms")
+    known = (rates > 0) & ~lines.known("averaged")
+    exact = known & (rates >= _MIN_THROUGHPUT) & (times > 0)
+    found = (rates[known], rates[exact] * times[exact] * 1e9)
+    printed, flops = (float(np.median(each)) if len(each) else None for each in found)
+    return printed, flops
 
 
-def _printed_flops(run: Run, devices: int) -> float | None:
-    """FLOPs of an iteration as Megatron's own throughput has them."""
-    rates = run.log.iterations.values("throughput_tflops_per_gpu")
-    times = run.log.iterations.values("elapsed_ms")
-    usable = (rates >= _MIN_THROUGHPUT) & (times > 0) & ~run.log.iterations.known("averaged")
-    counted = rates[usable] * times[usable] * 1e9
-    return float(np.median(counted)) * devices if len(counted) else None
+def _counted_as_attention(run: Run) -> str:
+    """A layer of another kind that the count has no formula for; empty where there is none."""
+    plain = {name.lstrip("-").replace("-", "_"): value for name, value in run.arguments.items()}
+    found = plain.get("experimental_attention_variant", "None")
+    return "" if found in ("None", "") else f"{found} is counted as attention"
 
 
-def _against_megatron(theirs: float | None, flops: int) -> str:
+def _against_megatron(theirs: float | None, flops: int, cause: str) -> str:
     """What Megatron's own throughput says of the FLOPs of an iteration, if it differs."""
     if theirs is None or abs(flops / theirs - 1) <= DISAGREEMENT:
-        return ""
+        return cause
     return (
         f"FLOPs differ from Megatron's own count by {flops / theirs - 1:+.1%} ({flops:.4g} here,"
-        f" {theirs:.4g})"
+        f" {theirs:.4g}){f': {cause}' if cause else ''}"
     )

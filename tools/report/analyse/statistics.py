@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -27,50 +27,17 @@ REPEATS_FOR_TRUST = 3
 """Runs of a side from which on their own scatter stands for the noise between runs."""
 
 _SEED = 20250901
-_MAX_DRAWS, _MIN_DRAWS, _CELLS = 2000, 200, 20_000_000
-_MOST_DRAWN = _CELLS // _MAX_DRAWS
+_DRAWS = 2000
+_MOST_DRAWN = 10_000
 """Samples of which all draws are affordable."""
 _NORMAL = 1.959964
 _STUDENT = (
-    12.7062,
-    4.30265,
-    3.18245,
-    2.77645,
-    2.57058,
-    2.44691,
-    2.36462,
-    2.306,
-    2.26216,
-    2.22814,
-    2.20099,
-    2.17881,
-    2.16037,
-    2.14479,
-    2.13145,
-    2.11991,
-    2.10982,
-    2.10092,
-    2.09302,
-    2.08596,
+    *(12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.306, 2.26216, 2.22814),
+    *(2.20099, 2.17881, 2.16037, 2.14479, 2.13145, 2.11991, 2.10982, 2.10092, 2.09302, 2.08596),
 )
 """Two-sided 95% quantiles of Student's t for 1 to 20 degrees of freedom."""
 
 Floats = NDArray[np.float64]
-Centre = Callable[[Floats], Floats]
-"""What stands for samples, over the last axis."""
-
-
-def median(values: Floats) -> Floats:
-    """The usual centre."""
-    middle: Floats = np.median(values, axis=-1)
-    return middle
-
-
-def fastest_half(values: Floats) -> Floats:
-    """The mean of the lower half: what else a machine does only adds to times."""
-    half = max(1, values.shape[-1] // 2)
-    lower: Floats = np.sort(values, axis=-1)[..., :half].mean(axis=-1)
-    return lower
 
 
 @dataclass(frozen=True)
@@ -158,6 +125,10 @@ class TimeComparison:
     verdict: TimeVerdict
     smallest: float | None = None
     """Relative difference below which nothing can be seen with these runs."""
+    chance: float | None = None
+    """Of a difference as large as this between equal times."""
+    among: int = 0
+    """The number of comparisons among which such a difference is none, though alone it would be one."""
 
     @property
     def span(self) -> str:
@@ -171,10 +142,8 @@ class TimeComparison:
         return f"a difference below {known:.1%} cannot be seen with these runs" if known else ""
 
 
-def estimate(
-    runs: Sequence[Sequence[float]], centre: Centre = median, scatter: Scatter = ON_GPUS
-) -> Estimate | None:
-    """Median, or another centre, and interval of the samples of one run, or of several repeats.
+def estimate(runs: Sequence[Sequence[float]], scatter: Scatter = ON_GPUS) -> Estimate | None:
+    """Median and interval of the samples of one run, or of several repeats.
 
     Runs with fewer than 6 samples count only where all are that short; they are then taken as one.
     None without samples.
@@ -184,26 +153,43 @@ def estimate(
         return None
     pooled = np.concatenate(arrays)
     whole = [array for array in arrays if len(array) >= MIN_FOR_INTERVAL] or [pooled]
-    centres = np.array([float(centre(array)) for array in whole])
-    middle = float(centres.mean())
+    medians = [float(np.median(array)) for array in whole]
+    middle = sum(medians) / len(medians)
     spread = robust_spread(pooled) / middle if middle else 0.0
-    between = float(centres.std(ddof=1)) / middle if len(whole) > 1 and middle else None
     counts = (len(pooled), len(arrays), spread)
     if min(map(len, whole)) < MIN_FOR_INTERVAL or middle <= 0:
         return Estimate(middle, None, None, *counts, Method.NONE, scatter=scatter)
-    within = [_within(array, centre) for array in whole]
-    own = math.sqrt(
-        sum(((high - low) / 2 / _NORMAL / middle) ** 2 for low, high in within) / len(within)
-    )
-    if len(whole) >= REPEATS_FOR_TRUST:
-        assert between is not None
-        error, freedom = max(between, own) / math.sqrt(len(whole)), len(whole) - 1
+    method = Method.BOOTSTRAP if len(whole[0]) >= MIN_FOR_BOOTSTRAP else Method.ORDER
+    method = Method.RUNS if len(whole) >= REPEATS_FOR_TRUST else method
+    return estimate_of_medians(medians, list(map(_within, whole)), scatter, counts, method)
+
+
+def estimate_of_medians(
+    medians: Sequence[float],
+    within: Sequence[tuple[float, float]],
+    scatter: Scatter,
+    counts: tuple[int, int, float],
+    method: Method,
+) -> Estimate:
+    """The same of runs of which each has a median with an interval by its own samples.
+
+    Args:
+        medians: One a run.
+        within: Their intervals.
+        scatter: Assumed where there are too few runs to show it.
+        counts: Samples, runs, and the spread of one sample.
+        method: Where the intervals come from.
+    """
+    count, middle = len(medians), sum(medians) / len(medians)
+    between = float(np.std(medians, ddof=1)) / middle if count > 1 else None
+    own = math.sqrt(sum(((b - a) / 2 / _NORMAL / middle) ** 2 for a, b in within) / count)
+    if between is not None and count >= REPEATS_FOR_TRUST:
+        error, freedom = max(between, own) / math.sqrt(count), count - 1
         half = student(freedom) * error * middle
-        low, high, method = middle - half, middle + half, Method.RUNS
+        low, high = middle - half, middle + half
     else:
-        method = Method.BOOTSTRAP if len(whole[0]) >= MIN_FOR_BOOTSTRAP else Method.ORDER
         assumed = max(scatter.assumed, between or 0.0)
-        error, freedom = math.hypot(assumed, own) / math.sqrt(len(whole)), None
+        error, freedom = math.hypot(assumed, own) / math.sqrt(count), None
         low, high = _assumed(middle, within, error, assumed)
     # More digits than samples have would only differ between builds of numpy.
     low, high = min(middle, float(f"{max(0.0, low):.7g}")), max(middle, float(f"{high:.7g}"))
@@ -219,23 +205,27 @@ def compare(reference: Estimate, other: Estimate, weight: float = 1.0) -> TimeCo
     ratio = weight * other.median / reference.median
     if reference.error is None or other.error is None:
         return TimeComparison(ratio, None, None, TimeVerdict.UNKNOWN)
-    below, above = _distances(reference, other)
+    (below, above), freedom = _distances(reference, other)
     low, high = ratio * math.exp(-below), ratio * math.exp(above)
     smallest = math.expm1(max(below, above))
-    return TimeComparison(ratio, low, high, _verdict(ratio, low, high), smallest)
+    half = below if ratio > 1 else above
+    errors = abs(math.log(ratio)) / half * student(freedom) if half and ratio else 0.0
+    chance = _chance(errors, freedom)
+    return TimeComparison(ratio, low, high, _verdict(ratio, low, high), smallest, chance)
 
 
-def compare_within_runs(
-    reference: Sequence[Sequence[float]], other: Sequence[Sequence[float]], centre: Centre = median
-) -> TimeComparison:
-    """Compare two kinds of iterations of the same runs, whose differences between runs cancel out."""
-    one, two = ([np.asarray(run, dtype=float) for run in runs] for runs in (reference, other))
-    # One side is reversed: both use one seed, and equal samples must not cancel out.
-    draws, theirs = _bootstrap(one, centre), _bootstrap(two, centre)[::-1]
-    size = min(len(draws), len(theirs))
-    low, high = _quantiles(theirs[:size] / draws[:size])
-    ratio = float(np.mean([centre(run) for run in two]) / np.mean([centre(run) for run in one]))
-    return TimeComparison(ratio, low, high, _verdict(ratio, low, high), high / low - 1)
+def adjusted(found: Sequence[TimeComparison]) -> list[TimeComparison]:
+    """Verdicts that are right together (Holm 1979): among many pairs one always looks different."""
+    tested = [place for place, each in enumerate(found) if each.chance is not None]
+    tested.sort(key=lambda place: found[place].chance or 0.0)
+    # Of a single pair the interval decides.
+    result, holds = list(found), True
+    tested = tested if len(tested) > 1 else []
+    for rank, place in enumerate(tested):
+        holds = holds and (found[place].chance or 0.0) <= (1 - CONFIDENCE) / (len(tested) - rank)
+        if not holds and found[place].verdict.is_clear:
+            result[place] = replace(found[place], verdict=TimeVerdict.NOISE, among=len(tested))
+    return result
 
 
 def smallest_difference(runs: int, scatter: float) -> float:
@@ -245,9 +235,10 @@ def smallest_difference(runs: int, scatter: float) -> float:
 
 
 def student(freedom: float) -> float:
-    """Two-sided 95% quantile of Student's t."""
+    """Two-sided 95% quantile of Student's t; between whole numbers it is all but linear in 1/freedom."""
     if freedom <= len(_STUDENT):
-        return _STUDENT[max(1, int(freedom)) - 1]
+        whole = 1 / np.arange(len(_STUDENT), 0, -1)
+        return float(np.interp(1 / max(freedom, 1.0), whole, _STUDENT[::-1]))
     return _NORMAL + 2.4 / freedom + 3 / freedom**2
 
 
@@ -291,49 +282,29 @@ def block_length(values: Floats) -> int:
     return int(min(max(1, round(length)), max(1, count // 3)))
 
 
-def _bootstrap(arrays: list[Floats], centre: Centre) -> Floats:
+def _bootstrap(values: Floats) -> Floats:
+    """Medians of resampled circular blocks, with one seed for all."""
     generator = np.random.default_rng(_SEED)
-    size = sum(len(array) for array in arrays)
-    draws = int(min(_MAX_DRAWS, max(_MIN_DRAWS, _CELLS // size)))
-    if len(arrays) == 1:
-        return _centres_of_blocks(arrays[0], draws, generator, centre)
-    lengths = [block_length(array) if len(array) > 1 else 1 for array in arrays]
-    result = np.empty(draws)
-    for draw in range(draws):
-        chosen = generator.integers(len(arrays), size=len(arrays))
-        parts = [_resample(arrays[run], lengths[run], 1, generator)[0] for run in chosen]
-        result[draw] = centre(np.concatenate(parts))
-    return result
+    count, length = len(values), block_length(values)
+    batch = max(1, 4_000_000 // count)
+    medians = []
+    for done in range(0, _DRAWS, batch):
+        shape = (min(batch, _DRAWS - done), -(-count // length), 1)
+        places = (generator.integers(count, size=shape) + np.arange(length)) % count
+        drawn = values[places.reshape(len(places), -1)[:, :count]]
+        medians.append(np.median(drawn, axis=-1))
+    return np.concatenate(medians)
 
 
-def _centres_of_blocks(
-    values: Floats, draws: int, generator: np.random.Generator, centre: Centre
-) -> Floats:
-    length = block_length(values)
-    batch = max(1, 4_000_000 // len(values))
-    parts = [
-        centre(_resample(values, length, min(batch, draws - done), generator))
-        for done in range(0, draws, batch)
-    ]
-    return np.concatenate(parts)
-
-
-def _resample(values: Floats, length: int, draws: int, generator: np.random.Generator) -> Floats:
-    count = len(values)
-    blocks = -(-count // length)
-    starts = generator.integers(count, size=(draws, blocks, 1))
-    places = ((starts + np.arange(length)) % count).reshape(draws, -1)[:, :count]
-    resampled: Floats = values[places]
-    return resampled
-
-
-def _within(values: Floats, centre: Centre) -> tuple[float, float]:
-    """Interval of a run's centre by its own samples alone."""
+def _within(values: Floats) -> tuple[float, float]:
+    """Interval of a run's median by its own samples alone."""
     if len(values) < MIN_FOR_BOOTSTRAP:
         return order_interval(values)
-    if centre is median and len(values) > _MOST_DRAWN:
+    if len(values) > _MOST_DRAWN:
         return _drawless(values)
-    return _quantiles(_bootstrap([values], centre))
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(_bootstrap(values), [tail, 1 - tail])
+    return float(low), float(high)
 
 
 def _drawless(values: Floats) -> tuple[float, float]:
@@ -368,24 +339,34 @@ def _assumed(
     return middle - math.hypot(middle - low, add), middle + math.hypot(high - middle, add)
 
 
-def _distances(reference: Estimate, other: Estimate) -> tuple[float, float]:
-    """From the ratio to its interval's ends, in logarithms."""
-    if reference.freedom is None or other.freedom is None:
+def _chance(errors: float, freedom: float) -> float:
+    """Of so many standard errors, to either side; Student's t as a normal deviate by Wallace (1959)."""
+    if math.isfinite(freedom):
+        shrunk = math.sqrt(freedom * math.log1p(errors**2 / freedom))
+        errors = (8 * freedom + 1) / (8 * freedom + 3) * shrunk
+    return math.erfc(errors / math.sqrt(2))
+
+
+def _distances(reference: Estimate, other: Estimate) -> tuple[tuple[float, float], float]:
+    """From the ratio to its interval's ends, in logarithms, and the degrees of freedom behind them."""
+    if not reference.freedom or not other.freedom:
         # The distances of both intervals' ends add up as squares (Zou & Donner 2008), each on its side.
-        return (
-            math.hypot(_distance(other, other.low), _distance(reference, reference.high)),
-            math.hypot(_distance(other, other.high), _distance(reference, reference.low)),
-        )
-    # Repeats of one house scatter alike, so both sides' show it together.
-    freedom = reference.freedom + other.freedom
-    squares = sum(
-        side.error**2 * (side.freedom + 1) * side.freedom
-        for side in (reference, other)
-        if side.error is not None and side.freedom is not None
-    )
-    shares = 1 / (reference.freedom + 1) + 1 / (other.freedom + 1)
-    half = student(freedom) * math.sqrt(squares / freedom * shares)
-    return half, half
+        below = math.hypot(_distance(other, other.low), _distance(reference, reference.high))
+        above = math.hypot(_distance(other, other.high), _distance(reference, reference.low))
+        return (below, above), math.inf
+    # Welch's t, because one strategy may scatter by ten times as much as another. Of three runs against
+    # five its degrees of freedom are too many by chance, so they are averaged with the wider side's own.
+    pairs = ((_squared_error(reference), reference.freedom), (_squared_error(other), other.freedom))
+    (narrow, one), (wide, two) = sorted(pairs)
+    welch = (narrow + wide) ** 2 / (narrow**2 / one + wide**2 / two)
+    freedom = 2 / (1 / welch + 1 / two)
+    half = student(freedom) * math.sqrt(narrow + wide)
+    return (half, half), freedom
+
+
+def _squared_error(found: Estimate) -> float:
+    # Repeats that are equal to the last digit still differ by rounding.
+    return max(found.error or 0.0, 1e-9) ** 2
 
 
 def _distance(found: Estimate, end: float | None) -> float:
@@ -396,9 +377,3 @@ def _verdict(ratio: float, low: float, high: float) -> TimeVerdict:
     if low <= 1 <= high:
         return TimeVerdict.NOISE
     return TimeVerdict.SLOWER if ratio > 1 else TimeVerdict.FASTER
-
-
-def _quantiles(values: Floats) -> tuple[float, float]:
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(values, [tail, 1 - tail])
-    return float(low), float(high)

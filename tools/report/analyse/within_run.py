@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -26,19 +26,28 @@ _LEAST = 0.02
 """Relative change of the time below which nothing is reported."""
 _LEAST_SLOW = 0.1
 """A slow iteration takes so much longer than the median."""
-_APART = 2.0
-"""Spreads of single iterations by which a step must exceed them."""
+_APART, _APART_OF_FEW = 2.0, 16.0
+"""Spreads of single iterations by which a step must exceed them; and, over the iterations of the shorter
+side, what is added: few that follow one another show too little of their scatter."""
 _AROUND = 10
 """Iterations on either side that a slow one is compared with."""
 _MAX_STEPS = 6
 _MAX_POINTS = 20_000
 """Longer runs are looked at in blocks' medians, which keep the place to within a block."""
 
-# Schedules of the learning rate and of what is written cost no time.
+# Schedules of the learning rate and of what is written cost no time. In front stands the feature.
 _OF_A_BEGINNING = re.compile(
-    r"^(?!lr-|save|eval|train|exit|log|tensorboard)(?=.*(?:iter|step))"
-    r".*(?:start|begin|end|after|warmup|freeze|delay|until)"
+    r"(?!lr-|save|eval|train|exit|log|tensorboard)(?=.*(?:iter|step))"
+    r"(?P<feature>[a-z0-9-]+?)-(?:(?:iter|step)s?-)?(?:start|begin|end|after|warmup|freeze|delay|until)"
 )
+_OFF = ("", "0", "False", "None", "none")
+_PERIODS = {
+    "save-interval": "save",
+    "eval-interval": "eval-iters",
+    "manual-gc-interval": "manual-gc",
+    "log-interval": "log-interval",
+}
+"""Arguments that are a period, and the one without which nothing has it."""
 
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
@@ -152,15 +161,28 @@ def _cause(run: Run, first: int) -> str:
 
 
 def _argument_of(run: Run, first: int) -> str:
-    """The argument that names this iteration as a beginning or an end."""
-    profiles = run.arguments.get("profile") == "True"
-    for given, value in run.arguments.items():
-        name = given.lstrip("-").replace("_", "-")
-        if name.startswith("profile-") and not profiles:
-            continue
-        if value in (str(first), str(first - 1)) and _OF_A_BEGINNING.search(name):
+    """The argument that names this iteration as a beginning or an end, of a feature that is on.
+
+    Megatron prints every argument, so that one with its default says nothing by itself.
+    """
+    arguments = _arguments(run)
+    for name, value in arguments.items():
+        found = _OF_A_BEGINNING.match(name) if value in (str(first), str(first - 1)) else None
+        if found and _is_on(found["feature"], arguments, run.device):
             return f" (as --{name} {value} says)"
     return ""
+
+
+def _arguments(run: Run) -> dict[str, str]:
+    return {n.lstrip("-").replace("_", "-"): value for n, value in run.arguments.items()}
+
+
+def _is_on(feature: str, arguments: Mapping[str, str], device: str) -> bool:
+    """Whether a switch of the feature is on, or its implementation is named."""
+    if "cuda" in feature and device == "cpu":
+        return False
+    switches = re.compile(rf"(?:.*-)?{feature}(?:-impl)?\Z")
+    return any(switches.match(n) and value not in _OFF for n, value in arguments.items())
 
 
 def _steps(values: Floats, depth: int = 0) -> list[int]:
@@ -187,21 +209,25 @@ def _steps(values: Floats, depth: int = 0) -> list[int]:
 
 
 def _is_step(before: Floats, after: Floats) -> bool:
-    one, two = float(np.median(before)), float(np.median(after))
-    scatter = max(robust_spread(before), robust_spread(after))
-    difference = abs(two - one)
     # Alternating iterations scatter by half their distance, and are looked at apart.
-    return difference > max(_LEAST * min(one, two), _APART * scatter)
+    return _are_apart(before, after, min(len(before), len(after)))
+
+
+def _are_apart(these: Floats, those: Floats, count: int) -> bool:
+    """Whether two medians differ by more than single iterations scatter, of which there are so many."""
+    one, two = float(np.median(these)), float(np.median(those))
+    spreads = _APART + _APART_OF_FEW / count
+    scatter = max(robust_spread(these), robust_spread(those))
+    return abs(two - one) > max(_LEAST * min(one, two), spreads * scatter)
 
 
 def _alternates(values: Floats) -> tuple[float, float] | None:
     """The two levels of neighbours that alternate, the lower first."""
     even, odd = values[::2], values[1::2]
-    one, two = float(np.median(even)), float(np.median(odd))
-    scatter = max(robust_spread(even), robust_spread(odd))
-    if len(values) < MIN_SEGMENT or abs(one - two) <= max(_LEAST * min(one, two), _APART * scatter):
+    if len(values) < MIN_SEGMENT or not _are_apart(even, odd, len(values)):
         return None
-    return min(one, two), max(one, two)
+    low, high = sorted((float(np.median(even)), float(np.median(odd))))
+    return low, high
 
 
 def _slow(times: Floats) -> NDArray[np.bool_]:
@@ -250,8 +276,8 @@ def _name_of_period(run: Run, slow: Sequence[int], every: int) -> str:
         near = sum(n in iterations or n - 1 in iterations for n in slow)
         if near > len(slow) / 2:
             return f": they follow {name}"
-    for name in ("save_interval", "eval_interval", "manual_gc_interval", "log_interval"):
-        given = run.arguments.get(name) or run.arguments.get(f"--{name.replace('_', '-')}")
-        if given == str(every):
-            return f": as often as --{name.replace('_', '-')}"
+    arguments = _arguments(run)
+    for name, switch in _PERIODS.items():
+        if arguments.get(name) == str(every) and arguments.get(switch, "") not in _OFF:
+            return f": as often as --{name}"
     return "; the log does not say why (data loading or garbage collection look like this)"

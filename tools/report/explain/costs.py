@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tools.records.measurements import Phase, RankTime, TimeRecord
-from tools.report.analyse.statistics import TimeVerdict, compare
+from tools.report.analyse.statistics import TimeComparison, TimeVerdict, compare
 from tools.report.analyse.time_shares import mean
 from tools.report.explain.predicted import StageTimes, ideal_bubble, measured_stages
 from tools.report.explain.subjects import Subject, find
@@ -23,13 +22,8 @@ _DOUBTFUL_SHARE = 0.15
 _FACTORS = (2, 4)
 """How many times the micro batches are asked about."""
 
-
-@dataclass(frozen=True)
-class ExtraTime:
-    """A part of the iteration, in seconds above baseline's share; negative if below."""
-
-    part: str
-    seconds: float
+Costs = dict[str, float]
+"""Seconds of each part of an iteration above baseline's share; negative if below."""
 
 
 def cost_sentences(subjects: Sequence[Subject]) -> list[str]:
@@ -43,14 +37,14 @@ def cost_sentences(subjects: Sequence[Subject]) -> list[str]:
     return found
 
 
-def costs_above(reference: TimeRecord, other: TimeRecord, share: float) -> list[ExtraTime]:
-    """Parts of an iteration beyond `share` times the reference's, largest first, means over ranks.
+def costs_above(reference: TimeRecord, other: TimeRecord, share: float) -> Costs:
+    """Seconds of each part beyond `share` times the reference's, largest first, means over ranks.
 
     They sum to the difference of the iterations, but for the clock readings between phases.
     """
     ours, theirs = _parts(reference), _parts(other)
-    found = [ExtraTime(part, theirs[part] - share * ours[part]) for part in ours]
-    return sorted(found, key=lambda cost: -cost.seconds)
+    found = {part: theirs[part] - share * ours[part] for part in ours}
+    return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 
 def fair_share(reference: Subject, other: Subject) -> float | None:
@@ -82,16 +76,47 @@ def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
     whole = mean(r.iteration_seconds for r in times.ranks)
     fair = share * mean(r.iteration_seconds for r in reference.ranks)
     text = f"{subject.label}: {_difference(subject, whole, fair)}"
-    one, two = baseline.entry.estimate, subject.entry.estimate
-    found = compare(one, two, 1 / share) if one and two else None
+    found = _against_share(subject, baseline, share)
     if found is None or found.verdict is TimeVerdict.UNKNOWN:
         return f"{text}; too few iterations were timed for a verdict, so no cost can be named."
     if found.verdict is TimeVerdict.NOISE:
         unseen = f" ({found.resolution})" if found.resolution else ""
         return f"{text}, which is within noise{unseen}, so no cost can be named."
     costs = costs_above(reference, times, share)
-    named = _named_causes(costs, whole - fair, (found.smallest or 0.0) * fair)
+    named = _named_causes(costs, whole - fair, _noise(found) * fair)
     return f"{text}: {named}{_arithmetic(subject, baseline, costs, share)}"
+
+
+def largest_costs(subjects: Sequence[Subject]) -> dict[str, tuple[str, str]]:
+    """How much each run pays beyond baseline's share, and for what most, if that is above noise."""
+    found = {}
+    for subject in subjects:
+        baseline = find(subjects, subject, Parallelism())
+        if baseline is None or subject is baseline:
+            continue
+        times, reference = subject.evidence.times, baseline.evidence.times
+        share = fair_share(baseline, subject)
+        if times is None or reference is None or share is None:
+            continue
+        compared = _against_share(subject, baseline, share)
+        if compared is None or compared.verdict is not TimeVerdict.SLOWER:
+            continue
+        part, seconds = next(iter(costs_above(reference, times, share).items()))
+        fair = share * mean(rank.iteration_seconds for rank in reference.ranks)
+        if seconds > _noise(compared) * fair:
+            found[subject.run.name] = milliseconds(seconds), part
+    return found
+
+
+def _against_share(subject: Subject, baseline: Subject, share: float) -> TimeComparison | None:
+    one, two = baseline.entry.estimate, subject.entry.estimate
+    return compare(one, two, 1 / share) if one and two else None
+
+
+def _noise(found: TimeComparison) -> float:
+    """From the ratio to its interval's nearer end, on the side of no difference."""
+    end = (found.low if found.ratio > 1 else found.high) or found.ratio
+    return abs(found.ratio - end)
 
 
 def _difference(subject: Subject, whole: float, fair: float) -> str:
@@ -103,22 +128,24 @@ def _difference(subject: Subject, whole: float, fair: float) -> str:
     )
 
 
-def _named_causes(costs: Sequence[ExtraTime], difference: float, noise: float) -> str:
+def _named_causes(costs: Costs, difference: float, noise: float) -> str:
     """The large parts, and the sum of the others; `noise` is what cannot be seen."""
-    shown = [c for c in costs if abs(c.seconds) >= _SMALLEST_SHARE * abs(difference)]
-    parts = [f"{signed(milliseconds(cost.seconds))} {cost.part}" for cost in shown]
-    rest = difference - sum(cost.seconds for cost in shown)
+    least = max(_SMALLEST_SHARE * abs(difference), noise)
+    shown = {part: seconds for part, seconds in costs.items() if abs(seconds) >= least}
+    if not shown:
+        return f"no part of it is above the {milliseconds(noise)} that runs scatter by."
+    parts = [f"{signed(milliseconds(seconds))} {part}" for part, seconds in shown.items()]
+    rest = difference - sum(shown.values())
     if abs(rest) > _NEGLIGIBLE_SHARE * abs(difference):
-        within = ", within noise" if abs(rest) <= noise else ""
+        parted = ", each part within noise" if noise == least else ""
+        within = ", within noise" if abs(rest) <= noise else parted
         parts.append(f"{signed(milliseconds(rest))} all else{within}")
     return f"{joined(parts)}."
 
 
-def _arithmetic(
-    subject: Subject, baseline: Subject, costs: Sequence[ExtraTime], share: float
-) -> str:
+def _arithmetic(subject: Subject, baseline: Subject, costs: Costs, share: float) -> str:
     """Why arithmetic takes another time than baseline's share of it, where that is a large part."""
-    extra = sum(cost.seconds for cost in costs if cost.part in (_FORWARD, _BACKWARD))
+    extra = costs[_FORWARD] + costs[_BACKWARD]
     times = baseline.evidence.times
     assert times is not None  # `costs` were split by it.
     parts = _parts(times)
@@ -128,7 +155,7 @@ def _arithmetic(
             " Arithmetic takes less than baseline's share of it, so the machine was not the same for "
             "both runs, and this division does not hold."
         )
-    if extra <= max(0, *(c.seconds for c in costs if c.part not in (_FORWARD, _BACKWARD))):
+    if extra <= max(0, *(costs[part] for part in costs if part not in (_FORWARD, _BACKWARD))):
         return ""
     text = f" The largest part is arithmetic itself, {milliseconds(extra)} in all"
     crowding = _ranks_a_core(subject.run)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tools.report.analyse.report import Report, build_report
-from tools.report.explain.costs import bubble_sentences, cost_sentences
+from tools.report.explain.costs import bubble_sentences, cost_sentences, largest_costs
 from tools.report.explain.gpu_bench import bench_tables
 from tools.report.explain.memory import (
     pipeline_memory_sentences,
@@ -46,25 +46,24 @@ class Explanation:
     tables: tuple[TextTable, ...] = ()
     evidence: Mapping[str, Evidence] = field(default_factory=dict)
     """The same as numbers, by run."""
+    paid: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """How much each run pays beyond baseline's share, and for what most."""
 
 
 def explain(report: Report) -> Explanation:
     """Explain the runs of a report whose ledgers were kept, and what `make bench-gpu` measured."""
     subjects = subjects_of(report)
     bench = bench_tables(report.gpu_bench)
-    if not any(_has_ledger(subject) for subject in subjects):
+    kept = ((each.run.ledgers, each.evidence.times) for each in subjects)
+    if not any(held.communication or held.memory or times for held, times in kept):
         return Explanation(tables=bench)
     topics = (Topic(question, tuple(answer(subjects))) for question, answer in _QUESTIONS)
     return Explanation(
         tuple(topic for topic in topics if topic.sentences),
         bench + tables(subjects) + routing_tables(subjects),
         {subject.run.name: subject.evidence for subject in subjects},
+        largest_costs(subjects),
     )
-
-
-def _has_ledger(subject: Subject) -> bool:
-    ledgers = subject.run.ledgers
-    return bool(ledgers.communication or ledgers.memory or subject.evidence.times)
 
 
 NOTHING = (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tools.records.measurements import Phase
 from tools.report.analyse.time_shares import TimeShares
 from tools.report.explain.closed_form import ComponentResidual
+from tools.report.explain.predicted import CallRow, Unattributed
 from tools.report.explain.subjects import Subject
 from tools.text.table import TextTable
 from tools.text.units import DASH, amount, count, ms, percent, signed, signed_percent
@@ -21,149 +22,116 @@ _PHASES = (
     (Phase.OTHER, "other"),
 )
 _EXACT = ("parameters", "weights", "gradients")
-Line = list[str]
-LinesOf = Callable[[Subject], Iterable[tuple[int, Line]]]
+
+type Cells[T] = tuple[tuple[str, Callable[[T], str]], ...]
+
+
+def _of_phase(phase: Phase) -> Callable[[TimeShares], str]:
+    return lambda shares: percent(shares.phases.get(phase))
+
+
+_TIME: Cells[TimeShares] = (
+    ("ms", lambda shares: ms(shares.iteration_seconds)),
+    *((name, _of_phase(phase)) for phase, name in _PHASES),
+    ("of it communication", lambda shares: percent(shares.exposed_communication)),
+    ("fwd/bwd+sync/opt", lambda s: " / ".join(f"{100 * share:.0f}" for share in s.as_published)),
+)
+_CALLS: Cells[CallRow] = (
+    ("Group", lambda row: row.group),
+    ("Operation", lambda row: row.operation),
+    ("What", lambda row: row.what or "in no closed form"),
+    ("Calls: measured", lambda row: count(row.measured_calls)),
+    ("predicted", lambda row: count(row.predicted_calls)),
+    ("On the wire: measured", lambda row: count(row.measured_wire_bytes)),
+    ("predicted", lambda row: count(row.predicted_wire_bytes)),
+    ("residual", lambda row: _whole(row.residual_wire_bytes)),
+)
+_UNATTRIBUTED: Cells[Unattributed] = (
+    ("Group", lambda item: item.group),
+    ("Operation", lambda item: item.operation),
+    ("Bytes each", lambda item: count(item.payload_bytes)),
+    ("Calls made", lambda item: count(item.calls) if item.calls > 0 else DASH),
+    ("Calls missing", lambda item: count(-item.calls) if item.calls < 0 else DASH),
+)
+_MEMORY: Cells[ComponentResidual] = (
+    ("Component", lambda found: found.component),
+    ("Measured", lambda found: _shown(found, found.measured)),
+    ("Predicted", lambda found: _shown(found, found.predicted)),
+    ("Residual", lambda found: _residual(found.residual)),
+    ("Of it", lambda found: "exact" if found.exact else _share(found)),
+    ("Note", lambda found: found.note),
+)
+_BUBBLE: Cells[ComponentResidual] = (
+    ("Measured", lambda found: percent(found.measured)),
+    ("(p−1)/(m·v)", lambda found: percent(found.predicted)),
+    ("Residual", lambda found: signed_percent(found.residual)),
+    ("Unequal stages", lambda found: found.note),
+)
 
 
 def tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
     """Every table that has a line."""
+    missing = tuple((s.label, "", note) for s in subjects for note in s.evidence.notes)
     found = (
-        TextTable(
-            "time-shares",
-            "Where each rank's iteration goes",
-            (
-                "Strategy",
-                "Rank",
-                "ms",
-                *(name for _, name in _PHASES),
-                "of it communication",
-                "fwd/bwd+sync/opt",
-            ),
-            _lines(subjects, _time_lines),
+        _table(
+            *("time-shares", "Where each rank's iteration goes", subjects, _TIME),
+            lambda each: ((shares.rank, shares) for shares in each.evidence.shares),
         ),
-        TextTable(
-            "calls",
-            "Calls of an iteration, predicted and measured",
-            (
-                "Strategy",
-                "Rank",
-                "Group",
-                "Operation",
-                "What",
-                "Calls: measured",
-                "predicted",
-                "On the wire: measured",
-                "predicted",
-                "residual",
-            ),
-            _lines(subjects, _call_lines),
+        _table(
+            *("calls", "Calls of an iteration, predicted and measured", subjects, _CALLS),
+            lambda each: ((c.rank, row) for c in each.evidence.calls for row in c.rows),
         ),
-        TextTable(
-            "unattributed",
-            "Calls that only one side has",
-            ("Strategy", "Rank", "Group", "Operation", "Bytes each", "Calls made", "Calls missing"),
-            _lines(subjects, _unattributed_lines),
+        _table(
+            *("unattributed", "Calls that only one side has", subjects, _UNATTRIBUTED),
+            lambda each: ((c.rank, item) for c in each.evidence.calls for item in c.unattributed),
         ),
-        TextTable(
+        _table(
             "memory",
             "Parameters and memory at the peak, predicted and measured",
-            ("Strategy", "Rank", "Component", "Measured", "Predicted", "Residual", "Of it", "Note"),
-            _lines(subjects, _memory_lines),
+            subjects,
+            _MEMORY,
+            lambda each: (
+                (found.rank, found)
+                for found in (*each.evidence.parameters, *each.evidence.memory)
+                if found.measured or found.predicted
+            ),
         ),
-        TextTable(
-            "bubble",
-            "The pipeline's idle time over its working time",
-            ("Strategy", "Rank", "Measured", "(p−1)/(m·v)", "Residual", "Unequal stages"),
-            _lines(subjects, _bubble_lines),
+        _table(
+            *("bubble", "The pipeline's idle time over its working time", subjects, _BUBBLE),
+            lambda each: ((found.rank, found) for found in each.evidence.bubble),
         ),
-        TextTable(
-            "missing",
-            "What is missing",
-            ("Strategy", "Rank", "Missing"),
-            tuple((s.label, "", note) for s in subjects for note in s.evidence.notes),
-        ),
+        TextTable("missing", "What is missing", ("Strategy", "Rank", "Missing"), missing),
     )
     return tuple(table for table in found if table.lines)
 
 
-def _lines(subjects: Sequence[Subject], lines_of: LinesOf) -> tuple[tuple[str, ...], ...]:
-    return tuple(
-        (subject.label, ranks, *cells)
-        for subject in subjects
-        for ranks, cells in _merged(lines_of(subject))
-    )
+def _table[T](
+    name: str,
+    title: str,
+    subjects: Sequence[Subject],
+    cells: Cells[T],
+    items: Callable[[Subject], Iterable[tuple[int, T]]],
+) -> TextTable:
+    """Items by rank as lines; those that are alike on several ranks, once."""
+    lines: list[tuple[str, ...]] = []
+    for subject in subjects:
+        ranks: dict[tuple[str, ...], list[int]] = {}
+        for rank, item in items(subject):
+            ranks.setdefault(tuple(cell(item) for _, cell in cells), []).append(rank)
+        lines += ((subject.label, ", ".join(map(str, of)), *line) for line, of in ranks.items())
+    return TextTable(name, title, ("Strategy", "Rank", *(head for head, _ in cells)), tuple(lines))
 
 
-def _merged(lines: Iterable[tuple[int, Line]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Lines that are alike on several ranks, once."""
-    ranks: dict[tuple[str, ...], list[int]] = {}
-    for rank, cells in lines:
-        ranks.setdefault(tuple(cells), []).append(rank)
-    for alike, found in ranks.items():
-        yield ", ".join(map(str, found)), alike
+def _shown(found: ComponentResidual, value: float) -> str:
+    return (count if found.component in _EXACT else amount)(int(value))
 
 
-def _time_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
-    for shares in subject.evidence.shares:
-        yield shares.rank, _time_line(shares)
+def _residual(value: float) -> str:
+    return _whole(value) if abs(value) < 1e5 else signed(amount(value))
 
 
-def _time_line(shares: TimeShares) -> Line:
-    published = " / ".join(f"{100 * share:.0f}" for share in shares.as_published)
-    phases = [percent(shares.phases.get(phase)) for phase, _ in _PHASES]
-    milliseconds = ms(shares.iteration_seconds)
-    return [milliseconds, *phases, percent(shares.exposed_communication), published]
-
-
-def _call_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
-    for comparison in subject.evidence.calls:
-        for row in comparison.rows:
-            yield (
-                comparison.rank,
-                [
-                    row.group,
-                    row.operation,
-                    row.what or "in no closed form",
-                    count(row.measured_calls),
-                    count(row.predicted_calls),
-                    count(row.measured_wire_bytes),
-                    count(row.predicted_wire_bytes),
-                    _whole(row.residual_wire_bytes),
-                ],
-            )
-
-
-def _unattributed_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
-    for comparison in subject.evidence.calls:
-        for item in comparison.unattributed:
-            made = count(item.calls) if item.calls > 0 else DASH
-            missing = count(-item.calls) if item.calls < 0 else DASH
-            cells = [item.group, item.operation, count(item.payload_bytes), made, missing]
-            yield comparison.rank, cells
-
-
-def _memory_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
-    for found in (*subject.evidence.parameters, *subject.evidence.memory):
-        if found.measured or found.predicted:
-            yield found.rank, _memory_line(found)
-
-
-def _memory_line(found: ComponentResidual) -> Line:
-    exact = found.component in _EXACT
-    show = count if exact else amount
-    residual = (
-        _whole(found.residual) if abs(found.residual) < 1e5 else signed(amount(found.residual))
-    )
-    share = signed_percent(found.residual / found.predicted if found.predicted else None)
-    share = "exact" if found.exact else share
-    measured, predicted = show(int(found.measured)), show(int(found.predicted))
-    return [found.component, measured, predicted, residual, share, found.note]
-
-
-def _bubble_lines(subject: Subject) -> Iterator[tuple[int, Line]]:
-    for found in subject.evidence.bubble:
-        cells = [percent(found.measured), percent(found.predicted)]
-        yield found.rank, [*cells, signed_percent(found.residual), found.note]
+def _share(found: ComponentResidual) -> str:
+    return signed_percent(found.residual / found.predicted if found.predicted else None)
 
 
 def _whole(value: float) -> str:

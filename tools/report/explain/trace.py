@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
 from tools.plan.schedules.simulate import Pass, Step, simulate
 from tools.records.run import TRACE_FILE
+from tools.report.read.trace_events import read_trace_events
 from tools.spec.strategy import Parallelism, PipelineSchedule
 
 _LANE_OF_CALLS = "communication"
@@ -45,19 +44,6 @@ class TraceSpan:
         return self.end_ms - self.start_ms
 
 
-class _Event(msgspec.Struct, frozen=True):
-    ph: str
-    pid: int
-    name: str
-    cat: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
-
-
-class _Trace(msgspec.Struct, frozen=True):
-    traceEvents: tuple[_Event, ...]  # noqa: N815 - Chrome's name
-
-
 def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[TraceSpan, ...]:
     """The pieces of a run folder's trace, by rank and start; empty if nothing was traced.
 
@@ -65,8 +51,8 @@ def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[Tra
         FileNotFoundError: The run left no trace.
         msgspec.DecodeError: The file is not a trace of this kit.
     """
-    trace = msgspec.json.decode((folder / TRACE_FILE).read_bytes(), type=_Trace)
-    pieces = [_piece(event) for event in trace.traceEvents if event.ph == "X"]
+    events = read_trace_events(folder / TRACE_FILE)
+    pieces = [TraceSpan(int(e.pid), e.name, e.cat, e.ts / 1000, e.end / 1000) for e in events]
     ranks = sorted({piece.rank for piece in pieces})
     found: list[TraceSpan] = []
     for rank in ranks:
@@ -99,11 +85,6 @@ def idle_over_work(pieces: Sequence[TraceSpan]) -> dict[int, float]:
     for piece in found:
         busy[piece.rank] = busy.get(piece.rank, 0.0) + piece.milliseconds
     return {rank: length / worked - 1 for rank, worked in sorted(busy.items()) if worked}
-
-
-def _piece(event: _Event) -> TraceSpan:
-    start = event.ts / 1000
-    return TraceSpan(event.pid, event.name, event.cat, start, start + event.dur / 1000)
 
 
 def _numbered(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tools.records.run import Status, StatusRecord
-from tools.report.read.failures import SCHEDULER
+from tools.report.read.failures import SCHEDULER, signal_name
 from tools.report.read.scrape import scrape_log
 from tools.report.read.scraped import LoggedError, ScrapedLog
 
@@ -27,9 +27,6 @@ _SILENT = (4, 7, 8, 9)
 """Signals after which a rank logs nothing; after SIGSEGV and SIGABRT it may."""
 _STOPPED = (None, 1, -2, -15, 130, 143)
 """Root causes that a stopped run has; torchrun also stops the others when one is killed."""
-_SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE"} | {
-    **{9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
-}
 
 
 def diagnose(log_path: Path, exit_code: int | None, interrupted: bool) -> StatusRecord:
@@ -181,8 +178,8 @@ def _exit_text(code: int, rank: int | None) -> str:
         return f"{who} by SIGKILL, which the kernel sends when memory runs out; ended"
     if signal == 7:
         return f"{who} by SIGBUS: a file it had mapped became shorter, or its disk failed; ended"
-    if signal in _SIGNALS:
-        return f"{who} by {_SIGNALS[signal]}; ended"
+    if name := signal_name(signal):
+        return f"{who} by {name}; ended"
     return f"Exit code {code}, and the log names no error; ended"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from signal import Signals
 
 from tools.report.read.scraped import ErrorTrace, LoggedError
 
@@ -55,7 +56,6 @@ _SLURM_NODE_FAILED = re.compile(r"DUE TO NODE FAILURE|srun: error: Node failure 
 _SLURM_TASK_FAILED = re.compile(r"srun: error: \S{1,200}: tasks? \S{1,200}: Exited with exit code")
 SCHEDULER = "Slurm"
 """Kind of an error that the cluster's scheduler reports; what the ranks say follows from it."""
-_SIGNAL_NAMES = {"1": "SIGHUP", "2": "SIGINT", "9": "SIGKILL", "15": "SIGTERM"}
 _SECONDARY = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused"
     r"|communicator was aborted|collective operation timeout|recvValue failed|ncclRemoteError"
@@ -183,7 +183,7 @@ class ErrorCollector:
         if found:
             number = found[1] or found[4]
             name = found[2] or found[3] or found[5] or ("SIGTERM" if found[6] else None)
-            self._note_interruption(name or _SIGNAL_NAMES.get(number, f"signal {number}"))
+            self._note_interruption(name or signal_name(int(number)) or f"signal {number}")
 
     def _feed_slurm(self, line: str) -> None:
         if _SLURM_OUT_OF_MEMORY.search(line):
@@ -206,6 +206,11 @@ class ErrorCollector:
         self._ignored = False
         if len(self._errors) < _MAX_ERRORS:
             self._errors.append(LoggedError(kind, message[:_MAX_MESSAGE], rank, secondary))
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM` of 15; empty of what is no signal."""
+    return Signals(number).name if number in Signals else ""
 
 
 def _split_prefix(line: str) -> tuple[int | None, str]:

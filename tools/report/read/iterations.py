@@ -58,6 +58,8 @@ class Iteration(msgspec.Struct, frozen=True, gc=False):
 
 OTHER = "other/"
 """Before the name of a number that has no field of its own."""
+MEAN_SECONDS = OTHER + "mean seconds of all iterations so far"
+"""What some trainers print in place of an iteration's own time, which follows from two of them."""
 LOG_LINE = "log_line"
 """The column with each line's own number in its file, from 1 on; no part of what it says."""
 _BLOCK = 4096
@@ -170,6 +172,18 @@ class IterationTable(Sequence[Iteration]):
         if name in _FLAGS:
             return column.copy()
         return self._columns.known.get(name, np.ones(len(self), np.bool_)).copy()
+
+    def timed(self) -> IterationTable:
+        """With the times that means over all iterations so far imply, where a log has only these."""
+        means = self.values(MEAN_SECONDS)
+        if self.known("elapsed_ms").any() or not np.isfinite(means).all() or not len(self):
+            return self
+        numbers = self.numbers
+        so_far, steps = np.append(0.0, 1000 * means * numbers), np.append(0, numbers)
+        values = dict(self._columns.values)
+        del values[MEAN_SECONDS]
+        values["elapsed_ms"] = np.diff(so_far) / np.diff(steps)
+        return IterationTable(Columns(len(self), values, self._columns.known))
 
     @property
     def numbers(self) -> NDArray[np.int64]:

@@ -7,15 +7,15 @@ to its launch). A trace without kernels, of a CPU, is split by the operators' ow
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+
+from tools.report.read.trace_events import TraceEvent, read_trace_events
 
 TRACE = "torch_profile/rank-0.json.gz"
 """Where `--use-pytorch-profiler` puts it, beside the TensorBoard folder (Megatron 0.19)."""
@@ -70,8 +70,8 @@ GROUPS = (
 def split_of(folder: Path, on_gpu: bool) -> tuple[Mapping[str, float], str]:
     """Milliseconds an iteration by group in a run folder's trace, or why there are none."""
     try:
-        events = read_profile(folder / TRACE)
-        if on_gpu and not saw_the_device(events):
+        events = read_trace_events(folder / TRACE)
+        if on_gpu and not any(event.cat in _ON_DEVICE for event in events):
             return {}, "the profiler saw nothing of the GPU (CUPTI may not be allowed here)"
         return milliseconds_by_group(events), ""
     except (OSError, ValueError, EOFError, zlib.error) as error:  # A cut gzip ends too early.
@@ -89,21 +89,7 @@ class Busy:
     duration_us: float
 
 
-def read_profile(path: Path) -> list[dict[str, Any]]:
-    """The events of a Chrome trace, packed or not.
-
-    Raises:
-        ValueError: It is not one.
-    """
-    raw = path.read_bytes()
-    data = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
-    events = data.get("traceEvents") if isinstance(data, dict) else data
-    if not isinstance(events, list):
-        raise ValueError(f"{path} holds no traceEvents.")
-    return events
-
-
-def milliseconds_by_group(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def milliseconds_by_group(events: Sequence[TraceEvent]) -> dict[str, float]:
     """Milliseconds an iteration of each group, gaps included; groups without any are left out.
 
     Counted from the beginning of the first profiled step to the end of the last. Kernels that overlap on
@@ -112,9 +98,8 @@ def milliseconds_by_group(events: Sequence[Mapping[str, Any]]) -> dict[str, floa
     Raises:
         ValueError: The trace has no profiled step, or nothing in it.
     """
-    complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    begin, end, steps = _window(complete)
-    busy = [b for b in _busy(complete) if begin <= b.start_us < end]
+    begin, end, steps = _window(events)
+    busy = [b for b in _busy(events) if begin <= b.start_us < end]
     if not busy:
         raise ValueError("The trace has steps and nothing that ran in them.")
     found: dict[str, float] = defaultdict(float)
@@ -124,12 +109,8 @@ def milliseconds_by_group(events: Sequence[Mapping[str, Any]]) -> dict[str, floa
     return {name: found[name] / 1000 / steps for name in GROUPS if found.get(name)}
 
 
-def saw_the_device(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the profiler saw anything that ran on a GPU."""
-    return any(event.get("cat") in _ON_DEVICE for event in events)
-
-
-def group_of(name: str, around: Sequence[str] = ()) -> str:
+@cache
+def group_of(name: str, around: tuple[str, ...] = ()) -> str:
     """The group of a kernel, by its own name first and then by the operators around its launch."""
     everything = "\n".join((name, *around))
     for group, pattern in _BY_OPERATOR:
@@ -145,65 +126,57 @@ def group_of(name: str, around: Sequence[str] = ()) -> str:
     return OTHER
 
 
-def _window(events: Iterable[Mapping[str, Any]]) -> tuple[float, float, int]:
+def _window(events: Iterable[TraceEvent]) -> tuple[float, float, int]:
     """Begin and end in µs, and the number of steps; each has a second event on the device's row."""
-    steps = [e for e in events if e["name"].startswith(_STEP) and e.get("cat") == "user_annotation"]
+    steps = [e for e in events if e.cat == "user_annotation" and e.name.startswith(_STEP)]
     if not steps:
         raise ValueError("The trace has no profiled step.")
-    names = {step["name"] for step in steps}
-    return min(s["ts"] for s in steps), max(s["ts"] + s["dur"] for s in steps), len(names)
+    names = {step.name for step in steps}
+    return min(step.ts for step in steps), max(step.end for step in steps), len(names)
 
 
-def _busy(events: Sequence[Mapping[str, Any]]) -> list[Busy]:
-    kernels = [event for event in events if event.get("cat") in _ON_DEVICE]
+def _busy(events: Sequence[TraceEvent]) -> list[Busy]:
     around, own_us = _operators(events)
-    if kernels:
-        return [
-            Busy(k["name"], around.get(_correlation(k), ()), k["ts"], k["dur"]) for k in kernels
-        ]
-    return own_us
-
-
-def _correlation(event: Mapping[str, Any]) -> int:
-    return int(event.get("args", {}).get("correlation", -1))
+    kernels = [event for event in events if event.cat in _ON_DEVICE]
+    found = [Busy(k.name, around.get(k.args.correlation, ()), k.ts, k.dur) for k in kernels]
+    return found or own_us
 
 
 def _operators(
-    events: Sequence[Mapping[str, Any]],
+    events: Sequence[TraceEvent],
 ) -> tuple[dict[int, tuple[str, ...]], list[Busy]]:
     """Names around each launch by its correlation, and each operator's time without those inside it."""
-    by_thread: dict[object, list[Mapping[str, Any]]] = defaultdict(list)
+    by_thread: dict[object, list[TraceEvent]] = defaultdict(list)
     for event in events:
-        if event.get("cat") in _ON_HOST and not event["name"].startswith(_STEP):
-            by_thread[event.get("pid"), event.get("tid")].append(event)
+        if event.cat in _ON_HOST and not event.name.startswith(_STEP):
+            by_thread[event.pid, event.tid].append(event)
     around: dict[int, tuple[str, ...]] = {}
     own: list[Busy] = []
     for thread in by_thread.values():
-        _walk(sorted(thread, key=lambda e: (e["ts"], -e["dur"])), around, own)
+        _walk(sorted(thread, key=lambda e: (e.ts, -e.dur)), around, own)
     return around, own
 
 
 def _walk(
-    ordered: Sequence[Mapping[str, Any]], around: dict[int, tuple[str, ...]], own: list[Busy]
+    ordered: Sequence[TraceEvent], around: dict[int, tuple[str, ...]], own: list[Busy]
 ) -> None:
     """One thread's events, outer before inner: keep a stack of those that are open."""
-    open_: list[tuple[Mapping[str, Any], list[float]]] = []
+    open_: list[tuple[TraceEvent, list[float]]] = []
 
     def close(until: float) -> None:
-        while open_ and open_[-1][0]["ts"] + open_[-1][0]["dur"] <= until:
+        while open_ and open_[-1][0].end <= until:
             event, inside = open_.pop()
-            names = tuple(outer["name"] for outer, _ in open_)
-            if event["cat"] == "cpu_op":
-                own_us = max(event["dur"] - sum(inside), 0.0)
-                own.append(Busy(event["name"], names, event["ts"], own_us))
+            if event.cat == "cpu_op":
+                names = tuple(outer.name for outer, _ in open_)
+                own.append(Busy(event.name, names, event.ts, max(event.dur - sum(inside), 0.0)))
 
     for event in ordered:
-        close(event["ts"])
-        if event["cat"] in _LAUNCHES:
-            around[_correlation(event)] = tuple(outer["name"] for outer, _ in open_)
+        close(event.ts)
+        if event.cat in _LAUNCHES:
+            around[event.args.correlation] = tuple(outer.name for outer, _ in open_)
             continue
-        if open_ and event["cat"] == "cpu_op":
-            open_[-1][1].append(event["dur"])
+        if open_ and event.cat == "cpu_op":
+            open_[-1][1].append(event.dur)
         open_.append((event, []))
     close(float("inf"))
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tools.report.read.dialects import LineField, LineFormat
 from tools.report.read.iterations import LOG_LINE, Columns, dtype_of
+from tools.report.read.torn import is_torn
 
 Bytes = NDArray[np.uint8]
 
@@ -100,6 +101,8 @@ def learn(line: bytes, format_: LineFormat) -> LineLayout | None:
         return None
     text = line.decode("ascii")
     if len(format_.opening.findall(text)) != 1 or len(found := format_.find(text)) != 1:
+        return None
+    if is_torn(text):
         return None
     parts = sorted(found[0].fields, key=lambda part: part.start)
     names = [part.field for part in parts if part.field]

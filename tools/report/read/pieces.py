@@ -8,8 +8,10 @@ them restores.
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import lzma
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -96,7 +98,8 @@ def open_log(path: Path) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
     fold, pieces = _fold_of(sample), _numbered(read_chunks(path))
     if len(formats) > 1:
         text = (_joined(sample, fold) if fold else sample).decode("utf-8", "replace")
-        formats = tuple(each for each in formats if _has_iteration(text, each))[:1] or formats
+        first = next((each for each in formats if _has_iteration(text, each)), None)
+        formats = (first,) if first else formats
     return formats, _unfolded(pieces, fold) if fold else pieces
 
 
@@ -123,6 +126,8 @@ def read_chunks(path: Path) -> Iterator[bytes]:
     Raises:
         OSError: The file cannot be opened or read.
     """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     with path.open("rb") as raw:
         magic = raw.read(8)
         raw.seek(0)

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from tools.report.read.lines import read_lines
+from tools.spec.flag_table import FLAGS, KnownFlag
 from tools.spec.hardware import load_hardware
 from tools.spec.model import ModelShape, load_model, model_names
 from tools.spec.run import Backend, RunSpec, spec_of_printed
@@ -22,6 +23,11 @@ _DEGREES = tuple(f"{name}_parallel_size" for name in ("tensor_model", "pipeline_
 _STAGES = {"1": Sharding.ZERO1, "2": Sharding.ZERO2, "3": Sharding.ZERO3}
 _LARGEST = 10**9
 """No size, degree or batch of a model is larger; what is, is damaged."""
+_DEFINING = ("shape", "parallelism", "architecture", "stages")
+"""Roles of flags that a model and its layout follow from."""
+_MAX_VALUE = 40
+_FEWEST_OF_ALL = 100
+"""Arguments of a list that was not shortened by hand."""
 _FIRST_LINES = 5000
 """From the beginning on; a device is named before training."""
 
@@ -33,7 +39,7 @@ def printed_spec(arguments: Mapping[str, str], global_batch_size: int | None) ->
         arguments: As `canonical` gives them.
         global_batch_size: Of the log's lines, where they name one.
     """
-    if not _is_consistent(arguments):
+    if not _is_consistent(arguments) or _lacks_a_size(arguments):
         return None
     try:
         spec = spec_of_printed(arguments)
@@ -48,6 +54,39 @@ def printed_spec(arguments: Mapping[str, str], global_batch_size: int | None) ->
         spec, model=_model_of(spec.shape), batch=Batch(micro, global_batch_size or printed)
     )
     return _with_deepspeed(spec, arguments)
+
+
+def readable(arguments: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Arguments without those whose value is not of its kind, and these as text.
+
+    Such a one costs itself and none of the others; what defines a model stays, and defines none.
+    """
+    kept, unread = {}, []
+    for name, value in arguments.items():
+        flag = FLAGS.get(f"--{name.replace('_', '-')}")
+        fits = flag is None or _is_of_kind(flag, value)
+        if not fits:
+            unread.append(f"{name} {value[:_MAX_VALUE]}")
+        if fits or (flag and flag.role in _DEFINING):
+            kept[name] = value
+    return kept, unread
+
+
+def _is_of_kind(flag: KnownFlag, value: str) -> bool:
+    parse = {"whole": int, "decimal": float}.get(flag.kind)
+    if parse is None or value in ("", "None", "True", "False"):
+        return True
+    try:
+        parse(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _lacks_a_size(arguments: Mapping[str, str]) -> bool:
+    """Whether one of two sizes that a whole list always has together is lost: it has no default then."""
+    is_whole = len(arguments) >= _FEWEST_OF_ALL
+    return is_whole and ("ffn_hidden_size" in arguments) != ("kv_channels" in arguments)
 
 
 def _is_consistent(arguments: Mapping[str, str]) -> bool:
@@ -90,14 +129,19 @@ def _with_deepspeed(spec: RunSpec, arguments: Mapping[str, str]) -> RunSpec:
 
 def _model_of(shape: ModelShape) -> str:
     """The model of a shape, whatever its vocabulary: a log prints the tokenizer's."""
-    for name in model_names():
-        known = load_model(name).shape
+    for name, known in _known_shapes():
         same = replace(
             shape, vocabulary=known.vocabulary, vocabulary_multiple=known.vocabulary_multiple
         )
         if same == known:
             return name
     return ""
+
+
+@cache
+def _known_shapes() -> tuple[tuple[str, ModelShape], ...]:
+    """Read once, for all logs."""
+    return tuple((name, load_model(name).shape) for name in model_names())
 
 
 def device_named(path: Path) -> str:

@@ -167,6 +167,7 @@ class RunBuilder:
     def build(self, path: str, part: int, parts: int, trace: ErrorTrace) -> ScrapedLog:
         """The run as data."""
         iterations, replaced = self._iterations.build()
+        iterations = iterations.timed()
         return ScrapedLog(
             path=path,
             part=part,
@@ -215,7 +216,7 @@ class RunBuilder:
         )
 
     def _feed_argument(self, line: str, printed: ArgumentList) -> None:
-        if printed.end in line:
+        if printed.end.search(line):
             self._list = None
         elif (found := printed.read(line)) and len(self._listed) < _MAX_NAMES:
             self._listed[found[0]] = found[1]

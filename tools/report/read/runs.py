@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from tools.report.read.diagnosis import classify_log
 from tools.report.read.dialects import canonical
 from tools.report.read.iterations import Iteration
 from tools.report.read.lines import printable
-from tools.report.read.printed import printed_spec
+from tools.report.read.printed import printed_spec, readable
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.scraped import ScrapedLog
 from tools.report.read.sources import (
@@ -62,6 +63,8 @@ class Run:
     samples: DeviceSamples = field(default_factory=DeviceSamples)
     ledgers: Ledgers = field(default_factory=Ledgers)
     notes: tuple[str, ...] = ()
+    repeats: str = ""
+    """The name under which somebody says that logs are repeats of one another."""
     before: tuple[Iteration, ...] = ()
     """Iterations of the run from whose checkpoint it resumed in another strategy, up to that checkpoint.
 
@@ -85,6 +88,12 @@ class Run:
         return self.spec.model or f"{self.spec.shape.layers}x{self.spec.shape.hidden}"
 
     @property
+    def size(self) -> str:
+        """The model, also of arguments that leave its layout open; empty where nothing says it."""
+        sizes = [self.arguments.get(name) for name in ("num_layers", "hidden_size")]
+        return self.model or ("x".join(map(str, sizes)) if all(sizes) else "")
+
+    @property
     def is_baseline(self) -> bool:
         """Whether it is split in no way, so that others are compared with it."""
         return self.spec is not None and self.spec.parallelism == Parallelism()
@@ -98,7 +107,16 @@ class Run:
     def global_batch_size(self) -> int | None:
         """Samples an iteration; the lines of a log name them even where its arguments do not."""
         known = self.spec.batch.global_batch_size if self.spec else None
-        return known or self.window.global_batch_size
+        return known or self.window.global_batch_size or self._printed("global_batch_size")
+
+    @property
+    def seq_length(self) -> int | None:
+        """Tokens of a sample; also where the arguments define no model."""
+        return self.spec.shape.seq_length if self.spec else self._printed("seq_length")
+
+    def _printed(self, name: str) -> int | None:
+        text = self.arguments.get(name, "")
+        return int(text) if self.is_foreign and re.fullmatch(r"[1-9]\d{0,8}", text) else None
 
     @property
     def data(self) -> str | None:
@@ -142,9 +160,11 @@ def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
 
 
 def find_run_folders(root: Path) -> list[Path]:
-    """Folders under `root` that hold a run, oldest first (their names begin with the time)."""
+    """The root if it holds a run, else its folders that do, oldest first (names begin with the time)."""
     if not root.is_dir():
         return []
+    if records.is_run_folder(root):
+        return [root]
     return sorted(
         folder
         for folder in root.iterdir()
@@ -234,10 +254,11 @@ def _with_record(run: Run, record: RunRecord) -> Run:
 
 
 def _with_printed(run: Run) -> Run:
-    arguments = canonical(run.log.arguments)
+    arguments, unread = readable(canonical(run.log.arguments))
     if not arguments:
         return run
     flags = Flags(flags_of_printed(arguments))
+    notes = [f"{', '.join(unread)} cannot be read"] if unread else []
     data = flags.text("--data-path") or ("mock" if flags.has("--mock-data") else "")
     return replace(
         run,
@@ -246,6 +267,7 @@ def _with_printed(run: Run) -> Run:
         # Weights that were loaded to start from; a resumed run's are its own.
         start_checkpoint=flags.text("--load") or None if flags.has("--finetune") else None,
         arguments=arguments,
+        notes=(*run.notes, *notes),
     )
 
 

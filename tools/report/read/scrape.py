@@ -20,11 +20,13 @@ from tools.report.read.lines import LineSplitter, unwrapped
 from tools.report.read.pieces import open_log
 from tools.report.read.run_builder import RunBuilder
 from tools.report.read.scraped import ErrorTrace, ScrapedLog
+from tools.report.read.torn import TornLines
 
 _SHORTEST = 8
 """Characters of the shortest line with information."""
 _MIN_TOGETHER = 4
 """Lines; fewer are read faster one by one."""
+_STARTS = re.compile("|".join(start for each in dialects() for start in each.starts))
 
 
 def scrape_log(path: Path) -> ScrapedLog:
@@ -55,9 +57,8 @@ def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
 def other_news() -> re.Pattern[bytes]:
     """What a line holds that may say more than an iteration's numbers."""
     marks = {news.mark for each in dialects() for news in each.news if news.mark}
-    starts = {start for each in dialects() for start in each.starts}
-    words = "|".join(map(re.escape, sorted(marks | starts)))
-    return re.compile(f"{words}|{FAILURES.pattern}".encode())
+    words = "|".join(map(re.escape, sorted(marks)))
+    return re.compile(f"{words}|{_STARTS.pattern}|{FAILURES.pattern}".encode())
 
 
 class _Scraper:
@@ -67,8 +68,8 @@ class _Scraper:
         self._formats = formats
         self._layouts = LayoutReader(other_news())
         self._layouts.format = formats[0] if len(formats) == 1 else None
-        self._starts = [start for each in dialects() for start in each.starts]
         self._splitter = LineSplitter()
+        self._torn = TornLines()
         self._last = 1
         self._done: list[tuple[RunBuilder, ErrorTrace]] = []
         self._run = RunBuilder()
@@ -79,7 +80,8 @@ class _Scraper:
     def feed_lines(self, data: bytes, numbers: Sequence[int]) -> None:
         """Look at each line of some bytes; they stand in these lines of the file."""
         for place, line in self._splitter.feed(data):
-            self._feed(line, numbers[place])
+            for each in self._torn.joined(line):
+                self._feed(each, numbers[place])
         self._last = numbers[-1]
 
     def feed_block(self, data: bytes, numbers: Sequence[int]) -> None:
@@ -87,13 +89,17 @@ class _Scraper:
         block = self._layouts.block(data, numbers)
         for first, behind, plain in block.runs():
             if plain and behind - first >= _MIN_TOGETHER:
+                for line in self._torn.left():
+                    self._feed(line, block.numbers[first])
                 self._feed_plain(block, first, behind)
             else:
                 self._feed_singly(block, first, behind)
 
     def finish(self) -> list[tuple[RunBuilder, ErrorTrace]]:
-        for line in self._splitter.finish():
-            self._feed(line, self._last)
+        for line in (*self._torn.left(), *self._splitter.finish()):
+            # An iteration's last number that no line's end follows may be cut.
+            cut = any(each.opening.search(line) for each in self._formats)
+            self._feed(f"{line}…" if cut else line, self._last)
         if self._pending is not None:
             self._join()
         return [*self._done, (self._run, self._errors.trace())]
@@ -122,11 +128,7 @@ class _Scraper:
             return
         if line.startswith("{"):
             line = unwrapped(line)
-        if (
-            self._pending is None
-            and self._run.has_iterations
-            and any(s in line for s in self._starts)
-        ):
+        if self._pending is None and self._run.has_iterations and _STARTS.search(line):
             # A start inside the file: a resume or another run, the next iteration line decides.
             self._pending, self._pending_errors = RunBuilder(), ErrorCollector()
         for each in self._formats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -97,8 +98,8 @@ class CheckpointEvent(Fact):
 class ArgumentList(Fact):
     """A list of arguments begins."""
 
-    end: str
-    """Text of the line that ends it."""
+    end: re.Pattern[str]
+    """In the line that ends it."""
     read: Callable[[str], tuple[str, str] | None]
     """Name and value in one of its lines, as text."""
 

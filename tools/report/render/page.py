@@ -15,7 +15,8 @@ from tools.report.analyse.report import Report
 from tools.report.canvas import Chart
 from tools.report.explain.explanation import Explanation
 from tools.report.render import tables
-from tools.report.render.plots import as_script, plots_of
+from tools.report.render.bars import bars_of
+from tools.report.render.plots import Plot, as_script, plots_of
 from tools.report.render.text import answer, sentences
 from tools.text import units
 from tools.text.html import environment
@@ -26,6 +27,10 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_ARGUMENTS = 120
 _INTERACTIVE = ("iteration-time", "loss", "memory")
 """Pictures that the page has as curves, or in a place of its own."""
+_OPENED = ("times", "losses", "differences")
+"""Curves that are not folded."""
+_LONGEST = 60
+"""Characters of a value; of a longer one the beginning stands, and the whole behind it."""
 _WIDE = 40
 """Characters from which on a column of text may be broken."""
 
@@ -38,6 +43,8 @@ class PageCell:
     key: float | str = ""
     kind: str = ""
     """Class of the cell: `number`, `wide`, or `pill` with a verdict that has a colour."""
+    reason: str = ""
+    """Of a dash."""
 
 
 def render_page(
@@ -48,11 +55,15 @@ def render_page(
     template = environment(_TEMPLATES).get_template("page.html.j2")
     return template.render(
         report=report,
-        answer=answer(report),
+        answer=answer(report, explanation.paid if explanation else {}),
+        bars=bars_of(report),
         plots=plots,
         plot_data=as_script(plots),
         memory=[chart for chart in charts if chart.name == "memory"],
         charts=[chart for chart in charts if not chart.name.startswith(_INTERACTIVE)],
+        opened=_OPENED,
+        longest=_LONGEST,
+        contents=_contents(report, plots, explanation or Explanation()),
         explanation=explanation or Explanation(),
         sentences=sentences(report),
         tables=tables,
@@ -65,6 +76,26 @@ def render_page(
         broken=_broken,
         units=units,
     )
+
+
+def _contents(
+    report: Report, plots: Sequence[Plot], explanation: Explanation
+) -> list[tuple[str, str]]:
+    """The sections that the page has, by their ids."""
+    there = {
+        "results": report.entries,
+        "summary": True,
+        "explained": explanation.topics or explanation.tables,
+        "curves": plots,
+        "measured": report.entries,
+        "speed": any(entry.speed for entry in report.entries),
+        "changes": report.changes,
+        "published": any(entry.matches for entry in report.entries),
+        "arguments": report.arguments,
+        "provenance": report.entries,
+    }
+    names = {"summary": "In words", "measured": "How it was measured", "changes": "Changes"}
+    return [(id, names.get(id, id.capitalize())) for id, has in there.items() if has]
 
 
 def cells_of[R](table: Table[R]) -> list[list[PageCell]]:
@@ -90,7 +121,8 @@ def _cell[R](column: Column[R], row: R) -> PageCell:
     kind = "number" if column.right else ""
     if column.style and text not in ("", DASH):
         kind = f"pill {column.name.lower()} {text.split('@')[0].replace(' ', '-')}"
-    return PageCell(text, "" if key is None else key, kind)
+    reason = column.why(row) if text == DASH else ""
+    return PageCell(text, "" if key is None else key, kind, reason)
 
 
 def provenance(entry: Entry) -> Mapping[str, str]:

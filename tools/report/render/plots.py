@@ -6,6 +6,7 @@ enough (plotly's is 4.5 MB, Bokeh's 1 MB), and a canvas neither prints nor follo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -73,8 +74,12 @@ class Plot:
 def plots_of(report: Report) -> list[Plot]:
     """Every picture that at least two points of a row are known for, in the page's order."""
     entries = report.entries
+    apart = _are_far_apart(entries)
+    times = _plot("times", "Iteration time", "ms", entries, _times, clip=True)
+    if apart:
+        times = _plot("times", "Iteration time", "of its median", entries, _relative, clip=True)
     found = [
-        _plot("times", "Iteration time", "ms", entries, _times, clip=True),
+        times,
         _plot("losses", "Loss", "lm loss", entries, loss_points),
         _differences(entries),
         _plot("grad-norm", "Gradient norm", "grad norm", entries, _column("grad_norm"), clip=True),
@@ -110,9 +115,13 @@ def _plot(
     if not curves:
         return None
     labels = names_of(entries)
+    alike = _coinciding(curves) if name in _ALIKE else {}
+    curves = [(place, curve) for place, curve in curves if place not in alike]
     drawn = curves[:MAX_SERIES]
+    others = Counter(alike.values())
     series = tuple(
-        _series(labels[place], place, entries[place].run, *curve) for place, curve in drawn
+        _series(labels[place] + _said(others[place]), place, entries[place].run, *curve)
+        for place, curve in drawn
     )
     marks = _marks([entries[place] for place, _ in drawn], labels) if name == "times" else ()
     picked = f" The first {len(drawn)} of {len(curves)} rows." if len(curves) > len(drawn) else ""
@@ -120,6 +129,38 @@ def _plot(
     return Plot(name, title, text, unit, series, marks, clip, overlap=name in _ALIKE)
 
 
+def _coinciding(curves: Sequence[tuple[int, Curve]]) -> dict[int, int]:
+    """Places of curves that cannot be told from an earlier one in a picture, with that one's place."""
+    levels = np.concatenate([y for _, (_, y) in curves])
+    least = _DISTINCT * float(np.ptp(levels[np.isfinite(levels)]) if len(levels) else 0.0)
+    shown: list[tuple[int, Curve]] = []
+    found = {}
+    for place, (x, y) in curves:
+        same = (
+            at
+            for at, (u, v) in shown
+            if np.array_equal(u, x) and float(np.max(np.abs(v - y))) <= least
+        )
+        if (earlier := next(same, None)) is None:
+            shown.append((place, (x, y)))
+        else:
+            found[place] = earlier
+    return found
+
+
+def _said(others: int) -> str:
+    return f" ({others} other{'s coincide' if others > 1 else ' coincides'})" if others else ""
+
+
+def _are_far_apart(entries: Sequence[Entry]) -> bool:
+    """Whether times on one axis would press some rows flat."""
+    known = [entry.time_ms for entry in entries if entry.time_ms]
+    return len(known) > 1 and max(known) > _FAR * min(known)
+
+
+_DISTINCT = 0.004
+"""Of a picture's height: curves that are closer lie on one another."""
+_FAR = 4.0
 _ALWAYS = ("times", "losses")
 _ALIKE = ("losses", "learning-rate", "loss-scale")
 _TEXTS = {
@@ -166,6 +207,11 @@ def _times(run: Run) -> Curve:
     table = run.log.iterations
     times = table.values("elapsed_ms")
     return _known(run, times, (times > 0) & ~table.known("first_of_start"))
+
+
+def _relative(run: Run) -> Curve:
+    numbers, times = _times(run)
+    return numbers, times / np.median(times) if len(times) else times
 
 
 def _column(name: str) -> Callable[[Run], Curve]:

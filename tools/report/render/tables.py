@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tools.report.analyse.earlier import Change
 from tools.report.analyse.entry import Entry, device_memory
 from tools.report.analyse.planned import PlannedEntry
 from tools.report.analyse.published import Match
-from tools.report.analyse.report import ArgumentDifference, Change, Report
+from tools.report.analyse.report import ArgumentDifference, Report
 from tools.report.analyse.results import notes_of, other_attempts
 from tools.report.analyse.statistics import Estimate, TimeComparison
 from tools.spec.published import Correction
@@ -101,23 +102,63 @@ def _parity_style(entry: Entry) -> str:
     return "bold red" if verdict.startswith("broken") else _STYLES.get(verdict, "yellow")
 
 
+_NO_MODEL = "no time, or no model that a rate follows from"
+
+
+def _no_tokens(entry: Entry) -> str:
+    run = entry.run
+    lacking = {"time": entry.time_ms, "global batch": run.global_batch_size}
+    names = [name for name, known in (lacking | {"sequence": run.seq_length}).items() if not known]
+    return f"the log does not say its {' and '.join(names)}" if names else "not known"
+
+
+def _no_mfu(entry: Entry) -> str:
+    if entry.run.device == "cpu":
+        return "CPU ranks have no peak rate"
+    return next((note for note in entry.rates.notes if note.startswith("no MFU")), _NO_MODEL)
+
+
+def _no_speed(entry: Entry) -> str:
+    if entry.speed:
+        return entry.speed.caution or "not comparable"
+    return "the reference, or nothing to compare it with"
+
+
 _LABEL = Column[Entry]("Strategy", lambda e: e.label, right=False)
 _MODEL = Column[Entry]("Model", lambda e: e.run.model or None, right=False)
 _DEVICE = Column[Entry]("Device", lambda e: e.run.device or None, right=False)
 _STATUS = Column[Entry]("Status", lambda e: e.status, right=False, style=_status_style)
-_TIME = Column[Entry]("ms/iteration", lambda entry: entry.time_ms, number)
-_INTERVAL = Column[Entry]("95% interval", _interval, _range)
-_SPEED = Column[Entry]("Time a token", _speed, _said)
-_RATE = Column[Entry]("Tokens/s", lambda e: e.rates.tokens_per_second, number)
-_LOSS = Column[Entry]("Final loss", lambda e: e.final_loss, loss)
-_PARITY = Column[Entry](
-    "Parity", lambda e: e.parity.verdict or None, right=False, style=_parity_style
+_TIME = Column[Entry](
+    "ms/iteration", lambda entry: entry.time_ms, number, why=lambda e: e.run.window.text
 )
-_PARAMETERS = Column[Entry]("Parameters/rank", lambda e: e.largest_parameters, count)
-_MEMORY = Column[Entry]("Peak memory", lambda e: e.peak_bytes, size)
-_SENT = Column[Entry]("Sent/iteration", lambda e: e.sent_bytes, size)
-_MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent)
-_PUBLISHED = Column[Entry]("Published ms", _published, _said)
+_INTERVAL = Column[Entry](
+    "95% interval", _interval, _range, why=lambda _: "fewer than 6 iterations count"
+)
+_SPEED = Column[Entry]("Time a token", _speed, _said, why=_no_speed)
+_RATE = Column[Entry]("Tokens/s", lambda e: e.rates.tokens_per_second, number, why=_no_tokens)
+_LOSS = Column[Entry](
+    "Final loss", lambda e: e.final_loss, loss, why=lambda _: "no line has the loss of a whole step"
+)
+_PARITY = Column[Entry](
+    "Parity",
+    lambda e: e.parity.verdict or None,
+    right=False,
+    style=_parity_style,
+    why=lambda _: "no other run must print the same losses",
+)
+_PARAMETERS = Column[Entry](
+    "Parameters/rank", lambda e: e.largest_parameters, count, why=lambda _: "not printed"
+)
+_MEMORY = Column[Entry](
+    "Peak memory", lambda e: e.peak_bytes, size, why=lambda _: "neither a ledger nor a memory line"
+)
+_SENT = Column[Entry](
+    "Sent/iteration", lambda e: e.sent_bytes, size, why=lambda _: "no communication ledger"
+)
+_MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent, why=_no_mfu)
+_PUBLISHED = Column[Entry](
+    "Published ms", _published, _said, why=lambda _: "nothing of this model and strategy"
+)
 _NOTES = Column[Entry]("Notes", notes_of, right=False)
 _PARITY_OR_BLANK = replace(_PARITY, text=lambda verdict: verdict or "")
 
@@ -134,13 +175,22 @@ _OF_PAGE = (
     _PARITY,
     _PARAMETERS,
     _MEMORY,
-    Column[Entry]("Device memory", lambda e: device_memory(e.run), size),
+    Column[Entry](
+        "Device memory",
+        lambda e: device_memory(e.run),
+        size,
+        why=lambda _: "no reading of a device",
+    ),
     _SENT,
-    Column[Entry]("Tokens/s/device", lambda e: e.rates.tokens_per_second_per_device, number),
-    Column[Entry]("TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number),
-    Column[Entry]("Printed TFLOP/s", _printed, _said),
+    Column[Entry](
+        "Tokens/s/device", lambda e: e.rates.tokens_per_second_per_device, number, why=_no_tokens
+    ),
+    Column[Entry](
+        "TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number, why=lambda _: _NO_MODEL
+    ),
+    Column[Entry]("Printed TFLOP/s", _printed, _said, why=lambda _: "no line has it"),
     _MFU,
-    Column[Entry]("HFU", lambda e: e.rates.hfu, percent),
+    Column[Entry]("HFU", lambda e: e.rates.hfu, percent, why=_no_mfu),
     _PUBLISHED,
 )
 _OF_MARKDOWN = (

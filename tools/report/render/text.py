@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.text import Text
 
 from tools.records.run import Status
 from tools.report.analyse.comparability import SHARED, SpeedComparison
+from tools.report.analyse.earlier import UNDECIDED
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.parity import LOGS_AGREE
 from tools.report.analyse.report import Report
@@ -22,10 +23,13 @@ from tools.report.render.tables import terminal_results
 from tools.spec.run import RunSpec
 from tools.spec.strategy import BATCH_RULE, Parallelism, batch_for
 from tools.text.table import markdown_table, markdown_text, rich_table
-from tools.text.units import number, signed_percent
+from tools.text.units import joined, number, signed_percent
 
 _MAX_FLAWS = 8
 _MAX_NAMED = 8
+_MAX_VALUE = 40
+_MAX_GROUPS = 3
+_MAX_COSTS = 3
 _MAX_SENTENCES = 12
 """Of one kind; more rows are summed up."""
 _NOTHING_PUBLISHED = "Nothing was published of these configurations."
@@ -75,6 +79,7 @@ def sentences(report: Report) -> list[str]:
         )
     result += _window_sentences(report)
     result += _speed_sentences(report)
+    result += _uncompared(report)
     within = [f"Within {e.label}, {shift.text}." for e in report.entries for shift in e.shifts]
     result += _first(within, "changes within runs")
     result += _power_sentences(report)
@@ -82,11 +87,11 @@ def sentences(report: Report) -> list[str]:
     result += _parity_sentences(report)
     result += _published_sentences(report)
     result += _planned_sentences(report)
-    failing = [change for change in report.changes if change.fails_strict]
+    told = [c for c in report.changes if c.fails_strict or c.kind == UNDECIDED]
     if report.baseline:
         result.append(
             f"Against {report.baseline}: "
-            + ("; ".join(f"{c.row}: {c.kind}, {c.text}" for c in failing) or "nothing changed")
+            + ("; ".join(f"{c.row}: {c.kind}, {c.text}" for c in told) or "nothing changed")
             + "."
         )
     return result
@@ -105,63 +110,92 @@ def _planned_sentences(report: Report) -> list[str]:
     ]
 
 
-def answer(report: Report) -> str:
-    """The report in one sentence: what changed, else what is fastest, else what the one run did."""
-    failing = [change for change in report.changes if change.fails_strict]
+def answer(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
+    """The report in a few words: what changed, else what is fastest and what the others pay for.
+
+    Args:
+        report: The report.
+        paid: How much a run pays beyond baseline's share, and for what most, by its name.
+    """
     if report.baseline:
-        rows = list(dict.fromkeys(change.row for change in failing))
-        if not rows:
-            return f"Nothing changed against {report.baseline}."
-        return f"Against {report.baseline}, {len(rows)} row(s) changed: {_some(rows)}."
+        return _against_earlier(report)
     timed = [entry for entry in report.entries if entry.estimate]
     if not timed:
         return sentences(report)[0]
-    compared = [e for e in timed if e.speed and e.speed.per_token]
-    if not compared:
+    groups = [members for members in compared_groups(report) if len(members) > 1]
+    if not groups:
         one = timed[0]
         rate = one.rates.tokens_per_second
         each = f", {number(rate)} tokens/s" if rate else ""
         more = f"; {len(timed) - 1} more row(s) compare with nothing" if len(timed) > 1 else ""
         return f"{one.label} takes {number(one.time_ms)} ms an iteration{each}{more}."
-    return _fastest(report, compared)
+    told = [_fastest(members, paid) for members in groups[:_MAX_GROUPS]]
+    if len(groups) > _MAX_GROUPS:
+        told.append(f"{len(groups) - _MAX_GROUPS} more groups are under 'Compared in speed'.")
+    return " ".join(told)
 
 
-def _fastest(report: Report, compared: Sequence[Entry]) -> str:
-    """The fastest row of the largest group that shares a reference."""
-    groups: dict[str, list[Entry]] = {}
-    for entry in compared:
-        assert entry.speed is not None
-        groups.setdefault(entry.speed.reference, []).append(entry)
-    name, members = max(groups.items(), key=lambda found: len(found[1]))
-    reference = next(entry for entry in report.entries if entry.run.name == name)
-    best = min(members, key=_token_ratio)
-    faster = [e for e in members if e.speed and e.speed.per_token and _is_faster(e)]
-    slower = sum(
-        e.speed.per_token.verdict is TimeVerdict.SLOWER
-        for e in members
-        if e.speed and e.speed.per_token
-    )
-    count = len(members) + 1
-    if not faster:
+def compared_groups(report: Report) -> list[list[Entry]]:
+    """Timed rows that are compared with one another, a reference first; the largest group first."""
+    timed = {e.run.name: [e] for e in report.entries if e.estimate and not _is_compared(e)}
+    for entry in report.entries:
+        if entry.speed and _is_compared(entry):
+            timed[entry.speed.reference].append(entry)
+    return sorted(timed.values(), key=len, reverse=True)
+
+
+def _is_compared(entry: Entry) -> bool:
+    return entry.speed is not None and entry.speed.per_token is not None
+
+
+def _against_earlier(report: Report) -> str:
+    changed = list(dict.fromkeys(c.row for c in report.changes if c.fails_strict))
+    undecided = [
+        f"{c.row} ({c.text.rpartition(': ')[2]})" for c in report.changes if c.kind == UNDECIDED
+    ]
+    open_ = f" Undecided is {_some(undecided)}; repeat the runs." if undecided else ""
+    if changed:
+        return f"Against {report.baseline}, {len(changed)} row(s) changed: {_some(changed)}.{open_}"
+    return f"Nothing {'else ' if undecided else ''}changed against {report.baseline}.{open_}"
+
+
+def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
+    """The fastest row of a group, by how much, and what the others pay for."""
+    reference, *others = members
+    best = min(others, key=_token_ratio)
+    verdicts = [e.speed.per_token.verdict for e in others if e.speed and e.speed.per_token]
+    slower = verdicts.count(TimeVerdict.SLOWER)
+    if TimeVerdict.FASTER in verdicts:
+        text = (
+            f"{best.label} is the fastest of {len(members)} rows: {number(best.time_ms)} ms an"
+            f" iteration, ×{_token_ratio(best):.3f} the time a token of {reference.label}."
+        )
+    else:
         rest = "all within noise"
         if slower:
-            rest = f"{slower} slower" + (", the others within noise" if slower < count - 1 else "")
+            some = ", the others within noise" if slower < len(others) else ""
+            rest = f"{slower} slower{some}"
         of = f"{reference.label} ({number(reference.time_ms)} ms an iteration)"
-        return f"Of {count} rows none is faster than {of}: {rest}."
-    return (
-        f"{best.label} is the fastest of {count} rows: {number(best.time_ms)} ms an iteration,"
-        f" ×{_token_ratio(best):.3f} the time a token of {reference.label}."
-    )
+        text = f"Of {len(members)} rows none is faster than {of}: {rest}."
+    return text + _payments([e for e in others if e.run.name in paid and e is not best], paid)
+
+
+def _payments(entries: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
+    """What rows pay for, those that pay for the same together."""
+    parts: dict[str, list[str]] = {}
+    for entry in entries:
+        amount, part = paid[entry.run.name]
+        parts.setdefault(part, []).append(f"{entry.label} {amount}")
+    if not parts:
+        return ""
+    most = sorted(parts.items(), key=lambda each: -len(each[1]))[:_MAX_COSTS]
+    told = "; ".join(f"{joined(payers[:_MAX_NAMED])} for {part}" for part, payers in most)
+    return f" Beyond baseline's share of the work they pay: {told}."
 
 
 def _token_ratio(entry: Entry) -> float:
     found = entry.speed.per_token if entry.speed else None
     return found.ratio if found else 1.0
-
-
-def _is_faster(entry: Entry) -> bool:
-    found = entry.speed.per_token if entry.speed else None
-    return found is not None and found.verdict is TimeVerdict.FASTER
 
 
 def _some(names: Sequence[str]) -> str:
@@ -198,6 +232,20 @@ def _speed_sentences(report: Report) -> list[str]:
     return [*result, "Each row's own verdict and interval are under 'Compared in speed'."]
 
 
+def _uncompared(report: Report) -> list[str]:
+    """Logs that no other is comparable with, where others are."""
+    used = {entry.speed.reference for entry in report.entries if entry.speed}
+    timed = [e for e in report.entries if e.run.is_foreign and e.estimate]
+    alone = [e.label for e in timed if not e.speed and e.run.name not in used]
+    if len(timed) < 2 or not alone:
+        return []
+    verb, whose = ("is", "its") if len(alone) == 1 else ("are", "their")
+    return [
+        f"{_some(alone)} {verb} compared with no other log: none is of {whose} model"
+        " (and device, where the logs name one)."
+    ]
+
+
 def speed_sentence(entry: Entry, report: Report) -> str:
     """The verdict on an entry's speed; empty where nothing is compared."""
     comparison = entry.speed
@@ -217,6 +265,10 @@ def speed_sentence(entry: Entry, report: Report) -> str:
     text = f"{entry.label} is {verdict}: ×{found.ratio:.3f} the time {unit}{span}"
     if found.verdict is TimeVerdict.UNKNOWN:
         text = f"{entry.label} against {reference.label}: too few samples for a verdict"
+    elif found.among:
+        text += (
+            f"; alone that would be a difference, among {found.among} comparisons it is none (Holm)"
+        )
     elif found.verdict is TimeVerdict.NOISE and found.resolution:
         text += f"; {found.resolution}"
     if comparison.caution:
@@ -230,11 +282,18 @@ def speed_sentence(entry: Entry, report: Report) -> str:
 def _flaws(comparison: SpeedComparison) -> str:
     """What differs and is no part of the strategy, the first few by name and value."""
     flaws = [d for d in comparison.differences if not d.part_of_strategy]
-    if not flaws:
-        return ""
-    named = ", ".join(f"{d.what} ({d.reference} | {d.other})" for d in flaws[:_MAX_FLAWS])
-    more = len(flaws) - _MAX_FLAWS
-    return f"; not the same: {named}{f' and {more} more' if more > 0 else ''}"
+    paths = [d for d in flaws if "/" in d.reference or "/" in d.other]
+    flaws = [d for d in flaws if d not in paths]
+    named = [f"{d.what} ({_cut(d.reference)} | {_cut(d.other)})" for d in flaws[:_MAX_FLAWS]]
+    if len(flaws) > _MAX_FLAWS:
+        named.append(f"{len(flaws) - _MAX_FLAWS} more")
+    if paths:
+        named.append(f"{len(paths)} path{'s' * (len(paths) > 1)}")
+    return f"; not the same: {joined(named)}" if named else ""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 1]}…"
 
 
 def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
@@ -313,8 +372,13 @@ def _disagreements(report: Report) -> list[str]:
 def _power_sentences(report: Report) -> list[str]:
     """What the intervals assume of runs that were not repeated, and what repeats would show."""
     found = [e.estimate for e in report.entries if e.estimate and e.estimate.error is not None]
+    groups = [len(members) - 1 for members in compared_groups(report) if len(members) > 2]
+    several = [
+        f"Of {joined(list(map(str, groups)))} comparisons with one reference all verdicts are right"
+        " together with 95% (Holm); an interval is of its pair alone."
+    ]
     assumed = dict.fromkeys(each.scatter for each in found if each.freedom is None)
-    return [
+    return several[: len(groups)] + [
         f"One or two runs cannot show how much runs scatter, so {scatter.assumed:.1%} is assumed"
         f" ({scatter.source}). With one run each, a difference below"
         f" {smallest_difference(1, scatter.assumed):.1%} cannot be seen; with three runs each that"

@@ -59,7 +59,7 @@ DIALECT = Dialect(
     name="Abacus",
     line=_StepLine,
     news=(
-        News("SETTINGS", lambda _: (ArgumentList("SETTINGS END", _setting),)),
+        News("SETTINGS", lambda _: (ArgumentList(re.compile("SETTINGS END"), _setting),)),
         News("beads put away", lambda line: (CheckpointEvent("saved", int(line.split()[-1])),)),
     ),
     starts=("SETTINGS",),

@@ -16,7 +16,7 @@ from functools import cache
 from importlib import import_module
 from typing import ClassVar, NamedTuple
 
-from tools.report.read.iterations import OTHER, Iteration
+from tools.report.read.iterations import MEAN_SECONDS, OTHER, Iteration
 from tools.report.read.scraped import Fact, Generation
 
 Names = tuple[tuple[str, int, tuple[str, ...]], ...]
@@ -73,6 +73,61 @@ class LineFormat(ABC):
         """Every iteration of a line, in order."""
 
 
+PAIR = re.compile(
+    r"""['"]([^'"]{1,80})['"]: ['"]?([-+]?\d{1,20}(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?)(?=['"]?[,}])"""
+)
+"""A number in a dictionary as Python or JSON writes it, with its name."""
+_OF_A_POLICY = re.compile(r"reward|\bkl\b|advantage|polic|completion", re.IGNORECASE)
+
+
+def is_of_a_policy(names: Iterable[str]) -> bool:
+    """Whether numbers of these names are of reinforcement learning, whose loss is a policy's."""
+    return any(map(_OF_A_POLICY.search, names))
+
+
+class MetricsLine(LineFormat):
+    """A line of many named numbers, of which few are an `Iteration`'s."""
+
+    trainer: ClassVar[str]
+    number: ClassVar[re.Pattern[str]]
+    """The iteration's, and of how many it is."""
+    metric: ClassVar[re.Pattern[str]]
+    """Name and number."""
+    fields: ClassVar[Mapping[str, str]] = {}
+    """Field of an `Iteration` by name."""
+    seconds: ClassVar[tuple[str, ...]] = ()
+    """Names that the time of a step has; the first that is there counts."""
+    mean_seconds: ClassVar[str] = ""
+    """Name of the mean over all steps so far."""
+
+    def find(self, line: str) -> list[FoundIteration]:
+        """The step of a line."""
+        start = self.opening.search(line)
+        count = self.number.search(line, start.start()) if start else None
+        if start is None or count is None:
+            return []
+        numbers = dict(self.metric.findall(line, start.start()))
+        if not numbers.keys() & {*self.seconds, self.mean_seconds}:
+            return []
+        found = [LineField(name, int(text), 0, 0) for name, text in count.groupdict().items()]
+        seconds = next((numbers[name] for name in self.seconds if name in numbers), None)
+        if seconds is not None:
+            found.append(LineField("elapsed_ms", 1000 * float(seconds), 0, 0))
+        of_a_policy = is_of_a_policy(numbers)
+        for name, text in list(numbers.items())[:_MAX_METRICS]:
+            field = self.fields.get(name, OTHER + name)
+            field = OTHER + name if field == "lm_loss" and of_a_policy else field
+            field = MEAN_SECONDS if name == self.mean_seconds else field
+            found.append(LineField(field, float(text), 0, 0))
+        iteration = iteration_of(found)
+        return [
+            FoundIteration(iteration, start.start(), found, "", Generation(self.trainer, "steps"))
+        ]
+
+
+_MAX_METRICS = 200
+
+
 @dataclass(frozen=True)
 class News:
     """Lines that say something beside iterations."""
@@ -92,7 +147,7 @@ class Dialect:
     """What it calls the numbers of that line."""
     news: tuple[News, ...] = ()
     starts: tuple[str, ...] = ()
-    """Texts of lines with which training starts, also again."""
+    """Patterns of lines with which training starts, also again."""
     arguments: Callable[[Mapping[str, str]], Mapping[str, str]] = dict
     """Gives printed arguments the names and values that Megatron has today."""
     unread: tuple[tuple[str, str, re.Pattern[str]], ...] = ()

@@ -19,6 +19,7 @@ from tools.report.read.dialects import (
     LineFormat,
     Names,
     News,
+    is_of_a_policy,
     iteration_of,
 )
 from tools.report.read.iterations import OTHER, Iteration, dtype_of
@@ -68,7 +69,16 @@ _NAMES: Names = (
 )
 """A blank, `_` and `-` in a name are the same."""
 _IN_PLACE_OF_LM_LOSS = "loss"
-"""Some forks call it so; beside an `lm loss` it is another loss."""
+"""Some forks call it so; beside an `lm loss` it is another loss, and so it is of a policy."""
+_EPOCH = re.compile(r"\bepoch:? {0,4}(\d{1,6}),? {0,4}\Z", re.IGNORECASE)
+_WITHIN = 24
+"""Characters before the iteration in which its epoch stands."""
+_UNCLOSED = re.compile(
+    r" {0,4}(?:(?:reduced_train_loss|train_step_timing in s|grad_norm): {1,8}"
+    r"(?=[\d.]{5})\d{1,9}\.\d{1,9}|grad norm: {1,8}\d{1,9}\.\d{3})\s{0,8}\Z"
+)
+"""The last number of a line that some trainers close with no bar: NeMo writes four digits of it and
+Megatron three decimals of this one; with fewer it was cut."""
 _MAX_INTEGER = 10**18
 _MAX_NUMBER = 1e100
 _MAX_OTHER = 64
@@ -124,6 +134,9 @@ class BarLine(LineFormat):
         stop = end if end >= 0 else stop
         parts = []
         others = 0
+        last = line.rfind("|", start, stop) + 1
+        if last and _UNCLOSED.match(line[last:stop]):
+            line, stop = f"{line[:stop]}|", stop + 1
         while (bar := line.find("|", start, stop)) >= 0:
             colon = line.rfind(":", start, bar)
             if colon >= 0:
@@ -131,7 +144,8 @@ class BarLine(LineFormat):
                 others += part.field.startswith(OTHER)
                 parts.append(part if others <= _MAX_OTHER else LineField("", None, colon + 1, bar))
             start = bar + 1
-        if not any(part.field == "lm_loss" for part in parts):
+        names = {part.field for part in parts}
+        if "lm_loss" not in names and not is_of_a_policy(names):
             parts = [_as_lm_loss(part) for part in parts]
         return parts
 
@@ -163,6 +177,14 @@ def _numbers_of(line: str, start: re.Match[str]) -> tuple[LineField, LineField]:
     """The iteration, behind "iteration" or "iteration=", and of how many it is."""
     first = start.start() + len(_MARK) + (line[start.start() + len(_MARK)] == "=")
     slash = line.index("/", start.end(1))
+    epoch = _EPOCH.search(line[max(0, start.start() - _WITHIN) : start.start()])
+    if epoch and int(epoch[1]):
+        # Counted from 0 to the last in each epoch; without a place, because digits do not show it.
+        earlier = int(epoch[1]) * (int(start[2]) + 1)
+        return (
+            LineField("iteration", earlier + int(start[1]), 0, 0),
+            LineField("total_iterations", None, 0, 0),
+        )
     return (
         LineField("iteration", int(start[1]), first, start.end(1)),
         LineField("total_iterations", int(start[2]), slash + 1, start.end(2)),
@@ -238,7 +260,7 @@ _VALIDATION = re.compile(
 _VALIDATION_VALUE = re.compile(rf"([A-Za-z][\w ]{{0,40}}?) value: {NUMBER} \|")
 _CHECKPOINT = re.compile(
     r"(saving)(?: [a-z]{1,20})? checkpoint at iteration {1,12}(\d{1,12})"
-    r"|successfully (saved)(?: local)? checkpoint from iteration {1,12}(\d{1,12})"
+    r"|successfully (saved)(?: local)? checkpoint (?:from|at) iteration {1,12}(\d{1,12})"
     r"|successfully (loaded)(?: local)? checkpoint from [^|]{0,300}? at iteration {1,12}(\d{1,12})"
 )
 _EXIT = re.compile(
@@ -248,7 +270,10 @@ _EXIT = re.compile(
 _ARGUMENT = re.compile(r"(?<!\w)([A-Za-z_]\w{0,80}) \.{1,60} ")
 _OTHER_LINE = re.compile(r"(?<=\S)> (?=[a-z])")
 """Where another rank's `> setting …` ran into it: unbuffered, Python writes a line's end apart."""
-_HEADING = "--- arguments ---"
+_HEADING = r"--- (?:(?!end of )[\w-]{1,40} ){0,3}(?i:arguments) ---"
+_END_OF_ARGUMENTS = re.compile(r"--- end of (?:[\w-]{1,40} ){0,3}arguments ---", re.IGNORECASE)
+"""MindSpeed-LLM's are `MindSpeed-LLM Arguments`."""
+_IN_A_NOTEBOOK = re.compile(r'\\n",?\s*\Z')
 _MAX_VALUE = 4000
 _TELLING = re.compile(
     r"\b(?:overlap\w{0,20}|cuda ?graphs?|profil(?:er|ing)|garbage|straggler\w?|throttl\w{1,6}"
@@ -271,7 +296,9 @@ def is_possible(reading: MemoryReading) -> bool:
 def renamed(arguments: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
     """Arguments that also stand under the names of today; one that is printed so stays."""
     found = {new: arguments[old] for old, new in names.items() if old in arguments}
-    return {**arguments, **{new: value for new, value in found.items() if new not in arguments}}
+    unknown = (None, "None")
+    new = {name: value for name, value in found.items() if arguments.get(name) in unknown}
+    return {**arguments, **new}
 
 
 def _parameters(line: str) -> Iterator[Fact]:
@@ -337,7 +364,15 @@ def _telling(line: str) -> Iterator[Fact]:
 
 def _argument(line: str) -> tuple[str, str] | None:
     m = _ARGUMENT.search(line)
-    return (m[1], _OTHER_LINE.split(line[m.end() : m.end() + _MAX_VALUE], 1)[0]) if m else None
+    if m is None:
+        return None
+    value = _OTHER_LINE.split(line[m.end() : m.end() + _MAX_VALUE], 1)[0]
+    return m[1], _IN_A_NOTEBOOK.sub("", value)
+
+
+def _arguments(line: str) -> Iterator[Fact]:
+    if re.search(_HEADING, line):
+        yield ArgumentList(_END_OF_ARGUMENTS, _argument)
 
 
 def _optional(text: str | None) -> float | None:
@@ -359,7 +394,7 @@ DIALECT = Dialect(
         News("checkpoint", _checkpoint),
         News("xiting", _ending),
         News("after training is done", _ending),
-        News(_HEADING, lambda _: (ArgumentList("end of arguments", _argument),)),
+        News("--- ", _arguments),
         News("", _telling),
     ),
     starts=(_HEADING, "before the start of training step"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from tools.report.read.dialects import Dialect, News
 from tools.report.read.dialects.megatron import BarLine
@@ -19,6 +19,27 @@ def _zero_stage(line: str) -> Iterator[Fact]:
         yield MoreArgument(_STAGE, m[1])
 
 
+_NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
+
+
+def _arguments(printed: Mapping[str, str]) -> Mapping[str, str]:
+    """Experts are a list there, a single 1 in it is a dense model; heads of keys have their own name."""
+    if "num_key_value_heads" not in printed and "deepspeed" not in printed:
+        return printed
+    found = dict(printed)
+    if experts := re.fullmatch(r"\[(\d{1,9})\]", found.get("num_experts", "")):
+        found["num_experts"] = "None" if experts[1] == "1" else experts[1]
+    norm = found.get("normalization", "")
+    found["normalization"] = _NORMS.get(norm, norm)
+    heads = found.get("num_key_value_heads")
+    if heads and heads != "None" and "group_query_attention" not in found:
+        grouped = heads != found.get("num_attention_heads")
+        found |= {"group_query_attention": str(grouped), "num_query_groups": heads}
+    if found.get("use_rotary_position_embeddings") == "True":
+        found.setdefault("position_embedding_type", "rope")
+    return found
+
+
 DIALECT = Dialect(
     name="Megatron-DeepSpeed",
     line=BarLine,
@@ -27,4 +48,5 @@ DIALECT = Dialect(
         ("throughput_tflops_per_gpu", 0, ("TFLOPs",)),
     ),
     news=(News(_STAGE, _zero_stage),),
+    arguments=_arguments,
 )

@@ -1,0 +1,132 @@
+"""How often a verdict on two times is wrong, and a difference seen: `python -m tests.bench.verdicts`.
+
+Simulated runs, each side with a scatter of its own, and iterations that follow one another (AR(1)).
+A cell is a pair of scatters and numbers of runs: false verdicts on equal times, true ones where the
+second takes 3% or 5% longer, and how often the ratio's interval holds the truth.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.report.analyse.statistics import (
+    ON_GPUS,
+    REPEATS_FOR_TRUST,
+    Estimate,
+    Method,
+    TimeVerdict,
+    compare,
+    estimate,
+    estimate_of_medians,
+)
+from tools.text.table import Column, Table, markdown_table
+from tools.text.units import percent
+
+SCATTERS, RUNS, KEPT = (0.002, 0.005, 0.01, 0.02), (1, 2, 3, 5), (0.0, 0.7)
+LIMIT = 0.06
+_SPREAD, _LENGTH, _SHAPES = 0.01, 100, 200
+Side = tuple[float, int]
+"""The scatter between its runs, and how many there are."""
+Shape = tuple[float, float, float]
+"""A run's median and its own interval's ends, of a true time of 1."""
+
+
+@dataclass(frozen=True)
+class VerdictRates:
+    """Shares of the trials of one cell."""
+
+    kept: float
+    one: Side
+    two: Side
+    false: float
+    seen_3_percent: float
+    seen_5_percent: float
+    covered: float
+
+
+def rates(trials: int, seed: int = 1) -> Iterator[VerdictRates]:
+    """Every cell; sides that are only swapped once."""
+    generator = np.random.default_rng(seed)
+    for kept in KEPT:
+        shapes = [_shape(kept, generator) for _ in range(_SHAPES)]
+        sides = [(scatter, runs) for scatter in SCATTERS for runs in RUNS]
+        for place, one in enumerate(sides):
+            for two in sides[place:]:
+                yield _cell(kept, one, two, shapes, trials, generator)
+
+
+def _cell(
+    kept: float,
+    one: Side,
+    two: Side,
+    shapes: list[Shape],
+    trials: int,
+    generator: np.random.Generator,
+) -> VerdictRates:
+    counts = np.zeros(4)
+    for _ in range(trials):
+        first, second = (_side(side, shapes, generator) for side in (one, two))
+        equal = compare(first, second)
+        clear = [compare(first, second, weight).verdict.is_clear for weight in (1.03, 1.05)]
+        covered = equal.low is not None and equal.high is not None and equal.low <= 1 <= equal.high
+        counts += (equal.verdict is not TimeVerdict.NOISE, *clear, covered)
+    return VerdictRates(kept, one, two, *(counts / trials).tolist())
+
+
+def _side(side: Side, shapes: list[Shape], generator: np.random.Generator) -> Estimate:
+    scatter, count = side
+    levels = 1 + scatter * generator.standard_normal(count)
+    drawn = [shapes[place] for place in generator.integers(len(shapes), size=count)]
+    medians = [level * middle for level, (middle, _, _) in zip(levels, drawn, strict=True)]
+    within = [
+        (level * low, level * high) for level, (_, low, high) in zip(levels, drawn, strict=True)
+    ]
+    method = Method.RUNS if count >= REPEATS_FOR_TRUST else Method.BOOTSTRAP
+    counts = (count * _LENGTH, count, _SPREAD)
+    return estimate_of_medians(medians, within, ON_GPUS, counts, method)
+
+
+def _shape(kept: float, generator: np.random.Generator) -> Shape:
+    values = np.zeros(_LENGTH + 50)
+    for place, shock in enumerate(generator.standard_normal(len(values) - 1), start=1):
+        values[place] = kept * values[place - 1] + (1 - kept**2) ** 0.5 * shock
+    samples = 1 + _SPREAD * values[50:]
+    found = estimate([samples.tolist()])
+    assert found is not None
+    # Without the scatter that one run is assumed to have.
+    half = 1.96 * ((found.error or 0.0) ** 2 - ON_GPUS.assumed**2) ** 0.5 * found.median
+    return found.median, found.median - half, found.median + half
+
+
+def _written(side: Side) -> str:
+    return f"{side[1]} of {side[0]:.1%}"
+
+
+_TABLE = (
+    Column[VerdictRates]("AR(1)", lambda cell: cell.kept),
+    Column[VerdictRates]("One", lambda cell: cell.one, _written),
+    Column[VerdictRates]("Two", lambda cell: cell.two, _written),
+    Column[VerdictRates]("False verdicts", lambda cell: cell.false, percent),
+    Column[VerdictRates]("3% seen", lambda cell: cell.seen_3_percent, percent),
+    Column[VerdictRates]("5% seen", lambda cell: cell.seen_5_percent, percent),
+    Column[VerdictRates]("Covered", lambda cell: cell.covered, percent),
+)
+
+
+def main(words: list[str]) -> int:
+    """Print the table; 1 if a cell has more false verdicts than it may beyond chance."""
+    trials = int(words[0]) if words else 1000
+    cells = tuple(rates(trials))
+    print(markdown_table(Table(_TABLE, cells)))
+    worst = max(cells, key=lambda cell: cell.false)
+    print(f"\nMost false verdicts: {worst.false:.1%} of {trials} ({_written(worst.one)} against")
+    print(f"{_written(worst.two)}, AR(1) {worst.kept}); at most {LIMIT:.0%} are promised.")
+    return int(worst.false > LIMIT + 3 * (LIMIT / trials) ** 0.5)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

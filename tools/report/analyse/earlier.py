@@ -1,0 +1,176 @@
+"""An earlier report beside this one: what is not as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tools.records.run import decode_run
+from tools.report.analyse.configurations import (
+    RowIdentity,
+    identity_of_run,
+    row_identity,
+    scatter_of,
+)
+from tools.report.analyse.entry import Entry
+from tools.report.analyse.results import RESULTS
+from tools.report.analyse.statistics import TimeVerdict, compare, estimate, smallest_difference
+from tools.report.read.printed import printed_spec
+from tools.text.units import change
+
+JSON_FILE = "results.json"
+_EXACT = ("parameters_total", "peak_memory_bytes", "comm_bytes_per_iteration")
+"""Columns that hardly scatter."""
+_TOLERANCE = 0.01
+UNDECIDED = "undecided"
+"""A time that is further off than repeats usually are, and not so far that these runs can show it."""
+
+
+class BaselineError(ValueError):
+    """An earlier report that cannot be compared with."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that is not as it was."""
+
+    row: str
+    kind: str
+    """`regression`, `unexpected improvement`, `undecided`, `same`, `new` or `missing`."""
+    text: str
+
+    @property
+    def fails_strict(self) -> bool:
+        """Whether a strict comparison fails on it."""
+        return self.kind not in ("same", "new", UNDECIDED)
+
+
+@dataclass(frozen=True)
+class _EarlierReport:
+    rows: list[dict[str, Any]]
+
+
+def read_baseline(folder: Path) -> list[dict[str, Any]]:
+    """Rows of an earlier report, with their samples.
+
+    Raises:
+        BaselineError: There is no report; the message names what is missing.
+    """
+    path = folder / JSON_FILE if folder.is_dir() else folder
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_EarlierReport).rows
+    except FileNotFoundError:
+        raise BaselineError(
+            f"{folder} holds no {JSON_FILE}; name the folder of an earlier report."
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BaselineError(
+            f"{path} is no report of this kit ({error}); make that report again."
+        ) from None
+
+
+def compare_with_baseline(
+    old: Sequence[Mapping[str, Any]], entries: Sequence[Entry]
+) -> list[Change]:
+    """Compare a report's entries with the rows of an earlier one (`read_baseline`)."""
+    before = list(old)
+    changes: list[Change] = []
+    for entry, earlier in zip(entries, _counterparts(before, entries), strict=True):
+        name = entry.run.strategy or entry.run.name
+        if entry.run.is_foreign:
+            name = entry.run.name
+        if earlier is None:
+            changes.append(Change(name, "new", "not in the earlier report"))
+            continue
+        changes += [*_status_changes(name, earlier, entry), *_time_changes(name, earlier, entry)]
+    for earlier in before:
+        name = str(earlier.get("strategy") or earlier.get("run"))
+        changes.append(Change(name, "missing", "in the earlier report, but not in this one"))
+    return changes
+
+
+def _counterparts(
+    before: list[Mapping[str, Any]], entries: Sequence[Entry]
+) -> list[Mapping[str, Any] | None]:
+    """The earlier row of each entry, taken out of `before`: of its identity, first those of its run.
+
+    Rows may share an identity: by other code, or a failure beside what ended well.
+    """
+    identities = {id(row): _identity_of_row(row) for row in before}
+    wanted = [(identity_of_run(entry.run), entry.run.name) for entry in entries]
+    found: list[Mapping[str, Any] | None] = [None] * len(entries)
+    for same_run in (True, False):
+        for place, (identity, run) in enumerate(wanted):
+            if found[place] is not None:
+                continue
+            for row in before:
+                if identities[id(row)] == identity and (not same_run or row.get("run") == run):
+                    found[place] = row
+                    break
+            before[:] = [row for row in before if row is not found[place]]
+    return found
+
+
+def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
+    now = entry.estimate
+    then = estimate(_samples(old), scatter=scatter_of(entry.run.device))
+    if then is None or now is None:
+        return []
+    found = compare(then, now)
+    span = f" ({found.span})" if found.span else ""
+    text = (
+        f"{now.median:.1f} ms, was {then.median:.1f} ms: ×{found.ratio:.3f}{span}, {found.verdict}"
+    )
+    kind = {TimeVerdict.SLOWER: "regression", TimeVerdict.FASTER: "unexpected improvement"}
+    if found.verdict is not TimeVerdict.NOISE or not found.smallest:
+        return [Change(name, kind.get(found.verdict, "same"), text)]
+    usual = smallest_difference(min(then.runs, now.runs), now.scatter.typical)
+    off = f"{change(found.ratio, 1)}, below the {found.smallest:.1%} that these runs can show"
+    # Where enough runs show their own scatter there is nothing left to decide.
+    decided = (then.freedom and now.freedom) or abs(found.ratio - 1) <= usual
+    return [Change(name, "same" if decided else UNDECIDED, f"{text}: {off}")]
+
+
+def _samples(old: Mapping[str, Any]) -> list[list[float]]:
+    try:
+        return msgspec.convert(old.get("iteration_ms_samples") or [], list[list[float]])
+    except msgspec.ValidationError:
+        return []
+
+
+def _status_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
+    changes = []
+    status = entry.status
+    if old.get("status") != status and not entry.run.is_running:
+        kind = "regression" if old.get("status") == "ok" else "unexpected improvement"
+        changes.append(Change(name, kind, f"status {status}, was {old.get('status')}"))
+    was, now = old.get("parity") or "", entry.parity.verdict
+    if was != now:
+        good = ("held", "reference", "")
+        kind = "regression" if now not in good else "unexpected improvement"
+        kind = "same" if was in good and now in good else kind
+        changes.append(Change(name, kind, f"parity {now or 'empty'}, was {was or 'empty'}"))
+    for column in (column for column in RESULTS if column.name in _EXACT):
+        then, here = old.get(column.name), column.value(entry)
+        if then and here and abs(here / then - 1) > _TOLERANCE:
+            kind = "regression" if here > then else "unexpected improvement"
+            changes.append(Change(name, kind, f"{column.name} {here:,}, was {then:,}"))
+    return changes
+
+
+def _identity_of_row(row: Mapping[str, Any]) -> RowIdentity:
+    """What an earlier row was of: `provenance` is its `run.json`, a log has printed arguments."""
+    device, run = row.get("device") or "", str(row.get("run"))
+    try:
+        if row.get("provenance"):
+            record = decode_run(row["provenance"])
+            return row_identity(run, device, record.spec, record, {})
+        arguments = msgspec.convert(row.get("arguments") or {}, dict[str, str])
+        spec = printed_spec(arguments, row.get("global_batch_size"))
+        return row_identity(run, device, spec, None, arguments)
+    except msgspec.ValidationError:
+        return row_identity(run, device, None, None, {})

@@ -1,0 +1,94 @@
+"""MLPerf: results as JSON behind `:::MLLOG`; the time of a step is in `tracked_stats`, where it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from tools.report.read.dialects import (
+    Dialect,
+    FoundIteration,
+    LineField,
+    LineFormat,
+    News,
+    iteration_of,
+)
+from tools.report.read.iterations import OTHER
+from tools.report.read.scraped import ArgumentList, Ending, Fact, Generation, Validation
+
+_MARK = ":::MLLOG"
+_TIMES = ("train_step_time", "train_step_timing in s")
+_LOSSES = ("reduced_train_loss", "loss")
+_ARGUMENTS = {"max_sequence_length": "seq_length"}
+"""Under Megatron's names."""
+_DECODER = msgspec.json.Decoder(dict[str, Any])
+
+
+class _Result(LineFormat):
+    """A step's `tracked_stats`; `step` counts from 0 and is a mean since the line before it."""
+
+    mark = _MARK.encode()
+    opening = re.compile(r":::MLLOG \{")
+    rank = 1
+
+    def find(self, line: str) -> list[FoundIteration]:
+        """The step of a line."""
+        found = _event(line)
+        value, about = found.get("value"), found.get("metadata")
+        if found.get("key") != "tracked_stats" or not isinstance(value, dict):
+            return []
+        step = about.get("step") if isinstance(about, dict) else None
+        seconds = next((value[name] for name in _TIMES if name in value), None)
+        if not isinstance(step, int | float) or not isinstance(seconds, int | float):
+            return []
+        fields = [_field("iteration", int(step) + 1), _field("elapsed_ms", 1000.0 * seconds)]
+        samples = about.get("samples_count") if isinstance(about, dict) else None
+        if isinstance(samples, int | float):
+            fields.append(_field("consumed_samples", int(samples)))
+        for name, number in value.items():
+            if isinstance(number, int | float) and name not in _TIMES:
+                field = "lm_loss" if name in _LOSSES else OTHER + name
+                fields.append(_field(field, float(number)))
+        start = line.index(_MARK)
+        return [FoundIteration(iteration_of(fields), start, fields, "", _GENERATION)]
+
+
+_GENERATION = Generation("MLPerf", "results")
+
+
+def _field(name: str, value: float) -> LineField:
+    return LineField(name, value, 0, 0)
+
+
+def _event(line: str) -> dict[str, Any]:
+    start = line.find("{", line.find(_MARK))
+    try:
+        return _DECODER.decode(line[start : line.rfind("}") + 1])
+    except msgspec.DecodeError:
+        return {}
+
+
+def _setting(line: str) -> tuple[str, str] | None:
+    found = _event(line) if _MARK in line else {}
+    key, value = found.get("key"), found.get("value")
+    if not isinstance(key, str) or value is None or isinstance(value, dict | list):
+        return None
+    return _ARGUMENTS.get(key, key), str(value)
+
+
+def _news(line: str) -> Iterator[Fact]:
+    found = _event(line)
+    value, about = found.get("value"), found.get("metadata")
+    match found.get("key"):
+        case "init_start":
+            yield ArgumentList(re.compile('"key": "run_start"'), _setting)
+        case "eval_accuracy" if isinstance(value, int | float):
+            yield Validation(None, {"eval accuracy": float(value)})
+        case "run_stop" if isinstance(about, dict) and about.get("status") == "success":
+            yield Ending("run_stop: success")
+
+
+DIALECT = Dialect(name="MLPerf", line=_Result, news=(News(_MARK, _news),))

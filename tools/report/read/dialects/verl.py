@@ -1,0 +1,32 @@
+"""verl: a step's metrics in one line, `step:4 - actor/entropy:0.37 - timing_s/step:161.1 - …`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import ClassVar
+
+from tools.report.read.dialects import Dialect, MetricsLine
+
+_METRIC = re.compile(
+    r"(?<= - )([a-z][\w@./-]{1,80}):(?:np\.float64\()?([-+]?\d{1,20}(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?)"
+)
+
+
+class _Step(MetricsLine):
+    """Its loss is a policy's, no language model's: it stays under its own name."""
+
+    mark = b"timing_s/"
+    opening = re.compile(r"\bstep:\d{1,9} - ")
+    number = re.compile(r"\bstep:(?P<iteration>\d{1,9}) - ")
+    rank = 2
+    trainer = "verl"
+    metric = _METRIC
+    seconds = ("timing_s/step", "perf/time_per_step")
+    fields: ClassVar[Mapping[str, str]] = {
+        "actor/grad_norm": "grad_norm",
+        "actor/lr": "learning_rate",
+    }
+
+
+DIALECT = Dialect(name="verl", line=_Step)
