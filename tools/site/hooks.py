@@ -16,7 +16,8 @@ from tools.cli.help import variables
 from tools.spec.files import ROOT
 
 SETTINGS_PAGE = "docs/settings.md"
-PLANNER = "planner/planner.html"
+MADE_LATER = ("planner/planner.html", "planner/drawings.html")
+"""By `planner_page.py`, over these empty ones."""
 SHOWN = (".md", ".svg", ".png", ".html")
 HIDDEN = ("tests/", ".github/", "tools/report/render/", "tools/verify/templates/", "tools/site/")
 
@@ -33,7 +34,7 @@ def on_files(files: Any, config: Any) -> Any:
     for name in pages():
         found.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     found.append(File.generated(config, SETTINGS_PAGE, content=settings_page()))
-    found.append(File.generated(config, PLANNER, content=""))
+    found += [File.generated(config, name, content="") for name in MADE_LATER]
     return Files(found)
 
 

@@ -1,20 +1,8 @@
 // The form, and what the planner answers: drawn from its JSON, the same as `python -m tools.plan --json`.
+import { call } from "./python.js";
 const $ = (id) => document.getElementById(id);
 const COLOURS = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999933", "#bbbbbb", "#ee8866", "#44aa99"];
 const GIB = 2 ** 30;
-
-const worker = new Worker("worker.js", { type: "module" });
-const waiting = new Map();
-let calls = 0;
-worker.onmessage = ({ data }) => {
-  const [resolve, reject] = waiting.get(data.id);
-  waiting.delete(data.id);
-  data.error ? reject(new Error(data.error)) : resolve(data.answer);
-};
-const call = (name, ...words) => new Promise((resolve, reject) => {
-  waiting.set(++calls, [resolve, reject]);
-  worker.postMessage({ id: calls, call: name, words });
-});
 
 const element = (tag, text = "", attributes = {}) => {
   const made = Object.assign(document.createElement(tag), { textContent: text });
@@ -24,13 +12,16 @@ const element = (tag, text = "", attributes = {}) => {
 const words = (name) => name.replaceAll("_", " ");
 
 let devices = new Map();
+let noise = 1;
 try {
   const known = await call("choices");
+  noise = known.noise;
   devices = new Map(known.devices.map((device) => [device.key, device]));
   for (const model of known.models) $("model").append(element("option", model.name, { value: model.name }));
   for (const device of known.devices) $("gpu").append(element("option", device.name, { value: device.key }));
   for (const link of known.links)
-    for (const list of ["intra", "inter"]) $(list).append(element("option", link.name, { value: link.key }));
+    for (const list of ["intra", "inter"])
+      $(list).append(element("option", `${link.name}, ${(link.bytes_per_second / 1e9).toLocaleString("en")} GB/s a device`, { value: link.key }));
   for (const [name, value] of new URLSearchParams(location.search)) {
     const field = $("form").elements[name];
     if (field) field.value = value;
@@ -47,12 +38,13 @@ try {
 $("form").addEventListener("submit", (event) => { event.preventDefault(); plan(); });
 
 async function plan() {
-  const given = [...new FormData($("form"))].filter(([, value]) => value !== "");
+  const config = $("config").value.trim();
+  const given = [...new FormData($("form"))].filter(([name, value]) => value !== "" && !(config && name === "model"));
   history.replaceState(null, "", `?${new URLSearchParams(given)}`);
   $("go").disabled = true;
   $("state").textContent = "Searching …";
   const began = performance.now();
-  const answer = await call("plan", given.flatMap(([name, value]) => [`--${name}`, value]));
+  const answer = await call("plan", given.flatMap(([name, value]) => [`--${name}`, value]), config);
   const seconds = ((performance.now() - began) / 1000).toFixed(1);
   $("go").disabled = false;
   $("refusal").textContent = answer.code ? answer.err : "";
@@ -68,10 +60,14 @@ function show(plan, seconds) {
   const room = devices.get(plan.gpu).memory_bytes;
   for (const sentence of plan.advice) $("advice").append(element("li", sentence));
   $("command").append("Train it: ", element("code", plan.winner.command));
-  const slowest = Math.max(...plan.ranked.map((layout) => layout.iteration_seconds));
+  const all = plan.ranked.map((layout) => layout.iteration_seconds);
+  const [fastest, slowest] = [Math.min(...all), Math.max(...all)];
+  const tied = all.filter((seconds) => seconds < noise * fastest).length;
+  if (tied > 1)
+    $("advice").append(element("li", `${tied} strategies are tied: they differ by less than the planner's own error, ${Math.round(100 * (noise - 1))}%. Take the one that is simplest or needs least memory.`));
   const times = legend("times", "Time", plan.ranked.map((layout) => layout.time));
   const parts = legend("parts", "Memory", plan.ranked.map((layout) => layout.memory));
-  for (const layout of plan.ranked) $("ranked").tBodies[0].append(row(layout, room, slowest, times, parts));
+  for (const layout of plan.ranked) $("ranked").tBodies[0].append(row(layout, room, slowest, tied > 1 && layout.iteration_seconds < noise * fastest, times, parts));
   for (const sentence of plan.assumptions) $("assumptions").append(element("li", sentence));
 }
 
@@ -87,11 +83,12 @@ function legend(id, title, rows) {
   return colours;
 }
 
-function row(layout, room, slowest, times, parts) {
+function row(layout, room, slowest, isTied, times, parts) {
   const made = element("tr");
   const name = element("td");
   name.append(element("code", layout.strategy), ` micro batch ${layout.micro_batch_size}`);
   if (layout.recompute !== "none") name.append(`, ${layout.recompute} recomputation`);
+  if (isTied) name.append(element("span", " tied", { class: "quiet" }));
   const number = (text, more = "") => element("td", text, { class: `number ${more}`.trim() });
   const full = layout.memory_bytes > room;
   made.append(name, number(interval(layout)), number(Math.round(layout.tokens_per_second).toLocaleString("en")),
