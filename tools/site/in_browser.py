@@ -16,6 +16,9 @@ from tools.site.drawings_page import asked
 from tools.spec.hardware import load_hardware
 from tools.spec.model import load_model, model_names
 
+OWN_MODEL = "mine/config.json"
+"""Where a pasted one would lie; its folder names the model."""
+
 
 def choices() -> str:
     """Models, devices and links to choose from; memory in bytes, links in bytes a second of a device.
@@ -28,6 +31,7 @@ def choices() -> str:
     return json.dumps(
         {
             "noise": NOISE,
+            "own_model": OWN_MODEL,
             "models": [
                 {"name": name, "global_batch": load_model(name).batch.global_batch_size}
                 for name in model_names()
@@ -51,7 +55,7 @@ def plan(words: Sequence[str], config: str = "") -> str:
         config: Text of a `config.json` that is planned instead of a named model; empty is none.
     """
     if config:
-        path = Path(mkdtemp(), "config", "config.json")
+        path = Path(mkdtemp(), OWN_MODEL)
         path.parent.mkdir()
         path.write_text(config, encoding="utf-8")
         words = [*words, "--model", str(path)]

@@ -77,7 +77,9 @@ def _draw_row(sheet: Sheet, row: _Row, ranks: Iterable[Rank], wide: float) -> No
             _parts(sheet, x + width / 2 + 3, top, width / 2 - 3, tall, cell, across=True)
         else:
             _parts(sheet, x, top, width, tall, cell, across=cell.cut == "rows")
-        sheet.text(x + room / 2, top + tall + 10, cell.text, "q", "middle")
+        sheet.text(
+            x + room / 2, top + tall + 10, cell.text, "q" if wide > 70 else "q small", "middle"
+        )
         sheet.close()
     sheet.y = top + max(tall + 19, 13 * lines + 5)
 

@@ -95,7 +95,7 @@ def draw_heads(
         middle = start + wide * (column + 0.5)
         narrow = wide < 50
         if narrow:  # Long numbers take turns in height.
-            low = 12 * (column % 2) if rank.number > 99 or wide < 20 else 12
+            low = 12 * (column % 2) if rank.number > 99 or wide < 16 else 12
             sheet.text(middle, sheet.y + 12 + low, f"{rank.number}", "b", "middle")
         else:
             sheet.text(middle, sheet.y + 12, f"rank {rank.number}", "b", "middle")

@@ -16,6 +16,7 @@ from tools.spec.run import RunSpec
 from tools.text.units import percent
 
 _MOST_PASSES = 24
+_MOST_WITH_MESSAGES = 40
 
 
 def when(spec: RunSpec, ranks: list[Rank], name: str) -> str:
@@ -46,7 +47,7 @@ def when(spec: RunSpec, ranks: list[Rank], name: str) -> str:
             sheet.box(x, top, 32, 20, "update")
             sheet.text(x + 16, top + 14, words, "pass", "middle")
             _stripes(sheet, calls, phase, x, top + 21, 32)
-    if len(stages) == split.pipeline:
+    if len(stages) == split.pipeline and len(timeline.events) <= _MOST_WITH_MESSAGES:
         _messages(sheet, timeline, start, scale, tops)
     sheet.y += 34 * len(stages) + 2
     sheet.y += 13 * sheet.lines(0, WIDTH, _timing(spec, timeline), "q")

@@ -12,10 +12,10 @@ const element = (tag, text = "", attributes = {}) => {
 const words = (name) => name.replaceAll("_", " ");
 
 let devices = new Map();
-let noise = 1;
+let [noise, ownModel] = [1, ""];
 try {
   const known = await call("choices");
-  noise = known.noise;
+  [noise, ownModel] = [known.noise, known.own_model];
   devices = new Map(known.devices.map((device) => [device.key, device]));
   for (const model of known.models) $("model").append(element("option", model.name, { value: model.name }));
   for (const device of known.devices) $("gpu").append(element("option", device.name, { value: device.key }));
@@ -48,10 +48,10 @@ async function plan() {
   const seconds = ((performance.now() - began) / 1000).toFixed(1);
   $("go").disabled = false;
   $("refusal").textContent = answer.code ? answer.err : "";
-  show(answer.code ? null : JSON.parse(answer.out), seconds);
+  show(answer.code ? null : JSON.parse(answer.out), seconds, config ? ` MODEL=${ownModel}` : "");
 }
 
-function show(plan, seconds) {
+function show(plan, seconds, more) {
   for (const id of ["advice", "assumptions", "times", "parts", "command"]) $(id).replaceChildren();
   $("ranked").hidden = !plan;
   $("ranked").tBodies[0].replaceChildren();
@@ -59,7 +59,7 @@ function show(plan, seconds) {
   if (!plan) return;
   const room = devices.get(plan.gpu).memory_bytes;
   for (const sentence of plan.advice) $("advice").append(element("li", sentence));
-  $("command").append("Train it: ", element("code", plan.winner.command));
+  $("command").append("Train it: ", element("code", plan.winner.command + more));
   const all = plan.ranked.map((layout) => layout.iteration_seconds);
   const [fastest, slowest] = [Math.min(...all), Math.max(...all)];
   const tied = all.filter((seconds) => seconds < noise * fastest).length;
