@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 
 from tools.plan.one_strategy import time_strategy
@@ -77,7 +76,4 @@ def _both(strategy: str, devices: int, models: tuple[str, str]) -> str:
     tiny, large = models
     small = figure(asked(tiny, strategy, "cpu", devices), f"{strategy}-{tiny}")
     predicted = figure(asked(large, strategy, GPU, devices), f"{strategy}-{large}")
-    return (
-        f'<div class="exact" aria-label="{escape(tiny)}">{small}</div>'
-        f'<div class="predicted" aria-label="{escape(large)}">{predicted}</div>'
-    )
+    return f'<div class="exact">{small}</div><div class="predicted">{predicted}</div>'

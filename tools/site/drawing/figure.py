@@ -15,6 +15,7 @@ from tools.site.drawing.held import held
 from tools.site.drawing.ranks import Rank, shown_ranks
 from tools.site.drawing.sent import sent, traffic
 from tools.site.drawing.when import when
+from tools.spec.groups import Group, group_ranks
 from tools.spec.run import DeviceKind, RunSpec
 from tools.spec.strategy import Parallelism
 from tools.text.units import joined
@@ -98,6 +99,8 @@ def _sentences(spec: RunSpec, ranks: list[Rank]) -> Iterator[str]:
         f"iteration a rank sends {_by_stage(sent)}."
         + ("" if len(ranks) == split.world_size else f" {len(ranks)} of its ranks are drawn.")
     )
+    if spec.shape.experts and group_ranks(split, Group.TENSOR_EXPERT) > 1:
+        yield "A router decides how many tokens go where: of these bytes the sum over ranks is exact."
 
 
 def _by_stage(values: dict[int, int]) -> str:

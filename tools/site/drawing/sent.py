@@ -13,7 +13,7 @@ from tools.site.drawing.sheet import EXACT_BYTES, WIDTH, Sheet
 from tools.spec.groups import Group
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Parallelism
-from tools.text.units import count, gb, megabytes
+from tools.text.units import count, gb, joined, megabytes
 
 COLOURS = {
     Group.TENSOR: "tp",
@@ -29,18 +29,19 @@ COLOURS = {
 """Classes of what is sent over a group; the other groups move a few numbers."""
 _TEXT = 236
 _FEW_BYTES = 1024
-_OVER = {
-    Group.TENSOR: "TP",
-    Group.CONTEXT: "CP",
-    Group.TENSOR_CONTEXT: "TP and CP",
-    Group.DATA_CONTEXT: "DP",
-    Group.PIPELINE: "PP",
-    Group.EMBEDDING: "both end stages",
-    Group.EXPERT: "EP",
-    Group.EXPERT_DATA: "DP of experts",
-    Group.EXPERT_TENSOR: "TP of experts",
-    Group.TENSOR_EXPERT: "TP and EP",
+_OVER: dict[Group, tuple[str, ...]] = {
+    Group.TENSOR: ("TP",),
+    Group.CONTEXT: ("CP",),
+    Group.TENSOR_CONTEXT: ("TP", "CP"),
+    Group.DATA_CONTEXT: ("DP", "CP"),
+    Group.PIPELINE: ("PP",),
+    Group.EMBEDDING: ("both end stages",),
+    Group.EXPERT: ("EP",),
+    Group.EXPERT_DATA: ("DP of experts",),
+    Group.EXPERT_TENSOR: ("TP of experts",),
+    Group.TENSOR_EXPERT: ("TP of experts", "EP"),
 }
+"""The dimensions of each group that moves more than a few numbers."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,10 @@ def sent(spec: RunSpec, ranks: list[Rank], name: str) -> str:
 
 
 def _over(split: Parallelism, group: Group) -> str:
-    if group is Group.DATA_CONTEXT and split.context > 1:
-        return " over CP" if split.data == 1 else " over DP and CP"
-    return f" over {_OVER[group]}" if group in _OVER else ""
+    degrees = {"TP": split.tensor, "CP": split.context, "DP": split.data, "EP": split.expert}
+    degrees["TP of experts"] = split.tensor_of_experts
+    words = [word for word in _OVER.get(group, ()) if degrees.get(word, 2) > 1]
+    return f" over {joined(words)}" if words else ""
 
 
 def _amounts(line: _Sent) -> str:
@@ -126,12 +128,11 @@ def _link(
     kind = f"dim {COLOURS.get(line.group, 'few')}"
     is_sent = line.operation is Operation.SEND
     taking = ranks if is_sent else [rank for rank in ranks if rank.stage in line.calls]
-    ends: list[float] = []
-    for members in together(line.group, taking):
+    groups = together(line.group, taking)
+    lanes = _lanes(groups)
+    for members, lane in zip(groups, lanes, strict=True):
         xs = [middles[rank.number] for rank in members]
-        lane = next((place for place, end in enumerate(ends) if end < xs[0]), len(ends))
-        ends[lane : lane + 1] = [xs[-1]]
-        height = y + 4 * lane - 4
+        height = y + 4 * lane - 2 * max(lanes)
         ways = _ways(line, members)
         for start, end, arrows in ways:
             sheet.line(xs[start], height, xs[end], height, kind, arrows)
@@ -147,6 +148,18 @@ def _link(
                 sheet.close()
             if place in receivers or not is_sent:
                 _content(sheet, xs[place], y + 9, wide, after, kind)
+
+
+def _lanes(groups: list[list[Rank]]) -> list[int]:
+    """Of each group the first lane in which it meets none before it."""
+    found: list[int] = []
+    ends: list[int] = []
+    for members in groups:
+        first = members[0].number
+        lane = next((place for place, end in enumerate(ends) if end < first), len(ends))
+        ends[lane : lane + 1] = [members[-1].number]
+        found.append(lane)
+    return found
 
 
 def _content(

@@ -12,7 +12,7 @@ WIDTH = 380
 EXACT_BYTES = 10**8
 """Up to which bytes are written out."""
 _LETTERS = {"q": 5.3, "b": 6.2}
-_LETTER = 5.7
+_LETTER = 5.5
 """Widths of a letter, on average, by class."""
 
 
