@@ -13,7 +13,7 @@ import pytest
 
 from tools.cli.options import check_given, find_command
 from tools.plan.time.flops import model_flops
-from tools.site.hooks import pages, settings_page
+from tools.site.hooks import nested_lists, pages, settings_page
 from tools.spec.files import ROOT
 from tools.spec.hardware import find_device
 from tools.spec.model import load_model
@@ -70,6 +70,14 @@ def test_the_readmes_rates_are_the_reports_formula_on_the_published_means() -> N
 def test_the_reference_has_every_variable() -> None:
     page = settings_page()
     assert [s.name for s in SETTINGS if f"`{s.name}`" not in page] == []
+
+
+def test_items_inside_items_are_indented_as_the_sites_renderer_wants_but_code_is_left() -> None:
+    text = "1. one\n   - inside\n     goes on\n- two\n  - inside\n\n```yaml\n  - code\n```\n  - after\n"
+    inside, after = (
+        text.replace("   - i", "    - i").replace("\n  - i", "\n    - i").split("  - after")
+    )
+    assert nested_lists(text) == f"{inside}    - after{after}"
 
 
 @pytest.mark.slow

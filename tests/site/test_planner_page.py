@@ -18,6 +18,8 @@ import pytest
 from tests.chromium import chromium, needs_chromium
 from tests.patience import OF_A_RUN
 from tools.site import in_browser
+from tools.site.drawing.figure import figure
+from tools.site.drawings_page import asked
 from tools.site.planner_page import build
 from tools.spec.files import ROOT
 from tools.spec.model import model_names
@@ -26,7 +28,9 @@ QUESTION = {"model": "gpt2-large", "gpus": "2", "gpu": "h200", "global-batch": "
 ANSWERED = """<img src="/wait" alt=""><script>
 new MutationObserver(() => {
   const said = document.getElementById("state").textContent;
-  if (/legal layouts/.test(said) || document.getElementById("refusal").textContent) fetch("/answered");
+  const drawn = document.querySelector("#drawn figure");
+  const refused = document.getElementById("refusal").textContent;
+  if (/legal strategies/.test(said) || drawn || refused) fetch("/answered");
 }).observe(document.body, {subtree: true, childList: true, characterData: true});
 </script></html>"""
 """The browser takes a page for loaded when its picture has come: after the planner's answer."""
@@ -48,6 +52,31 @@ def test_the_answer_is_the_command_lines_and_a_refusal_is_its_sentence() -> None
     assert "There is no model 'gpt2-huge'" in refused["err"]
 
 
+def test_a_pasted_config_is_planned_under_the_name_of_its_place() -> None:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    words = ["--gpus", "2", "--gpu", "h200"]
+    answer = json.loads(in_browser.plan(words, json.dumps(config)))
+    assert answer["err"] == ""
+    assert json.loads(answer["out"])["model"] == "mine"
+    refused = json.loads(in_browser.plan(words, '{"model_type": "mamba9"}'))
+    assert refused["code"] == 2
+    assert "'mamba9'" in refused["err"]
+
+
 class _Page(SimpleHTTPRequestHandler):
     answered: threading.Event
 
@@ -59,8 +88,10 @@ class _Page(SimpleHTTPRequestHandler):
         if self.path in ("/answered", "/wait"):
             self.send_response(204)
             self.end_headers()
-        elif self.path.startswith("/planner.html"):
-            text = Path(self.directory, "planner.html").read_text().replace("</html>", ANSWERED)
+        elif self.path.partition("?")[0].endswith(".html"):
+            self.answered.clear()
+            name = self.path.partition("?")[0].lstrip("/")
+            text = Path(self.directory, name).read_text().replace("</html>", ANSWERED)
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
             self.end_headers()
@@ -81,7 +112,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     handler = type("Page", (_Page,), {"answered": threading.Event()})
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/planner.html"
+        yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
 
 
@@ -92,7 +123,7 @@ def test_the_browser_shows_the_command_lines_ranking(address: str, tmp_path: Pat
     picture = tmp_path / "planner.png"
     shown, console = chromium(
         *("--dump-dom", f"--screenshot={picture}", "--window-size=1400,1100"),
-        f"{address}?{query}",
+        f"{address}/planner.html?{query}",
     )
     assert console == []
     plan = _command_line([w for name, value in QUESTION.items() for w in (f"--{name}", value)])
@@ -102,6 +133,20 @@ def test_the_browser_shows_the_command_lines_ranking(address: str, tmp_path: Pat
     milliseconds = f"{1000 * plan['winner']['iteration_seconds']:.0f}"
     assert f'<td class="number">{milliseconds}' in shown
     assert f"<code>{plan['winner']['command']}</code>" in shown
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_the_browser_draws_what_python_draws(address: str) -> None:
+    query = "model=gpt2-large&strategy=vpp2dp2&device=h200&micro_batch=8&global_batch=128"
+    shown, console = chromium("--dump-dom", f"{address}/drawings.html?{query}")
+    assert console == []
+    spec = asked("gpt2-large", "vpp2dp2", "h200", None, 8, 128)
+    sent = re.findall(r'data-rank="(\d+)" data-sends="(\d+)"', figure(spec, "drawn"))
+    assert (
+        re.findall(r'data-rank="(\d+)" data-sends="(\d+)"', shown.partition('id="drawn"')[2])
+        == sent
+    )
 
 
 def _command_line(words: list[str]) -> dict[str, list[dict[str, object]]]:

@@ -16,12 +16,16 @@ from tools.cli.help import variables
 from tools.spec.files import ROOT
 
 SETTINGS_PAGE = "docs/settings.md"
-PLANNER = "planner/planner.html"
+MADE_LATER = ("planner/planner.html", "planner/drawings.html")
+"""By `planner_page.py`, over these empty ones."""
+STYLE = "site.css"
 SHOWN = (".md", ".svg", ".png", ".html")
 HIDDEN = ("tests/", ".github/", "tools/report/render/", "tools/verify/templates/", "tools/site/")
 
 _HEADING = re.compile(r"Variables: (.+)$")
 _VARIABLE = re.compile(r"  ([A-Z][A-Z0-9_ ]*[A-Z0-9]) +(.+)$")
+_FENCE = re.compile(r"(^```.*?^```)", re.M | re.S)
+_NESTED = re.compile(r"^ {2,3}(?=(?:[-*]|\d+\.) )", re.M)
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -33,12 +37,15 @@ def on_files(files: Any, config: Any) -> Any:
     for name in pages():
         found.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     found.append(File.generated(config, SETTINGS_PAGE, content=settings_page()))
-    found.append(File.generated(config, PLANNER, content=""))
+    found += [File.generated(config, name, content="") for name in MADE_LATER]
+    found.append(
+        File.generated(config, STYLE, content=(ROOT / "tools/site/templates" / STYLE).read_text())
+    )
     return Files(found)
 
 
 def on_page_markdown(markdown: str, page: Any, files: Any, **_: object) -> str:
-    """Links to what is no page become plain text; a folder's link is its README's."""
+    """Links to what is no page become plain text; a folder's link is its README's; lists keep levels."""
     here = posixpath.dirname(page.file.src_uri)
 
     def shown(link: re.Match[str]) -> str:
@@ -52,7 +59,15 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: object) -> str:
             return f"[{text}]({target.rstrip('/')}/README.md{anchor})"
         return text if (ROOT / place).exists() else link[0]
 
-    return _LINK.sub(shown, markdown)
+    return nested_lists(_LINK.sub(shown, markdown))
+
+
+def nested_lists(markdown: str) -> str:
+    """With items inside items indented by four spaces, without which mkdocs' renderer flattens them."""
+    parts = _FENCE.split(markdown)
+    return "".join(
+        _NESTED.sub("    ", part) if place % 2 == 0 else part for place, part in enumerate(parts)
+    )
 
 
 def pages() -> list[str]:

@@ -1,23 +1,32 @@
-"""What the planner's page calls in the browser's Python: the same command line as everywhere."""
+"""What the pages call in the browser's Python: the functions of everywhere, answering in JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
+from pathlib import Path
+from tempfile import mkdtemp
 
 from tools.cli.main import from_words
+from tools.site.drawing.figure import figure
+from tools.site.drawings_page import asked
 from tools.spec.hardware import load_hardware
 from tools.spec.model import load_model, model_names
 
+OWN_MODEL = "mine/config.json"
+"""Where a pasted one would lie; its folder names the model."""
+
 
 def choices() -> str:
-    """Models, devices and links to choose from, as JSON; memory in bytes."""
+    """Models, devices and links to choose from; memory in bytes, links in bytes a second of a device."""
     hardware = load_hardware()
     devices = hardware.devices.values()
+    links = hardware.links.values()
     return json.dumps(
         {
+            "own_model": OWN_MODEL,
             "models": [
                 {"name": name, "global_batch": load_model(name).batch.global_batch_size}
                 for name in model_names()
@@ -25,17 +34,55 @@ def choices() -> str:
             "devices": [
                 {"key": d.key, "name": d.name, "memory_bytes": d.memory_bytes} for d in devices
             ],
-            "links": [{"key": link.key, "name": link.name} for link in hardware.links.values()],
+            "links": [
+                {"key": link.key, "name": link.name, "bytes_per_second": link.bytes_per_second}
+                for link in links
+            ],
         }
     )
 
 
-def plan(words: Sequence[str]) -> str:
-    """The command line's own answer: its exit code and what it prints, as JSON."""
+def plan(words: Sequence[str], config: str = "") -> str:
+    """The command line's own answer: its exit code and what it prints.
+
+    Args:
+        words: Options of `python -m tools.plan`.
+        config: Text of a `config.json` that is planned instead of a named model; empty is none.
+    """
+    if config:
+        path = Path(mkdtemp(), OWN_MODEL)
+        path.parent.mkdir()
+        path.write_text(config, encoding="utf-8")
+        words = [*words, "--model", str(path)]
+    return _answer(lambda: from_words("plan", [*words, "--json"], "make plan"))
+
+
+def draw(model: str, strategy: str, device: str, *numbers: str) -> str:
+    """The drawing of a run as HTML, or why there is none.
+
+    Args:
+        model: One of `choices`.
+        strategy: As targets have it.
+        device: A GPU's key, or `cpu`.
+        numbers: Devices, micro batch and global batch; an empty one is what training takes.
+    """
+
+    def drawn() -> int:
+        given = (int(number) if number else None for number in numbers)
+        print(figure(asked(model, strategy, device, *given), "drawn"))
+        return 0
+
+    return _answer(drawn)
+
+
+def _answer(run: Callable[[], int]) -> str:
     out, err = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            code = from_words("plan", [*words, "--json"], "make plan")
+            code = run()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 2
+        except ValueError as error:
+            code = 2
+            print(error, file=err)
     return json.dumps({"code": code, "out": out.getvalue(), "err": err.getvalue()})

@@ -1,4 +1,4 @@
-"""The planner as a page: Pyodide runs `tools.plan` in the browser, no server computes anything.
+"""The planner and the drawings as pages: Pyodide runs `tools.plan` in the browser, no server computes.
 
 `python -m tools.site.planner_page FOLDER` writes static files. Pyodide comes from the npm registry and
 msgspec's WebAssembly wheel from the Python package index, at the versions below; nothing of either is in
@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tools.site.drawings_page import page
 from tools.spec.files import ROOT
 
 PYODIDE = "pyodide@314.0.7"
@@ -42,7 +43,7 @@ PURE = ("yaml", "rich")
 """Packages of the environment of which the Python files alone suffice."""
 
 TEMPLATES = Path(__file__).with_name("templates")
-MADE = ("planner.html", "planner.js", "worker.js")
+MADE = ("planner.html", "planner.js", "drawings.js", "python.js", "worker.js")
 
 
 class PageError(Exception):
@@ -50,12 +51,13 @@ class PageError(Exception):
 
 
 def build(folder: Path) -> None:
-    """Write the page and everything that it loads.
+    """Write both pages and everything that they load.
 
     Raises:
         PageError: A package could not be fetched.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "drawings.html").write_text(page(), encoding="utf-8")
     with TemporaryDirectory() as work:
         _fetch(("npm", "pack", "--silent", PYODIDE), Path(work))
         wheel = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *PLATFORM)

@@ -157,6 +157,14 @@ class Parallelism:
         return self.sharding.is_torch_fsdp or self.schedule.is_asynchronous
 
     @property
+    def run_schedule(self) -> PipelineSchedule:
+        """The schedule that is run; Megatron's is one of the two 1F1B."""
+        if self.schedule:
+            return self.schedule
+        interleaves = self.virtual_stages > 1
+        return PipelineSchedule.INTERLEAVED if interleaves else PipelineSchedule.ONE_F_ONE_B
+
+    @property
     def needs_a_micro_batch_a_stage(self) -> bool:
         """Whether its schedule runs at least as many micro batches as stages."""
         two_versions = self.schedule is PipelineSchedule.PIPEDREAM_2BW

@@ -5,7 +5,7 @@ import pytest
 
 from tests.report.ledger_factory import write_trace
 from tools.plan.schedules.simulate import Pass
-from tools.report.explain.trace import TraceSpan, idle_over_work, passes, read_trace, schedule_of
+from tools.report.explain.trace import TraceSpan, idle_over_work, passes, read_trace
 from tools.spec.strategy import Parallelism, PipelineSchedule
 
 PP2 = Parallelism(pipeline=2)
@@ -40,7 +40,7 @@ def test_interleaved_passes_carry_their_virtual_stage(tmp_path: Path) -> None:
         *("F1", "F2", "F1'", "F2'"),
         *("B1'", "B2'", "B1", "B2"),
     ]
-    assert schedule_of(split) is PipelineSchedule.INTERLEAVED
+    assert split.run_schedule is PipelineSchedule.INTERLEAVED
 
 
 def test_more_passes_than_the_schedule_has_stay_without_a_number(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tools.records.run import TRACE_FILE
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.time_shares import mean
 from tools.report.canvas import INK, Chart, draw
-from tools.report.explain.trace import TraceSpan, idle_over_work, passes, read_trace, schedule_of
+from tools.report.explain.trace import TraceSpan, idle_over_work, passes, read_trace
 from tools.report.read.runs import Run, find_run_folders, load_folder
 from tools.spec.strategy import Parallelism
 from tools.text.terminal import say
@@ -91,7 +91,7 @@ def ideal_timeline(scene: Scene) -> SimulatedSchedule:
     }
     durations = Durations(virtual * means[Pass.FORWARD], virtual * means[Pass.BACKWARD])
     return simulate(
-        schedule_of(scene.split),
+        scene.split.run_schedule,
         scene.split.pipeline,
         scene.microbatches,
         virtual=virtual,

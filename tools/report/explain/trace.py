@@ -9,7 +9,7 @@ from pathlib import Path
 from tools.plan.schedules.simulate import Pass, Step, simulate
 from tools.records.run import TRACE_FILE
 from tools.report.read.trace_events import read_trace_events
-from tools.spec.strategy import Parallelism, PipelineSchedule
+from tools.spec.strategy import Parallelism
 
 _LANE_OF_CALLS = "communication"
 _PASSES = {"forward-compute": Pass.FORWARD, "backward-compute": Pass.BACKWARD}
@@ -61,15 +61,6 @@ def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[Tra
     return tuple(found)
 
 
-def schedule_of(split: Parallelism) -> PipelineSchedule:
-    """The schedule that is run; Megatron's is one of the two 1F1B."""
-    if split.schedule:
-        return split.schedule
-    if split.virtual_stages > 1:
-        return PipelineSchedule.INTERLEAVED
-    return PipelineSchedule.ONE_F_ONE_B
-
-
 def passes(pieces: Iterable[TraceSpan]) -> list[TraceSpan]:
     """Forward and backward passes, outermost spans only."""
     return [piece for piece in pieces if piece.name in _PASSES]
@@ -106,7 +97,7 @@ def _steps(direction: Pass, rank: int, split: Parallelism, microbatches: int) ->
         return [Step(direction, number) for number in range(microbatches)]
     worker = split.pipeline_rank(rank)
     timeline = simulate(
-        schedule_of(split), split.pipeline, microbatches, virtual=split.virtual_stages
+        split.run_schedule, split.pipeline, microbatches, virtual=split.virtual_stages
     )
     events = sorted(timeline.events, key=lambda event: event.start)
     return [e.step for e in events if e.worker == worker and e.step.direction is direction]

@@ -1,20 +1,8 @@
 // The form, and what the planner answers: drawn from its JSON, the same as `python -m tools.plan --json`.
+import { call } from "./python.js";
 const $ = (id) => document.getElementById(id);
 const COLOURS = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999933", "#bbbbbb", "#ee8866", "#44aa99"];
 const GIB = 2 ** 30;
-
-const worker = new Worker("worker.js", { type: "module" });
-const waiting = new Map();
-let calls = 0;
-worker.onmessage = ({ data }) => {
-  const [resolve, reject] = waiting.get(data.id);
-  waiting.delete(data.id);
-  data.error ? reject(new Error(data.error)) : resolve(data.answer);
-};
-const call = (name, ...words) => new Promise((resolve, reject) => {
-  waiting.set(++calls, [resolve, reject]);
-  worker.postMessage({ id: calls, call: name, words });
-});
 
 const element = (tag, text = "", attributes = {}) => {
   const made = Object.assign(document.createElement(tag), { textContent: text });
@@ -24,13 +12,16 @@ const element = (tag, text = "", attributes = {}) => {
 const words = (name) => name.replaceAll("_", " ");
 
 let devices = new Map();
+let [noise, ownModel] = [1, ""];
 try {
   const known = await call("choices");
+  [noise, ownModel] = [known.noise, known.own_model];
   devices = new Map(known.devices.map((device) => [device.key, device]));
   for (const model of known.models) $("model").append(element("option", model.name, { value: model.name }));
   for (const device of known.devices) $("gpu").append(element("option", device.name, { value: device.key }));
   for (const link of known.links)
-    for (const list of ["intra", "inter"]) $(list).append(element("option", link.name, { value: link.key }));
+    for (const list of ["intra", "inter"])
+      $(list).append(element("option", `${link.name}, ${(link.bytes_per_second / 1e9).toLocaleString("en")} GB/s a device`, { value: link.key }));
   for (const [name, value] of new URLSearchParams(location.search)) {
     const field = $("form").elements[name];
     if (field) field.value = value;
@@ -47,19 +38,20 @@ try {
 $("form").addEventListener("submit", (event) => { event.preventDefault(); plan(); });
 
 async function plan() {
-  const given = [...new FormData($("form"))].filter(([, value]) => value !== "");
+  const config = $("config").value.trim();
+  const given = [...new FormData($("form"))].filter(([name, value]) => value !== "" && !(config && name === "model"));
   history.replaceState(null, "", `?${new URLSearchParams(given)}`);
   $("go").disabled = true;
   $("state").textContent = "Searching …";
   const began = performance.now();
-  const answer = await call("plan", given.flatMap(([name, value]) => [`--${name}`, value]));
+  const answer = await call("plan", given.flatMap(([name, value]) => [`--${name}`, value]), config);
   const seconds = ((performance.now() - began) / 1000).toFixed(1);
   $("go").disabled = false;
   $("refusal").textContent = answer.code ? answer.err : "";
-  show(answer.code ? null : JSON.parse(answer.out), seconds);
+  show(answer.code ? null : JSON.parse(answer.out), seconds, config ? ` MODEL=${ownModel}` : "");
 }
 
-function show(plan, seconds) {
+function show(plan, seconds, more) {
   for (const id of ["advice", "assumptions", "times", "parts", "command"]) $(id).replaceChildren();
   $("ranked").hidden = !plan;
   $("ranked").tBodies[0].replaceChildren();
@@ -67,7 +59,7 @@ function show(plan, seconds) {
   if (!plan) return;
   const room = devices.get(plan.gpu).memory_bytes;
   for (const sentence of plan.advice) $("advice").append(element("li", sentence));
-  $("command").append("Train it: ", element("code", plan.winner.command));
+  $("command").append("Train it: ", element("code", plan.winner.command + more));
   const slowest = Math.max(...plan.ranked.map((layout) => layout.iteration_seconds));
   const times = legend("times", "Time", plan.ranked.map((layout) => layout.time));
   const parts = legend("parts", "Memory", plan.ranked.map((layout) => layout.memory));

@@ -1,0 +1,1 @@
+"""A strategy as a picture, from the spec of a run and the planner's closed forms."""
