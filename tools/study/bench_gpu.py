@@ -180,12 +180,6 @@ def _ceilings(console: Console) -> Ceilings | None:
     return Ceilings(figures.matmul_flops, figures.copy_bytes_per_second)
 
 
-def begin(study: Study) -> None:
-    """Say what cannot work here."""
-    for cell, rule in study.planned.skipped.items():
-        study.console.print(f"{cell.name}: {rule}", style="red", markup=False)
-
-
 def finish(study: Study) -> int:
     """The table of all settings that were measured here, and why one of this call's is not there."""
     runs = study.experiment.options.runs.parent
@@ -212,4 +206,4 @@ def with_reasons(bench: Bench, study: Study) -> Bench:
     return replace(bench, rows=(*rows, *known.values()))
 
 
-OUTPUT = Output(finish, begin=begin)
+OUTPUT = Output(finish)

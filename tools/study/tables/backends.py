@@ -8,10 +8,10 @@ from tools.report.analyse.entry import Entry
 from tools.report.analyse.statistics import TimeComparison, compare
 from tools.report.render.tables import time_text
 from tools.spec.run import Backend
-from tools.study.tables import bullets, page
+from tools.study.tables import bullets, known, page
 from tools.study.tables.zero import in_ms, ratio
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, change, megabytes, rounded
+from tools.text.units import change, megabytes, rounded
 
 _PAIRS = (
     (("megatron", "dp2"), ("native", "dp2")),
@@ -65,7 +65,7 @@ def _columns(bare: Entry | None) -> tuple[Column[Entry], ...]:
         Column("Samples/s", lambda row: row.samples_per_second, rounded),
         Column("Sent/iteration", lambda row: row.sent_bytes, megabytes),
         Column("Peak memory", lambda row: row.peak_bytes, megabytes),
-        Column("Loss", lambda row: None if row is bare else row.final_loss, _loss),
+        Column("Loss", lambda row: None if row is bare else row.final_loss, known("{:.6f}")),
         Column("What ran", lambda row: row.implementation),
     )
 
@@ -76,7 +76,3 @@ def _overhead(row: Entry) -> float | None:
 
 def _percent(value: float | None) -> str:
     return change(value, decimals=1)
-
-
-def _loss(value: float | None) -> str:
-    return DASH if value is None else f"{value:.6f}"

@@ -36,13 +36,11 @@ TEXT_FILE, DATA_FILE, PICTURE_FILE = "sweep.md", "sweep.json", "sweep.svg"
 
 
 def begin(study: Study) -> None:
-    """Say what is left out, and leave the cells beside the table.
+    """Leave the cells beside the table.
 
     Raises:
         LaunchError: No cell is legal here; nothing was trained.
     """
-    for cell, rule in study.planned.skipped.items():
-        say(study.console, f"skipped: {cell.name}: {rule}")
     if not study.planned.launches:
         raise LaunchError("No cell of this sweep can run here; the rules are above.")
     study.folder.mkdir(parents=True, exist_ok=True)
