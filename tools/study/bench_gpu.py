@@ -89,13 +89,12 @@ def settings(only: str, options: Options) -> Experiment:
         LaunchError: A name of ONLY= is no setting's.
     """
     experiment = load_experiment(NAME, options, only=only.split())
-    cells = (replace(cell, expected_seconds=_expected(cell)) for cell in experiment.cells)
+    cells = []
+    for cell in experiment.cells:
+        # Start-up as assumed and iterations at the published time: a guess that plans, no result.
+        seconds = START_SECONDS + (cell.job.options.iterations or 0) * MARK_MS / 1000
+        cells.append(replace(cell, expected_seconds=seconds))
     return replace(experiment, cells=tuple(cells))
-
-
-def _expected(cell: Cell) -> float:
-    """Start-up as assumed and iterations at the published time: a guess that plans, not a result."""
-    return START_SECONDS + (cell.job.options.iterations or 0) * MARK_MS / 1000
 
 
 def describe(cells: Sequence[Cell], budget: float, data: str | None = None) -> str:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tools.launch.job import Job
 from tools.plan.tensors import parameters_total
 from tools.report.analyse.provenance import conditions
 from tools.report.analyse.report import rows_of
@@ -53,16 +52,18 @@ def as_data(planned: Planned) -> str:
     A launcher of any kind can take them; a sweep that runs afterwards finds what it made.
     """
     cells = [
-        {"name": cell.name, "target": cell.job.target, "variables": _variables(cell.job)}
+        {
+            "name": cell.name,
+            "target": cell.job.target,
+            "variables": {
+                name: text for name, text in cell.job.variables.items() if name not in _OF_THE_SWEEP
+            },
+        }
         for cell in planned.launches
     ]
     skipped = [{"name": cell.name, "rule": rule} for cell, rule in planned.skipped.items()]
     data = msgspec.json.encode({"cells": cells, "skipped": skipped})
     return msgspec.json.format(data, indent=2).decode()
-
-
-def _variables(job: Job) -> dict[str, str]:
-    return {name: text for name, text in job.variables.items() if name not in _OF_THE_SWEEP}
 
 
 def finish(study: Study) -> int:
