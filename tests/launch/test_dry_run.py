@@ -69,12 +69,36 @@ def test_a_dry_run_says_that_the_data_make_another_model(
 def test_a_flag_that_the_kit_does_not_know_is_named_and_not_refused(
     dry_run: DryRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert dry_run("train-dp2-gpt2-tiny-2cpu", extra=("--foo", "1", "--window-size", "16,0")) == 0
+    extra = ("--app-tag-run-name", "1", "--window-size", "16,0")
+    assert dry_run("train-dp2-gpt2-tiny-2cpu", extra=extra) == 0
     command, *said = capsys.readouterr().out.splitlines()
     assert command.endswith(
-        "--foo 1 --window-size 16,0 --tensorboard-dir '<run folder>/tensorboard'"
+        "--app-tag-run-name 1 --window-size 16,0 --tensorboard-dir '<run folder>/tensorboard'"
     )
-    assert [line.partition(";")[0] for line in said] == ["# Not known to this kit: --foo"]
+    assert [line.partition(";")[0] for line in said] == [
+        "# Not known to this kit: --app-tag-run-name"
+    ]
+
+
+def test_a_flag_that_no_megatron_has_is_refused_with_the_near_one(dry_run: DryRun) -> None:
+    target, mine = "train-dp2-gpt2-tiny-2cpu", ("--swigluu", "--my-own-flag", "2")
+    with pytest.raises(LaunchError) as refused:
+        dry_run(target, extra=mine)
+    assert str(refused.value).splitlines() == [
+        "--swigluu is no flag of Megatron (0.14 to 0.20); did you mean --swiglu?",
+        "--my-own-flag is no flag of Megatron (0.14 to 0.20); leave it out.",
+    ]
+
+
+def test_a_checkout_may_have_flags_of_its_own(dry_run: DryRun, tmp_path: Path) -> None:
+    checkout = tmp_path / "fork"
+    package = checkout / "megatron" / "core" / "package_info.py"
+    package.parent.mkdir(parents=True)
+    package.write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\nPRE_RELEASE = ''\nmy_own_flag: int = 1\n")
+    (checkout / "pretrain_gpt.py").write_text("pretrain()")
+    target, mine = "train-dp2-gpt2-tiny-2cpu", ("--swigluu", "--my-own-flag", "2")
+    with pytest.raises(LaunchError, match=r"^--swigluu is no flag[^\n]*$"):
+        dry_run(target, extra=mine, megatron_lm=checkout)
 
 
 def test_interleaved_stages_run_at_the_models_own_batch(dry_run: DryRun) -> None:

@@ -21,7 +21,7 @@ from tools.launch.start import ensure_start_checkpoint
 from tools.plan.tensors import vocabulary_sentence
 from tools.records.run import Status, StatusRecord
 from tools.spec.files import ROOT
-from tools.spec.flags import unknown_flags
+from tools.spec.flags import unlisted_flags
 from tools.spec.run import Backend
 from tools.spec.strategy import parse_strategy, scaling_sentence
 
@@ -123,7 +123,7 @@ def differences(launch: Launch) -> tuple[str, ...]:
 
 
 def _unknown(launch: Launch) -> str:
-    names = unknown_flags(launch.flags)
+    names = unlisted_flags(launch.flags)
     if not names:
         return ""
     return (
