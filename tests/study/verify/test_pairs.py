@@ -3,10 +3,12 @@
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from tests.given import given
 from tests.verify import captures
@@ -16,10 +18,12 @@ from tools.launch.options import Options
 from tools.records.capture import START_WEIGHT, Site, Stage
 from tools.records.verdict import Outcome
 from tools.spec import variables
+from tools.spec.errors import LaunchError
+from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.run import Backend
 from tools.spec.setting import SettingError
-from tools.study.verify.command import judged
+from tools.study.verify.command import carried_out, judged
 from tools.study.verify.pairs import Pair, Verification, compose_pair, pair_of
 
 Composer = Callable[..., Verification]
@@ -253,6 +257,24 @@ def test_a_training_that_fails_is_quoted_and_nothing_further_is_trained(
     verdict = judged(composed("tp2-gpt2-tiny-2cpu"), tmp_path, train).verdict
     assert verdict.reason == "The reference ended 'crashed': heads must divide"
     assert (asked, verdict.exit_code) == (["reference"], 2)
+
+
+def test_another_vocabulary_than_the_models_own_is_said_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise LaunchError("far enough")
+
+    monkeypatch.setattr("tools.study.verify.command.make_missing_data", stop)
+    file, text = tmp_path / "mine.args", StringIO()
+    tiny = ROOT / "examples" / "gpt3" / "models" / "gpt2-tiny.args"
+    file.write_text(f"{tiny.read_text()}--vocab-size 4096\n")
+    options = Options(model=str(file), runs=tmp_path)
+    pair = compose_pair(Pair(parse_target("train-tp2-mine-2cpu", options)))
+    with pytest.raises(LaunchError, match="far enough"):
+        carried_out(pair, Console(file=text), tmp_path / "v")
+    first = text.getvalue().splitlines()[0]
+    assert "vocabulary of 50,257 is trained and not the model's own 4,096" in first
 
 
 def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_for(
