@@ -25,7 +25,7 @@ def dry_run(sample_prefix: Path, tmp_path: Path) -> DryRun:
     def run(name: str, **changes: object) -> int:
         options = Options(data=str(sample_prefix), runs=tmp_path / "runs", dry_run=True)
         options = replace(options, **changes)  # type: ignore[arg-type]
-        target = parse_target(name)
+        target = parse_target(name, options)
         return train(target.under(options), Console(quiet=True))
 
     return run
@@ -63,7 +63,7 @@ def test_a_dry_run_says_that_the_data_make_another_model(
     with pytest.raises(LaunchError):
         dry_run("train-dp2-llama3-8b-2gpu", data=None)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
-    assert [": 7,391," in line for line in said] == [True]
+    assert ": 7,391," in said[0]
 
 
 def test_a_flag_that_the_kit_does_not_know_is_named_and_not_refused(
@@ -78,6 +78,26 @@ def test_a_flag_that_the_kit_does_not_know_is_named_and_not_refused(
     assert [line.partition(";")[0] for line in said] == [
         "# Not known to this kit: --app-tag-run-name"
     ]
+
+
+def test_a_schedule_that_never_leaves_its_warm_up_is_said_with_what_fits_it_to_the_run(
+    dry_run: DryRun, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def said(**changes: object) -> list[str]:
+        dry_run("train-dp2-mine-2cpu", model=str(file), **changes)
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
+
+    file = tmp_path / "mine.args"
+    file.write_text(
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64\n"
+        "--max-position-embeddings 64 --micro-batch-size 2\n"
+    )
+    assert said(iterations=30) == [
+        "# The learning rate reaches 4e-06 of its 6e-05: the schedule's warm-up takes 430 iterations, "
+        'and the run ends after 30; EXTRA="--lr-decay-iters 30" fits the schedule to the run.'
+    ]
+    assert said(iterations=30, extra=("--lr-decay-iters", "30")) == []
+    assert said(iterations=300) == []
 
 
 def test_a_flag_that_no_megatron_has_is_refused_with_the_near_one(dry_run: DryRun) -> None:

@@ -27,7 +27,7 @@ from tools.launch.job import make_command
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.train import differences, dry_run
+from tools.launch.train import dry_run, other_vocabulary
 from tools.records.run import Status, utc_stamp
 from tools.records.verdict import VERIFY_FOLDER, Outcome
 from tools.spec import variables
@@ -137,7 +137,7 @@ def carried_out(
     also: Path | None = None,
     shared: SharedReferences | None = None,
 ) -> Judgement:
-    """Say how the model differs from its file, check that it can run here, train, judge, print the verdict.
+    """Say if another model is verified, check that it can run here, train, judge, print the verdict.
 
     Args:
         verification: What is compared.
@@ -150,7 +150,7 @@ def carried_out(
         LaunchError: It cannot run here; nothing was written.
     """
     launches, pair = verification.launches, verification.pair
-    for sentence in differences(verification.strategy):
+    if sentence := other_vocabulary(verification.strategy):
         say(console, sentence, "yellow")
     make_missing_data(launches, console)
     for launch in launches:
