@@ -31,7 +31,7 @@ def execute_patch_file(environment: Mapping[str, str]) -> str | None:
     """Execute the files that the environment names, as modules; returns the name, None without one.
 
     Raises:
-        PlantError: One is missing, has changed, or an exception came out of it.
+        PatchFileError: One is missing, has changed, or an exception came out of it.
     """
     if "KIT_PLANT" in environment:
         raise PatchFileError(f"KIT_PLANT= is {variables.PATCH_FILE}= now.")
@@ -73,8 +73,7 @@ def _read(paths: Sequence[Path], sha256: str | None) -> list[bytes]:
         named = SEPARATOR.join(map(str, paths))
         raise PatchFileError(
             f"PATCH_FILE={named} is not the file whose hash the run recorded, {sha256[:12]}; it was "
-            "changed "
-            "after the run was composed."
+            "changed after the run was composed."
         )
     return codes
 

@@ -6,7 +6,7 @@ A check is made where a row has all figures that it needs; `audit.yaml` holds wh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from json import dumps
 from math import inf, prod
@@ -41,7 +41,7 @@ class Contradiction:
     line: int
     row: str
     rule: str
-    """`number`, `degrees`, `divisibility`, `name`, `tokens`, `flops` or `mfu`."""
+    """`number`, or the name of a check (`_RULES`)."""
     sentence: str
 
 
@@ -55,6 +55,8 @@ class Audit:
     unchecked: int
     """Rows that state too little for any."""
     contradictions: tuple[Contradiction, ...]
+    skipped: Mapping[str, Mapping[str, int]]
+    """Checks that were not made: for how many rows, by what these lack."""
 
 
 def audit_table(table: Path, json: bool) -> int:
@@ -77,18 +79,29 @@ def _text(found: Audit, path: Path) -> str:
     outcome = f"{bad:,} of them contradict themselves" if bad else "none contradicts itself"
     few = f"; {found.unchecked:,} state too little to be checked" if found.unchecked else ""
     lines.append(f"{found.rows:,} rows, {found.checks:,} checks: {outcome}{few}.")
+    skipped = (
+        f"{rule} ({', '.join(f'{rows:,} without {what}' for what, rows in reasons.items())})"
+        for rule, reasons in found.skipped.items()
+    )
+    if said := "; ".join(skipped):
+        lines.append(f"Not checked, in rows: {said}.")
     return "\n".join(lines)
 
 
 def audit(rows: list[TableRow]) -> Audit:
     """Check every row by every rule that its figures allow."""
     made, unchecked, contradictions = 0, 0, []
+    skipped: dict[str, dict[str, int]] = {}
     for row in rows:
         wrong = dict(_impossible(row))
         numbers = {name: n for name, n in row.numbers.items() if n and name not in wrong}
         checks = [("number", (False, sentence)) for sentence in wrong.values()]
         for rule, check in _RULES.items():
-            checks += [(rule, found) for found in check(replace(row, numbers=numbers))]
+            found = [(rule, each) for each in check(replace(row, numbers=numbers))]
+            checks += found
+            if lacks := None if found else _lacking(rule, row, numbers):
+                reasons = skipped.setdefault(rule, {})
+                reasons[lacks] = reasons.get(lacks, 0) + 1
         made += len(checks)
         unchecked += not checks
         contradictions += [
@@ -96,7 +109,15 @@ def audit(rows: list[TableRow]) -> Audit:
             for rule, (holds, sentence) in checks
             if not holds
         ]
-    return Audit(len(rows), made, unchecked, tuple(contradictions))
+    return Audit(len(rows), made, unchecked, tuple(contradictions), skipped)
+
+
+def _lacking(rule: str, row: TableRow, numbers: Mapping[str, float]) -> str:
+    """What a check could not be made without; empty for one that every row may do without."""
+    for group in KNOWN["needs"].get(rule, ()):
+        if not any(name in numbers or (name == "gpu" and row.words.get(name)) for name in group):
+            return " or ".join(KNOWN["said"].get(name, name) for name in group)
+    return "figures that decide it" if rule in KNOWN["needs"] else ""
 
 
 def _impossible(row: TableRow) -> Iterator[tuple[str, str]]:
@@ -104,7 +125,7 @@ def _impossible(row: TableRow) -> Iterator[tuple[str, str]]:
     for name, value in row.numbers.items():
         whole = "whole " if name in KNOWN["whole"] else ""
         possible = 0 < value < inf and not (whole and value % 1)
-        if not possible and (value or name not in KNOWN["may_be_none"]):
+        if not possible and name != "difference" and (value or name not in KNOWN["may_be_none"]):
             said = KNOWN["said"].get(name, name)
             yield name, f"{said} is {value:g}, no {whole}number above 0."
 
@@ -188,6 +209,64 @@ def _tokens(row: TableRow) -> _Checked:
         )
 
 
+def _samples(row: TableRow) -> _Checked:
+    """Samples a second against batch and step time; without a batch against the baseline's."""
+    n, base = row.numbers, row.baseline.numbers if row.baseline else {}
+    if not {"samples_s", "step_s"} <= n.keys():
+        return
+    implied = n["samples_s"] * n["step_s"]
+    said = (
+        f"{n['samples_s']:g} samples/s in steps of {n['step_s']:g} s are a batch of {implied:.3g}"
+    )
+    if "gbs" in n:
+        holds = _agree(row, n["gbs"], implied, "samples_s", "step_s")
+        yield holds, f"{said}, not {n['gbs']:g}."
+    elif {"samples_s", "step_s"} <= base.keys():
+        theirs = base["samples_s"] * base["step_s"]
+        holds = _agree(row, theirs, implied, "samples_s", "step_s")
+        yield holds, f"{said}, and the baseline's {theirs:.3g}."
+
+
+def _speedup(row: TableRow) -> _Checked:
+    """A speedup against the baseline's times or rates."""
+    n, base = row.numbers, row.baseline.numbers if row.baseline else {}
+    if "speedup" not in n or row.baseline is None:
+        return
+    both = n.keys() & base.keys()
+    ratios: dict[str, float] = {
+        name: n[name] / base[name] for name in ("samples_s", "tokens_s") if name in both
+    }
+    if "step_s" in both:
+        ratios["step_s"] = base["step_s"] / n["step_s"]
+    for name, ratio in ratios.items():
+        holds = _agree(row, n["speedup"], ratio, "speedup", name)
+        what = KNOWN["said"][name]
+        yield (
+            holds,
+            f"Its {what} is {ratio:.2f} times as good as the baseline's, not {n['speedup']:g}.",
+        )
+
+
+def _difference(row: TableRow) -> _Checked:
+    """The distance of two figures: absolute, or as a share of either."""
+    n = row.numbers
+    if not {"one", "other", "difference"} <= n.keys():
+        return
+    stated, apart = abs(n["difference"]), abs(n["one"] - n["other"])
+    shares = (
+        (100 * apart / n["one"], 100 * apart / n["other"]) if "%" in row.words["difference"] else ()
+    )
+    half = stated * row.slack["difference"]
+    # What rounding of the two figures leaves open.
+    open_ = n["one"] * row.slack["one"] + n["other"] * row.slack["other"]
+    open_ *= 100 / n["other"] if shares else 1
+    holds = any(abs(stated - each) <= half + open_ for each in (apart, *shares))
+    yield (
+        holds,
+        f"{n['one']:g} and {n['other']:g} are {apart:g} apart, not {row.words['difference']}.",
+    )
+
+
 def _flops(row: TableRow) -> _Checked:
     """TFLOP/s against 6 FLOPs a parameter and token, and attention's; a mixture's active ones."""
     n, rate, active = row.numbers, _rate_of_gpu(row), _active_parameters(row)
@@ -218,11 +297,15 @@ def _mfu(row: TableRow) -> _Checked:
     stated, rate, active = n.get("tflops"), _rate_of_gpu(row), _active_parameters(row)
     if stated is not None:
         yield stated <= peak, f"{stated:g} TFLOP/s are above the {peak:g} of a {gpu}."
-        if "mfu" in n and "16" in row.words.get("dtype", ""):
+        dtype = row.words.get("dtype", "")
+        if "mfu" in n and ("16" in dtype or not dtype):
+            # Without a precision any peak may be meant; 16 bits where none fits.
+            peaks = [peak] if dtype else _peaks(row).values()
+            half = _peaks(row).get("bf16") or _peaks(row).get("fp16") or peak
             yield (
-                _agree(row, n["mfu"], 100 * stated / peak, "mfu", "tflops"),
-                f"{stated:g} TFLOP/s are {stated / peak:.1%} of the {peak:g} of a {gpu}, not an MFU of "
-                f"{n['mfu']:g}%.",
+                any(_agree(row, n["mfu"], 100 * stated / each, "mfu", "tflops") for each in peaks),
+                f"{stated:g} TFLOP/s are {stated / half:.1%} of the {half:g} of a {gpu}"
+                f"{'' if dtype else ' in 16 bits'}, not an MFU of {n['mfu']:g}%.",
             )
     if rate and active:
         least = 6 * active * rate / _TERA
@@ -260,15 +343,22 @@ def _active_parameters(row: TableRow) -> float | None:
 
 def _peak(row: TableRow) -> float | None:
     """Dense peak in TFLOP/s of the stated precision, of the fastest one where none is stated."""
-    try:
-        peaks = device_by_key(row.words.get("gpu", "").lower()).peak_tflops
-    except UnknownHardwareError:
+    peaks = _peaks(row)
+    if not peaks:
         return None
     dtype = row.words.get("dtype", "").lower()
     if "16" in dtype and "8" not in dtype:
         return peaks.get("bf16") or peaks.get("fp16")
     fastest = max(peaks.values())
     return 2 * fastest if "fp4" in dtype else fastest
+
+
+def _peaks(row: TableRow) -> Mapping[str, float]:
+    """Of the device that a row names, by precision; none of one that is not known."""
+    try:
+        return device_by_key(row.words.get("gpu", "").lower()).peak_tflops
+    except UnknownHardwareError:
+        return {}
 
 
 def _agree(row: TableRow, one: float, two: float, *printed: str) -> bool:
@@ -281,6 +371,9 @@ _RULES: dict[str, Callable[[TableRow], _Checked]] = {
     "degrees": _degrees,
     "divisibility": _divisibility,
     "name": _name,
+    "samples": _samples,
+    "speedup": _speedup,
+    "difference": _difference,
     "tokens": _tokens,
     "flops": _flops,
     "mfu": _mfu,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ _TOTAL = re.compile(r"\b(total|aggregate|overall|cluster)\b")
 _OF_EACH = re.compile(r"(/|per) ?(gpu|device|chip|accelerator)")
 _SPELLED = re.compile(r"(?<![a-z])(etp|vpp|tp|pp|cp|dp|ep|sp)[ =]*(\d+)(?:x(\d+))?")
 _MARKED, _LINK = re.compile(r"[*`_#]+"), re.compile(r"\[([^\]]*)\]\([^)]*\)")
+_DEVICE = re.compile(r"\b(?:GB|GH|[ABHV])\d{3}\b")
+"""Where a write-up names one alone, its figures are of it."""
+_ITEM = re.compile(r"[^\x00-\x20A-Za-z0-9|#]{1,12}\s+([A-Z][\w ()]*):\s+(.+)")
 _BAR = re.compile(r"(?<!\\)\|")
 """Between cells; one after a backslash is part of a cell's text."""
 _MOST_BILLIONS = 1e6
@@ -60,6 +63,8 @@ class TableRow:
     """Also what is no single number: a range, several of them."""
     slack: dict[str, float] = field(default_factory=dict)
     """Half of the last printed digit, relative."""
+    baseline: TableRow | None = None
+    """The row of the same table whose speedup is 1, which the others' are over."""
 
     @property
     def name(self) -> str:
@@ -76,15 +81,19 @@ def read_table(path: Path) -> list[TableRow]:
     try:
         text = read_text(path)
         markdown = any(_is_rule(line) for line in text.splitlines())
-        tables = list(_markdown_tables(text)) if markdown else [_csv_table(text, path)]
+        listed = [] if path.suffix == ".csv" else list(_listings(text))
+        tables = list(_markdown_tables(text)) if markdown or listed else [_csv_table(text, path)]
     except UnreadableError as error:
         raise TableError(str(error)) from None
-    rows = [row for header, lines in tables for row in _rows(header, lines)]
+    rows = [row for header, lines in tables for row in _rows(header, lines)] + listed
     if not rows:
         raise TableError(
             f"{path} holds no table of performance figures; its headings should name GPUs, degrees "
             "(TP, PP, DP), batch, sequence and a figure (step time, tokens/s, TFLOP/s, MFU)."
         )
+    named = set(_DEVICE.findall(text))
+    for row in rows if path.suffix != ".csv" and len(named) == 1 else ():
+        row.words.setdefault("gpu", *named)
     return rows
 
 
@@ -132,6 +141,20 @@ def _markdown_tables(text: str) -> Iterator[tuple[list[str], _Lines]]:
             yield _cells(lines[place - 1]), [(number, _cells(row)) for number, row in rows]
 
 
+def _listings(text: str) -> Iterator[TableRow]:
+    """A title that ends with a colon, and a line for each figure below it, as write-ups draw trees."""
+    row = TableRow(0)
+    for number, line in enumerate((*text.splitlines(), ""), 1):
+        if item := _ITEM.fullmatch(line.strip()):
+            name = quantity(item[1]) or quantity(re.sub(r"^[\d.,%\s]+", "", item[2]))
+            if name in ("mfu", "efficiency") or name.endswith("flops") or name.startswith("tokens"):
+                _put(row, "mfu" if "peak" in item[2] else name, item[2])
+            continue
+        if len(row.numbers) > 1:
+            yield row
+        row = TableRow(number, words={"model": line.strip().rstrip(":")})
+
+
 def _is_rule(line: str) -> bool:
     return "|" in line and "-" in line and not set(line.strip()) - set("|-: ")
 
@@ -146,7 +169,20 @@ def _rows(header: Sequence[str], lines: _Lines) -> list[TableRow]:
     lower = [text.strip().lower() for text in header]
     if "metric" in lower and "value" in lower:
         return _joined(places, lower, lines)
-    return [_row(places, line, cells) for line, cells in lines] if len(places) > 1 else []
+    if lower[3:] == ["difference"]:
+        return [_compared(line, cells) for line, cells in lines if len(cells) == len(header)]
+    rows = [_row(places, line, cells) for line, cells in lines] if len(places) > 1 else []
+    baseline = next((row for row in rows if row.numbers.get("speedup") == 1), None)
+    return [replace(row, baseline=baseline) for row in rows]
+
+
+def _compared(line: int, cells: Sequence[str]) -> TableRow:
+    """A figure of two, and in the last column how far they are apart."""
+    row = TableRow(line, words={"model": cells[0], "difference": cells[3]})
+    for name, text in zip(("one", "other", "difference"), cells[1:], strict=True):
+        if ":" not in text:  # A time of the clock.
+            _put(row, name, text)
+    return row
 
 
 def _joined(places: dict[int, str], header: Sequence[str], lines: _Lines) -> list[TableRow]:
@@ -177,6 +213,8 @@ def _row(places: dict[int, str], line: int, cells: Sequence[str]) -> TableRow:
         text = cells[place].strip() if place < len(cells) else ""
         if name in _WORDS:
             row.words[name] = text
+        elif name == "efficiency":
+            _put(row, "mfu" if "peak" in text else name, text)
         elif name == "layout":
             row.numbers |= _layout(text)
         elif " " in name:

@@ -162,6 +162,8 @@ class _Soaking:
     console: Console
     readings: list[ProcessReading] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
+    _start_seconds: float = 0.0
+    """Of a run, before its first iteration."""
     _attempts: Counter[str] = field(default_factory=Counter)
     _logged_before: int = 0
     """Bytes of the log when this attempt began."""
@@ -176,14 +178,19 @@ class _Soaking:
         self._file.close()
 
     def train_undisturbed(self) -> int:
-        """Train until the time is over; the last iteration.
+        """Train until the time is over, from the first iteration on; the last one.
 
         Raises:
             LaunchError: The run ended early, or did not reach its second checkpoint.
         """
-        end = time.monotonic() + self.soak.undisturbed_seconds
         with self._launched(UNDISTURBED, self.soak.job.options.iterations or 0) as run:
-            self._watch(run, end)
+            launched = time.monotonic()
+            while run.launcher.poll() is None and not _last_iteration(run.folder):
+                if time.monotonic() - launched > OF_A_RUN:
+                    break
+                time.sleep(READ_SECONDS / 10)
+            self._start_seconds = time.monotonic() - launched
+            self._watch(run, time.monotonic() + self.soak.undisturbed_seconds)
         reached, every = _last_iteration(run.folder), self.soak.every
         if reached < 2 * every:
             raise LaunchError(
@@ -201,7 +208,8 @@ class _Soaking:
         """
         choose, faults = random.Random(self.soak.job.options.seed), []
         folder, beyond = self.folder / DISTURBED, 0
-        end = self._began + self.soak.hours * 3600
+        # Both runs start, and HOURS= is of training.
+        end = self._began + 2 * self._start_seconds + self.soak.hours * 3600
         while _last_iteration(folder) < iterations and _lasts(folder, end, beyond):
             gap = choose.expovariate(1 / self.soak.mean_gap_seconds)
             with self._launched(DISTURBED, iterations) as run:

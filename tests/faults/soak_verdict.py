@@ -23,6 +23,8 @@ UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
 
 MEMORY_LIMIT = 0.01
 """By how much of itself the least of the last third may be above the most of the first."""
+MEMORY_FLOOR_BYTES = 1 << 20
+"""Less is no growth of a process however small: an allocator takes memory in such pieces."""
 
 _FEWEST_WINDOWS = 3
 
@@ -86,7 +88,8 @@ class Steadiness:
     def is_steady(self) -> bool:
         """Whether neither grew: memory beyond what it reached, by more than the limit."""
         first, last = self.memory_bytes
-        memory = last <= (first + self.fluctuation_bytes) * (1 + MEMORY_LIMIT)
+        most = first + self.fluctuation_bytes
+        memory = last - most <= max(MEMORY_FLOOR_BYTES, MEMORY_LIMIT * most)
         return memory and self.descriptors[1] <= self.descriptors[0]
 
 

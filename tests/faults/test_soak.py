@@ -2,12 +2,16 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from tests.faults.runs import Kit
-from tests.faults.soak import READINGS_FILE, TEXT_FILE, Soak, plan_soak
+from tests.faults.soak import READINGS_FILE, TEXT_FILE, Soak, _Soaking, plan_soak
 from tests.given import given
 from tools.launch.options import Options
 from tools.spec.files import ROOT
@@ -45,6 +49,29 @@ def test_experts_are_soaked_in_the_model_that_has_them() -> None:
         "train-ep2-moe-tiny-2cpu",
         "train-dp4-gpt2-tiny-4cpu",
     ]
+
+
+def test_start_up_is_no_part_of_the_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, ends = [0.0], []
+    watch = _Soaking(soaked({"STRATEGY": "dp2", "HOURS": "1"}), tmp_path, Console(quiet=True))
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    @contextmanager
+    def launched(*_: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(folder=tmp_path, launcher=SimpleNamespace(poll=lambda: None))
+
+    monkeypatch.setattr(
+        "tests.faults.soak.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
+    )
+    monkeypatch.setattr(
+        "tests.faults.soak._last_iteration", lambda _: 1000 if clock[0] >= 40 else 0
+    )
+    monkeypatch.setattr(watch, "_launched", launched)
+    monkeypatch.setattr(watch, "_watch", lambda _, end: ends.append(end))
+    assert watch.train_undisturbed() == 1000
+    assert ends == [40 + 0.4 * 3600]
 
 
 @pytest.mark.slow

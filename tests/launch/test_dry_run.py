@@ -25,7 +25,7 @@ def dry_run(sample_prefix: Path, tmp_path: Path) -> DryRun:
     def run(name: str, **changes: object) -> int:
         options = Options(data=str(sample_prefix), runs=tmp_path / "runs", dry_run=True)
         options = replace(options, **changes)  # type: ignore[arg-type]
-        target = parse_target(name)
+        target = parse_target(name, options)
         return train(target.under(options), Console(quiet=True))
 
     return run
@@ -63,18 +63,62 @@ def test_a_dry_run_says_that_the_data_make_another_model(
     with pytest.raises(LaunchError):
         dry_run("train-dp2-llama3-8b-2gpu", data=None)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
-    assert [": 7,391," in line for line in said] == [True]
+    assert ": 7,391," in said[0]
 
 
 def test_a_flag_that_the_kit_does_not_know_is_named_and_not_refused(
     dry_run: DryRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert dry_run("train-dp2-gpt2-tiny-2cpu", extra=("--foo", "1", "--window-size", "16,0")) == 0
+    extra = ("--app-tag-run-name", "1", "--window-size", "16,0")
+    assert dry_run("train-dp2-gpt2-tiny-2cpu", extra=extra) == 0
     command, *said = capsys.readouterr().out.splitlines()
     assert command.endswith(
-        "--foo 1 --window-size 16,0 --tensorboard-dir '<run folder>/tensorboard'"
+        "--app-tag-run-name 1 --window-size 16,0 --tensorboard-dir '<run folder>/tensorboard'"
     )
-    assert [line.partition(";")[0] for line in said] == ["# Not known to this kit: --foo"]
+    assert [line.partition(";")[0] for line in said] == [
+        "# Not known to this kit: --app-tag-run-name"
+    ]
+
+
+def test_a_schedule_that_never_leaves_its_warm_up_is_said_with_what_fits_it_to_the_run(
+    dry_run: DryRun, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def said(**changes: object) -> list[str]:
+        dry_run("train-dp2-mine-2cpu", model=str(file), **changes)
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
+
+    file = tmp_path / "mine.args"
+    file.write_text(
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64\n"
+        "--max-position-embeddings 64 --micro-batch-size 2\n"
+    )
+    assert said(iterations=30) == [
+        "# The learning rate reaches 4e-06 of its 6e-05: the schedule's warm-up takes 430 iterations, "
+        'and the run ends after 30; EXTRA="--lr-decay-iters 30" fits the schedule to the run.'
+    ]
+    assert said(iterations=30, extra=("--lr-decay-iters", "30")) == []
+    assert said(iterations=300) == []
+
+
+def test_a_flag_that_no_megatron_has_is_refused_with_the_near_one(dry_run: DryRun) -> None:
+    target, mine = "train-dp2-gpt2-tiny-2cpu", ("--swigluu", "--my-own-flag", "2")
+    with pytest.raises(LaunchError) as refused:
+        dry_run(target, extra=mine)
+    assert str(refused.value).splitlines() == [
+        "--swigluu is no flag of Megatron (0.14 to 0.20); did you mean --swiglu?",
+        "--my-own-flag is no flag of Megatron (0.14 to 0.20); leave it out.",
+    ]
+
+
+def test_a_checkout_may_have_flags_of_its_own(dry_run: DryRun, tmp_path: Path) -> None:
+    checkout = tmp_path / "fork"
+    package = checkout / "megatron" / "core" / "package_info.py"
+    package.parent.mkdir(parents=True)
+    package.write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\nPRE_RELEASE = ''\nmy_own_flag: int = 1\n")
+    (checkout / "pretrain_gpt.py").write_text("pretrain()")
+    target, mine = "train-dp2-gpt2-tiny-2cpu", ("--swigluu", "--my-own-flag", "2")
+    with pytest.raises(LaunchError, match=r"^--swigluu is no flag[^\n]*$"):
+        dry_run(target, extra=mine, megatron_lm=checkout)
 
 
 def test_interleaved_stages_run_at_the_models_own_batch(dry_run: DryRun) -> None:

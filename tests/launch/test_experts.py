@@ -136,10 +136,10 @@ def test_a_model_takes_the_vocabulary_of_the_kits_own_data_and_says_so(composed:
 def test_a_flag_that_the_kit_does_not_know_is_said_before_training(composed: Composer) -> None:
     known, unknown = (
         differences(composed("train-baseline-moe-tiny-1cpu", extra=words))
-        for words in ("--window-size 16,0", "--foo 1 --bar=2")
+        for words in ("--window-size 16,0", "--app-tag-run-name 1 --adlr-autoresume-interval=2")
     )
     assert known == ()
     assert unknown == (
-        "Not known to this kit: --foo, --bar; Megatron gets what is given, and no plan or report counts "
-        "it.",
+        "Not known to this kit: --app-tag-run-name, --adlr-autoresume-interval; Megatron gets what is "
+        "given, and no plan or report counts it.",
     )

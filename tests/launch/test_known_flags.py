@@ -1,7 +1,7 @@
 """The flag table against the parser of the Megatron that is installed."""
 
 from tests.launch.megatron_parser import MegatronParser
-from tools.spec.flag_table import FLAGS
+from tools.spec.flag_table import FLAGS, OTHERS
 
 OPPOSITES = (
     *("--untie-embeddings-and-output-weights", "--no-persist-layer-norm"),
@@ -10,6 +10,10 @@ OPPOSITES = (
 """The parser keeps these under their own name, the opposite of what the table calls by its field."""
 DERIVED = ("--dataloader-type",)
 """Without a default in the parser; Megatron sets it behind."""
+
+
+def test_every_flag_of_the_parser_is_known_by_name(megatron_parser: MegatronParser) -> None:
+    assert megatron_parser.flags().keys() - {*FLAGS, *OTHERS} == {"-h", "--help"}
 
 
 def test_the_table_is_megatrons_parser(megatron_parser: MegatronParser) -> None:

@@ -12,7 +12,7 @@ from tools.plan.__main__ import main
 from tools.plan.dryrun.comparison import CallDifference, CheckedRank
 from tools.plan.dryrun.job import DryRunError, DryRunner, check, flags_of, ranks_named
 from tools.plan.dryrun.rank.patches import even_loads
-from tools.plan.dryrun.show import as_data, verdict
+from tools.plan.dryrun.show import as_data, print_comparisons, verdict
 from tools.records.measurements import MemoryCategory, Operation, Phase
 from tools.spec.experts import expert_load_of
 from tools.spec.files import ROOT
@@ -388,6 +388,15 @@ def test_the_command_prints_every_call_and_category(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
+def test_a_model_that_the_kits_data_would_change_is_named_behind_the_first_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = changed_model(TINY, ("--vocab-size", "4096"))
+    print_comparisons(model, spec_of_model(model, Parallelism(), Batch(1, 1)), [])
+    second = capsys.readouterr().out.splitlines()[1]
+    assert "vocabulary of 50,257 is trained and not the model's own 4,096" in second
+
+
 def test_the_best_of_a_plan_are_verified(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --verify 3 --json"
     assert main(words.split()) == 0

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from tests.given import asked_of_plan
+from tests.given import asked_of_plan, run
 from tools.plan.__main__ import main
 from tools.plan.one_strategy import time_strategy
 from tools.plan.request import ignored_flags
@@ -233,18 +233,28 @@ def test_a_search_uses_extra_flags_names_those_it_does_not_know_and_prints_them_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["--model", "gpt3-13b", "--gpus", "64", "--gpu", "h100"]
-    extra = "--overlap-grad-reduce --nonsense --recompute-granularity full"
+    extra = "--overlap-grad-reduce --app-tag-run-name --recompute-granularity full"
     plain, changed = answer(capsys, *words), answer(capsys, *words, f"--extra={extra}")
     assert (plain["ignored_flags"], changed["ignored_flags"]) == (
         [],
-        ["--nonsense", "--recompute-granularity"],
+        ["--app-tag-run-name", "--recompute-granularity"],
     )
-    assert (plain["unknown_flags"], changed["unknown_flags"]) == ([], ["--nonsense"])
+    assert (plain["unknown_flags"], changed["unknown_flags"]) == ([], ["--app-tag-run-name"])
     before, after = plain["winner"], changed["winner"]
     assert isinstance(before, dict)
     assert isinstance(after, dict)
     assert after["iteration_seconds"] < before["iteration_seconds"]
-    assert "--overlap-grad-reduce --nonsense" in after["command"]
+    assert "--overlap-grad-reduce --app-tag-run-name" in after["command"]
+
+
+def test_a_flag_that_no_megatron_has_is_not_planned_around(tmp_path: Path) -> None:
+    file = tmp_path / "mine.args"
+    file.write_text(f"{SMALL}--swigluu\n")
+    for variables in ({"MODEL": str(file)}, {"MODEL": "gpt2-tiny", "EXTRA": "--swigluu"}):
+        for target, more in (("plan", {"GPUS": "2"}), ("advise", {"GPUS": "2"}), ("dryrun", {})):
+            if target != "dryrun" or "EXTRA" not in variables:
+                with pytest.raises(ValueError, match=r"--swigluu is no flag .* mean --swiglu\?"):
+                    run(target, variables | more)
 
 
 def test_flags_of_a_models_own_file_that_are_not_planned_are_named(
@@ -263,15 +273,13 @@ def test_why_a_flag_is_no_part_of_the_prediction_is_said(
 ) -> None:
     file = tmp_path / "mine.args"
     file.write_text(f"{SMALL}--tensor-model-parallel-size 8\n")
-    extra = "--extra=--window-size 16,0 --cp-comm-type a2a --nonsense"
+    extra = "--extra=--window-size 16,0 --cp-comm-type a2a --app-tag-run-name"
     assert main(["--model", str(file), "--gpus", "4", "--gpu", "h100", extra]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "Not part of the prediction: --tensor-model-parallel-size (STRATEGY= says it), --window-size "
-        "(no "
-        "formula has it), --cp-comm-type (a search chooses it; STRATEGY= takes it), --nonsense (not "
-        "known "
-        "to this kit)."
+        "(no formula has it), --cp-comm-type (a search chooses it; STRATEGY= takes it), "
+        "--app-tag-run-name (not known to this kit)."
     ) in said
 
 

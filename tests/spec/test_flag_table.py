@@ -9,7 +9,7 @@ from tools.plan.time.execution import Execution
 from tools.spec.experts import ExpertLoad
 from tools.spec.files import ROOT
 from tools.spec.flag_table import FLAGS, __doc__, of_group, of_role, planned
-from tools.spec.flags import Flags, flags_in, unknown_flags, words_of
+from tools.spec.flags import Flags, flags_in, unlisted_flags, words_of
 from tools.spec.model import LatentAttention, Mamba, ModelShape
 from tools.spec.offload import Offload
 from tools.spec.recompute import Recompute
@@ -71,7 +71,7 @@ def test_the_kit_knows_every_flag_that_its_own_files_have(pattern: str) -> None:
     files = sorted(ROOT.glob(pattern))
     assert files
     lines = [line.partition("#")[0] for file in files for line in file.read_text().splitlines()]
-    assert unknown_flags(re.findall(r"(?<![\w-])--[a-z][\w-]+", "\n".join(lines))) == ()
+    assert unlisted_flags(re.findall(r"(?<![\w-])--[a-z][\w-]+", "\n".join(lines))) == ()
 
 
 def test_sets_of_flags_are_queries() -> None:

@@ -1,4 +1,5 @@
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +33,20 @@ def test_a_variable_that_is_not_set_has_its_default() -> None:
 def test_every_kind_can_be_read_or_refused(setting: settings.Setting) -> None:
     with suppress(SettingError):
         read(setting, "?")
+
+
+def test_a_data_set_is_known_by_its_name_its_prefix_or_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.spec.setting.ROOT", tmp_path)
+    (tmp_path / "owt-ds").mkdir()
+    for name in ("mine_text_document", "joined"):
+        (tmp_path / "owt-ds" / f"{name}.idx").touch()
+    made = "owt-ds/mine_text_document"
+    elsewhere = str(tmp_path / made)
+    for text in ("mine", "owt-ds/mine", made, f"{made}.idx", f"{made}.bin", "mine_text_document"):
+        assert read(settings.DATA, text) == made
+    assert read(settings.DATA, elsewhere.removesuffix("_text_document")) == elsewhere
+    assert read(settings.DATA, "joined") == "owt-ds/joined"
+    assert read(settings.DATA, "sample") == "owt-ds/sample_text_document"
+    assert read(settings.DATA, "owt-ds/not-there") == "owt-ds/not-there"

@@ -186,7 +186,7 @@ def verify_live(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
         for patch, stated in ((finding.shown_with, True), (finding.patch, False)):
             began = time.monotonic()
             judgement = bench.verify(
-                *(finding.layouts[0], finding.model, finding.devices, finding.flags, patch),
+                *(finding.strategies[0], finding.model, finding.devices, finding.flags, patch),
                 iteration=None,
                 reference=finding.reference,
                 own=finding.own_flags,
@@ -203,12 +203,12 @@ def verify_present(bench: Bench, only: Sequence[str]) -> Iterator[tuple[str, boo
     """
     name = label(find_entry(bench.megatron_lm))
     for finding in findings():
-        if not finding.layouts or (only and finding.id not in only):
+        if not finding.strategies or (only and finding.id not in only):
             continue
         began = time.monotonic()
         try:
             verdict = bench.verify(
-                *(finding.layouts[0], finding.model, finding.devices),
+                *(finding.strategies[0], finding.model, finding.devices),
                 finding.flags,
                 finding.shown_with,
                 iteration=None,
@@ -238,7 +238,7 @@ def _of_finding(finding: Finding, stated: bool) -> InjectedBug:
         id=finding.id if stated else f"{finding.id}, cured",
         file="",
         catalogue=finding.thread or "new",
-        strategy=finding.layouts[0],
+        strategy=finding.strategies[0],
         model=finding.model,
         stage=finding.stage or "" if stated else "",
         module=finding.module if stated else "",

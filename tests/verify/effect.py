@@ -60,13 +60,13 @@ class _Trainer:
         truths = [self._trained(launch, iterations) for launch in references]
         measured = []
         for pair, (reference, loss) in zip((as_it_is, cured), truths * 2, strict=False):
-            weights, other = self._trained(pair.layout, iterations)
+            weights, other = self._trained(pair.strategy, iterations)
             moved = _distance(reference, started)
             measured += [abs(other - loss) / loss, _distance(weights, reference) / moved]
         return Effect(iterations, *(float(f"{value:.1e}") for value in measured))
 
     def _composed(self, finding: Finding, patch: Path | None, iterations: int) -> Verification:
-        layout = parse_strategy(finding.layouts[0], finding.devices)
+        layout = parse_strategy(finding.strategies[0], finding.devices)
         options = Options(
             runs=self.folder,
             # As small as shows it: two micro batches a rank.
@@ -77,7 +77,7 @@ class _Trainer:
             iterations=iterations,
             patch_file=read_patch_file(str(patch)) if patch else None,
         )
-        target = f"train-{finding.layouts[0]}-{finding.model}-{finding.devices}cpu"
+        target = f"train-{finding.strategies[0]}-{finding.model}-{finding.devices}cpu"
         pair = Pair(parse_target(target, options), finding.reference, finding.own_flags)
         composed = compose_pair(pair)
         quiet = Console(quiet=True)

@@ -36,8 +36,8 @@ def test_every_finding_is_judged_for_every_version_and_has_a_name_of_its_own() -
 
 @pytest.mark.parametrize("one", REPRODUCED, ids=lambda one: one.id)
 def test_what_is_reproduced_names_a_layout_a_place_and_a_patch_that_exist(one: Finding) -> None:
-    for layout in one.layouts:
-        assert parse_target(f"train-{layout}-{one.model}-{one.devices}cpu").flags is not None
+    for strategy in one.strategies:
+        assert parse_target(f"train-{strategy}-{one.model}-{one.devices}cpu").flags is not None
     place = {one.stage, one.module, one.kind}
     assert place == {"", None} if one.fails else not {"", None} & place
     assert not one.behind or one.behind in {other.id for other in REPRODUCED}

@@ -98,7 +98,6 @@ PLAN = (
 )
 _A_PLAN = "MODEL=gpt2-large GPUS=2 GPU=h200"
 _EXPERIMENT = "tools.study.commands:run_named"
-_TABLE_OF_RUNS = "tools.study.commands:run_on_target"
 _HERE = "tools.cli.clone"
 
 # fmt: off
@@ -281,7 +280,7 @@ SECTIONS = {
             "the planner's search and a report of 100 runs, beside a plain loop"),
         Command("bench-preprocess", "tests.bench.preprocess:main",
             "text a second, against Hugging Face tokenizers and Megatron's script", (v.MEGATRON_LM,)),
-        Command("bench-ledger", _TABLE_OF_RUNS,
+        Command("bench-ledger", _EXPERIMENT,
             "what the ledger costs, switched on every other iteration", (*ONE_RUN, v.TARGET),
             fixed=(("name", "bench_ledger"),)),
         Command("bench-verify", "",
@@ -292,7 +291,7 @@ SECTIONS = {
         Command("bench-gpu", "tools.study.bench_gpu:bench_gpu",
             "Megatron on one GPU without Transformer Engine, in under 9 minutes",
             (*ONE_RUN, v.ONLY, v.BUDGET)),
-        Command("loss-curve", _TABLE_OF_RUNS,
+        Command("loss-curve", _EXPERIMENT,
             "200 losses with FUSED=, compared with those of another seed", (*ONE_RUN, v.TARGET),
             fixed=(("name", "loss_curve"),)),
         Command("docs", "", "site/: the documentation, and the planner in the browser"),

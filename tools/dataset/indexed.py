@@ -142,6 +142,11 @@ class Dataset:
         return self.manifest.bin_sha256 if self.manifest else None
 
     @property
+    def stored(self) -> IntArray:
+        """All tokens, mapped from the file."""
+        return np.memmap(self.bin_path, self.dtype, "r")
+
+    @property
     def lengths(self) -> IntArray:
         """Tokens of each sequence."""
         return _index_array(self.idx_path, "<i4", 0, self.sequences)
@@ -336,8 +341,7 @@ def largest_token(dataset: Dataset, sample: int = 1 << 20) -> int:
     """
     if dataset.tokens == 0:
         return -1
-    tokens = np.memmap(dataset.bin_path, dtype=dataset.dtype, mode="r")
-    pieces = 64
+    tokens, pieces = dataset.stored, 64
     length = max(1, sample // pieces)
     starts = np.linspace(0, max(0, dataset.tokens - length), pieces).astype(np.int64)
     return max(int(tokens[start : start + length].max()) for start in starts)

@@ -66,8 +66,7 @@ def common_end(dataset: Dataset) -> int | None:
     """The token that every sequence ends in: the end-of-document token, if there is one at all."""
     if not dataset.tokens:
         return None
-    tokens = np.memmap(dataset.bin_path, dataset.dtype, "r")
-    lengths, pointers = dataset.lengths, dataset.pointers
+    tokens, lengths, pointers = dataset.stored, dataset.lengths, dataset.pointers
     itemsize = np.dtype(dataset.dtype).itemsize
     common: int | None = None
     for part in stretches(dataset.sequences):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +34,8 @@ from tools.plan.tensors import UnevenSplitError, parameters_total
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
-from tools.spec.flags import Flags, release
+from tools.spec.flag_table import argument_names
+from tools.spec.flags import Flags, misspelled, release
 from tools.spec.model import imported_weights
 from tools.spec.run import Backend, DeviceKind, RunSpec
 from tools.text.units import gib
@@ -192,6 +194,7 @@ def _composition_problems(
     launch: Launch, data_is_to_come: bool, may_drop: bool = False
 ) -> Iterator[str]:
     yield from version_problems(launch)
+    yield from _flag_problems(launch)
     yield from expert_problems(launch, may_drop)
     yield from fp8_problems(launch)
     yield from saving_problems(launch.saving, launch.spec)
@@ -208,6 +211,18 @@ def _composition_problems(
     missing = launch.data in OWN_SAMPLES and not idx_path(launch.data_path).is_file()
     if not (missing and data_is_to_come):
         yield from _data_problems(launch)
+
+
+def _flag_problems(launch: Launch) -> Iterator[str]:
+    """Flags that Megatron does not have; a checkout, or a patch file, may add some of its own."""
+    wrong = misspelled(launch.flags) if launch.spec.backend is Backend.MEGATRON else {}
+    if wrong and launch.job.options.megatron_lm:
+        checkout = launch.job.options.megatron_lm
+        files = [*checkout.glob("*.py"), *(checkout / "megatron").rglob("*.py")]
+        own = set(re.findall(r"\w+", " ".join(each.read_text(errors="ignore") for each in files)))
+        wrong = {name: said for name, said in wrong.items() if not argument_names([name]) <= own}
+    if variables.PATCH_FILE not in launch.environment:
+        yield from wrong.values()
 
 
 def _number(text: str) -> float | None:

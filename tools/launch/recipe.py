@@ -23,7 +23,7 @@ from tools.convert.recipe.written import (
     written_entry,
     written_recipe,
 )
-from tools.launch.job import parse_target
+from tools.launch.job import make_command, parse_target
 from tools.launch.named_run import read_named_run
 from tools.launch.options import Options
 from tools.launch.runtime import ON_HOST
@@ -31,7 +31,7 @@ from tools.launch.train import compose_job
 from tools.plan.constraints import violations
 from tools.records.io import write_whole
 from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT, from_root
+from tools.spec.files import ROOT, args_text, from_root
 from tools.spec.run import RunSpec
 from tools.spec.strategy import parse_strategy, strategy_flags
 from tools.text.terminal import say
@@ -122,16 +122,15 @@ def import_recipe(file: str, name: str | None, gpus: int | None, console: Consol
         raise LaunchError(f"{file} makes a run that Megatron refuses: {reason}")
     _refuse_another_strategy(read.spec)
     written = ROOT / "examples" / read.family / "models" / f"{name}.args"
-    text = read.args_file(
-        f"From {path.name}, a recipe of Megatron-Bridge, by 'make import-recipe'."
-    )
+    title = f"From {path.name}, a recipe of Megatron-Bridge, by 'make import-recipe'."
+    text = args_text([title], read.model_flags)
     if written.exists() and written.read_text() != text:
         raise LaunchError(
             f"There is a model {from_root(written)} already, another one; give NAME=another-name."
         )
     write_whole(written, text)
     say(console, f"{from_root(written)}; train it with")
-    say(console, read.command)
+    say(console, make_command(read.target, read.variables))
     for sentence in reading.left_out:
         _warn(console, f"In no flag: {sentence}")
     return 0

@@ -21,9 +21,13 @@ from tools.launch.start import ensure_start_checkpoint
 from tools.plan.tensors import vocabulary_sentence
 from tools.records.run import Status, StatusRecord
 from tools.spec.files import ROOT
-from tools.spec.flags import unknown_flags
+from tools.spec.flag_table import of_role
+from tools.spec.flags import Flags, unlisted_flags, values_by_flag
 from tools.spec.run import Backend
 from tools.spec.strategy import parse_strategy, scaling_sentence
+
+_RATE_SHARE = 0.5
+"""Of the learning rate, below which it is said what a run reaches."""
 
 
 def train(job: Job, console: Console) -> int:
@@ -49,8 +53,8 @@ def train_composed(launch: Launch, console: Console) -> int:
 
 
 def dry_run(launch: Launch) -> int:
-    """Print the command of a launch, whether it trains another model than it names, and flags of it that
-    the kit does not know; 0.
+    """Print the command of a launch, whether it trains another model than it names or never reaches its
+    learning rate, and flags of it that the kit does not know; 0.
 
     Nothing is written, and no data are made.
 
@@ -58,7 +62,9 @@ def dry_run(launch: Launch) -> int:
         LaunchError: The run would be refused, after the command was printed.
     """
     print(command_line(launch), flush=True)
-    for sentence in filter(None, (_other_vocabulary(launch), _unknown(launch))):
+    for sentence in filter(
+        None, (other_vocabulary(launch), _short_of_its_rate(launch), _unknown(launch))
+    ):
         print(f"# {sentence}", flush=True)
     check(launch, data_is_to_come=True)
     return 0
@@ -119,11 +125,12 @@ def differences(launch: Launch) -> tuple[str, ...]:
     sentence each."""
     spec, own = launch.spec, launch.job.model
     scaling = scaling_sentence(own.batch, spec.batch, spec.parallelism)
-    return tuple(filter(None, (_other_vocabulary(launch), scaling, _unknown(launch))))
+    said = (other_vocabulary(launch), scaling, _short_of_its_rate(launch), _unknown(launch))
+    return tuple(filter(None, said))
 
 
 def _unknown(launch: Launch) -> str:
-    names = unknown_flags(launch.flags)
+    names = unlisted_flags(launch.flags)
     if not names:
         return ""
     return (
@@ -132,7 +139,25 @@ def _unknown(launch: Launch) -> str:
     )
 
 
-def _other_vocabulary(launch: Launch) -> str:
+def _short_of_its_rate(launch: Launch) -> str:
+    """That the family's schedule, made for long runs, is in its warm-up when the run ends."""
+    own = (*launch.job.model.flags, *launch.job.options.extra)
+    if of_role("schedule") & values_by_flag(own).keys():
+        return ""
+    flags, iterations = Flags(launch.flags), launch.iterations
+    warm_up = flags.number("--lr-warmup-fraction") * flags.integer("--lr-decay-iters")
+    rate = flags.number("--lr")
+    if iterations > _RATE_SHARE * warm_up:
+        return ""
+    return (
+        f"The learning rate reaches {rate * iterations / warm_up:.1g} of its {rate:.1g}: the schedule's "
+        f"warm-up takes {warm_up:.0f} iterations, and the run ends after {iterations}; "
+        f'EXTRA="--lr-decay-iters {iterations}" fits the schedule to the run.'
+    )
+
+
+def other_vocabulary(launch: Launch) -> str:
+    """That the kit's data make it another model; empty if they do not."""
     spec, own = launch.spec, launch.job.model
     shape = replace(spec.trained_shape, vocabulary=own.shape.vocabulary)
     vocabulary = launch.model.shape.vocabulary

@@ -10,7 +10,6 @@ Megatron.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ class SplitSamples:
     ) -> None:
         dataset = open_dataset(prefix)
         lengths = np.array(dataset.lengths)
-        self._tokens: NDArray[Any] = np.memmap(dataset.bin_path, dtype=dataset.dtype, mode="r")
+        self._tokens = dataset.stored
         self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         self._seq_length = seq_length
         documents = split_documents(split, len(lengths), part)

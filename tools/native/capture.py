@@ -16,14 +16,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tools.capture.sinks import Piece, Recording, Responding, StoredTensors, reach
 from tools.native.batches import MicroBatch
-from tools.native.engines import Engine, Update
+from tools.native.engines import Engine, TorchEngine, Update
 from tools.native.hooks import Sink, Taps
 from tools.native.model import GPT, mixtures
 from tools.native.names import megatron_name, source_of
@@ -40,14 +39,6 @@ from tools.records.capture import (
     Stage,
 )
 from tools.spec import variables
-
-
-class OptimizingEngine(Engine, Protocol):
-    """An engine whose optimizer can be seen."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """What updates the weights."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +82,7 @@ def _native_wholes(model: GPT) -> Iterator[Whole]:
         yield Whole(megatron_name(name), placement, (parameter,))
 
 
-def capturing(engine: OptimizingEngine, counterpart: Counterpart, settings: Settings) -> Engine:
+def capturing(engine: TorchEngine, counterpart: Counterpart, settings: Settings) -> Engine:
     """The engine; one that writes an iteration's tensors, where the environment asks for it."""
     if variables.CAPTURE not in os.environ:
         return engine
@@ -101,9 +92,7 @@ def capturing(engine: OptimizingEngine, counterpart: Counterpart, settings: Sett
 class CapturingEngine:
     """An engine whose iteration is written, and repeated with weights off by one rounding error."""
 
-    def __init__(
-        self, engine: OptimizingEngine, counterpart: Counterpart, settings: Settings
-    ) -> None:
+    def __init__(self, engine: TorchEngine, counterpart: Counterpart, settings: Settings) -> None:
         self._engine, self._settings = engine, settings
         self._counterpart, self._model = counterpart, counterpart.model
         self._folder = Path(os.environ[variables.CAPTURE]) / "rank-0"

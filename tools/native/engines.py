@@ -67,7 +67,7 @@ def ledger() -> Recorder:
 class TorchEngine:
     """DDP, FSDP2, tensor or expert parallelism with PyTorch's AdamW or Muon."""
 
-    def __init__(self, model: GPT, settings: Settings, ranks: RankLayout) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, ranks: RankLayout) -> None:
         self._settings, self._ledger = settings, ledger()
         self._tensor_parallel = ranks.tensor_size > 1
         self._half = torch.bfloat16 if settings.bf16 else torch.float16 if settings.fp16 else None

@@ -119,10 +119,11 @@ def refuse_combinations(settings: Settings, world_size: int) -> None:
         )
 
 
-def parallelise(model: GPT, settings: Settings, ranks: RankLayout) -> nn.Module:
+def parallelise(model: nn.Module, settings: Settings, ranks: RankLayout) -> nn.Module:
     """Wrap or split a model that already has its weights."""
     if ranks.world_size == 1 or settings.engine == "bare":
         return model
+    assert isinstance(model, GPT)
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     if ranks.tensor_size > 1:
         return split_tensors(model, mesh)

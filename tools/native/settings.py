@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, NoReturn
 
 from tools.spec.flag_table import FLAGS, KnownFlag, of_native
-from tools.spec.model import round_up
+from tools.spec.model import round_up, usual_ffn
 from tools.spec.strategy import PipelineSchedule
 
 IMPORTED, PADDED = "--imported", "--padded-vocabulary"
@@ -126,12 +126,8 @@ class Settings:
 
     @property
     def mlp_width(self) -> int:
-        """Inside an MLP, or inside each expert.
-
-        Megatron's default is 4h, for a gated MLP two thirds of it rounded down to a multiple of 64.
-        """
-        wide = 4 * self.hidden_size
-        usual = int(wide * 2 / 3) // 64 * 64 if self.swiglu else wide
+        """Inside an MLP, or inside each expert."""
+        usual = usual_ffn(self.hidden_size, self.swiglu)
         return self.moe_ffn_hidden_size or self.ffn_hidden_size or usual
 
     @property

@@ -14,7 +14,7 @@ from tools.plan.search import Request
 from tools.plan.time.cluster import Cluster
 from tools.spec.experts import ExpertLoad, expert_load_of, most_imbalance
 from tools.spec.flag_table import FLAGS, of_role, planned
-from tools.spec.flags import Flags, drop_flags, merge_flags
+from tools.spec.flags import Flags, drop_flags, merge_flags, refuse_misspelled
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import Model, ModelShape, changed_model, model_of, training_flags
 from tools.spec.run import (
@@ -39,6 +39,7 @@ def request_from_options(options: PlanOptions) -> Request:
     """
     extra = words_of(options.extra)
     model = changed_model(model_of(options.model), extra, planned("counted"))
+    refuse_misspelled((*model.flags, *extra))
     device = device_by_key(options.gpu)
     devices, per_node = devices_and_node(options, device.domain)
     on_cpu = device.key == "cpu"

@@ -21,7 +21,7 @@ from tools.plan.search import Candidate, Plan, Request, Scaling, single_axis_can
 from tools.plan.tensors import vocabulary_sentence
 from tools.plan.time import iteration
 from tools.plan.time.iteration import TIME_COMPONENTS
-from tools.spec.flags import merge_flags, unknown_flags
+from tools.spec.flags import merge_flags, unlisted_flags
 from tools.spec.model import GPT2_VOCABULARY, Model
 from tools.spec.recompute import recompute_flags
 from tools.spec.run import RunSpec, cp_comm_flags
@@ -221,7 +221,7 @@ def trained_vocabulary_sentence(spec: RunSpec) -> str:
 
 def ignored_as_data(flags: Sequence[str]) -> dict[str, list[str]]:
     """Flags that a prediction is made without, and those of them that the kit does not know at all."""
-    return {"ignored_flags": [*flags], "unknown_flags": [*unknown_flags(flags)]}
+    return {"ignored_flags": [*flags], "unknown_flags": [*unlisted_flags(flags)]}
 
 
 def print_ignored(flags: Sequence[str], console: Console) -> None:

@@ -86,10 +86,11 @@ def verify(checkpoint: Checkpoint, keep_going: KeepGoing = lambda: True) -> None
     """
     verify_readable(checkpoint.path, keep_going)
     files = {}
-    for path in _files(checkpoint):
+    for path in sorted(filter(Path.is_file, checkpoint.path.iterdir())):
         if not keep_going():
             raise ReadingStoppedError
-        files[path.name] = _describe(path)
+        if path.name != MANIFEST_FILE:
+            files[path.name] = _describe(path)
     weights = weights_hash(checkpoint.path)
     manifest = CheckpointManifest(checkpoint.iteration, files, weights)
     write_record(checkpoint.path / MANIFEST_FILE, manifest)
@@ -172,10 +173,6 @@ def _read_manifest(checkpoint: Checkpoint) -> CheckpointManifest:
         return msgspec.json.decode(data, type=CheckpointManifest)
     except msgspec.DecodeError as error:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} cannot be read ({error})") from error
-
-
-def _files(checkpoint: Checkpoint) -> list[Path]:
-    return sorted(p for p in checkpoint.path.iterdir() if p.is_file() and p.name != MANIFEST_FILE)
 
 
 def _describe(path: Path) -> StoredFile:

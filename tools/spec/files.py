@@ -11,7 +11,7 @@ import gzip
 import io
 import shlex
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,17 @@ def read_args_file(path: Path) -> tuple[str, ...]:
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}; close the quote.") from None
     return tuple(words)
+
+
+def args_text(comments: Iterable[str], words: Iterable[str]) -> str:
+    """What an `.args` file holds: comments, then a line for each flag with its values."""
+    lines = [f"# {comment}" for comment in comments]
+    for word in words:
+        if word.startswith("--"):
+            lines.append(word)
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    return "\n".join(lines) + "\n"
 
 
 def read_yaml(path: Path) -> Any:

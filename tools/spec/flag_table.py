@@ -36,6 +36,9 @@ kind: such fields are read and written in one loop.
     system        processes, time limits, profiles, garbage collection
     kit           no flag of Megatron: the native backend's own
 
+Flags of Megatron that the kit has nothing to say of are names alone, `other_flags.csv`: all that a
+parser of 0.14 to 0.20 has. What is in neither is no flag of Megatron.
+
 `planned` says what the planner makes of it: `counted`; `one strategy`, counted where one is given and
 chosen by a search; `parameters`, which alone are counted; `neither`, it changes neither time nor memory;
 `MICRO_BATCH=` and the like, which says the same; empty where no formula has it.
@@ -120,6 +123,9 @@ def _release(version: str) -> tuple[int, int]:
 
 FLAGS: Mapping[str, KnownFlag] = _read()
 """By name, in the file's order."""
+
+OTHERS = frozenset(Path(__file__).with_name("other_flags.csv").read_text().split()[1:])
+"""Megatron's flags that have no line."""
 
 
 @cache

@@ -5,12 +5,13 @@ Kinds and defaults are those of the table (`tools/spec/flag_table.py`).
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from tools.spec.flag_table import FLAGS, KnownFlag, of_group
+from tools.spec.flag_table import FLAGS, OTHERS, KnownFlag, of_group, of_role
 
 
 def flag_words(flags: Mapping[str, object]) -> tuple[str, ...]:
@@ -53,9 +54,31 @@ def drop_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def unknown_flags(words: Sequence[str]) -> tuple[str, ...]:
-    """Flags that the kit does not know."""
+def unlisted_flags(words: Sequence[str]) -> tuple[str, ...]:
+    """Flags that the kit has nothing to say of."""
     return tuple(name for name in values_by_flag(words) if name not in FLAGS)
+
+
+def misspelled(words: Sequence[str]) -> dict[str, str]:
+    """Flags that no Megatron has, each with a sentence that names the near ones."""
+    found = {}
+    for name in unlisted_flags(words):
+        if name not in OTHERS:
+            megatrons = OTHERS | FLAGS.keys() - of_role("kit")
+            near = difflib.get_close_matches(name, sorted(megatrons), n=1, cutoff=0.75)
+            hint = f"did you mean {near[0]}?" if near else "leave it out."
+            found[name] = f"{name} is no flag of Megatron (0.14 to 0.20); {hint}"
+    return found
+
+
+def refuse_misspelled(words: Sequence[str]) -> None:
+    """Refuse flags that no Megatron has.
+
+    Raises:
+        ValueError: With a line for each.
+    """
+    if found := misspelled(words):
+        raise ValueError("\n".join(found.values()))
 
 
 def flags_in(words: Sequence[str], megatron_version: str) -> tuple[str, ...]:

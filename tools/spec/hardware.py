@@ -102,8 +102,11 @@ class UnknownHardwareError(ValueError):
 @cache
 def load_hardware() -> Hardware:
     """Read the devices and links."""
-    data = read_yaml(_FILE)
-    return msgspec.convert({what: _keyed(entries) for what, entries in data.items()}, Hardware)
+    data = {
+        what: {key: {"key": key} | _in_base_units(entry) for key, entry in entries.items()}
+        for what, entries in read_yaml(_FILE).items()
+    }
+    return msgspec.convert(data, Hardware)
 
 
 def find_device(name: str) -> Device | None:
@@ -160,10 +163,6 @@ def _words(key: str) -> frozenset[str]:
 
 def _plain(name: str) -> str:
     return name.casefold().removeprefix("nvidia").strip()
-
-
-def _keyed(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: {"key": key} | _in_base_units(entry) for key, entry in entries.items()}
 
 
 def _in_base_units(entry: Any) -> Any:

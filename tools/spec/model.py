@@ -374,7 +374,7 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
     _refuse_negative(flags)
     hidden, heads = said["hidden"], said["heads"]
     learned = flags.text("--position-embedding-type") == "learned_absolute"
-    columns = said.get("ffn_hidden", _usual_ffn(flags, hidden))
+    columns = said.get("ffn_hidden", usual_ffn(hidden, flags.has("--swiglu")))
     derived = {
         "query_groups": heads,
         "head_width": hidden // max(1, heads),
@@ -413,9 +413,9 @@ def _refuse_negative(flags: Flags) -> None:
             raise ValueError(f"{flag.name} is {value}; use 0 or more.")
 
 
-def _usual_ffn(flags: Flags, hidden: int) -> int:
-    # Megatron shrinks SwiGLU's MLP to two thirds, rounded to 64, so that its size stays that of 4h.
-    return int(4 * hidden * 2 / 3) // 64 * 64 if flags.has("--swiglu") else 4 * hidden
+def usual_ffn(hidden: int, swiglu: bool) -> int:
+    """Megatron's 4h; SwiGLU's is two thirds of it, rounded to 64, so that an MLP's size stays that."""
+    return int(4 * hidden * 2 / 3) // 64 * 64 if swiglu else 4 * hidden
 
 
 def _refuse_empty(name: str, shape: ModelShape) -> None:

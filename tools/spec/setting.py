@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.spec import settings
+from tools.spec.files import ROOT
 from tools.spec.recompute import Recompute
 from tools.spec.run import Backend, OptimizerName, RuntimeName
 from tools.spec.settings import RENAMED, Setting
@@ -106,6 +107,23 @@ def _picture(text: str) -> Path:
     return path
 
 
+_DATA, _MADE = "owt-ds/", "_text_document"
+"""Where `make prepare-ds NAME=` writes, and what it adds to the name."""
+
+
+def _prefix(text: str) -> str:
+    """A data set by its prefix, or by the name that it was made with; one of neither as it is."""
+    plain = text.removesuffix(".bin").removesuffix(".idx")
+    named = plain if "/" in plain else _DATA + plain
+    found = (each for each in (plain, plain + _MADE, named, named + _MADE) if _is_there(each))
+    unmade = plain if "/" in plain or plain.endswith(_MADE) else named + _MADE
+    return next(found, unmade)
+
+
+def _is_there(prefix: str) -> bool:
+    return Path(f"{ROOT / prefix}.idx").is_file()
+
+
 def _checkout(text: str) -> Path:
     folder = Path(text).expanduser().resolve()
     if not (folder / "pretrain_gpt.py").is_file():
@@ -150,12 +168,12 @@ _READERS: dict[str, Callable[[str], Any]] = {
     settings.FOLDER: Path,
     settings.CHECKOUT: _checkout,
     "a file to write": _picture,
+    "a prefix": _prefix,
     settings.OPTIMIZER.kind: OptimizerName,
     settings.BACKEND.kind: Backend,
     settings.RUNTIME.kind: RuntimeName,
     settings.RECOMPUTE.kind: Recompute.parse,
     # What only the launcher can read, and refuses itself.
-    "a prefix": str,
     "an NGC tag": str,
     "1 or a strategy": str,
     "a rate such as 1gbps or 200mbps": str,

@@ -37,7 +37,7 @@ OPTIMIZER = Setting(
     "adamw, muon or megatron-muon",
     "adamw, muon or megatron-muon, which is Megatron's rule under BACKEND=native too",
 )
-DATA = Setting("DATA", "a prefix", "data set, such as owt-ds/mine_text_document")
+DATA = Setting("DATA", "a prefix", "data set: NAME= of prepare-ds, or any prefix of .bin/.idx")
 EXTRA = Setting("EXTRA", WORDS, 'further Megatron flags, "--lr 1e-4"', ())
 DTYPE = Setting("DTYPE", TEXT, "fp16, bf16 or fp32")
 REFERENCE = Setting(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -13,10 +15,9 @@ from tools.launch.options import Options
 from tools.plan.search import Candidate, Plan
 from tools.report.analyse.rows import rows_of
 from tools.spec.files import ROOT
-from tools.study.cells import check_cells, compose_cells
-from tools.study.definition import Cell, Experiment
+from tools.study.definition import Cell
+from tools.study.engine import Output, Study, run_experiment
 from tools.study.load import load_sweep
-from tools.study.runner import Runner
 from tools.study.tables.auto import AutoGroup, AutoRow, render
 from tools.text.terminal import say
 
@@ -33,25 +34,39 @@ def bench_auto(
     console: Console,
     reports: Path = ROOT / "reports",
 ) -> int:
-    """Measure, plan and train for each model and number of ranks; 0 if every run ended well.
+    """Measure and plan for each model and number of ranks, then train; 0 if every run ended well.
 
     Raises:
         LaunchError: A model or number of devices is not known, or cannot be trained here.
     """
     axes = {"MODELS": models or "", "DEVICES": devices or ""}
     experiment = load_sweep(NAME, replace(options, calibrate=True), axes)
-    groups: list[AutoGroup] = []
-    try:
-        for cell in experiment.cells:
-            job = cell.job
-            say(console, f"{job.model.name} on {job.devices} {job.device} rank(s)")
-            groups.append(_group(experiment, job, console))
-    finally:  # Also after Ctrl-C: what there is is shown.
-        if groups and not options.dry_run:
-            folder = reports / "bench-auto"
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "comparison.md").write_text(render(groups) + "\n")
-            say(console, render(groups))
+    candidates: dict[Cell, Candidate] = {}
+    for job in (cell.job for cell in experiment.cells):
+        say(console, f"{job.model.name} on {job.devices} {job.device} rank(s)")
+        chosen = chosen_candidates(plan_here(job, console))
+        candidates |= {cell_of(job, each): each for each in chosen}
+    planned = replace(experiment, cells=tuple(candidates), report="bench-auto")
+    output = Output(partial(finish, candidates), also_interrupted=True)
+    return run_experiment(planned, output, console, reports)
+
+
+def finish(candidates: Mapping[Cell, Candidate], study: Study) -> int:
+    """The table of what was trained, also after Ctrl-C; 0 if every run ended well."""
+    rows: dict[tuple[str, int], list[AutoRow]] = {}
+    found = rows_of([result.folders for result in study.results])
+    for result, row in zip(study.results, found, strict=True):
+        job, candidate = result.cell.job, candidates[result.cell]
+        rows.setdefault((job.model.name, job.devices), []).append(
+            AutoRow(
+                job.strategy,
+                candidate.spec.batch.micro_batch_size,
+                1e3 * candidate.seconds.total,
+                row.estimate if row else None,
+            )
+        )
+    groups = [AutoGroup(*place, tuple(each)) for place, each in rows.items()]
+    study.write(render(groups))
     return int(not all(group.all_well for group in groups))
 
 
@@ -64,29 +79,6 @@ def chosen_candidates(plan: Plan) -> tuple[Candidate, ...]:
         for place, candidate in enumerate(plan.ranked)
         if place < BEST or candidate.strategy in names
     )
-
-
-def _group(experiment: Experiment, job: Job, console: Console) -> AutoGroup:
-    candidates = {cell_of(job, each): each for each in chosen_candidates(plan_here(job, console))}
-    group = replace(experiment, cells=tuple(candidates))
-    planned = check_cells(compose_cells(group, console), group)
-    for cell, rule in planned.skipped.items():
-        say(console, f"skipped: {cell.name}: {rule}")
-    if job.options.dry_run:
-        return AutoGroup(job.model.name, job.devices, ())
-    runner = Runner(group, planned.launches, console)
-    runner.train()
-    results = runner.results()
-    rows = tuple(
-        AutoRow(
-            result.cell.job.strategy,
-            candidates[result.cell].spec.batch.micro_batch_size,
-            1e3 * candidates[result.cell].seconds.total,
-            row.estimate if row else None,
-        )
-        for result, row in zip(results, rows_of([r.folders for r in results]), strict=True)
-    )
-    return AutoGroup(job.model.name, job.devices, rows)
 
 
 def cell_of(job: Job, candidate: Candidate) -> Cell:

@@ -89,13 +89,12 @@ def settings(only: str, options: Options) -> Experiment:
         LaunchError: A name of ONLY= is no setting's.
     """
     experiment = load_experiment(NAME, options, only=only.split())
-    cells = (replace(cell, expected_seconds=_expected(cell)) for cell in experiment.cells)
+    cells = []
+    for cell in experiment.cells:
+        # Start-up as assumed and iterations at the published time: a guess that plans, no result.
+        seconds = START_SECONDS + (cell.job.options.iterations or 0) * MARK_MS / 1000
+        cells.append(replace(cell, expected_seconds=seconds))
     return replace(experiment, cells=tuple(cells))
-
-
-def _expected(cell: Cell) -> float:
-    """Start-up as assumed and iterations at the published time: a guess that plans, not a result."""
-    return START_SECONDS + (cell.job.options.iterations or 0) * MARK_MS / 1000
 
 
 def describe(cells: Sequence[Cell], budget: float, data: str | None = None) -> str:
@@ -180,12 +179,6 @@ def _ceilings(console: Console) -> Ceilings | None:
     return Ceilings(figures.matmul_flops, figures.copy_bytes_per_second)
 
 
-def begin(study: Study) -> None:
-    """Say what cannot work here."""
-    for cell, rule in study.planned.skipped.items():
-        study.console.print(f"{cell.name}: {rule}", style="red", markup=False)
-
-
 def finish(study: Study) -> int:
     """The table of all settings that were measured here, and why one of this call's is not there."""
     runs = study.experiment.options.runs.parent
@@ -212,4 +205,4 @@ def with_reasons(bench: Bench, study: Study) -> Bench:
     return replace(bench, rows=(*rows, *known.values()))
 
 
-OUTPUT = Output(finish, begin=begin)
+OUTPUT = Output(finish)

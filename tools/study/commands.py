@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from statistics import mean
 
@@ -38,13 +39,21 @@ EVALUATION_SHARE = 10 / 50 / 3
 """Ten forward passes, a third of an iteration each, every fifty iterations."""
 
 
-def run_named(name: str, options: Options, console: Console, model: str | None = None) -> int:
-    """Run an experiment by the name of its file; its exit code.
+def run_named(
+    name: str,
+    options: Options,
+    console: Console,
+    model: str | None = None,
+    given: Namespace | None = None,
+) -> int:
+    """Run an experiment by the name of its file; its exit code. With TARGET= every cell trains that.
 
     Raises:
-        LaunchError: There is none of this name, or it cannot work here; nothing was trained.
+        LaunchError: There is none of this name, it cannot work here, or a run did not end well.
     """
-    return _run(load_experiment(name, options, model), console)
+    target = getattr(given, "target", None)
+    trained = parse_target(target) if target else None
+    return _run(load_experiment(name, options, model, trained), console)
 
 
 def parity(options: Options, console: Console, verify: bool = False) -> int:
@@ -58,18 +67,6 @@ def parity(options: Options, console: Console, verify: bool = False) -> int:
     demo = load_experiment("demo", options)
     table = "verified parity" if verify else "parity"
     return _run(replace(demo, report="parity", table=table), console)
-
-
-def run_on_target(
-    name: str, options: Options, console: Console, given: Namespace | None = None
-) -> int:
-    """Run an experiment whose cells train TARGET= instead of their own; its exit code.
-
-    Raises:
-        LaunchError: It cannot work here, or a run did not end well.
-    """
-    trained = parse_target(given.target) if given and given.target else None
-    return _run(load_experiment(name, options, trained=trained), console)
 
 
 def sweep_of_axes(given: Namespace, options: Options, console: Console) -> int:
@@ -91,17 +88,11 @@ def report_of(study: Study) -> int:
     return study.build_report() or int(not study.all_well)
 
 
-def parity_of(study: Study) -> int:
-    """The report, and a sentence for each strategy whose losses do not agree with baseline's."""
-    return _parity(study, verifies=False)
+def parity_of(study: Study, verifies: bool = False) -> int:
+    """The report, and a sentence for each strategy whose losses do not agree with baseline's.
 
-
-def verified_parity_of(study: Study) -> int:
-    """The same; such a strategy is verified tensor by tensor, and the report says where it begins."""
-    return _parity(study, verifies=True)
-
-
-def _parity(study: Study, verifies: bool) -> int:
+    With `verifies` such a strategy is verified tensor by tensor, and the report says where it begins.
+    """
     code = report_of(study)
     rows = study.rows
     if verifies and _verified(study, rows):
@@ -247,7 +238,7 @@ def _published_seconds(launch: Launch) -> float:
 _OUTPUTS = {
     "report": Output(report_of),
     "parity": Output(parity_of),
-    "verified parity": Output(verified_parity_of),
+    "verified parity": Output(partial(parity_of, verifies=True)),
     "published": Output(published_of, refuse_few_iterations, _begin_published),
     "zero": Output(zero_of),
     "backends": Output(backends_of),

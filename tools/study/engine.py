@@ -126,6 +126,8 @@ def run_experiment(
         return 0
     runner = Runner(experiment, planned.launches, console)
     study = Study(experiment, planned, runner, console, reports)
+    for cell, rule in planned.skipped.items():
+        say(console, f"skipped: {cell.name}: {rule}")
     if output.begin is not None:
         output.begin(study)
     try:

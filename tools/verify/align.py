@@ -36,12 +36,12 @@ class Aligned:
 class ActivationAligner:
     """Finds the reference's part for each tensor of the strategy's ranks."""
 
-    def __init__(self, reference: Capture, layout: Capture) -> None:
-        self._reference, self._layout = reference, layout
-        self._alike = as_split(reference.first) == as_split(layout.first)
+    def __init__(self, reference: Capture, strategy: Capture) -> None:
+        self._reference, self._strategy = reference, strategy
+        self._alike = as_split(reference.first) == as_split(strategy.first)
         self._holders: defaultdict[tuple[Site, int], list[tuple[RankCapture, TensorRecord]]]
         self._holders = defaultdict(list)
-        self._resized = layout.first.micro_batch_size != reference.first.micro_batch_size
+        self._resized = strategy.first.micro_batch_size != reference.first.micro_batch_size
         self._means: dict[Site, float] = {}
         for one in reference.ranks:
             data_rank, data_size = one.rank.data
@@ -141,7 +141,7 @@ class ActivationAligner:
             return Aligned(None, None, "the reference has no such tensor")
         ours = [
             self._over_sequence(other.rank, found.site, other.values(found))
-            for other in self._layout.ranks
+            for other in self._strategy.ranks
             if (other.rank.tensor, other.rank.pipeline, other.rank.context)
             == (rank.tensor, rank.pipeline, rank.context)
             for found in other.records
@@ -151,7 +151,7 @@ class ActivationAligner:
 
     def _over_sequence(self, rank: CapturedRank, site: Site, ours: Array) -> Array:
         """A loss, or a number of tokens, over all parts of the sequence."""
-        for other in self._layout.ranks:
+        for other in self._strategy.ranks:
             there = other.rank
             same = (there.data, there.tensor, there.pipeline) == (
                 rank.data,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tools.records.capture import (
     RESPONSES_FILE,
     TENSORS_FILE,
+    CapturedModule,
     CapturedRank,
     Site,
     Stage,
@@ -82,6 +83,11 @@ class Capture:
     def first(self) -> CapturedRank:
         """Rank 0's description, for what all ranks share."""
         return self.ranks[0].rank
+
+    @property
+    def modules(self) -> dict[str, CapturedModule]:
+        """Of all ranks, by name."""
+        return {name: one for there in self.ranks for name, one in there.rank.modules.items()}
 
     def responses(self) -> dict[tuple[str, str, str], float]:
         """Largest relative change of each tensor, by stage, name and slot, that was measured."""

@@ -65,14 +65,14 @@ _ATTENTION, _KEY_NORM, _KEY_AND_VALUE = (
 """Where heads of keys and values are apart from those of queries, of which each rank has its own."""
 
 
-def compare(reference: Capture, layout: Capture) -> Compared:
+def compare(reference: Capture, strategy: Capture) -> Compared:
     """Compare every tensor that both have.
 
     Args:
         reference: With measured responses.
-        layout: The run in question.
+        strategy: The run in question.
     """
-    comparer = _Comparer(reference, layout)
+    comparer = _Comparer(reference, strategy)
     comparer.lacking()
     comparer.activations()
     comparer.parameters()
@@ -83,14 +83,14 @@ def compare(reference: Capture, layout: Capture) -> Compared:
 
 
 class _Comparer:
-    def __init__(self, reference: Capture, layout: Capture) -> None:
-        self._reference, self._layout = reference, layout
-        self._aligner = ActivationAligner(reference, layout)
+    def __init__(self, reference: Capture, strategy: Capture) -> None:
+        self._reference, self._strategy = reference, strategy
+        self._aligner = ActivationAligner(reference, strategy)
         self._tolerances = Tolerances(reference)
         self._found: dict[Key, Comparison] = {}
         self._not_aligned: defaultdict[str, list[str]] = defaultdict(list)
         self._seen = self._skipped = self._flips = 0
-        self._order = _orders(reference, layout)
+        self._order = _orders(reference, strategy)
 
     def result(self) -> Compared:
         ordered = sorted(
@@ -106,7 +106,7 @@ class _Comparer:
         obstacles = [
             f"{' '.join(dict.fromkeys(names))}: {why}" for why, names in self._not_aligned.items()
         ]
-        notes = (*self._layout.notes(), *self._reference.notes(), *obstacles)
+        notes = (*self._strategy.notes(), *self._reference.notes(), *obstacles)
         compared = self._seen - self._skipped
         return Compared(
             tuple(ordered), notes, self._seen, compared, self._flips, self._pairs_of, self._like
@@ -114,7 +114,7 @@ class _Comparer:
 
     def _pairs_of(self, key: Key, micro_batch: int) -> list[Pair]:
         pairs = []
-        for one in self._layout.ranks:
+        for one in self._strategy.ranks:
             for record in one.records:
                 if _key(record.site) == key and record.site.micro_batch == micro_batch:
                     found = self._aligner.align(one, record)
@@ -142,7 +142,7 @@ class _Comparer:
 
     def activations(self) -> None:
         shared: dict[object, list[tuple[TensorRecord, Pair]]] = {}
-        for one in self._layout.ranks:
+        for one in self._strategy.ranks:
             for record in one.records:
                 site = record.site
                 if record.placement is not None or site.micro_batch is None:
@@ -209,7 +209,7 @@ class _Comparer:
     def parameters(self) -> None:
         for stage in PARAMETERS:
             theirs = units(self._reference, stage)
-            for unit, pieces in units(self._layout, stage).items():
+            for unit, pieces in units(self._strategy, stage).items():
                 if unit[2] == REACH:
                     continue
                 self._seen += len(pieces)
@@ -238,9 +238,9 @@ class _Comparer:
         Of a parameter that the strategy has it is wrong, if it has the like of others; all else is
         listed.
         """
-        known = {unit[:2] for unit in units(self._layout, Stage.WEIGHTS)}
+        known = {unit[:2] for unit in units(self._strategy, Stage.WEIGHTS)}
         for stage in PARAMETERS:
-            ours = units(self._layout, stage)
+            ours = units(self._strategy, stage)
             slots = {unit[2] for unit in ours}
             for unit, pieces in units(self._reference, stage).items():
                 if unit in ours or unit[2] == REACH:
@@ -253,7 +253,7 @@ class _Comparer:
                 found = self._comparison((stage, name, unit[2]), record)
                 found.error = 1.0
                 found.uncovered += int(np.prod(pieces[0].whole_shape))
-        here = plain_sites(self._layout)
+        here = plain_sites(self._strategy)
         for site in plain_sites(self._reference):
             if site not in here:
                 self._seen += 1
@@ -283,12 +283,12 @@ class _Comparer:
         ours = self._updates.get(moved)
         if ours is None or (*unit[:2], "exp_avg_sq") not in self._second_moments:
             return np.zeros(1, np.float32)
-        both = (assembled(ours, self._layout), assembled(theirs[moved], self._reference))
+        both = (assembled(ours, self._strategy), assembled(theirs[moved], self._reference))
         return np.asarray(both[0] - both[1])
 
     @cached_property
     def _updates(self) -> dict[Unit, list[Part]]:
-        return units(self._layout, Stage.WEIGHTS, UPDATE)
+        return units(self._strategy, Stage.WEIGHTS, UPDATE)
 
     def _update(
         self, found: Comparison, unit: Unit, pieces: list[Part], theirs: dict[Unit, list[Part]]
@@ -337,7 +337,7 @@ class _Comparer:
     def copies(self) -> None:
         """Outputs that tensor-parallel ranks have alike, bit for bit, whatever the reference has."""
         first: dict[object, tuple[RankCapture, TensorRecord]] = {}
-        for one in self._layout.ranks:
+        for one in self._strategy.ranks:
             rank = one.rank
             if rank.tensor[1] == 1 or rank.sequence_parallel:
                 continue
@@ -359,7 +359,7 @@ class _Comparer:
         for one, record in _scalars(self._reference):
             theirs.setdefault(record.site, (one, record))
         tied = self._names_there()
-        for one, record in _scalars(self._layout):
+        for one, record in _scalars(self._strategy):
             self._seen += 1
             site = Site(*NORM) if record.site.stage is Stage.NORM else record.site
             site = msgspec.structs.replace(site, name=tied.get(site.name, site.name))
@@ -382,14 +382,14 @@ class _Comparer:
         theirs = units(self._reference, Stage.WEIGHTS)
         return {
             piece.record.site.name: theirs[unit][0].record.site.name
-            for unit, pieces in units(self._layout, Stage.WEIGHTS).items()
+            for unit, pieces in units(self._strategy, Stage.WEIGHTS).items()
             for piece in pieces
             if unit in theirs
         }
 
     def membership(self) -> None:
         """What each rank counts in the norm, exactly."""
-        for one in memberships(self._layout, units(self._reference, Stage.REDUCED_GRADIENTS)):
+        for one in memberships(self._strategy, units(self._reference, Stage.REDUCED_GRADIENTS)):
             found = self._comparison((Stage.NORM, one.name, "counted once"), one.record)
             self._seen += 1
             found.compared, found.tolerance = found.compared + 1, 0.0
@@ -404,7 +404,7 @@ class _Comparer:
         over the tensor-parallel ranks, without it each rank has all. Either is right here, and what
         becomes of it is seen after the reduction.
         """
-        for held in local_gradients(pieces, self._layout):
+        for held in local_gradients(pieces, self._strategy):
             self._summed_or_whole(
                 found,
                 [Pair(part.one.rank.rank, None, mean, whole[part.region()]) for part, mean in held],
@@ -454,12 +454,12 @@ def _note_copies(found: Comparison, first: _Copies, piece: Part, values: Array) 
         found.replicas_differ = tuple(sorted({*found.replicas_differ, known[0], rank}))
 
 
-def _orders(reference: Capture, layout: Capture) -> dict[Key, float]:
+def _orders(reference: Capture, strategy: Capture) -> dict[Key, float]:
     """When each tensor is computed: the reference says, and of what it has not, the strategy."""
     orders: dict[Key, float] = {}
     for site in sites_in_order(reference):
         orders.setdefault(_key(site), float(len(orders)))
-    for one in layout.ranks:
+    for one in strategy.ranks:
         last = -1.0
         for record in one.records:
             # Behind what comes before it, such as what is recomputed in the strategy alone.

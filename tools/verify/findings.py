@@ -63,7 +63,7 @@ class Finding:
     thread: str = ""
     """Where it is described, such as `NVIDIA/Megatron-LM#7452 A8`; empty: in no thread that we know."""
     model: str = "gpt2-tiny"
-    layouts: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
     """Strategies that show it, the smallest first."""
     devices: int = 2
     flags: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Finding:
 
     def command(self, patch: Path | None = None) -> str:
         """What verifies its smallest strategy, with a patch or as it is."""
-        words = [f"make verify-{self.layouts[0]}-{self.model}-{self.devices}cpu"]
+        words = [f"make verify-{self.strategies[0]}-{self.model}-{self.devices}cpu"]
         given = {
             "REFERENCE": self.reference,
             "EXTRA": shlex.join(self.flags),

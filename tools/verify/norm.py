@@ -34,22 +34,22 @@ class Membership:
     """In words; empty where every element is counted once."""
 
 
-def memberships(layout: Capture, expected: Iterable[Unit] = ()) -> Iterator[Membership]:
+def memberships(strategy: Capture, expected: Iterable[Unit] = ()) -> Iterator[Membership]:
     """How each parameter that has a reduced gradient is counted; the worst norm of all ranks.
 
     So is one that is `expected` to have such a gradient, if the strategy has its local one.
     """
     counted: defaultdict[Unit, list[Part]] = defaultdict(list)
-    for (key, layer, _), parts in units(layout, Stage.NORM, COUNTED).items():
+    for (key, layer, _), parts in units(strategy, Stage.NORM, COUNTED).items():
         counted[key, layer] += parts
     ranks_of: defaultdict[Groups, list[int]] = defaultdict(list)
-    for one in layout.ranks:
+    for one in strategy.ranks:
         if one.rank.norm_groups:
             ranks_of[one.rank.norm_groups].append(one.rank.rank)
     if not ranks_of:  # Nothing is clipped, and no norm computed.
         return
     reduced, local = (
-        units(layout, stage) for stage in (Stage.REDUCED_GRADIENTS, Stage.LOCAL_GRADIENTS)
+        units(strategy, stage) for stage in (Stage.REDUCED_GRADIENTS, Stage.LOCAL_GRADIENTS)
     )
     lost = {unit: local[unit] for unit in expected if unit in local and unit not in reduced}
     for (key, layer, _), held in (reduced | lost).items():

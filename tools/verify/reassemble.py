@@ -53,15 +53,15 @@ _Place = tuple[int, int]
 """Context- and tensor-parallel rank."""
 
 
-def as_one_rank(reference: Capture, layout: Capture, folder: Path) -> Capture:
+def as_one_rank(reference: Capture, strategy: Capture, folder: Path) -> Capture:
     """The reference as one rank would have it; itself if it is one, or split as the strategy is.
 
     Args:
         reference: With measured responses.
-        layout: What will be compared with it.
+        strategy: What will be compared with it.
         folder: Takes the capture.
     """
-    if len(reference.ranks) == 1 or as_split(reference.first) == as_split(layout.first):
+    if len(reference.ranks) == 1 or as_split(reference.first) == as_split(strategy.first):
         return reference
     target = folder / "rank-0"
     with CaptureWriter(target) as writer:
@@ -101,9 +101,6 @@ class _Joiner:
     def described(self) -> CapturedRank:
         """The one rank."""
         alone, rank = (0, 1), self._rank
-        modules = {
-            name: one for there in self._reference.ranks for name, one in there.rank.modules.items()
-        }
         left = (f"{' '.join(dict.fromkeys(names))}: {why}" for why, names in self._left.items())
         return msgspec.structs.replace(
             rank,
@@ -116,7 +113,7 @@ class _Joiner:
             expert_sources=((0, 0, 0),),
             sequence_parallel=False,
             micro_batches=rank.micro_batches * rank.data[1],
-            modules=modules,
+            modules=self._reference.modules,
             norm_groups=(),
             notes=(*self._reference.notes(), *left),
         )

@@ -47,13 +47,13 @@ class Judgement:
     first: Comparison | None = None
 
 
-def check_same_work(reference: Capture, layout: Capture) -> None:
+def check_same_work(reference: Capture, strategy: Capture) -> None:
     """Refuse two runs of different work.
 
     Raises:
         VerifyError: With the field that differs.
     """
-    ours, theirs = layout.first, reference.first
+    ours, theirs = strategy.first, reference.first
     fields: dict[str, tuple[object, object]] = {
         "iteration": (ours.iteration, theirs.iteration),
         "sequence length": (ours.sequence_length, theirs.sequence_length),
@@ -68,13 +68,13 @@ def check_same_work(reference: Capture, layout: Capture) -> None:
     for name, (mine, other) in fields.items():
         if mine != other:
             raise VerifyError(
-                f"The two runs did different work: {name} is {mine} in {layout.folder.name} and "
+                f"The two runs did different work: {name} is {mine} in {strategy.folder.name} and "
                 f"{other} in {reference.folder.name}; compare runs of the same."
             )
     _check_same_masks(theirs, ours)
     if ours.micro_batch_size != theirs.micro_batch_size and not theirs.per_token_loss:
         _check_equal_weights(reference)
-        _check_equal_weights(layout)
+        _check_equal_weights(strategy)
 
 
 def _check_equal_weights(capture: Capture) -> None:
@@ -109,19 +109,19 @@ def _check_same_masks(theirs: CapturedRank, ours: CapturedRank) -> None:
             )
 
 
-def judge(reference: Capture, layout: Capture) -> Judgement:
+def judge(reference: Capture, strategy: Capture) -> Judgement:
     """Compare two captures.
 
     Raises:
         VerifyError: They are of different work, or none of the activations could be aligned.
     """
-    check_same_work(reference, layout)
-    compared = compare(reference, layout)
-    _check_aligned(compared, layout)
-    return _judged(compared, layout)
+    check_same_work(reference, strategy)
+    compared = compare(reference, strategy)
+    _check_aligned(compared, strategy)
+    return _judged(compared, strategy)
 
 
-def _judged(compared: Compared, layout: Capture) -> Judgement:
+def _judged(compared: Compared, strategy: Capture) -> Judgement:
     wrong = compared.wrong()
     worst = max((one.ratio for one in compared.comparisons), default=0.0)
     base = Verdict(
@@ -129,23 +129,23 @@ def _judged(compared: Compared, layout: Capture) -> Judgement:
         worst_ratio=worst,
         compared=compared.compared,
         seen=compared.seen,
-        iteration=layout.first.iteration,
+        iteration=strategy.first.iteration,
         routing_flips=compared.routing_flips,
         not_aligned=compared.not_aligned,
     )
     if not wrong:
         return Judgement(base, compared)
     first = wrong[0]
-    return Judgement(_located(base, first, compared, layout), compared, first)
+    return Judgement(_located(base, first, compared, strategy), compared, first)
 
 
-def _check_aligned(compared: Compared, layout: Capture) -> None:
+def _check_aligned(compared: Compared, strategy: Capture) -> None:
     """Refuse to call a model right of which no module was compared.
 
     Raises:
         VerifyError: With the first that could not be aligned.
     """
-    seen = any(one.site.stage is Stage.OUTPUTS for rank in layout.ranks for one in rank.records)
+    seen = any(one.site.stage is Stage.OUTPUTS for rank in strategy.ranks for one in rank.records)
     if seen and not any(one.key[0] is Stage.OUTPUTS for one in compared.comparisons):
         names, _, why = (compared.not_aligned or ("",))[-1].rpartition(": ")
         raise VerifyError(
@@ -180,7 +180,7 @@ def needs_same_start(judgement: Judgement) -> bool:
 
 
 def write_forced(
-    reference: Capture, layout: Capture, folder: Path, *, start_alone: bool = False
+    reference: Capture, strategy: Capture, folder: Path, *, start_alone: bool = False
 ) -> None:
     """Write the reference's tensors as the strategy's ranks would have them, to take their place.
 
@@ -188,12 +188,12 @@ def write_forced(
 
     Args:
         reference: Whose tensors are used.
-        layout: Whose ranks shall use them.
+        strategy: Whose ranks shall use them.
         folder: Takes them.
         start_alone: Write weights at the start and routers' choices, and no other tensor.
     """
-    aligner, starts = ActivationAligner(reference, layout), _Starts(reference)
-    for one in layout.ranks:
+    aligner, starts = ActivationAligner(reference, strategy), _Starts(reference)
+    for one in strategy.ranks:
         with CaptureWriter(folder / one.folder.name) as writer:
             for record in one.by_site.values():
                 if record.site.slot in STARTS:
@@ -260,10 +260,10 @@ def write_verdict(folder: Path, judgement: Judgement) -> None:
     write_record(folder / VERDICT_FILE, judgement.verdict)
 
 
-def _located(base: Verdict, first: Comparison, compared: Compared, layout: Capture) -> Verdict:
+def _located(base: Verdict, first: Comparison, compared: Compared, strategy: Capture) -> Verdict:
     stage, _, slot = first.key
     module = _module(first, compared)
-    kind = _kind(first, compared, layout)
+    kind = _kind(first, compared, strategy)
     ranks = set(first.wrong_ranks) | set(first.replicas_differ)
     return replace(
         base,
@@ -275,8 +275,8 @@ def _located(base: Verdict, first: Comparison, compared: Compared, layout: Captu
         factor=kind.factor,
         error=first.error,
         tolerance=first.tolerance,
-        source=_source(module, layout),
-        iteration=layout.first.iteration - int(slot in STARTS),
+        source=_source(module, strategy),
+        iteration=strategy.first.iteration - int(slot in STARTS),
     )
 
 
@@ -320,16 +320,16 @@ def _callers(name: str, slot: str) -> Iterator[tuple[str, str]]:
         yield caller or MODEL, ""
 
 
-def _kind(first: Comparison, compared: Compared, layout: Capture) -> Kind:
+def _kind(first: Comparison, compared: Compared, strategy: Capture) -> Kind:
     pairs = first.copies or ([first.worst] if first.worst else [])
     if first.worst is not None and first.worst.micro_batch is not None:
         pairs = compared.pairs_of(first.key, first.worst.micro_batch)
-    return kind_of(first, pairs, layout.first, compared.like(first))
+    return kind_of(first, pairs, strategy.first, compared.like(first))
 
 
-def _source(name: str, layout: Capture) -> str | None:
+def _source(name: str, strategy: Capture) -> str | None:
     """Where the forward pass of a module, or of a parameter's module, stands."""
-    modules = {name: one for rank in layout.ranks for name, one in rank.rank.modules.items()}
+    modules = strategy.modules
     while name:
         if name in modules:
             return modules[name].source or None

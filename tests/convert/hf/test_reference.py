@@ -17,6 +17,8 @@ from tools.convert.hf.into_megatron import import_model, read_source
 from tools.convert.hf.progress import Work
 from tools.convert.hf.random_model import CONFIGS, write_model
 from tools.native.capture import Counterpart, capturing
+from tools.native.engines import TorchEngine
+from tools.native.parallel import RankLayout
 from tools.records.capture import Site, Stage
 from tools.spec import variables
 from tools.spec.model import model_of
@@ -39,7 +41,7 @@ def counterpart(folder: Path, rows: int = 0) -> Counterpart:
 
 
 def captured(folder: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> Capture:
-    from tools.convert.hf.reference import Causal, PlainEngine
+    from tools.convert.hf.reference import Causal
 
     for name, value in (
         (variables.CAPTURE, str(at)),
@@ -49,7 +51,8 @@ def captured(folder: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> Capture
         monkeypatch.setenv(name, value)
     other = counterpart(folder)
     assert isinstance(other.model, Causal)
-    engine = capturing(PlainEngine(other.model, DENSE), other, DENSE)
+    alone = RankLayout(0, 1, 1, torch.device("cpu"))
+    engine = capturing(TorchEngine(other.model, DENSE, alone), other, DENSE)
     for _ in range(2):
         engine.forward_backward([(TOKENS, TOKENS)])
         engine.update(1e-2)

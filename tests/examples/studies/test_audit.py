@@ -117,6 +117,15 @@ def test_a_right_table_says_nothing_and_its_checks_are_counted(tmp_path: Path) -
             "mfu",
             "are 44.9% of",
         ),
+        ("gpu,TFLOP/s/GPU,MFU", "A100,140,45%", "A100,140,52%", "mfu", "of a A100 in 16 bits, not"),
+        ("gpu,TFLOP/s/GPU,MFU", "H100,940,47.5%", "H100,940,60%", "mfu", "in 16 bits, not"),
+        (
+            "method,step time (s),throughput (samples/s),gbs",
+            "ZeRO,1.769,4.52,8",
+            "ZeRO,1.769,5.52,8",
+            "samples",
+            "are a batch of 9.76, not 8.",
+        ),
         ("gpus,tp,pp,cp,dp,ep", "32,1,4,2,1,8", "32,1,4,2,1,4", "degrees", "= 8, not the 32 GPUs"),
     ],
 )
@@ -163,6 +172,55 @@ def test_cells_that_hold_several_numbers_are_not_stated_and_nothing_is_concluded
         contradictions(tmp_path, "gpus;gbs;seq;step time (s);tokens/s\n8;64;4096;1,5;174763\n")
         == []
     )
+
+
+SPEEDUPS = """\
+| Method | Iter Time (s) | Throughput (samples/s) | Speedup vs Baseline |
+|--------|---------------|------------------------|---------------------|
+| **Baseline** | 1.211 | 6.60 | 1.00x |
+| **Pipeline** | 0.986 | 8.12 | **1.23x** |
+"""
+DIFFERENCES = """\
+| Metric | Native | Megatron | Difference |
+|--------|--------|----------|------------|
+| Speed | 4.80 it/s | 4.46 it/s | **+7.6%** |
+| Time | 3:28 minutes | 3:44 minutes | -16 seconds |
+| Accuracy | 98.74% | 98.64% | +0.10% |
+"""
+LISTED = """\
+Megatron-LM (1024 A100 GPUs):
+├─ Throughput: 140 TFLOPS per GPU
+├─ Efficiency: 52% of peak
+
+Scaling:
+├─ Throughput: 140 TFLOPS per GPU
+├─ Efficiency: 92%
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "right", "wrong", "sentence"),
+    [
+        (SPEEDUPS, "1.23x", "1.32x", "is 1.23 times as good as the baseline's, not 1.32."),
+        (SPEEDUPS, "8.12", "9.12", "a batch of 8.99, and the baseline's 7.99."),
+        (DIFFERENCES, "+7.6%", "+8.6%", "4.8 and 4.46 are 0.34 apart, not +8.6%."),
+        (LISTED, "52%", "52%", "140 TFLOP/s are 44.9% of the 312 of a A100 in 16 bits"),
+    ],
+)
+def test_write_ups_tables_of_speedups_differences_and_listed_figures_are_read(
+    tmp_path: Path, text: str, right: str, wrong: str, sentence: str
+) -> None:
+    if right != wrong:
+        assert contradictions(tmp_path, text) == []
+    assert sentence in contradictions(tmp_path, text.replace(right, wrong))[0].sentence
+
+
+def test_checks_that_were_not_made_are_listed_with_what_their_rows_lack(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("gpus,tp,gbs,tokens/s\n8,2,16,100\n8,,16,\n")
+    skipped = audit(read_table(file)).skipped
+    assert skipped["degrees"] == {"TP or PP": 1}
+    assert skipped["tokens"] == {"sequence length": 1, "tokens/s or tokens/s/GPU": 1}
 
 
 def test_bars_and_links_inside_a_cell_are_text(tmp_path: Path) -> None:
@@ -212,6 +270,7 @@ def test_the_command_ends_with_a_summary_and_a_status(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{file}:2: mine: TP 4 x PP 8 = 32 does not divide the 16 GPUs stated."
     assert lines[1] == "1 rows, 1 checks: 1 of them contradict themselves."
+    assert lines[2].startswith("Not checked, in rows: divisibility (1 without ")
     assert from_words("audit", ["--json", str(file)], "parakit audit") == 1
     assert json.loads(capsys.readouterr().out)["contradictions"][0]["rule"] == "degrees"
     file.write_text("fruit,colour\napple,red\n")

@@ -131,17 +131,17 @@ def test_a_cell_in_a_layout_that_does_not_show_a_finding_has_no_patch() -> None:
 
 
 def finding(
-    name: str, *flags: str, layouts: tuple[str, ...] = ("tp2",), **fields: object
+    name: str, *flags: str, strategies: tuple[str, ...] = ("tp2",), **fields: object
 ) -> Finding:
     """One whose patch is there, as that of any."""
-    made = replace(KNOWN[0], id=name, flags=flags, layouts=layouts, **fields)  # type: ignore[arg-type]
+    made = replace(KNOWN[0], id=name, flags=flags, strategies=strategies, **fields)  # type: ignore[arg-type]
     assert made.patch.is_file()
     return made
 
 
 SINK = finding("sink-missing-in-norm", "--softmax-type", "learnable")
-RATE = finding("rate-of-second-embedding", "--decoupled-lr", "1e-4", layouts=("pp2",))
-FREED = finding("outputs-freed-before-sent", layouts=("vpp2",), stage=None)
+RATE = finding("rate-of-second-embedding", "--decoupled-lr", "1e-4", strategies=("pp2",))
+FREED = finding("outputs-freed-before-sent", strategies=("vpp2",), stage=None)
 
 
 def test_a_cell_that_shows_several_findings_has_the_patches_of_all() -> None:
@@ -161,7 +161,7 @@ def test_a_cell_that_shows_several_findings_has_the_patches_of_all() -> None:
 
 def test_a_patch_that_cures_what_comes_before_is_applied_alone() -> None:
     one = load_matrix().families[0]
-    after = replace(RATE, layouts=("tp2",), behind=SINK.id)
+    after = replace(RATE, strategies=("tp2",), behind=SINK.id)
     levels = (one.level("attention/sink"), one.level("rates/decoupled"))
     cell = patched(Cell(one, TP, levels), (SINK, after))
     assert cell.patch == "docs/upstream/rate_of_second_embedding.py"
@@ -183,7 +183,7 @@ def test_what_ends_every_run_of_a_layout_is_cured_in_all_its_cells_and_what_ends
 ):
     one = load_matrix().families[0]
     cell = Cell(one, TP, (one.level("rates/decoupled"),))
-    ends = replace(RATE, layouts=("tp2",), fails="no such method")
+    ends = replace(RATE, strategies=("tp2",), fails="no such method")
     assert patched(cell, [ends]).patch == ""
     assert (
         patched(cell, [replace(ends, flags=())]).patch

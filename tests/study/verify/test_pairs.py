@@ -3,10 +3,12 @@
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from tests.given import given
 from tests.verify import captures
@@ -16,10 +18,12 @@ from tools.launch.options import Options
 from tools.records.capture import START_WEIGHT, Site, Stage
 from tools.records.verdict import Outcome
 from tools.spec import variables
+from tools.spec.errors import LaunchError
+from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.run import Backend
 from tools.spec.setting import SettingError
-from tools.study.verify.command import judged
+from tools.study.verify.command import carried_out, judged
 from tools.study.verify.pairs import Pair, Verification, compose_pair, pair_of
 
 Composer = Callable[..., Verification]
@@ -62,7 +66,7 @@ def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
 
 def test_a_layout_is_compared_with_one_rank_and_nothing_else_differs(composed: Composer) -> None:
     pair = composed("tp2-gpt2-tiny-2cpu")
-    assert (pair.reference.devices, pair.layout.devices, pair.iteration) == (1, 2, 2)
+    assert (pair.reference.devices, pair.strategy.devices, pair.iteration) == (1, 2, 2)
     assert (pair.mode, pair.saving, pair.pair.other) == (None, None, "baseline")
 
 
@@ -71,26 +75,27 @@ def test_another_micro_batch_is_a_mode_of_its_own_with_the_same_global_batch(
 ) -> None:
     pair = composed("dp2-gpt2-tiny-2cpu", flags=("--micro-batch-size", "1"))
     assert pair.mode == "micro batches of 1 against 2 at one global batch"
-    sizes = [one.spec.batch.global_batch_size for one in (pair.layout, pair.reference)]
+    sizes = [one.spec.batch.global_batch_size for one in (pair.strategy, pair.reference)]
     assert sizes == [12, 12]
 
 
-def test_experts_that_drop_tokens_are_compared_where_ranks_route_as_many(
-    composed: Composer,
+@pytest.mark.parametrize(
+    ("extra", "alike", "refused"),
+    [
+        ("--moe-expert-capacity-factor 1.0", "ep2", "64 in the strategy and 128 in its reference"),
+        (
+            "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
+            "dp2",
+            r"by sinkhorn .* 64 in the strategy and 128",
+        ),
+    ],
+)
+def test_experts_that_look_at_a_ranks_tokens_are_compared_where_ranks_route_as_many(
+    composed: Composer, extra: str, alike: str, refused: str
 ) -> None:
-    extra = "--moe-expert-capacity-factor 1.0"
-    assert composed("ep2-moe-tiny-2cpu", extra=extra).layout.devices == 2
-    assert composed("sp2-moe-tiny-2cpu", extra=extra, reference="cp2").layout.devices == 2
-    with pytest.raises(ValueError, match="64 in the strategy and 128 in its reference"):
-        composed("sp2-moe-tiny-2cpu", extra=extra)
-
-
-def test_experts_balanced_by_sinkhorn_are_compared_where_ranks_route_as_many(
-    composed: Composer,
-) -> None:
-    extra = "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0"
-    assert composed("dp2-moe-tiny-2cpu", extra=extra).layout.devices == 2
-    with pytest.raises(ValueError, match=r"by sinkhorn .* 64 in the strategy and 128"):
+    assert composed(f"{alike}-moe-tiny-2cpu", extra=extra).strategy.devices == 2
+    assert composed("sp2-moe-tiny-2cpu", extra=extra, reference="cp2").strategy.devices == 2
+    with pytest.raises(ValueError, match=refused):
         composed("sp2-moe-tiny-2cpu", extra=extra)
 
 
@@ -98,7 +103,7 @@ def test_a_global_balance_of_experts_is_compared_at_one_number_of_data_parallel_
     composed: Composer,
 ) -> None:
     extra = "--moe-router-load-balancing-type global_aux_loss"
-    assert composed("sp2-moe-tiny-2cpu", extra=extra).layout.devices == 2
+    assert composed("sp2-moe-tiny-2cpu", extra=extra).strategy.devices == 2
     with pytest.raises(ValueError, match="2 of these ranks against 1, train something else"):
         composed("ep2-moe-tiny-2cpu", extra=extra)
 
@@ -125,7 +130,7 @@ def test_a_resumed_run_is_compared_with_its_own_layout_undisturbed(
     saved = Flags(pair.saved(pair.saving, tmp_path / "c").flags)
     assert (saved.text("--exit-interval"), saved.text("--save-interval")) == ("2", "2")
     assert saved.text("--save") == str(tmp_path / "c")
-    resumed = Flags(pair.resumed(pair.layout, tmp_path / "c").flags)
+    resumed = Flags(pair.resumed(pair.strategy, tmp_path / "c").flags)
     assert (resumed.text("--load"), resumed.text("--ckpt-step")) == (str(tmp_path / "c"), "2")
     assert resumed.text("--exit-interval") == "3"
     assert not resumed.has("--finetune")
@@ -135,7 +140,7 @@ def test_a_resumed_run_is_compared_with_its_own_layout_undisturbed(
 def test_a_run_may_resume_from_another_layouts_checkpoint(composed: Composer) -> None:
     pair = composed("pp2-gpt2-tiny-2cpu", resumed="baseline", iterations=4)
     assert pair.saving is not None
-    assert (pair.saving.devices, pair.layout.devices, pair.pair.other) == (1, 2, "pp2")
+    assert (pair.saving.devices, pair.strategy.devices, pair.pair.other) == (1, 2, "pp2")
     with pytest.raises(ValueError, match="ITERS=2 or more"):
         composed("pp2-gpt2-tiny-2cpu", resumed="1", iterations=1)
     with pytest.raises(ValueError, match="xp2"):
@@ -168,8 +173,8 @@ def test_another_megatron_begins_with_the_weights_of_the_reference(
     pair = composed("tp2-gpt2-tiny-2cpu", reference="tp2", megatron_lm=fork)
     assert pair.mode is not None
     assert pair.mode.startswith("Megatron 0.18.2 against Megatron 0.")
-    assert pair.layout.start_checkpoint == pair.reference.start_checkpoint
-    loaded = [Flags(one.flags).text("--load") for one in (pair.layout, pair.reference)]
+    assert pair.strategy.start_checkpoint == pair.reference.start_checkpoint
+    loaded = [Flags(one.flags).text("--load") for one in (pair.strategy, pair.reference)]
     assert loaded[0] == loaded[1]
 
 
@@ -212,7 +217,7 @@ def wrong_input(tmp_path: Path, scale: float) -> Callable[[str, Launch], str]:
     values = np.ones((8, 2, 2048), np.float32)
 
     def train(part: str, launch: Launch) -> str:
-        factor = scale if part == "layout" else 1.0
+        factor = scale if part == "strategy" else 1.0
         tensors: captures.Tensors = [(site, values * np.float32(factor))]
         captures.write(tmp_path / part, [(captures.rank(), tensors)])
         return ""
@@ -226,7 +231,7 @@ def test_a_disk_that_is_full_is_one_sentence(composed: Composer, tmp_path: Path)
 
     def limited(part: str, launch: Launch) -> str:
         failure = train(part, launch)
-        if part == "layout":
+        if part == "strategy":
             limit.__enter__()
         return failure
 
@@ -254,6 +259,24 @@ def test_a_training_that_fails_is_quoted_and_nothing_further_is_trained(
     assert (asked, verdict.exit_code) == (["reference"], 2)
 
 
+def test_another_vocabulary_than_the_models_own_is_said_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise LaunchError("far enough")
+
+    monkeypatch.setattr("tools.study.verify.command.make_missing_data", stop)
+    file, text = tmp_path / "mine.args", StringIO()
+    tiny = ROOT / "examples" / "gpt3" / "models" / "gpt2-tiny.args"
+    file.write_text(f"{tiny.read_text()}--vocab-size 4096\n")
+    options = Options(model=str(file), runs=tmp_path)
+    pair = compose_pair(Pair(parse_target("train-tp2-mine-2cpu", options)))
+    with pytest.raises(LaunchError, match="far enough"):
+        carried_out(pair, Console(file=text), tmp_path / "v")
+    first = text.getvalue().splitlines()[0]
+    assert "vocabulary of 50,257 is trained and not the model's own 4,096" in first
+
+
 def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_for(
     composed: Composer, tmp_path: Path
 ) -> None:
@@ -265,7 +288,7 @@ def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_
         there."""
         iteration = int(launch.environment[variables.CAPTURE_ITERATION])
         asked.append(part)
-        injected = part.startswith("layout")
+        injected = part.startswith("strategy")
         sites = {
             Site(Stage.LOCAL_GRADIENTS, captures.WEIGHT, "gradient"): iteration >= began,
             Site(Stage.WEIGHTS, captures.WEIGHT, START_WEIGHT): iteration > began,
@@ -280,5 +303,5 @@ def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_
     verdict = judged(pair, tmp_path, train).verdict
     assert (verdict.iteration, verdict.stage) == (began, Stage.LOCAL_GRADIENTS)
     # A search by halves: a reference and a strategy each.
-    assert asked[-2:] == ["reference-3", "layout-3"]
+    assert asked[-2:] == ["reference-3", "strategy-3"]
     assert len(asked) == 8

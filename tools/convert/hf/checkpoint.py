@@ -128,8 +128,12 @@ class _Planner(DefaultSavePlanner):
         """Every tensor of every layer, and the extra states."""
         items = [_item(index, one, self._layers) for index, one in self._tensors.items()]
         states = [
-            WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
-            for name in _state_names(self._layers)
+            WriteItem(
+                MetadataIndex(f"decoder.layers.{module}._extra_state/shard_{layer}_{self._layers}"),
+                WriteItemType.BYTE_IO,
+            )
+            for layer in range(self._layers)
+            for module in _WITH_STATE
         ]
         self.plan = SavePlan([*items, *states], planner_data={})
         return self.plan
@@ -157,14 +161,6 @@ def _item(index: MetadataIndex, one: StackedTensor, layers: int) -> WriteItem:
     whole = torch.Size((*(layers,) * stacked, *one.shape))
     data = TensorWriteData(chunk, TensorProperties(dtype=one.dtype), whole)
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-
-
-def _state_names(layers: int) -> list[str]:
-    return [
-        f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}"
-        for layer in range(layers)
-        for module in _WITH_STATE
-    ]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from tools.convert.hf.families import (
 from tools.convert.hf.progress import Summary, Work, check_room
 from tools.convert.hf.tensor_files import TensorFolder
 from tools.records.io import made_whole, write_record
-from tools.spec.files import from_root
+from tools.spec.files import args_text, from_root
 from tools.spec.flags import merge_flags
 from tools.spec.huggingface import exact_flags, read_config
 from tools.spec.model import (
@@ -324,14 +324,9 @@ def _args_file(source: ImportSource, record: ImportRecord, target: Path) -> str:
         ("--load", weights, "--finetune", "--no-load-optim", "--no-load-rng"),
         ("--ckpt-format", "torch_dist"),
     )
-    lines = [
-        f"# {record.source}, imported by 'make import-hf': {record.parameters:,} parameters.",
-        "# The vocabulary is padded no further than tensor parallelism needs: Megatron counts padding",
-        "# in its softmax, transformers has none.",
-    ]
-    for word in words:
-        if word.startswith("--"):
-            lines.append(word)
-        else:
-            lines[-1] += f" {word}"
-    return "\n".join(lines) + "\n"
+    comments = (
+        f"{record.source}, imported by 'make import-hf': {record.parameters:,} parameters.",
+        "The vocabulary is padded no further than tensor parallelism needs: Megatron counts padding",
+        "in its softmax, transformers has none.",
+    )
+    return args_text(comments, words)

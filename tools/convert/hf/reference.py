@@ -1,9 +1,9 @@
 """The same model, batches and updates by `transformers`: what an imported model is compared with.
 
-A plain loop over the weights as `from_pretrained` loads them, in fp32, on one rank: forward, backward,
-clipping, PyTorch's AdamW. It takes Megatron's flags as the native backend does, and the model from the
-folder that was imported. Where a strategy of Megatron has padding rows (TP that does not divide the
-vocabulary), the model gets the same, copies of its last row.
+The weights as `from_pretrained` loads them, in fp32, on one rank, under the native backend's engine. It
+takes Megatron's flags as that backend does, and the model from the folder that was imported. Where a
+strategy of Megatron has padding rows (TP that does not divide the vocabulary), the model gets the same,
+copies of its last row.
 
     torchrun --nproc-per-node 1 -m tools.convert.hf.reference --imported hub/NAME FLAGS…
 """
@@ -25,7 +25,7 @@ from tools.convert.hf.families import TensorPair, pairs_of
 from tools.convert.hf.into_megatron import ImportSource, read_import, read_source
 from tools.native.batches import MicroBatch, SplitSamples
 from tools.native.capture import Counterpart, Whole, capturing
-from tools.native.engines import Update
+from tools.native.engines import TorchEngine
 from tools.native.hooks import (
     ENTRY,
     IN_LAYER,
@@ -39,8 +39,6 @@ from tools.native.hooks import (
     sequence_first,
 )
 from tools.native.log_lines import parameters_line
-from tools.native.model import mean_loss
-from tools.native.optimizer import adamw, clip_gradients
 from tools.native.parallel import RankLayout
 from tools.native.settings import FROM_CONFIG, IMPORTED, PADDED, Settings, parse_settings
 from tools.native.training import train
@@ -69,40 +67,6 @@ class Causal(nn.Module):
         """[batch, sequence] to [batch, sequence, vocabulary]."""
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
-
-
-class PlainEngine:
-    """Forward and backward of each micro batch, then AdamW."""
-
-    def __init__(self, model: Causal, settings: Settings) -> None:
-        self._model, self._settings = model, settings
-        self.optimizer: torch.optim.Optimizer = adamw(model, settings)
-
-    def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """The mean loss, [1]."""
-        total = torch.zeros(1)
-        for tokens, labels in batches:
-            loss = mean_loss(self._model(tokens), labels)
-            torch.autograd.backward(loss / len(batches))
-            total += loss.detach() / len(batches)
-        return total
-
-    def update(self, learning_rate: float) -> Update:
-        """Clip, step, clear."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        norm = clip_gradients(self._model.parameters(), self._settings.clip_grad)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
-        return Update(norm)
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Without gradients and dropout."""
-        self._model.eval()
-        with torch.no_grad():
-            found: Tensor = self._model(tokens)
-        self._model.train()
-        return found
 
 
 class ReferenceTaps(Taps):
@@ -186,7 +150,7 @@ def main(words: Sequence[str]) -> None:
     pairs = pairs_of(source.model_type, shape)
     print(parameters_line(0, 0, sum(one.numel() for one in model.parameters())), flush=True)
     counterpart = counterpart_of(model, pairs, shape.layers)
-    engine = capturing(PlainEngine(model, settings), counterpart, settings)
+    engine = capturing(TorchEngine(model, settings, ranks), counterpart, settings)
     count = settings.train_iters * settings.global_batch_size
     prefix = Path(settings.data_path)
     samples = SplitSamples(prefix, settings.split, count, settings.seq_length, settings.seed)

@@ -91,7 +91,9 @@ def recipe_of_flags(given: Iterable[str], spec: RunSpec) -> Recipe:
     for row in ROWS:
         if flags.applies(row):
             fields |= fields_with(row, _given(row, kept))
-    fields |= _model(flags, spec) | _precision(flags) | _data(kept) | _outputs(flags)
+    fields |= _model(flags, spec) | _precision(flags) | _data(kept)
+    fields["checkpoint.save"] = f"{OUTPUT}/checkpoints" if flags.has("--save") else None
+    fields["logger.tensorboard_dir"] = f"{OUTPUT}/tensorboard"
     entries = spec.shape.vocabulary
     fields |= _tokenizer(flags, entries)
     missing = object()
@@ -191,13 +193,6 @@ def _data(words: Sequence[str]) -> dict[str, Value]:
     if len(paths) == 1:
         return {"dataset.blend": [[*paths], None]}
     return {"dataset.blend": [[*paths[1::2]], [float(weight) for weight in paths[::2]]]}
-
-
-def _outputs(flags: Flags) -> dict[str, Value]:
-    return {
-        "checkpoint.save": f"{OUTPUT}/checkpoints" if flags.has("--save") else None,
-        "logger.tensorboard_dir": f"{OUTPUT}/tensorboard",
-    }
 
 
 def _tokenizer(flags: Flags, entries: int) -> dict[str, Value]:

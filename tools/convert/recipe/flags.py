@@ -84,7 +84,8 @@ def reading_of_fields(fields: Fields) -> RecipeFlags:
             Megatron has flags for.
     """
     _refuse_other_models(fields)
-    fields = _with_precision({**BRIDGE, **fields}, "mixed_precision", _sections(fields))
+    given = {place.partition(".")[0] for place, each in fields.items() if "." in place or each}
+    fields = _with_precision({**BRIDGE, **fields}, "mixed_precision", given)
     notes: list[str] = []
     groups = fields.get("model.num_query_groups")
     words = [] if groups in (None, fields.get("model.num_attention_heads")) else [GROUPED]
@@ -114,10 +115,6 @@ def _refuse_other_models(fields: Fields) -> None:
                 f"model.{field} of {target or 'the recipe'} is another architecture than the kit's GPT; "
                 "choose a recipe of a GPTModelProvider without it."
             )
-
-
-def _sections(fields: Fields) -> set[str]:
-    return {place.partition(".")[0] for place, each in fields.items() if "." in place or each}
 
 
 def _with_precision(fields: dict[str, Value], name: str, given: set[str]) -> dict[str, Value]:

@@ -50,19 +50,6 @@ class ImportedRecipe:
         ranks = self.spec.parallelism.world_size
         return f"train-{strategy_name(self.spec.parallelism)}-{self.spec.model}-{ranks}gpu"
 
-    @property
-    def command(self) -> str:
-        """The same with its variables."""
-        variables = (f"{name}={shlex.quote(value)}" for name, value in self.variables.items())
-        return " ".join(("make", self.target, *variables))
-
-    def args_file(self, title: str) -> str:
-        """The model's `.args` file."""
-        flags: list[str] = []
-        for word in self.model_flags:
-            flags += [word] if word.startswith("--") else [flags.pop() + " " + shlex.quote(word)]
-        return "\n".join((f"# {title}", *flags)) + "\n"
-
 
 def imported(reading: RecipeFlags, name: str, ranks: int | None = None) -> ImportedRecipe:
     """A recipe's flags as a model, a target and variables.

@@ -40,7 +40,6 @@ _ALWAYS = frozenset(
 """Sections that a container does not make by itself."""
 
 _WIDTH = 100
-_TEMPLATES = Path(__file__).parent
 
 
 def written_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str:
@@ -59,26 +58,21 @@ def written_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str
     symbols = [
         value.path for held in used.values() for value in held.values() if isinstance(value, Symbol)
     ]
-    ranks = spec.parallelism.world_size
-    return (
-        environment(_TEMPLATES, escaped=False)
-        .get_template(f"{RECIPE_FILE}.j2")
-        .render(
-            title=_title(spec),
-            bridge=BRIDGE_VERSION,
-            origin=origin,
-            machines=_machines(ranks),
-            path=path,
-            left_out=map(_in_docstring, recipe.left_out) if recipe.left_out else (),
-            torch=any(symbol.startswith("torch.") for symbol in symbols),
-            imports=_imports((*(_CLASSES[name] for name in used), *symbols)),
-            width=_WIDTH,
-            ranks=ranks,
-            sections=[
-                (name, _module_and_name(_CLASSES[name])[1], list(_fields(name, held)))
-                for name, held in used.items()
-            ],
-        )
+    return _rendered(
+        RECIPE_FILE,
+        spec,
+        bridge=BRIDGE_VERSION,
+        origin=origin,
+        machines=_machines(spec.parallelism.world_size),
+        path=path,
+        left_out=map(_in_docstring, recipe.left_out) if recipe.left_out else (),
+        torch=any(symbol.startswith("torch.") for symbol in symbols),
+        imports=_imports((*(_CLASSES[name] for name in used), *symbols)),
+        width=_WIDTH,
+        sections=[
+            (name, _module_and_name(_CLASSES[name])[1], list(_fields(name, held)))
+            for name, held in used.items()
+        ],
     )
 
 
@@ -94,25 +88,23 @@ def written_entry(
         origin: The command that makes the file.
         path: Where the file will be, from the repository's root.
     """
-    return (
-        environment(_TEMPLATES, escaped=False)
-        .get_template(f"{ENTRY_FILE}.j2")
-        .render(
-            title=_title(spec),
-            nemo=NEMO_VERSION,
-            origin=origin,
-            path=path,
-            ranks=spec.parallelism.world_size,
-            recipe=RECIPE_FILE,
-            environment=sorted(variables.items()),
-            name=name,
-        )
+    return _rendered(
+        ENTRY_FILE,
+        spec,
+        nemo=NEMO_VERSION,
+        origin=origin,
+        path=path,
+        recipe=RECIPE_FILE,
+        environment=sorted(variables.items()),
+        name=name,
     )
 
 
-def _title(spec: RunSpec) -> str:
+def _rendered(file: str, spec: RunSpec, **parts: object) -> str:
     ranks = spec.parallelism.world_size
-    return f"{spec.model or 'A GPT'}, {spec.name}, on {ranks} GPU{'s' if ranks > 1 else ''}"
+    title = f"{spec.model or 'A GPT'}, {spec.name}, on {ranks} GPU{'s' if ranks > 1 else ''}"
+    template = environment(Path(__file__).parent, escaped=False).get_template(f"{file}.j2")
+    return template.render(title=title, ranks=ranks, **parts)
 
 
 def _in_docstring(sentence: str) -> str:

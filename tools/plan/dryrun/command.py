@@ -10,6 +10,7 @@ from tools.plan.dryrun.comparison import CheckedRank, dry_run
 from tools.plan.dryrun.job import DryRunError, DryRunner, check, ranks_named
 from tools.plan.memory import PRECISIONS
 from tools.plan.request import with_sequence
+from tools.spec.flags import refuse_misspelled
 from tools.spec.model import Model, model_of
 from tools.spec.recompute import Recompute
 from tools.spec.run import RunSpec, spec_of_model
@@ -23,6 +24,7 @@ def dryrun(given: Namespace) -> int:
         ValueError: What is asked for cannot be; one sentence.
     """
     model = model_of(given.model)
+    refuse_misspelled(model.flags)
     spec = spec_from(given, model)
     ranks = ranks_named(given.ranks, spec)
     check(spec)

@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 
 from tools.plan.dryrun.comparison import CheckedRank, Verified
+from tools.plan.show import trained_vocabulary_sentence
 from tools.records.measurements import Calls
 from tools.spec.model import Model
 from tools.spec.run import RunSpec
@@ -56,6 +57,8 @@ def print_comparisons(model: Model, spec: RunSpec, comparisons: list[CheckedRank
         f"{spec.dtype}.",
         highlight=False,
     )
+    if difference := trained_vocabulary_sentence(spec):
+        console.print(difference, highlight=False, style="bold yellow")
     for comparison in comparisons:
         console.print(rich_table(figures_table(comparison)))
         console.print(rich_table(_calls_table(comparison).fitting(console.width)))

@@ -12,10 +12,10 @@ const element = (tag, text = "", attributes = {}) => {
 const words = (name) => name.replaceAll("_", " ");
 
 let devices = new Map();
-let [noise, ownModel] = [1, ""];
+let ownModel = "";
 try {
   const known = await call("choices");
-  [noise, ownModel] = [known.noise, known.own_model];
+  ownModel = known.own_model;
   devices = new Map(known.devices.map((device) => [device.key, device]));
   for (const model of known.models) $("model").append(element("option", model.name, { value: model.name }));
   for (const device of known.devices) $("gpu").append(element("option", device.name, { value: device.key }));

@@ -13,7 +13,7 @@ from tools.launch.compose import SMALL_SAMPLE
 from tools.launch.job import Job, make_command
 from tools.launch.options import NO_OPTIONS, Options, read_patch_file
 from tools.spec.files import from_root
-from tools.spec.flags import drop_flags
+from tools.spec.flags import drop_flags, values_by_flag
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind, OptimizerName
 from tools.spec.strategy import parse_strategy
@@ -156,7 +156,7 @@ def applies(finding: Finding, cell: Cell) -> bool:
     if has_experts(finding.model) and not has_experts(cell.family.model):
         return False
     degrees = split(cell.layout.strategy, cell.layout.devices)
-    layouts = (split(one, finding.devices) for one in finding.layouts)
+    layouts = (split(one, finding.devices) for one in finding.strategies)
     return is_within(finding.flags, cell.flags) and any(one <= degrees for one in layouts)
 
 
@@ -168,17 +168,7 @@ def has_experts(model: str) -> bool:
 
 def is_within(flags: Sequence[str], others: Sequence[str]) -> bool:
     """Whether the others have all of some flags, with their values."""
-    groups = [" ".join(group) for group in _grouped(others)]
-    return all(" ".join(group) in groups for group in _grouped(flags))
-
-
-def _grouped(words: Sequence[str]) -> list[list[str]]:
-    groups: list[list[str]] = []
-    for word in words:
-        if word.startswith("--"):
-            groups.append([])
-        groups[-1].append(word)
-    return groups
+    return values_by_flag(flags).items() <= values_by_flag(others).items()
 
 
 def split(strategy: str, devices: int) -> set[str]:

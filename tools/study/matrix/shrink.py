@@ -25,7 +25,7 @@ def fewest[T](parts: Sequence[T], shows: Callable[[tuple[T, ...]], bool]) -> tup
         if smaller is not None:
             kept, pieces = smaller, 2
             continue
-        rests = (_without(kept, at, size) for at in range(0, len(kept), size))
+        rests = ((*kept[:at], *kept[at + size :]) for at in range(0, len(kept), size))
         # Of two halves each is the other's rest, and was tried.
         rest = next((one for one in rests if one and len(chunks) > 2 and shows(one)), None)
         if rest is not None:
@@ -35,10 +35,6 @@ def fewest[T](parts: Sequence[T], shows: Callable[[tuple[T, ...]], bool]) -> tup
         else:
             pieces = min(len(kept), 2 * pieces)
     return kept
-
-
-def _without[T](parts: tuple[T, ...], at: int, size: int) -> tuple[T, ...]:
-    return (*parts[:at], *parts[at + size :])
 
 
 def smallest[T](steps: Sequence[T], shows: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:

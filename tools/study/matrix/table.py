@@ -37,7 +37,8 @@ class LevelResult:
         mark = SIGNS[self.status]
         if self.is_open:
             return f"{mark}?"
-        return f"{mark} with {', '.join(_names(self.beside))}" if self.beside else mark
+        names = ", ".join(path.partition("/")[2] for path in self.beside)
+        return f"{mark} with {names}" if names else mark
 
     @property
     def short(self) -> str:
@@ -168,10 +169,6 @@ def _is_to_blame(record: CellRecord, level: Level, first: bool) -> bool:
         and record.levels[-1:] == (level.path,)
         and bool(record.finding or len(record.levels) == 1)
     )
-
-
-def _names(paths: Sequence[str]) -> list[str]:
-    return [path.partition("/")[2] for path in paths]
 
 
 def bf16_costs(

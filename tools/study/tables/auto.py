@@ -99,30 +99,22 @@ def _name(row: AutoRow | None) -> str | None:
     return f"{row.strategy}, {row.micro_batch_size}" if row else None
 
 
-_GROUPS = (
-    Column[AutoGroup]("model", lambda group: group.model, right=False),
-    Column[AutoGroup]("ranks", lambda group: group.ranks),
-    Column[AutoGroup](
+_GROUPS: tuple[Column[AutoGroup], ...] = (
+    Column("model", lambda group: group.model, right=False),
+    Column("ranks", lambda group: group.ranks),
+    Column(
         "chosen, micro batch",
         lambda group: _name(group.rows[0] if group.rows else None),
         right=False,
     ),
-    Column[AutoGroup]("best measured", lambda group: _name(group.best), right=False),
-    Column[AutoGroup]("lost by the choice", lambda group: group.loss, percent),
+    Column("best measured", lambda group: _name(group.best), right=False),
+    Column("lost by the choice", lambda group: group.loss, percent),
 )
-_ROWS = (
-    Column[tuple[AutoGroup, AutoRow]]("model", lambda line: line[0].model, right=False),
-    Column[tuple[AutoGroup, AutoRow]]("ranks", lambda line: line[0].ranks),
-    Column[tuple[AutoGroup, AutoRow]](
-        "layout, micro batch", lambda line: _name(line[1]), right=False
-    ),
-    Column[tuple[AutoGroup, AutoRow]](
-        "predicted, ms", lambda line: line[1].predicted_ms, lambda value: f"{value:.0f}"
-    ),
-    Column[tuple[AutoGroup, AutoRow]](
-        "measured, ms [95%]", lambda line: line[1].measured, partial(time_text, shape=".0f")
-    ),
-    Column[tuple[AutoGroup, AutoRow]](
-        "error", lambda line: line[1].error, partial(signed_percent, decimals=0)
-    ),
+_ROWS: tuple[Column[tuple[AutoGroup, AutoRow]], ...] = (
+    Column("model", lambda line: line[0].model, right=False),
+    Column("ranks", lambda line: line[0].ranks),
+    Column("layout, micro batch", lambda line: _name(line[1]), right=False),
+    Column("predicted, ms", lambda line: line[1].predicted_ms, lambda value: f"{value:.0f}"),
+    Column("measured, ms [95%]", lambda line: line[1].measured, partial(time_text, shape=".0f")),
+    Column("error", lambda line: line[1].error, partial(signed_percent, decimals=0)),
 )

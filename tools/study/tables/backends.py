@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.statistics import TimeComparison, compare
 from tools.report.render.tables import time_text
 from tools.spec.run import Backend
-from tools.study.tables import bullets, page
+from tools.study.tables import bullets, known, page
 from tools.study.tables.zero import in_ms, ratio
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, change, megabytes, rounded
+from tools.text.units import change, megabytes, rounded, signed_percent
 
 _PAIRS = (
     (("megatron", "dp2"), ("native", "dp2")),
@@ -60,23 +61,11 @@ def _columns(bare: Entry | None) -> tuple[Column[Entry], ...]:
         Column("Parity", lambda row: "" if row is bare else row.parity.verdict),
         Column("ms/iteration [95%]", lambda row: row.estimate, time_text),
         Column("Passes alone", lambda row: row.pass_seconds, in_ms),
-        Column("Overhead", _overhead, _percent),
-        Column("Against bare", against_bare, _percent),
+        Column("Overhead", lambda row: row.overhead, signed_percent),
+        Column("Against bare", against_bare, partial(change, decimals=1)),
         Column("Samples/s", lambda row: row.samples_per_second, rounded),
         Column("Sent/iteration", lambda row: row.sent_bytes, megabytes),
         Column("Peak memory", lambda row: row.peak_bytes, megabytes),
-        Column("Loss", lambda row: None if row is bare else row.final_loss, _loss),
+        Column("Loss", lambda row: None if row is bare else row.final_loss, known("{:.6f}")),
         Column("What ran", lambda row: row.implementation),
     )
-
-
-def _overhead(row: Entry) -> float | None:
-    return None if row.overhead is None else 1 + row.overhead
-
-
-def _percent(value: float | None) -> str:
-    return change(value, decimals=1)
-
-
-def _loss(value: float | None) -> str:
-    return DASH if value is None else f"{value:.6f}"

@@ -23,7 +23,7 @@ from tools.report.read.runs import Run
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.published import Correction, Figure, load_published
-from tools.study.tables import bullets, page
+from tools.study.tables import bullets, known, page
 from tools.study.tables.windows import commonest_share, shared_windows
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import DASH, bracketed, rounded
@@ -166,7 +166,7 @@ def _rate(found: Estimate | None) -> str:
 
 
 def _range(group: Group, value: Callable[[Entry], float | None], shape: str) -> str:
-    found = [known for run in group if (known := value(run)) is not None]
+    found = [one for run in group if (one := value(run)) is not None]
     if not found:
         return DASH
     text = shape.format(mean(found))
@@ -245,10 +245,6 @@ def _scores_column(
     return Column(name, lambda row: _range(row.group, value, shape))
 
 
-def _optional(shape: str) -> Callable[[float | None], str]:
-    return lambda value: DASH if value is None else shape.format(value)
-
-
 _COLUMNS: tuple[Column[_GroupRow], ...] = (
     Column("Backend", lambda row: row.group[0].backend),
     Column("Strategy", lambda row: row.group[0].strategy),
@@ -264,11 +260,11 @@ _COLUMNS: tuple[Column[_GroupRow], ...] = (
 )
 _PUBLISHED_COLUMNS: tuple[Column[Figure], ...] = (
     Column("Path", lambda figure: figure.published_as),
-    Column("Micro batches/s", lambda figure: figure.micro_batches_per_second, _optional("{:.2f}")),
-    Column("Time", lambda figure: figure.wall_seconds, _optional("{:.0f} s")),
-    Column("Validation loss", lambda figure: figure.final_loss, _optional("{:.4f}")),
-    Column("Accuracy", lambda figure: figure.validation_accuracy, _optional("{:.2%}")),
-    Column("Perplexity", lambda figure: figure.perplexity, _optional("{:.2f}")),
+    Column("Micro batches/s", lambda figure: figure.micro_batches_per_second, known("{:.2f}")),
+    Column("Time", lambda figure: figure.wall_seconds, known("{:.0f} s")),
+    Column("Validation loss", lambda figure: figure.final_loss, known("{:.4f}")),
+    Column("Accuracy", lambda figure: figure.validation_accuracy, known("{:.2%}")),
+    Column("Perplexity", lambda figure: figure.perplexity, known("{:.2f}")),
     Column("But", lambda figure: figure.caution),
 )
 _CORRECTIONS = (

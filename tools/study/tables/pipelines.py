@@ -9,7 +9,7 @@ from tools.report.analyse.entry import Entry
 from tools.report.explain.predicted import ideal_bubble
 from tools.report.render.tables import time_text
 from tools.spec.strategy import PipelineSchedule
-from tools.study.tables import bullets, page
+from tools.study.tables import bullets, known, page
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import DASH, joined, megabytes, percent
 
@@ -124,14 +124,10 @@ def _columns(reference: Entry | None) -> tuple[Column[Entry], ...]:
         Column("Schedule", lambda row: DASH if row.bubble is None else _schedule(row).paper_name),
         Column("Status", lambda row: row.status),
         Column("Losses' distance", losses),
-        Column("Final loss", lambda row: row.final_loss, _loss),
+        Column("Final loss", lambda row: row.final_loss, known("{:.4f}")),
         Column("Staleness", _staleness),
         Column("Weights by stage", _weights),
         Column("Bubble (schedule's)", _bubble),
         Column("ms/iteration [95%]", lambda row: row.estimate, time_text),
         Column("Peak memory", lambda row: row.peak_bytes, megabytes),
     )
-
-
-def _loss(value: float | None) -> str:
-    return DASH if value is None else f"{value:.4f}"

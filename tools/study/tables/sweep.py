@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tools.launch.job import Job
 from tools.plan.tensors import parameters_total
 from tools.report.analyse.provenance import conditions
 from tools.report.analyse.rows import rows_of
@@ -36,13 +35,11 @@ TEXT_FILE, DATA_FILE, PICTURE_FILE = "sweep.md", "sweep.json", "sweep.svg"
 
 
 def begin(study: Study) -> None:
-    """Say what is left out, and leave the cells beside the table.
+    """Leave the cells beside the table.
 
     Raises:
         LaunchError: No cell is legal here; nothing was trained.
     """
-    for cell, rule in study.planned.skipped.items():
-        say(study.console, f"skipped: {cell.name}: {rule}")
     if not study.planned.launches:
         raise LaunchError("No cell of this sweep can run here; the rules are above.")
     study.folder.mkdir(parents=True, exist_ok=True)
@@ -55,16 +52,18 @@ def as_data(planned: Planned) -> str:
     A launcher of any kind can take them; a sweep that runs afterwards finds what it made.
     """
     cells = [
-        {"name": cell.name, "target": cell.job.target, "variables": _variables(cell.job)}
+        {
+            "name": cell.name,
+            "target": cell.job.target,
+            "variables": {
+                name: text for name, text in cell.job.variables.items() if name not in _OF_THE_SWEEP
+            },
+        }
         for cell in planned.launches
     ]
     skipped = [{"name": cell.name, "rule": rule} for cell, rule in planned.skipped.items()]
     data = msgspec.json.encode({"cells": cells, "skipped": skipped})
     return msgspec.json.format(data, indent=2).decode()
-
-
-def _variables(job: Job) -> dict[str, str]:
-    return {name: text for name, text in job.variables.items() if name not in _OF_THE_SWEEP}
 
 
 def finish(study: Study) -> int:

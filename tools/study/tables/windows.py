@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.dataset.indexed import open_dataset
-from tools.dataset.split import Split, split_documents
+from tools.dataset.split import Split, split_bounds
 
 _BASE = 0x9E3779B97F4A7C15
 _MODULUS = 2**64
@@ -64,13 +64,9 @@ def _powers(base: int, count: int) -> NDArray[np.uint64]:
 
 def _stream(prefix: Path, split: str, part: Split) -> NDArray[Any]:
     dataset = open_dataset(prefix)
-    lengths = np.array(dataset.lengths)
-    starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-    documents = split_documents(split, len(lengths), part)
-    tokens: NDArray[Any] = np.memmap(dataset.bin_path, dtype=dataset.dtype, mode="r")
-    return (
-        tokens[starts[documents[0]] : starts[documents[-1] + 1]] if len(documents) else tokens[:0]
-    )
+    bounds = np.array(split_bounds(split, dataset.sequences)[part : part + 2])
+    begin, end = dataset.tokens_before(bounds)
+    return dataset.stored[begin:end]
 
 
 def commonest_share(prefix: Path, split: str) -> float:

@@ -9,7 +9,7 @@ from tools.report.analyse.entry import Entry
 from tools.report.analyse.statistics import compare
 from tools.report.render.tables import time_text
 from tools.spec.published import Figure, load_published
-from tools.study.tables import bullets, page
+from tools.study.tables import bullets, known, page
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import DASH, change, joined, megabytes, ms, percent, rounded, times
 
@@ -79,8 +79,8 @@ def verdicts(rows: Sequence[Entry]) -> list[str]:
     others = [_name(row) for row in close if row is not fastest]
     beside = f"; within noise of it: {joined(others)}" if others else ", beyond the noise"
     said.append(f"Fastest: {_name(fastest)}{beside}.")
-    known = [row for row in close if row.peak_bytes]
-    used = min(known, key=lambda row: row.peak_bytes or 0, default=fastest)
+    weighed = [row for row in close if row.peak_bytes]
+    used = min(weighed, key=lambda row: row.peak_bytes or 0, default=fastest)
     why = (
         f"of {_name(fastest)} and those within noise of it, it takes the least memory"
         if others
@@ -136,10 +136,6 @@ def _saved(method: _Method) -> str:
     return change(mine) + (f" ({change(published)})" if published else "")
 
 
-def _in(unit: str, shape: str = "g") -> Callable[[float | None], str]:
-    return lambda value: DASH if value is None else f"{value:{shape}}{unit}"
-
-
 def _beside(
     name: str,
     measured: Callable[[_Method], str],
@@ -171,19 +167,19 @@ _PERFORMANCE = (
         "Peak memory",
         lambda method: megabytes(method.row.peak_bytes),
         lambda figure: _first(figure.peak_memory_gb),
-        _in(" GB"),
+        known("{:g} GB"),
     ),
     _beside(
         "ms/iteration [95%]",
         lambda method: time_text(method.row.estimate),
         lambda figure: _first(figure.iteration_ms),
-        _in(""),
+        known("{:g}"),
     ),
     _beside(
         "Samples/s",
         lambda method: rounded(method.row.samples_per_second),
         lambda figure: figure.samples_per_second,
-        _in(""),
+        known("{:g}"),
     ),
     _beside("Speedup", _speedup, lambda figure: figure.speedup, times),
 )
@@ -200,19 +196,19 @@ _TRAFFIC = (
         "Sent/iteration",
         lambda method: megabytes(method.row.sent_bytes),
         lambda figure: figure.network.get("sent_mb"),
-        _in(" MB"),
+        known("{:g} MB"),
     ),
     Column[_Method]("With NCCL's rings", lambda method: method.row.nccl_bytes, megabytes),
     _beside(
         "Waiting",
         lambda method: in_ms(method.row.communication_seconds),
         lambda figure: figure.network.get("seconds"),
-        _in(" s"),
+        known("{:g} s"),
     ),
     _beside(
         "Implied",
-        lambda method: _in(" Gbit/s", ".2f")(method.row.implied_gigabits),
+        lambda method: known("{:.2f} Gbit/s")(method.row.implied_gigabits),
         lambda figure: figure.network.get("gbit_per_second"),
-        _in(" Gbit/s"),
+        known("{:g} Gbit/s"),
     ),
 )

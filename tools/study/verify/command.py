@@ -27,7 +27,7 @@ from tools.launch.job import make_command
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.train import dry_run
+from tools.launch.train import dry_run, other_vocabulary
 from tools.records.run import Status, utc_stamp
 from tools.records.verdict import VERIFY_FOLDER, Outcome
 from tools.spec import variables
@@ -137,7 +137,7 @@ def carried_out(
     also: Path | None = None,
     shared: SharedReferences | None = None,
 ) -> Judgement:
-    """Check that it can run here, train, judge, and print the verdict.
+    """Say if another model is verified, check that it can run here, train, judge, print the verdict.
 
     Args:
         verification: What is compared.
@@ -150,6 +150,8 @@ def carried_out(
         LaunchError: It cannot run here; nothing was written.
     """
     launches, pair = verification.launches, verification.pair
+    if sentence := other_vocabulary(verification.strategy):
+        say(console, sentence, "yellow")
     make_missing_data(launches, console)
     for launch in launches:
         check(launch, may_drop=True)  # `pairs` refuses those that drop others.
@@ -203,7 +205,7 @@ def _judged_at(
     iteration: int, suffix: str, verification: Verification, scratch: Path, train: Train
 ) -> Judgement:
     """The judgement on one iteration; the names of what is trained for it end with `suffix`."""
-    layout = verification.layout
+    strategy = verification.strategy
 
     def trained(part: str, launch: Launch) -> str:
         return train(f"{part}{suffix}", launch)
@@ -217,21 +219,21 @@ def _judged_at(
     if verification.saving is not None:
         checkpoint = scratch / "checkpoint"
         parts.append(("saved", verification.saved(verification.saving, checkpoint)))
-        layout = verification.resumed(layout, checkpoint)
-    parts.append(("layout", _capturing(layout, tensors("layout"), iteration, 0)))
+        strategy = verification.resumed(strategy, checkpoint)
+    parts.append(("strategy", _capturing(strategy, tensors("strategy"), iteration, 0)))
     for part, launch in parts:
         failure = trained(part, launch)
         if failure:
             return refused(f"The {part} {failure}")
     try:
-        ours = read_capture(tensors("layout"))
+        ours = read_capture(tensors("strategy"))
         captured = read_capture(tensors("reference"))
         captured = as_one_rank(captured, ours, scratch / f"whole{suffix}" / "reference")
         judgement = judge(captured, ours)
         if needs_same_start(judgement):
             write_forced(captured, ours, tensors("start"), start_alone=True)
-            layout = _capturing(layout, tensors("begun"), iteration, 0, tensors("start"))
-            if failure := trained("begun", layout):
+            strategy = _capturing(strategy, tensors("begun"), iteration, 0, tensors("start"))
+            if failure := trained("begun", strategy):
                 raise VerifyError(
                     f"The strategy with the reference's routing and weights {failure}"
                 )
@@ -240,7 +242,7 @@ def _judged_at(
         if not may_have_spread(judgement):
             return judgement
         write_forced(captured, ours, tensors("given"))
-        again = _capturing(layout, tensors("forced"), iteration, 0, tensors("given"))
+        again = _capturing(strategy, tensors("forced"), iteration, 0, tensors("given"))
         failure = trained("forced", again)
         if failure:
             return judgement

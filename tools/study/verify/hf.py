@@ -72,11 +72,11 @@ def verify_hf(
     Raises:
         ValueError: It cannot run here, or the model cannot be converted.
     """
-    layouts = [(strategy, _devices(strategy)) for strategy in (strategies or STRATEGIES).split()]
+    laid = [(strategy, _devices(strategy)) for strategy in (strategies or STRATEGIES).split()]
     if importlib.util.find_spec("transformers") is None:
         raise LaunchError(NO_TRANSFORMERS)
     folder = options.runs / f"{utc_stamp()}-verify-hf"
-    prover = _Prover(folder, layouts, extra_b, options, console)
+    prover = _Prover(folder, laid, extra_b, options, console)
     proofs: list[Proof] = []
     try:
         for source, name in _sources(hf, folder / "sources"):
@@ -114,7 +114,7 @@ def _sources(given: str | None, made: Path) -> Iterator[tuple[Path, str]]:
 @dataclass(frozen=True)
 class _Prover:
     folder: Path
-    layouts: Sequence[tuple[str, int]]
+    strategies: Sequence[tuple[str, int]]
     """Strategies with their devices."""
     extra_b: tuple[str, ...]
     options: Options
@@ -144,8 +144,8 @@ class _Prover:
             model=str(hub / name / f"{name}.args"),
         )
         job = parse_target(f"train-baseline-{name}-1cpu", options)
-        for layout in self.layouts:
-            yield self._compared(Pair(job.laid(*layout), HF, self.extra_b))
+        for strategy in self.strategies:
+            yield self._compared(Pair(job.laid(*strategy), HF, self.extra_b))
         yield self._trained(job)
 
     def _compared(self, pair: Pair) -> Proof:

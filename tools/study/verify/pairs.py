@@ -108,7 +108,7 @@ class Verification:
     """A pair, composed: what is trained."""
 
     pair: Pair
-    layout: Launch
+    strategy: Launch
     reference: Launch
     saving: Launch | None = None
     """The run whose checkpoint, of the iteration before, the strategy resumes from."""
@@ -116,13 +116,13 @@ class Verification:
     @property
     def iteration(self) -> int:
         """Whose tensors are compared."""
-        return self.layout.iterations
+        return self.strategy.iterations
 
     @property
     def launches(self) -> tuple[Launch, ...]:
         """All that are trained."""
         saving = (self.saving,) if self.saving else ()
-        return (self.reference, *saving, self.layout)
+        return (self.reference, *saving, self.strategy)
 
     @property
     def mode(self) -> str | None:
@@ -130,7 +130,7 @@ class Verification:
         return "; ".join(self._differences()) or None
 
     def _differences(self) -> Iterator[str]:
-        ours, theirs = self.layout, self.reference
+        ours, theirs = self.strategy, self.reference
         sizes = [one.spec.batch.micro_batch_size for one in (ours, theirs)]
         if sizes[0] != sizes[1]:
             yield f"micro batches of {sizes[0]} against {sizes[1]} at one global batch"
@@ -204,13 +204,13 @@ def compose_pair(pair: Pair) -> Verification:
         )
     )
     reference = _reference(pair.other, alike)
-    layout = _from_start_of(reference, compose_job(own))
+    strategy = _from_start_of(reference, compose_job(own))
     saving = None
     if pair.saving:
         there = own.laid(pair.saving, _devices(pair.saving, job))
         saving = _from_start_of(reference, compose_job(there))
-    verification = Verification(pair, layout, _padded_as(layout, reference), saving)
-    refuse_other_work(verification.layout, verification.reference)
+    verification = Verification(pair, strategy, _padded_as(strategy, reference), saving)
+    refuse_other_work(verification.strategy, verification.reference)
     return verification
 
 
@@ -245,13 +245,13 @@ def _reference(named: str, job: Job) -> Launch:
     return compose_job(job.laid("baseline", 1).under(again))
 
 
-def _padded_as(layout: Launch, reference: Launch) -> Launch:
+def _padded_as(strategy: Launch, reference: Launch) -> Launch:
     """The reference; that of transformers with the rows that Megatron pads the vocabulary to."""
     if reference.spec.backend is not Backend.TRANSFORMERS:
         return reference
-    multiple = Flags(layout.flags).integer("--make-vocab-size-divisible-by")
-    shape = replace(layout.model.shape, vocabulary_multiple=multiple)
-    rows = shape.padded_vocabulary(layout.spec.parallelism.tensor)
+    multiple = Flags(strategy.flags).integer("--make-vocab-size-divisible-by")
+    shape = replace(strategy.model.shape, vocabulary_multiple=multiple)
+    rows = shape.padded_vocabulary(strategy.spec.parallelism.tensor)
     return replace(reference, flags=merge_flags(reference.flags, (PADDED, str(rows))))
 
 

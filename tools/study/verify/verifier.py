@@ -124,7 +124,7 @@ class Verifier:
         self._references.forget()
 
     def _train(self, part: str, launch: Launch) -> str:
-        kind = "reference" if part.startswith("reference") else "layout"
+        kind = "reference" if part.startswith("reference") else "strategy"
         return self.ranks.run(launch, self.folder / f"{kind}.txt")
 
 
