@@ -8,7 +8,6 @@ VENV_PYTHON := $(or $(KIT_PYTHON),.venv/bin/python)
 export PYTHONPATH := $(CURDIR)
 
 no_variables = $(if $(strip $(MAKEOVERRIDES)),$(error 'make $@' takes no variables; leave $(MAKEOVERRIDES) out))
-install = $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --require-hashes --requirement
 
 %: FORCE
 	@tools/setup.sh && $(VENV_PYTHON) -m tools.cli $@
@@ -23,7 +22,7 @@ setup install-dependencies:
 doctor:
 	@tools/doctor.sh
 setup-deepspeed setup-hf: setup-%: setup
-	@$(install) requirements-$*.txt
+	@$(VENV_PYTHON) tools/install.py requirements-$*.txt
 setup-bridge: setup
 	@$(no_variables)tools/bridge.sh
 test: setup

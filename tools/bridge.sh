@@ -14,7 +14,6 @@ packages='import sysconfig; print(sysconfig.get_path("purelib"))'
 theirs=$("$python" -c "$packages")
 "$python" -m venv --clear "$VENV"
 echo "$theirs" > "$("$VENV/bin/python" -c "$packages")/kit.pth"
-"$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
-  --requirement requirements-bridge.txt
+"$VENV/bin/python" tools/install.py requirements-bridge.txt
 echo "$wanted" > "$VENV/.requirements.sha256"
 echo "$VENV is ready: 'make export-recipe' checks what it writes, and 'make import-recipe' reads Python files."

@@ -8,8 +8,7 @@ VENV=.venv-docs
 wanted=$(sha256sum requirements-docs.txt)
 if [[ ! -f $VENV/.requirements.sha256 || $(< "$VENV/.requirements.sha256") != "$wanted" ]]; then
   "$(tools/setup.sh --python)" -m venv --clear "$VENV"
-  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes \
-    --requirement requirements-docs.txt
+  "$VENV/bin/python" tools/install.py requirements-docs.txt
   echo "$wanted" > "$VENV/.requirements.sha256"
 fi
 

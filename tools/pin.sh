@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # requirements.txt and those for DeepSpeed, transformers, Megatron-Bridge and the documentation from their .in files: all
 # they need, pinned, with the hash of every file of these versions, for Linux on x86_64 and aarch64, CPython 3.12 and 3.13.
-# Needs uv. What is pinned stays as it is, but for what the .in files changed; --upgrade takes the newest.
+# What is pinned stays as it is, but for what the .in files changed; --upgrade takes the newest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+uv=$(command -v uv || echo .venv/bin/uv)
+
 pin() { # NAME, then more of uv's options
-  uv pip compile "$1.in" --output-file "$1.txt" --universal --python-version 3.12 --generate-hashes \
+  "$uv" pip compile "$1.in" --output-file "$1.txt" --universal --python-version 3.12 --generate-hashes \
     --no-emit-index-url --no-emit-find-links --custom-compile-command tools/pin.sh --quiet "${@:2}"
 }
 
