@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tools.cluster.container.docker import container_name
 from tools.cluster.nodes import SINGLE_NODE, NodeGroup
-from tools.launch.checkpoint.keeper import Keeper
+from tools.launch.checkpoints import Keeper
 from tools.launch.compose import Launch
 from tools.launch.devices import visible_gpus
 from tools.launch.progress import LogFollower, RunProgress

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shlex
-import subprocess
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from tools.cluster.checks.network import wandb_login
-from tools.cluster.checks.result import image_tag
+from tools.cluster.checks.result import ask, image_tag
 from tools.cluster.container import docker
 from tools.cluster.container.image import ImagePair, find_pair
 from tools.launch.devices import visible_gpus
@@ -109,12 +108,8 @@ def transformer_engine_imports() -> bool:
     """Whether Transformer Engine works here; one that is installed for another torch does not import."""
     if importlib.util.find_spec("transformer_engine") is None:
         return False
-    command = (sys.executable, "-c", "import transformer_engine.pytorch")
-    try:
-        answer = subprocess.run(command, capture_output=True, check=False, timeout=IMPORT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return False
-    return answer.returncode == 0
+    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    return ask(command, IMPORT_SECONDS).good
 
 
 def _caller() -> str:

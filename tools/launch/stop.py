@@ -12,8 +12,8 @@ from rich.console import Console
 
 from tools.cluster.slurm import cancel_job, job_states
 from tools.launch.status import follow, read_job
+from tools.launch.supervise.exit_status import outcome
 from tools.launch.supervise.ranks import alive
-from tools.launch.train import outcome
 from tools.records import run as records
 from tools.records.run import LauncherRecord, Status, StatusRecord
 from tools.spec.errors import LaunchError

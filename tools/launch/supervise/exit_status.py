@@ -17,6 +17,7 @@ from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.report.read.diagnosis import after_last, diagnose, first_error
 from tools.report.read.scrape import scrape_log
+from tools.spec.files import from_root
 
 RESERVE_FILE = ".reserve"
 RESERVE_BYTES = 1 << 20
@@ -155,6 +156,13 @@ def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRec
     drop_empty(folder / records.STACKS_FOLDER)
     collect(folder)
     return status
+
+
+def outcome(folder: Path, status: StatusRecord) -> str:
+    """One line on how a run ended and where to look."""
+    seconds = f"{status.wall_seconds:.0f} s" if status.wall_seconds is not None else "?"
+    reason = f": {status.reason}" if status.status is not Status.OK and status.reason else ""
+    return f"{status.status} after {seconds}{reason} → {from_root(folder)}"
 
 
 def _after(folder: Path) -> str:
