@@ -11,11 +11,11 @@ import psutil
 from rich.console import Console
 
 from tools.cluster.slurm import cancel_job, job_states
-from tools.launch.status import follow, read_job
+from tools.launch.status import follow, read_job, recorded_status
 from tools.launch.supervise.exit_status import outcome
 from tools.launch.supervise.ranks import alive
 from tools.records import run as records
-from tools.records.run import LauncherRecord, Status, StatusRecord
+from tools.records.run import LauncherRecord
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.text.terminal import say
@@ -136,9 +136,6 @@ def _wait_for_the_end(run: Path, launcher: psutil.Process | None) -> None:
 
 
 def _how_it_stands(run: Path) -> str:
-    try:
-        status = records.read_status(run)
-    except (OSError, msgspec.DecodeError):
-        status = StatusRecord(Status.INCOMPLETE)
+    status = recorded_status(run)
     ended = f" at {status.finished_utc}" if status.finished_utc else ""
     return f"it ended '{status.status}'{ended}."
