@@ -318,9 +318,7 @@ def _software_of_image(container: docker.Container, cache: Path) -> dict[str, st
     except (OSError, ValueError):
         pass
     probe = docker.Container(container.image, container.user, gpus=False)
-    command = probe.wrap(
-        (docker.PYTHON, "-m", "tools.cluster.container.versions"), (), "kit-versions"
-    )
+    command = probe.wrap((docker.PYTHON, "-m", "tools.cluster.container.versions"), ())
     try:
         # The image prints a banner first; the versions are the last line.
         software = dict(json.loads(ask(list(command), PROBE_SECONDS).out.rpartition("\n")[2]))

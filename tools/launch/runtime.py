@@ -43,12 +43,13 @@ ON_HOST = Runtime()
 def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
     """The runtime that RUNTIME= names or that fits the machine; the preflight checks that it works.
 
-    CPU ranks run on the host: no image is needed for them, and RUNTIME= does not move them.
+    CPU ranks need no image: they run on the host unless RUNTIME=docker asks for one.
 
     Raises:
         LaunchError: IMAGE= names no pair, or MEGATRON_LM= a checkout that the image cannot see.
     """
-    if device is DeviceKind.CPU:
+    on_cpu = device is DeviceKind.CPU
+    if on_cpu and (image_tag() or options.runtime is not RuntimeName.DOCKER):
         return ON_HOST
     if image_tag() or (options.runtime or default_runtime()) is RuntimeName.HOST:
         return host_runtime()
@@ -61,7 +62,7 @@ def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
         _hand_in_wandb_login()
     runtime = docker_runtime(find_pair(options.image))
     assert runtime.container is not None
-    container = replace(runtime.container, host_network=options.host_network)
+    container = replace(runtime.container, gpus=not on_cpu, host_network=options.host_network)
     return replace(runtime, container=container)
 
 
@@ -161,7 +162,7 @@ def run_module(words: Sequence[str], options: Options, text: str = "") -> int:
         _check_input(text)
     if in_docker:
         pair = find_pair(options.image)
-        docker.check_container(pair.name, pair.ngc_tag)
+        docker.check_container(pair.name, pair.ngc_tag, gpus=False)
     if options.dry_run:
         return 0
     try:
@@ -187,11 +188,8 @@ def docker_command(words: Sequence[str], options: Options) -> tuple[str, ...]:
     container = docker_runtime(find_pair(options.image), *docker.HUB).container
     assert container is not None
     command = (docker.PYTHON, "-m", *words)
-    return (
-        container.mounting(*folders_named(words))
-        .without_gpus()
-        .wrap(command, (), f"kit-{words[0].rpartition('.')[2]}-{os.getpid()}")
-    )
+    mounted = container.mounting(*folders_named(words))
+    return replace(mounted, gpus=False).wrap(command, ())
 
 
 def folders_named(words: Sequence[str]) -> Iterator[Path]:

@@ -10,6 +10,7 @@ import msgspec
 import psutil
 from rich.console import Console
 
+from tools.cluster.container.docker import CONTAINER_FILE, container_of, remove_container
 from tools.cluster.slurm import cancel_job, job_states
 from tools.launch.status import follow, read_job, recorded_status
 from tools.launch.supervise.exit_status import outcome
@@ -41,6 +42,10 @@ def stop(run: str | Path, console: Console) -> int:
     state = (job_states([job.job_id]) or {}).get(job.job_id) if job else None
     if job and state and (state.waits or state.runs):
         _cancel(run, job.job_id)
+    elif (left := container_of(run / CONTAINER_FILE)) and not records.is_running(
+        run / records.LOG_FILE
+    ):
+        _end_container(run, left)
     elif not records.is_running(run / records.LOG_FILE):
         raise LaunchError(f"{from_root(run)} is not running: {_how_it_stands(run)}")
     else:
@@ -94,6 +99,15 @@ def _cancel(run: Path, job_id: str) -> None:
                 "'make status' follows it."
             )
         time.sleep(POLL_SECONDS)
+
+
+def _end_container(run: Path, container: str) -> None:
+    """End what a launcher left that had lost Docker's engine."""
+    if not remove_container(run / CONTAINER_FILE):
+        raise LaunchError(
+            f"The container of {from_root(run)} may still run, and Docker's engine does not answer; "
+            f"start it, then repeat this, or use 'docker rm --force {container[:12]}'."
+        )
 
 
 def _launcher_here(run: Path) -> psutil.Process | None:

@@ -31,12 +31,12 @@ def check_docker() -> "list[CheckResult]":
     return check_container()
 
 
-def check_container(image: str = "", tag: str = "") -> "list[CheckResult]":
+def check_container(image: str = "", tag: str = "", gpus: bool = True) -> "list[CheckResult]":
     """The same for one image, whose NGC tag the fix names; without arguments for any of the kit's."""
     row, engine = check_engine()
     if engine is None:
         return [row]
-    if not engine.has_nvidia_runtime:
+    if gpus and not engine.has_nvidia_runtime:
         fix = (
             "install the NVIDIA container toolkit and run 'sudo nvidia-ctk runtime configure "
             "--runtime=docker && sudo systemctl restart docker', or set RUNTIME=host"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tools.cluster.checks.host import free_files
 from tools.launch.background import BackgroundThread
-from tools.launch.supervise.hang import drop_empty
+from tools.launch.supervise.hang import ContainerEndedError, drop_empty
+from tools.launch.supervise.ranks import RankProcesses
 from tools.ledger.collect import collect
 from tools.records import run as records
 from tools.records.io import write_record
@@ -131,6 +132,43 @@ def classify_exit(
         reason = f"{who} was killed by the kernel, which had run out of memory{_after(folder)}."
         return replace(status, status=Status.OUT_OF_MEMORY, reason=reason)
     return status
+
+
+def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int) -> None:
+    """Name what ended a container, where that is no process in it; its processes are ended.
+
+    Args:
+        folder: Of its log.
+        ranks: Its processes.
+        exit_code: The supervisor's.
+
+    Raises:
+        ContainerEndedError: The engine or its client was lost, or somebody had the engine end it.
+    """
+    end = ranks.container_end()
+    if end is None:
+        return
+    after, seen = _after(folder), bool(ranks.by_rank())
+    ranks.stop()
+    status = Status.CRASHED
+    if not end.engine_answers:
+        left = f"its ranks may train on, and 'docker rm --force {end.container[:12]}' ends them"
+        rest = "its ranks were ended" if seen else left
+        reason = f"Docker's engine was lost{after}; {rest}."
+    elif end.runs:
+        by = signal.Signals(exit_code - 128).name if exit_code > 128 else f"code {exit_code}"
+        reason = f"Docker's client ended by {by}{after}; its container was ended."
+    elif end.out_of_memory:
+        status = Status.OUT_OF_MEMORY
+        reason = f"The container was killed by the kernel, which had no more memory for it{after}."
+    elif end.signals and exit_code > 128:
+        by = signal.Signals(end.signals[-1]).name
+        stopped = signal.SIGKILL not in end.signals or signal.SIGTERM in end.signals
+        status = Status.INTERRUPTED if stopped else status
+        reason = f"The container was ended by {by} through Docker's engine{after}."
+    else:
+        return
+    raise ContainerEndedError(reason, status)
 
 
 def launcher_was_killed(folder: Path) -> StatusRecord:
