@@ -56,6 +56,10 @@ def check_engine() -> "tuple[CheckResult, DockerEngine | None]":
         described = json.loads(answer.out) if answer.good else {}
     except ValueError:
         described = {}
+    if described.get("runtimes") is None and "podman" in ask(["docker", "--version"]).out.lower():
+        found = "'docker' is Podman here, which the kit does not know"
+        fix = "put Docker Engine's client before it on PATH, or set RUNTIME=host"
+        return CheckResult(WARN, "Docker", found, fix), None
     if described.get("runtimes") is None:
         reason = "no answer" if answer.good else answer.problem.rstrip(".?!") or "no answer"
         found = f"Docker's engine does not answer ({reason})"
