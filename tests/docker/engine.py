@@ -88,6 +88,7 @@ def running(folder: Path, *shown: Path) -> Iterator[Engine]:
         yield engine
     finally:
         stop(engine)
+        _unmount(folder)  # An engine that was killed has left some.
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -167,6 +168,12 @@ def _import_base(engine: Engine) -> None:
     words = [word for change in changes for word in ("--change", change)]
     engine.docker("import", *words, str(archive), BASE)
     archive.unlink()
+
+
+def _unmount(folder: Path) -> None:
+    places = (line.split()[1] for line in Path("/proc/mounts").read_text().splitlines())
+    for place in sorted(filter(lambda one: one.startswith(f"{folder}/"), places), reverse=True):
+        subprocess.run(("umount", "--lazy", place), check=False)
 
 
 def _program(path: Path, text: str) -> None:
