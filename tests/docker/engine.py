@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from tests.patience import PATIENCE, until
 
 BASE = "nvcr.io/nvidia/pytorch:0-stand-in"
@@ -93,7 +95,7 @@ def running(folder: Path, *shown: Path) -> Iterator[Engine]:
 
 
 def start(folder: Path, *shown: Path) -> Engine:
-    """Start it, or start it again in its folder."""
+    """Start it in a folder."""
     hook = folder / "hook" / "nvidia-container-runtime-hook"  # Asked for by `--gpus`.
     _program(hook, "#!/bin/sh\nexit 0\n")
     packages = Path(sysconfig.get_path("purelib")).resolve()
@@ -143,6 +145,11 @@ def stop(engine: Engine) -> None:
         engine.docker("rm", "--force", *left, check=False)
     engine.process.terminate()
     engine.process.wait(PATIENCE)
+    for process in psutil.process_iter(
+        ["cmdline"]
+    ):  # An engine that was killed has left its helpers.
+        if str(engine.folder) in " ".join(process.info["cmdline"] or ()):
+            process.kill()
 
 
 def _import_base(engine: Engine) -> None:
