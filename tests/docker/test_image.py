@@ -100,8 +100,8 @@ class TestDockerfile:
         assert given <= known
 
     def test_copied_files_exist_and_scripts_may_be_run(self) -> None:
-        (copied,) = re.findall(r"^COPY (.+) /opt/kit/$", (RECIPE / "Dockerfile").read_text(), re.M)
-        for name in copied.split():
+        copied = re.findall(r"^COPY (.+) /opt/kit/$", (RECIPE / "Dockerfile").read_text(), re.M)
+        for name in " ".join(copied).split():
             file = RECIPE / name
             assert file.is_file()
             assert not name.endswith(".sh") or file.stat().st_mode & 0o111

@@ -24,7 +24,7 @@ def test_a_run_whose_folder_was_removed_is_ended_and_said_in_a_sentence(tmp_path
     launch = SimpleNamespace(
         command=lambda _: ("bash", "-c", f"echo begun; rm -r {folder}; sleep 3600"),
         environment={},
-        runtime=SimpleNamespace(container=False),
+        runtime=SimpleNamespace(container=None),
         job=SimpleNamespace(options=Options()),
         time_limit_seconds=None,
         warm=None,

@@ -12,7 +12,7 @@ from tools.launch.backends import backend_problems
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options, options_from_texts
-from tools.launch.relaunch import _patch_file
+from tools.launch.resume import _patch_file
 from tools.launch.runtime import ON_HOST
 from tools.launch.start import _writing_launch
 from tools.launch.train import compose_job

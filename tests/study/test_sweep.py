@@ -12,7 +12,7 @@ from tests.given import swept as sweep_of
 from tools.launch.compose import Launch, ResumePoint
 from tools.launch.job import parse_target
 from tools.launch.options import Options, Saving, Wandb, options_from_texts
-from tools.launch.relaunch import relaunch
+from tools.launch.resume import relaunch
 from tools.launch.run_folder import create_run_folder
 from tools.launch.supervise.interruption import Interrupted
 from tools.launch.train import compose_job

@@ -27,7 +27,7 @@ from rich.console import Console
 from tests.verify.injected_bugs.check import FOLDER, InjectedBug, injected_bugs
 from tools.launch.code import find_entry
 from tools.launch.compose import SMALL_SAMPLE, SMALL_VOCABULARY
-from tools.launch.data import ensure_small_sample
+from tools.launch.data import make_sample
 from tools.launch.job import parse_target
 from tools.launch.options import Options, read_patch_file
 from tools.records.verdict import Outcome, Verdict
@@ -366,7 +366,7 @@ def main() -> int:
         folder = given.folder or Path(around.enter_context(temporary))
         folder.mkdir(parents=True, exist_ok=True)
         ranks = around.enter_context(closing(ForkedRanks(Options(megatron_lm=given.megatron_lm))))
-        ensure_small_sample(Console())
+        make_sample(SMALL_SAMPLE, Console())
         small = given.what == "present"
         data = SMALL_SAMPLE if small else given.data
         bench = Bench(data, Verifier(folder.resolve(), ranks), given.megatron_lm, small)

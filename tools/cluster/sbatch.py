@@ -18,7 +18,7 @@ OUTPUT_FILE = "slurm.txt"
 BASICS = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER")
 """Variables that a job gets from its submitter, besides those the ranks use; by name, no others."""
 
-FIRST_PORT, PORTS = 20_000, 12_000
+MASTER_PORT = "export MASTER_PORT=$((SLURM_JOB_ID % 12000 + 20000))"
 """Below what Linux gives to clients; two jobs that share a node differ by their numbers."""
 
 
@@ -104,7 +104,7 @@ def script(job: BatchJob) -> str:
         *_choose(job.cells),
         f"export PYTHONPATH={shlex.quote(str(ROOT))}",
         "export NNODES=$SLURM_JOB_NUM_NODES RENDEZVOUS=c10d",
-        f"export MASTER_PORT=$((SLURM_JOB_ID % {PORTS} + {FIRST_PORT}))",
+        MASTER_PORT,
         *FIRST_NODE,
         CPUS,
         "# Launchers hear of each other's end themselves; srun must not end one that is clearing up.",

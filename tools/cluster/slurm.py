@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.cluster.checks.result import ask
 from tools.records.run import Status
 from tools.spec import settings
 from tools.spec.errors import LaunchError
@@ -195,10 +195,5 @@ def _parse(text: str) -> dict[str, JobState]:
 
 
 def _ask(*command: str) -> str | None:
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=ASK_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout if answer.returncode == 0 else None
+    answer = ask(list(command), ASK_SECONDS)
+    return answer.out if answer.good else None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.calibrate import calibrate, cpu_core, gpu_here, valid_calibration
+from tools.launch.calibrate import calibrate, conditions, cpu_core, gpu_here
 from tools.launch.compose import DEFAULT_DATA, model_for
 from tools.launch.flags import bare_flags, runtime_flags
 from tools.launch.job import Job, parse_target
@@ -141,12 +141,12 @@ def _device(job: Job) -> Device:
 
 
 def _calibration(job: Job, device: Device, console: Console) -> Calibration:
-    """Measured on this machine: now where it was not, and with CALIBRATE=1; dry runs do not."""
-    options = job.options
-    if options.dry_run:
-        return calibration_of(options.runs, device)
-    if options.calibrate:
-        console.print(f"Measuring {job.devices} {job.device} rank(s) …", highlight=False)
-        link = link_by_key(device.link)
-        return calibrate(options.runs, job.device, job.devices, device, link)
-    return valid_calibration(options.runs, job.device, job.devices, device, console)
+    """Measured on this machine: now where it was not under these conditions, and with CALIBRATE=1; dry
+    runs take what there is."""
+    options, before = job.options, ""
+    if options.dry_run or not options.calibrate:
+        kept = calibration_of(options.runs, device)
+        if options.dry_run or kept.made_with == conditions(job.device, job.devices):
+            return kept
+        before = f", before with {kept.made_with}" if kept.made_with else ""
+    return calibrate(options.runs, job.device, job.devices, device, console, before)

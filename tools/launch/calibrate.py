@@ -21,7 +21,7 @@ from tools.launch.devices import visible_gpus
 from tools.launch.flags import CPU_RANK
 from tools.launch.job import parse_devices
 from tools.launch.microbenchmark import Figures, Workload, attention_flops
-from tools.plan.calibration import calibration_of, calibration_path
+from tools.plan.calibration import calibration_path
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.compute import layer_seconds, product_seconds
 from tools.plan.time.constants import NAMES, constants_of
@@ -100,8 +100,7 @@ def calibrate_here(devices: str | None, runs: Path, console: Console) -> int:
         if kind is DeviceKind.CPU
         else gpu_here(ranks, "DEVICES=2cpu measures CPU ranks")
     )
-    console.print(f"Measuring {ranks} {kind} rank(s) …", highlight=False)
-    measured = calibrate(runs, kind, ranks, device, link_by_key(device.link))
+    measured = calibrate(runs, kind, ranks, device, console)
     console.print(rich_table(_compared(measured, device)))
     kept = from_root(calibration_path(runs, device))
     say(
@@ -149,28 +148,15 @@ def conditions(kind: DeviceKind, ranks: int) -> str:
     return f"{ranks} {kind} rank(s){cores}, a thread each, torch {torch}, workload {work}"
 
 
-def valid_calibration(
-    runs: Path, kind: DeviceKind, ranks: int, device: Device, console: Console
+def calibrate(
+    runs: Path, kind: DeviceKind, ranks: int, device: Device, console: Console, why: str = ""
 ) -> Calibration:
-    """What was measured under these conditions; if nothing was, it is measured now.
-
-    Raises:
-        LaunchError: The measurement failed.
-    """
-    kept = calibration_of(runs, device)
-    if kept.made_with == conditions(kind, ranks):
-        return kept
-    why = f", before with {kept.made_with}" if kept.made_with else ""
-    console.print(f"Measuring {ranks} {kind} rank(s){why} …", highlight=False)
-    return calibrate(runs, kind, ranks, device, link_by_key(device.link))
-
-
-def calibrate(runs: Path, kind: DeviceKind, ranks: int, device: Device, link: Link) -> Calibration:
     """Measure for a few seconds on `ranks` devices at once, keep the result, return it.
 
     Raises:
         LaunchError: The measurement failed; with the last error of a rank.
     """
+    console.print(f"Measuring {ranks} {kind} rank(s){why} …", highlight=False)
     try:
         figures = microbenchmark.measure(
             WORKLOADS[kind], kind, ranks, timeout_seconds=TIMEOUT_SECONDS
@@ -178,7 +164,7 @@ def calibrate(runs: Path, kind: DeviceKind, ranks: int, device: Device, link: Li
     except LaunchError as error:
         raise LaunchError(f"The calibration on {ranks} {kind} rank(s) failed: {error}") from None
     assert figures is not None  # There is one node.
-    calibration = from_figures(figures, kind, device, link)
+    calibration = from_figures(figures, kind, device, link_by_key(device.link))
     calibration = replace(calibration, made_with=conditions(kind, ranks))
     path = calibration_path(runs, device)
     runs.mkdir(parents=True, exist_ok=True)

@@ -11,14 +11,17 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_patches.context import checkout_version
+from tools.cluster.checks.result import ask
 from tools.records.run import Code, MegatronEntry
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
+
+GIT_SECONDS = 120.0
+"""For the state of a large checkout on a slow disk."""
 
 KIT_ENTRY = "examples/gpt3/pretrain_gpt.py"
 KIT_FOLDERS = ("megatron_patches", "tools", "examples")
@@ -49,12 +52,7 @@ def find_entry(megatron_lm: Path | None) -> MegatronEntry:
 def commit_of(folder: Path) -> str | None:
     """The commit of a folder, with `-dirty` where it was changed; None outside a repository."""
     describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-    command = ("git", "-C", str(folder), *describe)
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return answer.stdout.strip() or None
+    return ask(["git", "-C", str(folder), *describe], GIT_SECONDS).out or None
 
 
 def kit_commit() -> str | None:

@@ -159,7 +159,7 @@ class Launch:
         ranks = (*torchrun(self.local_devices, python, self.nodes), *program)
         if container is None:
             return ranks
-        return container.wrap(ranks, self.environment, docker.container_name(run_folder))
+        return container.wrap(ranks, self.environment)
 
     def warm_command(self, run_folder: str) -> tuple[str, ...]:
         """What asks `warm` for the ranks of `command`."""

@@ -15,6 +15,7 @@ from rich.console import Console
 from tools.dataset.indexed import DatasetError, bin_path, idx_path, open_dataset
 from tools.launch.compose import (
     DEFAULT_DATA,
+    OWN_SAMPLES,
     SMALL_SAMPLE,
     SMALL_VOCABULARY,
     UNIQUE_SAMPLE,
@@ -37,60 +38,40 @@ _WHAT: Mapping[str, tuple[str, tuple[str, ...]]] = {
 WAIT_SECONDS = 0.2
 
 
-def make_missing_data(launches: Sequence[Launch], console: Console) -> None:
-    """Make those of the kit's own samples that these launches train on and that are not there.
+def make_samples(launches: Sequence[Launch], console: Console) -> None:
+    """Make those of the kit's own samples that these launches train on and that are not there, whole.
 
     Raises:
         LaunchError: One could not be made.
     """
-    named = {launch.data for launch in launches}
-    for prefix in _WHAT.keys() & named:
-        if not idx_path(ROOT / prefix).is_file():
-            _make(prefix, console)
-    if SMALL_SAMPLE in named:
-        ensure_small_sample(console)
+    for prefix in sorted({launch.data for launch in launches}.intersection(OWN_SAMPLES)):
+        make_sample(prefix, console)
 
 
-def ensure_data(launches: Sequence[Launch], console: Console) -> None:
-    """As `make_missing_data`, but damaged ones are made anew; say how large the sample is.
-
-    Raises:
-        LaunchError: One could not be made.
-    """
-    named = {launch.data for launch in launches}
-    if SAMPLE in named:
-        ensure_sample(console)
-    if UNIQUE_SAMPLE in named and not _is_whole(UNIQUE_SAMPLE):
-        _make(UNIQUE_SAMPLE, console)
-
-
-def ensure_sample(console: Console) -> None:
-    """Make the sample data set unless it is there and whole; say how large it is.
+def make_sample(prefix: str, console: Console) -> None:
+    """Make one of them unless it is there, or another launcher makes it meanwhile.
 
     Raises:
         LaunchError: It could not be made.
     """
-    if not _is_whole(SAMPLE):
-        _make(SAMPLE, console)
-    dataset = open_dataset(ROOT / SAMPLE)
-    console.print(
-        f"Data: {dataset.tokens:,} GPT-2 tokens in {dataset.documents} documents.", highlight=False
-    )
-
-
-def ensure_small_sample(console: Console) -> None:
-    """Make the sample in a small vocabulary unless it is there.
-
-    Raises:
-        LaunchError: The sample could not be made.
-    """
-    small = ROOT / SMALL_SAMPLE
-    if idx_path(small).is_file():
+    if _is_whole(prefix):
         return
-    if not idx_path(ROOT / SAMPLE).is_file():
-        _make(SAMPLE, console)
-    with _alone(small.with_suffix(".lock")):
-        fold(ROOT / SAMPLE, small)
+    if prefix == SMALL_SAMPLE:
+        make_sample(SAMPLE, console)
+        with _alone(ROOT / f"{prefix}.lock"):
+            fold(ROOT / SAMPLE, ROOT / prefix)
+        return
+    what, flags = _WHAT[prefix]
+    output = prefix.removesuffix(_SUFFIX)
+    with _alone(ROOT / f"{output}.lock"):
+        if _is_whole(prefix):
+            return
+        console.print(f"Making {what} …", highlight=False)
+        if call_module("tools.preprocess", "sample", *flags, "--output-prefix", output):
+            raise LaunchError(
+                f"{prefix} could not be made, for the reason above; try 'make prepare-ds-sample', or "
+                "name another data set with DATA=."
+            )
 
 
 def fold(prefix: Path, small: Path) -> None:
@@ -108,21 +89,6 @@ def fold(prefix: Path, small: Path) -> None:
 def call_module(*arguments: str) -> int:
     """`python -m …` from the repository root; its exit code."""
     return subprocess.run((sys.executable, "-m", *arguments), cwd=ROOT, check=False).returncode
-
-
-def _make(prefix: str, console: Console) -> None:
-    """Make one that is not there, unless another launcher makes it meanwhile."""
-    what, flags = _WHAT[prefix]
-    output = prefix.removesuffix(_SUFFIX)
-    with _alone(ROOT / f"{output}.lock"):
-        if _is_whole(prefix):
-            return
-        console.print(f"Making {what} …", highlight=False)
-        if call_module("tools.preprocess", "sample", *flags, "--output-prefix", output):
-            raise LaunchError(
-                f"{prefix} could not be made, for the reason above; try 'make prepare-ds-sample', or "
-                "name another data set with DATA=."
-            )
 
 
 def _is_whole(prefix: str) -> bool:

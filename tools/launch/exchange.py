@@ -25,6 +25,7 @@ from tools.launch import microbenchmark
 from tools.launch.background import BackgroundThread
 from tools.launch.devices import Gpu, clock_limit_mhz, find_links, visible_gpus
 from tools.launch.microbenchmark import Workload
+from tools.launch.rendezvous.messages import interface_of
 from tools.launch.sampler import GpuRanks, Reading
 from tools.spec.hardware import find_device, link_by_key
 from tools.spec.run import DeviceKind
@@ -180,11 +181,7 @@ def _interface(nodes: Nodes) -> str | None:
     """The network interface that leads to the first node."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((socket.gethostbyname(nodes.address), nodes.port))  # sends nothing
-        address = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == address for each in addresses):
-            return name
-    return None
+        return interface_of(probe.getsockname()[0])
 
 
 if __name__ == "__main__":

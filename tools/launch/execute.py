@@ -11,9 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.cluster.container.docker import container_name
 from tools.cluster.nodes import SINGLE_NODE, NodeGroup
-from tools.launch.checkpoint.keeper import Keeper
+from tools.launch.checkpoints import Keeper
 from tools.launch.compose import Launch
 from tools.launch.devices import visible_gpus
 from tools.launch.progress import LogFollower, RunProgress
@@ -110,14 +109,15 @@ def _run_share(
     folder: Path,
 ) -> int:
     where = from_root(folder)
-    container = container_name(where) if launch.runtime.container else None
     logged_before = log.stat().st_size if log.exists() else 0
     stacks = folder / records.STACKS_FOLDER
     command = launch.warm_command(where) if launch.warm else launch.command(where)
     environment = {**launch.environment, **also, variables.STACKS: from_root(stacks)}
     with (
         kept_if_filled(stacks, clear_up=folder == log.parent),
-        RankProcesses(command, environment, log, container, launch.warm) as ranks,
+        RankProcesses(
+            command, environment, log, launch.runtime.container is not None, launch.warm
+        ) as ranks,
         Sampler(_source(launch, ranks), log.with_name(records.SAMPLES_FILE)),
     ):
         follower = LogFollower(log, logged_before)
@@ -133,6 +133,8 @@ def _run_share(
                     )
                 for iteration in follower.new_iterations():
                     progress.show(iteration)
+                if exit_code:
+                    exit_status.raise_if_container_ended(log.parent, ranks, exit_code)
                 if exit_code is not None:
                     return exit_code
                 raise_if_asked()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.checkpoint.selected import select_checkpoint
+from tools.launch.checkpoints import select_checkpoint
 from tools.launch.named_run import read_named_run
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, from_root

@@ -22,10 +22,11 @@ from tools.launch.rendezvous.coordinator import Coordinator
 from tools.launch.rendezvous.messages import NodeRecord
 from tools.launch.rendezvous.worker import Worker
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.train import outcome, shown
+from tools.launch.supervise.exit_status import outcome
 from tools.records.run import LEDGER_FOLDER, LOG_FILE, Status, StatusRecord
 from tools.spec import variables
 from tools.spec.errors import LaunchError
+from tools.spec.files import from_root
 from tools.spec.run import DeviceKind
 from tools.spec.variables import INTERFACES
 
@@ -39,7 +40,7 @@ def train_share(launch: Launch, console: Console, title: str) -> bool:
     assert nodes is not None
     if nodes.rank > 0:
         folder, code = _train_other(launch, nodes, console, title)
-        console.print(f"node {nodes.rank} ended with {code} → {shown(folder)}", highlight=False)
+        console.print(f"node {nodes.rank} ended with {code} → {from_root(folder)}", highlight=False)
         return code == 0
     folder, status = _train_first(launch, nodes, console, title)
     console.print(outcome(folder, status), highlight=False)

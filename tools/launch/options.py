@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from megatron_patches.fusions import NAMES, parse_fusions
 from megatron_patches.patch_file import SEPARATOR, patch_file_sha256
@@ -69,50 +69,50 @@ class Saving:
 
 @dataclass(frozen=True)
 class Options:
-    """Make variables; None is "not given"."""
+    """Make variables; None is "not given". What is `Annotated` is the value of the one that it names."""
 
-    model: str | None = None
+    model: Annotated[str | None, settings.MODEL] = None
     """The path of a model's file, or a name."""
-    iterations: int | None = None
-    extra: tuple[str, ...] = ()
-    micro_batch_size: int | None = None
-    global_batch_size: int | None = None
-    seed: int = 1234
-    dropout: float | None = None
-    data: str | None = None
-    shared_start: bool | None = None
+    iterations: Annotated[int | None, settings.ITERS] = None
+    extra: Annotated[tuple[str, ...], settings.EXTRA] = ()
+    micro_batch_size: Annotated[int | None, settings.MICRO_BATCH] = None
+    global_batch_size: Annotated[int | None, settings.GLOBAL_BATCH] = None
+    seed: Annotated[int, settings.SEED] = 1234
+    dropout: Annotated[float | None, settings.DROPOUT] = None
+    data: Annotated[str | None, settings.DATA] = None
+    shared_start: Annotated[bool | None, settings.SHARED_START] = None
     """Start from the shared checkpoint, so that losses can be compared; the default on CPU ranks."""
-    dry_run: bool = False
-    megatron_lm: Path | None = None
-    allow_unknown_megatron: bool = False
+    dry_run: Annotated[bool, settings.DRY_RUN] = False
+    megatron_lm: Annotated[Path | None, settings.MEGATRON_LM] = None
+    allow_unknown_megatron: Annotated[bool, settings.ALLOW_UNKNOWN_MEGATRON] = False
     """Train with a Megatron version that the patches were not tried with."""
-    runs: Path = ROOT / "runs"
-    runtime: RuntimeName | None = None
-    image: str | None = None
+    runs: Annotated[Path, settings.RUNS] = ROOT / "runs"
+    runtime: Annotated[RuntimeName | None, settings.RUNTIME] = None
+    image: Annotated[str | None, settings.IMAGE] = None
     """NGC tag of one of the pairs in `docker/versions.env`; the first is the default."""
     wandb: Wandb | None = None
-    ledger: bool = True
+    ledger: Annotated[bool, settings.LEDGER] = True
     """Count what ranks send, hold and wait for."""
-    backend: Backend = Backend.MEGATRON
-    optimizer: OptimizerName = OptimizerName.ADAMW
+    backend: Annotated[Backend, settings.BACKEND] = Backend.MEGATRON
+    optimizer: Annotated[OptimizerName, settings.OPTIMIZER] = OptimizerName.ADAMW
     network: LinkRate | None = None
-    repeats: int = 1
+    repeats: Annotated[int, settings.REPEATS] = 1
     """Runs of the same launch; the report pools them."""
-    calibrate: bool = False
+    calibrate: Annotated[bool, settings.CALIBRATE] = False
     """Measure this machine before `train-auto-…` plans for it."""
     nodes: Nodes | None = None
-    host_network: bool = False
+    host_network: Annotated[bool, settings.HOST_NETWORK] = False
     """Let containers use this machine's network."""
-    run_folder: Path | None = None
+    run_folder: Annotated[Path | None, settings.RUN_FOLDER] = None
     """A folder that exists before the run starts, as a Slurm job's does."""
     slurm: Slurm | None = None
     """Submit a job instead of training here."""
     saving: Saving | None = None
-    hang_timeout_seconds: float = HANG_TIMEOUT_SECONDS
+    hang_timeout_seconds: Annotated[float, settings.HANG_TIMEOUT] = HANG_TIMEOUT_SECONDS
     """A run whose log does not grow for this long is ended, and the stacks of its ranks are written."""
     fused: tuple[str, ...] = ()
     """Patches of `megatron_patches/fused` by name; none unless asked for."""
-    share_gpu: bool = False
+    share_gpu: Annotated[bool, settings.SHARE_GPU] = False
     """Put all ranks on one GPU: memory and losses are valid, times are not comparable."""
     patch_file: PatchFile | None = None
     """A Python file that every rank executes before it trains."""
@@ -181,30 +181,9 @@ def variables_of(options: Options) -> dict[str, str]:
 
 
 _PLAIN: dict[str, Setting] = {
-    "model": settings.MODEL,
-    "iterations": settings.ITERS,
-    "extra": settings.EXTRA,
-    "micro_batch_size": settings.MICRO_BATCH,
-    "global_batch_size": settings.GLOBAL_BATCH,
-    "seed": settings.SEED,
-    "dropout": settings.DROPOUT,
-    "data": settings.DATA,
-    "shared_start": settings.SHARED_START,
-    "dry_run": settings.DRY_RUN,
-    "megatron_lm": settings.MEGATRON_LM,
-    "allow_unknown_megatron": settings.ALLOW_UNKNOWN_MEGATRON,
-    "runs": settings.RUNS,
-    "runtime": settings.RUNTIME,
-    "image": settings.IMAGE,
-    "ledger": settings.LEDGER,
-    "backend": settings.BACKEND,
-    "optimizer": settings.OPTIMIZER,
-    "repeats": settings.REPEATS,
-    "calibrate": settings.CALIBRATE,
-    "host_network": settings.HOST_NETWORK,
-    "run_folder": settings.RUN_FOLDER,
-    "hang_timeout_seconds": settings.HANG_TIMEOUT,
-    "share_gpu": settings.SHARE_GPU,
+    name: kind.__metadata__[0]
+    for name, kind in get_type_hints(Options, include_extras=True).items()
+    if get_origin(kind) is Annotated
 }
 """Fields that are one variable's value."""
 

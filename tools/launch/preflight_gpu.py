@@ -86,9 +86,9 @@ def runtime_problems(launch: Launch) -> Iterator[str]:
     """Why the runtime cannot start, a sentence."""
     pair = launch.runtime.pair
     if pair is not None:
-        yield from refusals(check_container(pair.name, pair.ngc_tag))
-        return
-    if problem := nvcc_problem(launch.entry):
+        gpus = launch.spec.device is DeviceKind.GPU
+        yield from refusals(check_container(pair.name, pair.ngc_tag, gpus))
+    elif problem := nvcc_problem(launch.entry):
         yield problem
 
 

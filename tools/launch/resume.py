@@ -3,29 +3,48 @@
 In its own strategy it resumes in its own folder: log, events and checkpoints are added to, and what
 belongs to one attempt is kept in `attempts/`. In another strategy (STRATEGY=pp2) it is another run, in a
 folder of its own that names its parent, because its times and its memory are not its parent's.
-
-Apart from `relaunch`, which a requeued job uses too: `target` resumes that by itself.
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.checkpoint.selected import SelectedCheckpoint, select_checkpoint
-from tools.launch.compose import Launch, ResumePoint
+from tools.launch.checkpoints import SelectedCheckpoint, select_checkpoint
+from tools.launch.compose import Launch, ResumePoint, compose, entry_of, model_for
+from tools.launch.job import Job
 from tools.launch.multi_node import train_share
 from tools.launch.named_run import read_named_run
-from tools.launch.options import Options
+from tools.launch.network import link_of
+from tools.launch.options import Options, Saving, read_patch_file
 from tools.launch.preflight import check
-from tools.launch.relaunch import relaunch
 from tools.launch.run_folder import only_attempt
+from tools.launch.runtime import choose_runtime
 from tools.launch.train import describe, dry_run, train_once
-from tools.records import run as records
+from tools.records.checkpoints import find_checkpoints
+from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry, RunRecord
 from tools.spec.errors import LaunchError
+from tools.spec.flag_table import of_role
+from tools.spec.flags import Flags, counted_vocabulary, drop_flags, merge_flags
+from tools.spec.model import imported_weights, load_model
+from tools.spec.run import Backend, PatchFile, RuntimeName
+from tools.spec.strategy import (
+    Batch,
+    Parallelism,
+    devices_of,
+    parse_strategy,
+    strategy_flags,
+)
+from tools.spec.variables import INTERFACES
+
+PER_ATTEMPT_FLAGS = of_role("start", "attempt")
+"""Flags that say how a run began and where it writes, not what is trained."""
+
+_VOCABULARY_MULTIPLE = "--make-vocab-size-divisible-by"
 
 
 def resume(run: str | Path, strategy: str | None, options: Options, console: Console) -> int:
@@ -44,9 +63,7 @@ def resume(run: str | Path, strategy: str | None, options: Options, console: Con
     with ExitStack() as held:
         held.enter_context(only_attempt(run, options.nodes))
         choice = select_checkpoint(run)
-        loaded = ResumePoint(
-            run.name, run / records.CHECKPOINTS_FOLDER, choice.checkpoint.iteration
-        )
+        loaded = ResumePoint(run.name, run / CHECKPOINTS_FOLDER, choice.checkpoint.iteration)
         launch = relaunch(record, loaded, strategy, options)
         if options.dry_run:
             return dry_run(launch)
@@ -62,6 +79,96 @@ def resume(run: str | Path, strategy: str | None, options: Options, console: Con
         return 0 if once(launch, console, launch.spec.name) else 1
 
 
+def relaunch(
+    record: RunRecord, resume_point: ResumePoint, strategy: str | None, options: Options
+) -> Launch:
+    """The launch that resumes a run.
+
+    Args:
+        record: Of the run that was saved.
+        resume_point: The checkpoint.
+        strategy: Another strategy; None or the run's own keeps it.
+        options: What may change: ITERS=, EXTRA=, SAVE_EVERY=, KEEP=, NET=, HANG_TIMEOUT= and the like.
+
+    Raises:
+        LaunchError: The run cannot be resumed here, or not so.
+        StrategyError: The strategy is not in the grammar.
+    """
+    iterations = options.iterations or record.exit_interval
+    if resume_point.iteration >= iterations:
+        raise LaunchError(
+            f"{record.run} has a checkpoint of iteration {resume_point.iteration} and was to end at "
+            f"{iterations}; set ITERS= above {resume_point.iteration}."
+        )
+    parallelism = _parallelism(record, strategy)
+    batch = _batch(record, parallelism, options)
+    asked = _as_it_was(record, options)
+    runtime = choose_runtime(asked, record.spec.device)
+    entry = _same_megatron(record, entry_of(runtime, asked))
+    data = Flags(record.argv).text("--data-path")
+    words = counted_vocabulary(record.argv, entry.megatron_version)
+    model = model_for(load_model(record.spec.model, options.model), words, data)
+    job = Job(
+        strategy or record.spec.name,
+        model,
+        parallelism.world_size,
+        record.spec.device,
+        replace(
+            asked,
+            iterations=iterations,
+            micro_batch_size=batch.micro_batch_size,
+            global_batch_size=batch.global_batch_size,
+            data=data,
+            # What its arguments say counts, whatever the kit's files say today.
+            extra=merge_flags(
+                counted_vocabulary(_recorded(record, parallelism), entry.megatron_version),
+                options.extra,
+            ),
+            saving=options.saving or Saving(record.save_every or iterations),
+            network=options.network or link_of(record.spec),
+            patch_file=_patch_file(record, options),
+            fused=record.spec.fused,
+            share_gpu=record.spec.shares_gpu,
+            shared_start=False,
+        ),
+        strategy_flags(parallelism),
+    )
+    start = imported_weights(model)
+    if start is None and record.start_checkpoint:
+        start = options.runs / ".start" / record.start_checkpoint
+    kept = {name: text for name, text in record.environment.items() if name not in INTERFACES}
+    composed = compose(job, runtime)
+    return replace(
+        composed,
+        flags=drop_flags(composed.flags, of_role("start")),
+        start_checkpoint=start,
+        environment=kept,
+        resume_point=resume_point,
+    )
+
+
+def resume_if_saved(launch: Launch, folder: Path) -> Launch:
+    """A launch for a folder that an earlier attempt of the same run may have left checkpoints in.
+
+    A job that is put back into its queue starts with the same arguments: it resumes from the newest
+    valid checkpoint, and begins where there is none.
+
+    Raises:
+        LaunchError: There are checkpoints, and none is valid.
+    """
+    stored = folder / CHECKPOINTS_FOLDER
+    if not any(checkpoint.is_finished for checkpoint in find_checkpoints(stored)):
+        return launch
+    iteration = select_checkpoint(folder).checkpoint.iteration
+    if iteration >= launch.iterations:
+        raise LaunchError(f"{folder.name} has already reached iteration {iteration}.")
+    return replace(
+        launch,
+        flags=drop_flags(launch.flags, of_role("start")),
+        resume_point=ResumePoint(folder.name, stored, iteration),
+    )
+
+
 def _tell(run: Path, launch: Launch, choice: SelectedCheckpoint, console: Console) -> None:
     for checkpoint, flaw in choice.skipped:
         console.print(
@@ -73,4 +180,84 @@ def _tell(run: Path, launch: Launch, choice: SelectedCheckpoint, console: Consol
         f"{run.name} resumes after iteration {choice.checkpoint.iteration} as {launch.spec.name}: "
         f"{describe(launch)}",
         highlight=False,
+    )
+
+
+def _recorded(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
+    """The run's arguments without those that concerned one start, and without another strategy's."""
+    of_batch = {"--micro-batch-size", "--global-batch-size"}
+    if parallelism == record.spec.parallelism:
+        return drop_flags(record.argv, PER_ATTEMPT_FLAGS | of_batch)
+    kept = drop_flags(record.argv, PER_ATTEMPT_FLAGS | of_batch | of_role("parallelism"))
+    return merge_flags(kept, _same_vocabulary(record, parallelism))
+
+
+def _same_megatron(record: RunRecord, entry: MegatronEntry) -> MegatronEntry:
+    if entry.megatron_version != record.entry.megatron_version:
+        raise LaunchError(
+            f"{record.run} was trained by Megatron {record.entry.megatron_version}, and "
+            f"{entry.megatron_version} is here; name its checkout with MEGATRON_LM=."
+        )
+    return entry
+
+
+def _parallelism(record: RunRecord, strategy: str | None) -> Parallelism:
+    if record.spec.backend != Backend.MEGATRON:
+        raise LaunchError(
+            f"{record.run} was trained by BACKEND={record.spec.backend}, which saves nothing."
+        )
+    if strategy is None or strategy == record.spec.name:
+        return record.spec.parallelism
+    devices = devices_of(strategy, record.spec.parallelism.world_size)
+    parallelism = parse_strategy(strategy, devices)
+    if parallelism.sharding != record.spec.parallelism.sharding:
+        saved = record.spec.parallelism.sharding or "whole optimizer states"
+        raise LaunchError(
+            f"{record.run} was saved with {saved}, and {strategy} has "
+            f"{parallelism.sharding or 'whole ones'}: Megatron keeps the two in different formats; name "
+            "a strategy that shards as the run does."
+        )
+    return parallelism
+
+
+def _patch_file(record: RunRecord, options: Options) -> PatchFile | None:
+    """The run's own, which is in its environment as well; the file must still hold the same."""
+    patch_file = record.spec.patch_file
+    present = read_patch_file(patch_file.path) if patch_file else None
+    if patch_file and present != patch_file:
+        raise LaunchError(
+            f"PATCH_FILE={patch_file.path} was changed after {record.run} was trained with it; put it "
+            "back."
+        )
+    if options.patch_file not in (None, patch_file):
+        raise LaunchError(
+            f"{record.run} was trained with "
+            f"{f'PATCH_FILE={patch_file.path}' if patch_file else 'no PATCH_FILE='}, which "
+            "cannot change when it is resumed; leave PATCH_FILE= out."
+        )
+    return patch_file
+
+
+def _batch(record: RunRecord, parallelism: Parallelism, options: Options) -> Batch:
+    """The same global batch, in micro batches that divide it among the new data-parallel ranks."""
+    whole = record.spec.batch.global_batch_size
+    own = math.gcd(record.spec.batch.micro_batch_size, max(1, whole // parallelism.data))
+    return Batch(options.micro_batch_size or own, whole)
+
+
+def _same_vocabulary(record: RunRecord, parallelism: Parallelism) -> tuple[str, str]:
+    """Megatron pads the vocabulary to a multiple of this times TP; padding rows are saved as well."""
+    own = Flags(record.argv).integer(_VOCABULARY_MULTIPLE)
+    rows = own * record.spec.parallelism.tensor
+    return _VOCABULARY_MULTIPLE, str(max(1, rows // parallelism.tensor))
+
+
+def _as_it_was(record: RunRecord, options: Options) -> Options:
+    """The options with the run's own runtime, image and checkout."""
+    entry = Path(record.entry.path)
+    checkout = entry.parent if entry.is_absolute() and record.runtime == RuntimeName.HOST else None
+    return replace(
+        options,
+        runtime=RuntimeName(record.runtime),
+        megatron_lm=options.megatron_lm or checkout,
     )

@@ -7,7 +7,6 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from tools.cluster.checks.docker import image_id
-from tools.cluster.checks.result import image_tag
+from tools.cluster.checks.result import ask, image_tag
 from tools.cluster.container import docker
 from tools.cluster.container.versions import installed_versions
 from tools.cluster.nodes import Nodes
@@ -319,16 +318,11 @@ def _software_of_image(container: docker.Container, cache: Path) -> dict[str, st
     except (OSError, ValueError):
         pass
     probe = docker.Container(container.image, container.user, gpus=False)
-    command = probe.wrap(
-        (docker.PYTHON, "-m", "tools.cluster.container.versions"), (), "kit-versions"
-    )
+    command = probe.wrap((docker.PYTHON, "-m", "tools.cluster.container.versions"), ())
     try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=PROBE_SECONDS
-        )
         # The image prints a banner first; the versions are the last line.
-        software = dict(json.loads(answer.stdout.strip().rpartition("\n")[2]))
-    except (OSError, ValueError, subprocess.TimeoutExpired):
+        software = dict(json.loads(ask(list(command), PROBE_SECONDS).out.rpartition("\n")[2]))
+    except ValueError:
         return {}
     cache.parent.mkdir(parents=True, exist_ok=True)
     write_record(cache, software)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shlex
-import subprocess
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from tools.cluster.checks.network import wandb_login
-from tools.cluster.checks.result import image_tag
+from tools.cluster.checks.result import ask, image_tag
 from tools.cluster.container import docker
 from tools.cluster.container.image import ImagePair, find_pair
 from tools.launch.devices import visible_gpus
@@ -44,12 +43,13 @@ ON_HOST = Runtime()
 def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
     """The runtime that RUNTIME= names or that fits the machine; the preflight checks that it works.
 
-    CPU ranks run on the host: no image is needed for them, and RUNTIME= does not move them.
+    CPU ranks need no image: they run on the host unless RUNTIME=docker asks for one.
 
     Raises:
         LaunchError: IMAGE= names no pair, or MEGATRON_LM= a checkout that the image cannot see.
     """
-    if device is DeviceKind.CPU:
+    on_cpu = device is DeviceKind.CPU
+    if on_cpu and (image_tag() or options.runtime is not RuntimeName.DOCKER):
         return ON_HOST
     if image_tag() or (options.runtime or default_runtime()) is RuntimeName.HOST:
         return host_runtime()
@@ -62,7 +62,7 @@ def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
         _hand_in_wandb_login()
     runtime = docker_runtime(find_pair(options.image))
     assert runtime.container is not None
-    container = replace(runtime.container, host_network=options.host_network)
+    container = replace(runtime.container, gpus=not on_cpu, host_network=options.host_network)
     return replace(runtime, container=container)
 
 
@@ -109,12 +109,8 @@ def transformer_engine_imports() -> bool:
     """Whether Transformer Engine works here; one that is installed for another torch does not import."""
     if importlib.util.find_spec("transformer_engine") is None:
         return False
-    command = (sys.executable, "-c", "import transformer_engine.pytorch")
-    try:
-        answer = subprocess.run(command, capture_output=True, check=False, timeout=IMPORT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return False
-    return answer.returncode == 0
+    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    return ask(command, IMPORT_SECONDS).good
 
 
 def _caller() -> str:
@@ -166,7 +162,7 @@ def run_module(words: Sequence[str], options: Options, text: str = "") -> int:
         _check_input(text)
     if in_docker:
         pair = find_pair(options.image)
-        docker.check_container(pair.name, pair.ngc_tag)
+        docker.check_container(pair.name, pair.ngc_tag, gpus=False)
     if options.dry_run:
         return 0
     try:
@@ -192,11 +188,8 @@ def docker_command(words: Sequence[str], options: Options) -> tuple[str, ...]:
     container = docker_runtime(find_pair(options.image), *docker.HUB).container
     assert container is not None
     command = (docker.PYTHON, "-m", *words)
-    return (
-        container.mounting(*folders_named(words))
-        .without_gpus()
-        .wrap(command, (), f"kit-{words[0].rpartition('.')[2]}-{os.getpid()}")
-    )
+    mounted = container.mounting(*folders_named(words))
+    return replace(mounted, gpus=False).wrap(command, ())
 
 
 def folders_named(words: Sequence[str]) -> Iterator[Path]:

@@ -19,16 +19,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tools.launch.checkpoints import flaw_of
 from tools.launch.compose import Launch, compose
 from tools.launch.execute import run_ranks
 from tools.launch.job import Job
 from tools.launch.progress import RunProgress
-from tools.records.checkpoints import check, find_checkpoints, rename_damaged
+from tools.records.checkpoints import find_checkpoints, rename_damaged
 from tools.records.io import made_whole
 from tools.records.run import LOG_FILE
 from tools.records.torch_dist import (
     TRACKER_FILE,
-    DamagedCheckpointError,
     finished_iteration,
 )
 from tools.report.read.diagnosis import diagnose
@@ -128,16 +128,8 @@ def _flaw(folder: Path) -> str | None:
     stored = find_checkpoints(folder)
     if not stored or stored[0].iteration != finished_iteration(folder):
         return f"it holds no checkpoint, or {TRACKER_FILE} names another"
-    try:
-        check(stored[0])
-    except DamagedCheckpointError as error:
-        return f"{stored[0].path.name}: {error}"
-    except OSError as error:
-        raise LaunchError(
-            f"{stored[0].path} cannot be checked ({error.strerror}); see to it that it can be read and "
-            "written, or name another folder with RUNS=."
-        ) from error
-    return None
+    flaw = flaw_of(stored[0])
+    return f"{stored[0].path.name}: {flaw}" if flaw else None
 
 
 def check_owner(folder: Path) -> None:

@@ -140,7 +140,7 @@ def read_job(folder: Path) -> records.JobRecord | None:
 def _see(
     folder: Path, job: records.JobRecord | None, states: dict[str, JobState] | None
 ) -> RunStatus:
-    status = _status(folder)
+    status = recorded_status(folder)
     state = states.get(job.job_id) if job and states else None
     last = _last_iterations(folder / records.LOG_FILE)
     wanted = _wanted(folder)
@@ -204,7 +204,8 @@ def _open(status: StatusRecord) -> bool:
     return status.status is Status.INCOMPLETE
 
 
-def _status(folder: Path) -> StatusRecord:
+def recorded_status(folder: Path) -> StatusRecord:
+    """`status.json`; `incomplete` where there is none that can be read."""
     try:
         return records.read_status(folder)
     except (OSError, msgspec.DecodeError):

@@ -10,12 +10,13 @@ import msgspec
 import psutil
 from rich.console import Console
 
+from tools.cluster.container.docker import CONTAINER_FILE, container_of, remove_container
 from tools.cluster.slurm import cancel_job, job_states
-from tools.launch.status import follow, read_job
+from tools.launch.status import follow, read_job, recorded_status
+from tools.launch.supervise.exit_status import outcome
 from tools.launch.supervise.ranks import alive
-from tools.launch.train import outcome
 from tools.records import run as records
-from tools.records.run import LauncherRecord, Status, StatusRecord
+from tools.records.run import LauncherRecord
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.text.terminal import say
@@ -41,6 +42,10 @@ def stop(run: str | Path, console: Console) -> int:
     state = (job_states([job.job_id]) or {}).get(job.job_id) if job else None
     if job and state and (state.waits or state.runs):
         _cancel(run, job.job_id)
+    elif (left := container_of(run / CONTAINER_FILE)) and not records.is_running(
+        run / records.LOG_FILE
+    ):
+        _end_container(run, left)
     elif not records.is_running(run / records.LOG_FILE):
         raise LaunchError(f"{from_root(run)} is not running: {_how_it_stands(run)}")
     else:
@@ -96,6 +101,15 @@ def _cancel(run: Path, job_id: str) -> None:
         time.sleep(POLL_SECONDS)
 
 
+def _end_container(run: Path, container: str) -> None:
+    """End what a launcher left that had lost Docker's engine."""
+    if not remove_container(run / CONTAINER_FILE):
+        raise LaunchError(
+            f"The container of {from_root(run)} may still run, and Docker's engine does not answer; "
+            f"start it, then repeat this, or use 'docker rm --force {container[:12]}'."
+        )
+
+
 def _launcher_here(run: Path) -> psutil.Process | None:
     """The run's launcher; None if it is gone.
 
@@ -136,9 +150,6 @@ def _wait_for_the_end(run: Path, launcher: psutil.Process | None) -> None:
 
 
 def _how_it_stands(run: Path) -> str:
-    try:
-        status = records.read_status(run)
-    except (OSError, msgspec.DecodeError):
-        status = StatusRecord(Status.INCOMPLETE)
+    status = recorded_status(run)
     ended = f" at {status.finished_utc}" if status.finished_utc else ""
     return f"it ended '{status.status}'{ended}."

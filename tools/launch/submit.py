@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tools.cluster.checks.result import ask
 from tools.cluster.container import docker
 from tools.cluster.container.image import find_pair
 from tools.cluster.nodes import Nodes
@@ -68,14 +69,17 @@ def submit_array(
         cells = tuple(_cell(RUN_PLACEHOLDER, one) for one in each)
         print(script(replace(job, cells=cells)))
         return ()
-    _require_sbatch()
+    if shutil.which("sbatch") is None:
+        raise LaunchError(
+            "LAUNCHER=slurm needs Slurm's client (no 'sbatch' on PATH); run this on the cluster's login "
+            "node, or use NNODES= NODE_RANK= MASTER_ADDR= on each host."
+        )
     folders = tuple(create_run_folder(one, options.runs) for one in each)
     cells = tuple(_cell(from_root(folder), one) for folder, one in zip(folders, each, strict=True))
     image = image_asked(each[0].spec.device, options)
     job_id = _hand_over(replace(job, cells=cells), folders, image)
     for folder in folders:
-        shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
-        say(console, f"job {job_id}: {shown}")
+        say(console, f"job {job_id}: {from_root(folder)}")
     console.print("'make status' follows it.", highlight=False)
     return folders
 
@@ -129,7 +133,7 @@ def _container(launch: Launch, options: Options, slurm: Slurm) -> PyxisContainer
     """The kit's image where Pyxis is, for GPU ranks; None for the host."""
     if image_asked(launch.spec.device, options) is None:
         return None
-    if not _has_pyxis():
+    if "--container-image" not in ask(["srun", "--help"], SUBMIT_SECONDS).out:
         if options.runtime is RuntimeName.DOCKER or slurm.image:
             raise LaunchError(
                 "Slurm here has no Pyxis (srun knows no --container-image), so no container can be "
@@ -202,21 +206,3 @@ def _sbatch(path: Path) -> str:
     return answer.stdout.strip().partition(";")[
         0
     ]  # The cluster's name follows where there are several.
-
-
-def _require_sbatch() -> None:
-    if shutil.which("sbatch") is None:
-        raise LaunchError(
-            "LAUNCHER=slurm needs Slurm's client (no 'sbatch' on PATH); run this on the cluster's login "
-            "node, or use NNODES= NODE_RANK= MASTER_ADDR= on each host."
-        )
-
-
-def _has_pyxis() -> bool:
-    try:
-        answer = subprocess.run(
-            ("srun", "--help"), capture_output=True, text=True, check=False, timeout=SUBMIT_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return "--container-image" in answer.stdout

@@ -8,11 +8,11 @@ from argparse import ArgumentParser, Namespace
 
 from rich.console import Console
 
-from tools.launch.data import make_missing_data
+from tools.launch.data import make_samples
 from tools.launch.job import Job, parse_devices, parse_target
 from tools.launch.multi_node import train_share
 from tools.launch.options import Options
-from tools.launch.relaunch import resume_if_saved
+from tools.launch.resume import resume_if_saved
 from tools.launch.run_folder import only_attempt
 from tools.launch.runtime import ON_HOST
 from tools.launch.submit import submit
@@ -64,7 +64,7 @@ def start(job: Job, console: Console) -> int:
         return train(job, console)
     launch = compose_job(job, ON_HOST if options.slurm else None)
     if not options.dry_run:
-        make_missing_data([launch], console)
+        make_samples([launch], console)
     if options.slurm is not None:
         return submit(launch, console)
     with only_attempt(options.run_folder, options.nodes):

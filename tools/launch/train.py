@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 from packaging.version import Version
 from rich.console import Console
@@ -12,15 +11,15 @@ from rich.console import Console
 from megatron_patches.context import is_known
 from tools.launch.backends import for_backend
 from tools.launch.compose import Launch, compose
-from tools.launch.data import make_missing_data
+from tools.launch.data import make_samples
 from tools.launch.execute import execute
 from tools.launch.job import Job
 from tools.launch.preflight import check
 from tools.launch.runtime import Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
+from tools.launch.supervise.exit_status import outcome
 from tools.plan.tensors import vocabulary_sentence
-from tools.records.run import Status, StatusRecord
-from tools.spec.files import ROOT
+from tools.records.run import Status
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, unlisted_flags, values_by_flag
 from tools.spec.run import Backend
@@ -38,7 +37,7 @@ def train(job: Job, console: Console) -> int:
     """
     launch = compose_job(job)
     if not job.options.dry_run:
-        make_missing_data([launch], console)
+        make_samples([launch], console)
     return train_composed(launch, console)
 
 
@@ -173,15 +172,3 @@ def _trainer(launch: Launch) -> str:
         version = launch.entry.megatron_version
         return f"Megatron {version}{'' if is_known(Version(version)) else ' (not tried)'}"
     return f"backend {launch.spec.backend}"
-
-
-def outcome(folder: Path, status: StatusRecord) -> str:
-    """One line on how it ended and where to look."""
-    seconds = f"{status.wall_seconds:.0f} s" if status.wall_seconds is not None else "?"
-    reason = f": {status.reason}" if status.status is not Status.OK and status.reason else ""
-    return f"{status.status} after {seconds}{reason} → {shown(folder)}"
-
-
-def shown(folder: Path) -> Path:
-    """A folder as a user names it: from the repository's root, if it is in there."""
-    return folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder

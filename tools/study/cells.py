@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
+from tools.dataset.indexed import open_dataset
 from tools.launch.compose import Launch
-from tools.launch.data import ensure_data
+from tools.launch.data import SAMPLE, make_samples
 from tools.launch.preflight import check, check_composition
 from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
 from tools.launch.train import compose_job
 from tools.spec.errors import LaunchError
+from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind
 from tools.study.definition import Cell, Experiment
 
@@ -41,7 +43,11 @@ def compose_cells(experiment: Experiment, console: Console) -> Planned:
     if problems and not experiment.skips_illegal:
         raise next(iter(problems.values()))
     if not experiment.options.dry_run:
-        ensure_data(list(launches.values()), console)
+        make_samples(tuple(launches.values()), console)
+        if SAMPLE in {launch.data for launch in launches.values()}:
+            data = open_dataset(ROOT / SAMPLE)
+            sentence = f"Data: {data.tokens:,} GPT-2 tokens in {data.documents} documents."
+            console.print(sentence, highlight=False)
     return Planned(launches, {cell: _rule(error) for cell, error in problems.items()})
 
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
 from tools.launch.start import ensure_start_checkpoint
+from tools.launch.supervise.exit_status import outcome
 from tools.launch.supervise.warm import WarmMegatron
-from tools.launch.train import outcome
 from tools.records.run import Status
 from tools.spec.errors import LaunchError
 from tools.spec.run import Backend

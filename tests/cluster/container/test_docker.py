@@ -7,7 +7,7 @@ import pytest
 
 from tests.launch.fake_nvml import FakeNvml
 from tests.machines import FakeDocker
-from tools.cluster.container.docker import Container, bind, caller, check_container, container_name
+from tools.cluster.container.docker import bind, caller, check_container
 from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
@@ -34,8 +34,8 @@ def test_a_container_is_the_callers_and_has_what_nccl_wants_and_no_more(docker: 
     argv = composed(DOCKER).command("runs/20250901T000000Z-tp2-gpt2-large-2gpu")
     image = argv.index("megatron-parallelism-kit:25.06-py3-f4fa7d6b")
     options = argv[:image]
-    assert options[:5] == (*("docker", "run", "--rm", "--init", "--name"),)
-    assert values(options, "--name") == ["kit-20250901T000000Z-tp2-gpt2-large-2gpu"]
+    assert options[:4] == ("docker", "run", "--rm", "--init")
+    assert "--name" not in options  # Another may have it.
     assert values(options, "--user") == [f"{os.getuid()}:{os.getgid()}"]
     assert values(options, "--gpus") == ["all"]
     assert values(options, "--ulimit") == ["memlock=-1", "stack=67108864"]
@@ -127,11 +127,6 @@ def test_a_rootless_engine_maps_root_to_the_caller(docker: FakeDocker) -> None:
     assert caller() == f"{os.getuid()}:{os.getgid()}"
 
 
-def test_names_of_hidden_folders_make_valid_container_names() -> None:
-    assert container_name("runs/.start/gpt2-large-0123.partial") == "kit-gpt2-large-0123.partial"
-    assert Container("i", "1:1").wrap((), (), container_name(".x"))[5] == "kit-x"
-
-
 CONNECT = "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is it running?\n"
 
 
@@ -158,14 +153,14 @@ def test_what_docker_lacks_is_one_sentence_with_the_fix(
 ) -> None:
     docker.answer(verb, **answer)  # type: ignore[arg-type]
     with pytest.raises(LaunchError, match=message) as caught:
-        check_container("i:t", "25.06-py3")
+        check_container("i:t", "25.06-py3", gpus=True)
     assert "\n" not in str(caught.value)
 
 
 def test_no_docker_at_all_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(LaunchError, match=r"Docker is not installed.*RUNTIME=host"):
-        check_container("i:t", "25.06-py3")
+        check_container("i:t", "25.06-py3", gpus=True)
 
 
 @pytest.fixture
@@ -206,8 +201,13 @@ def test_inside_the_kits_image_targets_run_directly(
     assert choose_runtime(DOCKER, DeviceKind.GPU).container is None
 
 
-def test_cpu_ranks_never_run_in_a_container() -> None:
-    assert choose_runtime(DOCKER, DeviceKind.CPU).container is None
+def test_cpu_ranks_run_in_a_container_where_it_is_asked_for_and_without_gpus(
+    docker: FakeDocker,
+) -> None:
+    assert choose_runtime(Options(), DeviceKind.CPU).container is None
+    container = choose_runtime(DOCKER, DeviceKind.CPU).container
+    assert container is not None
+    assert "--gpus" not in container.wrap((), ())
 
 
 def test_a_checkout_of_the_host_is_refused_in_a_container(

@@ -6,8 +6,8 @@ import pytest
 from tests.launch.checkpoint.conftest import Write, damage, iterations
 from tests.patience import until
 from tests.report.factory import iteration_line
-from tools.launch.checkpoint import keeper as keepers
-from tools.launch.checkpoint.keeper import Keeper
+from tools.launch import checkpoints as keepers
+from tools.launch.checkpoints import Keeper
 from tools.records.checkpoints import find_checkpoints
 
 

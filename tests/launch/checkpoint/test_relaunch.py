@@ -11,7 +11,7 @@ from tools.launch.job import parse_target
 from tools.launch.network import LinkRate
 from tools.launch.options import Options, Saving, options_from_texts
 from tools.launch.preflight import saving_problems
-from tools.launch.relaunch import relaunch, resume_if_saved
+from tools.launch.resume import relaunch, resume_if_saved
 from tools.launch.train import compose_job
 from tools.records.run import DatasetIdentity, Host, MegatronEntry, RunRecord
 from tools.spec.flags import Flags
@@ -188,7 +188,7 @@ def test_a_run_of_an_older_megatron_resumes_with_its_vocabulary(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its `--vocab-size` does not count the end of a document."""
-    for module in ("compose", "relaunch"):
+    for module in ("compose", "resume"):
         older = MegatronEntry("e.py", "0.17.1")
         monkeypatch.setattr(f"tools.launch.{module}.entry_of", lambda *_, older=older: older)
     record = record_of(composed("tp2", data="owt-ds/mine_text_document"))

@@ -4,7 +4,7 @@ import pytest
 
 from tests.launch.checkpoint.conftest import Write, damage, iterations
 from tests.report.factory import iteration_line
-from tools.launch.checkpoint.selected import select_checkpoint
+from tools.launch.checkpoints import select_checkpoint
 from tools.records import run as records
 from tools.records.checkpoints import quarantine
 from tools.records.io import write_record

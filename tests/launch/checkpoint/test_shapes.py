@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tools.launch import preflight
-from tools.launch.checkpoint.other_model import other_model_problem
+from tools.launch.checkpoints import other_model_problem
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.train import compose_job

@@ -32,7 +32,7 @@ def test_each_token_is_folded_and_an_end_of_document_stays_one(
         "uint16",
         lambda: [DocumentIndex(np.array([4, 2], np.int32), np.array([0, 1, 2], np.int64))],
     )
-    data.ensure_small_sample(Console(file=io.StringIO()))
+    data.make_sample(SMALL_SAMPLE, Console(file=io.StringIO()))
     small = open_dataset(tmp_path / SMALL_SAMPLE)
     assert np.concatenate(list(small.token_chunks())).tolist() == [5, 0, 1, 1023, 1022, 1023]
     assert small.documents == 2

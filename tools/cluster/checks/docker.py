@@ -31,12 +31,12 @@ def check_docker() -> "list[CheckResult]":
     return check_container()
 
 
-def check_container(image: str = "", tag: str = "") -> "list[CheckResult]":
+def check_container(image: str = "", tag: str = "", gpus: bool = True) -> "list[CheckResult]":
     """The same for one image, whose NGC tag the fix names; without arguments for any of the kit's."""
     row, engine = check_engine()
     if engine is None:
         return [row]
-    if not engine.has_nvidia_runtime:
+    if gpus and not engine.has_nvidia_runtime:
         fix = (
             "install the NVIDIA container toolkit and run 'sudo nvidia-ctk runtime configure "
             "--runtime=docker && sudo systemctl restart docker', or set RUNTIME=host"
@@ -56,6 +56,10 @@ def check_engine() -> "tuple[CheckResult, DockerEngine | None]":
         described = json.loads(answer.out) if answer.good else {}
     except ValueError:
         described = {}
+    if described.get("runtimes") is None and "podman" in ask(["docker", "--version"]).out.lower():
+        found = "'docker' is Podman here, which the kit does not know"
+        fix = "put Docker Engine's client before it on PATH, or set RUNTIME=host"
+        return CheckResult(WARN, "Docker", found, fix), None
     if described.get("runtimes") is None:
         reason = "no answer" if answer.good else answer.problem.rstrip(".?!") or "no answer"
         found = f"Docker's engine does not answer ({reason})"

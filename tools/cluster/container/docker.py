@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -21,7 +23,7 @@ from tools.spec.flags import flag_words
 PYTHON = "python3"
 """The image's own, which has torch and Transformer Engine."""
 
-ALWAYS = (variables.LEDGER, variables.STACKS, "PYTHONUNBUFFERED")
+ALWAYS = (variables.LEDGER, variables.RUN_MARK, variables.STACKS, "PYTHONUNBUFFERED")
 """Set by the launcher for a run but not part of its recorded environment."""
 
 INHERITED = ("CUDA_VISIBLE_DEVICES", "WANDB_API_KEY", "WANDB_BASE_URL")
@@ -45,9 +47,13 @@ FOR_NCCL = ("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"
 """NCCL moves data between ranks through shared memory and pins pages of it."""
 
 
+CONTAINER_FILE = "container.id"
+"""Beside the log of a run while its container is there; later only where that could not be removed."""
+
+
 @dataclass(frozen=True)
 class Container:
-    """A `docker run` without the command and the container's name."""
+    """A `docker run` without the command."""
 
     image: str
     user: str
@@ -59,16 +65,16 @@ class Container:
     host_network: bool = False
     """Only where the caller asked: ranks on several machines must reach each other."""
 
-    def wrap(self, command: Sequence[str], settings: Iterable[str], name: str) -> tuple[str, ...]:
+    def wrap(self, command: Sequence[str], settings: Iterable[str]) -> tuple[str, ...]:
         """A `docker run` of `command` in the repository root.
 
+        It has no name, which another may have: who must find it again asks for its id (`identified`).
         Variables go by name alone: docker takes the values from its own environment, so no value
         appears in a command line, a log or `ps`.
         """
         options = {
             "--rm": True,
             "--init": True,
-            "--name": name,
             "--user": self.user,
             "--workdir": ROOT,
             **CONFINED,
@@ -87,10 +93,6 @@ class Container:
             if not any(folder.is_relative_to(mount) for mount in mounts):
                 mounts.append(folder)
         return replace(self, mounts=tuple(mounts))
-
-    def without_gpus(self) -> Container:
-        """The same for work that needs none."""
-        return replace(self, gpus=False)
 
 
 def bind(path: Path) -> str:
@@ -119,9 +121,9 @@ def inherited_names(*also: str, environment: Mapping[str, str] = os.environ) -> 
     )
 
 
-def container_name(folder: str) -> str:
-    """Name of a run's container, from its run folder's, which is unique."""
-    return f"kit-{Path(folder).name.removeprefix('.')}"
+def identified(command: Sequence[str], file: Path) -> tuple[str, ...]:
+    """A `docker run` that writes its container's id to a file, which must not be there."""
+    return (*command[:2], "--cidfile", str(file), *command[2:])
 
 
 def data_folders(prefix: Path) -> tuple[Path, ...]:
@@ -142,16 +144,68 @@ def ask_engine() -> DockerEngine:
     return engine
 
 
-def check_container(image: str, tag: str) -> None:
-    """See that a GPU container of the image can be started.
+def check_container(image: str, tag: str, gpus: bool) -> None:
+    """See that a container of the image can be started.
 
     Raises:
-        LaunchError: No client, no engine, no NVIDIA runtime or no image, in this order.
+        LaunchError: No client, no engine, for GPUs no NVIDIA runtime, or no image, in this order.
     """
-    if problems := refusals(checks.check_container(image, tag)):
+    if problems := refusals(checks.check_container(image, tag, gpus)):
         raise LaunchError(problems[0])
 
 
-def remove_container(name: str) -> None:
-    """Remove a container that outlived its client, such as after SIGKILL; no error if there is none."""
-    ask(["docker", "rm", "--force", name])
+@dataclass(frozen=True)
+class ContainerEnd:
+    """What the engine says of a container whose client has ended."""
+
+    container: str
+    """Its id."""
+    engine_answers: bool = True
+    runs: bool = False
+    """Its client alone has ended."""
+    signals: tuple[int, ...] = ()
+    """That somebody had the engine send it, such as with `docker kill`."""
+    out_of_memory: bool = False
+
+
+def container_of(file: Path) -> str | None:
+    """The id that `docker run --cidfile` has written; None before a container was made."""
+    try:
+        return file.read_text().strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def end_of(container: str, since: float) -> ContainerEnd:
+    """How a container ended, of which nothing but the engine's events of a run is left.
+
+    Args:
+        container: Its id.
+        since: When it began, or before, in seconds of the epoch.
+    """
+    state = ask(["docker", "inspect", "--format", "{{.State.Running}}", container])
+    if state.out == "true":
+        return ContainerEnd(container, runs=True)
+    times = ["--since", f"{since:.0f}", "--until", f"{time.time() + 1:.0f}"]
+    only = ["--filter", f"container={container}", "--format", "{{json .}}"]
+    events = ask(["docker", "events", *times, *only])
+    if not events.good:
+        return ContainerEnd(container, engine_answers=False)
+    found = [json.loads(line) for line in events.out.splitlines()]
+    killed = (each["Actor"]["Attributes"] for each in found if each["Action"] == "kill")
+    signals = tuple(int(each["signal"]) for each in killed)
+    return ContainerEnd(
+        container, signals=signals, out_of_memory=any(each["Action"] == "oom" for each in found)
+    )
+
+
+def remove_container(file: Path) -> bool:
+    """Remove the container whose id a file has, and the file; whether there is none any more."""
+    container = container_of(file)
+    if container is not None:
+        answer = ask(["docker", "rm", "--force", container])
+        # A client before 20.10 finds it strange that there is none.
+        if not answer.good and "No such container" not in answer.problem:
+            return False
+    file.unlink(missing_ok=True)
+    return True

@@ -34,7 +34,7 @@ class ImagePair:
         return f"{REPOSITORY}:{self.ngc_tag}-{self.megatron_commit[:8]}"
 
 
-def read_pairs(path: Path = VERSIONS) -> tuple[ImagePair, ...]:
+def read_pairs(path: Path) -> tuple[ImagePair, ...]:
     """Every pair, in the file's order.
 
     Raises:
@@ -54,12 +54,13 @@ def read_pairs(path: Path = VERSIONS) -> tuple[ImagePair, ...]:
     return tuple(pairs)
 
 
-def find_pair(ngc_tag: str | None, path: Path = VERSIONS) -> ImagePair:
+def find_pair(ngc_tag: str | None, path: Path | None = None) -> ImagePair:
     """The pair that IMAGE= chooses; without it the first.
 
     Raises:
         LaunchError: There is none of that tag.
     """
+    path = path or VERSIONS
     pairs = read_pairs(path)
     for pair in pairs:
         if ngc_tag in (None, pair.ngc_tag):

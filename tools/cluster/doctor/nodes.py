@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -21,12 +20,11 @@ from typing import Any
 from rich.console import Console
 
 from tools.cluster.checks.devices import check_rates
-from tools.cluster.checks.result import FAIL, PASS, WARN, CheckResult
-from tools.cluster.sbatch import FIRST_NODE
+from tools.cluster.checks.result import FAIL, PASS, WARN, CheckResult, ask
+from tools.cluster.sbatch import FIRST_NODE, MASTER_PORT
 from tools.cluster.slurm import SLURM_SETTINGS, argv_of_directives, slurm_of
 from tools.spec import settings
 from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT
 from tools.spec.setting import values
 from tools.text.table import Column, Table, rich_table
 from tools.text.terminal import say
@@ -40,7 +38,7 @@ EXCHANGE = "\n".join(
     (
         *FIRST_NODE,
         "export NNODES=$SLURM_JOB_NUM_NODES NODE_RANK=$SLURM_NODEID",
-        "export MASTER_PORT=$((SLURM_JOB_ID % 12000 + 20000))",
+        MASTER_PORT,
         'exec "$@" -m tools.launch.exchange',
     )
 )
@@ -224,22 +222,12 @@ def _node_count(environment: Mapping[str, str]) -> int:
 
 
 def _run(command: Sequence[str]) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    try:
-        answer = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=SECONDS,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"srun gives no answer ({error}).") from None
-    if answer.returncode:
-        raise LaunchError(f"srun fails: {' '.join(answer.stderr.split())[:300]}")
-    return answer.stdout
+    answer = ask(list(command), SECONDS)
+    if answer.code is None:
+        raise LaunchError(f"srun gives no answer ({answer.problem}).")
+    if not answer.good:
+        raise LaunchError(f"srun fails: {answer.problem[:300]}")
+    return answer.out
 
 
 if __name__ == "__main__":

@@ -10,13 +10,15 @@ from pathlib import Path
 
 from tools.cluster.checks.host import free_files
 from tools.launch.background import BackgroundThread
-from tools.launch.supervise.hang import drop_empty
+from tools.launch.supervise.hang import ContainerEndedError, drop_empty
+from tools.launch.supervise.ranks import RankProcesses
 from tools.ledger.collect import collect
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.report.read.diagnosis import after_last, diagnose, first_error
 from tools.report.read.scrape import scrape_log
+from tools.spec.files import from_root
 
 RESERVE_FILE = ".reserve"
 RESERVE_BYTES = 1 << 20
@@ -132,6 +134,43 @@ def classify_exit(
     return status
 
 
+def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int) -> None:
+    """Name what ended a container, where that is no process in it; its processes are ended.
+
+    Args:
+        folder: Of its log.
+        ranks: Its processes.
+        exit_code: The supervisor's.
+
+    Raises:
+        ContainerEndedError: The engine or its client was lost, or somebody had the engine end it.
+    """
+    end = ranks.container_end()
+    if end is None:
+        return
+    after, seen = _after(folder), bool(ranks.by_rank())
+    ranks.stop()
+    status = Status.CRASHED
+    if not end.engine_answers:
+        left = f"its ranks may train on, and 'docker rm --force {end.container[:12]}' ends them"
+        rest = "its ranks were ended" if seen else left
+        reason = f"Docker's engine was lost{after}; {rest}."
+    elif end.runs:
+        by = signal.Signals(exit_code - 128).name if exit_code > 128 else f"code {exit_code}"
+        reason = f"Docker's client ended by {by}{after}; its container was ended."
+    elif end.out_of_memory:
+        status = Status.OUT_OF_MEMORY
+        reason = f"The container was killed by the kernel, which had no more memory for it{after}."
+    elif end.signals and exit_code > 128:
+        by = signal.Signals(end.signals[-1]).name
+        stopped = signal.SIGKILL not in end.signals or signal.SIGTERM in end.signals
+        status = Status.INTERRUPTED if stopped else status
+        reason = f"The container was ended by {by} through Docker's engine{after}."
+    else:
+        return
+    raise ContainerEndedError(reason, status)
+
+
 def launcher_was_killed(folder: Path) -> StatusRecord:
     """The status of a run whose launcher can no longer write one."""
     reason = f"The launcher was killed{_after(folder)}; all ranks were ended."
@@ -155,6 +194,13 @@ def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRec
     drop_empty(folder / records.STACKS_FOLDER)
     collect(folder)
     return status
+
+
+def outcome(folder: Path, status: StatusRecord) -> str:
+    """One line on how a run ended and where to look."""
+    seconds = f"{status.wall_seconds:.0f} s" if status.wall_seconds is not None else "?"
+    reason = f": {status.reason}" if status.status is not Status.OK and status.reason else ""
+    return f"{status.status} after {seconds}{reason} → {from_root(folder)}"
 
 
 def _after(folder: Path) -> str:

@@ -36,6 +36,14 @@ class TimeLimitError(EndedRunError):
     """A run that was not done within its time."""
 
 
+class ContainerEndedError(EndedRunError):
+    """A run whose container the engine ended, or lost."""
+
+    def __init__(self, message: str, status: Status) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class HangError(EndedRunError):
     """A run that was stalled for as long as HANG_TIMEOUT= allows."""
 

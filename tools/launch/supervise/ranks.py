@@ -14,12 +14,19 @@ from typing import BinaryIO, Self
 
 import psutil
 
-from tools.cluster.container.docker import remove_container
-from tools.launch.supervise import supervisor
+from tools.cluster.container.docker import (
+    CONTAINER_FILE,
+    ContainerEnd,
+    container_of,
+    end_of,
+    identified,
+    remove_container,
+)
 from tools.launch.supervise.warm import WarmMegatron
 from tools.records.io import lock
 from tools.spec import variables
-from tools.spec.files import ROOT
+from tools.spec.errors import LaunchError
+from tools.spec.files import ROOT, from_root
 
 GRACE_SECONDS = 4.0
 """From SIGTERM to SIGKILL; both together stay well under the promised 10 s."""
@@ -37,10 +44,19 @@ class RankProcesses:
         command: Sequence[str],
         environment: Mapping[str, str],
         log: Path,
-        container: str | None = None,
+        in_container: bool = False,
         warm: WarmMegatron | None = None,
     ) -> None:
-        self._container = container
+        """Start them; `command` is a `docker run` where they are in a container.
+
+        Raises:
+            LaunchError: A container of an attempt before this one cannot be removed.
+        """
+        self._container = log.with_name(CONTAINER_FILE) if in_container else None
+        if self._container is not None:
+            _require_none_left(self._container)
+            command = identified(command, self._container.absolute())
+        self._began = time.time()
         self._warm = warm
         self._log: BinaryIO = log.open("ab")
         # Every process of the run inherits this lock with its output, and the last one gives it back.
@@ -52,7 +68,6 @@ class RankProcesses:
             (
                 *_SUPERVISOR,
                 str(log.parent.absolute()),
-                container or supervisor.NO_CONTAINER,
                 "--",
                 *command,
             ),
@@ -90,7 +105,7 @@ class RankProcesses:
             # Its environment is that of the process it was forked from; its name says what it is.
             if named := _RANK.fullmatch(_name(process)):
                 found.setdefault(int(named[1]), process)
-        for process in self._descendants():
+        for process in self._descendants() if self._container is None else self._marked():
             rank = _environment(process).get(_RANK_VARIABLE)
             if rank is not None:
                 found.setdefault(int(rank), process)
@@ -99,7 +114,8 @@ class RankProcesses:
     def stop(self) -> None:
         """End every process of the run: SIGTERM, then SIGKILL, then the container if there is one.
 
-        Docker's client passes SIGTERM on; SIGKILL ends the client alone, so the container is removed.
+        Ranks in a container are processes of this machine too, unless its engine is elsewhere; where
+        they are not, Docker's client passes SIGTERM on, and what SIGKILL leaves goes with the container.
         """
         for number in (signal.SIGTERM, signal.SIGKILL):
             running = [process for process in self._family() if alive(process)]
@@ -109,6 +125,11 @@ class RankProcesses:
         self._supervisor.wait()
         if self._container is not None:
             remove_container(self._container)
+
+    def container_end(self) -> ContainerEnd | None:
+        """What the engine says of the container, once its client has ended; None without one."""
+        container = container_of(self._container) if self._container else None
+        return end_of(container, self._began) if container else None
 
     def _descendants(self) -> list[psutil.Process]:
         try:
@@ -120,11 +141,16 @@ class RankProcesses:
         """Every process that was started for this run, orphans too, by what they all inherit."""
         # The supervisor by its number: while the kernel starts a program, its environment is empty.
         supervisor = self._supervisor.pid if self._supervisor.poll() is None else None
-        started = (p for p in psutil.process_iter() if p.pid == supervisor or self._is_marked(p))
-        return [*started, *self._forked()]
+        own = (process for process in psutil.process_iter() if process.pid == supervisor)
+        return [*own, *self._marked(), *self._forked()]
 
-    def _is_marked(self, process: psutil.Process) -> bool:
-        return _environment(process).get(variables.RUN_MARK) == self._mark
+    def _marked(self) -> list[psutil.Process]:
+        """Those that have inherited this run's mark, in a container too."""
+        return [
+            process
+            for process in psutil.process_iter()
+            if _environment(process).get(variables.RUN_MARK) == self._mark
+        ]
 
     def _forked(self) -> list[psutil.Process]:
         """Ranks of a warm process, and their leader, which ends them when the supervisor has ended."""
@@ -134,6 +160,15 @@ class RankProcesses:
             return psutil.Process(self._warm.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+
+
+def _require_none_left(file: Path) -> None:
+    container = container_of(file)
+    if container is not None and not remove_container(file):
+        raise LaunchError(
+            f"{from_root(file.parent)} has a container of before, which may train, and Docker does not "
+            f"remove it; start the engine, or end it with 'docker rm --force {container[:12]}'."
+        )
 
 
 def _without_rank() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Between the launcher and torchrun: when either is gone, so are all ranks.
 
-python -m tools.launch.supervise.supervisor FOLDER CONTAINER -- COMMAND…
+python -m tools.launch.supervise.supervisor FOLDER -- COMMAND…
 
 The launcher holds the other end of this process's standard input, so its death, of whatever, is an end
 of file here. Orphans of torchrun become children of this process (a child subreaper), so none is lost.
@@ -26,12 +26,11 @@ POLL_SECONDS = 0.2
 GRACE_SECONDS = 4.0
 """From SIGTERM to SIGKILL."""
 
-NO_CONTAINER = "-"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(folder: Path, container: str, command: Sequence[str]) -> int:
+def main(folder: Path, command: Sequence[str]) -> int:
     """Run the command to its end, or to the launcher's; 128 + n if a signal ended it."""
     # Handlers, not SIG_IGN: those would be inherited. This process goes when its child has gone.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -49,7 +48,7 @@ def main(folder: Path, container: str, command: Sequence[str]) -> int:
     end_descendants()
     code = child.wait()
     if not launcher_lives:
-        _finish_for_the_launcher(folder, container, time.monotonic() - started)
+        _finish_for_the_launcher(folder, time.monotonic() - started)
     return 128 - code if code < 0 else code
 
 
@@ -89,12 +88,11 @@ def _wait_for_end_of_input(seconds: float) -> bool:
     return not readable or bool(os.read(sys.stdin.fileno(), 1))
 
 
-def _finish_for_the_launcher(folder: Path, container: str, seconds: float) -> None:
-    from tools.cluster.container.docker import remove_container
+def _finish_for_the_launcher(folder: Path, seconds: float) -> None:
+    from tools.cluster.container.docker import CONTAINER_FILE, remove_container
     from tools.launch.supervise.exit_status import finish, launcher_was_killed
 
-    if container != NO_CONTAINER:
-        remove_container(container)
+    remove_container(folder / CONTAINER_FILE)
     finish(folder, launcher_was_killed(folder), seconds)
 
 
@@ -105,5 +103,5 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    place, name, _, *argv = sys.argv[1:]
-    sys.exit(main(Path(place), name, argv))
+    place, _, *argv = sys.argv[1:]
+    sys.exit(main(Path(place), argv))

@@ -8,7 +8,7 @@ from signal import Signals
 from tools.report.read.scraped import ErrorTrace, LoggedError
 
 FAILURES = re.compile(
-    "rror|Segmentation|terminate|memory|Traceback|Unexpected result|Failures:|Root Cause"
+    "rror|Patch '|Segmentation|terminate|memory|Traceback|Unexpected result|Failures:|Root Cause"
     "|ignal|SIG|Exception ignored|srun|slurm|CANCELLED|OUT_OF_ME|Terminated|Killed"
 )
 """What every line holds that begins to tell of a failure."""
@@ -26,6 +26,10 @@ _FATAL = re.compile(
     r"|terminate called after throwing .{1,200}"
     r"|torch\.OutOfMemoryError: .{1,400}|CUDA out of memory\. .{1,400})"
 )
+_OUTSIDE = re.compile(
+    r"(Error response from daemon): (.{1,1000})|Patch '\S{1,80}' \(.{1,400}?\) expects .{1,1000}"
+)
+"""What Docker's client and the kit's own patches say before anything trains."""
 _UNEXPECTED_RESULT = re.compile(
     r"(Unexpected result \S{1,40}) on rank (\d{1,6}) at iteration #(\d{1,9}).{0,40}message='(.{1,200})'"
 )
@@ -100,7 +104,13 @@ class ErrorCollector:
             rank, _ = _split_prefix(line)
             if len(self._frames) < _MAX_ERRORS:
                 self._frames[rank] = ""
-        elif "rror" in line or "Segmentation" in line or "terminate" in line or "memory" in line:
+        elif (
+            "rror" in line
+            or "Patch '" in line
+            or "Segmentation" in line
+            or "terminate" in line
+            or "memory" in line
+        ):
             self._feed_untraced(line)
         elif "Unexpected result" in line:
             self._feed_validation(line)
@@ -163,6 +173,9 @@ class ErrorCollector:
         usage = _USAGE.search(line) if ": error: " in line else None
         if usage and usage[1].endswith(".py"):
             self._add("usage", f"{usage[1].rsplit('/', 1)[-1]}: {usage[2]}", _split_prefix(line)[0])
+            return
+        if outside := _OUTSIDE.search(line):
+            self._add(outside[1] or "PatchError", outside[2] or outside[0], None)
             return
         fatal = _FATAL.search(line)
         if fatal and not any(fatal[1].split(": ", 1)[-1] in e.message for e in self._errors):

@@ -19,7 +19,8 @@ from packaging.version import Version
 from rich.console import Console
 
 from tools.launch.code import find_entry
-from tools.launch.data import ensure_small_sample
+from tools.launch.compose import SMALL_SAMPLE
+from tools.launch.data import make_sample
 from tools.launch.options import Options
 from tools.records.run import MegatronEntry
 from tools.spec.errors import LaunchError
@@ -162,7 +163,7 @@ class _Command:
         """On forked ranks; its tensors are removed at the end."""
         folder = self.options.runs / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        ensure_small_sample(self.console)
+        make_sample(SMALL_SAMPLE, self.console)
         with (
             tempfile.TemporaryDirectory(dir=folder, prefix=".work-") as work,
             closing(ForkedRanks(self.options)) as ranks,

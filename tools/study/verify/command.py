@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.compose import Launch
-from tools.launch.data import make_missing_data
+from tools.launch.data import make_samples
 from tools.launch.execute import execute
 from tools.launch.job import make_command
 from tools.launch.options import Options
@@ -152,7 +152,7 @@ def carried_out(
     launches, pair = verification.launches, verification.pair
     if sentence := other_vocabulary(verification.strategy):
         say(console, sentence, "yellow")
-    make_missing_data(launches, console)
+    make_samples(launches, console)
     for launch in launches:
         check(launch, may_drop=True)  # `pairs` refuses those that drop others.
         ensure_start_checkpoint(launch, console)

@@ -1,0 +1,14 @@
+"""`python -m tools.cli WORDS…` with the pairs of another `versions.env` than the kit's.
+
+`python -m tests.docker.launcher VERSIONS_ENV WORDS…`
+"""
+
+import sys
+from pathlib import Path
+
+from tools.cli.main import from_make
+from tools.cluster.container import image
+
+if __name__ == "__main__":
+    image.VERSIONS = Path(sys.argv[1])
+    sys.exit(from_make(sys.argv[2], sys.argv[3:]))

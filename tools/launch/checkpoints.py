@@ -1,0 +1,210 @@
+"""A run's checkpoints: looked after while it trains, chosen when it resumes, of its model or another's.
+
+To resume from, a checkpoint must be whole. After a NaN it must also have given a loss since it was
+saved: Megatron saves what it has when it finds a NaN (`rerun_state_machine`, exit code 16), before the
+update that would use it, but the weights themselves may be damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.launch.background import BackgroundThread
+from tools.launch.progress import LogFollower
+from tools.records import run as records
+from tools.records.checkpoints import Checkpoint, check, find_checkpoints, prune, verify
+from tools.records.run import CHECKPOINTS_FOLDER, Status
+from tools.records.torch_dist import (
+    DamagedCheckpointError,
+    ReadingStoppedError,
+    Shape,
+    announced,
+    finished_iteration,
+    read_metadata,
+)
+from tools.report.read.iterations import Iteration
+from tools.spec.errors import LaunchError
+from tools.spec.model import ModelShape
+
+LOOK_SECONDS = 0.5
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+class Keeper(BackgroundThread):
+    """Looks after a checkpoint folder, in a thread, while the `with` block runs, and once at its end.
+
+    Older checkpoints go once as many newer ones as shall be kept were read back and have each given
+    another loss: what was saved last may hold the damage that shows in the next iteration.
+    """
+
+    def __init__(self, folder: Path, keep: int, log: Path) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._follower = LogFollower(log, log.stat().st_size)
+        self._newest: Iteration | None = None
+        self._seen = announced(folder)
+        self._ended_well = False
+        super().__init__()
+        self.problems: list[str] = []
+        """Checkpoints that could not be read back, a sentence each."""
+
+    def watch(self) -> None:
+        """As `BackgroundThread.watch`."""
+        with closing(self._follower), suppress(ReadingStoppedError):
+            while not self.done.wait(LOOK_SECONDS):
+                self._look()
+            self._look()
+
+    def ended_well(self) -> None:
+        """Nothing comes after the last checkpoint any more."""
+        self._ended_well = True
+
+    def _look(self) -> None:
+        self._newest = next(reversed(self._follower.new_iterations()), self._newest)
+        stored = find_checkpoints(self._folder)
+        newest, said = finished_iteration(self._folder), announced(self._folder)
+        if newest is not None and said != self._seen:
+            self._seen = said
+            self._verify(checkpoint for checkpoint in stored if checkpoint.iteration <= newest)
+        try:
+            prune([checkpoint for checkpoint in stored if self._is_valid(checkpoint)], self._keep)
+        except OSError as error:
+            self._note(f"An old checkpoint could not be removed: {error}.")
+
+    def _is_valid(self, checkpoint: Checkpoint) -> bool:
+        newest = self._newest
+        if newest is None or newest.has_nan:
+            return False
+        return self._ended_well or checkpoint.iteration < newest.iteration
+
+    def _verify(self, checkpoints: Iterable[Checkpoint]) -> None:
+        for checkpoint in checkpoints:
+            if checkpoint.is_verified:
+                continue
+            try:
+                verify(checkpoint, self._has_time)
+            except (DamagedCheckpointError, OSError) as error:
+                self._note(f"Checkpoint {checkpoint.path.name} cannot be read back: {error}.")
+
+    def _has_time(self) -> bool:
+        """A failed run's status must not wait for gigabytes; its resume reads them back as well."""
+        return self._ended_well or not self.done.is_set()
+
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+@dataclass(frozen=True)
+class SelectedCheckpoint:
+    """A checkpoint to resume from, and newer ones that are skipped."""
+
+    checkpoint: Checkpoint
+    skipped: tuple[tuple[Checkpoint, str], ...] = ()
+    """Newer ones, each with what is wrong with it."""
+
+
+def select_checkpoint(run: Path) -> SelectedCheckpoint:
+    """Look at a run's checkpoints from the newest on; nothing is changed but for missing manifests.
+
+    Raises:
+        LaunchError: None of them is valid, or there is none.
+    """
+    skipped: list[tuple[Checkpoint, str]] = []
+    newest_number = last_valid_iteration(run)
+    stored = find_checkpoints(run / CHECKPOINTS_FOLDER)
+    for checkpoint in stored:
+        if newest_number is not None and checkpoint.iteration >= newest_number:
+            why_not: str | None = "the run ended in NaN before it gave a loss"
+        else:
+            why_not = flaw_of(checkpoint)
+        if why_not is None:
+            return SelectedCheckpoint(checkpoint, tuple(skipped))
+        skipped.append((checkpoint, why_not))
+    if not stored:
+        raise LaunchError(
+            f"{run} holds no checkpoint; only a run that was started with SAVE_EVERY= and reached "
+            "that iteration can be resumed."
+        )
+    flaws = "; ".join(f"{checkpoint.path.name}: {flaw}" for checkpoint, flaw in skipped)
+    raise LaunchError(f"No checkpoint of {run} can be resumed from ({flaws}); start the run again.")
+
+
+def flaw_of(checkpoint: Checkpoint) -> str | None:
+    """What is wrong with what was written; None if it is whole.
+
+    Raises:
+        LaunchError: The disk does not let it be checked.
+    """
+    try:
+        check(checkpoint)
+    except DamagedCheckpointError as error:
+        return str(error)
+    except OSError as error:
+        raise LaunchError(
+            f"{checkpoint.path} cannot be checked ({error.strerror}); see to it that it can be read "
+            "and that its disk has room."
+        ) from error
+    return None
+
+
+def last_valid_iteration(run: Path) -> int | None:
+    """The newest iteration that gave a loss in a run's last attempt, if that ended in NaN, else None.
+
+    A checkpoint of that iteration or a later one has given no loss yet.
+    """
+    if not (run / records.STATUS_FILE).is_file():
+        return None
+    if records.read_status(run).status is not Status.NAN:
+        return None
+    newest = last = 0
+    with closing(LogFollower(run / records.LOG_FILE)) as log:
+        for found in log.new_iterations():
+            if found.iteration <= last:  # Another attempt, from the checkpoint before it.
+                newest = found.iteration - 1
+            last = found.iteration
+            newest = newest if found.has_nan else last
+    return newest
+
+
+def other_model_problem(folder: Path, shape: ModelShape, model: str) -> str | None:
+    """Why a checkpoint cannot be loaded into a model, in one sentence; None if nothing says so.
+
+    Layers are stacked in Megatron's distributed format: a weight of all of them is one tensor. What is
+    in no such format, or cannot be read, is left to those who load it.
+    """
+    iteration = finished_iteration(folder)
+    if iteration is None:
+        return None
+    try:
+        stored = read_metadata(folder / f"iter_{iteration:07d}").tensors
+    except DamagedCheckpointError:
+        return None
+    for name, wanted in _wanted(shape):
+        if name in stored and (found := stored[name].shape) != wanted:
+            return (
+                f"{folder} is a checkpoint of another model: its {name} is {list(found)}, and {model} "
+                f"as it is asked for here has {list(wanted)}; name another checkpoint, or the model "
+                "that was saved."
+            )
+    width = stored[_EMBEDDING].shape[-1] if _EMBEDDING in stored else shape.hidden
+    if width != shape.hidden:
+        return (
+            f"{folder} is a checkpoint of another model: it is {width} wide and {model} "
+            f"{shape.hidden}; name another checkpoint, or the model that was saved."
+        )
+    return None
+
+
+def _wanted(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
+    layers, hidden = shape.layers, shape.hidden
+    if shape.positions:
+        yield "embedding.position_embeddings.weight", (shape.positions, hidden)
+    rows = shape.head_width * (shape.heads + 2 * shape.query_groups)
+    yield "decoder.layers.self_attention.linear_qkv.weight", (layers, rows, hidden)
+    if not shape.experts:
+        columns = shape.ffn_hidden * (2 if shape.gated else 1)
+        yield "decoder.layers.mlp.linear_fc1.weight", (layers, columns, hidden)
