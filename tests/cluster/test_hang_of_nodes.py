@@ -98,7 +98,7 @@ def share(
     launch = SimpleNamespace(
         command=lambda _: command,
         environment={},
-        runtime=SimpleNamespace(container=False),
+        runtime=SimpleNamespace(container=None),
         job=SimpleNamespace(options=Options(hang_timeout_seconds=hang_timeout)),
         time_limit_seconds=None,
         warm=None,

@@ -32,14 +32,16 @@ and list it as an improvement where the change is described.
 """
 
 _FREE_BYTES = 16 << 30
-BASE_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "COLUMNS": "100", "LANG": "C.UTF-8"}
+BASE_ENVIRONMENT = {"COLUMNS": "100", "LANG": "C.UTF-8"}
 
 
 class Commands:
     """Runs commands one after another, each in an environment of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch, self._capfd = monkeypatch, capfd
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], programs: Path
+    ) -> None:
+        self._monkeypatch, self._capfd, self._programs = monkeypatch, capfd, programs
 
     def run(self, words: Sequence[str], environment: Mapping[str, str] = {}) -> tuple[int, str]:
         """Exit code and output of `python -m MODULE ARGUMENTS`; errors after the rest."""
@@ -47,7 +49,7 @@ class Commands:
         with self._monkeypatch.context() as patch:
             for name in os.environ:
                 patch.delenv(name)
-            for name, value in {**BASE_ENVIRONMENT, **environment}.items():
+            for name, value in {"PATH": str(self._programs), **BASE_ENVIRONMENT, **environment}.items():
                 patch.setenv(name, value)
             patch.chdir(ROOT)
             patch.setattr(os, "execve", _run_launch_script)
