@@ -49,7 +49,11 @@ class Commands:
         with self._monkeypatch.context() as patch:
             for name in os.environ:
                 patch.delenv(name)
-            for name, value in {"PATH": str(self._programs), **BASE_ENVIRONMENT, **environment}.items():
+            for name, value in {
+                "PATH": str(self._programs),
+                **BASE_ENVIRONMENT,
+                **environment,
+            }.items():
                 patch.setenv(name, value)
             patch.chdir(ROOT)
             patch.setattr(os, "execve", _run_launch_script)
