@@ -11,11 +11,10 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron_patches.context import checkout_version
+from megatron_patches.context import checkout_version, commit_of
 from tools.records.run import Code, MegatronEntry
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
@@ -44,17 +43,6 @@ def find_entry(megatron_lm: Path | None) -> MegatronEntry:
         megatron_version=_version_of(megatron_lm),
         megatron_commit=commit_of(megatron_lm),
     )
-
-
-def commit_of(folder: Path) -> str | None:
-    """The commit of a folder, with `-dirty` where it was changed; None outside a repository."""
-    describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-    command = ("git", "-C", str(folder), *describe)
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return answer.stdout.strip() or None
 
 
 def kit_commit() -> str | None:
