@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType
 
-from megatron_patches.context import RuntimeContext, find_context, is_known
+from megatron_patches.context import RuntimeContext, find_context
 from megatron_patches.patch_file import execute_patch_file
 from megatron_patches.refusal import named_refusals
 from megatron_patches.registry import WITHOUT, PatchError, apply_patches, left_out
@@ -63,7 +63,7 @@ def announce(context: RuntimeContext, applied: Sequence[str]) -> None:
     write_whole_lines()
     patched = execute_patch_file(os.environ)
     if int(os.environ.get("RANK", "0")) == 0:
-        tried = "" if is_known(context.megatron) else " (not tried)"
+        tried = "" if context.knows_megatron else " (not tried)"
         print(
             f"> Megatron {context.megatron}{tried}, patched: {', '.join(applied) or 'nothing'}"
             + (f", {WITHOUT}{', '.join(left_out)}" if left_out else "")

@@ -6,7 +6,8 @@ import importlib
 import importlib.metadata
 import os
 import re
-from dataclasses import dataclass
+import subprocess
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from packaging.version import Version
@@ -15,9 +16,12 @@ from megatron_patches.fusions import parse_fusions
 from tools.spec import variables
 
 OLDEST_KNOWN = Version("0.15.0rc0")
-NEWEST_KNOWN = Version("0.20")
+NEWEST_KNOWN = Version("0.19")
 """Every minor release between them trained with the losses of the others; each patch says which of them
 have its targets (`registry.Replacement`)."""
+TRIED_COMMIT = "d98e8a64"
+"""Of main, whose version is the next release's through all its commits: the one that trained so."""
+WHAT_IS_KNOWN = f"{OLDEST_KNOWN.base_version} to {NEWEST_KNOWN}, and main at {TRIED_COMMIT}"
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class RuntimeContext:
     device: str
     """`cpu` or `gpu`."""
     megatron: Version
+    commit: str | None = field(default=None, kw_only=True)
+    """Of a checkout (`commit_of`)."""
     has_transformer_engine: bool
     """It imports; on CPU ranks never, because its layers are CUDA kernels."""
     fused: tuple[str, ...] = ()
@@ -42,6 +48,11 @@ class RuntimeContext:
         """Whether the ranks are CPU processes over gloo."""
         return self.device == "cpu"
 
+    @property
+    def knows_megatron(self) -> bool:
+        """Whether the patches were tried with this Megatron."""
+        return is_known(self.megatron, self.commit)
+
 
 def find_context(entry: Path, device: str) -> RuntimeContext:
     """Inspect the entry's folder and the installed packages, without importing Megatron.
@@ -55,6 +66,7 @@ def find_context(entry: Path, device: str) -> RuntimeContext:
     return RuntimeContext(
         device=device,
         megatron=checkout_version(checkout) if is_checkout else wheel_version(),
+        commit=commit_of(checkout) if is_checkout else None,
         has_transformer_engine=device == "gpu" and _imports("transformer_engine.pytorch"),
         fused=parse_fusions(os.environ.get(variables.FUSED, "")),
         shares_device=device == "gpu" and os.environ.get(variables.SHARE_GPU) == "1",
@@ -62,9 +74,22 @@ def find_context(entry: Path, device: str) -> RuntimeContext:
     )
 
 
-def is_known(megatron: Version) -> bool:
-    """Whether the patches were tried with this release, or with another of its minor version."""
-    return megatron >= OLDEST_KNOWN and megatron.release[:2] <= NEWEST_KNOWN.release[:2]
+def is_known(megatron: Version, commit: str | None) -> bool:
+    """Whether the patches were tried with this commit, or a release of this minor version."""
+    is_released = megatron >= OLDEST_KNOWN and megatron.release[:2] <= NEWEST_KNOWN.release[:2]
+    return is_released or (commit or "").startswith(TRIED_COMMIT)
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of a folder, with `-dirty` where it was changed; None outside a repository."""
+    describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    # In a container the owner of a mounted checkout is another user.
+    command = ("git", "-c", "safe.directory=*", "-C", str(folder), *describe)
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return answer.stdout.strip() or None
 
 
 def checkout_version(checkout: Path) -> Version:

@@ -13,7 +13,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from megatron_patches.context import NEWEST_KNOWN, OLDEST_KNOWN, RuntimeContext, is_known
+from megatron_patches.context import OLDEST_KNOWN, WHAT_IS_KNOWN, RuntimeContext
 
 
 class PatchError(RuntimeError):
@@ -51,13 +51,14 @@ def check_version(context: RuntimeContext) -> None:
     """Refuse a Megatron that the patches do not know, unless the user lets an unknown one train.
 
     Raises:
-        PatchError: Older than `OLDEST_KNOWN` or of a newer minor release than `NEWEST_KNOWN`.
+        PatchError: It is none that `context.is_known`.
     """
-    if not is_known(context.megatron) and not context.allow_unknown_megatron:
+    if not context.knows_megatron and not context.allow_unknown_megatron:
+        at = f" at {context.commit}" if context.commit else ""
         raise PatchError(
-            f"Megatron {context.megatron} is not known to the patches (they know "
-            f"{OLDEST_KNOWN.base_version} to {NEWEST_KNOWN}.x); point MEGATRON_LM at one of those, or "
-            "unset it for the wheel; ALLOW_UNKNOWN_MEGATRON=1 tries it."
+            f"Megatron {context.megatron}{at} is not known to the patches (they know "
+            f"{WHAT_IS_KNOWN}); point MEGATRON_LM at one of those, or unset it for the wheel; "
+            "ALLOW_UNKNOWN_MEGATRON=1 tries it."
         )
 
 
@@ -72,7 +73,7 @@ def apply_patches(patches: Iterable[Patch], context: RuntimeContext) -> tuple[st
     """
     check_version(context)
     applied = [patch for patch in patches if patch.needed(context)]
-    lenient = context.allow_unknown_megatron and not is_known(context.megatron)
+    lenient = context.allow_unknown_megatron and not context.knows_megatron
     for patch in applied:
         for replacement in patch.replacements:
             if replacement.exists_in(context.megatron):

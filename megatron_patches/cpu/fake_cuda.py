@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -127,7 +128,7 @@ _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "memory_reserved": _returning(0),
     "max_memory_allocated": _returning(0),
     "max_memory_reserved": _returning(0),
-    "memory_stats": _returning({}),
+    "memory_stats": _returning(Counter()),
     "FloatTensor": _replaced_by(torch.FloatTensor),
     "HalfTensor": _replaced_by(torch.HalfTensor),
     "BFloat16Tensor": _replaced_by(torch.BFloat16Tensor),

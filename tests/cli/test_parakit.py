@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 
@@ -64,8 +65,60 @@ def test_the_help_of_a_command_of_a_clone_has_the_variables_of_its_target(
     with pytest.raises(SystemExit):
         parakit.main(["verify", "--help"])
     text = capsys.readouterr().out
-    assert "REFERENCE" in text
-    assert "SAVE_EVERY" not in text
+    assert "--reference" in text
+    assert "--save-every" not in text
+
+
+def test_help_is_in_the_words_of_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parakit.main(["--help"])
+    told = [line for line in capsys.readouterr().out.splitlines() if "=" in line]
+    assert told == []
+    assert parakit.main(["plan"]) == parakit.REFUSED
+    assert "parakit plan --model gpt2-large --gpus 2" in capsys.readouterr().err
+
+
+def test_the_version_is_the_wheels(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parakit.main(["--version"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"parakit {project['version']}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "made"),
+    [
+        (("train", "dp2-gpt2-tiny-2cpu", "--iters", "5", "--dry-run"), ["ITERS=5", "DRY_RUN=1"]),
+        (
+            ("train", "dp2-gpt2-tiny-2cpu", "-j", "SEED=2", "--seed=3"),
+            ["-j", "SEED=2", "SEED=3"],
+        ),
+        (("resume", "runs/one", "--runs", "x"), ["RUN=runs/one", "RUNS=x"]),
+    ],
+)
+def test_options_of_a_command_of_a_clone_are_makes_variables(
+    words: tuple[str, ...], made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executed: list[tuple[str, ...]] = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(os, "execvp", lambda _, command: executed.append(command))
+    parakit.main(words)
+    assert list(executed[0][-len(made) :]) == made
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--iters", "--iters has no value; see --help.\n"),
+        ("--itres=5", "There is no option --itres; did you mean --iters?\n"),
+    ],
+)
+def test_an_option_of_a_command_of_a_clone_is_known_and_has_a_value(
+    option: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert parakit.main(["train", "dp2-gpt2-tiny-2cpu", option]) == parakit.REFUSED
+    assert capsys.readouterr().err == told
 
 
 @pytest.mark.slow

@@ -171,19 +171,25 @@ def test_an_untried_megatron_is_refused_by_its_version_unless_the_user_insists(
     message = refusal(composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=folder), tmp_path / "runs")
     assert message == (
         f"Megatron 0.99.0 of MEGATRON_LM={folder} has not been tried with this kit, which knows "
-        "0.15.0 to 0.20; name a checkout of one of those with MEGATRON_LM=, or set "
-        "ALLOW_UNKNOWN_MEGATRON=1 to "
-        "train with it."
+        "0.15.0 to 0.19, and main at d98e8a64; name a checkout of one of those with MEGATRON_LM=, "
+        "or set ALLOW_UNKNOWN_MEGATRON=1 to train with it."
     )
     launch = composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=folder, allow_unknown_megatron=True)
     check(launch)
     assert launch.environment["KIT_ALLOW_UNKNOWN_MEGATRON"] == "1"
 
 
-def test_the_newest_minor_version_that_was_tried_is_known(
+def test_an_unreleased_megatron_is_known_at_the_commit_that_was_tried(
     composed: Composer, checkout: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    check(composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=checkout("20")))
+    def at(commit: str | None) -> Launch:
+        return replace(launch, entry=replace(launch.entry, megatron_commit=commit))
+
+    launch = composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=checkout("20"))
+    check(at("d98e8a64dd01-dirty"))
+    for commit in ("e98e8a64dd01", None):
+        with pytest.raises(LaunchError, match=r"0\.20\.0.* of MEGATRON_LM=.* has not been tried"):
+            check(at(commit))
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ def of_words(command: Command, words: Sequence[str], program: str) -> Namespace:
     unset = values(command.variables, {})
     vars(given).update({key: value for key, value in unset.items() if _is_unset(given, key)})
     given.texts = {}
-    _refuse_missing(command, given, program, "--{}")
+    shown = command._replace(example=in_options(command.example, command))
+    _refuse_missing(shown, given, program, "--{}")
     return given
 
 
@@ -86,9 +87,9 @@ def parser_of(command: Command, program: str) -> ArgumentParser:
     if _reads_words(command):
         own: ArgumentParser = handlers.command_line(program)
         return own
-    parser = _Parser(prog=program, description=command.help)
+    parser = _Parser(prog=program, description=in_options(command.help, command))
     for setting in command.variables:
-        _add(parser, setting)
+        _add(parser, setting._replace(help=in_options(setting.help, command)))
     if hasattr(handlers, f"{name}_arguments"):
         getattr(handlers, f"{name}_arguments")(parser)
     return parser
@@ -103,6 +104,56 @@ def _reads_words(command: Command) -> bool:
 def option_of(setting: Setting) -> str:
     """`--global-batch`; a name without dashes stands by itself on a command line."""
     return setting.option or f"--{setting.name.lower().replace('_', '-')}"
+
+
+def in_options(text: str, command: Command) -> str:
+    """A text in make's words in those of a command line: `GPUS=2` is `--gpus 2`."""
+
+    def option(found: re.Match[str]) -> str:
+        known = (*command.variables, *SETTINGS)
+        setting = next((one for one in known if one.name == found[1]), None)  # None in quotes.
+        if setting is None:
+            return found[0]
+        name, value = option_of(setting), found[2]
+        if not name.startswith("-"):
+            return value.strip('"') or name
+        return f"{name} {value}" if value and setting.kind != SWITCH else name
+
+    return _ASSIGNED.sub(option, text)
+
+
+_ASSIGNED = re.compile(r'\b([A-Z][A-Z_0-9]*)=("[^"]*"|[^\s"\',;:()]*)|"[^"]*"')
+
+
+def variable_words(words: Sequence[str], command: Command) -> list[str]:
+    """A command line as make's variables; one of them may be written so already.
+
+    Raises:
+        SettingError: An option is not known, or has no value.
+    """
+    options = {option_of(one): one for one in command.variables}
+    bare = [one for name, one in options.items() if not name.startswith("-")]
+    left, made = list(words), []
+    while left:
+        word = left.pop(0)
+        name, is_assigned, value = word.partition("=")
+        if (setting := options.get(name)) is None:
+            if word.startswith("--"):
+                near = difflib.get_close_matches(name, options, n=1)
+                raise SettingError(
+                    f"There is no option {name}; {f'did you mean {near[0]}?' if near else 'see --help.'}"
+                )
+            is_bare = bare and not is_assigned and not word.startswith("-")
+            made.append(f"{bare.pop(0).name}={word}" if is_bare else word)
+            continue
+        if not is_assigned and setting.kind == SWITCH:
+            value = left.pop(0) if left[:1] in (["0"], ["1"]) else "1"
+        elif not is_assigned:
+            if not left:
+                raise SettingError(f"{name} has no value; see --help.")
+            value = left.pop(0)
+        made.append(f"{setting.name}={value}")
+    return made
 
 
 def check_given(names: Iterable[str], target: str, command: Command) -> None:

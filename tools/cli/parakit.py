@@ -7,9 +7,11 @@ what trains runs in a clone, through the clone's own Makefile, which sets up wha
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import sys
+import tomllib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,12 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _clone_commands() -> dict[str, str]:
     """Commands that need a clone, by name: the make target of each, with room for the first word."""
-    from tools.cli.commands import COMMANDS
+    from tools.cli.commands import COMMANDS, INTERNAL
 
     targets = {
         one.name.removesuffix("-*"): one.name.replace("*", "{}")
         for one in COMMANDS
-        if one.packages is None
+        if one.packages is None and one not in INTERNAL
     }
     return {**targets, "make": "{}"}
 
@@ -108,6 +110,14 @@ def _make(name: str, words: list[str]) -> int:
             print(f"Name what, for example: parakit {name} {_EXAMPLES[name]}", file=sys.stderr)
             return REFUSED
         pattern, words = pattern.format(words[0]), words[1:]
+    from tools.cli.options import find_command, variable_words
+
+    if (found := find_command(pattern)) is not None:
+        try:
+            words = variable_words(words, found)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return REFUSED
     command = ("make", "--no-print-directory", "-C", str(clone), pattern, *words)
     sys.stdout.flush()
     try:
@@ -133,39 +143,52 @@ def _overview() -> ArgumentParser:
         epilog="'parakit COMMAND --help' lists a command's options. Tab completion: "
         'eval "$(register-python-argcomplete parakit)".',
     )
+    parser.add_argument("--version", action="version", version=f"parakit {_version()}")
     from tools.cli.commands import COMMANDS
+    from tools.cli.options import in_options
 
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for one in COMMANDS:
         if one.packages is not None:
-            commands.add_parser(one.name, help=one.help)
+            commands.add_parser(one.name, help=in_options(one.help, one))
     for name, target in _clone_commands().items():
         made = commands.add_parser(
             name,
-            help=f"{_help_of(name)} (in a clone)",
+            help=f"{_help_of(target)} (in a clone)",
             epilog=_variables(target),
             formatter_class=RawDescriptionHelpFormatter,
         )
         if "{}" in target:
             made.add_argument("name", help=f"such as {_EXAMPLES[name]}")
-        made.add_argument("variables", nargs="*", metavar="NAME=VALUE", help="variables of make")
+        made.add_argument(
+            "options", nargs="*", metavar="--OPTION VALUE", help="or NAME=VALUE, as for make"
+        )
     return parser
 
 
-def _help_of(name: str) -> str:
-    from tools.cli.options import find_command
+def _version() -> str:
+    project = kit_folder() / "pyproject.toml"
+    if project.is_file():
+        return str(tomllib.loads(project.read_text())["project"]["version"])
+    return importlib.metadata.version("parakit")
 
-    found = find_command(name) or find_command(f"{name}-x")
-    return found.help if found else "any target of the Makefile"
+
+def _help_of(target: str) -> str:
+    from tools.cli.options import find_command, in_options
+
+    found = find_command(target.format("x"))
+    return in_options(found.help, found) if found else "any target of the Makefile"
 
 
 def _variables(target: str) -> str:
     """What a make target takes, a line each."""
-    from tools.cli.options import find_command
+    from tools.cli.options import find_command, in_options, option_of
 
     found = find_command(target.format("tp2-gpt2-tiny-2cpu"))
-    used = [f"  {each.name:<15}  {each.help}" for each in found.variables] if found else []
-    return "\n".join(("variables:", *used)) if used else "'make help-all' lists their variables."
+    if found is None:
+        return "'make help-all' lists their variables."
+    used = (f"  {option_of(each):<18}  {in_options(each.help, found)}" for each in found.variables)
+    return "\n".join(("of the run:", *used))
 
 
 def _complete() -> None:

@@ -14,8 +14,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron_patches.context import checkout_version
-from tools.cluster.checks.result import ask
+from megatron_patches.context import checkout_version, commit_of
 from tools.records.run import Code, MegatronEntry
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
@@ -47,12 +46,6 @@ def find_entry(megatron_lm: Path | None) -> MegatronEntry:
         megatron_version=_version_of(megatron_lm),
         megatron_commit=commit_of(megatron_lm),
     )
-
-
-def commit_of(folder: Path) -> str | None:
-    """The commit of a folder, with `-dirty` where it was changed; None outside a repository."""
-    describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-    return ask(["git", "-C", str(folder), *describe], GIT_SECONDS).out or None
 
 
 def kit_commit() -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from packaging.version import Version
 
-from megatron_patches.context import NEWEST_KNOWN, OLDEST_KNOWN, is_known
+from megatron_patches.context import WHAT_IS_KNOWN, is_known
 from tools.cluster.checks.host import RUN_FILES, check_room
 from tools.cluster.checks.result import refusals
 from tools.dataset.indexed import DatasetError, idx_path, largest_token, open_dataset
@@ -174,19 +174,20 @@ def fp8_problems(launch: Launch) -> Iterator[str]:
 
 def version_problems(launch: Launch) -> Iterator[str]:
     """Why the Megatron that trains, or writes the starting weights, may not fit the patches."""
-    version = launch.entry.megatron_version
+    version, commit = launch.entry.megatron_version, launch.entry.megatron_commit
     used = launch.spec.backend is Backend.MEGATRON or launch.start_checkpoint is not None
     if (
         used
-        and not is_known(Version(version))
+        and not is_known(Version(version), commit)
         and variables.ALLOW_UNKNOWN_MEGATRON not in launch.environment
     ):
         checkout = Path(launch.entry.path).parent
         of = f" of MEGATRON_LM={checkout}" if checkout.is_absolute() else ""
+        at = f" at {commit}" if commit else ""
         yield (
-            f"Megatron {version}{of} has not been tried with this kit, which knows "
-            f"{OLDEST_KNOWN.base_version} to {NEWEST_KNOWN}; name a checkout of one of those with "
-            "MEGATRON_LM=, or set ALLOW_UNKNOWN_MEGATRON=1 to train with it."
+            f"Megatron {version}{at}{of} has not been tried with this kit, which knows "
+            f"{WHAT_IS_KNOWN}; name a checkout of one of those with MEGATRON_LM=, or set "
+            "ALLOW_UNKNOWN_MEGATRON=1 to train with it."
         )
 
 

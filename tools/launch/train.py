@@ -169,6 +169,6 @@ def _place(launch: Launch) -> str:
 
 def _trainer(launch: Launch) -> str:
     if launch.spec.backend is Backend.MEGATRON:
-        version = launch.entry.megatron_version
-        return f"Megatron {version}{'' if is_known(Version(version)) else ' (not tried)'}"
+        version, commit = launch.entry.megatron_version, launch.entry.megatron_commit
+        return f"Megatron {version}{'' if is_known(Version(version), commit) else ' (not tried)'}"
     return f"backend {launch.spec.backend}"

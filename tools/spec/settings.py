@@ -82,7 +82,11 @@ MINUTES = Setting("MINUTES", NUMBER, "minutes after which no cell is begun")
 # Where and how.
 DRY_RUN = Setting("DRY_RUN", SWITCH, "1 prints the command and trains nothing", False)
 RUNS = Setting("RUNS", FOLDER, "folder of run folders (runs)")
-RUNTIME = Setting("RUNTIME", "docker or host", "docker or host; CPU ranks run on the host unless docker is asked for")
+RUNTIME = Setting(
+    "RUNTIME",
+    "docker or host",
+    "docker or host; CPU ranks run on the host unless docker is asked for",
+)
 IMAGE = Setting("IMAGE", "an NGC tag", "one of docker/versions.env")
 HOST_NETWORK = Setting("HOST_NETWORK", SWITCH, "1 gives containers this host's network", False)
 SHARE_GPU = Setting("SHARE_GPU", SWITCH, "1 puts all ranks on one GPU", False)
