@@ -19,9 +19,6 @@ from tools.records.run import Code, MegatronEntry
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 
-GIT_SECONDS = 120.0
-"""For the state of a large checkout on a slow disk."""
-
 KIT_ENTRY = "examples/gpt3/pretrain_gpt.py"
 KIT_FOLDERS = ("megatron_patches", "tools", "examples")
 SOURCES = (".py", ".sh", ".args", ".cpp", ".cu", ".h")
