@@ -30,6 +30,8 @@ UNKNOWN = [
     (Backend.DEEPSPEED, "1f1b2", 2),
     (Backend.DEEPSPEED, "tp2", 2),
     (Backend.DEEPSPEED, "fsdp2", 2),
+    (Backend.DEEPSPEED, "tp2dp2-zero3", 4),
+    (Backend.DEEPSPEED, "pp2dp2-zero1", 4),
     (Backend.BARE, "zero3", 2),
 ]
 

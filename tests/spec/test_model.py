@@ -85,6 +85,14 @@ def test_an_unknown_model_names_the_near_ones() -> None:
         load_model("gpt2-larg")
 
 
+@pytest.mark.parametrize("name", ["t5", "bert-base", "megatron-bert"])
+def test_a_model_that_is_no_gpt_is_refused_by_its_entry(name: str) -> None:
+    with pytest.raises(
+        UnknownModelError, match=r"is no GPT: .* pretrain_(t5|bert)\.py.* for example"
+    ):
+        load_model(name)
+
+
 def test_a_name_is_one_familys_and_every_preset_can_be_read() -> None:
     assert len(set(model_names())) == len(model_names())
     assert {load_model(name).name for name in model_names()} == set(model_names())

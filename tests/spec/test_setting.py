@@ -22,6 +22,21 @@ def test_a_value_is_of_its_kind_or_the_refusal_names_variable_value_and_kind() -
         read(settings.MASTER_PORT, "80")
 
 
+def test_megatron_deepspeed_is_refused_by_name_as_a_backend_and_as_a_checkout(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        SettingError, match=r"BACKEND=megatron-deepspeed is a fork .* BACKEND=deepspeed"
+    ):
+        read(settings.BACKEND, "megatron-deepspeed")
+    entry = tmp_path / "pretrain_gpt.py"
+    entry.write_text("import torch\nimport deepspeed\n")
+    with pytest.raises(SettingError, match="is Megatron-DeepSpeed, a fork of an older Megatron-LM"):
+        read(settings.MEGATRON_LM, str(tmp_path))
+    entry.write_text("import torch\n")
+    assert read(settings.MEGATRON_LM, str(tmp_path)) == tmp_path
+
+
 def test_a_variable_that_is_not_set_has_its_default() -> None:
     found = values((settings.SEED, settings.DATA, settings.RANKS), {"SEED": "", "DATA": "owt-ds/x"})
     assert found == {"seed": 1234, "data": "owt-ds/x", "ranks": "first,last"}

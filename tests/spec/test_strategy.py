@@ -53,6 +53,8 @@ def test_a_strategy_is_parsed_into_degrees(text: str, devices: int, expected: Pa
         ("tp2", 4, "uses 2 device\\(s\\), but 4 were named"),
         ("xp2", 2, "Unknown strategy 'xp2'"),
         ("tp", 2, "Unknown strategy 'tp'"),
+        ("zero3tp2", 4, "stands last, over the ranks of DP: tp2dp2-zero3"),
+        ("pp2dp2zero3", 4, "with PP that is pp2dp2-zero1, because no FSDP"),
         ("tp2sp2", 4, "names its TP degree twice"),
         ("tp0", 0, "degree of 0"),
         ("dp2-zero9", 2, "ends in '-zero9'"),

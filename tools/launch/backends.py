@@ -199,8 +199,18 @@ def _layout_problems(launch: Launch) -> Iterator[str]:
     if not fits:
         yield (
             f"BACKEND={launch.spec.backend} has {known}, and no {launch.spec.name}; use one of these, "
-            "or BACKEND=megatron."
+            f"or BACKEND=megatron{_instead(launch)}."
         )
+
+
+def _instead(launch: Launch) -> str:
+    """Why DeepSpeed has no ZeRO within a replica of several ranks, and what Megatron has."""
+    parallelism = launch.spec.parallelism
+    if launch.spec.backend is not Backend.DEEPSPEED or not parallelism.sharding:
+        return ""
+    if parallelism.pipeline > 1:
+        return " with zero1 (neither DeepSpeed's pipelines nor Megatron-FSDP take ZeRO-2 or ZeRO-3)"
+    return " (DeepSpeed splits no matrix itself: TP would be the model's)"
 
 
 def optimizer_problems(launch: Launch) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
@@ -258,6 +259,12 @@ def load_model(name: str, file: str | None = None) -> Model:
     imported = next((path for path in _imported_files() if path.stem == wanted), None)
     if imported is not None:
         return replace(model_of(str(imported)), source="")
+    if other := re.match(r"(?:.*-)?(t5|bert)\b", name, re.IGNORECASE):
+        raise UnknownModelError(
+            f"'{name}' is no GPT: the kit has no entry for pretrain_{other[1].lower()}.py, whose data, "
+            "losses and splits are others; train a decoder of that size, for example gpt3-345m, or "
+            "start the entry from the checkout itself and read its log with 'make report LOGS='."
+        )
     near = difflib.get_close_matches(name, model_names(), n=3, cutoff=0.4)
     hint = " or ".join(near) if near else "one of " + ", ".join(model_names())
     raise UnknownModelError(

@@ -124,10 +124,26 @@ def _is_there(prefix: str) -> bool:
     return Path(f"{ROOT / prefix}.idx").is_file()
 
 
+_NO_MEGATRON_DEEPSPEED = (
+    "a fork of an older Megatron-LM with flags and engines of its own, which the kit does not start; "
+    "BACKEND=deepspeed trains a plain model by DeepSpeed's ZeRO, BACKEND=megatron by Megatron's, and "
+    "'make report LOGS=' reads that fork's logs."
+)
+
+
+def _backend(text: str) -> Backend:
+    if text.replace("_", "-") == "megatron-deepspeed":
+        raise SettingError(f"BACKEND={text} is {_NO_MEGATRON_DEEPSPEED}")
+    return Backend(text)
+
+
 def _checkout(text: str) -> Path:
     folder = Path(text).expanduser().resolve()
-    if not (folder / "pretrain_gpt.py").is_file():
+    entry = folder / "pretrain_gpt.py"
+    if not entry.is_file():
         raise ValueError(text)
+    if re.search(r"^(import|from) deepspeed", entry.read_text(errors="replace"), re.MULTILINE):
+        raise SettingError(f"MEGATRON_LM={text} is Megatron-DeepSpeed, {_NO_MEGATRON_DEEPSPEED}")
     return folder
 
 
@@ -170,7 +186,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "a file to write": _picture,
     "a prefix": _prefix,
     settings.OPTIMIZER.kind: OptimizerName,
-    settings.BACKEND.kind: Backend,
+    settings.BACKEND.kind: _backend,
     settings.RUNTIME.kind: RuntimeName,
     settings.RECOMPUTE.kind: Recompute.parse,
     # What only the launcher can read, and refuses itself.

@@ -425,7 +425,8 @@ def _degrees(product: str, text: str) -> dict[str, int]:
     )
     if not factors or spelled != product or any(s and n != "vpp" for n, _, s in factors):
         raise StrategyError(
-            f"Unknown strategy '{text}'; known are {', '.join(EXAMPLES)} and products of them."
+            _sharding_inside(product)
+            or f"Unknown strategy '{text}'; known are {', '.join(EXAMPLES)} and products of them."
         )
     degrees: dict[str, int] = {}
     for name, degree, stages in factors:
@@ -439,6 +440,23 @@ def _degrees(product: str, text: str) -> dict[str, int]:
         if name == "vpp":
             degrees["virtual"] = int(stages or 2)
     return degrees
+
+
+def _sharding_inside(product: str) -> str:
+    """What to write for `zero3tp2`, whose sharding is a factor; empty for what is none."""
+    sharding = next((Sharding(each) for each in _SHARDED if each in product), Sharding.NONE)
+    rest = product.replace(sharding, "", 1) if sharding else ""
+    if not _FACTOR.match(rest):
+        return ""
+    shown = rest if "dp" in rest else f"{rest}dp2"
+    told = (
+        f"'{product}' has its sharding inside the product; it stands last, over the ranks of DP: "
+    )
+    if "pp" in rest and sharding.wraps_modules:
+        return (
+            f"{told}with PP that is {shown}-zero1, because no FSDP of Megatron's takes a pipeline."
+        )
+    return f"{told}{shown}-{sharding}."
 
 
 def _parallelism(degrees: dict[str, int], sharding: Sharding) -> Parallelism:
