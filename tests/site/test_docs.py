@@ -50,8 +50,8 @@ def test_make_commands_name_variables_that_their_targets_use(page: str) -> None:
                 check_given(names, target, command)
 
 
-def test_the_readmes_rates_are_the_reports_formula_on_the_published_means() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_the_lab_guides_rates_are_the_reports_formula_on_the_published_means() -> None:
+    guide = (ROOT / "examples/gpt3/README.md").read_text()
     device = find_device("NVIDIA H200")
     assert device is not None
     peak = device.peak_flops("fp16") or 0
@@ -60,7 +60,7 @@ def test_the_readmes_rates_are_the_reports_formula_on_the_published_means() -> N
         flops = model_flops(shape, figure.global_batch_size or 0, shape.seq_length)
         rate = flops / seconds / figure.devices
         row = next(
-            line for line in readme.splitlines() if f"`train-{figure.strategy}-gpt2-l" in line
+            line for line in guide.splitlines() if f"`train-{figure.strategy}-gpt2-l" in line
         )
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         assert float(cells[3]) == pytest.approx(1000 * seconds, abs=0.051)
