@@ -12,7 +12,7 @@ from tools.spec.hardware import device_by_key
 from tools.spec.model import load_model
 from tools.spec.published import Figure
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "examples/gpt3/README.md").read_text(encoding="utf-8")
 
 TINY = replace(TINY_OF_FOUR, layers=2, query_groups=2)
 
@@ -29,9 +29,9 @@ def test_the_published_baseline_reaches_its_published_utilisation() -> None:
 
 
 @pytest.mark.parametrize("figure", h200_figures(), ids=lambda figure: figure.strategy)
-def test_the_readme_s_rates_of_a_published_run_follow_from_its_time(figure: Figure) -> None:
+def test_the_guide_s_rates_of_a_published_run_follow_from_its_time(figure: Figure) -> None:
     (row,) = (
-        line for line in README.splitlines() if f"`train-{figure.strategy}-gpt2-large-" in line
+        line for line in GUIDE.splitlines() if f"`train-{figure.strategy}-gpt2-large-" in line
     )
     _, _, batch, milliseconds, _, tflops, share = (
         cell.strip() for cell in row.strip("|").split("|")
