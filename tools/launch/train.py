@@ -15,6 +15,7 @@ from tools.launch.data import make_samples
 from tools.launch.execute import execute
 from tools.launch.job import Job
 from tools.launch.preflight import check
+from tools.launch.result import result_lines
 from tools.launch.runtime import Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.supervise.exit_status import outcome
@@ -88,6 +89,8 @@ def train_once(launch: Launch, console: Console, title: str) -> bool:
     options = launch.job.options
     folder, status = execute(launch, options.runs, console, title, folder=options.run_folder)
     console.print(outcome(folder, status), highlight=False)
+    if status.status is Status.OK:
+        console.print("\n".join(result_lines(launch, folder)), highlight=False)
     return status.status is Status.OK
 
 

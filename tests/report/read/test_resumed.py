@@ -1,13 +1,14 @@
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from matplotlib.figure import Figure
 
 from tests.report.factory import iteration_line, log_text, run_record, write_run
 from tools.records import run as records
 from tools.records.run import Resumption, Status
-from tools.report.analyse.parity import loss_curve
+from tools.report.analyse.parity import loss_curve, resumption_sentence
 from tools.report.analyse.report import build_report
 from tools.report.read.runs import Run, load_folder
 from tools.report.render.painters import draw_losses
@@ -42,6 +43,17 @@ def test_a_run_in_another_layout_continues_its_parents_curve_from_the_checkpoint
 def test_its_times_are_its_own(family: tuple[Run, Run]) -> None:
     _, child = family
     assert set(child.window.iterations) <= {5, 6, 7, 8}
+
+
+def test_iterations_that_were_trained_twice_are_compared(family: tuple[Run, Run]) -> None:
+    parent, child = family
+    assert resumption_sentence(parent) == ""
+    assert resumption_sentence(child) == (
+        "Iterations 5 to 5 were trained before and after it resumed: their losses (1 compared) are "
+        "off by up to 10000000 unit(s) of the last printed digit."
+    )
+    as_before = msgspec.structs.replace(child.replaced[0], lm_loss=19.5)
+    assert "are the same to" in resumption_sentence(replace(child, replaced=(as_before,)))
 
 
 def test_a_missing_parent_is_reported(tmp_path: Path) -> None:
@@ -84,3 +96,4 @@ def test_a_log_that_was_added_to_is_one_curve_with_a_restart(tmp_path: Path) -> 
     assert sorted(loss_curve(run)) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert run.restarts == (5,)
     assert records.read_run(tmp_path / CHILD).resumptions == (Resumption(CHILD, 4),)
+    assert [line.iteration for line in run.replaced] == [5, 6]

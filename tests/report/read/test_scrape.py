@@ -50,7 +50,7 @@ def test_after_a_restart_the_later_line_counts(tmp_path):
     assert numbers(log) == list(range(1, 10))
     assert [f.elapsed_ms for f in log.iterations[4:7]] == [105.0, 206.0, 207.0]
     assert log.restarts == (6,)
-    assert log.replaced_iterations == 2
+    assert [(f.iteration, f.elapsed_ms) for f in log.replaced] == [(6, 106.0), (7, 107.0)]
     assert [f.iteration for f in log.iterations if f.averaged] == [2, 7]
     assert "restarted at iteration 6" in log.notes[0]
 
@@ -90,13 +90,13 @@ def test_line_printed_twice_is_no_restart(tmp_path):
     line = iteration_line(1)
     log = scrape(tmp_path, "\n".join([line, line, iteration_line(2)]))
     assert numbers(log) == [1, 2]
-    assert (log.restarts, log.replaced_iterations) == ((), 0)
+    assert (log.restarts, len(log.replaced)) == ((), 0)
 
 
 def test_line_that_a_restart_prints_with_the_same_figures_is_its_first(tmp_path):
     lines = (iteration_line(n) for n in (1, 2, 3, 4, 3, 4, 5))
     log = scrape(tmp_path, "\n".join(f"[2026-01-01 00:00:00.000000] {line}" for line in lines))
-    assert (log.restarts, log.replaced_iterations) == ((3,), 2)
+    assert (log.restarts, len(log.replaced)) == ((3,), 2)
     assert [i.iteration for i in log.iterations if i.first_of_start] == [1, 3]
     assert [i.iteration for i in log.iterations if i.averaged] == [2, 4]
 

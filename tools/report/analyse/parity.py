@@ -264,6 +264,24 @@ def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> P
     return Parity(verdict, "", reference.name, *figures, judged=other.name)
 
 
+def resumption_sentence(run: Run) -> str:
+    """Whether the iterations that were trained before and after a resumption print the same losses.
+
+    Empty where the run did not resume, or trained none twice.
+    """
+    numbers, losses = _points_of(IterationTable.of(run.replaced))
+    before, after = dict(zip(numbers.tolist(), losses.tolist(), strict=True)), loss_curve(run)
+    common = sorted(before.keys() & after.keys())
+    if not common:
+        return ""
+    units = max(abs(before[n] - after[n]) / last_digit(before[n]) for n in common)
+    how = "the same to" if units < 0.5 else f"off by up to {units:.0f} unit(s) of"
+    return (
+        f"Iterations {common[0]} to {common[-1]} were trained before and after it resumed: their losses "
+        f"({len(common)} compared) are {how} the last printed digit."
+    )
+
+
 def _dtype(run: Run) -> str:
     return run.spec.dtype if run.spec else ""
 

@@ -10,7 +10,7 @@ from tools.plan.tensors import parameters_total
 from tools.report.analyse.comparability import SHARED, adam_state, shares_gpu
 from tools.report.analyse.configurations import Configuration, is_patched, patch_file_name
 from tools.report.analyse.entry import Entry, device_memory
-from tools.report.analyse.parity import REFERENCE, Parity
+from tools.report.analyse.parity import REFERENCE, Parity, resumption_sentence
 from tools.report.analyse.statistics import Estimate
 from tools.report.read.runs import Run
 from tools.spec.run import RunSpec
@@ -31,6 +31,7 @@ def notes_of(entry: Entry) -> str:
     notes += other_attempts(configuration)
     notes += _older(configuration)
     notes += _parity_notes(parity, run)
+    notes += filter(None, [resumption_sentence(run)])
     if adam_state(run) not in (None, "existed"):
         notes.append("Adam's state never existed (every step skipped), so memory reads too low")
     shared = [SHARED] if shares_gpu(run.spec) else []

@@ -86,6 +86,14 @@ class Columns:
             {name: column[start:stop].copy() for name, column in self.known.items()},
         )
 
+    def at(self, places: NDArray[np.int64]) -> Columns:
+        """The lines at these places, copied."""
+        return Columns(
+            len(places),
+            {name: column[places] for name, column in self.values.items()},
+            {name: column[places] for name, column in self.known.items()},
+        )
+
     def rows(self, start: int, stop: int) -> Iterator[Iteration]:
         """The lines from `start` to before `stop` as objects."""
         lists = {name: self._list(name, start, stop) for name in self.values}
@@ -271,21 +279,21 @@ class TableBuilder:
         self._count += lines.count
         (self.last,) = lines.rows(lines.count - 1, lines.count)
 
-    def build(self) -> tuple[IterationTable, int]:
-        """The table, and how many lines a later one replaced. The builder is empty afterwards."""
+    def build(self) -> tuple[IterationTable, IterationTable]:
+        """The table, and the lines that a later one replaced. The builder is empty afterwards."""
         self._flush()
         columns = _joined(self._chunks, self._count)
         numbers = columns.values.get("iteration", np.zeros(0, np.int64))
         if np.all(numbers[1:] > numbers[:-1]):
-            return IterationTable(columns), 0
+            return IterationTable(columns), IterationTable()
         _, places = np.unique(numbers[::-1], return_index=True)
         keep = len(numbers) - 1 - places
+        replaced = columns.at(np.setdiff1d(np.arange(len(numbers)), keep))
         for each in (columns.values, columns.known):
             for name in each:
                 each[name] = each[name][keep]
-        replaced = columns.count - len(keep)
         columns.count = len(keep)
-        return IterationTable(columns), replaced
+        return IterationTable(columns), IterationTable(replaced)
 
     def _flush(self) -> None:
         if self._recent:

@@ -175,7 +175,7 @@ class RunBuilder:
             generation=self._generation,
             iterations=iterations,
             restarts=tuple(self._restarts),
-            replaced_iterations=replaced,
+            replaced=replaced,
             parameters=tuple(sorted(self._all(ParameterCount), key=_KEYS[ParameterCount])),
             memory=self._all(MemoryReading),
             theoretical_memory=next(iter(self._all(TheoreticalMemory)), None),

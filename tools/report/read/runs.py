@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -69,6 +70,8 @@ class Run:
     """Iterations of the run from whose checkpoint it resumed in another strategy, up to that checkpoint.
 
     Part of its loss curve, not of its times."""
+    replaced: tuple[Iteration, ...] = ()
+    """Iterations that it trained again after it resumed, as they were before."""
 
     @cached_property
     def time_ledger(self) -> tuple[TimeRecord | None, str]:
@@ -193,7 +196,7 @@ def load_folder(folder: Path) -> Run:
     elif status.status is not Status.OK and not status.reason:
         status = replace(status, reason=classify_log(log, status.exit_code).reason)
     ledgers, ledger_notes = read_ledgers(folder)
-    before = _parents_iterations(folder, record, notes)
+    before, replaced = _parents_iterations(folder, record, notes)
     run = Run(
         name=folder.name,
         path=folder,
@@ -205,6 +208,7 @@ def load_folder(folder: Path) -> Run:
         ledgers=ledgers,
         notes=(*notes, *ledger_notes, *log.notes, *_verdicts(folder)),
         before=before,
+        replaced=(*replaced, *log.replaced),
     )
     return _with_record(run, record) if record else _with_printed(run)
 
@@ -273,22 +277,23 @@ def _with_printed(run: Run) -> Run:
 
 def _parents_iterations(
     folder: Path, record: RunRecord | None, notes: list[str]
-) -> tuple[Iteration, ...]:
-    """What the run resumed from had trained by then, its own parents' part included."""
+) -> tuple[tuple[Iteration, ...], tuple[Iteration, ...]]:
+    """What the run resumed from had trained by then, its own parents' part included; and after it."""
     if record is None or not record.resumptions:
-        return ()
+        return (), ()
     origin = record.resumptions[0]
     # Names begin with the time, so a parent's comes first; anything else is no parent.
     if origin.run >= record.run or Path(origin.run).name != origin.run:
-        return ()
+        return (), ()
     parent = folder.parent / origin.run
     notes.append(f"resumes from iteration {origin.iteration} of {origin.run}")
     if not (parent / records.LOG_FILE).is_file():
         notes.append(f"{origin.run} is not beside it, so its curve begins there")
-        return ()
+        return (), ()
     run = load_folder(parent)
     found = (*run.before, *run.log.iterations)
-    return tuple(line for line in found if line.iteration <= origin.iteration)
+    place = bisect_right(found, origin.iteration, key=lambda line: line.iteration)
+    return found[:place], found[place:]
 
 
 def _verdicts(folder: Path) -> list[str]:

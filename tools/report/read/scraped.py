@@ -174,8 +174,8 @@ class ScrapedLog:
     """In order, each iteration once: after a restart the later line counts."""
     restarts: tuple[int, ...] = ()
     """First iteration after each restart."""
-    replaced_iterations: int = 0
-    """Lines that a later restart repeated."""
+    replaced: IterationTable = field(default_factory=IterationTable)
+    """Lines of iterations that a restart trained again, as they were before it."""
     parameters: tuple[ParameterCount, ...] = ()
     memory: tuple[MemoryReading, ...] = ()
     theoretical_memory: TheoreticalMemory | None = None
