@@ -71,12 +71,42 @@ def _watch_steps(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         recorder.begin_iteration(model, optimizer)
+        _write_figures(recorder)
         try:
             return original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
         finally:
             recorder.end_step()
 
     return train_step
+
+
+def _write_figures(recorder: Recorder) -> None:
+    """The last iteration's, to TensorBoard and W&B, on the one rank that Megatron lets write there.
+
+    Megatron's own `--log-timers-to-tensorboard` gathers timers over all ranks in each iteration, which
+    would add to what is counted.
+    """
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+    from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    figures, memory = recorder.last, recorder.memory.result
+    if writer is None or figures is None:
+        return
+    args = get_args()
+    tokens = get_current_global_batch_size() * args.seq_length
+    scalars = {
+        "ledger/iteration-ms": figures.seconds * 1e3,
+        "ledger/tokens-per-second": tokens / figures.seconds,
+        "ledger/exposed-communication-ms": figures.exposed_seconds * 1e3,
+        "ledger/sent-bytes": figures.sent_bytes,
+    }
+    if memory is not None:
+        scalars["ledger/peak-memory-bytes"] = memory.peak_bytes
+    for name, value in scalars.items():
+        writer.add_scalar(name, value, args.curr_iteration)
+    if wandb:
+        wandb.log(scalars, args.curr_iteration)
 
 
 PATCH = Patch(

@@ -20,7 +20,8 @@ from tools.records.measurements import (
     TimeRecord,
     read_ledger,
 )
-from tools.records.run import LEDGER_FOLDER, TRACE_FILE
+from tools.records.run import LEDGER_FOLDER, TENSORBOARD_FOLDER, TRACE_FILE
+from tools.report.read.sources import read_scalars
 from tools.spec.flags import Flags
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind, RunSpec, spec_of_model
@@ -165,3 +166,19 @@ def test_the_trace_shows_both_ranks_and_every_micro_batch(runs: dict[str, Run]) 
     forwards = Counter(event["pid"] for event in events if event["name"] == "forward-compute")
     assert forwards == {0: 4, 1: 4}
     assert (runs["pp2"].folder / LEDGER_FOLDER / "rank1.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["baseline", *PARALLEL])
+def test_tensorboard_shows_what_an_iteration_costs(runs: dict[str, Run], name: str) -> None:
+    found = read_scalars(runs[name].folder / TENSORBOARD_FOLDER)
+    # Megatron writes on the last rank. The first iteration starts groups, the second measures memory.
+    communication = read_ledger(runs[name].folder, CommunicationRecord).ranks[-1]
+    memory = read_ledger(runs[name].folder, MemoryRecord).ranks[-1]
+    steps = list(range(3, ITERATIONS))
+    assert found["ledger/sent-bytes"] == dict.fromkeys(steps, communication.wire_bytes)
+    assert found["ledger/peak-memory-bytes"] == dict.fromkeys(steps, memory.peak_bytes)
+    for step in steps:
+        milliseconds = found["ledger/iteration-ms"][step]
+        assert 0 <= found["ledger/exposed-communication-ms"][step] <= milliseconds
+        tokens = runs[name].record.spec.tokens_per_iteration
+        assert found["ledger/tokens-per-second"][step] == pytest.approx(tokens * 1e3 / milliseconds)

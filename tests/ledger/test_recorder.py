@@ -66,6 +66,10 @@ def test_three_iterations_are_enough_for_exact_calls(tmp_path: Path) -> None:
     assert [call.group for call in ledger.communication.calls] == ["tp"]
     assert (ledger.communication.steady_iterations, ledger.communication.other_iterations) == (1, 1)
     assert ledger.time.iteration_seconds == 0  # Measuring memory slowed the one that counts.
+    assert recorder.last is None
+    recorder.begin_iteration([model], optimizer)
+    assert recorder.last is not None
+    assert recorder.last.sent_bytes == 400
 
 
 def test_processor_time_is_kept_of_each_steady_iteration_and_waiting_is_none(

@@ -67,6 +67,16 @@ class Watched:
     """The phase of the wait, which may differ from the call's; its beginning and its end."""
 
 
+@dataclass(frozen=True)
+class IterationFigures:
+    """What one iteration was for this rank."""
+
+    seconds: float
+    exposed_seconds: float
+    """In which it waited for others or for a transfer."""
+    sent_bytes: int
+
+
 @dataclass
 class _Sums:
     """Totals over iterations that made the same calls."""
@@ -91,14 +101,21 @@ class CommunicationLedger:
         self._kinds: dict[frozenset[tuple[Call, int]], _Sums] = {}
         self._warm_up = 0
 
-    def end_iteration(self, phase_ns: Mapping[Phase, int], clock: Clock) -> None:
+    def end_iteration(self, phase_ns: Mapping[Phase, int], clock: Clock) -> IterationFigures:
         """Close an iteration with its nanoseconds in each phase; the clock has settled."""
         sums = self._end_untimed()
         sums.timed += 1
         sums.phase_ns.update(phase_ns)
+        blocked_before = sums.blocked_ns.total()
         for watched in self.watched:
             _add_times(watched, sums, clock.nanoseconds)
+        figures = IterationFigures(
+            seconds=sum(phase_ns.values()) * NANO,
+            exposed_seconds=(sums.blocked_ns.total() - blocked_before) * NANO,
+            sent_bytes=sum(watched.call.wire_bytes for watched in self.watched),
+        )
         self.forget()
+        return figures
 
     def end_slowed_iteration(self) -> None:
         """Close an iteration that something else made slower: its calls count, its times do not."""

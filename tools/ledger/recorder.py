@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tools.ledger.collect import RankLedger
-from tools.ledger.communication import CommunicationLedger
+from tools.ledger.communication import CommunicationLedger, IterationFigures
 from tools.ledger.memory import MemoryLedger
 from tools.ledger.model_state import has_state
 from tools.ledger.process_groups import CallWatcher
@@ -55,6 +55,8 @@ class Recorder:
         self._awaits_state = False
         self._routing = RoutingLedger()
         self._watcher = CallWatcher(self._communication, self.timeline, self.memory.received)
+        self.last: IterationFigures | None = None
+        """Of the last iteration that ended; None while it makes calls or takes time of its own."""
 
     @classmethod
     def from_environment(cls) -> Recorder:
@@ -116,6 +118,7 @@ class Recorder:
 
     def _count(self, phases: dict[Phase, int]) -> None:
         """Megatron agrees on more in its first iteration; measuring memory only costs time."""
+        self.last = None
         if not self._watcher.active:
             return
         if self._iteration == 1:
@@ -123,7 +126,7 @@ class Recorder:
         elif self._measures_memory:
             self._communication.end_slowed_iteration()
         else:
-            self._communication.end_iteration(phases, self.timeline.clock)
+            self.last = self._communication.end_iteration(phases, self.timeline.clock)
             self._processor.append(time.thread_time() - self._began_processor)
 
     def _is_for_memory(self, optimizer: Any) -> bool:
