@@ -8,6 +8,7 @@ from tools.launch.options import NO_OPTIONS, Options
 from tools.plan.tensors import parameters_total
 from tools.spec.model import load_model
 from tools.spec.run import Backend, DeviceKind
+from tools.spec.strategy import Batch
 from tools.study.definition import Cell
 from tools.study.tables.overtaking import Swept
 
@@ -41,6 +42,7 @@ def measured(
     values: dict[str, object] = {
         "cell": cell(strategy, devices, model, backend=backend),
         "parameters": parameters_total(load_model(model).shape),
+        "batch": Batch(1, 4),
         "tokens_per_iteration": 512,
         "row": row if samples else None,
     }

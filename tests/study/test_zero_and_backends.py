@@ -58,9 +58,12 @@ def test_transfers_that_the_write_up_gives_are_next_to_what_was_sent() -> None:
     assert row[4:] == ["100.0 ms (11 s)", "4.00 Gbit/s (0.5 Gbit/s)"]
 
 
-def test_a_model_that_was_not_published_names_the_model_of_the_published_figures() -> None:
+def test_beside_a_model_that_was_not_published_stands_no_published_figure() -> None:
     text = compare_zero.render("gpt2-tiny", [measured("megatron", "dp2", 100)])
-    assert "The published figures are gpt3-64m's, not gpt2-tiny's." in text
+    assert "has figures of gpt3-64m and gpt3-355m, none of gpt2-tiny." in text
+    assert not any("(" in cell for cell in cells(text, "Baseline"))
+    published = compare_zero.render("gpt3-64m", [measured("megatron", "dp2", 100)])
+    assert any("(" in cell for cell in cells(published, "Baseline"))
 
 
 def test_a_failed_run_has_dashes_and_no_speedup() -> None:

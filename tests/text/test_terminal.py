@@ -1,12 +1,14 @@
 """How a command ends."""
 
+import io
 import os
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
-from tools.text.terminal import exit_with
+from tools.text.terminal import exit_with, say_markdown
 
 
 def interrupted() -> int:
@@ -34,3 +36,16 @@ def test_the_end_of_a_pipe_is_no_traceback() -> None:
             [sys.executable, "-c", code], stdout=pipe, stderr=subprocess.PIPE, check=False
         )
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_page_of_markdown_is_tables_and_lists_on_a_terminal_without_its_pictures() -> None:
+    written = io.StringIO()
+    page = "# Sweep\n\n- first\n\n![Tokens](sweep.svg)\n\n| ms \\[95%\\] | b |\n| --- | --- |\n| 1.5 | x |"
+    say_markdown(Console(file=written), page)
+    lines = [line.strip() for line in written.getvalue().splitlines() if line.strip()]
+    assert [line for line in lines if "─" not in line] == [
+        "Sweep",
+        "• first",
+        "ms [95%]  b",
+        "1.5       x",
+    ]

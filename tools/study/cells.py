@@ -76,6 +76,17 @@ def check_cells(planned: Planned, experiment: Experiment) -> Planned:
     return Planned(launches, {cell: rules[cell] for cell in experiment.cells if cell in rules})
 
 
+def skipped_sentences(skipped: Mapping[Cell, str]) -> list[str]:
+    """Skipped cells by the rule that they break, a line for each."""
+    cells: dict[str, list[str]] = {}
+    for cell, rule in skipped.items():
+        cells.setdefault(rule, []).append(cell.name)
+    return [
+        f"{len(names)} cell(s) skipped ({', '.join(names)}): {rule}"
+        for rule, names in cells.items()
+    ]
+
+
 def compose_cell(cell: Cell, runtimes: dict[DeviceKind, Runtime] | None = None) -> Launch:
     """A cell's launch; `runtimes` keeps what was found of each kind of device.
 

@@ -15,10 +15,10 @@ from tools.report.analyse.entry import Entry
 from tools.report.analyse.rows import rows_of
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
-from tools.study.cells import Planned, check_cells, compose_cells
+from tools.study.cells import Planned, check_cells, compose_cells, skipped_sentences
 from tools.study.definition import Experiment
 from tools.study.runner import CellResult, Runner
-from tools.text.terminal import say
+from tools.text.terminal import say, say_markdown
 
 COMPARISON_FILE = "comparison.md"
 
@@ -70,7 +70,7 @@ class Study:
         path = self.folder / COMPARISON_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-        say(self.console, text)
+        say_markdown(self.console, text)
         say(self.console, f"Comparison: {path.relative_to(self.reports.parent)}")
 
     def refuse_failed(self) -> None:
@@ -126,8 +126,8 @@ def run_experiment(
         return 0
     runner = Runner(experiment, planned.launches, console)
     study = Study(experiment, planned, runner, console, reports)
-    for cell, rule in planned.skipped.items():
-        say(console, f"skipped: {cell.name}: {rule}")
+    for text in skipped_sentences(planned.skipped):
+        say(console, text)
     if output.begin is not None:
         output.begin(study)
     try:

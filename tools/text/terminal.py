@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
@@ -25,6 +26,17 @@ def say(console: Console, text: str, style: str | None = None) -> None:
     read as markup.
     """
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def say_markdown(console: Console, text: str, columns: int = 200) -> None:
+    """Print a page of Markdown as headings, lists and tables; its pictures are left out.
+
+    Tables take the terminal's width; where there is none, such as in a file, so many columns.
+    """
+    from rich.markdown import Markdown
+
+    page = re.sub(r"^!\[.*\n+", "", text, flags=re.MULTILINE)
+    console.print(Markdown(page), width=None if console.is_terminal else columns)
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:

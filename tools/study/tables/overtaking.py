@@ -12,6 +12,7 @@ from tools.report.analyse.entry import Entry
 from tools.report.analyse.statistics import Estimate, TimeComparison, TimeVerdict, compare
 from tools.spec.model import Model
 from tools.spec.run import Backend, DeviceKind
+from tools.spec.strategy import Batch
 from tools.study.definition import Cell
 from tools.text.units import joined, parameters
 
@@ -24,6 +25,7 @@ class Swept:
 
     cell: Cell
     parameters: int
+    batch: Batch
     tokens_per_iteration: int
     row: Entry | None
     runs: tuple[str, ...] = ()

@@ -16,12 +16,13 @@ from tools.report.analyse.statistics import Estimate, TimeComparison
 from tools.report.canvas import WIDTH_INCHES, Chart, colour, draw, grid
 from tools.spec.errors import LaunchError
 from tools.spec.run import DeviceKind
-from tools.study.cells import Planned
+from tools.spec.strategy import Batch
+from tools.study.cells import Planned, skipped_sentences
 from tools.study.definition import Cell
 from tools.study.engine import Output, Study
 from tools.study.tables.overtaking import Swept, compare_tokens, fastest, verdicts
 from tools.text.table import Column, Table, markdown_table, markdown_text
-from tools.text.terminal import say
+from tools.text.terminal import say, say_markdown
 from tools.text.units import DASH, count, interval, loss, number, parameters
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def finish(study: Study) -> int:
         Swept(
             cell=result.cell,
             parameters=parameters_total(result.launch.model.shape),
+            batch=result.launch.spec.batch,
             tokens_per_iteration=result.launch.spec.tokens_per_iteration,
             row=row,
             runs=tuple(folder.name for folder in result.runs),
@@ -88,7 +90,8 @@ def finish(study: Study) -> int:
     (folder / TEXT_FILE).write_text(text + "\n")
     data = msgspec.json.encode([_as_data(result) for result in results])
     (folder / DATA_FILE).write_bytes(msgspec.json.format(data, indent=2) + b"\n")
-    say(study.console, f"{text}\n\nSweep: {folder / TEXT_FILE}")
+    say_markdown(study.console, text)
+    say(study.console, f"Sweep: {folder / TEXT_FILE}")
     return int(not study.all_well)
 
 
@@ -106,7 +109,7 @@ def render(
         parts.append(f"![Tokens a second by model size]({PICTURE_FILE})")
     parts.append(markdown_table(Table(_COLUMNS, rows)))
     if skipped:
-        parts += ["## Skipped", markdown_table(Table(_SKIPPED, tuple(skipped.items())))]
+        parts += ["## Skipped", "\n".join(f"- {text}" for text in skipped_sentences(skipped))]
     return "\n\n".join(parts)
 
 
@@ -159,6 +162,10 @@ def _time(found: Estimate | None) -> str:
     return f"{number(found.median)} [{interval(found.low, found.high)}]"
 
 
+def _batch(batch: Batch) -> str:
+    return f"{batch.micro_batch_size}/{batch.global_batch_size}"
+
+
 def _against(found: TimeComparison | None) -> str:
     if found is None:
         return ""
@@ -171,6 +178,7 @@ _COLUMNS: tuple[Column[_SweepRow], ...] = (
     Column("Parameters", lambda row: row.result.parameters, parameters),
     Column("Devices", lambda row: row.result.cell.job.place),
     Column("Strategy", lambda row: row.result.cell.job.strategy),
+    Column("Batch (micro/global)", lambda row: row.result.batch, _batch),
     Column("Backend", lambda row: row.result.backend),
     Column("ms/iteration [95%]", lambda row: row.result.estimate, _time),
     Column("Processor ms, all ranks [95%]", lambda row: _by_processor(row.result).estimate, _time),
@@ -179,12 +187,6 @@ _COLUMNS: tuple[Column[_SweepRow], ...] = (
     Column("Loss", lambda row: _final_loss(row.result), loss),
     Column("Runs", lambda row: len(row.result.runs), count),
     Column("Notes", lambda row: row.result.failure),
-)
-
-
-_SKIPPED = (
-    Column[tuple[Cell, str]]("Cell", lambda one: one[0].name),
-    Column[tuple[Cell, str]]("Rule", lambda one: one[1]),
 )
 
 
@@ -201,6 +203,8 @@ def _as_data(result: Swept) -> dict[str, object]:
         "strategy": job.strategy,
         "backend": result.backend,
         "devices": job.devices,
+        "micro_batch": result.batch.micro_batch_size,
+        "global_batch": result.batch.global_batch_size,
         "device": job.device,
         "iteration_ms_median": found.median if found else None,
         "iteration_ms_ci_low": found.low if found else None,

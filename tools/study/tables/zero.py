@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tools.report.analyse.entry import Entry
@@ -14,8 +14,6 @@ from tools.text.table import Column, Table, markdown_table
 from tools.text.units import DASH, change, joined, megabytes, ms, percent, rounded, times
 
 SOURCE = "002"
-STANDS_IN = "gpt3-64m"
-"""The published model whose figures are beside a model that was not published."""
 
 _NAMES = {
     "dp2": "Baseline",
@@ -25,6 +23,11 @@ _NAMES = {
     "zero3": "ZeRO-3",
 }
 _BASELINE = "dp2"
+_BESIDE = (
+    "Each cell: measured, then what the DeepSpeed report has (two GPUs on two nodes, 1 to 10 Gbit/s, "
+    "Megatron-DeepSpeed). Its peaks are a GPU's, in GB."
+)
+_ALONE = "Each cell is measured. The DeepSpeed report has figures of {known}, none of {model}."
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,16 @@ class _Method:
 
 def render(model: str, rows: Sequence[Entry]) -> str:
     """Markdown: three tables, and what was measured."""
-    shown, figures = _published(model)
+    published = load_published().of(SOURCE)
+    figures = {figure.strategy: figure for figure in published if figure.model == model}
     baseline = next((row for row in rows if row.strategy == _BASELINE), None)
     methods = tuple(
         _Method(row, figures.get(row.strategy), baseline, figures.get(_BASELINE)) for row in rows
     )
-    other = "" if shown == model else f" The published figures are {shown}'s, not {model}'s."
     return page(
         "zero",
         model=model,
-        other=other,
+        cells=_BESIDE if figures else _ALONE.format(model=model, known=_models(published)),
         performance=markdown_table(Table(_PERFORMANCE, methods)),
         verdicts=bullets(verdicts(rows)),
         shares=markdown_table(Table(_SHARES, methods)),
@@ -100,11 +103,8 @@ def in_ms(seconds: float | None) -> str:
     return DASH if seconds is None else f"{ms(seconds)} ms"
 
 
-def _published(model: str) -> tuple[str, Mapping[str, Figure]]:
-    """The published model that is shown, and its figures by strategy."""
-    figures = load_published().of(SOURCE)
-    shown = model if any(figure.model == model for figure in figures) else STANDS_IN
-    return shown, {figure.strategy: figure for figure in figures if figure.model == shown}
+def _models(figures: Sequence[Figure]) -> str:
+    return joined(list(dict.fromkeys(figure.model for figure in figures)))
 
 
 def _name(row: Entry) -> str:
