@@ -49,7 +49,7 @@ def test_second_source_has_its_ten_runs_and_consistent_rates():
 
 
 def test_every_source_has_corrections():
-    assert {c.source for c in PUBLISHED.corrections} == {"000", "001", "002", "003"}
+    assert {c.source for c in PUBLISHED.corrections} == {"000", "001", "002", "003", "004"}
 
 
 def test_same_setup_within_the_range_is_reproduced(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.report.analyse.entry import Entry
+from tools.report.analyse.entry import Entry, names_of
 from tools.report.analyse.report import Report
 from tools.report.explain.predicted import Evidence, evidence_of
 from tools.report.read.runs import Run
@@ -18,11 +18,8 @@ class Subject:
 
     entry: Entry
     evidence: Evidence
-
-    @property
-    def label(self) -> str:
-        """How tables and charts call it."""
-        return self.entry.label
+    label: str
+    """How tables and sentences call it; with its model where a report has several."""
 
     @property
     def run(self) -> Run:
@@ -51,7 +48,10 @@ class Topic:
 
 def subjects_of(report: Report) -> tuple[Subject, ...]:
     """Every entry with its evidence."""
-    return tuple(Subject(entry, evidence_of(entry.run, entry.time_ms)) for entry in report.entries)
+    named = zip(report.entries, names_of(report.entries), strict=True)
+    return tuple(
+        Subject(entry, evidence_of(entry.run, entry.time_ms), name) for entry, name in named
+    )
 
 
 def find(
