@@ -24,6 +24,7 @@ from tools.spec.files import read_yaml
 from tools.spec.model import model_of
 from tools.study.commands import run_named
 from tools.text.table import markdown_rows
+from tools.text.terminal import say_markdown, wide_console
 from tools.text.units import DASH, bracketed, joined, megabytes, percent
 
 
@@ -106,7 +107,7 @@ def compare(options: PlanOptions) -> int:
     if options.json:
         print(json.dumps([as_data(each) for each in scaling], indent=2))
     else:
-        print(render(options, links, scaling))
+        say_markdown(wide_console(), render(options, links, scaling))
     return 0
 
 

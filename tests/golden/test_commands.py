@@ -41,6 +41,8 @@ EXPERTS = (
 )
 TP2_CPU, TP2_GPU = "train-tp2-gpt2-tiny-2cpu", "train-tp2-gpt2-large-2gpu"
 DP2_CPU = "train-dp2-gpt2-tiny-2cpu"
+FIRST_LINES = 10
+"""Of a command in the area of that name: what its user reads first."""
 
 
 def target(name: str, settings: str = "") -> str:
@@ -170,6 +172,22 @@ AREAS: dict[str, list[str]] = {
         "tools.plan dryrun --model gpt2-large --tensor 3",
         "tools.plan dryrun --model gpt2-larg --tensor 2",
     ],
+    "first-lines": [
+        f"MODEL={HERE}/mine.args GPUS=8 GPU=h100 {LAUNCH} plan",
+        f"MODEL={HERE}/mine.args GPUS=8 EXTRA=--swigluu {LAUNCH} plan",
+        f"LARGEST=1 GPUS=8 GPU=h100 {LAUNCH} plan",
+        f"MODEL=gpt3-1.3b GPUS=16 NODES=2 GPU=v100 DTYPE=fp16 INTER=100gbe NICS=1 {LAUNCH} plan",
+        f"MODEL=gpt3-1.3b GPUS=8 GPU=h100 {LAUNCH} advise",
+        f"MODEL=t5 GPUS=2 {LAUNCH} plan",
+        f"MODEL=gpt3-355m GPU=a100-80g {LAUNCH} compare-zero",
+        f"{LAUNCH} audit",
+        f"{LAUNCH} train-zero3tp2-gpt2-tiny-2cpu",
+        f"{LAUNCH} verify-tp2-gpt2-tiny-3cpu",
+        target(TP2_CPU, "EXTRA=--swigluu"),
+        target("train-tp2-mine-2cpu", f"MODEL={HERE}/mine.args"),
+        f"RUNS={HERE}/runs {LAUNCH} explain",
+        "tools.cli.parakit --help",
+    ],
     "plan-json": [
         "tools.plan --model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --json",
         "tools.plan schedules --json",
@@ -190,6 +208,9 @@ def test_commands_print_what_they_always_did(
         if "DRY_RUN=1" in settings:
             printed, code = _without_what_this_machine_lacks(line, printed, code)
         text = _without_this_machine(normalised(printed, data=sample_prefix))
+        if area == "first-lines":
+            text = "\n".join(text.splitlines()[:FIRST_LINES])
+            line = normalised(line)
         parts.append(f"$ {line}\n{text}\nexit {code}\n")
     check_golden(HERE / "commands" / f"{area}.txt", "\n".join(parts))
 
