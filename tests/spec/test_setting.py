@@ -29,6 +29,10 @@ def test_megatron_deepspeed_is_refused_by_name_as_a_backend_and_as_a_checkout(
         SettingError, match=r"BACKEND=megatron-deepspeed is a fork .* BACKEND=deepspeed"
     ):
         read(settings.BACKEND, "megatron-deepspeed")
+    with pytest.raises(
+        SettingError, match=r"BACKEND=DataParallel is torch.nn.DataParallel, .*=native"
+    ):
+        read(settings.BACKEND, "DataParallel")
     entry = tmp_path / "pretrain_gpt.py"
     entry.write_text("import torch\nimport deepspeed\n")
     with pytest.raises(SettingError, match="is Megatron-DeepSpeed, a fork of an older Megatron-LM"):

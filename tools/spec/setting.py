@@ -131,9 +131,17 @@ _NO_MEGATRON_DEEPSPEED = (
 )
 
 
+_NO_DATA_PARALLEL = (
+    "torch.nn.DataParallel, one process over several CUDA devices, which splits nothing where there is "
+    "none; BACKEND=native trains dp2 by DistributedDataParallel, which PyTorch recommends in its place."
+)
+
+
 def _backend(text: str) -> Backend:
     if text.replace("_", "-") == "megatron-deepspeed":
         raise SettingError(f"BACKEND={text} is {_NO_MEGATRON_DEEPSPEED}")
+    if re.sub("[-_]", "", text).lower() == "dataparallel":
+        raise SettingError(f"BACKEND={text} is {_NO_DATA_PARALLEL}")
     return Backend(text)
 
 
