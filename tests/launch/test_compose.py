@@ -82,6 +82,14 @@ def test_iterations_are_an_exit_interval_and_never_change_the_order_of_samples()
     assert Flags(short.flags).text("--train-iters") == Flags(long.flags).text("--train-iters")
 
 
+def test_a_run_longer_than_its_model_s_file_says_has_the_samples_for_it() -> None:
+    assert Flags(composed("train-dp2-gpt2-tiny-2cpu").flags).text("--train-iters") == "500"
+    longer = composed("train-dp2-gpt2-tiny-2cpu", iterations=600)
+    assert Flags(longer.flags).text("--train-iters") == "600"
+    shorter = composed("train-dp2-gpt2-tiny-2cpu", iterations=600, extra=("--train-iters", "9"))
+    assert Flags(shorter.flags).text("--train-iters") == "9"
+
+
 def test_cpu_runs_share_their_start_by_default_and_gpu_runs_do_not() -> None:
     tiny = [composed(f"train-{s}-gpt2-tiny-2cpu").start_checkpoint for s in ("dp2", "tp2")]
     assert tiny[0] == tiny[1] is not None

@@ -98,6 +98,13 @@ def test_a_schedule_that_never_leaves_its_warm_up_is_said_with_what_fits_it_to_t
     ]
     assert said(iterations=30, extra=("--lr-decay-iters", "30")) == []
     assert said(iterations=300) == []
+    with file.open("a") as more:
+        more.write("--train-iters 500 --lr-decay-iters 500 --lr-warmup-fraction .01\n")
+    assert said(iterations=30) == []
+    assert said(iterations=600) == [
+        "# The learning rate is at its least after 500 of 600 iterations; "
+        'EXTRA="--lr-decay-iters 600" fits the schedule to the run.'
+    ]
 
 
 def test_a_flag_that_no_megatron_has_is_refused_with_the_near_one(dry_run: DryRun) -> None:

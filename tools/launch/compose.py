@@ -210,6 +210,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         ("--seed", str(options.seed), "--data-path", data),
         null_tokenizer(model.shape.vocabulary, entry.megatron_version),
         start_flags(start, parallelism, _padded_to(model)) if start else (),
+        _samples_for(model, iterations) if options.iterations else (),
         ("--exit-interval", str(iterations), "--log-throughput"),
         optimizer_flags(options.optimizer, entry.megatron_version),
         options.wandb.flags if options.wandb else (),
@@ -243,6 +244,12 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         runtime=with_mounts(runtime, data, options),
         nodes=options.nodes,
     )
+
+
+def _samples_for(model: Model, iterations: int) -> tuple[str, ...]:
+    """A run may be longer than its model's file says, where Megatron and its samples end."""
+    planned = Flags(model.flags).integer("--train-iters", iterations)
+    return ("--train-iters", str(iterations)) if iterations > planned else ()
 
 
 def _but_its_vocabulary(words: Sequence[str], model: Model) -> tuple[str, ...]:

@@ -100,6 +100,12 @@ def relaunch(
             f"{record.run} has a checkpoint of iteration {resume_point.iteration} and was to end at "
             f"{iterations}; set ITERS= above {resume_point.iteration}."
         )
+    sampled = Flags(record.argv).integer("--train-iters", iterations)
+    if iterations > sampled and not Flags(options.extra).has("--train-iters"):
+        raise LaunchError(
+            f"{record.run} has samples for --train-iters {sampled}, and ITERS={iterations} is beyond; "
+            f'EXTRA="--train-iters {iterations}" trains on, and draws its samples in another order.'
+        )
     parallelism = _parallelism(record, strategy)
     batch = _batch(record, parallelism, options)
     asked = _as_it_was(record, options)

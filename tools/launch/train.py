@@ -63,7 +63,7 @@ def dry_run(launch: Launch) -> int:
     """
     print(command_line(launch), flush=True)
     for sentence in filter(
-        None, (other_vocabulary(launch), _short_of_its_rate(launch), _unknown(launch))
+        None, (other_vocabulary(launch), _schedule_of_another_length(launch), _unknown(launch))
     ):
         print(f"# {sentence}", flush=True)
     check(launch, data_is_to_come=True)
@@ -127,7 +127,12 @@ def differences(launch: Launch) -> tuple[str, ...]:
     sentence each."""
     spec, own = launch.spec, launch.job.model
     scaling = scaling_sentence(own.batch, spec.batch, spec.parallelism)
-    said = (other_vocabulary(launch), scaling, _short_of_its_rate(launch), _unknown(launch))
+    said = (
+        other_vocabulary(launch),
+        scaling,
+        _schedule_of_another_length(launch),
+        _unknown(launch),
+    )
     return tuple(filter(None, said))
 
 
@@ -141,20 +146,27 @@ def _unknown(launch: Launch) -> str:
     )
 
 
-def _short_of_its_rate(launch: Launch) -> str:
-    """That the family's schedule, made for long runs, is in its warm-up when the run ends."""
-    own = (*launch.job.model.flags, *launch.job.options.extra)
-    if of_role("schedule") & values_by_flag(own).keys():
+def _schedule_of_another_length(launch: Launch) -> str:
+    """That the learning rate's schedule is over before the run ends; or, where it is the family's, made
+    for long runs, that it is in its warm-up then."""
+    given = of_role("schedule")
+    if given & values_by_flag(launch.job.options.extra).keys():
         return ""
     flags, iterations = Flags(launch.flags), launch.iterations
-    warm_up = flags.number("--lr-warmup-fraction") * flags.integer("--lr-decay-iters")
+    decayed = flags.integer("--lr-decay-iters")
+    fits = f'EXTRA="--lr-decay-iters {iterations}" fits the schedule to the run.'
+    if iterations > decayed:
+        return (
+            f"The learning rate is at its least after {decayed} of {iterations} iterations; {fits}"
+        )
+    warm_up = flags.number("--lr-warmup-fraction") * decayed
     rate = flags.number("--lr")
-    if iterations > _RATE_SHARE * warm_up:
+    is_own = given & values_by_flag(launch.job.model.flags).keys()
+    if is_own or iterations > _RATE_SHARE * warm_up:
         return ""
     return (
         f"The learning rate reaches {rate * iterations / warm_up:.1g} of its {rate:.1g}: the schedule's "
-        f"warm-up takes {warm_up:.0f} iterations, and the run ends after {iterations}; "
-        f'EXTRA="--lr-decay-iters {iterations}" fits the schedule to the run.'
+        f"warm-up takes {warm_up:.0f} iterations, and the run ends after {iterations}; {fits}"
     )
 
 

@@ -117,6 +117,16 @@ def test_a_reached_end_is_refused_with_the_remedy() -> None:
     assert relaunch(record_of(composed("tp2")), FROM, None, Options(iterations=40)).iterations == 40
 
 
+def test_beyond_its_samples_a_run_is_resumed_only_where_that_is_asked_for() -> None:
+    record = record_of(composed("tp2"))
+    with pytest.raises(
+        ValueError, match=r'has samples for --train-iters 500, .* "?EXTRA="--train-iters 600"'
+    ):
+        relaunch(record, FROM, None, Options(iterations=600))
+    longer = Options(iterations=600, extra=("--train-iters", "600"))
+    assert Flags(relaunch(record, FROM, None, longer).flags).text("--train-iters") == "600"
+
+
 def test_sharded_optimizer_states_go_back_into_sharded_ones_only() -> None:
     with pytest.raises(ValueError, match="different formats"):
         relaunch(record_of(composed("zero1")), FROM, "tp2", Options())
