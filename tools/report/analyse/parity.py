@@ -269,6 +269,8 @@ def resumption_sentence(run: Run) -> str:
 
     Empty where the run did not resume, or trained none twice.
     """
+    if not run.replaced:
+        return ""
     numbers, losses = _points_of(IterationTable.of(run.replaced))
     before, after = dict(zip(numbers.tolist(), losses.tolist(), strict=True)), loss_curve(run)
     common = sorted(before.keys() & after.keys())
