@@ -153,8 +153,11 @@ def _loss_curve(run: Run) -> list[list[float]]:
     """Iteration and loss of at most `MAX_SAMPLES` lines, the extremes among them."""
     table = run.log.iterations
     known = table.known("lm_loss")
-    numbers, losses = table.numbers[known].tolist(), table.values("lm_loss")[known].tolist()
-    return [[numbers[place], losses[place]] for place in extremes(losses, MAX_SAMPLES)]
+    numbers, losses = table.numbers[known], table.values("lm_loss")[known]
+    places = extremes(losses, MAX_SAMPLES)
+    return [
+        list(pair) for pair in zip(numbers[places].tolist(), losses[places].tolist(), strict=True)
+    ]
 
 
 def _estimate_json(entry: Entry) -> dict[str, Any] | None:
