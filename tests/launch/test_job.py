@@ -77,3 +77,9 @@ def test_a_file_in_model_is_trained_under_its_own_name(
         parse_target("train-tp2-gpt2-tiny-2cpu", options)
     given("train-tp2-mytiny-2cpu", {"MAKEFLAGS": "-- MODEL=x"})
     assert options_from_texts({"MODEL": str(own)}) == options
+
+
+def test_a_model_s_file_that_is_not_there_is_named_whatever_it_ends_with() -> None:
+    options = Options(model="gone/mine.arg")
+    with pytest.raises(ValueError, match=r"There is no file gone/mine\.arg; give an \.args file"):
+        parse_target("train-tp2-mine-2cpu", options)

@@ -276,7 +276,7 @@ def load_model(name: str, file: str | None = None) -> Model:
 
 def is_model_file(text: str) -> bool:
     """Whether `MODEL=` is the path of a file, which need not be there."""
-    return Path(text).suffix in MODEL_FILES
+    return Path(text).suffix in MODEL_FILES or "/" in text
 
 
 def own_name(text: str) -> str:
@@ -298,7 +298,7 @@ def model_of(text: str) -> Model:
         UnknownModelError: There is no such model or file.
         ValueError: The file does not define a shape, or is of an architecture that is not known.
     """
-    if not is_model_file(text) and "/" not in text:
+    if not is_model_file(text):
         return load_model(text)
     path, name = Path(text).expanduser(), own_name(text)
     words = flags_of_config(path) if path.suffix == ".json" else read_args_file(path)
