@@ -9,6 +9,7 @@ import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,14 @@ def named_logs(word: str) -> list[tuple[Path, str]]:
     """The logs of a word of LOGS=, each with the name that makes it a repeat: `tp2=1.log,2.log`."""
     name, is_named, paths = word.partition("=")
     if not is_named or "/" in name or Path(word).exists():
-        return [(Path(word), "")]
-    return [(Path(path), name) for path in filter(None, paths.split(","))]
+        return [(path, "") for path in _matching(word)]
+    return [(path, name) for part in filter(None, paths.split(",")) for path in _matching(part)]
+
+
+def _matching(word: str) -> list[Path]:
+    """The files of a pattern, which no shell expands in a variable of make; else the word's own."""
+    found = [] if Path(word).exists() else sorted(map(Path, glob(word)))
+    return found or [Path(word)]
 
 
 def report_arguments(parser: ArgumentParser) -> None:
