@@ -9,7 +9,6 @@ import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +119,11 @@ def named_logs(word: str) -> list[tuple[Path, str]]:
 
 def _matching(word: str) -> list[Path]:
     """The files of a pattern, which no shell expands in a variable of make; else the word's own."""
-    found = [] if Path(word).exists() else sorted(map(Path, glob(word)))
-    return found or [Path(word)]
+    path = Path(word)
+    if path.exists():
+        return [path]
+    place = Path(path.anchor)
+    return sorted(place.glob(str(path.relative_to(place)))) or [path]
 
 
 def report_arguments(parser: ArgumentParser) -> None:
