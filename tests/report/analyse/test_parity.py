@@ -66,6 +66,25 @@ def test_two_digits_off_is_broken_at_the_first_such_iteration(tmp_path):
     assert found["a"].verdict == "broken@4"
 
 
+@pytest.mark.parametrize(
+    ("backend", "by", "verdict"),
+    [
+        # Of a loss of 5.0 a unit is 1e-6; 400 iterations add 6 units, between backends 80.
+        ("megatron", 7e-6, "held"),
+        ("megatron", 8e-6, "broken@400"),
+        ("native", 81e-6, "held"),
+        ("native", 82e-6, "broken@400"),
+    ],
+)
+def test_long_curves_may_drift_apart_by_what_was_measured_and_no_more(
+    tmp_path, backend, by, verdict
+):
+    losses = [5.0] * 400
+    other = run_record("b", "tp2", backend=backend), changed(losses, 400, by)
+    found = verdicts(tmp_path, (run_record("a"), losses), other)
+    assert found["b"].verdict == verdict
+
+
 def on_gpu(name, strategy="baseline", **changes):
     record = run_record(name, strategy, device=DeviceKind.GPU, **({"code": GOOD} | changes))
     return replace(record, host=replace(record.host, devices=("H200",) * len(record.host.devices)))
