@@ -20,7 +20,6 @@ from tests.docker.engine import Engine
 from tests.faults.runs import Kit, Victim, kill
 from tests.patience import PATIENCE, until
 from tools.cluster.container.docker import CONTAINER_FILE
-from tools.cluster.container.image import RECIPE
 from tools.records.run import Status
 from tools.spec.files import ROOT
 
@@ -43,7 +42,7 @@ def checkout(folder: Path) -> str:
     shutil.copytree(wheel, folder / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "examples/gpt3/pretrain_gpt.py", folder)
     # The helpers are the wheel's, compiled.
-    (folder / "megatron/core/datasets/Makefile").write_text("all:\n\t@true\n")
+    (folder / "megatron/core/datasets/Makefile").write_text("all:\n\t@:\n")
     identity = ("-c", "user.name=kit", "-c", "user.email=kit@example.org")
     for words in (("init", "-q"), ("add", "-A", "-f"), (*identity, "commit", "-qm", "the wheel")):
         subprocess.run(("git", *words), cwd=folder, check=True)
@@ -61,16 +60,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, small_prefix: Path) -> Itera
     repository = folder / "megatron-lm"
     commit = checkout(repository)
     with engines.running(folder / "docker", repository) as engine:
-        name = f"megatron-parallelism-kit:0-stand-in-{commit[:8]}"
-        given = {
-            "NGC_TAG": "0-stand-in",
-            "MEGATRON_COMMIT": commit,
-            "MEGATRON_URL": repository.as_uri(),
-        }
-        arguments = [f"--build-arg={key}={value}" for key, value in given.items()]
-        engine.docker("build", "--quiet", *arguments, "--tag", name, str(RECIPE))
         versions = folder / "versions.env"
-        version = importlib.metadata.version("megatron-core")
         version = importlib.metadata.version("megatron-core")
         versions.write_text(f'PAIR_T="0-stand-in {commit} {version}"\n')
         kit = Kit(folder, small_prefix, folder / "start")
@@ -86,6 +76,16 @@ def built(tmp_path_factory: pytest.TempPathFactory, small_prefix: Path) -> Itera
             "SAVE_EVERY": "",
             "ITERS": "400",
         }
+        client = {"DOCKER_BUILDKIT": "0", "MEGATRON_URL": repository.as_uri()}
+        answer = subprocess.run(
+            (*kit.program, "image"),
+            cwd=ROOT,
+            env={**kit.environment, **client},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert answer.returncode == 0, answer.stdout + answer.stderr
         yield Built(engine, kit)
 
 
