@@ -63,7 +63,10 @@ def built(tmp_path_factory: pytest.TempPathFactory, small_prefix: Path) -> Itera
         versions = folder / "versions.env"
         version = importlib.metadata.version("megatron-core")
         versions.write_text(f'PAIR_T="0-stand-in {commit} {version}"\n')
-        kit = Kit(folder, small_prefix, folder / "start")
+        data = folder / "data"
+        shutil.copytree(small_prefix.parent, data)
+        data.chmod(0o555)  # Root in a container without capabilities may not write to it either.
+        kit = Kit(folder, data / small_prefix.name, folder / "start")
         (
             kit.runs / ".start"
         ).unlink()  # A container sees the folder of runs, and no link out of it.

@@ -64,6 +64,9 @@ OWN_SAMPLES = (DEFAULT_DATA[DeviceKind.CPU], UNIQUE_SAMPLE, SMALL_SAMPLE)
 GPT2_DATA = (*DEFAULT_DATA.values(), UNIQUE_SAMPLE)
 """The kit's own data sets hold GPT-2 tokens: a model trained on them gets GPT-2's vocabulary."""
 
+DATA_CACHE = ".data"
+"""Beside the runs: Megatron's index of which samples are trained in which order."""
+
 RUN_PLACEHOLDER = "<run folder>"
 
 
@@ -208,6 +211,8 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         ("--global-batch-size", str(batch.global_batch_size)),
         dropout_flags(options.dropout) if options.dropout is not None else (),
         ("--seed", str(options.seed), "--data-path", data),
+        # Megatron's own place for it is beside the data, which may be others' and read-only.
+        ("--data-cache-path", from_root(options.runs / DATA_CACHE)),
         null_tokenizer(model.shape.vocabulary, entry.megatron_version),
         start_flags(start, parallelism, _padded_to(model)) if start else (),
         ("--exit-interval", str(iterations), "--log-throughput"),
