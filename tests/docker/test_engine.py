@@ -66,10 +66,9 @@ def built(tmp_path_factory: pytest.TempPathFactory, small_prefix: Path) -> Itera
         data = folder / "data"
         shutil.copytree(small_prefix.parent, data)
         data.chmod(0o555)  # Root in a container without capabilities may not write to it either.
-        kit = Kit(folder, data / small_prefix.name, folder / "start")
-        (
-            kit.runs / ".start"
-        ).unlink()  # A container sees the folder of runs, and no link out of it.
+        start = folder / "start"  # A runs folder links it.
+        start.mkdir()
+        kit = Kit(folder, data / small_prefix.name, start)
         kit.program = (sys.executable, "-m", "tests.docker.launcher", str(versions))
         # Containers of an engine without a bridge have no name of their own to listen at.
         kit.environment |= {
