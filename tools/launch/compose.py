@@ -308,8 +308,8 @@ def torchrun(ranks: int, python: str, nodes: Nodes | None = None) -> tuple[str, 
 
 
 def with_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
-    """Mount the data set's folders and the folder of runs, which may lie outside the kit, and the folder of
-    starting weights that runs folders may share by a link."""
+    """Mount what may lie outside the kit: the data set's folders, the folder of runs, and that of starting
+    weights where it is a link."""
     if runtime.container is None:
         return runtime
     patch_files = patch_file_paths(options.patch_file.path) if options.patch_file else ()
