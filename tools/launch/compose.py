@@ -308,8 +308,8 @@ def torchrun(ranks: int, python: str, nodes: Nodes | None = None) -> tuple[str, 
 
 
 def with_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
-    """Mount what may lie outside the kit: the data set's folders, the folder of runs, and that of starting
-    weights where it is a link."""
+    """Mount what may lie outside the kit: folders of the data set, of runs, and of starting weights that
+    runs share by a link."""
     if runtime.container is None:
         return runtime
     patch_files = patch_file_paths(options.patch_file.path) if options.patch_file else ()
