@@ -130,6 +130,14 @@ def test_a_rootless_engine_maps_root_to_the_caller(docker: FakeDocker) -> None:
 CONNECT = "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is it running?\n"
 
 
+def test_podman_is_named_also_where_it_is_called_docker(docker: FakeDocker) -> None:
+    # As podman 4.3.1 answers; its `--version` begins with the name it was called by.
+    docker.answer("info", err="Error: template: info:1:19: can't evaluate field Runtimes", code=125)
+    docker.answer("version", "Client:       Podman Engine\nVersion:      4.3.1\n")
+    with pytest.raises(LaunchError, match=r"^'docker' is Podman here, .* RUNTIME=host\.$"):
+        ask_engine()
+
+
 @pytest.mark.parametrize(
     ("verb", "answer", "message"),
     [
