@@ -7,7 +7,7 @@ import pytest
 
 from tests.launch.fake_nvml import FakeNvml
 from tests.machines import FakeDocker
-from tools.cluster.container.docker import bind, caller, check_container
+from tools.cluster.container.docker import ask_engine, bind, caller, check_container
 from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
