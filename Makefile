@@ -8,6 +8,7 @@ VENV_PYTHON := $(or $(KIT_PYTHON),.venv/bin/python)
 export PYTHONPATH := $(CURDIR)
 
 no_variables = $(if $(strip $(MAKEOVERRIDES)),$(error 'make $@' takes no variables; leave $(MAKEOVERRIDES) out))
+for_host = $(if $(KIT_IMAGE),$(error 'make $@' is for the host; the kit's image has what training and reports need alone))
 
 %: FORCE
 	@tools/setup.sh && $(VENV_PYTHON) -m tools.cli $@
@@ -22,20 +23,20 @@ setup install-dependencies:
 doctor:
 	@tools/doctor.sh
 setup-deepspeed setup-hf: setup-%: setup
-	@$(VENV_PYTHON) tools/install.py requirements-$*.txt
+	@$(for_host)$(VENV_PYTHON) tools/install.py requirements-$*.txt
 setup-bridge: setup
-	@$(no_variables)tools/bridge.sh
+	@$(for_host)$(no_variables)tools/bridge.sh
 test: setup
-	@$(no_variables)$(VENV_PYTHON) -m pytest -q
+	@$(for_host)$(no_variables)$(VENV_PYTHON) -m pytest -q
 test-slow: setup
-	@$(VENV_PYTHON) -m pytest -q -m slow
+	@$(for_host)$(VENV_PYTHON) -m pytest -q -m slow
 bench: bench-scrape bench-plan bench-preprocess bench-ledger
 bench-verify: setup
-	@$(no_variables)$(MAKE) --no-print-directory prepare-ds-sample && $(VENV_PYTHON) -m tests.verify.bench
+	@$(for_host)$(no_variables)$(MAKE) --no-print-directory prepare-ds-sample && $(VENV_PYTHON) -m tests.verify.bench
 docs: setup
-	@$(no_variables)tools/docs.sh
+	@$(for_host)$(no_variables)tools/docs.sh
 lint: setup
-	@$(no_variables)tools/lint.sh
+	@$(for_host)$(no_variables)tools/lint.sh
 clean:
 	@$(no_variables)[ ! -d runs ] || ! $(VENV_PYTHON) -c 'import msgspec, psutil, rich' 2>/dev/null || \
 		RUNS= $(VENV_PYTHON) -m tools.cli idle

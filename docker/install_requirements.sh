@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# The kit's packages on top of the image's, which must come out as they went in.
-# Usage: install_requirements.sh FILE
+# The kit's packages beside the image's, which must come out as they went in.
 set -euo pipefail
-file=$1
-export PIP_CONSTRAINT=${PIP_CONSTRAINT:-/etc/pip/constraint.txt}
+cd "$(dirname "$0")/.."
+export PIP_CONSTRAINT=${PIP_CONSTRAINT:-/etc/pip/constraint.txt} PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1
 
 [[ -r $PIP_CONSTRAINT ]] || {
   echo "$PIP_CONSTRAINT is missing, so nothing would keep the image's own torch; use an NGC tag from" \
@@ -17,13 +16,14 @@ own() { # what the published numbers depend on, name==version a line
 }
 
 before=$(own)
-python3 -m pip install --no-cache-dir --disable-pip-version-check --requirement "$file" || {
-  echo "The packages of $file do not fit $PIP_CONSTRAINT or cannot be reached; see pip's message above." >&2
+python3 tools/install.py --beside "$PIP_CONSTRAINT" docker/requirements.in requirements.txt || {
+  echo "The packages of docker/requirements.in do not fit $PIP_CONSTRAINT or cannot be reached; see the message" \
+    "above." >&2
   exit 1
 }
 after=$(own)
 [[ $before == "$after" ]] || {
-  echo "Installing $file changed the image's own packages:" >&2
+  echo "Installing docker/requirements.in changed the image's own packages:" >&2
   diff <(echo "$before") <(echo "$after") >&2 || true
   exit 1
 }

@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,10 @@ given = {{name: value for name, value in os.environ.items() if name.startswith((
 asked = [open(argument).read() if argument.endswith(".txt") else argument for argument in sys.argv[1:]]
 with open({log!r}, "a") as file:
     print(json.dumps([asked, given]), file=file)
+if "--no-index" in asked:
+    sys.exit({lacks})
+if "compile" in asked:
+    open(sys.argv[sys.argv.index("--output-file") + 1], "w").write("six==1.16.0 --hash=sha256:00")
 print("Downloading torch (500MiB)\\n + six==1.17.0\\nInstalled 4 packages", file=sys.stderr)
 sys.exit(asked[-1].endswith("+cpu") and not {cpu})
 """
@@ -45,19 +51,21 @@ class Machine:
         self.folder, self.log = folder, folder / "asked"
         (folder / "requirements.txt").write_text(LOCK)
 
-    def uv(self, version: str = "0.13.9", cpu: bool = False) -> None:
+    def uv(self, version: str = "0.13.9", cpu: bool = False, lacks: bool = False) -> None:
         program = self.folder / "uv"
-        body = UV.format(version=version, log=str(self.log), cpu=cpu)
+        body = UV.format(version=version, log=str(self.log), cpu=cpu, lacks=lacks)
         program.write_text(f"#!{sys.executable}\n{body}")
         program.chmod(0o755)
 
-    def install(self, **variables: str) -> subprocess.CompletedProcess[str]:
+    def install(
+        self, words: Sequence[str] = ("requirements.txt",), **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         environment = {
             "PATH": f"{self.folder}:/usr/bin:/bin",
             "HOME": str(self.folder),
             **variables,
         }
-        command = (sys.executable, ROOT / "tools/install.py", "requirements.txt")
+        command = (sys.executable, ROOT / "tools/install.py", *words)
         return subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False
         )
@@ -157,3 +165,30 @@ def test_without_a_gpu_torch_for_cpus_is_taken_where_an_index_has_it(
         first, last = machine.asked()[-2:]
         assert first[0][-1] == "torch==2.15.0+cpu"
         assert {package.split("==")[0] for package in install.packages_of(last[0][-1])} == kept
+
+
+BESIDE = ("--beside", "ngc.txt", "asked.in", "requirements.txt")
+
+
+def test_beside_other_packages_the_lock_holds_as_far_as_constraints_allow(machine: Machine) -> None:
+    machine.uv(lacks=True)
+    (machine.folder / "ngc.txt").write_text("six==1.16.0\n")
+    answer = machine.install(BESIDE)
+    assert answer.returncode == 0
+    _, (compiled, _), (installed, _) = machine.asked()
+    assert compiled[:3] == ["pip", "compile", "--python"]
+    assert compiled[4:7] == ["asked.in", "--constraint", "six==1.16.0\n"]
+    preferred = install.packages_of(compiled[8])
+    assert preferred[0] == f"six=={version('six')}"  # It is here, and stays if it will do.
+    assert installed[4:7] == ["--no-deps", "--require-hashes", "--requirement"]
+    assert installed[7] == "six==1.16.0 --hash=sha256:00"
+    assert "  Not as in requirements.txt: six==1.16.0" in answer.stderr.splitlines()
+
+
+def test_where_nothing_is_lacking_no_index_is_asked(machine: Machine) -> None:
+    machine.uv()
+    (machine.folder / "ngc.txt").write_text("six\n")
+    assert machine.install(BESIDE).returncode == 0
+    ((command, given),) = machine.asked()
+    assert "--no-index" in command
+    assert given["UV_FIND_LINKS"] == ""

@@ -9,7 +9,7 @@ wanted=$(sha256sum requirements.txt requirements-bridge.txt)
 if [[ -f $VENV/.requirements.sha256 && $(< "$VENV/.requirements.sha256") == "$wanted" ]]; then
   exit 0
 fi
-python=${KIT_PYTHON:-.venv/bin/python}
+python=.venv/bin/python
 packages='import sysconfig; print(sysconfig.get_path("purelib"))'
 theirs=$("$python" -c "$packages")
 "$python" -m venv --clear "$VENV"

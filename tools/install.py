@@ -1,18 +1,23 @@
 """Install the packages of requirement files into this Python's environment: by uv, else by pip.
 
 Usage: python tools/install.py FILE... The files name every package with its hash, so nothing is
-resolved. uv is the one on PATH, or the pinned one, which pip brings into the environment; uv does not
-read pip's files, so it is handed pip's settings. INSTALLER=pip leaves uv out. Without a GPU torch's
-build for CPUs is taken where an index has it. Needs the standard library alone.
+resolved. `--beside CONSTRAINTS ASKED LOCK` is for a Python with packages of its own: what it lacks of
+ASKED is installed in the LOCK's versions, as far as the constraints allow.
+
+uv is the one on PATH, or the pinned one, which pip brings into the environment; uv does not read pip's
+files, so it is handed pip's settings. INSTALLER=pip leaves uv out. Without a GPU torch's build for CPUs
+is taken where an index has it. Needs the standard library alone.
 """
 
 import ast
+import importlib.metadata
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +44,8 @@ UV_VARIABLES = {
 
 def main(files: Sequence[str]) -> int:
     """Install what the files name; the exit code of uv or pip."""
+    if files[0] == "--beside":
+        return install_beside(*files[1:])
     packages = [package for file in files for package in packages_of(Path(file).read_text())]
     uv, reason = find_uv()
     if uv is None:
@@ -50,6 +57,36 @@ def main(files: Sequence[str]) -> int:
         packages = without_cuda(packages)
     print(f"  {len(packages)} packages of {' and '.join(files)}", file=sys.stderr)
     return installer.install(packages)
+
+
+def install_beside(constraints: str, asked: str, lock: str) -> int:
+    """Install what is asked for and not here; what is here and will do stays. uv's exit code."""
+    uv, reason = find_uv()
+    if uv is None:
+        print(
+            f"uv is needed, which knows hashes and constraints together ({reason}).",
+            file=sys.stderr,
+        )
+        return 1
+    installer = Installer(uv)
+    if installer.has(asked, constraints):
+        return 0
+    locked = packages_of(Path(lock).read_text())
+    resolved = installer.resolved(asked, constraints, [_as_installed(each) for each in locked])
+    versions = {package.split()[0] for package in locked}
+    others = [name for package in resolved if (name := package.split()[0]) not in versions]
+    if others:
+        print(f"  Not as in {lock}: {', '.join(others)}", file=sys.stderr)
+    return installer.install(resolved)
+
+
+def _as_installed(package: str) -> str:
+    """A locked package in the version that is here, else as it is."""
+    name = package.split("==", maxsplit=1)[0]
+    try:
+        return f"{name}=={importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return package
 
 
 def packages_of(text: str) -> list[str]:
@@ -78,7 +115,7 @@ def find_uv() -> tuple[Path | None, str]:
     """The uv to use, else None and why there is none."""
     if os.environ.get("INSTALLER") == "pip":
         return None, "INSTALLER=pip"
-    brought = Path(sys.executable).with_name("uv")
+    brought = Path(sysconfig.get_path("scripts"), "uv")
     for found in (shutil.which("uv"), brought, ROOT / ".venv/bin/uv"):
         if found and runs(Path(found)):
             return Path(found), ""
@@ -135,6 +172,27 @@ class Installer:
         command = (*self.command, "--quiet", "--no-deps", f"{torch}+cpu")
         answer = subprocess.run(command, env=self.environment, capture_output=True, check=False)
         return not answer.returncode
+
+    def has(self, asked: str, constraints: str) -> bool:
+        """Whether everything is here already, which needs no index."""
+        environment = {**self.environment, "UV_FIND_LINKS": ""}
+        command = (*self.command, "--no-index", "--requirement", asked, "--constraint", constraints)
+        answer = subprocess.run(command, env=environment, capture_output=True, check=False)
+        return not answer.returncode
+
+    def resolved(self, asked: str, constraints: str, preferred: Sequence[str]) -> list[str]:
+        """What is asked for and all that it needs, in the preferred versions where they will do."""
+        with requirement_file(preferred) as file:
+            command = [*self.command]
+            command[command.index("install")] = "compile"
+            command += [asked, "--constraint", constraints, "--output-file", file]
+            options = ("--generate-hashes", "--no-header", "--no-annotate")
+            answer = subprocess.run(
+                (*command, *options), env=self.environment, stdout=subprocess.DEVNULL, check=False
+            )
+            if answer.returncode:
+                sys.exit(answer.returncode)
+            return packages_of(Path(file).read_text())
 
     def install(self, packages: Sequence[str]) -> int:
         """Install the packages, hashes checked; the installer's words go to the terminal."""

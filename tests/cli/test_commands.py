@@ -11,7 +11,7 @@ import pytest
 
 from tests.given import given
 from tools.cli.commands import COMMANDS, Command
-from tools.cli.main import from_make, from_words
+from tools.cli.main import called, from_make, from_words
 from tools.cli.options import (
     check_given,
     find_command,
@@ -211,6 +211,21 @@ def test_the_makefile_does_what_has_no_handler_and_nothing_else() -> None:
     rules = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     made = {name for names in rules for name in names.split()} - {"help", "help-all"}
     assert made == {one.name for one in COMMANDS if not one.handler}
+
+
+def test_what_the_image_lacks_is_refused_in_it_by_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KIT_IMAGE", "25.06-py3")
+    said = "'make {}' is for the host; the kit's image has what training and reports need alone."
+    for target in ("test", "test-slow", "lint", "docs", "bench-verify", "setup-hf", "setup-bridge"):
+        dry = ("make", "--dry-run", target)
+        answer = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert said.format(target) in answer.stderr
+    for command in (one for one in COMMANDS if one.on_host):
+        with pytest.raises(SettingError) as refusal:
+            called(command, command.name, Namespace())
+        assert str(refusal.value) == said.format(command.name)
 
 
 def test_help_needs_no_package_of_the_kit() -> None:

@@ -23,6 +23,7 @@ from tools.launch.rendezvous import messages
 from tools.launch.rendezvous.coordinator import Coordinator
 from tools.launch.rendezvous.messages import NodeRecord
 from tools.launch.rendezvous.worker import Worker
+from tools.launch.supervise.warm import free_port
 from tools.records.run import Status, StatusRecord
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
@@ -434,6 +435,27 @@ def test_the_same_node_rank_twice_is_refused(first: Coordinator, join: Join) -> 
     with pytest.raises(LaunchError, match="NODE_RANK=0 is taken by host a; give each host its own"):
         usurper.join()
     assert first.gather().hosts == ("a", "c")
+
+
+def test_a_second_node_0_gives_way_to_the_one_at_the_address(
+    first: Coordinator, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = messages.node_0_at
+    monkeypatch.setattr(messages, "is_here", lambda _: False)  # As on another host.
+    monkeypatch.setattr(messages, "node_0_at", lambda address, _: look(address, port))
+    with coordinator_at(free_port()) as second:
+        with pytest.raises(LaunchError, match="NODE_RANK=0 is taken by host a at MASTER_ADDR=127"):
+            second.gather()
+        assert look("127.0.0.1", port) == first._own
+
+
+def test_node_0_may_be_reached_by_an_address_that_it_does_not_see(
+    port: int, join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "is_here", lambda _: False)
+    with coordinator_at(port) as alone:
+        join()
+        assert alone.gather().hosts == ("a", "b")
 
 
 def test_a_node_rank_beyond_node_0s_count_is_refused(first: Coordinator, join: Join) -> None:

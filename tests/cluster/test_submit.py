@@ -191,6 +191,18 @@ def test_a_job_that_slurm_forgot_is_classified_by_its_log(programs: Path, tmp_pa
     assert "Job 12 is gone from Slurm; its launcher left no word." in seen.note
 
 
+def test_an_element_that_slurm_forgot_before_it_began_was_interrupted(
+    programs: Path, tmp_path: Path
+) -> None:
+    folder = job_folder(tmp_path, "12_1")
+    (seen,) = follow(tmp_path)
+    assert (seen.state, seen.note) == (
+        "interrupted",
+        "Job 12_1 left Slurm's queue before it began.",
+    )
+    assert read_status(folder).status is Status.INTERRUPTED
+
+
 @pytest.mark.parametrize("answer", ["exit 1", "kill -9 $$", "exec sleep 600"])
 def test_a_queued_job_is_left_alone_while_slurm_does_not_answer(
     programs: Path, tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch

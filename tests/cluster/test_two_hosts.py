@@ -74,6 +74,31 @@ def test_two_hosts_train_one_run_over_their_own_addresses(
     assert record.environment["GLOO_SOCKET_IFNAME"] == hosts[0]
 
 
+@pytest.mark.parametrize(
+    ("rank", "variables", "reason"),
+    [
+        (1, {"SEED": "7"}, "all nodes must have the same"),
+        (0, {}, "NODE_RANK=0 is taken by host"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_made(
+    rank: int,
+    variables: dict[str, str],
+    reason: str,
+    hosts: tuple[str, ...],
+    tmp_path: Path,
+    sample_prefix: Path,
+) -> None:
+    first = start(hosts[0], 0, tmp_path, sample_prefix)
+    other = start(hosts[1], rank, tmp_path, sample_prefix, **variables)
+    said, _ = other.communicate(timeout=OF_A_RUN)
+    assert other.returncode == 2
+    assert reason in " ".join(said.split())
+    first.terminate()
+    first.communicate(timeout=OF_A_RUN)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_host_that_dies_ends_the_run_on_the_other_and_is_named(
     hosts: tuple[str, ...], tmp_path: Path, sample_prefix: Path
 ) -> None:

@@ -169,6 +169,25 @@ def test_a_sweep_is_an_array_that_trains_and_the_next_sweep_finds_what_it_made(
         shutil.rmtree(ROOT / "reports" / tmp_path.name, ignore_errors=True)
 
 
+def test_a_pending_element_of_an_array_is_stopped_alone(
+    cluster: Cluster, tmp_path: Path, sample_prefix: Path
+) -> None:
+    both = ("--nodes=2", "--exclusive", "--wrap", "sleep 600")
+    first = cluster.ask("sbatch", "--parsable", "--output=/dev/null", *both)
+    cluster.wait(first, "RUNNING")
+    settings = {"LAUNCHER": "slurm", "NODES": "2", "REPEATS": "2", "DATA": str(sample_prefix)}
+    environment = {**cluster.environment, "RUNS": str(tmp_path)}
+    program = (sys.executable, "-m", "tools.cli")
+    asked = (*program, "train-dp2-gpt2-tiny-2cpu")
+    subprocess.run(asked, cwd=ROOT, env={**environment, **settings}, check=True)
+    kept, stopped = sorted(tmp_path.glob("2*"))
+    named = {**environment, "RUN": str(stopped)}
+    subprocess.run((*program, "stop"), cwd=ROOT, env=named, check=True)
+    assert read_status(stopped).status is Status.INTERRUPTED
+    assert cluster.state(job_of(kept)) == "PENDING"
+    cluster.ask("scancel", job_of(kept).partition("_")[0], first)
+
+
 def test_the_doctor_asks_both_nodes_and_measures_between_them(cluster: Cluster) -> None:
     answer = subprocess.run(
         (sys.executable, "-m", "tools.cluster.doctor.nodes"),

@@ -94,7 +94,7 @@ class Cluster:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=OF_A_RUN,
             check=False,
         )
         assert answer.returncode == 0, f"{command}: {answer.stderr}"
@@ -140,6 +140,7 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
         yield cluster
     finally:
         _end(daemons)
+        _end_steps(folder)
 
 
 def _munged(folder: Path) -> subprocess.Popen[bytes]:
@@ -178,7 +179,7 @@ def _start(cluster: Cluster, *command: str) -> subprocess.Popen[bytes]:
 
 
 def _wait_until_idle(cluster: Cluster) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + OF_A_RUN  # Two nodes, a controller and their handshakes.
     states: list[str] = []
     while states != ["idle", "idle"]:
         assert time.monotonic() < deadline, f"the nodes are {states}: {cluster.logs()}"
@@ -200,6 +201,20 @@ def _end(daemons: list[subprocess.Popen[bytes]]) -> None:
         family = psutil.wait_procs(family, 5)[1]
     for daemon in daemons:
         daemon.wait()
+
+
+def _end_steps(folder: Path) -> None:
+    """End what a job that was still on has left: steps and their srun outlive Slurm's daemons."""
+    left = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            ours = process.environ().get("SLURM_CONF") == str(folder / "slurm.conf")
+            # What slurmstepd writes over its environment leaves its log.
+            is_step = process.name() == "slurmstepd"
+            if ours or (is_step and str(folder) in str(process.open_files())):
+                process.kill()
+                left.append(process)
+    psutil.wait_procs(left, PATIENCE)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -39,8 +39,8 @@ if "create" in words or "run" in words:
         spec = json.load(file)
     spec["process"].pop("rlimits", None)  # Unlimited memory is locked only with CAP_SYS_RESOURCE.
     spec["mounts"][1:1] = [
-        {{"destination": each, "type": "bind", "source": each, "options": ["rbind", "ro"]}}
-        for each in {mounts!r}
+        {{"destination": place, "type": "bind", "source": each, "options": ["rbind", "ro"]}}
+        for place, each in {mounts!r}.items()
     ]
     with open(path, "w") as file:
         json.dump(spec, file)
@@ -99,8 +99,10 @@ def start(folder: Path, *shown: Path) -> Engine:
     hook = folder / "hook" / "nvidia-container-runtime-hook"  # Asked for by `--gpus`.
     _program(hook, "#!/bin/sh\nexit 0\n")
     packages = Path(sysconfig.get_path("purelib")).resolve()
-    seen = dict.fromkeys(map(str, (Path("/usr"), Path(sys.base_prefix), packages, *shown)))
-    mounts = [each for each in seen if not each.startswith("/usr/")]
+    programs = Path(sys.executable).parent.resolve()  # uv is one of them.
+    seen = dict.fromkeys(map(str, (Path("/usr"), Path(sys.base_prefix), programs, *shown)))
+    mounts = {each: each for each in seen if not each.startswith("/usr/")}
+    mounts[_own_packages()] = str(packages)
     runc = shutil.which("runc")
     runtime = RUNTIME.format(python=sys.executable, mounts=mounts, runc=runc)
     _program(folder / "runtime", runtime)
@@ -152,6 +154,13 @@ def stop(engine: Engine) -> None:
             process.kill()
 
 
+def _own_packages() -> str:
+    """Where this environment's Python has packages outside of it."""
+    python = Path(sys.base_prefix) / "bin" / "python3"
+    asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return subprocess.check_output((python, "-c", asked), text=True).strip()
+
+
 def _import_base(engine: Engine) -> None:
     archive = engine.folder / "base.tar"
     python = Path(sys.base_prefix) / "bin"
@@ -165,11 +174,9 @@ def _import_base(engine: Engine) -> None:
             entry.type, entry.linkname = tarfile.SYMTYPE, target
             tar.addfile(entry)
         tar.addfile(tarfile.TarInfo("etc/pip/constraint.txt"))
-    packages = Path(sysconfig.get_path("purelib")).resolve()
-    search = f"{python}:/usr/local/bin:/usr/bin:/bin"
+    programs = Path(sys.executable).parent.resolve()
     changes = (
-        f"ENV PATH={search}",
-        f"ENV PYTHONPATH={packages}",
+        f"ENV PATH={python}:/usr/local/bin:/usr/bin:/bin:{programs}",
         "ENV PIP_CONSTRAINT=/etc/pip/constraint.txt",
     )
     words = [word for change in changes for word in ("--change", change)]

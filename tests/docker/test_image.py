@@ -16,9 +16,11 @@ from tools.cluster.container.image import (
     ImagePair,
     build,
     build_command,
+    build_settings,
     find_pair,
     read_pairs,
 )
+from tools.install import packages_of
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 
@@ -53,6 +55,13 @@ class TestVersions:
         assert find_pair("26.08-py3", path).name == "megatron-parallelism-kit:26.08-py3-55555555"
         assert find_pair(None, path).ngc_tag == "25.06-py3"
 
+    def test_a_digest_behind_a_pair_is_the_bases(self, tmp_path: Path) -> None:
+        path = tmp_path / "versions.env"
+        path.write_text(f'PAIR_A="25.06-py3 {PUBLISHED} 0.15.0rc2 sha256:{"5" * 64}"\n')
+        pair = find_pair(None, path)
+        assert pair.megatron_version == "0.15.0rc2"
+        assert f"--build-arg=NGC_DIGEST=@sha256:{'5' * 64}" in build_command(pair)
+
     def test_an_unknown_tag_gets_those_that_are_known(self) -> None:
         with pytest.raises(LaunchError, match=r"IMAGE=25.07-py3 is no pair .*\(it has 25.06-py3\)"):
             find_pair("25.07-py3")
@@ -77,7 +86,8 @@ class TestDockerfile:
         assert defaults["NGC_TAG"] == pair.ngc_tag
         assert defaults["MEGATRON_COMMIT"] == pair.megatron_commit
         assert defaults["MEGATRON_FOLDER"] == MEGATRON_IN_IMAGE
-        assert set(re.findall(r"^ARG (\w+)", text, re.MULTILINE)) == set(defaults)
+        without = {"NGC_DIGEST", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"}
+        assert set(re.findall(r"^ARG (\w+)", text, re.MULTILINE)) == {*defaults, *without}
 
     def test_hadolint_has_nothing_to_say(self) -> None:
         hadolint = Path(sys.executable).with_name("hadolint")
@@ -94,45 +104,53 @@ class TestDockerfile:
         known = set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
         given = {
             word.removeprefix("--build-arg=").partition("=")[0]
-            for word in build_command(find_pair(None))
+            for word in build_command(find_pair(None), settings={"PIP_INDEX_URL": "https://a"})
             if word.startswith("--build-arg=")
         }
         assert given <= known
 
-    def test_copied_files_exist_and_scripts_may_be_run(self) -> None:
-        copied = re.findall(r"^COPY (.+) /opt/kit/$", (RECIPE / "Dockerfile").read_text(), re.M)
+    def test_copied_files_exist_are_sent_and_scripts_may_be_run(self) -> None:
+        copied = re.findall(r"^COPY (.+) /opt/kit/", (RECIPE / "Dockerfile").read_text(), re.M)
+        sent = (ROOT / ".dockerignore").read_text().splitlines()
         for name in " ".join(copied).split():
-            file = RECIPE / name
+            file = ROOT / name
             assert file.is_file()
+            assert any(file.match(each.removeprefix("!")) for each in sent if each[0] == "!")
             assert not name.endswith(".sh") or file.stat().st_mode & 0o111
 
 
 class TestRequirements:
     def test_the_images_own_stack_is_not_named(self) -> None:
-        named = requirements(RECIPE / "requirements.txt")
+        named = requirements(RECIPE / "requirements.in")
         assert not [name for name in named if name.startswith(OWN_OF_THE_IMAGE)]
 
     def test_pins_are_the_hosts_so_that_data_sets_are_the_same(self) -> None:
         host = requirements(ROOT / "requirements.in")
-        for name, requirement in requirements(RECIPE / "requirements.txt").items():
+        for name, requirement in requirements(RECIPE / "requirements.in").items():
             if "==" in str(requirement.specifier):
                 assert requirement.specifier == host[name].specifier
+
+    def test_the_lock_has_all_of_them(self) -> None:
+        locked = {
+            each.partition("==")[0] for each in packages_of((ROOT / "requirements.txt").read_text())
+        }
+        assert {name.lower() for name in requirements(RECIPE / "requirements.in")} <= locked
 
     def test_the_hosts_versions_are_among_those_allowed(self) -> None:
         """Resolved by pip offline against what is installed here: nothing more would be needed."""
         answer = run(
             *(sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--quiet"),
-            *("--disable-pip-version-check", "--requirement", str(RECIPE / "requirements.txt")),
+            *("--disable-pip-version-check", "--requirement", str(RECIPE / "requirements.in")),
         )
         assert answer.returncode == 0, answer.stderr
 
 
 FAKE_PYTHON = """#!/usr/bin/env bash
-# Stands for the image's Python: `pip list` tells a file, `pip install` does what the test says.
-echo "$PIP_CONSTRAINT $*" >> {folder}/calls
-case "$3" in
-  list) cat {folder}/installed ;;
-  install) {install} ;;
+# Stands for the image's Python: `pip list` tells a file, tools/install.py does what the test says.
+echo "$*" >> {folder}/calls
+case "$1" in
+  -m) cat {folder}/installed ;;
+  tools/install.py) {install} ;;
 esac
 """
 
@@ -151,13 +169,15 @@ class TestInstallation:
             "PATH": f"{folder}:/usr/bin:/bin",
             "PIP_CONSTRAINT": f"{folder}/constraint.txt",
         }
-        return run(str(RECIPE / "install_requirements.sh"), "r.txt", env=environment)
+        return run(str(RECIPE / "install_requirements.sh"), env=environment)
 
     def test_the_constraint_file_is_honoured(self, tmp_path: Path) -> None:
         answer = self.install(tmp_path, f"echo 'wandb==1' >> {tmp_path}/installed")
         assert answer.returncode == 0, answer.stderr
         calls = (tmp_path / "calls").read_text()
-        assert f"{tmp_path}/constraint.txt -m pip install" in calls
+        assert (
+            f"tools/install.py --beside {tmp_path}/constraint.txt docker/requirements.in" in calls
+        )
 
     def test_without_a_constraint_file_nothing_is_installed(self, tmp_path: Path) -> None:
         answer = self.install(tmp_path, "true", constraint=False)
@@ -177,7 +197,7 @@ class TestInstallation:
     def test_packages_that_do_not_fit_are_one_sentence(self, tmp_path: Path) -> None:
         answer = self.install(tmp_path, "exit 1")
         assert answer.returncode == 1
-        assert "The packages of r.txt do not fit" in answer.stderr
+        assert "The packages of docker/requirements.in do not fit" in answer.stderr
 
 
 @pytest.fixture
@@ -236,7 +256,20 @@ class TestBuild:
         shown = capsys.readouterr().out
         assert f"--build-arg=MEGATRON_COMMIT={PUBLISHED}" in shown
         assert "--build-arg=MEGATRON_URL=https://mirror.example/mlm.git" in shown
-        assert shown.strip().endswith(f"--tag megatron-parallelism-kit:25.06-py3-f4fa7d6b {RECIPE}")
+        assert "--tag megatron-parallelism-kit:25.06-py3-f4fa7d6b" in shown
+        assert shown.strip().endswith(f"--file {RECIPE}/Dockerfile {ROOT}")
+
+    def test_proxies_and_indexes_go_by_name_and_folders_of_this_machine_stay(self) -> None:
+        pip = {"index-url": "https://m.example/simple", "extra-index-url": "file:///opt/simple"}
+        given = build_settings({"HTTPS_PROXY": "http://user:word@proxy:3128"}, pip)
+        assert given["PIP_INDEX_URL"] == "https://m.example/simple"
+        assert "PIP_EXTRA_INDEX_URL" not in given
+        command = build_command(find_pair(None), settings=given)
+        assert {"--build-arg=HTTPS_PROXY", "--build-arg=PIP_INDEX_URL"} <= set(command)
+
+    def test_an_index_with_a_login_is_refused(self) -> None:
+        with pytest.raises(LaunchError, match=r"index-url has a login .* set PIP_INDEX_URL= to"):
+            build_settings({}, {"index-url": "https://user:word@m.example/simple"})
 
     def test_without_docker_it_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "which", lambda name: None)

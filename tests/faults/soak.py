@@ -231,7 +231,8 @@ class _Soaking:
         log = folder / records.LOG_FILE
         self._logged_before = log.stat().st_size if log.is_file() else 0
         asked = replace(options, iterations=iterations, run_folder=folder.absolute())
-        variables = {**variables_of(asked), "REPEATS": ""}
+        # What make was given is the soak's.
+        variables = {**variables_of(asked), "REPEATS": "", "MAKEFLAGS": ""}
         with (self.folder / f"{run}.txt").open("ab") as output:
             launcher = launch((self.soak.job.target,), {**os.environ, **variables}, output)
         try:

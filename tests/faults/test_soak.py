@@ -82,6 +82,7 @@ def test_a_soak_reaches_the_undisturbed_losses_whatever_was_killed(
     runs.mkdir()
     (runs / ".start").symlink_to(kit.runs / ".start")
     given = {"STRATEGY": "dp2", "HOURS": "0.04", "SAVE_EVERY": "4", "RUNS": str(runs)}
+    given["MAKEFLAGS"] = " -- HOURS=0.04"  # As make says what stands on its command line.
     ended = subprocess.run(
         (sys.executable, "-m", "tools.cli", "soak"),
         cwd=ROOT,

@@ -10,7 +10,7 @@ from tests.machines import FakeDocker
 from tools.cluster.container.docker import bind
 from tools.cluster.container.image import build
 from tools.launch.options import Options
-from tools.launch.runtime import docker_command, folders_named, run_module
+from tools.launch.runtime import docker_command, folders_named, prepare, run_module
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.run import RuntimeName
@@ -62,6 +62,21 @@ def test_without_the_image_nothing_is_started(docker: FakeDocker) -> None:
     with pytest.raises(LaunchError, match="is not built; run 'make image"):
         run_module(("tools.preprocess",), DOCKER)
     assert "run" not in [call[0] for call in docker.calls]
+
+
+def test_ones_own_cache_of_the_hub_is_seen_in_the_container(
+    docker: FakeDocker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    command = docker_command(("tools.preprocess", "hub", "some/name"), DOCKER)
+    assert "HF_HOME" in command
+    assert f"type=bind,source={tmp_path},target={tmp_path}" in command
+
+
+def test_text_for_a_target_that_has_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INPUT", "mine.jsonl")
+    with pytest.raises(LaunchError, match=r"'make prepare-ds INPUT=mine.jsonl NAME=…' does"):
+        prepare(("sample",), DOCKER, "prepare-ds-sample")
 
 
 def test_folders_that_the_arguments_name_are_seen_in_the_container(

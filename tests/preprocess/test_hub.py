@@ -29,7 +29,9 @@ def content() -> bytes:
     return data
 
 
-def fetch(folder: Path, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
+def fetch(
+    folder: Path, endpoint: str, home: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     return subprocess.run(
         (
@@ -37,7 +39,7 @@ def fetch(folder: Path, endpoint: str, home: Path) -> subprocess.CompletedProces
             *("--output-prefix", str(folder / "openwebtext-10k")),
         ),
         cwd=ROOT,
-        env={**kept, "HF_ENDPOINT": endpoint, "HOME": str(home)},
+        env={**kept, "HF_ENDPOINT": endpoint, "HOME": str(home), **variables},
         capture_output=True,
         text=True,
         check=False,
@@ -97,7 +99,7 @@ def test_a_hub_that_goes_down_is_one_sentence_and_the_next_call_ends_in_the_same
     assert failed.returncode == 1
     sentence = failed.stderr.strip().splitlines()[-1]
     assert sentence.startswith(f"error: Data set {HUB_NAME} was not fetched from {down.hub.url} (")
-    for fix in ("HF_ENDPOINT=", "prepare-ds-sample", "prepare-ds INPUT="):
+    for fix in ("HF_ENDPOINT=", "HF_HOME=", "prepare-ds-sample", "prepare-ds INPUT="):
         assert fix in sentence
     assert "Traceback" not in failed.stderr
     assert [path.name for path in down.folder.iterdir()] == [".hub"]
@@ -128,3 +130,20 @@ def test_a_hub_without_the_data_set_is_distinguished_from_a_broken_one(tmp_path:
     assert answer.returncode == 1
     assert f"{HUB_NAME} was not fetched from {hub.url} (" in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.slow
+def test_ones_own_filled_cache_is_used_and_kept_without_a_connection(
+    content: bytes, tmp_path: Path
+) -> None:
+    home = tmp_path / "hf"
+    fill = f"import datasets; datasets.load_dataset({HUB_NAME!r}, split='train')"
+    with serving(Hub(HUB_NAME, content)) as hub:
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home)}
+        given = {**environment, "HF_HUB_DISABLE_XET": "1"}
+        subprocess.run((sys.executable, "-c", fill), env=given, check=True, capture_output=True)
+    offline = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    answer = fetch(tmp_path / "ds", "http://127.0.0.1:9", tmp_path, **offline)
+    assert answer.returncode == 0, answer.stderr
+    assert open_dataset(tmp_path / "ds/openwebtext-10k_text_document").documents == len(TEXTS)
+    assert any(home.iterdir())

@@ -31,6 +31,8 @@ class Command(NamedTuple):
     """Of a command that needs no clone: packages beyond the wheel's base that it needs."""
     is_usual: bool = False
     """Whether `make help` shows it; the others are in `make help-all`."""
+    on_host: bool = False
+    """Whether the kit's image lacks what it needs."""
 
 
 def _meaning(setting: Setting, text: str, **more: object) -> Setting:
@@ -174,7 +176,7 @@ SECTIONS = {
              v.BACKEND, *_SAVING)),
             required=("STRATEGY", "HOURS"), example="STRATEGY=dp2 HOURS=0.33"),
         Command("image", "tools.cluster.container.image:build", "build the container for RUNTIME=docker",
-            (v.IMAGE, v.DRY_RUN, v.MEGATRON_URL)),
+            (v.IMAGE, v.DRY_RUN, v.MEGATRON_URL), on_host=True),
         Command("reproduce", _EXPERIMENT, "the six published runs on two GPUs, and a report; resumable",
             TRAINING, fixed=(("name", "published"),)),
     ),
@@ -233,7 +235,7 @@ SECTIONS = {
             (*(v.MODEL, *_BATCH, v.SEQ, v.DTYPE, v.DP, v.TP, v.PP, v.CP, v.EP, v.VPP, v.SP), *(v.ZERO1,
              v.RECOMPUTE, v.RANKS, v.JSON)),
             required=("MODEL",), example="MODEL=gpt3-175b TP=8 PP=16 DP=8",
-            packages=("torch", "megatron"), is_usual=True),
+            packages=("torch", "megatron"), is_usual=True, on_host=True),
         Command("calibrate", "tools.launch.calibrate:calibrate_here",
             "the planner's constants measured on this machine, kept: DEVICES=2cpu",
             (_meaning(v.DEVICES, "2gpu or 2cpu (all of this machine)", kind="devices such as 2gpu"),
@@ -290,7 +292,7 @@ SECTIONS = {
             (*ONE_RUN, v.MODELS, v.DEVICES)),
         Command("bench-gpu", "tools.study.bench_gpu:bench_gpu",
             "Megatron on one GPU without Transformer Engine, in under 9 minutes",
-            (*ONE_RUN, v.ONLY, v.BUDGET)),
+            (*ONE_RUN, v.ONLY, v.BUDGET), on_host=True),
         Command("loss-curve", _EXPERIMENT,
             "200 losses with FUSED=, compared with those of another seed", (*ONE_RUN, v.TARGET),
             fixed=(("name", "loss_curve"),)),

@@ -17,6 +17,8 @@ from rich.console import Console
 
 from tools.cli.commands import COMMANDS, Command
 from tools.cli.options import find_command, function_of, of_make, of_words
+from tools.cluster.checks.result import image_tag
+from tools.spec.setting import SettingError
 from tools.text.terminal import say
 
 REFUSED, INTERRUPTED = 2, 130
@@ -65,7 +67,15 @@ def _refused(run: Callable[[], int]) -> int:
 
 
 def called(command: Command, name: str, given: Namespace) -> int:
-    """The handler, given what its parameters name: variables, `given` (all), `options`, `target`, …"""
+    """The handler, given what its parameters name: variables, `given` (all), `options`, `target`, …
+
+    Raises:
+        SettingError: This is the kit's image, which lacks what the command needs.
+    """
+    if command.on_host and image_tag():
+        raise SettingError(
+            f"'make {name}' is for the host; the kit's image has what training and reports need alone."
+        )
     handler = function_of(command.handler)
     known: dict[str, Any] = {**vars(given), **dict(command.fixed), "given": given, "target": name}
     parameters = inspect.signature(handler).parameters

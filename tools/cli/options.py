@@ -50,7 +50,9 @@ def of_make(
     for variable, remedy in _NEVER_IGNORED.items():
         if variable not in used and environment.get(variable, "") not in ("", "1", "torchrun"):
             raise SettingError(f"'{name}' runs on this machine alone; {remedy}")
-    given = Namespace() if _reads_words(command) else parser_of(command, name).parse_args(words)
+    given = Namespace(arguments=words, program=f"make {name}")
+    if not _reads_words(command):
+        given = parser_of(command, name).parse_args(words)
     if command.in_clone:
         texts = function_of(command.in_clone)(texts)
     found = values(command.variables, texts)

@@ -42,7 +42,12 @@ FIRST_MUON_RELEASE = (0, 17)
 
 MUON_PACKAGE = "emerging_optimizers"
 
-_ONLY_MEGATRON = LOADING | {"--no-gradient-reduce-div-fusion", "--tokenizer-type", "--vocab-size"}
+_ONLY_MEGATRON = LOADING | {
+    "--no-gradient-reduce-div-fusion",
+    "--tokenizer-type",
+    "--vocab-size",
+    "--data-cache-path",
+}
 _NATIVE = (
     "baseline, dpN, tpN, fsdp2, gpipeN, 1f1bN, interleavedN, pipedreamN, pipedreamNbw and "
     "pipedream-flushN"

@@ -1,4 +1,4 @@
-"""Compose a run's exact command from its options; reads no disk and no device."""
+"""Compose a run's exact command from its options; starts nothing and asks no device."""
 
 from __future__ import annotations
 
@@ -63,6 +63,9 @@ OWN_SAMPLES = (DEFAULT_DATA[DeviceKind.CPU], UNIQUE_SAMPLE, SMALL_SAMPLE)
 
 GPT2_DATA = (*DEFAULT_DATA.values(), UNIQUE_SAMPLE)
 """The kit's own data sets hold GPT-2 tokens: a model trained on them gets GPT-2's vocabulary."""
+
+START_FOLDER, DATA_CACHE = ".start", ".data"
+"""Beside the runs: weights that runs share, and Megatron's index of samples in their order."""
 
 RUN_PLACEHOLDER = "<run folder>"
 
@@ -208,6 +211,8 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         ("--global-batch-size", str(batch.global_batch_size)),
         dropout_flags(options.dropout) if options.dropout is not None else (),
         ("--seed", str(options.seed), "--data-path", data),
+        # Megatron's own place for it is beside the data, which may be others' and read-only.
+        ("--data-cache-path", from_root(options.runs / DATA_CACHE)),
         null_tokenizer(model.shape.vocabulary, entry.megatron_version),
         start_flags(start, parallelism, _padded_to(model)) if start else (),
         _samples_for(model, iterations) if options.iterations else (),
@@ -299,7 +304,7 @@ def start_checkpoint_path(
     own = (UNTIED,) if untied else ()
     identity = "\n".join((*model.flags, *own, str(options.seed), entry.megatron_version))
     key = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    return options.runs / ".start" / f"{model.name}-{key}"
+    return options.runs / START_FOLDER / f"{model.name}-{key}"
 
 
 def torchrun(ranks: int, python: str, nodes: Nodes | None = None) -> tuple[str, ...]:
@@ -310,11 +315,14 @@ def torchrun(ranks: int, python: str, nodes: Nodes | None = None) -> tuple[str, 
 
 
 def with_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
-    """Mount the data set's folders and the folder of runs, which may lie outside the kit."""
+    """Mount what may lie outside the kit: folders of the data set, of runs, and of starting weights that
+    runs share by a link."""
     if runtime.container is None:
         return runtime
     patch_files = patch_file_paths(options.patch_file.path) if options.patch_file else ()
-    given = (options.runs.absolute(), *(one.parent for one in patch_files))
+    start = options.runs / START_FOLDER
+    shared = (start.resolve(),) if start.is_symlink() and start.is_dir() else ()
+    given = (options.runs.absolute(), *shared, *(one.parent for one in patch_files))
     folders = (*docker.data_folders(ROOT / data), *given)
     return replace(runtime, container=runtime.container.mounting(*folders))
 

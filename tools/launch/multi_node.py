@@ -58,12 +58,15 @@ def _train_first(
     with Coordinator(nodes, node_record(launch, nodes.count)) as coordinator:
         try:
             check(launch)
-            ensure_start_checkpoint(launch, console)
         except LaunchError as error:
             coordinator.gather()
             coordinator.refuse(f"Node 0: {error}")
         console.print(f"{title}: waiting for {nodes.count - 1} more node(s)", highlight=False)
         launch = _among(launch, coordinator.gather())
+        try:
+            ensure_start_checkpoint(launch, console)
+        except LaunchError as error:
+            coordinator.refuse(f"Node 0: {error}")
         options = launch.job.options
         return execute(launch, options.runs, console, title, coordinator, options.run_folder)
 
@@ -79,8 +82,8 @@ def _train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> 
         check(launch)
     except LaunchError as error:
         own = replace(own, problem=str(error))
+    console.print(f"{title}: waiting for node 0 at {nodes.address}", highlight=False)
     with Worker(nodes, own) as worker:
-        console.print(f"{title}: waiting for node 0 at {nodes.address}", highlight=False)
         folder, nodes = worker.join()
         mine = node_folder(folder, nodes.rank)
         mine.mkdir(parents=True, exist_ok=True)

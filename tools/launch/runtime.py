@@ -120,8 +120,13 @@ def _caller() -> str:
         return docker.caller()
 
 
-def prepare(words: Sequence[str], options: Options) -> int:
+def prepare(words: Sequence[str], options: Options, target: str) -> int:
     """A command of `tools.preprocess`, where RUNTIME says; as `run_module`."""
+    if text := os.environ.get("INPUT"):
+        raise LaunchError(
+            f"'make {target}' has a text of its own and does not read INPUT={text}; "
+            f"'make prepare-ds INPUT={text} NAME=…' does, or unset it."
+        )
     return run_module(("tools.preprocess", *words), options)
 
 
@@ -184,11 +189,15 @@ def _check_input(text: str) -> None:
 
 
 def docker_command(words: Sequence[str], options: Options) -> tuple[str, ...]:
-    """The command in a container without GPUs; folders that the words name are mounted."""
-    container = docker_runtime(find_pair(options.image), *docker.HUB).container
+    """The command in a container without GPUs; folders that the words name are mounted, and one's own
+    cache of the hub."""
+    from tools.preprocess.hub import CACHES  # What trains needs none.
+
+    container = docker_runtime(find_pair(options.image), *docker.HUB, *CACHES).container
     assert container is not None
     command = (docker.PYTHON, "-m", *words)
-    mounted = container.mounting(*folders_named(words))
+    caches = [Path(name) for each in CACHES if (name := os.environ.get(each))]
+    mounted = container.mounting(*folders_named(words), *filter(Path.is_dir, caches))
     return replace(mounted, gpus=False).wrap(command, ())
 
 

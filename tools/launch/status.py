@@ -13,6 +13,7 @@ import msgspec
 from rich.console import Console, ConsoleRenderable
 from rich.live import Live
 
+from tools.cluster.sbatch import OUTPUT_FILE
 from tools.cluster.slurm import ENDINGS, STOPPED_BY_SLURM, JobState, job_states
 from tools.launch.supervise.interruption import Interrupted
 from tools.records import run as records
@@ -191,13 +192,17 @@ def _how_it_ended(folder: Path, job: records.JobRecord, state: JobState | None) 
     if state is not None:
         kind, how = ENDINGS.get(state.state, (Status.CRASHED, f"ended {state.state} in Slurm"))
         return StatusRecord(kind, None, _reason(job, how))
+    if not any((folder / name).exists() for name in (records.LOG_FILE, OUTPUT_FILE)):
+        # Of an array's element that was cancelled while it waited Slurm keeps nothing.
+        reason = f"Job {job.job_id} left Slurm's queue before it began."
+        return StatusRecord(Status.INTERRUPTED, None, reason)
     status = diagnose(folder / records.LOG_FILE, None, interrupted=False)
     reason = f"Job {job.job_id} is gone from Slurm; its launcher left no word. {status.reason}"
     return replace(status, reason=reason.strip())
 
 
 def _reason(job: records.JobRecord, how: str) -> str:
-    return f"Job {job.job_id} {how}; see slurm.txt."
+    return f"Job {job.job_id} {how}; see {OUTPUT_FILE}."
 
 
 def _open(status: StatusRecord) -> bool:

@@ -24,6 +24,8 @@ from tools.records.io import written_whole
 PREFIX = "hub:"
 _CACHE = ".hub"
 """Beside the result, not in the home folder: a container's home does not outlive it."""
+CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
+"""Variables that name a cache of one's own."""
 _STREAMED_ROWS = 64
 """Rows asked for at a time; few, because one may be large."""
 _FETCHED_ROWS = 1000
@@ -57,9 +59,10 @@ class Hub:
     def fetch(self, key: str, lines: Path) -> None:
         """Write one column as JSON lines `{key: …}`, whole or not at all."""
         cache = lines.with_name(_CACHE)
-        # The client reads these when it is imported.
-        os.environ.setdefault("HF_HUB_CACHE", str(cache / "files"))
-        os.environ.setdefault("HF_DATASETS_CACHE", str(cache / "tables"))
+        # The client reads these when it is imported. One's own cache, and what it holds, stays.
+        if not any(os.environ.get(name) for name in (*CACHES, "HF_HUB_OFFLINE")):
+            os.environ["HF_HUB_CACHE"] = str(cache / "files")
+            os.environ["HF_DATASETS_CACHE"] = str(cache / "tables")
         # The plain download resumes within a file; the chunked one needs services that mirrors lack.
         os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
         import datasets  # seconds, which a repeated call need not pay
@@ -82,8 +85,8 @@ class Hub:
             raise DatasetError(
                 f"Data set {self.name} was not fetched from {endpoint} ({_reason(error)}); run the "
                 "same command again (files that arrived whole are kept), name a mirror with "
-                "HF_ENDPOINT=, or use other text: 'make prepare-ds-sample', or 'make prepare-ds "
-                f"INPUT=file.jsonl NAME={lines.stem}'."
+                "HF_ENDPOINT= or a cache that has it with HF_HOME=, or use other text: 'make "
+                f"prepare-ds-sample', or 'make prepare-ds INPUT=file.jsonl NAME={lines.stem}'."
             ) from None
         shutil.rmtree(cache, ignore_errors=True)
 

@@ -159,7 +159,7 @@ def _claim(file: Path, identity: RunIdentity) -> None:
     elif changed := difference(identity, decoded(file, RunIdentity)):
         raise DatasetError(
             f"{file.parent} holds an unfinished run that differs: {changed}; "
-            "repeat it as it was, or start over with --restart."
+            "repeat it as it was, or remove that folder."
         )
 
 
@@ -168,7 +168,9 @@ def _existing(prefixes: list[Path], identity: RunIdentity) -> list[Dataset]:
     there = [p for prefix in prefixes for p in (idx_path(prefix), bin_path(prefix)) if p.exists()]
     if not there:
         return []
-    remedy = "remove it, choose another --output-prefix, or give --overwrite."
+    remedy = (
+        f"remove it ('rm {there[0].with_suffix('')}.*'), or make another (NAME=, --output-prefix)."
+    )
     try:
         datasets = [open_dataset(prefix) for prefix in prefixes]
     except DatasetError as error:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.launch.fake_nvml import FakeNvml
 from tests.machines import FakeDocker
-from tools.cluster.container.docker import bind, caller, check_container
+from tools.cluster.container.docker import ask_engine, bind, caller, check_container
 from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
@@ -128,6 +128,14 @@ def test_a_rootless_engine_maps_root_to_the_caller(docker: FakeDocker) -> None:
 
 
 CONNECT = "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is it running?\n"
+
+
+def test_podman_is_named_also_where_it_is_called_docker(docker: FakeDocker) -> None:
+    # As podman 4.3.1 answers; its `--version` begins with the name it was called by.
+    docker.answer("info", err="Error: template: info:1:19: can't evaluate field Runtimes", code=125)
+    docker.answer("version", "Client:       Podman Engine\nVersion:      4.3.1\n")
+    with pytest.raises(LaunchError, match=r"^'docker' is Podman here, .* RUNTIME=host\.$"):
+        ask_engine()
 
 
 @pytest.mark.parametrize(

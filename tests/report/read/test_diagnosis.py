@@ -120,6 +120,28 @@ def test_usage_error_is_quoted(tmp_path):
     assert "unrecognized arguments: --foo" in found.reason
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "docker: Error response from daemon: invalid mount config for type "
+            '"bind": bind source path does not exist: /data',
+            "bind source path does not exist: /data",
+        ),
+        (
+            "Patch 'amp_c' (Apex is absent) expects megatron.core.Gone, which Megatron 0.19.0 does "
+            "not have.",
+            "Patch 'amp_c' (Apex is absent) expects megatron.core.Gone",
+        ),
+    ],
+)
+def test_what_ends_a_run_before_megatron_starts_is_an_error(tmp_path, line, said):
+    found = judged(tmp_path, f"Unable to find image 'kit' locally\n{line}\n", 125)
+    assert found.status is Status.CRASHED
+    assert said in found.reason
+    assert "names no error" not in found.reason
+
+
 def test_only_lost_connections_still_name_one(tmp_path):
     found = judged(tmp_path, traceback("RuntimeError: Connection reset by peer"), 1)
     assert found.status is Status.CRASHED

@@ -56,7 +56,8 @@ def check_engine() -> "tuple[CheckResult, DockerEngine | None]":
         described = json.loads(answer.out) if answer.good else {}
     except ValueError:
         described = {}
-    if described.get("runtimes") is None and "podman" in ask(["docker", "--version"]).out.lower():
+    # It calls itself docker in `--version` where it is called so.
+    if described.get("runtimes") is None and "Podman" in ask(["docker", "version"]).out:
         found = "'docker' is Podman here, which the kit does not know"
         fix = "put Docker Engine's client before it on PATH, or set RUNTIME=host"
         return CheckResult(WARN, "Docker", found, fix), None

@@ -31,7 +31,7 @@ INHERITED = ("CUDA_VISIBLE_DEVICES", "WANDB_API_KEY", "WANDB_BASE_URL")
 
 INHERITED_PREFIXES = ("NCCL_", "NVTE_", "TORCH_NCCL_")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
-HUB = ("HF_ENDPOINT", "HF_TOKEN")
+HUB = ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE")
 """Only for commands that fetch data; training needs no token and gets none."""
 
 CONFINED = {

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tools.cluster.checks.docker import REPOSITORY
-from tools.cluster.container.docker import ask_engine
+from tools.cluster.container.docker import PROXIES, ask_engine
+from tools.install import pip_settings
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 
@@ -17,7 +21,10 @@ RECIPE = ROOT / "docker"
 VERSIONS = RECIPE / "versions.env"
 MEGATRON_IN_IMAGE = "/opt/megatron-lm"
 
-_PAIR = re.compile(r'^PAIR_\w+="(\S+) ([0-9a-f]{40}) (\S+)"$')
+INDEXES = ("index-url", "extra-index-url", "trusted-host")
+"""What pip is told of package indexes, in its configuration or as PIP_INDEX_URL and its like."""
+
+_PAIR = re.compile(r'^PAIR_\w+="(\S+) ([0-9a-f]{40}) (\S+?)(?: (sha256:[0-9a-f]{64}))?"$')
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,8 @@ class ImagePair:
     ngc_tag: str
     megatron_commit: str
     megatron_version: str
+    ngc_digest: str | None = None
+    """Of the base image, where the tag alone is not trusted."""
 
     @property
     def name(self) -> str:
@@ -48,7 +57,8 @@ def read_pairs(path: Path) -> tuple[ImagePair, ...]:
         if match is None:
             raise LaunchError(
                 f"{path.name}:{number}: '{line}' is no pair; write "
-                'PAIR_<name>="<NGC tag> <40-digit commit> <Megatron version>".'
+                'PAIR_<name>="<NGC tag> <40-digit commit> <Megatron version>", behind which the digest '
+                "of the base may stand (sha256:…)."
             )
         pairs.append(ImagePair(*match.groups()))
     return tuple(pairs)
@@ -72,17 +82,45 @@ def find_pair(ngc_tag: str | None, path: Path | None = None) -> ImagePair:
     )
 
 
-def build_command(pair: ImagePair, url: str | None = None) -> tuple[str, ...]:
-    """The whole `docker build`; the context is `docker/` alone, so no data set is sent."""
+def build_settings(environment: Mapping[str, str], pip: Mapping[str, str]) -> dict[str, str]:
+    """Proxies and package indexes of this machine that a build is given, as variables.
+
+    An index that is a folder of this machine is left out: the build cannot see it.
+
+    Raises:
+        LaunchError: An index has a login in it, which the image's history would show.
+    """
+    given = {name: environment[name] for name in PROXIES if environment.get(name)}
+    for setting in INDEXES:
+        urls = [url for url in pip.get(setting, "").split() if not url.startswith("file:")]
+        name = f"PIP_{setting.upper().replace('-', '_')}"
+        if any("@" in urlsplit(url).netloc for url in urls):
+            raise LaunchError(
+                f"pip's {setting} has a login in it, which the history of the image would show; set "
+                f"{name}= to an index that needs none, such as a mirror."
+            )
+        if urls:
+            given[name] = " ".join(urls)
+    return given
+
+
+def build_command(
+    pair: ImagePair, url: str | None = None, settings: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """The whole `docker build`; `settings` go by name. `.dockerignore` keeps data sets out of it."""
     arguments = {
         "NGC_TAG": pair.ngc_tag,
         "MEGATRON_COMMIT": pair.megatron_commit,
         "MEGATRON_FOLDER": MEGATRON_IN_IMAGE,
     }
+    if pair.ngc_digest:
+        arguments["NGC_DIGEST"] = f"@{pair.ngc_digest}"
     if url:
         arguments["MEGATRON_URL"] = url
-    given = (f"--build-arg={name}={value}" for name, value in arguments.items())
-    return ("docker", "build", *given, "--tag", pair.name, str(RECIPE))
+    given = [f"--build-arg={name}={value}" for name, value in arguments.items()]
+    given += [f"--build-arg={name}" for name in settings or ()]
+    recipe = ("--file", str(RECIPE / "Dockerfile"), str(ROOT))
+    return ("docker", "build", *given, "--tag", pair.name, *recipe)
 
 
 def build(image: str | None, dry_run: bool = False, megatron_url: str | None = None) -> int:
@@ -92,13 +130,14 @@ def build(image: str | None, dry_run: bool = False, megatron_url: str | None = N
         LaunchError: Docker is missing or does not answer, or the build failed.
     """
     pair = find_pair(image)
-    command = build_command(pair, megatron_url)
+    settings = build_settings(os.environ, pip_settings())
+    command = build_command(pair, megatron_url, settings)
     if dry_run:
         print(shlex.join(command))
     ask_engine()
     if dry_run:
         return 0
-    status = subprocess.run(command, check=False).returncode
+    status = subprocess.run(command, env={**os.environ, **settings}, check=False).returncode
     if status != 0:
         raise LaunchError(
             f"{pair.name} was not built (docker build ended with {status}); its last lines above say "

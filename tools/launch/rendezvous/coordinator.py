@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +45,7 @@ class Coordinator(BackgroundThread, NodeGroup):
             LaunchError: The port is taken, or torch is not installed.
         """
         self._nodes = nodes
-        self._own = own
+        self._own = replace(own, beat=time.time_ns())  # No two are the same.
         self._timeout = timeout
         self._records: dict[int, NodeRecord] = {}
         self._silent_looks = dict.fromkeys(range(1, nodes.count), 0)
@@ -58,7 +60,8 @@ class Coordinator(BackgroundThread, NodeGroup):
                 f"MASTER_PORT={nodes.port} cannot be listened on ({why}); end what uses it, or name "
                 "another, the same on all hosts."
             ) from None
-        self._store.set(node_key(0), encode(own))  # NODE_RANK=0 is taken.
+        self._store.set(node_key(0), encode(self._own))  # NODE_RANK=0 is taken.
+        self._next_look = math.inf if messages.is_here(nodes.address) else 0.0
         for node in self._silent_looks:
             self._store.set(node_key(node), "")
         self._store.set(messages.RUN_KEY, encode(self._state))  # The others wait for this.
@@ -179,12 +182,27 @@ class Coordinator(BackgroundThread, NodeGroup):
 
     def _have_all_come(self) -> bool:
         raise_if_asked()
+        self._give_way()
         for node, record in self._records.items():
             if record.problem:
                 self.refuse(f"{self._name(node)}: {record.problem}")
             if record.exit_code is not None:
                 self.refuse(f"{self._name(node)} was lost before the run began; start all again.")
         return len(self._records) == len(self._silent_looks)
+
+    def _give_way(self) -> None:
+        """End where MASTER_ADDR= is not this machine and another node 0 answers there."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + messages.LOOK_SECONDS
+        there = messages.node_0_at(self._nodes.address, self._nodes.port)
+        if there == self._own:  # By an address that only others see.
+            self._next_look = math.inf
+        elif there is not None:
+            self.refuse(
+                f"NODE_RANK=0 is taken by host {there.host} at MASTER_ADDR={self._nodes.address}; give "
+                "each host its own."
+            )
 
     def _wait_for_all(self, condition: Callable[[NodeRecord], bool], seconds: float) -> None:
         """Wait until it holds of each, or that one has ended."""

@@ -12,6 +12,7 @@ answer of the store for a lost node.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,6 +41,12 @@ BEAT_SECONDS = 0.2
 
 SILENT_SECONDS = 10.0
 """Without a heartbeat: the node is lost."""
+
+HERE_SECONDS = 60.0
+"""For node 0 to be started on the machine that a worker itself is on."""
+
+LOOK_SECONDS = 1.0
+"""Between two looks of a node 0 that is not at MASTER_ADDR= whether another is."""
 
 RUN_KEY = "kit/run"
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -114,6 +121,24 @@ def open_store(address: str, port: int, is_master: bool = False) -> TCPStore:
 
     timeout = timedelta(seconds=ANSWER_SECONDS)
     return TCPStore(address, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
+
+
+def is_here(address: str) -> bool:
+    """Whether an address is one of this machine's."""
+    try:
+        with socket.create_server((address, 0)):
+            return True
+    except OSError:
+        return False
+
+
+def node_0_at(address: str, port: int) -> NodeRecord | None:
+    """What calls itself node 0 there; None where nothing answers."""
+    try:
+        socket.create_connection((address, port), timeout=LOOK_SECONDS).close()
+        return decode(open_store(address, port).get(node_key(0)), NodeRecord)
+    except (OSError, RuntimeError):
+        return None
 
 
 def load_torch() -> None:

@@ -188,7 +188,10 @@ def _addresses(nodes: Nodes, timeout: float) -> tuple[str, str]:
 
     A plain connection, because torch ignores a request to stop while it waits for one.
     """
-    deadline = time.monotonic() + timeout
+    here = messages.is_here(nodes.address)
+    seconds = min(timeout, messages.HERE_SECONDS) if here else timeout
+    whose = "the machine of MASTER_ADDR= is this one" if here else "see that the address is right"
+    deadline = time.monotonic() + seconds
     while True:
         raise_if_asked()
         try:
@@ -199,7 +202,7 @@ def _addresses(nodes: Nodes, timeout: float) -> tuple[str, str]:
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"Node 0 was not reached at MASTER_ADDR={nodes.address}, port {nodes.port}, "
-                    f"within {timeout:.0f} s ({error.strerror or error}); start it with NODE_RANK=0, "
-                    "and see that the address is right and the port open."
+                    f"within {seconds:.0f} s ({error.strerror or error}); start it with NODE_RANK=0 "
+                    f"({whose}), and see that the port is open."
                 ) from None
         time.sleep(0.2)

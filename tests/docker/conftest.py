@@ -1,0 +1,116 @@
+"""The kit's image on an engine of the tests' own, for the tests of a file."""
+
+import importlib.metadata
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.docker import engine as engines
+from tests.docker.engine import Engine
+from tests.faults.runs import Ended, Kit, Victim
+from tests.patience import PATIENCE, until
+from tools.cluster.container.docker import CONTAINER_FILE
+from tools.spec.files import ROOT
+
+TARGET = ("run", "dp2", "gpt2-tiny", "2cpu")
+
+
+@dataclass(frozen=True)
+class Built:
+    """The kit's image of the installed Megatron, and the kit that trains in it."""
+
+    engine: Engine
+    kit: Kit
+
+    def begin(self, line: str = "iteration        2/", **variables: str) -> Victim:
+        """A run that has logged a line."""
+        victim = self.kit.start("dp2", words=TARGET, **{"SAVE_EVERY": "", **variables})
+        victim.wait_for(line)
+        return victim
+
+    def end(self, victim: Victim) -> Ended:
+        """As `Victim.end`; no container and none of its processes is left."""
+        ended = victim.end()
+        until(lambda: not inside(victim), "ranks are left", PATIENCE)
+        assert self.engine.docker("ps", "--all", "--quiet") == ""
+        assert not (victim.folder / CONTAINER_FILE).exists()
+        return ended
+
+
+def checkout(folder: Path) -> str:
+    """The wheel's Megatron as a repository with an entry; its commit."""
+    found = importlib.util.find_spec("megatron")  # A namespace: nothing is imported.
+    assert found is not None
+    (wheel,) = found.submodule_search_locations or ()
+    shutil.copytree(wheel, folder / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "examples/gpt3/pretrain_gpt.py", folder)
+    # The helpers are the wheel's, compiled.
+    (folder / "megatron/core/datasets/Makefile").write_text("all:\n\t@:\n")
+    identity = ("-c", "user.name=kit", "-c", "user.email=kit@example.org")
+    for words in (("init", "-q"), ("add", "-A", "-f"), (*identity, "commit", "-qm", "the wheel")):
+        subprocess.run(("git", *words), cwd=folder, check=True)
+    allow = ("config", "uploadpack.allowAnySHA1InWant", "true")
+    subprocess.run(("git", *allow), cwd=folder, check=True)
+    asked = ("git", "rev-parse", "HEAD")
+    return subprocess.run(
+        asked, cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def inside(victim: Victim) -> dict[str, psutil.Process]:
+    """Its container's processes that live, as `Victim.processes` calls them."""
+    found: dict[str, psutil.Process] = {}
+    for process in psutil.process_iter(["cmdline", "name", "environ", "status"]):
+        words = process.info["cmdline"] or []
+        if process.info["name"].startswith("docker") or process.info["status"] == "zombie":
+            continue
+        if "tools.launch.supervise.supervisor" in words:  # It has its container's words.
+            continue
+        if any(victim.folder.name in word for word in words) and "megatron_patches" in words:
+            rank = (process.info["environ"] or {}).get("RANK")
+            found.setdefault("torchrun" if rank is None else f"rank {rank}", process)
+    return found
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, small_prefix: Path) -> Iterator[Built]:
+    folder = tmp_path_factory.mktemp("engine")
+    repository = folder / "megatron-lm"
+    commit = checkout(repository)
+    with engines.running(folder / "docker", repository) as engine:
+        versions = folder / "versions.env"
+        version = importlib.metadata.version("megatron-core")
+        versions.write_text(f'PAIR_T="0-stand-in {commit} {version}"\n')
+        data = folder / "data"
+        shutil.copytree(small_prefix.parent, data)
+        data.chmod(0o555)  # Root in a container without capabilities may not write to it either.
+        start = folder / "start"  # A runs folder links it.
+        start.mkdir()
+        kit = Kit(folder, data / small_prefix.name, start)
+        kit.program = (sys.executable, "-m", "tests.docker.launcher", str(versions))
+        # Containers of an engine without a bridge have no name of their own to listen at.
+        kit.environment |= {
+            "DOCKER_HOST": engine.address,
+            "RUNTIME": "docker",
+            "HOST_NETWORK": "1",
+            "SAVE_EVERY": "",
+            "ITERS": "400",
+        }
+        client = {"DOCKER_BUILDKIT": "0", "MEGATRON_URL": repository.as_uri()}
+        answer = subprocess.run(
+            (*kit.program, "image"),
+            cwd=ROOT,
+            env={**kit.environment, **client},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        yield Built(engine, kit)
