@@ -17,7 +17,7 @@ from typing import NamedTuple
 from tools.spec.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP, LatentAttention, Mamba
 from tools.spec.offload import GROUPS
 from tools.spec.recompute import Recompute
-from tools.spec.run import Fp8Recipe, RunSpec
+from tools.spec.run import DeviceKind, Fp8Recipe, RunSpec
 
 _FP32_BYTES = 4
 
@@ -199,12 +199,19 @@ def norm_modules(spec: RunSpec) -> tuple[tuple[str, ...], ...]:
     return (by_block.get(shape.blocks, ()),) * shape.norms
 
 
+def norm_steps(spec: RunSpec) -> int:
+    """Products that a norm is made of, each of which saves its input: on a CPU PyTorch's RMSNorm scales
+    the hidden state, then multiplies it with the weight (`aten/src/ATen/native/layer_norm.cpp`)."""
+    return 2 if spec.shape.rms_norm and spec.device is DeviceKind.CPU else 1
+
+
 def _outside_tensor_parallel(spec: RunSpec) -> Iterator[_Tensor]:
     """Inputs and outputs of norms, masks of dropouts: what SP splits and TP does not.
 
     Outputs are inputs of linear layers; a router's, before experts, is not quantised.
     """
     elements = spec.tokens * spec.shape.hidden // spec.sequence_shards
+    steps = norm_steps(spec)
     norms = norm_modules(spec)
     for place, modules in enumerate(norms):
         attends = place == 0 and spec.shape.blocks in ("", ATTENTION)
@@ -213,6 +220,8 @@ def _outside_tensor_parallel(spec: RunSpec) -> Iterator[_Tensor]:
         yield _saved(spec, elements, (), *(alone if modules == _ALONE else inside))
         routed = spec.shape.experts and place == len(norms) - 1
         yield (_saved if routed else _operand)(spec, elements, modules, *inside)
+        if steps > 1:
+            yield _saved(spec, elements, modules)
     if spec.dropout:
         yield _Tensor(spec.shape.residuals * elements, elements)
 
@@ -249,7 +258,22 @@ def _of_attention(spec: RunSpec) -> Iterator[_Tensor]:
     tensor = spec.parallelism.tensor
     for heads in (shape.heads, keys, keys):
         yield _saved(spec, spec.tokens * heads * shape.head_width // tensor, (), "core_attn")
+    if _keeps_whole_projection(spec) and keys == shape.query_groups:
+        replaced = (shape.heads + keys) * shape.head_width
+        yield _saved(spec, spec.tokens * replaced // tensor, (), "core_attn")
     yield from _attended(spec, spec.tokens * shape.heads * shape.head_width // tensor)
+
+
+def _keeps_whole_projection(spec: RunSpec) -> bool:
+    """Whether V, a view of what the projection made, keeps Q and K there too, beside their rotated
+    copies.
+
+    Transformer Engine's attention copies V (`dot_product_attention/utils.py: get_qkv_layout`), as does
+    the dry run, and context parallelism gathers it; PyTorch's takes the view.
+    """
+    torchs = spec.device is DeviceKind.CPU or spec.fused_attention
+    rotary = not spec.shape.positions
+    return torchs and rotary and not spec.fused_norms and spec.parallelism.context == 1
 
 
 def _attended(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
@@ -317,7 +341,7 @@ def _of_experts(spec: RunSpec) -> Iterator[_Tensor]:
     permuted, wide = (fused,) * 2 if fused in spec.offload.modules else ("expert_fc1", "moe_act")
     yield _operand(spec, routed * hidden, inside, permuted)
     yield _saved(spec, routed * first, inside, wide)
-    if not (shape.gated and spec.fused_norms):
+    if not shape.gated:
         yield _saved(spec, routed * ffn, ("moe", "moe_act"))
     yield _operand(spec, routed * ffn, ("moe", "moe_act"), fused)
     if shape.latent_experts:

@@ -11,6 +11,7 @@ from tools.plan.activations import (
     FP8_RECIPE_BYTES,
     chunk_activation_bytes,
     layer_activation_bytes,
+    norm_steps,
     offloaded_bytes,
     recomputed_bytes,
     residual_bytes,
@@ -34,7 +35,7 @@ def embedding_bytes(spec: RunSpec) -> int:
 
 def head_bytes(spec: RunSpec) -> int:
     """Kept by the final norm and the output layer: the input of each."""
-    return 2 * residual_bytes(spec)
+    return (norm_steps(spec) + 1) * residual_bytes(spec)
 
 
 def logit_elements(spec: RunSpec) -> int:
