@@ -46,13 +46,19 @@ def layer_activation_bytes(spec: RunSpec) -> int:
     return sum(tensor.size for tensor in _tensors(spec) if not again(*tensor.modules))
 
 
-def chunk_activation_bytes(spec: RunSpec, layers: int) -> int:
-    """Bytes that a virtual stage of so many layers keeps of one micro batch on the device."""
+def chunk_activation_bytes(spec: RunSpec, layers: int, dense: int = 0) -> int:
+    """Bytes that a virtual stage of so many layers keeps of one micro batch on the device.
+
+    The first `dense` of them are so; what of their tensors goes to the host is taken to be experts'.
+    """
     checkpoints = spec.recompute.checkpoints(layers)
-    kept = layers - sum(checkpoints)
+    again = sum(checkpoints)
     found = len(checkpoints) * layer_activation_bytes(spec) if checkpoints else 0
-    if kept:
-        found += kept * layer_activation_bytes(_without_checkpoints(spec))
+    dense_kept, whole = max(0, dense - again), _without_checkpoints(spec)
+    if others := layers - again - dense_kept:
+        found += others * layer_activation_bytes(whole)
+    if dense_kept:
+        found += dense_kept * layer_activation_bytes(whole.dense)
     return found - offloaded_bytes(spec, layers).left if spec.offload else found
 
 

@@ -179,27 +179,27 @@ def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[
     return found.total, sum(_after_backward(once, cluster, pipeline_rank))
 
 
-def _stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, MicroBatchSeconds]:
-    """What all stages are made of, and a layer that is not computed again."""
+def _stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, _Pieces]:
+    """What all stages are made of, and the same where layers are not computed again."""
     pieces = _pieces(_one_layer(spec), cluster)
     if not spec.recompute.some_layers:
-        return pieces, pieces.layer
-    return pieces, _pieces(_one_layer(replace(spec, recompute=Recompute.NONE)), cluster).layer
+        return pieces, pieces
+    return pieces, _pieces(_one_layer(replace(spec, recompute=Recompute.NONE)), cluster)
 
 
 def _stage(
-    spec: RunSpec,
-    cluster: Cluster,
-    pipeline_rank: int,
-    made_of: tuple[_Pieces, MicroBatchSeconds],
+    spec: RunSpec, cluster: Cluster, pipeline_rank: int, made_of: tuple[_Pieces, _Pieces]
 ) -> MicroBatchSeconds:
     """One micro batch on a pipeline rank: its layers, some computed again, and what the ends have."""
     (pieces, kept), layers = made_of, spec.stage_layers(pipeline_rank)
-    if spec.recompute.some_layers:
-        again = spec.layers_again(pipeline_rank)
-        found = pieces.layer * again + kept * (layers - again)
-    else:
-        found = pieces.layer * layers
+    again = spec.layers_again(pipeline_rank) if spec.recompute.some_layers else layers
+    dense, dense_again = spec.dense_layers_of(pipeline_rank)
+    dense_again = dense_again if spec.recompute.some_layers else dense
+    found = pieces.layer * (again - dense_again)
+    if again < layers:
+        found += kept.layer * (layers - again - dense + dense_again)
+    if dense:
+        found += pieces.dense * dense_again + kept.dense * (dense - dense_again)
     if spec.offload:
         passes = found.total * pieces.forward_share, found.total * (1 - pieces.forward_share)
         host = rates(cluster, spec.dtype, spec.fp8_recipe).known_host
@@ -223,6 +223,8 @@ class _Pieces:
     """What the stages of a model are made of."""
 
     layer: MicroBatchSeconds
+    dense: MicroBatchSeconds
+    """One that is dense among those of experts; nothing where none is."""
     embedding: MicroBatchSeconds
     head: MicroBatchSeconds
     """With what joins tokens ahead to the hidden states; their layers are the last stage's."""
@@ -277,8 +279,12 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
     if shape.mtp_depth:
         joining = layer_seconds(spec.joining, rate, execution.frozen)
         own += _layer(spec.joining, cluster, joining) * shape.mtp_depth
+    dense = MicroBatchSeconds()
+    if shape.dense_layers:
+        dense = _layer(spec.dense, cluster, layer_seconds(spec.dense, rate, execution.frozen))
     return _Pieces(
         layer=sum(layers, start=MicroBatchSeconds()),
+        dense=dense,
         forward_share=forward / (forward + backward) if forward else 0.0,
         embedding=embedded + MicroBatchSeconds(tensor_parallel=batch),
         head=own,
