@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from tools.spec.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP, LatentAttention, Mamba
@@ -32,6 +32,7 @@ FP8_RECIPE_BYTES = {
 """Of an operand's element, scales included."""
 
 
+@lru_cache(maxsize=4096)
 def layer_activation_bytes(spec: RunSpec) -> int:
     """Bytes that one layer saves of one micro batch, on one rank, here or on its host.
 
@@ -54,7 +55,8 @@ def chunk_activation_bytes(spec: RunSpec, layers: int, dense: int = 0) -> int:
     checkpoints = spec.recompute.checkpoints(layers)
     again = sum(checkpoints)
     found = len(checkpoints) * layer_activation_bytes(spec) if checkpoints else 0
-    dense_kept, whole = max(0, dense - again), _without_checkpoints(spec)
+    dense_kept = max(0, dense - again)
+    whole = spec.kept if spec.recompute.whole_layers else spec
     if others := layers - again - dense_kept:
         found += others * layer_activation_bytes(whole)
     if dense_kept:
@@ -70,7 +72,7 @@ def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
     """
     if spec.recompute == Recompute.NONE:
         return 0
-    whole = layer_activation_bytes(replace(spec, recompute=Recompute.NONE))
+    whole = layer_activation_bytes(spec.kept)
     kept, checkpoints = layer_activation_bytes(spec), spec.recompute.checkpoints(layers)
     if not checkpoints:
         return 0 if spec.recompute.whole_layers else whole - kept
@@ -79,11 +81,6 @@ def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
         most = max(most, together * whole - kept - freed)
         freed += kept
     return most
-
-
-def _without_checkpoints(spec: RunSpec) -> RunSpec:
-    """The run with its layers kept that are in no checkpoint."""
-    return replace(spec, recompute=Recompute.NONE) if spec.recompute.whole_layers else spec
 
 
 class Offloaded(NamedTuple):

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from tools.spec.experts import BALANCED, ExpertLoad, expert_load_of
 from tools.spec.flag_table import of_group
@@ -143,19 +143,18 @@ class RunSpec:
     (`--num-distributed-optimizer-instances`; hybrid sharding)."""
     dropout: float = 0.1
     recompute: Recompute = Recompute.NONE
-    offload: Offload = field(default=NOTHING, hash=False)
+    offload: Offload = NOTHING
     """Activations that wait for backward on the host."""
     fused_attention: bool = True
     """Flash or cuDNN attention; without it the scores of every head are kept."""
     fused_norms: bool = True
     """Transformer Engine's layers: a norm is part of the dense linear layer behind it."""
     cp_comm_type: str = "p2p"
-    """Context parallelism's: `p2p` (ring), `a2a` or `all_gather`."""
+    """Context parallelism's: `p2p` (ring), `a2a` or `all_gather`; empty before a search has chosen."""
     stages: StageSplit = EVEN
     """How layers are laid on pipeline stages."""
     token_dispatcher: TokenDispatcher = TokenDispatcher.ALL_TO_ALL
-    # Nearly always the same, and a search hashes runs more often than all else.
-    expert_load: ExpertLoad = field(default=BALANCED, hash=False)
+    expert_load: ExpertLoad = BALANCED
     optimizer: str = "adam"
     """As Megatron calls it; its `adam` is AdamW."""
     seed: int = 1234
@@ -172,6 +171,15 @@ class RunSpec:
     patch_file: PatchFile | None = None
     strategy: str = field(default="", compare=False)
     """As it was asked for (`zero1`); what it is says `parallelism`, and `name` names it."""
+
+    def __hash__(self) -> int:
+        """Of what differs between the runs of a search, which looks them up more often than all else."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        chosen = (self.parallelism, self.batch, self.recompute, self.stages)
+        return hash((self.shape, *chosen, self.cp_comm_type, self.dtype, self.fp8_recipe))
 
     @property
     def name(self) -> str:
@@ -305,7 +313,12 @@ class RunSpec:
         chunks = self.chunk_layers(pipeline_rank)
         return sum(sum(self.recompute.checkpoints(layers)) for layers in chunks)
 
-    @property
+    @cached_property
+    def kept(self) -> RunSpec:
+        """A run that computes nothing again."""
+        return replace(self, recompute=Recompute.NONE)
+
+    @cached_property
     def dense(self) -> RunSpec:
         """A run whose layers are all as its dense ones are."""
         return replace(self, shape=self.shape.without_experts)
@@ -351,7 +364,7 @@ class RunSpec:
             recompute=Recompute(method="block", layers=again) if again else Recompute.NONE,
         )
 
-    @property
+    @cached_property
     def joining(self) -> RunSpec:
         """A run with one block a stage, that which a depth of multi-token prediction begins with."""
         shape = replace(self.shape.only(MTP), layers=self.parallelism.pipeline, mtp_depth=0)

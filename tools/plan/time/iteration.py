@@ -184,7 +184,7 @@ def _stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, _Pieces]:
     pieces = _pieces(_one_layer(spec), cluster)
     if not spec.recompute.some_layers:
         return pieces, pieces
-    return pieces, _pieces(_one_layer(replace(spec, recompute=Recompute.NONE)), cluster)
+    return pieces, _pieces(_one_layer(spec.kept), cluster)
 
 
 def _stage(
@@ -255,40 +255,54 @@ def _one_layer(spec: RunSpec) -> RunSpec:
 
 @lru_cache(maxsize=65536)
 def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
-
-    def rate_of(kind: RunSpec) -> DeviceRates:
-        return rates(cluster, kind.dtype, kind.fp8_recipe)
-
-    rate, execution, shape = rate_of(spec), cluster.execution, spec.shape
-    head_matmul, head_memory = head_seconds(spec, rate)
-    batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST))
-    embedding = _seconds(spec, cluster, embedding_collectives(spec))
-    head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
-
+    frozen = cluster.execution.frozen
     kinds = [
-        (times, kind, layer_seconds(kind, rate_of(kind), execution.frozen))
+        (times, kind, layer_seconds(kind, _rates(kind, cluster), frozen))
         for times, kind in spec.kinds
     ]
     forward = sum(times * layer.forward for times, _, layer in kinds)
     backward = sum(times * layer.backward for times, _, layer in kinds)
     layers = (_layer(kind, cluster, layer) * times for times, kind, layer in kinds)
+    own = spec.parallelism
+    if own.expert > 1:
+        alone = replace(own, data=1, expert=1)
+        spec = replace(spec, parallelism=alone, batch=replace(spec.batch, global_batch_size=1))
+    embedding, head, dense = _without_experts(spec, cluster)
+    return _Pieces(
+        layer=sum(layers, start=MicroBatchSeconds()),
+        dense=dense,
+        forward_share=forward / (forward + backward) if forward else 0.0,
+        embedding=embedding,
+        head=head,
+    )
+
+
+def _rates(spec: RunSpec, cluster: Cluster) -> DeviceRates:
+    return rates(cluster, spec.dtype, spec.fp8_recipe)
+
+
+@lru_cache(maxsize=65536)
+def _without_experts(
+    spec: RunSpec, cluster: Cluster
+) -> tuple[MicroBatchSeconds, MicroBatchSeconds, MicroBatchSeconds]:
+    """What does not depend on how experts are split: embedding, head, and a dense layer if there is one
+    among those of experts."""
+    rate, frozen, shape = _rates(spec, cluster), cluster.execution.frozen, spec.shape
+    head_matmul, head_memory = head_seconds(spec, rate)
+    batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST))
+    embedding = _seconds(spec, cluster, embedding_collectives(spec))
+    head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
     embedded = MicroBatchSeconds(
         memory_bound=embedding_seconds(spec, rate), tensor_parallel=embedding
     )
     own = MicroBatchSeconds(head_matmul, 0.0, head_memory, head + batch) + embedded * shape.depths
     if shape.mtp_depth:
-        joining = layer_seconds(spec.joining, rate, execution.frozen)
+        joining = layer_seconds(spec.joining, rate, frozen)
         own += _layer(spec.joining, cluster, joining) * shape.mtp_depth
     dense = MicroBatchSeconds()
     if shape.dense_layers:
-        dense = _layer(spec.dense, cluster, layer_seconds(spec.dense, rate, execution.frozen))
-    return _Pieces(
-        layer=sum(layers, start=MicroBatchSeconds()),
-        dense=dense,
-        forward_share=forward / (forward + backward) if forward else 0.0,
-        embedding=embedded + MicroBatchSeconds(tensor_parallel=batch),
-        head=own,
-    )
+        dense = _layer(spec.dense, cluster, layer_seconds(spec.dense, rate, frozen))
+    return embedded + MicroBatchSeconds(tensor_parallel=batch), own, dense
 
 
 def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSeconds:
