@@ -265,8 +265,8 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
     layers = (_layer(kind, cluster, layer) * times for times, kind, layer in kinds)
     own = spec.parallelism
     if own.expert > 1:
-        alone = replace(own, data=1, expert=1)
-        spec = replace(spec, parallelism=alone, batch=replace(spec.batch, global_batch_size=1))
+        samples, alone = spec.batch.micro_batch_size, replace(own, data=1, expert=1)
+        spec = replace(spec, parallelism=alone, batch=Batch(samples, samples))
     embedding, head, dense = _without_experts(spec, cluster)
     return _Pieces(
         layer=sum(layers, start=MicroBatchSeconds()),
@@ -311,7 +311,7 @@ def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSe
     tensor_calls, expert_calls = list(layer_collectives(spec)), list(expert_collectives(spec))
     products = layer.forward_matmul + layer.matmul_again + layer.input_gradients
     hides = layer.weight_gradients
-    if cluster.execution.overlap_tensor:
+    if cluster.execution.overlap_tensor and spec.parallelism.sequence_parallel:
         hides += products
         tensor_calls = [replace(call, hideable=True) for call in tensor_calls]
     found = MicroBatchSeconds(
