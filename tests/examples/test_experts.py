@@ -8,6 +8,7 @@ import pytest
 
 from tests.examples.runs import ITERATIONS, Run, Trainer
 from tools.plan.collectives.rank import communication_of_rank
+from tools.plan.memory import activation_bytes
 from tools.plan.tensors import rank_parameters
 from tools.records.measurements import (
     ROUTED_GROUPS,
@@ -114,6 +115,16 @@ def test_each_expert_rank_holds_half_of_the_experts(experts: Run, ep2: Run) -> N
         assert rank.categories[MemoryCategory.GRADIENTS] == 4 * held.total
         state = rank.categories[MemoryCategory.OPTIMIZER_STATE]
         assert 0 <= state - 8 * held.total < 4 * 200  # Adam's step counts
+
+
+def test_what_layers_of_experts_keep_is_the_closed_form_over_all_ranks(
+    experts: Run, ep2: Run
+) -> None:
+    for run in (experts, ep2):
+        ranks = read_ledger(run.folder, MemoryRecord).ranks
+        kept = sum(rank.categories[MemoryCategory.ACTIVATIONS] for rank in ranks)
+        # Rotary tables, norms' statistics, masks, and where each token went.
+        assert 1 <= kept / len(ranks) / activation_bytes(configuration(run)) < 1.07
 
 
 def test_every_call_of_expert_parallelism_is_in_the_closed_form(ep2: Run) -> None:

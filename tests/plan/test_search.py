@@ -86,6 +86,21 @@ def test_the_search_finds_what_trying_everything_finds(
     assert all(not violations(candidate.spec) for candidate in plan.ranked)
 
 
+@pytest.mark.parametrize(
+    ("model", "devices", "batch", "gpu"),
+    [("mixtral-8x7b", 16, 48, "h100"), ("moe-tiny", 4, 24, "cpu")],
+)
+def test_what_a_mixtures_search_leaves_out_is_slower_than_all_that_it_keeps(
+    make_request: MakeRequest, model: str, devices: int, batch: int, gpu: str
+) -> None:
+    request = make_request(model, devices, gpu, batch)
+    found, everything = search(request), search(request, kept=100_000)
+    assert len(everything.examined) > len(found.examined)
+    kept = {(one.strategy, one.seconds.total) for one in found.ranked}
+    fastest = sorted(everything.ranked, key=lambda one: one.seconds.total)[: len(kept)]
+    assert kept == {(one.strategy, one.seconds.total) for one in fastest}
+
+
 def test_two_h200_are_best_used_data_parallel(make_request: MakeRequest) -> None:
     plan = search(make_request("gpt2-large", 2, "h200", 64))
     assert plan.ranked[0].strategy in {"dp2", "dp2-zero1"}

@@ -91,6 +91,22 @@ def test_the_longest_stage_of_a_layout_is_slowest_wherever_it_lies() -> None:
     assert fullest_rank(fourth)[0] == 3
 
 
+def test_a_dense_layer_among_those_of_experts_takes_a_dense_models_time() -> None:
+    shape = load_model("mixtral-8x7b").shape
+    spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 64))
+    machines = cluster("h200", 8)
+
+    def total(dense: int) -> float:
+        layers = replace(shape, dense_layers=tuple(range(dense)))
+        return pipeline_seconds(replace(spec, shape=layers), machines)[1]
+
+    alone = pipeline_seconds(spec.dense, machines)[1]
+    layers = shape.layers
+    assert total(2) == pytest.approx(total(0) + 2 * (total(1) - total(0)))
+    assert total(layers) == pytest.approx(alone)
+    assert total(0) > 1.2 * alone
+
+
 def test_virtual_stages_shrink_the_bubble_by_their_number() -> None:
     plain = RunSpec(LARGE.shape, Parallelism(pipeline=2), Batch(4, 64))
     interleaved = replace(plain, parallelism=Parallelism(pipeline=2, virtual_stages=3))

@@ -73,6 +73,7 @@ def test_an_epsilon_is_named_where_it_is_not_megatrons_and_gelu_by_its_kind(tmp_
         ({**GPT2, "embd_pdrop": 0.2}, "embd_pdrop"),
         ({**LLAMA, "model_type": "mistral"}, "model_type 'mistral', whose weights"),
         ({**LLAMA, "model_type": "bert"}, "model_type 'bert', whose weights"),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config; convert"),
     ],
 )
 def test_what_no_flag_expresses_is_refused_by_name(
@@ -144,6 +145,25 @@ DEEPSEEK_V3 = {
 }
 
 
+GPT_OSS_20B = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "rope_theta": 150000,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
+
 def parameters(folder: Path, config: dict[str, Any]) -> int:
     model = model_of(str(written(folder, config)))
     return parameters_total(model.shape)
@@ -160,6 +180,12 @@ def test_mixtures_of_qwen3_and_deepseek_have_the_parameters_of_their_checkpoints
     assert flags.text("--moe-layer-freq") == "([0]*3+[1]*58)"
     assert flags.text("--mtp-num-layers") == "1"
     assert expert_load_of(flags) == ExpertLoad(groups=8, groups_taken=4)
+
+
+def test_gpt_oss_has_the_parameters_of_its_model_card(tmp_path: Path) -> None:
+    assert parameters(tmp_path, GPT_OSS_20B) == 20_914_757_184
+    larger = {**GPT_OSS_20B, "num_hidden_layers": 36, "num_local_experts": 128}
+    assert parameters(tmp_path, larger) == 116_829_156_672
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ PLAN = (
         v.VERIFY,
         v.ALPA,
         v.LARGEST,
+        v.RECIPE,
         v.RECOMPUTE,
         v.SVG,
         _meaning(v.STRATEGY, "times this strategy alone, tp8pp16dp8-zero1"),

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from tools.spec.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP, LatentAttention, Mamba
 from tools.spec.offload import GROUPS
 from tools.spec.recompute import Recompute
-from tools.spec.run import Fp8Recipe, RunSpec
+from tools.spec.run import DeviceKind, Fp8Recipe, RunSpec
 
 _FP32_BYTES = 4
 
@@ -32,6 +32,7 @@ FP8_RECIPE_BYTES = {
 """Of an operand's element, scales included."""
 
 
+@lru_cache(maxsize=4096)
 def layer_activation_bytes(spec: RunSpec) -> int:
     """Bytes that one layer saves of one micro batch, on one rank, here or on its host.
 
@@ -46,13 +47,20 @@ def layer_activation_bytes(spec: RunSpec) -> int:
     return sum(tensor.size for tensor in _tensors(spec) if not again(*tensor.modules))
 
 
-def chunk_activation_bytes(spec: RunSpec, layers: int) -> int:
-    """Bytes that a virtual stage of so many layers keeps of one micro batch on the device."""
+def chunk_activation_bytes(spec: RunSpec, layers: int, dense: int = 0) -> int:
+    """Bytes that a virtual stage of so many layers keeps of one micro batch on the device.
+
+    The first `dense` of them are so; what of their tensors goes to the host is taken to be experts'.
+    """
     checkpoints = spec.recompute.checkpoints(layers)
-    kept = layers - sum(checkpoints)
+    again = sum(checkpoints)
     found = len(checkpoints) * layer_activation_bytes(spec) if checkpoints else 0
-    if kept:
-        found += kept * layer_activation_bytes(_without_checkpoints(spec))
+    dense_kept = max(0, dense - again)
+    whole = spec.kept if spec.recompute.whole_layers else spec
+    if others := layers - again - dense_kept:
+        found += others * layer_activation_bytes(whole)
+    if dense_kept:
+        found += dense_kept * layer_activation_bytes(whole.dense)
     return found - offloaded_bytes(spec, layers).left if spec.offload else found
 
 
@@ -64,7 +72,7 @@ def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
     """
     if spec.recompute == Recompute.NONE:
         return 0
-    whole = layer_activation_bytes(replace(spec, recompute=Recompute.NONE))
+    whole = layer_activation_bytes(spec.kept)
     kept, checkpoints = layer_activation_bytes(spec), spec.recompute.checkpoints(layers)
     if not checkpoints:
         return 0 if spec.recompute.whole_layers else whole - kept
@@ -73,11 +81,6 @@ def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
         most = max(most, together * whole - kept - freed)
         freed += kept
     return most
-
-
-def _without_checkpoints(spec: RunSpec) -> RunSpec:
-    """The run with its layers kept that are in no checkpoint."""
-    return replace(spec, recompute=Recompute.NONE) if spec.recompute.whole_layers else spec
 
 
 class Offloaded(NamedTuple):
@@ -199,12 +202,19 @@ def norm_modules(spec: RunSpec) -> tuple[tuple[str, ...], ...]:
     return (by_block.get(shape.blocks, ()),) * shape.norms
 
 
+def norm_steps(spec: RunSpec) -> int:
+    """Products that a norm is made of, each of which saves its input: on a CPU PyTorch's RMSNorm scales
+    the hidden state, then multiplies it with the weight (`aten/src/ATen/native/layer_norm.cpp`)."""
+    return 2 if spec.shape.rms_norm and spec.device is DeviceKind.CPU else 1
+
+
 def _outside_tensor_parallel(spec: RunSpec) -> Iterator[_Tensor]:
     """Inputs and outputs of norms, masks of dropouts: what SP splits and TP does not.
 
     Outputs are inputs of linear layers; a router's, before experts, is not quantised.
     """
     elements = spec.tokens * spec.shape.hidden // spec.sequence_shards
+    steps = norm_steps(spec)
     norms = norm_modules(spec)
     for place, modules in enumerate(norms):
         attends = place == 0 and spec.shape.blocks in ("", ATTENTION)
@@ -213,6 +223,8 @@ def _outside_tensor_parallel(spec: RunSpec) -> Iterator[_Tensor]:
         yield _saved(spec, elements, (), *(alone if modules == _ALONE else inside))
         routed = spec.shape.experts and place == len(norms) - 1
         yield (_saved if routed else _operand)(spec, elements, modules, *inside)
+        if steps > 1:
+            yield _saved(spec, elements, modules)
     if spec.dropout:
         yield _Tensor(spec.shape.residuals * elements, elements)
 
@@ -249,7 +261,22 @@ def _of_attention(spec: RunSpec) -> Iterator[_Tensor]:
     tensor = spec.parallelism.tensor
     for heads in (shape.heads, keys, keys):
         yield _saved(spec, spec.tokens * heads * shape.head_width // tensor, (), "core_attn")
+    if _keeps_whole_projection(spec) and keys == shape.query_groups:
+        replaced = (shape.heads + keys) * shape.head_width
+        yield _saved(spec, spec.tokens * replaced // tensor, (), "core_attn")
     yield from _attended(spec, spec.tokens * shape.heads * shape.head_width // tensor)
+
+
+def _keeps_whole_projection(spec: RunSpec) -> bool:
+    """Whether V, a view of what the projection made, keeps Q and K there too, beside their rotated
+    copies.
+
+    Transformer Engine's attention copies V (`dot_product_attention/utils.py: get_qkv_layout`), as does
+    the dry run, and context parallelism gathers it; PyTorch's takes the view.
+    """
+    torchs = spec.device is DeviceKind.CPU or spec.fused_attention
+    rotary = not spec.shape.positions
+    return torchs and rotary and not spec.fused_norms and spec.parallelism.context == 1
 
 
 def _attended(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
@@ -317,7 +344,7 @@ def _of_experts(spec: RunSpec) -> Iterator[_Tensor]:
     permuted, wide = (fused,) * 2 if fused in spec.offload.modules else ("expert_fc1", "moe_act")
     yield _operand(spec, routed * hidden, inside, permuted)
     yield _saved(spec, routed * first, inside, wide)
-    if not (shape.gated and spec.fused_norms):
+    if not shape.gated:
         yield _saved(spec, routed * ffn, ("moe", "moe_act"))
     yield _operand(spec, routed * ffn, ("moe", "moe_act"), fused)
     if shape.latent_experts:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import import_module
 
 from tools.plan.options import PlanOptions, RequestError, plan_options
+from tools.plan.recipes import DEFAULTS, Chosen, recipe_sentence, search_recipes
 from tools.plan.request import request_from_options
-from tools.plan.search import Plan, Request, search
+from tools.plan.search import Plan, Request
 from tools.spec.flags import Flags
 from tools.spec.stages import LAYOUT_FLAG
 from tools.text.terminal import wide_console
@@ -38,6 +41,8 @@ def _layout(options: PlanOptions) -> int:
         timed_as_data,
     )
 
+    if options.recipe:
+        raise RequestError("RECIPE= is of a search; give STRATEGY= its flags with EXTRA=.")
     timed = time_strategy(options)
     other = time_strategy(changed_options(options, options.what_if)) if options.what_if else None
     if options.json:
@@ -59,11 +64,12 @@ def _plan(options: PlanOptions) -> int:
         raise RequestError(
             f"EXTRA has {LAYOUT_FLAG}, which is of one strategy; name it: STRATEGY=pp16dp8."
         )
-    plan = search(request, slack=_PICTURE_SLACK if options.svg else 1.0)
+    slack = _PICTURE_SLACK if options.svg else 1.0
+    plan, chosen = search_recipes(options.recipe or DEFAULTS, options, slack)
     if plan.winner is None:
         print(_refusal(plan), file=sys.stderr)
         return 1
-    _show(options, plan)
+    _show(options, plan, chosen)
     if options.svg:
         from tools.plan.picture import draw_plan
 
@@ -71,7 +77,7 @@ def _plan(options: PlanOptions) -> int:
     return 0
 
 
-def _show(options: PlanOptions, plan: Plan) -> None:
+def _show(options: PlanOptions, plan: Plan, chosen: Sequence[Chosen]) -> None:
     from tools.plan.dryrun.comparison import verify
     from tools.plan.dryrun.show import print_verified, verified_as_data
     from tools.plan.readings.neighbours import uncertainty
@@ -88,6 +94,8 @@ def _show(options: PlanOptions, plan: Plan) -> None:
         from tools.plan.show import plan_as_data
 
         data = plan_as_data(plan, days, scaled)
+        if options.recipe:
+            data["recipe"] = [asdict(each) for each in chosen]
         if known:
             data["uncertainty"] = known.as_data()
         if solved:
@@ -97,6 +105,8 @@ def _show(options: PlanOptions, plan: Plan) -> None:
     from tools.plan.show import print_plan
 
     console = wide_console()
+    if options.recipe:
+        console.print(recipe_sentence(options.recipe, chosen), highlight=False)
     print_plan(plan, console, days, scaled, str(known or ""))
     if solved:
         console.print(solved, highlight=False)

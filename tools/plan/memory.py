@@ -11,6 +11,7 @@ from tools.plan.activations import (
     FP8_RECIPE_BYTES,
     chunk_activation_bytes,
     layer_activation_bytes,
+    norm_steps,
     offloaded_bytes,
     recomputed_bytes,
     residual_bytes,
@@ -34,7 +35,7 @@ def embedding_bytes(spec: RunSpec) -> int:
 
 def head_bytes(spec: RunSpec) -> int:
     """Kept by the final norm and the output layer: the input of each."""
-    return 2 * residual_bytes(spec)
+    return (norm_steps(spec) + 1) * residual_bytes(spec)
 
 
 def logit_elements(spec: RunSpec) -> int:
@@ -301,8 +302,9 @@ def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, whole: int) -
 def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     """Kept for backward at the fullest moment of a pipeline rank."""
     chunks = spec.chunk_layers(pipeline_rank)
-    each = {layers: chunk_activation_bytes(spec, layers) for layers in set(chunks)}
-    kept = _in_flight(spec, pipeline_rank, tuple(each[layers] for layers in chunks))
+    kinds = tuple(zip(chunks, spec.chunk_dense_layers(pipeline_rank), strict=True))
+    each = {kind: chunk_activation_bytes(spec, *kind) for kind in set(kinds)}
+    kept = _in_flight(spec, pipeline_rank, tuple(each[kind] for kind in kinds))
     if spec.offload:
         kept += _not_yet_gone(spec, pipeline_rank)
     flights = max(1, layers_in_flight(spec, pipeline_rank) // max(1, sum(chunks)))
@@ -357,16 +359,17 @@ def fullest_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
 def ranks_apart(spec: RunSpec) -> set[int]:
     """The ends of a pipeline and, where stages are unequal, the ranks that stand for those between."""
     ends = {0, spec.parallelism.pipeline - 1}
-    return ends if spec.stages == EVEN else ends | middle_ranks(spec).keys()
+    alike = spec.stages == EVEN and not spec.shape.dense_layers
+    return ends if alike else ends | middle_ranks(spec).keys()
 
 
 def middle_ranks(spec: RunSpec) -> dict[int, int]:
-    """Of the pipeline ranks between the ends the first with each number of layers, and how many have it:
-    one number, unless a layout says otherwise."""
+    """Of the pipeline ranks between the ends the first with each number of layers, and of dense ones
+    among them, and how many have it: one, unless a layout says otherwise or layers are of two kinds."""
     between = range(1, spec.parallelism.pipeline - 1)
-    if not spec.stages.layout:
+    if not (spec.stages.layout or spec.shape.dense_layers):
         return {1: len(between)} if between else {}
-    layers = [spec.stage_layers(rank) for rank in between]
+    layers = [(spec.stage_layers(rank), sum(spec.chunk_dense_layers(rank))) for rank in between]
     return {1 + layers.index(number): times for number, times in Counter(layers).items()}
 
 

@@ -39,6 +39,8 @@ class PlanOptions:
     """Megatron's flags, not yet split into words."""
     readings: Path | None = None
     tokens: float | None = None
+    recipe: str | None = None
+    """Of a search: `defaults`, `tuned` or `all` (`recipes.py`)."""
     recompute: Recompute | None = None
     strategy: str | None = None
     what_if: str | None = None

@@ -1,16 +1,19 @@
 """The best configurations of a model on a cluster, found without evaluating all of them.
 
-Each combination of degrees, micro batch and recomputation bounds its iteration time from below by
-the work of its slowest stage and the bubble of its most virtual stages; sharding only adds to that.
-Going through them from the lowest bound up, the search stops when no bound is below the tenth best
-time: the ranking is that of an exhaustive search (a test compares the two).
+Degrees bound an iteration's time from below by the work of the slowest stage and the bubble of the
+most virtual stages, where nothing is recomputed, context parallelism sends nothing, and a sample costs
+no more than in one micro batch of all. A size of the micro batch, recomputation, the algorithm and
+sharding only add to that, and are chosen one after the other where the bound is among the lowest. Going
+from the lowest bound up, the search stops when none is below the tenth best time: the ranking is that
+of an exhaustive search (a test compares the two).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 from math import exp, inf
 
 from tools.plan.candidates import (
@@ -40,7 +43,7 @@ from tools.spec.model import Model
 from tools.spec.recompute import Recompute
 from tools.spec.run import RunSpec
 from tools.spec.stages import virtual_degrees
-from tools.spec.strategy import Parallelism, batch_for, parse_strategy, strategy_name
+from tools.spec.strategy import Batch, Parallelism, batch_for, parse_strategy, strategy_name
 
 KEPT = 10
 TIED = 1.01
@@ -131,14 +134,15 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
     capacity = request.capacity
     best: dict[Parallelism, Candidate] = {}
     examined: list[Candidate] = []
-    found = _bounds(request)
+    found, limit = _bounds(request), inf
     while found.queue:
         bound = heapq.heappop(found.queue)
-        limit = slack * _slowest_kept(best, kept) if len(best) >= kept else inf
-        if best:
-            limit = max(limit, TIED * _slowest_kept(best, 1))
         if bound.seconds > limit:
             break
+        if bound.left:
+            for chosen, left in _choices(request, bound):
+                heapq.heappush(found.queue, _bounded(request, chosen, next(found.numbers), left))
+            continue
         for spec in variants(bound.plain):
             if bound.with_bubble(spec.parallelism.virtual_stages) > limit:
                 continue
@@ -147,6 +151,8 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
                 candidate = _predicted(request, spec, (rank, memory))
                 examined.append(candidate)
                 _keep_if_better(best, candidate)
+        if len(best) >= kept:
+            limit = max(slack * _slowest_kept(best, kept), TIED * _slowest_kept(best, 1))
     fitting = list(best.values())
     if request.own.residuals:  # Which bounds the loop cannot know: the kept ones change places.
         fastest = sorted(fitting, key=_order)[:kept]
@@ -212,6 +218,7 @@ class _Bases:
 
     legal: int = 0
     queue: list[_Bound] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=count)
     lightest: tuple[int, RunSpec] | None = None
 
 
@@ -221,11 +228,14 @@ class _Bound:
 
     seconds: float
     number: int
+    """In the order in which they were found."""
     plain: RunSpec = field(compare=False)
     working: float = field(compare=False)
     """The slowest stage's, all micro batches."""
     ramp: float = field(compare=False)
     """Of one micro batch in the other stages."""
+    left: int = field(compare=False)
+    """Of micro batch, recomputation and context parallelism's algorithm the last so many, not chosen."""
 
     def with_bubble(self, virtual: int) -> float:
         """Least seconds with so many virtual stages."""
@@ -250,24 +260,59 @@ def _bounds(request: Request) -> _Bases:
         if found.lightest is None or bytes_needed < found.lightest[0]:
             found.lightest = (bytes_needed, lightest)
         if bytes_needed <= capacity:
-            _bound_split(found, request, split, sizes)
+            plain = next(_fitting(request, base(template, split, sizes[0], Recompute.NONE)))
+            found.queue.append(_bounded_split(request, plain, next(found.numbers)))
     heapq.heapify(found.queue)
     return found
 
 
-def _bound_split(found: _Bases, request: Request, split: Parallelism, sizes: list[int]) -> None:
-    template, cluster = request.template, request.cluster
-    for recompute in recomputes(template):
-        for size in sizes:
-            plain = base(template, split, size, recompute)
-            if fullest_rank(min_memory_variant(plain))[1].needed > request.capacity:
-                break
-            for comm_type in comm_types(template, split):
-                chosen = plain if comm_type == "p2p" else replace(plain, cp_comm_type=comm_type)
-                stage, through = pipeline_seconds(chosen, cluster)
-                working, ramp = chosen.microbatches * stage.total, through - stage.total
-                least = working + ramp / virtual_stages(chosen)[-1]
-                found.queue.append(_Bound(least, len(found.queue), chosen, working, ramp))
+def _bounded_split(request: Request, plain: RunSpec, number: int) -> _Bound:
+    """A bound for every micro batch from the smallest on, which `plain` has: time grows with it by less
+    than in proportion, but for whole tokens of an expert."""
+    split, batch = plain.parallelism, request.global_batch
+    whole = replace(plain, batch=Batch(batch, batch))
+    if split.context > 1:
+        whole = replace(whole, cp_comm_type="")
+    stage, through = pipeline_seconds(whole, request.cluster)
+    ramp = (through - stage.total) * plain.batch.micro_batch_size / batch
+    virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)[-1]
+    seconds = stage.total / split.data + ramp / virtual
+    return _Bound(_WHOLE_TOKENS * seconds, number, whole, 0.0, 0.0, 3)
+
+
+_WHOLE_TOKENS = 0.97
+
+
+def _bounded(request: Request, plain: RunSpec, number: int, left: int) -> _Bound:
+    stage, through = pipeline_seconds(plain, request.cluster)
+    working, ramp = plain.microbatches * stage.total, through - stage.total
+    least = working + ramp / virtual_stages(plain)[-1]
+    return _Bound(least, number, plain, working, ramp, left)
+
+
+def _choices(request: Request, bound: _Bound) -> Iterator[tuple[RunSpec, int]]:
+    """A combination with what can be chosen next, and what is left to choose then."""
+    plain, batch = bound.plain, request.global_batch
+    context = plain.parallelism.context > 1
+    if bound.left == 3:
+        for size in micro_batches(plain.parallelism, batch):
+            yield replace(plain, batch=Batch(size, batch)), 2
+    elif bound.left == 2:
+        yield from ((chosen, int(context)) for chosen in _fitting(request, plain))
+    else:
+        for comm_type in comm_types(request.template, plain.parallelism):
+            yield replace(plain, cp_comm_type=comm_type), 0
+
+
+def _fitting(request: Request, plain: RunSpec) -> Iterator[RunSpec]:
+    """With each recomputation, from this one on, with which it can fit: each needs less memory than the
+    one before, and more time."""
+    ways, fits = recomputes(request.template), False
+    for recompute in ways[ways.index(plain.recompute) :]:
+        chosen = replace(plain, recompute=recompute)
+        fits = fits or fullest_rank(min_memory_variant(chosen))[1].needed <= request.capacity
+        if fits:
+            yield chosen
 
 
 def _count(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:

@@ -340,7 +340,8 @@ def _held_layers(spec: RunSpec, pipeline_rank: int) -> tuple[tuple[int, ...], tu
     dense = spec.chunk_dense_layers(pipeline_rank)
     if shape.mtp_depth and pipeline_rank == spec.parallelism.pipeline - 1:
         layers = (*layers[:-1], layers[-1] - shape.mtp_depth + shape.mtp_layers_held)
-        dense = (*dense[:-1], dense[-1] + shape.mtp_layers_held * shape.mtp_is_dense)
+        if shape.mtp_is_dense:
+            dense = (*dense[:-1], dense[-1] - shape.mtp_depth + shape.mtp_layers_held)
     return layers, dense
 
 

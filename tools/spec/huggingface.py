@@ -1,7 +1,8 @@
 """A Hugging Face `config.json` as Megatron's flags, and for GPT-2 and Llama back.
 
-The planner takes GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral and DeepSeek V3. Weights are converted of
-GPT-2 and Llama alone, and only where Megatron's flags say exactly what the config says (`exact_flags`).
+The planner takes GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, GPT-OSS and DeepSeek V3, whatever types
+a checkpoint is stored in. Weights are converted of GPT-2 and Llama alone, and only where Megatron's
+flags say exactly what the config says (`exact_flags`).
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ def exact_flags(path: Path) -> tuple[str, ...]:
             f"{path} has the model_type '{kind}', whose weights are not converted here; known are "
             f"{' and '.join(CONVERTED)}."
         )
+    if config.has("quantization_config"):
+        raise ConfigError(f"{path} has a quantization_config; convert the unquantised model.")
     flags = flags_of_config(path)
     for field, value, wanted in _INEXACT[kind](config):
         raise ConfigError(
@@ -189,14 +192,14 @@ class _Config:
 
 def _refuse_unsupported(config: _Config) -> None:
     """What would make it another model than the flags say."""
-    if config.has("quantization_config"):
-        raise ConfigError(f"{config.path} has a quantization_config; plan the unquantised model.")
     if config.maybe("decoder_sparse_step") not in (None, 1) or config.has("mlp_only_layers"):
         raise ConfigError(
             f"{config.path} has dense layers among those of experts (decoder_sparse_step, "
             "mlp_only_layers), which are not planned."
         )
     window = config.maybe("sliding_window")
+    if config.values["model_type"] == "gpt_oss":  # Its flags say which layers have one.
+        return
     if window and config.values.get("use_sliding_window", True) and window < config.sequence:
         raise ConfigError(
             f"{config.path} has a sliding_window of {window}, and the planner knows full attention "
@@ -283,6 +286,24 @@ def _qwen3_moe(config: _Config) -> dict[str, object]:
     return _qwen3(config) | _experts(config, "num_experts", "moe_intermediate_size")
 
 
+def _gpt_oss(config: _Config) -> dict[str, object]:
+    """Every other layer looks at a window of tokens alone; the limit and the offset of its activation
+    are fields of Megatron's `TransformerConfig`."""
+    return {
+        **_llama(config),
+        **_experts(config, "num_local_experts", "intermediate_size"),
+        "--swiglu": False,
+        "--quick-geglu": True,
+        "--glu-linear-offset": 1.0,
+        "--activation-func-clamp-value": config.number("swiglu_limit", 7.0),
+        "--disable-bias-linear": False,
+        "--add-qkv-bias": False,
+        "--softmax-type": "learnable",
+        "--window-size": f"{config.whole('sliding_window')},0",
+        "--window-attn-skip-freq": 2,
+    }
+
+
 def _deepseek_v3(config: _Config) -> dict[str, object]:
     layers, dense = config.whole("num_hidden_layers"), config.maybe("first_k_dense_replace", 0) or 0
     shared = (config.maybe("n_shared_experts", 0) or 0) * config.whole("moe_intermediate_size")
@@ -313,6 +334,7 @@ _KINDS: Mapping[str, Callable[[_Config], dict[str, object]]] = {
     "qwen3": _qwen3,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
+    "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek_v3,
 }
 

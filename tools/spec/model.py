@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,15 @@ class ModelShape:
     mtp_is_repeated: bool = False
     """All depths are one block and one layer, with one set of weights."""
 
+    def __hash__(self) -> int:
+        """Of a few fields: a search looks shapes up more often than it makes them."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        widths = (self.layers, self.hidden, self.heads, self.ffn_hidden, self.seq_length)
+        return hash((*widths, self.blocks, self.experts, self.dense_layers, self.mtp_depth))
+
     @property
     def kinds(self) -> tuple[tuple[int, ModelShape], ...]:
         """How many of a layer's blocks are of each kind, with a shape of such a block alone."""
@@ -157,6 +167,7 @@ class ModelShape:
             return ((1, self),)
         return tuple((times, self.only(block)) for block, times in Counter(self.blocks).items())
 
+    @lru_cache(maxsize=256)  # noqa: B019  (shapes are few)
     def only(self, block: str) -> ModelShape:
         """A layer that is one block."""
         kept = replace(self, blocks=block)
@@ -166,7 +177,7 @@ class ModelShape:
             kept = kept.without_experts
         return kept if block == MLP else replace(kept, ffn_hidden=0)
 
-    @property
+    @cached_property
     def without_experts(self) -> ModelShape:
         """Its layers with a dense MLP."""
         return replace(self, experts=0, experts_per_token=0, shared_expert_ffn=0, dense_layers=())

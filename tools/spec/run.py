@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property, lru_cache
 
 from tools.spec.experts import BALANCED, ExpertLoad, expert_load_of
 from tools.spec.flag_table import of_group
@@ -142,19 +143,18 @@ class RunSpec:
     (`--num-distributed-optimizer-instances`; hybrid sharding)."""
     dropout: float = 0.1
     recompute: Recompute = Recompute.NONE
-    offload: Offload = field(default=NOTHING, hash=False)
+    offload: Offload = NOTHING
     """Activations that wait for backward on the host."""
     fused_attention: bool = True
     """Flash or cuDNN attention; without it the scores of every head are kept."""
     fused_norms: bool = True
     """Transformer Engine's layers: a norm is part of the dense linear layer behind it."""
     cp_comm_type: str = "p2p"
-    """Context parallelism's: `p2p` (ring), `a2a` or `all_gather`."""
+    """Context parallelism's: `p2p` (ring), `a2a` or `all_gather`; empty before a search has chosen."""
     stages: StageSplit = EVEN
     """How layers are laid on pipeline stages."""
     token_dispatcher: TokenDispatcher = TokenDispatcher.ALL_TO_ALL
-    # Nearly always the same, and a search hashes runs more often than all else.
-    expert_load: ExpertLoad = field(default=BALANCED, hash=False)
+    expert_load: ExpertLoad = BALANCED
     optimizer: str = "adam"
     """As Megatron calls it; its `adam` is AdamW."""
     seed: int = 1234
@@ -171,6 +171,15 @@ class RunSpec:
     patch_file: PatchFile | None = None
     strategy: str = field(default="", compare=False)
     """As it was asked for (`zero1`); what it is says `parallelism`, and `name` names it."""
+
+    def __hash__(self) -> int:
+        """Of what differs between the runs of a search, which looks them up more often than all else."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        chosen = (self.parallelism, self.batch, self.recompute, self.stages)
+        return hash((self.shape, *chosen, self.cp_comm_type, self.dtype, self.fp8_recipe))
 
     @property
     def name(self) -> str:
@@ -284,22 +293,16 @@ class RunSpec:
 
     def chunk_dense_layers(self, pipeline_rank: int) -> tuple[int, ...]:
         """Of the layers of each virtual stage of a pipeline rank those that are dense among experts'."""
-        split, dense = self.parallelism, self.shape.dense_layers
-        if not dense:
+        split, shape = self.parallelism, self.shape
+        if not shape.dense_layers:
             return (0,) * split.virtual_stages
-        counts = [
-            self.stages.chunks(self.shape.layers, split.pipeline, split.virtual_stages, rank)
-            for rank in range(split.pipeline)
+        degrees = (split.pipeline, split.virtual_stages)
+        found = _dense_layers(self.stages, shape.layers, shape.dense_layers, *degrees)[
+            pipeline_rank
         ]
-        found, first = [], 0
-        for stage in range(split.virtual_stages):
-            for rank, chunks in enumerate(counts):
-                if rank == pipeline_rank:
-                    found.append(
-                        sum(layer in range(first, first + chunks[stage]) for layer in dense)
-                    )
-                first += chunks[stage]
-        return tuple(found)
+        if shape.mtp_is_dense and pipeline_rank == split.pipeline - 1:
+            return (*found[:-1], found[-1] + shape.mtp_depth)
+        return found
 
     def stage_layers(self, pipeline_rank: int) -> int:
         """Layers on one pipeline rank, over its virtual stages."""
@@ -310,24 +313,58 @@ class RunSpec:
         chunks = self.chunk_layers(pipeline_rank)
         return sum(sum(self.recompute.checkpoints(layers)) for layers in chunks)
 
-    def with_stages_like(self, pipeline_rank: int) -> RunSpec:
-        """An even run whose every stage has as many layers as this one's and computes as many again, in
-        one virtual stage: for calls inside layers."""
-        if self.stages == EVEN and not (self.recompute.some_layers or self.shape.mtp_depth):
-            return self
-        layers = self.stage_layers(pipeline_rank) * self.parallelism.pipeline
-        shape = replace(self.shape, layers=layers, mtp_depth=0, dense_layers=())
+    @cached_property
+    def kept(self) -> RunSpec:
+        """A run that computes nothing again."""
+        return replace(self, recompute=Recompute.NONE)
+
+    @cached_property
+    def dense(self) -> RunSpec:
+        """A run whose layers are all as its dense ones are."""
+        return replace(self, shape=self.shape.without_experts)
+
+    def dense_layers_of(self, pipeline_rank: int) -> tuple[int, int]:
+        """Of the layers of a pipeline rank, and of those computed again whole, the dense: in a virtual
+        stage they come before the others."""
+        if not self.shape.dense_layers:
+            return 0, 0
+        chunks = list(
+            zip(
+                self.chunk_layers(pipeline_rank),
+                self.chunk_dense_layers(pipeline_rank),
+                strict=True,
+            )
+        )
+        again = (min(dense, sum(self.recompute.checkpoints(layers))) for layers, dense in chunks)
+        return sum(dense for _, dense in chunks), sum(again)
+
+    def stage_runs(self, pipeline_rank: int) -> tuple[RunSpec, ...]:
+        """Even runs whose stages together have as many layers of each kind as this one's and compute as
+        many again, in one virtual stage: for calls inside layers."""
+        shape, some = self.shape, self.recompute.some_layers
+        if self.stages == EVEN and not (some or shape.mtp_depth or shape.dense_layers):
+            return (self,)
+        layers, again = self.stage_layers(pipeline_rank), self.layers_again(pipeline_rank)
+        dense, dense_again = self.dense_layers_of(pipeline_rank)
+        kinds = [(self, layers - dense, again - dense_again)]
+        if dense:
+            kinds.append((self.dense, dense, dense_again))
+        return tuple(run._even(count, again) for run, count, again in kinds if count)
+
+    def _even(self, layers: int, again: int) -> RunSpec:
+        """A run with so many layers of one kind on every stage, of which so many are computed again."""
+        whole = layers * self.parallelism.pipeline
+        shape = replace(self.shape, layers=whole, mtp_depth=0, dense_layers=())
         found = replace(self, stages=EVEN, shape=shape)
         if not self.recompute.some_layers:
             return found
-        again = self.layers_again(pipeline_rank)
         return replace(
             found,
             parallelism=replace(self.parallelism, virtual_stages=1),
             recompute=Recompute(method="block", layers=again) if again else Recompute.NONE,
         )
 
-    @property
+    @cached_property
     def joining(self) -> RunSpec:
         """A run with one block a stage, that which a depth of multi-token prediction begins with."""
         shape = replace(self.shape.only(MTP), layers=self.parallelism.pipeline, mtp_depth=0)
@@ -339,6 +376,22 @@ class RunSpec:
         a tied one, or with multi-token prediction any (`setup_embeddings_and_output_layer`)."""
         shared = self.trained_shape.tied_embeddings or bool(self.shape.mtp_depth)
         return shared and self.parallelism.pipeline > 1
+
+
+@lru_cache(maxsize=4096)
+def _dense_layers(
+    stages: StageSplit, layers: int, dense: tuple[int, ...], pipeline: int, virtual: int
+) -> tuple[tuple[int, ...], ...]:
+    """For each pipeline rank the dense layers of each of its virtual stages."""
+    counts = [stages.chunks(layers, pipeline, virtual, rank) for rank in range(pipeline)]
+    found: list[list[int]] = [[] for _ in counts]
+    first = 0
+    for stage in range(virtual):
+        for rank, chunks in enumerate(counts):
+            behind = first + chunks[stage]
+            found[rank].append(sum(first <= layer < behind for layer in dense))
+            first = behind
+    return tuple(tuple(chunks) for chunks in found)
 
 
 def spec_of_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSpec:

@@ -165,6 +165,11 @@ IMBALANCE = Setting(
 SEQ = Setting("SEQ", "a whole number", "sequence length")
 TOKENS = Setting("TOKENS", "a number above 0", "tokens to train on")
 CALIBRATION = Setting("CALIBRATION", PATH, "file of measured constants")
+RECIPE = Setting(
+    "RECIPE",
+    "defaults, tuned or all",
+    "switches that a search tries: tuned, or all with fp8 (defaults)",
+)
 VERIFY = Setting("VERIFY", "a whole number from 0 to 10", "dry-run this many of the best", 0)
 ALPA = Setting("ALPA", SWITCH, "1 also solves Alpa's dynamic program", False)
 LARGEST = Setting("LARGEST", SWITCH, "1 sizes the largest model that fits, by strategy", False)

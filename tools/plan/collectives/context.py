@@ -15,8 +15,8 @@ _ALL_TO_ALL = "Transformer Engine, AttnFuncWithCPAndQKVOA2A; arXiv:2309.14509"
 
 
 def context_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Calls over CP in one iteration, by `--cp-comm-type`."""
-    if spec.parallelism.context > 1:
+    """Calls over CP in one iteration, by `--cp-comm-type`; none where that is not chosen."""
+    if spec.parallelism.context > 1 and spec.cp_comm_type:
         algorithm = {"p2p": _ring, "all_gather": _gathered, "a2a": _exchanged}
         yield from algorithm[spec.cp_comm_type](spec)
 

@@ -90,10 +90,13 @@ def _fully_sharded(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall
     has in no layer, and everything under ZeRO-2, which has one bucket, is gathered once, after the
     update.
     """
-    parallelism, layers = spec.parallelism, spec.stage_layers(pipeline_rank)
+    parallelism, (dense, _) = spec.parallelism, spec.dense_layers_of(pipeline_rank)
+    layers = spec.stage_layers(pipeline_rank) - dense
     rank, layer = rank_parameters(spec, pipeline_rank), layer_parameters(spec)
+    among_experts = layer_parameters(spec.dense).total if dense else 0
     experts = layer.experts if parallelism.expert > 1 else 0
-    shared, outside = layer.total - experts, rank.total - layers * layer.total
+    outside = rank.total - layers * layer.total - dense * among_experts
+    shared = layer.total - experts
     if not parallelism.sharding.is_torch_fsdp and not spec.shape.experts:
         ranks = group_ranks(parallelism, Group.DATA_CONTEXT)
         rows = ranks * _widest_row(spec)
@@ -103,6 +106,7 @@ def _fully_sharded(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall
     passes = layers * spec.microbatches
     yield from _unit(spec, Group.DATA_CONTEXT, shared, passes)
     yield from _unit(spec, Group.EXPERT_DATA, experts, passes)
+    yield from _unit(spec, Group.DATA_CONTEXT, among_experts, dense * spec.microbatches)
     if parallelism.sharding.is_torch_fsdp:
         embedding = rank.word_embedding + rank.position_embedding
         for unit in (embedding, outside - embedding):

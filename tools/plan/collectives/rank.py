@@ -41,10 +41,11 @@ def _all_collectives(
     spec: RunSpec, pipeline_rank: int, megatron: Megatron
 ) -> Iterator[CollectiveCall]:
     yield from tensor_collectives(spec, pipeline_rank, megatron)
-    yield from context_collectives(spec.with_stages_like(pipeline_rank))
+    for run in spec.stage_runs(pipeline_rank):
+        yield from context_collectives(run)
+        yield from expert_collectives(run)
     if pipeline_rank == spec.parallelism.pipeline - 1:
         yield from boundary_collectives(spec)
-    yield from expert_collectives(spec.with_stages_like(pipeline_rank))
     yield from pipeline_collectives(spec, pipeline_rank)
     yield from gradient_collectives(spec, pipeline_rank)
     yield from control_collectives(spec, pipeline_rank, megatron)

@@ -32,7 +32,8 @@ def tensor_collectives(
     yield from batch_collectives(spec, first, last, megatron)
     if first:
         yield from embedding_collectives(spec)
-    yield from layer_collectives(spec.with_stages_like(pipeline_rank))
+    for run in spec.stage_runs(pipeline_rank):
+        yield from layer_collectives(run)
     if last:
         yield from depth_collectives(spec)
         yield from head_collectives(spec)

@@ -253,6 +253,7 @@ def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
         experts_per_token=facts.get("experts_per_token", 0),
         expert_ffn_hidden=reading.expert_ffn or facts.get("expert_ffn", 0),
         shared_expert_ffn=facts.get("shared_ffn", 0),
+        dense_layers=tuple(range(facts.get("dense_first", 0))),
         latent=LatentAttention(*latent) if latent else None,
         qk_norm=bool(latent),  # As every published model with latent attention.
         blocks=blocks,

@@ -179,27 +179,27 @@ def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[
     return found.total, sum(_after_backward(once, cluster, pipeline_rank))
 
 
-def _stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, MicroBatchSeconds]:
-    """What all stages are made of, and a layer that is not computed again."""
+def _stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, _Pieces]:
+    """What all stages are made of, and the same where layers are not computed again."""
     pieces = _pieces(_one_layer(spec), cluster)
     if not spec.recompute.some_layers:
-        return pieces, pieces.layer
-    return pieces, _pieces(_one_layer(replace(spec, recompute=Recompute.NONE)), cluster).layer
+        return pieces, pieces
+    return pieces, _pieces(_one_layer(spec.kept), cluster)
 
 
 def _stage(
-    spec: RunSpec,
-    cluster: Cluster,
-    pipeline_rank: int,
-    made_of: tuple[_Pieces, MicroBatchSeconds],
+    spec: RunSpec, cluster: Cluster, pipeline_rank: int, made_of: tuple[_Pieces, _Pieces]
 ) -> MicroBatchSeconds:
     """One micro batch on a pipeline rank: its layers, some computed again, and what the ends have."""
     (pieces, kept), layers = made_of, spec.stage_layers(pipeline_rank)
-    if spec.recompute.some_layers:
-        again = spec.layers_again(pipeline_rank)
-        found = pieces.layer * again + kept * (layers - again)
-    else:
-        found = pieces.layer * layers
+    again = spec.layers_again(pipeline_rank) if spec.recompute.some_layers else layers
+    dense, dense_again = spec.dense_layers_of(pipeline_rank)
+    dense_again = dense_again if spec.recompute.some_layers else dense
+    found = pieces.layer * (again - dense_again)
+    if again < layers:
+        found += kept.layer * (layers - again - dense + dense_again)
+    if dense:
+        found += pieces.dense * dense_again + kept.dense * (dense - dense_again)
     if spec.offload:
         passes = found.total * pieces.forward_share, found.total * (1 - pieces.forward_share)
         host = rates(cluster, spec.dtype, spec.fp8_recipe).known_host
@@ -223,6 +223,8 @@ class _Pieces:
     """What the stages of a model are made of."""
 
     layer: MicroBatchSeconds
+    dense: MicroBatchSeconds
+    """One that is dense among those of experts; nothing where none is."""
     embedding: MicroBatchSeconds
     head: MicroBatchSeconds
     """With what joins tokens ahead to the hidden states; their layers are the last stage's."""
@@ -253,36 +255,54 @@ def _one_layer(spec: RunSpec) -> RunSpec:
 
 @lru_cache(maxsize=65536)
 def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
-
-    def rate_of(kind: RunSpec) -> DeviceRates:
-        return rates(cluster, kind.dtype, kind.fp8_recipe)
-
-    rate, execution, shape = rate_of(spec), cluster.execution, spec.shape
-    head_matmul, head_memory = head_seconds(spec, rate)
-    batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST))
-    embedding = _seconds(spec, cluster, embedding_collectives(spec))
-    head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
-
+    frozen = cluster.execution.frozen
     kinds = [
-        (times, kind, layer_seconds(kind, rate_of(kind), execution.frozen))
+        (times, kind, layer_seconds(kind, _rates(kind, cluster), frozen))
         for times, kind in spec.kinds
     ]
     forward = sum(times * layer.forward for times, _, layer in kinds)
     backward = sum(times * layer.backward for times, _, layer in kinds)
     layers = (_layer(kind, cluster, layer) * times for times, kind, layer in kinds)
+    own = spec.parallelism
+    if own.expert > 1:
+        samples, alone = spec.batch.micro_batch_size, replace(own, data=1, expert=1)
+        spec = replace(spec, parallelism=alone, batch=Batch(samples, samples))
+    embedding, head, dense = _without_experts(spec, cluster)
+    return _Pieces(
+        layer=sum(layers, start=MicroBatchSeconds()),
+        dense=dense,
+        forward_share=forward / (forward + backward) if forward else 0.0,
+        embedding=embedding,
+        head=head,
+    )
+
+
+def _rates(spec: RunSpec, cluster: Cluster) -> DeviceRates:
+    return rates(cluster, spec.dtype, spec.fp8_recipe)
+
+
+@lru_cache(maxsize=65536)
+def _without_experts(
+    spec: RunSpec, cluster: Cluster
+) -> tuple[MicroBatchSeconds, MicroBatchSeconds, MicroBatchSeconds]:
+    """What does not depend on how experts are split: embedding, head, and a dense layer if there is one
+    among those of experts."""
+    rate, frozen, shape = _rates(spec, cluster), cluster.execution.frozen, spec.shape
+    head_matmul, head_memory = head_seconds(spec, rate)
+    batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST))
+    embedding = _seconds(spec, cluster, embedding_collectives(spec))
+    head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
     embedded = MicroBatchSeconds(
         memory_bound=embedding_seconds(spec, rate), tensor_parallel=embedding
     )
     own = MicroBatchSeconds(head_matmul, 0.0, head_memory, head + batch) + embedded * shape.depths
     if shape.mtp_depth:
-        joining = layer_seconds(spec.joining, rate, execution.frozen)
+        joining = layer_seconds(spec.joining, rate, frozen)
         own += _layer(spec.joining, cluster, joining) * shape.mtp_depth
-    return _Pieces(
-        layer=sum(layers, start=MicroBatchSeconds()),
-        forward_share=forward / (forward + backward) if forward else 0.0,
-        embedding=embedded + MicroBatchSeconds(tensor_parallel=batch),
-        head=own,
-    )
+    dense = MicroBatchSeconds()
+    if shape.dense_layers:
+        dense = _layer(spec.dense, cluster, layer_seconds(spec.dense, rate, frozen))
+    return embedded + MicroBatchSeconds(tensor_parallel=batch), own, dense
 
 
 def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSeconds:
@@ -291,7 +311,7 @@ def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSe
     tensor_calls, expert_calls = list(layer_collectives(spec)), list(expert_collectives(spec))
     products = layer.forward_matmul + layer.matmul_again + layer.input_gradients
     hides = layer.weight_gradients
-    if cluster.execution.overlap_tensor:
+    if cluster.execution.overlap_tensor and spec.parallelism.sequence_parallel:
         hides += products
         tensor_calls = [replace(call, hideable=True) for call in tensor_calls]
     found = MicroBatchSeconds(

@@ -5,6 +5,7 @@ measured on it. Figures that say "measured" are of an H200 (../readings/README.m
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.execution import Execution
@@ -85,6 +86,7 @@ _ONE_SCALE = (Fp8Recipe.DELAYED, Fp8Recipe.TENSORWISE)
 (Transformer Engine, `utils.py: is_non_tn_fp8_gemm_supported`)."""
 
 
+@lru_cache(maxsize=256)
 def rates(cluster: Cluster, dtype: str, fp8_recipe: Fp8Recipe = Fp8Recipe.NONE) -> DeviceRates:
     """Achieved rates.
 

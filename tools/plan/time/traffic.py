@@ -223,7 +223,7 @@ def _context_bytes(spec: RunSpec) -> tuple[int, int]:
     """
     parallelism, shape = spec.parallelism, spec.shape
     ranks = parallelism.context
-    if ranks == 1:
+    if ranks == 1 or not spec.cp_comm_type:
         return 0, 0
     element = spec.element_bytes * spec.tokens
     queries = element * shape.heads * shape.head_width // parallelism.tensor

@@ -133,7 +133,10 @@ def _saving(subject: Subject, plain: Subject | None, strategy: str) -> str:
     before, after = _kept(one[0]), _kept(two[0])
     closed = [
         head_bytes(spec)
-        + sum(chunk_activation_bytes(spec, layers) for layers in spec.chunk_layers(0))
+        + sum(
+            chunk_activation_bytes(spec, *of_kinds)
+            for of_kinds in zip(spec.chunk_layers(0), spec.chunk_dense_layers(0), strict=True)
+        )
         for spec in (reference, configuration)
     ]
     predicted = configuration.microbatches * (closed[0] - closed[1])
