@@ -14,6 +14,7 @@ from pathlib import Path
 from types import CodeType
 
 from megatron_patches.context import RuntimeContext, find_context
+from megatron_patches.imports import kept_imports
 from megatron_patches.patch_file import execute_patch_file
 from megatron_patches.refusal import named_refusals
 from megatron_patches.registry import WITHOUT, PatchError, apply_patches, left_out
@@ -33,13 +34,14 @@ def main(arguments: list[str]) -> None:
     dump_stacks_on_request()
     try:
         context = find_context(entry, os.environ.get(variables.DEVICE, "gpu"))
-        # The kit's modules first: a checkout has a package called `tools` as well.
-        from megatron_patches.catalogue import PATCHES
+        with kept_imports():
+            # The kit's modules first: a checkout has a package called `tools` as well.
+            from megatron_patches.catalogue import PATCHES
 
-        # As if the entry had been started itself: its folder comes first, its arguments are sys.argv.
-        sys.path.insert(0, str(entry.resolve().parent))
-        sys.argv = [str(entry), *arguments[1:]]
-        applied = apply_patches(PATCHES, context)
+            # As if the entry had been started itself: its folder comes first, and sys.argv is its own.
+            sys.path.insert(0, str(entry.resolve().parent))
+            sys.argv = [str(entry), *arguments[1:]]
+            applied = apply_patches(PATCHES, context)
     except (PatchError, LookupError, ValueError) as error:
         sys.exit(str(error))
     announce(context, applied)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import functools
-import gc
 import inspect
 import json
 import os
@@ -33,6 +32,7 @@ from typing import NoReturn
 
 from megatron_patches.__main__ import announce, enter
 from megatron_patches.context import find_context
+from megatron_patches.imports import kept_imports
 from megatron_patches.registry import apply_patches
 from megatron_patches.stacks import dump_stacks_on_request
 from tools.spec import variables
@@ -58,16 +58,15 @@ class Rank:
 def main(descriptor: int, entry: Path) -> None:
     """Import and serve; returns in the server at last. Each rank ends here, with its training."""
     with socket.socket(fileno=descriptor) as listener:
-        from megatron_patches.catalogue import PATCHES
+        with kept_imports():
+            from megatron_patches.catalogue import PATCHES
 
-        context = find_context(entry, os.environ[variables.DEVICE])
-        sys.path.insert(0, str(entry.resolve().parent))
-        applied = apply_patches(PATCHES, context)
-        code = compile(entry.read_bytes(), str(entry), "exec")
-        exec(code, {"__name__": "entry", "__file__": str(entry)})  # noqa: S102 - for what it imports
-        read_help_once()
-        # What was imported is looked through by no collection of a rank, which would copy its pages.
-        gc.freeze()
+            context = find_context(entry, os.environ[variables.DEVICE])
+            sys.path.insert(0, str(entry.resolve().parent))
+            applied = apply_patches(PATCHES, context)
+            code = compile(entry.read_bytes(), str(entry), "exec")
+            exec(code, {"__name__": "entry", "__file__": str(entry)})  # noqa: S102 - for what it imports
+            read_help_once()
         rank = _serve(listener)
     if rank is None:
         return

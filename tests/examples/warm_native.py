@@ -3,11 +3,11 @@
 `python -m tests.examples.warm_native DESCRIPTOR ENTRY`
 """
 
-import gc
 import socket
 import sys
 from pathlib import Path
 
+from megatron_patches.imports import kept_imports
 from megatron_patches.warm import _serve, _take_place, _train
 from tools.launch.supervise.warm import WarmMegatron
 from tools.study.verify.verifier import START
@@ -26,8 +26,8 @@ def main(descriptor: int, entry: Path) -> None:
     """Import and serve; each rank ends here, with its training."""
     with socket.socket(fileno=descriptor) as listener:
         code = compile(entry.read_bytes(), str(entry), "exec")
-        exec(code, {"__name__": "entry", "__file__": str(entry)})  # noqa: S102 - for what it imports
-        gc.freeze()
+        with kept_imports():
+            exec(code, {"__name__": "entry", "__file__": str(entry)})  # noqa: S102 - for what it imports
         rank = _serve(listener)
     if rank is not None:
         _take_place(rank)

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import msgspec
 
+from megatron_patches.imports import kept_imports
 from tools.plan.dryrun.job import Job, RankAnswer
 
 
@@ -15,9 +16,10 @@ def main() -> None:
     """Serve until the input ends."""
     answers = os.dup(1)
     os.dup2(2, 1)  # Megatron prints; only answers may go where answers are read.
-    from tools.plan.dryrun.rank.run import prepare
+    with kept_imports():
+        from tools.plan.dryrun.rank.run import prepare
 
-    entry = prepare()
+        entry = prepare()
     for line in sys.stdin:
         job = msgspec.json.decode(line, type=Job)
         os.write(answers, _in_a_fork(entry, job) + b"\n")

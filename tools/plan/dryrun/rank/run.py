@@ -7,7 +7,6 @@ its buffers, the optimizer, the schedule, finalize_model_grads, the optimizer's 
 from __future__ import annotations
 
 import functools
-import gc
 import importlib.util
 import os
 import resource
@@ -49,8 +48,6 @@ def prepare() -> ModuleType:
     entry = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(entry)
     read_help_once()
-    # What was imported is looked through by no collection of a fork, which would copy its pages.
-    gc.freeze()
     return entry
 
 
