@@ -63,6 +63,7 @@ PATCHES: tuple[Patch, ...] = (
     fsdp.ORDER,
     fsdp.NAMES,
     start_weights.PATCH,
+    start_weights.WITH_NOISE,
     loader_seed.PATCH,
     results_queue.PATCH,
     numpy2_compat.PATCH,

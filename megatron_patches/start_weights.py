@@ -1,4 +1,6 @@
-"""The shared starting weights for FSDP, copied into the model before it is wrapped.
+"""The shared starting weights: with noise where they are written, and copied in before FSDP wraps.
+
+A parameter that starts constant hides which part of it a rank uses, and where it is 0 how often.
 
 Megatron-FSDP loads only its own checkpoint format, and its fresh weights depend on how it shards; torch
 FSDP2 loads torch_dist, but only what a model of its own layout saved. Before wrapping, the model is an
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,30 @@ def _loading_first(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+def _with_noise(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def setup(*args: Any, **kwargs: Any) -> Any:
+        answer = original(*args, **kwargs)
+        for chunk in answer[0]:
+            for name, held in (*chunk.named_parameters(), *chunk.named_buffers()):
+                add_noise(name, held.data, os.environ[variables.START_NOISE])
+        return answer
+
+    return setup
+
+
+def add_noise(name: str, values: torch.Tensor, seed: str) -> None:
+    """Add normal noise to floating values that are all the same; name and seed decide which."""
+    constant = values.numel() > 1 and bool((values == values.flatten()[0]).all())
+    if constant and values.is_floating_point():
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        noise = NOISE * torch.randn(values.shape, generator=generator)
+        values += noise.to(values)
+
+
+NOISE = 0.1
+"""Of a norm's weight, which starts as 1: far above bf16's rounding, and a training's scale."""
+
 PATCH = Patch(
     name="start_weights",
     reason="FSDP does not load the shared start that the other strategies load",
@@ -57,5 +84,14 @@ PATCH = Patch(
             "TorchFullyShardedDataParallel.__init__",
             _loading_first,
         ),
+    ),
+)
+
+WITH_NOISE = Patch(
+    name="start_noise",
+    reason="biases that start as 0 and norms as 1 hide which of their elements a rank uses",
+    needed=lambda context: variables.START_NOISE in os.environ,
+    replacements=(
+        Replacement("megatron.training.training:setup_model_and_optimizer", _with_noise),
     ),
 )

@@ -456,3 +456,22 @@ def test_a_weight_of_zero_that_no_update_has_reached_begins_as_it_is(tmp_path):
     assert not found(tmp_path, [(rank(), zeros)], zeros).wrong()
     other = [(weights(slot=START_WEIGHT), 0 * WHOLE + 1e-9, at)]
     assert found(tmp_path / "o", [(rank(), other)], zeros).wrong()
+
+
+def test_parameters_that_begin_with_one_value_over_all_ranks_are_counted(tmp_path):
+    same, other = np.ones((2, 3), np.float32), np.full((2, 3), 2, np.float32)
+
+    def constants(name, *values, slot=START_WEIGHT):
+        ranks = [
+            (
+                rank(number, tensor=(number, 2), world_size=2),
+                [(weights(slot=slot), value, place((0, 2 * number, 0)))],
+            )
+            for number, value in enumerate(values)
+        ]
+        written = write(tmp_path / name, ranks)
+        return compare(written, written).constant
+
+    assert constants("same", same, same) == 1
+    assert constants("apart", same, other) == 0
+    assert constants("no start", same, same, slot="weight") is None

@@ -296,12 +296,12 @@ def start_checkpoint_path(
 ) -> Path:
     """Where the shared starting weights of this model, seed and Megatron are kept.
 
-    A model with a separate output layer (`untied`) has other weights, so another folder. One that was
-    imported begins with its own.
+    A model with a separate output layer (`untied`), or with noise, has other weights, so another folder.
+    One that was imported begins with its own.
     """
     if imported := imported_weights(model):
         return imported
-    own = (UNTIED,) if untied else ()
+    own = (*((UNTIED,) if untied else ()), *(("noise",) if options.noisy_start else ()))
     identity = "\n".join((*model.flags, *own, str(options.seed), entry.megatron_version))
     key = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return options.runs / START_FOLDER / f"{model.name}-{key}"

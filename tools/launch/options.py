@@ -82,6 +82,8 @@ class Options:
     data: Annotated[str | None, settings.DATA] = None
     shared_start: Annotated[bool | None, settings.SHARED_START] = None
     """Start from the shared checkpoint, so that losses can be compared; the default on CPU ranks."""
+    noisy_start: bool = False
+    """Give parameters that start constant noise in that checkpoint: verifications alone ask for it."""
     dry_run: Annotated[bool, settings.DRY_RUN] = False
     megatron_lm: Annotated[Path | None, settings.MEGATRON_LM] = None
     allow_unknown_megatron: Annotated[bool, settings.ALLOW_UNKNOWN_MEGATRON] = False

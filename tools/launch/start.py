@@ -32,6 +32,7 @@ from tools.records.torch_dist import (
     finished_iteration,
 )
 from tools.report.read.diagnosis import diagnose
+from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.spec.flags import Flags, flag_words
@@ -188,4 +189,5 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
     job = Job("baseline", launch.model, 1, launch.spec.device, alone)
     composed = compose(job, launch.runtime)
     assert composed.spec.batch == Batch(1, 1)
-    return replace(composed, warm=launch.warm)
+    noise = {variables.START_NOISE: str(alone.seed)} if alone.noisy_start else {}
+    return replace(composed, warm=launch.warm, environment=composed.environment | noise)

@@ -53,6 +53,8 @@ class Verdict:
     """Tensors that the strategy's ranks had; `compared` of them were compared."""
     routing_flips: int = 0
     """Tokens for which a router chose other experts within rounding; the reference's were used."""
+    constant: int | None = None
+    """Parameters and buffers of one value each, of which it cannot be seen which part a rank uses."""
     added_up: str | None = None
     """A tensor that is off by little more than its tolerance, where no module is wrong by itself."""
     not_aligned: tuple[str, ...] = ()

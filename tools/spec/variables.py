@@ -23,6 +23,8 @@ ALLOW_UNKNOWN_MEGATRON = "KIT_ALLOW_UNKNOWN_MEGATRON"
 """`1` lets a Megatron train that the patches were not tried with."""
 START_WEIGHTS = "KIT_START_WEIGHTS"
 """Folder of the shared starting checkpoint; unset where a strategy loads it with --load."""
+START_NOISE = "KIT_START_NOISE"
+"""The seed of the noise that parameters which start constant get; unset leaves them as they are."""
 PATCH_FILE, PATCH_FILE_SHA256 = "KIT_PATCH_FILE", "KIT_PATCH_FILE_SHA256"
 """Python files that every rank executes before it trains, with commas, and what they must hold."""
 

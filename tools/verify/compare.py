@@ -109,7 +109,14 @@ class _Comparer:
         notes = (*self._strategy.notes(), *self._reference.notes(), *obstacles)
         compared = self._seen - self._skipped
         return Compared(
-            tuple(ordered), notes, self._seen, compared, self._flips, self._pairs_of, self._like
+            tuple(ordered),
+            notes,
+            self._seen,
+            compared,
+            self._flips,
+            _constant(self._reference),
+            self._pairs_of,
+            self._like,
         )
 
     def _pairs_of(self, key: Key, micro_batch: int) -> list[Pair]:
@@ -444,6 +451,18 @@ class _Comparer:
     def _skip(self, why: str, name: str, tensors: int = 1) -> None:
         self._skipped += tensors
         self._not_aligned[why].append(name)
+
+
+def _constant(reference: Capture) -> int | None:
+    """Parameters and buffers of more than one element that begin with the same value in all of them."""
+    found = units(reference, Stage.WEIGHTS)
+    starts = [pieces for unit, pieces in found.items() if unit[2] in STARTS]
+    constant = 0
+    for pieces in starts:
+        parts = [piece.values().ravel() for piece in pieces]
+        same = all((part == parts[0][:1]).all() for part in parts)
+        constant += int(same and np.prod(pieces[0].whole_shape) > 1)
+    return constant if starts else None
 
 
 def _note_copies(found: Comparison, first: _Copies, piece: Part, values: Array) -> None:

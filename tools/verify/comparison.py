@@ -96,6 +96,8 @@ class Compared:
     """How many of them were compared."""
     routing_flips: int = 0
     """Tokens for which a router chose other experts, within the rounding of what it chose by."""
+    constant: int | None = None
+    """Parameters and buffers that begin with one value; None where no start was captured."""
     pairs_of: Callable[[Key, int], list[Pair]] = lambda *_: []
     """Every rank's tensor of an activation and one micro batch, each with the reference's part."""
     like: Callable[[Comparison], Iterable[tuple[str, Array]]] = lambda _: ()

@@ -131,6 +131,7 @@ def _judged(compared: Compared, strategy: Capture) -> Judgement:
         seen=compared.seen,
         iteration=strategy.first.iteration,
         routing_flips=compared.routing_flips,
+        constant=compared.constant,
         not_aligned=compared.not_aligned,
     )
     if not wrong:

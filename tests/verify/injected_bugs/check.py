@@ -21,10 +21,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from tests.verify.injected_bugs.trace import STAGES, first_difference
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options
+from tools.launch.start import ensure_start_checkpoint
 from tools.launch.train import compose_job
 from tools.spec import variables
 from tools.spec.files import read_yaml
@@ -141,6 +144,7 @@ class Checker:
         path: Path | None,
     ) -> list[dict[str, Any]]:
         launch = self._launch(f"train-{strategy}-{model}-{devices}cpu", flags)
+        ensure_start_checkpoint(launch, Console(quiet=True), self._ranks.exit_code)
         # Runs differ in more than a name holds, and one that failed may be tried again.
         name = f"{strategy}-{model}-{path.stem if path else 'healthy'}-"
         folder = Path(tempfile.mkdtemp(prefix=name, dir=self._folder))
@@ -157,7 +161,8 @@ class Checker:
             iterations=STEPS,
             micro_batch_size=2,
             global_batch_size=8,
-            shared_start=False,
+            shared_start=True,
+            noisy_start=True,
             data=self._data,
             runs=self._folder,
             extra=tuple(flags),

@@ -191,6 +191,7 @@ def compose_pair(pair: Pair) -> Verification:
             micro_batch_size=micro,
             global_batch_size=options.global_batch_size or micro * _micro_batches(pair),
             shared_start=True,
+            noisy_start=True,
             ledger=False,
             saving=None,
             extra=(*(("--bf16",) if pair.is_bf16 else ()), *options.extra),
