@@ -1,10 +1,11 @@
-"""`make bench-scrape`: how fast a long log is scraped, and how much memory that takes.
+"""`make bench-scrape`: how fast a long log is scraped and its report built, and the memory of scraping.
 
 Beside it, the least that anybody does with a log: its lines are read, one regular expression over each.
 """
 
 from __future__ import annotations
 
+import io
 import re
 import resource
 import subprocess
@@ -13,6 +14,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from rich.console import Console
 
 from tools.report.read.scrape import scrape_log
 
@@ -40,6 +43,8 @@ class BenchResult:
     counted_seconds: float
     """For `grep -c`."""
     peak_memory_mib: float
+    build_seconds: float
+    """For the whole report, the log scraped again in it; libraries are imported before."""
 
     def __str__(self) -> str:
         rate = self.iterations / self.seconds
@@ -49,7 +54,8 @@ class BenchResult:
             f" {self.log_bytes / 1e6 / self.seconds:.0f} MB/s),"
             f" {self.seconds / self.plain_seconds:.2f} times what one regular expression over each line"
             f" takes, {self.seconds / max(self.counted_seconds, 1e-3):.0f} times what grep -c takes,"
-            f" peak memory {self.peak_memory_mib:.0f} MiB"
+            f" peak memory {self.peak_memory_mib:.0f} MiB; its report takes"
+            f" {self.build_seconds / self.seconds:.2f} times as long"
         )
 
 
@@ -74,7 +80,21 @@ def bench_scrape(iterations: int = 500_000) -> BenchResult:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         counted = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
         size = log.stat().st_size
-        return BenchResult(iterations, size, seconds, plain_seconds, counted, peak_mib)
+        built = _build_seconds(log)
+        return BenchResult(iterations, size, seconds, plain_seconds, counted, peak_mib, built)
+
+
+def _build_seconds(log: Path) -> float:
+    # Imported here, so that its memory is not the scraper's; matplotlib alone takes half a second.
+    import matplotlib.backends.backend_svg
+    import matplotlib.figure  # noqa: F401
+
+    from tools.report.build import BuildOptions, build
+
+    options = BuildOptions("bench", (log,), reports_root=log.parent)
+    start = time.process_time()
+    build(options, Console(file=io.StringIO()))
+    return time.process_time() - start
 
 
 def _peak_memory_mib() -> float:

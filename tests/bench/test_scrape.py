@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ def test_bench_says_how_fast_beside_a_plain_reader_and_in_how_much_memory():
     assert str(result).startswith("2,000 iterations, 1 MB: ")
     assert "iterations/s" in str(result)
     assert "times what one regular expression over each line takes, " in str(result)
+    assert re.search(r"its report takes [\d.]+ times as long$", str(result))
 
 
 def test_memory_of_the_process_that_started_it_is_not_its_own():

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tools.report.analyse.statistics import Floats, TimeComparison, TimeVerdict, block_length
+from tools.report.analyse.resampling import Floats, block_length
+from tools.report.analyse.statistics import TimeComparison, TimeVerdict
 
 _DRAWS = 2000
 Centre = Callable[[Floats], float]

@@ -3,16 +3,15 @@ import random
 import numpy as np
 import pytest
 
+from tools.report.analyse.resampling import block_length, order_interval
 from tools.report.analyse.statistics import (
     ON_CPU_RANKS,
     Method,
     Scatter,
     TimeVerdict,
     adjusted,
-    block_length,
     compare,
     estimate,
-    order_interval,
     smallest_difference,
     student,
 )

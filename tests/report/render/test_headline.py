@@ -15,8 +15,8 @@ from tools.report.analyse.report import build_report
 from tools.report.explain.explanation import explain
 from tools.report.read.runs import load_runs
 from tools.report.render.bars import bars_of
+from tools.report.render.headline import answer
 from tools.report.render.plots import plots_of
-from tools.report.render.text import answer
 from tools.spec.published import load_published
 
 WORK = {Phase.FORWARD: 0.03, Phase.BACKWARD: 0.06, Phase.OPTIMIZER: 0.01}

@@ -10,34 +10,24 @@ repeats (`Scatter`).
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tools.report.analyse.resampling import CONFIDENCE, MIN_FOR_BOOTSTRAP, NORMAL, median_interval
 from tools.report.read.window import robust_spread
 
-CONFIDENCE = 0.95
-MIN_FOR_BOOTSTRAP = 20
 MIN_FOR_INTERVAL = 6
 REPEATS_FOR_TRUST = 3
 """Runs of a side from which on their own scatter stands for the noise between runs."""
 
-_SEED = 20250901
-_DRAWS = 2000
-_MOST_DRAWN = 10_000
-"""Samples of which all draws are affordable."""
-_NORMAL = 1.959964
 _STUDENT = (
     *(12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.306, 2.26216, 2.22814),
     *(2.20099, 2.17881, 2.16037, 2.14479, 2.13145, 2.11991, 2.10982, 2.10092, 2.09302, 2.08596),
 )
 """Two-sided 95% quantiles of Student's t for 1 to 20 degrees of freedom."""
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -161,7 +151,7 @@ def estimate(runs: Sequence[Sequence[float]], scatter: Scatter = ON_GPUS) -> Est
         return Estimate(middle, None, None, *counts, Method.NONE, scatter=scatter)
     method = Method.BOOTSTRAP if len(whole[0]) >= MIN_FOR_BOOTSTRAP else Method.ORDER
     method = Method.RUNS if len(whole) >= REPEATS_FOR_TRUST else method
-    return estimate_of_medians(medians, list(map(_within, whole)), scatter, counts, method)
+    return estimate_of_medians(medians, list(map(median_interval, whole)), scatter, counts, method)
 
 
 def estimate_of_medians(
@@ -182,7 +172,7 @@ def estimate_of_medians(
     """
     count, middle = len(medians), sum(medians) / len(medians)
     between = float(np.std(medians, ddof=1)) / middle if count > 1 else None
-    own = math.sqrt(sum(((b - a) / 2 / _NORMAL / middle) ** 2 for a, b in within) / count)
+    own = math.sqrt(sum(((b - a) / 2 / NORMAL / middle) ** 2 for a, b in within) / count)
     if between is not None and count >= REPEATS_FOR_TRUST:
         error, freedom = max(between, own) / math.sqrt(count), count - 1
         half = student(freedom) * error * middle
@@ -230,7 +220,7 @@ def adjusted(found: Sequence[TimeComparison]) -> list[TimeComparison]:
 
 def smallest_difference(runs: int, scatter: float) -> float:
     """The relative difference that as many runs a side just see, where runs scatter by that much."""
-    factor = student(2 * runs - 2) if runs >= REPEATS_FOR_TRUST else _NORMAL
+    factor = student(2 * runs - 2) if runs >= REPEATS_FOR_TRUST else NORMAL
     return math.expm1(factor * scatter * math.sqrt(2 / runs))
 
 
@@ -239,93 +229,7 @@ def student(freedom: float) -> float:
     if freedom <= len(_STUDENT):
         whole = 1 / np.arange(len(_STUDENT), 0, -1)
         return float(np.interp(1 / max(freedom, 1.0), whole, _STUDENT[::-1]))
-    return _NORMAL + 2.4 / freedom + 3 / freedom**2
-
-
-def order_interval(values: Floats) -> tuple[float, float]:
-    """Distribution-free interval of the median: the narrowest symmetric pair of order statistics
-    that holds it with at least 95%.
-    """
-    count = len(values)
-    ordered = np.sort(values)
-    tail, rank = 0.5**count, 0
-    # P(median below the k-th smallest) is the binomial tail up to k - 1.
-    while 2 * (following := tail + math.comb(count, rank + 1) * 0.5**count) <= 1 - CONFIDENCE:
-        tail, rank = following, rank + 1
-    return float(ordered[rank]), float(ordered[count - 1 - rank])
-
-
-def block_length(values: Floats) -> int:
-    """Length of blocks for the circular bootstrap, by Politis & White's rule."""
-    count = len(values)
-    centred = values - values.mean()
-    variance = float(centred @ centred) / count
-    if variance == 0:
-        return 1
-    longest = min(count - 1, math.ceil(math.sqrt(count)) + 5)
-    # By Fourier transform: a sum for each lag of half a million samples takes a second and a half.
-    transformed = np.fft.rfft(centred, 1 << (count + longest).bit_length())
-    products = np.fft.irfft(transformed.real**2 + transformed.imag**2)
-    covariance = (products[: longest + 1] / count).tolist()
-    band = 2 * math.sqrt(math.log10(count) / count)
-    silent = [abs(value) / variance < band for value in covariance]
-    last = next((k for k in range(1, longest) if all(silent[k : k + 5])), longest) - 1
-    reach = min(2 * max(1, last), longest)
-    weights = [1.0 if k / reach <= 0.5 else 2 * (1 - k / reach) for k in range(reach + 1)]
-    slope = 2 * sum(w * k * c for k, (w, c) in enumerate(zip(weights, covariance, strict=False)))
-    total = covariance[0] + 2 * sum(
-        w * c for w, c in zip(weights[1:], covariance[1:], strict=False)
-    )
-    if total <= 0:
-        return 1
-    length = (2 * slope**2 / (4 / 3 * total**2)) ** (1 / 3) * count ** (1 / 3)
-    return int(min(max(1, round(length)), max(1, count // 3)))
-
-
-def _bootstrap(values: Floats) -> Floats:
-    """Medians of resampled circular blocks, with one seed for all."""
-    generator = np.random.default_rng(_SEED)
-    count, length = len(values), block_length(values)
-    batch = max(1, 4_000_000 // count)
-    medians = []
-    for done in range(0, _DRAWS, batch):
-        shape = (min(batch, _DRAWS - done), -(-count // length), 1)
-        places = (generator.integers(count, size=shape) + np.arange(length)) % count
-        drawn = values[places.reshape(len(places), -1)[:, :count]]
-        medians.append(np.median(drawn, axis=-1))
-    return np.concatenate(medians)
-
-
-def _within(values: Floats) -> tuple[float, float]:
-    """Interval of a run's median by its own samples alone."""
-    if len(values) < MIN_FOR_BOOTSTRAP:
-        return order_interval(values)
-    if len(values) > _MOST_DRAWN:
-        return _drawless(values)
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(_bootstrap(values), [tail, 1 - tail])
-    return float(low), float(high)
-
-
-def _drawless(values: Floats) -> tuple[float, float]:
-    """What the block bootstrap of a long run's median tends to with ever more draws.
-
-    A resample's median is at most m if half of its values are. How many are is a sum over blocks that
-    are drawn independently, so it is normal; each block's count is a difference of cumulative sums.
-    """
-    count, length = len(values), block_length(values)
-    ordered = np.sort(values)
-
-    def certainty(middle: float) -> float:
-        """Standard errors by which more than half of a resample is at most `middle`."""
-        below = values <= middle
-        sums = np.concatenate([[0], np.cumsum(np.concatenate([below, below[: length - 1]]))])
-        error = math.sqrt(count / length * float(np.var(sums[length:] - sums[:-length])))
-        excess = float(sums[count]) - count / 2
-        return excess / error if error else math.copysign(math.inf, excess) if excess else 0.0
-
-    low, high = (bisect_left(ordered, end, key=certainty) for end in (-_NORMAL, _NORMAL))
-    return float(ordered[low]), float(ordered[min(high, count - 1)])
+    return NORMAL + 2.4 / freedom + 3 / freedom**2
 
 
 def _assumed(
@@ -333,8 +237,8 @@ def _assumed(
 ) -> tuple[float, float]:
     """Interval of one run or a pair; a run's leans to the side on which its own samples do."""
     if len(within) > 1:
-        return middle * (1 - _NORMAL * error), middle * (1 + _NORMAL * error)
-    add = _NORMAL * assumed * middle
+        return middle * (1 - NORMAL * error), middle * (1 + NORMAL * error)
+    add = NORMAL * assumed * middle
     low, high = within[0]
     return middle - math.hypot(middle - low, add), middle + math.hypot(high - middle, add)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.report import Report
+from tools.report.render.sentences import compared_groups
 from tools.report.render.tables import ratio
-from tools.report.render.text import compared_groups
 from tools.text.units import interval, number
 
 MAX_ROWS = 24

@@ -21,7 +21,8 @@ from tools.report.explain.timelines import timeline_charts
 from tools.report.read.runs import Run
 from tools.report.render.charts import draw_charts
 from tools.report.render.page import render_page
-from tools.report.render.text import render_markdown, sentences
+from tools.report.render.sentences import sentences
+from tools.report.render.text import render_markdown
 from tools.report.render.thinning import evenly, extremes
 from tools.text.table import Table, csv_table
 
@@ -154,10 +155,8 @@ def _loss_curve(run: Run) -> list[list[float]]:
     table = run.log.iterations
     known = table.known("lm_loss")
     numbers, losses = table.numbers[known], table.values("lm_loss")[known]
-    places = extremes(losses, MAX_SAMPLES)
-    return [
-        list(pair) for pair in zip(numbers[places].tolist(), losses[places].tolist(), strict=True)
-    ]
+    kept = extremes(losses, MAX_SAMPLES)
+    return [[*point] for point in zip(numbers[kept].tolist(), losses[kept].tolist(), strict=True)]
 
 
 def _estimate_json(entry: Entry) -> dict[str, Any] | None:

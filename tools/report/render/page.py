@@ -14,10 +14,11 @@ from tools.report.analyse.entry import Entry, memory_by_rank
 from tools.report.analyse.report import Report
 from tools.report.canvas import Chart
 from tools.report.explain.explanation import Explanation
-from tools.report.render import tables
+from tools.report.render import beside, tables
 from tools.report.render.bars import bars_of
+from tools.report.render.headline import answer
 from tools.report.render.plots import Plot, as_script, plots_of
-from tools.report.render.text import answer, sentences
+from tools.report.render.sentences import sentences
 from tools.text import units
 from tools.text.html import environment
 from tools.text.table import Column, Table
@@ -67,6 +68,7 @@ def render_page(
         explanation=explanation or Explanation(),
         sentences=sentences(report),
         tables=tables,
+        beside=beside,
         results=results,
         arguments=tables.arguments(report, _MAX_ARGUMENTS),
         arguments_left=max(0, len(report.arguments) - _MAX_ARGUMENTS),

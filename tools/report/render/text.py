@@ -1,37 +1,21 @@
-"""The report as text: sentences, Markdown for `report.md`, tables that fit its width for a terminal."""
+"""The report as text: Markdown for `report.md`, tables that fit its width for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
 
-from tools.records.run import Status
-from tools.report.analyse.comparability import SHARED, SpeedComparison
-from tools.report.analyse.earlier import UNDECIDED
 from tools.report.analyse.entry import Entry
-from tools.report.analyse.parity import LOGS_AGREE
 from tools.report.analyse.report import Report
-from tools.report.analyse.results import disagreement
-from tools.report.analyse.statistics import TimeVerdict, smallest_difference
 from tools.report.canvas import Chart
-from tools.report.read.runs import Run
-from tools.report.render import tables
+from tools.report.render import beside, tables
+from tools.report.render.sentences import sentences
 from tools.report.render.tables import terminal_results
-from tools.spec.run import RunSpec
-from tools.spec.strategy import BATCH_RULE, Parallelism, batch_for
 from tools.text.table import markdown_table, markdown_text, rich_table
-from tools.text.units import joined, number, signed_percent
 
-_MAX_FLAWS = 8
-_MAX_NAMED = 8
-_MAX_VALUE = 40
-_MAX_GROUPS = 3
-_MAX_COSTS = 3
-_MAX_SENTENCES = 12
-"""Of one kind; more rows are summed up."""
 _NOTHING_PUBLISHED = "Nothing was published of these configurations."
 
 
@@ -51,263 +35,20 @@ def render_markdown(report: Report, charts: Sequence[Chart]) -> str:
     parts = [f"# Report {markdown_text(report.name)}", f"Made {report.created_utc} UTC."]
     parts += [_listed(texts) for texts in (sentences(report), report.problems) if texts]
     if report.entries:
-        matches = tables.markdown_matches(report)
-        beside = markdown_table(matches) if matches.rows else _NOTHING_PUBLISHED
+        matches = beside.markdown_matches(report)
+        published = markdown_table(matches) if matches.rows else _NOTHING_PUBLISHED
         parts += ["## Results", markdown_table(tables.markdown_results(report))]
         parts += ["## How it was measured", markdown_table(tables.windows(report))]
-        parts += ["## Beside the published figures", beside]
+        parts += ["## Beside the published figures", published]
     if report.planned:
-        parts += ["## Beside the planner's times", markdown_table(tables.planned(report))]
+        parts += ["## Beside the planner's times", markdown_table(beside.planned(report))]
     for chart in charts:
         title, text = markdown_text(chart.title), markdown_text(chart.text)
         parts.append(f"![{title}: {text}]({chart.name}.svg)")
     if report.corrections:
-        wrong = markdown_table(tables.corrections(report))
+        wrong = markdown_table(beside.corrections(report))
         parts += ["## What the write-ups got wrong", wrong]
     return "\n\n".join(parts) + "\n"
-
-
-def sentences(report: Report) -> list[str]:
-    """The verdicts of a report, one sentence each."""
-    if not report.entries:
-        return ["There is no run to report on: train one (make demo), or name logs with LOGS=."]
-    result = [_status_sentence(report)]
-    if any(e.run.device == "cpu" and e.estimate for e in report.entries):
-        result.append(
-            "Times on CPU ranks are illustrative: ranks share cores, and no GPU's balance of "
-            "compute and communication is in them; losses, parameters and bytes are exact."
-        )
-    result += _window_sentences(report)
-    result += _speed_sentences(report)
-    result += _uncompared(report)
-    within = [f"Within {e.label}, {shift.text}." for e in report.entries for shift in e.shifts]
-    result += _first(within, "changes within runs")
-    result += _power_sentences(report)
-    result += _disagreements(report)
-    result += _parity_sentences(report)
-    result += _published_sentences(report)
-    result += _planned_sentences(report)
-    told = [c for c in report.changes if c.fails_strict or c.kind == UNDECIDED]
-    if report.baseline:
-        result.append(
-            f"Against {report.baseline}: "
-            + ("; ".join(f"{c.row}: {c.kind}, {c.text}" for c in told) or "nothing changed")
-            + "."
-        )
-    return result
-
-
-def _planned_sentences(report: Report) -> list[str]:
-    """How the planner's times compare, over all rows that it can predict."""
-    errors = {each.entry.label: each.error for each in report.planned if each.error is not None}
-    if not errors:
-        return []
-    worst = max(errors, key=lambda label: abs(errors[label]))
-    mean = sum(map(abs, errors.values())) / len(errors)
-    return [
-        f"The planner's times are {mean:.0%} off in the mean over {len(errors)} row(s), {worst}'s most "
-        f"({signed_percent(errors[worst], 0)}, positive: predicted too slow)."
-    ]
-
-
-def answer(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
-    """The report in a few words: what changed, else what is fastest and what the others pay for.
-
-    Args:
-        report: The report.
-        paid: How much a run pays beyond baseline's share, and for what most, by its name.
-    """
-    if report.baseline:
-        return _against_earlier(report)
-    timed = [entry for entry in report.entries if entry.estimate]
-    if not timed:
-        return sentences(report)[0]
-    groups = [members for members in compared_groups(report) if len(members) > 1]
-    if not groups:
-        one = timed[0]
-        rate = one.rates.tokens_per_second
-        each = f", {number(rate)} tokens/s" if rate else ""
-        more = f"; {len(timed) - 1} more row(s) compare with nothing" if len(timed) > 1 else ""
-        return f"{one.label} takes {number(one.time_ms)} ms an iteration{each}{more}."
-    told = [_fastest(members, paid) for members in groups[:_MAX_GROUPS]]
-    if len(groups) > _MAX_GROUPS:
-        told.append(f"{len(groups) - _MAX_GROUPS} more groups are under 'Compared in speed'.")
-    return " ".join(told)
-
-
-def compared_groups(report: Report) -> list[list[Entry]]:
-    """Timed rows that are compared with one another, a reference first; the largest group first."""
-    timed = {e.run.name: [e] for e in report.entries if e.estimate and not _is_compared(e)}
-    for entry in report.entries:
-        if entry.speed and _is_compared(entry):
-            timed[entry.speed.reference].append(entry)
-    return sorted(timed.values(), key=len, reverse=True)
-
-
-def _is_compared(entry: Entry) -> bool:
-    return entry.speed is not None and entry.speed.per_token is not None
-
-
-def _against_earlier(report: Report) -> str:
-    changed = list(dict.fromkeys(c.row for c in report.changes if c.fails_strict))
-    undecided = [
-        f"{c.row} ({c.text.rpartition(': ')[2]})" for c in report.changes if c.kind == UNDECIDED
-    ]
-    open_ = f" Undecided is {_some(undecided)}; repeat the runs." if undecided else ""
-    if changed:
-        return f"Against {report.baseline}, {len(changed)} row(s) changed: {_some(changed)}.{open_}"
-    return f"Nothing {'else ' if undecided else ''}changed against {report.baseline}.{open_}"
-
-
-def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
-    """The fastest row of a group, by how much, and what the others pay for."""
-    reference, *others = members
-    best = min(others, key=_token_ratio)
-    verdicts = [e.speed.per_token.verdict for e in others if e.speed and e.speed.per_token]
-    slower = verdicts.count(TimeVerdict.SLOWER)
-    if TimeVerdict.FASTER in verdicts:
-        text = (
-            f"{best.label} is the fastest of {len(members)} rows: {number(best.time_ms)} ms an"
-            f" iteration, ×{_token_ratio(best):.3f} the time a token of {reference.label}."
-        )
-    else:
-        rest = "all within noise"
-        if slower:
-            some = ", the others within noise" if slower < len(others) else ""
-            rest = f"{slower} slower{some}"
-        of = f"{reference.label} ({number(reference.time_ms)} ms an iteration)"
-        text = f"Of {len(members)} rows none is faster than {of}: {rest}."
-    return text + _payments([e for e in others if e.run.name in paid and e is not best], paid)
-
-
-def _payments(entries: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
-    """What rows pay for, those that pay for the same together."""
-    parts: dict[str, list[str]] = {}
-    for entry in entries:
-        amount, part = paid[entry.run.name]
-        parts.setdefault(part, []).append(f"{entry.label} {amount}")
-    if not parts:
-        return ""
-    most = sorted(parts.items(), key=lambda each: -len(each[1]))[:_MAX_COSTS]
-    told = "; ".join(f"{joined(payers[:_MAX_NAMED])} for {part}" for part, payers in most)
-    return f" Beyond baseline's share of the work they pay: {told}."
-
-
-def _token_ratio(entry: Entry) -> float:
-    found = entry.speed.per_token if entry.speed else None
-    return found.ratio if found else 1.0
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _MAX_NAMED
-    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _first(texts: Sequence[str], what: str) -> list[str]:
-    more = len(texts) - _MAX_SENTENCES
-    if more <= 0:
-        return list(texts)
-    return [*texts[:_MAX_SENTENCES], f"{more} more {what} are in the notes of their rows."]
-
-
-def _speed_sentences(report: Report) -> list[str]:
-    """The verdict on every row; of many rows one sentence a verdict."""
-    texts = [text for entry in report.entries if (text := speed_sentence(entry, report))]
-    if len(texts) <= _MAX_SENTENCES:
-        return texts
-    groups: dict[tuple[str, TimeVerdict], list[Entry]] = {}
-    for entry in report.entries:
-        if entry.speed and entry.speed.per_token:
-            key = entry.speed.reference, entry.speed.per_token.verdict
-            groups.setdefault(key, []).append(entry)
-    result = []
-    for (name, verdict), members in groups.items():
-        reference = next(entry for entry in report.entries if entry.run.name == name)
-        ratios = sorted(map(_token_ratio, members))
-        span = f"×{ratios[0]:.3f} to ×{ratios[-1]:.3f}" if len(ratios) > 1 else f"×{ratios[0]:.3f}"
-        result.append(
-            f"{len(members)} rows: {verdict.against(reference.label)}, {span} the time a token"
-            f" ({_some([entry.label for entry in members])})."
-        )
-    return [*result, "Each row's own verdict and interval are under 'Compared in speed'."]
-
-
-def _uncompared(report: Report) -> list[str]:
-    """Logs that no other is comparable with, where others are."""
-    used = {entry.speed.reference for entry in report.entries if entry.speed}
-    timed = [e for e in report.entries if e.run.is_foreign and e.estimate]
-    alone = [e.label for e in timed if not e.speed and e.run.name not in used]
-    if len(timed) < 2 or not alone:
-        return []
-    verb, whose = ("is", "its") if len(alone) == 1 else ("are", "their")
-    return [
-        f"{_some(alone)} {verb} compared with no other log: none is of {whose} model"
-        " (and device, where the logs name one)."
-    ]
-
-
-def speed_sentence(entry: Entry, report: Report) -> str:
-    """The verdict on an entry's speed; empty where nothing is compared."""
-    comparison = entry.speed
-    if comparison is None:
-        return ""
-    reference = next(e for e in report.entries if e.run.name == comparison.reference)
-    found = comparison.per_token
-    if found is None:
-        return (
-            f"{entry.label} against {reference.label}: no verdict on speed, {comparison.caution}."
-            if comparison.caution != SHARED
-            else ""
-        )
-    unit = "an iteration" if comparison.per_iteration else "a token"
-    span = f", {found.span}" if found.span else ""
-    verdict = found.verdict.against(reference.label)
-    text = f"{entry.label} is {verdict}: ×{found.ratio:.3f} the time {unit}{span}"
-    if found.verdict is TimeVerdict.UNKNOWN:
-        text = f"{entry.label} against {reference.label}: too few samples for a verdict"
-    elif found.among:
-        text += (
-            f"; alone that would be a difference, among {found.among} comparisons it is none (Holm)"
-        )
-    elif found.verdict is TimeVerdict.NOISE and found.resolution:
-        text += f"; {found.resolution}"
-    if comparison.caution:
-        text += f"; {comparison.caution}"
-    if comparison.per_iteration is None:
-        text += "; a speedup per iteration is refused, their iterations hold different work"
-        text += _different_batches(reference.run.spec, entry.run.spec)
-    return f"{text}{_flaws(comparison)}."
-
-
-def _flaws(comparison: SpeedComparison) -> str:
-    """What differs and is no part of the strategy, the first few by name and value."""
-    flaws = [d for d in comparison.differences if not d.part_of_strategy]
-    paths = [d for d in flaws if "/" in d.reference or "/" in d.other]
-    flaws = [d for d in flaws if d not in paths]
-    named = [f"{d.what} ({_cut(d.reference)} | {_cut(d.other)})" for d in flaws[:_MAX_FLAWS]]
-    if len(flaws) > _MAX_FLAWS:
-        named.append(f"{len(flaws) - _MAX_FLAWS} more")
-    if paths:
-        named.append(f"{len(paths)} path{'s' * (len(paths) > 1)}")
-    return f"; not the same: {joined(named)}" if named else ""
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 1]}…"
-
-
-def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
-    """The batches of different work, and that a strategy's is scaled from the model's."""
-    if reference is None or other is None or reference.batch == other.batch:
-        return ""
-    text = f" (batch {reference.batch} | {other.batch}"
-    if reference.parallelism == Parallelism() and other.batch == batch_for(
-        reference.batch, other.parallelism
-    ):
-        text += (
-            f", scaled as published: {BATCH_RULE}; MICRO_BATCH= and GLOBAL_BATCH= set one for all"
-        )
-    return f"{text})"
 
 
 def _kind(entry: Entry) -> tuple[str, str, str]:
@@ -317,122 +58,3 @@ def _kind(entry: Entry) -> tuple[str, str, str]:
 
 def _listed(texts: Sequence[str]) -> str:
     return "\n".join(f"- {markdown_text(text)}" for text in texts)
-
-
-def _status_sentence(report: Report) -> str:
-    rows = [entry.configuration for entry in report.entries]
-    runs = sum(len((*row.runs, *row.failed_before, *row.running)) for row in rows)
-    text = f"{runs} run{'s' * (runs != 1)} in {len(rows)} configuration{'s' * (len(rows) != 1)}"
-    found = [said for entry in report.entries for said in _endings(entry)]
-    if len(found) > _MAX_SENTENCES:
-        found = [*found[:_MAX_SENTENCES], f"{len(found) - _MAX_SENTENCES} more did not end well"]
-    return f"{text}; {'; '.join(found)}." if found else f"{text}, all ended well."
-
-
-def _endings(entry: Entry) -> Iterator[str]:
-    """What is to be said of an entry's runs but for those that ended well."""
-    row = entry.configuration
-    if entry.run.status.status is not Status.OK:
-        yield f"{entry.label} is {_ending(entry.run)}"
-    if row.failed_before:
-        newest = _ending(row.failed_before[-1])
-        if len(row.failed_before) == 1:
-            yield f"an earlier attempt of {entry.label} is {newest}"
-        else:
-            count = len(row.failed_before)
-            yield f"{count} earlier attempts of {entry.label} failed, the newest is {newest}"
-    if row.running:
-        yield f"one more of {entry.label} is {_ending(row.running[-1])}"
-
-
-def _ending(run: Run) -> str:
-    reason = f" ({run.status.reason.rstrip('.')})" if run.status.reason else ""
-    return f"{run.status.status}{reason}"
-
-
-def _window_sentences(report: Report) -> list[str]:
-    counts = [e.estimate.count for e in report.entries if e.estimate]
-    if not counts:
-        return []
-    span = f"{min(counts)} to {max(counts)}" if min(counts) != max(counts) else f"{counts[0]}"
-    return [
-        f"Medians rest on {span} samples a row; which lines were left out, and why, is under"
-        " 'How it was measured' in report.html and report.md."
-    ]
-
-
-def _disagreements(report: Report) -> list[str]:
-    return [
-        f"Repeats of {entry.label} disagree: {disagreement(entry)}."
-        for entry in report.entries
-        if entry.estimate and entry.estimate.disagree
-    ]
-
-
-def _power_sentences(report: Report) -> list[str]:
-    """What the intervals assume of runs that were not repeated, and what repeats would show."""
-    found = [e.estimate for e in report.entries if e.estimate and e.estimate.error is not None]
-    groups = [len(members) - 1 for members in compared_groups(report) if len(members) > 2]
-    several = [
-        f"Of {joined(list(map(str, groups)))} comparisons with one reference all verdicts are right"
-        " together with 95% (Holm); an interval is of its pair alone."
-    ]
-    assumed = dict.fromkeys(each.scatter for each in found if each.freedom is None)
-    return several[: len(groups)] + [
-        f"One or two runs cannot show how much runs scatter, so {scatter.assumed:.1%} is assumed"
-        f" ({scatter.source}). With one run each, a difference below"
-        f" {smallest_difference(1, scatter.assumed):.1%} cannot be seen; with three runs each that"
-        f" scatter by {scatter.typical:.1%}, one below {smallest_difference(3, scatter.typical):.1%}."
-        for scatter in assumed
-    ]
-
-
-def _parity_sentences(report: Report) -> list[str]:
-    held = [e for e in report.entries if e.parity.verdict == "held"]
-    result = []
-    if held:
-        worst = max(e.parity.max_units or 0 for e in held)
-        fewest = min(e.parity.compared for e in held)
-        logs = all(e.run.is_foreign for e in held)
-        basis = (
-            f"{LOGS_AGREE:g} of a loss between logs"
-            if logs
-            else "the spread of repeats and the rounding"
-            if any(e.parity.repeats for e in held)
-            else "the rounding alone"
-        )
-        result.append(
-            f"Loss parity held for {_some([e.label for e in held])}: over {fewest} iterations"
-            f" no loss is more than {worst:.0f} unit(s) of the last printed digit off"
-            f" (tolerance: {basis})."
-        )
-    result += [
-        f"Loss parity of {e.label} is {e.parity.verdict}: the largest difference is"
-        f" {e.parity.max_difference:.3g}."
-        for e in report.entries
-        if e.parity.verdict.startswith("broken")
-    ]
-    result += [
-        f"Of {e.label}, {e.parity.repeats_differ}."
-        for e in report.entries
-        if e.parity.repeats_differ
-    ]
-    lost = [e for e in report.entries if e.parity.without_baseline]
-    result += [
-        f"Loss parity of {_some([e.label for e in lost if e.parity.without_baseline == why])} is not"
-        f" against baseline: {why}."
-        for why in dict.fromkeys(e.parity.without_baseline for e in lost)
-    ]
-    return result
-
-
-def _published_sentences(report: Report) -> list[str]:
-    return [
-        f"{entry.label}: published {match.quantity} "
-        f"{' and '.join(number(v) for v in match.published)} {match.unit}, measured "
-        f"{number(match.measured)} {match.unit}: {match.verdict} (expected"
-        f" {number(match.expected_low)} to {number(match.expected_high)})."
-        for entry in report.entries
-        for match in entry.matches
-        if match.verdict != "not comparable"
-    ]

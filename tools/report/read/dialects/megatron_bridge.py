@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 
 from tools.report.read.dialects import Dialect, News
-from tools.report.read.dialects.megatron import MEMORY_OF_RANK, NUMBER, BarLine, is_possible
+from tools.report.read.dialects.megatron import BarLine
+from tools.report.read.dialects.megatron_news import MEMORY_OF_RANK, NUMBER, is_possible
 from tools.report.read.iterations import Iteration
 from tools.report.read.scraped import Fact, MemoryReading, NumbersAhead
 

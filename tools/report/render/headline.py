@@ -1,0 +1,93 @@
+"""The report in a few words: what is fastest, by how much, and what the others pay for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tools.report.analyse.earlier import UNDECIDED
+from tools.report.analyse.entry import Entry
+from tools.report.analyse.report import Report
+from tools.report.analyse.statistics import TimeVerdict
+from tools.report.render.sentences import (
+    MAX_NAMED,
+    compared_groups,
+    sentences,
+    some_of,
+    token_ratio,
+)
+from tools.text.units import joined, number
+
+_MAX_GROUPS = 3
+_MAX_COSTS = 3
+
+
+def answer(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
+    """The report in a few words: what changed, else what is fastest and what the others pay for.
+
+    Args:
+        report: The report.
+        paid: How much a run pays beyond baseline's share, and for what most, by its name.
+    """
+    if report.baseline:
+        return _against_earlier(report)
+    timed = [entry for entry in report.entries if entry.estimate]
+    if not timed:
+        return sentences(report)[0]
+    groups = [members for members in compared_groups(report) if len(members) > 1]
+    if not groups:
+        one = timed[0]
+        rate = one.rates.tokens_per_second
+        each = f", {number(rate)} tokens/s" if rate else ""
+        more = f"; {len(timed) - 1} more row(s) compare with nothing" if len(timed) > 1 else ""
+        return f"{one.label} takes {number(one.time_ms)} ms an iteration{each}{more}."
+    told = [_fastest(members, paid) for members in groups[:_MAX_GROUPS]]
+    if len(groups) > _MAX_GROUPS:
+        told.append(f"{len(groups) - _MAX_GROUPS} more groups are under 'Compared in speed'.")
+    return " ".join(told)
+
+
+def _against_earlier(report: Report) -> str:
+    changed = list(dict.fromkeys(c.row for c in report.changes if c.fails_strict))
+    undecided = [
+        f"{c.row} ({c.text.rpartition(': ')[2]})" for c in report.changes if c.kind == UNDECIDED
+    ]
+    open_ = f" Undecided is {some_of(undecided)}; repeat the runs." if undecided else ""
+    if changed:
+        return (
+            f"Against {report.baseline}, {len(changed)} row(s) changed: {some_of(changed)}.{open_}"
+        )
+    return f"Nothing {'else ' if undecided else ''}changed against {report.baseline}.{open_}"
+
+
+def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
+    """The fastest row of a group, by how much, and what the others pay for."""
+    reference, *others = members
+    best = min(others, key=token_ratio)
+    verdicts = [e.speed.per_token.verdict for e in others if e.speed and e.speed.per_token]
+    slower = verdicts.count(TimeVerdict.SLOWER)
+    if TimeVerdict.FASTER in verdicts:
+        text = (
+            f"{best.label} is the fastest of {len(members)} rows: {number(best.time_ms)} ms an"
+            f" iteration, ×{token_ratio(best):.3f} the time a token of {reference.label}."
+        )
+    else:
+        rest = "all within noise"
+        if slower:
+            some = ", the others within noise" if slower < len(others) else ""
+            rest = f"{slower} slower{some}"
+        of = f"{reference.label} ({number(reference.time_ms)} ms an iteration)"
+        text = f"Of {len(members)} rows none is faster than {of}: {rest}."
+    return text + _payments([e for e in others if e.run.name in paid and e is not best], paid)
+
+
+def _payments(entries: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
+    """What rows pay for, those that pay for the same together."""
+    parts: dict[str, list[str]] = {}
+    for entry in entries:
+        amount, part = paid[entry.run.name]
+        parts.setdefault(part, []).append(f"{entry.label} {amount}")
+    if not parts:
+        return ""
+    most = sorted(parts.items(), key=lambda each: -len(each[1]))[:_MAX_COSTS]
+    told = "; ".join(f"{joined(payers[:MAX_NAMED])} for {part}" for part, payers in most)
+    return f" Beyond baseline's share of the work they pay: {told}."
