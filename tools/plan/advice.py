@@ -14,7 +14,7 @@ from tools.plan.time.cluster import Cluster, route
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec.groups import Group
 from tools.spec.strategy import Parallelism
-from tools.text.units import duration, gib, joined, ms
+from tools.text.units import GIB, amount, duration, gib, joined, ms
 
 _COMPONENT_WORDS = {
     "matmul": "matrix products",
@@ -222,13 +222,17 @@ def _size_sentence(request: Request) -> str:
     parameters = parameters_total(request.template.shape)
     billions = parameters >= 0.1e9
     size = f"{parameters / 1e9:.2f} billion" if billions else f"{parameters / 1e6:,.1f} million"
-    precision = sum(astuple(PRECISIONS[request.template.dtype]))
+    held = parameters * sum(astuple(PRECISIONS[request.template.dtype]))
     device = request.cluster.device
     return (
         f"{request.model.name} has {size} parameters; weights, gradients and "
-        f"optimizer take {gib(parameters * precision, 0)} GiB in {request.template.dtype}, one "
-        f"{device.name} has {gib(device.memory_bytes, 0)} GiB."
+        f"optimizer take {_rounded(held)} in {request.template.dtype}, one "
+        f"{device.name} has {_rounded(device.memory_bytes)}."
     )
+
+
+def _rounded(size_bytes: float) -> str:
+    return f"{gib(size_bytes, 0)} GiB" if size_bytes >= 10 * GIB else amount(size_bytes)
 
 
 def _single_sentence(request: Request, alone: Candidate | None, winner: Candidate) -> str:
