@@ -74,7 +74,7 @@ def build(options: BuildOptions, console: Console) -> int:
         if old is not None:
             changes = tuple(compare_with_baseline(old, report.entries))
             report = replace(report, changes=changes, baseline=str(options.baseline))
-        write_report(report, options.reports_root / name)
+        headline = write_report(report, options.reports_root / name)
     except BaselineError as error:
         console.print(str(error), markup=False)
         return 2
@@ -82,7 +82,7 @@ def build(options: BuildOptions, console: Console) -> int:
         place = error.filename or options.reports_root / name
         console.print(f"{place} cannot be written: {error.strerror}.", markup=False)
         return 2
-    print_report(report, console)
+    print_report(report, headline, console)
     if options.readings:
         _add_readings(report, options.readings, console)
     page = options.reports_root / name / "report.html"

@@ -97,7 +97,9 @@ def test_table_fits_every_terminal(tmp_path):
     report = build_report("r", runs, load_published())
     for width in (60, 80, 120, 200):
         output = io.StringIO()
-        print_report(report, Console(file=output, width=width, highlight=False))
+        print_report(
+            report, "dp2 is the fastest.", Console(file=output, width=width, highlight=False)
+        )
         lines = output.getvalue().splitlines()
         assert max(map(len, lines)) <= width
         assert "…" not in output.getvalue()

@@ -20,8 +20,8 @@ from tools.report.explain.explanation import Explanation, explain, explanation_m
 from tools.report.explain.timelines import timeline_charts
 from tools.report.read.runs import Run
 from tools.report.render.charts import draw_charts
+from tools.report.render.headline import answer, sentences_under
 from tools.report.render.page import render_page
-from tools.report.render.sentences import sentences
 from tools.report.render.text import render_markdown
 from tools.report.render.thinning import evenly, extremes
 from tools.text.table import Table, csv_table
@@ -30,8 +30,8 @@ MAX_SAMPLES = 2000
 """Samples a run that `results.json` keeps; longer runs are thinned evenly."""
 
 
-def write_report(report: Report, folder: Path) -> list[Path]:
-    """Write all files of a report.
+def write_report(report: Report, folder: Path) -> str:
+    """Write all files of a report; its headline.
 
     Raises:
         OSError: The folder cannot be written.
@@ -39,11 +39,12 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     charts = [*draw_charts(report), *timeline_charts(report.entries)] if can_draw() else []
     explanation = explain(report)
+    headline = answer(report, explanation.paid)
     contents = {
         "results.csv": csv_table(Table(RESULTS, report.entries)),
-        "results.json": json_text(report, explanation),
-        "report.md": render_markdown(report, charts) + explanation_markdown(explanation),
-        "report.html": render_page(report, charts, explanation),
+        "results.json": json_text(report, headline, explanation),
+        "report.md": render_markdown(report, charts, headline) + explanation_markdown(explanation),
+        "report.html": render_page(report, charts, headline, explanation),
     } | {f"{chart.name}.svg": chart.svg for chart in charts}
     for stale in folder.glob("*.svg"):
         if stale.name not in contents:
@@ -51,16 +52,16 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     for name, text in contents.items():
         write_whole(folder / name, text)
     point_latest(folder)
-    return [folder / name for name in contents]
+    return headline
 
 
-def json_text(report: Report, explanation: Explanation) -> str:
+def json_text(report: Report, headline: str, explanation: Explanation) -> str:
     """`results.json`: every row with all that the page shows of it."""
     document = {
         "schema": 1,
         "name": report.name,
         "created_utc": report.created_utc,
-        "sentences": sentences(report),
+        "sentences": sentences_under(headline, report),
         "problems": report.problems,
         "rows": [_entry_json(entry) for entry in report.entries],
         "predicted": [

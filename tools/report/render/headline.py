@@ -46,6 +46,11 @@ def answer(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
     return " ".join(told)
 
 
+def sentences_under(headline: str, report: Report) -> list[str]:
+    """The headline and the verdicts after it."""
+    return list(dict.fromkeys((headline, *sentences(report))))
+
+
 def _against_earlier(report: Report) -> str:
     changed = list(dict.fromkeys(c.row for c in report.changes if c.fails_strict))
     undecided = [

@@ -16,7 +16,6 @@ from tools.report.canvas import Chart
 from tools.report.explain.explanation import Explanation
 from tools.report.render import beside, tables
 from tools.report.render.bars import bars_of
-from tools.report.render.headline import answer
 from tools.report.render.plots import Plot, as_script, plots_of
 from tools.report.render.sentences import sentences
 from tools.text import units
@@ -49,14 +48,17 @@ class PageCell:
 
 
 def render_page(
-    report: Report, charts: Sequence[Chart], explanation: Explanation | None = None
+    report: Report,
+    charts: Sequence[Chart],
+    headline: str,
+    explanation: Explanation | None = None,
 ) -> str:
     """The whole report as one HTML file."""
     results, plots = tables.page_results(report), plots_of(report)
     template = environment(_TEMPLATES).get_template("page.html.j2")
     return template.render(
         report=report,
-        answer=answer(report, explanation.paid if explanation else {}),
+        answer=headline,
         bars=bars_of(report),
         plots=plots,
         plot_data=as_script(plots),

@@ -12,28 +12,29 @@ from tools.report.analyse.entry import Entry
 from tools.report.analyse.report import Report
 from tools.report.canvas import Chart
 from tools.report.render import beside, tables
-from tools.report.render.sentences import sentences
+from tools.report.render.headline import sentences_under
 from tools.report.render.tables import terminal_results
 from tools.text.table import markdown_table, markdown_text, rich_table
 
 _NOTHING_PUBLISHED = "Nothing was published of these configurations."
 
 
-def print_report(report: Report, console: Console) -> None:
-    """Print tables, one for each model and device, and the verdicts."""
+def print_report(report: Report, headline: str, console: Console) -> None:
+    """Print tables, one for each model and device, the headline and the verdicts."""
     for kind, members in groupby(report.entries, key=_kind):
         table = terminal_results(
             " · ".join(filter(None, kind)) or "logs", [*members], console.width
         )
         console.print(rich_table(table))
-    for text in (*sentences(report), *report.problems):
+    for text in (*sentences_under(headline, report), *report.problems):
         console.print(Text(f"• {text}"))
 
 
-def render_markdown(report: Report, charts: Sequence[Chart]) -> str:
+def render_markdown(report: Report, charts: Sequence[Chart], headline: str) -> str:
     """The report as Markdown, charts linked from beside it."""
     parts = [f"# Report {markdown_text(report.name)}", f"Made {report.created_utc} UTC."]
-    parts += [_listed(texts) for texts in (sentences(report), report.problems) if texts]
+    said = sentences_under(headline, report)
+    parts += [_listed(texts) for texts in (said, report.problems) if texts]
     if report.entries:
         matches = beside.markdown_matches(report)
         published = markdown_table(matches) if matches.rows else _NOTHING_PUBLISHED
