@@ -46,7 +46,8 @@ class TensorRelation:
 class _Weights(Protocol):
     """Tensors by Megatron's names."""
 
-    shapes: Mapping[str, Shape]
+    @property
+    def shapes(self) -> Mapping[str, Shape]: ...
 
     def read(self, key: str, layer: int | None) -> Tensor: ...
 
@@ -186,7 +187,7 @@ def _order(own: list[bytes], others: list[bytes]) -> list[int]:
 
 def _digest(values: Tensor) -> bytes:
     return hashlib.blake2b(
-        memoryview(values.reshape(-1).view(torch.uint8).numpy()), digest_size=16
+        memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()), digest_size=16
     ).digest()
 
 

@@ -190,7 +190,7 @@ SECTIONS = {
     ),
     "Checkpoints, without a GPU": (
         Command("inspect", "tools.checkpoint.command:inspect",
-            "what a checkpoint holds and what is wrong with it: CKPT= STRATEGY= COMPARE= VERIFY=",
+            "what a checkpoint holds and what is wrong with it: CKPT= COMPARE=",
             (v.CKPT, v.COMPARE, _meaning(v.STRATEGY, "whether this strategy loads it"),
              _meaning(v.VERIFY, "1 reads every piece and checks it", kind=v.SWITCH, default=False),
              v.JSON),

@@ -40,6 +40,10 @@ class StandIn:
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
+    def __call__(self, *_: Any, **__: Any) -> StandIn:
+        """What a pickle gets by a name's attribute, and calls."""
+        return self
+
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
