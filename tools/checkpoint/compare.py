@@ -25,7 +25,8 @@ from tools.records.torch_dist import Shape
 
 EQUAL, DTYPE, PADDING = "equal", "equal but for dtype", "equal but for padding"
 PERMUTED, SCALED, DIFFERENT, ONE_SIDED = "permuted", "scaled", "different", "only in one"
-_SCALE_TOLERANCE = 1e-6
+_SCALE_TOLERANCE, _LEAST_SCALE = 1e-6, 1e-4
+"""What is nearer to 1 is the rounding of another layout, and no factor."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,9 @@ def _digest(values: Tensor) -> bytes:
 def _scaled_or_different(name: str, a: Tensor, b: Tensor) -> TensorRelation:
     square = (a * a).sum().item()
     factor = (a * b).sum().item() / square if square else 0.0
-    if factor and torch.allclose(a * factor, b, rtol=_SCALE_TOLERANCE, atol=0):
+    if abs(factor - 1) > _LEAST_SCALE and torch.allclose(
+        a * factor, b, rtol=_SCALE_TOLERANCE, atol=0
+    ):
         return TensorRelation(name, SCALED, f"by {factor:.8g}")
     error = (a - b).abs()
     error = torch.where(error.isnan(), torch.inf, error)
