@@ -289,6 +289,18 @@ def test_a_legacy_checkpoint_is_read_and_nothing_in_its_pickle_is_run(tmp_path: 
     assert not target.exists()
 
 
+def test_a_damaged_checkpoint_is_not_compared(
+    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+    assert inspect(str(healthy), str(copy), None, verify=False) == 0
+    truncate(copy)
+    assert inspect(str(healthy), str(copy), None, verify=False) == 1
+    said = capsys.readouterr().err
+    assert "is truncated" in said
+    assert "Nothing was compared" in said
+
+
 def test_zarr_and_folders_without_a_checkpoint_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnknownFormatError, match="holds no"):
         read_contents(tmp_path)

@@ -134,7 +134,7 @@ class Loading:
     """Whether a strategy can load a checkpoint."""
 
     verdict: str
-    """`loads`, `loads without …` or `refuses`."""
+    """`loads`, `loads without …`, `refuses` or `not judged`."""
     flags: tuple[str, ...]
     reasons: tuple[str, ...]
 
@@ -149,7 +149,9 @@ def loading(contents: Contents, strategy: str) -> Loading:
     if contents.format != TORCH_DIST or spec is None:
         why = f"a checkpoint of the format {contents.format}"
         why = "one without arguments" if contents.format == TORCH_DIST else why
-        return Loading("refuses", (), (f"No verdict is given on {why}; convert it to torch_dist.",))
+        return Loading(
+            "not judged", (), (f"No verdict is given on {why}; convert it to torch_dist.",)
+        )
     saved = spec.parallelism
     new = parse_strategy(strategy, devices_of(strategy, saved.world_size))
     micro = spec.batch.global_batch_size // new.data or 1

@@ -41,15 +41,19 @@ def inspect(
     if compare and not problems:
         from tools.checkpoint.compare import compare_weights
 
-        pairs = compare_weights(contents, read_contents(ROOT / Path(compare).expanduser()))
+        other = read_contents(ROOT / Path(compare).expanduser())
+        problems = tuple(f"COMPARE={compare}: {flaw}" for flaw in problems_of(other, verify))
+        pairs = [] if problems else compare_weights(contents, other)
         found["comparison"] = [
             {"name": one.name, "relation": one.relation, "detail": one.detail} for one in pairs
         ]
     print(texts.dumps(found, indent=2) if json else _text(contents, verdict, pairs))
     for problem in problems:
         print(problem, file=sys.stderr)
+    if compare and problems:
+        print("Nothing was compared: both checkpoints must be whole.", file=sys.stderr)
     same = all(pair.is_same for pair in pairs)
-    return 1 if problems or not same or (verdict and verdict.verdict == "refuses") else 0
+    return 1 if problems or not same or (verdict and not verdict.verdict.startswith("loads")) else 0
 
 
 def described(contents: Contents, problems: tuple[str, ...]) -> dict[str, object]:
@@ -92,6 +96,6 @@ def _text(
     lines.append(f"and {moments} tensors of the optimizer")
     if verdict:
         flags = f" with {' '.join(verdict.flags)}" if verdict.flags else ""
-        lines += [f"It {verdict.verdict}{flags}.", *verdict.reasons]
+        lines += [f"Under that strategy: {verdict.verdict}{flags}.", *verdict.reasons]
     lines += [f"{one.name}: {one.relation} {one.detail}".rstrip() for one in pairs]
     return "\n".join(lines)
