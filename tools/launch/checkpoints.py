@@ -7,11 +7,12 @@ update that would use it, but the weights themselves may be damaged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.checkpoint.checks import EMBEDDING, wanted_tensors
 from tools.launch.background import BackgroundThread
 from tools.launch.progress import LogFollower
 from tools.records import run as records
@@ -20,7 +21,6 @@ from tools.records.run import CHECKPOINTS_FOLDER, Status
 from tools.records.torch_dist import (
     DamagedCheckpointError,
     ReadingStoppedError,
-    Shape,
     announced,
     finished_iteration,
     read_metadata,
@@ -30,7 +30,6 @@ from tools.spec.errors import LaunchError
 from tools.spec.model import ModelShape
 
 LOOK_SECONDS = 0.5
-_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class Keeper(BackgroundThread):
@@ -183,28 +182,17 @@ def other_model_problem(folder: Path, shape: ModelShape, model: str) -> str | No
         stored = read_metadata(folder / f"iter_{iteration:07d}").tensors
     except DamagedCheckpointError:
         return None
-    for name, wanted in _wanted(shape):
+    for name, wanted in wanted_tensors(shape).items():
         if name in stored and (found := stored[name].shape) != wanted:
             return (
                 f"{folder} is a checkpoint of another model: its {name} is {list(found)}, and {model} "
                 f"as it is asked for here has {list(wanted)}; name another checkpoint, or the model "
                 "that was saved."
             )
-    width = stored[_EMBEDDING].shape[-1] if _EMBEDDING in stored else shape.hidden
+    width = stored[EMBEDDING].shape[-1] if EMBEDDING in stored else shape.hidden
     if width != shape.hidden:
         return (
             f"{folder} is a checkpoint of another model: it is {width} wide and {model} "
             f"{shape.hidden}; name another checkpoint, or the model that was saved."
         )
     return None
-
-
-def _wanted(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
-    layers, hidden = shape.layers, shape.hidden
-    if shape.positions:
-        yield "embedding.position_embeddings.weight", (shape.positions, hidden)
-    rows = shape.head_width * (shape.heads + 2 * shape.query_groups)
-    yield "decoder.layers.self_attention.linear_qkv.weight", (layers, rows, hidden)
-    if not shape.experts:
-        columns = shape.ffn_hidden * (2 if shape.gated else 1)
-        yield "decoder.layers.mlp.linear_fc1.weight", (layers, columns, hidden)

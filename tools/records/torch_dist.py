@@ -13,13 +13,14 @@ import hashlib
 import io
 import json
 import os
-import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from tools.records.pickles import InertUnpickler, describe_saved
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
@@ -75,6 +76,8 @@ class StoredMetadata:
     """By Megatron's names."""
     parts: tuple[StoredPart, ...]
     """Of all that is stored, also what is no tensor."""
+    objects: Mapping[str, StoredPart]
+    """What is no tensor, `rng_state/shard_0.0_1.2`."""
 
 
 def read_metadata(folder: Path) -> StoredMetadata:
@@ -85,7 +88,7 @@ def read_metadata(folder: Path) -> StoredMetadata:
     """
     try:
         with (folder / METADATA).open("rb") as file:
-            return _described(_MetadataReader(file).load())
+            return _described(InertUnpickler(file).load())
     except FileNotFoundError:
         raise DamagedCheckpointError(f"it was not finished and has no {METADATA}") from None
     except Exception as error:  # A damaged pickle raises anything.
@@ -93,13 +96,16 @@ def read_metadata(folder: Path) -> StoredMetadata:
 
 
 def _described(found: Any) -> StoredMetadata:
-    everything, by_name = [], dict[str, dict[Shape, StoredPart]]()
+    everything, objects = [], dict[str, StoredPart]()
+    by_name = dict[str, dict[Shape, StoredPart]]()
     for index, at in found.storage_data.items():
         part = StoredPart(str(at.relative_path), int(at.offset), int(at.length))
         everything.append(part)
         place = getattr(index, "offset", None)
         if isinstance(place, tuple):
             by_name.setdefault(str(index.fqn), {})[place] = part
+        else:
+            objects[str(index.fqn)] = part
     tensors = {
         str(name): StoredTensor(
             entry.size,
@@ -110,13 +116,26 @@ def _described(found: Any) -> StoredMetadata:
         for name, entry in found.state_dict_metadata.items()
         if hasattr(entry, "chunks")
     }
-    return StoredMetadata(tensors, tuple(everything))
+    return StoredMetadata(tensors, tuple(everything), objects)
 
 
 def _dtype(properties: Any) -> str:
     """torch pickles its properties as a tuple that begins with the type."""
     state = getattr(properties, "state", ())
     return getattr(state[0], "__name__", "") if state else ""
+
+
+def describe_object(folder: Path, part: StoredPart) -> Any:
+    """What is stored and is no tensor; classes are stand-ins, and tensors in it have no values.
+
+    Raises:
+        DamagedCheckpointError: It cannot be read.
+    """
+    try:
+        with (folder / part.file).open("rb") as file, _archive(file, part) as archive:
+            return describe_saved(archive)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{part.file} cannot be read ({error.strerror})") from error
 
 
 def is_finished(folder: Path) -> bool:
@@ -290,27 +309,3 @@ class _Part(io.RawIOBase):
         data = self._file.read(wanted)
         self._position += len(data)
         return data
-
-
-class _StandIn:
-    """Any class that a pickle names: takes its arguments and state, does nothing."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
-
-    def append(self, _: Any) -> None:
-        """As a list that is rebuilt."""
-
-    def __setitem__(self, _: Any, __: Any) -> None: ...
-
-
-class _MetadataReader(pickle.Unpickler):
-    """Reads `.metadata` with a stand-in for every class that it names but the tuple that a shape is."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """A stand-in; keys are distinguished by identity, so equal ones do not coincide."""
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        return type(name.rpartition(".")[2], (_StandIn,), {})

@@ -200,6 +200,8 @@ READINGS = Setting("READINGS", PATH, "your own measurements (all but validate: r
 # Weights from and to others, recipes.
 HF = Setting("HF", TEXT, "a folder with config.json and safetensors, or its name on the hub")
 TO = Setting("TO", TEXT, "the folder to write")
+CKPT = Setting("CKPT", FOLDER, "a checkpoint, or the folder above its iterations")
+COMPARE = Setting("COMPARE", FOLDER, "another checkpoint, or a folder of Hugging Face's")
 FILE = Setting("FILE", TEXT, "recipe.py, recipe.py:function or Bridge's YAML")
 
 # After a run, and data.

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
+from tools.checkpoint.compare import compare_weights
+from tools.checkpoint.contents import read_contents
 from tools.convert.hf import progress
 from tools.convert.hf.checkpoint import StoredCheckpoint
 from tools.convert.hf.from_megatron import export_model, read_export
 from tools.convert.hf.into_megatron import import_model, read_import, read_source
 from tools.convert.hf.progress import Work
 from tools.convert.hf.random_model import write_model
-from tools.convert.hf.tensor_files import INDEX, Described, TensorFolder, write_tensors
+from tools.convert.hf.tensor_files import FILE, INDEX, Described, TensorFolder, write_tensors
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.model import model_of
@@ -273,3 +276,16 @@ def test_memory_is_bounded_by_a_few_of_the_largest_tensor(tmp_path: Path) -> Non
     largest = 2 * width * width * 4 * 2
     assert held > 20 * largest / 2
     assert all(int(line) < 6 * largest for line in done.stdout.split()), done.stdout
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA])
+def test_an_import_is_the_same_model_as_its_source_and_a_changed_one_is_not(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    source = write_model(tmp_path / "source", config)
+    checkpoint = read_contents(imported(source, tmp_path / "hub") / CHECKPOINT)
+    assert all(one.is_same for one in compare_weights(read_contents(source), checkpoint))
+    doubled = {name: 2 * values for name, values in load_file(source / FILE).items()}
+    save_file(doubled, source / FILE)
+    found = compare_weights(read_contents(source), checkpoint)
+    assert {(one.relation, one.detail[-3:]) for one in found} == {("scaled", "0.5")}

@@ -1,0 +1,309 @@
+"""A tiny GPT in Megatron's distributed format, written by torch, with each fault that is injected."""
+
+import json
+import pickle
+import shutil
+import warnings
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint
+
+from tools.checkpoint.checks import loading, problems_of
+from tools.checkpoint.command import inspect
+from tools.checkpoint.compare import compare_weights
+from tools.checkpoint.contents import UnknownFormatError, read_contents
+
+LAYERS, HIDDEN, FFN, ROWS, PADDED = 3, 8, 16, 24, 128
+QKV, FC1 = "decoder.layers.self_attention.linear_qkv.weight", "decoder.layers.mlp.linear_fc1.weight"
+EMBEDDING, POSITIONS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
+States = dict[str, Tensor]
+ARGUMENTS = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 2,
+    "kv_channels": 4,
+    "ffn_hidden_size": FFN,
+    "seq_length": 16,
+    "max_position_embeddings": 16,
+    "padded_vocab_size": PADDED,
+    "vocab_size": 100,
+    "make_vocab_size_divisible_by": 128,
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 1,
+    "world_size": 2,
+    "data_parallel_size": 1,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "add_bias_linear": True,
+}
+
+
+def states() -> States:
+    generator = torch.Generator().manual_seed(1)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    inside = {
+        "self_attention.linear_qkv.weight": (ROWS, HIDDEN),
+        "self_attention.linear_qkv.bias": (ROWS,),
+        "self_attention.linear_proj.weight": (HIDDEN, HIDDEN),
+        "self_attention.linear_proj.bias": (HIDDEN,),
+        "mlp.linear_fc1.weight": (FFN, HIDDEN),
+        "mlp.linear_fc1.bias": (FFN,),
+        "mlp.linear_fc2.weight": (HIDDEN, FFN),
+        "mlp.linear_fc2.bias": (HIDDEN,),
+    }
+    weights = {EMBEDDING: made(PADDED, HIDDEN), POSITIONS: made(16, HIDDEN)}
+    weights |= {f"decoder.layers.{name}": made(LAYERS, *size) for name, size in inside.items()}
+    moments = {
+        f"optimizer.state.{moment}.{name}": made(*weight.shape)
+        for moment in ("exp_avg", "exp_avg_sq")
+        for name, weight in weights.items()
+    }
+    return weights | moments
+
+
+def written(folder: Path, held: States, iteration: int = 8, **arguments: object) -> Path:
+    target = folder / f"iter_{8:07d}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # That this is a single process.
+        checkpoint.save(held, storage_writer=checkpoint.FileSystemWriter(target), no_dist=True)
+    common = {"args": Namespace(**{**ARGUMENTS, **arguments}), "iteration": iteration}
+    torch.save(common | {"opt_param_scheduler": {"num_steps": 8}}, target / "common.pt")
+    (target / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (folder / "latest_checkpointed_iteration.txt").write_text("8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("healthy"), states())
+
+
+def test_a_healthy_checkpoint_is_described_as_the_issue_has_it(
+    healthy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect(str(healthy), None, None, verify=True, json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["format"], found["iteration"], found["layout"]) == ("torch_dist", 8, "tp2")
+    weights = [one for one in states().items() if not one[0].startswith("optimizer")]
+    assert found["parameters"] == sum(weight.numel() for _, weight in weights)
+    assert found["problems"] == []
+    assert {
+        "name": QKV,
+        "shape": [LAYERS, ROWS, HIDDEN],
+        "dtype": "float32",
+        "kind": "weight",
+    } in found["tensors"]
+    assert sum(one["kind"] == "optimizer" for one in found["tensors"]) == 2 * len(weights)
+
+
+def without(name: str) -> Callable[[States], object]:
+    return lambda held: held.pop(name)
+
+
+def shaped(name: str, *shape: int) -> Callable[[States], object]:
+    return lambda held: held.update({name: torch.ones(shape)})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (without(QKV), f"{QKV} is missing"),
+        (without(EMBEDDING), f"{EMBEDDING} is missing"),
+        (without(POSITIONS), f"{POSITIONS} is missing"),
+        (without("decoder.layers.mlp.linear_fc2.bias"), "linear_fc2.bias is missing"),
+        (shaped(EMBEDDING, 256, HIDDEN), "padded otherwise"),
+        (shaped(FC1, LAYERS, 2 * FFN, HIDDEN), f"{FC1} has the shape"),
+        (shaped("output_layer.weight", PADDED, HIDDEN), "output_layer.weight is left over"),
+        (without(f"optimizer.state.exp_avg.{QKV}"), f"no exp_avg of {QKV}"),
+        (shaped(f"optimizer.state.exp_avg_sq.{FC1}", LAYERS, 4, HIDDEN), "of another run"),
+        (shaped("optimizer.state.exp_avg.decoder.other", 2), "which is no weight here"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_arguments_are_named(
+    tmp_path: Path, change: Callable[[States], object], named: str
+) -> None:
+    held = states()
+    change(held)
+    assert named in " ".join(problems_of(read_contents(written(tmp_path, held))))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"num_layers": 4}, "has the shape [3, 24, 8]"),
+        ({"hidden_size": 16}, "has the shape"),
+        ({"add_bias_linear": False}, "is left over"),
+        ({"untie_embeddings_and_output_weights": True}, "output_layer.weight is missing"),
+        ({"swiglu": True}, f"{FC1} has the shape"),
+        ({"iteration": 4}, "holds the states of iteration 4"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_weights_are_named(
+    tmp_path: Path, arguments: dict[str, object], named: str
+) -> None:
+    iteration = arguments.pop("iteration", 8)
+    assert isinstance(iteration, int)
+    folder = written(tmp_path, states(), iteration, **arguments)
+    assert named in " ".join(problems_of(read_contents(folder)))
+
+
+def data(folder: Path) -> Path:
+    return next((folder / "iter_0000008").glob("*.distcp"))
+
+
+def truncate(folder: Path) -> None:
+    data(folder).write_bytes(data(folder).read_bytes()[:-100])
+
+
+def zero(folder: Path) -> None:
+    data(folder).write_bytes(bytes(data(folder).stat().st_size))
+
+
+def flip(folder: Path) -> None:
+    values = bytearray(data(folder).read_bytes())
+    place = values.find(states()[EMBEDDING].numpy().tobytes())
+    values[place] ^= 1
+    data(folder).write_bytes(values)
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (truncate, "is truncated"),
+        (zero, "is damaged at byte"),
+        (flip, "the checksum of"),
+        (lambda folder: data(folder).unlink(), "is missing, with"),
+        (lambda folder: (folder / "iter_0000008/.metadata").write_bytes(b"\x80"), "be read"),
+        (lambda folder: (folder / "iter_0000008/metadata.json").unlink(), "torch's own"),
+        (lambda folder: (folder / "iter_0000008/common.pt").write_bytes(b"PK"), "common.pt is"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    healthy: Path, tmp_path: Path, damage: Callable[[Path], None], named: str
+) -> None:
+    copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+    damage(copy)
+    assert named in " ".join(problems_of(read_contents(copy), reads_pieces=True))
+
+
+def swapped(name: str, order: list[int]) -> Callable[[States], object]:
+    """Rows of every layer in equal blocks, in another order."""
+
+    def change(held: States) -> None:
+        blocks = held[name].chunk(len(order), 1)
+        held[name] = torch.cat([blocks[at] for at in order], 1)
+
+    return change
+
+
+def changed(name: str, how: Callable[[Tensor], Tensor]) -> Callable[[States], object]:
+    return lambda held: held.update({name: how(held[name])})
+
+
+def set_one(values: Tensor) -> Tensor:
+    values[1, 2, 3] += 1
+    return values
+
+
+MOMENT = f"optimizer.state.exp_avg.{QKV}"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "relation", "detail"),
+    [
+        (QKV, changed(QKV, lambda w: w[[0, 2, 1]]), "permuted", "layers in the order [0, 2, 1]"),
+        (FC1, swapped(FC1, [1, 0]), "permuted", "blocks of 8 rows in the order [1, 0]"),
+        (FC1, swapped(FC1, [1, 0, 2, 3]), "permuted", "blocks of 4 rows in the order [1, 0, 2, 3]"),
+        (QKV, swapped(QKV, [0, 3, 1, 4, 2, 5]), "permuted", "blocks of 4 rows"),
+        (QKV, changed(QKV, lambda w: w * 3), "scaled", "by 3"),
+        (QKV, changed(QKV, set_one), "different", "in 1 of 3 layers, first in 1: first at [2, 3]"),
+        (QKV, changed(QKV, lambda w: w.bfloat16()), "equal but for dtype", "float32 and bfloat16"),
+        (EMBEDDING, changed(EMBEDDING, lambda w: torch.cat([w, w])), "equal but for padding", ""),
+        (QKV, without(QKV), "only in one", ""),
+        (MOMENT, changed(MOMENT, lambda w: w + 1), "different", "in 3 of 3 layers"),
+    ],
+)
+def test_what_differs_between_two_checkpoints_is_named(
+    healthy: Path,
+    tmp_path: Path,
+    name: str,
+    change: Callable[[States], object],
+    relation: str,
+    detail: str,
+) -> None:
+    held = states()
+    change(held)
+    found = compare_weights(read_contents(healthy), read_contents(written(tmp_path, held)))
+    assert {one.name for one in found if one.relation != "equal"} == {name}
+    only = next(one for one in found if one.name == name)
+    assert only.relation == relation
+    assert detail in only.detail
+
+
+@pytest.mark.parametrize(
+    ("strategy", "verdict", "flags", "reason"),
+    [
+        ("tp2", "loads without random states", ("--no-load-rng",), "It holds none"),
+        ("pp3", "loads without random states", (), "ignores random states of another TP or PP"),
+        ("dp2-zero1", "loads without optimizer and random states", ("--no-load-optim",), "formats"),
+        ("tp3", "refuses", (), "3"),
+    ],
+)
+def test_a_strategy_loads_it_loads_it_in_part_or_refuses(
+    healthy: Path, strategy: str, verdict: str, flags: tuple[str, ...], reason: str
+) -> None:
+    found = loading(read_contents(healthy), strategy)
+    assert found.verdict == verdict
+    assert set(flags) <= set(found.flags)
+    assert reason in " ".join(found.reasons)
+
+
+def test_a_legacy_checkpoint_is_read_and_nothing_in_its_pickle_is_run(tmp_path: Path) -> None:
+    target = tmp_path / "touched"
+
+    class Touch:
+        def __reduce__(self) -> tuple[object, tuple[Path]]:
+            return (Path.touch, (target,))
+
+    folder = tmp_path / "iter_0000008" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    saved = {
+        "args": Namespace(**ARGUMENTS),
+        "iteration": 4,
+        "model": {"embedding.weight": torch.ones(3, 2, dtype=torch.bfloat16)},
+        "optimizer": {"trap": Touch()},
+    }
+    torch.save(saved, folder / "model_optim_rng.pt", pickle_module=pickle)
+    found = read_contents(folder.parent)
+    assert [(one.shape, one.dtype) for one in found.tensors] == [((3, 2), "bfloat16")]
+    assert found.states == ("optimizer",)
+    assert found.problems == ("mp_rank_00 is of iteration 4, not of 8.",)
+    assert not target.exists()
+
+
+def test_a_damaged_checkpoint_is_not_compared(
+    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+    assert inspect(str(healthy), str(copy), None, verify=False) == 0
+    truncate(copy)
+    assert inspect(str(healthy), str(copy), None, verify=False) == 1
+    said = capsys.readouterr().err
+    assert "is truncated" in said
+    assert "Nothing was compared" in said
+
+
+def test_zarr_and_folders_without_a_checkpoint_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnknownFormatError, match="holds no"):
+        read_contents(tmp_path)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(UnknownFormatError, match="zarr"):
+        read_contents(tmp_path)

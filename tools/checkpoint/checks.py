@@ -1,0 +1,188 @@
+"""What is wrong with a checkpoint for the model that its own arguments say, and what can load it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tools.checkpoint.contents import TORCH_DIST, Contents
+from tools.plan.constraints import violations
+from tools.records.torch_dist import DamagedCheckpointError, Shape, verify_readable
+from tools.spec.model import ModelShape
+from tools.spec.strategy import devices_of, parse_strategy, strategy_flags, strategy_name
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_STATE = re.compile(r"(?:.*\.)?optimizer\.state\.(exp_avg|exp_avg_sq)\.(.+)")
+_LAYERS = "decoder.layers."
+_RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
+"""Of the distributed optimizer's formats those that any TP and PP loads (Megatron 0.19)."""
+
+
+def problems_of(contents: Contents, reads_pieces: bool = False) -> tuple[str, ...]:
+    """Every sentence that says what is wrong; empty for a healthy checkpoint.
+
+    Args:
+        contents: What it says of itself.
+        reads_pieces: Reads every piece and compares it with its checksum.
+    """
+    return (*contents.problems, *_found(contents, reads_pieces))
+
+
+def wanted_tensors(shape: ModelShape) -> dict[str, Shape]:
+    """Tensors of a model in Megatron's distributed format, but for those whose rows TP may pad.
+
+    A weight of all layers is one tensor. Of experts, mixers and latent attention nothing is said.
+    """
+    layers, hidden = shape.layers, shape.hidden
+    wanted: dict[str, Shape] = {}
+    if shape.positions:
+        wanted["embedding.position_embeddings.weight"] = (shape.positions, hidden)
+    if len(shape.blocks) > 1 or shape.mamba or shape.latent:
+        return wanted
+    gate = 2 if shape.output_gate else 1
+    rows = shape.head_width * (shape.heads * gate + 2 * shape.query_groups)
+    inside: dict[str, Shape] = {
+        "self_attention.linear_qkv.weight": (rows, hidden),
+        "self_attention.linear_proj.weight": (hidden, shape.heads * shape.head_width),
+    }
+    if shape.bias or shape.qkv_bias:
+        inside["self_attention.linear_qkv.bias"] = (rows,)
+    if shape.bias:
+        inside["self_attention.linear_proj.bias"] = (hidden,)
+    if not shape.experts:
+        first = shape.ffn_hidden * (2 if shape.gated else 1)
+        inside["mlp.linear_fc1.weight"] = (first, hidden)
+        inside["mlp.linear_fc2.weight"] = (hidden, shape.ffn_hidden)
+        if shape.bias:
+            inside |= {"mlp.linear_fc1.bias": (first,), "mlp.linear_fc2.bias": (hidden,)}
+    return wanted | {f"{_LAYERS}{name}": (layers, *size) for name, size in inside.items()}
+
+
+def _found(contents: Contents, reads_pieces: bool) -> Iterator[str]:
+    if contents.format != TORCH_DIST:
+        return
+    named = re.fullmatch(r"iter_(\d+)", contents.folder.name)
+    if named and contents.iteration not in (None, int(named[1])):
+        yield f"{contents.folder.name} holds the states of iteration {contents.iteration}."
+    if reads_pieces and not contents.problems:
+        try:
+            verify_readable(contents.folder)
+        except DamagedCheckpointError as error:
+            yield f"{error}."
+    if contents.spec is not None:
+        yield from _misfits(contents, contents.spec.shape)
+    yield from _optimizer_flaws(contents)
+
+
+def _misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
+    """Tensors that the model of the arguments lacks, has otherwise, or has not at all."""
+    held = contents.shapes
+    stacks = not any(re.match(r"decoder\.layers\.\d", name) for name in held)
+    for name, size in wanted_tensors(shape).items():
+        if name.startswith(_LAYERS) and not stacks:
+            continue
+        if name not in held:
+            yield f"{name} is missing, which the model of its arguments has."
+        elif held[name] != size:
+            yield (
+                f"{name} has the shape {list(held[name])}, and the model of its arguments "
+                f"{list(size)}."
+            )
+    rows = contents.arguments.get("padded_vocab_size", "")
+    for name in (EMBEDDING, OUTPUT):
+        if name in held and rows.isdigit() and held[name] != (int(rows), shape.hidden):
+            yield (
+                f"{name} has the shape {list(held[name])}, and its arguments say "
+                f"{[int(rows), shape.hidden]}: it was padded otherwise, or is another model's."
+            )
+    if EMBEDDING not in held:
+        yield f"{EMBEDDING} is missing, which the model of its arguments has."
+    if OUTPUT in held and shape.tied_embeddings:
+        yield f"{OUTPUT} is left over: its arguments say that the embedding is the output layer."
+    if OUTPUT not in held and not shape.tied_embeddings:
+        yield f"{OUTPUT} is missing: its arguments say --untie-embeddings-and-output-weights."
+    for name in held:
+        is_bias = name.startswith(_LAYERS) and name.endswith(".bias") and "layernorm" not in name
+        has_one = shape.bias or (shape.qkv_bias and "linear_qkv" in name)
+        if is_bias and not has_one:
+            yield f"{name} is left over: its arguments say --disable-bias-linear."
+
+
+def _optimizer_flaws(contents: Contents) -> Iterator[str]:
+    """Moments that weights lack, and moments of other shapes or of no weight."""
+    weights = {one.name: one.shape for one in contents.tensors if one.kind == "weight"}
+    moments: dict[str, dict[str, Shape]] = {}
+    for one in contents.tensors:
+        if match := _STATE.fullmatch(one.name):
+            moments.setdefault(match[1], {})[match[2]] = one.shape
+    for moment, held in moments.items():
+        for name in sorted(weights.keys() - held.keys()):
+            yield f"The optimizer has no {moment} of {name}."
+        for name, shape in sorted(held.items()):
+            if name not in weights:
+                yield f"The optimizer has {moment} of {name}, which is no weight here."
+            elif weights[name] != shape:
+                yield (
+                    f"The optimizer's {moment} of {name} has the shape {list(shape)}, and the weight "
+                    f"{list(weights[name])}: it is of another run."
+                )
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Whether a strategy can load a checkpoint."""
+
+    verdict: str
+    """`loads`, `loads without …`, `refuses` or `not judged`."""
+    flags: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+def loading(contents: Contents, strategy: str) -> Loading:
+    """What becomes of a checkpoint under a strategy, as its arguments and Megatron's rules say it.
+
+    Raises:
+        StrategyError: The strategy is not in the grammar.
+    """
+    spec = contents.spec
+    if contents.format != TORCH_DIST or spec is None:
+        why = f"a checkpoint of the format {contents.format}"
+        why = "one without arguments" if contents.format == TORCH_DIST else why
+        return Loading(
+            "not judged", (), (f"No verdict is given on {why}; convert it to torch_dist.",)
+        )
+    saved = spec.parallelism
+    new = parse_strategy(strategy, devices_of(strategy, saved.world_size))
+    micro = spec.batch.global_batch_size // new.data or 1
+    batch = replace(spec.batch, micro_batch_size=min(spec.batch.micro_batch_size, micro))
+    refused = violations(replace(spec, parallelism=new, batch=batch))
+    if refused or contents.problems:
+        return Loading("refuses", (), (*contents.problems, *refused))
+    lost: dict[str, str] = {}
+    flags = list(strategy_flags(new))
+    moved = (new.tensor, new.pipeline) != (saved.tensor, saved.pipeline)
+    if moved:
+        lost["random states"] = "Megatron ignores random states of another TP or PP."
+    if new.sharding != saved.sharding and "optimizer" in contents.states:
+        flags.append("--no-load-optim")
+        lost["optimizer"] = (
+            f"Megatron keeps the optimizer states of {strategy_name(saved)} and {strategy} in different "
+            "formats; a strategy that shards as the saved one does loads them."
+        )
+    elif moved and new.sharding and contents.optimizer_format not in (*_RESHARDABLE, ""):
+        flags.append("--no-load-optim")
+        lost["optimizer"] = (
+            f"Its optimizer states are {contents.optimizer_format}, which Megatron loads under the same "
+            "TP and PP alone; save with --dist-ckpt-optim-fully-reshardable."
+        )
+    for state, reason in (("optimizer", "--no-save-optim"), ("random", "--no-save-rng")):
+        if state not in contents.states:
+            flags.append("--no-load-optim" if state == "optimizer" else "--no-load-rng")
+            name = "optimizer" if state == "optimizer" else "random states"
+            lost.setdefault(name, f"It holds none: it was saved with {reason} or converted.")
+    rows = contents.shapes.get(EMBEDDING, (0,))[0]
+    if spec.padded_vocabulary and rows % new.tensor == 0 and new.tensor != saved.tensor:
+        flags += ["--make-vocab-size-divisible-by", str(rows // new.tensor)]
+    verdict = f"loads without {' and '.join(sorted(lost))}" if lost else "loads"
+    return Loading(verdict, tuple(dict.fromkeys(flags)), tuple(lost.values()))

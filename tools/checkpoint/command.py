@@ -1,0 +1,101 @@
+"""`make inspect`: what is in a checkpoint, whether a strategy loads it, whether two are one model."""
+
+from __future__ import annotations
+
+import json as texts
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tools.checkpoint.checks import Loading, loading, problems_of
+from tools.checkpoint.contents import Contents, read_contents
+from tools.spec.files import ROOT
+from tools.spec.strategy import strategy_name
+
+if TYPE_CHECKING:
+    from tools.checkpoint.compare import TensorRelation
+
+
+def inspect(
+    ckpt: str, compare: str | None, strategy: str | None, verify: bool, json: bool = False
+) -> int:
+    """Print it; 1 if something is wrong with it, the strategy cannot load it, or the two differ.
+
+    Raises:
+        ValueError: It is no checkpoint, or of a format that is not read; one sentence.
+    """
+    contents = read_contents(ROOT / Path(ckpt).expanduser())
+    problems = problems_of(contents, verify)
+    verdict = loading(contents, strategy) if strategy else None
+    found = described(contents, problems)
+    if verdict:
+        found["loading"] = {
+            "strategy": strategy,
+            "verdict": verdict.verdict,
+            "flags": verdict.flags,
+            "reasons": verdict.reasons,
+        }
+    pairs: list[TensorRelation] = []
+    if compare and not problems:
+        from tools.checkpoint.compare import compare_weights
+
+        other = read_contents(ROOT / Path(compare).expanduser())
+        problems = tuple(f"COMPARE={compare}: {flaw}" for flaw in problems_of(other, verify))
+        pairs = [] if problems else compare_weights(contents, other)
+        found["comparison"] = [
+            {"name": one.name, "relation": one.relation, "detail": one.detail} for one in pairs
+        ]
+    print(texts.dumps(found, indent=2) if json else _text(contents, verdict, pairs))
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if compare and problems:
+        print("Nothing was compared: both checkpoints must be whole.", file=sys.stderr)
+    same = all(pair.is_same for pair in pairs)
+    return 1 if problems or not same or (verdict and not verdict.verdict.startswith("loads")) else 0
+
+
+def described(contents: Contents, problems: tuple[str, ...]) -> dict[str, object]:
+    """What `JSON=1` prints of one checkpoint."""
+    spec = contents.spec
+    return {
+        "format": contents.format,
+        "iteration": contents.iteration,
+        "layout": strategy_name(spec.parallelism) if spec else None,
+        "parameters": contents.parameters,
+        "states": contents.states,
+        "arguments": dict(contents.arguments),
+        "tensors": [
+            {"name": one.name, "shape": one.shape, "dtype": one.dtype, "kind": one.kind}
+            for one in contents.tensors
+        ],
+        "problems": problems,
+    }
+
+
+def _text(
+    contents: Contents,
+    verdict: Loading | None,
+    pairs: Sequence[TensorRelation],
+) -> str:
+    at = "" if contents.iteration is None else f", iteration {contents.iteration}"
+    layout = f", saved by {strategy_name(contents.spec.parallelism)}" if contents.spec else ""
+    lines = [
+        f"{contents.folder}: {contents.format}{at}{layout}, {contents.parameters:,} parameters",
+        f"States: {', '.join(contents.states) or 'none'}",
+    ]
+    modules = defaultdict[str, list[str]](list)
+    for one in contents.tensors:
+        if one.kind == "weight":
+            module, _, name = one.name.rpartition(".")
+            modules[module].append(f"  {name} {list(one.shape)} {one.dtype}")
+    for module, tensors in modules.items():
+        lines += [module, *tensors]
+    moments = sum(one.kind == "optimizer" for one in contents.tensors)
+    lines.append(f"and {moments} tensors of the optimizer")
+    if verdict:
+        flags = f" with {' '.join(verdict.flags)}" if verdict.flags else ""
+        lines += [f"Under that strategy: {verdict.verdict}{flags}.", *verdict.reasons]
+    lines += [f"{one.name}: {one.relation} {one.detail}".rstrip() for one in pairs]
+    return "\n".join(lines)

@@ -1,0 +1,211 @@
+"""Whether two checkpoints hold the same weights, tensor by tensor, over layouts and formats.
+
+One layer of each is in memory at a time. Weights of Hugging Face's folders are read by Megatron's names,
+by the table of `tools.convert.hf.families`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tools.checkpoint.checks import EMBEDDING, OUTPUT
+from tools.checkpoint.contents import HUGGING_FACE, TORCH_DIST, Contents, UnknownFormatError
+from tools.convert.hf.checkpoint import StoredCheckpoint
+from tools.convert.hf.families import TensorPair
+from tools.convert.hf.into_megatron import read_source
+from tools.convert.hf.tensor_files import TensorFolder
+from tools.records.torch_dist import Shape
+
+EQUAL, DTYPE, PADDING = "equal", "equal but for dtype", "equal but for padding"
+PERMUTED, SCALED, DIFFERENT, ONE_SIDED = "permuted", "scaled", "different", "only in one"
+_SCALE_TOLERANCE, _LEAST_SCALE = 1e-6, 1e-4
+"""What is nearer to 1 is the rounding of another layout, and no factor."""
+
+
+@dataclass(frozen=True)
+class TensorRelation:
+    """How two tensors of one name are related."""
+
+    name: str
+    relation: str
+    detail: str = ""
+    """Which permutation, which factor, the first and the worst element."""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether it is the same weight of the same model."""
+        return self.relation in (EQUAL, DTYPE, PADDING)
+
+
+class _Weights(Protocol):
+    """Tensors by Megatron's names."""
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]: ...
+
+    def read(self, key: str, layer: int | None) -> Tensor: ...
+
+
+def compare_weights(one: Contents, other: Contents) -> list[TensorRelation]:
+    """Every tensor of two checkpoints: weights first, then optimizer states that both hold.
+
+    Raises:
+        UnknownFormatError: One is of a format whose values are not read.
+    """
+    a, b = _weights(one), _weights(other)
+    names = sorted(a.shapes.keys() | b.shapes.keys(), key=lambda name: ("optimizer" in name, name))
+    found = []
+    for name in names:
+        if name in a.shapes and name in b.shapes:
+            found.append(_compare(name, a, b))
+        elif "optimizer" not in name:
+            found.append(TensorRelation(name, ONE_SIDED))
+    return found
+
+
+class _Megatron:
+    def __init__(self, contents: Contents) -> None:
+        self._stored = StoredCheckpoint(contents.folder)
+        self.shapes = contents.shapes
+
+    def read(self, key: str, layer: int | None) -> Tensor:
+        return self._stored.read(key, layer)
+
+
+class _HuggingFace:
+    def __init__(self, contents: Contents) -> None:
+        source = read_source(contents.folder)
+        self._tensors: TensorFolder = source.tensors
+        self._pairs: dict[tuple[str, int | None], TensorPair] = {
+            (pair.key, pair.layer): pair for pair in source.pairs
+        }
+        layers = source.shape.layers
+        self.shapes = {
+            key: pair.shape if layer is None else (layers, *pair.shape)
+            for (key, layer), pair in self._pairs.items()
+        }
+
+    def read(self, key: str, layer: int | None) -> Tensor:
+        pair = self._pairs[key, layer]
+        return pair.form.join([self._tensors.read(name) for name in pair.names])
+
+
+def _weights(contents: Contents) -> _Weights:
+    if contents.format == TORCH_DIST:
+        return _Megatron(contents)
+    if contents.format == HUGGING_FACE:
+        return _HuggingFace(contents)
+    raise UnknownFormatError(
+        f"{contents.folder} is of the format {contents.format}, whose values COMPARE= does not read; "
+        "load it with Megatron and save it with --ckpt-format torch_dist."
+    )
+
+
+def _compare(name: str, a: _Weights, b: _Weights) -> TensorRelation:
+    first, second = a.shapes[name], b.shapes[name]
+    if "decoder.layers." not in name:
+        return _relation(name, a.read(name, None), b.read(name, None))
+    if first != second:
+        return TensorRelation(name, DIFFERENT, f"shapes {list(first)} and {list(second)}")
+    if order := _order_of_layers(name, a, b, first[0]):
+        return TensorRelation(name, PERMUTED, f"the second has the layers in the order {order}")
+    found = [_relation(name, a.read(name, at), b.read(name, at)) for at in range(first[0])]
+    wrong = [(at, one) for at, one in enumerate(found) if not one.is_same]
+    if not wrong:
+        return next((one for one in found if one.relation != EQUAL), found[0])
+    at, worst = wrong[0]
+    return TensorRelation(
+        name, worst.relation, f"in {len(wrong)} of {first[0]} layers, first in {at}: {worst.detail}"
+    )
+
+
+def _order_of_layers(name: str, a: _Weights, b: _Weights, layers: int) -> list[int]:
+    """Which layer of the first each of the second is; empty if they are in order or no permutation."""
+    own = [_digest(a.read(name, at)) for at in range(layers)]
+    others = [_digest(b.read(name, at)) for at in range(layers)]
+    if own == others or sorted(own) != sorted(others):
+        return []
+    return _order(own, others)
+
+
+def _relation(name: str, a: Tensor, b: Tensor) -> TensorRelation:
+    padded = a.shape != b.shape
+    if padded:
+        if name.removeprefix("optimizer.state.") not in (EMBEDDING, OUTPUT) or a.ndim != b.ndim:
+            return TensorRelation(name, DIFFERENT, f"shapes {list(a.shape)} and {list(b.shape)}")
+        rows = min(len(a), len(b))
+        a, b = a[:rows], b[:rows]
+    if a.dtype == b.dtype and torch.equal(a, b):
+        return TensorRelation(name, PADDING if padded else EQUAL)
+    narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+    if a.dtype != b.dtype and torch.equal(a.to(narrow), b.to(narrow)):
+        return TensorRelation(name, DTYPE, f"{a.dtype} and {b.dtype}".replace("torch.", ""))
+    if detail := _permutation(a, b):
+        return TensorRelation(name, PERMUTED, detail)
+    return _scaled_or_different(name, a.double(), b.double())
+
+
+def _permutation(a: Tensor, b: Tensor) -> str:
+    """Which rows or columns of the first the second has where; empty if it is no permutation."""
+    for what, dimension in (("rows", 0), ("columns", 1))[: a.ndim]:
+        own = [_digest(row) for row in a.unbind(dimension)]
+        others = [_digest(row) for row in b.unbind(dimension)]
+        if sorted(own) != sorted(others):
+            continue
+        order = _order(own, others)
+        width = max(w for w in range(1, len(order)) if _moves_whole(order, w))
+        blocks = [at // width for at in order[::width]]
+        shown = f"{blocks[:16]}{'…' if len(blocks) > 16 else ''}"
+        return f"the second has blocks of {width} {what} in the order {shown}"
+    return ""
+
+
+def _moves_whole(order: list[int], width: int) -> bool:
+    """Whether a permutation moves blocks of so many places."""
+    return (
+        len(order) % width == 0
+        and all(
+            order[at] % width == 0
+            and order[at : at + width] == list(range(order[at], order[at] + width))
+            for at in range(0, len(order), width)
+        )
+    ) or width == 1
+
+
+def _order(own: list[bytes], others: list[bytes]) -> list[int]:
+    places = defaultdict[bytes, list[int]](list)
+    for at in reversed(range(len(own))):
+        places[own[at]].append(at)
+    return [places[digest].pop() for digest in others]
+
+
+def _digest(values: Tensor) -> bytes:
+    return hashlib.blake2b(
+        memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()), digest_size=16
+    ).digest()
+
+
+def _scaled_or_different(name: str, a: Tensor, b: Tensor) -> TensorRelation:
+    square = (a * a).sum().item()
+    factor = (a * b).sum().item() / square if square else 0.0
+    if abs(factor - 1) > _LEAST_SCALE and torch.allclose(
+        a * factor, b, rtol=_SCALE_TOLERANCE, atol=0
+    ):
+        return TensorRelation(name, SCALED, f"by {factor:.8g}")
+    error = (a - b).abs()
+    error = torch.where(error.isnan(), torch.inf, error)
+    first = error.flatten().nonzero()[0].item()
+    worst = error.argmax().item()
+    places = (
+        f"{which} at {list(map(int, torch.unravel_index(torch.tensor(at), a.shape)))}: "
+        f"{a.flatten()[int(at)].item():.8g} and {b.flatten()[int(at)].item():.8g}"
+        for which, at in (("first", first), ("worst", worst))
+    )
+    return TensorRelation(name, DIFFERENT, "; ".join(places))

@@ -1,0 +1,268 @@
+"""A checkpoint of any format that Megatron's users have, described without reading a tensor's values."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tools.records.pickles import DescribedTensor, describe_saved
+from tools.records.torch_dist import (
+    FORMAT,
+    METADATA,
+    DamagedCheckpointError,
+    Shape,
+    StoredMetadata,
+    StoredPart,
+    StoredTensor,
+    describe_object,
+    finished_iteration,
+    read_metadata,
+)
+from tools.spec.run import RunSpec, spec_of_printed
+
+TORCH_DIST, FSDP, LEGACY, HUGGING_FACE = "torch_dist", "fsdp_dtensor", "torch", "huggingface"
+"""Megatron's names of its formats (`--ckpt-format`), and Hugging Face's safetensors."""
+
+_WEIGHTS = ("embedding.", "decoder.", "output_layer.", "encoder.", "mtp.")
+_COMMON = "common_state/"
+_PLAIN = (str, int, float, list, tuple, type(None))
+
+
+class UnknownFormatError(ValueError):
+    """A folder that is no checkpoint, or one of a format that is not read."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor, all layers stacked where the format stacks them."""
+
+    name: str
+    shape: Shape
+    dtype: str
+
+    @property
+    def kind(self) -> str:
+        """`weight` or `optimizer`."""
+        if "optimizer" in self.name.split(".") or "exp_avg" in self.name:
+            return "optimizer"
+        return "weight"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint says of itself."""
+
+    folder: Path
+    format: str
+    iteration: int | None
+    arguments: Mapping[str, str]
+    """Those that saved it, as a log prints them; empty where there are none."""
+    tensors: tuple[TensorEntry, ...]
+    states: tuple[str, ...]
+    """Of `optimizer`, `scheduler` and `random`, those that are there."""
+    problems: tuple[str, ...]
+    """What of it cannot be read, a sentence each."""
+    optimizer_format: str = ""
+    """Of the distributed optimizer, as Megatron calls it; empty where nothing says it."""
+
+    @cached_property
+    def spec(self) -> RunSpec | None:
+        """The run that its arguments describe; None where they do not."""
+        return spec_of_printed(self.arguments) if self.arguments else None
+
+    @property
+    def parameters(self) -> int:
+        """Elements of its weights."""
+        return sum(math.prod(one.shape) for one in self.tensors if one.kind == "weight")
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Of tensors, by name."""
+        return {one.name: one.shape for one in self.tensors}
+
+
+def read_contents(folder: Path) -> Contents:
+    """Describe a checkpoint: its own folder (`iter_…`), or one whose tracker names the newest.
+
+    Raises:
+        UnknownFormatError: It is none, or of a format that is not read.
+    """
+    newest = finished_iteration(folder)
+    if newest is not None:
+        folder /= f"iter_{newest:07d}"
+    if not folder.is_dir():
+        raise UnknownFormatError(f"CKPT={folder} is no folder; name one that holds a checkpoint.")
+    backend = _backend(folder)
+    if backend == "zarr" or any(folder.glob("*/.zarray")):
+        raise UnknownFormatError(
+            f"{folder} is a checkpoint in the zarr format, which Megatron removed; load it with "
+            "Megatron-Core 0.10 or older and save it with --ckpt-format torch_dist."
+        )
+    if (folder / METADATA).is_file() or backend:
+        return _distributed(folder, backend)
+    ranks = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
+    if ranks:
+        return _legacy(folder, ranks)
+    if (folder / "config.json").is_file() or any(folder.glob("*.safetensors")):
+        return _hugging_face(folder)
+    raise UnknownFormatError(
+        f"{folder} holds no {METADATA}, no mp_rank_… folder and no safetensors; name the folder of a "
+        "checkpoint (iter_…), or the one above it."
+    )
+
+
+def _backend(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / FORMAT).read_bytes()).get("sharded_backend", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""
+
+
+def _distributed(folder: Path, backend: str) -> Contents:
+    """PyTorch's distributed checkpoint: Megatron's torch_dist, or FSDP's DTensors."""
+    kind = TORCH_DIST if backend else FSDP
+    try:
+        stored = read_metadata(folder)
+    except DamagedCheckpointError as error:
+        return Contents(folder, kind, _named_iteration(folder), {}, (), (), (f"{error}.",))
+    tensors = (TensorEntry(name, one.shape, one.dtype) for name, one in stored.tensors.items())
+    problems = list(_unreadable(folder, stored))
+    if kind == FSDP and any(name.startswith(_WEIGHTS) for name in stored.tensors):
+        kind = TORCH_DIST
+        problems.append(
+            f"{FORMAT} is missing: Megatron takes the checkpoint for one of torch's own."
+        )
+    common: Any = {}
+    try:
+        common = _common(folder, stored)
+    except DamagedCheckpointError as error:
+        problems.append(f"{error}.")
+    held = {
+        "optimizer": common.get("optimizer") or any("exp_avg" in name for name in stored.tensors),
+        "scheduler": common.get("opt_param_scheduler"),
+        "random": any(name.startswith("rng_state") for name in stored.objects),
+    }
+    return Contents(
+        folder,
+        kind,
+        common.get("iteration", _named_iteration(folder)),
+        _arguments(common.get("args")),
+        tuple(sorted(tensors, key=lambda one: one.name)),
+        tuple(name for name, found in held.items() if found),
+        tuple(problems),
+        (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", ""),
+    )
+
+
+def _common(folder: Path, stored: StoredMetadata) -> dict[str, Any]:
+    """What every rank has alike: `common.pt`, and from 0.19 on an object beside the tensors."""
+    path = folder / "common.pt"
+    part = next((at for name, at in stored.objects.items() if name.startswith(_COMMON)), None)
+    if path.is_file():
+        part = StoredPart(path.name, 0, path.stat().st_size)
+    if part is None:
+        return {}
+    found = describe_object(folder, part)
+    found = found[0] if isinstance(found, list) and found else found
+    return found if isinstance(found, dict) else {}
+
+
+def _unreadable(folder: Path, stored: StoredMetadata) -> Iterator[str]:
+    """Pieces that are missing, that do not fit together, and files that are too short for them."""
+    for name, tensor in stored.tensors.items():
+        lacking = sorted(tensor.sizes.keys() - tensor.parts.keys())
+        if lacking:
+            yield f"{name} lacks the piece at {list(lacking[0])}."
+        if flaw := _covering_flaw(tensor):
+            yield f"The pieces of {name} {flaw}."
+    by_file: dict[str, list[StoredPart]] = {}
+    for part in stored.parts:
+        by_file.setdefault(part.file, []).append(part)
+    for file, parts in sorted(by_file.items()):
+        path = folder / file
+        if not path.is_file():
+            yield f"{file} is missing, with {len(parts)} pieces."
+            continue
+        size, end = path.stat().st_size, max(at.offset_bytes + at.length_bytes for at in parts)
+        if size < end:
+            yield f"{file} is truncated: it has {size} bytes of at least {end}."
+        ordered = sorted(parts, key=lambda at: at.offset_bytes)
+        if any(a.offset_bytes + a.length_bytes > b.offset_bytes for a, b in pairwise(ordered)):
+            yield f"{METADATA} puts two pieces at one place of {file}."
+
+
+def _covering_flaw(tensor: StoredTensor) -> str:
+    for begin, size in tensor.sizes.items():
+        ends = (at + length for at, length in zip(begin, size, strict=True))
+        if any(end > whole for end, whole in zip(ends, tensor.shape, strict=True)):
+            return f"reach beyond its shape {list(tensor.shape)} at {list(begin)}"
+    held, whole = sum(map(math.prod, tensor.sizes.values())), math.prod(tensor.shape)
+    return "" if held == whole else f"hold {held} of its {whole} elements"
+
+
+def _legacy(folder: Path, ranks: list[Path]) -> Contents:
+    """A file a model-parallel rank, each a pickle: its tensors under the rank's name."""
+    tensors, problems, states = list[TensorEntry](), list[str](), dict[str, None]()
+    arguments: dict[str, str] = {}
+    iteration = _named_iteration(folder)
+    for path in ranks:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                found = describe_saved(archive)
+        except Exception as error:  # A damaged pickle raises anything.
+            problems.append(f"{path.parent.name}/{path.name} cannot be read ({error}).")
+            continue
+        own = found.get("iteration", iteration)
+        if iteration is not None and own != iteration:
+            problems.append(f"{path.parent.name} is of iteration {own}, not of {iteration}.")
+        arguments = arguments or _arguments(found.get("args"))
+        keys = {"optimizer": "optimizer", "opt_param_scheduler": "scheduler", "rng_state": "random"}
+        states |= dict.fromkeys(state for key, state in keys.items() if found.get(key))
+        chunks = (key for key in found if re.fullmatch(r"model\d*", str(key)))
+        for name, tensor in _flattened({key: found[key] for key in chunks}):
+            tensors.append(TensorEntry(f"{path.parent.name}.{name}", tensor.shape, tensor.dtype))
+    return Contents(
+        folder, LEGACY, iteration, arguments, tuple(tensors), tuple(states), tuple(problems)
+    )
+
+
+def _flattened(found: Any, prefix: str = "") -> Iterator[tuple[str, DescribedTensor]]:
+    for key, value in found.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, DescribedTensor):
+            yield name, value
+        elif isinstance(value, dict):
+            yield from _flattened(value, f"{name}.")
+
+
+def _hugging_face(folder: Path) -> Contents:
+    from tools.convert.hf.errors import ConversionError
+    from tools.convert.hf.tensor_files import TensorFolder
+
+    try:
+        described = TensorFolder(folder).tensors.values()
+    except ConversionError as error:
+        return Contents(folder, HUGGING_FACE, None, {}, (), (), (str(error),))
+    tensors = (
+        TensorEntry(one.name, one.shape, str(one.dtype).removeprefix("torch.")) for one in described
+    )
+    return Contents(folder, HUGGING_FACE, None, {}, tuple(tensors), (), ())
+
+
+def _arguments(namespace: Any) -> dict[str, str]:
+    """As Megatron prints them; objects of its own classes are left out."""
+    values = getattr(namespace, "__dict__", {})
+    return {name: str(value) for name, value in values.items() if isinstance(value, _PLAIN)}
+
+
+def _named_iteration(folder: Path) -> int | None:
+    match = re.fullmatch(r"iter_(\d+)", folder.name)
+    return int(match[1]) if match else None
