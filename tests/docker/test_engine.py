@@ -54,11 +54,19 @@ def test_a_stopped_launcher_takes_its_container_along(built: Built, number: sign
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["launcher", "supervisor"])
-def test_a_killed_launcher_or_supervisor_leaves_no_container(built: Built, who: str) -> None:
+@pytest.mark.parametrize(
+    ("who", "reason"),
+    [
+        ("launcher", "The launcher was killed after iteration"),
+        ("supervisor", "The supervisor of torchrun was killed by SIGKILL"),
+    ],
+)
+def test_a_killed_launcher_or_supervisor_leaves_no_container(
+    built: Built, who: str, reason: str
+) -> None:
     victim = built.begin()
     kill(victim.processes[who])
-    built.end(victim)
+    assert built.end(victim).status.reason.startswith(reason)
 
 
 @pytest.mark.slow

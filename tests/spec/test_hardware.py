@@ -63,7 +63,7 @@ def test_no_two_devices_share_a_name_and_none_takes_its_neighbours() -> None:
 
 
 def test_an_unknown_key_offers_the_near_ones() -> None:
-    with pytest.raises(UnknownHardwareError, match="no GPU 'h20'; did you mean h200"):
-        device_by_key("h20")
+    with pytest.raises(UnknownHardwareError, match="no GPU 'h201'; did you mean h20"):
+        device_by_key("h201")
     with pytest.raises(UnknownHardwareError, match="no link 'nvlink9'; did you mean nvlink"):
         link_by_key("nvlink9")

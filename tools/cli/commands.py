@@ -191,14 +191,6 @@ SECTIONS = {
             (_meaning(v.RUN, "a run folder, or hub/NAME"), v.TO), required=("RUN", "TO"),
             example="RUN=runs/… (or RUN=hub/NAME) TO=folder"),
     ),
-    "Checkpoints, without a GPU": (
-        Command("inspect", "tools.checkpoint.command:inspect",
-            "what a checkpoint holds and what is wrong with it: CKPT= COMPARE=",
-            (v.CKPT, v.COMPARE, _meaning(v.STRATEGY, "whether this strategy loads it"),
-             _meaning(v.VERIFY, "1 reads every piece and checks it", kind=v.SWITCH, default=False),
-             v.JSON),
-            required=("CKPT",), example="CKPT=runs/…/checkpoints", packages=("torch",), is_usual=True),
-    ),
     "Recipes of Megatron-Bridge and nemo-run": (
         Command("export-recipe", "tools.launch.recipe:export_recipe",
             "a run, or a target, as their Python files: RUN=runs/… TO=bridge or nemo",
@@ -280,6 +272,14 @@ SECTIONS = {
         Command("prepare", "tools.preprocess.cli:main",
             "text to Megatron's .bin/.idx, with all options (prepare-ds is the usual way)",
             packages=("gigatoken",)),
+    ),
+    "Checkpoints, without a GPU": (
+        Command("inspect", "tools.checkpoint.command:inspect",
+            "what a checkpoint holds and what is wrong with it: CKPT= COMPARE=",
+            (v.CKPT, v.COMPARE, _meaning(v.STRATEGY, "whether this strategy loads it"),
+             _meaning(v.VERIFY, "1 reads every piece and checks it", kind=v.SWITCH, default=False),
+             v.JSON),
+            required=("CKPT",), example="CKPT=runs/…/checkpoints", packages=("torch",), is_usual=True),
     ),
     "Working on the kit": (
         Command("test", "", "the default suite"),

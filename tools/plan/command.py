@@ -105,6 +105,8 @@ def _show(options: PlanOptions, plan: Plan, chosen: Sequence[Chosen]) -> None:
     from tools.plan.show import print_plan
 
     console = wide_console()
+    if known and known.warning:
+        console.print(known.warning, style="bold yellow", highlight=False)
     if options.recipe:
         console.print(recipe_sentence(options.recipe, chosen), highlight=False)
     print_plan(plan, console, days, scaled, str(known or ""))

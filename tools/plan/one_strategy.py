@@ -154,6 +154,8 @@ def print_layout(timed: TimedStrategy, other: TimedStrategy | None, console: Con
     """Sentences, the breakdown, and the command that trains it."""
     every = [timed, *([other] if other else [])]
     for each in every:
+        if warning := each.uncertainty.warning:
+            console.print(warning, style="bold yellow", highlight=False)
         console.print(_sentence(each), highlight=False)
         console.print(str(each.uncertainty), highlight=False)
     if other:

@@ -145,8 +145,9 @@ def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int)
     Raises:
         ContainerEndedError: The engine or its client was lost, or somebody had the engine end it.
     """
-    end = ranks.container_end()
-    if end is None:
+    # A supervisor that was killed has a negative code, and its client is gone because of that.
+    end = ranks.container_end() if exit_code > 0 else None
+    if end is None or (end.runs and find_room(folder).lacking):  # The client has nowhere to write.
         return
     after, seen = _after(folder), bool(ranks.by_rank())
     ranks.stop()

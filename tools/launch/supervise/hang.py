@@ -59,8 +59,12 @@ class HangWatch:
         self._since = time.monotonic()
 
     def is_hanging(self, log: Path) -> bool:
-        """Whether the log has not grown for the timeout."""
-        size, now = log.stat().st_size, time.monotonic()
+        """Whether the log has not grown for the timeout; one that was removed does not hang."""
+        try:
+            size = log.stat().st_size
+        except FileNotFoundError:
+            return False
+        now = time.monotonic()
         if size != self._size:
             self._size, self._since = size, now
         return now - self._since >= self._timeout_seconds

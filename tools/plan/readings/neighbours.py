@@ -23,7 +23,7 @@ from tools.plan.time.cluster import Cluster
 from tools.plan.time.iteration import iteration_seconds
 from tools.plan.time.rates import NoPeakError
 from tools.spec.run import RunSpec
-from tools.text.units import joined
+from tools.text.units import duration, joined
 
 _LIKE = 8
 """Readings that an interval is made of."""
@@ -65,6 +65,18 @@ class Uncertainty:
             return None
         return self.seconds / (1 + max(self.errors)), self.seconds / (1 + min(self.errors))
 
+    @property
+    def warning(self) -> str:
+        """What is to be said before a prediction that lies outside of its own interval; else empty."""
+        if self.interval is None or self.interval[0] <= self.seconds <= self.interval[1]:
+            return ""
+        longer = min(self.interval) > self.seconds
+        return (
+            f"All measurements like this took {'longer' if longer else 'less'} than was predicted: "
+            f"expect {' to '.join(duration(each) for each in self.interval)} in place of the "
+            f"{duration(self.seconds)} below."
+        )
+
     def __str__(self) -> str:
         said = [self._own_sentence()] if self.own_runs else []
         return " ".join([*said, self._public_sentence()])
@@ -101,6 +113,7 @@ class Uncertainty:
         """The same as data: errors are ratios, `distance` is in doublings."""
         return {
             "interval_seconds": self.interval,
+            "warning": self.warning,
             "held_out_errors": [item.error for _, item in self.public],
             "nearest": [
                 {"source": i.reading.source, "line": i.reading.line, "distance": d}
@@ -177,10 +190,11 @@ def _distance(reading: Reading, spec: RunSpec, cluster: Cluster, parameters: int
         (reading.ep or 1, split.expert),
         (reading.seq or shape.seq_length, shape.seq_length),
     )
-    halves = spec.dtype in ("fp16", "bf16") and "8" not in reading.dtype
+    fewer = "8" in reading.dtype or "4" in reading.dtype
+    as_wide = spec.dtype in ("fp16", "bf16") and fewer == bool(spec.fp8_recipe)
     routed = bool(reading.expert_ffn or model_facts(reading.model).get("experts"))
     other_kind = _MIXTURE if routed != bool(shape.experts) else 0.0
-    return sum(abs(log2(one / two)) for one, two in pairs) + (0 if halves else 1) + other_kind
+    return sum(abs(log2(one / two)) for one, two in pairs) + (0 if as_wide else 1) + other_kind
 
 
 def _measured(reading: Reading) -> str:
