@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +19,14 @@ def extremes(values: Sequence[float] | NDArray[np.float64], limit: int) -> list[
     count = len(values)
     if count <= limit:
         return list(range(count))
-    stretches = max(1, (limit - 2) // 2)
-    edges = np.linspace(0, count, stretches + 1).astype(int)
-    found = np.asarray(values, dtype=float)
-    kept = {0, count - 1}
-    for start, stop in pairwise(edges):
-        part = found[start:stop]
-        if len(part) and np.isfinite(part).any():
-            kept |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
-    return sorted(map(int, kept))
+    length = math.ceil(count / max(1, (limit - 2) // 2))
+    found = np.full(math.ceil(count / length) * length, np.nan)
+    found[:count] = values
+    stretches = found.reshape(-1, length)
+    known = np.isfinite(stretches).any(axis=1)
+    starts, stretches = np.flatnonzero(known) * length, stretches[known]
+    ends = (starts + np.nanargmin(stretches, axis=1), starts + np.nanargmax(stretches, axis=1))
+    return sorted({0, count - 1, *(int(place) for place in np.concatenate(ends))})
 
 
 def evenly(count: int, limit: int) -> list[int]:
