@@ -50,7 +50,7 @@ def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> N
     ("words", "message"),
     [
         ("--model gpt2-larg --gpus 2", "did you mean gpt2-large"),
-        ("--model gpt2-large --gpus 2 --gpu h20", "did you mean h200"),
+        ("--model gpt2-large --gpus 2 --gpu h201", "did you mean h20"),
         ("--model gpt2-large --gpus 2 --intra nvlnk4", "did you mean nvlink4"),
         ("--model gpt2-large --gpus 0", "GPUS= is 0; use 1 or more."),
         ("--model gpt2-large --gpus 12 --nodes 2 --gpus-per-node 8", "have 16 GPUs, not 12"),
