@@ -22,14 +22,14 @@ def names(bucket):
 
 
 def start_sync(self, *args, **kwargs):
-    if self.data_parallel_group.size() > 1 and holds(self) and not hasattr(self, "planted"):
+    if self.data_parallel_group.size() > 1 and holds(self) and not hasattr(self, "injected"):
         self.injected = [b.grad_data.clone() * b.gradient_scaling_factor for b in self.buckets]
     start(self, *args, **kwargs)
 
 
 def finish_sync(self, *args, **kwargs):
     finish(self, *args, **kwargs)
-    for bucket, own in zip(self.buckets, self.__dict__.pop("planted", []), strict=False):
+    for bucket, own in zip(self.buckets, self.__dict__.pop("injected", []), strict=False):
         bucket.grad_data.copy_(own)
 
 
