@@ -152,7 +152,7 @@ FORKED = (
 )
 """Those whose start is not looked at: their ranks are forked from one process that imported Megatron."""
 
-FORKED_NATIVE = ("native tp2", "spread experts")
+FORKED_NATIVE = ("native experts", "native tp2", "spread experts")
 """Those forked from one that imported torch."""
 
 SCENARIOS: dict[str, Callable[[Path, Path, ForkedRanks | None], Any]] = {

@@ -36,6 +36,7 @@ def of_ranks(runner: DryRunner, model: Model, spec: RunSpec, ranks: str) -> list
     return [run_case(runner, Case(model, spec, rank)) for rank in named]
 
 
+@pytest.mark.slow
 def test_175b_on_1024_ranks_equals_the_closed_form(dry_runner: DryRunner) -> None:
     model = load_model("gpt3-175b")
     split = Parallelism(data=8, tensor=8, pipeline=16, sequence_parallel=True)
@@ -56,7 +57,7 @@ def test_175b_on_1024_ranks_equals_the_closed_form(dry_runner: DryRunner) -> Non
 
 @pytest.mark.parametrize(
     ("stages", "virtual", "batch"),
-    [(StageSplit(embedding=True, loss=True), 2, 16), (StageSplit(first=1, last=2), 1, 8)],
+    [(StageSplit(embedding=True, loss=True), 2, 8), (StageSplit(first=1, last=2), 1, 8)],
 )
 def test_unequal_stages_equal_the_closed_form(
     dry_runner: DryRunner, stages: StageSplit, virtual: int, batch: int
@@ -431,10 +432,10 @@ def test_a_model_that_the_kits_data_would_change_is_named_behind_the_first_line(
 
 
 def test_the_best_of_a_plan_are_verified(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --verify 3 --json"
+    words = "--model gpt2-tiny --gpus 2 --gpu h200 --global-batch 64 --verify 2 --json"
     assert main(words.split()) == 0
     verified = json.loads(capsys.readouterr().out)["verified"]
-    assert sum(bool(entry["ranks"]) for entry in verified) == 3
+    assert sum(bool(entry["ranks"]) for entry in verified) == 2
     assert all(rank["agrees"] for entry in verified for rank in entry["ranks"])
     assert all(entry["ranks"] or entry["refusal"] for entry in verified)
 

@@ -3,6 +3,8 @@ import pytest
 from tests.examples.runs import SharedRuns
 from tests.patches.fused.updated import ALL, SAME_ARITHMETIC, Figures
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def fused_updates(shared_runs: SharedRuns) -> dict[str, Figures]:
