@@ -254,6 +254,27 @@ def test_another_trainers_log_is_named(name):
     assert log.iterations == ()
 
 
+@pytest.mark.parametrize(
+    ("line", "trainer"),
+    [
+        (
+            '0: :::MLLOG {"time_ms": 1, "event_type": "POINT_IN_TIME", "key": "tracked_stats", '
+            '"value": {"throughput": 1.93}, "metadata": {"lineno": 161, "step": 3072}}',
+            "MLPerf's results",
+        ),
+        (
+            "Epoch 0: :   1%| | 795/77225 [9:07:58<878:01:48, 41.36s/it, loss=3.1, v_num=, "
+            "reduced_train_loss=3.090, global_step=794.0, consumed_samples=1.63e+6]",
+            "NeMo's progress bar",
+        ),
+    ],
+)
+def test_lines_without_an_iterations_time_name_their_trainer(tmp_path, line, trainer):
+    path = tmp_path / "a.log"
+    path.write_text(line + "\n")
+    assert f"looks like a log of {trainer}" in classify_log(scrape_log(path)).reason
+
+
 def docker(text: str) -> str:
     lines = text.splitlines(keepends=True)
     times = (f"2026-01-01T00:00:{n % 60:02d}.{n:09d}Z" for n in range(len(lines)))

@@ -26,7 +26,12 @@ DIALECT = Dialect(
             (
                 "NeMo's progress bar",
                 "it is rewritten in place",
-                r"Epoch \d{1,6}: .{0,200}train_step_timing in s=",
+                r"Epoch \d{1,6}: .{0,200}(?:train_step_timing in s|reduced_train_loss)=",
+            ),
+            (
+                "MLPerf's results",
+                "it prints samples or tokens a second and no time of an iteration",
+                r':::MLLOG \{.{0,200}"key": "tracked_stats"',
             ),
             (
                 "the Hugging Face Trainer",
