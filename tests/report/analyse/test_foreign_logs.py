@@ -85,7 +85,18 @@ def test_without_arguments_the_iteration_lines_suffice_for_speed(tmp_path):
     paths = log(tmp_path / "a.log", 1.0, ""), log(tmp_path / "b.log", 1.2, "")
     _, text, _ = made(tmp_path, 300, paths=paths)
     assert "b.log is slower than a.log: ×1.200 the time an iteration" in text
-    assert "a.log and b.log print no sequence length, so equal sequences are assumed" in text
+    assert (
+        "a.log and b.log print no model and no sequence length, so equal ones are assumed" in text
+    )
+
+
+def test_logs_that_name_no_model_and_have_other_batches_are_not_compared(tmp_path):
+    paths = [log(tmp_path / f"{name}.log", 1.0, "") for name in "abc"]
+    paths[1].write_text(paths[1].read_text().replace("batch size:    64", "batch size:    32"))
+    _, text, folder = made(tmp_path, 300, paths=paths)
+    compared = [row["speed"] and row["speed"]["reference"] for row in rows_of(folder)]
+    assert compared == [None, None, "a.log"]
+    assert "b.log is compared with no other log" in text
 
 
 SIZED = """--- arguments ---

@@ -82,11 +82,22 @@ def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
     unsized = [run.name for run in (reference, other) if not run.global_batch_size]
     if not ours or not theirs:
         return None, f"{_who(unsized)} no global batch size"
-    lengths = reference.seq_length, other.seq_length
-    if lengths[0] and lengths[1]:
-        return (ours * lengths[0], theirs * lengths[1]), ""
-    silent = [run.name for run in (reference, other) if not run.seq_length]
-    return (ours, theirs), f"{_who(silent)} no sequence length, so equal sequences are assumed"
+    caution = _assumed(reference, other)
+    if reference.seq_length and other.seq_length:
+        return (ours * reference.seq_length, theirs * other.seq_length), caution
+    return (ours, theirs), caution
+
+
+def _assumed(*runs: Run) -> str:
+    """What is taken to be equal, since logs do not print it."""
+    unsized = tuple(run.name for run in runs if not run.size)
+    silent = tuple(run.name for run in runs if not run.seq_length)
+    lacking: dict[tuple[str, ...], list[str]] = {}
+    for names, what in ((unsized, "model"), (silent, "sequence length")):
+        if names:
+            lacking.setdefault(names, []).append(f"no {what}")
+    told = [f"{_who(names)} {' and '.join(what)}" for names, what in lacking.items()]
+    return f"{'; '.join(told)}, so equal ones are assumed" if told else ""
 
 
 def _who(names: Sequence[str]) -> str:

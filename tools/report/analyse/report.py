@@ -124,8 +124,11 @@ def _reference(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
 
 
 def _are_comparable(one: Run, two: Run) -> bool:
-    """Whether two logs train one model; two that say nothing of theirs do, since somebody named both."""
+    """Whether two logs train one model; of two that name none, whether their batches are equal."""
     alike = one.device == two.device or not one.device or not two.device
+    if not one.size and not two.size:
+        work = (one.global_batch_size, one.seq_length), (two.global_batch_size, two.seq_length)
+        alike = alike and work[0] == work[1]
     return alike and one.size == two.size
 
 

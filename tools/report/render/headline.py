@@ -69,17 +69,20 @@ def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> s
     reference, *others = members
     best = min(others, key=token_ratio)
     verdicts = [e.speed.per_token.verdict for e in others if e.speed and e.speed.per_token]
-    slower = verdicts.count(TimeVerdict.SLOWER)
     if TimeVerdict.FASTER in verdicts:
         text = (
             f"{best.label} is the fastest of {len(members)} rows: {number(best.time_ms)} ms an"
             f" iteration, ×{token_ratio(best):.3f} the time a token of {reference.label}."
         )
     else:
-        rest = "all within noise"
-        if slower:
-            some = ", the others within noise" if slower < len(others) else ""
-            rest = f"{slower} slower{some}"
+        counts = [(verdicts.count(verdict), verdict) for verdict in TimeVerdict]
+        told = [
+            f"{count} {'with ' * (verdict is TimeVerdict.UNKNOWN)}{verdict}"
+            for count, verdict in counts
+            if count
+        ]
+        alone = len(told) == 1 and verdicts.count(TimeVerdict.NOISE) == len(others)
+        rest = "all within noise" if alone else joined(told)
         of = f"{reference.label} ({number(reference.time_ms)} ms an iteration)"
         text = f"Of {len(members)} rows none is faster than {of}: {rest}."
     return text + _payments([e for e in others if e.run.name in paid and e is not best], paid)

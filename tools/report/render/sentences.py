@@ -131,7 +131,7 @@ def _uncompared(report: Report) -> list[str]:
     verb, whose = ("is", "its") if len(alone) == 1 else ("are", "their")
     return [
         f"{some_of(alone)} {verb} compared with no other log: none is of {whose} model"
-        " (and device, where the logs name one)."
+        " (and device, where the logs name one; of equal batch, where they name no model)."
     ]
 
 
