@@ -45,6 +45,16 @@ def test_the_headline_names_the_fastest_and_what_the_others_pay_for(tmp_path: Pa
     assert [bar.verdict for bar in group.bars] == ["reference", "faster", "slower"]
 
 
+def test_a_row_that_noise_may_put_first_is_named_beside_the_fastest(tmp_path: Path) -> None:
+    times = {"baseline": 100.0, "tp2": 61.0, "dp2": 60.0}
+    paths = [
+        write_run(tmp_path, run_record(f"run-{name}", name), log_text([ms] * 30))
+        for name, ms in times.items()
+    ]
+    text = answer(reported(paths))
+    assert text.startswith("dp2 ×2 is the fastest of 3 rows, with tp2 ×2 within noise of it: 60.00")
+
+
 def test_models_have_a_headline_and_a_figure_each(tmp_path: Path) -> None:
     paths = [
         log(tmp_path / f"{name}.log", ms, SIZED.format(layers=layers, length=1024))

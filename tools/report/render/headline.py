@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from tools.report.analyse.comparability import compare_speed
 from tools.report.analyse.earlier import UNDECIDED
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.report import Report
-from tools.report.analyse.statistics import TimeVerdict
+from tools.report.analyse.statistics import TimeVerdict, adjusted
 from tools.report.render.sentences import (
     MAX_NAMED,
     compared_groups,
@@ -70,8 +71,10 @@ def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> s
     best = min(others, key=token_ratio)
     verdicts = [e.speed.per_token.verdict for e in others if e.speed and e.speed.per_token]
     if TimeVerdict.FASTER in verdicts:
+        near = _not_slower(best, [entry for entry in members if entry is not best])
+        tied = f", with {some_of(near)} within noise of it" if near else ""
         text = (
-            f"{best.label} is the fastest of {len(members)} rows: {number(best.time_ms)} ms an"
+            f"{best.label} is the fastest of {len(members)} rows{tied}: {number(best.time_ms)} ms an"
             f" iteration, ×{token_ratio(best):.3f} the time a token of {reference.label}."
         )
     else:
@@ -86,6 +89,18 @@ def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> s
         of = f"{reference.label} ({number(reference.time_ms)} ms an iteration)"
         text = f"Of {len(members)} rows none is faster than {of}: {rest}."
     return text + _payments([e for e in others if e.run.name in paid and e is not best], paid)
+
+
+def _not_slower(best: Entry, others: Sequence[Entry]) -> list[str]:
+    """Rows that the runs do not show to be slower than the one of the lowest time."""
+    pairs = [compare_speed(best.configuration, each.configuration).per_token for each in others]
+    assert all(pairs), "rows of one group have a known amount of work"
+    found = adjusted([pair for pair in pairs if pair])
+    return [
+        other.label
+        for other, pair in zip(others, found, strict=True)
+        if pair.verdict is not TimeVerdict.SLOWER
+    ]
 
 
 def _payments(entries: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
