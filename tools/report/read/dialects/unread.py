@@ -30,7 +30,7 @@ DIALECT = Dialect(
             ),
             (
                 "MLPerf's results",
-                "it prints samples or tokens a second and no time of an iteration",
+                "it prints rates, or times without the number of a step",
                 r':::MLLOG \{.{0,200}"key": "tracked_stats"',
             ),
             (
