@@ -1,0 +1,121 @@
+"""Which rank left the usual order of calls: training repeats itself, so each rank's own past is the norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tools.hang.evidence import Evidence, GroupOfRanks, RecordedCall, Signature
+
+LONGEST_CONTEXT = 64
+SHORTEST_CONTEXT = 3
+"""Calls before one that must have been seen before, for what usually follows them to be known."""
+
+_SAME_SIZES = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "barrier"}
+"""Operations whose ranks all give a tensor of one size."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A call of a rank that never followed what came before it, and what did."""
+
+    rank: int
+    at: int
+    call: RecordedCall
+    usual: Signature
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Two ranks' calls of one number in one group, which do not fit together."""
+
+    group: GroupOfRanks
+    first: tuple[int, RecordedCall]
+    second: tuple[int, RecordedCall]
+
+    @property
+    def differs(self) -> str:
+        """In what: operation, size, dtype or place in the code."""
+        one, other = self.first[1], self.second[1]
+        if one.operation != other.operation:
+            return "operation"
+        if one.dtypes != other.dtypes:
+            return "dtype"
+        return "size" if one.sizes != other.sizes else "place in the code"
+
+
+def find_mismatch(evidence: Evidence) -> Mismatch | None:
+    """The first pair of calls, by time, that do not fit together in operation, size or dtype."""
+    found: list[Mismatch] = []
+    for group in evidence.groups.values():
+        by_number: dict[int, list[tuple[int, RecordedCall]]] = {}
+        for rank in group.ranks:
+            for call in evidence.of(rank).calls:
+                if call.group == group.name and not call.is_point_to_point:
+                    by_number.setdefault(call.number, []).append((rank, call))
+        for number in sorted(by_number):
+            first, *others = by_number[number]
+            other = next((one for one in others if not _fit(first[1], one[1])), None)
+            if other is not None:
+                found.append(Mismatch(group, first, other))
+                break
+    return min(found, key=lambda one: one.first[1].created_ns, default=None)
+
+
+def find_departures(evidence: Evidence, ranks: Iterable[int]) -> list[Departure]:
+    """Of each rank the first departure that no other rank makes: what all do is a step of another kind."""
+    wanted = set(ranks)
+    of_rank = {rank: _departures(rank, evidence.of(rank).calls) for rank in wanted}
+    common: dict[tuple[Signature, Signature], set[int]] = {}
+    for rank, found in of_rank.items():
+        for one in found:
+            common.setdefault((one.usual, one.call.signature), set()).add(rank)
+    own = []
+    for rank, found in of_rank.items():
+        alone = [d for d in found if common[d.usual, d.call.signature] == {rank}]
+        own += alone[:1]
+    return own
+
+
+def usual_next(calls: Sequence[RecordedCall]) -> Signature | None:
+    """The call that usually follows the last one; None where nothing like it came before."""
+    return _expected([call.signature for call in calls], len(calls))
+
+
+def _fit(one: RecordedCall, other: RecordedCall) -> bool:
+    if one.operation != other.operation:
+        return False
+    if one.operation not in _SAME_SIZES or not (one.dtypes and other.dtypes):
+        return True
+    return one.dtypes == other.dtypes and one.sizes == other.sizes
+
+
+def _departures(rank: int, calls: Sequence[RecordedCall]) -> list[Departure]:
+    signatures = [call.signature for call in calls]
+    found = []
+    for at in range(len(calls) // 3, len(calls)):
+        usual = _expected(signatures, at, signatures[at])
+        if usual is not None and usual != signatures[at]:
+            found.append(Departure(rank, at, calls[at], usual))
+    return found
+
+
+def _expected(
+    signatures: Sequence[Signature], at: int, actual: Signature | None = None
+) -> Signature | None:
+    """What followed the longest context like this one's, earlier; `actual` where it did so, too."""
+    longest, followers = SHORTEST_CONTEXT, list[Signature]()
+    for before in range(SHORTEST_CONTEXT, at):
+        length = 0
+        while (
+            length < min(before, LONGEST_CONTEXT)
+            and signatures[before - 1 - length] == signatures[at - 1 - length]
+        ):
+            length += 1
+        if length > longest:
+            longest, followers = length, []
+        if length == longest:
+            followers.append(signatures[before])
+    if actual in followers:
+        return actual
+    return followers[-1] if followers else None
