@@ -91,7 +91,7 @@ class RankEvidence:
 
     @cached_property
     def pending(self) -> tuple[RecordedCall, ...]:
-        """Calls that it entered and that are not done; a later one of the group that is done ends them."""
+        """Calls entered and not done; a later one of the same group that is done ends them."""
         done: dict[str, int] = {}
         for call in self.calls:
             if call.is_done and not call.is_point_to_point:

@@ -1,4 +1,4 @@
-"""From folders and files to the evidence of a job. What cannot be read is named, and the rest is used."""
+"""From folders and files to the evidence of a job. What cannot be read is named; the rest is used."""
 
 from __future__ import annotations
 
@@ -89,12 +89,17 @@ def _read(
             )
         rank = _rank_of(path)
         dumps[rank] = read_dump(path, rank, path.read_bytes())
-    elif (head[:1] == b"[" and b'"thread_name"' in head) or (
-        is_stacks(head.decode(errors="replace")) and _RANK.search(path.name)
-    ):
+    elif _is_stack(path, head):
         stacks[_rank_of(path)] = _stack(path)
     elif b"Watchdog" in head or path.suffix in (".log", ".txt", ".out", ".err"):
         logs.append(path)
+
+
+def _is_stack(path: Path, head: bytes) -> bool:
+    if head[:1] == b"[":
+        return b'"thread_name"' in head
+    # A log may hold a stack, too; it is not named after one rank.
+    return bool(_RANK.search(path.name)) and is_stacks(head.decode(errors="replace"))
 
 
 def _stack(path: Path) -> tuple[Frame, ...]:

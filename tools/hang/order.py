@@ -1,4 +1,4 @@
-"""Which rank left the usual order of calls: training repeats itself, so each rank's own past is the norm."""
+"""Which rank left the usual order of calls: training repeats itself, so its own past is the norm."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def find_mismatch(evidence: Evidence) -> Mismatch | None:
 
 
 def find_departures(evidence: Evidence, ranks: Iterable[int]) -> list[Departure]:
-    """Of each rank the first departure that no other rank makes: what all do is a step of another kind."""
+    """Of each rank the first departure that no other makes: all log and save at times."""
     wanted = set(ranks)
     of_rank = {rank: _departures(rank, evidence.of(rank).calls) for rank in wanted}
     common: dict[tuple[Signature, Signature], set[int]] = {}

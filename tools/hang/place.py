@@ -1,4 +1,4 @@
-"""Where in Megatron's training step a call or a stack is: part of the step, layer, module, Megatron's line."""
+"""Where in Megatron's training step a call or a stack is: part, layer, module, Megatron's line."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def place_of(frames: Sequence[Frame]) -> Place:
 def place_of_call(calls: Sequence[RecordedCall], at: int, layers: int | None) -> Place:
     """As `place_of`, with the layer where calls of one kind come once a layer.
 
-    In a forward pass the n-th call from one place in the code is that of layer n; backward counts from the
-    last layer, which needs their number.
+    In a forward pass the n-th call from one place in the code is that of layer n; backward counts from
+    the last layer, which needs their number.
     """
     call = calls[at]
     found = place_of(call.frames)

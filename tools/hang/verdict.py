@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 
 from tools.hang.evidence import Evidence, RankEvidence, RecordedCall, Wait
 from tools.hang.order import Departure, Mismatch, find_departures, find_mismatch
@@ -36,7 +37,7 @@ class Kind(StrEnum):
 
 
 _NEXT_STEPS = {
-    Kind.NEVER_ENTERED: "Look at that rank's stack and at its machine's kernel log (py-spy dump, dmesg): it "
+    Kind.NEVER_ENTERED: "Look at that rank's stack (py-spy dump) and its machine's kernel log: it "
     "is dead, stopped, in host code or in a kernel.",
     Kind.OTHER_COLLECTIVE: "Compare the two places in the code: a branch that depends on the rank or on "
     "data skips, adds or changes a call.",
@@ -118,7 +119,7 @@ def _longest_gap(ranks: Iterable[RankEvidence]) -> float:
     gaps = [0.0]
     for one in ranks:
         times = [call.created_ns for call in one.calls if call.is_done and call.created_ns]
-        gaps += [(b - a) / 1e9 for a, b in zip(times, times[1:], strict=False)]
+        gaps += [(b - a) / 1e9 for a, b in pairwise(times)]
     return max(gaps)
 
 
@@ -164,7 +165,7 @@ def _root_sentence(evidence: Evidence, waits: Waits, rank: int) -> str:
     elif not one.is_stopped:
         text += " stopped"
     where = _where(evidence, one)
-    return f"{text}{where}. {_crowd(evidence, waits, [rank])}"
+    return f"{text}{where}. {_crowd(waits, [rank])}"
 
 
 def _where(evidence: Evidence, one: RankEvidence) -> str:
@@ -179,7 +180,7 @@ def _left(evidence: Evidence, one: RankEvidence) -> Place:
     return place_of_call(one.calls, len(one.calls) - 1, evidence.layers_a_stage)
 
 
-def _crowd(evidence: Evidence, waits: Waits, roots: Sequence[int]) -> str:
+def _crowd(waits: Waits, roots: Sequence[int]) -> str:
     behind = waits.behind(roots)
     groups = {w.call.group for rank in behind for w in waits.edges.get(rank, ()) if w.call}
     if not behind:

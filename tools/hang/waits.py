@@ -1,4 +1,4 @@
-"""Who waits for whom: a graph of ranks, from calls that some entered and others did not, and from stacks."""
+"""Who waits for whom, a graph of ranks: from calls that some entered and others did not, and stacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEXT = {
 }
 _PREVIOUS = {"recv_forward", "send_backward", "send_backward_recv_forward"}
 _BOTH = {"send_forward_backward_recv_forward_backward", "send_forward_recv_forward"}
-"""Megatron's functions of pipeline communication (`p2p_communication.py`), by the stage they wait for."""
+"""Megatron's functions of pipeline communication (`p2p_communication.py`), by the stage awaited."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,71 @@
+"""A patch file that makes one rank of a run fail at a call: `WHY_HANG_FAULT="kind rank n"`.
+
+Calls are counted from the third training step on.
+"""
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from megatron.training import training
+from torch.distributed import ProcessGroup
+
+from tools.ledger.process_groups import METHODS
+
+KIND, RANK, NUMBER = os.environ["WHY_HANG_FAULT"].split()
+steps, calls = 0, 0
+
+
+def stall(kind: str) -> None:
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while kind == "loop":
+        pass
+    time.sleep(100_000 if kind == "sleep" else 0)
+
+
+def wrapped(original: Any, name: str) -> Any:
+    def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        global calls
+        calls += steps >= 3 and group.size() > 1
+        is_reduction = name == "allreduce"
+        if steps < 3 or group.size() < 2 or calls < int(NUMBER):
+            return original(group, *args, **kwargs)
+        if KIND in ("sleep", "loop", "stop"):
+            calls = -1_000_000
+            stall(KIND)
+        elif is_reduction:
+            calls = -1_000_000
+            if KIND == "skip":
+                return None
+            if KIND == "twice":
+                original(group, [args[0][0].clone()], *args[1:], **kwargs).wait()
+            if KIND == "size":
+                args = ([torch.cat([args[0][0].flatten()] * 2)], *args[1:])
+            if KIND == "dtype":
+                args = ([args[0][0].to(torch.float64)], *args[1:])
+            if KIND == "barrier":
+                group.barrier().wait()
+        return original(group, *args, **kwargs)
+
+    return method
+
+
+def counted(original: Any) -> Any:
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        global steps
+        steps += 1
+        if KIND == "data" and steps == 3 + int(NUMBER) % 3:
+            stuck_data = training.__dict__.setdefault("stuck_data", lambda: time.sleep(100_000))
+            stuck_data()
+        return original(*args, **kwargs)
+
+    return train_step
+
+
+if int(os.environ["RANK"]) == int(RANK):
+    training.train_step = counted(training.train_step)
+    for each in METHODS:
+        setattr(ProcessGroup, each, wrapped(getattr(ProcessGroup, each), each))
