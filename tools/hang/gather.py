@@ -13,7 +13,7 @@ from tools.hang.dumps import Dump, UnreadableError, read_dump
 from tools.hang.evidence import Evidence, Frame, GroupOfRanks, RankEvidence, RecordedCall
 from tools.hang.logs import watchdog_calls
 from tools.hang.stacks import is_stacks, read_stacks
-from tools.records.run import is_run_folder, read_run
+from tools.records.run import RUN_FILE, STOPPED_FILE, read_run
 from tools.report.read.printed import printed_spec
 from tools.report.read.scrape import scrape_log
 
@@ -27,7 +27,7 @@ _SKIPPED = {".idx", ".bin", ".pt", ".distcp", ".png", ".svg", ".html", ".csv", "
 _HEAD_BYTES = 1 << 20
 
 
-def gather(places: Sequence[Path], stopped: Sequence[int] = ()) -> Evidence:
+def gather(places: Sequence[Path], stopped: Iterable[int] = ()) -> Evidence:
     """All that lies there, of any kind.
 
     Args:
@@ -39,6 +39,7 @@ def gather(places: Sequence[Path], stopped: Sequence[int] = ()) -> Evidence:
     """
     dumps: dict[int, Dump] = {}
     stacks: dict[int, tuple[Frame, ...]] = {}
+    stopped = {*stopped, *_stopped(places)}
     logs: list[Path] = []
     refused: list[str] = []
     with _bounded_memory():
@@ -64,6 +65,13 @@ def gather(places: Sequence[Path], stopped: Sequence[int] = ()) -> Evidence:
     groups = _groups(dumps.values(), ranks)
     words = tuple(text for found in watched.values() for _, text in found[:1])
     return Evidence(ranks, groups, tuple(refused), words, _layers(places, logs))
+
+
+def _stopped(places: Sequence[Path]) -> Iterator[int]:
+    """Ranks that the launcher saw stopped; it continued them for their dumps."""
+    for place in places:
+        for path in place.rglob(STOPPED_FILE) if place.is_dir() else ():
+            yield from map(int, path.read_text().split())
 
 
 def _files(places: Sequence[Path]) -> Iterator[Path]:
@@ -152,7 +160,7 @@ def _layers(places: Sequence[Path], logs: Sequence[Path]) -> int | None:
     """Layers that a stage holds: of a run folder's record, or of the arguments that a log prints."""
     for place in places:
         for folder in (place, place.parent):
-            if is_run_folder(folder):
+            if (folder / RUN_FILE).is_file():
                 return read_run(folder).spec.layers_a_stage
     for log in logs:
         spec = printed_spec(scrape_log(log).arguments, None)

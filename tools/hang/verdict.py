@@ -115,12 +115,15 @@ def _at_work(evidence: Evidence, waits: Waits) -> Verdict | None:
 
 
 def _longest_gap(ranks: Iterable[RankEvidence]) -> float:
-    """Seconds between two calls of one rank that were both completed."""
-    gaps = [0.0]
+    """Seconds between a rank's calls, of pauses that came twice at one place: start-up's come once."""
+    longest = 0.0
     for one in ranks:
-        times = [call.created_ns for call in one.calls if call.is_done and call.created_ns]
-        gaps += [(b - a) / 1e9 for a, b in pairwise(times)]
-    return max(gaps)
+        gaps: dict[object, list[float]] = {}
+        for before, after in pairwise(call for call in one.calls if call.created_ns):
+            gap = (after.created_ns - before.created_ns) / 1e9
+            gaps.setdefault(after.signature, []).append(gap)
+        longest = max([longest, *(sorted(each)[-2] for each in gaps.values() if len(each) > 1)])
+    return longest
 
 
 def _of_roots(evidence: Evidence, waits: Waits, roots: Sequence[tuple[int, ...]]) -> Verdict:
@@ -160,8 +163,11 @@ def _root_sentence(evidence: Evidence, waits: Waits, rank: int) -> str:
             text += f" never came to the exchange in which {_name_of_waiting(into)}"
         else:
             group = evidence.groups[wait.call.group]
+            inside = [w for w in into if w.call and w.call.group == group.name]
             text += f" never entered {_title(wait.call)} of its {group.label}, in which "
-            text += _name_of_waiting([w for w in into if w.call and w.call.group == group.name])
+            text += _name_of_waiting(inside)
+            if str(place := _place(evidence, wait)):
+                text += f" ({place})"
     elif not one.is_stopped:
         text += " stopped"
     where = _where(evidence, one)
@@ -174,6 +180,13 @@ def _where(evidence: Evidence, one: RankEvidence) -> str:
     if one.calls and str(place := _left(evidence, one)):
         return f"; its last call was in {place}"
     return "; it left nothing" if not one.is_known else ""
+
+
+def _place(evidence: Evidence, wait: Wait) -> Place:
+    """Of the call that a rank waits in."""
+    calls = evidence.of(wait.rank).calls
+    at = next((i for i, call in enumerate(calls) if call is wait.call), None)
+    return Place() if at is None else place_of_call(calls, at, evidence.layers_a_stage)
 
 
 def _left(evidence: Evidence, one: RankEvidence) -> Place:

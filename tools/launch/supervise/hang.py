@@ -15,7 +15,7 @@ import psutil
 from tools.hang.dumps import UnreadableError
 from tools.hang.gather import gather
 from tools.hang.verdict import judge
-from tools.records.run import CALLS_SUFFIX, Status
+from tools.records.run import CALLS_SUFFIX, STOPPED_FILE, Status
 from tools.spec.errors import LaunchError
 
 STACK_SECONDS = 3.0
@@ -72,9 +72,11 @@ class HangWatch:
     def error(self, stopped: Sequence[int], stacks: Path) -> HangError:
         """Name the rank that the others wait for, if what the ranks left shows it."""
         where = why = ""
+        if stopped:
+            (stacks / STOPPED_FILE).write_text(" ".join(map(str, stopped)))
         rank = stopped[0] if stopped else None
         with suppress(UnreadableError, FileNotFoundError):
-            found = judge(gather([stacks], stopped))
+            found = judge(gather([stacks]))
             rank = found.culprits[0] if found.culprits else rank
             why = f" {found.sentence}"
             where = f" Where each rank was is in {stacks.name}/."
