@@ -84,11 +84,8 @@ def main(seed: int, cases: int, folder: Path, *strategies: str) -> None:
     drawn = random.Random(seed)
     for _ in range(cases):
         strategy, _, ranks = drawn.choice(strategies or STRATEGIES).partition(":")
-        kind, victim, call = (
-            drawn.choice(KINDS),
-            drawn.randrange(int(ranks)),
-            drawn.randrange(1, 200),
-        )
+        kind, victim = drawn.choice(KINDS), drawn.randrange(int(ranks))
+        call = drawn.randrange(1, 150 if strategy[:2] in ("tp", "sp", "cp") else 12)
         found = run_case(folder, data, strategy, int(ranks), f"{kind} {victim} {call}")
         print(json.dumps(found), flush=True)
 

@@ -270,7 +270,7 @@ SECTIONS = {
              _RUNS),
             in_clone=f"{_HERE}:single_runs", packages=(), is_usual=True),
         Command("why-hang", "tools.hang.command:why_hang",
-            "which rank a training hangs at, and where: DUMPS=folder of dumps, stacks, logs",
+            "which rank hangs, and where: DUMPS=dumps, stacks, logs",
             (v.DUMPS, v.JSON), required=("DUMPS",), example="DUMPS=folder", packages=(), is_usual=True),
         Command("prepare", "tools.preprocess.cli:main",
             "text to Megatron's .bin/.idx, with all options (prepare-ds is the usual way)",
