@@ -26,7 +26,7 @@ STRATEGIES = (
     "dp2pp2:4",
 )
 KINDS = ("sleep", "loop", "stop", "skip", "twice", "size", "dtype", "barrier", "data")
-HANG_SECONDS = 30
+HANG_SECONDS = 20
 
 
 def small_data(folder: Path) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 from tools.hang.evidence import SITE_FRAMES, Frame, GroupOfRanks, RankEvidence, RecordedCall
 from tools.records.pickles import PlainUnpickler
 
-KEPT_CALLS = 300
+KEPT_CALLS = 600
 """Of each rank, the last ones: some iterations' worth; 1,024 ranks' stay below 1 GiB."""
 DEEPEST_FRAMES = 40
 

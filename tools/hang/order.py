@@ -77,11 +77,6 @@ def find_departures(evidence: Evidence, ranks: Iterable[int]) -> list[Departure]
     return own
 
 
-def usual_next(calls: Sequence[RecordedCall]) -> Signature | None:
-    """The call that usually follows the last one; None where nothing like it came before."""
-    return _expected([call.signature for call in calls], len(calls))
-
-
 def _fit(one: RecordedCall, other: RecordedCall) -> bool:
     if one.operation != other.operation:
         return False
@@ -92,30 +87,31 @@ def _fit(one: RecordedCall, other: RecordedCall) -> bool:
 
 def _departures(rank: int, calls: Sequence[RecordedCall]) -> list[Departure]:
     signatures = [call.signature for call in calls]
+    names: dict[Signature, int] = {}
+    numbers = [names.setdefault(one, len(names)) for one in signatures]
     found = []
-    for at in range(len(calls) // 3, len(calls)):
-        usual = _expected(signatures, at, signatures[at])
-        if usual is not None and usual != signatures[at]:
-            found.append(Departure(rank, at, calls[at], usual))
+    seen: dict[tuple[int, ...], list[int]] = {}
+    for at in range(SHORTEST_CONTEXT, len(numbers)):
+        context = tuple(numbers[at - SHORTEST_CONTEXT : at])
+        earlier = seen.setdefault(context, [])
+        followers = _followers(numbers, at, earlier)
+        if followers and numbers[at] not in followers:
+            found.append(Departure(rank, at, calls[at], signatures[max(followers.values())]))
+        earlier.append(at)
     return found
 
 
-def _expected(
-    signatures: Sequence[Signature], at: int, actual: Signature | None = None
-) -> Signature | None:
-    """What followed the longest context like this one's, earlier; `actual` where it did so, too."""
-    longest, followers = SHORTEST_CONTEXT, list[Signature]()
-    for before in range(SHORTEST_CONTEXT, at):
-        length = 0
-        while (
-            length < min(before, LONGEST_CONTEXT)
-            and signatures[before - 1 - length] == signatures[at - 1 - length]
+def _followers(numbers: Sequence[int], at: int, earlier: Sequence[int]) -> dict[int, int]:
+    """What followed the longest context like this one's, and where; empty if none is like it."""
+    longest, found = 0, dict[int, int]()
+    for before in earlier:
+        length = SHORTEST_CONTEXT
+        while length < min(before, LONGEST_CONTEXT) and (
+            numbers[before - 1 - length] == numbers[at - 1 - length]
         ):
             length += 1
         if length > longest:
-            longest, followers = length, []
+            longest, found = length, {}
         if length == longest:
-            followers.append(signatures[before])
-    if actual in followers:
-        return actual
-    return followers[-1] if followers else None
+            found[numbers[before]] = before
+    return found
