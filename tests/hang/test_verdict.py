@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,12 @@ def test_the_rank_that_never_entered_is_named_with_group_call_and_all_who_wait(
     assert (found.culprits, found.suspects, found.waiting) == ((3,), (), (0, 1, 2))
     assert found.sentence.startswith(
         "Rank 3 (dp 1, tp 1) never entered all_reduce no. 14 of its tensor-parallel group, in which "
-        "rank 2 waits (forward of layer 2 (mlp), mappings.py:1 in _reduce)"
+        "rank 2 waits (forward (mlp), mappings.py:1 in _reduce)"
     )
     assert found.sentence.endswith("3 ranks wait for it in 3 groups.")
     assert found.module == "mlp"
+    evidence = replace(gather([tmp_path]), layers_a_stage=4)
+    assert "forward of layer 2 (mlp)" in judge(evidence).sentence
 
 
 @pytest.mark.parametrize(

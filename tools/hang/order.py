@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,11 @@ class Departure:
     at: int
     call: RecordedCall
     usual: Signature
+
+    @property
+    def key(self) -> tuple[Signature, Signature]:
+        """What came, and what usually does."""
+        return self.usual, self.call.signature
 
 
 @dataclass(frozen=True)
@@ -63,17 +69,16 @@ def find_mismatch(evidence: Evidence) -> Mismatch | None:
 
 
 def find_departures(evidence: Evidence, ranks: Iterable[int]) -> list[Departure]:
-    """Of each rank the first departure that no other makes: all log and save at times."""
-    wanted = set(ranks)
-    of_rank = {rank: _departures(rank, evidence.of(rank).calls) for rank in wanted}
-    common: dict[tuple[Signature, Signature], set[int]] = {}
-    for rank, found in of_rank.items():
-        for one in found:
-            common.setdefault((one.usual, one.call.signature), set()).add(rank)
+    """Of each rank the last departure that it makes more often than all others do."""
+    of_rank = {rank: _departures(rank, evidence.of(rank).calls) for rank in set(ranks)}
+    counts = {rank: Counter(one.key for one in found) for rank, found in of_rank.items()}
     own = []
     for rank, found in of_rank.items():
-        alone = [d for d in found if common[d.usual, d.call.signature] == {rank}]
-        own += alone[:1]
+        others = [count for other, count in counts.items() if other != rank]
+        alone = [
+            one for one in found if all(counts[rank][one.key] > count[one.key] for count in others)
+        ]
+        own += alone[-1:]
     return own
 
 
@@ -95,7 +100,7 @@ def _departures(rank: int, calls: Sequence[RecordedCall]) -> list[Departure]:
         context = tuple(numbers[at - SHORTEST_CONTEXT : at])
         earlier = seen.setdefault(context, [])
         followers = _followers(numbers, at, earlier)
-        if followers and numbers[at] not in followers:
+        if at > len(numbers) // 3 and followers and numbers[at] not in followers:
             found.append(Departure(rank, at, calls[at], signatures[max(followers.values())]))
         earlier.append(at)
     return found

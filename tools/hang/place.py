@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tools.hang.evidence import Frame, RecordedCall
 
@@ -67,28 +67,23 @@ def place_of(frames: Sequence[Frame]) -> Place:
 
 
 def place_of_call(calls: Sequence[RecordedCall], at: int, layers: int | None) -> Place:
-    """As `place_of`, with the layer where calls of one kind come once a layer.
+    """As `place_of`, with the layer where a stage's number of layers is known.
 
     In a forward pass the n-th call from one place in the code is that of layer n; backward counts from
-    the last layer, which needs their number.
+    the last layer.
     """
     call = calls[at]
     found = place_of(call.frames)
-    if found.part not in ("forward", "backward") or not found.module.startswith(
-        ("mlp", "self_att")
-    ):
+    is_of_layer = found.module.startswith(("mlp", "self_attention"))
+    if not layers or not is_of_layer or found.part not in ("forward", "backward"):
         return found
     count = 0
     for earlier in reversed(calls[: at + 1]):
         if place_of(earlier.frames).part != found.part:
             break
         count += earlier.signature == call.signature
-    if layers:
-        count = (count - 1) % layers + 1
-        count = count if found.part == "forward" else layers - count + 1
-    elif found.part == "backward":
-        return found
-    return Place(found.part, found.module, count, found.line)
+    layer = (count - 1) % layers + 1
+    return replace(found, layer=layer if found.part == "forward" else layers - layer + 1)
 
 
 def _module(frames: Sequence[Frame]) -> str:
