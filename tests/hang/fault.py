@@ -64,6 +64,7 @@ def counted(original: Any) -> Any:
             stuck_data()
         return original(*args, **kwargs)
 
+    train_step.__code__ = train_step.__code__.replace(co_filename="/torch/fault.py")
     return train_step
 
 

@@ -206,7 +206,9 @@ def test_a_file_that_is_no_whole_dump_is_named_and_the_rest_is_used(
     job.call((0,), "1", done=False)
     job.write(tmp_path, without=(3,))
     (tmp_path / "rank3.pkl").write_bytes(content)
-    assert why_hang([str(tmp_path)], json=True) == 1
+    page = tmp_path / "page.html"
+    assert why_hang([str(tmp_path)], json=True, page=str(page)) == 1
+    assert '<th class="culprit">1</th>' in page.read_text()
     said = capsys.readouterr()
     assert json.loads(said.out)["culprits"] == [1]
     assert said.err.count("\n") == 1

@@ -271,7 +271,7 @@ SECTIONS = {
             in_clone=f"{_HERE}:single_runs", packages=(), is_usual=True),
         Command("why-hang", "tools.hang.command:why_hang",
             "which rank hangs, and where: DUMPS=dumps, stacks, logs",
-            (v.DUMPS, v.JSON), required=("DUMPS",), example="DUMPS=folder", packages=(), is_usual=True),
+            (v.DUMPS, _meaning(v.PAGE, "the page to write", kind=v.TEXT), v.JSON), required=("DUMPS",), example="DUMPS=folder", packages=(), is_usual=True),
         Command("prepare", "tools.preprocess.cli:main",
             "text to Megatron's .bin/.idx, with all options (prepare-ds is the usual way)",
             packages=("gigatoken",)),

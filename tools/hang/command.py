@@ -9,14 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tools.hang.gather import gather
+from tools.hang.page import page_of
 from tools.hang.verdict import Outcome, Verdict, judge
+from tools.records.io import write_whole
 from tools.spec.files import ROOT
 
 EXIT_CODES = {Outcome.HANG: 1, Outcome.UNDECIDED: 2, Outcome.SLOW: 0, Outcome.NONE: 0}
 
 
-def why_hang(dumps: Sequence[str], json: bool = False) -> int:
-    """Print the verdict; 1 for a hang, 2 for undecided, else 0.
+def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) -> int:
+    """Print the verdict, and write the page if one is named; 1 for a hang, 2 for undecided, else 0.
 
     Raises:
         UnreadableError: Nothing there says anything of a rank; one sentence.
@@ -24,6 +26,8 @@ def why_hang(dumps: Sequence[str], json: bool = False) -> int:
     evidence = gather([ROOT / Path(text).expanduser() for text in dumps])
     found = judge(evidence)
     print(_json(found) if json else _text(found, evidence.timed_out))
+    if page:
+        write_whole(ROOT / Path(page).expanduser(), page_of(evidence, found))
     for sentence in evidence.refused:
         print(sentence, file=sys.stderr)
     return EXIT_CODES[found.verdict]

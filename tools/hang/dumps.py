@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.hang.evidence import SITE_FRAMES, Frame, GroupOfRanks, RankEvidence, RecordedCall
+from tools.hang.evidence import Frame, GroupOfRanks, RankEvidence, RecordedCall
 from tools.records.pickles import PlainUnpickler
 
 KEPT_CALLS = 600
@@ -138,6 +138,3 @@ def _same[T](value: T) -> T:
     """The one object for all equal values: ranks' calls are much alike."""
     found: T = _INTERNED.setdefault(value, value)
     return found
-
-
-assert SITE_FRAMES < DEEPEST_FRAMES

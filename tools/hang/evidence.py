@@ -62,7 +62,7 @@ class RecordedCall:
         )
 
 
-SITE_FRAMES = 8
+SITE_FRAMES = 5
 """Innermost frames that tell one call's place in the code from another's."""
 
 

@@ -18,6 +18,10 @@ USUAL_GAPS = 3
 """So many times its longest pause between calls is no hang either."""
 
 
+_UNRECORDED = {"send", "recv", "batch_isend_irecv", "_p2p_ops", "new_group", "init_process_group"}
+"""torch's and Megatron's functions whose calls a flight recorder may not have (gloo's has no send)."""
+
+
 class Outcome(StrEnum):
     """Whether it hangs."""
 
@@ -147,7 +151,10 @@ def _of_roots(evidence: Evidence, waits: Waits, roots: Sequence[tuple[int, ...]]
 
 def _may_just_wait(evidence: Evidence, waits: Waits, rank: int) -> bool:
     one = evidence.of(rank)
-    return not one.is_stopped and rank in waits.in_calls and is_in_collective(one.stack)
+    if one.is_stopped or rank not in waits.in_calls or not is_in_collective(one.stack):
+        return False
+    # Other collectives would have been recorded as entered.
+    return not one.calls or any(f.function.rpartition(".")[2] in _UNRECORDED for f in one.stack)
 
 
 def _root_sentence(evidence: Evidence, waits: Waits, rank: int) -> str:
