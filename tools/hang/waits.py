@@ -99,8 +99,11 @@ def find_waits(evidence: Evidence) -> Waits:
 
 
 def is_in_collective(stack: Iterable[Frame]) -> bool:
-    """Whether the innermost frames are torch.distributed's."""
-    return any(_DISTRIBUTED in frame.file for frame in tuple(stack)[:_INNERMOST])
+    """Whether the innermost frames are torch.distributed's, or Megatron's that wait for an exchange."""
+    innermost = tuple(stack)[:_INNERMOST]
+    # A request's wait is C++: the innermost Python frame is Megatron's.
+    exchanges = any("p2p_communication" in frame.file for frame in innermost[:1])
+    return exchanges or any(_DISTRIBUTED in frame.file for frame in innermost)
 
 
 def _not_in(
