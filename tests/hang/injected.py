@@ -65,7 +65,7 @@ def run_case(folder: Path, data: Path, strategy: str, ranks: int, fault: str) ->
         return {"case": [strategy, fault], "outcome": ended.stdout[-500:] + ended.stderr[-500:]}
     run = made.pop()
     status = json.loads((run / "status.json").read_text())
-    kind, victim, _ = fault.split()
+    victim = fault.split()[1]
     is_hang = status["reason"].startswith("Hang")
     outcome = "no hang" if not is_hang else status["rank"]
     return {

@@ -18,15 +18,8 @@ USUAL_GAPS = 3
 """So many times its longest pause between calls is no hang either."""
 
 
-_UNRECORDED = {
-    "send",
-    "recv",
-    "batch_isend_irecv",
-    "_p2p_ops",
-    "_communicate",
-    "new_group",
-    "init_process_group",
-}
+_UNRECORDED = {"send", "recv", "batch_isend_irecv", "_p2p_ops", "_communicate"}
+_UNRECORDED |= {"new_group", "init_process_group"}
 """torch's and Megatron's functions whose calls a flight recorder may not have (gloo's has no send)."""
 
 
