@@ -1,17 +1,36 @@
-"""A rank's Python stacks on request: SIGUSR1 writes them to a file, even while it waits in C code."""
+"""What a rank is doing, on request: SIGUSR1 writes its Python stacks, even while it waits in C code.
+
+A thread sees that they were written and adds the last calls that torch's flight recorder kept.
+"""
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import pickle
 import signal
+import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any, TextIO
 
+from tools.records.io import write_whole
+from tools.records.run import CALLS_SUFFIX
 from tools.spec import variables
+
+RECORDED_CALLS = "1000"
+"""Of each rank; some iterations."""
+# The second is the name up to torch 2.8.
+_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_LOOK_SECONDS = 0.5
 
 
 def dump_stacks_on_request() -> None:
-    """From now on SIGUSR1 adds the stacks of all threads to `rank<N>.txt` in the folder."""
+    """From now on SIGUSR1 adds the stacks of all threads to `rank<N>.txt` in the folder.
+
+    The last calls follow in `rank<N>.pkl`. To be called before torch makes a group.
+    """
     folder = os.environ.get(variables.STACKS)
     if folder is None:
         return
@@ -19,3 +38,34 @@ def dump_stacks_on_request() -> None:
     # Stays open for as long as the process lives: the handler may not open files.
     file = path.open("a")
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
+    for name in _RECORDER:
+        os.environ.setdefault(name, RECORDED_CALLS)
+    threading.Thread(target=_write_calls_after, args=(file, path), daemon=True).start()
+
+
+def _write_calls_after(stacks: TextIO, path: Path) -> None:
+    while os.fstat(stacks.fileno()).st_size == 0:
+        time.sleep(_LOOK_SECONDS)
+    write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
+
+
+def _recorded_calls() -> dict[str, Any]:
+    """The flight recorder's dump, with what gloo leaves out: the ranks of every group."""
+    if "torch.distributed" not in sys.modules:
+        return {"entries": [], "dumped_ns": time.time_ns()}
+    from torch._C import _distributed_c10d as c10d
+    from torch.distributed import distributed_c10d
+
+    found: dict[str, Any] = pickle.loads(c10d._dump_fr_trace())  # noqa: S301 - this process made it
+    world = distributed_c10d._world
+    found["pg_config"] = {
+        name: {
+            "name": name,
+            "desc": group.group_desc,
+            "ranks": sorted(places, key=places.__getitem__),
+        }
+        for group, name in world.pg_names.items()
+        for places in [world.pg_group_ranks[group]]
+    }
+    found["dumped_ns"] = time.time_ns()
+    return found

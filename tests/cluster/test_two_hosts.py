@@ -136,8 +136,8 @@ def test_a_rank_that_stalls_on_the_other_host_is_named_and_all_stacks_are_kept(
     (folder,) = tmp_path.glob("2*")
     status = read_status(folder)
     assert (status.status, status.rank) == (Status.CRASHED, 1), said
-    assert "rank 1 was stopped by a signal" in status.reason
-    stacks = sorted((folder / "stacks").iterdir())
+    assert "was stopped by a signal" in status.reason
+    stacks = sorted((folder / "stacks").glob("*.txt"))
     assert [path.name for path in stacks] == ["rank0.txt", "rank1.txt"]
     assert all("train" in path.read_text() for path in stacks)
 

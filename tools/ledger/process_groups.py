@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, Work
 from tools.ledger.communication import Call, CommunicationLedger, Watched
 from tools.ledger.timeline import Mark, Timeline
 from tools.records.measurements import ROUTED_GROUPS, Operation, Phase
-from tools.spec.groups import Group
+from tools.spec.groups import Group, group_name
 from tools.spec.run import Transport
 
 # Method: operation, position of the tensor(s) that count. Names changed over torch 2.8 to 2.15.
@@ -61,33 +61,6 @@ _FUNCTIONAL = {
     "all_to_all_single": Operation.ALL_TO_ALL,
     "broadcast": Operation.BROADCAST,
 }
-
-# Descriptions that Megatron gives its groups (`parallel_state`). What is no `Group` carries nothing
-# that the planner counts.
-_GROUP_NAMES: dict[str, str] = {
-    "TENSOR_MODEL_PARALLEL_GROUP": Group.TENSOR,
-    "CONTEXT_PARALLEL_GROUP": Group.CONTEXT,
-    "DATA_PARALLEL_GROUP": "dp",
-    "DATA_PARALLEL_GROUP_WITH_CP": Group.DATA_CONTEXT,
-    "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": Group.DATA_CONTEXT,
-    # With one instance of the distributed optimizer, which is the default, these are all ranks.
-    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": Group.WORLD,
-    "PIPELINE_MODEL_PARALLEL_GROUP": Group.PIPELINE,
-    "EMBEDDING_GROUP": Group.EMBEDDING,
-    "POSITION_EMBEDDING_GROUP": "position_embedding",
-    "MODEL_PARALLEL_GROUP": Group.MODEL,
-    "TENSOR_AND_CONTEXT_PARALLEL_GROUP": Group.TENSOR_CONTEXT,
-    "TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp",
-    "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": Group.TENSOR_DATA_CONTEXT,
-    "EXPERT_MODEL_PARALLEL_GROUP": Group.EXPERT,
-    "EXPERT_DATA_PARALLEL_GROUP": Group.EXPERT_DATA,
-    "EXPERT_TENSOR_PARALLEL_GROUP": Group.EXPERT_TENSOR,
-    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": Group.TENSOR_EXPERT,
-    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": Group.EXPERT_MODEL,
-    "default_pg": Group.WORLD,
-}
-# Weight rematerialisation (0.19) and gloo twins are the same split under another name.
-_GROUP_SUFFIXES = ("_GLOO", "_WITH_GTP_REMAT", "_WITH_EGTP")
 
 # Received bytes arrive in a buffer of its own; with other operations the result replaces a tensor.
 _RECEIVING = {
@@ -236,15 +209,6 @@ class _Operator:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
-
-
-@functools.cache
-def group_name(description: str) -> str:
-    """`tp`, `dp_cp`, …; a description that is not Megatron's is returned as it is."""
-    plain = description
-    for suffix in _GROUP_SUFFIXES:
-        plain = plain.removesuffix(suffix)
-    return _GROUP_NAMES.get(plain, description)
 
 
 def _transport(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> Transport:

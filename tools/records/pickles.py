@@ -65,6 +65,18 @@ class InertUnpickler(pickle.Unpickler):
         return _TYPES.get(pid[1].__name__.removesuffix("Storage"), "")
 
 
+class PlainUnpickler(pickle.Unpickler):
+    """Reads a pickle of plain containers, numbers and text; refuses one that names anything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refused: what a pickle names can be run by it.
+
+        Raises:
+            pickle.UnpicklingError: Always.
+        """
+        raise pickle.UnpicklingError(f"it names {module}.{name}, and only plain data is read")
+
+
 def describe_saved(archive: zipfile.ZipFile) -> Any:
     """What `torch.save` wrote, tensors as `DescribedTensor`; values are not read.
 

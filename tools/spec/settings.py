@@ -202,6 +202,9 @@ HF = Setting("HF", TEXT, "a folder with config.json and safetensors, or its name
 TO = Setting("TO", TEXT, "the folder to write")
 CKPT = Setting("CKPT", FOLDER, "a checkpoint, or the folder above its iterations")
 COMPARE = Setting("COMPARE", FOLDER, "another checkpoint, or a folder of Hugging Face's")
+DUMPS = Setting(
+    "DUMPS", "words", "flight recorder dumps, stacks, logs of a hang; folders or files", ()
+)
 FILE = Setting("FILE", TEXT, "recipe.py, recipe.py:function or Bridge's YAML")
 
 # After a run, and data.

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import psutil
 
-from tools.records.run import Status
+from tools.hang.dumps import UnreadableError
+from tools.hang.gather import gather
+from tools.hang.verdict import judge
+from tools.records.run import CALLS_SUFFIX, STOPPED_FILE, Status
 from tools.spec.errors import LaunchError
 
 STACK_SECONDS = 3.0
 """At most so long are stacks waited for."""
-
-_COLLECTIVE = re.compile(r'File ".*/torch/distributed/')
-_INNERMOST_FRAMES = 6
 
 
 class EndedRunError(LaunchError):
@@ -70,12 +70,18 @@ class HangWatch:
         return now - self._since >= self._timeout_seconds
 
     def error(self, stopped: Sequence[int], stacks: Path) -> HangError:
-        """Name the rank that the others wait for, if the collected stacks of all show it."""
-        found = _read_stacks(stacks)
-        rank, why = find_culprit(stopped, found)
-        where = f"; where each rank was is in {stacks.name}/" if found else ""
+        """Name the rank that the others wait for, if what the ranks left shows it."""
+        where = why = ""
+        if stopped:
+            (stacks / STOPPED_FILE).write_text(" ".join(map(str, stopped)))
+        rank = stopped[0] if stopped else None
+        with suppress(UnreadableError, FileNotFoundError):
+            found = judge(gather([stacks]))
+            rank = found.culprits[0] if found.culprits else rank
+            why = f" {found.sentence}"
+            where = f" Where each rank was is in {stacks.name}/."
         seconds = f"{self._timeout_seconds:g} s"
-        return HangError(f"Hang: nothing was logged for {seconds}{why}{where}.", rank)
+        return HangError(f"Hang: nothing was logged for {seconds}.{why}{where}", rank)
 
 
 def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[int]:
@@ -95,7 +101,7 @@ def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[in
             process.send_signal(signal.SIGCONT)
         except psutil.NoSuchProcess:
             continue
-        asked.append(_file(stacks, rank))
+        asked += [stacks / f"rank{rank}{suffix}" for suffix in (".txt", CALLS_SUFFIX)]
     deadline = time.monotonic() + STACK_SECONDS
     while time.monotonic() < deadline and not all(_is_filled(path) for path in asked):
         time.sleep(0.05)
@@ -129,41 +135,10 @@ def drop_empty(stacks: Path) -> None:
         stacks.rmdir()
 
 
-def find_culprit(stopped: Sequence[int], stacks: Mapping[int, str]) -> tuple[int | None, str]:
-    """The rank that the others wait for, and how that is known, as a part of a sentence."""
-    if stopped:
-        names = " and ".join(f"rank {rank}" for rank in stopped)
-        return stopped[0], f"; {names} was stopped by a signal (SIGSTOP)"
-    apart = sorted(rank for rank, text in stacks.items() if not is_in_collective(text))
-    if len(apart) == 1 and len(stacks) > 1:
-        return apart[0], f"; all ranks but rank {apart[0]} wait in a collective"
-    return None, ""
-
-
-def is_in_collective(stack: str) -> bool:
-    """Whether the main thread's innermost frames are torch.distributed's."""
-    main = stack.rpartition("most recent call first")[2]
-    return any(_COLLECTIVE.search(line) for line in main.splitlines()[1 : _INNERMOST_FRAMES + 1])
-
-
-def _read_stacks(stacks: Path) -> dict[int, str]:
-    """By rank, all read first: a network file system shows what was written when a file is opened."""
-    found = {}
-    for path in stacks.glob("rank*.txt"):
-        # Another node may clear up what is empty.
-        with suppress(FileNotFoundError):
-            found[int(path.stem.removeprefix("rank"))] = path.read_text()
-    return {rank: text for rank, text in sorted(found.items()) if text}
-
-
 def _show_to_other_machines(path: Path) -> None:
     """Write out what a rank, which keeps the file open, has written into a network file system."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _file(stacks: Path, rank: int) -> Path:
-    return stacks / f"rank{rank}.txt"
 
 
 def _is_filled(path: Path) -> bool:

@@ -1,0 +1,229 @@
+"""Made-up jobs, each with one thing wrong: who is named, and who is not."""
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.hang.made import DATA, SECOND, START, TENSOR, WORLD, Job, four, step
+from tools.hang.command import why_hang
+from tools.hang.dumps import UnreadableError
+from tools.hang.gather import gather
+from tools.hang.verdict import Kind, Outcome, Verdict, judge
+from tools.records.run import STOPPED_FILE
+
+WAITING = """Current thread 0x7f (most recent call first):
+  File "/venv/torch/distributed/distributed_c10d.py", line 4174 in wait
+  File "/venv/megatron/core/pipeline_parallel/p2p_communication.py", line 440 in {}
+  File "/venv/megatron/core/schedules.py", line 7 in forward_backward
+"""
+WORKING = """Thread 0x7e (most recent call first):
+  File "/venv/threading.py", line 359 in wait
+
+Current thread 0x7f (most recent call first):
+  File "/venv/site/megatron/training/utils.py", line 12 in get_batch
+  File "/venv/site/megatron/training/training.py", line 5 in train_step
+"""
+
+
+def verdict(job: Job, folder: Path, **more: tuple[int, ...]) -> Verdict:
+    return judge(gather([job.write(folder, **more)]))
+
+
+def test_the_rank_that_never_entered_is_named_with_group_call_and_all_who_wait(
+    tmp_path: Path,
+) -> None:
+    job = four()
+    job.call((0, 1), "1")
+    job.call((2, 3), "2")
+    job.call((2,), "2", done=False)
+    job.call((0, 1), "1")
+    for _ in range(2):
+        job.call((0, 1), "1")
+    job.call((0,), "3", done=False, size=100, line=2, function="train_step")
+    job.call((1,), "4", done=False, size=100, line=2, function="train_step")
+    found = verdict(job, tmp_path)
+    assert (found.verdict, found.kind) == (Outcome.HANG, Kind.NEVER_ENTERED)
+    assert (found.culprits, found.suspects, found.waiting) == ((3,), (), (0, 1, 2))
+    assert found.sentence.startswith(
+        "Rank 3 (dp 1, tp 1) never entered all_reduce no. 14 of its tensor-parallel group, in which "
+        "rank 2 waits (forward (mlp), mappings.py:1 in _reduce)"
+    )
+    assert found.sentence.endswith("3 ranks wait for it in 3 groups.")
+    assert found.module == "mlp"
+    evidence = replace(gather([tmp_path]), layers_a_stage=4)
+    assert "forward of layer 2 (mlp)" in judge(evidence).sentence
+
+
+@pytest.mark.parametrize(
+    ("more", "differs"),
+    [({"size": 8}, "size"), ({"dtype": "Half"}, "dtype"), ({"operation": "barrier"}, "operation")],
+)
+def test_another_call_is_shown_beside_the_usual_one(
+    tmp_path: Path, more: dict[str, int | str], differs: str
+) -> None:
+    job = four()
+    job.call((0,), "1", done=False)
+    job.call((1,), "1", done=False, **more)  # type: ignore[arg-type]
+    found = verdict(job, tmp_path)
+    assert (found.kind, found.culprits) == (Kind.OTHER_COLLECTIVE, (1,))
+    assert f"another {differs}" in found.sentence
+
+
+def test_a_rank_that_skipped_a_call_is_told_from_the_one_that_waits_in_it(tmp_path: Path) -> None:
+    job = four()
+    for _ in range(3):
+        job.call((0, 1), "1")
+    job.call((1,), "1", done=False)
+    job.call((0,), "3", done=False, size=100, line=2, function="train_step")
+    for _ in range(4):
+        job.call((2, 3), "2")
+    job.call((2,), "3", size=100, line=2, function="train_step")
+    job.call((3,), "4", size=100, line=2, function="train_step", done=False)
+    job.call((2,), "0", size=1, line=3, function="train_step", done=False)
+    job.entries[0][-1].update(state="completed", retired=True)
+    job.call((0,), "0", size=1, line=3, function="train_step", done=False)
+    found = verdict(job, tmp_path)
+    assert (found.kind, found.culprits) == (Kind.OTHER_COLLECTIVE, (0,))
+    assert "left the order of calls" in found.sentence
+
+
+def test_a_call_that_all_entered_and_nobody_completed_accuses_nobody(tmp_path: Path) -> None:
+    job = four()
+    job.call((0, 1), "1", done=False)
+    found = verdict(job, tmp_path)
+    assert (found.kind, found.culprits, found.suspects) == (Kind.NOT_COMPLETED, (), (0, 1))
+
+
+def test_a_rank_whose_dump_is_missing_is_named_only_if_others_wait_for_it(tmp_path: Path) -> None:
+    job = four()
+    job.call((0,), "1", done=False)
+    assert verdict(job, tmp_path, without=(1,)).culprits == (1,)
+    job = Job({"0": (WORLD, range(4))})
+    job.call(range(4), "0")
+    job.call((0, 1), "0", done=False)
+    found = verdict(job, tmp_path / "two", without=(2, 3))
+    assert (found.culprits, found.suspects) == ((), (2, 3))
+
+
+def test_two_roots_are_both_named(tmp_path: Path) -> None:
+    job = four()
+    job.call((0,), "1", done=False)
+    job.call((2,), "2", done=False)
+    found = verdict(job, tmp_path)
+    assert (found.kind, found.culprits) == (Kind.TWO_ROOTS, (1, 3))
+
+
+def test_a_job_at_work_and_one_that_ended_accuse_nobody(tmp_path: Path) -> None:
+    job = four()
+    assert verdict(job, tmp_path / "ended").verdict is Outcome.NONE
+    job.call((0,), "1", done=False)
+    job.entries[0][-1]["time_created_ns"] = START + 59 * SECOND
+    found = verdict(job, tmp_path / "at work")
+    assert (found.verdict, found.culprits, found.suspects) == (Outcome.SLOW, (), ())
+
+
+def test_pauses_that_come_back_are_no_hang(tmp_path: Path) -> None:
+    job = Job({"0": (WORLD, (0, 1))})
+    for number in range(4):
+        job.call((0, 1), "0")
+        for rank in (0, 1):
+            job.entries[rank][-1]["time_created_ns"] = START + (number - 4) * 30 * SECOND
+    job.call((0,), "0", done=False)
+    job.entries[0][-1]["time_created_ns"] = START
+    assert verdict(job, tmp_path).verdict is Outcome.SLOW
+
+
+def test_what_the_launcher_saw_stopped_is_named_though_it_went_on_for_its_dump(
+    tmp_path: Path,
+) -> None:
+    job = four()
+    step(job)
+    (job.write(tmp_path) / STOPPED_FILE).write_text("2")
+    found = judge(gather([tmp_path]))
+    assert (found.culprits, "stopped by a signal" in found.sentence) == ((2,), True)
+
+
+def test_stages_wait_for_each_other_by_their_stacks(tmp_path: Path) -> None:
+    job = Job({"0": ("PIPELINE_MODEL_PARALLEL_GROUP", (0, 1, 2))})
+    job.call((0, 1, 2), "0", "broadcast")
+    job.write(tmp_path)
+    (tmp_path / "rank0.txt").write_text(WAITING.format("recv_backward"))
+    (tmp_path / "rank1.txt").write_text(WAITING.format("send_forward_recv_backward"))
+    (tmp_path / "rank2.txt").write_text(WORKING)
+    found = judge(gather([tmp_path]))
+    assert (found.culprits, found.waiting) == ((2,), (0, 1))
+    assert "it is in data loading, utils.py:12 in get_batch" in found.sentence
+
+
+def test_stacks_alone_name_the_one_that_is_in_no_collective(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"rank{rank}.txt").write_text(WAITING.format("x"))
+    threads = [
+        {"thread_name": "MainThread", "frames": [{"name": "f", "filename": "/a.py", "line": 3}]}
+    ]
+    (tmp_path / "rank2.json").write_text(json.dumps(threads))
+    assert judge(gather([tmp_path])).culprits == (2,)
+
+
+def test_watchdogs_lines_stand_for_dumps_that_are_not_there(tmp_path: Path) -> None:
+    job = Job({"1": (TENSOR, (0, 1)), "2": (DATA, (0,))})
+    job.call((0, 1), "1")
+    job.write(tmp_path, without=(1,))
+    line = (
+        "[rank1]:[E1124 ProcessGroupNCCL.cpp:629] [PG ID 3 PG GUID 1(TENSOR_MODEL_PARALLEL_GROUP) "
+        "Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE, "
+        "NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
+    )
+    (tmp_path / "train.log").write_text(f"{line}\n")
+    found = judge(gather([tmp_path]))
+    assert (found.culprits, found.call) == ((0,), "all_reduce no. 2")
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (print, ("it ran",))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps(Harmful()),
+        pickle.dumps({"entries": [Harmful()]}),
+        pickle.dumps(four().dump(0))[:-40],
+        pickle.dumps({"entries": [{"record_id": 0}]}),
+        pickle.dumps([1]),
+        b"\x80\x04]r\xf0\xff\xff\xff.",
+        b'{"entries": [}',
+    ],
+)
+def test_a_file_that_is_no_whole_dump_is_named_and_the_rest_is_used(
+    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = four()
+    job.call((0,), "1", done=False)
+    job.write(tmp_path, without=(3,))
+    (tmp_path / "rank3.pkl").write_bytes(content)
+    page = tmp_path / "page.html"
+    assert why_hang([str(tmp_path)], json=True, page=str(page)) == 1
+    assert '<th class="culprit">1</th>' in page.read_text()
+    said = capsys.readouterr()
+    assert json.loads(said.out)["culprits"] == [1]
+    assert said.err.count("\n") == 1
+    assert "rank3.pkl is no whole flight recorder dump" in said.err
+    assert "it ran" not in said.out
+
+
+def test_json_dumps_say_the_same(tmp_path: Path) -> None:
+    job = four()
+    job.call((0,), "1", done=False)
+    for rank in range(4):
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(job.dump(rank)))
+    assert judge(gather([tmp_path])) == verdict(job, tmp_path / "pickles")
+
+
+def test_a_folder_without_evidence_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableError, match="has no flight recorder dump, no stack"):
+        gather([tmp_path])

@@ -1,0 +1,183 @@
+"""What is known of a job at one moment: each rank's recorded calls and stack, and the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from tools.spec.groups import group_name
+
+
+class Frame(NamedTuple):
+    """One Python frame."""
+
+    function: str
+    file: str
+    line: int
+
+
+class Signature(NamedTuple):
+    """What ranks of a group must agree on in a call, and where it was made."""
+
+    group: str
+    """Its description: the same over groups that split the same way."""
+    operation: str
+    sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    site: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One call of one rank, as a flight recorder keeps it."""
+
+    group: str
+    """torch's name of the group, unique in the job."""
+    description: str
+    operation: str
+    """`all_reduce`, `send`, …"""
+    number: int
+    """Its place in the sequence of its group's collectives, or of its point-to-point calls."""
+    sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    created_ns: int
+    is_done: bool
+    peer: int | None
+    """Of a point-to-point call: the other's rank in the group."""
+    frames: tuple[Frame, ...]
+    """Innermost first."""
+
+    @property
+    def is_point_to_point(self) -> bool:
+        """Whether it has one peer rather than a group."""
+        return self.operation in ("send", "recv")
+
+    @property
+    def signature(self) -> Signature:
+        """What it must agree on with others', and where it was made."""
+        return Signature(
+            self.description, self.operation, self.sizes, self.dtypes, self.frames[:SITE_FRAMES]
+        )
+
+
+SITE_FRAMES = 5
+"""Innermost frames that tell one call's place in the code from another's."""
+
+
+@dataclass(frozen=True)
+class RankEvidence:
+    """What one rank left. Everything may be missing."""
+
+    rank: int
+    calls: tuple[RecordedCall, ...] = ()
+    """The last ones, in the order they were made in."""
+    stack: tuple[Frame, ...] = ()
+    """Of its main thread, innermost first."""
+    dumped_ns: int | None = None
+    is_stopped: bool = False
+    """Whether a signal had stopped its process."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it left anything that says where it was."""
+        return bool(self.calls or self.stack or self.is_stopped)
+
+    @cached_property
+    def last(self) -> Mapping[str, int]:
+        """By group, the number of the last collective that it entered."""
+        return {c.group: c.number for c in self.calls if not c.is_point_to_point}
+
+    @cached_property
+    def pending(self) -> tuple[RecordedCall, ...]:
+        """Calls entered and not done; a later one of the same group that is done ends them."""
+        done: dict[str, int] = {}
+        for call in self.calls:
+            if call.is_done and not call.is_point_to_point:
+                done[call.group] = call.number
+        return tuple(
+            call
+            for call in self.calls
+            if not call.is_done
+            and (call.is_point_to_point or call.number > done.get(call.group, -1))
+        )
+
+
+@dataclass(frozen=True)
+class GroupOfRanks:
+    """A process group."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        """As Megatron's users call it: `tensor-parallel group`."""
+        short = group_name(self.description)
+        return _LABELS.get(short, f"group {short or self.name}")
+
+
+_LABELS = {
+    "tp": "tensor-parallel group",
+    "cp": "context-parallel group",
+    "dp": "data-parallel group",
+    "dp_cp": "data-parallel group (with context parallel)",
+    "pp": "pipeline group",
+    "ep": "expert-parallel group",
+    "expert_dp": "expert data-parallel group",
+    "mp": "model-parallel group",
+    "embedding": "embedding group",
+    "world": "group of all ranks",
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All ranks' evidence, and what was refused."""
+
+    ranks: Mapping[int, RankEvidence]
+    groups: Mapping[str, GroupOfRanks]
+    refused: tuple[str, ...] = ()
+    """A sentence for each file that could not be read."""
+    timed_out: tuple[str, ...] = ()
+    """Watchdogs' own words, one a rank."""
+    layers_a_stage: int | None = None
+
+    @cached_property
+    def world(self) -> tuple[int, ...]:
+        """Every rank that is known of, those that left nothing included."""
+        return tuple(
+            sorted({*self.ranks, *(r for group in self.groups.values() for r in group.ranks)})
+        )
+
+    def of(self, rank: int) -> RankEvidence:
+        """What a rank left; empty where it left nothing."""
+        return self.ranks.get(rank, RankEvidence(rank))
+
+    @cached_property
+    def _places(self) -> dict[int, dict[str, int]]:
+        found: dict[int, dict[str, int]] = {}
+        for group in self.groups.values():
+            short = group_name(group.description)
+            if short in ("dp", "cp", "pp", "tp") and len(group.ranks) > 1:
+                for index, rank in enumerate(group.ranks):
+                    found.setdefault(rank, {})[short] = index
+        return found
+
+    def name(self, rank: int) -> str:
+        """`Rank 12 (dp 1, pp 2, tp 0)`, as far as its groups tell."""
+        places = self._places.get(rank, {})
+        known = ", ".join(f"{short} {index}" for short, index in sorted(places.items()))
+        return f"Rank {rank} ({known})" if known else f"Rank {rank}"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank waits in a call for others."""
+
+    rank: int
+    awaited: int
+    call: RecordedCall | None = field(compare=False)
+    """None where only its stack says so."""

@@ -1,0 +1,158 @@
+"""Who waits for whom, a graph of ranks: from calls that some entered and others did not, and stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tools.hang.evidence import Evidence, Frame, GroupOfRanks, RankEvidence, RecordedCall, Wait
+
+_DISTRIBUTED = "/torch/distributed/"
+_INNERMOST = 6
+_NEXT = {
+    "send_forward",
+    "recv_backward",
+    "send_forward_recv_backward",
+    "send_backward_recv_backward",
+}
+_PREVIOUS = {"recv_forward", "send_backward", "send_backward_recv_forward"}
+_BOTH = {"send_forward_backward_recv_forward_backward", "send_forward_recv_forward"}
+"""Megatron's functions of pipeline communication (`p2p_communication.py`), by the stage awaited."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """The graph."""
+
+    edges: Mapping[int, tuple[Wait, ...]]
+    """By the rank that waits."""
+    in_calls: frozenset[int]
+    """Ranks that are in a call which is not done, whether or not it is known for whom they wait."""
+    incomplete: tuple[tuple[GroupOfRanks, RecordedCall], ...]
+    """Calls that every rank of the group entered and nobody finished."""
+
+    @property
+    def roots(self) -> list[tuple[int, ...]]:
+        """Ranks that others wait for and that wait for nobody; then circles of ranks."""
+        awaited = {wait.awaited for waits in self.edges.values() for wait in waits}
+        roots: list[tuple[int, ...]] = [(r,) for r in sorted(awaited) if not self.edges.get(r)]
+        explained = self.behind([rank for root in roots for rank in root])
+        left = {rank for rank in self.edges if self.edges[rank] and rank not in explained}
+        while left:
+            circle = self._circle(min(left), left)
+            roots.append(circle)
+            left -= self.behind(circle) | set(circle)
+        return roots
+
+    def behind(self, roots: Iterable[int]) -> set[int]:
+        """Ranks that wait for these, directly or through others."""
+        waiting: dict[int, list[int]] = {}
+        for rank, waits in self.edges.items():
+            for wait in waits:
+                waiting.setdefault(wait.awaited, []).append(rank)
+        found = set(roots)
+        todo = list(found)
+        while todo:
+            for rank in waiting.get(todo.pop(), ()):
+                if rank not in found:
+                    found.add(rank)
+                    todo.append(rank)
+        return found - set(roots)
+
+    def calls_into(self, roots: Iterable[int]) -> list[Wait]:
+        """Waits for these ranks, the earliest first."""
+        wanted = set(roots)
+        into = [w for ws in self.edges.values() for w in ws if w.awaited in wanted]
+        return sorted(into, key=lambda w: w.call.created_ns if w.call else 0)
+
+    def _circle(self, start: int, among: set[int]) -> tuple[int, ...]:
+        path = [start]
+        while True:
+            following = next(w.awaited for w in self.edges[path[-1]] if w.awaited in among)
+            if following in path:
+                return tuple(sorted(path[path.index(following) :]))
+            path.append(following)
+
+
+def find_waits(evidence: Evidence) -> Waits:
+    """The graph of a job."""
+    edges: dict[int, tuple[Wait, ...]] = {}
+    in_calls: set[int] = set()
+    incomplete: dict[tuple[str, int], tuple[GroupOfRanks, RecordedCall]] = {}
+    for rank, one in evidence.ranks.items():
+        if one.is_stopped:
+            continue
+        waits: dict[int, Wait] = {}
+        for call in one.pending:
+            group = evidence.groups[call.group]
+            missing = _not_in(evidence, rank, call, group)
+            for other in missing:
+                waits.setdefault(other, Wait(rank, other, call))
+            if not missing:
+                incomplete.setdefault((call.group, call.number), (group, call))
+        if not waits and not one.pending:
+            waits = {w.awaited: w for w in _pipeline_waits(evidence, one)}
+        if one.pending or waits or is_in_collective(one.stack):
+            in_calls.add(rank)
+        edges[rank] = tuple(waits.values())
+    return Waits(edges, frozenset(in_calls), tuple(incomplete.values()))
+
+
+def is_in_collective(stack: Iterable[Frame]) -> bool:
+    """Whether the innermost frames are torch.distributed's, or Megatron's that wait for an exchange."""
+    innermost = tuple(stack)[:_INNERMOST]
+    # A request's wait is C++: the innermost Python frame is Megatron's.
+    exchanges = any("p2p_communication" in frame.file for frame in innermost[:1])
+    return exchanges or any(_DISTRIBUTED in frame.file for frame in innermost)
+
+
+def _not_in(
+    evidence: Evidence, rank: int, call: RecordedCall, group: GroupOfRanks
+) -> tuple[int, ...]:
+    """Ranks that this call waits for."""
+    if call.is_point_to_point:
+        if call.peer is None or call.peer >= len(group.ranks):
+            return ()
+        peer = group.ranks[call.peer]
+        answer = "recv" if call.operation == "send" else "send"
+        own = group.ranks.index(rank)
+        theirs = evidence.of(peer).pending
+        met = any(c.operation == answer and c.peer == own for c in theirs if c.group == call.group)
+        return () if met else (peer,)
+    return tuple(
+        other
+        for other in group.ranks
+        if other != rank
+        # A stopped one may have gone on when it was continued for its dump.
+        and (evidence.of(other).is_stopped or _last(evidence.of(other), call.group) < call.number)
+    )
+
+
+def _last(one: RankEvidence, group: str) -> int:
+    return one.last.get(group, -1)
+
+
+def _pipeline_waits(evidence: Evidence, one: RankEvidence) -> Iterable[Wait]:
+    """By the stack: gloo's flight recorder keeps no point-to-point call."""
+    toward = _neighbours(evidence, one)
+    for other in toward:
+        # Both in the exchange of the same two stages: neither waits for the other to come.
+        if one.rank not in _neighbours(evidence, evidence.of(other)):
+            yield Wait(one.rank, other, None)
+
+
+def _neighbours(evidence: Evidence, one: RankEvidence) -> tuple[int, ...]:
+    if not is_in_collective(one.stack) or one.is_stopped:
+        return ()
+    names = {f.function.rpartition(".")[2] for f in one.stack if "p2p_communication" in f.file}
+    steps = (
+        {+1} if names & _NEXT else {-1} if names & _PREVIOUS else {+1, -1} if names & _BOTH else ()
+    )
+    for group in evidence.groups.values():
+        if (
+            group.description.startswith("PIPELINE_MODEL_PARALLEL_GROUP")
+            and one.rank in group.ranks
+        ):
+            at, size = group.ranks.index(one.rank), len(group.ranks)
+            return tuple(sorted({group.ranks[(at + step) % size] for step in steps} - {one.rank}))
+    return ()
