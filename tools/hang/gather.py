@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import resource
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+
+import msgspec
+import psutil
 
 from tools.hang.dumps import Dump, UnreadableError, read_dump
 from tools.hang.evidence import Evidence, Frame, GroupOfRanks, RankEvidence, RecordedCall
@@ -19,7 +22,7 @@ from tools.report.read.scrape import scrape_log
 
 LARGEST_DUMP_BYTES = 256 << 20
 LARGEST_MEMORY_BYTES = 8 << 30
-"""Of addresses, while dumps are read: a hostile pickle of a few bytes can ask for any amount."""
+"""Of addresses beyond those in use, while dumps are read: a hostile pickle of a few bytes can ask for any amount."""
 
 _RANK = re.compile(r"rank[_\-. ]?(\d+)", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
@@ -161,7 +164,9 @@ def _layers(places: Sequence[Path], logs: Sequence[Path]) -> int | None:
     for place in places:
         for folder in (place, place.parent):
             if (folder / RUN_FILE).is_file():
-                return read_run(folder).spec.layers_a_stage
+                # Another tool's file of that name says nothing.
+                with suppress(msgspec.DecodeError, OSError):
+                    return read_run(folder).spec.layers_a_stage
     for log in logs:
         spec = printed_spec(scrape_log(log).arguments, None)
         if spec is not None:
@@ -173,7 +178,8 @@ def _layers(places: Sequence[Path], logs: Sequence[Path]) -> int | None:
 def _bounded_memory() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_AS)
     if before[0] == resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_AS, (LARGEST_MEMORY_BYTES, before[1]))
+        limit = psutil.Process().memory_info().vms + LARGEST_MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
     try:
         yield
     finally:
