@@ -22,7 +22,7 @@ from tools.report.read.scrape import scrape_log
 
 LARGEST_DUMP_BYTES = 256 << 20
 LARGEST_MEMORY_BYTES = 8 << 30
-"""Of addresses beyond those in use, while dumps are read: a small hostile pickle can ask for any amount."""
+"""Of addresses beyond those in use: a small hostile pickle can ask for any amount."""
 
 _RANK = re.compile(r"rank[_\-. ]?(\d+)", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
