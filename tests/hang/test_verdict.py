@@ -10,8 +10,10 @@ import pytest
 from tests.hang.made import DATA, SECOND, START, TENSOR, WORLD, Job, four, step
 from tools.hang.command import why_hang
 from tools.hang.dumps import UnreadableError
+from tools.hang.evidence import Frame
 from tools.hang.gather import gather
 from tools.hang.verdict import Kind, Outcome, Verdict, judge
+from tools.hang.waits import is_in_collective
 from tools.records.run import STOPPED_FILE
 
 WAITING = """Current thread 0x7f (most recent call first):
@@ -207,7 +209,7 @@ def test_a_file_that_is_no_whole_dump_is_named_and_the_rest_is_used(
     job.write(tmp_path, without=(3,))
     (tmp_path / "rank3.pkl").write_bytes(content)
     page = tmp_path / "page.html"
-    assert why_hang([str(tmp_path)], json=True, page=str(page)) == 1
+    assert why_hang([str(tmp_path)], json=True, page=str(page)) == 0
     assert '<th class="culprit">1</th>' in page.read_text()
     said = capsys.readouterr()
     assert json.loads(said.out)["culprits"] == [1]
@@ -227,3 +229,14 @@ def test_json_dumps_say_the_same(tmp_path: Path) -> None:
 def test_a_folder_without_evidence_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match="has no flight recorder dump, no stack"):
         gather([tmp_path])
+
+
+def test_code_that_torch_called_back_does_not_wait_but_the_kits_counting_does() -> None:
+    inside = [
+        Frame("irecv", "/site/torch/distributed/distributed_c10d.py", 1),
+        Frame("_communicate", "/m/megatron/core/pipeline_parallel/p2p_communication.py", 2),
+    ]
+    assert is_in_collective(inside)
+    assert is_in_collective([Frame("counted", "/kit/tools/ledger/record.py", 3), *inside])
+    assert not is_in_collective([Frame("stall", "/home/me/hook.py", 3), *inside])
+    assert not is_in_collective([])

@@ -14,11 +14,9 @@ from tools.hang.verdict import Outcome, Verdict, judge
 from tools.records.io import write_whole
 from tools.spec.files import ROOT
 
-EXIT_CODES = {Outcome.HANG: 1, Outcome.UNDECIDED: 2, Outcome.SLOW: 0, Outcome.NONE: 0}
-
 
 def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) -> int:
-    """Print the verdict, and write the page if one is named; 1 for a hang, 2 for undecided, else 0.
+    """Print the verdict, and write the page if one is named; 1 where the evidence does not decide.
 
     Raises:
         UnreadableError: Nothing there says anything of a rank; one sentence.
@@ -30,7 +28,7 @@ def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) 
         write_whole(ROOT / Path(page).expanduser(), page_of(evidence, found))
     for sentence in evidence.refused:
         print(sentence, file=sys.stderr)
-    return EXIT_CODES[found.verdict]
+    return int(found.verdict is Outcome.UNDECIDED)
 
 
 def _json(found: Verdict) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -53,9 +54,13 @@ def gather(places: Sequence[Path], stopped: Iterable[int] = ()) -> Evidence:
                 refused.append(str(error))
     watched = _watched(logs)
     ranks = {}
+    running = [dump.evidence.dumped_ns for rank, dump in dumps.items() if rank not in stopped]
+    before_ns = min(filter(None, running), default=sys.maxsize)
     for rank in sorted({*dumps, *stacks, *watched, *stopped}):
         one = dumps[rank].evidence if rank in dumps else RankEvidence(rank)
         calls = one.calls or tuple(call for call, _ in watched.get(rank, ()))
+        # A stopped rank went on for its dump, after the others' dumps.
+        calls = tuple(call for call in calls if rank not in stopped or call.created_ns <= before_ns)
         ranks[rank] = replace(
             one, calls=calls, stack=stacks.get(rank, ()), is_stopped=rank in stopped
         )

@@ -90,24 +90,31 @@ def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[in
     Returns:
         The ranks that a signal had stopped (SIGSTOP); they are continued, so that they answer.
     """
-    asked = []
     stopped = sorted(rank for rank, process in ranks.items() if _is_stopped(process))
-    for rank, process in ranks.items():
-        try:
-            if not _answers(process):
-                continue
-            process.send_signal(signal.SIGUSR1)
-            # A stopped process answers once it is continued; it is ended right after this.
-            process.send_signal(signal.SIGCONT)
-        except psutil.NoSuchProcess:
-            continue
-        asked += [stacks / f"rank{rank}{suffix}" for suffix in (".txt", CALLS_SUFFIX)]
     deadline = time.monotonic() + STACK_SECONDS
-    while time.monotonic() < deadline and not all(_is_filled(path) for path in asked):
-        time.sleep(0.05)
-    for path in filter(_is_filled, asked):
-        _show_to_other_machines(path)
+    # A stopped process answers once it is continued, and then the others go on too: it comes last.
+    for others in (ranks.keys() - stopped, stopped):
+        asked = [
+            stacks / f"rank{rank}{suffix}"
+            for rank in others
+            if _is_asked(ranks[rank])
+            for suffix in (".txt", CALLS_SUFFIX)
+        ]
+        while time.monotonic() < deadline and not all(_is_filled(path) for path in asked):
+            time.sleep(0.05)
+        for path in filter(_is_filled, asked):
+            _show_to_other_machines(path)
     return stopped
+
+
+def _is_asked(process: psutil.Process) -> bool:
+    """Ask a rank, if it lives and has a handler; its signal would end another process."""
+    with suppress(psutil.NoSuchProcess):
+        if _answers(process):
+            process.send_signal(signal.SIGUSR1)
+            process.send_signal(signal.SIGCONT)
+            return True
+    return False
 
 
 @contextmanager
