@@ -61,7 +61,7 @@ class Predicted:
     @property
     def interval(self) -> tuple[float, float] | None:
         """Seconds between which the errors of measurements like it put it, if there are enough."""
-        return self.timed.uncertainty.interval if self.timed else None
+        return self.timed.uncertainty.interval() if self.timed else None
 
     @property
     def peak_bytes(self) -> int | None:

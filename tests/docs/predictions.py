@@ -173,6 +173,6 @@ def _time(request: Request, candidate: Candidate) -> str:
     """With the interval that the errors of measurements like it leave, if there are enough."""
     seconds = candidate.seconds.total
     factor, unit, shape = (1.0, "s", ",.1f") if seconds >= 10 else (1e3, "ms", ",.0f")
-    ends = uncertainty(candidate.spec, request.cluster, request.own).interval or (None, None)
+    ends = uncertainty(candidate.spec, request.cluster, request.own).interval() or (None, None)
     low, high = (end and factor * end for end in ends)
     return f"{bracketed(factor * seconds, low, high, shape)} {unit}"

@@ -7,8 +7,9 @@ import pytest
 
 from tests.plan.readings.fit import BOUNDS
 from tools.plan.memory import fullest_rank
+from tools.plan.readings.intervals import INTERVALS
 from tools.plan.readings.residual import Residuals, residuals
-from tools.plan.readings.summary import by_coverage, by_kind, by_split, choices
+from tools.plan.readings.summary import by_coverage, by_kind, by_split, choices, intervals_of
 from tools.plan.readings.table import read_readings
 from tools.plan.time.constants import NAMES, constants_of
 from tools.plan.verdict import Fit, fit_of
@@ -94,6 +95,10 @@ def test_what_has_run_is_said_to_fit(predicted: Residuals) -> None:
             said.count(Fit.CLOSE),
             wrong,
         ]
+
+
+def test_the_intervals_of_plans_are_those_of_today(predicted: Residuals) -> None:
+    assert intervals_of(predicted).table() == INTERVALS.read_text()
 
 
 def test_intervals_cover_what_they_say(predicted: Residuals) -> None:

@@ -29,6 +29,7 @@ from tools.plan.readings.summary import (
     by_split,
     cause,
     choices,
+    intervals_of,
     reasons,
     signed,
     worst,
@@ -61,6 +62,7 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
     console = wide_console()
     _print(found, console)
     if readings is None and leave_out is None and FOLDER.is_dir():
+        intervals_of(found).write()
         page, picture = write_page(found)
         console.print(f"{from_root(page)} and {from_root(picture)} show every reading.")
 

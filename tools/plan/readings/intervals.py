@@ -3,21 +3,34 @@
 Each measurement is predicted with constants fitted without its source; its interval is made of the
 errors of other layouts alone, so that what it covers is a test. A source counts with the root of its
 measurements: figures of one lab have more in common than figures of several.
+
+`intervals.csv` has those of times by kind, as `make validate` wrote them.
 """
 
 from __future__ import annotations
 
+import csv
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from math import exp, log
+from pathlib import Path
 
 from tools.plan.readings.residual import Residual
+from tools.plan.time.cluster import Cluster
+from tools.plan.time.flops import mfu, model_flops
+from tools.records.io import write_whole
 from tools.spec.run import RunSpec
 
 WIDENED = {0.80: 1.15, 0.95: 1.2}
 """Levels, and how much wider than the quantiles: those of few dozens of errors lie inside the true ones,
 and the next lab's scatter is not among them."""
+INTERVALS = Path(__file__).with_name("intervals.csv")
+_BUSY = 0.15
+"""Share of the dense 16-bit peak; functional tests and toy models reach less, and miss by more."""
+_NAMED = 3
+"""Words of a kind that a plan's interval needs, so that they are of one generation of devices."""
 _ENOUGH = 20
 """Errors that quantiles are taken of; with fewer a kind is asked for less, its last words first."""
 
@@ -68,33 +81,105 @@ class Intervals:
             others = [error for error in self._alike[kind[:words]] if error.spec != spec]
             if len(others) >= _ENOUGH:
                 break
-        if not others:
-            return dict.fromkeys(WIDENED, (-log(2), log(2)))
-        sources = Counter(error.source for error in others)
-        weighed = sorted((error.value, sources[error.source] ** -0.5) for error in others)
-        middle = _quantile(weighed, 0.5)
-        found = {}
-        for level, wider in WIDENED.items():
-            low, high = (_quantile(weighed, side) for side in ((1 - level) / 2, (1 + level) / 2))
-            found[level] = (middle + wider * (low - middle), middle + wider * (high - middle))
-        return found
+        return _levels(others) if others else dict.fromkeys(WIDENED, (-log(2), log(2)))
+
+    def table(self) -> str:
+        """`intervals.csv`: of each kind of time with enough errors, their interval at each level."""
+        lines = [",".join(("kind", "measurements", *_columns()))]
+        for kind, errors in sorted(self._alike.items(), key=lambda each: _key(each[0])):
+            if kind[0] == "time" and len(kind) >= _NAMED and len(errors) >= _ENOUGH:
+                found = _levels(errors)
+                ends = (f"{end:.4f}" for level in WIDENED for end in found[level])
+                lines.append(",".join((_key(kind), str(len(errors)), *ends)))
+        return "\n".join(lines) + "\n"
+
+    def write(self) -> None:
+        """Write the table."""
+        write_whole(INTERVALS, self.table())
+
+
+@dataclass(frozen=True)
+class Expected:
+    """How far times of a kind were missed."""
+
+    measurements: int
+    errors: dict[float, tuple[float, float]]
+    """Least and largest logarithm of predicted over published, by level."""
+
+    def seconds(self, predicted: float, level: float) -> tuple[float, float]:
+        """Least and most that are to be expected."""
+        low, high = self.errors[level]
+        return predicted * exp(-high), predicted * exp(-low)
+
+
+def expected(spec: RunSpec, cluster: Cluster, seconds: float) -> Expected | None:
+    """Of the predicted time of an iteration; None where too few of its kind were measured."""
+    kind, table = _kind(spec, cluster, seconds), _table()
+    keys = (_key(kind[:words]) for words in range(len(kind), _NAMED - 1, -1))
+    return next((table[key] for key in keys if key in table), None)
+
+
+@cache
+def _table() -> dict[str, Expected]:
+    with INTERVALS.open(newline="") as file:
+        return {
+            row["kind"]: Expected(
+                int(row["measurements"]),
+                {
+                    level: (float(row[f"low_{level:.2f}"]), float(row[f"high_{level:.2f}"]))
+                    for level in WIDENED
+                },
+            )
+            for row in csv.DictReader(file)
+        }
+
+
+def _columns() -> list[str]:
+    return [f"{end}_{level:.2f}" for level in WIDENED for end in ("low", "high")]
+
+
+def _key(kind: tuple[object, ...]) -> str:
+    return "|".join(map(str, kind))
+
+
+def _levels(errors: list[_Error]) -> dict[float, tuple[float, float]]:
+    sources = Counter(error.source for error in errors)
+    weighed = sorted((error.value, sources[error.source] ** -0.5) for error in errors)
+    middle = _quantile(weighed, 0.5)
+    found = {}
+    for level, wider in WIDENED.items():
+        low, high = (_quantile(weighed, side) for side in ((1 - level) / 2, (1 + level) / 2))
+        found[level] = (middle + wider * (low - middle), middle + wider * (high - middle))
+    return found
 
 
 def kind_of_prediction(item: Residual) -> tuple[object, ...]:
     """What its error depends on, the most telling first."""
-    spec, cluster = item.expressed.spec, item.expressed.cluster
+    return _kind(item.expressed.spec, item.expressed.cluster, item.seconds)
+
+
+def _kind(spec: RunSpec, cluster: Cluster, seconds: float | None) -> tuple[object, ...]:
     shape, execution = spec.shape, cluster.execution
     layers = "experts" if shape.experts else "several kinds" if shape.blocks else "dense"
     return (
-        "time" if "memory" not in item.reading.metric else "memory",
+        "time" if seconds else "memory",
         "sharded" if layers == "dense" and spec.parallelism.sharding.shards_weights else layers,
         cluster.device.generation,
+        seconds is not None and _is_busy(spec, cluster, seconds),
         bool(spec.fp8_recipe),
         execution.deterministic,
         spec.fused_attention,
         execution.blocking,
         cluster.devices <= cluster.per_node,
     )
+
+
+def _is_busy(spec: RunSpec, cluster: Cluster, seconds: float) -> bool:
+    """Whether devices are said to do more than wait for their host and for one another."""
+    device = cluster.device
+    peak = device.peak_flops("bf16") or device.peak_flops("fp16")
+    flops = model_flops(spec.shape, spec.batch.global_batch_size)
+    return bool(peak) and mfu(flops, seconds, cluster.devices, peak or 1.0) >= _BUSY
 
 
 def _quantile(weighed: list[tuple[float, float]], share: float) -> float:

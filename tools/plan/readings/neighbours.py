@@ -13,6 +13,7 @@ from math import exp, log2
 from typing import Any
 
 from tools.plan.readings.facts import model_facts, source_facts
+from tools.plan.readings.intervals import Expected, expected
 from tools.plan.readings.local_readings import OwnRuns
 from tools.plan.readings.published import kit_runs
 from tools.plan.readings.reading_to_spec import Expressed, RefusedError, express
@@ -26,13 +27,13 @@ from tools.spec.run import RunSpec
 from tools.text.units import duration, joined
 
 _LIKE = 8
-"""Readings that an interval is made of."""
+"""Readings that are looked at."""
 _FAR = 6.0
 """Doublings, over parameters, devices, degrees and sequence together, beyond which nothing is alike."""
 _MIXTURE = 2.0
 """Doublings that a dense model and a mixture of experts are apart."""
 _TIMED = ("step_time_s", "tokens_per_s_per_gpu")
-_ENOUGH = 3
+_LEVELS = (0.80, 0.95)
 
 
 @dataclass(frozen=True)
@@ -49,31 +50,25 @@ class Uncertainty:
     own_runs: int = 0
     public: tuple[tuple[float, Residual], ...] = ()
     """The nearest published measurements with their distance, nearest first."""
+    expected: Expected | None = None
+    """How far public times of its kind were missed."""
 
-    @property
-    def errors(self) -> tuple[float, ...]:
-        """Ratios less 1, positive where predicted too slow; empty where nothing near was measured."""
+    def interval(self, level: float = 0.80) -> tuple[float, float] | None:
+        """Least and most seconds: by one's own runs, whatever the level, else by the time's kind."""
         if self.own:
-            return self.own
-        found = tuple(item.error for _, item in self.public)
-        return found if len(found) >= _ENOUGH else ()
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Least and most seconds by those errors."""
-        if not self.errors:
-            return None
-        return self.seconds / (1 + max(self.errors)), self.seconds / (1 + min(self.errors))
+            return self.seconds / (1 + max(self.own)), self.seconds / (1 + min(self.own))
+        return self.expected.seconds(self.seconds, level) if self.expected else None
 
     @property
     def warning(self) -> str:
         """What is to be said before a prediction that lies outside of its own interval; else empty."""
-        if self.interval is None or self.interval[0] <= self.seconds <= self.interval[1]:
+        found = self.interval(_LEVELS[0])
+        if found is None or found[0] <= self.seconds <= found[1]:
             return ""
-        longer = min(self.interval) > self.seconds
+        longer = found[0] > self.seconds
         return (
-            f"All measurements like this took {'longer' if longer else 'less'} than was predicted: "
-            f"expect {' to '.join(duration(each) for each in self.interval)} in place of the "
+            f"Four of five measurements of this kind took {'longer' if longer else 'less'} than was "
+            f"predicted: expect {' to '.join(duration(each) for each in found)} in place of the "
             f"{duration(self.seconds)} below."
         )
 
@@ -92,31 +87,37 @@ class Uncertainty:
         return f"Corrected by {runs} on {self.device}, which {say} it is predicted {way}{left}."
 
     def _public_sentence(self) -> str:
-        found = self.public
-        if not found:
-            sentence = f"No published measurement on {self.device} is near this"
-            return f"{sentence}." if self.own else f"{sentence}, so its time has no interval."
-        nearest = joined([_measured(item.reading) for _, item in found[:2]])
-        if len(found) < _ENOUGH:
-            return (
-                f"Too few published measurements are like this for an interval; measured on "
-                f"{self.device}: "
-                f"{nearest}."
-            )
+        nearest = joined([_measured(item) for _, item in self.public[:2]])
+        near = f"measured near this: {nearest}." if nearest else "none was near this."
+        if self.expected is None:
+            if nearest:
+                near = f"Too few measurements of its kind for an interval; {near}"
+            else:
+                near = f"No published measurement on {self.device} is near this"
+                near += "." if self.own else ", so its time has no interval."
+            return near
+        inside, most = (
+            " to ".join(map(duration, self.expected.seconds(self.seconds, level)))
+            for level in _LEVELS
+        )
         return (
-            f"Held-out error of {len(found)} measurements like this: "
-            f"{_range(tuple(item.error for _, item in found))} (positive: predicted too slow); "
-            f"measured: {nearest}."
+            f"Expect {inside} (80%; 95%: {most}), by {self.expected.measurements:,} published "
+            f"measurements of its kind; {near}"
         )
 
     def as_data(self) -> dict[str, Any]:
         """The same as data: errors are ratios, `distance` is in doublings."""
         return {
-            "interval_seconds": self.interval,
+            "interval_80": self.interval(0.80),
+            "interval_95": self.interval(0.95),
             "warning": self.warning,
-            "held_out_errors": [item.error for _, item in self.public],
             "nearest": [
-                {"source": i.reading.source, "line": i.reading.line, "distance": d}
+                {
+                    "source": i.reading.source,
+                    "line": i.reading.line,
+                    "distance": d,
+                    "held_out_error": i.error,
+                }
                 for d, i in self.public
             ],
             "own_runs": self.own_runs,
@@ -131,7 +132,8 @@ def uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncertainty:
     seconds = iteration_seconds(spec, cluster).total / exp(bias)
     near = tuple(near_residuals(spec, cluster))
     count = len(own.residuals)
-    return Uncertainty(cluster.device.name, seconds, bias, own.remaining(), count, near)
+    kind = expected(spec, cluster, seconds)
+    return Uncertainty(cluster.device.name, seconds, bias, own.remaining(), count, near, kind)
 
 
 def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
@@ -197,13 +199,17 @@ def _distance(reading: Reading, spec: RunSpec, cluster: Cluster, parameters: int
     return sum(abs(log2(one / two)) for one, two in pairs) + (0 if as_wide else 1) + other_kind
 
 
-def _measured(reading: Reading) -> str:
+def _measured(item: Residual) -> str:
+    reading = item.reading
     degrees = ((name.upper(), getattr(reading, name) or 1) for name in ("tp", "pp", "cp"))
     layout = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
     where = f"{reading.gpus:,} {reading.gpu}" + (f", {layout}" if layout else "")
     unit = "s" if reading.metric == "step_time_s" else "tokens/s a GPU"
     value = f"{reading.value:,.0f}" if reading.value >= 1000 else f"{reading.value:.4g}"
-    return f"{reading.params_b:g}B, {where}: {value} {unit}"
+    off = "predicted within 1%"
+    if abs(item.error) >= 0.01:
+        off = f"predicted {abs(item.error):.0%} too {'slow' if item.error > 0 else 'fast'}"
+    return f"{reading.params_b:g}B, {where}: {value} {unit} ({off})"
 
 
 def _range(errors: tuple[float, ...]) -> str:

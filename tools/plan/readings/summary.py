@@ -283,10 +283,16 @@ def reasons(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:
     return [(source, reason, found) for (source, reason), found in ordered]
 
 
+def intervals_of(residuals: Residuals) -> Intervals:
+    """Of all times and all memory."""
+    found = residuals.predicted
+    return Intervals(item for item in found if item.reading.metric != "matmul_tflops")
+
+
 def by_coverage(residuals: Residuals) -> list[Coverage]:
     """What intervals cover, of the kinds of `by_kind`, of all times and of all memory."""
     timed = [item for item in residuals.predicted if item.reading.metric != "matmul_tflops"]
-    intervals = Intervals(timed)
+    intervals = intervals_of(residuals)
     members: dict[str, list[Residual]] = defaultdict(list)
     for item in timed:
         for name in filter(None, (_kind_of_run(item), f"all {kind_of(item.reading.metric)}")):
@@ -331,10 +337,10 @@ def _row(item: Residual, intervals: Intervals) -> dict[str, Any]:
     if item.reading.metric == "matmul_tflops":
         return row
     memory = fullest_rank(spec)[1]
-    intervals_of = {f"interval_{level:.0%}"[:-1]: intervals.of(item, level) for level in WIDENED}
+    levels = {f"interval_{level:.0%}"[:-1]: intervals.of(item, level) for level in WIDENED}
     return (
         row
-        | intervals_of
+        | levels
         | {
             "fits": fit_of(spec, memory, cluster),
             "memory_bytes": needed_bytes(memory, cluster),
@@ -344,9 +350,7 @@ def _row(item: Residual, intervals: Intervals) -> dict[str, Any]:
 
 def as_data(residuals: Residuals) -> dict[str, Any]:
     """The contract of `validate --json`."""
-    intervals = Intervals(
-        item for item in residuals.predicted if item.reading.metric != "matmul_tflops"
-    )
+    intervals = intervals_of(residuals)
     return {
         "sources": {
             group.name: {

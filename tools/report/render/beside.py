@@ -106,7 +106,7 @@ def planned(report: Report) -> Table[PlannedEntry]:
         Column[PlannedEntry]("ms/iteration", lambda p: p.entry.time_ms, number),
         Column[PlannedEntry]("Predicted", lambda p: _MS * p.known.seconds, number),
         Column[PlannedEntry]("Error", lambda p: p.error, signed_percent),
-        Column[PlannedEntry]("Interval", lambda p: p.known.interval, _interval_of_seconds),
+        Column[PlannedEntry]("80% interval", lambda p: p.known.interval(), _interval_of_seconds),
         Column[PlannedEntry]("By", lambda p: str(p.known), right=False),
     )
     return Table(columns, report.planned)
