@@ -198,6 +198,19 @@ def test_a_gradient_is_forced_as_bf16_where_the_run_is_bf16(tmp_path):
     assert given == bits.tobytes()
 
 
+@pytest.mark.parametrize(("of_loss", "name"), [(WHOLE, "loss"), (None, "output_layer")])
+def test_a_wrong_gradient_of_the_logits_is_the_loss_doing_if_what_that_got_is_right(
+    tmp_path, of_loss, name
+):
+    gradients = Stage.ACTIVATION_GRADIENTS
+    logits = output("output_layer", stage=gradients)
+    token = output("loss", stage=gradients, slot="of each token")
+    both = [] if of_loss is None else [(token, of_loss)]
+    ours = [(rank(), [(output(), WHOLE), *both, (logits, WHOLE + 1)])]
+    judgement = judge(*pair(tmp_path, ours, [(output(), WHOLE), *both, (logits, WHOLE)]))
+    assert judgement.verdict.module == name
+
+
 def test_dropout_in_layouts_that_draw_other_masks_is_refused_with_its_value_and_the_remedy(
     tmp_path,
 ):

@@ -30,6 +30,8 @@ from tools.verify.parameters import Part, Unit, assembled, units
 TENSOR_FILE = "first.npz"
 MODEL = "model"
 """Name of the whole, whose inputs are a stage of their own."""
+LOSS, OUTPUT_LAYER = "loss", "output_layer"
+"""What gives a token's loss, and the module whose output it takes."""
 _LOCAL = (Stage.OUTPUTS, Stage.LOSS, Stage.ACTIVATION_GRADIENTS)
 """Stages in which errors spread from module to module."""
 _LAYER = re.compile(r"\.layers\.\d+$")
@@ -286,8 +288,12 @@ def _module(first: Comparison, compared: Compared) -> str:
 
     A wrong input of a module, or gradient of its output, is the doing of the module that calls it, if
     what that one got was right; but for a layer's, which come from another stage or from nowhere else.
+    The gradient of the logits is the loss' doing.
     """
     stage, name, slot = first.key
+    if (stage, name) == (Stage.ACTIVATION_GRADIENTS, OUTPUT_LAYER) and slot.startswith("output"):
+        got = [one for one in compared.comparisons if one.key[:2] == (stage, LOSS)]
+        return LOSS if got and not any(one.differs for one in got) else name
     side = "output" if stage is Stage.ACTIVATION_GRADIENTS else "input."
     if slot.startswith(RECOMPUTED):
         side = f"{RECOMPUTED}input."
