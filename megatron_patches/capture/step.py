@@ -25,6 +25,7 @@ from tools.records.capture import (
     BUFFER,
     COUNTED,
     EARLIER,
+    RATE_SLOTS,
     RESPONSES_FILE,
     UPDATE,
     CaptureWriter,
@@ -35,7 +36,7 @@ from tools.spec import variables
 
 SCHEDULE = "schedule"
 """Name of the learning rate's schedule among the modules."""
-_RATES = {"lr": "learning rate", "weight_decay": "weight decay"}
+_RATES = dict(zip(("lr", "weight_decay"), RATE_SLOTS, strict=True))
 """Keys of a parameter group, and their slots."""
 
 
@@ -153,7 +154,7 @@ def _capture(watch: _StepWatch, call: Any, data: Any, optimizer: Any, scheduler:
                 _run(watch, call, responding, optimizer)
             responding.carry(carried)
             (watch.folder / RESPONSES_FILE).write_text(json.dumps(responding.responses))
-    watch.writer.close(captured_rank(watch.chunks, watch.names, parameters, groups))
+    watch.writer.close(captured_rank(watch.chunks, watch.names, parameters, groups, optimizer))
     return answer
 
 

@@ -211,6 +211,37 @@ def test_a_wrong_gradient_of_the_logits_is_the_loss_doing_if_what_that_got_is_ri
     assert judgement.verdict.module == name
 
 
+@pytest.mark.parametrize(
+    ("stage", "slot", "data", "name"),
+    [
+        (Stage.LOCAL_GRADIENTS, "gradient", 1, "megatron/core/layers.py:7"),
+        (Stage.REDUCED_GRADIENTS, "gradient", 1, "finalize"),
+        (Stage.REDUCED_GRADIENTS, "gradient", 2, "reduce"),
+        (Stage.OPTIMIZER_STATE, "exp_avg", 1, "step"),
+        (Stage.OPTIMIZER_STATE, "learning rate", 1, "groups"),
+        (Stage.WEIGHTS, "buffer", 1, "finalize"),
+    ],
+)
+def test_what_no_module_computes_has_its_functions_line(tmp_path, stage, slot, data, name):
+    functions = {
+        Stage.REDUCED_GRADIENTS.value: "finalize",
+        "buckets": "reduce",
+        Stage.OPTIMIZER_STATE.value: "step",
+        "learning rate": "groups",
+    }
+    values, site = random(4, 3), Site(stage, WEIGHT, slot)
+    ours = [
+        (
+            rank(number, data=(number, data), world_size=data, functions=functions),
+            [(site, values + 1, place((0, 0, 0)))],
+        )
+        for number in range(data)
+    ]
+    theirs = [(site, values, place((0, 0, 0)))]
+    captures = pair(tmp_path, ours, theirs, micro_batches=data)
+    assert judge(*captures).verdict.source == name
+
+
 def test_dropout_in_layouts_that_draw_other_masks_is_refused_with_its_value_and_the_remedy(
     tmp_path,
 ):

@@ -34,6 +34,12 @@ START_WEIGHT, START_BUFFER = "weight at the start", "buffer at the start"
 STARTS = (START_WEIGHT, START_BUFFER)
 REACH = "reach of earlier updates"
 """Slot of how far earlier updates would have moved each weight by a gradient of its row's size."""
+RATE_SLOTS = ("learning rate", "weight decay")
+"""Slots of what a parameter's update is made with."""
+COUNTED_ONCE = "counted once"
+"""Slot of a parameter in the norm's stage, once captures are compared."""
+BUCKETS, CLIPPING = "buckets", "clipping"
+"""Beside stages and slots, names of functions: the reduction over data-parallel ranks, the clipping."""
 CALLED_BY = "@"
 """Ends the slot of a module that one which it is no part of calls; that one's name follows."""
 
@@ -133,6 +139,9 @@ class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens without padding."""
     dtype: str
     modules: dict[str, CapturedModule] = {}
+    functions: dict[str, str] = {}
+    """By stage or slot, file and line of what computes it where no module does; of the loss' stages
+    the cross entropy's."""
     router_groups: tuple[int, int] | None = None
     """Groups of experts, and how many of them a router chooses from; None if from all experts."""
     norm_groups: tuple[tuple[int, ...], ...] = ()

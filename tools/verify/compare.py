@@ -15,6 +15,7 @@ import numpy as np
 
 from tools.records.capture import (
     CHOICE,
+    COUNTED_ONCE,
     EARLIER,
     REACH,
     SCORES,
@@ -397,7 +398,7 @@ class _Comparer:
     def membership(self) -> None:
         """What each rank counts in the norm, exactly."""
         for one in memberships(self._strategy, units(self._reference, Stage.REDUCED_GRADIENTS)):
-            found = self._comparison((Stage.NORM, one.name, "counted once"), one.record)
+            found = self._comparison((Stage.NORM, one.name, COUNTED_ONCE), one.record)
             self._seen += 1
             found.compared, found.tolerance = found.compared + 1, 0.0
             found.error = max(found.error, one.wrong_share)

@@ -23,6 +23,7 @@ _MOST_ROWS = 65_536
 _FEWEST = 16
 """Elements from which rounding can be told."""
 _SOME_RANKS = "wrong on some ranks only"
+MORE_GRADIENT = "another multiple of its gradient"
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _of_others(pair: Pair, found: Comparison, like: Iterable[tuple[str, Array]])
         if not share or relative_error(reference + share * other, ours) > _LEFT * found.error:
             continue
         if name == found.key[1]:
-            yield Kind("another multiple of its gradient")
+            yield Kind(MORE_GRADIENT)
         elif abs(share - 1) < _LEFT:
             yield Kind(f"a sum too many: {name} on top")
 

@@ -10,8 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from tools.records.capture import (
+    BUCKETS,
+    BUFFER,
     CALLED_BY,
     CHOICE,
+    CLIPPING,
     STARTS,
     CapturedRank,
     CaptureWriter,
@@ -24,14 +27,14 @@ from tools.verify.align import RECOMPUTED, ActivationAligner
 from tools.verify.captured import Array, Capture, VerifyError, as_stored
 from tools.verify.compare import compare
 from tools.verify.comparison import Compared, Comparison
-from tools.verify.kinds import Kind, kind_of
+from tools.verify.kinds import MORE_GRADIENT, Kind, kind_of
 from tools.verify.parameters import Part, Unit, assembled, units
 
 TENSOR_FILE = "first.npz"
 MODEL = "model"
 """Name of the whole, whose inputs are a stage of their own."""
-LOSS, OUTPUT_LAYER = "loss", "output_layer"
-"""What gives a token's loss, and the module whose output it takes."""
+LOSS, OUTPUT_LAYER, OF_EACH_TOKEN = "loss", "output_layer", "of each token"
+"""What gives a token's loss, the module whose output it takes, and its own output."""
 _LOCAL = (Stage.OUTPUTS, Stage.LOSS, Stage.ACTIVATION_GRADIENTS)
 """Stages in which errors spread from module to module."""
 _LAYER = re.compile(r"\.layers\.\d+$")
@@ -278,7 +281,7 @@ def _located(base: Verdict, first: Comparison, compared: Compared, strategy: Cap
         factor=kind.factor,
         error=first.error,
         tolerance=first.tolerance,
-        source=_source(module, strategy),
+        source=_source(first, module, kind, strategy),
         iteration=strategy.first.iteration - int(slot in STARTS),
     )
 
@@ -334,14 +337,32 @@ def _kind(first: Comparison, compared: Compared, strategy: Capture) -> Kind:
     return kind_of(first, pairs, strategy.first, compared.like(first))
 
 
-def _source(name: str, strategy: Capture) -> str | None:
-    """Where the forward pass of a module, or of a parameter's module, stands."""
-    modules = strategy.modules
+def _source(first: Comparison, name: str, kind: Kind, strategy: Capture) -> str | None:
+    """Where what computes the first wrong tensor stands: a function, or a module's forward pass."""
+    functions, modules = strategy.first.functions, strategy.modules
+    if source := functions.get(_function(first, name, kind, strategy.first)):
+        return source
     while name:
         if name in modules:
             return modules[name].source or None
         name = name.rpartition(".")[0]
     return modules["model"].source if "model" in modules else None
+
+
+def _function(first: Comparison, name: str, kind: Kind, rank: CapturedRank) -> str:
+    """Which of `CapturedRank.functions` computes it; empty where a module does."""
+    stage, of, slot = first.key
+    if stage in _LOCAL:
+        of_token = stage is Stage.LOSS and slot == OF_EACH_TOKEN
+        return stage if name == LOSS and (of == OUTPUT_LAYER or of_token) else ""
+    if slot in STARTS or stage is Stage.LOCAL_GRADIENTS:
+        return ""
+    if slot == BUFFER:  # What finalises gradients also updates experts' biases.
+        return Stage.REDUCED_GRADIENTS
+    shared = rank.data[1] * rank.context[1] > 1
+    if stage is Stage.REDUCED_GRADIENTS and shared and "TP" not in kind.name:
+        return BUCKETS
+    return CLIPPING if kind.name == MORE_GRADIENT else slot if slot in rank.functions else stage
 
 
 def _is_forced(record: TensorRecord) -> bool:
