@@ -24,6 +24,7 @@ from tools.capture.sinks import Recording, Responding, Sink, StoredTensors, forc
 from tools.records.capture import (
     BUFFER,
     COUNTED,
+    COUNTS,
     EARLIER,
     RATE_SLOTS,
     RESPONSES_FILE,
@@ -77,6 +78,8 @@ def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
         if _seeds() > 0:  # A reference; of it alone it is asked how far updates reach.
             watch[0].start.follow(args[0])
         if iteration < wanted:
+            if drift := os.environ.get(variables.CAPTURE_DRIFT):
+                perturb(watch[0].parameters, f"{drift} {iteration}")
             # What a router chose otherwise is in the optimizer's state.
             with watch[0].routing(watch[0].recording, f"{EARLIER}{iteration} "):
                 return original(forward_step, data, model, *args, **kwargs)
@@ -148,7 +151,7 @@ def _capture(watch: _StepWatch, call: Any, data: Any, optimizer: Any, scheduler:
             responding = Responding(StoredTensors(watch.folder, watch.writer.records))
             for seed in range(seeds):
                 snapshot.restore()
-                perturb(parameters, seed)
+                perturb(parameters, str(seed))
                 for one in batches:
                     one.rewind()
                 _run(watch, call, responding, optimizer)
@@ -187,7 +190,11 @@ def _run(
 
     optimizer.step = stepping
     try:
-        with _reporting(sink, parameters, norms, membership), watch.routing(sink):
+        with (
+            _reporting(sink, parameters, norms, membership),
+            _counting(watch, sink),
+            watch.routing(sink),
+        ):
             answer = call(functools.partial(_watched, sink, probes, watch.chunks))
     finally:
         optimizer.step = step
@@ -220,6 +227,28 @@ def _reporting(
         _ParamAndGradBucketGroup.start_grad_sync = start
         optimizer.clip_grad_by_total_norm_fp32 = clip
         optimizer.get_grad_norm_fp32 = norm
+
+
+@contextmanager
+def _counting(watch: _StepWatch, sink: Sink) -> Iterator[None]:
+    """Write how many tokens routers gave each expert, before Megatron's last reduction resets it."""
+    config = watch.chunks[0].config
+    original = config.finalize_model_grads_func
+
+    @functools.wraps(original)
+    def finalize(*args: Any, **kwargs: Any) -> Any:
+        for chunk, names in zip(watch.chunks, watch.names, strict=True):
+            for own, module in chunk.named_modules():
+                counts = getattr(module, "local_tokens_per_expert", None)
+                if isinstance(counts, torch.Tensor):
+                    sink.write(Site(Stage.OUTPUTS, names[own], COUNTS), counts)
+        return original(*args, **kwargs)
+
+    config.finalize_model_grads_func = finalize
+    try:
+        yield
+    finally:
+        config.finalize_model_grads_func = original
 
 
 def _watched(

@@ -77,6 +77,8 @@ def _kinds(
     if not np.isfinite(pair.ours).all():
         yield Kind("not finite")
     limit = min(max(2 * found.tolerance, 1e-3 * found.error), _LEFT * found.error)
+    if found.key[0] is Stage.NORM:
+        yield from _norms(pairs, limit)
     yield from _factor(pair, limit, rank)
     yield from _rounded_to_half(pair)
     yield from _sums(pairs, limit, rank)
@@ -89,6 +91,16 @@ def _kinds(
         yield Kind("copies differ between ranks")
     if found.wrong_ranks and found.right_ranks:
         yield Kind(_SOME_RANKS)
+
+
+def _norms(pairs: Sequence[Pair], limit: float) -> Iterator[Kind]:
+    """Whether ranks have the same norm, and if not, whether each has that of its own part."""
+    norms = {float(pair.ours.reshape(-1)[0]) for pair in pairs}
+    if len(norms) > 1:
+        whole = np.array([sum(norm**2 for norm in norms) ** 0.5])
+        if relative_error(whole, pairs[0].reference) < limit:
+            yield Kind(f"missing sum of squares over {len(norms)} ranks")
+        yield Kind("another norm on each of the ranks")
 
 
 def _factor(pair: Pair, limit: float, rank: CapturedRank) -> Iterator[Kind]:
@@ -117,10 +129,11 @@ def _named(factor: float, rank: CapturedRank) -> str:
     close = 1e-3
     fits = []
     for name, degree in degrees.items():
-        if degree > 1 and abs(factor / degree - 1) < close:
-            fits.append(f"×{name}")
-        elif degree > 1 and abs(factor * degree - 1) < close:
-            fits.append(f"÷{name}")
+        for size, said in ((degree, name), (degree**0.5, f"√{name}")):
+            if degree > 1 and abs(factor / size - 1) < close:
+                fits.append(f"×{said}")
+            elif degree > 1 and abs(factor * size - 1) < close:
+                fits.append(f"÷{said}")
     return " or ".join(fits) or f"{factor:.6g}"
 
 

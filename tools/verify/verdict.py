@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from tools.records.io import write_record, written_whole
 from tools.records.verdict import VERDICT_FILE, Outcome, Verdict
 from tools.verify.align import RECOMPUTED, ActivationAligner
 from tools.verify.captured import Array, Capture, VerifyError, as_stored
-from tools.verify.compare import compare
+from tools.verify.compare import Drift, compare
 from tools.verify.comparison import Compared, Comparison
 from tools.verify.kinds import MORE_GRADIENT, Kind, kind_of
 from tools.verify.parameters import Part, Unit, assembled, units
@@ -114,14 +115,21 @@ def _check_same_masks(theirs: CapturedRank, ours: CapturedRank) -> None:
             )
 
 
-def judge(reference: Capture, strategy: Capture) -> Judgement:
+def judge(
+    reference: Capture, strategy: Capture, drifted: Drift = MappingProxyType({})
+) -> Judgement:
     """Compare two captures.
+
+    Args:
+        reference: With measured responses.
+        strategy: The run in question.
+        drifted: Of the reference, where that was measured.
 
     Raises:
         VerifyError: They are of different work, or none of the activations could be aligned.
     """
     check_same_work(reference, strategy)
-    compared = compare(reference, strategy)
+    compared = compare(reference, strategy, drifted)
     _check_aligned(compared, strategy)
     return _judged(compared, strategy)
 
@@ -170,6 +178,12 @@ def may_have_spread(judgement: Judgement) -> bool:
 def begins_before(judgement: Judgement) -> bool:
     """Whether the weights that the iteration begins with are already wrong."""
     return judgement.first is not None and judgement.first.key[2] in STARTS
+
+
+def carries_earlier(judgement: Judgement) -> bool:
+    """Whether the first wrong tensor carries what earlier iterations left."""
+    carried = (Stage.OPTIMIZER_STATE, Stage.WEIGHTS)
+    return judgement.first is not None and judgement.first.key[0] in carried
 
 
 def needs_same_start(judgement: Judgement) -> bool:
