@@ -27,7 +27,8 @@ from tools.records.verdict import VERDICT_FILE, Outcome, Verdict
 from tools.verify.align import RECOMPUTED, ActivationAligner
 from tools.verify.captured import Array, Capture, VerifyError, as_stored
 from tools.verify.compare import Drift, compare
-from tools.verify.comparison import Compared, Comparison
+from tools.verify.comparison import Compared, Comparison, Pair
+from tools.verify.independent import independent
 from tools.verify.kinds import MORE_GRADIENT, Kind, kind_of
 from tools.verify.parameters import Part, Unit, assembled, units
 
@@ -39,8 +40,11 @@ LOSS, OUTPUT_LAYER, OF_EACH_TOKEN = "loss", "output_layer", "of each token"
 _LOCAL = (Stage.OUTPUTS, Stage.LOSS, Stage.ACTIVATION_GRADIENTS)
 """Stages in which errors spread from module to module."""
 _LAYER = re.compile(r"\.layers\.\d+$")
+_NUMBER = re.compile(r"\.\d+\b")
 _EDGE = 2.0
 """Errors over tolerance up to which modules' errors, each within its own tolerance, may add up."""
+_FAR = 1e4
+"""Errors over tolerance that rounding does not reach in a few dozen iterations."""
 _MOST_KEPT_BYTES = 64 * 2**20
 
 
@@ -150,7 +154,24 @@ def _judged(compared: Compared, strategy: Capture) -> Judgement:
     if not wrong:
         return Judgement(base, compared)
     first = wrong[0]
-    return Judgement(_located(base, first, compared, strategy), compared, first)
+    verdict = _located(base, first, compared, strategy)
+    if first.key[0] not in _LOCAL:
+        verdict = replace(verdict, also=_also(verdict, first, compared, strategy))
+    return Judgement(verdict, compared, first)
+
+
+def _also(
+    verdict: Verdict, first: Comparison, compared: Compared, strategy: Capture
+) -> tuple[str, ...]:
+    """What is wrong by itself beside the first; of layers that are alike the first one."""
+    found: dict[str, str] = {}
+    alike = {_NUMBER.sub(".*", str(verdict.module)), _NUMBER.sub(".*", first.key[1])}
+    for one in independent(compared, first):
+        name = _NUMBER.sub(".*", one.key[1])
+        if name not in alike:
+            source = _source(one, one.key[1], Kind(""), strategy)
+            found.setdefault(name, f"{one.key[0]}, {one.key[1]} ({source})")
+    return tuple(found.values())
 
 
 def _check_aligned(compared: Compared, strategy: Capture) -> None:
@@ -182,8 +203,8 @@ def begins_before(judgement: Judgement) -> bool:
 
 def carries_earlier(judgement: Judgement) -> bool:
     """Whether the first wrong tensor carries what earlier iterations left."""
-    carried = (Stage.OPTIMIZER_STATE, Stage.WEIGHTS)
-    return judgement.first is not None and judgement.first.key[0] in carried
+    first, carried = judgement.first, (Stage.OPTIMIZER_STATE, Stage.WEIGHTS)
+    return first is not None and first.key[0] in carried and first.ratio < _FAR
 
 
 def needs_same_start(judgement: Judgement) -> bool:
@@ -267,7 +288,8 @@ def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgem
         return replace(judgement, verdict=replace(judgement.verdict, confirmed=False))
     first = own[0]
     located = _located(judgement.verdict, first, compared, forced)
-    return Judgement(replace(located, confirmed=True), judgement.compared, first)
+    also = _also(located, first, compared, forced)
+    return Judgement(replace(located, confirmed=True, also=also), judgement.compared, first)
 
 
 def write_verdict(folder: Path, judgement: Judgement) -> None:
@@ -295,9 +317,22 @@ def _located(base: Verdict, first: Comparison, compared: Compared, strategy: Cap
         factor=kind.factor,
         error=first.error,
         tolerance=first.tolerance,
+        worst=None if slot in STARTS or first.worst is None else _worst_element(first.worst),
         source=_source(first, module, kind, strategy),
         iteration=strategy.first.iteration - int(slot in STARTS),
     )
+
+
+def _worst_element(pair: Pair) -> str | None:
+    ours, reference = pair.ours, pair.reference
+    if ours.shape != reference.shape or not ours.size:
+        return None
+    off = np.nan_to_num(np.abs(np.subtract(ours, reference, dtype=np.float64)), nan=np.inf)
+    place = np.unravel_index(int(off.argmax()), off.shape)
+    starts = [part.start for part in pair.region] or [0] * len(place)
+    index = [int(number) + start for number, start in zip(place, starts, strict=True)]
+    of = "" if pair.region else f" of rank {pair.rank}"
+    return f"worst at {index}{of}: {ours[place]:.6g}, not {reference[place]:.6g}"
 
 
 def _module(first: Comparison, compared: Compared) -> str:

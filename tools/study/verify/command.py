@@ -315,8 +315,6 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 def _print(judgement: Judgement, results: Path, console: Console) -> None:
     verdict = judgement.verdict
-    if verdict.mode:
-        say(console, f"compared: {verdict.mode}")
     if verdict.verdict is Outcome.NOT_COMPARABLE:
         say(console, f"not comparable: {verdict.reason}", "red")
     elif verdict.verdict is Outcome.HELD:
@@ -325,14 +323,16 @@ def _print(judgement: Judgement, results: Path, console: Console) -> None:
         if verdict.routing_flips:
             say(console, f"  {verdict.routing_flips} routing choices within rounding differ")
     else:
-        say(console, f"differs at: {verdict.stage}, {verdict.module} ({verdict.tensor})", "red")
+        say(console, f"differs at: {verdict.line}", "red")
         say(console, f"  iteration  {verdict.iteration}")
-        say(console, f"  kind       {verdict.kind}")
         say(console, f"  ranks      {', '.join(map(str, verdict.ranks))}")
         say(console, f"  error      {verdict.error:.3g}, tolerance {verdict.tolerance:.3g}")
         by_itself = {True: "yes", False: "no: errors of others add up", None: "not asked"}
         say(console, f"  by itself  {by_itself[verdict.confirmed]}")
-        say(console, f"  source     {verdict.source or 'unknown'}")
+        for line in verdict.also:
+            say(console, f"  also       {line}")
+    if verdict.mode:
+        say(console, f"compared: {verdict.mode}")
     if verdict.seen:
         say(
             console,
