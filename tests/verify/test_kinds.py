@@ -40,6 +40,16 @@ def test_ranks_whose_sum_fits_miss_a_sum():
     assert kind(WHOLE - part, others=(part,)).name == "missing sum over TP ranks"
 
 
+def test_another_tensor_is_named_where_all_that_is_wrong_is_its_own():
+    other = random(8, 4, seed=1)
+    like = [("micro batch 0", random(8, 4, seed=2)), ("rank 1", other)]
+    assert kind(other, like=like).name == "that of rank 1"
+    part = np.concatenate([other[:4], WHOLE[4:]])
+    assert kind(part, like=like).name == "in part that of rank 1"
+    numbers = np.arange(6)
+    assert kind(numbers + 6, numbers, like=[("rank 1", numbers + 6)]).name == "that of rank 1"
+
+
 def test_rows_elsewhere_are_shifted_or_in_another_order():
     assert kind(np.roll(WHOLE, 2, 0)).name == "rows in another order"
     moved = np.concatenate([WHOLE[:4], WHOLE[3:7]])

@@ -90,8 +90,10 @@ def drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
     # A few runs do not meet the worst of each tensor, where what is off grows from one to the next.
     of_slot: dict[str, float] = {}
     for (_, _, slot), error in most.items():
+        if slot.endswith(UPDATE):  # One row whose gradient is rounding says nothing of others.
+            continue
         of_slot[slot] = max(error / RESPONSES, of_slot.get(slot, 0.0))
-    return {key: max(error, 2 * of_slot[key[2]]) for key, error in most.items()}
+    return {key: max(error, 2 * of_slot.get(key[2], 0.0)) for key, error in most.items()}
 
 
 def compare(
@@ -163,13 +165,24 @@ class _Comparer:
         return pairs
 
     def _like(self, found: Comparison) -> Iterator[tuple[str, Array]]:
-        """The same part of the reference's other parameters; of a state its own gradient, too."""
+        """The same part of the reference's other parameters; of a state its own gradient, too.
+
+        Of a weight what it was before, and of an activation that of other micro batches and ranks.
+        """
         (stage, name, slot), pair = found.key, found.worst
+        if pair is not None and pair.micro_batch is not None:
+            yield from self._elsewhere(found.key, pair)
         if stage not in PARAMETERS or pair is None:
             return
         candidates = units(self._reference, stage, slot)
         if stage is Stage.OPTIMIZER_STATE:
             candidates |= units(self._reference, Stage.REDUCED_GRADIENTS)
+        if slot == _WEIGHT:
+            for unit, pieces in units(self._reference, stage, START_WEIGHT).items():
+                if whole_name(pieces[0].record.site.name) == name and unit[2] == START_WEIGHT:
+                    values = assembled(pieces, self._reference)[pair.region]
+                    if values.shape == pair.reference.shape:
+                        yield "the iteration before", values
         for unit, pieces in candidates.items():
             other = whole_name(pieces[0].record.site.name)
             own = pieces[0].record.site.stage is not stage
@@ -179,6 +192,18 @@ class _Comparer:
                     values = values[pair.region]
                     if values.shape == pair.reference.shape:
                         yield other, values
+
+    def _elsewhere(self, key: Key, pair: Pair) -> Iterator[tuple[str, Array]]:
+        """What other micro batches of a rank are to have, and other ranks in this one."""
+        for micro_batch in range(self._strategy.first.micro_batches):
+            for other in self._pairs_of(key, micro_batch):
+                same = (other.rank == pair.rank, micro_batch == pair.micro_batch)
+                alike = other.reference.shape == pair.reference.shape
+                if sum(same) == 1 and alike and (other.reference != pair.reference).any():
+                    yield (
+                        f"rank {other.rank}" if same[1] else f"micro batch {micro_batch}",
+                        other.reference,
+                    )
 
     def activations(self) -> None:
         shared: dict[object, list[tuple[TensorRecord, Pair]]] = {}

@@ -71,6 +71,7 @@ def _kinds(
             yield Kind("copies differ between ranks")
         return
     if not np.issubdtype(pair.ours.dtype, np.floating):
+        yield from (Kind(f"that of {name}") for name, other in like if _is(pair, other))
         yield from _moved(pair)
         yield Kind("other values")
         return
@@ -185,6 +186,8 @@ def _of_others(pair: Pair, found: Comparison, like: Iterable[tuple[str, Array]])
             other = other**2 if found.key[2] == "exp_avg_sq" else other
         elif relative_error(ours, other) < _LEFT * found.error:
             yield Kind(f"that of {name}")
+        elif _is(pair, values):
+            yield Kind(f"in part that of {name}")
         square = float(other @ other)
         share = float((ours - reference) @ other) / square if square else 0.0
         if not share or relative_error(reference + share * other, ours) > _LEFT * found.error:
@@ -193,6 +196,16 @@ def _of_others(pair: Pair, found: Comparison, like: Iterable[tuple[str, Array]])
             yield Kind(MORE_GRADIENT)
         elif abs(share - 1) < _LEFT:
             yield Kind(f"a sum too many: {name} on top")
+
+
+def _is(pair: Pair, other: Array) -> bool:
+    """Whether all that is wrong is another tensor's."""
+    off = np.abs(np.subtract(pair.ours, pair.reference, dtype=np.float64))
+    wrong = off > 1e-3 * off.max(initial=0.0)
+    if not wrong.any():
+        return False
+    ours, reference, there = (one[wrong] for one in (pair.ours, pair.reference, other))
+    return relative_error(ours, there) < _LEFT * relative_error(ours, reference)
 
 
 def _moved(pair: Pair) -> Iterator[Kind]:

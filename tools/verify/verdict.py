@@ -155,7 +155,7 @@ def _judged(compared: Compared, strategy: Capture) -> Judgement:
         return Judgement(base, compared)
     first = wrong[0]
     verdict = _located(base, first, compared, strategy)
-    if first.key[0] not in _LOCAL:
+    if first.key[0] not in (*_LOCAL, Stage.INPUTS) and first.key[2] not in STARTS:
         verdict = replace(verdict, also=_also(verdict, first, compared, strategy))
     return Judgement(verdict, compared, first)
 

@@ -58,6 +58,8 @@ Train = Callable[[str, Launch], str]
 SEEDS = 3
 DRIFTS = 2
 """Runs of the reference by which it is measured how far earlier iterations' rounding carries."""
+DRIFTING = 4
+"""The first iteration in which that is asked: before it the responses of one iteration suffice."""
 _WHAT = {"begun": "strategy with the reference's routing and weights"}
 """What a part is called where it fails."""
 
@@ -243,7 +245,8 @@ class _At:
         whole = as_one_rank(reference, ours, self.scratch / f"whole{self.suffix}" / "reference")
         drifted: Drift = {}
         judgement = judge(whole, ours)
-        if carries_earlier(judgement) and self.iteration > 1 and verification.may_drift:
+        may_drift = verification.may_drift and self.iteration >= DRIFTING
+        if may_drift and carries_earlier(judgement):
             drifted = self._drift(reference)
             judgement = judge(whole, ours, drifted)
         if needs_same_start(judgement):
@@ -251,7 +254,7 @@ class _At:
             write_forced(whole, ours, start, start_alone=True)
             ours = self._captured("begun", strategy, forced=start)
             judgement = judge(whole, ours, drifted)
-            if carries_earlier(judgement) and not drifted and verification.may_drift:
+            if may_drift and carries_earlier(judgement) and not drifted:
                 judgement = judge(whole, ours, self._drift(reference))
         if not may_have_spread(judgement):
             return judgement
