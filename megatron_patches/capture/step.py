@@ -28,6 +28,7 @@ from tools.records.capture import (
     EARLIER,
     RATE_SLOTS,
     RESPONSES_FILE,
+    UNOBSERVED_FILE,
     UPDATE,
     CaptureWriter,
     Site,
@@ -141,7 +142,8 @@ def _capture(watch: _StepWatch, call: Any, data: Any, optimizer: Any, scheduler:
     parameters = watch.parameters
     gather_weights(watch.model)
     watch.start.write(watch.recording, optimizer)
-    snapshot = Snapshot(watch.chunks, optimizer, scheduler) if seeds else None
+    again = seeds > 0 or _has_twin(watch)
+    snapshot = Snapshot(watch.chunks, optimizer, scheduler) if again else None
     carried = list(_carried(parameters, optimizer)) if seeds else []
     _write_schedule(watch.recording, parameters, optimizer, scheduler)
     with _replayed(data) as batches:
@@ -149,24 +151,36 @@ def _capture(watch: _StepWatch, call: Any, data: Any, optimizer: Any, scheduler:
         watch.writer.flush()
         if snapshot is not None:
             responding = Responding(StoredTensors(watch.folder, watch.writer.records))
-            for seed in range(seeds):
+            for seed in range(max(seeds, 1)):
                 snapshot.restore()
-                perturb(parameters, str(seed))
+                if seeds:
+                    perturb(parameters, str(seed))
                 for one in batches:
                     one.rewind()
-                _run(watch, call, responding, optimizer)
+                _run(watch, call, responding, optimizer, observed=seeds > 0)
             responding.carry(carried)
-            (watch.folder / RESPONSES_FILE).write_text(json.dumps(responding.responses))
+            file = RESPONSES_FILE if seeds else UNOBSERVED_FILE
+            (watch.folder / file).write_text(json.dumps(responding.responses))
     watch.writer.close(captured_rank(watch.chunks, watch.names, parameters, groups, optimizer))
     return answer
 
 
+def _has_twin(watch: _StepWatch) -> bool:
+    """Whether the iteration is repeated without probes, which copy what a later call may overwrite.
+
+    Not with another run's tensors, nor under Megatron-FSDP, whose flat buffers cannot be put back.
+    """
+    other = (variables.CAPTURE_FORCED, variables.CAPTURE_DRIFT)
+    flat = any(hasattr(chunk, "param_and_grad_buffer") for chunk in watch.model)
+    return not flat and not any(os.environ.get(name) for name in other)
+
+
 def _run(
-    watch: _StepWatch, call: Any, sink: Sink, optimizer: Any
+    watch: _StepWatch, call: Any, sink: Sink, optimizer: Any, observed: bool = True
 ) -> tuple[Any, tuple[tuple[int, ...], ...]]:
     """What the iteration returns, and the groups of ranks over which norms were summed."""
     parameters = watch.parameters
-    probes = Probes(watch.chunks, watch.names, sink)
+    probes = Probes(watch.chunks, watch.names, sink) if observed else None
     norms: list[Any] = []
     membership = NormMembership(parameters, optimizer)
     step = optimizer.step
@@ -195,10 +209,14 @@ def _run(
             _counting(watch, sink),
             watch.routing(sink),
         ):
-            answer = call(functools.partial(_watched, sink, probes, watch.chunks))
+            watched = (
+                functools.partial(_watched, sink, probes, watch.chunks) if probes else _as_it_is
+            )
+            answer = call(watched)
     finally:
         optimizer.step = step
-        probes.remove()
+        if probes:
+            probes.remove()
     gather_weights(watch.model)
     _write_states(sink, parameters, optimizer, before)
     return answer, membership.groups
@@ -249,6 +267,10 @@ def _counting(watch: _StepWatch, sink: Sink) -> Iterator[None]:
         yield
     finally:
         config.finalize_model_grads_func = original
+
+
+def _as_it_is(forward_step: Any) -> Any:
+    return forward_step
 
 
 def _watched(

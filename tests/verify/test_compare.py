@@ -20,6 +20,8 @@ from tools.records.capture import (
     REACH,
     RESPONSES_FILE,
     START_WEIGHT,
+    UNOBSERVED,
+    UNOBSERVED_FILE,
     CapturedModule,
     Placement,
     Site,
@@ -486,6 +488,25 @@ def test_a_gradient_beyond_fp16_is_listed_if_the_reference_skips_its_step(tmp_pa
     (skipped,) = judged("skipped", -beyond).not_aligned
     assert "--initial-loss-scale" in skipped
     assert judged("taken", WHOLE).wrong()
+
+
+@pytest.mark.parametrize("changed", [0.5 * RESPONSES * 1e-6, 0.5])
+def test_a_gradient_that_is_another_without_probes_is_wrong_before_an_iterations_start(
+    tmp_path, changed
+):
+    at = place((0, 0, 0))
+    sites = weights(Stage.REDUCED_GRADIENTS, "gradient"), weights(slot=START_WEIGHT)
+    reference, ours = (
+        write(
+            tmp_path / name,
+            [(rank(), [(site, WHOLE + wrong, at) for site, wrong in zip(sites, off, strict=True)])],
+        )
+        for name, off in (("reference", (0, 0)), ("ours", (0, 1)))
+    )
+    key = f"{Stage.REDUCED_GRADIENTS}|{WEIGHT}|gradient"
+    (ours.ranks[0].folder / UNOBSERVED_FILE).write_text(json.dumps({key: changed}))
+    names = [one.key[2] for one in compare(reference, ours).wrong()]
+    assert names == ([UNOBSERVED] if changed == 0.5 else []) + [START_WEIGHT]
 
 
 def test_tokens_of_an_expert_are_counted_over_the_ranks_that_route(tmp_path):

@@ -1,4 +1,5 @@
 import json
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -36,8 +37,43 @@ def test_a_difference_is_located_with_its_kind_and_source(tmp_path):
     }
     assert written["source"] == "megatron/core/layers.py:7"
     assert (judgement.verdict.exit_code, written["compared"]) == (1, 2)
+    assert written["worst"].startswith("worst at [")
+    (case,) = ElementTree.parse(tmp_path / "v" / "junit.xml").getroot()
+    assert case[0].tag == "failure"
+    assert case[0].get("message") == judgement.verdict.line
+    assert (
+        f"{MODULE} (output): factor ×TP; megatron/core/layers.py:7; worst" in judgement.verdict.line
+    )
     kept = np.load(tmp_path / "v" / "first.npz")
     assert np.array_equal(kept["ours"], WHOLE * 2)
+
+
+def test_one_bug_does_not_hide_another_and_what_follows_from_it_is_not_listed(tmp_path):
+    modules = (MODULE, "decoder.layers.0.mlp", "decoder.layers.1.input_layernorm", LATER)
+    first, around, norm, layer = (output(name) for name in modules)
+    norms = (output(modules[2], slot="input.x"), norm)
+    gradients = [
+        Site(stage, f"{name}.weight", "gradient")
+        for stage in (Stage.LOCAL_GRADIENTS, Stage.REDUCED_GRADIENTS)
+        for name in (MODULE, "decoder.final_layernorm")
+    ]
+    held = [(site, WHOLE) for site in (first, around, *norms, layer)]
+    placed = [(site, random(4, 3), place((n, 0, 0), (9, 4, 3))) for n, site in enumerate(gradients)]
+
+    def run(name, *wrong):
+        ours = [(site, values + (site in wrong), *at) for site, values, *at in (*held, *placed)]
+        return write(tmp_path / name, [(rank(), ours)])
+
+    reference = run("reference")
+    ours = run("ours", first, around, *norms, layer, *gradients)
+    # The norm is given what is right; the final norm's own gradient is right before it is reduced.
+    forced = run("forced", first, around, norm, gradients[0], gradients[2], gradients[3])
+    found = confirm(judge(reference, ours), reference, forced).verdict
+    assert found.module == MODULE
+    assert [line.split(" (")[0] for line in found.also] == [
+        f"outputs, {modules[2]}",
+        "reduced gradients, decoder.final_layernorm.weight",
+    ]
 
 
 def test_the_module_that_is_wrong_by_itself_is_named_where_the_first_only_follows(tmp_path):

@@ -19,6 +19,8 @@ from tools.records.io import written_whole
 TENSORS_FILE, INDEX_FILE, RANK_FILE = "tensors.bin", "index.jsonl", "rank.json"
 RESPONSES_FILE = "responses.json"
 """How much each tensor of the reference changes when the weights change by one rounding error."""
+UNOBSERVED_FILE, UNOBSERVED = "unobserved.json", "gradient, unobserved"
+"""How far each gradient is another one if the iteration is repeated without probes; that slot."""
 COUNTED = "counted over ranks "
 """Begins a slot of the norm's stage; the group's ranks follow. 1 for an element that a rank counts."""
 BUFFER = "buffer"

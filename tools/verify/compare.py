@@ -23,6 +23,8 @@ from tools.records.capture import (
     SCORES,
     START_WEIGHT,
     STARTS,
+    UNOBSERVED,
+    UNOBSERVED_FILE,
     UPDATE,
     CapturedRank,
     Site,
@@ -113,6 +115,7 @@ def compare(
     comparer.copies()
     comparer.scalars()
     comparer.counts()
+    comparer.unobserved()
     comparer.membership()
     return comparer.result()
 
@@ -130,8 +133,10 @@ class _Comparer:
     def result(self) -> Compared:
         ordered = sorted(
             self._found.values(),
-            # An iteration's start comes first. What a norm counts is wrong before its value is.
+            # What probes hide was wrong in earlier iterations too, which an iteration's start is made
+            # of; that comes next. What a norm counts is wrong before its value is.
             key=lambda one: (
+                one.key[2] != UNOBSERVED,
                 one.key[2] not in STARTS,
                 STAGES.index(one.key[0]),
                 one.key == NORM,
@@ -483,6 +488,24 @@ class _Comparer:
                 continue
             ours, theirs = (total[key] for total in totals)
             self._comparison(key, held[key][0]).add(Pair(0, None, ours, theirs))
+
+    def unobserved(self) -> None:
+        """Gradients of the iteration without probes, where it was repeated so."""
+        for one in self._strategy.ranks:
+            if not (one.folder / UNOBSERVED_FILE).is_file():
+                continue
+            for (stage, name, slot), error in one.changes(UNOBSERVED_FILE).items():
+                record = one.by_site.get(Site(Stage.REDUCED_GRADIENTS, name, slot))
+                if stage != Stage.REDUCED_GRADIENTS or record is None or not np.isfinite(error):
+                    continue
+                whole = whole_name(name)
+                found = self._comparison((Stage.REDUCED_GRADIENTS, whole, UNOBSERVED), record)
+                found.tolerance = self._tolerances.of(
+                    (Stage.REDUCED_GRADIENTS, whole, slot), record
+                )
+                found.error = max(found.error, error)
+                wrong = error > found.tolerance
+                (found.wrong_ranks if wrong else found.right_ranks).add(one.rank.rank)
 
     def _names_there(self) -> dict[str, str]:
         """The reference's name of each parameter, by the strategy's: a tied copy has another."""

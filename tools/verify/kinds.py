@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.records.capture import CapturedRank, Stage
+from tools.records.capture import UNOBSERVED, CapturedRank, Stage
 from tools.verify.captured import Array
 from tools.verify.comparison import Comparison, Pair, relative_error
 
@@ -65,6 +65,8 @@ def _kinds(
         yield Kind("held by no rank")
     if found.uncovered:
         yield Kind(f"{found.uncovered} elements are held by no rank")
+    if found.key[2] == UNOBSERVED:
+        yield Kind("vanishes under observation: a buffer that is used again, or a race")
     pair = found.worst
     if pair is None:
         if found.replicas_differ:

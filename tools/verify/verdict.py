@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from tools.records.capture import (
     CHOICE,
     CLIPPING,
     STARTS,
+    UNOBSERVED,
     CapturedRank,
     CaptureWriter,
     Stage,
@@ -32,7 +34,7 @@ from tools.verify.independent import independent
 from tools.verify.kinds import MORE_GRADIENT, Kind, kind_of
 from tools.verify.parameters import Part, Unit, assembled, units
 
-TENSOR_FILE = "first.npz"
+TENSOR_FILE, JUNIT_FILE = "first.npz", "junit.xml"
 MODEL = "model"
 """Name of the whole, whose inputs are a stage of their own."""
 LOSS, OUTPUT_LAYER, OF_EACH_TOKEN = "loss", "output_layer", "of each token"
@@ -155,7 +157,7 @@ def _judged(compared: Compared, strategy: Capture) -> Judgement:
         return Judgement(base, compared)
     first = wrong[0]
     verdict = _located(base, first, compared, strategy)
-    if first.key[0] not in (*_LOCAL, Stage.INPUTS) and first.key[2] not in STARTS:
+    if first.key[0] not in (*_LOCAL, Stage.INPUTS) and first.key[2] not in (*STARTS, UNOBSERVED):
         verdict = replace(verdict, also=_also(verdict, first, compared, strategy))
     return Judgement(verdict, compared, first)
 
@@ -213,6 +215,8 @@ def needs_same_start(judgement: Judgement) -> bool:
     A router that chose otherwise within rounding leaves nothing to compare. A weight whose gradient is
     all rounding moves as far as any other, and with it what is computed from it.
     """
+    if judgement.first is not None and judgement.first.key[2] == UNOBSERVED:
+        return False
     if judgement.verdict.routing_flips > 0:
         return True
     if judgement.first is None or judgement.compared is None or begins_before(judgement):
@@ -293,13 +297,28 @@ def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgem
 
 
 def write_verdict(folder: Path, judgement: Judgement) -> None:
-    """Write `verdict.json`, and the first wrong tensor with the reference's beside it."""
+    """Write `verdict.json`, the same as JUnit's XML, and the first wrong tensor with the reference's."""
     folder.mkdir(parents=True, exist_ok=True)
     pair = judgement.first.worst if judgement.first else None
     if pair is not None and pair.ours.nbytes + pair.reference.nbytes <= _MOST_KEPT_BYTES:
         with written_whole(folder / TENSOR_FILE) as file:
             np.savez_compressed(file, ours=pair.ours, reference=pair.reference)
+    with written_whole(folder / JUNIT_FILE) as file:
+        file.write(tostring(_junit(judgement.verdict, folder.name), xml_declaration=True))
     write_record(folder / VERDICT_FILE, judgement.verdict)
+
+
+def _junit(verdict: Verdict, name: str) -> Element:
+    """A suite of one test, as platforms of continuous integration show them."""
+    suite = Element("testsuite", name="verify", tests="1")
+    case = SubElement(suite, "testcase", classname="verify", name=name)
+    if verdict.verdict is not Outcome.HELD:
+        differs = verdict.verdict is Outcome.DIFFERS
+        kind = "failure" if differs else "error"
+        suite.set(f"{kind}s", "1")
+        message = verdict.line if differs else str(verdict.reason)
+        SubElement(case, kind, message=message).text = "\n".join(verdict.also)
+    return suite
 
 
 def _located(base: Verdict, first: Comparison, compared: Compared, strategy: Capture) -> Verdict:
@@ -404,7 +423,7 @@ def _function(first: Comparison, name: str, kind: Kind, rank: CapturedRank) -> s
     if stage in _LOCAL:
         of_token = stage is Stage.LOSS and slot == OF_EACH_TOKEN
         return stage if name == LOSS and (of == OUTPUT_LAYER or of_token) else ""
-    if slot in STARTS or stage is Stage.LOCAL_GRADIENTS:
+    if slot in (*STARTS, UNOBSERVED) or stage is Stage.LOCAL_GRADIENTS:
         return ""
     if slot == BUFFER:  # What finalises gradients also updates experts' biases.
         return Stage.REDUCED_GRADIENTS

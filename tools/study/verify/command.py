@@ -10,6 +10,7 @@ of it is in one folder of the runs folder: two run folders and `verify/<name>/`;
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 from argparse import Namespace
@@ -327,6 +328,9 @@ def _print(judgement: Judgement, results: Path, console: Console) -> None:
             say(console, f"  {verdict.routing_flips} routing choices within rounding differ")
     else:
         say(console, f"differs at: {verdict.line}", "red")
+        path, _, line = (verdict.source or "").rpartition(":")
+        if path and os.environ.get("GITHUB_ACTIONS"):  # On the pull request's line.
+            say(console, f"::error file={path},line={line}::{verdict.line}")
         say(console, f"  iteration  {verdict.iteration}")
         say(console, f"  ranks      {', '.join(map(str, verdict.ranks))}")
         say(console, f"  error      {verdict.error:.3g}, tolerance {verdict.tolerance:.3g}")
