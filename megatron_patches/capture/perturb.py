@@ -53,7 +53,7 @@ class Snapshot:
         _tracker().set_states(self._tracked)
 
 
-def perturb(parameters: ParameterMap, seed: int) -> None:
+def perturb(parameters: ParameterMap, seed: str) -> None:
     """Multiply every weight by one plus or minus its type's epsilon.
 
     Copies of a weight on several ranks change alike: signs follow from its place in the whole model.

@@ -181,7 +181,7 @@ def described_modules(
     """Every module with its class and where its forward pass stands."""
     for chunk, names_of_chunk in zip(chunks, names, strict=True):
         for own, module in chunk.named_modules():
-            source = _source_of(inspect.unwrap(type(module).forward))
+            source = source_of(type(module).forward)
             yield names_of_chunk[own], CapturedModule(type(module).__name__, source)
 
 
@@ -191,8 +191,9 @@ def _names_of_arguments(forward: Callable[..., Any]) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
-def _source_of(forward: Callable[..., Any]) -> str:
-    code = getattr(forward, "__code__", None)
+def source_of(function: Callable[..., Any]) -> str:
+    """File and line of a function, from the folder that holds `megatron`; empty if it has none."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return ""
     path = Path(code.co_filename)

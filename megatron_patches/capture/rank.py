@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from megatron_patches.capture.parameters import ParameterMap
-from megatron_patches.capture.probes import described_modules, global_names
-from tools.records.capture import CapturedRank
+from megatron_patches.capture.probes import described_modules, global_names, source_of
+from tools.records.capture import (
+    BUCKETS,
+    CLIPPING,
+    COUNTED_ONCE,
+    RATE_SLOTS,
+    CapturedRank,
+    Stage,
+)
+
+_FUNCTIONS = {
+    BUCKETS: "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+    Stage.REDUCED_GRADIENTS: "distributed.finalize_model_grads:finalize_model_grads",
+    COUNTED_ONCE: "optimizer.optimizer:MegatronOptimizer.get_grads_for_grad_norm",
+    Stage.NORM: "optimizer.clip_grads:get_grad_norm_fp32",
+    CLIPPING: "optimizer.clip_grads:clip_grad_by_total_norm_fp32",
+    **dict.fromkeys(RATE_SLOTS, "optimizer:_get_param_groups"),
+}
+"""What computes a stage's tensors, or those of a slot, where no module does."""
 
 
 def module_names(chunks: list[torch.nn.Module]) -> list[dict[str, str]]:
@@ -48,6 +67,7 @@ def captured_rank(
     names: list[dict[str, str]],
     parameters: ParameterMap,
     norm_groups: tuple[tuple[int, ...], ...],
+    optimizer: Any,
 ) -> CapturedRank:
     """What `rank.json` says of this rank: its place in every group, the batch, the modules."""
     from megatron.core import mpu
@@ -91,10 +111,35 @@ def captured_rank(
         vocabulary=int(getattr(args, "vocab_size", None) or args.padded_vocab_size),
         dtype=str(args.params_dtype).removeprefix("torch."),
         modules=dict(described_modules(chunks, names)),
+        functions=_functions(chunks[0].config, optimizer),
         router_groups=_router_groups(args),
         norm_groups=norm_groups,
         notes=tuple(_notes(parameters)),
     )
+
+
+def _functions(config: Any, optimizer: Any) -> dict[str, str]:
+    fused = getattr(config, "cross_entropy_loss_fusion", False)
+    place = "fusions.fused_cross_entropy" if fused else "tensor_parallel.cross_entropy"
+    update = type(getattr(optimizer, "chained_optimizers", [optimizer])[0])
+    name = f"{update.__module__.removeprefix('megatron.core.')}:{update.__name__}"
+    found = {
+        Stage.LOSS: f"{place}:_VocabParallelCrossEntropy.forward",
+        Stage.ACTIVATION_GRADIENTS: f"{place}:_VocabParallelCrossEntropy.backward",
+        **_FUNCTIONS,
+        Stage.OPTIMIZER_STATE: f"{name}.step",
+        Stage.WEIGHTS: f"{name}.step_with_ready_grads",
+    }
+    return {what: source for what, name in found.items() if (source := _source_named(name))}
+
+
+def _source_named(name: str) -> str:
+    """Of a function as `module:name`; empty in a Megatron that has none of that name."""
+    module, _, function = name.partition(":")
+    try:
+        return source_of(attrgetter(function)(import_module(f"megatron.core.{module}")))
+    except (ImportError, AttributeError):
+        return ""
 
 
 def _router_groups(args: Any) -> tuple[int, int] | None:

@@ -24,8 +24,11 @@ from tools.capture.sinks import Recording, Responding, Sink, StoredTensors, forc
 from tools.records.capture import (
     BUFFER,
     COUNTED,
+    COUNTS,
     EARLIER,
+    RATE_SLOTS,
     RESPONSES_FILE,
+    UNOBSERVED_FILE,
     UPDATE,
     CaptureWriter,
     Site,
@@ -35,7 +38,7 @@ from tools.spec import variables
 
 SCHEDULE = "schedule"
 """Name of the learning rate's schedule among the modules."""
-_RATES = {"lr": "learning rate", "weight_decay": "weight decay"}
+_RATES = dict(zip(("lr", "weight_decay"), RATE_SLOTS, strict=True))
 """Keys of a parameter group, and their slots."""
 
 
@@ -76,6 +79,8 @@ def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
         if _seeds() > 0:  # A reference; of it alone it is asked how far updates reach.
             watch[0].start.follow(args[0])
         if iteration < wanted:
+            if drift := os.environ.get(variables.CAPTURE_DRIFT):
+                perturb(watch[0].parameters, f"{drift} {iteration}")
             # What a router chose otherwise is in the optimizer's state.
             with watch[0].routing(watch[0].recording, f"{EARLIER}{iteration} "):
                 return original(forward_step, data, model, *args, **kwargs)
@@ -137,7 +142,8 @@ def _capture(watch: _StepWatch, call: Any, data: Any, optimizer: Any, scheduler:
     parameters = watch.parameters
     gather_weights(watch.model)
     watch.start.write(watch.recording, optimizer)
-    snapshot = Snapshot(watch.chunks, optimizer, scheduler) if seeds else None
+    again = seeds > 0 or _has_twin(watch)
+    snapshot = Snapshot(watch.chunks, optimizer, scheduler) if again else None
     carried = list(_carried(parameters, optimizer)) if seeds else []
     _write_schedule(watch.recording, parameters, optimizer, scheduler)
     with _replayed(data) as batches:
@@ -145,24 +151,36 @@ def _capture(watch: _StepWatch, call: Any, data: Any, optimizer: Any, scheduler:
         watch.writer.flush()
         if snapshot is not None:
             responding = Responding(StoredTensors(watch.folder, watch.writer.records))
-            for seed in range(seeds):
+            for seed in range(max(seeds, 1)):
                 snapshot.restore()
-                perturb(parameters, seed)
+                if seeds:
+                    perturb(parameters, str(seed))
                 for one in batches:
                     one.rewind()
-                _run(watch, call, responding, optimizer)
+                _run(watch, call, responding, optimizer, observed=seeds > 0)
             responding.carry(carried)
-            (watch.folder / RESPONSES_FILE).write_text(json.dumps(responding.responses))
-    watch.writer.close(captured_rank(watch.chunks, watch.names, parameters, groups))
+            file = RESPONSES_FILE if seeds else UNOBSERVED_FILE
+            (watch.folder / file).write_text(json.dumps(responding.responses))
+    watch.writer.close(captured_rank(watch.chunks, watch.names, parameters, groups, optimizer))
     return answer
 
 
+def _has_twin(watch: _StepWatch) -> bool:
+    """Whether the iteration is repeated without probes, which copy what a later call may overwrite.
+
+    Not with another run's tensors, nor under Megatron-FSDP, whose flat buffers cannot be put back.
+    """
+    other = (variables.CAPTURE_FORCED, variables.CAPTURE_DRIFT)
+    flat = any(hasattr(chunk, "param_and_grad_buffer") for chunk in watch.model)
+    return not flat and not any(os.environ.get(name) for name in other)
+
+
 def _run(
-    watch: _StepWatch, call: Any, sink: Sink, optimizer: Any
+    watch: _StepWatch, call: Any, sink: Sink, optimizer: Any, observed: bool = True
 ) -> tuple[Any, tuple[tuple[int, ...], ...]]:
     """What the iteration returns, and the groups of ranks over which norms were summed."""
     parameters = watch.parameters
-    probes = Probes(watch.chunks, watch.names, sink)
+    probes = Probes(watch.chunks, watch.names, sink) if observed else None
     norms: list[Any] = []
     membership = NormMembership(parameters, optimizer)
     step = optimizer.step
@@ -186,11 +204,19 @@ def _run(
 
     optimizer.step = stepping
     try:
-        with _reporting(sink, parameters, norms, membership), watch.routing(sink):
-            answer = call(functools.partial(_watched, sink, probes, watch.chunks))
+        with (
+            _reporting(sink, parameters, norms, membership),
+            _counting(watch, sink),
+            watch.routing(sink),
+        ):
+            watched = (
+                functools.partial(_watched, sink, probes, watch.chunks) if probes else _as_it_is
+            )
+            answer = call(watched)
     finally:
         optimizer.step = step
-        probes.remove()
+        if probes:
+            probes.remove()
     gather_weights(watch.model)
     _write_states(sink, parameters, optimizer, before)
     return answer, membership.groups
@@ -219,6 +245,32 @@ def _reporting(
         _ParamAndGradBucketGroup.start_grad_sync = start
         optimizer.clip_grad_by_total_norm_fp32 = clip
         optimizer.get_grad_norm_fp32 = norm
+
+
+@contextmanager
+def _counting(watch: _StepWatch, sink: Sink) -> Iterator[None]:
+    """Write how many tokens routers gave each expert, before Megatron's last reduction resets it."""
+    config = watch.chunks[0].config
+    original = config.finalize_model_grads_func
+
+    @functools.wraps(original)
+    def finalize(*args: Any, **kwargs: Any) -> Any:
+        for chunk, names in zip(watch.chunks, watch.names, strict=True):
+            for own, module in chunk.named_modules():
+                counts = getattr(module, "local_tokens_per_expert", None)
+                if isinstance(counts, torch.Tensor):
+                    sink.write(Site(Stage.OUTPUTS, names[own], COUNTS), counts)
+        return original(*args, **kwargs)
+
+    config.finalize_model_grads_func = finalize
+    try:
+        yield
+    finally:
+        config.finalize_model_grads_func = original
+
+
+def _as_it_is(forward_step: Any) -> Any:
+    return forward_step
 
 
 def _watched(

@@ -108,7 +108,8 @@ class Row:
             return verdict.verdict is Outcome.NOT_COMPARABLE and self.fails in str(verdict.reason)
         if not self.bug.stage:
             return verdict.verdict is Outcome.HELD
-        return (verdict.stage, verdict.module) == (self.bug.stage, self.bug.module)
+        also = any(self.bug.also in one.split(" ") for one in verdict.also) or not self.bug.also
+        return also and (verdict.stage, verdict.module) == (self.bug.stage, self.bug.module)
 
     def line(self) -> str:
         """As Markdown."""

@@ -16,15 +16,18 @@ from tests.verify.captures import (
     write,
 )
 from tools.records.capture import (
+    COUNTS,
     REACH,
     RESPONSES_FILE,
     START_WEIGHT,
+    UNOBSERVED,
+    UNOBSERVED_FILE,
     CapturedModule,
     Placement,
     Site,
     Stage,
 )
-from tools.verify.compare import compare
+from tools.verify.compare import compare, drift
 from tools.verify.tolerance import RESPONSES
 
 WHOLE = random(4, 3)
@@ -448,6 +451,79 @@ def test_copies_of_a_weight_that_begin_one_bit_apart_are_wrong(tmp_path):
     ]
     (wrong, *_) = found(tmp_path, ours, begun(0)).wrong()
     assert (wrong.key[2], wrong.replicas_differ) == (START_WEIGHT, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("stage", "slot", "holds"),
+    [
+        (Stage.OPTIMIZER_STATE, "exp_avg", True),
+        (Stage.WEIGHTS, "weight", True),
+        (Stage.REDUCED_GRADIENTS, "gradient", False),
+    ],
+)
+def test_what_earlier_iterations_leave_may_be_off_as_far_as_rounding_carries(
+    tmp_path, stage, slot, holds
+):
+    at = place((0, 0, 0))
+
+    def run(name, off):
+        values = [(weights(stage, slot), WHOLE * np.float32(1 + off), at)]
+        return write(tmp_path / name, [(rank(), values)])
+
+    reference, ours = run("reference", 0), run("ours", 1e-3)
+    assert compare(reference, ours).wrong()
+    measured = drift(reference, [run("a", 1e-5), run("b", 2e-4)])
+    assert bool(compare(reference, ours, measured).wrong()) is not holds
+
+
+def test_a_gradient_beyond_fp16_is_listed_if_the_reference_skips_its_step(tmp_path):
+    at, beyond = place((0, 0, 0)), WHOLE * np.float32(np.inf)
+    fields = {"dtype": "float16"}
+    gradients = weights(Stage.REDUCED_GRADIENTS, "gradient")
+
+    def judged(name, theirs):
+        ours = [(rank(**fields), [(gradients, beyond, at)])]
+        return found(tmp_path / name, ours, [(gradients, theirs, at)], **fields)
+
+    (skipped,) = judged("skipped", -beyond).not_aligned
+    assert "--initial-loss-scale" in skipped
+    assert judged("taken", WHOLE).wrong()
+
+
+@pytest.mark.parametrize("changed", [0.5 * RESPONSES * 1e-6, 0.5])
+def test_a_gradient_that_is_another_without_probes_is_wrong_before_an_iterations_start(
+    tmp_path, changed
+):
+    at = place((0, 0, 0))
+    sites = weights(Stage.REDUCED_GRADIENTS, "gradient"), weights(slot=START_WEIGHT)
+    reference, ours = (
+        write(
+            tmp_path / name,
+            [(rank(), [(site, WHOLE + wrong, at) for site, wrong in zip(sites, off, strict=True)])],
+        )
+        for name, off in (("reference", (0, 0)), ("ours", (0, 1)))
+    )
+    key = f"{Stage.REDUCED_GRADIENTS}|{WEIGHT}|gradient"
+    (ours.ranks[0].folder / UNOBSERVED_FILE).write_text(json.dumps({key: changed}))
+    names = [one.key[2] for one in compare(reference, ours).wrong()]
+    assert names == ([UNOBSERVED] if changed == 0.5 else []) + [START_WEIGHT]
+
+
+def test_tokens_of_an_expert_are_counted_over_the_ranks_that_route(tmp_path):
+    router, counts = "decoder.layers.0.mlp.router", np.array([3.0, 5.0], np.float32)
+    site = Site(Stage.OUTPUTS, router, COUNTS)
+
+    def judged(name, *ours, **split):
+        ranks = [
+            (rank(number, world_size=2, **dict.fromkeys(split, (number, 2))), [(site, one)])
+            for number, one in enumerate(ours)
+        ]
+        return found(tmp_path / name, ranks, [(site, counts)]).wrong()
+
+    assert not judged("data", counts - 1, 0 * counts + 1, data=2)
+    assert not judged("tensor", counts, counts, tensor=2)
+    (wrong,) = judged("twice", counts, counts, data=2)
+    assert wrong.key == (Stage.OUTPUTS, router, COUNTS)
 
 
 def test_a_weight_of_zero_that_no_update_has_reached_begins_as_it_is(tmp_path):

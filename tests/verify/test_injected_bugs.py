@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_patches.patch_file import SEPARATOR
 from tests.verify.injected_bugs.check import FOLDER, Checker, InjectedBug, injected_bugs
 from tests.verify.injected_bugs.trace import STAGES, first_difference
 from tools.launch.job import parse_target
@@ -18,7 +19,7 @@ MODULES = {"check.py", "trace.py", "__init__.py"}
 
 
 def test_every_injected_bug_is_python_and_every_file_is_an_injected_bug_of_the_table() -> None:
-    stated = {bug.file for bug in injected_bugs()}
+    stated = {file for bug in injected_bugs() for file in bug.file.split(SEPARATOR)}
     assert stated == {path.name for path in FOLDER.glob("*.py")} - MODULES
     assert all(
         read_patch_file(str(FOLDER / file)).path == f"tests/verify/injected_bugs/{file}"

@@ -21,7 +21,14 @@ def kind(
 
 @pytest.mark.parametrize(
     ("factor", "name"),
-    [(2, "×TP"), (1 / 2, "÷TP"), (3, "×DP"), (1 / 5, "÷micro batches"), (1.25, "1.25")],
+    [
+        (2, "×TP"),
+        (1 / 2, "÷TP"),
+        (3, "×DP"),
+        (1 / 5, "÷micro batches"),
+        (3**0.5, "×√DP"),
+        (1.25, "1.25"),
+    ],
 )
 def test_a_constant_factor_is_named_by_the_degree_it_is(factor, name):
     found = kind(WHOLE * np.float32(factor))
@@ -31,6 +38,16 @@ def test_a_constant_factor_is_named_by_the_degree_it_is(factor, name):
 def test_ranks_whose_sum_fits_miss_a_sum():
     part = random(8, 4, seed=1)
     assert kind(WHOLE - part, others=(part,)).name == "missing sum over TP ranks"
+
+
+def test_another_tensor_is_named_where_all_that_is_wrong_is_its_own():
+    other = random(8, 4, seed=1)
+    like = [("micro batch 0", random(8, 4, seed=2)), ("rank 1", other)]
+    assert kind(other, like=like).name == "that of rank 1"
+    part = np.concatenate([other[:4], WHOLE[4:]])
+    assert kind(part, like=like).name == "in part that of rank 1"
+    numbers = np.arange(6)
+    assert kind(numbers + 6, numbers, like=[("rank 1", numbers + 6)]).name == "that of rank 1"
 
 
 def test_rows_elsewhere_are_shifted_or_in_another_order():
@@ -48,6 +65,25 @@ def test_rows_of_padding_alone_are_named():
         "in the vocabulary's padding only"
     )
     assert kind(wrong).name == "in 2 of 8 rows, from 6 to 7"
+
+
+@pytest.mark.parametrize(
+    ("ours", "name"),
+    [
+        ((3, 4), "missing sum of squares over 2 ranks"),
+        ((3, 7), "another norm on each of the ranks"),
+        ((10, 10), "factor ×TP"),
+    ],
+)
+def test_a_norm_is_first_compared_between_the_ranks(ours, name):
+    norms = [
+        Pair(number, None, np.array([float(one)]), np.array([5.0]))
+        for number, one in enumerate(ours)
+    ]
+    found = Comparison((Stage.NORM, "grad_norm", "returned"), tolerance=1e-6, order=0)
+    for one in norms:
+        found.add(one)
+    assert kind_of(found, norms, LAYOUT).name == name
 
 
 def test_what_is_not_finite_is_said():

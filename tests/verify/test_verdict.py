@@ -1,4 +1,5 @@
 import json
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -36,8 +37,43 @@ def test_a_difference_is_located_with_its_kind_and_source(tmp_path):
     }
     assert written["source"] == "megatron/core/layers.py:7"
     assert (judgement.verdict.exit_code, written["compared"]) == (1, 2)
+    assert written["worst"].startswith("worst at [")
+    (case,) = ElementTree.parse(tmp_path / "v" / "junit.xml").getroot()
+    assert case[0].tag == "failure"
+    assert case[0].get("message") == judgement.verdict.line
+    assert (
+        f"{MODULE} (output): factor ×TP; megatron/core/layers.py:7; worst" in judgement.verdict.line
+    )
     kept = np.load(tmp_path / "v" / "first.npz")
     assert np.array_equal(kept["ours"], WHOLE * 2)
+
+
+def test_one_bug_does_not_hide_another_and_what_follows_from_it_is_not_listed(tmp_path):
+    modules = (MODULE, "decoder.layers.0.mlp", "decoder.layers.1.input_layernorm", LATER)
+    first, around, norm, layer = (output(name) for name in modules)
+    norms = (output(modules[2], slot="input.x"), norm)
+    gradients = [
+        Site(stage, f"{name}.weight", "gradient")
+        for stage in (Stage.LOCAL_GRADIENTS, Stage.REDUCED_GRADIENTS)
+        for name in (MODULE, "decoder.final_layernorm")
+    ]
+    held = [(site, WHOLE) for site in (first, around, *norms, layer)]
+    placed = [(site, random(4, 3), place((n, 0, 0), (9, 4, 3))) for n, site in enumerate(gradients)]
+
+    def run(name, *wrong):
+        ours = [(site, values + (site in wrong), *at) for site, values, *at in (*held, *placed)]
+        return write(tmp_path / name, [(rank(), ours)])
+
+    reference = run("reference")
+    ours = run("ours", first, around, *norms, layer, *gradients)
+    # The norm is given what is right; the final norm's own gradient is right before it is reduced.
+    forced = run("forced", first, around, norm, gradients[0], gradients[2], gradients[3])
+    found = confirm(judge(reference, ours), reference, forced).verdict
+    assert found.module == MODULE
+    assert [line.split(" (")[0] for line in found.also] == [
+        f"outputs, {modules[2]}",
+        "reduced gradients, decoder.final_layernorm.weight",
+    ]
 
 
 def test_the_module_that_is_wrong_by_itself_is_named_where_the_first_only_follows(tmp_path):
@@ -196,6 +232,50 @@ def test_a_gradient_is_forced_as_bf16_where_the_run_is_bf16(tmp_path):
     write_forced(reference, layout, tmp_path / "given")
     given = (tmp_path / "given" / "rank-0" / "tensors.bin").read_bytes()
     assert given == bits.tobytes()
+
+
+@pytest.mark.parametrize(("of_loss", "name"), [(WHOLE, "loss"), (None, "output_layer")])
+def test_a_wrong_gradient_of_the_logits_is_the_loss_doing_if_what_that_got_is_right(
+    tmp_path, of_loss, name
+):
+    gradients = Stage.ACTIVATION_GRADIENTS
+    logits = output("output_layer", stage=gradients)
+    token = output("loss", stage=gradients, slot="of each token")
+    both = [] if of_loss is None else [(token, of_loss)]
+    ours = [(rank(), [(output(), WHOLE), *both, (logits, WHOLE + 1)])]
+    judgement = judge(*pair(tmp_path, ours, [(output(), WHOLE), *both, (logits, WHOLE)]))
+    assert judgement.verdict.module == name
+
+
+@pytest.mark.parametrize(
+    ("stage", "slot", "data", "name"),
+    [
+        (Stage.LOCAL_GRADIENTS, "gradient", 1, "megatron/core/layers.py:7"),
+        (Stage.REDUCED_GRADIENTS, "gradient", 1, "finalize"),
+        (Stage.REDUCED_GRADIENTS, "gradient", 2, "reduce"),
+        (Stage.OPTIMIZER_STATE, "exp_avg", 1, "step"),
+        (Stage.OPTIMIZER_STATE, "learning rate", 1, "groups"),
+        (Stage.WEIGHTS, "buffer", 1, "finalize"),
+    ],
+)
+def test_what_no_module_computes_has_its_functions_line(tmp_path, stage, slot, data, name):
+    functions = {
+        Stage.REDUCED_GRADIENTS.value: "finalize",
+        "buckets": "reduce",
+        Stage.OPTIMIZER_STATE.value: "step",
+        "learning rate": "groups",
+    }
+    values, site = random(4, 3), Site(stage, WEIGHT, slot)
+    ours = [
+        (
+            rank(number, data=(number, data), world_size=data, functions=functions),
+            [(site, values + 1, place((0, 0, 0)))],
+        )
+        for number in range(data)
+    ]
+    theirs = [(site, values, place((0, 0, 0)))]
+    captures = pair(tmp_path, ours, theirs, micro_batches=data)
+    assert judge(*captures).verdict.source == name
 
 
 def test_dropout_in_layouts_that_draw_other_masks_is_refused_with_its_value_and_the_remedy(

@@ -152,6 +152,8 @@ SECTIONS = {
             (_OF_MATRIX, v.PAGE, v.SEED, *_MEGATRON, v.RUNS)),
         Command("verify-fuzz", "tools.study.matrix.commands:fuzz",
             "configurations drawn by SEED=, verified, and shrunk if wrong: MINUTES=30", _CELLS),
+        Command("verify-history", "tests.verify.history:verify_history",
+            "Megatron-LM's own merged fixes, each wrong before and held after", (v.MEGATRON_LM,)),
         Command("verify-hf", "tools.study.verify.hf:verify_hf",
             "seven strategies and 20 steps against transformers: HF= or random models; make setup-hf",
             (v.HF, _meaning(v.STRATEGIES, "strategies to compare with transformers (seven)"), *(v.SEED,

@@ -19,12 +19,16 @@ from tools.records.io import written_whole
 TENSORS_FILE, INDEX_FILE, RANK_FILE = "tensors.bin", "index.jsonl", "rank.json"
 RESPONSES_FILE = "responses.json"
 """How much each tensor of the reference changes when the weights change by one rounding error."""
+UNOBSERVED_FILE, UNOBSERVED = "unobserved.json", "gradient, unobserved"
+"""How far each gradient is another one if the iteration is repeated without probes; that slot."""
 COUNTED = "counted over ranks "
 """Begins a slot of the norm's stage; the group's ranks follow. 1 for an element that a rank counts."""
 BUFFER = "buffer"
 """Slot of what a module keeps and saves beside its parameters."""
 SCORES, CHOICE = "scores", "choice"
 """Slots of a router: what it chooses the experts by, and which it would choose, [tokens, experts]."""
+COUNTS = "tokens per expert"
+"""Slot of how many a rank's router gave each expert in the iteration, before Megatron resets it."""
 EARLIER = "iteration "
 """Begins these slots in an iteration before the captured one; its number and a blank follow."""
 UPDATE = "update"
@@ -34,6 +38,12 @@ START_WEIGHT, START_BUFFER = "weight at the start", "buffer at the start"
 STARTS = (START_WEIGHT, START_BUFFER)
 REACH = "reach of earlier updates"
 """Slot of how far earlier updates would have moved each weight by a gradient of its row's size."""
+RATE_SLOTS = ("learning rate", "weight decay")
+"""Slots of what a parameter's update is made with."""
+COUNTED_ONCE = "counted once"
+"""Slot of a parameter in the norm's stage, once captures are compared."""
+BUCKETS, CLIPPING = "buckets", "clipping"
+"""Beside stages and slots, names of functions: the reduction over data-parallel ranks, the clipping."""
 CALLED_BY = "@"
 """Ends the slot of a module that one which it is no part of calls; that one's name follows."""
 
@@ -133,6 +143,9 @@ class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens without padding."""
     dtype: str
     modules: dict[str, CapturedModule] = {}
+    functions: dict[str, str] = {}
+    """By stage or slot, file and line of what computes it where no module does; of the loss' stages
+    the cross entropy's."""
     router_groups: tuple[int, int] | None = None
     """Groups of experts, and how many of them a router chooses from; None if from all experts."""
     norm_groups: tuple[tuple[int, ...], ...] = ()

@@ -46,6 +46,10 @@ class Verdict:
     """After or in which it is wrong: weights that an iteration begins with are of the one before."""
     confirmed: bool | None = None
     """Whether the module is wrong by itself, with the reference's own input or upstream gradient."""
+    worst: str | None = None
+    """The element that is farthest off: its index, what it is and what it should be."""
+    also: tuple[str, ...] = ()
+    """What else is wrong by itself: stage, module and source; of layers that are alike the first."""
     worst_ratio: float | None = None
     """Largest error over tolerance of all tensors: below 1 if all held."""
     compared: int = 0
@@ -83,6 +87,13 @@ class Verdict:
         if self.verdict is Outcome.NOT_COMPARABLE:
             return f"tensors not comparable: {self.reason}"
         return f"first wrong tensor: {self.stage}, {self.module} {self.tensor} ({self.kind})"
+
+    @property
+    def line(self) -> str:
+        """Of a strategy that differs, all that repeats and finds it: what, how, where, which element."""
+        said = f"{self.stage}, {self.module} ({self.tensor}): {self.kind}"
+        where = "; ".join(filter(None, (self.source, self.worst, self.command)))
+        return f"{said}; {where}" if where else said
 
 
 def read_verdicts(folder: Path) -> Iterator[Verdict]:

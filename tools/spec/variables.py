@@ -37,6 +37,8 @@ CAPTURE = "KIT_CAPTURE"
 CAPTURE_ITERATION = "KIT_CAPTURE_ITERATION"
 CAPTURE_SEEDS = "KIT_CAPTURE_SEEDS"
 """How many times to repeat the iteration with changed weights."""
+CAPTURE_DRIFT = "KIT_CAPTURE_DRIFT"
+"""Begins the random signs by which every earlier iteration's weights are off by a rounding error."""
 CAPTURE_FORCED = "KIT_CAPTURE_FORCED"
 """Folder of tensors that take the place of the model's own."""
 

@@ -230,6 +230,11 @@ def plain_sites(capture: Capture) -> dict[Site, None]:
     }
 
 
+def routes(rank: CapturedRank) -> bool:
+    """Whether its tokens are not those of another tensor-parallel rank as well."""
+    return rank.sequence_parallel or rank.tensor[0] == 0
+
+
 def recomputed(site: Site) -> bool:
     """Whether a recomputed forward pass gave it."""
     return site.slot.startswith(RECOMPUTED)
@@ -296,7 +301,7 @@ def _part(
         if size == local:
             sequence_seen |= size == reference.sequence_length
             continue
-        if local == 0 or (size % local and not (local == 1 and size < tensor[1])):
+        if 0 in (size, local) or (size % local and not (local == 1 and size < tensor[1])):
             return None
         if not sequence_seen and _is_sequence(size, axis, tokens, reference, site):
             sequence_seen = True

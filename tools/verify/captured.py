@@ -51,6 +51,11 @@ class RankCapture:
             found.setdefault(record.site, record)
         return found
 
+    def changes(self, file: str) -> dict[tuple[str, str, str], float]:
+        """Of tensors when the iteration was repeated, by stage, name and slot."""
+        changed: dict[str, float] = msgspec.json.decode((self.folder / file).read_bytes())
+        return {tuple(key.split("|")): value for key, value in changed.items()}  # type: ignore[misc]
+
     @cached_property
     def _bytes(self) -> NDArray[np.uint8]:
         path = self.folder / TENSORS_FILE
@@ -93,9 +98,7 @@ class Capture:
         """Largest relative change of each tensor, by stage, name and slot, that was measured."""
         found: dict[tuple[str, str, str], float] = {}
         for one in self.ranks:
-            path = one.folder / RESPONSES_FILE
-            for key, value in msgspec.json.decode(path.read_bytes()).items():
-                stage, name, slot = key.split("|")
+            for (stage, name, slot), value in one.changes(RESPONSES_FILE).items():
                 of_whole = (stage, whole_name(name), slot)
                 found[of_whole] = max(value, found.get(of_whole, 0.0))
         return found

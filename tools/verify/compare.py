@@ -7,38 +7,45 @@ bit needs no tolerance: copies of a parameter, integers, truth values.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
 
 from tools.records.capture import (
     CHOICE,
+    COUNTED_ONCE,
+    COUNTS,
     EARLIER,
     REACH,
     SCORES,
     START_WEIGHT,
     STARTS,
+    UNOBSERVED,
+    UNOBSERVED_FILE,
     UPDATE,
     CapturedRank,
     Site,
     Stage,
     TensorRecord,
 )
-from tools.verify.align import ActivationAligner, of_experts, plain_sites
+from tools.verify.align import ActivationAligner, of_experts, plain_sites, routes
 from tools.verify.captured import Array, Capture, RankCapture, sites_in_order, whole_name
 from tools.verify.comparison import Compared, Comparison, Key, Pair, relative_error
 from tools.verify.norm import memberships
 from tools.verify.parameters import PARAMETERS, Part, Unit, assembled, local_gradients, units
 from tools.verify.rounding import flips_within, in_reaches, spacing, update_error, worst_row
-from tools.verify.tolerance import EPSILON, Tolerances
+from tools.verify.tolerance import EPSILON, RESPONSES, Tolerances
 
 STAGES = tuple(Stage)
 _SHORTLY = 1e-6
 _Copies = dict[str, tuple[int, Array]]
 """Of each part of a parameter the first rank that has it, and its values."""
 _GRADIENT = "gradient"
+_SCALED = (Stage.ACTIVATION_GRADIENTS, Stage.LOCAL_GRADIENTS, Stage.REDUCED_GRADIENTS)
+_OVERFLOW = "it overflows at this loss scale and the step is skipped; set --initial-loss-scale"
 _HELD_BY_NONE = "no rank of the strategy has it"
 NORM = (Stage.NORM, "grad_norm", "returned")
 _WEIGHT = "weight"
@@ -65,26 +72,57 @@ _ATTENTION, _KEY_NORM, _KEY_AND_VALUE = (
 """Where heads of keys and values are apart from those of queries, of which each rank has its own."""
 
 
-def compare(reference: Capture, strategy: Capture) -> Compared:
+Drift = Mapping[Key, float]
+"""How far rounding alone puts off what earlier iterations leave, measured as a strategy's error is."""
+
+
+def drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
+    """The largest of runs whose weights were off by a rounding error in each earlier iteration.
+
+    Adam divides by the gradient's size, and at a high rate what is off is off by more in each iteration.
+    """
+    most: dict[Key, float] = {}
+    for run in runs:
+        comparer = _Comparer(reference, run, {})
+        comparer.parameters()
+        for one in comparer.result().comparisons:
+            carried = one.key[0] in (Stage.OPTIMIZER_STATE, Stage.WEIGHTS)
+            if carried and np.isfinite(one.error):
+                most[one.key] = max(one.error, most.get(one.key, 0.0))
+    # A few runs do not meet the worst of each tensor, where what is off grows from one to the next.
+    of_slot: dict[str, float] = {}
+    for (_, _, slot), error in most.items():
+        if slot.endswith(UPDATE):  # One row whose gradient is rounding says nothing of others.
+            continue
+        of_slot[slot] = max(error / RESPONSES, of_slot.get(slot, 0.0))
+    return {key: max(error, 2 * of_slot.get(key[2], 0.0)) for key, error in most.items()}
+
+
+def compare(
+    reference: Capture, strategy: Capture, drifted: Drift = MappingProxyType({})
+) -> Compared:
     """Compare every tensor that both have.
 
     Args:
         reference: With measured responses.
         strategy: The run in question.
+        drifted: Of the reference, where that was measured.
     """
-    comparer = _Comparer(reference, strategy)
+    comparer = _Comparer(reference, strategy, drifted)
     comparer.lacking()
     comparer.activations()
     comparer.parameters()
     comparer.copies()
     comparer.scalars()
+    comparer.counts()
+    comparer.unobserved()
     comparer.membership()
     return comparer.result()
 
 
 class _Comparer:
-    def __init__(self, reference: Capture, strategy: Capture) -> None:
-        self._reference, self._strategy = reference, strategy
+    def __init__(self, reference: Capture, strategy: Capture, drifted: Drift) -> None:
+        self._reference, self._strategy, self._drifted = reference, strategy, drifted
         self._aligner = ActivationAligner(reference, strategy)
         self._tolerances = Tolerances(reference)
         self._found: dict[Key, Comparison] = {}
@@ -95,8 +133,10 @@ class _Comparer:
     def result(self) -> Compared:
         ordered = sorted(
             self._found.values(),
-            # An iteration's start comes first. What a norm counts is wrong before its value is.
+            # What probes hide was wrong in earlier iterations too, which an iteration's start is made
+            # of; that comes next. What a norm counts is wrong before its value is.
             key=lambda one: (
+                one.key[2] != UNOBSERVED,
                 one.key[2] not in STARTS,
                 STAGES.index(one.key[0]),
                 one.key == NORM,
@@ -130,13 +170,24 @@ class _Comparer:
         return pairs
 
     def _like(self, found: Comparison) -> Iterator[tuple[str, Array]]:
-        """The same part of the reference's other parameters; of a state its own gradient, too."""
+        """The same part of the reference's other parameters; of a state its own gradient, too.
+
+        Of a weight what it was before, and of an activation that of other micro batches and ranks.
+        """
         (stage, name, slot), pair = found.key, found.worst
+        if pair is not None and pair.micro_batch is not None:
+            yield from self._elsewhere(found.key, pair)
         if stage not in PARAMETERS or pair is None:
             return
         candidates = units(self._reference, stage, slot)
         if stage is Stage.OPTIMIZER_STATE:
             candidates |= units(self._reference, Stage.REDUCED_GRADIENTS)
+        if slot == _WEIGHT:
+            for unit, pieces in units(self._reference, stage, START_WEIGHT).items():
+                if whole_name(pieces[0].record.site.name) == name and unit[2] == START_WEIGHT:
+                    values = assembled(pieces, self._reference)[pair.region]
+                    if values.shape == pair.reference.shape:
+                        yield "the iteration before", values
         for unit, pieces in candidates.items():
             other = whole_name(pieces[0].record.site.name)
             own = pieces[0].record.site.stage is not stage
@@ -146,6 +197,18 @@ class _Comparer:
                     values = values[pair.region]
                     if values.shape == pair.reference.shape:
                         yield other, values
+
+    def _elsewhere(self, key: Key, pair: Pair) -> Iterator[tuple[str, Array]]:
+        """What other micro batches of a rank are to have, and other ranks in this one."""
+        for micro_batch in range(self._strategy.first.micro_batches):
+            for other in self._pairs_of(key, micro_batch):
+                same = (other.rank == pair.rank, micro_batch == pair.micro_batch)
+                alike = other.reference.shape == pair.reference.shape
+                if sum(same) == 1 and alike and (other.reference != pair.reference).any():
+                    yield (
+                        f"rank {other.rank}" if same[1] else f"micro batch {micro_batch}",
+                        other.reference,
+                    )
 
     def activations(self) -> None:
         shared: dict[object, list[tuple[TensorRecord, Pair]]] = {}
@@ -164,6 +227,9 @@ class _Comparer:
                 if aligned.ours is None or aligned.reference is None:
                     self._skip(aligned.obstacle, f"{site.name} {site.slot}")
                     continue
+                if self._beyond_scale(site.stage, aligned.ours, aligned.reference):
+                    self._skip(_OVERFLOW, f"{site.name} {site.slot}")
+                    continue
                 pair = Pair(one.rank.rank, site.micro_batch, aligned.ours, aligned.reference)
                 if _is_shared(one.rank, site):
                     part = pair.reference.tobytes()
@@ -176,6 +242,19 @@ class _Comparer:
             record = parts[0][0]
             found = self._comparison(_key(record.site), record)
             self._summed_or_whole(found, [pair for _, pair in parts])
+
+    def _beyond_scale(self, stage: Stage, *values: Array) -> bool:
+        """Whether it is a gradient that overflows where the reference's do: Megatron skips that step."""
+        scaled = stage in _SCALED and self._reference.first.dtype == "float16"
+        return scaled and self._overflows and not all(np.isfinite(one).all() for one in values)
+
+    @cached_property
+    def _overflows(self) -> bool:
+        return not all(
+            np.isfinite(piece.values()[piece.held(piece.values())]).all()
+            for pieces in units(self._reference, Stage.REDUCED_GRADIENTS).values()
+            for piece in pieces
+        )
 
     def _error_of_part(self, found: Comparison, pair: Pair, site: Site, scale: float) -> float:
         """The relative error of a rank's part; of one of small elements in terms of the whole's.
@@ -226,6 +305,9 @@ class _Comparer:
                     continue
                 name = whole_name(theirs[unit][0].record.site.name)
                 whole = assembled(theirs[unit], self._reference)
+                if self._beyond_scale(stage, whole, *(piece.values() for piece in pieces)):
+                    self._skip(_OVERFLOW, name, len(pieces))
+                    continue
                 key = (stage, name, unit[2])
                 found = self._comparison(key, theirs[unit][0].record)
                 if stage is Stage.LOCAL_GRADIENTS:
@@ -367,6 +449,8 @@ class _Comparer:
             theirs.setdefault(record.site, (one, record))
         tied = self._names_there()
         for one, record in _scalars(self._strategy):
+            if record.site.slot == COUNTS:
+                continue
             self._seen += 1
             site = Site(*NORM) if record.site.stage is Stage.NORM else record.site
             site = msgspec.structs.replace(site, name=tied.get(site.name, site.name))
@@ -382,7 +466,46 @@ class _Comparer:
                     "nothing is clipped, and not every optimizer computes a norm then", site.name
                 )
                 continue
-            self._comparison(_key(site), like).add(Pair(one.rank.rank, None, ours, other))
+            found, pair = self._comparison(_key(site), like), Pair(one.rank.rank, None, ours, other)
+            found.add(pair)
+            if site.stage is Stage.NORM:
+                found.copies.append(pair)
+
+    def counts(self) -> None:
+        """How many tokens routers gave each expert in the iteration, over all ranks that route."""
+        held: defaultdict[Key, list[TensorRecord]] = defaultdict(list)
+        totals: list[dict[Key, Array]] = [{}, {}]
+        for total, capture in zip(totals, (self._strategy, self._reference), strict=True):
+            for one, record in _scalars(capture):
+                if record.site.slot == COUNTS and routes(one.rank):
+                    key = _key(record.site)
+                    held[key].append(record)
+                    total[key] = total.get(key, 0) + one.values(record)
+        for key in totals[0]:
+            self._seen += 1
+            if key not in totals[1]:
+                self._skip("the reference has no such tensor", f"{key[1]} {key[2]}")
+                continue
+            ours, theirs = (total[key] for total in totals)
+            self._comparison(key, held[key][0]).add(Pair(0, None, ours, theirs))
+
+    def unobserved(self) -> None:
+        """Gradients of the iteration without probes, where it was repeated so."""
+        for one in self._strategy.ranks:
+            if not (one.folder / UNOBSERVED_FILE).is_file():
+                continue
+            for (stage, name, slot), error in one.changes(UNOBSERVED_FILE).items():
+                record = one.by_site.get(Site(Stage.REDUCED_GRADIENTS, name, slot))
+                if stage != Stage.REDUCED_GRADIENTS or record is None or not np.isfinite(error):
+                    continue
+                whole = whole_name(name)
+                found = self._comparison((Stage.REDUCED_GRADIENTS, whole, UNOBSERVED), record)
+                found.tolerance = self._tolerances.of(
+                    (Stage.REDUCED_GRADIENTS, whole, slot), record
+                )
+                found.error = max(found.error, error)
+                wrong = error > found.tolerance
+                (found.wrong_ranks if wrong else found.right_ranks).add(one.rank.rank)
 
     def _names_there(self) -> dict[str, str]:
         """The reference's name of each parameter, by the strategy's: a tied copy has another."""
@@ -397,7 +520,7 @@ class _Comparer:
     def membership(self) -> None:
         """What each rank counts in the norm, exactly."""
         for one in memberships(self._strategy, units(self._reference, Stage.REDUCED_GRADIENTS)):
-            found = self._comparison((Stage.NORM, one.name, "counted once"), one.record)
+            found = self._comparison((Stage.NORM, one.name, COUNTED_ONCE), one.record)
             self._seen += 1
             found.compared, found.tolerance = found.compared + 1, 0.0
             found.error = max(found.error, one.wrong_share)
@@ -445,7 +568,10 @@ class _Comparer:
             if key[0] in (Stage.LOCAL_GRADIENTS, Stage.NORM):
                 # Buckets are reduced from the model's end.
                 order = self._order.get((Stage.WEIGHTS, key[1], "weight"), order)
-            self._found[key] = Comparison(key, self._tolerances.of(key, like), order)
+            tolerance = self._tolerances.of(key, like)
+            if tolerance > 0:
+                tolerance = max(tolerance, RESPONSES * self._drifted.get(key, 0.0))
+            self._found[key] = Comparison(key, tolerance, order)
         return self._found[key]
 
     def _skip(self, why: str, name: str, tensors: int = 1) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.records.capture import CapturedRank, Stage
+from tools.records.capture import UNOBSERVED, CapturedRank, Stage
 from tools.verify.captured import Array
 from tools.verify.comparison import Comparison, Pair, relative_error
 
@@ -23,6 +23,7 @@ _MOST_ROWS = 65_536
 _FEWEST = 16
 """Elements from which rounding can be told."""
 _SOME_RANKS = "wrong on some ranks only"
+MORE_GRADIENT = "another multiple of its gradient"
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,23 @@ def _kinds(
         yield Kind("held by no rank")
     if found.uncovered:
         yield Kind(f"{found.uncovered} elements are held by no rank")
+    if found.key[2] == UNOBSERVED:
+        yield Kind("vanishes under observation: a buffer that is used again, or a race")
     pair = found.worst
     if pair is None:
         if found.replicas_differ:
             yield Kind("copies differ between ranks")
         return
     if not np.issubdtype(pair.ours.dtype, np.floating):
+        yield from (Kind(f"that of {name}") for name, other in like if _is(pair, other))
         yield from _moved(pair)
         yield Kind("other values")
         return
     if not np.isfinite(pair.ours).all():
         yield Kind("not finite")
     limit = min(max(2 * found.tolerance, 1e-3 * found.error), _LEFT * found.error)
+    if found.key[0] is Stage.NORM:
+        yield from _norms(pairs, limit)
     yield from _factor(pair, limit, rank)
     yield from _rounded_to_half(pair)
     yield from _sums(pairs, limit, rank)
@@ -88,6 +94,16 @@ def _kinds(
         yield Kind("copies differ between ranks")
     if found.wrong_ranks and found.right_ranks:
         yield Kind(_SOME_RANKS)
+
+
+def _norms(pairs: Sequence[Pair], limit: float) -> Iterator[Kind]:
+    """Whether ranks have the same norm, and if not, whether each has that of its own part."""
+    norms = {float(pair.ours.reshape(-1)[0]) for pair in pairs}
+    if len(norms) > 1:
+        whole = np.array([sum(norm**2 for norm in norms) ** 0.5])
+        if relative_error(whole, pairs[0].reference) < limit:
+            yield Kind(f"missing sum of squares over {len(norms)} ranks")
+        yield Kind("another norm on each of the ranks")
 
 
 def _factor(pair: Pair, limit: float, rank: CapturedRank) -> Iterator[Kind]:
@@ -116,10 +132,11 @@ def _named(factor: float, rank: CapturedRank) -> str:
     close = 1e-3
     fits = []
     for name, degree in degrees.items():
-        if degree > 1 and abs(factor / degree - 1) < close:
-            fits.append(f"×{name}")
-        elif degree > 1 and abs(factor * degree - 1) < close:
-            fits.append(f"÷{name}")
+        for size, said in ((degree, name), (degree**0.5, f"√{name}")):
+            if degree > 1 and abs(factor / size - 1) < close:
+                fits.append(f"×{said}")
+            elif degree > 1 and abs(factor * size - 1) < close:
+                fits.append(f"÷{said}")
     return " or ".join(fits) or f"{factor:.6g}"
 
 
@@ -171,14 +188,26 @@ def _of_others(pair: Pair, found: Comparison, like: Iterable[tuple[str, Array]])
             other = other**2 if found.key[2] == "exp_avg_sq" else other
         elif relative_error(ours, other) < _LEFT * found.error:
             yield Kind(f"that of {name}")
+        elif _is(pair, values):
+            yield Kind(f"in part that of {name}")
         square = float(other @ other)
         share = float((ours - reference) @ other) / square if square else 0.0
         if not share or relative_error(reference + share * other, ours) > _LEFT * found.error:
             continue
         if name == found.key[1]:
-            yield Kind("another multiple of its gradient")
+            yield Kind(MORE_GRADIENT)
         elif abs(share - 1) < _LEFT:
             yield Kind(f"a sum too many: {name} on top")
+
+
+def _is(pair: Pair, other: Array) -> bool:
+    """Whether all that is wrong is another tensor's."""
+    off = np.abs(np.subtract(pair.ours, pair.reference, dtype=np.float64))
+    wrong = off > 1e-3 * off.max(initial=0.0)
+    if not wrong.any():
+        return False
+    ours, reference, there = (one[wrong] for one in (pair.ours, pair.reference, other))
+    return relative_error(ours, there) < _LEFT * relative_error(ours, reference)
 
 
 def _moved(pair: Pair) -> Iterator[Kind]:

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from tools.records.capture import (
+    COUNTS,
     RESPONSES_FILE,
     CapturedRank,
     CaptureWriter,
@@ -33,6 +34,7 @@ from tools.verify.align import (
     of_experts,
     positions_of,
     recomputed,
+    routes,
     scale_of,
 )
 from tools.verify.captured import (
@@ -131,7 +133,9 @@ class _Joiner:
             for micro_batch, parts in held[site].items():
                 if micro_batch is None:
                     one, record = parts[0]
-                    self._write(site, record, one.values(record))
+                    counted = [there.values(of) for there, of in parts if routes(there.rank)]
+                    is_sum = site.slot == COUNTS
+                    self._write(site, record, np.sum(counted, 0) if is_sum else one.values(record))
                 elif of_experts(site.name):
                     self._expert(site, micro_batch, parts)
                 else:

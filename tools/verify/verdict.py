@@ -6,13 +6,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 import numpy as np
 
 from tools.records.capture import (
+    BUCKETS,
+    BUFFER,
     CALLED_BY,
     CHOICE,
+    CLIPPING,
     STARTS,
+    UNOBSERVED,
     CapturedRank,
     CaptureWriter,
     Stage,
@@ -22,19 +28,25 @@ from tools.records.io import write_record, written_whole
 from tools.records.verdict import VERDICT_FILE, Outcome, Verdict
 from tools.verify.align import RECOMPUTED, ActivationAligner
 from tools.verify.captured import Array, Capture, VerifyError, as_stored
-from tools.verify.compare import compare
-from tools.verify.comparison import Compared, Comparison
-from tools.verify.kinds import Kind, kind_of
+from tools.verify.compare import Drift, compare
+from tools.verify.comparison import Compared, Comparison, Pair
+from tools.verify.independent import independent
+from tools.verify.kinds import MORE_GRADIENT, Kind, kind_of
 from tools.verify.parameters import Part, Unit, assembled, units
 
-TENSOR_FILE = "first.npz"
+TENSOR_FILE, JUNIT_FILE = "first.npz", "junit.xml"
 MODEL = "model"
 """Name of the whole, whose inputs are a stage of their own."""
+LOSS, OUTPUT_LAYER, OF_EACH_TOKEN = "loss", "output_layer", "of each token"
+"""What gives a token's loss, the module whose output it takes, and its own output."""
 _LOCAL = (Stage.OUTPUTS, Stage.LOSS, Stage.ACTIVATION_GRADIENTS)
 """Stages in which errors spread from module to module."""
 _LAYER = re.compile(r"\.layers\.\d+$")
+_NUMBER = re.compile(r"\.\d+\b")
 _EDGE = 2.0
 """Errors over tolerance up to which modules' errors, each within its own tolerance, may add up."""
+_FAR = 1e4
+"""Errors over tolerance that rounding does not reach in a few dozen iterations."""
 _MOST_KEPT_BYTES = 64 * 2**20
 
 
@@ -109,14 +121,21 @@ def _check_same_masks(theirs: CapturedRank, ours: CapturedRank) -> None:
             )
 
 
-def judge(reference: Capture, strategy: Capture) -> Judgement:
+def judge(
+    reference: Capture, strategy: Capture, drifted: Drift = MappingProxyType({})
+) -> Judgement:
     """Compare two captures.
+
+    Args:
+        reference: With measured responses.
+        strategy: The run in question.
+        drifted: Of the reference, where that was measured.
 
     Raises:
         VerifyError: They are of different work, or none of the activations could be aligned.
     """
     check_same_work(reference, strategy)
-    compared = compare(reference, strategy)
+    compared = compare(reference, strategy, drifted)
     _check_aligned(compared, strategy)
     return _judged(compared, strategy)
 
@@ -137,7 +156,24 @@ def _judged(compared: Compared, strategy: Capture) -> Judgement:
     if not wrong:
         return Judgement(base, compared)
     first = wrong[0]
-    return Judgement(_located(base, first, compared, strategy), compared, first)
+    verdict = _located(base, first, compared, strategy)
+    if first.key[0] not in (*_LOCAL, Stage.INPUTS) and first.key[2] not in (*STARTS, UNOBSERVED):
+        verdict = replace(verdict, also=_also(verdict, first, compared, strategy))
+    return Judgement(verdict, compared, first)
+
+
+def _also(
+    verdict: Verdict, first: Comparison, compared: Compared, strategy: Capture
+) -> tuple[str, ...]:
+    """What is wrong by itself beside the first; of layers that are alike the first one."""
+    found: dict[str, str] = {}
+    alike = {_NUMBER.sub(".*", str(verdict.module)), _NUMBER.sub(".*", first.key[1])}
+    for one in independent(compared, first):
+        name = _NUMBER.sub(".*", one.key[1])
+        if name not in alike:
+            source = _source(one, one.key[1], Kind(""), strategy)
+            found.setdefault(name, f"{one.key[0]}, {one.key[1]} ({source})")
+    return tuple(found.values())
 
 
 def _check_aligned(compared: Compared, strategy: Capture) -> None:
@@ -167,12 +203,20 @@ def begins_before(judgement: Judgement) -> bool:
     return judgement.first is not None and judgement.first.key[2] in STARTS
 
 
+def carries_earlier(judgement: Judgement) -> bool:
+    """Whether the first wrong tensor carries what earlier iterations left."""
+    first, carried = judgement.first, (Stage.OPTIMIZER_STATE, Stage.WEIGHTS)
+    return first is not None and first.key[0] in carried and first.ratio < _FAR
+
+
 def needs_same_start(judgement: Judgement) -> bool:
     """Whether a difference may follow from what rounding made of choices, or of earlier updates.
 
     A router that chose otherwise within rounding leaves nothing to compare. A weight whose gradient is
     all rounding moves as far as any other, and with it what is computed from it.
     """
+    if judgement.first is not None and judgement.first.key[2] == UNOBSERVED:
+        return False
     if judgement.verdict.routing_flips > 0:
         return True
     if judgement.first is None or judgement.compared is None or begins_before(judgement):
@@ -248,17 +292,33 @@ def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgem
         return replace(judgement, verdict=replace(judgement.verdict, confirmed=False))
     first = own[0]
     located = _located(judgement.verdict, first, compared, forced)
-    return Judgement(replace(located, confirmed=True), judgement.compared, first)
+    also = _also(located, first, compared, forced)
+    return Judgement(replace(located, confirmed=True, also=also), judgement.compared, first)
 
 
 def write_verdict(folder: Path, judgement: Judgement) -> None:
-    """Write `verdict.json`, and the first wrong tensor with the reference's beside it."""
+    """Write `verdict.json`, the same as JUnit's XML, and the first wrong tensor with the reference's."""
     folder.mkdir(parents=True, exist_ok=True)
     pair = judgement.first.worst if judgement.first else None
     if pair is not None and pair.ours.nbytes + pair.reference.nbytes <= _MOST_KEPT_BYTES:
         with written_whole(folder / TENSOR_FILE) as file:
             np.savez_compressed(file, ours=pair.ours, reference=pair.reference)
+    with written_whole(folder / JUNIT_FILE) as file:
+        file.write(tostring(_junit(judgement.verdict, folder.name), xml_declaration=True))
     write_record(folder / VERDICT_FILE, judgement.verdict)
+
+
+def _junit(verdict: Verdict, name: str) -> Element:
+    """A suite of one test, as platforms of continuous integration show them."""
+    suite = Element("testsuite", name="verify", tests="1")
+    case = SubElement(suite, "testcase", classname="verify", name=name)
+    if verdict.verdict is not Outcome.HELD:
+        differs = verdict.verdict is Outcome.DIFFERS
+        kind = "failure" if differs else "error"
+        suite.set(f"{kind}s", "1")
+        message = verdict.line if differs else str(verdict.reason)
+        SubElement(case, kind, message=message).text = "\n".join(verdict.also)
+    return suite
 
 
 def _located(base: Verdict, first: Comparison, compared: Compared, strategy: Capture) -> Verdict:
@@ -276,9 +336,22 @@ def _located(base: Verdict, first: Comparison, compared: Compared, strategy: Cap
         factor=kind.factor,
         error=first.error,
         tolerance=first.tolerance,
-        source=_source(module, strategy),
+        worst=None if slot in STARTS or first.worst is None else _worst_element(first.worst),
+        source=_source(first, module, kind, strategy),
         iteration=strategy.first.iteration - int(slot in STARTS),
     )
+
+
+def _worst_element(pair: Pair) -> str | None:
+    ours, reference = pair.ours, pair.reference
+    if ours.shape != reference.shape or not ours.size:
+        return None
+    off = np.nan_to_num(np.abs(np.subtract(ours, reference, dtype=np.float64)), nan=np.inf)
+    place = np.unravel_index(int(off.argmax()), off.shape)
+    starts = [part.start for part in pair.region] or [0] * len(place)
+    index = [int(number) + start for number, start in zip(place, starts, strict=True)]
+    of = "" if pair.region else f" of rank {pair.rank}"
+    return f"worst at {index}{of}: {ours[place]:.6g}, not {reference[place]:.6g}"
 
 
 def _module(first: Comparison, compared: Compared) -> str:
@@ -286,8 +359,12 @@ def _module(first: Comparison, compared: Compared) -> str:
 
     A wrong input of a module, or gradient of its output, is the doing of the module that calls it, if
     what that one got was right; but for a layer's, which come from another stage or from nowhere else.
+    The gradient of the logits is the loss' doing.
     """
     stage, name, slot = first.key
+    if (stage, name) == (Stage.ACTIVATION_GRADIENTS, OUTPUT_LAYER) and slot.startswith("output"):
+        got = [one for one in compared.comparisons if one.key[:2] == (stage, LOSS)]
+        return LOSS if got and not any(one.differs for one in got) else name
     side = "output" if stage is Stage.ACTIVATION_GRADIENTS else "input."
     if slot.startswith(RECOMPUTED):
         side = f"{RECOMPUTED}input."
@@ -328,14 +405,32 @@ def _kind(first: Comparison, compared: Compared, strategy: Capture) -> Kind:
     return kind_of(first, pairs, strategy.first, compared.like(first))
 
 
-def _source(name: str, strategy: Capture) -> str | None:
-    """Where the forward pass of a module, or of a parameter's module, stands."""
-    modules = strategy.modules
+def _source(first: Comparison, name: str, kind: Kind, strategy: Capture) -> str | None:
+    """Where what computes the first wrong tensor stands: a function, or a module's forward pass."""
+    functions, modules = strategy.first.functions, strategy.modules
+    if source := functions.get(_function(first, name, kind, strategy.first)):
+        return source
     while name:
         if name in modules:
             return modules[name].source or None
         name = name.rpartition(".")[0]
     return modules["model"].source if "model" in modules else None
+
+
+def _function(first: Comparison, name: str, kind: Kind, rank: CapturedRank) -> str:
+    """Which of `CapturedRank.functions` computes it; empty where a module does."""
+    stage, of, slot = first.key
+    if stage in _LOCAL:
+        of_token = stage is Stage.LOSS and slot == OF_EACH_TOKEN
+        return stage if name == LOSS and (of == OUTPUT_LAYER or of_token) else ""
+    if slot in (*STARTS, UNOBSERVED) or stage is Stage.LOCAL_GRADIENTS:
+        return ""
+    if slot == BUFFER:  # What finalises gradients also updates experts' biases.
+        return Stage.REDUCED_GRADIENTS
+    shared = rank.data[1] * rank.context[1] > 1
+    if stage is Stage.REDUCED_GRADIENTS and shared and "TP" not in kind.name:
+        return BUCKETS
+    return CLIPPING if kind.name == MORE_GRADIENT else slot if slot in rank.functions else stage
 
 
 def _is_forced(record: TensorRecord) -> bool:

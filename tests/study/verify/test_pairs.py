@@ -104,7 +104,7 @@ def test_a_global_balance_of_experts_is_compared_at_one_number_of_data_parallel_
 ) -> None:
     extra = "--moe-router-load-balancing-type global_aux_loss"
     assert composed("sp2-moe-tiny-2cpu", extra=extra).strategy.devices == 2
-    with pytest.raises(ValueError, match="2 of these ranks against 1, train something else"):
+    with pytest.raises(ValueError, match="4 samples at once against 2 train something else"):
         composed("ep2-moe-tiny-2cpu", extra=extra)
 
 

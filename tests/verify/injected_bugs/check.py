@@ -23,6 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_patches.patch_file import SEPARATOR
 from tests.verify.injected_bugs.trace import STAGES, first_difference
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
@@ -60,13 +61,15 @@ class InjectedBug:
     """Whether the reference is injected as well."""
     trace: Sequence[str] = ()
     """Stage and module as a trace names them, where it cannot see what verify compares."""
+    also: str = ""
+    """Another module that must be found to be wrong by itself."""
     step: int = 2
     """The traced iteration: the first one's learning rate is 0."""
 
     @property
     def path(self) -> Path:
-        """Of the file."""
-        return FOLDER / self.file
+        """Of the file, or of several as PATCH_FILE= takes them."""
+        return Path(SEPARATOR.join(str(FOLDER / one) for one in self.file.split(SEPARATOR)))
 
     @property
     def own_flags(self) -> tuple[str, ...]:

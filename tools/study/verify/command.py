@@ -10,6 +10,7 @@ of it is in one folder of the runs folder: two run folders and `verify/<name>/`;
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 from argparse import Namespace
@@ -35,12 +36,14 @@ from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.study.verify.pairs import Verification, compose_pair, pair_of
 from tools.text.terminal import say
-from tools.verify.captured import VerifyError, read_capture
+from tools.verify.captured import Capture, VerifyError, read_capture
+from tools.verify.compare import Drift, drift
 from tools.verify.page import write_page
 from tools.verify.reassemble import as_one_rank
 from tools.verify.verdict import (
     Judgement,
     begins_before,
+    carries_earlier,
     confirm,
     judge,
     may_have_spread,
@@ -54,6 +57,12 @@ Train = Callable[[str, Launch], str]
 """Trains a launch that is a part of a verification; returns how it failed, empty if it did not."""
 
 SEEDS = 3
+DRIFTS = 2
+"""Runs of the reference by which it is measured how far earlier iterations' rounding carries."""
+DRIFTING = 4
+"""The first iteration in which that is asked: before it the responses of one iteration suffice."""
+_WHAT = {"begun": "strategy with the reference's routing and weights"}
+"""What a part is called where it fails."""
 
 
 @dataclass(frozen=True)
@@ -187,11 +196,11 @@ def judged(verification: Verification, scratch: Path, train: Train) -> Judgement
         scratch: A folder for the tensors.
         train: Trains a launch.
     """
-    judgement = _judged_at(verification.iteration, "", verification, scratch, train)
+    judgement = _At(verification.iteration, "", verification, scratch, train).judged()
     right, wrong = 0, verification.iteration
     while begins_before(judgement) and verification.saving is None and wrong - right > 1:
         tried = (right + wrong) // 2
-        earlier = _judged_at(tried, f"-{tried}", verification, scratch, train)
+        earlier = _At(tried, f"-{tried}", verification, scratch, train).judged()
         if earlier.first is None and earlier.verdict.verdict is not Outcome.HELD:
             break  # It could not be compared.
         if earlier.first is None:
@@ -201,73 +210,84 @@ def judged(verification: Verification, scratch: Path, train: Train) -> Judgement
     return judgement
 
 
-def _judged_at(
-    iteration: int, suffix: str, verification: Verification, scratch: Path, train: Train
-) -> Judgement:
-    """The judgement on one iteration; the names of what is trained for it end with `suffix`."""
-    strategy = verification.strategy
+@dataclass(frozen=True)
+class _At:
+    """A verification by the tensors of one iteration."""
 
-    def trained(part: str, launch: Launch) -> str:
-        return train(f"{part}{suffix}", launch)
+    iteration: int
+    suffix: str
+    """Ends the names of what is trained for it."""
+    verification: Verification
+    scratch: Path
+    train: Train
 
-    def tensors(part: str) -> Path:
-        return scratch / f"{part}{suffix}"
+    def judged(self) -> Judgement:
+        """The judgement on it."""
+        try:
+            return self._judged()
+        except VerifyError as error:
+            return refused(str(error))
+        except OSError as error:
+            return refused(
+                f"The tensors in {from_root(self.scratch)} could not be read or written "
+                f"({error.strerror}); see to it that there is room, or name another folder with RUNS=."
+            )
 
-    parts = [
-        ("reference", _capturing(verification.reference, tensors("reference"), iteration, SEEDS))
-    ]
-    if verification.saving is not None:
-        checkpoint = scratch / "checkpoint"
-        parts.append(("saved", verification.saved(verification.saving, checkpoint)))
-        strategy = verification.resumed(strategy, checkpoint)
-    parts.append(("strategy", _capturing(strategy, tensors("strategy"), iteration, 0)))
-    for part, launch in parts:
-        failure = trained(part, launch)
-        if failure:
-            return refused(f"The {part} {failure}")
-    try:
-        ours = read_capture(tensors("strategy"))
-        captured = read_capture(tensors("reference"))
-        captured = as_one_rank(captured, ours, scratch / f"whole{suffix}" / "reference")
-        judgement = judge(captured, ours)
+    def _judged(self) -> Judgement:
+        verification, strategy = self.verification, self.verification.strategy
+        reference = self._captured("reference", verification.reference, SEEDS)
+        if verification.saving is not None:
+            checkpoint = self.scratch / "checkpoint"
+            saved = verification.saved(verification.saving, checkpoint)
+            if failure := self.train(f"saved{self.suffix}", saved):
+                raise VerifyError(f"The saved {failure}")
+            strategy = verification.resumed(strategy, checkpoint)
+        ours = self._captured("strategy", strategy)
+        whole = as_one_rank(reference, ours, self.scratch / f"whole{self.suffix}" / "reference")
+        drifted: Drift = {}
+        judgement = judge(whole, ours)
+        may_drift = verification.may_drift and self.iteration >= DRIFTING
+        if may_drift and carries_earlier(judgement):
+            drifted = self._drift(reference)
+            judgement = judge(whole, ours, drifted)
         if needs_same_start(judgement):
-            write_forced(captured, ours, tensors("start"), start_alone=True)
-            strategy = _capturing(strategy, tensors("begun"), iteration, 0, tensors("start"))
-            if failure := trained("begun", strategy):
-                raise VerifyError(
-                    f"The strategy with the reference's routing and weights {failure}"
-                )
-            ours = read_capture(tensors("begun"))
-            judgement = judge(captured, ours)
+            start = self._tensors("start")
+            write_forced(whole, ours, start, start_alone=True)
+            ours = self._captured("begun", strategy, forced=start)
+            judgement = judge(whole, ours, drifted)
+            if may_drift and carries_earlier(judgement) and not drifted:
+                judgement = judge(whole, ours, self._drift(reference))
         if not may_have_spread(judgement):
             return judgement
-        write_forced(captured, ours, tensors("given"))
-        again = _capturing(strategy, tensors("forced"), iteration, 0, tensors("given"))
-        failure = trained("forced", again)
-        if failure:
+        write_forced(whole, ours, self._tensors("given"))
+        try:
+            forced = self._captured("forced", strategy, forced=self._tensors("given"))
+        except VerifyError:
             return judgement
-        return confirm(judgement, captured, read_capture(tensors("forced")))
-    except VerifyError as error:
-        return refused(str(error))
-    except OSError as error:
-        return refused(
-            f"The tensors in {from_root(scratch)} could not be read or written ({error.strerror}); see "
-            "to it that there is room, or name another folder with RUNS=."
-        )
+        return confirm(judgement, whole, forced)
 
+    def _drift(self, reference: Capture) -> Drift:
+        names = (f"reference-drifted-{number}" for number in range(DRIFTS))
+        launch = self.verification.reference
+        return drift(reference, (self._captured(name, launch, drift=name) for name in names))
 
-def _capturing(
-    launch: Launch, folder: Path, iteration: int, seeds: int, forced: Path | None = None
-) -> Launch:
-    environment = {
-        **launch.environment,
-        variables.CAPTURE: from_root(folder),
-        variables.CAPTURE_ITERATION: str(iteration),
-        variables.CAPTURE_SEEDS: str(seeds),
-    }
-    if forced is not None:
-        environment[variables.CAPTURE_FORCED] = from_root(forced)
-    return replace(launch, environment=environment)
+    def _captured(
+        self, part: str, launch: Launch, seeds: int = 0, forced: Path | None = None, drift: str = ""
+    ) -> Capture:
+        environment = {
+            variables.CAPTURE: from_root(self._tensors(part)),
+            variables.CAPTURE_ITERATION: str(self.iteration),
+            variables.CAPTURE_SEEDS: str(seeds),
+            variables.CAPTURE_FORCED: from_root(forced) if forced else "",
+            variables.CAPTURE_DRIFT: drift,
+        }
+        launch = replace(launch, environment={**launch.environment, **environment})
+        if failure := self.train(f"{part}{self.suffix}", launch):
+            raise VerifyError(f"The {_WHAT.get(part, part)} {failure}")
+        return read_capture(self._tensors(part))
+
+    def _tensors(self, part: str) -> Path:
+        return self.scratch / f"{part}{self.suffix}"
 
 
 def _write(results: Path, judgement: Judgement) -> None:
@@ -299,8 +319,6 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 def _print(judgement: Judgement, results: Path, console: Console) -> None:
     verdict = judgement.verdict
-    if verdict.mode:
-        say(console, f"compared: {verdict.mode}")
     if verdict.verdict is Outcome.NOT_COMPARABLE:
         say(console, f"not comparable: {verdict.reason}", "red")
     elif verdict.verdict is Outcome.HELD:
@@ -309,14 +327,19 @@ def _print(judgement: Judgement, results: Path, console: Console) -> None:
         if verdict.routing_flips:
             say(console, f"  {verdict.routing_flips} routing choices within rounding differ")
     else:
-        say(console, f"differs at: {verdict.stage}, {verdict.module} ({verdict.tensor})", "red")
+        say(console, f"differs at: {verdict.line}", "red")
+        path, _, line = (verdict.source or "").rpartition(":")
+        if path and os.environ.get("GITHUB_ACTIONS"):  # On the pull request's line.
+            say(console, f"::error file={path},line={line}::{verdict.line}")
         say(console, f"  iteration  {verdict.iteration}")
-        say(console, f"  kind       {verdict.kind}")
         say(console, f"  ranks      {', '.join(map(str, verdict.ranks))}")
         say(console, f"  error      {verdict.error:.3g}, tolerance {verdict.tolerance:.3g}")
         by_itself = {True: "yes", False: "no: errors of others add up", None: "not asked"}
         say(console, f"  by itself  {by_itself[verdict.confirmed]}")
-        say(console, f"  source     {verdict.source or 'unknown'}")
+        for line in verdict.also:
+            say(console, f"  also       {line}")
+    if verdict.mode:
+        say(console, f"compared: {verdict.mode}")
     if verdict.seen:
         say(
             console,

@@ -125,6 +125,11 @@ class Verification:
         return (self.reference, *saving, self.strategy)
 
     @property
+    def may_drift(self) -> bool:
+        """Whether the reference can be trained with weights off by rounding: if Megatron trains it."""
+        return self.reference.spec.backend not in WRITTEN_AGAIN.values()
+
+    @property
     def mode(self) -> str | None:
         """In what the two differ beside their strategies; None if in nothing."""
         return "; ".join(self._differences()) or None

@@ -47,11 +47,12 @@ def _refuse_other_balance(ours: Launch, theirs: Launch) -> None:
             f"{name} balances its experts over each micro batch (aux_loss), so another micro batch "
             f"trains something else; {remedy}"
         )
-    if kind == "global_aux_loss" and (batches[0] != batches[1] or ranks[0] != ranks[1]):
+    samples = [batch * rank for batch, rank in zip(batches, ranks, strict=True)]
+    if kind == "global_aux_loss" and samples[0] != samples[1]:
         raise LaunchError(
             f"{name} balances its experts over the micro batches of all data-parallel ranks so far "
-            f"(global_aux_loss), so other micro batches, or {ranks[0]} of these ranks against "
-            f"{ranks[1]}, train something else; {remedy}"
+            f"(global_aux_loss): {samples[0]} samples at once against {samples[1]} train something "
+            f'else; choose EXTRA_B="--micro-batch-size N" so that both have as many, or {remedy}'
         )
 
 

@@ -1,0 +1,34 @@
+"""The fixes of Megatron's history: each can be run, or says why not; what is a fix that is as stated."""
+
+import pytest
+
+from tests.verify.history import Fix, fixes, verify_history
+from tools.launch.job import parse_target
+from tools.records.capture import Stage
+from tools.records.verdict import Outcome, Verdict
+from tools.spec.setting import SettingError
+
+
+def test_every_fix_is_run_in_a_layout_that_exists_or_says_why_not() -> None:
+    assert len({fix.commit for fix in fixes()}) == len(fixes())
+    for fix in fixes():
+        assert bool(fix.not_run) is not bool(fix.strategy), fix.commit
+        assert fix.stage in {"", *Stage}
+        if fix.strategy:
+            target = f"train-{fix.strategy}-{fix.model}-{fix.devices}cpu"
+            assert parse_target(target).flags is not None
+
+
+def test_a_fix_is_seen_where_it_is_stated_or_by_the_error_that_ends_the_run() -> None:
+    wrong = Verdict(Outcome.DIFFERS, stage=Stage.OUTPUTS, module="decoder")
+    ended = Verdict(Outcome.NOT_COMPARABLE, reason="The strategy ended: sizes differ")
+    stated = {"commit": "a", "pull": 1, "says": "b", "stage": Stage.OUTPUTS}
+    assert Fix(**stated, module="decoder").is_seen(wrong)
+    assert not Fix(**stated, module="embedding").is_seen(wrong)
+    assert not Fix(**stated, module="decoder").is_seen(ended)
+    assert Fix(**stated, fails="sizes differ").is_seen(ended)
+
+
+def test_history_is_of_a_clone() -> None:
+    with pytest.raises(SettingError, match="set MEGATRON_LM= to a whole clone"):
+        verify_history(None)
