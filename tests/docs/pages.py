@@ -35,7 +35,7 @@ def _of_the_published_measurements() -> Iterator[str]:
     yield paper_table()
 
 
-GUIDE = ROOT / "docs" / "guide.md"
+GUIDE, PLANNER = (ROOT / "docs" / name for name in ("guide.md", "planner.md"))
 PAGES: dict[Path, Callable[[], Iterator[str]]] = {
     GUIDE: _of_the_guide,
     ROOT / "examples" / "gpt3" / "README.md": h200_tables,

@@ -7,7 +7,8 @@ from typing import Any, cast
 import pytest
 
 from tests.docs.claims import Claim, judge, load_claims
-from tests.docs.pages import GUIDE, PAGES, placed, renewed
+from tests.docs.pages import GUIDE, PAGES, PLANNER, placed, renewed
+from tests.docs.practitioners import practitioners_table
 from tests.docs.predictions import SizeRow, request_of, size_sentence
 from tests.docs.rules import CASES, rules_table
 from tests.golden.commands_of_the_kit import check_golden
@@ -26,6 +27,11 @@ def test_a_page_holds_the_figures_of_today(page: Path) -> None:
 @pytest.mark.slow
 def test_the_rules_of_thumb_are_those_of_today() -> None:
     check_golden(GUIDE, renewed(GUIDE, [rules_table(CASES)]))
+
+
+@pytest.mark.slow
+def test_what_practitioners_chose_stands_beside_what_the_search_finds_today() -> None:
+    check_golden(PLANNER, renewed(PLANNER, [practitioners_table()]))
 
 
 def test_the_rules_of_thumb_of_few_devices_are_those_of_today() -> None:

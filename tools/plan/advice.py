@@ -125,21 +125,25 @@ def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
             f"{second.strategy}'s {duration(second.seconds.total)}: of tied strategies the one with the "
             "fewest dimensions of parallelism is taken, then the one with the least memory."
         )
+    return (
+        f"{winner.strategy} takes {duration(winner.seconds.total)} an iteration, "
+        f"{100 * lead / winner.seconds.total:.1f}% less than {second.strategy}'s "
+        f"{duration(second.seconds.total)}: it {saved(winner, second)}."
+    )
+
+
+def saved(winner: Candidate, second: Candidate) -> str:
+    """Where the winner's lead comes from: what it saves most of, and what it gives back most of."""
     gaps = {
         name: getattr(second.seconds, name) - getattr(winner.seconds, name)
         for name in TIME_COMPONENTS
     }
     most = max(gaps, key=lambda name: gaps[name])
-    text = (
-        f"{winner.strategy} takes {duration(winner.seconds.total)} an iteration, "
-        f"{100 * lead / winner.seconds.total:.1f}% less than {second.strategy}'s "
-        f"{duration(second.seconds.total)}"
-    )
     least = min(gaps, key=lambda name: gaps[name])
-    text += f": it saves {ms(gaps[most])} ms of {_COMPONENT_WORDS[most]}"
+    text = f"saves {ms(gaps[most])} ms of {_COMPONENT_WORDS[most]}"
     if gaps[least] < -0.001:
         text += f" and gives back {ms(-gaps[least])} ms of {_COMPONENT_WORDS[least]}"
-    return f"{text}."
+    return text
 
 
 def binding(plan: Plan) -> str:
