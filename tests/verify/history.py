@@ -52,8 +52,8 @@ class Fix:
 
     def is_seen(self, verdict: Verdict) -> bool:
         """Whether it is in the Megatron of the verdict, and named where it is."""
-        if self.fails:
-            return self.fails in str(verdict.reason)
+        if self.fails and self.fails in str(verdict.reason):
+            return True
         there = not self.stage or (verdict.stage, verdict.module) == (self.stage, self.module)
         return verdict.verdict is Outcome.DIFFERS and there
 

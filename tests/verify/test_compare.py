@@ -491,22 +491,22 @@ def test_a_gradient_beyond_fp16_is_listed_if_the_reference_skips_its_step(tmp_pa
 
 
 @pytest.mark.parametrize("changed", [0.5 * RESPONSES * 1e-6, 0.5])
-def test_a_gradient_that_is_another_without_probes_is_wrong_before_an_iterations_start(
-    tmp_path, changed
-):
+def test_a_gradient_that_is_another_without_probes_is_wrong_behind_what_they_see(tmp_path, changed):
     at = place((0, 0, 0))
-    sites = weights(Stage.REDUCED_GRADIENTS, "gradient"), weights(slot=START_WEIGHT)
+    sites = [
+        weights(Stage.REDUCED_GRADIENTS, "gradient"),
+        weights(Stage.OPTIMIZER_STATE, "exp_avg"),
+        weights(slot=START_WEIGHT),
+    ]
     reference, ours = (
-        write(
-            tmp_path / name,
-            [(rank(), [(site, WHOLE + wrong, at) for site, wrong in zip(sites, off, strict=True)])],
-        )
-        for name, off in (("reference", (0, 0)), ("ours", (0, 1)))
+        write(tmp_path / name, [(rank(), [(site, WHOLE + off, at) for site in sites])])
+        for name, off in (("reference", 0), ("ours", 1))
     )
     key = f"{Stage.REDUCED_GRADIENTS}|{WEIGHT}|gradient"
     (ours.ranks[0].folder / UNOBSERVED_FILE).write_text(json.dumps({key: changed}))
     names = [one.key[2] for one in compare(reference, ours).wrong()]
-    assert names == ([UNOBSERVED] if changed == 0.5 else []) + [START_WEIGHT]
+    unobserved = [UNOBSERVED] if changed == 0.5 else []
+    assert names == [START_WEIGHT, "gradient", *unobserved, "exp_avg"]
 
 
 def test_tokens_of_an_expert_are_counted_over_the_ranks_that_route(tmp_path):

@@ -39,21 +39,23 @@ class KnownTensors:
     """Tensors of a micro batch's forward pass by their memory, so that one seen twice is kept once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, Any]] = {}
+        self._known: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, float, Any]] = {}
 
     def find(self, tensor: torch.Tensor) -> Any:
         """What was noted of a tensor with the same values, or None."""
         entry = self._known.get(self._key(tensor))
         if entry is None or not tensor.is_contiguous():
             return None
-        noted, what = entry
-        # Megatron may have freed its memory, which another tensor then has.
-        return what if noted.data_ptr() == tensor.data_ptr() else None
+        noted, total, what = entry
+        # Megatron may have freed its memory, which another tensor then has; or written to it by a view
+        # that does not count changes.
+        same = noted.data_ptr() == tensor.data_ptr() and total == _total(tensor)
+        return what if same else None
 
     def note(self, tensor: torch.Tensor, what: Any) -> None:
         """Remember what a tensor is; it is kept alive, so that its memory is not used again."""
         if tensor.is_contiguous():
-            self._known[self._key(tensor)] = (tensor, what)
+            self._known[self._key(tensor)] = (tensor, _total(tensor), what)
 
     def clear(self) -> None:
         """Forget all."""
@@ -63,6 +65,10 @@ class KnownTensors:
     def _key(tensor: torch.Tensor) -> tuple[int, int, int, torch.dtype]:
         # The version counts changes in place.
         return (tensor.data_ptr(), tensor.numel(), tensor._version, tensor.dtype)
+
+
+def _total(tensor: torch.Tensor) -> float:
+    return float(tensor.detach().sum(dtype=torch.float64))
 
 
 class StoredTensors:

@@ -133,13 +133,11 @@ class _Comparer:
     def result(self) -> Compared:
         ordered = sorted(
             self._found.values(),
-            # What probes hide was wrong in earlier iterations too, which an iteration's start is made
-            # of; that comes next. What a norm counts is wrong before its value is.
+            # An iteration's start comes first. What a norm counts is wrong before its value is.
             key=lambda one: (
-                one.key[2] != UNOBSERVED,
                 one.key[2] not in STARTS,
                 STAGES.index(one.key[0]),
-                one.key == NORM,
+                one.key == NORM or one.key[2] == UNOBSERVED,
                 one.order,
             ),
         )
