@@ -1,4 +1,4 @@
-"""What practitioners chose, beside what a search of the planner finds for the same model, devices and batch."""
+"""What practitioners chose beside what a search finds for the same model, devices and batch."""
 
 from __future__ import annotations
 

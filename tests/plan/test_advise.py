@@ -24,7 +24,7 @@ def test_a_model_that_one_device_holds_needs_no_megatron() -> None:
     assert "make train-dp2-zero1-gpt2-large-2gpu" in found["Use"]
     assert found["Megatron for this?"].startswith("Not needed: data parallelism is what PyTorch's")
     assert "zero2's" not in found["Second"], "another sharding is not another choice"
-    assert "1 device(s) hold them" in found["For inference"]
+    assert "need 1 device." in found["For inference"]
 
 
 def test_a_model_that_data_parallelism_cannot_hold_is_worth_megatron() -> None:

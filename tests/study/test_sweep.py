@@ -86,8 +86,8 @@ def test_legal_cells_are_trained_and_the_others_skipped_with_the_rule(
 ) -> None:
     code, text = swept(options)
     assert (code, machine.trained) == (0, ALL)
-    skipped = "2 cell(s) skipped (megatron dp2 gpt2-tiny 1cpu, native dp2 gpt2-tiny 1cpu)"
-    assert f"{skipped}: Strategy 'dp2' uses 2 device(s)" in text
+    skipped = "2 cells skipped (megatron dp2 gpt2-tiny 1cpu, native dp2 gpt2-tiny 1cpu)"
+    assert f"{skipped}: Strategy 'dp2' uses 2 devices" in text
     folder = options.runs.parent / "reports" / "sweep"
     assert {path.name for path in folder.iterdir()} == {
         *("cells.json", "sweep.md", "sweep.json", "sweep.svg")

@@ -11,6 +11,7 @@ from tools.cluster.slurm import Slurm
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind
+from tools.text.units import plural
 
 OUTPUT_FILE = "slurm.txt"
 """In the run folder: what the launchers say on their terminals."""
@@ -95,7 +96,8 @@ def script(job: BatchJob) -> str:
     """The script; every value in it is quoted, and none is a secret."""
     lines = [
         "#!/usr/bin/env bash",
-        f"# {job.name} on {job.slurm.nodes} node(s): the kit's launcher on each starts torchrun.",
+        f"# {job.name} on {plural(job.slurm.nodes, 'node')}: the kit's launcher on each starts "
+        "torchrun.",
         *(f"#SBATCH {line}" for line in _directives(job)),
         "set -euo pipefail",
         *_redirect(job.cells),

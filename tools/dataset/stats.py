@@ -10,6 +10,7 @@ import numpy as np
 from tools.dataset.indexed import Dataset, stretches
 from tools.dataset.split import Draw
 from tools.dataset.verify import common_end
+from tools.text.units import plural
 
 LENGTH_BINS = 32
 """Bin 0 is length 0, bin k is lengths from 2^(k-1) to 2^k - 1."""
@@ -93,7 +94,7 @@ def describe_draws(draws: Sequence[Draw], seq_length: int, steps: int) -> Iterat
         share = train.samples * seq_length / train.tokens
         yield (
             f"{steps:,} steps draw {train.samples:,} samples: {share:.2f} of the training tokens, "
-            f"from {train.epochs} epoch(s)"
+            f"from {plural(train.epochs, 'epoch')}"
         )
 
 

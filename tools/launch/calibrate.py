@@ -41,7 +41,7 @@ from tools.spec.run import DeviceKind, RunSpec
 from tools.spec.strategy import Batch, Parallelism
 from tools.text.table import Column, Table, rich_table
 from tools.text.terminal import say
-from tools.text.units import DASH
+from tools.text.units import DASH, plural
 
 TIMEOUT_SECONDS = 600.0
 MEGATRON_LAYER, MEGATRON_LOOP = 4.5, 20.0
@@ -145,7 +145,7 @@ def conditions(kind: DeviceKind, ranks: int) -> str:
     own = CPU_RANK if kind is DeviceKind.CPU else None
     taken = (WORKLOADS[kind], *(each.name for each in fields(Figures)), own)
     work = hashlib.sha256(repr(taken).encode()).hexdigest()[:8]
-    return f"{ranks} {kind} rank(s){cores}, a thread each, torch {torch}, workload {work}"
+    return f"{plural(ranks, f'{kind} rank')}{cores}, a thread each, torch {torch}, workload {work}"
 
 
 def calibrate(
@@ -156,13 +156,15 @@ def calibrate(
     Raises:
         LaunchError: The measurement failed; with the last error of a rank.
     """
-    console.print(f"Measuring {ranks} {kind} rank(s){why} …", highlight=False)
+    console.print(f"Measuring {plural(ranks, f'{kind} rank')}{why} …", highlight=False)
     try:
         figures = microbenchmark.measure(
             WORKLOADS[kind], kind, ranks, timeout_seconds=TIMEOUT_SECONDS
         )
     except LaunchError as error:
-        raise LaunchError(f"The calibration on {ranks} {kind} rank(s) failed: {error}") from None
+        raise LaunchError(
+            f"The calibration on {plural(ranks, f'{kind} rank')} failed: {error}"
+        ) from None
     assert figures is not None  # There is one node.
     calibration = from_figures(figures, kind, device, link_by_key(device.link))
     calibration = replace(calibration, made_with=conditions(kind, ranks))

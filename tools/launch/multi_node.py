@@ -29,6 +29,7 @@ from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.spec.run import DeviceKind
 from tools.spec.variables import INTERFACES
+from tools.text.units import plural
 
 
 def train_share(launch: Launch, console: Console, title: str) -> bool:
@@ -61,7 +62,9 @@ def _train_first(
         except LaunchError as error:
             coordinator.gather()
             coordinator.refuse(f"Node 0: {error}")
-        console.print(f"{title}: waiting for {nodes.count - 1} more node(s)", highlight=False)
+        console.print(
+            f"{title}: waiting for {plural(nodes.count - 1, 'more node')}", highlight=False
+        )
         launch = _among(launch, coordinator.gather())
         try:
             ensure_start_checkpoint(launch, console)

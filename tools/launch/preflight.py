@@ -38,7 +38,7 @@ from tools.spec.flag_table import argument_names
 from tools.spec.flags import Flags, misspelled, release
 from tools.spec.model import imported_weights
 from tools.spec.run import Backend, DeviceKind, RunSpec
-from tools.text.units import gib
+from tools.text.units import gib, plural
 
 LOG_BYTES = 64 << 20
 """Room that a run's log, samples and event files need on the disk."""
@@ -118,8 +118,8 @@ def nodes_problems(launch: Launch) -> Iterator[str]:
         return
     if launch.devices % nodes.count:
         yield (
-            f"{launch.devices} rank(s) cannot be shared evenly by {nodes.count} nodes; name a target "
-            "whose number of devices they divide."
+            f"{plural(launch.devices, 'rank')} cannot be shared evenly by {nodes.count} nodes; name a "
+            "target whose number of devices they divide."
         )
     if launch.network is not None:
         yield "NET= connects CPU ranks of one machine by a shaped link; leave it out with several nodes."
@@ -291,7 +291,7 @@ def _memory_problems(launch: Launch) -> Iterator[str]:
         yield (
             f"{launch.model.name} with {launch.spec.name} and a micro batch of "
             f"{launch.spec.batch.micro_batch_size} needs about {gib(needed)} GiB on "
-            f"{launch.local_devices} CPU rank(s), and {gib(available)} GiB are free; lower "
+            f"{plural(launch.local_devices, 'CPU rank')}, and {gib(available)} GiB are free; lower "
             "MICRO_BATCH= and GLOBAL_BATCH=, or use a smaller model ('make list')."
         )
 

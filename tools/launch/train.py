@@ -25,6 +25,7 @@ from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, unlisted_flags, values_by_flag
 from tools.spec.run import Backend
 from tools.spec.strategy import parse_strategy, scaling_sentence
+from tools.text.units import plural
 
 _RATE_SHARE = 0.5
 """Of the learning rate, below which it is said what a run reaches."""
@@ -116,7 +117,8 @@ def describe(launch: Launch) -> str:
     """One line on what is about to run."""
     batch = launch.spec.batch
     return (
-        f"{launch.iterations} iterations on {launch.devices} {launch.spec.device.upper()} rank(s), "
+        f"{launch.iterations} iterations on "
+        f"{plural(launch.devices, f'{launch.spec.device.upper()} rank')}, "
         f"micro batch {batch.micro_batch_size}, global batch {batch.global_batch_size}, "
         f"{launch.spec.dtype}, {_trainer(launch)}{_place(launch)}"
     )

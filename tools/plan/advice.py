@@ -14,7 +14,7 @@ from tools.plan.time.cluster import Cluster, route
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec.groups import Group
 from tools.spec.strategy import Parallelism
-from tools.text.units import GIB, amount, duration, gib, joined, ms
+from tools.text.units import GIB, amount, duration, gib, joined, ms, plural
 
 _COMPONENT_WORDS = {
     "matmul": "matrix products",
@@ -104,7 +104,7 @@ def no_fit_sentence(plan: Plan) -> str:
     request, cluster = plan.request, plan.request.cluster
     if plan.lightest is None:
         return (
-            f"No split of {cluster.devices} device(s) divides the global batch of "
+            f"No split of {plural(cluster.devices, 'device')} divides the global batch of "
             f"{request.global_batch} and {request.model.name}'s layers, heads and sequence; use a "
             "global batch that is a multiple of the number of devices."
         )

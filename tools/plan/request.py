@@ -24,6 +24,7 @@ from tools.spec.run import (
     spec_of_flags,
 )
 from tools.spec.strategy import Batch, Parallelism, batch_for
+from tools.text.units import plural
 
 MOST_DEVICES = 262_144
 
@@ -193,7 +194,7 @@ def devices_and_node(options: PlanOptions, domain: int) -> tuple[int, int]:
         per_node = -(-devices // nodes) if nodes else min(devices, domain)
     if nodes is not None and nodes * per_node != devices:
         raise RequestError(
-            f"{nodes} node(s) of {per_node} have {nodes * per_node} GPUs, not {devices}; leave one of "
-            "GPUS=, NODES= and GPUS_PER_NODE= out."
+            f"{plural(nodes, 'node')} of {per_node} have {nodes * per_node} GPUs, not {devices}; leave "
+            "one of GPUS=, NODES= and GPUS_PER_NODE= out."
         )
     return devices, per_node

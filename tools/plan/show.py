@@ -27,7 +27,7 @@ from tools.spec.recompute import recompute_flags
 from tools.spec.run import RunSpec, cp_comm_flags
 from tools.spec.strategy import batch_for, strategy_name
 from tools.text.table import Column, Table, rich_table
-from tools.text.units import gb, gib, joined, ms, percent
+from tools.text.units import gb, gib, joined, ms, percent, plural
 
 
 def plan_as_data(
@@ -153,7 +153,7 @@ def _scaling_sentence(plan: Plan, scaled: Scaling) -> str:
     if scaled.devices == devices:
         return f"Fewer than {devices} devices do not hold it."
     return (
-        f"Against {scaled.devices} device(s) ({scaled.strategy}), the fewest that hold it, "
+        f"Against {plural(scaled.devices, 'device')} ({scaled.strategy}), the fewest that hold it, "
         f"{devices} work at {100 * scaled.efficiency:.0f}% of the efficiency a device."
     )
 

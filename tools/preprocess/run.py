@@ -27,6 +27,7 @@ from tools.preprocess.progress import ProgressLine
 from tools.preprocess.source import START, InputStream, Position, PreprocessOptions, open_source
 from tools.preprocess.tokenizer import TokenizerSpec, load_tokenizer
 from tools.records.io import write_record
+from tools.text.units import plural
 
 ANNOUNCED_BYTES = 64 << 20
 """A document larger than this is announced before it is encoded."""
@@ -84,7 +85,9 @@ class _Work:
         """Encode what is not yet in parts, and join all of them."""
         parts = read_parts(folder)
         if parts:
-            self.progress.say(f"Resuming after {len(parts)} finished part(s) of an earlier run.")
+            self.progress.say(
+                f"Resuming after {plural(len(parts), 'finished part')} of an earlier run."
+            )
         start = parts[-1] if parts else START
         parser = Parser(self.options.keys, self.options.max_document_bytes)
         # The samples have no name here: one may be large, and the run would keep it to its end.

@@ -32,6 +32,7 @@ from tools.spec.files import from_root
 from tools.spec.hardware import Device
 from tools.spec.published import load_published
 from tools.text.terminal import say
+from tools.text.units import plural
 
 EXIT_UNDECIDED = 3
 _NAME = re.compile(r"[\w][\w.-]{0,100}\Z")
@@ -134,8 +135,8 @@ def _add_readings(report: Report, path: Path, console: Console) -> None:
         return
     say(
         console,
-        f"{len(rows)} row(s) are in {from_root(path)}, {new} of them new: 'make plan' and the next "
-        "report predict by them.",
+        f"{from_root(path)} has {plural(len(rows), 'row')}, {new} of them new: 'make plan' and the "
+        "next report predict by them.",
     )
 
 

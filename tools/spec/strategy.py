@@ -237,7 +237,7 @@ def parse_strategy(text: str, devices: int) -> Parallelism:
     parallelism = _parsed(text, devices)
     if parallelism.world_size != devices:
         raise StrategyError(
-            f"Strategy '{text}' uses {parallelism.world_size} device(s), but {devices} were named; "
+            f"Strategy '{text}' uses {parallelism.world_size} devices, but {devices} were named; "
             "the degrees must multiply to the number of devices."
         )
     return parallelism
@@ -294,7 +294,7 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
     if model_ranks < 1 or devices % model_ranks:
         raise StrategyError(
             f"TP {tensor} × PP {pipeline} × CP {context} = {model_ranks} does not divide "
-            f"{devices} device(s); name a number of devices that is a multiple of it."
+            f"{devices} devices; name a number of devices that is a multiple of it."
         )
     stages = stages_of(flags)
     layers_a_stage = flags.integer("--num-layers-per-virtual-pipeline-stage")
@@ -402,7 +402,7 @@ def _scheduled(text: str) -> Parallelism | None:
         return None
     if int(stages) < 2 or virtual in ("0", "1"):
         raise StrategyError(
-            f"Strategy '{text}' has {virtual or stages} stage(s); use 2 or more, or baseline."
+            f"Strategy '{text}' has {virtual or stages} stages; use 2 or more, or baseline."
         )
     return Parallelism(
         pipeline=int(stages),

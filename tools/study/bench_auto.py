@@ -20,6 +20,7 @@ from tools.study.engine import Output, Study, run_experiment
 from tools.study.load import load_sweep
 from tools.study.tables.auto import AutoGroup, AutoRow, render
 from tools.text.terminal import say
+from tools.text.units import plural
 
 NAME = "auto"
 BEST = 4
@@ -43,7 +44,7 @@ def bench_auto(
     experiment = load_sweep(NAME, replace(options, calibrate=True), axes)
     candidates: dict[Cell, Candidate] = {}
     for job in (cell.job for cell in experiment.cells):
-        say(console, f"{job.model.name} on {job.devices} {job.device} rank(s)")
+        say(console, f"{job.model.name} on {plural(job.devices, f'{job.device} rank')}")
         chosen = chosen_candidates(plan_here(job, console))
         candidates |= {cell_of(job, each): each for each in chosen}
     planned = replace(experiment, cells=tuple(candidates), report="bench-auto")

@@ -17,6 +17,7 @@ from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind
 from tools.study.definition import Cell, Experiment
+from tools.text.units import plural
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def skipped_sentences(skipped: Mapping[Cell, str]) -> list[str]:
     for cell, rule in skipped.items():
         cells.setdefault(rule, []).append(cell.name)
     return [
-        f"{len(names)} cell(s) skipped ({', '.join(names)}): {rule}"
+        f"{plural(len(names), 'cell')} skipped ({', '.join(names)}): {rule}"
         for rule, names in cells.items()
     ]
 

@@ -23,6 +23,11 @@ def count(value: int | None) -> str:
     return DASH if value is None else f"{value:,}"
 
 
+def plural(number: int, noun: str) -> str:
+    """`1 rank`, `2,048 ranks`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def loss(value: float | None) -> str:
     """A loss with all seven digits that Megatron prints."""
     return DASH if value is None else f"{value:.7g}"

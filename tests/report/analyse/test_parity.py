@@ -147,7 +147,7 @@ def test_repeats_on_cpu_ranks_that_differ_are_a_finding_and_never_a_tolerance(tm
     assert found["s2"].verdict == "broken@5"
     assert found["s2"].judged == ("s1" if order[0] else "s2")
     assert found["s2"].repeats_differ == (
-        "repeats differ by 1000 unit(s) of the last printed digit: not deterministic, or not the "
+        "repeats differ by 1,000 units of the last printed digit: not deterministic, or not the "
         "same code"
     )
     assert found["t"].verdict == "broken@5"

@@ -40,8 +40,8 @@ def calibrated(root: Path) -> None:
 
 def test_runs_become_readings_once_and_those_that_scatter_do_not(tmp_path: Path) -> None:
     said, _ = made(tmp_path, ("baseline", "dp2", "tp2"), unsteady="tp2")
-    assert "2 row(s) are in " in said
-    assert "mine.csv, 2 of them new" in said
+    assert " has 2 rows, " in said
+    assert "mine.csv has 2 rows, 2 of them new" in said
     readings, unreadable = read_readings(tmp_path / "mine.csv")
     assert not unreadable
     assert [(r.where, r.dp, r.value) for r in readings] == [
@@ -49,7 +49,7 @@ def test_runs_become_readings_once_and_those_that_scatter_do_not(tmp_path: Path)
         (f"{platform.node()}:run-dp2", 2, 0.0915),
     ]
     again, _ = made(tmp_path, ())
-    assert "2 row(s) are in " in again
+    assert " has 2 rows, " in again
     assert "0 of them new" in again
 
 

@@ -67,7 +67,7 @@ def test_largest_cost_is_named_with_its_numbers(baseline: Path, tmp_path: Path) 
     phases |= {Phase.OPTIMIZER: 0.01}
     write_times(folder, *(seconds(rank, phases) for rank in (0, 1)))
     assert answers(baseline, folder)[COST] == (
-        "dp2 ×2: an iteration takes 85.00 ms, baseline's work divided over 2 rank(s) would take "
+        "dp2 ×2: an iteration takes 85.00 ms, baseline's work divided over 2 ranks would take "
         "50.0 ms; 35.0 ms above that: +30.0 ms gradient sync and +5.0 ms all else, within noise.",
     )
 

@@ -422,7 +422,7 @@ def test_the_report_says_what_took_a_reference_away_and_that_repeats_differ(tmp_
         write_run(runs, run_record(name, strategy, seed=seed, code=by), losses(last))
     _, text, folder = made(tmp_path, width=1000)
     assert "Loss parity of tp2 ×2, sp2 ×2 is not against baseline: different seed." in text
-    assert "Of sp2 ×2, repeats differ by 100000 unit(s) of the last printed digit" in text
+    assert "Of sp2 ×2, repeats differ by 100,000 units of the last printed digit" in text
     rows = read_csv(folder)
     assert rows["3"]["parity"] == "broken@8"
     assert "1 older under other code not shown" in rows["1"]["notes"]

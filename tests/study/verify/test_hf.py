@@ -33,7 +33,7 @@ def verification(tmp_path: Path, strategy: str, extra: tuple[str, ...] = ()) -> 
 def test_the_reference_is_transformers_with_the_padding_that_the_layout_has(tmp_path: Path) -> None:
     split = verification(tmp_path, "tp2-mine-2cpu")
     assert split.reference.spec.backend is Backend.TRANSFORMERS
-    assert split.mode == "Megatron against transformers, with the strategy's 1 padding row(s)"
+    assert split.mode == "Megatron against transformers, with the strategy's 1 padding row"
     flags = Flags(split.reference.flags)
     assert flags.text("--imported") == str(tmp_path / "mine")
     assert flags.text("--padded-vocabulary") == "132"

@@ -28,6 +28,8 @@ from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
 from typing import Any
 
+from tools.text.units import plural
+
 STOOD_IN = ("transformer_engine", "nvidia_resiliency_ext", "leptonai")
 """Megatron Core imports the first, Bridge's training loop the second, nemo-run the third."""
 
@@ -147,7 +149,7 @@ def validated(container: Any, ranks: int) -> Any:
     try:
         runtime_config_update(checked)
     except (AssertionError, ValueError, TypeError) as error:
-        sys.exit(f"Megatron-Bridge refuses the recipe on {ranks} rank(s): {error}".strip())
+        sys.exit(f"Megatron-Bridge refuses the recipe on {plural(ranks, 'rank')}: {error}".strip())
     return checked
 
 

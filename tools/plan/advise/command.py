@@ -30,7 +30,7 @@ from tools.plan.show import plan_command
 from tools.plan.tensors import parameters_total
 from tools.spec.strategy import Parallelism, Sharding
 from tools.text.terminal import wide_console
-from tools.text.units import duration, gib, joined
+from tools.text.units import duration, gib, joined, plural
 
 INFERENCE = (
     "For the latency of one request TP; for throughput, or over slow links, stages and replicas; "
@@ -149,7 +149,7 @@ def _zero_or_tensor(kinds: dict[StrategyFamily, Candidate]) -> str:
 
 def _micro_batches(winner: Candidate) -> str:
     spec = winner.spec
-    text = f"{spec.microbatches} of {spec.batch.micro_batch_size} sample(s) a replica"
+    text = f"{spec.microbatches} of {plural(spec.batch.micro_batch_size, 'sample')} a replica"
     if spec.parallelism.pipeline == 1:
         return f"{text}; without stages there is no bubble, so as few as fit."
     bubble = winner.seconds.bubble / winner.seconds.total
@@ -197,7 +197,7 @@ def _inference(request: Request) -> str:
         devices *= 2
     return (
         f"There are no gradients, optimizer and kept activations: weights take {gib(weights)} GiB "
-        f"in bf16, so {devices} device(s) hold them. {INFERENCE}"
+        f"in bf16 and need {plural(devices, 'device')}. {INFERENCE}"
     )
 
 

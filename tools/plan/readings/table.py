@@ -149,7 +149,7 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
     missing = [name for name in COLUMNS if name not in columns]
     if missing:
         raise ReadingsError(
-            f"{path}: row 1 lacks the column(s) {', '.join(missing)}; the first line names the columns, "
+            f"{path}: row 1 lacks {', '.join(missing)}; the first line names the columns, "
             "as in tools/plan/readings/README.md."
         )
     if twice := [name for name in (*COLUMNS, *OF_ONES_OWN) if columns.count(name) > 1]:

@@ -20,7 +20,7 @@ from tools.plan.schedules.simulate import (
 from tools.spec.strategy import PipelineSchedule
 from tools.text.table import Column, Table, rich_table
 from tools.text.terminal import wide_console
-from tools.text.units import percent
+from tools.text.units import percent, plural
 
 
 def schedules(given: Namespace) -> int:
@@ -82,7 +82,7 @@ def _print(timelines: list[SimulatedSchedule]) -> None:
     first = timelines[0]
     title = (
         f"{first.pipeline} stages, {first.microbatches} micro batches an iteration, "
-        f"{first.iterations} iteration(s)"
+        f"{plural(first.iterations, 'iteration')}"
     )
     columns = (
         Column[_Measured]("schedule", lambda row: row[0].schedule.paper_name, right=False),

@@ -14,6 +14,7 @@ from tools.records.measurements import Operation
 from tools.spec.groups import Group, group_ranks
 from tools.spec.hardware import Device, Link
 from tools.spec.strategy import Parallelism
+from tools.text.units import plural
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,9 @@ class Cluster:
     def network(self) -> str:
         """What joins nodes, in a few words, with what was assumed of it."""
         ports = (
-            f"{self.nics} port(s) a node" if self.nics else "one port a GPU unless NICS= says so"
+            f"{plural(self.nics, 'port')} a node"
+            if self.nics
+            else "one port a GPU unless NICS= says so"
         )
         return f"{self.inter.key} between them with {ports}"
 

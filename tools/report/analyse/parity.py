@@ -21,6 +21,7 @@ from tools.report.analyse.must_agree import UNPROVEN
 from tools.report.analyse.must_agree import obstacle as _stated_obstacle
 from tools.report.read.iterations import IterationTable
 from tools.report.read.runs import Run
+from tools.text.units import plural
 
 REFERENCE = "reference"
 HELD = "held"
@@ -94,8 +95,8 @@ class Parity:
         if self.repeats_units is None:
             return ""
         return (
-            f"repeats differ by {self.repeats_units:.0f} unit(s) of the last printed digit: not "
-            "deterministic, or not the same code"
+            f"repeats differ by {plural(round(self.repeats_units), 'unit')} of the last printed digit: "
+            "not deterministic, or not the same code"
         )
 
 
@@ -281,7 +282,7 @@ def resumption_sentence(run: Run) -> str:
     if not common:
         return ""
     units = max(abs(before[n] - after[n]) / last_digit(before[n]) for n in common)
-    how = "the same to" if units < 0.5 else f"off by up to {units:.0f} unit(s) of"
+    how = "the same to" if units < 0.5 else f"off by up to {plural(round(units), 'unit')} of"
     return (
         f"Iterations {common[0]} to {common[-1]} were trained before and after it resumed: their losses "
         f"({len(common)} compared) are {how} the last printed digit."

@@ -11,7 +11,7 @@ from tools.report.explain.predicted import StageTimes, ideal_bubble, measured_st
 from tools.report.explain.subjects import Subject, find
 from tools.report.read.runs import Run
 from tools.spec.strategy import Parallelism
-from tools.text.units import change, joined, milliseconds, number, signed
+from tools.text.units import change, joined, milliseconds, number, plural, signed
 
 _FORWARD, _BACKWARD = "forward without communication", "backward without communication"
 _SMALLEST_SHARE = 0.05
@@ -123,8 +123,9 @@ def _difference(subject: Subject, whole: float, fair: float) -> str:
     ranks = subject.split.world_size
     direction = "above" if whole > fair else "below"
     return (
-        f"an iteration takes {number(1000 * whole)} ms, baseline's work divided over {ranks} rank(s) "
-        f"would take {milliseconds(fair)}; {milliseconds(abs(whole - fair))} {direction} that"
+        f"an iteration takes {number(1000 * whole)} ms, baseline's work divided over "
+        f"{plural(ranks, 'rank')} would take {milliseconds(fair)}; {milliseconds(abs(whole - fair))} "
+        f"{direction} that"
     )
 
 

@@ -16,7 +16,7 @@ from tools.report.render.sentences import (
     some_of,
     token_ratio,
 )
-from tools.text.units import joined, number
+from tools.text.units import joined, number, plural
 
 _MAX_GROUPS = 3
 _MAX_COSTS = 3
@@ -39,7 +39,9 @@ def answer(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
         one = timed[0]
         rate = one.rates.tokens_per_second
         each = f", {number(rate)} tokens/s" if rate else ""
-        more = f"; {len(timed) - 1} more row(s) compare with nothing" if len(timed) > 1 else ""
+        more = (
+            f"; {plural(len(timed) - 1, 'more row')} compare with nothing" if len(timed) > 1 else ""
+        )
         return f"{one.label} takes {number(one.time_ms)} ms an iteration{each}{more}."
     told = [_fastest(members, paid) for members in groups[:_MAX_GROUPS]]
     if len(groups) > _MAX_GROUPS:
@@ -59,9 +61,8 @@ def _against_earlier(report: Report) -> str:
     ]
     open_ = f" Undecided is {some_of(undecided)}; repeat the runs." if undecided else ""
     if changed:
-        return (
-            f"Against {report.baseline}, {len(changed)} row(s) changed: {some_of(changed)}.{open_}"
-        )
+        rows = plural(len(changed), "row")
+        return f"Against {report.baseline}, {rows} changed: {some_of(changed)}.{open_}"
     return f"Nothing {'else ' if undecided else ''}changed against {report.baseline}.{open_}"
 
 

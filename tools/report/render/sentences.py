@@ -15,7 +15,7 @@ from tools.report.analyse.statistics import TimeVerdict, smallest_difference
 from tools.report.read.runs import Run
 from tools.spec.run import RunSpec
 from tools.spec.strategy import BATCH_RULE, Parallelism, batch_for
-from tools.text.units import joined, number, signed_percent
+from tools.text.units import joined, number, plural, signed_percent
 
 _MAX_FLAWS = 8
 MAX_NAMED = 8
@@ -62,8 +62,8 @@ def _planned_sentences(report: Report) -> list[str]:
     worst = max(errors, key=lambda label: abs(errors[label]))
     mean = sum(map(abs, errors.values())) / len(errors)
     return [
-        f"The planner's times are {mean:.0%} off in the mean over {len(errors)} row(s), {worst}'s most "
-        f"({signed_percent(errors[worst], 0)}, positive: predicted too slow)."
+        f"The planner's times are {mean:.0%} off in the mean over {plural(len(errors), 'row')}, "
+        f"{worst}'s most ({signed_percent(errors[worst], 0)}, positive: predicted too slow)."
     ]
 
 
@@ -283,7 +283,7 @@ def _parity_sentences(report: Report) -> list[str]:
         )
         result.append(
             f"Loss parity held for {some_of([e.label for e in held])}: over {fewest} iterations"
-            f" no loss is more than {worst:.0f} unit(s) of the last printed digit off"
+            f" no loss is more than {plural(round(worst), 'unit')} of the last printed digit off"
             f" (tolerance: {basis})."
         )
     result += [

@@ -44,7 +44,7 @@ def claims(rows: Sequence[Entry]) -> list[str]:
     if stashed and (versions := _versions(stashed)):
         sentences.append(
             f"“Weight versioning”: {_verdict(versions[0] > 1)}; PipeDream's stages hold "
-            f"{' and '.join(f'{count:g}' for count in versions)} version(s) of their weights."
+            f"{' and '.join(f'{count:g}' for count in versions)} versions of their weights."
         )
     if stashed and (apart := _distance(stashed, rows[0])) is not None:
         sentences.append(

@@ -28,6 +28,7 @@ from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.strategy import devices_of, parse_strategy
 from tools.study.verify.same_work import refuse_other_work
+from tools.text.units import plural
 
 PREFIX = "verify-"
 ITERATION = 2
@@ -143,7 +144,7 @@ class Verification:
             yield "Megatron against plain PyTorch"
         elif theirs.spec.backend is Backend.TRANSFORMERS:
             rows = Flags(theirs.flags).integer(PADDED) - theirs.model.shape.vocabulary
-            padding = f", with the strategy's {rows} padding row(s)" if rows > 0 else ""
+            padding = f", with the strategy's {plural(rows, 'padding row')}" if rows > 0 else ""
             yield f"Megatron against transformers{padding}"
         elif ours.entry != theirs.entry:
             yield f"{_megatron(ours)} against {_megatron(theirs)}"
