@@ -50,7 +50,7 @@ def test_a_strategy_is_parsed_into_degrees(text: str, devices: int, expected: Pa
 @pytest.mark.parametrize(
     ("text", "devices", "message"),
     [
-        ("tp2", 4, "uses 2 device\\(s\\), but 4 were named"),
+        ("tp2", 4, "uses 2 devices, but 4 were named"),
         ("xp2", 2, "Unknown strategy 'xp2'"),
         ("tp", 2, "Unknown strategy 'tp'"),
         ("zero3tp2", 4, "stands last, over the ranks of DP: tp2dp2-zero3"),
