@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
+
 from tools.records.identity import given_arguments
 from tools.report.read.runs import Run
 from tools.spec.strategy import PipelineSchedule
@@ -98,7 +101,16 @@ def _other_schedule(reference: Run, other: Run) -> list[str]:
 
 
 def _schedule(run: Run) -> dict[str, float | str | None]:
-    given = given_arguments(run.record.argv) if run.record else run.arguments
+    return _schedule_of(run.record.argv) if run.record else _numbers_of(run.arguments)
+
+
+@lru_cache(maxsize=1024)
+def _schedule_of(argv: tuple[str, ...]) -> dict[str, float | str | None]:
+    """Of a command line; each run is compared with many."""
+    return _numbers_of(given_arguments(argv))
+
+
+def _numbers_of(given: Mapping[str, str]) -> dict[str, float | str | None]:
     plain = {name.lstrip("-").replace("-", "_"): value for name, value in given.items()}
     return {name: _as_number(plain.get(name)) for name in _SCHEDULE}
 
