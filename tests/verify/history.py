@@ -45,6 +45,7 @@ class Fix:
     devices: int = 2
     flags: str = ""
     own_flags: str = ""
+    patch: str = ""
     stage: str = ""
     module: str = ""
     """Empty where the first wrong tensor changes from run to run."""
@@ -89,6 +90,8 @@ def _verdict(fix: Fix, clone: Path, commit: str, folder: Path) -> Verdict:
                     *(fix.strategy, fix.model, fix.devices, shlex.split(fix.flags)),
                     iteration=None,
                     own=shlex.split(fix.own_flags),
+                    bug=HISTORY.parent / fix.patch if fix.patch else None,
+                    both=True,
                 ).verdict
             except LaunchError as error:
                 return Verdict(Outcome.NOT_COMPARABLE, reason=str(error))

@@ -100,7 +100,9 @@ def _facts(verdict: Verdict, first: Comparison | None) -> Mapping[str, str]:
             "error": f"{verdict.error:.3g}, tolerance {verdict.tolerance:.3g}"
             f" ({_short(first.ratio)} times the tolerance)",
             "wrong by itself": _BY_ITSELF[verdict.confirmed],
+            "worst element": verdict.worst,
             "source": verdict.source,
+            "also wrong by itself": "; ".join(verdict.also),
         }
     facts |= {"reference": verdict.reference, "layout": verdict.layout, "mode": verdict.mode}
     if verdict.seen:

@@ -350,8 +350,9 @@ def _worst_element(pair: Pair) -> str | None:
     place = np.unravel_index(int(off.argmax()), off.shape)
     starts = [part.start for part in pair.region] or [0] * len(place)
     index = [int(number) + start for number, start in zip(place, starts, strict=True)]
+    at = f" at {index}" if index else ""
     of = "" if pair.region else f" of rank {pair.rank}"
-    return f"worst at {index}{of}: {ours[place]:.6g}, not {reference[place]:.6g}"
+    return f"worst{at}{of}: {ours[place]:.6g}, not {reference[place]:.6g}"
 
 
 def _module(first: Comparison, compared: Compared) -> str:
