@@ -1,6 +1,7 @@
 """Made-up jobs, each with one thing wrong: who is named, and who is not."""
 
 import json
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,37 @@ def test_a_call_that_all_entered_and_nobody_completed_accuses_nobody(tmp_path: P
     job.call((0, 1), "1", done=False)
     found = verdict(job, tmp_path)
     assert (found.kind, found.culprits, found.suspects) == (Kind.NOT_COMPLETED, (), (0, 1))
+
+
+def test_the_one_whose_device_has_not_begun_what_others_have_is_named(tmp_path: Path) -> None:
+    job = four()
+    job.call((0, 1), "1", done=False)
+    job.entries[0][-1]["state"] = "started"
+    found = verdict(job, tmp_path)
+    assert (found.culprits, found.waiting) == ((1,), (0,))
+    assert "Rank 1 (dp 0, tp 1) entered, and its device never began, all_reduce" in found.sentence
+
+
+def test_calls_that_a_coalescing_manager_joined_fit_together(tmp_path: Path) -> None:
+    job = four()
+    job.call(range(4), "0", size=7)
+    job.call(range(4), "0", size=9)
+    for rank in range(4):
+        job.entries[rank][-1]["collective_seq_id"] -= 1
+    job.call((0,), "1", done=False)
+    assert verdict(job, tmp_path).kind is Kind.NEVER_ENTERED
+
+
+def test_a_file_older_than_its_calls_says_nothing_of_when_it_was_dumped(tmp_path: Path) -> None:
+    job = four()
+    job.call((0,), "1", done=False)
+    for rank in range(4):
+        dump = job.dump(rank)
+        del dump["dumped_ns"]
+        path = tmp_path / f"_dump_{rank}"
+        path.write_text(json.dumps(dump))
+        os.utime(path, (0, 0))
+    assert judge(gather([tmp_path])).culprits == (1,)
 
 
 def test_a_rank_whose_dump_is_missing_is_named_only_if_others_wait_for_it(tmp_path: Path) -> None:

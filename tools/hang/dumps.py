@@ -47,12 +47,14 @@ def read_dump(path: Path, rank: int, content: bytes) -> Dump:
         calls = tuple(_call(entry) for entry in entries)
         dumped = found.get("dumped_ns")
         taken = int(dumped) if dumped is not None else path.stat().st_mtime_ns
+        # Archives and copies change a file's time.
+        is_later = not calls or taken >= calls[-1].created_ns
     except Exception as error:  # A hostile pickle raises anything.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnreadableError(
             f"{path} is no whole flight recorder dump ({reason}); it was left out."
         ) from error
-    return Dump(RankEvidence(rank, calls, dumped_ns=taken), groups)
+    return Dump(RankEvidence(rank, calls, dumped_ns=taken if is_later else None), groups)
 
 
 def _load(content: bytes) -> dict[str, Any]:
@@ -80,7 +82,8 @@ def _call(entry: Mapping[str, Any]) -> RecordedCall:
     title = str(entry["profiling_name"])
     operation = title.partition(":")[2] or title
     peer = _PEERS.match(operation)
-    number = entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"]
+    is_p2p = bool(entry.get("is_p2p"))
+    number = entry["p2p_seq_id"] if is_p2p else entry["collective_seq_id"]
     return RecordedCall(
         _same(str(name)),
         _same(str(description)),
@@ -90,6 +93,8 @@ def _call(entry: Mapping[str, Any]) -> RecordedCall:
         _same(tuple(str(each) for each in entry.get("input_dtypes") or ())),
         int(entry["time_created_ns"]),
         bool(entry.get("retired")) or entry.get("state") == "completed",
+        entry.get("state") == "started",
+        is_p2p or peer is not None,
         int(peer[1]) if peer else None,
         _frames(entry.get("frames") or ()),
     )

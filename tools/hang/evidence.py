@@ -44,15 +44,14 @@ class RecordedCall:
     dtypes: tuple[str, ...]
     created_ns: int
     is_done: bool
+    is_started: bool
+    """Whether the device had begun it; never where torch times no calls."""
+    is_point_to_point: bool
+    """Whether it has peers of its own rather than a group: also the end of a batch of exchanges."""
     peer: int | None
     """Of a point-to-point call: the other's rank in the group."""
     frames: tuple[Frame, ...]
     """Innermost first."""
-
-    @property
-    def is_point_to_point(self) -> bool:
-        """Whether it has one peer rather than a group."""
-        return self.operation in ("send", "recv")
 
     @property
     def signature(self) -> Signature:

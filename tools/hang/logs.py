@@ -37,6 +37,8 @@ def watchdog_calls(lines: Iterator[str]) -> Iterator[tuple[int, RecordedCall, st
             (),
             0,
             False,
+            False,
+            False,
             None,
             (),
         )

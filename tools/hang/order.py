@@ -56,9 +56,9 @@ def find_mismatch(evidence: Evidence) -> Mismatch | None:
     for group in evidence.groups.values():
         by_number: dict[int, list[tuple[int, RecordedCall]]] = {}
         for rank in group.ranks:
-            for call in evidence.of(rank).calls:
-                if call.group == group.name and not call.is_point_to_point:
-                    by_number.setdefault(call.number, []).append((rank, call))
+            # Calls that a coalescing manager joins have one number: the last stands for them.
+            for call in _by_number(evidence, rank, group).values():
+                by_number.setdefault(call.number, []).append((rank, call))
         for number in sorted(by_number):
             first, *others = by_number[number]
             other = next((one for one in others if not _fit(first[1], one[1])), None)
@@ -80,6 +80,11 @@ def find_departures(evidence: Evidence, ranks: Iterable[int]) -> list[Departure]
         ]
         own += alone[-1:]
     return own
+
+
+def _by_number(evidence: Evidence, rank: int, group: GroupOfRanks) -> dict[int, RecordedCall]:
+    calls = evidence.of(rank).calls
+    return {c.number: c for c in calls if c.group == group.name and not c.is_point_to_point}
 
 
 def _fit(one: RecordedCall, other: RecordedCall) -> bool:

@@ -172,7 +172,9 @@ def _root_sentence(evidence: Evidence, waits: Waits, rank: int) -> str:
         else:
             group = evidence.groups[wait.call.group]
             inside = [w for w in into if w.call and w.call.group == group.name]
-            text += f" never entered {_title(wait.call)} of its {group.label}, in which "
+            is_in = one.last.get(group.name, -1) >= wait.call.number and not one.is_stopped
+            did = "entered, and its device never began," if is_in else "never entered"
+            text += f" {did} {_title(wait.call)} of its {group.label}, in which "
             text += _name_of_waiting(inside)
             if str(place := _place(evidence, wait)):
                 text += f" ({place})"

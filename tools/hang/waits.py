@@ -89,7 +89,7 @@ def find_waits(evidence: Evidence) -> Waits:
             missing = _not_in(evidence, rank, call, group)
             for other in missing:
                 waits.setdefault(other, Wait(rank, other, call))
-            if not missing:
+            if not missing and not call.is_point_to_point:
                 incomplete.setdefault((call.group, call.number), (group, call))
         if not waits and not one.pending:
             waits = {w.awaited: w for w in _pipeline_waits(evidence, one)}
@@ -124,16 +124,19 @@ def _not_in(
         met = any(c.operation == answer and c.peer == own for c in theirs if c.group == call.group)
         return () if met else (peer,)
     return tuple(
-        other
-        for other in group.ranks
-        if other != rank
-        # A stopped one may have gone on when it was continued for its dump.
-        and (evidence.of(other).is_stopped or _last(evidence.of(other), call.group) < call.number)
+        other for other in group.ranks if other != rank and _is_awaited(evidence.of(other), call)
     )
 
 
-def _last(one: RankEvidence, group: str) -> int:
-    return one.last.get(group, -1)
+def _is_awaited(other: RankEvidence, call: RecordedCall) -> bool:
+    """Whether it never came to this call, or its device has not while this rank's has."""
+    # A stopped one may have gone on when it was continued for its dump.
+    if other.is_stopped or other.last.get(call.group, -1) < call.number:
+        return True
+    if not call.is_started or any(one.is_started for one in other.pending):
+        return False
+    same = (c for c in other.pending if c.group == call.group and not c.is_point_to_point)
+    return any(c.number == call.number for c in same)
 
 
 def _pipeline_waits(evidence: Evidence, one: RankEvidence) -> Iterable[Wait]:
