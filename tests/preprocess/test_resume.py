@@ -112,7 +112,7 @@ def interrupted(tool, english, tmp_path, monkeypatch, capsys):
 def test_it_resumes_from_the_last_commit(tool, interrupted, undisturbed, tmp_path, capsys):
     assert not list(tmp_path.glob("*.idx"))
     assert tool(*interrupted) == 0
-    assert "Resuming after 2 finished part(s)" in capsys.readouterr().err
+    assert "Resuming after 2 finished parts" in capsys.readouterr().err
     assert outputs(tmp_path / "o") == undisturbed
     assert not (tmp_path / "o.partial").exists()
 
