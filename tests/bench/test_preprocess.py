@@ -9,6 +9,7 @@ from tests.bench.preprocess import Rate, ToolComparison, describe, main
 from tests.bench.synthetic_text import synthetic_documents, unseen_documents
 
 
+@pytest.mark.slow
 def test_it_measures_this_tool_and_tokenizers(capsys, monkeypatch):
     monkeypatch.delenv("MEGATRON_LM", raising=False)
     assert main(["--mb", "0.2", "--repeats", "2", "--json"]) == 0

@@ -17,6 +17,7 @@ def test_bench_says_how_fast_beside_a_plain_reader_and_in_how_much_memory():
     assert re.search(r"its report takes [\d.]+ times as long$", str(result))
 
 
+@pytest.mark.slow
 def test_memory_of_the_process_that_started_it_is_not_its_own():
     program = "from tests.bench.scrape import bench_scrape; r = bench_scrape(9);"
     own = [sys.executable, "-c", program + "print(r.peak_memory_mib)"]

@@ -97,6 +97,7 @@ def _renumbered(name: str, first: int) -> str:
     return f"blocks.{first + int(layer)}.{rest}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", TIED)
 def test_a_pipeline_that_flushes_trains_as_one_process_does(
     pipelines: Trained, schedule: str
@@ -107,6 +108,7 @@ def test_a_pipeline_that_flushes_trains_as_one_process_does(
     torch.testing.assert_close(joined(ranks), dict(model.state_dict()), rtol=1e-3, atol=ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_without_flushes_gradients_are_of_weights_as_old_as_the_schedule_says(
     pipelines: Trained, schedule: str
@@ -120,6 +122,7 @@ def test_without_flushes_gradients_are_of_weights_as_old_as_the_schedule_says(
     assert ranks[-1][0][:2] != pytest.approx(fresh[:2], rel=1e-4), "age must make a difference here"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "versions"), [("pipedream", [3, 2, 1]), ("pipedream-2bw", [2, 2, 2])]
 )
@@ -129,6 +132,7 @@ def test_a_stage_keeps_a_buffer_for_each_version_between_forward_and_update(
     assert [len(kept) for _, _, kept, _ in pipelines[schedule, False]] == versions
 
 
+@pytest.mark.slow
 def test_every_rank_gets_the_logits_of_the_whole_model(pipelines: Trained) -> None:
     for schedule in TIED:
         of = chosen(schedule, tied=True)

@@ -431,6 +431,7 @@ def test_a_model_that_the_kits_data_would_change_is_named_behind_the_first_line(
     assert "vocabulary of 50,257 is trained and not the model's own 4,096" in second
 
 
+@pytest.mark.slow
 def test_the_best_of_a_plan_are_verified(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model gpt2-tiny --gpus 2 --gpu h200 --global-batch 64 --verify 2 --json"
     assert main(words.split()) == 0

@@ -45,6 +45,7 @@ def write_shifted(path, size_bytes, base_bytes=64_000_000):
             copy += 1
 
 
+@pytest.mark.slow
 def test_memory_does_not_follow_the_input(tmp_path):
     write_shifted(tmp_path / "small.jsonl", 4_000_000, 4_000_000)
     write_shifted(tmp_path / "large.jsonl", 48_000_000, 4_000_000)

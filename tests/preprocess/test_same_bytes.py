@@ -151,6 +151,7 @@ def code_points():
     return {chr(code): unicodedata.category(chr(code)) == "Cn" for code in codes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [16, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_code_point_is_cut_as_megatrons_regex_cuts_it(exact_gpt2, code_points, step):
     """After a letter, a digit or a space 's is one token; after anything else ' belongs to that.
@@ -200,6 +201,7 @@ def test_the_regex_encoder_agrees_with_hugging_face(regex_gpt2, hugging_face_gpt
     np.testing.assert_array_equal(ours[1], theirs[1])
 
 
+@pytest.mark.slow
 def test_a_text_with_one_unassigned_character_anywhere_is_noticed(code_points):
     assert all(
         has_unassigned(f"naïve {c}s") for c, is_unassigned in code_points.items() if is_unassigned

@@ -257,6 +257,7 @@ print(grown() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_a_few_of_the_largest_tensor(tmp_path: Path) -> None:
     width = 512  # 4 MiB the largest tensor, 100 MiB all of them
     wide = {**LLAMA, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 10}

@@ -266,6 +266,7 @@ def test_time_and_rate_of_one_run_have_one_error_positive_where_predicted_too_sl
     assert found[0].error == pytest.approx(found[0].predicted - 1)
 
 
+@pytest.mark.slow
 def test_every_reading_of_the_file_is_predicted_or_refused_with_a_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
