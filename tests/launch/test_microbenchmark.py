@@ -52,13 +52,13 @@ def test_neighbours_go_around_the_ring_and_two_nodes_are_one_pair() -> None:
 
 
 def test_a_failure_is_reported_by_the_ranks_last_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(microbenchmark, "_command", lambda *_: ("sh", "-c", FAILING))
+    monkeypatch.setattr(microbenchmark, "torchrun", lambda *_: ("sh", "-c", FAILING))
     with pytest.raises(LaunchError, match=r"^RuntimeError: the device is on fire$"):
         microbenchmark.measure(SMALL, DeviceKind.CPU, 2)
-    monkeypatch.setattr(microbenchmark, "_command", lambda *_: ("sh", "-c", KILLED))
+    monkeypatch.setattr(microbenchmark, "torchrun", lambda *_: ("sh", "-c", KILLED))
     with pytest.raises(LaunchError, match=r"^Signal 6 \(SIGABRT\) received by PID 40$"):
         microbenchmark.measure(SMALL, DeviceKind.CPU, 2)
-    monkeypatch.setattr(microbenchmark, "_command", lambda *_: ("sleep", "600"))
+    monkeypatch.setattr(microbenchmark, "torchrun", lambda *_: ("sh", "-c", "exec sleep 600"))
     with pytest.raises(LaunchError, match="the ranks did not end within 0 s"):
         microbenchmark.measure(SMALL, DeviceKind.CPU, 2, timeout_seconds=0.1)
 

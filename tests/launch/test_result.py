@@ -10,7 +10,7 @@ from tests.report.factory import log_text, run_record, write_run
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import NO_OPTIONS
-from tools.launch.result import result_lines
+from tools.launch.train import result_lines
 
 TIMES = [300.0, 200.0, 100.0, 100.0, 100.0]
 

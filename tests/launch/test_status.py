@@ -54,7 +54,14 @@ def test_without_a_terminal_it_is_printed_once(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [Path("runs")]
 
 
-def test_the_newest_memory_of_each_rank_is_shown(tmp_path: Path) -> None:
+def test_the_newest_memory_of_each_rank_is_shown_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
     lines = ["seconds,rank,memory_bytes", "0,0,1", "0,1,2", "1,0,3", "1,1,"]
-    (tmp_path / "samples.csv").write_text("\n".join(lines) + "\n")
-    assert status._newest_memory(tmp_path) == (3.0, 2.0)
+    (run / "samples.csv").write_text("\n".join(lines) + "\n")
+    assert [row.memory_bytes for row in status.follow(tmp_path)] == [()]
+    monkeypatch.setattr(status.records, "looks_alive", lambda folder: True)
+    assert [row.memory_bytes for row in status.follow(tmp_path)] == [(3.0, 2.0)]

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tools.launch.calibrate import calibrate, conditions, cpu_core, gpu_here
 from tools.launch.compose import DEFAULT_DATA, model_for
-from tools.launch.flags import bare_flags, runtime_flags
+from tools.launch.flags import runtime_flags
 from tools.launch.job import Job, parse_target
 from tools.launch.options import Options
 from tools.launch.runtime import choose_runtime
@@ -92,7 +92,7 @@ def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
     if not on_cpu:
         runtime = choose_runtime(options, job.device)
         template = replace(template, fused=options.fused, fused_norms=runtime.transformer_engine)
-        words = bare_flags(runtime_flags(job.device, Parallelism(), runtime), options, model)
+        words = runtime_flags(job.device, Parallelism(), runtime, options, model)
         execution = execution_of_flags(Flags((*words, *options.extra)))
         # As `make plan`: the launcher groups experts where they can be.
         execution = replace(execution, grouped_experts=True)

@@ -29,13 +29,7 @@ from tools.plan.time.rates import rates
 from tools.records.io import write_record
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
-from tools.spec.hardware import (
-    Device,
-    Link,
-    device_by_key,
-    find_device,
-    link_by_key,
-)
+from tools.spec.hardware import Device, Link, device_by_key, find_device, link_by_key
 from tools.spec.model import ModelShape
 from tools.spec.run import DeviceKind, RunSpec
 from tools.spec.strategy import Batch, Parallelism
@@ -94,12 +88,12 @@ def calibrate_here(devices: str | None, runs: Path, console: Console) -> int:
         LaunchError: There are no such devices here, the planner knows no rates of them, or the
             measurement failed.
     """
-    ranks, kind = _devices(devices)
-    device = (
-        cpu_core(ranks)
-        if kind is DeviceKind.CPU
-        else gpu_here(ranks, "DEVICES=2cpu measures CPU ranks")
-    )
+    gpus, cores = len(visible_gpus()), len(os.sched_getaffinity(0))
+    ranks, kind = (gpus, DeviceKind.GPU) if gpus else (cores, DeviceKind.CPU)
+    if devices is not None:
+        ranks, kind = parse_devices(devices.strip(), "DEVICES")
+    on_cpu, instead = kind is DeviceKind.CPU, "DEVICES=2cpu measures CPU ranks"
+    device = cpu_core(ranks) if on_cpu else gpu_here(ranks, instead)
     measured = calibrate(runs, kind, ranks, device, console)
     console.print(rich_table(_compared(measured, device)))
     kept = from_root(calibration_path(runs, device))
@@ -157,14 +151,12 @@ def calibrate(
         LaunchError: The measurement failed; with the last error of a rank.
     """
     console.print(f"Measuring {plural(ranks, f'{kind} rank')}{why} …", highlight=False)
+    place = plural(ranks, f"{kind} rank")
     try:
-        figures = microbenchmark.measure(
-            WORKLOADS[kind], kind, ranks, timeout_seconds=TIMEOUT_SECONDS
-        )
+        work = WORKLOADS[kind]
+        figures = microbenchmark.measure(work, kind, ranks, timeout_seconds=TIMEOUT_SECONDS)
     except LaunchError as error:
-        raise LaunchError(
-            f"The calibration on {plural(ranks, f'{kind} rank')} failed: {error}"
-        ) from None
+        raise LaunchError(f"The calibration on {place} failed: {error}") from None
     assert figures is not None  # There is one node.
     calibration = from_figures(figures, kind, device, link_by_key(device.link))
     calibration = replace(calibration, made_with=conditions(kind, ranks))
@@ -182,14 +174,18 @@ def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link)
     ring = figures.all_reduce_bytes_per_second or link.bytes_per_second
     layer, on_gpu = figures.layer_seconds, kind is DeviceKind.GPU
     of_layer, of_loop = (GPU_LAYER, GPU_LOOP) if on_gpu else (MEGATRON_LAYER, MEGATRON_LOOP)
+
+    def share(figure: float | None, nominal: float) -> float | None:
+        return None if figure is None else figure / nominal
+
     measured = {
-        "matmul": _share(figures.matmul_flops, peak_flops),
-        "attention": _share(figures.attention_flops, peak_flops),
-        "memory": _share(figures.copy_bytes_per_second, device.memory_bytes_per_second),
-        "link": _share(figures.all_reduce_bytes_per_second, link.bytes_per_second),
-        "reduce_scatter_share": _share(figures.reduce_scatter_bytes_per_second, ring),
-        "all_gather_share": _share(figures.all_gather_bytes_per_second, ring),
-        "all_to_all_share": _share(figures.all_to_all_bytes_per_second, ring),
+        "matmul": share(figures.matmul_flops, peak_flops),
+        "attention": share(figures.attention_flops, peak_flops),
+        "memory": share(figures.copy_bytes_per_second, device.memory_bytes_per_second),
+        "link": share(figures.all_reduce_bytes_per_second, link.bytes_per_second),
+        "reduce_scatter_share": share(figures.reduce_scatter_bytes_per_second, ring),
+        "all_gather_share": share(figures.all_gather_bytes_per_second, ring),
+        "all_to_all_share": share(figures.all_to_all_bytes_per_second, ring),
         "layer_launch_seconds": None if layer is None else of_layer * layer,
         "iteration_host_seconds": None if layer is None else of_loop * layer,
         "link_latency_seconds": figures.all_reduce_latency_seconds,
@@ -236,36 +232,23 @@ def _rates_of_formulas(
     return replace(measured, **found)  # type: ignore[arg-type]
 
 
-def _share(measured: float | None, nominal: float) -> float | None:
-    return None if measured is None else measured / nominal
-
-
-def _devices(text: str | None) -> tuple[int, DeviceKind]:
-    if text is None:
-        gpus = len(visible_gpus())
-        return (gpus, DeviceKind.GPU) if gpus else (len(os.sched_getaffinity(0)), DeviceKind.CPU)
-    return parse_devices(text.strip(), "DEVICES")
-
-
 def _compared(measured: Calibration, device: Device) -> Table[str]:
     """A row for each constant that was measured, beside what is shipped: shares of the datasheet's
     rates, and times."""
     shipped = asdict(constants_of(device.generation)) | {"link_latency_seconds": None}
     found = {name: getattr(measured, name) for name in (*NAMES, "link_latency_seconds")}
+
+    def text(name: str, value: float | None) -> str:
+        if value is None:
+            return DASH
+        return f"{1e6 * value:,.0f} µs" if name.endswith("_seconds") else f"{value:.2f}"
+
     columns = (
-        Column[str]("constant", _called, right=False),
-        Column[str]("shipped", lambda name: _text(name, shipped[name])),
-        Column[str]("measured", lambda name: _text(name, found[name])),
+        Column[str](
+            "constant", lambda name: name.removesuffix("_seconds").replace("_", " "), right=False
+        ),
+        Column[str]("shipped", lambda name: text(name, shipped[name])),
+        Column[str]("measured", lambda name: text(name, found[name])),
     )
     rows = tuple(name for name, value in found.items() if value is not None)
     return Table(columns, rows, device.name)
-
-
-def _called(name: str) -> str:
-    return name.removesuffix("_seconds").replace("_", " ")
-
-
-def _text(name: str, value: float | None) -> str:
-    if value is None:
-        return DASH
-    return f"{1e6 * value:,.0f} µs" if name.endswith("_seconds") else f"{value:.2f}"

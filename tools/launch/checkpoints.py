@@ -7,7 +7,6 @@ update that would use it, but the weights themselves may be damaged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +66,13 @@ class Keeper(BackgroundThread):
         newest, said = finished_iteration(self._folder), announced(self._folder)
         if newest is not None and said != self._seen:
             self._seen = said
-            self._verify(checkpoint for checkpoint in stored if checkpoint.iteration <= newest)
+            for checkpoint in stored:
+                if checkpoint.iteration > newest or checkpoint.is_verified:
+                    continue
+                try:
+                    verify(checkpoint, self._has_time)
+                except (DamagedCheckpointError, OSError) as error:
+                    self._note(f"Checkpoint {checkpoint.path.name} cannot be read back: {error}.")
         try:
             prune([checkpoint for checkpoint in stored if self._is_valid(checkpoint)], self._keep)
         except OSError as error:
@@ -78,15 +83,6 @@ class Keeper(BackgroundThread):
         if newest is None or newest.has_nan:
             return False
         return self._ended_well or checkpoint.iteration < newest.iteration
-
-    def _verify(self, checkpoints: Iterable[Checkpoint]) -> None:
-        for checkpoint in checkpoints:
-            if checkpoint.is_verified:
-                continue
-            try:
-                verify(checkpoint, self._has_time)
-            except (DamagedCheckpointError, OSError) as error:
-                self._note(f"Checkpoint {checkpoint.path.name} cannot be read back: {error}.")
 
     def _has_time(self) -> bool:
         """A failed run's status must not wait for gigabytes; its resume reads them back as well."""

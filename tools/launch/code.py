@@ -11,7 +11,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_patches.context import checkout_version, commit_of
@@ -38,11 +38,14 @@ def find_entry(megatron_lm: Path | None) -> MegatronEntry:
             raise LaunchError(
                 "megatron-core is not installed; run 'make setup', or set MEGATRON_LM to a checkout."
             ) from None
-    return MegatronEntry(
-        path=str(megatron_lm / "pretrain_gpt.py"),
-        megatron_version=_version_of(megatron_lm),
-        megatron_commit=commit_of(megatron_lm),
-    )
+    try:
+        version = str(checkout_version(megatron_lm))
+    except (OSError, LookupError):
+        raise LaunchError(
+            f"MEGATRON_LM={megatron_lm} does not state its version in megatron/core/package_info.py; "
+            "point it at a Megatron-LM checkout."
+        ) from None
+    return MegatronEntry(str(megatron_lm / "pretrain_gpt.py"), version, commit_of(megatron_lm))
 
 
 def kit_commit() -> str | None:
@@ -62,7 +65,13 @@ def tree_hash(root: Path, names: Iterable[str]) -> str:
     Hidden folders, caches and what cannot be read are left out.
     """
     digest = hashlib.sha256()
-    for path in sorted(path for name in names for path in _sources(root / name)):
+    files: list[Path] = []
+    for place in (root / name for name in names):
+        files += [place] if place.is_file() else []
+        for folder, folders, found in os.walk(place):
+            folders[:] = [name for name in folders if name[0] != "." and name != "__pycache__"]
+            files += [Path(folder, name) for name in found if name.endswith(SOURCES)]
+    for path in sorted(files):
         try:
             content = path.read_bytes()
         except OSError:  # An editor's broken link, or one that was removed meanwhile.
@@ -81,21 +90,3 @@ def _megatron_of(entry: MegatronEntry) -> str | None:
     folders = found.submodule_search_locations if found else None
     hashes = [tree_hash(Path(folder), (".",)) for folder in sorted(folders or ())]
     return "+".join(hashes) or None
-
-
-def _version_of(checkout: Path) -> str:
-    try:
-        return str(checkout_version(checkout))
-    except (OSError, LookupError):
-        raise LaunchError(
-            f"MEGATRON_LM={checkout} does not state its version in megatron/core/package_info.py; "
-            "point it at a Megatron-LM checkout."
-        ) from None
-
-
-def _sources(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-    for folder, folders, files in os.walk(path):
-        folders[:] = [name for name in folders if name[0] != "." and name != "__pycache__"]
-        yield from (Path(folder, name) for name in files if name.endswith(SOURCES))

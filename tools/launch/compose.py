@@ -13,13 +13,8 @@ from tools.cluster.container.image import MEGATRON_IN_IMAGE
 from tools.cluster.nodes import Nodes
 from tools.launch.code import code_of, find_entry
 from tools.launch.flags import (
-    bare_environment,
-    bare_flags,
-    dropout_flags,
     environment_for,
-    expert_flags,
     optimizer_flags,
-    patch_file_environment,
     runtime_flags,
     saving_flags,
     sharding_flags,
@@ -32,9 +27,15 @@ from tools.launch.options import Options, Saving, patch_file_paths
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.supervise.warm import WarmMegatron
 from tools.records.run import CHECKPOINTS_FOLDER, Code, MegatronEntry
-from tools.spec import variables
 from tools.spec.files import ROOT, from_root
-from tools.spec.flags import Flags, counted_vocabulary, drop_flags, merge_flags, null_tokenizer
+from tools.spec.flags import (
+    Flags,
+    counted_vocabulary,
+    drop_flags,
+    flag_words,
+    merge_flags,
+    null_tokenizer,
+)
 from tools.spec.model import (
     GPT2_VOCABULARY,
     Model,
@@ -44,7 +45,7 @@ from tools.spec.model import (
     with_vocabulary,
 )
 from tools.spec.run import Backend, DeviceKind, RunSpec, spec_of_flags
-from tools.spec.strategy import UNTIED, Batch, Parallelism, batch_for, parallelism_from_flags
+from tools.spec.strategy import UNTIED, batch_for, parallelism_from_flags
 
 TINY_ITERATIONS, ITERATIONS = 25, 100
 DEFAULT_DATA = {
@@ -149,8 +150,10 @@ class Launch:
         if self.saving is not None:
             written += ["--save", f"{run_folder}/{CHECKPOINTS_FOLDER}"]
         loaded = self.resume_point.flags if self.resume_point else ()
-        folders = _wandb_folders(self.flags, run_folder)
-        return (*self.flags, *loaded, *written, *folders)
+        if "--wandb-project" in self.flags:
+            # W&B's client makes a folder `wandb` below the one it is given.
+            written += ["--wandb-exp-name", Path(run_folder).name, "--wandb-save-dir", run_folder]
+        return (*self.flags, *loaded, *written)
 
     def command(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
         """The whole command, from the repository root; in a container, with what starts it."""
@@ -195,32 +198,45 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     data = options.data or DEFAULT_DATA[device]
     model = model_for(job.model, options.extra, data)
     entry = entry_of(runtime, options)
-    batch = _batch(model, parallelism, options)
+    own = batch_for(model.batch, parallelism)
     shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
     shared = shared or imported_weights(model) is not None
     untied = Flags((*model.flags, *job.flags, *options.extra)).has(UNTIED)
     start = start_checkpoint_path(model, entry, options, untied) if shared else None
+    # An imported model says it itself, so that it has no padding but what TP needs.
+    padded_to = model.shape.vocabulary_multiple if imported_weights(model) else 128
     iterations = options.iterations or (TINY_ITERATIONS if "-tiny" in model.name else ITERATIONS)
+    # A run may be longer than its model's file says, where Megatron and its samples end.
+    planned = Flags(model.flags).integer("--train-iters", iterations)
+    longer = bool(options.iterations) and iterations > planned
+    extra = options.extra
+    if Flags(extra).integer("--vocab-size") == model.shape.vocabulary:
+        extra = drop_flags(extra, ("--vocab-size",))  # The tokenizer's flags name it.
     flags = merge_flags(
         trained_flags(model, in_half=device is DeviceKind.GPU),
         job.flags,
-        bare_flags(runtime_flags(device, parallelism, runtime), options, model),
-        expert_flags(model, device, runtime),
+        runtime_flags(device, parallelism, runtime, options, model),
         sharding_flags(parallelism, entry),
-        ("--micro-batch-size", str(batch.micro_batch_size)),
-        ("--global-batch-size", str(batch.global_batch_size)),
-        dropout_flags(options.dropout) if options.dropout is not None else (),
-        ("--seed", str(options.seed), "--data-path", data),
-        # Megatron's own place for it is beside the data, which may be others' and read-only.
-        ("--data-cache-path", from_root(options.runs / DATA_CACHE)),
+        flag_words(
+            {
+                "--micro-batch-size": options.micro_batch_size or own.micro_batch_size,
+                "--global-batch-size": options.global_batch_size or own.global_batch_size,
+                "--attention-dropout": options.dropout,
+                "--hidden-dropout": options.dropout,
+                "--seed": options.seed,
+                "--data-path": data,
+                # Megatron's own place for it is beside the data, which may be others' and read-only.
+                "--data-cache-path": from_root(options.runs / DATA_CACHE),
+            }
+        ),
         null_tokenizer(model.shape.vocabulary, entry.megatron_version),
-        start_flags(start, parallelism, _padded_to(model)) if start else (),
-        _samples_for(model, iterations) if options.iterations else (),
+        start_flags(start, parallelism, padded_to) if start else (),
+        ("--train-iters", str(iterations)) if longer else (),
         ("--exit-interval", str(iterations), "--log-throughput"),
         optimizer_flags(options.optimizer, entry.megatron_version),
         options.wandb.flags if options.wandb else (),
         saving_flags(options.saving, parallelism, entry) if options.saving else (),
-        _but_its_vocabulary(options.extra, model),
+        extra,
     )
     spec = replace(
         spec_of_flags(
@@ -241,26 +257,10 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         data=data,
         start_checkpoint=start,
         flags=flags,
-        environment=environment_for(device, parallelism, start)
-        | (options.wandb.environment if options.wandb else {})
-        | bare_environment(options)
-        | patch_file_environment(options.patch_file)
-        | ({variables.ALLOW_UNKNOWN_MEGATRON: "1"} if options.allow_unknown_megatron else {}),
+        environment=environment_for(device, parallelism, start, options),
         runtime=with_mounts(runtime, data, options),
         nodes=options.nodes,
     )
-
-
-def _samples_for(model: Model, iterations: int) -> tuple[str, ...]:
-    """A run may be longer than its model's file says, where Megatron and its samples end."""
-    planned = Flags(model.flags).integer("--train-iters", iterations)
-    return ("--train-iters", str(iterations)) if iterations > planned else ()
-
-
-def _but_its_vocabulary(words: Sequence[str], model: Model) -> tuple[str, ...]:
-    """Further flags without a vocabulary that is the model's, which the tokenizer's flags name."""
-    given = Flags(words).integer("--vocab-size")
-    return drop_flags(words, ("--vocab-size",)) if given == model.shape.vocabulary else tuple(words)
 
 
 def model_for(model: Model, words: Sequence[str], data: str) -> Model:
@@ -271,11 +271,6 @@ def model_for(model: Model, words: Sequence[str], data: str) -> Model:
     model = changed_model(model, words)
     fixed = data not in GPT2_DATA or imported_weights(model) is not None
     return model if fixed else with_vocabulary(model, GPT2_VOCABULARY)
-
-
-def _padded_to(model: Model) -> int:
-    """An imported model says it itself, so that it has no padding but what TP needs."""
-    return model.shape.vocabulary_multiple if imported_weights(model) else 128
 
 
 def entry_of(runtime: Runtime, options: Options) -> MegatronEntry:
@@ -330,21 +325,3 @@ def with_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
 def _python() -> str:
     python = Path(sys.executable)
     return str(python.relative_to(ROOT) if python.is_relative_to(ROOT) else python)
-
-
-def _batch(model: Model, parallelism: Parallelism, options: Options) -> Batch:
-    own = batch_for(model.batch, parallelism)
-    return Batch(
-        options.micro_batch_size or own.micro_batch_size,
-        options.global_batch_size or own.global_batch_size,
-    )
-
-
-def _wandb_folders(flags: Sequence[str], run_folder: str) -> tuple[str, ...]:
-    """The run's name and place for a run that is logged to W&B, else nothing.
-
-    W&B's client makes a folder `wandb` below the one it is given.
-    """
-    if "--wandb-project" not in flags:
-        return ()
-    return ("--wandb-exp-name", Path(run_folder).name, "--wandb-save-dir", run_folder)

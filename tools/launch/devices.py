@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations
@@ -90,11 +90,8 @@ def memory_used_bytes(gpu: Gpu) -> int:
 def process_ids(gpu: Gpu) -> tuple[int, ...]:
     """Processes that compute on it, as far as NVML sees them (in a container often none)."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
-    try:
-        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError:
-        return ()
-    return tuple(process.pid for process in running)
+    running = _answer(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
+    return tuple(process.pid for process in running or ())
 
 
 def clock_limit_mhz(gpu: Gpu) -> int | None:
@@ -162,7 +159,13 @@ def find_links(gpus: Sequence[Gpu]) -> tuple[DeviceLink, ...]:
 
 def describe_links(links: Iterable[DeviceLink]) -> str | None:
     """Every kind of connection once, such as `NVLink (18 links), peer access`; None without pairs."""
-    return "; ".join(dict.fromkeys(map(_describe, links))) or None
+    access = {True: ", peer access", False: ", no peer access", None: ""}
+    kinds: dict[str, None] = {}
+    for link in links:
+        pcie = f"PCIe, {link.topology or 'unknown'}"
+        path = f"NVLink ({link.nvlinks} links)" if link.nvlinks else pcie
+        kinds[path + access[link.peer_access]] = None
+    return "; ".join(kinds) or None
 
 
 def _gpu(index: int) -> Gpu:
@@ -182,50 +185,35 @@ def _named(word: str) -> Gpu | None:
     return next((gpu for gpu in all_gpus() if word == str(gpu.index)), None)
 
 
-def _describe(link: DeviceLink) -> str:
-    path = (
-        f"NVLink ({link.nvlinks} links)" if link.nvlinks else f"PCIe, {link.topology or 'unknown'}"
-    )
-    access = {True: ", peer access", False: ", no peer access", None: ""}
-    return path + access[link.peer_access]
-
-
 def _link(first: int, second: int, gpu: Gpu, peer: Gpu) -> DeviceLink:
     try:
         one, other = (pynvml.nvmlDeviceGetHandleByIndex(each.index) for each in (gpu, peer))
     except pynvml.NVMLError:
         return DeviceLink(first, second)
-    return DeviceLink(
-        first=first,
-        second=second,
-        topology=_topology(one, other),
-        nvlinks=_nvlinks(one, other),
-        peer_access=_peer(one, other, P2P_READ),
-    )
-
-
-def _topology(handle: Any, peer: Any) -> str | None:
-    try:
-        return TOPOLOGY.get(pynvml.nvmlDeviceGetTopologyCommonAncestor(handle, peer))
-    except pynvml.NVMLError:
-        return None
+    nearest = _answer(pynvml.nvmlDeviceGetTopologyCommonAncestor, one, other)
+    connected = _peer(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    nvlinks = None if connected is None else 0
+    if (
+        connected
+    ):  # Active links of the first that lead to the second, or to the switch between them.
+        bus_id = pynvml.nvmlDeviceGetPciInfo(other).busId
+        links = range(pynvml.NVML_NVLINK_MAX_LINKS)
+        nvlinks = sum(_leads_to(one, link, bus_id) for link in links)
+    topology = None if nearest is None else TOPOLOGY.get(nearest)
+    return DeviceLink(first, second, topology, nvlinks, _peer(one, other, P2P_READ))
 
 
 def _peer(handle: Any, peer: Any, ability: int) -> bool | None:
+    status = _answer(pynvml.nvmlDeviceGetP2PStatus, handle, peer, ability)
+    return None if status is None else bool(status == pynvml.NVML_P2P_STATUS_OK)
+
+
+def _answer(question: Callable[..., Any], *of: Any) -> Any:
+    """None where NVML does not report it."""
     try:
-        status = pynvml.nvmlDeviceGetP2PStatus(handle, peer, ability)
+        return question(*of)
     except pynvml.NVMLError:
         return None
-    return bool(status == pynvml.NVML_P2P_STATUS_OK)
-
-
-def _nvlinks(handle: Any, peer: Any) -> int | None:
-    """Active links of the first GPU that lead to the second, or to the switch between them."""
-    connected = _peer(handle, peer, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-    if not connected:
-        return None if connected is None else 0
-    other = pynvml.nvmlDeviceGetPciInfo(peer).busId
-    return sum(_leads_to(handle, link, other) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
 
 
 def _leads_to(handle: Any, link: int, bus_id: str) -> bool:

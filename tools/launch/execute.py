@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,9 +66,8 @@ def execute(
         if folder is None:
             shutil.rmtree(made)
         raise
-    with (
-        deferred()
-    ):  # A run that ended by itself gets the status of that, whatever is asked meanwhile.
+    # A run that ended by itself gets the status of that, whatever is asked meanwhile.
+    with deferred():
         status = _train_in(made, launch, console, title, group)
     return made, status
 
@@ -91,63 +90,64 @@ def run_ranks(
         FolderRemovedError: Somebody removed the log.
         Interrupted: A request to stop came, and they were ended.
     """
+    folder = folder or log.parent
+    logged_before = log.stat().st_size if log.exists() else 0
+    stacks = folder / records.STACKS_FOLDER
+    own = {**launch.environment, **(also or {}), variables.STACKS: from_root(stacks)}
+    start = launch.warm_command if launch.warm else launch.command
+    in_container = launch.runtime.container is not None
     with deferred():
         try:
-            exit_code = _run_share(launch, log, progress, also or {}, group, folder or log.parent)
+            with (
+                kept_if_filled(stacks, clear_up=folder == log.parent),
+                RankProcesses(
+                    start(from_root(folder)), own, log, in_container, launch.warm
+                ) as ranks,
+                Sampler(_source(launch, ranks), log.with_name(records.SAMPLES_FILE)),
+                closing(LogFollower(log, logged_before)) as follower,
+            ):
+                exit_code = _follow(launch, log, folder, ranks, follower, progress, group)
         except BaseException as error:
             group.finish(ENDED_EARLY, error)
             raise
         return group.finish(exit_code)
 
 
-def _run_share(
+def _follow(
     launch: Launch,
     log: Path,
-    progress: RunProgress,
-    also: Mapping[str, str],
-    group: NodeGroup,
     folder: Path,
+    ranks: RankProcesses,
+    follower: LogFollower,
+    progress: RunProgress,
+    group: NodeGroup,
 ) -> int:
-    where = from_root(folder)
-    logged_before = log.stat().st_size if log.exists() else 0
-    stacks = folder / records.STACKS_FOLDER
-    command = launch.warm_command(where) if launch.warm else launch.command(where)
-    environment = {**launch.environment, **also, variables.STACKS: from_root(stacks)}
-    with (
-        kept_if_filled(stacks, clear_up=folder == log.parent),
-        RankProcesses(
-            command, environment, log, launch.runtime.container is not None, launch.warm
-        ) as ranks,
-        Sampler(_source(launch, ranks), log.with_name(records.SAMPLES_FILE)),
-    ):
-        follower = LogFollower(log, logged_before)
-        watch = HangWatch(launch.job.options.hang_timeout_seconds)
-        limit, began = launch.time_limit_seconds, time.monotonic()
-        try:
-            while True:
-                exit_code = ranks.exit_code()
-                if not log.exists():
-                    raise FolderRemovedError(
-                        f"{folder} was removed while its run was on; its ranks were ended, and what "
-                        "they had measured is gone."
-                    )
-                for iteration in follower.new_iterations():
-                    progress.show(iteration)
-                if exit_code:
-                    exit_status.raise_if_container_ended(log.parent, ranks, exit_code)
-                if exit_code is not None:
-                    return exit_code
-                raise_if_asked()
-                if group.failure():
-                    return ENDED_EARLY
-                if group.hangs(watch.is_hanging(log)):
-                    stopped = group.stopped(collect_stacks(ranks.by_rank(), stacks))
-                    raise watch.error(stopped, stacks)
-                if limit is not None and time.monotonic() - began > limit:
-                    raise TimeLimitError(f"It was not done in {limit:.0f} s and was ended.")
-                time.sleep(POLL_SECONDS)
-        finally:
-            follower.close()
+    """Show iterations until the ranks have ended; as `run_ranks`."""
+    watch = HangWatch(launch.job.options.hang_timeout_seconds)
+    limit, began = launch.time_limit_seconds, time.monotonic()
+    while True:
+        exit_code = ranks.exit_code()
+        if not log.exists():
+            raise FolderRemovedError(
+                f"{folder} was removed while its run was on; its ranks were ended, and what they had "
+                "measured is gone."
+            )
+        for iteration in follower.new_iterations():
+            progress.show(iteration)
+        if exit_code:
+            exit_status.raise_if_container_ended(log.parent, ranks, exit_code)
+        if exit_code is not None:
+            return exit_code
+        raise_if_asked()
+        if group.failure():
+            return ENDED_EARLY
+        if group.hangs(watch.is_hanging(log)):
+            stacks = folder / records.STACKS_FOLDER
+            stopped = group.stopped(collect_stacks(ranks.by_rank(), stacks))
+            raise watch.error(stopped, stacks)
+        if limit is not None and time.monotonic() - began > limit:
+            raise TimeLimitError(f"It was not done in {limit:.0f} s and was ended.")
+        time.sleep(POLL_SECONDS)
 
 
 def _train_in(
@@ -181,20 +181,14 @@ def _train_in(
                 cause = records.StatusRecord(ended.status, None, str(ended), ended.rank)
             if cause and not interrupted:
                 status = replace(status, status=cause.status, reason=cause.reason, rank=cause.rank)
-            status = _finish(folder, status, time.monotonic() - started)
+            try:
+                status = exit_status.finish(folder, status, time.monotonic() - started)
+            except OSError as error:
+                raise LaunchError(
+                    f"{folder} could not be completed ({error.strerror}); the run ended "
+                    f"'{status.status}'. Free some room before the next one."
+                ) from error
     return status
-
-
-def _finish(
-    folder: Path, status: records.StatusRecord, wall_seconds: float
-) -> records.StatusRecord:
-    try:
-        return exit_status.finish(folder, status, wall_seconds)
-    except OSError as error:
-        raise LaunchError(
-            f"{folder} could not be completed ({error.strerror}); the run ended '{status.status}'. "
-            "Free some room before the next one."
-        ) from error
 
 
 def _train(launch: Launch, folder: Path, console: Console, title: str, group: NodeGroup) -> int:
@@ -221,14 +215,12 @@ def _print_problems(keeper: Keeper, console: Console) -> None:
 
 
 def _source(launch: Launch, ranks: RankProcesses) -> SampleSource:
-    if launch.spec.device is DeviceKind.GPU:
-        gpus = visible_gpus()[: launch.local_devices]
-        return GpuRanks(gpus, lambda: _first_rank(launch, ranks))
-    return CpuRanks(ranks)
+    if launch.spec.device is not DeviceKind.GPU:
+        return CpuRanks(ranks)
+    nodes, local = launch.nodes, launch.local_devices
 
+    def first_rank() -> int:
+        # As its processes say, or as nodes are numbered where none is seen.
+        return min(ranks.by_rank(), default=nodes.rank * local) if nodes else 0
 
-def _first_rank(launch: Launch, ranks: RankProcesses) -> int:
-    """This machine's first rank: as its processes say, or as nodes are numbered where none is seen."""
-    if launch.nodes is None:
-        return 0
-    return min(ranks.by_rank(), default=launch.nodes.rank * launch.local_devices)
+    return GpuRanks(visible_gpus()[:local], first_rank)

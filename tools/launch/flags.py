@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_patches.fusions import dropped_flags
 from tools.launch.options import Options, Saving
-from tools.launch.runtime import ON_HOST, Runtime
+from tools.launch.runtime import Runtime
 from tools.records.run import MegatronEntry
 from tools.spec import variables
 from tools.spec.files import from_root, read_args_file
 from tools.spec.flags import flag_words, flags_in, release
 from tools.spec.huggingface import EXACT_GELU, TANH_GELU
 from tools.spec.model import Model
-from tools.spec.run import DeviceKind, OptimizerName, PatchFile
+from tools.spec.run import DeviceKind, OptimizerName
 from tools.spec.strategy import Parallelism
 
 RUNTIMES = Path(__file__).parent / "runtimes"
@@ -32,36 +31,31 @@ CPU_RANK = {
 
 
 def runtime_flags(
-    device: DeviceKind, parallelism: Parallelism, runtime: Runtime = ON_HOST
+    device: DeviceKind, parallelism: Parallelism, runtime: Runtime, options: Options, model: Model
 ) -> tuple[str, ...]:
-    """Flags that the device needs for any model; none where NVIDIA's image has every library."""
-    if device is DeviceKind.CPU:
-        # Megatron-FSDP divides gradients inside the reduction with PREMUL_SUM, which gloo lacks.
-        divide = (
-            ("--no-gradient-reduce-div-fusion",) if parallelism.sharding.is_megatron_fsdp else ()
-        )
-        return (*read_args_file(RUNTIMES / "cpu.args"), *divide)
-    if not runtime.transformer_engine:
-        return read_args_file(RUNTIMES / "host.args")
-    # The output layer is Megatron's own also with Transformer Engine, and its fusion is Apex's.
-    return () if runtime.apex else ("--no-gradient-accumulation-fusion",)
+    """Flags that the device needs; none for most models where NVIDIA's image has every library.
 
-
-def bare_flags(flags: Sequence[str], options: Options, model: Model) -> tuple[str, ...]:
-    """A runtime's flags without those that would disable `FUSED=` patches; SHARE_GPU=1 adds gloo.
-
-    A model whose GELU is the tanh approximation keeps the fusion, where alone Megatron's core has it.
+    `FUSED=` leaves out those that would disable its patches; SHARE_GPU=1 adds gloo.
     """
-    gloo = ("--distributed-backend", "gloo") if options.share_gpu else ()
+    flags: tuple[str, ...] = ()
+    if device is DeviceKind.CPU:
+        flags = read_args_file(RUNTIMES / "cpu.args")
+        if parallelism.sharding.is_megatron_fsdp:
+            # It divides gradients inside the reduction with PREMUL_SUM, which gloo lacks.
+            flags = (*flags, "--no-gradient-reduce-div-fusion")
+    elif not runtime.transformer_engine:
+        flags = read_args_file(RUNTIMES / "host.args")
+    elif not runtime.apex:
+        # The output layer is Megatron's own also with Transformer Engine, and its fusion is Apex's.
+        flags = ("--no-gradient-accumulation-fusion",)
+    # Only with the fusion has Megatron's core GELU's tanh approximation.
     tanh = (EXACT_GELU,) if TANH_GELU in model.flags else ()
     dropped = (*dropped_flags(options.fused), *tanh)
-    return (*(flag for flag in flags if flag not in dropped), *gloo)
-
-
-def expert_flags(model: Model, device: DeviceKind, runtime: Runtime) -> tuple[str, ...]:
-    """Grouped GEMM where there is one: Transformer Engine's, which f4fa7d6b has in bf16 only."""
-    grouped = device is DeviceKind.GPU and runtime.transformer_engine and model.dtype == "bf16"
-    return ("--moe-grouped-gemm",) if model.shape.experts and grouped else ()
+    gloo = ("--distributed-backend", "gloo") if options.share_gpu else ()
+    # Grouped GEMM is Transformer Engine's, and f4fa7d6b has it in bf16 only.
+    on_te = device is DeviceKind.GPU and runtime.transformer_engine and model.dtype == "bf16"
+    grouped = ("--moe-grouped-gemm",) if model.shape.experts and on_te else ()
+    return (*(flag for flag in flags if flag not in dropped), *gloo, *grouped)
 
 
 def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str, ...]:
@@ -79,11 +73,6 @@ def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str,
         *(("--use-distributed-optimizer",) if version < (0, 18) else ()),
         *(("--overlap-grad-reduce",) if overlapped else ()),
     )
-
-
-def dropout_flags(probability: float) -> tuple[str, ...]:
-    """Attention and hidden dropout."""
-    return ("--attention-dropout", str(probability), "--hidden-dropout", str(probability))
 
 
 def start_flags(
@@ -115,7 +104,7 @@ def saving_flags(saving: Saving, parallelism: Parallelism, entry: MegatronEntry)
 
 
 def environment_for(
-    device: DeviceKind, parallelism: Parallelism, start: Path | None = None
+    device: DeviceKind, parallelism: Parallelism, start: Path | None, options: Options
 ) -> dict[str, str]:
     """What the kit sets for the ranks, beyond the caller's environment."""
     environment = {variables.DEVICE: device.value, "HF_HUB_OFFLINE": "1"}
@@ -129,23 +118,17 @@ def environment_for(
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if device is DeviceKind.CPU:
         environment |= CPU_RANK
-    return environment
-
-
-def bare_environment(options: Options) -> dict[str, str]:
-    """Variables that enable the patches of `FUSED=` and `SHARE_GPU=`."""
-    fused = {variables.FUSED: ",".join(options.fused)} if options.fused else {}
-    return fused | ({variables.SHARE_GPU: "1"} if options.share_gpu else {})
-
-
-def patch_file_environment(patch_file: PatchFile | None) -> dict[str, str]:
-    """Variables that make the ranks execute a file before they train
-    (`megatron_patches/patch_file.py`)."""
-    return (
-        {variables.PATCH_FILE: patch_file.path, variables.PATCH_FILE_SHA256: patch_file.sha256}
-        if patch_file
-        else {}
-    )
+    if options.wandb:
+        environment |= options.wandb.environment
+    patch_file = options.patch_file
+    asked = {
+        variables.FUSED: ",".join(options.fused),
+        variables.SHARE_GPU: "1" if options.share_gpu else "",
+        variables.PATCH_FILE: patch_file.path if patch_file else "",
+        variables.PATCH_FILE_SHA256: patch_file.sha256 if patch_file else "",
+        variables.ALLOW_UNKNOWN_MEGATRON: "1" if options.allow_unknown_megatron else "",
+    }
+    return environment | {name: text for name, text in asked.items() if text}
 
 
 def optimizer_flags(name: OptimizerName, megatron_version: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.checkpoints import select_checkpoint
-from tools.launch.named_run import read_named_run
+from tools.launch.run_folder import read_named_run
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, from_root
 from tools.spec.model import HUB, imported_weights, load_model
@@ -49,11 +49,8 @@ def export_hf(run: str, to: str, console: Console) -> int:
     folder = ROOT / run
     if folder.parent == HUB:
         model = load_model(folder.name)
-        checkpoint, words, shape = (
-            HUB / model.name / "checkpoint" / "iter_0000001",
-            model.flags,
-            model.shape,
-        )
+        checkpoint = HUB / model.name / "checkpoint" / "iter_0000001"
+        words, shape = model.flags, model.shape
     else:
         record = read_named_run(folder)
         checkpoint, words = select_checkpoint(folder).checkpoint.path, record.argv

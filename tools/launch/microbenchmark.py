@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,11 +129,14 @@ def measure(
         LaunchError: The ranks failed, with their last error, or were not done in time.
     """
     own = CPU_RANK if device is DeviceKind.CPU else {"OMP_NUM_THREADS": "1"}
+    alone = ranks == 1 and nodes is None
+    start = (sys.executable,) if alone else torchrun(ranks, sys.executable, nodes)
+    asked = msgspec.json.encode(workload).decode()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
         try:
             done = subprocess.run(
-                _command(workload, device, ranks, nodes, output),
+                (*start, "-m", "tools.launch.microbenchmark_rank", device, str(output), asked),
                 cwd=ROOT,
                 env={**(defaults or {}), **os.environ, "PYTHONPATH": str(ROOT), **own},
                 capture_output=True,
@@ -144,23 +147,9 @@ def measure(
         except subprocess.TimeoutExpired:
             raise LaunchError(f"the ranks did not end within {timeout_seconds:.0f} s") from None
         if done.returncode:
-            raise LaunchError(_last_error(done.stderr))
+            # The last exception that a rank printed, or the signal that killed the first of them:
+            # torchrun's own report follows, its root cause last.
+            said = done.stderr
+            found = _ERROR.findall(said) or _SIGNAL.findall(said) or said.strip().splitlines()
+            raise LaunchError(str(found[-1]).strip()[:200] if found else "the ranks failed")
         return msgspec.json.decode(output.read_bytes(), type=Figures) if output.is_file() else None
-
-
-def _command(
-    workload: Workload, device: DeviceKind, ranks: int, nodes: Nodes | None, output: Path
-) -> Sequence[str]:
-    alone = ranks == 1 and nodes is None
-    start = (sys.executable,) if alone else torchrun(ranks, sys.executable, nodes)
-    asked = msgspec.json.encode(workload).decode()
-    return (*start, "-m", "tools.launch.microbenchmark_rank", device, str(output), asked)
-
-
-def _last_error(text: str) -> str:
-    """The last exception that a rank printed, or the signal that killed the first of them.
-
-    torchrun's own report follows, its root cause last.
-    """
-    found = _ERROR.findall(text) or _SIGNAL.findall(text) or text.strip().splitlines()
-    return str(found[-1]).strip()[:200] if found else "the ranks failed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -137,7 +138,9 @@ def expert_problems(launch: Launch, may_drop: bool = False) -> Iterator[str]:
     if not shape.experts or not shape.experts_per_token:
         return
     dropless = shape.experts / shape.experts_per_token
-    factor = _number(flags.text(_CAPACITY))
+    factor = None
+    with suppress(ValueError):  # Megatron refuses what is no number itself.
+        factor = float(flags.text(_CAPACITY))
     compared = launch.start_checkpoint is not None and not may_drop
     if compared and factor is not None and 0 <= factor < dropless:
         yield (
@@ -224,14 +227,6 @@ def _flag_problems(launch: Launch) -> Iterator[str]:
         wrong = {name: said for name, said in wrong.items() if not argument_names([name]) <= own}
     if variables.PATCH_FILE not in launch.environment:
         yield from wrong.values()
-
-
-def _number(text: str) -> float | None:
-    """None where the text is no number; Megatron refuses such text itself."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _data_problems(launch: Launch) -> Iterator[str]:

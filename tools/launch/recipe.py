@@ -24,8 +24,8 @@ from tools.convert.recipe.written import (
     written_recipe,
 )
 from tools.launch.job import make_command, parse_target
-from tools.launch.named_run import read_named_run
 from tools.launch.options import Options
+from tools.launch.run_folder import read_named_run
 from tools.launch.runtime import ON_HOST
 from tools.launch.train import compose_job
 from tools.plan.constraints import violations

@@ -14,26 +14,24 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.checkpoints import SelectedCheckpoint, select_checkpoint
+from tools.launch.checkpoints import select_checkpoint
 from tools.launch.compose import Launch, ResumePoint, compose, entry_of, model_for
 from tools.launch.job import Job
 from tools.launch.multi_node import train_share
-from tools.launch.named_run import read_named_run
 from tools.launch.network import link_of
 from tools.launch.options import Options, Saving, read_patch_file
 from tools.launch.preflight import check
-from tools.launch.run_folder import only_attempt
+from tools.launch.run_folder import only_attempt, read_named_run
 from tools.launch.runtime import choose_runtime
 from tools.launch.train import describe, dry_run, train_once
 from tools.records.checkpoints import find_checkpoints
-from tools.records.run import CHECKPOINTS_FOLDER, MegatronEntry, RunRecord
+from tools.records.run import CHECKPOINTS_FOLDER, RunRecord
 from tools.spec.errors import LaunchError
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, counted_vocabulary, drop_flags, merge_flags
 from tools.spec.model import imported_weights, load_model
 from tools.spec.run import Backend, PatchFile, RuntimeName
 from tools.spec.strategy import (
-    Batch,
     Parallelism,
     devices_of,
     parse_strategy,
@@ -43,8 +41,6 @@ from tools.spec.variables import INTERFACES
 
 PER_ATTEMPT_FLAGS = of_role("start", "attempt")
 """Flags that say how a run began and where it writes, not what is trained."""
-
-_VOCABULARY_MULTIPLE = "--make-vocab-size-divisible-by"
 
 
 def resume(run: str | Path, strategy: str | None, options: Options, console: Console) -> int:
@@ -69,7 +65,14 @@ def resume(run: str | Path, strategy: str | None, options: Options, console: Con
             return dry_run(launch)
         if launch.nodes is None:  # Else each node reports to the others what stops it.
             check(launch)
-        _tell(run, launch, choice, console)
+        for checkpoint, flaw in choice.skipped:
+            skipped = f"{checkpoint.path.name} is passed over: {flaw}. The one before it is used."
+            console.print(skipped, style="yellow", highlight=False)
+        console.print(
+            f"{run.name} resumes after iteration {loaded.iteration} as {launch.spec.name}: "
+            f"{describe(launch)}",
+            highlight=False,
+        )
         own_folder = launch.spec.parallelism == record.spec.parallelism
         if not own_folder:  # The run itself may be resumed at the same time.
             held.close()
@@ -107,10 +110,21 @@ def relaunch(
             f'EXTRA="--train-iters {iterations}" trains on, and draws its samples in another order.'
         )
     parallelism = _parallelism(record, strategy)
-    batch = _batch(record, parallelism, options)
-    asked = _as_it_was(record, options)
+    # The same global batch, in micro batches that divide it among the new data-parallel ranks.
+    whole = record.spec.batch.global_batch_size
+    micro = math.gcd(record.spec.batch.micro_batch_size, max(1, whole // parallelism.data))
+    # The run's own runtime, image and checkout.
+    path = Path(record.entry.path)
+    checkout = path.parent if path.is_absolute() and record.runtime == RuntimeName.HOST else None
+    lm = options.megatron_lm or checkout
+    asked = replace(options, runtime=RuntimeName(record.runtime), megatron_lm=lm)
     runtime = choose_runtime(asked, record.spec.device)
-    entry = _same_megatron(record, entry_of(runtime, asked))
+    entry = entry_of(runtime, asked)
+    if entry.megatron_version != record.entry.megatron_version:
+        raise LaunchError(
+            f"{record.run} was trained by Megatron {record.entry.megatron_version}, and "
+            f"{entry.megatron_version} is here; name its checkout with MEGATRON_LM=."
+        )
     data = Flags(record.argv).text("--data-path")
     words = counted_vocabulary(record.argv, entry.megatron_version)
     model = model_for(load_model(record.spec.model, options.model), words, data)
@@ -122,8 +136,8 @@ def relaunch(
         replace(
             asked,
             iterations=iterations,
-            micro_batch_size=batch.micro_batch_size,
-            global_batch_size=batch.global_batch_size,
+            micro_batch_size=options.micro_batch_size or micro,
+            global_batch_size=whole,
             data=data,
             # What its arguments say counts, whatever the kit's files say today.
             extra=merge_flags(
@@ -175,36 +189,16 @@ def resume_if_saved(launch: Launch, folder: Path) -> Launch:
     )
 
 
-def _tell(run: Path, launch: Launch, choice: SelectedCheckpoint, console: Console) -> None:
-    for checkpoint, flaw in choice.skipped:
-        console.print(
-            f"{checkpoint.path.name} is passed over: {flaw}. The one before it is used.",
-            style="yellow",
-            highlight=False,
-        )
-    console.print(
-        f"{run.name} resumes after iteration {choice.checkpoint.iteration} as {launch.spec.name}: "
-        f"{describe(launch)}",
-        highlight=False,
-    )
-
-
 def _recorded(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
     """The run's arguments without those that concerned one start, and without another strategy's."""
     of_batch = {"--micro-batch-size", "--global-batch-size"}
     if parallelism == record.spec.parallelism:
         return drop_flags(record.argv, PER_ATTEMPT_FLAGS | of_batch)
     kept = drop_flags(record.argv, PER_ATTEMPT_FLAGS | of_batch | of_role("parallelism"))
-    return merge_flags(kept, _same_vocabulary(record, parallelism))
-
-
-def _same_megatron(record: RunRecord, entry: MegatronEntry) -> MegatronEntry:
-    if entry.megatron_version != record.entry.megatron_version:
-        raise LaunchError(
-            f"{record.run} was trained by Megatron {record.entry.megatron_version}, and "
-            f"{entry.megatron_version} is here; name its checkout with MEGATRON_LM=."
-        )
-    return entry
+    # Megatron pads the vocabulary to a multiple of this times TP; padding rows are saved as well.
+    multiple = "--make-vocab-size-divisible-by"
+    rows = Flags(record.argv).integer(multiple) * record.spec.parallelism.tensor
+    return merge_flags(kept, (multiple, str(max(1, rows // parallelism.tensor))))
 
 
 def _parallelism(record: RunRecord, strategy: str | None) -> Parallelism:
@@ -242,28 +236,3 @@ def _patch_file(record: RunRecord, options: Options) -> PatchFile | None:
             "cannot change when it is resumed; leave PATCH_FILE= out."
         )
     return patch_file
-
-
-def _batch(record: RunRecord, parallelism: Parallelism, options: Options) -> Batch:
-    """The same global batch, in micro batches that divide it among the new data-parallel ranks."""
-    whole = record.spec.batch.global_batch_size
-    own = math.gcd(record.spec.batch.micro_batch_size, max(1, whole // parallelism.data))
-    return Batch(options.micro_batch_size or own, whole)
-
-
-def _same_vocabulary(record: RunRecord, parallelism: Parallelism) -> tuple[str, str]:
-    """Megatron pads the vocabulary to a multiple of this times TP; padding rows are saved as well."""
-    own = Flags(record.argv).integer(_VOCABULARY_MULTIPLE)
-    rows = own * record.spec.parallelism.tensor
-    return _VOCABULARY_MULTIPLE, str(max(1, rows // parallelism.tensor))
-
-
-def _as_it_was(record: RunRecord, options: Options) -> Options:
-    """The options with the run's own runtime, image and checkout."""
-    entry = Path(record.entry.path)
-    checkout = entry.parent if entry.is_absolute() and record.runtime == RuntimeName.HOST else None
-    return replace(
-        options,
-        runtime=RuntimeName(record.runtime),
-        megatron_lm=options.megatron_lm or checkout,
-    )

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from tools.cluster.checks.docker import image_id
@@ -107,19 +108,47 @@ def only_attempt(run: Path | None, nodes: Nodes | None) -> Iterator[None]:
         return
     if not run.is_dir():
         raise LaunchError(f"RUN_FOLDER={run} is no folder; make it, or leave RUN_FOLDER= out.")
+    still = LaunchError(f"{run} is still running; stop it before it is resumed.")
     with (run / LOCK_FILE).open("ab") as file:
         try:
             lock(file)
         except BlockingIOError:
-            raise LaunchError(_still(run)) from None
+            raise still from None
         if records.is_running(run / records.LOG_FILE):
-            raise LaunchError(_still(run))
+            raise still
         yield
+
+
+def read_named_run(folder: Path, otherwise: str = "") -> records.RunRecord:
+    """The record of the run that `RUN=` names.
+
+    Args:
+        folder: The run's.
+        otherwise: What may be named in its place, the end of a sentence.
+
+    Raises:
+        LaunchError: It is no run folder, or one of another version of the kit.
+    """
+    try:
+        return records.read_run(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        raise LaunchError(
+            f"RUN={from_root(folder)} is no run folder: it has no {records.RUN_FILE}; 'ls runs' shows "
+            f"them{otherwise}."
+        ) from None
+    except msgspec.DecodeError as error:
+        raise LaunchError(
+            f"{folder / records.RUN_FILE} is not of this version of the kit ({error})."
+        ) from None
 
 
 def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.RunRecord:
     """Everything `run.json` holds."""
     where, start, loaded = from_root(folder), launch.start_checkpoint, launch.resume_point
+    code = launch.code
+    # Of a run that resumes also what trained until then, if that was not the same.
+    if loaded and (before := records.read_run(folder.parent / loaded.run).code):
+        code = before.joined(code)
     return records.RunRecord(
         run=folder.name,
         created_utc=records.utc_now(),
@@ -135,7 +164,7 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
         host=provenance.host,
         software=provenance.software,
         kit_commit=kit_commit(),
-        code=_code_of(launch, folder),
+        code=code,
         runtime=launch.runtime.name,
         image=provenance.image,
         save_every=launch.saving.every if launch.saving else None,
@@ -205,19 +234,6 @@ cd "$kit"
 """
 
 
-def _still(run: Path) -> str:
-    return f"{run} is still running; stop it before it is resumed."
-
-
-def _code_of(launch: Launch, folder: Path) -> records.Code:
-    """What trains; of a run that resumes also what trained until then, if that was not the same."""
-    now, loaded = launch.code, launch.resume_point
-    if loaded is None:
-        return now
-    before = records.read_run(folder.parent / loaded.run).code
-    return before.joined(now) if before else now
-
-
 _OF_ONE_ATTEMPT = (
     records.STATUS_FILE,
     records.SAMPLES_FILE,
@@ -236,10 +252,8 @@ _OF_ONE_ATTEMPT = (
 def _begin(folder: Path, record: records.RunRecord) -> None:
     reserve_room(folder)
     records.write_run(folder, record)
-    unfinished = records.StatusRecord(
-        records.Status.INCOMPLETE, reason="The launcher did not finish."
-    )
-    write_record(folder / records.STATUS_FILE, unfinished)
+    status = records.StatusRecord(records.Status.INCOMPLETE, None, "The launcher did not finish.")
+    write_record(folder / records.STATUS_FILE, status)
 
 
 @contextmanager
@@ -254,18 +268,14 @@ def _refused_by_the_disk(folder: Path) -> Iterator[None]:
 
 
 def _make_folder(launch: Launch, runs: Path) -> Path:
+    what = f"{launch.spec.name}-{launch.model.name}-{launch.devices}{launch.spec.device}"
     while True:
-        stamp = records.utc_stamp()
-        folder = (
-            runs
-            / f"{stamp}-{launch.spec.name}-{launch.model.name}-{launch.devices}{launch.spec.device}"
-        )
+        folder = runs / f"{records.utc_stamp()}-{what}"
         try:
             folder.mkdir(parents=True)
+            return folder
         except FileExistsError:
             time.sleep(0.2)  # The same run was started within this second; names are by the second.
-            continue
-        return folder
 
 
 @dataclass(frozen=True)

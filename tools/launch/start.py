@@ -27,10 +27,7 @@ from tools.launch.progress import RunProgress
 from tools.records.checkpoints import find_checkpoints, rename_damaged
 from tools.records.io import made_whole
 from tools.records.run import LOG_FILE
-from tools.records.torch_dist import (
-    TRACKER_FILE,
-    finished_iteration,
-)
+from tools.records.torch_dist import TRACKER_FILE, finished_iteration
 from tools.report.read.diagnosis import diagnose
 from tools.spec import variables
 from tools.spec.errors import LaunchError
@@ -85,15 +82,12 @@ def ensure_start_checkpoint(
             style="yellow",
             highlight=False,
         )
-    return _write(path, launch, run or _supervised(console))
 
-
-def _supervised(console: Console) -> Run:
-    def run(writer: Launch, log: Path) -> int:
+    def supervised(writer: Launch, log: Path) -> int:
         with RunProgress(console, "starting checkpoint", 1) as progress:
             return run_ranks(writer, log, progress)
 
-    return run
+    return _write(path, launch, run or supervised)
 
 
 def _write(path: Path, launch: Launch, run: Run) -> Path:

@@ -6,11 +6,12 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, ConsoleRenderable
+from rich.console import Console
 from rich.live import Live
 
 from tools.cluster.sbatch import OUTPUT_FILE
@@ -54,14 +55,6 @@ class RunStatus:
     """The newest reading of each rank's device, or process, while it runs."""
 
 
-def _done(seen: RunStatus) -> str | None:
-    return None if seen.iteration is None else f"{seen.iteration}/{seen.iterations or '?'}"
-
-
-def _left_of(seen: RunStatus) -> str | None:
-    return None if seen.left_seconds is None else clock(seen.left_seconds)
-
-
 def _memory_of(seen: RunStatus) -> str | None:
     ranks = [gib(bytes_, 2) for bytes_ in seen.memory_bytes]
     if len(ranks) > SHOWN_RANKS:
@@ -75,9 +68,19 @@ _NOTE = Column[RunStatus](
 _COLUMNS = (
     Column[RunStatus]("run", lambda seen: _printable(seen.run), right=False),
     Column[RunStatus]("state", lambda seen: seen.state, right=False, rank=1),
-    Column[RunStatus]("iteration", _done, rank=2),
+    Column[RunStatus](
+        "iteration",
+        lambda seen: (
+            None if seen.iteration is None else f"{seen.iteration}/{seen.iterations or '?'}"
+        ),
+        rank=2,
+    ),
     Column[RunStatus]("loss", lambda seen: seen.loss and f"{seen.loss:.4f}", rank=3),
-    Column[RunStatus]("left", _left_of, rank=4),
+    Column[RunStatus](
+        "left",
+        lambda seen: None if seen.left_seconds is None else clock(seen.left_seconds),
+        rank=4,
+    ),
     Column[RunStatus]("GiB by rank", _memory_of, rank=6),
     _NOTE,
 )
@@ -93,18 +96,15 @@ def watch(runs: Path, console: Console) -> None:
         with Live(console=console, auto_refresh=False, transient=True) as live:
             try:
                 while any(seen.state == "running" for seen in rows):
-                    live.update(_screen(rows, console), refresh=True)
+                    # The newest that fit, so that the terminal can be redrawn without scrolling.
+                    newest = tuple(rows)[-max(1, console.height - SCREEN_MARGIN) :]
+                    table = Table(_COLUMNS, newest).fitting(console.width)
+                    live.update(rich_table(table, console.width), refresh=True)
                     time.sleep(REDRAW_SECONDS)
                     rows = follow(runs)
             except Interrupted:
                 pass
     show_status(rows, runs, console)
-
-
-def _screen(rows: Sequence[RunStatus], console: Console) -> ConsoleRenderable:
-    """The newest runs that fit, so that the terminal can be redrawn without scrolling."""
-    newest = tuple(rows)[-max(1, console.height - SCREEN_MARGIN) :]
-    return rich_table(Table(_COLUMNS, newest).fitting(console.width), console.width)
 
 
 def show_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None:
@@ -144,7 +144,9 @@ def _see(
     status = recorded_status(folder)
     state = states.get(job.job_id) if job and states else None
     last = _last_iterations(folder / records.LOG_FILE)
-    wanted = _wanted(folder)
+    wanted = None
+    with suppress(OSError, msgspec.DecodeError):
+        wanted = records.read_run(folder).exit_interval
     # Slurm lists the caller's jobs only: of others' it says nothing by leaving them out.
     in_hand = state is not None and (state.waits or state.runs)
     if job and states is not None and not in_hand and folder.stat().st_uid == os.getuid():
@@ -159,8 +161,15 @@ def _see(
         shown, note = status.status.value, status.reason if status.status is not Status.OK else ""
         if job and states is None and _open(status):
             note = f"job {job.job_id}: Slurm does not answer."
-    left = _left(last, wanted) if shown == "running" else None
-    newest = last[-1] if last else None
+    newest, left = last[-1] if last else None, None
+    memory: tuple[float, ...] = ()
+    if shown == "running":
+        times = [one.elapsed_ms for one in last if one.elapsed_ms is not None]
+        if newest and times and wanted is not None:
+            left = max(0, wanted - newest.iteration) * statistics.median(times) / 1000
+        ranks = read_samples(folder / records.SAMPLES_FILE).series
+        known = ([b for b in one.memory_bytes if b is not None] for one in ranks)
+        memory = tuple(readings[-1] for readings in known if readings)
     return RunStatus(
         run=folder.name,
         state=shown,
@@ -169,7 +178,7 @@ def _see(
         loss=newest.lm_loss if newest else None,
         left_seconds=left,
         note=note,
-        memory_bytes=_newest_memory(folder) if shown == "running" else (),
+        memory_bytes=memory,
     )
 
 
@@ -217,13 +226,6 @@ def recorded_status(folder: Path) -> StatusRecord:
         return StatusRecord(Status.INCOMPLETE, None, "status.json cannot be read.")
 
 
-def _wanted(folder: Path) -> int | None:
-    try:
-        return records.read_run(folder).exit_interval
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
 def _last_iterations(log: Path) -> Sequence[Iteration]:
     try:
         with log.open("rb") as file:
@@ -233,22 +235,6 @@ def _last_iterations(log: Path) -> Sequence[Iteration]:
         return ()
     lines, rest = split_lines(text)
     return [found for line in (*lines, rest) for found in find_iterations(line)][-RECENT:]
-
-
-def _newest_memory(folder: Path) -> tuple[float, ...]:
-    series = read_samples(folder / records.SAMPLES_FILE).series
-    newest = (
-        next((b for b in reversed(one.memory_bytes) if b is not None), None) for one in series
-    )
-    return tuple(bytes_ for bytes_ in newest if bytes_ is not None)
-
-
-def _left(last: Sequence[Iteration], wanted: int | None) -> float | None:
-    times = [one.elapsed_ms for one in last if one.elapsed_ms is not None]
-    if not times or wanted is None:
-        return None
-    pace = statistics.median(times) / 1000
-    return max(0, wanted - last[-1].iteration) * pace
 
 
 def _printable(text: str) -> str:

@@ -45,9 +45,15 @@ def stop(run: str | Path, console: Console) -> int:
     elif (left := container_of(run / CONTAINER_FILE)) and not records.is_running(
         run / records.LOG_FILE
     ):
-        _end_container(run, left)
+        if not remove_container(run / CONTAINER_FILE):  # Its launcher had lost Docker's engine.
+            raise LaunchError(
+                f"The container of {from_root(run)} may still run, and Docker's engine does not "
+                f"answer; start it, then repeat this, or use 'docker rm --force {left[:12]}'."
+            )
     elif not records.is_running(run / records.LOG_FILE):
-        raise LaunchError(f"{from_root(run)} is not running: {_how_it_stands(run)}")
+        status = recorded_status(run)
+        ended = f" at {status.finished_utc}" if status.finished_utc else ""
+        raise LaunchError(f"{from_root(run)} is not running: it ended '{status.status}'{ended}.")
     else:
         launcher = _launcher_here(run)
         if launcher is not None:  # Else it died, and the supervisor is ending the ranks already.
@@ -101,15 +107,6 @@ def _cancel(run: Path, job_id: str) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _end_container(run: Path, container: str) -> None:
-    """End what a launcher left that had lost Docker's engine."""
-    if not remove_container(run / CONTAINER_FILE):
-        raise LaunchError(
-            f"The container of {from_root(run)} may still run, and Docker's engine does not answer; "
-            f"start it, then repeat this, or use 'docker rm --force {container[:12]}'."
-        )
-
-
 def _launcher_here(run: Path) -> psutil.Process | None:
     """The run's launcher; None if it is gone.
 
@@ -147,9 +144,3 @@ def _wait_for_the_end(run: Path, launcher: psutil.Process | None) -> None:
                 f"it{harder}."
             )
         time.sleep(POLL_SECONDS)
-
-
-def _how_it_stands(run: Path) -> str:
-    status = recorded_status(run)
-    ended = f" at {status.finished_utc}" if status.finished_utc else ""
-    return f"it ended '{status.status}'{ended}."

@@ -105,14 +105,13 @@ def _job(name: str, launch: Launch, options: Options) -> BatchJob:
     slurm = options.slurm
     assert slurm is not None
     container = _container(launch, options, slurm)
-    on_host = str(Path(sys.executable)) if not container else docker.PYTHON
     return BatchJob(
         name=name,
         device=launch.spec.device,
         devices_a_node=launch.local_devices,
         slurm=slurm,
         cells=(),
-        python=on_host,
+        python=docker.PYTHON if container else sys.executable,
         inherited=inherited(options),
         container=container,
     )
@@ -167,9 +166,8 @@ def _hand_over(job: BatchJob, folders: Sequence[Path], image: str | None) -> str
         text = script(job)
         for folder in folders:
             (folder / SCRIPT_FILE).write_text(text)
-            waiting = records.StatusRecord(
-                records.Status.INCOMPLETE, None, "Waits in Slurm's queue."
-            )
+            said = "Waits in Slurm's queue."
+            waiting = records.StatusRecord(records.Status.INCOMPLETE, None, said)
             write_record(folder / records.STATUS_FILE, waiting)
         slurm_job = _sbatch(folders[0] / SCRIPT_FILE)
         refused = False
@@ -203,6 +201,5 @@ def _sbatch(path: Path) -> str:
     if answer.returncode:
         said = " ".join(answer.stderr.split()).removeprefix("sbatch: ")
         raise LaunchError(f"Slurm refuses the job: {said}")
-    return answer.stdout.strip().partition(";")[
-        0
-    ]  # The cluster's name follows where there are several.
+    # The cluster's name follows where there are several.
+    return answer.stdout.strip().partition(";")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 from packaging.version import Version
 from rich.console import Console
@@ -13,22 +14,38 @@ from tools.launch.backends import for_backend
 from tools.launch.compose import Launch, compose
 from tools.launch.data import make_samples
 from tools.launch.execute import execute
-from tools.launch.job import Job
+from tools.launch.job import Job, make_command
 from tools.launch.preflight import check
-from tools.launch.result import result_lines
 from tools.launch.runtime import Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.supervise.exit_status import outcome
 from tools.plan.tensors import vocabulary_sentence
 from tools.records.run import Status
+from tools.report.analyse.configurations import pooled
+from tools.report.analyse.parity import loss_curve, resumption_sentence
+from tools.report.read.runs import load_folder
+from tools.spec import settings
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, unlisted_flags, values_by_flag
-from tools.spec.run import Backend
+from tools.spec.run import Backend, DeviceKind
 from tools.spec.strategy import parse_strategy, scaling_sentence
-from tools.text.units import plural
+from tools.text.units import number, plural
 
 _RATE_SHARE = 0.5
 """Of the learning rate, below which it is said what a run reaches."""
+
+_OF_VERIFY = {
+    each.name
+    for each in (
+        settings.MODEL,
+        settings.DATA,
+        settings.DTYPE,
+        settings.EXTRA,
+        settings.MEGATRON_LM,
+        settings.PATCH_FILE,
+    )
+}
+"""What a verification must be given as well to train the same."""
 
 
 def train(job: Job, console: Console) -> int:
@@ -63,9 +80,8 @@ def dry_run(launch: Launch) -> int:
         LaunchError: The run would be refused, after the command was printed.
     """
     print(command_line(launch), flush=True)
-    for sentence in filter(
-        None, (other_vocabulary(launch), _schedule_of_another_length(launch), _unknown(launch))
-    ):
+    said = (other_vocabulary(launch), _schedule_of_another_length(launch), _unknown(launch))
+    for sentence in filter(None, said):
         print(f"# {sentence}", flush=True)
     check(launch, data_is_to_come=True)
     return 0
@@ -95,6 +111,27 @@ def train_once(launch: Launch, console: Console, title: str) -> bool:
     return status.status is Status.OK
 
 
+def result_lines(launch: Launch, folder: Path) -> list[str]:
+    """The last lines of a run that ended well: the report's figures of it, whether what it trained twice
+    agrees, and the next commands."""
+    run, job, figures = load_folder(folder), launch.job, []
+    if losses := loss_curve(run):
+        figures.append(f"Loss {losses[max(losses)]:.6f} in iteration {max(losses)}")
+    if time := pooled([run]):
+        tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
+        figures.append(f"{number(time.median)} ms/iteration (median of {time.count})")
+        figures.append(f"{tokens * 1000 / time.median:,.0f} tokens/s")
+    report = make_command("report", {"RUNS": job.variables.get(settings.RUNS.name, "")})
+    after = f"Next: '{report}' compares it with the other runs there"
+    on_cpu_ranks = job.device is DeviceKind.CPU and job.options.backend is Backend.MEGATRON
+    # A resumed run is given all of its recorded flags, which is no line to type.
+    if on_cpu_ranks and not run.is_baseline and not launch.resume_point:
+        given = {name: text for name, text in job.variables.items() if name in _OF_VERIFY}
+        after += f"; '{make_command(f'verify-{job.name}', given)}' checks every tensor of it"
+    found = f"{', '.join(figures)}." if figures else ""
+    return [line for line in (found, resumption_sentence(run), f"{after}.") if line]
+
+
 def compose_job(job: Job, runtime: Runtime | None = None) -> Launch:
     """Compose a job's launch, on the runtime that its options ask for unless one is given.
 
@@ -107,20 +144,23 @@ def compose_job(job: Job, runtime: Runtime | None = None) -> Launch:
 
 def command_line(launch: Launch) -> str:
     """The exact command, as a shell would take it from the repository root."""
-    settings = " ".join(
-        f"{name}={shlex.quote(value)}" for name, value in launch.environment.items()
-    )
-    return f"{settings} {shlex.join(launch.command())}"
+    given = " ".join(f"{name}={shlex.quote(text)}" for name, text in launch.environment.items())
+    return f"{given} {shlex.join(launch.command())}"
 
 
 def describe(launch: Launch) -> str:
     """One line on what is about to run."""
-    batch = launch.spec.batch
+    spec, batch = launch.spec, launch.spec.batch
+    trainer = f"backend {spec.backend}"
+    if spec.backend is Backend.MEGATRON:
+        version, commit = launch.entry.megatron_version, launch.entry.megatron_commit
+        tried = "" if is_known(Version(version), commit) else " (not tried)"
+        trainer = f"Megatron {version}{tried}"
+    place = f", in {launch.runtime.pair.name}" if launch.runtime.pair else ""
     return (
-        f"{launch.iterations} iterations on "
-        f"{plural(launch.devices, f'{launch.spec.device.upper()} rank')}, "
+        f"{launch.iterations} iterations on {plural(launch.devices, f'{spec.device.upper()} rank')}, "
         f"micro batch {batch.micro_batch_size}, global batch {batch.global_batch_size}, "
-        f"{launch.spec.dtype}, {_trainer(launch)}{_place(launch)}"
+        f"{spec.dtype}, {trainer}{place}"
     )
 
 
@@ -129,13 +169,8 @@ def differences(launch: Launch) -> tuple[str, ...]:
     sentence each."""
     spec, own = launch.spec, launch.job.model
     scaling = scaling_sentence(own.batch, spec.batch, spec.parallelism)
-    said = (
-        other_vocabulary(launch),
-        scaling,
-        _schedule_of_another_length(launch),
-        _unknown(launch),
-    )
-    return tuple(filter(None, said))
+    schedule = _schedule_of_another_length(launch)
+    return tuple(filter(None, (other_vocabulary(launch), scaling, schedule, _unknown(launch))))
 
 
 def _unknown(launch: Launch) -> str:
@@ -178,14 +213,3 @@ def other_vocabulary(launch: Launch) -> str:
     shape = replace(spec.trained_shape, vocabulary=own.shape.vocabulary)
     vocabulary = launch.model.shape.vocabulary
     return vocabulary_sentence(shape, vocabulary, spec.parallelism.tensor)
-
-
-def _place(launch: Launch) -> str:
-    return f", in {launch.runtime.pair.name}" if launch.runtime.pair else ""
-
-
-def _trainer(launch: Launch) -> str:
-    if launch.spec.backend is Backend.MEGATRON:
-        version, commit = launch.entry.megatron_version, launch.entry.megatron_commit
-        return f"Megatron {version}{'' if is_known(Version(version), commit) else ' (not tried)'}"
-    return f"backend {launch.spec.backend}"

@@ -71,7 +71,9 @@ class Worker(BackgroundThread, NodeGroup):
             last = False
             while not last and self._refused is None:
                 last = self.done.wait(messages.BEAT_SECONDS)
-                self._exchange(store)
+                beat = replace(self._record, beat=time.monotonic_ns())
+                store.set(node_key(self._nodes.rank), encode(beat))
+                self._read_state(store)
         except RuntimeError:  # The connection has ended, or is with something else.
             self._answered = -math.inf
 
@@ -87,10 +89,8 @@ class Worker(BackgroundThread, NodeGroup):
         seen = messages.wait_until(
             lambda: messages.digest_of(folder / RUN_FILE) == state.sha256, messages.ANSWER_SECONDS
         )
-        problem = (
-            f"it does not see {folder}, which node 0 has made; RUNS= must name a folder that all "
-        )
-        problem += "hosts share"
+        unseen = f"it does not see {folder}, which node 0 has made"
+        problem = f"{unseen}; RUNS= must name a folder that all hosts share"
         self._record = replace(self._record, sees_folder=seen, problem=None if seen else problem)
         self._wait_for_node_0("started")
         self._folder = node_folder(folder, self._nodes.rank)
@@ -134,13 +134,6 @@ class Worker(BackgroundThread, NodeGroup):
         other = decode(holds, NodeRecord)
         whose = f"host {other.host}" if other else "something else"
         return f"NODE_RANK={rank} is taken by {whose}; give each host its own."
-
-    def _exchange(self, store: TCPStore) -> None:
-        """Write this node's record as its heartbeat, and read what node 0 reports."""
-        store.set(
-            node_key(self._nodes.rank), encode(replace(self._record, beat=time.monotonic_ns()))
-        )
-        self._read_state(store)
 
     def _read_state(self, store: TCPStore) -> None:
         self._state = decode(store.get(messages.RUN_KEY), RunState) or self._state

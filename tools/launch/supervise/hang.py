@@ -90,7 +90,11 @@ def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[in
     Returns:
         The ranks that a signal had stopped (SIGSTOP); they are continued, so that they answer.
     """
-    stopped = sorted(rank for rank, process in ranks.items() if _is_stopped(process))
+    halted = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    stopped = []
+    for rank, process in sorted(ranks.items()):
+        with suppress(psutil.NoSuchProcess):
+            stopped += [rank] if process.status() in halted else []
     deadline = time.monotonic() + STACK_SECONDS
     # A stopped process answers once it is continued, and then the others go on too: it comes last.
     for others in (ranks.keys() - stopped, stopped):
@@ -103,7 +107,9 @@ def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[in
         while time.monotonic() < deadline and not all(_is_filled(path) for path in asked):
             time.sleep(0.05)
         for path in filter(_is_filled, asked):
-            _show_to_other_machines(path)
+            # To other machines: the rank keeps the file open, which a network file system may hold.
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
     return stopped
 
 
@@ -142,21 +148,8 @@ def drop_empty(stacks: Path) -> None:
         stacks.rmdir()
 
 
-def _show_to_other_machines(path: Path) -> None:
-    """Write out what a rank, which keeps the file open, has written into a network file system."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
 def _is_filled(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
-
-
-def _is_stopped(process: psutil.Process) -> bool:
-    try:
-        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _answers(process: psutil.Process) -> bool:

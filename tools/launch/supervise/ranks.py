@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -54,7 +55,13 @@ class RankProcesses:
         """
         self._container = log.with_name(CONTAINER_FILE) if in_container else None
         if self._container is not None:
-            _require_none_left(self._container)
+            left = container_of(self._container)
+            if left is not None and not remove_container(self._container):
+                raise LaunchError(
+                    f"{from_root(log.parent)} has a container of before, which may train, and Docker "
+                    "does not remove it; start the engine, or end it with 'docker rm --force "
+                    f"{left[:12]}'."
+                )
             command = identified(command, self._container.absolute())
         self._began = time.time()
         self._warm = warm
@@ -62,22 +69,14 @@ class RankProcesses:
         # Every process of the run inherits this lock with its output, and the last one gives it back.
         _lock(self._log)
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        # Without what ranks are known by, which clusters may set here too.
+        own = {name: value for name, value in os.environ.items() if name != _RANK_VARIABLE}
         # Ranks write to the file themselves, so the log is whole even if the launcher is killed. The
         # session keeps a terminal's Ctrl-C from reaching the ranks before the launcher decides.
         self._supervisor = subprocess.Popen(
-            (
-                *_SUPERVISOR,
-                str(log.parent.absolute()),
-                "--",
-                *command,
-            ),
+            (*_SUPERVISOR, str(log.parent.absolute()), "--", *command),
             cwd=ROOT,
-            env={
-                **_without_rank(),
-                "PYTHONUNBUFFERED": "1",
-                **environment,
-                variables.RUN_MARK: self._mark,
-            },
+            env={**own, "PYTHONUNBUFFERED": "1", **environment, variables.RUN_MARK: self._mark},
             # Never written to: its end shows the supervisor that this process is gone.
             stdin=subprocess.PIPE,
             stdout=self._log,
@@ -103,9 +102,11 @@ class RankProcesses:
         found: dict[int, psutil.Process] = {}
         for process in self._forked():
             # Its environment is that of the process it was forked from; its name says what it is.
-            if named := _RANK.fullmatch(_name(process)):
-                found.setdefault(int(named[1]), process)
-        for process in self._descendants() if self._container is None else self._marked():
+            with suppress(psutil.Error):
+                if named := _RANK.fullmatch(process.name()):
+                    found.setdefault(int(named[1]), process)
+        ranks = _children(self._supervisor.pid) if self._container is None else self._marked()
+        for process in ranks:
             rank = _environment(process).get(_RANK_VARIABLE)
             if rank is not None:
                 found.setdefault(int(rank), process)
@@ -120,8 +121,11 @@ class RankProcesses:
         for number in (signal.SIGTERM, signal.SIGKILL):
             running = [process for process in self._family() if alive(process)]
             for process in running:
-                _signal(process, number)
-            _wait_until_gone(running, GRACE_SECONDS)
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+            deadline = time.monotonic() + GRACE_SECONDS
+            while time.monotonic() < deadline and any(map(alive, running)):
+                time.sleep(0.05)
         self._supervisor.wait()
         if self._container is not None:
             remove_container(self._container)
@@ -130,12 +134,6 @@ class RankProcesses:
         """What the engine says of the container, once its client has ended; None without one."""
         container = container_of(self._container) if self._container else None
         return end_of(container, self._began) if container else None
-
-    def _descendants(self) -> list[psutil.Process]:
-        try:
-            return psutil.Process(self._supervisor.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
 
     def _family(self) -> list[psutil.Process]:
         """Every process that was started for this run, orphans too, by what they all inherit."""
@@ -154,33 +152,15 @@ class RankProcesses:
 
     def _forked(self) -> list[psutil.Process]:
         """Ranks of a warm process, and their leader, which ends them when the supervisor has ended."""
-        if self._warm is None:
-            return []
-        try:
-            return psutil.Process(self._warm.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
+        return _children(self._warm.pid) if self._warm else []
 
 
-def _require_none_left(file: Path) -> None:
-    container = container_of(file)
-    if container is not None and not remove_container(file):
-        raise LaunchError(
-            f"{from_root(file.parent)} has a container of before, which may train, and Docker does not "
-            f"remove it; start the engine, or end it with 'docker rm --force {container[:12]}'."
-        )
-
-
-def _without_rank() -> dict[str, str]:
-    """This process's variables without what ranks are known by, which clusters may set here too."""
-    return {name: value for name, value in os.environ.items() if name != _RANK_VARIABLE}
-
-
-def _name(process: psutil.Process) -> str:
+def _children(process: int) -> list[psutil.Process]:
+    """All below it, by its number."""
     try:
-        return process.name()
-    except psutil.Error:
-        return ""
+        return psutil.Process(process).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def alive(process: psutil.Process) -> bool:
@@ -206,16 +186,3 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return process.environ()
     except psutil.Error:
         return {}
-
-
-def _wait_until_gone(processes: Sequence[psutil.Process], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(alive(process) for process in processes):
-        time.sleep(0.05)
-
-
-def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return

@@ -44,11 +44,16 @@ def main(folder: Path, command: Sequence[str]) -> int:
     )
     launcher_lives = True
     while launcher_lives and child.poll() is None:
-        launcher_lives = _wait_for_end_of_input(POLL_SECONDS)
+        readable, _, _ = select.select([sys.stdin.fileno()], [], [], POLL_SECONDS)
+        launcher_lives = not readable or bool(os.read(sys.stdin.fileno(), 1))
     end_descendants()
     code = child.wait()
     if not launcher_lives:
-        _finish_for_the_launcher(folder, time.monotonic() - started)
+        from tools.cluster.container.docker import CONTAINER_FILE, remove_container
+        from tools.launch.supervise.exit_status import finish, launcher_was_killed
+
+        remove_container(folder / CONTAINER_FILE)
+        finish(folder, launcher_was_killed(folder), time.monotonic() - started)
     return 128 - code if code < 0 else code
 
 
@@ -80,20 +85,6 @@ def _signal_all(number: signal.Signals) -> None:
             process.send_signal(number)
         except psutil.NoSuchProcess:
             continue
-
-
-def _wait_for_end_of_input(seconds: float) -> bool:
-    """Wait; whether the other end of standard input is still held."""
-    readable, _, _ = select.select([sys.stdin.fileno()], [], [], seconds)
-    return not readable or bool(os.read(sys.stdin.fileno(), 1))
-
-
-def _finish_for_the_launcher(folder: Path, seconds: float) -> None:
-    from tools.cluster.container.docker import CONTAINER_FILE, remove_container
-    from tools.launch.supervise.exit_status import finish, launcher_was_killed
-
-    remove_container(folder / CONTAINER_FILE)
-    finish(folder, launcher_was_killed(folder), seconds)
 
 
 def _prctl(option: int, value: int) -> None:
