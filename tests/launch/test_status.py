@@ -62,6 +62,6 @@ def test_the_newest_memory_of_each_rank_is_shown_while_it_runs(
     (run / "run.json").write_text("{}")
     lines = ["seconds,rank,memory_bytes", "0,0,1", "0,1,2", "1,0,3", "1,1,"]
     (run / "samples.csv").write_text("\n".join(lines) + "\n")
-    assert [row.memory_bytes for row in status.follow(tmp_path)] == [()]
-    monkeypatch.setattr(status.records, "looks_alive", lambda folder: True)
-    assert [row.memory_bytes for row in status.follow(tmp_path)] == [(3.0, 2.0)]
+    for lives, memory in ((False, ()), (True, (3.0, 2.0))):
+        monkeypatch.setattr(status.records, "looks_alive", lambda folder, lives=lives: lives)
+        assert [row.memory_bytes for row in status.follow(tmp_path)] == [memory]
