@@ -17,11 +17,10 @@ from torch import Tensor
 
 from tools.checkpoint.checks import EMBEDDING, OUTPUT
 from tools.checkpoint.contents import HUGGING_FACE, TORCH_DIST, Contents, UnknownFormatError
-from tools.convert.hf.checkpoint import StoredCheckpoint
 from tools.convert.hf.families import TensorPair
 from tools.convert.hf.into_megatron import read_source
 from tools.convert.hf.tensor_files import TensorFolder
-from tools.records.torch_dist import Shape
+from tools.records.torch_dist import Shape, read_metadata, read_tensor
 
 EQUAL, DTYPE, PADDING = "equal", "equal but for dtype", "equal but for padding"
 PERMUTED, SCALED, DIFFERENT, ONE_SIDED = "permuted", "scaled", "different", "only in one"
@@ -72,11 +71,11 @@ def compare_weights(one: Contents, other: Contents) -> list[TensorRelation]:
 
 class _Megatron:
     def __init__(self, contents: Contents) -> None:
-        self._stored = StoredCheckpoint(contents.folder)
+        self._folder, self._stored = contents.folder, read_metadata(contents.folder).tensors
         self.shapes = contents.shapes
 
     def read(self, key: str, layer: int | None) -> Tensor:
-        return self._stored.read(key, layer)
+        return read_tensor(self._folder, self._stored[key], layer)
 
 
 class _HuggingFace:

@@ -244,7 +244,7 @@ def _flattened(found: Any, prefix: str = "") -> Iterator[tuple[str, DescribedTen
 
 
 def _hugging_face(folder: Path) -> Contents:
-    from tools.convert.hf.errors import ConversionError
+    from tools.convert.hf.progress import ConversionError
     from tools.convert.hf.tensor_files import TensorFolder
 
     try:

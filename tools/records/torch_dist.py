@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoints (torch_dist) as their own files describe them, without torch.
+"""Megatron's distributed checkpoints (torch_dist) as their files describe them; values alone need torch.
 
 `.metadata` says which bytes of which file hold each piece of each tensor, and every piece is a zip
 archive that `torch.save` wrote, with a checksum for what it holds. Reading all of them back proves that
@@ -14,13 +14,16 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tools.records.pickles import InertUnpickler, describe_saved
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
@@ -33,9 +36,6 @@ Shape = tuple[int, ...]
 
 KeepGoing = Callable[[], bool]
 """Asked between the pieces of a long reading."""
-
-Load = Callable[[BinaryIO], Any]
-"""`torch.load` with `weights_only`."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -200,32 +200,48 @@ def _checksums(folder: Path, piece: StoredPart) -> list[tuple[str, int, int]]:
         return [m for m in members if m[0] == "data.pkl" or m[0].startswith("data/")]
 
 
-def fill(
-    folder: Path, stored: StoredTensor, whole: Any, load: Load, layer: int | None = None
-) -> None:
-    """Put a tensor together of the pieces that ranks saved.
+def read_tensor(
+    folder: Path, stored: StoredTensor, layer: int | None = None, rows: int | None = None
+) -> Tensor:
+    """A tensor, put together of the pieces that ranks saved.
 
     Args:
         folder: The checkpoint's.
-        stored: Of which tensor.
-        whole: What is filled: the tensor, or one layer of it; it may end after any of its rows.
-        load: Makes a piece of what `torch.save` wrote.
-        layer: From 0; None for all.
+        stored: Which tensor.
+        layer: The one that is wanted of a stacked tensor, from 0; all by default.
+        rows: How many of its rows are wanted; all by default.
     """
-    inside = 0 if layer is None else 1
-    for begin, size in stored.sizes.items():
-        if layer is not None and not begin[0] <= layer < begin[0] + size[0]:
+    begin, size = [0] * len(stored.shape), list(stored.shape)
+    if layer is not None:
+        begin[0], size[0] = layer, 1
+    if rows is not None:
+        size[0 if layer is None else 1] = rows
+    box = read_box(folder, stored, begin, size)
+    return box if layer is None else box[0]
+
+
+def read_box(
+    folder: Path, stored: StoredTensor, begin: Sequence[int], size: Sequence[int]
+) -> Tensor:
+    """The part of a tensor that begins at `begin`; one piece beside it is in memory at a time."""
+    import torch
+
+    box = torch.empty(tuple(size), dtype=getattr(torch, stored.dtype))
+    for at, extent in stored.sizes.items():
+        first = [max(pair) for pair in zip(at, begin, strict=True)]
+        ends = zip(at, extent, begin, size, strict=True)
+        last = [min(a + e, b + s) for a, e, b, s in ends]
+        if any(low >= high for low, high in zip(first, last, strict=True)):
             continue
-        spans = zip(begin[inside:], size[inside:], strict=True)
-        into = whole[tuple(slice(at, at + length) for at, length in spans)]
-        if 0 in into.shape:  # Beyond the rows that are wanted.
-            continue
-        part = stored.parts[begin]
+        part = stored.parts[at]
         with (folder / part.file).open("rb") as file:
             file.seek(part.offset_bytes)
-            piece = load(io.BytesIO(file.read(part.length_bytes)))
-        piece = piece if layer is None else piece[layer - begin[0]]
-        into[...] = piece[tuple(map(slice, into.shape))]
+            piece = torch.load(io.BytesIO(file.read(part.length_bytes)), weights_only=True)
+        into = tuple(slice(a - b, z - b) for a, z, b in zip(first, last, begin, strict=True))
+        box[into] = piece[
+            tuple(slice(a - b, z - b) for a, z, b in zip(first, last, at, strict=True))
+        ]
+    return box
 
 
 def _check_format(path: Path) -> None:
