@@ -79,6 +79,14 @@ class StoredMetadata:
     objects: Mapping[str, StoredPart]
     """What is no tensor, `rng_state/shard_0.0_1.2`."""
 
+    @property
+    def by_file(self) -> dict[str, list[StoredPart]]:
+        """Parts in the order in which they lie in each file."""
+        found = dict[str, list[StoredPart]]()
+        for part in sorted(self.parts, key=lambda part: (part.file, part.offset_bytes)):
+            found.setdefault(part.file, []).append(part)
+        return found
+
 
 def read_metadata(folder: Path) -> StoredMetadata:
     """What a checkpoint (`iter_…`) holds.
@@ -166,11 +174,13 @@ def verify_readable(folder: Path, keep_going: KeepGoing = lambda: True) -> None:
         DamagedCheckpointError: It is unfinished, truncated or altered; names the file.
         ReadingStoppedError: `keep_going` says no.
     """
-    _check_format(folder / FORMAT)
-    by_file: dict[str, list[StoredPart]] = {}
-    for piece in read_metadata(folder).parts:
-        by_file.setdefault(piece.file, []).append(piece)
-    for name, pieces in by_file.items():
+    try:
+        json.loads((folder / FORMAT).read_bytes())
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"it was not finished and has no {FORMAT}") from None
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{FORMAT} cannot be read ({error})") from error
+    for name, pieces in read_metadata(folder).by_file.items():
         _check_file(folder / name, pieces, keep_going)
     common = folder / "common.pt"
     if common.exists():
@@ -244,15 +254,6 @@ def read_box(
     return box
 
 
-def _check_format(path: Path) -> None:
-    try:
-        json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"it was not finished and has no {path.name}") from None
-    except ValueError as error:
-        raise DamagedCheckpointError(f"{path.name} cannot be read ({error})") from error
-
-
 def _check_file(path: Path, pieces: Iterable[StoredPart], keep_going: KeepGoing) -> None:
     try:
         with path.open("rb") as file:
@@ -265,18 +266,15 @@ def _check_file(path: Path, pieces: Iterable[StoredPart], keep_going: KeepGoing)
                         f"{path.name} is truncated: it has {size} bytes of at least "
                         f"{piece.offset_bytes + piece.length_bytes}"
                     )
-                _check_piece(file, piece)
+                with _archive(file, piece) as archive:
+                    damaged = archive.testzip()
+                if damaged is not None:
+                    raise DamagedCheckpointError(
+                        f"{piece.file} is damaged at byte {piece.offset_bytes}: the checksum of "
+                        f"{damaged} is wrong"
+                    )
     except OSError as error:
         raise DamagedCheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
-
-
-def _check_piece(file: BinaryIO, piece: StoredPart) -> None:
-    with _archive(file, piece) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise DamagedCheckpointError(
-            f"{piece.file} is damaged at byte {piece.offset_bytes}: the checksum of {damaged} is wrong"
-        )
 
 
 @contextmanager
@@ -313,9 +311,6 @@ class _Part(io.RawIOBase):
         if base + offset < 0:
             raise ValueError(f"seek to {base + offset}")
         self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
         return self._position
 
     def read(self, size: int = -1) -> bytes:

@@ -46,17 +46,9 @@ from tools.spec.model import (
 
 IMPORT_FILE = "import.json"
 CONFIG_FILE = "config.json"
-COMPANIONS = (
-    "generation_config.json",
-    "tokenizer*",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.model",
-    "LICENSE*",
+_COMPANIONS = (
+    *("tokenizer*", "vocab.json", "merges.txt", "vocab.txt", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template*", "*.model", "generation_config.json", "LICENSE*"),
 )
 """Files that go with the weights, as they are."""
 
@@ -178,7 +170,7 @@ def import_model(
 
 def copy_companions(source: Path, target: Path, also: Sequence[str] = ()) -> None:
     """Copy tokenizer, generation config and the like."""
-    for pattern in (*COMPANIONS, *also):
+    for pattern in (*_COMPANIONS, *also):
         for path in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(path, target / path.name)
 

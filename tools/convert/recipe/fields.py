@@ -154,7 +154,7 @@ def _given(row: KnownFlag, words: tuple[str, ...]) -> Value:
     kind = KINDS[row.kind]
     try:
         return kind.read(found[1:])
-    except (ValueError, IndexError):
+    except ValueError:
         raise RecipeError(
             f"The run's {' '.join(found)} is not {kind.wanted}, so no field of a recipe says it."
         ) from None
