@@ -6,6 +6,7 @@ import json as texts
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,12 +32,7 @@ def inspect(
     verdict = loading(contents, strategy) if strategy else None
     found = described(contents, problems)
     if verdict:
-        found["loading"] = {
-            "strategy": strategy,
-            "verdict": verdict.verdict,
-            "flags": verdict.flags,
-            "reasons": verdict.reasons,
-        }
+        found["loading"] = {"strategy": strategy, **asdict(verdict)}
     pairs: list[TensorRelation] = []
     if compare and not problems:
         from tools.checkpoint.compare import compare_weights
@@ -44,9 +40,7 @@ def inspect(
         other = read_contents(ROOT / Path(compare).expanduser())
         problems = tuple(f"COMPARE={compare}: {flaw}" for flaw in problems_of(other, verify))
         pairs = [] if problems else compare_weights(contents, other)
-        found["comparison"] = [
-            {"name": one.name, "relation": one.relation, "detail": one.detail} for one in pairs
-        ]
+        found["comparison"] = list(map(asdict, pairs))
     print(texts.dumps(found, indent=2) if json else _text(contents, verdict, pairs))
     for problem in problems:
         print(problem, file=sys.stderr)
@@ -66,10 +60,7 @@ def described(contents: Contents, problems: tuple[str, ...]) -> dict[str, object
         "parameters": contents.parameters,
         "states": contents.states,
         "arguments": dict(contents.arguments),
-        "tensors": [
-            {"name": one.name, "shape": one.shape, "dtype": one.dtype, "kind": one.kind}
-            for one in contents.tensors
-        ],
+        "tensors": [{**asdict(one), "kind": one.kind} for one in contents.tensors],
         "problems": problems,
     }
 

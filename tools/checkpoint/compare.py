@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tools.checkpoint.checks import EMBEDDING, OUTPUT
 from tools.checkpoint.contents import HUGGING_FACE, TORCH_DIST, Contents, UnknownFormatError
-from tools.convert.hf.checkpoint import StoredCheckpoint
-from tools.convert.hf.families import TensorPair
 from tools.convert.hf.into_megatron import read_source
-from tools.convert.hf.tensor_files import TensorFolder
-from tools.records.torch_dist import Shape
+from tools.records.torch_dist import Shape, read_metadata, read_tensor
 
 EQUAL, DTYPE, PADDING = "equal", "equal but for dtype", "equal but for padding"
 PERMUTED, SCALED, DIFFERENT, ONE_SIDED = "permuted", "scaled", "different", "only in one"
@@ -44,13 +40,13 @@ class TensorRelation:
         return self.relation in (EQUAL, DTYPE, PADDING)
 
 
-class _Weights(Protocol):
+@dataclass(frozen=True)
+class _Weights:
     """Tensors by Megatron's names."""
 
-    @property
-    def shapes(self) -> Mapping[str, Shape]: ...
-
-    def read(self, key: str, layer: int | None) -> Tensor: ...
+    shapes: Mapping[str, Shape]
+    read: Callable[[str, int | None], Tensor]
+    """All of a tensor, or one layer of it."""
 
 
 def compare_weights(one: Contents, other: Contents) -> list[TensorRelation]:
@@ -70,38 +66,21 @@ def compare_weights(one: Contents, other: Contents) -> list[TensorRelation]:
     return found
 
 
-class _Megatron:
-    def __init__(self, contents: Contents) -> None:
-        self._stored = StoredCheckpoint(contents.folder)
-        self.shapes = contents.shapes
-
-    def read(self, key: str, layer: int | None) -> Tensor:
-        return self._stored.read(key, layer)
-
-
-class _HuggingFace:
-    def __init__(self, contents: Contents) -> None:
-        source = read_source(contents.folder)
-        self._tensors: TensorFolder = source.tensors
-        self._pairs: dict[tuple[str, int | None], TensorPair] = {
-            (pair.key, pair.layer): pair for pair in source.pairs
-        }
-        layers = source.shape.layers
-        self.shapes = {
-            key: pair.shape if layer is None else (layers, *pair.shape)
-            for (key, layer), pair in self._pairs.items()
-        }
-
-    def read(self, key: str, layer: int | None) -> Tensor:
-        pair = self._pairs[key, layer]
-        return pair.form.join([self._tensors.read(name) for name in pair.names])
-
-
 def _weights(contents: Contents) -> _Weights:
     if contents.format == TORCH_DIST:
-        return _Megatron(contents)
+        stored = read_metadata(contents.folder).tensors
+        return _Weights(
+            contents.shapes,
+            lambda key, layer: read_tensor(contents.folder, stored[key], layer),
+        )
     if contents.format == HUGGING_FACE:
-        return _HuggingFace(contents)
+        source = read_source(contents.folder)
+        pairs = {(pair.key, pair.layer): pair for pair in source.pairs}
+        shapes = {
+            key: pair.shape if layer is None else (source.shape.layers, *pair.shape)
+            for (key, layer), pair in pairs.items()
+        }
+        return _Weights(shapes, lambda key, layer: source.values(pairs[key, layer]))
     raise UnknownFormatError(
         f"{contents.folder} is of the format {contents.format}, whose values COMPARE= does not read; "
         "load it with Megatron and save it with --ckpt-format torch_dist."

@@ -183,10 +183,7 @@ def _unreadable(folder: Path, stored: StoredMetadata) -> Iterator[str]:
             yield f"{name} lacks the piece at {list(lacking[0])}."
         if flaw := _covering_flaw(tensor):
             yield f"The pieces of {name} {flaw}."
-    by_file: dict[str, list[StoredPart]] = {}
-    for part in stored.parts:
-        by_file.setdefault(part.file, []).append(part)
-    for file, parts in sorted(by_file.items()):
+    for file, parts in stored.by_file.items():
         path = folder / file
         if not path.is_file():
             yield f"{file} is missing, with {len(parts)} pieces."
@@ -194,8 +191,7 @@ def _unreadable(folder: Path, stored: StoredMetadata) -> Iterator[str]:
         size, end = path.stat().st_size, max(at.offset_bytes + at.length_bytes for at in parts)
         if size < end:
             yield f"{file} is truncated: it has {size} bytes of at least {end}."
-        ordered = sorted(parts, key=lambda at: at.offset_bytes)
-        if any(a.offset_bytes + a.length_bytes > b.offset_bytes for a, b in pairwise(ordered)):
+        if any(a.offset_bytes + a.length_bytes > b.offset_bytes for a, b in pairwise(parts)):
             yield f"{METADATA} puts two pieces at one place of {file}."
 
 
@@ -244,7 +240,7 @@ def _flattened(found: Any, prefix: str = "") -> Iterator[tuple[str, DescribedTen
 
 
 def _hugging_face(folder: Path) -> Contents:
-    from tools.convert.hf.errors import ConversionError
+    from tools.convert.hf.progress import ConversionError
     from tools.convert.hf.tensor_files import TensorFolder
 
     try:

@@ -28,7 +28,7 @@ def import_hf(hf: str, name: str | None, console: Console) -> int:
     source = read_source(folder_of(hf))
     name = name or Path(hf).name.lower()
     summary = import_model(source, name, Work(console), known_as=hf)
-    console.print(f"{summary.line} → {from_root(HUB / name)}", highlight=False)
+    console.print(f"{summary} → {from_root(HUB / name)}", highlight=False)
     console.print(
         f"Train it with 'make train-tp2-{name}-2gpu DATA=…' (data: make prepare-ds INPUT=… NAME=… "
         f"TOKENIZER=hub/{name}).",
@@ -43,7 +43,7 @@ def export_hf(run: str, to: str, console: Console) -> int:
     Raises:
         LaunchError, ValueError: It cannot be converted; nothing was written.
     """
-    from tools.convert.hf.from_megatron import export_model, read_export
+    from tools.convert.hf.from_megatron import export_model
     from tools.convert.hf.progress import Work
 
     folder = ROOT / run
@@ -56,9 +56,9 @@ def export_hf(run: str, to: str, console: Console) -> int:
         checkpoint, words = select_checkpoint(folder).checkpoint.path, record.argv
         model, shape = load_model(record.spec.model), record.spec.shape
     weights = imported_weights(model)
-    export = read_export(checkpoint, words, shape, weights.parent if weights else None)
-    summary = export_model(export, Path(to).absolute(), Work(console))
-    console.print(f"{summary.line} → {to}", highlight=False)
+    imported, target = weights.parent if weights else None, Path(to).absolute()
+    summary = export_model(checkpoint, words, shape, imported, target, Work(console))
+    console.print(f"{summary} → {to}", highlight=False)
     return 0
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.convert.recipe import bridge
-from tools.convert.recipe.coupled_flags import RecipeError
 from tools.convert.recipe.fields import Recipe, recipe_of_flags
 from tools.convert.recipe.flags import reading_of_fields
 from tools.convert.recipe.imported import imported, model_name
-from tools.convert.recipe.table import BRIDGE_VERSION
+from tools.convert.recipe.table import BRIDGE_VERSION, RecipeError
 from tools.convert.recipe.written import (
     ENTRY_FILE,
     GPUS_OF_A_MACHINE,

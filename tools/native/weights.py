@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from tools.native.model import GPT, mixtures
 from tools.native.names import source_of
-from tools.records.torch_dist import fill, finished_iteration, read_metadata
+from tools.records.torch_dist import finished_iteration, read_metadata, read_tensor
 
 _MULTIPLE = 128
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -50,11 +49,8 @@ def load_start(model: GPT, checkpoint: Path) -> None:
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """Every tensor of the checkpoint's newest iteration, by Megatron's name."""
     folder = checkpoint / f"iter_{finished_iteration(checkpoint) or 0:07d}"
-    tensors = {}
-    for name, stored in read_metadata(folder).tensors.items():
-        tensors[name] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-        fill(folder, stored, tensors[name], partial(torch.load, weights_only=True))
-    return tensors
+    stored = read_metadata(folder).tensors
+    return {name: read_tensor(folder, one) for name, one in stored.items()}
 
 
 def _at(value: Tensor, places: Sequence[int], stacked: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoints (torch_dist) as their own files describe them, without torch.
+"""Megatron's distributed checkpoints (torch_dist) as their files describe them; values alone need torch.
 
 `.metadata` says which bytes of which file hold each piece of each tensor, and every piece is a zip
 archive that `torch.save` wrote, with a checksum for what it holds. Reading all of them back proves that
@@ -14,13 +14,16 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tools.records.pickles import InertUnpickler, describe_saved
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
@@ -33,9 +36,6 @@ Shape = tuple[int, ...]
 
 KeepGoing = Callable[[], bool]
 """Asked between the pieces of a long reading."""
-
-Load = Callable[[BinaryIO], Any]
-"""`torch.load` with `weights_only`."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -78,6 +78,14 @@ class StoredMetadata:
     """Of all that is stored, also what is no tensor."""
     objects: Mapping[str, StoredPart]
     """What is no tensor, `rng_state/shard_0.0_1.2`."""
+
+    @property
+    def by_file(self) -> dict[str, list[StoredPart]]:
+        """Parts in the order in which they lie in each file."""
+        found = dict[str, list[StoredPart]]()
+        for part in sorted(self.parts, key=lambda part: (part.file, part.offset_bytes)):
+            found.setdefault(part.file, []).append(part)
+        return found
 
 
 def read_metadata(folder: Path) -> StoredMetadata:
@@ -166,11 +174,13 @@ def verify_readable(folder: Path, keep_going: KeepGoing = lambda: True) -> None:
         DamagedCheckpointError: It is unfinished, truncated or altered; names the file.
         ReadingStoppedError: `keep_going` says no.
     """
-    _check_format(folder / FORMAT)
-    by_file: dict[str, list[StoredPart]] = {}
-    for piece in read_metadata(folder).parts:
-        by_file.setdefault(piece.file, []).append(piece)
-    for name, pieces in by_file.items():
+    try:
+        json.loads((folder / FORMAT).read_bytes())
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"it was not finished and has no {FORMAT}") from None
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{FORMAT} cannot be read ({error})") from error
+    for name, pieces in read_metadata(folder).by_file.items():
         _check_file(folder / name, pieces, keep_going)
     common = folder / "common.pt"
     if common.exists():
@@ -200,41 +210,48 @@ def _checksums(folder: Path, piece: StoredPart) -> list[tuple[str, int, int]]:
         return [m for m in members if m[0] == "data.pkl" or m[0].startswith("data/")]
 
 
-def fill(
-    folder: Path, stored: StoredTensor, whole: Any, load: Load, layer: int | None = None
-) -> None:
-    """Put a tensor together of the pieces that ranks saved.
+def read_tensor(
+    folder: Path, stored: StoredTensor, layer: int | None = None, rows: int | None = None
+) -> Tensor:
+    """A tensor, put together of the pieces that ranks saved.
 
     Args:
         folder: The checkpoint's.
-        stored: Of which tensor.
-        whole: What is filled: the tensor, or one layer of it; it may end after any of its rows.
-        load: Makes a piece of what `torch.save` wrote.
-        layer: From 0; None for all.
+        stored: Which tensor.
+        layer: The one that is wanted of a stacked tensor, from 0; all by default.
+        rows: How many of its rows are wanted; all by default.
     """
-    inside = 0 if layer is None else 1
-    for begin, size in stored.sizes.items():
-        if layer is not None and not begin[0] <= layer < begin[0] + size[0]:
+    begin, size = [0] * len(stored.shape), list(stored.shape)
+    if layer is not None:
+        begin[0], size[0] = layer, 1
+    if rows is not None:
+        size[0 if layer is None else 1] = rows
+    box = read_box(folder, stored, begin, size)
+    return box if layer is None else box[0]
+
+
+def read_box(
+    folder: Path, stored: StoredTensor, begin: Sequence[int], size: Sequence[int]
+) -> Tensor:
+    """The part of a tensor that begins at `begin`; one piece beside it is in memory at a time."""
+    import torch
+
+    box = torch.empty(tuple(size), dtype=getattr(torch, stored.dtype))
+    for at, extent in stored.sizes.items():
+        first = [max(pair) for pair in zip(at, begin, strict=True)]
+        ends = zip(at, extent, begin, size, strict=True)
+        last = [min(a + e, b + s) for a, e, b, s in ends]
+        if any(low >= high for low, high in zip(first, last, strict=True)):
             continue
-        spans = zip(begin[inside:], size[inside:], strict=True)
-        into = whole[tuple(slice(at, at + length) for at, length in spans)]
-        if 0 in into.shape:  # Beyond the rows that are wanted.
-            continue
-        part = stored.parts[begin]
+        part = stored.parts[at]
         with (folder / part.file).open("rb") as file:
             file.seek(part.offset_bytes)
-            piece = load(io.BytesIO(file.read(part.length_bytes)))
-        piece = piece if layer is None else piece[layer - begin[0]]
-        into[...] = piece[tuple(map(slice, into.shape))]
-
-
-def _check_format(path: Path) -> None:
-    try:
-        json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"it was not finished and has no {path.name}") from None
-    except ValueError as error:
-        raise DamagedCheckpointError(f"{path.name} cannot be read ({error})") from error
+            piece = torch.load(io.BytesIO(file.read(part.length_bytes)), weights_only=True)
+        into = tuple(slice(a - b, z - b) for a, z, b in zip(first, last, begin, strict=True))
+        box[into] = piece[
+            tuple(slice(a - b, z - b) for a, z, b in zip(first, last, at, strict=True))
+        ]
+    return box
 
 
 def _check_file(path: Path, pieces: Iterable[StoredPart], keep_going: KeepGoing) -> None:
@@ -249,18 +266,15 @@ def _check_file(path: Path, pieces: Iterable[StoredPart], keep_going: KeepGoing)
                         f"{path.name} is truncated: it has {size} bytes of at least "
                         f"{piece.offset_bytes + piece.length_bytes}"
                     )
-                _check_piece(file, piece)
+                with _archive(file, piece) as archive:
+                    damaged = archive.testzip()
+                if damaged is not None:
+                    raise DamagedCheckpointError(
+                        f"{piece.file} is damaged at byte {piece.offset_bytes}: the checksum of "
+                        f"{damaged} is wrong"
+                    )
     except OSError as error:
         raise DamagedCheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
-
-
-def _check_piece(file: BinaryIO, piece: StoredPart) -> None:
-    with _archive(file, piece) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise DamagedCheckpointError(
-            f"{piece.file} is damaged at byte {piece.offset_bytes}: the checksum of {damaged} is wrong"
-        )
 
 
 @contextmanager
@@ -297,9 +311,6 @@ class _Part(io.RawIOBase):
         if base + offset < 0:
             raise ValueError(f"seek to {base + offset}")
         self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
         return self._position
 
     def read(self, size: int = -1) -> bytes:

@@ -17,12 +17,12 @@ from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
 from tools.checkpoint.compare import compare_weights
 from tools.checkpoint.contents import read_contents
 from tools.convert.hf import progress
-from tools.convert.hf.checkpoint import StoredCheckpoint
-from tools.convert.hf.from_megatron import export_model, read_export
+from tools.convert.hf.from_megatron import export_model
 from tools.convert.hf.into_megatron import import_model, read_import, read_source
 from tools.convert.hf.progress import Work
 from tools.convert.hf.random_model import write_model
 from tools.convert.hf.tensor_files import FILE, INDEX, Described, TensorFolder, write_tensors
+from tools.records.torch_dist import read_metadata, read_tensor
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.model import model_of
@@ -39,10 +39,8 @@ def exported(
     folder: Path, target: Path, as_imported: bool = True, shard_bytes: int = 10**9
 ) -> Path:
     model = model_of(str(folder / f"{folder.name}.args"))
-    export = read_export(
-        folder / CHECKPOINT, model.flags, model.shape, folder if as_imported else None
-    )
-    export_model(export, target, Work(), shard_bytes)
+    own = folder if as_imported else None
+    export_model(folder / CHECKPOINT, model.flags, model.shape, own, target, Work(), shard_bytes)
     return target
 
 
@@ -95,7 +93,8 @@ def test_padding_rows_are_copies_of_the_last_row_for_any_tensor_parallel_layout(
 ) -> None:
     source = write_model(tmp_path / "source", GPT2)  # 131 entries
     folder = imported(source, tmp_path / "hub")
-    rows = StoredCheckpoint(folder / CHECKPOINT).read("embedding.word_embeddings.weight")
+    stored = read_metadata(folder / CHECKPOINT).tensors["embedding.word_embeddings.weight"]
+    rows = read_tensor(folder / CHECKPOINT, stored)
     assert rows.shape == (256, 8)
     assert torch.equal(rows[131:], rows[130:131].expand(125, -1))
     flags = Flags(model_of(str(folder / "mine.args")).flags)

@@ -12,7 +12,7 @@ import torch
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
 from tests.native.small_model import settings
 from tools.convert.hf.families import OUTPUT, VOCABULARY, pairs_of
-from tools.convert.hf.from_megatron import export_model, read_export
+from tools.convert.hf.from_megatron import export_model
 from tools.convert.hf.into_megatron import import_model, read_source
 from tools.convert.hf.progress import Work
 from tools.convert.hf.random_model import CONFIGS, write_model
@@ -127,9 +127,8 @@ def test_transformers_loads_what_was_exported_with_nothing_missing_and_nothing_l
     model = model_of(str(folder / "mine.args"))
     for imported in (folder, None):  # With its own config, and with one of Megatron's flags.
         checkpoint = folder / "checkpoint" / "iter_0000001"
-        export = read_export(checkpoint, model.flags, model.shape, imported)
         target = tmp_path / f"back-{imported is None}"
-        export_model(export, target, Work())
+        export_model(checkpoint, model.flags, model.shape, imported, target, Work())
         (target / "config.json").write_text(
             json.dumps({**json.loads((target / "config.json").read_text()), "bos_token_id": 0})
         )

@@ -15,9 +15,8 @@ from rich.console import Console
 
 from tests.convert.recipe.documents import source
 from tools.convert.recipe import bridge
-from tools.convert.recipe.coupled_flags import RecipeError
 from tools.convert.recipe.fields import Recipe
-from tools.convert.recipe.table import BRIDGE, Symbol, Value, fields_of_yaml
+from tools.convert.recipe.table import BRIDGE, RecipeError, Symbol, Value, fields_of_yaml
 from tools.convert.recipe.written import written_recipe
 from tools.launch import recipe as command
 from tools.launch.options import options_from_texts

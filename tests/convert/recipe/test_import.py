@@ -8,10 +8,9 @@ from rich.console import Console
 
 from tests.convert.recipe.documents import source, write
 from tools.convert.recipe import bridge
-from tools.convert.recipe.coupled_flags import RecipeError
 from tools.convert.recipe.flags import reading_of_fields
 from tools.convert.recipe.imported import model_name
-from tools.convert.recipe.table import Symbol, Value
+from tools.convert.recipe.table import RecipeError, Symbol, Value
 from tools.launch import recipe as command
 from tools.launch.recipe import import_recipe, recipe_of
 from tools.spec.errors import LaunchError

@@ -9,11 +9,10 @@ from rich.console import Console
 
 from tests.convert.recipe.documents import source, write
 from tools.convert.recipe.bridge import read_recipe
-from tools.convert.recipe.coupled_flags import RecipeError
 from tools.convert.recipe.fields import recipe_of_flags
 from tools.convert.recipe.flags import RecipeFlags, reading_of_fields
 from tools.convert.recipe.imported import imported
-from tools.convert.recipe.table import ROWS, Symbol
+from tools.convert.recipe.table import ROWS, RecipeError, Symbol
 from tools.convert.recipe.written import written_entry, written_recipe
 from tools.launch import recipe as command
 from tools.launch.options import options_from_texts

@@ -8,7 +8,7 @@ reshaping with its inverse; it fits weights, gradients and optimizer states alik
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,10 +70,10 @@ class TensorPair:
         return tuple(tuple(part.shape) for part in parts)
 
 
-def prefix_of(family: str, names: Sequence[str]) -> str:
+def prefix_of(family: str, names: Collection[str]) -> str:
     """What a file's names begin with: nothing in files of a bare model, such as GPT-2's on the hub."""
-    is_bare = _TABLE[family][0].names[0] in names
-    return "" if is_bare else _PREFIXES[family]
+    first = next(row for row in _TABLE if row["family"] == family)
+    return "" if first["names"] in names else _PREFIXES[family]
 
 
 def pairs_of(family: str, shape: ModelShape, prefix: str | None = None) -> tuple[TensorPair, ...]:
@@ -85,52 +85,7 @@ def pairs_of(family: str, shape: ModelShape, prefix: str | None = None) -> tuple
         prefix: What Hugging Face's names begin with; the family's own by default.
     """
     prefix = _PREFIXES[family] if prefix is None else prefix
-    sizes = _sizes(shape)
-    rows = [row for row in _TABLE[family] if row.key != OUTPUT or not shape.tied_embeddings]
-
-    def pair(row: _NamedTensor, layer: int | None = None) -> TensorPair:
-        names = (name if name == HEAD else prefix + name for name in row.names)
-        numbered = tuple(name.format(layer) for name in names)
-        own = tuple(sizes[name] for name in row.sizes)
-        return TensorPair(row.key, layer, own, numbered, _FORMS[row.form](shape))
-
-    inside = [row for row in rows if "{}" in row.names[0]]
-    first = [row for row in rows if row.key.startswith("embedding.")]
-    last = [row for row in rows if row not in (*inside, *first)]
-    return (
-        *map(pair, first),
-        *(pair(row, layer) for layer in range(shape.layers) for row in inside),
-        *map(pair, last),
-    )
-
-
-def is_buffer(name: str) -> bool:
-    """Whether older files hold a tensor that no model needs: masks, and angles of rotary positions."""
-    return name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
-
-
-@dataclass(frozen=True)
-class _NamedTensor:
-    """A line of the table; `{}` in a name is the layer's number."""
-
-    key: str
-    names: tuple[str, ...]
-    sizes: tuple[str, ...]
-    form: str
-
-
-def _read() -> dict[str, list[_NamedTensor]]:
-    table: dict[str, list[_NamedTensor]] = {family: [] for family in _PREFIXES}
-    with Path(__file__).with_name("families.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            names, sizes = tuple(row["names"].split()), tuple(row["sizes"].split())
-            table[row["family"]].append(_NamedTensor(row["key"], names, sizes, row["form"]))
-    return table
-
-
-def _sizes(shape: ModelShape) -> dict[str, int]:
-    """What the table calls the sizes of a tensor."""
-    return {
+    sizes = {
         "hidden": shape.hidden,
         "vocabulary": shape.vocabulary,
         "positions": shape.positions,
@@ -140,19 +95,41 @@ def _sizes(shape: ModelShape) -> dict[str, int]:
         "gated": 2 * shape.ffn_hidden,
     }
 
+    def pair(row: Mapping[str, str], layer: int | None = None) -> TensorPair:
+        names = (name if name == HEAD else prefix + name for name in row["names"].split())
+        numbered = tuple(name.format(layer) for name in names)
+        own = tuple(sizes[name] for name in row["sizes"].split())
+        return TensorPair(row["key"], layer, own, numbered, _form(row["form"], shape))
 
-def _same(_: ModelShape) -> Form:
-    return Form(lambda parts: parts[0], lambda whole: (whole,))
+    rows = [row for row in _TABLE if row["family"] == family]
+    inside = [row for row in rows if "{}" in row["names"]]
+    first = [row for row in rows if row["key"].startswith("embedding.")]
+    last = [row for row in rows if row not in (*inside, *first)]
+    return (
+        *map(pair, first),
+        *(pair(row, layer) for layer in range(shape.layers) for row in inside),
+        *(pair(row) for row in last if row["key"] != OUTPUT or not shape.tied_embeddings),
+    )
 
 
-def _transposed(_: ModelShape) -> Form:
-    """GPT-2's Conv1D has the inputs first."""
-    return Form(lambda parts: parts[0].t(), lambda whole: (whole.t(),))
+def is_buffer(name: str) -> bool:
+    """Whether older files hold a tensor that no model needs: masks, and angles of rotary positions."""
+    return name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
 
 
-def _halves(_: ModelShape) -> Form:
-    """Gate and value of a gated MLP, one after the other."""
-    return Form(lambda parts: torch.cat(list(parts)), lambda whole: whole.chunk(2))
+def _form(name: str, shape: ModelShape) -> Form:
+    """What the table calls a reshaping."""
+    match name:
+        case "transposed":  # GPT-2's Conv1D has the inputs first.
+            return Form(lambda parts: parts[0].t(), lambda whole: (whole.t(),))
+        case "halves":  # Gate and value of a gated MLP, one after the other.
+            return Form(lambda parts: torch.cat(list(parts)), lambda whole: whole.chunk(2))
+        case "by_group":
+            return _by_group(shape)
+        case "fused_by_group":
+            return _fused_by_group(shape)
+        case _:
+            return Form(lambda parts: parts[0], lambda whole: (whole,))
 
 
 def _by_group(shape: ModelShape) -> Form:
@@ -184,12 +161,6 @@ def _fused_by_group(shape: ModelShape) -> Form:
     )
 
 
-_FORMS: dict[str, Callable[[ModelShape], Form]] = {
-    "same": _same,
-    "transposed": _transposed,
-    "halves": _halves,
-    "by_group": _by_group,
-    "fused_by_group": _fused_by_group,
-}
 _PREFIXES = {"gpt2": "transformer.", "llama": "model."}
-_TABLE = _read()
+_TABLE = tuple(csv.DictReader(Path(__file__).with_name("families.csv").read_text().splitlines()))
+"""A line a tensor; `{}` in a name is the layer's number."""

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tools.convert.hf.checkpoint import StoredCheckpoint
-from tools.convert.hf.errors import ConversionError
-from tools.convert.hf.families import VOCABULARY, TensorPair, pairs_of
-from tools.convert.hf.into_megatron import (
-    CONFIG_FILE,
-    IMPORT_FILE,
-    copy_companions,
-    read_import,
-)
-from tools.convert.hf.progress import Summary, Work, check_room
+from tools.convert.hf.families import EMBEDDING, VOCABULARY, TensorPair, pairs_of
+from tools.convert.hf.into_megatron import CONFIG_FILE, IMPORT_FILE, copy_companions, read_import
+from tools.convert.hf.progress import ConversionError, Work, check_room
 from tools.convert.hf.tensor_files import SHARD_BYTES, Described, write_tensors
 from tools.records.io import made_whole
+from tools.records.torch_dist import (
+    DamagedCheckpointError,
+    StoredTensor,
+    read_metadata,
+    read_tensor,
+)
 from tools.spec.flags import flag_words, merge_flags
 from tools.spec.huggingface import config_of_flags, read_config
 from tools.spec.model import ModelShape
@@ -30,132 +29,123 @@ _WEIGHTS = ("embedding.", "decoder.", "output_layer.")
 """What names of the model's tensors begin with; the others are the optimizer's."""
 
 
-@dataclass(frozen=True)
-class Export:
-    """A checkpoint that can be exported: it holds every tensor of the model, and no other."""
-
-    checkpoint: StoredCheckpoint
-    config: dict[str, object]
-    pairs: tuple[TensorPair, ...]
-    imported: Path | None
-    """The folder of the imported model that was trained; None for a model of the kit's own."""
-
-    @property
-    def described(self) -> list[Described]:
-        """What is written, in order."""
-        return [
-            Described(name, shape, self.checkpoint.dtype(pair.key))
-            for pair in self.pairs
-            for name, shape in zip(pair.names, pair.shapes, strict=True)
-        ]
-
-    def values(self, work: Work) -> Iterator[Tensor]:
-        """Hugging Face's tensors, in the order of `described`; one of Megatron's is read at a time."""
-        for pair in self.pairs:
-            rows = pair.shape[0] if pair.key in VOCABULARY else None
-            whole = self.checkpoint.read(pair.key, pair.layer, rows)
-            for part in pair.form.split(whole):
-                work.done(part.nbytes)
-                yield part
-
-
-def read_export(
-    folder: Path, words: Sequence[str], shape: ModelShape, imported: Path | None = None
-) -> Export:
-    """Look at a checkpoint (`iter_…`) without reading weights.
+def export_model(
+    checkpoint: Path,
+    words: Sequence[str],
+    shape: ModelShape,
+    imported: Path | None,
+    target: Path,
+    work: Work,
+    shard_bytes: int = SHARD_BYTES,
+) -> str:
+    """Write a folder of Hugging Face's, whole or not at all; returns the closing line.
 
     Args:
-        folder: The checkpoint's.
+        checkpoint: Megatron's (`iter_…`).
         words: Megatron's arguments of the run that saved it.
         shape: The model's.
         imported: The folder of the imported model that was trained, if one was.
+        target: It is made.
+        work: Shows progress.
+        shard_bytes: Most of a file.
 
     Raises:
-        ConversionError, ConfigError: It is of another model, or of no family that is known.
+        ConversionError, ConfigError: The checkpoint is of another model, or of no family that is known,
+            the folder is there, or there is no room; nothing was written.
     """
-    checkpoint = StoredCheckpoint(folder)
-    if VOCABULARY[0] not in checkpoint.tensors:
-        raise ConversionError(
-            f"{folder} holds no {VOCABULARY[0]}; it is no checkpoint of a GPT in Megatron's "
-            "distributed format."
-        )
-    stored = checkpoint.tensors[VOCABULARY[0]].dtype
-    config = config_of_flags(merge_flags(words, _explicit(shape)), stored)
+    tensors = _tensors(checkpoint)
     own = imported if imported and (imported / IMPORT_FILE).is_file() else None
+    config = _config(own, words, shape, tensors[EMBEDDING].dtype)
     prefix = read_import(own).prefix if own else None
-    if own is not None:
-        config = _as_imported(own, config)
     pairs = pairs_of(str(config["model_type"]), shape, prefix)
-    _check(checkpoint, pairs, shape)
-    return Export(checkpoint, config, pairs, own)
-
-
-def export_model(
-    export: Export, target: Path, work: Work, shard_bytes: int = SHARD_BYTES
-) -> Summary:
-    """Write the folder, whole or not at all.
-
-    Raises:
-        ConversionError: The folder is there, or there is no room; nothing was written.
-    """
+    _check(checkpoint, tensors, pairs, shape)
     if target.exists():
         raise ConversionError(f"TO={target} exists already; remove it, or name another folder.")
-    described = export.described
+    described = [
+        Described(name, part, getattr(torch, tensors[pair.key].dtype))
+        for pair in pairs
+        for name, part in zip(pair.names, pair.shapes, strict=True)
+    ]
     total = sum(one.size_bytes for one in described)
     check_room(target, total)
+
+    def values() -> Iterator[Tensor]:
+        for pair in pairs:
+            rows = pair.shape[0] if pair.key in VOCABULARY else None
+            for part in pair.form.split(
+                read_tensor(checkpoint, tensors[pair.key], pair.layer, rows)
+            ):
+                work.done(part.nbytes)
+                yield part
+
     work.begin(f"export to {target.name}", total)
     with made_whole(target) as folder:
-        write_tensors(folder, described, export.values(work), shard_bytes)
-        text = json.dumps(export.config, indent=2, sort_keys=True)
-        (folder / CONFIG_FILE).write_text(f"{text}\n")
-        if export.imported is not None:
-            copy_companions(export.imported, folder)
-    return work.summary(sum(torch.Size(one.shape).numel() for one in described))
+        write_tensors(folder, described, values(), shard_bytes)
+        (folder / CONFIG_FILE).write_text(f"{json.dumps(config, indent=2, sort_keys=True)}\n")
+        if own is not None:
+            copy_companions(own, folder)
+    return work.summary(sum(math.prod(one.shape) for one in described))
 
 
-def _explicit(shape: ModelShape) -> tuple[str, ...]:
-    """What Megatron derives where a flag is missing."""
-    return flag_words(
-        {
-            "--vocab-size": shape.vocabulary,
-            "--ffn-hidden-size": shape.ffn_hidden,
-            "--num-query-groups": shape.query_groups,
-            "--kv-channels": shape.head_width,
-            "--max-position-embeddings": shape.positions or None,
-        }
-    )
+def _tensors(folder: Path) -> Mapping[str, StoredTensor]:
+    try:
+        tensors = read_metadata(folder).tensors
+    except DamagedCheckpointError as error:
+        raise ConversionError(
+            f"{folder} is no whole checkpoint of Megatron's distributed format ({error})."
+        ) from None
+    if EMBEDDING not in tensors:
+        raise ConversionError(
+            f"{folder} holds no {EMBEDDING}; it is no checkpoint of a GPT in Megatron's distributed "
+            "format."
+        )
+    return tensors
 
 
-def _as_imported(folder: Path, config: dict[str, object]) -> dict[str, object]:
-    """The imported model's own config, with the stored weights' type, where it is still that model."""
-    own = read_config(folder / CONFIG_FILE)
+def _config(
+    imported: Path | None, words: Sequence[str], shape: ModelShape, dtype: str
+) -> dict[str, object]:
+    """Of the flags, or the imported model's own with the stored type, where it is still that model."""
+    explicit = {  # What Megatron derives where a flag is missing.
+        "--vocab-size": shape.vocabulary,
+        "--ffn-hidden-size": shape.ffn_hidden,
+        "--num-query-groups": shape.query_groups,
+        "--kv-channels": shape.head_width,
+        "--max-position-embeddings": shape.positions or None,
+    }
+    config = config_of_flags(merge_flags(words, flag_words(explicit)), dtype)
+    if imported is None:
+        return config
+    own = read_config(imported / CONFIG_FILE)
     if own["model_type"] != config["model_type"]:
         raise ConversionError(
-            f"The run was trained from {folder.name}, a model of the type {own['model_type']}, with "
+            f"The run was trained from {imported.name}, a model of the type {own['model_type']}, with "
             f"flags that make it another; leave those out of EXTRA=."
         )
     names = [name for name in ("dtype", "torch_dtype") if name in own] or ["torch_dtype"]
     return {**own, **dict.fromkeys(names, config["dtype"])}
 
 
-def _check(checkpoint: StoredCheckpoint, pairs: Sequence[TensorPair], shape: ModelShape) -> None:
+def _check(
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    pairs: Sequence[TensorPair],
+    shape: ModelShape,
+) -> None:
     """Refuse missing, extra and wrong tensors."""
     for pair in pairs:
-        if pair.key not in checkpoint.tensors:
-            raise ConversionError(f"{checkpoint.folder} lacks {pair.key}, which the model has.")
-        found = checkpoint.tensors[pair.key].shape
+        if pair.key not in tensors:
+            raise ConversionError(f"{folder} lacks {pair.key}, which the model has.")
+        found = tensors[pair.key].shape
         wanted = pair.shape if pair.layer is None else (shape.layers, *pair.shape)
         fits = found == wanted
         if pair.key in VOCABULARY:  # Padded.
             fits = found[0] >= wanted[0] and found[1:] == wanted[1:]
         if not fits:
             raise ConversionError(
-                f"{checkpoint.folder} holds {pair.key} with the shape {list(found)}, and the run's "
+                f"{folder} holds {pair.key} with the shape {list(found)}, and the run's "
                 f"model has {list(wanted)}; it is another model's checkpoint."
             )
-    weights = {key for key in checkpoint.tensors if key.startswith(_WEIGHTS)}
-    extra = sorted(weights - {pair.key for pair in pairs})
-    if extra:
-        raise ConversionError(
-            f"{checkpoint.folder} holds {extra[0]}, which neither GPT-2 nor Llama has."
-        )
+    weights = {key for key in tensors if key.startswith(_WEIGHTS)}
+    if extra := sorted(weights - {pair.key for pair in pairs}):
+        raise ConversionError(f"{folder} holds {extra[0]}, which neither GPT-2 nor Llama has.")

@@ -8,9 +8,10 @@ Everything is checked before anything is written, and the folder is there whole 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tools.convert.hf.checkpoint import StackedTensor, write_checkpoint
-from tools.convert.hf.errors import ConversionError
+from tools.convert.hf.checkpoint import write_checkpoint
 from tools.convert.hf.families import (
     EMBEDDING,
     HEAD,
@@ -29,7 +29,7 @@ from tools.convert.hf.families import (
     pairs_of,
     prefix_of,
 )
-from tools.convert.hf.progress import Summary, Work, check_room
+from tools.convert.hf.progress import ConversionError, Work, check_room
 from tools.convert.hf.tensor_files import TensorFolder
 from tools.records.io import made_whole, write_record
 from tools.spec.files import args_text, from_root
@@ -46,17 +46,9 @@ from tools.spec.model import (
 
 IMPORT_FILE = "import.json"
 CONFIG_FILE = "config.json"
-COMPANIONS = (
-    "generation_config.json",
-    "tokenizer*",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.model",
-    "LICENSE*",
+_COMPANIONS = (
+    *("tokenizer*", "vocab.json", "merges.txt", "vocab.txt", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template*", "*.model", "generation_config.json", "LICENSE*"),
 )
 """Files that go with the weights, as they are."""
 
@@ -76,6 +68,7 @@ class ImportRecord(msgspec.Struct, frozen=True, kw_only=True):
     prefix: str
     """What the names of its tensors begin with."""
     parameters: int
+    """Without padding, tied ones once."""
     vocabulary: int
     padding_rows: int
     """Stored after the vocabulary's rows: copies of the last one."""
@@ -96,15 +89,6 @@ class ImportSource:
     pairs: tuple[TensorPair, ...]
     ignored: tuple[str, ...]
 
-    @property
-    def parameters(self) -> int:
-        """Without padding, tied ones once."""
-        return sum(torch.Size(pair.shape).numel() for pair in self.pairs)
-
-    def dtype(self, pair: TensorPair) -> torch.dtype:
-        """Of a pair's tensors."""
-        return self.tensors.tensors[pair.names[0]].dtype
-
     def values(self, pair: TensorPair) -> Tensor:
         """Megatron's tensor."""
         return pair.form.join([self.tensors.read(name) for name in pair.names])
@@ -122,7 +106,7 @@ def read_source(folder: Path) -> ImportSource:
     model_type = read_config(folder / CONFIG_FILE)["model_type"]
     shape = model_from_flags(folder.name, "gpt3", flags).shape
     tensors = TensorFolder(folder)
-    prefix = prefix_of(model_type, list(tensors.tensors))
+    prefix = prefix_of(model_type, tensors.tensors)
     pairs = pairs_of(model_type, shape, prefix)
     left = _check_names(folder, tensors, pairs, shape)
     _check_tensors(folder, tensors, pairs)
@@ -132,8 +116,8 @@ def read_source(folder: Path) -> ImportSource:
 
 def import_model(
     source: ImportSource, name: str, work: Work, hub: Path = HUB, known_as: str = ""
-) -> Summary:
-    """Write `hub/NAME`.
+) -> str:
+    """Write `hub/NAME`; returns the closing line.
 
     Args:
         source: What is imported.
@@ -147,39 +131,46 @@ def import_model(
     """
     target = hub / name
     _check_name(name, target, hub)
-    tensors = _as_stored(source)
-    total = sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in tensors)
+    vocabulary = source.shape.vocabulary
+    padding = round_up(vocabulary, _PADDED_TO) - vocabulary
+    held = source.tensors.tensors
+    total = sum(held[name].size_bytes for pair in source.pairs for name in pair.names)
+    rows = [held[pair.names[0]] for pair in source.pairs if pair.key in VOCABULARY]
+    total += sum(one.size_bytes // vocabulary * padding for one in rows)
     check_room(target, total)
-    by_place = {(pair.key, pair.layer): pair for pair in source.pairs}
 
-    def values(one: StackedTensor) -> Tensor:
-        pair = by_place[one.key, one.layer]
-        made = _padded(source.values(pair), one.shape)
-        work.done(made.nbytes)
-        return made
+    def made() -> Iterator[tuple[TensorPair, Tensor]]:
+        for pair in source.pairs:
+            values = source.values(pair)
+            if padding and pair.key in VOCABULARY:
+                # Copies of the last row, as Megatron's own converter pads: rows of 0 would win a
+                # softmax whose other logits are negative, as GPT-2's are.
+                values = torch.cat((values, values[-1:].expand(padding, -1)))
+            work.done(values.nbytes)
+            yield pair, values
 
     record = ImportRecord(
         source=known_as or str(source.folder),
         folder=str(source.folder.resolve()),
         model_type=source.model_type,
         prefix=source.prefix,
-        parameters=source.parameters,
-        vocabulary=source.shape.vocabulary,
-        padding_rows=_stored_rows(source.shape.vocabulary) - source.shape.vocabulary,
+        parameters=sum(math.prod(pair.shape) for pair in source.pairs),
+        vocabulary=vocabulary,
+        padding_rows=padding,
         ignored=source.ignored,
     )
     work.begin(f"import {name}", total)
     with made_whole(target) as folder:
-        write_checkpoint(folder / IMPORTED_WEIGHTS, tensors, source.shape.layers, values)
+        write_checkpoint(folder / IMPORTED_WEIGHTS, source.shape.layers, made())
         (folder / f"{name}.args").write_text(_args_file(source, record, target))
         write_record(folder / IMPORT_FILE, record)
         copy_companions(source.folder, folder, also=(CONFIG_FILE,))
-    return work.summary(source.parameters)
+    return work.summary(record.parameters)
 
 
 def copy_companions(source: Path, target: Path, also: Sequence[str] = ()) -> None:
     """Copy tokenizer, generation config and the like."""
-    for pattern in (*COMPANIONS, *also):
+    for pattern in (*_COMPANIONS, *also):
         for path in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(path, target / path.name)
 
@@ -260,8 +251,19 @@ def _check_tensors(folder: Path, tensors: TensorFolder, pairs: Sequence[TensorPa
 
 def _check_tokenizer(folder: Path, vocabulary: int) -> None:
     """Refuse a tokenizer with ids beyond the vocabulary; fewer entries are the model's own padding."""
-    for name, ids in _token_ids(folder):
-        largest = max(ids, default=0)
+    for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
+        if not (folder / name).is_file():
+            continue
+        try:
+            content = json.loads((folder / name).read_bytes())
+            added = []
+            if name == "tokenizer.json":
+                added = [int(token["id"]) for token in content.get("added_tokens") or []]
+                content = content["model"]["vocab"]
+            ids = range(len(content)) if isinstance(content, list) else content.values()
+            largest = max((*ids, *added), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConversionError(f"{folder / name} is no tokenizer's file ({error}).") from None
         if largest >= vocabulary:
             raise ConversionError(
                 f"{folder / name} has the token id {largest}, and the model a vocabulary of "
@@ -269,54 +271,8 @@ def _check_tokenizer(folder: Path, vocabulary: int) -> None:
             )
 
 
-def _token_ids(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
-        if not (folder / name).is_file():
-            continue
-        try:
-            content = json.loads((folder / name).read_bytes())
-            yield name, _ids(content) if name == "tokenizer.json" else list(content.values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConversionError(f"{folder / name} is no tokenizer's file ({error}).") from None
-
-
-def _ids(definition: Mapping[str, object]) -> list[int]:
-    model, added = definition["model"], definition.get("added_tokens") or []
-    assert isinstance(model, dict)
-    assert isinstance(added, list)
-    entries = model["vocab"]
-    own = list(entries.values()) if isinstance(entries, dict) else list(range(len(entries)))
-    return [*own, *(int(token["id"]) for token in added)]
-
-
-def _as_stored(source: ImportSource) -> list[StackedTensor]:
-    """What the checkpoint holds: the vocabulary with its padding rows."""
-    return [
-        StackedTensor(
-            pair.key,
-            pair.layer,
-            (_stored_rows(pair.shape[0]), *pair.shape[1:])
-            if pair.key in VOCABULARY
-            else pair.shape,
-            source.dtype(pair),
-        )
-        for pair in source.pairs
-    ]
-
-
-def _stored_rows(vocabulary: int) -> int:
-    return round_up(vocabulary, _PADDED_TO)
-
-
-def _padded(values: Tensor, shape: Sequence[int]) -> Tensor:
-    """Copies of the last row, as Megatron's own converter pads: rows of 0 would win a softmax whose
-    other logits are negative, as GPT-2's are."""
-    rows = shape[0] - values.shape[0]
-    return torch.cat((values, values[-1:].expand(rows, -1))) if rows else values
-
-
 def _args_file(source: ImportSource, record: ImportRecord, target: Path) -> str:
-    divisor = next(d for d in (128, 64, 32, 16, 8, 4, 2, 1) if source.shape.vocabulary % d == 0)
+    divisor = math.gcd(source.shape.vocabulary, _PADDED_TO)
     weights = from_root(target / IMPORTED_WEIGHTS)
     words = merge_flags(
         source.flags,

@@ -1,17 +1,16 @@
-"""A conversion's progress on the terminal, its closing line, and the room that it needs."""
+"""What stops a conversion, its progress on the terminal, and the room that it needs."""
 
 from __future__ import annotations
 
 import resource
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from tools.convert.hf.errors import ConversionError
 from tools.spec.files import from_root
+from tools.text.terminal import say
 from tools.text.units import amount, duration
 
 _LINE_SECONDS = 10.0
@@ -20,23 +19,8 @@ _BESIDE_TENSORS = 64 << 20
 """Room for metadata, tokenizer and configs."""
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What a conversion did."""
-
-    parameters: int
-    written_bytes: int
-    seconds: float
-    peak_bytes: int
-    """Of this process's memory, its libraries included."""
-
-    @property
-    def line(self) -> str:
-        """One line for people."""
-        return (
-            f"{self.parameters:,} parameters, {amount(self.written_bytes)} in "
-            f"{duration(self.seconds)}, peak memory {amount(self.peak_bytes)}"
-        )
+class ConversionError(ValueError):
+    """A model that cannot be converted; one sentence that names the thing, the value and the remedy."""
 
 
 class Work:
@@ -44,8 +28,7 @@ class Work:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console
-        self._title, self._total, self._done = "", 0, 0
-        self._start = self._due = time.monotonic()
+        self.begin("", 0)
 
     def begin(self, title: str, total_bytes: int) -> None:
         """A conversion of so many bytes begins."""
@@ -61,17 +44,16 @@ class Work:
             return
         self._due = now + _LINE_SECONDS
         rate = self._done / (now - self._start)
+        done, total = amount(self._done), amount(self._total)
         left = (self._total - self._done) / rate
-        self._console.print(
-            f"{self._title}: {amount(self._done)} of {amount(self._total)}, {amount(rate)}/s, "
-            f"{left:.0f} s left",
-            highlight=False,
-        )
+        say(self._console, f"{self._title}: {done} of {total}, {amount(rate)}/s, {left:.0f} s left")
 
-    def summary(self, parameters: int) -> Summary:
-        """At the end."""
+    def summary(self, parameters: int) -> str:
+        """The closing line; memory is this process's, its libraries included."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return Summary(parameters, self._done, time.monotonic() - self._start, peak)
+        seconds = duration(time.monotonic() - self._start)
+        written = f"{amount(self._done)} in {seconds}, peak memory {amount(peak)}"
+        return f"{parameters:,} parameters, {written}"
 
 
 def check_room(target: Path, wanted_bytes: int) -> None:

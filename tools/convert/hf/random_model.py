@@ -13,7 +13,7 @@ from torch import Tensor
 from tools.convert.hf.families import pairs_of
 from tools.convert.hf.tensor_files import SHARD_BYTES, Described, write_tensors
 from tools.spec.huggingface import exact_flags
-from tools.spec.model import ModelShape, model_from_flags
+from tools.spec.model import model_from_flags
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = json.loads(
     Path(__file__).with_name("random_models.json").read_text()
@@ -39,20 +39,16 @@ def write_model(
     """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
+    shape = model_from_flags(folder.name, "gpt3", exact_flags(folder / "config.json")).shape
     described = [
         Described(name, shape, dtype)
-        for pair in pairs_of(config["model_type"], shape_of(folder), prefix)
+        for pair in pairs_of(config["model_type"], shape, prefix)
         for name, shape in zip(pair.names, pair.shapes, strict=True)
     ]
     generator = torch.Generator().manual_seed(1)
     values = (_random(one, generator) for one in described)
     write_tensors(folder, described, values, shard_bytes)
     return folder
-
-
-def shape_of(folder: Path) -> ModelShape:
-    """The model's, as its config says it."""
-    return model_from_flags(folder.name, "gpt3", exact_flags(folder / "config.json")).shape
 
 
 def _random(one: Described, generator: torch.Generator) -> Tensor:

@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,12 @@ def load(source: ImportSource, settings: Settings, rows: int) -> Causal:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config: Any = AutoConfig.from_pretrained(source.folder)
-    for name in ("resid_pdrop", "embd_pdrop"):
-        _set(config, name, settings.hidden_dropout)
-    for name in ("attn_pdrop", "attention_dropout"):
-        _set(config, name, settings.attention_dropout)
+    for names, dropout in (
+        (("resid_pdrop", "embd_pdrop"), settings.hidden_dropout),
+        (("attn_pdrop", "attention_dropout"), settings.attention_dropout),
+    ):
+        for name in filter(partial(hasattr, config), names):
+            setattr(config, name, dropout)
     model: Any = AutoModelForCausalLM.from_pretrained(
         source.folder, config=config, dtype=torch.float32, attn_implementation="eager"
     )
@@ -126,11 +129,6 @@ def load(source: ImportSource, settings: Settings, rows: int) -> Causal:
             for parameter in {model.get_input_embeddings().weight, model.lm_head.weight}:
                 parameter[source.shape.vocabulary :] = parameter[source.shape.vocabulary - 1]
     return Causal(model.train())
-
-
-def _set(config: Any, name: str, value: float) -> None:
-    if hasattr(config, name):
-        setattr(config, name, value)
 
 
 def main(words: Sequence[str]) -> None:

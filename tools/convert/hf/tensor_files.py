@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tools.convert.hf.errors import ConversionError
+from tools.convert.hf.progress import ConversionError
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -46,12 +46,12 @@ class TensorFolder:
         Raises:
             ConversionError: There is no such file, or one is damaged or of an unknown type.
         """
-        self.folder = folder
         self._files: dict[str, Path] = {}
         self.tensors: dict[str, Described] = {}
-        for file in _files_of(folder):
+        indexed = _indexed(folder)
+        for file in _files_of(folder, indexed):
             self._describe(file)
-        for name, named in _indexed(folder).items():
+        for name, named in indexed.items():
             if self._files.get(name) != folder / named:
                 raise ConversionError(
                     f"{folder / INDEX} names {name} in {named}, which does not hold it; download the "
@@ -69,13 +69,13 @@ class TensorFolder:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
                     found = file.get_slice(name)
-                    if found.get_dtype() not in _DTYPES:
+                    dtype = _DTYPES.get(found.get_dtype())
+                    if dtype is None:
                         raise ConversionError(
                             f"{path} holds {name} as {found.get_dtype()}; only "
                             f"{', '.join(_DTYPES)} can be converted."
                         )
-                    shape = tuple(found.get_shape())
-                    self.tensors[name] = Described(name, shape, _DTYPES[found.get_dtype()])
+                    self.tensors[name] = Described(name, tuple(found.get_shape()), dtype)
                     self._files[name] = path
         except (SafetensorError, OSError) as error:
             raise ConversionError(f"{path} cannot be read ({error}); download it again.") from None
@@ -83,10 +83,9 @@ class TensorFolder:
 
 def differing(one: TensorFolder, other: TensorFolder) -> list[str]:
     """Names that only one has, or whose shape, type or bits differ."""
-    names = sorted(one.tensors.keys() | other.tensors.keys())
     return [
         name
-        for name in names
+        for name in sorted(one.tensors.keys() | other.tensors.keys())
         if one.tensors.get(name) != other.tensors.get(name)
         or not torch.equal(_bits(one.read(name)), _bits(other.read(name)))
     ]
@@ -96,11 +95,10 @@ def _bits(values: Tensor) -> Tensor:
     return values.contiguous().view(-1).view(torch.uint8)
 
 
-def _files_of(folder: Path) -> list[Path]:
-    whole = folder / FILE
-    if whole.is_file() and not (folder / INDEX).is_file():
-        return [whole]
-    files = [folder / name for name in dict.fromkeys(_indexed(folder).values())]
+def _files_of(folder: Path, indexed: Mapping[str, str]) -> list[Path]:
+    if (folder / FILE).is_file() and not (folder / INDEX).is_file():
+        return [folder / FILE]
+    files = [folder / name for name in dict.fromkeys(indexed.values())]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ConversionError(
@@ -138,32 +136,23 @@ def write_tensors(
         values: Their values, in the same order.
         shard_bytes: Most of a file, unless one tensor is more.
     """
-    shards = list(_shards(described, shard_bytes))
-    left = iter(values)
-    names = {
-        number: FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        for number in range(1, len(shards) + 1)
-    }
+    shards: list[list[Described]] = [[]]
+    for one in described:
+        held = sum(each.size_bytes for each in shards[-1])
+        if shards[-1] and held + one.size_bytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(one)
+    left, count = iter(values), len(shards)
+    weights: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        with (folder / names[number]).open("wb") as file:
+        name = FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        weights |= {one.name: name for one in shard}
+        with (folder / name).open("wb") as file:
             _write_shard(file, shard, left)
-    if len(shards) > 1:
+    if count > 1:
         total = sum(one.size_bytes for one in described)
-        weights = {
-            one.name: names[number] for number, shard in enumerate(shards, 1) for one in shard
-        }
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _shards(described: Sequence[Described], shard_bytes: int) -> Iterator[list[Described]]:
-    shard: list[Described] = []
-    for one in described:
-        if shard and sum(held.size_bytes for held in shard) + one.size_bytes > shard_bytes:
-            yield shard
-            shard = []
-        shard.append(one)
-    yield shard
 
 
 def _write_shard(file: BinaryIO, shard: Sequence[Described], values: Iterator[Tensor]) -> None:

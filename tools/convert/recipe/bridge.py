@@ -10,10 +10,16 @@ from pathlib import Path
 
 import yaml
 
-from tools.convert.recipe.coupled_flags import Fields, RecipeError, shown
 from tools.convert.recipe.fields import Recipe
 from tools.convert.recipe.flags import reading_of_fields
-from tools.convert.recipe.table import BRIDGE, CONTAINER, fields_of_yaml
+from tools.convert.recipe.table import (
+    BRIDGE,
+    CONTAINER,
+    Fields,
+    RecipeError,
+    fields_of_yaml,
+    shown,
+)
 from tools.convert.recipe.written import RECIPE_FILE
 from tools.spec.files import ROOT, read_yaml
 from tools.spec.run import DeviceKind, RunSpec, spec_of_flags
@@ -127,14 +133,11 @@ def differences(recipe: Recipe, fields: Fields, spec: RunSpec) -> Iterable[str]:
 
 def _fields_of_file(path: Path) -> Fields:
     try:
-        document = read_yaml(path)
+        return fields_of_yaml(read_yaml(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         said = str(error).splitlines()[0]
         raise RecipeError(f"{path} is no YAML ({said}); give what to_yaml() writes.") from None
-    try:
-        fields = fields_of_yaml(document)
     except ValueError as error:
         raise RecipeError(
             f"{path} is no recipe of Megatron-Bridge: {error}; give what {CONTAINER}.to_yaml() writes."
         ) from None
-    return fields

@@ -5,34 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tools.convert.recipe.coupled_flags import (
+from tools.convert.recipe.table import (
     ACTIVATIONS,
-    HALVES,
+    BRIDGE,
+    BRIDGE_VERSION,
     IN_BF16,
     IN_FP32,
+    KINDS,
     LOCAL,
     NULL,
     POSITIONS,
+    ROWS,
     TOKENIZER,
     RecipeError,
-    implied,
-)
-from tools.convert.recipe.table import (
-    BRIDGE,
-    BRIDGE_VERSION,
-    KINDS,
-    ROWS,
     Symbol,
     Value,
     default_of,
-    fields_with,
+    held_value,
+    implied,
 )
 from tools.spec.flag_table import FLAGS, KnownFlag
 from tools.spec.flags import Flags, drop_flags, merge_flags, pick_flags
 from tools.spec.model import SHAPE_FLAGS
 from tools.spec.run import Backend, DeviceKind, RunSpec
 
-OUTPUT = "nemo_experiments"
+_OUTPUT = "nemo_experiments"
 """Where a recipe writes; Bridge's own do too."""
 
 
@@ -64,11 +61,16 @@ _SYNONYMS = {
     for flag in FLAGS.values()
     if flag.recipe and flag.recipe[0].startswith("--")
 }
+_ABBREVIATIONS = {
+    "--recompute-activations": ("--recompute-granularity", "selective"),
+    "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
+}
 _STAGES = "--num-virtual-stages-per-pipeline-rank"
 _OTHER_STAGES = (
     "--num-layers-per-virtual-pipeline-stage",
     "--virtual-pipeline-model-parallel-size",
 )
+_HALVES = {"--fp16": Symbol("torch.float16"), "--bf16": Symbol("torch.bfloat16")}
 
 
 def recipe_of_flags(given: Iterable[str], spec: RunSpec) -> Recipe:
@@ -90,12 +92,18 @@ def recipe_of_flags(given: Iterable[str], spec: RunSpec) -> Recipe:
     fields: dict[str, Value] = {}
     for row in ROWS:
         if flags.applies(row):
-            fields |= fields_with(row, _given(row, kept))
-    fields |= _model(flags, spec) | _precision(flags) | _data(kept)
-    fields["checkpoint.save"] = f"{OUTPUT}/checkpoints" if flags.has("--save") else None
-    fields["logger.tensorboard_dir"] = f"{OUTPUT}/tensorboard"
+            value = _given(row, kept)
+            fields |= {place.lstrip("!"): held_value(place, value) for place in row.recipe}
+    fields |= _model(flags, spec) | _precision(flags)
+    fields["dataset.blend"] = _blend(kept)
+    fields["checkpoint.save"] = f"{_OUTPUT}/checkpoints" if flags.has("--save") else None
+    fields["logger.tensorboard_dir"] = f"{_OUTPUT}/tensorboard"
     entries = spec.shape.vocabulary
-    fields |= _tokenizer(flags, entries)
+    if flags.text("--tokenizer-type", NULL) == NULL:
+        # Megatron Core 0.16's adds an entry for the end of a document to the size it is given.
+        fields |= {"tokenizer.tokenizer_type": NULL, "tokenizer.vocab_size": entries - 1}
+    else:
+        fields |= {place: flags.text(flag) or None for flag, place in TOKENIZER.items()}
     missing = object()
     changed = {
         place: each
@@ -128,12 +136,9 @@ def _refuse_other_trainers(spec: RunSpec) -> None:
 def _canonical(words: tuple[str, ...], spec: RunSpec) -> tuple[str, ...]:
     """The same flags, each once and under the name that the table has."""
     merged = merge_flags(tuple(_SYNONYMS.get(word, word) for word in words))
-    if "--recompute-activations" in merged:
-        selective = ("--recompute-granularity", "selective")
-        merged = merge_flags(drop_flags(merged, ("--recompute-activations",)), selective)
-    if "--use-rotary-position-embeddings" in merged:
-        merged = drop_flags(merged, ("--use-rotary-position-embeddings",))
-        merged = merge_flags(merged, ("--position-embedding-type", "rope"))
+    for short, meant in _ABBREVIATIONS.items():
+        if short in merged:
+            merged = merge_flags(drop_flags(merged, (short,)), meant)
     merged = (*merged, *(flag for flag in implied(Flags(merged)) if flag not in merged))
     stages = spec.parallelism.virtual_stages
     merged = drop_flags(merged, (*_OTHER_STAGES, _STAGES))
@@ -149,7 +154,7 @@ def _given(row: KnownFlag, words: tuple[str, ...]) -> Value:
     kind = KINDS[row.kind]
     try:
         return kind.read(found[1:])
-    except (ValueError, IndexError):
+    except ValueError:
         raise RecipeError(
             f"The run's {' '.join(found)} is not {kind.wanted}, so no field of a recipe says it."
         ) from None
@@ -174,32 +179,24 @@ def _model(flags: Flags, spec: RunSpec) -> dict[str, Value]:
 
 
 def _precision(flags: Flags) -> dict[str, Value]:
-    half = next((name for name in HALVES if flags.has(name)), None)
+    half = next((name for name in _HALVES if flags.has(name)), None)
     if half is None:
         return {"ddp.grad_reduce_in_fp32": flags.has(IN_FP32)}
     # Megatron adds up gradients of bf16 in fp32 unless it is asked not to.
     in_fp32 = flags.has(IN_FP32) or (half == "--bf16" and not flags.has(IN_BF16))
     return {
-        "mixed_precision.params_dtype": HALVES[half],
-        "mixed_precision.pipeline_dtype": HALVES[half],
+        "mixed_precision.params_dtype": _HALVES[half],
+        "mixed_precision.pipeline_dtype": _HALVES[half],
         "mixed_precision.grad_reduce_in_fp32": in_fp32,
     }
 
 
-def _data(words: Sequence[str]) -> dict[str, Value]:
-    paths = list(pick_flags(words, ("--data-path",))[1:])
-    if not paths:
-        return {"dataset.blend": None}
-    if len(paths) == 1:
-        return {"dataset.blend": [[*paths], None]}
-    return {"dataset.blend": [[*paths[1::2]], [float(weight) for weight in paths[::2]]]}
-
-
-def _tokenizer(flags: Flags, entries: int) -> dict[str, Value]:
-    if flags.text("--tokenizer-type", NULL) == NULL:
-        # Megatron Core 0.16's adds an entry for the end of a document to the size it is given.
-        return {"tokenizer.tokenizer_type": NULL, "tokenizer.vocab_size": entries - 1}
-    return {place: flags.text(flag) or None for flag, place in TOKENIZER.items()}
+def _blend(words: Sequence[str]) -> Value:
+    """Prefixes of data sets and their weights."""
+    paths = pick_flags(words, ("--data-path",))[1:]
+    if len(paths) < 2:
+        return [[*paths], None] if paths else None
+    return [[*paths[1::2]], [float(weight) for weight in paths[::2]]]
 
 
 def _beyond_flags(spec: RunSpec, words: Sequence[str], kept: Sequence[str]) -> Iterable[str]:

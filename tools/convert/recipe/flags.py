@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tools.convert.recipe.coupled_flags import (
+from tools.convert.recipe.table import (
     ACTIVATIONS,
-    GROUPED,
+    BRIDGE,
     IN_BF16,
     IN_FP32,
+    KINDS,
     LOCAL,
     NULL,
     POSITIONS,
+    ROWS,
     TOKENIZER,
     Fields,
     RecipeError,
+    Symbol,
+    Value,
+    default_of,
+    held_value,
     implied,
     shown,
 )
-from tools.convert.recipe.table import BRIDGE, KINDS, ROWS, Symbol, Value, default_of
 from tools.spec.flag_table import KnownFlag
 from tools.spec.flags import Flags, drop_flags, merge_flags
 
@@ -43,34 +48,17 @@ _PARTS = "--data-parallel-sharding-strategy"
 
 _DERIVED = frozenset(
     (
-        "dist.local_rank",
-        "model.transformer_impl",
-        "model.should_pad_vocab",
-        "model.vocab_size",
-        "model.params_dtype",
-        "model.pipeline_dtype",
-        "optimizer.params_dtype",
-        "mixed_precision.params_dtype",
-        "mixed_precision.pipeline_dtype",
-        "mixed_precision.grad_reduce_in_fp32",
-        "ddp.grad_reduce_in_fp32",
-        "mixed_precision",
-        "model.ffn_hidden_size",
-        "model.gated_linear_unit",
-        "model.activation_func",
-        "model.bias_activation_fusion",
-        "model.transformer_layer_spec",
-        "dataset.blend",
-        "dataset.tokenizer",
-        "dataset.split_matrix",
-        "tokenizer.vocab_size",
-        *TOKENIZER.values(),
-        "checkpoint.save",
-        "logger.tensorboard_dir",
-        "scheduler.lr_warmup_steps",
-        "scheduler.lr_decay_steps",
-        "scheduler.wd_incr_steps",
-        "scheduler.wsd_decay_steps",
+        *("dist.local_rank", "checkpoint.save", "logger.tensorboard_dir", "mixed_precision"),
+        *("model.transformer_impl", "model.should_pad_vocab", "model.vocab_size"),
+        *("model.ffn_hidden_size", "model.gated_linear_unit", "model.activation_func"),
+        *("model.bias_activation_fusion", "model.transformer_layer_spec"),
+        *("model.params_dtype", "mixed_precision.params_dtype", "optimizer.params_dtype"),
+        *("model.pipeline_dtype", "mixed_precision.pipeline_dtype"),
+        *("mixed_precision.grad_reduce_in_fp32", "ddp.grad_reduce_in_fp32"),
+        *("dataset.blend", "dataset.tokenizer", "dataset.split_matrix"),
+        *("tokenizer.vocab_size", *TOKENIZER.values()),
+        *("scheduler.lr_warmup_steps", "scheduler.lr_decay_steps"),
+        *("scheduler.wd_incr_steps", "scheduler.wsd_decay_steps"),
     )
 )
 """Fields that another decides, or that are read beside the table."""
@@ -88,7 +76,8 @@ def reading_of_fields(fields: Fields) -> RecipeFlags:
     fields = _with_precision({**BRIDGE, **fields}, "mixed_precision", given)
     notes: list[str] = []
     groups = fields.get("model.num_query_groups")
-    words = [] if groups in (None, fields.get("model.num_attention_heads")) else [GROUPED]
+    grouped = groups not in (None, fields.get("model.num_attention_heads"))
+    words = ["--group-query-attention"] * grouped
     for row in ROWS:
         if Flags(words).applies(row):
             words += _words_of(row, fields, notes)
@@ -121,13 +110,13 @@ def _with_precision(fields: dict[str, Value], name: str, given: set[str]) -> dic
     """The fields with `mixed_precision` as it will be, and no sections that it would overwrite."""
     preset = fields.get(name)
     if isinstance(preset, str):
-        if preset.replace("-", "_") not in _PRESETS:
+        meant = _PRESETS.get(preset.replace("-", "_"))
+        if meant is None:
             raise RecipeError(
                 f"mixed_precision is {shown(preset)}, a name not known here; write its fields out, or "
                 f"use one of {', '.join(_PRESETS)}."
             )
-        mixed = {f"{name}.{key}": each for key, each in _PRESETS[preset.replace("-", "_")].items()}
-        fields = fields | mixed
+        fields = fields | {f"{name}.{key}": each for key, each in meant.items()}
     elif name not in given:
         for place in [each for each in fields if each.startswith(f"{name}.")]:
             key = place.removeprefix(f"{name}.")
@@ -153,11 +142,8 @@ def _words_of(row: KnownFlag, fields: Fields, notes: list[str]) -> list[str]:
 
 def _one_value(row: KnownFlag, fields: Fields, notes: list[str]) -> Value:
     """The value that the row's places hold together."""
-    held: dict[str, Value] = {}
-    for place in row.recipe:
-        value = fields.get(place.removeprefix("!"))
-        if value is not None:
-            held[place] = not value if place.startswith("!") else value
+    found = ((place, fields.get(place.lstrip("!"))) for place in row.recipe)
+    held = {place: held_value(place, value) for place, value in found if value is not None}
     values = list(held.values())
     if not values or all(value == values[0] for value in values):
         return values[0] if values else None
@@ -166,15 +152,11 @@ def _one_value(row: KnownFlag, fields: Fields, notes: list[str]) -> Value:
             f"{' and '.join(f'{place} {shown(each)}' for place, each in held.items())} contradict one "
             "another; give both the same number of tokens."
         )
-    if (
-        row.name == "--weight-decay"
-    ):  # What Bridge's scheduler sets at each step, whatever was given.
-        value = held.get("scheduler.end_weight_decay", values[0])
-    elif row.kind == "on":  # A switch of several parts: Bridge switches all on.
-        value = True
-    else:
-        value = values[0]
-    said = ", ".join(f"{place.removeprefix('!')} {shown(each)}" for place, each in held.items())
+    # Of a switch with several parts Bridge switches all on.
+    value = True if row.kind == "on" else values[0]
+    if row.name == "--weight-decay":  # Bridge's scheduler sets it at each step, whatever was given.
+        value = held.get("scheduler.end_weight_decay", value)
+    said = ", ".join(f"{place.lstrip('!')} {shown(each)}" for place, each in held.items())
     notes.append(f"{said}: {row.name} is one value; {shown(value)} is what counts.")
     return value
 
@@ -254,7 +236,7 @@ def _data_words(fields: Fields, notes: list[str]) -> list[str]:
 
 def _unread(fields: Fields) -> Iterable[str]:
     """Fields that differ from Bridge's default and that no flag says."""
-    read = {place.removeprefix("!") for row in ROWS for place in row.recipe} | _DERIVED
+    read = {place.lstrip("!") for row in ROWS for place in row.recipe} | _DERIVED
     halves = {place.partition(".")[2] for place in fields if place.startswith("mixed_precision.")}
     for place, value in fields.items():
         section, _, field = place.partition(".")

@@ -7,9 +7,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tools.convert.recipe.coupled_flags import RecipeError
 from tools.convert.recipe.flags import RecipeFlags
-from tools.convert.recipe.table import KINDS, default_of
+from tools.convert.recipe.table import KINDS, RecipeError, default_of
 from tools.spec.flag_table import FLAGS, of_role
 from tools.spec.flags import Flags, drop_flags, merge_flags, pick_flags
 from tools.spec.model import training_flags

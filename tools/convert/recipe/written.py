@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from textwrap import TextWrapper
 
-from tools.convert.recipe.coupled_flags import shown
 from tools.convert.recipe.fields import Recipe
-from tools.convert.recipe.table import BRIDGE_VERSION, ROWS, Symbol, Value
+from tools.convert.recipe.table import BRIDGE, BRIDGE_VERSION, ROWS, Symbol, Value, shown
 from tools.spec.run import RunSpec
 from tools.text.html import environment
 
@@ -16,29 +15,13 @@ RECIPE_FILE, ENTRY_FILE = "bridge_recipe.py", "nemo_entry.py"
 NEMO_VERSION = "0.11.1"
 GPUS_OF_A_MACHINE = 8
 
-_CONFIG = "megatron.bridge.training.config"
-_CLASSES = {
-    "model": "megatron.bridge.models.gpt_provider.GPTModelProvider",
-    "train": f"{_CONFIG}.TrainingConfig",
-    "optimizer": f"{_CONFIG}.OptimizerConfig",
-    "scheduler": f"{_CONFIG}.SchedulerConfig",
-    "dataset": f"{_CONFIG}.GPTDatasetConfig",
-    "tokenizer": "megatron.bridge.training.tokenizers.config.TokenizerConfig",
-    "mixed_precision": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig",
-    "ddp": f"{_CONFIG}.DistributedDataParallelConfig",
-    "dist": f"{_CONFIG}.DistributedInitConfig",
-    "checkpoint": f"{_CONFIG}.CheckpointConfig",
-    "logger": f"{_CONFIG}.LoggerConfig",
-    "rng": f"{_CONFIG}.RNGConfig",
-    "rerun_state_machine": f"{_CONFIG}.RerunStateMachineConfig",
-}
-"""The class of each section, in the order in which they are written."""
-
-_ALWAYS = frozenset(
-    ("model", "train", "optimizer", "scheduler", "dataset", "tokenizer", "checkpoint", "logger")
+_SECTIONS = (
+    *("model", "train", "optimizer", "scheduler", "dataset", "tokenizer", "mixed_precision"),
+    *("ddp", "dist", "checkpoint", "logger", "rng", "rerun_state_machine"),
 )
-"""Sections that a container does not make by itself."""
-
+"""In the order in which they are written."""
+_BY_ITSELF = ("mixed_precision", "ddp", "dist", "rng", "rerun_state_machine")
+"""Sections that a container makes without being told."""
 _WIDTH = 100
 
 
@@ -51,10 +34,14 @@ def written_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str
         origin: The command that makes the file.
         path: Where the file will be, from the repository's root.
     """
-    sections = _by_section(recipe.fields)
-    used = {
-        name: sections.get(name, {}) for name in _CLASSES if name in sections or name in _ALWAYS
-    }
+    used: dict[str, dict[str, Value]] = {}
+    for name in _SECTIONS:
+        begin = f"{name}."
+        fields = recipe.fields.items()
+        held = {place.removeprefix(begin): it for place, it in fields if place.startswith(begin)}
+        if held or name not in _BY_ITSELF:
+            used[name] = held
+    classes = {name: str(BRIDGE[f"{name}._target_"]) for name in used}
     symbols = [
         value.path for held in used.values() for value in held.values() if isinstance(value, Symbol)
     ]
@@ -67,10 +54,10 @@ def written_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str
         path=path,
         left_out=map(_in_docstring, recipe.left_out) if recipe.left_out else (),
         torch=any(symbol.startswith("torch.") for symbol in symbols),
-        imports=_imports((*(_CLASSES[name] for name in used), *symbols)),
+        imports=_imports((*classes.values(), *symbols)),
         width=_WIDTH,
         sections=[
-            (name, _module_and_name(_CLASSES[name])[1], list(_fields(name, held)))
+            (name, _module_and_name(classes[name])[1], list(_fields(name, held)))
             for name, held in used.items()
         ],
     )
@@ -122,17 +109,9 @@ def _machines(ranks: int) -> str:
     return f"--nnodes {nodes} --nproc-per-node {ranks // nodes} {rendezvous}"
 
 
-def _by_section(fields: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
-    sections: dict[str, dict[str, Value]] = {}
-    for place, value in fields.items():
-        section, _, field = place.partition(".")
-        sections.setdefault(section, {})[field] = value
-    return sections
-
-
 def _imports(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Modules with the names that are taken from them, in the order in which they are written."""
-    names: dict[str, set[str]] = {_CONFIG: {"ConfigContainer"}}
+    names: dict[str, set[str]] = {"megatron.bridge.training.config": {"ConfigContainer"}}
     for module, name in map(_module_and_name, paths):
         if module:
             names.setdefault(module, set()).add(name)

@@ -187,14 +187,13 @@ class _Prover:
 
 
 def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
-    from tools.convert.hf.from_megatron import export_model, read_export
+    from tools.convert.hf.from_megatron import export_model
     from tools.convert.hf.progress import Work
     from tools.convert.hf.tensor_files import TensorFolder, differing
 
     model = model_of(str(imported / f"{imported.name}.args"))
     checkpoint = imported / "checkpoint" / "iter_0000001"
-    export = read_export(checkpoint, model.flags, model.shape, imported)
-    export_model(export, target, Work())
+    export_model(checkpoint, model.flags, model.shape, imported, target, Work())
     ours, theirs = TensorFolder(target), TensorFolder(source)
     wrong = differing(ours, theirs)
     shutil.rmtree(target)
