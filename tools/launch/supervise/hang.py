@@ -103,7 +103,9 @@ def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[in
         while time.monotonic() < deadline and not all(_is_filled(path) for path in asked):
             time.sleep(0.05)
         for path in filter(_is_filled, asked):
-            _show_to_other_machines(path)
+            # A rank keeps its file open; in a network file system other machines see it after this.
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
     return stopped
 
 
@@ -140,12 +142,6 @@ def drop_empty(stacks: Path) -> None:
             path.unlink()
     if not any(stacks.iterdir()):
         stacks.rmdir()
-
-
-def _show_to_other_machines(path: Path) -> None:
-    """Write out what a rank, which keeps the file open, has written into a network file system."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _is_filled(path: Path) -> bool:
