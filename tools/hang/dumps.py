@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,14 @@ KEPT_CALLS = 600
 DEEPEST_FRAMES = 40
 
 _PEERS = re.compile(r"(?:send|recv) \d+(?:->|<-)(\d+)")
+_KIND_OF_TENSOR = re.compile("_(base|into_tensor|tensor)$")
+_OPERATIONS = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "receive": "recv",
+}
 _NOT_OURS = ("/torch/", "c10d_logger", "/tools/ledger/")
 
 
@@ -26,43 +32,30 @@ class UnreadableError(ValueError):
     """A file that is not what it should be; one sentence that names it."""
 
 
-@dataclass(frozen=True)
-class Dump:
-    """One rank's dump."""
-
-    evidence: RankEvidence
-    groups: tuple[GroupOfRanks, ...]
-
-
-def read_dump(path: Path, rank: int, content: bytes) -> Dump:
-    """One rank's last calls, and the groups that it is in.
+def read_dump(path: Path, one: RankEvidence) -> list[GroupOfRanks]:
+    """Fill in a rank's last calls, and when they were dumped; the groups that it is in.
 
     Raises:
         UnreadableError: The file is truncated, foreign or hostile.
     """
     try:
-        found = _load(content)
-        groups = tuple(_groups(found.get("pg_config") or {}))
+        content = path.read_bytes()
+        is_json = content[:1] == b"{"
+        found = json.loads(content) if is_json else PlainUnpickler(io.BytesIO(content)).load()
+        if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
+            raise ValueError("it has no list of entries")
+        groups = _groups(found.get("pg_config") or {})
         entries = sorted(found["entries"], key=lambda one: int(one["record_id"]))[-KEPT_CALLS:]
         calls = tuple(_call(entry) for entry in entries)
-        dumped = found.get("dumped_ns")
-        taken = int(dumped) if dumped is not None else path.stat().st_mtime_ns
-        # Archives and copies change a file's time.
-        is_later = not calls or taken >= calls[-1].created_ns
+        taken = int(found.get("dumped_ns") or path.stat().st_mtime_ns)
     except Exception as error:  # A hostile pickle raises anything.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnreadableError(
             f"{path} is no whole flight recorder dump ({reason}); it was left out."
         ) from error
-    return Dump(RankEvidence(rank, calls, dumped_ns=taken if is_later else None), groups)
-
-
-def _load(content: bytes) -> dict[str, Any]:
-    is_json = content[:1] == b"{"
-    found = json.loads(content) if is_json else PlainUnpickler(io.BytesIO(content)).load()
-    if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
-        raise ValueError("it has no list of entries")
-    return found
+    # Archives and copies change a file's time.
+    one.calls, one.dumped_ns = calls, taken if not calls or taken >= calls[-1].created_ns else None
+    return groups
 
 
 def _groups(config: Mapping[str, Mapping[str, Any]]) -> list[GroupOfRanks]:
@@ -87,7 +80,7 @@ def _call(entry: Mapping[str, Any]) -> RecordedCall:
     return RecordedCall(
         _same(str(name)),
         _same(str(description)),
-        _same(_same_operation(operation.partition(" ")[0])),
+        _same(operation_of(operation.partition(" ")[0])),
         int(number),
         _same(tuple(tuple(int(n) for n in size) for size in entry.get("input_sizes") or ())),
         _same(tuple(str(each) for each in entry.get("input_dtypes") or ())),
@@ -100,28 +93,10 @@ def _call(entry: Mapping[str, Any]) -> RecordedCall:
     )
 
 
-def _same_operation(name: str) -> str:
-    plain = name.removeprefix("_").removesuffix("_").lower()
-    return _OPERATIONS.get(plain, plain)
-
-
-_OPERATIONS = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "all_gather_base": "all_gather",
-    "allgather_base": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "receive": "recv",
-}
-
-
 def operation_of(text: str) -> str:
     """torch's word of an operation (`ALLREDUCE`, `_all_gather_base`) as `torch.distributed` calls it."""
-    return _same_operation(text)
+    plain = text.strip("_").lower()
+    return _OPERATIONS.get(_KIND_OF_TENSOR.sub("", plain).replace("_", ""), plain)
 
 
 def _frames(found: Any) -> tuple[Frame, ...]:
@@ -136,7 +111,7 @@ def _frames(found: Any) -> tuple[Frame, ...]:
     return _same(tuple(frames))
 
 
-_INTERNED: dict[Any, Any] = defaultdict()
+_INTERNED: dict[Any, Any] = {}
 
 
 def _same[T](value: T) -> T:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -41,17 +41,20 @@ class RecordedCall:
     number: int
     """Its place in the sequence of its group's collectives, or of its point-to-point calls."""
     sizes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    created_ns: int
-    is_done: bool
-    is_started: bool
+    dtypes: tuple[str, ...] = ()
+    created_ns: int = 0
+    is_done: bool = False
+    is_started: bool = False
     """Whether the device had begun it; never where torch times no calls."""
-    is_point_to_point: bool
+    is_point_to_point: bool = False
     """Whether it has peers of its own rather than a group: also the end of a batch of exchanges."""
-    peer: int | None
+    peer: int | None = None
     """Of a point-to-point call: the other's rank in the group."""
-    frames: tuple[Frame, ...]
+    frames: tuple[Frame, ...] = ()
     """Innermost first."""
+
+    def __str__(self) -> str:
+        return f"{self.operation} no. {self.number}"
 
     @property
     def signature(self) -> Signature:
@@ -65,9 +68,9 @@ SITE_FRAMES = 5
 """Innermost frames that tell one call's place in the code from another's."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankEvidence:
-    """What one rank left. Everything may be missing."""
+    """What one rank left, filled in file by file. Everything may be missing."""
 
     rank: int
     calls: tuple[RecordedCall, ...] = ()
@@ -83,6 +86,10 @@ class RankEvidence:
         """Whether it left anything that says where it was."""
         return bool(self.calls or self.stack or self.is_stopped)
 
+    def collectives(self, group: str) -> dict[int, RecordedCall]:
+        """Those of a group, by number."""
+        return {c.number: c for c in self.calls if c.group == group and not c.is_point_to_point}
+
     @cached_property
     def last(self) -> Mapping[str, int]:
         """By group, the number of the last collective that it entered."""
@@ -91,16 +98,9 @@ class RankEvidence:
     @cached_property
     def pending(self) -> tuple[RecordedCall, ...]:
         """Calls entered and not done; a later one of the same group that is done ends them."""
-        done: dict[str, int] = {}
-        for call in self.calls:
-            if call.is_done and not call.is_point_to_point:
-                done[call.group] = call.number
-        return tuple(
-            call
-            for call in self.calls
-            if not call.is_done
-            and (call.is_point_to_point or call.number > done.get(call.group, -1))
-        )
+        made = [call for call in self.calls if not call.is_done]
+        done = {c.group: c.number for c in self.calls if c.is_done and not c.is_point_to_point}
+        return tuple(c for c in made if c.is_point_to_point or c.number > done.get(c.group, -1))
 
 
 @dataclass(frozen=True)
@@ -144,39 +144,16 @@ class Evidence:
     """Watchdogs' own words, one a rank."""
     layers_a_stage: int | None = None
 
-    @cached_property
-    def world(self) -> tuple[int, ...]:
-        """Every rank that is known of, those that left nothing included."""
-        return tuple(
-            sorted({*self.ranks, *(r for group in self.groups.values() for r in group.ranks)})
-        )
-
     def of(self, rank: int) -> RankEvidence:
         """What a rank left; empty where it left nothing."""
         return self.ranks.get(rank, RankEvidence(rank))
 
-    @cached_property
-    def _places(self) -> dict[int, dict[str, int]]:
-        found: dict[int, dict[str, int]] = {}
-        for group in self.groups.values():
-            short = group_name(group.description)
-            if short in ("dp", "cp", "pp", "tp") and len(group.ranks) > 1:
-                for index, rank in enumerate(group.ranks):
-                    found.setdefault(rank, {})[short] = index
-        return found
-
     def name(self, rank: int) -> str:
         """`Rank 12 (dp 1, pp 2, tp 0)`, as far as its groups tell."""
-        places = self._places.get(rank, {})
+        places: dict[str, int] = {}
+        for group in self.groups.values():
+            short = group_name(group.description)
+            if short in ("dp", "cp", "pp", "tp") and len(group.ranks) > 1 and rank in group.ranks:
+                places[short] = group.ranks.index(rank)
         known = ", ".join(f"{short} {index}" for short, index in sorted(places.items()))
         return f"Rank {rank} ({known})" if known else f"Rank {rank}"
-
-
-@dataclass(frozen=True)
-class Wait:
-    """A rank waits in a call for others."""
-
-    rank: int
-    awaited: int
-    call: RecordedCall | None = field(compare=False)
-    """None where only its stack says so."""

@@ -5,18 +5,17 @@ from __future__ import annotations
 import re
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from tools.hang.dumps import Dump, UnreadableError, read_dump
-from tools.hang.evidence import Evidence, Frame, GroupOfRanks, RankEvidence, RecordedCall
-from tools.hang.logs import watchdog_calls
-from tools.hang.stacks import is_stacks, read_stacks
+from tools.hang.dumps import UnreadableError, read_dump
+from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
+from tools.hang.texts import is_stacks, read_stacks, watchdog_calls
 from tools.records.run import RUN_FILE, STOPPED_FILE, read_run
 from tools.report.read.printed import printed_spec
 from tools.report.read.scrape import scrape_log
@@ -31,55 +30,60 @@ _SKIPPED = {".idx", ".bin", ".pt", ".distcp", ".png", ".svg", ".html", ".csv", "
 _HEAD_BYTES = 1 << 20
 
 
-def gather(places: Sequence[Path], stopped: Iterable[int] = ()) -> Evidence:
+@dataclass
+class _Found:
+    """What lies there."""
+
+    ranks: dict[int, RankEvidence] = field(default_factory=dict)
+    groups: list[GroupOfRanks] = field(default_factory=list)
+    logs: list[Path] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    def of(self, rank: int) -> RankEvidence:
+        return self.ranks.setdefault(rank, RankEvidence(rank))
+
+
+def gather(places: Sequence[Path]) -> Evidence:
     """All that lies there, of any kind.
 
     Args:
         places: Files and folders, which are read with all folders in them.
-        stopped: Ranks that a signal is known to have stopped.
 
     Raises:
         UnreadableError: Nothing there says anything of a rank.
     """
-    dumps: dict[int, Dump] = {}
-    stacks: dict[int, tuple[Frame, ...]] = {}
-    stopped = {*stopped, *_stopped(places)}
-    logs: list[Path] = []
-    refused: list[str] = []
+    found = _Found()
     with _bounded_memory():
         for path in _files(places):
             try:
-                _read(path, dumps, stacks, logs)
+                _read(path, found)
             except (UnreadableError, OSError) as error:
-                refused.append(str(error))
-    watched = _watched(logs)
-    ranks = {}
-    running = [dump.evidence.dumped_ns for rank, dump in dumps.items() if rank not in stopped]
-    before_ns = min(filter(None, running), default=sys.maxsize)
-    for rank in sorted({*dumps, *stacks, *watched, *stopped}):
-        one = dumps[rank].evidence if rank in dumps else RankEvidence(rank)
-        calls = one.calls or tuple(call for call, _ in watched.get(rank, ()))
-        # A stopped rank went on for its dump, after the others' dumps.
-        calls = tuple(call for call in calls if rank not in stopped or call.created_ns <= before_ns)
-        ranks[rank] = replace(
-            one, calls=calls, stack=stacks.get(rank, ()), is_stopped=rank in stopped
-        )
+                found.refused.append(str(error))
+    watched: dict[int, list[tuple[RecordedCall, str]]] = {}
+    for log in found.logs:
+        with log.open(errors="replace") as lines:
+            for rank, call, text in watchdog_calls(lines):
+                watched.setdefault(rank, []).append((call, text))
+    for rank, said in watched.items():
+        found.of(rank).calls = found.of(rank).calls or tuple(call for call, _ in said)
+    # What a refused file began says nothing.
+    known = (one for one in found.ranks.values() if one.is_known or one.dumped_ns)
+    ranks = {one.rank: one for one in sorted(known, key=lambda one: one.rank)}
     if not ranks:
         where = " ".join(map(str, places))
-        why = f" {refused[0]}" if refused else ""
+        why = f" {found.refused[0]}" if found.refused else ""
         raise UnreadableError(
             f"DUMPS={where} has no flight recorder dump, no stack and no watchdog's line of a rank.{why}"
         )
-    groups = _groups(dumps.values(), ranks)
-    words = tuple(text for found in watched.values() for _, text in found[:1])
-    return Evidence(ranks, groups, tuple(refused), words, _layers(places, logs))
-
-
-def _stopped(places: Sequence[Path]) -> Iterator[int]:
-    """Ranks that the launcher saw stopped; it continued them for their dumps."""
-    for place in places:
-        for path in place.rglob(STOPPED_FILE) if place.is_dir() else ():
-            yield from map(int, path.read_text().split())
+    # A stopped rank went on for its dump, after the others' dumps.
+    running = [one.dumped_ns for one in ranks.values() if not one.is_stopped]
+    before_ns = min(filter(None, running), default=sys.maxsize)
+    for one in ranks.values():
+        if one.is_stopped:
+            one.calls = tuple(call for call in one.calls if call.created_ns <= before_ns)
+    words = tuple(said[0][1] for said in watched.values())
+    groups = _groups(found.groups, ranks)
+    return Evidence(ranks, groups, tuple(found.refused), words, _layers(places, found.logs))
 
 
 def _files(places: Sequence[Path]) -> Iterator[Path]:
@@ -90,39 +94,34 @@ def _files(places: Sequence[Path]) -> Iterator[Path]:
         yield from (path for path in inside if path.is_file() and path.suffix not in _SKIPPED)
 
 
-def _read(
-    path: Path,
-    dumps: dict[int, Dump],
-    stacks: dict[int, tuple[Frame, ...]],
-    logs: list[Path],
-) -> None:
+def _read(path: Path, found: _Found) -> None:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    if head[:1] == b"\x80" or (head[:1] == b"{" and b'"entries"' in head):
+    if path.name == STOPPED_FILE:
+        # The launcher saw these stopped, and continued them for their dumps.
+        for number in head.split():
+            found.of(int(number)).is_stopped = True
+    elif head[:1] == b"\x80" or (head[:1] == b"{" and b'"entries"' in head):
         if path.stat().st_size > LARGEST_DUMP_BYTES:
             raise UnreadableError(
                 f"{path} is larger than any flight recorder dump; it was left out."
             )
+        found.groups += read_dump(path, found.of(_rank_of(path)))
+    elif (
+        b'"thread_name"' in head
+        if head[:1] == b"["
+        # A log may hold a stack, too; it is not named after one rank.
+        else _RANK.search(path.name) and is_stacks(head.decode(errors="replace"))
+    ):
         rank = _rank_of(path)
-        dumps[rank] = read_dump(path, rank, path.read_bytes())
-    elif _is_stack(path, head):
-        stacks[_rank_of(path)] = _stack(path)
+        try:
+            found.of(rank).stack = read_stacks(path.read_text(errors="replace"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UnreadableError(
+                f"{path} is no whole stack ({error}); it was left out."
+            ) from error
     elif b"Watchdog" in head or path.suffix in (".log", ".txt", ".out", ".err"):
-        logs.append(path)
-
-
-def _is_stack(path: Path, head: bytes) -> bool:
-    if head[:1] == b"[":
-        return b'"thread_name"' in head
-    # A log may hold a stack, too; it is not named after one rank.
-    return bool(_RANK.search(path.name)) and is_stacks(head.decode(errors="replace"))
-
-
-def _stack(path: Path) -> tuple[Frame, ...]:
-    try:
-        return read_stacks(path.read_text(errors="replace"))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UnreadableError(f"{path} is no whole stack ({error}); it was left out.") from error
+        found.logs.append(path)
 
 
 def _rank_of(path: Path) -> int:
@@ -134,33 +133,21 @@ def _rank_of(path: Path) -> int:
     return int(found[1])
 
 
-def _watched(logs: Sequence[Path]) -> Mapping[int, list[tuple[RecordedCall, str]]]:
-    found: dict[int, list[tuple[RecordedCall, str]]] = {}
-    for log in logs:
-        with log.open(errors="replace") as lines:
-            for rank, call, text in watchdog_calls(lines):
-                found.setdefault(rank, []).append((call, text))
-    return found
-
-
-def _groups(dumps: Iterable[Dump], ranks: Mapping[int, RankEvidence]) -> dict[str, GroupOfRanks]:
+def _groups(
+    found: Sequence[GroupOfRanks], ranks: Mapping[int, RankEvidence]
+) -> dict[str, GroupOfRanks]:
     """As dumps list them; else those whose ranks made calls in them."""
     listed: dict[str, GroupOfRanks] = {}
-    for dump in dumps:
-        for group in dump.groups:
-            if len(group.ranks) > len(listed.get(group.name, group).ranks) or (
-                group.name not in listed and group.ranks
-            ):
-                listed[group.name] = group
-    seen: dict[str, dict[int, str]] = {}
+    for group in found:
+        if len(group.ranks) > (len(listed[group.name].ranks) if group.name in listed else 0):
+            listed[group.name] = group
+    members: dict[tuple[str, str], set[int]] = {}
     for rank, one in ranks.items():
         for call in one.calls:
-            seen.setdefault(call.group, {})[rank] = call.description
-    for name, members in seen.items():
-        description = next(iter(members.values()))
-        known = listed.get(name)
-        among = sorted({*members, *(known.ranks if known else ())})
-        listed[name] = GroupOfRanks(name, description, tuple(among))
+            members.setdefault((call.group, call.description), set()).add(rank)
+    for (name, description), seen in members.items():
+        known = listed[name].ranks if name in listed else ()
+        listed[name] = GroupOfRanks(name, description, tuple(sorted({*seen, *known})))
     return listed
 
 

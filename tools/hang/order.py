@@ -21,7 +21,6 @@ class Departure:
     """A call of a rank that never followed what came before it, and what did."""
 
     rank: int
-    at: int
     call: RecordedCall
     usual: Signature
 
@@ -57,8 +56,8 @@ def find_mismatch(evidence: Evidence) -> Mismatch | None:
         by_number: dict[int, list[tuple[int, RecordedCall]]] = {}
         for rank in group.ranks:
             # Calls that a coalescing manager joins have one number: the last stands for them.
-            for call in _by_number(evidence, rank, group).values():
-                by_number.setdefault(call.number, []).append((rank, call))
+            for number, call in evidence.of(rank).collectives(group.name).items():
+                by_number.setdefault(number, []).append((rank, call))
         for number in sorted(by_number):
             first, *others = by_number[number]
             other = next((one for one in others if not _fit(first[1], one[1])), None)
@@ -68,8 +67,8 @@ def find_mismatch(evidence: Evidence) -> Mismatch | None:
     return min(found, key=lambda one: one.first[1].created_ns, default=None)
 
 
-def find_departures(evidence: Evidence, ranks: Iterable[int]) -> list[Departure]:
-    """Of each rank the last departure that it makes more often than all others do."""
+def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None:
+    """The last departure that one rank makes more often than all others do, if it is the only one."""
     of_rank = {rank: _departures(rank, evidence.of(rank).calls) for rank in set(ranks)}
     counts = {rank: Counter(one.key for one in found) for rank, found in of_rank.items()}
     own = []
@@ -79,12 +78,7 @@ def find_departures(evidence: Evidence, ranks: Iterable[int]) -> list[Departure]
             one for one in found if all(counts[rank][one.key] > count[one.key] for count in others)
         ]
         own += alone[-1:]
-    return own
-
-
-def _by_number(evidence: Evidence, rank: int, group: GroupOfRanks) -> dict[int, RecordedCall]:
-    calls = evidence.of(rank).calls
-    return {c.number: c for c in calls if c.group == group.name and not c.is_point_to_point}
+    return own[0] if len(own) == 1 else None
 
 
 def _fit(one: RecordedCall, other: RecordedCall) -> bool:
@@ -106,7 +100,7 @@ def _departures(rank: int, calls: Sequence[RecordedCall]) -> list[Departure]:
         earlier = seen.setdefault(context, [])
         followers = _followers(numbers, at, earlier)
         if at > len(numbers) // 3 and followers and numbers[at] not in followers:
-            found.append(Departure(rank, at, calls[at], signatures[max(followers.values())]))
+            found.append(Departure(rank, calls[at], signatures[max(followers.values())]))
         earlier.append(at)
     return found
 

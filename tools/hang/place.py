@@ -34,8 +34,9 @@ _MODULES = (
     ("/rotary_pos_embedding", "rotary_pos_emb"),
     ("/optimizer/", "optimizer"),
     ("param_and_grad_buffer", "gradient buffer"),
+    ("gpt_model.py", "output_layer"),
 )
-_OUTPUT = "output_layer"
+_METHODS = {"_forward_mlp": "mlp", "_forward_attention": "self_attention"}
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,13 @@ class Place:
 
 
 def place_of(frames: Sequence[Frame]) -> Place:
-    """By the frames alone."""
+    """By the frames alone, innermost first."""
     functions = {frame.function.rpartition(".")[2] for frame in frames}
     part = next((name for name, known in _PARTS if functions & set(known)), "")
     ours = next((f for f in frames if "/megatron/" in f.file), None)
     inner = ours or next((f for f in frames if "/torch/" not in f.file), None)
     line = f"{inner.file.rpartition('/')[2]}:{inner.line} in {inner.function}" if inner else ""
-    return Place(part, _module(frames), None, line)
+    return Place(part, next(filter(None, map(_module, frames)), ""), None, line)
 
 
 def place_of_call(calls: Sequence[RecordedCall], at: int, layers: int | None) -> Place:
@@ -86,15 +87,7 @@ def place_of_call(calls: Sequence[RecordedCall], at: int, layers: int | None) ->
     return replace(found, layer=layer if found.part == "forward" else layers - layer + 1)
 
 
-def _module(frames: Sequence[Frame]) -> str:
-    for frame in frames:
-        if frame.function == "_forward_mlp":
-            return "mlp"
-        if frame.function == "_forward_attention":
-            return "self_attention"
-        for part, name in _MODULES:
-            if part in frame.file:
-                return name
-        if frame.file.endswith("gpt_model.py"):
-            return _OUTPUT
-    return ""
+def _module(frame: Frame) -> str:
+    if frame.function in _METHODS:
+        return _METHODS[frame.function]
+    return next((name for file, name in _MODULES if file in frame.file), "")

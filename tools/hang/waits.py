@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from tools.hang.evidence import Evidence, Frame, GroupOfRanks, RankEvidence, RecordedCall, Wait
+from tools.hang.evidence import Evidence, Frame, GroupOfRanks, RankEvidence, RecordedCall
 
 _DISTRIBUTED = "/torch/distributed/"
 _CALLING = ("/torch/", "tools/ledger/", "megatron_patches/")
 _INNERMOST = 6
-_NEXT = {
-    "send_forward",
-    "recv_backward",
-    "send_forward_recv_backward",
-    "send_backward_recv_backward",
+_STAGES_AWAITED = {
+    "send_forward": {+1},
+    "recv_backward": {+1},
+    "send_forward_recv_backward": {+1},
+    "send_backward_recv_backward": {+1},
+    "recv_forward": {-1},
+    "send_backward": {-1},
+    "send_backward_recv_forward": {-1},
+    "send_forward_backward_recv_forward_backward": {+1, -1},
+    "send_forward_recv_forward": {+1, -1},
 }
-_PREVIOUS = {"recv_forward", "send_backward", "send_backward_recv_forward"}
-_BOTH = {"send_forward_backward_recv_forward_backward", "send_forward_recv_forward"}
-"""Megatron's functions of pipeline communication (`p2p_communication.py`), by the stage awaited."""
+"""Megatron's functions of pipeline communication (`p2p_communication.py`)."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank waits in a call for others."""
+
+    rank: int
+    awaited: int
+    call: RecordedCall | None = field(compare=False)
+    """None where only its stack says so."""
 
 
 @dataclass(frozen=True)
 class Waits:
-    """The graph."""
+    """The graph of a job."""
 
+    evidence: Evidence
     edges: Mapping[int, tuple[Wait, ...]]
     """By the rank that waits."""
     in_calls: frozenset[int]
@@ -92,11 +106,17 @@ def find_waits(evidence: Evidence) -> Waits:
             if not missing and not call.is_point_to_point:
                 incomplete.setdefault((call.group, call.number), (group, call))
         if not waits and not one.pending:
-            waits = {w.awaited: w for w in _pipeline_waits(evidence, one)}
+            # By the stack: gloo's flight recorder keeps no point-to-point call. Where both are in the
+            # exchange of the same two stages, neither waits for the other to come.
+            waits = {
+                other: Wait(rank, other, None)
+                for other in _neighbours(evidence, one)
+                if rank not in _neighbours(evidence, evidence.of(other))
+            }
         if one.pending or waits or is_in_collective(one.stack):
             in_calls.add(rank)
         edges[rank] = tuple(waits.values())
-    return Waits(edges, frozenset(in_calls), tuple(incomplete.values()))
+    return Waits(evidence, edges, frozenset(in_calls), tuple(incomplete.values()))
 
 
 def is_in_collective(stack: Iterable[Frame]) -> bool:
@@ -114,18 +134,16 @@ def _not_in(
     evidence: Evidence, rank: int, call: RecordedCall, group: GroupOfRanks
 ) -> tuple[int, ...]:
     """Ranks that this call waits for."""
-    if call.is_point_to_point:
-        if call.peer is None or call.peer >= len(group.ranks):
-            return ()
-        peer = group.ranks[call.peer]
-        answer = "recv" if call.operation == "send" else "send"
-        own = group.ranks.index(rank)
-        theirs = evidence.of(peer).pending
-        met = any(c.operation == answer and c.peer == own for c in theirs if c.group == call.group)
-        return () if met else (peer,)
-    return tuple(
-        other for other in group.ranks if other != rank and _is_awaited(evidence.of(other), call)
-    )
+    if not call.is_point_to_point:
+        others = (other for other in group.ranks if other != rank)
+        return tuple(other for other in others if _is_awaited(evidence.of(other), call))
+    if call.peer is None or call.peer >= len(group.ranks):
+        return ()
+    peer = group.ranks[call.peer]
+    answer = "recv" if call.operation == "send" else "send"
+    expected = (call.group, answer, group.ranks.index(rank))
+    theirs = evidence.of(peer).pending
+    return () if any((c.group, c.operation, c.peer) == expected for c in theirs) else (peer,)
 
 
 def _is_awaited(other: RankEvidence, call: RecordedCall) -> bool:
@@ -139,27 +157,15 @@ def _is_awaited(other: RankEvidence, call: RecordedCall) -> bool:
     return any(c.number == call.number for c in same)
 
 
-def _pipeline_waits(evidence: Evidence, one: RankEvidence) -> Iterable[Wait]:
-    """By the stack: gloo's flight recorder keeps no point-to-point call."""
-    toward = _neighbours(evidence, one)
-    for other in toward:
-        # Both in the exchange of the same two stages: neither waits for the other to come.
-        if one.rank not in _neighbours(evidence, evidence.of(other)):
-            yield Wait(one.rank, other, None)
-
-
 def _neighbours(evidence: Evidence, one: RankEvidence) -> tuple[int, ...]:
+    """Ranks of the stages that it exchanges with."""
     if not is_in_collective(one.stack) or one.is_stopped:
         return ()
     names = {f.function.rpartition(".")[2] for f in one.stack if "p2p_communication" in f.file}
-    steps = (
-        {+1} if names & _NEXT else {-1} if names & _PREVIOUS else {+1, -1} if names & _BOTH else ()
-    )
+    steps = next((steps for name, steps in _STAGES_AWAITED.items() if name in names), ())
     for group in evidence.groups.values():
-        if (
-            group.description.startswith("PIPELINE_MODEL_PARALLEL_GROUP")
-            and one.rank in group.ranks
-        ):
+        is_pipeline = group.description.startswith("PIPELINE_MODEL_PARALLEL_GROUP")
+        if is_pipeline and one.rank in group.ranks:
             at, size = group.ranks.index(one.rank), len(group.ranks)
             return tuple(sorted({group.ranks[(at + step) % size] for step in steps} - {one.rank}))
     return ()

@@ -107,7 +107,7 @@ def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[in
         while time.monotonic() < deadline and not all(_is_filled(path) for path in asked):
             time.sleep(0.05)
         for path in filter(_is_filled, asked):
-            # To other machines: the rank keeps the file open, which a network file system may hold.
+            # A rank keeps its file open; in a network file system other machines see it after this.
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     return stopped
