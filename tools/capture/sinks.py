@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,6 +252,35 @@ def reach(moved: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
 
 
 Sink = Recording | Responding
+
+
+def probed(
+    tensor: torch.Tensor,
+    value: torch.Tensor | None,
+    taken: Callable[[torch.Tensor], torch.Tensor | None],
+) -> torch.Tensor:
+    """A copy of a tensor, or of `value` in its place, whose gradient `taken` gets and may replace.
+
+    The copy's gradient is what this module alone contributes, while the original's may be a sum over
+    several users. A copy, not a view, because Megatron's pipeline schedule frees a stage's output and
+    refuses to do that with views.
+    """
+    copied: torch.Tensor = _Probe.apply(tensor, value, taken)
+    return copied
+
+
+class _Probe(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, tensor: torch.Tensor, value: torch.Tensor | None, taken: Any
+    ) -> torch.Tensor:
+        context.taken = taken
+        return (tensor if value is None else value).clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        replaced = context.taken(gradient)
+        return (gradient if replaced is None else replaced), None, None
 
 
 def forced_tensors(folder: Path) -> StoredTensors | None:

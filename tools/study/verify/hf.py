@@ -47,6 +47,7 @@ LEARNING = (
 _SEQUENCE = 64
 """Tokens of a sample, where the model has more positions and EXTRA= does not say."""
 _DOCUMENTS, _DOCUMENT_TOKENS = 1000, 64
+_OUTCOMES = {True: Outcome.HELD, False: Outcome.DIFFERS}
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class _Prover:
         apart = max(abs(ours - theirs) for ours, theirs in zip(*losses, strict=True))
         first, last = losses[0][0], losses[0][-1]
         seen = f"losses {first:.4f} to {last:.4f}, at most {apart:.1e} apart"
-        return Proof(name, steps, _outcome(apart <= LOSS_TOLERANCE), seen)
+        return Proof(name, steps, _OUTCOMES[apart <= LOSS_TOLERANCE], seen)
 
 
 def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
@@ -199,11 +200,7 @@ def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
     wrong = differing(ours, theirs)
     shutil.rmtree(target)
     seen = f"{len(ours.tensors)} tensors, the same bits" if not wrong else f"{wrong[0]} differs"
-    return Proof(model.name, "import and export", _outcome(not wrong), seen)
-
-
-def _outcome(held: bool) -> Outcome:
-    return Outcome.HELD if held else Outcome.DIFFERS
+    return Proof(model.name, "import and export", _OUTCOMES[not wrong], seen)
 
 
 def _random_tokens(prefix: Path, vocabulary: int) -> Path:
