@@ -47,13 +47,8 @@ def module_names(chunks: list[torch.nn.Module]) -> list[dict[str, str]]:
         for chunk in range(len(chunks))
         for stage in sorted(of_stages)
     ]
-    before = dict(
-        zip(
-            ((chunk, stage) for chunk, stage, _ in in_order),
-            accumulate((count for *_, count in in_order), initial=0),
-            strict=False,
-        )
-    )
+    sums = accumulate((count for *_, count in in_order), initial=0)
+    before = {(chunk, stage): so_far for (chunk, stage, _), so_far in zip(in_order, sums)}  # noqa: B905
     experts = getattr(chunks[0].config, "num_moe_experts", None) or 0
     experts_before = (
         mpu.get_expert_model_parallel_rank() * experts // mpu.get_expert_model_parallel_world_size()
@@ -75,32 +70,25 @@ def captured_rank(
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_args
 
+    def place(group: str) -> tuple[int, int]:
+        of = f"get_{group}_parallel"
+        return getattr(mpu, f"{of}_rank")(), getattr(mpu, f"{of}_world_size")()
+
     args = get_args()
-    data = (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())
-    tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
-    context = (mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
+    data, tensor, context = place("data"), place("tensor_model"), place("context")
     of_groups = ("moe_router_num_groups", "moe_router_group_topk")
-    groups = (getattr(args, of_groups[0], None), getattr(args, of_groups[1], None))
+    groups: Any = tuple(getattr(args, name, None) for name in of_groups)
     return CapturedRank(
         rank=torch.distributed.get_rank(),
         world_size=torch.distributed.get_world_size(),
         iteration=args.curr_iteration + 1,
         tensor=tensor,
-        pipeline=(
-            mpu.get_pipeline_model_parallel_rank(),
-            mpu.get_pipeline_model_parallel_world_size(),
-        ),
+        pipeline=place("pipeline_model"),
         virtual_stages=len(chunks),
         context=context,
         data=data,
-        expert=(
-            mpu.get_expert_model_parallel_rank(),
-            mpu.get_expert_model_parallel_world_size(),
-        ),
-        expert_tensor=(
-            mpu.get_expert_tensor_parallel_rank(),
-            mpu.get_expert_tensor_parallel_world_size(),
-        ),
+        expert=place("expert_model"),
+        expert_tensor=place("expert_tensor"),
         expert_sources=_expert_sources((data[0], context[0], tensor[0])),
         sequence_parallel=bool(args.sequence_parallel),
         gated=bool(getattr(chunks[0].config, "gated_linear_unit", False)),

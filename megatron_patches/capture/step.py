@@ -20,12 +20,13 @@ from megatron_patches.capture.rank import captured_rank, module_names
 from megatron_patches.capture.routing import watched_routing
 from megatron_patches.capture.start import Snapshot, Start, gather_weights, perturb
 from megatron_patches.registry import Patch, Replacement
-from tools.capture.sinks import Recording, Responding, Sink, StoredTensors, forced_tensors
+from tools.capture.sinks import Recording, Responding, Sink, StoredTensors
 from tools.records.capture import (
     BUFFER,
     COUNTED,
     COUNTS,
     EARLIER,
+    INDEX_FILE,
     LOSS,
     MODEL,
     RATE_SLOTS,
@@ -86,8 +87,11 @@ class _Watch:
         self.names = module_names(self.chunks)
         self.writer = CaptureWriter(self.folder)
         forced = os.environ.get(variables.CAPTURE_FORCED)
-        given = forced_tensors(Path(forced) / self.folder.name) if forced else None
-        self.recording = Recording(self.writer, given)
+        given = Path(forced) / self.folder.name if forced else None
+        is_given = given is not None and (given / INDEX_FILE).is_file()
+        self.recording = Recording(
+            self.writer, StoredTensors(given) if given and is_given else None
+        )
         self.parameters = ParameterMap(self.chunks, self.names)
         self.start = Start(self.parameters)
 

@@ -41,6 +41,9 @@ class Aligned:
     """By what the reference's part was multiplied."""
 
 
+_NO_SUCH = Aligned(None, None, "the reference has no such tensor")
+
+
 class ActivationAligner:
     """Finds the reference's part for each tensor of the strategy's ranks."""
 
@@ -73,7 +76,7 @@ class ActivationAligner:
         else:
             whole, scale = self._micro_batch(one.rank, record)
         if whole is None:
-            return Aligned(None, None, "the reference has no such tensor")
+            return _NO_SUCH
         part = _part(whole, record.shape, one.rank, self._reference.first, site)
         if part is None and whole.ndim > 2:  # An embedding that is scattered comes sequence first.
             swapped = whole.swapaxes(0, 1)
@@ -104,7 +107,7 @@ class ActivationAligner:
         site = Site(plain.stage, plain.name, plain.slot, record.site.micro_batch, plain.call)
         found = there.by_site.get(site)
         if found is None:
-            return Aligned(None, None, "the reference has no such tensor")
+            return _NO_SUCH
         if found.shape != record.shape:
             shapes = f"{list(record.shape)} of the reference's {list(found.shape)}"
             return Aligned(None, None, f"its shape {shapes} is another one")
@@ -137,16 +140,15 @@ class ActivationAligner:
         """A sum over the tokens of a micro batch, over all of them: other micro batches have others."""
         site, rank = record.site, one.rank
         if site.stage is not Stage.LOSS or recomputed(site):
-            return Aligned(
-                None, None, "it is of a whole micro batch, and these are of another size"
-            )
+            obstacle = "it is of a whole micro batch, and these are of another size"
+            return Aligned(None, None, obstacle)
         theirs = [
             holders[0][0].values(holders[0][1])
             for (plain, _), holders in self._holders.items()
             if plain == _plain(site)
         ]
         if not theirs:
-            return Aligned(None, None, "the reference has no such tensor")
+            return _NO_SUCH
         ours = [
             self._over_sequence(other.rank, found.site, other.values(found))
             for other in self._strategy.ranks
@@ -161,12 +163,8 @@ class ActivationAligner:
         """A loss, or a number of tokens, over all parts of the sequence."""
         for other in self._strategy.ranks:
             there = other.rank
-            same = (there.data, there.tensor, there.pipeline) == (
-                rank.data,
-                rank.tensor,
-                rank.pipeline,
-            )
-            if same and there.context[0] != rank.context[0]:
+            places = [(one.data, one.tensor, one.pipeline) for one in (there, rank)]
+            if places[0] == places[1] and there.context[0] != rank.context[0]:
                 ours = ours + other.values(other.by_site[site])
         return ours
 
@@ -180,10 +178,8 @@ class ActivationAligner:
             if not found:
                 return None, 1.0
             holder, record = found[0]
-            part: Array | None = holder.values(record)
-            if part is None or part.ndim == 0:
-                return None, 1.0
-            if rank.context[1] > 1 or rank.sequence_parallel:
+            part: Array | None = holder.values(record) if record.shape else None
+            if part is not None and (rank.context[1] > 1 or rank.sequence_parallel):
                 place = (context_rank, tensor_rank if rank.sequence_parallel else 0)
                 part = self._rows_from(part, rank, site.name, number, place)
             if part is None:

@@ -174,11 +174,11 @@ def judged(verification: Verification, scratch: Path, train: Train) -> Judgement
         scratch: A folder for the tensors.
         train: Trains a launch.
     """
-    judgement = _At(verification.iteration, "", verification, scratch, train).judged()
+    judgement = _At(verification.iteration, verification, scratch, train).judged()
     right, wrong = 0, verification.iteration
     while judgement.begins_before and verification.saving is None and wrong - right > 1:
         tried = (right + wrong) // 2
-        earlier = _At(tried, f"-{tried}", verification, scratch, train).judged()
+        earlier = _At(tried, verification, scratch, train).judged()
         if earlier.first is None and earlier.verdict.verdict is not Outcome.HELD:
             break  # It could not be compared.
         if earlier.first is None:
@@ -193,11 +193,14 @@ class _At:
     """A verification by the tensors of one iteration."""
 
     iteration: int
-    suffix: str
-    """Ends the names of what is trained for it."""
     verification: Verification
     scratch: Path
     train: Train
+
+    @property
+    def suffix(self) -> str:
+        """Ends the names of what is trained for another iteration than is asked for."""
+        return "" if self.iteration == self.verification.iteration else f"-{self.iteration}"
 
     def judged(self) -> Judgement:
         """The judgement on it."""

@@ -146,18 +146,15 @@ class _Prover:
         )
         job = parse_target(f"train-baseline-{name}-1cpu", options)
         for strategy in self.strategies:
-            yield self._compared(Pair(job.laid(*strategy), HF, self.extra_b))
+            pair = Pair(job.laid(*strategy), HF, self.extra_b)
+            verification, own = compose_pair(pair), self.folder / pair.job.name
+            self.console.print(f"{pair.job.name}: {verification.mode}", highlight=False)
+            verdict = carried_out(verification, self.console, own, shared=self.shared).verdict
+            seen = verdict.sentence.removeprefix("tensors ").removeprefix("held: ")
+            if verdict.seen:
+                seen += f"; {verdict.compared:,} tensors compared"
+            yield Proof(pair.job.model.name, pair.job.strategy, verdict.verdict, seen)
         yield self._trained(job)
-
-    def _compared(self, pair: Pair) -> Proof:
-        verification, name = compose_pair(pair), pair.job.name
-        self.console.print(f"{name}: {verification.mode}", highlight=False)
-        own = self.folder / name
-        verdict = carried_out(verification, self.console, own, shared=self.shared).verdict
-        seen = verdict.sentence.removeprefix("tensors ").removeprefix("held: ")
-        if verdict.seen:
-            seen += f"; {verdict.compared:,} tensors compared"
-        return Proof(pair.job.model.name, pair.job.strategy, verdict.verdict, seen)
 
     def _trained(self, job: Job) -> Proof:
         """Losses of Megatron on one rank, and of transformers with PyTorch's AdamW."""
@@ -171,11 +168,10 @@ class _Prover:
             ledger=False,
             extra=(*LEARNING, *options.extra),
         )
-        name, losses = job.model.name, []
+        name, steps, losses = job.model.name, f"{STEPS} steps", []
         for backend in (Backend.MEGATRON, Backend.TRANSFORMERS):
             launch = compose_job(job.under(replace(own, backend=backend)))
             check(launch)
-            steps = f"{STEPS} steps"
             run, status = execute(launch, self.folder, self.console, f"{steps}, {backend}")
             if status.status is not Status.OK:
                 reason = f"{backend} ended '{status.status}': {status.reason}"
