@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed import get_process_group_ranks
 
-from megatron_patches.capture.parameters import (
-    OptimizerPart,
-    ParameterMap,
-    local,
-    optimizer_part,
-)
+from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, local
 from tools.capture.sinks import Piece
 
 
@@ -28,7 +24,7 @@ class NormMembership:
     def __init__(self, parameters: ParameterMap, optimizer: Any) -> None:
         self._parameters, self._optimizer = parameters, optimizer
         self._counted: dict[tuple[int, ...], Counter[int]] = {}
-        """By the ranks of the norm's group, how often each parameter's part (by number) is counted."""
+        """By the ranks of the norm's group, how often each parameter's part (by id) is counted."""
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -41,13 +37,20 @@ class NormMembership:
         @functools.wraps(original)
         def norm(gradients: Any, *args: Any, **kwargs: Any) -> Any:
             given = [gradients] if isinstance(gradients, torch.Tensor) else gradients
-            ranks = _summed_over(kwargs.get("grad_stats_parallel_group"), given)
+            ranks = tuple(get_process_group_ranks(kwargs.get("grad_stats_parallel_group")))
+            mesh = next((one.device_mesh for one in given if hasattr(one, "device_mesh")), None)
+            if mesh is not None:  # Under FSDP those of the gradients' shards, too.
+                shards, here = (
+                    get_process_group_ranks(mesh.get_group()),
+                    torch.distributed.get_rank(),
+                )
+                ranks = tuple(sorted({rank + shard - here for rank in ranks for shard in shards}))
             times = Counter(id(one) for one in given)
             # The most of all calls, not their sum: a norm may be computed twice to be used once.
             self._counted[ranks] = self._counted.get(ranks, Counter()) | Counter(
                 {
-                    number: times[id(gradient)]
-                    for number, part in self._parts()
+                    id(parameter): times[id(gradient)]
+                    for parameter, part in self._parameters.parts(self._optimizer)
                     for gradient in _gradients(part)
                     if times[id(gradient)]
                 }
@@ -59,32 +62,13 @@ class NormMembership:
     def pieces(self) -> Iterator[tuple[tuple[int, ...], Piece]]:
         """How often each element is counted: a group's ranks, and the parameter's part."""
         for ranks, counted in self._counted.items():
-            for number, part in self._parts():
-                if not counted[number]:
-                    continue
-                parameter = self._parameters.parameters[number]
-                times = torch.zeros(local(parameter).numel(), dtype=torch.uint8)
-                start = part.start or 0
-                times[start : start + local(part.main).numel()] = counted[number]
-                for piece in self._parameters.pieces(parameter, times):
-                    yield ranks, piece
-
-    def _parts(self) -> Iterator[tuple[int, OptimizerPart]]:
-        for number, parameter in enumerate(self._parameters.parameters):
-            part = optimizer_part(self._optimizer, parameter)
-            if part is not None:
-                yield number, part
-
-
-def _summed_over(group: Any, gradients: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Ranks whose gradients are in the norm: a group's and, under FSDP, those of their shards."""
-    ranks: list[int] = torch.distributed.get_process_group_ranks(group)
-    mesh = next((one.device_mesh for one in gradients if hasattr(one, "device_mesh")), None)
-    if mesh is None:
-        return tuple(ranks)
-    shards = torch.distributed.get_process_group_ranks(mesh.get_group())
-    here = torch.distributed.get_rank()
-    return tuple(sorted({rank + shard - here for rank in ranks for shard in shards}))
+            for parameter, part in self._parameters.parts(self._optimizer):
+                if counted[id(parameter)]:
+                    times = torch.zeros(local(parameter).numel(), dtype=torch.uint8)
+                    start = part.start or 0
+                    times[start : start + local(part.main).numel()] = counted[id(parameter)]
+                    for piece in self._parameters.pieces(parameter, times):
+                        yield ranks, piece
 
 
 def _gradients(part: OptimizerPart) -> Iterator[torch.Tensor]:

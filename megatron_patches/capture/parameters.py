@@ -30,10 +30,19 @@ class ParameterMap:
         self.unplaced: list[str] = []
         for chunk, names_of_chunk in zip(chunks, names, strict=True):
             entries = {id(entry.data): entry for entry in _entries(_described(chunk))}
-            for name, held in (*chunk.named_parameters(), *_saved_buffers(chunk)):
+            saved = (
+                (f"{prefix}.{own}".lstrip("."), buffer)
+                for prefix, inner in chunk.named_modules()
+                for own, buffer in inner.named_buffers(recurse=False)
+                if own not in inner._non_persistent_buffers_set
+            )
+            for name, held in (*chunk.named_parameters(), *saved):
                 module, _, own = name.rpartition(".")
                 self._names.setdefault(id(held), f"{names_of_chunk[module]}.{own}")
-                entry = entries.get(id(held)) or _by_memory(entries.values(), local(held))
+                # Some modules detach before they describe: it is the same memory.
+                memory = (local(held).data_ptr(), local(held).shape)
+                alike = (e for e in entries.values() if (e.data.data_ptr(), e.data.shape) == memory)
+                entry = entries.get(id(held)) or next(alike, None)
                 if entry is None:
                     self.unplaced.append(name)
                 elif id(held) not in self._entries:
@@ -50,6 +59,13 @@ class ParameterMap:
     def name(self, parameter: torch.Tensor) -> str:
         """The parameter's name with global numbers."""
         return self._names[id(parameter)]
+
+    def parts(self, optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, OptimizerPart]]:
+        """Parameters of which the optimizer of this rank holds anything, and what."""
+        for parameter in self.parameters:
+            part = _optimizer_part(optimizer, parameter)
+            if part is not None:
+                yield parameter, part
 
     def pieces(
         self, parameter: torch.Tensor, values: torch.Tensor, start: int | None = None
@@ -88,9 +104,14 @@ class OptimizerPart:
     """The optimizer's parameter group, with its learning rate and weight decay."""
 
 
-def optimizer_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPart | None:
+def optimizers(optimizer: Any) -> list[Any]:
+    """Those that Megatron has chained, or the one."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _optimizer_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPart | None:
     """The states and the reduced gradient of a parameter; None if this rank holds nothing of it."""
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for one in optimizers(optimizer):
         ranges = getattr(one, "model_param_gbuf_map", None)
         if ranges is not None:
             if parameter not in ranges:
@@ -172,20 +193,3 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that torch FSDP2 has split; any other as it is."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
-
-
-def _saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that are a part of the state dict, by their names."""
-    for prefix, module in chunk.named_modules():
-        for own, buffer in module.named_buffers(recurse=False):
-            if own not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{own}".lstrip("."), buffer
-
-
-def _by_memory(entries: Any, parameter: torch.Tensor) -> Any:
-    """The entry whose data is the parameter's memory: some modules detach before they describe."""
-    for entry in entries:
-        same = entry.data.data_ptr() == parameter.data_ptr()
-        if same and entry.data.shape == parameter.shape:
-            return entry
-    return None

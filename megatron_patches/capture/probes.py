@@ -1,10 +1,11 @@
 """Hooks on a model's modules that hand every tensor, and its gradient, to a sink.
 
-What a probe is stands in `tools.capture.probe`.
+What a probe is stands in `tools.capture.sinks`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,16 +16,17 @@ from typing import Any
 
 import torch
 
-from tools.capture.probe import Sink, probed
-from tools.records.capture import CALLED_BY, CapturedModule, Site, Stage
-
-RECOMPUTED = "recomputed"
-"""Slot of what a recomputed forward pass gives, which must be what the first one gave."""
-
-
-MODEL = "model"
-"""Name of the whole model."""
-LOSS = "loss"
+from tools.capture.sinks import Sink, probed
+from tools.records.capture import (
+    CALLED_BY,
+    LOSS,
+    MODEL,
+    OF_EACH_TOKEN,
+    RECOMPUTED,
+    CapturedModule,
+    Site,
+    Stage,
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ class Probes:
     def _hook(
         self, module: torch.nn.Module, name: str, chunk: int, takes: bool, gives: bool
     ) -> None:
-        of_arguments = _names_of_arguments(module.forward)
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        arguments = inspect.signature(module.forward).parameters.values()
+        of_arguments = [argument.name for argument in arguments if argument.kind in kinds]
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = self._begin_call(name, chunk)
@@ -104,7 +108,7 @@ class Probes:
                 return output
             if isinstance(output, torch.Tensor):
                 if name == MODEL and output.ndim == 2:  # [b, s], not logits [b, s, vocabulary].
-                    return self._probe(output, Stage.LOSS, LOSS, "of each token", call)
+                    return self._probe(output, Stage.LOSS, LOSS, OF_EACH_TOKEN, call)
                 return self._probe(output, Stage.OUTPUTS, name, "output", call)
             if isinstance(output, (tuple, list)):
                 probed = (
@@ -120,7 +124,11 @@ class Probes:
     def _begin_call(self, name: str, chunk: int) -> _Call:
         # -1 outside of a backward pass, where forward passes are recomputed.
         if torch._C._current_graph_task_id() == -1:
-            micro_batch, caller = self._micro_batch[chunk], self._caller(name)
+            micro_batch, caller = self._micro_batch[chunk], ""
+            if self._running:
+                around = self._running[-1]
+                within = around.name == MODEL or name.startswith(f"{around.name}.")
+                caller = around.caller if within else around.name
             # A rank need not have all callers of a module, so each one's calls are counted alone.
             key = (chunk, name, micro_batch, caller)
             call = _Call(name, micro_batch, self._calls[key], caller)
@@ -132,26 +140,19 @@ class Probes:
         # module that is recomputed every call is.
         return replace(self._to_recompute[name].pop(0), recomputed=True)
 
-    def _caller(self, name: str) -> str:
-        if not self._running:
-            return ""
-        around = self._running[-1]
-        within = around.name == MODEL or name.startswith(f"{around.name}.")
-        return around.caller if within else around.name
-
     def _probe(self, value: Any, stage: Stage, name: str, slot: str, call: _Call) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
             return value
         slot += CALLED_BY + call.caller if call.caller else ""
         micro_batch, number, seen = call.micro_batch, call.number, slot
         if call.recomputed:  # That is a part of the backward pass.
-            stage, seen = Stage.ACTIVATION_GRADIENTS, f"{RECOMPUTED}.{slot}"
+            stage, seen = Stage.ACTIVATION_GRADIENTS, f"{RECOMPUTED}{slot}"
         replaced = self._sink.forward(Site(stage, name, seen, micro_batch, number), value.detach())
         if not value.is_floating_point():
             return value if replaced is None else replaced
         gradient = Site(Stage.ACTIVATION_GRADIENTS, name, slot, micro_batch, number)
         if value.requires_grad and torch.is_grad_enabled():
-            return probed(value, replaced, self._sink, gradient)
+            return probed(value, replaced, functools.partial(self._sink.backward, gradient))
         return value if replaced is None else replaced
 
 
@@ -159,20 +160,20 @@ def global_names(
     chunks: list[torch.nn.Module], layers_before: list[int], experts_before: int
 ) -> list[dict[str, str]]:
     """Each module's name with the global numbers of layers and experts, by its own, chunk by chunk."""
+
+    def whole(own: str, before: int) -> str:
+        parts = own.split(".")
+        for index, (parent, number) in enumerate(pairwise(parts), start=1):
+            if parent == "layers" and index >= 2 and parts[index - 2] == "decoder":
+                parts[index] = str(int(number) + before)
+            elif parent == "local_experts":
+                parts[index] = str(int(number) + experts_before)
+        return ".".join(parts) if own else MODEL
+
     return [
-        {own: _global_name(own, before, experts_before) for own, _ in chunk.named_modules()}
+        {own: whole(own, before) for own, _ in chunk.named_modules()}
         for chunk, before in zip(chunks, layers_before, strict=True)
     ]
-
-
-def _global_name(own: str, layers_before: int, experts_before: int) -> str:
-    parts = own.split(".")
-    for index, (parent, number) in enumerate(pairwise(parts), start=1):
-        if parent == "layers" and index >= 2 and parts[index - 2] == "decoder":
-            parts[index] = str(int(number) + layers_before)
-        elif parent == "local_experts":
-            parts[index] = str(int(number) + experts_before)
-    return ".".join(parts) if own else MODEL
 
 
 def described_modules(
@@ -183,12 +184,6 @@ def described_modules(
         for own, module in chunk.named_modules():
             source = source_of(type(module).forward)
             yield names_of_chunk[own], CapturedModule(type(module).__name__, source)
-
-
-def _names_of_arguments(forward: Callable[..., Any]) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(forward).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
 def source_of(function: Callable[..., Any]) -> str:

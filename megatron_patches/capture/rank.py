@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from itertools import accumulate
 from operator import attrgetter
@@ -46,13 +47,8 @@ def module_names(chunks: list[torch.nn.Module]) -> list[dict[str, str]]:
         for chunk in range(len(chunks))
         for stage in sorted(of_stages)
     ]
-    before = dict(
-        zip(
-            ((chunk, stage) for chunk, stage, _ in in_order),
-            accumulate((count for *_, count in in_order), initial=0),
-            strict=False,
-        )
-    )
+    sums = accumulate((count for *_, count in in_order), initial=0)
+    before = {(chunk, stage): so_far for (chunk, stage, _), so_far in zip(in_order, sums)}  # noqa: B905
     experts = getattr(chunks[0].config, "num_moe_experts", None) or 0
     experts_before = (
         mpu.get_expert_model_parallel_rank() * experts // mpu.get_expert_model_parallel_world_size()
@@ -74,30 +70,25 @@ def captured_rank(
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_args
 
+    def place(group: str) -> tuple[int, int]:
+        of = f"get_{group}_parallel"
+        return getattr(mpu, f"{of}_rank")(), getattr(mpu, f"{of}_world_size")()
+
     args = get_args()
-    data = (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())
-    tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
-    context = (mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
+    data, tensor, context = place("data"), place("tensor_model"), place("context")
+    of_groups = ("moe_router_num_groups", "moe_router_group_topk")
+    groups: Any = tuple(getattr(args, name, None) for name in of_groups)
     return CapturedRank(
         rank=torch.distributed.get_rank(),
         world_size=torch.distributed.get_world_size(),
         iteration=args.curr_iteration + 1,
         tensor=tensor,
-        pipeline=(
-            mpu.get_pipeline_model_parallel_rank(),
-            mpu.get_pipeline_model_parallel_world_size(),
-        ),
+        pipeline=place("pipeline_model"),
         virtual_stages=len(chunks),
         context=context,
         data=data,
-        expert=(
-            mpu.get_expert_model_parallel_rank(),
-            mpu.get_expert_model_parallel_world_size(),
-        ),
-        expert_tensor=(
-            mpu.get_expert_tensor_parallel_rank(),
-            mpu.get_expert_tensor_parallel_world_size(),
-        ),
+        expert=place("expert_model"),
+        expert_tensor=place("expert_tensor"),
         expert_sources=_expert_sources((data[0], context[0], tensor[0])),
         sequence_parallel=bool(args.sequence_parallel),
         gated=bool(getattr(chunks[0].config, "gated_linear_unit", False)),
@@ -112,7 +103,7 @@ def captured_rank(
         dtype=str(args.params_dtype).removeprefix("torch."),
         modules=dict(described_modules(chunks, names)),
         functions=_functions(chunks[0].config, optimizer),
-        router_groups=_router_groups(args),
+        router_groups=groups if all(groups) else None,
         norm_groups=norm_groups,
         notes=tuple(_notes(parameters)),
     )
@@ -130,23 +121,14 @@ def _functions(config: Any, optimizer: Any) -> dict[str, str]:
         Stage.OPTIMIZER_STATE: f"{name}.step",
         Stage.WEIGHTS: f"{name}.step_with_ready_grads",
     }
-    return {what: source for what, name in found.items() if (source := _source_named(name))}
-
-
-def _source_named(name: str) -> str:
-    """Of a function as `module:name`; empty in a Megatron that has none of that name."""
-    module, _, function = name.partition(":")
-    try:
-        return source_of(attrgetter(function)(import_module(f"megatron.core.{module}")))
-    except (ImportError, AttributeError):
-        return ""
-
-
-def _router_groups(args: Any) -> tuple[int, int] | None:
-    groups, taken = (
-        getattr(args, f"moe_router_{name}", None) for name in ("num_groups", "group_topk")
-    )
-    return (groups, taken) if groups and taken else None
+    sources = {}
+    for what, name in found.items():
+        module, _, function = name.partition(":")
+        with suppress(ImportError, AttributeError):  # Not every Megatron has one of that name.
+            source = source_of(attrgetter(function)(import_module(f"megatron.core.{module}")))
+            if source:
+                sources[what] = source
+    return sources
 
 
 def _expert_sources(here: tuple[int, int, int]) -> tuple[tuple[int, int, int], ...]:
@@ -170,7 +152,7 @@ def _notes(parameters: ParameterMap) -> Iterator[str]:
     """What is not captured, and why."""
     for name in parameters.unplaced:
         yield f"{name} has no place in sharded_state_dict"
-    if any(hasattr(one, "is_torch_fsdp2_param") for one in parameters.parameters):
-        yield "local gradients: torch FSDP2 reduces them within the backward pass"
-    if any(hasattr(one, "megatron_fsdp_slice") for one in parameters.parameters):
-        yield "local gradients: Megatron-FSDP reduces them within the backward pass"
+    marks = {"is_torch_fsdp2_param": "torch FSDP2", "megatron_fsdp_slice": "Megatron-FSDP"}
+    for mark, wrapper in marks.items():
+        if any(hasattr(one, mark) for one in parameters.parameters):
+            yield f"local gradients: {wrapper} reduces them within the backward pass"

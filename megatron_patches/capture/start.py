@@ -1,14 +1,22 @@
-"""What an iteration begins with: weights and buffers, which another run's can take the place of."""
+"""What an iteration begins with: weights, buffers and states, put back, replaced or off by rounding.
+
+Repeated with weights off by one rounding error, an iteration says how far each tensor follows. Source of
+the idea: TTrace (arXiv:2506.09280), whose tolerance is the response of a tensor to a change of its input
+by the machine's epsilon.
+"""
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 
-from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, local, optimizer_part
-from tools.capture.sinks import Piece, Recording, reach
+from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, local, optimizers
+from tools.capture.sinks import Recording, reach
 from tools.records.capture import REACH, START_BUFFER, START_WEIGHT, Site, Stage
 
 
@@ -18,16 +26,14 @@ class Start:
     def __init__(self, parameters: ParameterMap) -> None:
         self._parameters = parameters
         self._last: dict[int, torch.Tensor] = {}
-        """What the optimizer updates of each parameter (by number), as it was one iteration ago."""
+        """What the optimizer updates of each parameter (by id), as it was one iteration ago."""
         self._reach: dict[int, torch.Tensor] = {}
 
     def follow(self, optimizer: Any) -> None:
         """Before an iteration, note how far the update before it reached."""
-        for number, parameter in enumerate(self._parameters.parameters):
-            part = optimizer_part(optimizer, parameter)
-            if part is None:
-                continue
-            now, squares = local(part.main).detach(), part.states.get("exp_avg_sq")
+        for parameter, part in self._parameters.parts(optimizer):
+            number, now = id(parameter), local(part.main).detach()
+            squares = part.states.get("exp_avg_sq")
             if number in self._last and squares is not None:
                 reached = reach(*_rows(parameter, part, now - self._last[number], squares))
                 reached = reached.reshape(now.shape)
@@ -36,33 +42,30 @@ class Start:
 
     def write(self, sink: Recording, optimizer: Any) -> None:
         """Write them, and how far updates reached; begin with others, if that is forced."""
-        for number, reached in self._reach.items():
-            parameter = self._parameters.parameters[number]
-            part = optimizer_part(optimizer, parameter)
-            start = part.start if part else None
-            for piece in self._parameters.pieces(parameter, reached, start):
-                sink.write_piece(Site(Stage.WEIGHTS, piece.name, REACH), piece)
+        for parameter, part in self._parameters.parts(optimizer):
+            if id(parameter) in self._reach:
+                reached = self._reach[id(parameter)]
+                for piece in self._parameters.pieces(parameter, reached, part.start):
+                    sink.write_piece(Site(Stage.WEIGHTS, piece.name, REACH), piece)
         self._last.clear()
         self._reach.clear()
         changed = False
         with torch.no_grad():
-            for slot, piece in self._pieces():
-                given = sink.begin(Site(Stage.WEIGHTS, piece.name, slot), piece)
-                if given is None or piece.placement.partial:
-                    continue
-                if not torch.equal(given, piece.values):
-                    piece.values.copy_(given)
-                    changed = True
+            held = self._parameters
+            begins: list[tuple[str, torch.Tensor, torch.Tensor]] = [
+                (START_WEIGHT, one, one.data) for one in held.parameters
+            ]
+            begins += [(START_BUFFER, one, one) for one in held.buffers]
+            for slot, one, values in begins:
+                for piece in held.pieces(one, values):  # Views of the model's own memory.
+                    given = sink.begin(Site(Stage.WEIGHTS, piece.name, slot), piece)
+                    if given is None or piece.placement.partial:
+                        continue
+                    if not torch.equal(given, piece.values):
+                        piece.values.copy_(given)
+                        changed = True
         if changed:  # Where an optimizer has copies of higher precision, it updates those.
             optimizer.reload_model_params()
-
-    def _pieces(self) -> Iterator[tuple[str, Piece]]:
-        """Views of the model's own memory."""
-        held = self._parameters
-        for parameter in held.parameters:
-            yield from ((START_WEIGHT, piece) for piece in held.pieces(parameter, parameter.data))
-        for buffer in held.buffers:
-            yield from ((START_BUFFER, piece) for piece in held.pieces(buffer, buffer))
 
 
 def _rows(
@@ -83,3 +86,78 @@ def gather_weights(model: list[Any]) -> None:
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
+
+
+class Snapshot:
+    """Everything an iteration changes, to begin the same iteration again."""
+
+    def __init__(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._tensors = [(one, one.detach().clone()) for one in _tensors(chunks, optimizer)]
+        self._groups = [
+            (group, {key: value for key, value in group.items() if key != "params"})
+            for one in optimizers(optimizer)
+            for group in one.param_groups
+        ]
+        self._keys = [(one, set(one.state)) for one in map(_inner, optimizers(optimizer))]
+        self._schedule = dict(vars(scheduler))
+        self._random = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self._tracked = _tracker().get_states()
+
+    def restore(self) -> None:
+        """Put all of it back."""
+        with torch.no_grad():
+            for tensor, before in self._tensors:
+                tensor.copy_(before)
+        for inner, keys in self._keys:
+            for key in set(inner.state) - keys:  # The first step makes them.
+                del inner.state[key]
+        for group, values in self._groups:
+            group.update(values)
+        vars(self._scheduler).update(self._schedule)
+        random.setstate(self._random[0])
+        numpy.random.set_state(self._random[1])
+        torch.set_rng_state(self._random[2])
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        _tracker().set_states(self._tracked)
+
+
+def perturb(parameters: ParameterMap, seed: str) -> None:
+    """Multiply every weight by one plus or minus its type's epsilon.
+
+    Copies of a weight on several ranks change alike: signs follow from its place in the whole model.
+    """
+    with torch.no_grad():
+        for parameter in parameters.parameters:
+            epsilon = torch.finfo(parameter.dtype).eps
+            for piece in parameters.pieces(parameter, parameter.data):
+                name = f"{seed} {piece.placement.key} {piece.placement.global_offset}"
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                shape = piece.values.shape
+                signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8) * 2 - 1
+                change = (1 + epsilon * signs.float()).to(piece.values.device)
+                piece.values.copy_((piece.values.float() * change).to(piece.values.dtype))
+
+
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _tensors(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Tensor]:
+    for chunk in chunks:
+        yield from (parameter.data for parameter in chunk.parameters())
+        yield from chunk.buffers()
+    for one in optimizers(optimizer):
+        inner = _inner(one)
+        for group in one.param_groups:
+            yield from (held.data for held in group["params"])
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _tracker() -> Any:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker()

@@ -28,9 +28,8 @@ from tools.spec.files import ROOT
 from tools.spec.strategy import parse_strategy
 from tools.study.verify.pairs import Pair, Verification, compose_pair
 from tools.study.verify.verifier import ForkedRanks, losses_in
-from tools.verify.captured import Array, read_capture
+from tools.verify.captured import Array, assembled, read_capture, units
 from tools.verify.findings import Effect, Finding, Judged, findings
-from tools.verify.parameters import assembled, units
 
 SECONDS_AN_ITERATION = 20
 """After which a training hangs, on a machine that does much else."""

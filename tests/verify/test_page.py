@@ -251,7 +251,7 @@ def test_not_finite_and_integer_tensors_can_be_drawn():
 def test_scalar_is_shown_as_numbers():
     picture = Picture(Pair(0, None, np.float32(2) * np.ones(()), np.ones(())), 1e-6)
     assert not picture.is_drawn
-    assert [(one.index, one.ours, one.reference) for one in picture.worst()] == [("–", "2", "1")]
+    assert [*picture.worst()] == [("–", "2", "1")]
 
 
 CHECK = """

@@ -9,11 +9,8 @@ from tools.records.capture import RANK_FILE, START_WEIGHT, Site, Stage
 from tools.verify.captured import VerifyError, read_capture
 from tools.verify.tolerance import RESPONSES
 from tools.verify.verdict import (
-    begins_before,
     confirm,
     judge,
-    may_have_spread,
-    needs_same_start,
     refused,
     write_forced,
     write_verdict,
@@ -83,7 +80,7 @@ def test_the_module_that_is_wrong_by_itself_is_named_where_the_first_only_follow
         tmp_path, [(rank(), [(first, WHOLE + 1), (second, WHOLE + 1)])], theirs
     )
     judgement = judge(reference, layout)
-    assert may_have_spread(judgement)
+    assert judgement.may_have_spread
     # With the reference's tensors as inputs only the second is wrong.
     again = write(tmp_path / "forced", [(rank(), [(first, WHOLE), (second, WHOLE + 1)])])
     verdict = confirm(judgement, reference, again).verdict
@@ -141,7 +138,7 @@ def test_weights_that_an_iteration_begins_with_are_of_the_one_before(tmp_path):
     judgement = judge(reference, layout)
     verdict = judgement.verdict
     assert (verdict.stage, verdict.tensor, verdict.iteration) == (Stage.WEIGHTS, START_WEIGHT, 1)
-    assert begins_before(judgement)
+    assert judgement.begins_before
     write_forced(reference, layout, tmp_path / "given", start_alone=True)
     (given,) = read_capture(tmp_path / "given").ranks
     assert [record.site for record in given.records] == [begin]
@@ -293,7 +290,7 @@ def test_a_wrong_loss_behind_right_outputs_needs_no_second_run(tmp_path):
     site = output("loss", stage=Stage.LOSS, slot="of each token")
     judgement = judge(*pair(tmp_path, [(rank(), [(site, WHOLE + 1)])], [(site, WHOLE)]))
     assert judgement.verdict.stage is Stage.LOSS
-    assert not may_have_spread(judgement)
+    assert not judgement.may_have_spread
 
 
 def test_a_model_of_which_no_module_could_be_aligned_is_not_called_right(tmp_path):
@@ -313,7 +310,7 @@ def test_of_routing_alone_the_choices_are_forced_and_nothing_else(tmp_path):
 
     first, second = np.array([[True, False]]), np.array([[False, True]])
     reference, layout = pair(tmp_path, [(rank(), tensors(second))], tensors(first))
-    assert needs_same_start(judge(reference, layout))
+    assert judge(reference, layout).needs_same_start
     write_forced(reference, layout, tmp_path / "given", start_alone=True)
     (given,) = read_capture(tmp_path / "given").ranks
     assert [record.site for record in given.records] == sites[2:]

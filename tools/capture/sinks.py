@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import numpy
 import torch
 
 from tools.records.capture import (
-    INDEX_FILE,
     TENSORS_FILE,
     UPDATE,
     CaptureWriter,
@@ -189,8 +188,17 @@ class Responding:
     def write_piece(self, site: Site, piece: Piece) -> None:
         """Compare a part of a parameter."""
         self.write(site, piece.values)
-        if site.slot == "exp_avg":
-            self._note_rows(site, piece.values)
+        before = self._stored.get(site) if site.slot == "exp_avg" else None
+        if before is None:
+            return
+        # How far a row of the average gradient moves, which an update follows, as a part of itself.
+        held = _rows(before)
+        moved, size = (one.norm(dim=1) for one in (_rows(piece.values) - held, held))
+        if (size > 0).any():
+            most = float((moved / size)[size > 0].max())
+            copy = f"{Stage.OPTIMIZER_STATE}|{site.name}|param {UPDATE}"
+            for key in (f"{Stage.WEIGHTS}|{site.name}|{UPDATE}", copy):
+                self.responses[key] = max(self.responses[key], most)
 
     def choose(self, site: Site, chosen: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
         """Let a router choose as it did: a tensor's response is that of rounding alone."""
@@ -215,19 +223,6 @@ class Responding:
                 power = 2 if site.slot.endswith("_sq") else 1
                 key = f"{site.stage}|{site.name}|{site.slot}"
                 self.responses[key] += power * gradient * size / now
-
-    def _note_rows(self, site: Site, average: torch.Tensor) -> None:
-        """How far a row of the average gradient moves, which an update follows, as a part of itself."""
-        before = self._stored.get(site)
-        if before is None:
-            return
-        held = _rows(before)
-        moved, size = (one.norm(dim=1) for one in (_rows(average) - held, held))
-        if (size > 0).any():
-            most = float((moved / size)[size > 0].max())
-            copy = f"{Stage.OPTIMIZER_STATE}|{site.name}|param {UPDATE}"
-            for key in (f"{Stage.WEIGHTS}|{site.name}|{UPDATE}", copy):
-                self.responses[key] = max(self.responses[key], most)
 
 
 def _rows(values: torch.Tensor) -> torch.Tensor:
@@ -254,9 +249,33 @@ def reach(moved: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
 Sink = Recording | Responding
 
 
-def forced_tensors(folder: Path) -> StoredTensors | None:
-    """What `tools.verify` put aside for this rank, or None."""
-    return StoredTensors(folder) if (folder / INDEX_FILE).is_file() else None
+def probed(
+    tensor: torch.Tensor,
+    value: torch.Tensor | None,
+    taken: Callable[[torch.Tensor], torch.Tensor | None],
+) -> torch.Tensor:
+    """A copy of a tensor, or of `value` in its place, whose gradient `taken` gets and may replace.
+
+    The copy's gradient is what this module alone contributes, while the original's may be a sum over
+    several users. A copy, not a view, because Megatron's pipeline schedule frees a stage's output and
+    refuses to do that with views.
+    """
+    copied: torch.Tensor = _Probe.apply(tensor, value, taken)
+    return copied
+
+
+class _Probe(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, tensor: torch.Tensor, value: torch.Tensor | None, taken: Any
+    ) -> torch.Tensor:
+        context.taken = taken
+        return (tensor if value is None else value).clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        replaced = context.taken(gradient)
+        return (gradient if replaced is None else replaced), None, None
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

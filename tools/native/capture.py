@@ -11,19 +11,20 @@ import copy
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from tools.capture.sinks import Piece, Recording, Responding, StoredTensors, reach
+from tools.capture.sinks import Piece, Recording, Responding, Sink, StoredTensors, reach
 from tools.native.batches import MicroBatch
 from tools.native.engines import Engine, TorchEngine, Update
-from tools.native.hooks import Sink, Taps
+from tools.native.hooks import Taps
 from tools.native.model import GPT, mixtures
 from tools.native.names import megatron_name, source_of
 from tools.native.settings import Settings
@@ -69,17 +70,14 @@ class Counterpart:
 
 def native_counterpart(model: GPT) -> Counterpart:
     """This backend's own."""
-    return Counterpart(model, tuple(_native_wholes(model)), partial(Taps, model))
-
-
-def _native_wholes(model: GPT) -> Iterator[Whole]:
-    experts = mixtures(model)
+    experts, wholes = mixtures(model), []
     stacked = (len(model.blocks), *([experts[0].count] if experts else []))
     for name, parameter in model.named_parameters():
         key, places = source_of(name)
         shape = (*stacked[: len(places)], *parameter.shape)
         placement = Placement(key, shape, (*places, *[0] * parameter.ndim))
-        yield Whole(megatron_name(name), placement, (parameter,))
+        wholes.append(Whole(megatron_name(name), placement, (parameter,)))
+    return Counterpart(model, tuple(wholes), partial(Taps, model))
 
 
 def capturing(engine: TorchEngine, counterpart: Counterpart, settings: Settings) -> Engine:
@@ -113,14 +111,21 @@ class CapturingEngine:
         self._before = _Snapshot(self._model, self._engine.optimizer)
         self._writer = CaptureWriter(self._folder)
         recording = Recording(self._writer)
-        self._write_start(recording)
+        for reached, whole in zip(self._reach, self._counterpart.wholes, strict=True):
+            weight = whole.piece(_data)
+            recording.write_piece(Site(Stage.WEIGHTS, whole.name, START_WEIGHT), weight)
+            piece = Piece(whole.name, whole.placement, reached)
+            recording.write_piece(Site(Stage.WEIGHTS, whole.name, REACH), piece)
         return self._pass(recording)
 
     def update(self, learning_rate: float) -> Update:
         """The engine's; in the wanted iteration followed by the repetitions."""
         writer, before = self._writer, self._before
         if writer is None or before is None:
-            return self._follow(learning_rate)
+            weights = self._weights()
+            update = self._engine.update(learning_rate)
+            self._follow(weights)
+            return update
         self._writer = self._before = None
         recording = Recording(writer)
         update = self._step(recording, learning_rate)
@@ -135,7 +140,21 @@ class CapturingEngine:
             self._step(responding, learning_rate)
         after.restore()
         (self._folder / RESPONSES_FILE).write_text(json.dumps(responding.responses))
-        writer.close(_rank(self._settings, self._wanted, len(self._batches)))
+        settings = self._settings
+        writer.close(
+            CapturedRank(
+                iteration=self._wanted,
+                gated=settings.activation == "swiglu",
+                sequence_length=settings.seq_length,
+                micro_batch_size=settings.micro_batch_size,
+                micro_batches=len(self._batches),
+                clip_gradient=settings.clip_grad,
+                hidden_dropout=settings.hidden_dropout,
+                attention_dropout=settings.attention_dropout,
+                vocabulary=settings.vocab_size,
+                dtype="float32",
+            )
+        )
         return update
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -146,7 +165,9 @@ class CapturingEngine:
         with self._counterpart.taps(sink, self._batches):
             losses = self._engine.forward_backward(self._batches)
         for stage in (Stage.LOCAL_GRADIENTS, Stage.REDUCED_GRADIENTS):
-            self._write(sink, stage, "gradient", _gradient)
+            for whole in self._counterpart.wholes:
+                gradient = whole.piece(lambda one: cast(Tensor, one.grad))
+                sink.write_piece(Site(stage, whole.name, "gradient"), gradient)
         return losses
 
     def _step(self, sink: Sink, learning_rate: float) -> Update:
@@ -167,25 +188,14 @@ class CapturingEngine:
                 sink.write_piece(Site(Stage.WEIGHTS, whole.name, slot), whole.piece(values))
         return update
 
-    def _follow(self, learning_rate: float) -> Update:
-        """Update; note how far that reaches."""
-        before = self._weights()
-        update = self._engine.update(learning_rate)
+    def _follow(self, before: dict[nn.Parameter, Tensor]) -> None:
+        """Note how far an update reached."""
         state = self._engine.optimizer.state
         for reached, whole in zip(self._reach, self._counterpart.wholes, strict=True):
             if "exp_avg_sq" in state[whole.parameters[0]]:
                 moved = whole.piece(lambda one: one.data - before[one]).values
                 squares = whole.piece(lambda one: state[one]["exp_avg_sq"]).values
                 reached.add_(reach(moved, squares))
-        return update
-
-    def _write_start(self, sink: Sink) -> None:
-        """Weights before the update, and how far earlier ones reached."""
-        for reached, whole in zip(self._reach, self._counterpart.wholes, strict=True):
-            weight = whole.piece(_data)
-            sink.write_piece(Site(Stage.WEIGHTS, whole.name, START_WEIGHT), weight)
-            piece = Piece(whole.name, whole.placement, reached)
-            sink.write_piece(Site(Stage.WEIGHTS, whole.name, REACH), piece)
 
     def _write_schedule(self, sink: Sink) -> None:
         """What the update was made with."""
@@ -201,24 +211,12 @@ class CapturingEngine:
                 site = Site(Stage.OPTIMIZER_STATE, whole.name, slot)
                 sink.write(site, torch.tensor([rate]).double())
 
-    def _write(
-        self, sink: Sink, stage: Stage, slot: str, values: Callable[[nn.Parameter], Tensor]
-    ) -> None:
-        """Write what every parameter has."""
-        for whole in self._counterpart.wholes:
-            sink.write_piece(Site(stage, whole.name, slot), whole.piece(values))
-
     def _weights(self) -> dict[nn.Parameter, Tensor]:
         return {one: one.detach().clone() for one in self._model.parameters()}
 
 
 def _data(parameter: nn.Parameter) -> Tensor:
     return parameter.data
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 class _Snapshot:
@@ -247,18 +245,3 @@ def _perturb(model: nn.Module, seed: int) -> None:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs)
-
-
-def _rank(settings: Settings, iteration: int, micro_batches: int) -> CapturedRank:
-    return CapturedRank(
-        iteration=iteration,
-        gated=settings.activation == "swiglu",
-        sequence_length=settings.seq_length,
-        micro_batch_size=settings.micro_batch_size,
-        micro_batches=micro_batches,
-        clip_gradient=settings.clip_grad,
-        hidden_dropout=settings.hidden_dropout,
-        attention_dropout=settings.attention_dropout,
-        vocabulary=settings.vocab_size,
-        dtype="float32",
-    )

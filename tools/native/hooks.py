@@ -17,14 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from tools.capture.probe import probed
-from tools.capture.sinks import Recording, Responding
+from tools.capture.sinks import Sink, probed
 from tools.native.batches import MicroBatch
 from tools.native.model import MixtureOfExperts
 from tools.native.names import EXPERT, LAYER
 from tools.records.capture import Site, Stage
 
-Sink = Recording | Responding
 Form = Callable[[Tensor], Tensor]
 """Brings a tensor, or its gradient, into Megatron's order."""
 
@@ -175,8 +173,14 @@ class Taps:
             self.sink.forward(self._site(Stage.OUTPUTS, name), formed)
         if not tensor.requires_grad:
             return tensor
-        gradients = [self._site(Stage.ACTIVATION_GRADIENTS, name) for name in reversed(names)]
-        return probed(tensor, None, _Formed(self.sink, gradients, form), gradients[0])
+        sites = [self._site(Stage.ACTIVATION_GRADIENTS, name) for name in reversed(names)]
+
+        def taken(gradient: Tensor) -> None:  # It is several of Megatron's.
+            made = form(gradient).contiguous()
+            for site in sites:
+                self.sink.backward(site, made)
+
+        return probed(tensor, None, taken)
 
     def _site(self, stage: Stage, name: str) -> Site:
         module, _, slot = name.partition(" ")
@@ -235,25 +239,6 @@ class Taps:
 
     def _by_row(self, layer: int, expert: int, tensor: Tensor) -> Tensor:
         return tensor[self._rows[layer, expert]]
-
-
-@dataclass(frozen=True)
-class _Formed:
-    """A sink of one gradient, which is several of Megatron's."""
-
-    sink: Sink
-    sites: list[Site]
-    form: Form
-
-    def forward(self, site: Site, tensor: Tensor) -> Tensor | None:
-        """Nothing: a probe asks for gradients alone."""
-
-    def backward(self, site: Site, gradient: Tensor) -> Tensor | None:  # noqa: ARG002 - all of them
-        """Hand the gradient on under all its names."""
-        formed = self.form(gradient).contiguous()
-        for one in self.sites:
-            self.sink.backward(one, formed)
-        return None
 
 
 def prefixed(point: Point, prefix: str) -> Point:

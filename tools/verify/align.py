@@ -14,10 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.records.capture import EARLIER, CapturedRank, Site, Stage, TensorRecord
+from tools.records.capture import (
+    EARLIER,
+    LOSS,
+    RECOMPUTED,
+    CapturedRank,
+    Site,
+    Stage,
+    TensorRecord,
+)
 from tools.verify.captured import Array, Capture, RankCapture
 
-EXPERTS, RECOMPUTED = ".experts", "recomputed."
+EXPERTS = ".experts"
 GATED = ".linear_fc1"
 ROUTED = f"{EXPERTS}.local_experts."
 
@@ -31,6 +39,9 @@ class Aligned:
     obstacle: str = ""
     scale: float = 1.0
     """By what the reference's part was multiplied."""
+
+
+_NO_SUCH = Aligned(None, None, "the reference has no such tensor")
 
 
 class ActivationAligner:
@@ -65,7 +76,7 @@ class ActivationAligner:
         else:
             whole, scale = self._micro_batch(one.rank, record)
         if whole is None:
-            return Aligned(None, None, "the reference has no such tensor")
+            return _NO_SUCH
         part = _part(whole, record.shape, one.rank, self._reference.first, site)
         if part is None and whole.ndim > 2:  # An embedding that is scattered comes sequence first.
             swapped = whole.swapaxes(0, 1)
@@ -96,7 +107,7 @@ class ActivationAligner:
         site = Site(plain.stage, plain.name, plain.slot, record.site.micro_batch, plain.call)
         found = there.by_site.get(site)
         if found is None:
-            return Aligned(None, None, "the reference has no such tensor")
+            return _NO_SUCH
         if found.shape != record.shape:
             shapes = f"{list(record.shape)} of the reference's {list(found.shape)}"
             return Aligned(None, None, f"its shape {shapes} is another one")
@@ -116,7 +127,7 @@ class ActivationAligner:
         if len(wholes) < len(held):
             return None, 1.0
         skipped = first - numbers[0] * theirs
-        rows = _Samples(self._reference.first, size).rows(wholes, ours.shape, skipped)
+        rows = _samples(self._reference.first, size, wholes, ours.shape, skipped)
         return rows, held[0][1]
 
     def _held(self, ours: TensorRecord, number: int) -> tuple[Array | None, float]:
@@ -129,16 +140,15 @@ class ActivationAligner:
         """A sum over the tokens of a micro batch, over all of them: other micro batches have others."""
         site, rank = record.site, one.rank
         if site.stage is not Stage.LOSS or recomputed(site):
-            return Aligned(
-                None, None, "it is of a whole micro batch, and these are of another size"
-            )
+            obstacle = "it is of a whole micro batch, and these are of another size"
+            return Aligned(None, None, obstacle)
         theirs = [
             holders[0][0].values(holders[0][1])
             for (plain, _), holders in self._holders.items()
             if plain == _plain(site)
         ]
         if not theirs:
-            return Aligned(None, None, "the reference has no such tensor")
+            return _NO_SUCH
         ours = [
             self._over_sequence(other.rank, found.site, other.values(found))
             for other in self._strategy.ranks
@@ -153,12 +163,8 @@ class ActivationAligner:
         """A loss, or a number of tokens, over all parts of the sequence."""
         for other in self._strategy.ranks:
             there = other.rank
-            same = (there.data, there.tensor, there.pipeline) == (
-                rank.data,
-                rank.tensor,
-                rank.pipeline,
-            )
-            if same and there.context[0] != rank.context[0]:
+            places = [(one.data, one.tensor, one.pipeline) for one in (there, rank)]
+            if places[0] == places[1] and there.context[0] != rank.context[0]:
                 ours = ours + other.values(other.by_site[site])
         return ours
 
@@ -172,10 +178,8 @@ class ActivationAligner:
             if not found:
                 return None, 1.0
             holder, record = found[0]
-            part: Array | None = holder.values(record)
-            if part is None or part.ndim == 0:
-                return None, 1.0
-            if rank.context[1] > 1 or rank.sequence_parallel:
+            part: Array | None = holder.values(record) if record.shape else None
+            if part is not None and (rank.context[1] > 1 or rank.sequence_parallel):
                 place = (context_rank, tensor_rank if rank.sequence_parallel else 0)
                 part = self._rows_from(part, rank, site.name, number, place)
             if part is None:
@@ -211,11 +215,10 @@ def as_split(rank: CapturedRank) -> tuple[object, ...]:
 
 def _plain(site: Site) -> Site:
     """The site without its micro batch; a recomputed tensor is compared with the first pass's."""
-    if not recomputed(site):
-        return Site(site.stage, site.name, site.slot, None, site.call)
-    slot = site.slot.removeprefix(RECOMPUTED)
-    loss = site.name == "loss"
-    return Site(Stage.LOSS if loss else Stage.OUTPUTS, site.name, slot, None, site.call)
+    stage = site.stage
+    if recomputed(site):
+        stage = Stage.LOSS if site.name == LOSS else Stage.OUTPUTS
+    return Site(stage, site.name, site.slot.removeprefix(RECOMPUTED), None, site.call)
 
 
 def plain_sites(capture: Capture) -> dict[Site, None]:
@@ -252,34 +255,22 @@ def scale_of(rank: CapturedRank) -> float:
     return rank.context[1] / (rank.micro_batches * rank.micro_batch_size)
 
 
-@dataclass(frozen=True)
-class _Samples:
-    """Finds the samples of a micro batch in tensors of the reference's, which are of another size."""
-
-    reference: CapturedRank
-    size: int
-    """Samples of the micro batch that is wanted."""
-
-    def rows(self, wholes: list[Array], shape: tuple[int, ...], skipped: int) -> Array | None:
-        """`size` samples, after `skipped` ones, of consecutive micro batches' tensors."""
-        axis, merged = self._axis(wholes[0].shape, shape)
-        if axis is None:  # Of no sample, such as angles of positions.
-            return wholes[0]
-        length = self.reference.sequence_length
-        if merged:  # Sequence first.
-            wholes = [whole.reshape(length, -1, *whole.shape[1:]) for whole in wholes]
-        joined = np.concatenate(wholes, axis)
-        found = joined.take(range(skipped, skipped + self.size), axis)
-        return found.reshape(-1, *found.shape[2:]) if merged else found
-
-    def _axis(self, whole: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None, bool]:
-        """Which dimension the samples are, and whether the sequence is merged into it."""
-        theirs = self.reference.micro_batch_size
-        pairs = enumerate(zip(whole, shape, strict=False))
-        axis = next((axis for axis, pair in pairs if pair == (theirs, self.size)), None)
-        if axis is None and whole and whole[0] == theirs * self.reference.sequence_length:
-            return 1, True
-        return axis, False
+def _samples(
+    reference: CapturedRank, size: int, wholes: list[Array], shape: tuple[int, ...], skipped: int
+) -> Array:
+    """`size` samples, after `skipped` ones, of consecutive micro batches' tensors of the reference's."""
+    theirs, whole = reference.micro_batch_size, wholes[0].shape
+    sizes = zip(whole, shape, strict=False)
+    axis = next((number for number, pair in enumerate(sizes) if pair == (theirs, size)), None)
+    merged = axis is None and whole[:1] == (theirs * reference.sequence_length,)
+    if merged:  # Sequence first.
+        axis = 1
+        length = reference.sequence_length
+        wholes = [one.reshape(length, -1, *one.shape[1:]) for one in wholes]
+    if axis is None:  # Of no sample, such as angles of positions.
+        return wholes[0]
+    found = np.concatenate(wholes, axis).take(range(skipped, skipped + size), axis)
+    return found.reshape(-1, *found.shape[2:]) if merged else found
 
 
 def _part(
@@ -288,22 +279,25 @@ def _part(
     """The part of `whole` that a rank's tensor of `shape` is; None if no known split gives it."""
     if whole.ndim != len(shape):
         return None
-    sequences = _sequences(whole, reference)
+    length, batch = reference.sequence_length, reference.micro_batch_size
+    # Sequences follow one another where MTP's stand ahead of the model's own.
+    follow = whole.ndim > 2 and whole.shape[1] == batch and whole.shape[0] % length == 0
+    sequences = whole.shape[0] // length if follow else 1
     if sequences > 1 and whole.shape != shape and shape[0] % sequences == 0:
         one = (shape[0] // sequences, *shape[1:])
         parts = [_part(each, one, rank, reference, site) for each in np.split(whole, sequences)]
         found = [part for part in parts if part is not None]
         return np.concatenate(found) if len(found) == sequences else None
     tensor = rank.expert_tensor if of_experts(site.name) else rank.tensor
-    tokens = reference.sequence_length * rank.micro_batch_size
-    sequence_seen = False
+    sequence_seen = of_experts(site.name)  # Whose rows are no sequence.
     for axis, (size, local) in enumerate(zip(whole.shape, shape, strict=True)):
         if size == local:
-            sequence_seen |= size == reference.sequence_length
+            sequence_seen |= size == length
             continue
         if 0 in (size, local) or (size % local and not (local == 1 and size < tensor[1])):
             return None
-        if not sequence_seen and _is_sequence(size, axis, tokens, reference, site):
+        merged = axis == 0 and size == length * rank.micro_batch_size
+        if not sequence_seen and (size == length or merged):
             sequence_seen = True
             part = _sequence_part(whole, axis, size // local, rank, reference)
         elif size // local == tensor[1]:
@@ -317,19 +311,6 @@ def _part(
             return None
         whole = part
     return whole if whole.shape == shape else None
-
-
-def _sequences(whole: Array, reference: CapturedRank) -> int:
-    """How many sequences follow one another, as those ahead of the model's own (MTP) do."""
-    length = reference.sequence_length
-    batch_second = whole.ndim > 2 and whole.shape[1] == reference.micro_batch_size
-    return whole.shape[0] // length if batch_second and whole.shape[0] % length == 0 else 1
-
-
-def _is_sequence(size: int, axis: int, tokens: int, reference: CapturedRank, site: Site) -> bool:
-    if of_experts(site.name):
-        return False
-    return size == reference.sequence_length or (axis == 0 and size == tokens)
 
 
 def _sequence_part(

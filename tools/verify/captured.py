@@ -1,9 +1,13 @@
-"""A capture as it is read back: every rank's tensors as arrays, without loading them all."""
+"""A capture as it is read back: every rank's tensors as arrays, without loading them all.
+
+Parameters, and what has their shape, are put together from the parts that ranks hold.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +22,7 @@ from tools.records.capture import (
     TENSORS_FILE,
     CapturedModule,
     CapturedRank,
+    Placement,
     Site,
     Stage,
     TensorRecord,
@@ -28,6 +33,15 @@ from tools.records.capture import (
 Array = NDArray[Any]
 _LAYER = re.compile(r"decoder\.layers\.(\d+)")
 _SHORTLY = 1e-6
+PARAMETERS = (
+    Stage.LOCAL_GRADIENTS,
+    Stage.REDUCED_GRADIENTS,
+    Stage.OPTIMIZER_STATE,
+    Stage.WEIGHTS,
+)
+"""Stages of tensors that have a parameter's shape."""
+Unit = tuple[Any, ...]
+"""Key of the whole parameter, offset of a layer where layers are stacked, and slot."""
 
 
 class VerifyError(ValueError):
@@ -108,6 +122,109 @@ class Capture:
         yield from dict.fromkeys(note for one in self.ranks for note in one.rank.notes)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A piece of a parameter on one rank."""
+
+    one: RankCapture
+    record: TensorRecord
+
+    @property
+    def placement(self) -> Placement:
+        """Where it lies."""
+        assert self.record.placement is not None
+        return self.record.placement
+
+    @property
+    def unit(self) -> Unit:
+        """Key of the whole, offset of a layer where layers are stacked, and slot."""
+        place = self.placement
+        stacked = len(place.global_shape) - len(self.record.shape)
+        return (place.key, place.global_offset[:stacked], self.record.site.slot)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the parameter that it is a part of, of which stacked layers are no dimension."""
+        return self.placement.global_shape[-len(self.record.shape) :]
+
+    def values(self) -> Array:
+        """Its values; NaN for elements of another rank's shard."""
+        return self.one.values(self.record)
+
+    def held(self, values: Array) -> Array:
+        """Which of the elements are this rank's."""
+        if not self.placement.partial:
+            return np.ones(values.shape, bool)
+        return np.isfinite(values)
+
+    def region(self) -> tuple[slice, ...]:
+        """Where it lies in the whole."""
+        offsets = self.placement.global_offset[-len(self.record.shape) :]
+        return tuple(
+            slice(offset, offset + size)
+            for offset, size in zip(offsets, self.record.shape, strict=True)
+        )
+
+
+def units(capture: Capture, stage: Stage, slot: str = "") -> dict[Unit, list[Part]]:
+    """Pieces of every parameter (a layer's own where layers are stacked), by key, layer and slot.
+
+    Args:
+        capture: Of all ranks.
+        stage: Of the pieces.
+        slot: What the slot begins with.
+    """
+    found: defaultdict[Unit, list[Part]] = defaultdict(list)
+    for one in capture.ranks:
+        for record in one.records:
+            place = record.placement
+            if record.site.stage is stage and place is not None:
+                if not record.site.slot.startswith(slot):
+                    continue
+                part = Part(one, record)
+                found[part.unit].append(part)
+    return dict(found)
+
+
+def assembled(pieces: list[Part], capture: Capture) -> Array:
+    """The whole parameter from its pieces; of local gradients what their reduction should give."""
+    first, shape = pieces[0], pieces[0].whole_shape
+    is_local = first.record.site.stage is Stage.LOCAL_GRADIENTS
+    if len(pieces) == 1 and first.record.shape == shape and not is_local:
+        return first.values()
+    whole = np.zeros(shape, np.float32)
+    if is_local:
+        for held in local_gradients(pieces, capture):
+            means = [mean for _, mean in held]
+            alike = all(np.array_equal(mean, means[0]) for mean in means)
+            whole[held[0][0].region()] = means[0] if alike else np.sum(means, axis=0)
+        return whole
+    for piece in pieces:
+        values, region = piece.values(), piece.region()
+        there = piece.held(values)
+        whole[region][there] = values[there]
+    return whole
+
+
+def local_gradients(pieces: list[Part], capture: Capture) -> list[list[tuple[Part, Array]]]:
+    """Of each region the means over data-parallel copies, by the other ranks that have copies of it.
+
+    Those of other ranks either add up (a norm's, under sequence parallelism) or are each the whole.
+    """
+    copies: defaultdict[tuple[int, ...], list[Part]] = defaultdict(list)
+    for piece in pieces:
+        rank, place = piece.one.rank, piece.placement.global_offset
+        copies[rank.tensor[0], rank.pipeline[0], rank.expert[0], *place].append(piece)
+    # Of a loss per token each copy's gradient is a sum over its tokens.
+    first = capture.first
+    parts = 1 if first.per_token_loss else first.data[1] * first.context[1]
+    regions: defaultdict[str, list[tuple[Part, Array]]] = defaultdict(list)
+    for held in copies.values():
+        total: Array = np.sum([part.values() for part in held], axis=0, dtype=np.float32)
+        regions[str(held[0].region())].append((held[0], total / parts))
+    return list(regions.values())
+
+
 def whole_name(name: str) -> str:
     """A parameter's name without the number of a part that checkpoints hold apart, as of a gated MLP."""
     return name.partition("[")[0]
@@ -134,7 +251,9 @@ def sites_in_order(capture: Capture) -> list[Site]:
         sites = dict.fromkeys(
             msgspec.structs.replace(record.site, micro_batch=None) for record in one.records
         )
-        begins = _chunks(site.name for site in sites)
+        begins: dict[int | None, int] = {}  # The first of layers that follow one another, by each.
+        for layer in sorted({n for site in sites if (n := _layer(site.name)) is not None}):
+            begins[layer] = begins.get(layer - 1, layer)
         is_later = one.rank.pipeline[0] in seen
         seen.add(one.rank.pipeline[0])
         for order, stage in enumerate(Stage):
@@ -163,14 +282,6 @@ def _shortly_before(
         elif following is not None:
             following = found[site] = following - _SHORTLY
     return found
-
-
-def _chunks(names: Iterable[str]) -> dict[int | None, int]:
-    """The first of the layers that follow one another on a rank, by each of them."""
-    first: dict[int | None, int] = {}
-    for layer in sorted({one for name in names if (one := _layer(name)) is not None}):
-        first[layer] = first.get(layer - 1, layer)
-    return first
 
 
 def _layer(name: str) -> int | None:

@@ -32,12 +32,31 @@ from tools.records.capture import (
     TensorRecord,
 )
 from tools.verify.align import ActivationAligner, of_experts, plain_sites, routes
-from tools.verify.captured import Array, Capture, RankCapture, sites_in_order, whole_name
+from tools.verify.captured import (
+    PARAMETERS,
+    Array,
+    Capture,
+    Part,
+    RankCapture,
+    Unit,
+    assembled,
+    local_gradients,
+    sites_in_order,
+    units,
+    whole_name,
+)
 from tools.verify.comparison import Compared, Comparison, Key, Pair, relative_error
 from tools.verify.norm import memberships
-from tools.verify.parameters import PARAMETERS, Part, Unit, assembled, local_gradients, units
-from tools.verify.rounding import flips_within, in_reaches, spacing, update_error, worst_row
-from tools.verify.tolerance import EPSILON, RESPONSES, Tolerances
+from tools.verify.tolerance import (
+    EPSILON,
+    RESPONSES,
+    Tolerances,
+    flips_within,
+    in_reaches,
+    spacing,
+    update_error,
+    worst_row,
+)
 
 STAGES = tuple(Stage)
 _SHORTLY = 1e-6
@@ -50,7 +69,7 @@ _HELD_BY_NONE = "no rank of the strategy has it"
 NORM = (Stage.NORM, "grad_norm", "returned")
 _WEIGHT = "weight"
 _WHOLE_ON_EVERY_RANK = frozenset(
-    {
+    [
         "LanguageModelEmbedding",
         "VocabParallelEmbedding",
         "TransformerBlock",
@@ -59,19 +78,14 @@ _WHOLE_ON_EVERY_RANK = frozenset(
         "SelfAttention",
         "MLASelfAttention",
         "MLP",
-    }
+    ]
 )
 """Modules whose output tensor-parallel ranks have alike, but for sequence parallelism."""
 _RESIDUAL = ("embedding_dropout", "input_layernorm", "pre_mlp_layernorm", "final_layernorm")
 """And modules inside them, whose class says nothing of it."""
-_ATTENTION, _KEY_NORM, _KEY_AND_VALUE = (
-    ".core_attention",
-    ".k_layernorm",
-    ("input.key", "input.value"),
-)
+_ATTENTION, _KEY_NORM = ".core_attention", ".k_layernorm"
+_KEY_AND_VALUE = ("input.key", "input.value")
 """Where heads of keys and values are apart from those of queries, of which each rank has its own."""
-
-
 Drift = Mapping[Key, float]
 """How far rounding alone puts off what earlier iterations leave, measured as a strategy's error is."""
 
@@ -128,34 +142,48 @@ class _Comparer:
         self._found: dict[Key, Comparison] = {}
         self._not_aligned: defaultdict[str, list[str]] = defaultdict(list)
         self._seen = self._skipped = self._flips = 0
-        self._order = _orders(reference, strategy)
+        # When each tensor is computed: the reference says, and of what it has not, the strategy.
+        self._order: dict[Key, float] = {}
+        for site in sites_in_order(reference):
+            self._order.setdefault(_key(site), float(len(self._order)))
+        for one in strategy.ranks:
+            last = -1.0
+            for record in one.records:
+                # Behind what comes before it, such as what is recomputed in the strategy alone.
+                last = self._order.setdefault(_key(record.site), last + _SHORTLY)
 
     def result(self) -> Compared:
-        ordered = sorted(
-            self._found.values(),
+
+        def place(one: Comparison) -> tuple[object, ...]:
             # An iteration's start comes first. What a norm counts is wrong before its value is.
-            key=lambda one: (
-                one.key[2] not in STARTS,
-                STAGES.index(one.key[0]),
-                one.key == NORM or one.key[2] == UNOBSERVED,
-                one.order,
-            ),
-        )
+            later = one.key == NORM or one.key[2] == UNOBSERVED
+            return (one.key[2] not in STARTS, STAGES.index(one.key[0]), later, one.order)
+
         obstacles = [
             f"{' '.join(dict.fromkeys(names))}: {why}" for why, names in self._not_aligned.items()
         ]
         notes = (*self._strategy.notes(), *self._reference.notes(), *obstacles)
-        compared = self._seen - self._skipped
         return Compared(
-            tuple(ordered),
+            tuple(sorted(self._found.values(), key=place)),
             notes,
             self._seen,
-            compared,
+            self._seen - self._skipped,
             self._flips,
-            _constant(self._reference),
+            self._constant(),
             self._pairs_of,
             self._like,
         )
+
+    def _constant(self) -> int | None:
+        """Parameters and buffers of several elements that all begin with the same value."""
+        found = units(self._reference, Stage.WEIGHTS)
+        starts = [pieces for unit, pieces in found.items() if unit[2] in STARTS]
+        constant = 0
+        for pieces in starts:
+            parts = [piece.values().ravel() for piece in pieces]
+            same = all((part == parts[0][:1]).all() for part in parts)
+            constant += int(same and np.prod(pieces[0].whole_shape) > 1)
+        return constant if starts else None
 
     def _pairs_of(self, key: Key, micro_batch: int) -> list[Pair]:
         pairs = []
@@ -203,10 +231,8 @@ class _Comparer:
                 same = (other.rank == pair.rank, micro_batch == pair.micro_batch)
                 alike = other.reference.shape == pair.reference.shape
                 if sum(same) == 1 and alike and (other.reference != pair.reference).any():
-                    yield (
-                        f"rank {other.rank}" if same[1] else f"micro batch {micro_batch}",
-                        other.reference,
-                    )
+                    place = f"rank {other.rank}" if same[1] else f"micro batch {micro_batch}"
+                    yield place, other.reference
 
     def activations(self) -> None:
         shared: dict[object, list[tuple[TensorRecord, Pair]]] = {}
@@ -243,12 +269,13 @@ class _Comparer:
 
     def _beyond_scale(self, stage: Stage, *values: Array) -> bool:
         """Whether it is a gradient that overflows where the reference's do: Megatron skips that step."""
-        scaled = stage in _SCALED and self._reference.first.dtype == "float16"
-        return scaled and self._overflows and not all(np.isfinite(one).all() for one in values)
+        scaled = stage in _SCALED and self._overflows
+        return scaled and not all(np.isfinite(one).all() for one in values)
 
     @cached_property
     def _overflows(self) -> bool:
-        return not all(
+        """Whether the reference's gradients do, at its loss scale."""
+        return self._reference.first.dtype == "float16" and not all(
             np.isfinite(piece.values()[piece.held(piece.values())]).all()
             for pieces in units(self._reference, Stage.REDUCED_GRADIENTS).values()
             for piece in pieces
@@ -292,8 +319,8 @@ class _Comparer:
 
     def parameters(self) -> None:
         for stage in PARAMETERS:
-            theirs = units(self._reference, stage)
-            for unit, pieces in units(self._strategy, stage).items():
+            theirs, every = units(self._reference, stage), units(self._strategy, stage)
+            for unit, pieces in every.items():
                 if unit[2] == REACH:
                     continue
                 self._seen += len(pieces)
@@ -309,14 +336,29 @@ class _Comparer:
                 key = (stage, name, unit[2])
                 found = self._comparison(key, theirs[unit][0].record)
                 if stage is Stage.LOCAL_GRADIENTS:
-                    self._local(found, pieces, whole)
+                    # Whether ranks that are no data-parallel copies add up follows from the module: with
+                    # sequence parallelism a norm's gradient is a sum over tensor-parallel ranks, or all
+                    # of it. Either is right here; what becomes of it is seen after the reduction.
+                    for held in local_gradients(pieces, self._strategy):
+                        self._summed_or_whole(
+                            found,
+                            [
+                                Pair(part.one.rank.rank, None, mean, whole[part.region()])
+                                for part, mean in held
+                            ],
+                        )
                 elif unit[2].endswith(UPDATE):
                     self._update(found, unit, pieces, theirs)
                 elif unit[2] == START_WEIGHT:
                     self._start(found, unit, pieces, theirs)
-                elif unit[2] == _WEIGHT:
-                    self._copies(found, pieces, whole + self._updates_apart(unit, theirs))
                 else:
+                    moved = (*unit[:2], UPDATE)
+                    judged_apart = (*unit[:2], "exp_avg_sq") in self._second_moments
+                    if unit[2] == _WEIGHT and moved in every and judged_apart:
+                        # Adam's update of an element whose gradient is nearly all rounding is as long as
+                        # any other: a weight is judged without it.
+                        ours = assembled(every[moved], self._strategy)
+                        whole = whole + (ours - assembled(theirs[moved], self._reference))
                     self._copies(found, pieces, whole)
 
     def lacking(self) -> None:
@@ -360,22 +402,6 @@ class _Comparer:
     @cached_property
     def _second_moments(self) -> dict[Unit, list[Part]]:
         return units(self._reference, Stage.OPTIMIZER_STATE, "exp_avg_sq")
-
-    def _updates_apart(self, unit: Unit, theirs: dict[Unit, list[Part]]) -> Array:
-        """How far apart the updates of a weight are, where they are judged by themselves; else 0.
-
-        Adam's update of an element whose gradient is nearly all rounding is as long as any other.
-        """
-        moved = (*unit[:2], UPDATE)
-        ours = self._updates.get(moved)
-        if ours is None or (*unit[:2], "exp_avg_sq") not in self._second_moments:
-            return np.zeros(1, np.float32)
-        both = (assembled(ours, self._strategy), assembled(theirs[moved], self._reference))
-        return np.asarray(both[0] - both[1])
-
-    @cached_property
-    def _updates(self) -> dict[Unit, list[Part]]:
-        return units(self._strategy, Stage.WEIGHTS, UPDATE)
 
     def _update(
         self, found: Comparison, unit: Unit, pieces: list[Part], theirs: dict[Unit, list[Part]]
@@ -445,7 +471,14 @@ class _Comparer:
         theirs: dict[Site, tuple[RankCapture, TensorRecord]] = {}
         for one, record in _scalars(self._reference):
             theirs.setdefault(record.site, (one, record))
-        tied = self._names_there()
+        # A tied copy has another name in the strategy.
+        there = units(self._reference, Stage.WEIGHTS)
+        tied = {
+            piece.record.site.name: there[unit][0].record.site.name
+            for unit, pieces in units(self._strategy, Stage.WEIGHTS).items()
+            for piece in pieces
+            if unit in there
+        }
         for one, record in _scalars(self._strategy):
             if record.site.slot == COUNTS:
                 continue
@@ -455,8 +488,8 @@ class _Comparer:
             if site not in theirs:
                 self._skip("the reference has no such parameter", site.name)
                 continue
-            there, like = theirs[site]
-            ours, other = one.values(record), there.values(like)
+            holder, like = theirs[site]
+            ours, other = one.values(record), holder.values(like)
             if site.stage is Stage.NORM and not (
                 one.rank.clip_gradient or (ours.any() and other.any())
             ):
@@ -505,16 +538,6 @@ class _Comparer:
                 wrong = error > found.tolerance
                 (found.wrong_ranks if wrong else found.right_ranks).add(one.rank.rank)
 
-    def _names_there(self) -> dict[str, str]:
-        """The reference's name of each parameter, by the strategy's: a tied copy has another."""
-        theirs = units(self._reference, Stage.WEIGHTS)
-        return {
-            piece.record.site.name: theirs[unit][0].record.site.name
-            for unit, pieces in units(self._strategy, Stage.WEIGHTS).items()
-            for piece in pieces
-            if unit in theirs
-        }
-
     def membership(self) -> None:
         """What each rank counts in the norm, exactly."""
         for one in memberships(self._strategy, units(self._reference, Stage.REDUCED_GRADIENTS)):
@@ -525,19 +548,6 @@ class _Comparer:
             found.wrong_ranks |= set(one.ranks)
             found.miscounted = found.miscounted or one.kind
 
-    def _local(self, found: Comparison, pieces: list[Part], whole: Array) -> None:
-        """Before reduction, data-parallel copies add up; others either add up or are each the whole.
-
-        Which of the two depends on the module: under sequence parallelism a norm's gradient is a sum
-        over the tensor-parallel ranks, without it each rank has all. Either is right here, and what
-        becomes of it is seen after the reduction.
-        """
-        for held in local_gradients(pieces, self._strategy):
-            self._summed_or_whole(
-                found,
-                [Pair(part.one.rank.rank, None, mean, whole[part.region()]) for part, mean in held],
-            )
-
     def _copies(self, found: Comparison, pieces: list[Part], whole: Array) -> None:
         held = np.zeros(whole.shape, bool)
         first: _Copies = {}
@@ -547,15 +557,11 @@ class _Comparer:
             held[region] |= there
             reference = whole[region]
             rank = piece.one.rank.rank
-            found.add(
-                Pair(rank, None, values[there], reference[there])
-                if not there.all()
-                else Pair(rank, None, values, reference, region)
-            )
-            if piece.placement.partial:
-                continue
-            found.copies.append(Pair(rank, None, values, reference, region))
-            _note_copies(found, first, piece, values)
+            pair = Pair(rank, None, values, reference, region)
+            found.add(pair if there.all() else Pair(rank, None, values[there], reference[there]))
+            if not piece.placement.partial:
+                found.copies.append(pair)
+                _note_copies(found, first, piece, values)
         found.uncovered = int((~held).sum())
         if not found.differs:
             found.copies.clear()
@@ -577,37 +583,12 @@ class _Comparer:
         self._not_aligned[why].append(name)
 
 
-def _constant(reference: Capture) -> int | None:
-    """Parameters and buffers of more than one element that begin with the same value in all of them."""
-    found = units(reference, Stage.WEIGHTS)
-    starts = [pieces for unit, pieces in found.items() if unit[2] in STARTS]
-    constant = 0
-    for pieces in starts:
-        parts = [piece.values().ravel() for piece in pieces]
-        same = all((part == parts[0][:1]).all() for part in parts)
-        constant += int(same and np.prod(pieces[0].whole_shape) > 1)
-    return constant if starts else None
-
-
 def _note_copies(found: Comparison, first: _Copies, piece: Part, values: Array) -> None:
     """Compare a rank's copy with the first one of the same part, bit for bit."""
     rank = piece.one.rank.rank
     known = first.setdefault(str(piece.region()), (rank, values))
     if known[0] != rank and known[1].tobytes() != values.tobytes():
         found.replicas_differ = tuple(sorted({*found.replicas_differ, known[0], rank}))
-
-
-def _orders(reference: Capture, strategy: Capture) -> dict[Key, float]:
-    """When each tensor is computed: the reference says, and of what it has not, the strategy."""
-    orders: dict[Key, float] = {}
-    for site in sites_in_order(reference):
-        orders.setdefault(_key(site), float(len(orders)))
-    for one in strategy.ranks:
-        last = -1.0
-        for record in one.records:
-            # Behind what comes before it, such as what is recomputed in the strategy alone.
-            last = orders.setdefault(_key(record.site), last + _SHORTLY)
-    return orders
 
 
 def _scalars(capture: Capture) -> Iterator[tuple[RankCapture, TensorRecord]]:

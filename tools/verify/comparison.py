@@ -105,9 +105,8 @@ class Compared:
 
     def wrong(self, *stages: Stage) -> list[Comparison]:
         """Those that differ, the earliest first; of some stages or of all."""
-        return [
-            one for one in self.comparisons if one.differs and (not stages or one.key[0] in stages)
-        ]
+        of = stages or tuple(Stage)
+        return [one for one in self.comparisons if one.differs and one.key[0] in of]
 
 
 def relative_error(ours: Array, reference: Array) -> float:

@@ -54,10 +54,7 @@ def kind_of(
 
 
 def _kinds(
-    found: Comparison,
-    pairs: Sequence[Pair],
-    rank: CapturedRank,
-    like: Iterable[tuple[str, Array]],
+    found: Comparison, pairs: Sequence[Pair], rank: CapturedRank, like: Iterable[tuple[str, Array]]
 ) -> Iterator[Kind]:
     if found.miscounted:
         yield Kind(found.miscounted)
@@ -142,16 +139,12 @@ def _named(factor: float, rank: CapturedRank) -> str:
 
 def _sums(pairs: Sequence[Pair], limit: float, rank: CapturedRank) -> Iterator[Kind]:
     """Ranks that should each have the whole: their sum fits, or each has others' share on top."""
-    reference = pairs[0].reference if pairs else None
-    alike = [
-        pair
-        for pair in pairs
-        if reference is not None
-        and pair.reference.shape == reference.shape
-        and np.array_equal(pair.reference, reference)
-    ]
+    if not pairs:
+        return
+    reference = pairs[0].reference
+    alike = [pair for pair in pairs if np.array_equal(pair.reference, reference)]
     ranks = len({pair.rank for pair in alike})
-    if reference is None or ranks < 2 or ranks != len(alike):
+    if ranks < 2 or ranks != len(alike):
         return
     total = np.sum([pair.ours for pair in alike], axis=0, dtype=np.float64)
     over = "TP" if ranks == rank.tensor[1] else f"{ranks}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tools.records.capture import Stage
+from tools.records.capture import RECOMPUTED, Stage
 from tools.verify.compare import STAGES
 from tools.verify.comparison import Compared, Comparison, Key
 
@@ -121,30 +121,29 @@ def rows_of(compared: Compared, first: Key | None) -> list[MapRow]:
     """Every row of the map, in order; folded where the whole map is long."""
     members: defaultdict[str, list[Comparison]] = defaultdict(list)
     for one in compared.comparisons:
-        members[_module(one.key)].append(one)
+        stage, name, _ = one.key
+        module = name.rpartition(".")[0] if stage in _PARAMETERS else ""
+        members[module or name].append(one)
     skipped = _not_compared(compared.not_aligned)
     roots = _tree(members, skipped)
     rows = [row for root in roots for row in root.within()]
     for row in rows:
         for one in members.get(row.name, ()):
-            cell = row.cells[_column(one.key)]
+            stage, _, slot = one.key
+            side = "in" if slot.removeprefix(RECOMPUTED).startswith("input") else "out"
+            cell = row.cells[COLUMNS.index(MapColumn(stage, side if stage in _SIDED else ""))]
             cell.tensors.append(one)
             cell.first |= one.key == first
         for place in skipped.get(row.name, ()):
             row.cells[place].not_compared = not row.cells[place].tensors
-    _fold(rows)
+    # Folded are calm layers and experts, then those after the first wrong one, until the map is short.
+    layers = [row for row in rows if row.children and row.label.rpartition(".")[2].isdigit()]
+    keeps: tuple[Callable[[MapRow], bool], ...] = (lambda row: row.red, lambda row: row.has_first)
+    for keep in keeps:
+        if sum(row.shown for row in rows) > MOST_OPEN:
+            for row in layers:
+                row.open = keep(row)
     return rows
-
-
-def _module(key: Key) -> str:
-    stage, name, _ = key
-    return name.rpartition(".")[0] or name if stage in _PARAMETERS else name
-
-
-def _column(key: Key) -> int:
-    stage, _, slot = key
-    side = "in" if slot.removeprefix("recomputed.").startswith("input") else "out"
-    return COLUMNS.index(MapColumn(stage, side if stage in _SIDED else ""))
 
 
 def _not_compared(lines: Sequence[str]) -> dict[str, set[int]]:
@@ -175,8 +174,11 @@ def _tree(members: Mapping[str, Sequence[Comparison]], others: Iterable[str]) ->
         inner = [at for other, at in when.items() if other.startswith(f"{name}.")]
         when.setdefault(name, min(inner, default=(len(STAGES), 0)))
     for name in [*when]:
-        for layer in _numbered(name):
-            when[layer] = min(when[name], when.get(layer, when[name]))
+        parts = name.split(".")
+        for place, part in enumerate(parts, start=1):
+            if part.isdigit():  # Layers and experts stand in the map even without tensors.
+                around = ".".join(parts[:place])
+                when[around] = min(when[name], when.get(around, when[name]))
     rows: dict[str, MapRow] = {}
     roots: list[MapRow] = []
     for name in sorted(when, key=lambda one: one.count(".")):
@@ -188,22 +190,3 @@ def _tree(members: Mapping[str, Sequence[Comparison]], others: Iterable[str]) ->
     for siblings in (roots, *(row.children for row in rows.values())):
         siblings.sort(key=lambda row: when[row.name])
     return roots
-
-
-def _numbered(name: str) -> Iterator[str]:
-    """The layers and experts that a module is in, which stand in the map even without tensors."""
-    parts = name.split(".")
-    for place, part in enumerate(parts):
-        if part.isdigit():
-            yield ".".join(parts[: place + 1])
-
-
-def _fold(rows: list[MapRow]) -> None:
-    """Fold calm layers and experts, then those after the first wrong one, until the map is short."""
-    layers = [row for row in rows if row.children and row.label.rpartition(".")[2].isdigit()]
-    keeps: tuple[Callable[[MapRow], bool], ...] = (lambda row: row.red, lambda row: row.has_first)
-    for keep in keeps:
-        if sum(row.shown for row in rows) <= MOST_OPEN:
-            return
-        for row in layers:
-            row.open = keep(row)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tools.records.capture import COUNTED, Stage, TensorRecord
-from tools.verify.captured import Array, Capture, whole_name
-from tools.verify.parameters import Part, Unit, units
+from tools.verify.captured import Array, Capture, Part, Unit, units, whole_name
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -65,8 +64,10 @@ def _membership(
 ) -> Membership:
     times = np.zeros(held[0].whole_shape, np.int32)
     for group in groups:
-        for part in _of_group(counted, group):
-            times[part.region()] += part.values()
+        slot = COUNTED + " ".join(map(str, group))
+        for part in counted:
+            if part.one.rank.rank in group and part.record.site.slot == slot:
+                times[part.region()] += part.values()
     wrong = times != 1
     name, share = whole_name(held[0].record.site.name), float(wrong.mean())
     if not wrong.any():
@@ -85,13 +86,6 @@ def _membership(
     most = int(times.max())
     holders = _holding(counted, times > 1)
     return Membership(name, held[0].record, share, holders, f"counted {most} times in the norm")
-
-
-def _of_group(counted: Sequence[Part], group: tuple[int, ...]) -> Iterator[Part]:
-    slot = COUNTED + " ".join(map(str, group))
-    for part in counted:
-        if part.one.rank.rank in group and part.record.site.slot == slot:
-            yield part
 
 
 def _holding(parts: Sequence[Part], wanted: Array) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,7 +14,7 @@ from tools.records.verdict import Outcome, Verdict
 from tools.text.html import environment
 from tools.text.units import DASH, count
 from tools.verify.comparison import Compared, Comparison
-from tools.verify.map import BOUNDS, COLUMNS, WRONG, MapCell, MapColumn, MapRow, level_of, rows_of
+from tools.verify.map import BOUNDS, COLUMNS, WRONG, MapRow, level_of, rows_of
 from tools.verify.picture import Picture, range_of
 from tools.verify.verdict import Judgement
 
@@ -58,7 +59,7 @@ def render_page(judgement: Judgement) -> str:
             sentence=_sentence(verdict),
             facts=_facts(verdict, first),
             rows=rows,
-            stages=_stages(),
+            stages=[*Counter(column.stage for column in COLUMNS).items()],
             columns=COLUMNS,
             cells=_described(rows),
             shown=_shown_first(rows),
@@ -112,35 +113,19 @@ def _facts(verdict: Verdict, first: Comparison | None) -> Mapping[str, str]:
     return {name: text for name, text in facts.items() if text}
 
 
-def _stages() -> list[tuple[str, int]]:
-    """Each stage and how many columns it has."""
-    found: dict[str, int] = {}
-    for column in COLUMNS:
-        found[column.stage] = found.get(column.stage, 0) + 1
-    return [*found.items()]
-
-
 def _described(rows: Sequence[MapRow]) -> dict[str, list[object]]:
     """What is shown of a cell when it is pointed at, by row and column."""
-    return {
-        f"{place}-{column}": [
-            f"{row.name}: {_column_text(COLUMNS[column])}",
-            [_tensor_line(one, row) for one in _listed(cell)],
-            max(0, len(cell.tensors) - _MOST_LISTED),
-        ]
-        for place, row in enumerate(rows)
-        for column, cell in enumerate(row.cells)
-        if cell.tensors
-    }
-
-
-def _listed(cell: MapCell) -> list[Comparison]:
-    return sorted(cell.tensors, key=lambda one: (-one.differs, -one.ratio))[:_MOST_LISTED]
-
-
-def _column_text(column: MapColumn) -> str:
-    sides = {"in": " (of its inputs)", "out": " (of its outputs)", "": ""}
-    return column.stage + sides[column.side]
+    sides, found = {"in": " (of its inputs)", "out": " (of its outputs)", "": ""}, {}
+    for place, row in enumerate(rows):
+        for number, (cell, column) in enumerate(zip(row.cells, COLUMNS, strict=True)):
+            if cell.tensors:
+                worst = sorted(cell.tensors, key=lambda one: (-one.differs, -one.ratio))
+                found[f"{place}-{number}"] = [
+                    f"{row.name}: {column.stage}{sides[column.side]}",
+                    [_tensor_line(one, row) for one in worst[:_MOST_LISTED]],
+                    max(0, len(worst) - _MOST_LISTED),
+                ]
+    return found
 
 
 def _tensor_line(one: Comparison, row: MapRow) -> list[object]:
@@ -178,8 +163,14 @@ def _legend() -> list[tuple[int, str]]:
 
 def _bars(compared: Compared) -> list[Bar]:
     """Tensors by error over tolerance: those without an error, then by powers of ten up to 1."""
-    places = [_bar(one.ratio) for one in compared.comparisons]
-    found = [places.count(place) for place in range(_BARS_A_DECADE * _DECADES + 1)]
+    most = _BARS_A_DECADE * _DECADES
+    found = [0] * (most + 1)
+    for one in compared.comparisons:
+        place = 0
+        if one.ratio > 0:
+            place = math.floor(_BARS_A_DECADE * (math.log10(one.ratio) + _DECADES)) + 1
+            place = min(max(place, 1), most)
+        found[place] += 1
     highest = max(found, default=0) or 1
     bars = []
     for place, tensors in enumerate(found):
@@ -189,13 +180,6 @@ def _bars(compared: Compared) -> list[Bar]:
         middle = math.sqrt(above * upto) if place else 0.0
         bars.append(Bar(text, tensors, tensors / highest, level_of(middle, differs=False)))
     return bars
-
-
-def _bar(ratio: float) -> int:
-    if ratio == 0:
-        return 0
-    place = math.floor(_BARS_A_DECADE * (math.log10(ratio) + _DECADES)) + 1
-    return min(max(place, 1), _BARS_A_DECADE * _DECADES)
 
 
 def _spread(compared: Compared) -> str:

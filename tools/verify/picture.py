@@ -20,7 +20,7 @@ from tools.verify.captured import Array
 from tools.verify.comparison import Pair
 
 MOST_POINTS = 512
-"""Of the picture's sides; more rows or columns are drawn as the largest of a block."""
+"""Of the picture's sides."""
 _TINY = 16
 """Elements up to which a table says more than a picture."""
 _CALM, _RED = (9, 105, 218), (207, 34, 46)
@@ -37,15 +37,6 @@ class Axis:
     length: int
     """Rows or columns of the tensor."""
     ticks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Element:
-    """One element of a tensor."""
-
-    index: str
-    ours: str
-    reference: str
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,11 @@ class Picture:
         from matplotlib.image import imsave
 
         buffer = io.BytesIO()
-        points = _coloured(_blocks(self.matrix), self.tolerance, self.largest)
+        matrix = self.matrix
+        for axis in (0, 1):  # More rows or columns are drawn as the largest of a block.
+            starts = np.arange(0, matrix.shape[axis], -(-matrix.shape[axis] // MOST_POINTS))
+            matrix = np.maximum.reduceat(matrix, starts, axis=axis)
+        points = _coloured(matrix, self.tolerance, self.largest)
         imsave(buffer, points, format="png", pil_kwargs={"optimize": True})
         return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
@@ -138,8 +133,8 @@ class Picture:
             f" {columns[0]}–{columns[-1]} of {wrong.shape[1]}."
         )
 
-    def worst(self, most: int = 6) -> Iterator[Element]:
-        """The elements that differ most; all of a tiny tensor."""
+    def worst(self, most: int = 6) -> Iterator[tuple[str, str, str]]:
+        """The elements that differ most, all of a tiny tensor: index, ours, the reference's."""
         if not self.relative.size:
             return
         flat = np.nan_to_num(self.relative, nan=np.inf).ravel()
@@ -151,7 +146,7 @@ class Picture:
             index = np.unravel_index(int(place), self.relative.shape)
             ours, reference = self.pair.ours[index], self.pair.reference[index]
             where = ", ".join(str(int(one)) for one in index) or DASH
-            yield Element(where, f"{ours:.7g}", f"{reference:.7g}")
+            yield where, f"{ours:.7g}", f"{reference:.7g}"
 
 
 def range_of(values: Array) -> str:
@@ -172,15 +167,6 @@ def range_of(values: Array) -> str:
 def _rms(values: Array) -> float:
     finite = values[np.isfinite(values)].astype(np.float64)
     return float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
-
-
-def _blocks(matrix: Array) -> Array:
-    """At most `MOST_POINTS` rows and columns: the largest of each block."""
-    for axis in (0, 1):
-        length = matrix.shape[axis]
-        starts = np.arange(0, length, -(-length // MOST_POINTS))
-        matrix = np.maximum.reduceat(matrix, starts, axis=axis)
-    return matrix
 
 
 def _coloured(matrix: Array, tolerance: float, largest: float) -> Array:

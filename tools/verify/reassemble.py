@@ -38,15 +38,17 @@ from tools.verify.align import (
     scale_of,
 )
 from tools.verify.captured import (
+    PARAMETERS,
     Array,
     Capture,
     RankCapture,
     as_stored,
+    assembled,
     read_capture,
     sites_in_order,
+    units,
     whole_name,
 )
-from tools.verify.parameters import PARAMETERS, assembled, units
 
 _SPLIT_IN_EXPERTS = ("linear_fc1 output.0", "linear_fc2 input.input_")
 """What expert-tensor-parallel ranks have parts of; of all else the whole each, or a term of a sum."""

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tools.capture.sinks import Sink
 from tools.convert.hf.families import TensorPair, pairs_of
 from tools.convert.hf.into_megatron import ImportSource, read_import, read_source
 from tools.native.batches import MicroBatch, SplitSamples
@@ -33,7 +34,6 @@ from tools.native.hooks import (
     POINTS,
     Form,
     Point,
-    Sink,
     Taps,
     as_it_is,
     prefixed,

@@ -40,18 +40,7 @@ from tools.verify.captured import Capture, VerifyError, read_capture
 from tools.verify.compare import Drift, drift
 from tools.verify.page import write_page
 from tools.verify.reassemble import as_one_rank
-from tools.verify.verdict import (
-    Judgement,
-    begins_before,
-    carries_earlier,
-    confirm,
-    judge,
-    may_have_spread,
-    needs_same_start,
-    refused,
-    write_forced,
-    write_verdict,
-)
+from tools.verify.verdict import Judgement, confirm, judge, refused, write_forced, write_verdict
 
 Train = Callable[[str, Launch], str]
 """Trains a launch that is a part of a verification; returns how it failed, empty if it did not."""
@@ -63,19 +52,6 @@ DRIFTING = 4
 """The first iteration in which that is asked: before it the responses of one iteration suffice."""
 _WHAT = {"begun": "strategy with the reference's routing and weights"}
 """What a part is called where it fails."""
-
-
-@dataclass(frozen=True)
-class _KeptRuns:
-    """Trains as any target does, in run folders under one folder."""
-
-    folder: Path
-    console: Console
-
-    def __call__(self, part: str, launch: Launch) -> str:
-        run, status = execute(launch, self.folder, self.console, part)
-        run.rename(self.folder / part)
-        return "" if status.status is Status.OK else f"ended '{status.status}': {status.reason}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +67,12 @@ class SharedReferences:
         def trained(part: str, launch: Launch) -> str:
             if not part.startswith("reference"):
                 return train(part, launch)
-            kept = self.folder / f"{part}-{_key(launch)}"
+            # What its tensors follow from, as far as verifications of one command differ in it.
+            names = (variables.PATCH_FILE_SHA256, variables.CAPTURE_ITERATION)
+            values = (launch.environment.get(name, "") for name in names)
+            words = (*launch.flags, str(launch.devices), str(launch.entry.path), *values)
+            key = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+            kept = self.folder / f"{part}-{key}"
             if not kept.is_dir():
                 if failure := train(part, launch):
                     return failure
@@ -105,14 +86,6 @@ class SharedReferences:
     def forget(self) -> None:
         """Remove them."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _key(launch: Launch) -> str:
-    """Of what a reference's tensors follow from, as far as verifications of one command differ in it."""
-    names = (variables.PATCH_FILE_SHA256, variables.CAPTURE_ITERATION)
-    values = (launch.environment.get(name, "") for name in names)
-    words = (*launch.flags, str(launch.devices), str(launch.entry.path), *values)
-    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
 
 
 def verify(
@@ -166,10 +139,15 @@ def carried_out(
         check(launch, may_drop=True)  # `pairs` refuses those that drop others.
         ensure_start_checkpoint(launch, console)
     results = folder / VERIFY_FOLDER / pair.job.name
+
+    def trained(part: str, launch: Launch) -> str:
+        """Train as any target does, in a run folder of the part's name."""
+        run, status = execute(launch, folder, console, part)
+        run.rename(folder / part)
+        return "" if status.status is Status.OK else f"ended '{status.status}': {status.reason}"
+
     with _scratch(folder) as scratch:
-        train: Train = _KeptRuns(folder, console)
-        if shared is not None:
-            train = shared.around(train, scratch)
+        train = trained if shared is None else shared.around(trained, scratch)
         judgement = judged(verification, scratch, train)
     verdict = replace(
         judgement.verdict,
@@ -196,11 +174,11 @@ def judged(verification: Verification, scratch: Path, train: Train) -> Judgement
         scratch: A folder for the tensors.
         train: Trains a launch.
     """
-    judgement = _At(verification.iteration, "", verification, scratch, train).judged()
+    judgement = _At(verification.iteration, verification, scratch, train).judged()
     right, wrong = 0, verification.iteration
-    while begins_before(judgement) and verification.saving is None and wrong - right > 1:
+    while judgement.begins_before and verification.saving is None and wrong - right > 1:
         tried = (right + wrong) // 2
-        earlier = _At(tried, f"-{tried}", verification, scratch, train).judged()
+        earlier = _At(tried, verification, scratch, train).judged()
         if earlier.first is None and earlier.verdict.verdict is not Outcome.HELD:
             break  # It could not be compared.
         if earlier.first is None:
@@ -215,11 +193,14 @@ class _At:
     """A verification by the tensors of one iteration."""
 
     iteration: int
-    suffix: str
-    """Ends the names of what is trained for it."""
     verification: Verification
     scratch: Path
     train: Train
+
+    @property
+    def suffix(self) -> str:
+        """Ends the names of what is trained for another iteration than is asked for."""
+        return "" if self.iteration == self.verification.iteration else f"-{self.iteration}"
 
     def judged(self) -> Judgement:
         """The judgement on it."""
@@ -247,17 +228,17 @@ class _At:
         drifted: Drift = {}
         judgement = judge(whole, ours)
         may_drift = verification.may_drift and self.iteration >= DRIFTING
-        if may_drift and carries_earlier(judgement):
+        if may_drift and judgement.carries_earlier:
             drifted = self._drift(reference)
             judgement = judge(whole, ours, drifted)
-        if needs_same_start(judgement):
+        if judgement.needs_same_start:
             start = self._tensors("start")
             write_forced(whole, ours, start, start_alone=True)
             ours = self._captured("begun", strategy, forced=start)
             judgement = judge(whole, ours, drifted)
-            if may_drift and carries_earlier(judgement) and not drifted:
+            if may_drift and judgement.carries_earlier and not drifted:
                 judgement = judge(whole, ours, self._drift(reference))
-        if not may_have_spread(judgement):
+        if not judgement.may_have_spread:
             return judgement
         write_forced(whole, ours, self._tensors("given"))
         try:
@@ -346,12 +327,8 @@ def _print(judgement: Judgement, results: Path, console: Console) -> None:
             f"compared {verdict.compared:,} of {verdict.seen:,} tensors with {verdict.reference}'s",
         )
     for line in verdict.not_aligned[:5]:
-        say(console, f"not compared: {_of_all_layers(line)}")
+        # Each name once for all layers; `verdict.json` has them all.
+        names, _, why = line.rpartition(": ")
+        shown = dict.fromkeys(re.sub(r"\.(layers|local_experts)\.\d+", r".\1.*", names).split(" "))
+        say(console, f"not compared: {' '.join(shown)}: {why}")
     say(console, f"→ {from_root(results)}/verify.html")
-
-
-def _of_all_layers(line: str) -> str:
-    """Names and the reason, each name once for all layers; `verdict.json` has them all."""
-    names, _, why = line.rpartition(": ")
-    shown = dict.fromkeys(re.sub(r"\.(layers|local_experts)\.\d+", r".\1.*", names).split(" "))
-    return f"{' '.join(shown)}: {why}"

@@ -47,6 +47,7 @@ LEARNING = (
 _SEQUENCE = 64
 """Tokens of a sample, where the model has more positions and EXTRA= does not say."""
 _DOCUMENTS, _DOCUMENT_TOKENS = 1000, 64
+_OUTCOMES = {True: Outcome.HELD, False: Outcome.DIFFERS}
 
 
 @dataclass(frozen=True)
@@ -145,18 +146,15 @@ class _Prover:
         )
         job = parse_target(f"train-baseline-{name}-1cpu", options)
         for strategy in self.strategies:
-            yield self._compared(Pair(job.laid(*strategy), HF, self.extra_b))
+            pair = Pair(job.laid(*strategy), HF, self.extra_b)
+            verification, own = compose_pair(pair), self.folder / pair.job.name
+            self.console.print(f"{pair.job.name}: {verification.mode}", highlight=False)
+            verdict = carried_out(verification, self.console, own, shared=self.shared).verdict
+            seen = verdict.sentence.removeprefix("tensors ").removeprefix("held: ")
+            if verdict.seen:
+                seen += f"; {verdict.compared:,} tensors compared"
+            yield Proof(pair.job.model.name, pair.job.strategy, verdict.verdict, seen)
         yield self._trained(job)
-
-    def _compared(self, pair: Pair) -> Proof:
-        verification, name = compose_pair(pair), pair.job.name
-        self.console.print(f"{name}: {verification.mode}", highlight=False)
-        own = self.folder / name
-        verdict = carried_out(verification, self.console, own, shared=self.shared).verdict
-        seen = verdict.sentence.removeprefix("tensors ").removeprefix("held: ")
-        if verdict.seen:
-            seen += f"; {verdict.compared:,} tensors compared"
-        return Proof(pair.job.model.name, pair.job.strategy, verdict.verdict, seen)
 
     def _trained(self, job: Job) -> Proof:
         """Losses of Megatron on one rank, and of transformers with PyTorch's AdamW."""
@@ -170,11 +168,10 @@ class _Prover:
             ledger=False,
             extra=(*LEARNING, *options.extra),
         )
-        name, losses = job.model.name, []
+        name, steps, losses = job.model.name, f"{STEPS} steps", []
         for backend in (Backend.MEGATRON, Backend.TRANSFORMERS):
             launch = compose_job(job.under(replace(own, backend=backend)))
             check(launch)
-            steps = f"{STEPS} steps"
             run, status = execute(launch, self.folder, self.console, f"{steps}, {backend}")
             if status.status is not Status.OK:
                 reason = f"{backend} ended '{status.status}': {status.reason}"
@@ -183,7 +180,7 @@ class _Prover:
         apart = max(abs(ours - theirs) for ours, theirs in zip(*losses, strict=True))
         first, last = losses[0][0], losses[0][-1]
         seen = f"losses {first:.4f} to {last:.4f}, at most {apart:.1e} apart"
-        return Proof(name, steps, _outcome(apart <= LOSS_TOLERANCE), seen)
+        return Proof(name, steps, _OUTCOMES[apart <= LOSS_TOLERANCE], seen)
 
 
 def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
@@ -198,11 +195,7 @@ def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
     wrong = differing(ours, theirs)
     shutil.rmtree(target)
     seen = f"{len(ours.tensors)} tensors, the same bits" if not wrong else f"{wrong[0]} differs"
-    return Proof(model.name, "import and export", _outcome(not wrong), seen)
-
-
-def _outcome(held: bool) -> Outcome:
-    return Outcome.HELD if held else Outcome.DIFFERS
+    return Proof(model.name, "import and export", _OUTCOMES[not wrong], seen)
 
 
 def _random_tokens(prefix: Path, vocabulary: int) -> Path:

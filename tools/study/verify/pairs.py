@@ -3,7 +3,8 @@
 Both train the same model from the same weights on the same batches, up to one iteration. Beside the
 strategy they may differ in the Megatron that trains (a version, a fork), in flags of the strategy alone
 (recomputation, the micro batch), in that the strategy resumes from a checkpoint before that iteration,
-and in that the reference is the plain PyTorch backend.
+and in that the reference is the plain PyTorch backend. What would train something else is refused:
+another model, data or batch, or experts that are given other tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import shlex
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tools.launch.compose import Launch
@@ -27,7 +28,6 @@ from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.strategy import devices_of, parse_strategy
-from tools.study.verify.same_work import refuse_other_work
 from tools.text.units import plural
 
 PREFIX = "verify-"
@@ -40,6 +40,7 @@ MICRO_BATCH, MICRO_BATCHES = 2, 3
 NATIVE, HF = "native", "hf"
 WRITTEN_AGAIN = {NATIVE: Backend.NATIVE, HF: Backend.TRANSFORMERS}
 """References that are the model written again by others, on one rank."""
+_BALANCING, _CAPACITY = "--moe-router-load-balancing-type", "--moe-expert-capacity-factor"
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,12 @@ def compose_pair(pair: Pair) -> Verification:
         raise LaunchError(
             f"'{pair.target}' names GPUs, on which the same run does not give the same bits; use …cpu."
         )
+    iteration = options.iterations or (ITERATION_RESUMED if pair.resumed else ITERATION)
+    if pair.resumed and iteration < 2:
+        raise LaunchError(
+            "RESUMED= saves a checkpoint one iteration before ITERS=1, where nothing has been trained; "
+            "set ITERS=2 or more."
+        )
     micro = options.micro_batch_size or MICRO_BATCH
     dropout = options.dropout
     if dropout is None and pair.other != job.strategy:
@@ -193,7 +200,7 @@ def compose_pair(pair: Pair) -> Verification:
         replace(
             options,
             dropout=dropout,
-            iterations=_iteration(pair),
+            iterations=iteration,
             micro_batch_size=micro,
             global_batch_size=options.global_batch_size or micro * _micro_batches(pair),
             shared_start=True,
@@ -217,7 +224,7 @@ def compose_pair(pair: Pair) -> Verification:
         there = own.laid(pair.saving, _devices(pair.saving, job))
         saving = _from_start_of(reference, compose_job(there))
     verification = Verification(pair, strategy, _padded_as(strategy, reference), saving)
-    refuse_other_work(verification.strategy, verification.reference)
+    _refuse_other_work(verification.strategy, verification.reference)
     return verification
 
 
@@ -262,16 +269,6 @@ def _padded_as(strategy: Launch, reference: Launch) -> Launch:
     return replace(reference, flags=merge_flags(reference.flags, (PADDED, str(rows))))
 
 
-def _iteration(pair: Pair) -> int:
-    iteration = pair.job.options.iterations or (ITERATION_RESUMED if pair.resumed else ITERATION)
-    if pair.resumed and iteration < 2:
-        raise LaunchError(
-            "RESUMED= saves a checkpoint one iteration before ITERS=1, where nothing has been trained; "
-            "set ITERS=2 or more."
-        )
-    return iteration
-
-
 def _devices(strategy: str, job: Job) -> int:
     """Ranks of a strategy beside the job's: one for baseline."""
     return 1 if strategy == "baseline" else devices_of(strategy, job.devices)
@@ -296,3 +293,79 @@ def _from_start_of(reference: Launch, launch: Launch) -> Launch:
 def _megatron(launch: Launch) -> str:
     commit = launch.entry.megatron_commit
     return f"Megatron {launch.entry.megatron_version}{f' ({commit})' if commit else ''}"
+
+
+def _refuse_other_work(ours: Launch, theirs: Launch) -> None:
+    """Refuse a strategy and a reference of different work before anything is trained."""
+    for name, mine, other in _work(ours, theirs):
+        if mine != other:
+            raise LaunchError(
+                f"The two runs would do different work: {name} is {mine} in the strategy and {other} in "
+                "its reference; give it to both with EXTRA=."
+            )
+    _refuse_other_balance(ours, theirs)
+    _refuse_other_tokens(ours, theirs)
+
+
+def _refuse_other_balance(ours: Launch, theirs: Launch) -> None:
+    """Refuse a balancing loss that is defined on other tokens."""
+    flags = Flags(ours.flags)
+    if not (ours.model.shape.experts and flags.number("--moe-aux-loss-coeff") > 0):
+        return
+    kind = flags.text(_BALANCING)
+    name, batches = ours.model.name, [one.spec.batch.micro_batch_size for one in (ours, theirs)]
+    ranks = [one.spec.parallelism.data for one in (ours, theirs)]
+    remedy = (
+        'add EXTRA="--moe-aux-loss-coeff 0", or "--moe-router-load-balancing-type seq_aux_loss".'
+    )
+    if kind == "aux_loss" and batches[0] != batches[1]:
+        raise LaunchError(
+            f"{name} balances its experts over each micro batch (aux_loss), so another micro batch "
+            f"trains something else; {remedy}"
+        )
+    samples = [batch * rank for batch, rank in zip(batches, ranks, strict=True)]
+    if kind == "global_aux_loss" and samples[0] != samples[1]:
+        raise LaunchError(
+            f"{name} balances its experts over the micro batches of all data-parallel ranks so far "
+            f"(global_aux_loss): {samples[0]} samples at once against {samples[1]} train something "
+            f'else; choose EXTRA_B="--micro-batch-size N" so that both have as many, or {remedy}'
+        )
+
+
+def _refuse_other_tokens(ours: Launch, theirs: Launch) -> None:
+    """Refuse experts that get or drop other tokens: each rank decides over those it routes."""
+    tokens, other = _routed_tokens(ours), _routed_tokens(theirs)
+    if tokens == other:
+        return
+    counts = (
+        f"{tokens} in the strategy and {other} in its reference, so the two train something else"
+    )
+    remedy = "or compare strategies whose ranks route as many (REFERENCE=<a strategy>)."
+    if Flags(ours.flags).has(_CAPACITY):
+        raise LaunchError(
+            f"{ours.model.name} drops tokens beyond {_CAPACITY} of those that a rank routes, {counts}; "
+            f"leave that flag out, {remedy}"
+        )
+    if Flags(ours.flags).text(_BALANCING) == "sinkhorn":
+        raise LaunchError(
+            f"{ours.model.name} balances its experts by sinkhorn over the tokens that a rank routes, "
+            f"{counts}; choose another {_BALANCING}, {remedy}"
+        )
+
+
+def _routed_tokens(launch: Launch) -> int:
+    """Of a micro batch, on one rank."""
+    degrees, batch = launch.spec.parallelism, launch.spec.batch
+    parts = degrees.context * (degrees.tensor if degrees.sequence_parallel else 1)
+    return batch.micro_batch_size * launch.model.shape.seq_length // parts
+
+
+def _work(ours: Launch, theirs: Launch) -> Iterator[tuple[str, object, object]]:
+    """What both must have alike: a name, the strategy's and the reference's."""
+    shapes = [asdict(launch.model.shape) for launch in (ours, theirs)]
+    yield from ((f"the model's {name}", mine, shapes[1][name]) for name, mine in shapes[0].items())
+    given = [Flags(launch.flags) for launch in (ours, theirs)]
+    alike = of_role("data", "precision") | {"--global-batch-size", "--clip-grad"}
+    for name in sorted(alike):
+        mine, other = (" ".join(flags.texts(name)) or flags.has(name) for flags in given)
+        yield name, mine, other

@@ -39,12 +39,8 @@ class ForkedRanks:
     def __init__(self, options: Options | None = None) -> None:
         """Of the Megatron that the options name; the installed one's without."""
         options = options or Options()
-        allow_unknown_megatron = (
-            {variables.ALLOW_UNKNOWN_MEGATRON: "1"} if options.allow_unknown_megatron else {}
-        )
-        self.warm = WarmMegatron(
-            find_entry(options.megatron_lm).path, {**START, **allow_unknown_megatron}
-        )
+        allowed = {variables.ALLOW_UNKNOWN_MEGATRON: "1"} if options.allow_unknown_megatron else {}
+        self.warm = WarmMegatron(find_entry(options.megatron_lm).path, {**START, **allowed})
 
     def run(
         self,
@@ -61,12 +57,9 @@ class ForkedRanks:
             also: Variables beside the launch's.
             seconds: After which it is ended.
         """
-        code = self.exit_code(launch, log, also, seconds)
-        return (
-            f"ended with {code}: {diagnose(log, code, False).reason} The log is {log}"
-            if code
-            else ""
-        )
+        if code := self.exit_code(launch, log, also, seconds):
+            return f"ended with {code}: {diagnose(log, code, False).reason} The log is {log}"
+        return ""
 
     def exit_code(
         self,
@@ -112,9 +105,10 @@ class Verifier:
         quiet = Console(quiet=True)
         ensure_start_checkpoint(verification.reference, quiet, self.ranks.exit_code)
         if not both:
-            verification = replace(
-                verification, reference=_without_patch_file(verification.reference)
-            )
+            of_patch_files = (variables.PATCH_FILE, variables.PATCH_FILE_SHA256)
+            reference = verification.reference
+            kept = {k: v for k, v in reference.environment.items() if k not in of_patch_files}
+            verification = replace(verification, reference=replace(reference, environment=kept))
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             train = self._references.around(self._train, Path(scratch))
             return judged(verification, Path(scratch), train)
@@ -126,9 +120,3 @@ class Verifier:
     def _train(self, part: str, launch: Launch) -> str:
         kind = "reference" if part.startswith("reference") else "strategy"
         return self.ranks.run(launch, self.folder / f"{kind}.txt")
-
-
-def _without_patch_file(launch: Launch) -> Launch:
-    of_patch_files = (variables.PATCH_FILE, variables.PATCH_FILE_SHA256)
-    kept = {name: value for name, value in launch.environment.items() if name not in of_patch_files}
-    return replace(launch, environment=kept)
