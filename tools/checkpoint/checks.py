@@ -5,10 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tools.checkpoint.contents import TORCH_DIST, Contents
 from tools.plan.constraints import violations
-from tools.records.torch_dist import DamagedCheckpointError, Shape, verify_readable
+from tools.records.torch_dist import (
+    DamagedCheckpointError,
+    Shape,
+    finished_iteration,
+    read_metadata,
+    verify_readable,
+)
 from tools.spec.model import ModelShape
 from tools.spec.strategy import devices_of, parse_strategy, strategy_flags, strategy_name
 
@@ -57,6 +64,35 @@ def wanted_tensors(shape: ModelShape) -> dict[str, Shape]:
         if shape.bias:
             inside |= {"mlp.linear_fc1.bias": (first,), "mlp.linear_fc2.bias": (hidden,)}
     return wanted | {f"{_LAYERS}{name}": (layers, *size) for name, size in inside.items()}
+
+
+def other_model_problem(folder: Path, shape: ModelShape, model: str) -> str | None:
+    """Why a checkpoint cannot be loaded into a model, in one sentence; None if nothing says so.
+
+    Layers are stacked in Megatron's distributed format: a weight of all of them is one tensor. What is
+    in no such format, or cannot be read, is left to those who load it.
+    """
+    iteration = finished_iteration(folder)
+    if iteration is None:
+        return None
+    try:
+        stored = read_metadata(folder / f"iter_{iteration:07d}").tensors
+    except DamagedCheckpointError:
+        return None
+    for name, wanted in wanted_tensors(shape).items():
+        if name in stored and (found := stored[name].shape) != wanted:
+            return (
+                f"{folder} is a checkpoint of another model: its {name} is {list(found)}, and {model} "
+                f"as it is asked for here has {list(wanted)}; name another checkpoint, or the model "
+                "that was saved."
+            )
+    width = stored[EMBEDDING].shape[-1] if EMBEDDING in stored else shape.hidden
+    if width != shape.hidden:
+        return (
+            f"{folder} is a checkpoint of another model: it is {width} wide and {model} "
+            f"{shape.hidden}; name another checkpoint, or the model that was saved."
+        )
+    return None
 
 
 def _found(contents: Contents, reads_pieces: bool) -> Iterator[str]:

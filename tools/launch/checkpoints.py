@@ -1,4 +1,4 @@
-"""A run's checkpoints: looked after while it trains, chosen when it resumes, of its model or another's.
+"""A run's checkpoints: looked after while it trains, chosen when it resumes.
 
 To resume from, a checkpoint must be whole. After a NaN it must also have given a loss since it was
 saved: Megatron saves what it has when it finds a NaN (`rerun_state_machine`, exit code 16), before the
@@ -11,22 +11,19 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.checkpoint.checks import EMBEDDING, wanted_tensors
 from tools.launch.background import BackgroundThread
 from tools.launch.progress import LogFollower
 from tools.records import run as records
-from tools.records.checkpoints import Checkpoint, check, find_checkpoints, prune, verify
+from tools.records.checkpoints import Checkpoint, find_checkpoints, flaw_of, prune, verify
 from tools.records.run import CHECKPOINTS_FOLDER, Status
 from tools.records.torch_dist import (
     DamagedCheckpointError,
     ReadingStoppedError,
     announced,
     finished_iteration,
-    read_metadata,
 )
 from tools.report.read.iterations import Iteration
 from tools.spec.errors import LaunchError
-from tools.spec.model import ModelShape
 
 LOOK_SECONDS = 0.5
 
@@ -128,24 +125,6 @@ def select_checkpoint(run: Path) -> SelectedCheckpoint:
     raise LaunchError(f"No checkpoint of {run} can be resumed from ({flaws}); start the run again.")
 
 
-def flaw_of(checkpoint: Checkpoint) -> str | None:
-    """What is wrong with what was written; None if it is whole.
-
-    Raises:
-        LaunchError: The disk does not let it be checked.
-    """
-    try:
-        check(checkpoint)
-    except DamagedCheckpointError as error:
-        return str(error)
-    except OSError as error:
-        raise LaunchError(
-            f"{checkpoint.path} cannot be checked ({error.strerror}); see to it that it can be read "
-            "and that its disk has room."
-        ) from error
-    return None
-
-
 def last_valid_iteration(run: Path) -> int | None:
     """The newest iteration that gave a loss in a run's last attempt, if that ended in NaN, else None.
 
@@ -163,32 +142,3 @@ def last_valid_iteration(run: Path) -> int | None:
             last = found.iteration
             newest = newest if found.has_nan else last
     return newest
-
-
-def other_model_problem(folder: Path, shape: ModelShape, model: str) -> str | None:
-    """Why a checkpoint cannot be loaded into a model, in one sentence; None if nothing says so.
-
-    Layers are stacked in Megatron's distributed format: a weight of all of them is one tensor. What is
-    in no such format, or cannot be read, is left to those who load it.
-    """
-    iteration = finished_iteration(folder)
-    if iteration is None:
-        return None
-    try:
-        stored = read_metadata(folder / f"iter_{iteration:07d}").tensors
-    except DamagedCheckpointError:
-        return None
-    for name, wanted in wanted_tensors(shape).items():
-        if name in stored and (found := stored[name].shape) != wanted:
-            return (
-                f"{folder} is a checkpoint of another model: its {name} is {list(found)}, and {model} "
-                f"as it is asked for here has {list(wanted)}; name another checkpoint, or the model "
-                "that was saved."
-            )
-    width = stored[EMBEDDING].shape[-1] if EMBEDDING in stored else shape.hidden
-    if width != shape.hidden:
-        return (
-            f"{folder} is a checkpoint of another model: it is {width} wide and {model} "
-            f"{shape.hidden}; name another checkpoint, or the model that was saved."
-        )
-    return None

@@ -12,12 +12,12 @@ import psutil
 from packaging.version import Version
 
 from megatron_patches.context import WHAT_IS_KNOWN, is_known
+from tools.checkpoint.checks import other_model_problem
 from tools.cluster.checks.host import RUN_FILES, check_room
 from tools.cluster.checks.result import refusals
 from tools.dataset.indexed import DatasetError, idx_path, largest_token, open_dataset
 from tools.dataset.split import empty_splits
 from tools.launch.backends import backend_problems, optimizer_problems
-from tools.launch.checkpoints import other_model_problem
 from tools.launch.compose import DEFAULT_DATA, OWN_SAMPLES, Launch
 from tools.launch.network import network_problems
 from tools.launch.options import Saving

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
@@ -17,7 +16,7 @@ import msgspec
 import psutil
 
 from tools.cluster.checks.docker import image_id
-from tools.cluster.checks.result import ask, image_tag
+from tools.cluster.checks.result import image_tag
 from tools.cluster.container import docker
 from tools.cluster.container.versions import installed_versions
 from tools.cluster.nodes import Nodes
@@ -50,7 +49,6 @@ from tools.spec.files import ROOT, from_root
 from tools.spec.run import DeviceKind
 
 LOCK_FILE = ".lock"
-PROBE_SECONDS = 180.0
 IMAGES_FOLDER = ".images"
 """In the runs folder: what was found in each image, by digest, so that it is asked once."""
 
@@ -293,7 +291,7 @@ def find_provenance(launch: Launch, runs: Path) -> Provenance:
     if container is None:
         return Provenance(_host(launch), installed_versions(), image_tag())
     digest = image_id(container.image) or "unknown"
-    software = _software_of_image(container, runs / IMAGES_FOLDER / f"{digest}.json")
+    software = docker.versions_of(container, runs / IMAGES_FOLDER / f"{digest}.json")
     return Provenance(_host(launch), software, f"{container.image}@{digest}")
 
 
@@ -319,21 +317,3 @@ def _host(launch: Launch) -> records.Host:
         links=links,
         nodes=nodes.hosts if nodes else (),
     )
-
-
-def _software_of_image(container: docker.Container, cache: Path) -> dict[str, str]:
-    """Versions inside an image; empty if it does not answer, because a run must not fail for that."""
-    try:
-        return dict(json.loads(cache.read_text()))
-    except (OSError, ValueError):
-        pass
-    probe = docker.Container(container.image, container.user, gpus=False)
-    command = probe.wrap((docker.PYTHON, "-m", "tools.cluster.container.versions"), ())
-    try:
-        # The image prints a banner first; the versions are the last line.
-        software = dict(json.loads(ask(list(command), PROBE_SECONDS).out.rpartition("\n")[2]))
-    except ValueError:
-        return {}
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    write_record(cache, software)
-    return software

@@ -19,12 +19,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.checkpoints import flaw_of
 from tools.launch.compose import Launch, compose
 from tools.launch.execute import run_ranks
 from tools.launch.job import Job
 from tools.launch.progress import RunProgress
-from tools.records.checkpoints import find_checkpoints, rename_damaged
+from tools.records.checkpoints import find_checkpoints, flaw_of, rename_damaged
 from tools.records.io import made_whole
 from tools.records.run import LOG_FILE
 from tools.records.torch_dist import TRACKER_FILE, finished_iteration

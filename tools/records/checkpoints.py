@@ -23,6 +23,7 @@ from tools.records.torch_dist import (
     verify_readable,
     weights_hash,
 )
+from tools.spec.errors import LaunchError
 
 MANIFEST_FILE = "manifest.json"
 DAMAGED = "damaged-"
@@ -117,6 +118,24 @@ def check(checkpoint: Checkpoint) -> None:
             )
         if _describe(path) != known:
             raise DamagedCheckpointError(f"{name} is not what was saved: its sha256 differs")
+
+
+def flaw_of(checkpoint: Checkpoint) -> str | None:
+    """What is wrong with what was written; None if it is whole.
+
+    Raises:
+        LaunchError: The disk does not let it be checked.
+    """
+    try:
+        check(checkpoint)
+    except DamagedCheckpointError as error:
+        return str(error)
+    except OSError as error:
+        raise LaunchError(
+            f"{checkpoint.path} cannot be checked ({error.strerror}); see to it that it can be read "
+            "and that its disk has room."
+        ) from error
+    return None
 
 
 def verified_weights(folder: Path) -> str | None:

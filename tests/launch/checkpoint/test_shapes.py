@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.checkpoint.checks import other_model_problem
 from tools.launch import preflight
-from tools.launch.checkpoints import other_model_problem
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.train import compose_job

@@ -15,6 +15,7 @@ from pathlib import Path
 from tools.cluster.checks import docker as checks
 from tools.cluster.checks.docker import DockerEngine
 from tools.cluster.checks.result import ask, refusals
+from tools.records.io import write_record
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
@@ -47,6 +48,7 @@ FOR_NCCL = ("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"
 """NCCL moves data between ranks through shared memory and pins pages of it."""
 
 
+PROBE_SECONDS = 180.0
 CONTAINER_FILE = "container.id"
 """Beside the log of a run while its container is there; later only where that could not be removed."""
 
@@ -166,6 +168,24 @@ class ContainerEnd:
     signals: tuple[int, ...] = ()
     """That somebody had the engine send it, such as with `docker kill`."""
     out_of_memory: bool = False
+
+
+def versions_of(container: Container, cache: Path) -> dict[str, str]:
+    """Versions inside an image; empty if it does not answer, because a run must not fail for that."""
+    try:
+        return dict(json.loads(cache.read_text()))
+    except (OSError, ValueError):
+        pass
+    probe = Container(container.image, container.user, gpus=False)
+    command = probe.wrap((PYTHON, "-m", "tools.cluster.container.versions"), ())
+    try:
+        # The image prints a banner first; the versions are the last line.
+        software = dict(json.loads(ask(list(command), PROBE_SECONDS).out.rpartition("\n")[2]))
+    except ValueError:
+        return {}
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    write_record(cache, software)
+    return software
 
 
 def container_of(file: Path) -> str | None:
