@@ -23,7 +23,6 @@ from tools.plan.readings.residual import Residual, residual
 from tools.plan.readings.table import (
     COLUMNS,
     OF_ONES_OWN,
-    Reading,
     ReadingsError,
     read_readings,
     read_rows,

@@ -21,7 +21,6 @@ from tools.spec.hardware import Device
 from tools.spec.run import RunSpec
 from tools.text.units import GIB
 
-
 _LEAST_USE = 1e-8
 """Of the peak; what is slower is no training, or a figure in another unit."""
 
