@@ -6,8 +6,9 @@ import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
-from tools.plan.dryrun.comparison import CheckedRank, dry_run
+from tools.plan.dryrun.comparison import dry_run
 from tools.plan.dryrun.job import DryRunError, DryRunner, check, ranks_named
+from tools.plan.dryrun.show import as_data, print_comparisons
 from tools.plan.memory import PRECISIONS
 from tools.plan.request import with_sequence
 from tools.spec.flags import refuse_misspelled
@@ -30,7 +31,10 @@ def dryrun(given: Namespace) -> int:
     check(spec)
     with DryRunner(verbose=given.verbose) as runner:
         comparisons = dry_run(runner, model, spec, ranks)
-    _show(given, model, spec, comparisons)
+    if given.json:
+        print(json.dumps(as_data(model, spec, comparisons), indent=2))
+    else:
+        print_comparisons(model, spec, comparisons)
     return 0 if all(comparison.agrees for comparison in comparisons) else 1
 
 
@@ -45,16 +49,15 @@ def spec_from(given: Namespace, model: Model) -> RunSpec:
     Raises:
         DryRunError: An unknown dtype.
     """
-    tensor = given.tp
     parallelism = Parallelism(
         data=given.dp,
-        tensor=tensor,
+        tensor=given.tp,
         pipeline=given.pp,
         context=given.cp,
         expert=given.ep,
         virtual_stages=given.vpp,
         # Experts under TP need it; Megatron drops it where there is no TP.
-        sequence_parallel=tensor > 1 and (given.sp or bool(model.shape.experts)),
+        sequence_parallel=given.tp > 1 and (given.sp or bool(model.shape.experts)),
         sharding=Sharding.ZERO1 if given.zero1 else Sharding.NONE,
     )
     dtype = given.dtype or model.dtype
@@ -67,17 +70,3 @@ def spec_from(given: Namespace, model: Model) -> RunSpec:
     return replace(
         with_sequence(plain, given.seq), dtype=dtype, recompute=given.recompute or Recompute.NONE
     )
-
-
-def _show(
-    given: Namespace,
-    model: Model,
-    spec: RunSpec,
-    comparisons: list[CheckedRank],
-) -> None:
-    from tools.plan.dryrun.show import as_data, print_comparisons
-
-    if given.json:
-        print(json.dumps(as_data(model, spec, comparisons), indent=2))
-    else:
-        print_comparisons(model, spec, comparisons)

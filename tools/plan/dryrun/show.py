@@ -120,16 +120,14 @@ def _rank_as_data(comparison: CheckedRank) -> dict[str, Any]:
         "in_flight": report.in_flight,
         "wire_bytes": report.communication.wire_bytes,
         "memory": msgspec.to_builtins(report.memory),
-        "calls": [_call_as_data(row) for row in report.communication.calls],
+        # How long a call that moves nothing took says nothing.
+        "calls": [
+            {name: value for name, value in asdict(row).items() if not name.endswith("_seconds")}
+            for row in report.communication.calls
+        ],
         "seconds": report.seconds,
         "process_bytes": report.process_bytes,
     }
-
-
-def _call_as_data(row: Calls) -> dict[str, Any]:
-    # How long a call that moves nothing took says nothing.
-    without = {"wait_seconds", "transfer_seconds"}
-    return {name: value for name, value in asdict(row).items() if name not in without}
 
 
 def _calls_table(comparison: CheckedRank) -> Table[Calls]:
@@ -153,8 +151,18 @@ def print_verified(verified: list[Verified], console: Console) -> None:
     columns = tuple(replace(column, wraps=column.right) for column in _VERIFIED_COLUMNS)
     table = Table(columns, tuple(rows), "Closed form against Megatron's own code")
     console.print(rich_table(table, console.width))
-    for sentence in _sentences(verified):
-        console.print(sentence, highlight=False)
+    for item in verified:
+        if item.refusal:
+            console.print(f"{item.candidate.strategy}: {item.refusal}", highlight=False)
+    for strategy, comparison in rows:
+        name = f"{strategy}, rank {comparison.report.rank}"
+        for difference in comparison.differences:
+            console.print(f"{name}: {difference}.", highlight=False)
+    console.print(
+        "Both columns are Megatron without Transformer Engine: unfused attention, keys and values "
+        "gathered under CP.",
+        highlight=False,
+    )
 
 
 def verified_as_data(verified: list[Verified]) -> list[dict[str, object]]:
@@ -183,16 +191,3 @@ _VERIFIED_COLUMNS = (
     Column[_Row]("closed form", lambda row: row[1].memory["peak"][1], _gib),
     Column[_Row]("", lambda row: "equal" if row[1].agrees else "differs", right=False),
 )
-
-
-def _sentences(verified: list[Verified]) -> list[str]:
-    sentences = [f"{item.candidate.strategy}: {item.refusal}" for item in verified if item.refusal]
-    for item in verified:
-        for comparison in item.comparisons:
-            name = f"{item.candidate.strategy}, rank {comparison.report.rank}"
-            sentences += [f"{name}: {difference}." for difference in comparison.differences]
-    sentences.append(
-        "Both columns are Megatron without Transformer Engine: unfused attention, keys and values "
-        "gathered under CP."
-    )
-    return sentences

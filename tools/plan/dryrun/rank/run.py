@@ -86,23 +86,23 @@ def _fake_data(
 
     arguments = get_args()
     arguments.do_train = True
-    return _batches(arguments), None, None
+    batch, length = arguments.micro_batch_size, arguments.seq_length
+
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        """Micro batches as GPTDataset's collated ones: tensors of [micro batch, sequence]."""
+        while True:
+            yield {
+                "tokens": torch.zeros(batch, length, dtype=torch.int64),
+                "labels": torch.zeros(batch, length, dtype=torch.int64),
+                "loss_mask": torch.ones(batch, length),
+                "position_ids": torch.zeros(batch, length, dtype=torch.int64),
+                "attention_mask": torch.zeros(batch, 1, length, length, dtype=torch.bool),
+            }
+
+    return batches(), None, None
 
 
 _fake_data.is_distributed = True  # type: ignore[attr-defined]
-
-
-def _batches(arguments: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Micro batches as GPTDataset's collated ones: tensors of [micro batch, sequence]."""
-    batch, length = arguments.micro_batch_size, arguments.seq_length
-    while True:
-        yield {
-            "tokens": torch.zeros(batch, length, dtype=torch.int64),
-            "labels": torch.zeros(batch, length, dtype=torch.int64),
-            "loss_mask": torch.ones(batch, length),
-            "position_ids": torch.zeros(batch, length, dtype=torch.int64),
-            "attention_mask": torch.zeros(batch, 1, length, length, dtype=torch.bool),
-        }
 
 
 class IterationWatch:
@@ -140,21 +140,17 @@ class IterationWatch:
     def patch(self) -> Patch:
         """Megatron's timers name the phases, `train_step` begins the iteration, what follows ends it."""
         self._watcher.install()
-        return Patch(
-            name="dry_run_ledger",
-            reason="one iteration is all there is",
-            needed=lambda context: True,
-            replacements=(
-                Replacement("megatron.core.timers:Timers.__call__", self._watch_timers),
-                Replacement("megatron.training.training:train_step", self._watch_step),
-                Replacement(
-                    "megatron.training.training:checkpoint_and_decide_exit", self._end_iteration
-                ),
+        training = "megatron.training.training"
+        replaced = (
+            Replacement(
+                "megatron.core.timers:Timers.__call__",
+                lambda original: watched_timers(original, self._timeline),
             ),
+            Replacement(f"{training}:train_step", self._watch_step),
+            Replacement(f"{training}:checkpoint_and_decide_exit", self._end_iteration),
         )
-
-    def _watch_timers(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return watched_timers(original, self._timeline)
+        reason = "one iteration is all there is"
+        return Patch("dry_run_ledger", reason, lambda context: True, replaced)
 
     def _watch_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
