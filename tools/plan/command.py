@@ -78,8 +78,8 @@ def _plan(options: PlanOptions) -> int:
 
 
 def _show(options: PlanOptions, plan: Plan, chosen: Sequence[Chosen]) -> None:
+    from tools.plan.dryrun.command import print_verified, verified_as_data
     from tools.plan.dryrun.comparison import verify
-    from tools.plan.dryrun.show import print_verified, verified_as_data
     from tools.plan.readings.neighbours import uncertainty
     from tools.plan.search import scaling, training_days
 

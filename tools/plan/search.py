@@ -164,10 +164,12 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
             limit = max(slack * _slowest_kept(best, kept), TIED * _slowest_kept(best, 1))
     fitting = list(best.values())
     if request.own.residuals:  # Which bounds the loop cannot know: the kept ones change places.
-        fastest = sorted(fitting, key=_order)[:kept]
-        fitting = [_corrected(request, found) for found in fastest]
-        examined = [_corrected(request, found) for found in examined]
-    ranked = _ranked(fitting)[:kept]
+        fitting = [_corrected(request, each) for each in sorted(fitting, key=_order)[:kept]]
+        examined = [_corrected(request, each) for each in examined]
+    ranked = sorted(fitting, key=_order)
+    if ranked:  # Of those tied with the fastest the simplest comes first.
+        chosen = min((each for each in ranked if are_tied(each, ranked[0])), key=_simplicity)
+        ranked = [chosen, *(each for each in ranked if each is not chosen)][:kept]
     closest = evaluate(request, lightest) if lightest else None
     return Plan(request, legal, tuple(ranked), closest, tuple(examined))
 
@@ -317,15 +319,6 @@ def are_tied(one: Candidate, other: Candidate) -> bool:
     return slower <= TIED * faster
 
 
-def _ranked(fitting: list[Candidate]) -> list[Candidate]:
-    """Of those tied with the fastest the simplest, then the others, fastest first."""
-    ordered = sorted(fitting, key=_order)
-    if not ordered:
-        return []
-    chosen = min((found for found in ordered if are_tied(found, ordered[0])), key=_simplicity)
-    return [chosen, *(found for found in ordered if found is not chosen)]
-
-
 def _simplicity(candidate: Candidate) -> tuple[int, int, int]:
     """Dimensions of parallelism, a sharding that wraps modules being one; those that split the model or
     its sequence; bytes."""
@@ -382,14 +375,10 @@ def scaling(plan: Plan) -> Scaling | None:
     if plan.winner is None:
         return None
     own = plan.request.cluster.devices
-    devices = 1
-    while devices < own:
-        smaller = search(resized(plan.request, devices), kept=1)
-        if smaller.winner is not None:
-            rate = smaller.winner.tokens_per_second / devices
-            relative = plan.winner.tokens_per_second / own / rate
-            return Scaling(devices, smaller.winner.strategy, relative)
-        devices *= 2
+    for devices in (2**doublings for doublings in range((own - 1).bit_length())):
+        if fewer := search(resized(plan.request, devices), kept=1).winner:
+            rate = fewer.tokens_per_second / devices
+            return Scaling(devices, fewer.strategy, plan.winner.tokens_per_second / own / rate)
     return Scaling(own, plan.winner.strategy, 1.0)
 
 

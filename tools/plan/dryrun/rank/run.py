@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +31,6 @@ from tools.ledger.process_groups import CallWatcher
 from tools.ledger.timeline import Span, Timeline
 from tools.plan.dryrun.job import Job, RankReport
 from tools.plan.dryrun.rank.patches import FAKE_PATCHES, AnswerForContents
-from tools.records.measurements import RankCommunication, RankMemory
 from tools.spec.files import ROOT
 
 ENTRY = ROOT / "examples" / "gpt3" / "pretrain_gpt.py"
@@ -66,15 +66,7 @@ def run_rank(entry: ModuleType, job: Job) -> RankReport:
     entry.build_datasets = _fake_data  # type: ignore[attr-defined]
     with FakeTensorMode(), AnswerForContents():
         entry.main()
-    return RankReport(
-        rank=job.rank,
-        parameters=watch.parameters,
-        communication=watch.communication,
-        memory=watch.held,
-        in_flight=watch.in_flight,
-        seconds=time.monotonic() - started,
-        process_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
+    return watch.report(time.monotonic() - started)
 
 
 def _fake_data(
@@ -115,27 +107,22 @@ class IterationWatch:
         self._memory = MemoryLedger(self._timeline)
         self._watcher = CallWatcher(self._calls, self._timeline, self._memory.received)
         self._spans: tuple[Span, ...] = ()
-        self.parameters = 0
+        self._parameters = 0
 
-    @property
-    def communication(self) -> RankCommunication:
-        """Calls from `train_step` to the end of logging, as an iteration of a real run counts."""
-        return self._calls.communication(self._rank)
-
-    @property
-    def held(self) -> RankMemory:
-        """Live bytes at the fullest moment."""
+    def report(self, seconds: float) -> RankReport:
+        """Calls from `train_step` to the end of logging, as those of a real run count; live bytes
+        at the fullest moment; most forwards that were waiting for their backward at once."""
+        steps = {"forward-compute": 1, "backward-compute": -1}
         assert self._memory.result is not None
-        return self._memory.result
-
-    @property
-    def in_flight(self) -> int:
-        """Most forwards that were waiting for their backward at once."""
-        waiting = most = 0
-        for span in self._spans:
-            waiting += _STEPS.get(span.name, 0)
-            most = max(most, waiting)
-        return most
+        return RankReport(
+            rank=self._rank,
+            parameters=self._parameters,
+            communication=self._calls.communication(self._rank),
+            memory=self._memory.result,
+            in_flight=max(accumulate(steps.get(span.name, 0) for span in self._spans), default=0),
+            seconds=seconds,
+            process_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
 
     def patch(self) -> Patch:
         """Megatron's timers name the phases, `train_step` begins the iteration, what follows ends it."""
@@ -159,7 +146,7 @@ class IterationWatch:
         ) -> Any:
             # A step on empty gradients first: Adam's state exists in every iteration but the first.
             optimizer.step()
-            self.parameters = sum(p.numel() for chunk in model for p in chunk.parameters())
+            self._parameters = sum(p.numel() for chunk in model for p in chunk.parameters())
             self._calls.forget()
             self._timeline.keep_spans()
             self._memory.start(self._rank, 1, model, optimizer)
@@ -179,6 +166,3 @@ class IterationWatch:
             return original(*args, **kwargs)
 
         return checkpoint_and_decide_exit
-
-
-_STEPS = {"forward-compute": 1, "backward-compute": -1}
