@@ -9,10 +9,10 @@ import pytest
 
 from tests.plan.dry_runs import Case, run_case, small_model
 from tools.plan.__main__ import main
+from tools.plan.dryrun.command import as_data, print_comparisons, verdict
 from tools.plan.dryrun.comparison import CallDifference, CheckedRank
 from tools.plan.dryrun.job import DryRunError, DryRunner, check, flags_of, ranks_named
 from tools.plan.dryrun.rank.patches import even_loads
-from tools.plan.dryrun.command import as_data, print_comparisons, verdict
 from tools.records.measurements import MemoryCategory, Operation, Phase
 from tools.spec.experts import expert_load_of
 from tools.spec.files import ROOT

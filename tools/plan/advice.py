@@ -130,12 +130,9 @@ def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
 
 def saved(winner: Candidate, second: Candidate) -> str:
     """Where the winner's lead comes from: what it saves most of, and what it gives back most of."""
-    gaps = {
-        name: getattr(second.seconds, name) - getattr(winner.seconds, name)
-        for name in TIME_COMPONENTS
-    }
-    most = max(gaps, key=lambda name: gaps[name])
-    least = min(gaps, key=lambda name: gaps[name])
+    slow, fast = second.seconds, winner.seconds
+    gaps = {name: getattr(slow, name) - getattr(fast, name) for name in TIME_COMPONENTS}
+    most, least = max(gaps, key=gaps.__getitem__), min(gaps, key=gaps.__getitem__)
     text = f"saves {ms(gaps[most])} ms of {_COMPONENT_WORDS[most]}"
     if gaps[least] < -0.001:
         text += f" and gives back {ms(-gaps[least])} ms of {_COMPONENT_WORDS[least]}"
@@ -162,10 +159,10 @@ def binding_sentence(plan: Plan) -> str:
     """The same with its numbers."""
     winner, device = plan.winner, plan.request.cluster.device
     assert winner is not None
-    share = 100 * winner.memory.total / device.memory_bytes
-    parts = sorted(TIME_COMPONENTS, key=lambda name: -getattr(winner.seconds, name))[:3]
+    share, seconds = 100 * winner.memory.total / device.memory_bytes, winner.seconds
+    parts = sorted(TIME_COMPONENTS, key=lambda name: -getattr(seconds, name))[:3]
     shares = ", ".join(
-        f"{_COMPONENT_WORDS[name]} {100 * getattr(winner.seconds, name) / winner.seconds.total:.0f}%"
+        f"{_COMPONENT_WORDS[name]} {100 * getattr(seconds, name) / seconds.total:.0f}%"
         for name in parts
     )
     return (

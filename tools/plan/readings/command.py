@@ -12,6 +12,7 @@ from statistics import mean, median
 from rich.console import Console
 
 from tools.plan.calibration import calibration_of
+from tools.plan.readings.intervals import INTERVALS
 from tools.plan.readings.page import FOLDER, write_page
 from tools.plan.readings.residual import Residual, Residuals, residuals
 from tools.plan.readings.summary import (
@@ -33,6 +34,7 @@ from tools.plan.readings.summary import (
     worst,
 )
 from tools.plan.readings.table import READINGS, ReadingsError, read_readings
+from tools.records.io import write_whole
 from tools.spec.files import ROOT, from_root
 from tools.text.table import Column, Table, TextTable, readable_table, rich_table
 from tools.text.terminal import say, wide_console
@@ -67,7 +69,7 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
     console = wide_console()
     _print(predicted, console)
     if readings is None and leave_out is None and FOLDER.is_dir():
-        intervals_of(predicted).write()
+        write_whole(INTERVALS, intervals_of(predicted).table())
         page, picture = write_page(predicted)
         console.print(f"{from_root(page)} and {from_root(picture)} show every reading.")
 
@@ -96,7 +98,13 @@ def _print(found: Residuals, console: Console) -> None:
             console.print(rich_table(_table(title, groups), console.width))
     if found.predicted:
         console.print(readable_table(_worst_table(worst(found, _WORST)), console.width))
-        console.print(rich_table(_coverage(by_coverage(found)), console.width))
+        columns = (
+            Column[Coverage]("Inside their intervals", lambda c: c.name, right=False, wraps=True),
+            Column[Coverage]("n", lambda kind: kind.readings),
+            Column[Coverage]("of 80%", lambda kind: kind.shares[0.80], percent),
+            Column[Coverage]("of 95%", lambda kind: kind.shares[0.95], percent),
+        )
+        console.print(rich_table(Table(columns, tuple(by_coverage(found))), console.width))
     _print_regrets(choices(found), choices(found, across_releases=True), console)
     total = len(found.predicted) + len(found.refused)
     rest = " Not predicted:" if found.refused else ""
@@ -156,16 +164,6 @@ def _table(title: str, groups: list[ErrorGroup]) -> Table[ErrorGroup]:
         return str(predicted) if predicted == group.readings else f"{predicted}/{group.readings}"
 
     return Table((name, Column[ErrorGroup]("n", counted), *shares), tuple(groups))
-
-
-def _coverage(found: list[Coverage]) -> Table[Coverage]:
-    columns = (
-        Column[Coverage]("Inside their intervals", lambda kind: kind.name, right=False, wraps=True),
-        Column[Coverage]("n", lambda kind: kind.readings),
-        Column[Coverage]("of 80%", lambda kind: kind.shares[0.80], percent),
-        Column[Coverage]("of 95%", lambda kind: kind.shares[0.95], percent),
-    )
-    return Table(columns, tuple(found))
 
 
 def _worst_table(items: list[Residual]) -> TextTable:

@@ -20,7 +20,6 @@ from pathlib import Path
 from tools.plan.readings.residual import Residual
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.flops import mfu, model_flops
-from tools.records.io import write_whole
 from tools.spec.run import RunSpec
 
 WIDENED = {0.80: 1.15, 0.95: 1.2}
@@ -85,14 +84,9 @@ class Intervals:
         lines = [",".join(("kind", "measurements", *columns))]
         for kind, errors in sorted(self._alike.items(), key=lambda each: _key(each[0])):
             if kind[0] == "time" and len(kind) >= _NAMED and len(errors) >= _ENOUGH:
-                found = _levels(errors)
-                ends = (f"{end:.4f}" for level in WIDENED for end in found[level])
+                ends = (f"{end:.4f}" for both in _levels(errors).values() for end in both)
                 lines.append(",".join((_key(kind), str(len(errors)), *ends)))
         return "\n".join(lines) + "\n"
-
-    def write(self) -> None:
-        """Write the table."""
-        write_whole(INTERVALS, self.table())
 
 
 @dataclass(frozen=True)

@@ -126,12 +126,10 @@ class Uncertainty:
 
 def uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncertainty:
     """The error to expect of a predicted time; one's own runs are of the cluster's device, or none."""
-    bias = own.bias(spec)
-    seconds = iteration_seconds(spec, cluster).total / exp(bias)
-    near = tuple(near_residuals(spec, cluster))
-    count = len(own.residuals)
+    seconds = iteration_seconds(spec, cluster).total / exp(bias := own.bias(spec))
+    known = (own.remaining(), len(own.residuals), tuple(near_residuals(spec, cluster)))
     kind = expected(spec, cluster, seconds)
-    return Uncertainty(cluster.device.name, seconds, bias, own.remaining(), count, near, kind)
+    return Uncertainty(cluster.device.name, seconds, bias, *known, kind)
 
 
 def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
