@@ -10,7 +10,7 @@ from tools.plan.candidates import base, micro_batches, recomputes, splits, varia
 from tools.plan.memory import PRECISIONS, fullest_rank
 from tools.plan.search import Candidate, Plan, Request, are_tied, evaluate
 from tools.plan.tensors import parameters_total
-from tools.plan.time.cluster import Cluster, route
+from tools.plan.time.cluster import route
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec.groups import Group
 from tools.spec.strategy import Parallelism
@@ -227,9 +227,12 @@ def _single_sentence(request: Request, winner: Candidate) -> str:
 
 def _kind_sentence(plan: Plan, winner: Candidate) -> str:
     kinds, chosen = best_of_each_family(plan.request), family_of(winner.spec.parallelism)
+    capacity = gib(plan.request.cluster.device.memory_bytes, 0)
     others = ", ".join(
-        f"{kind} {_outcome(candidate, plan.request.cluster)}"
-        for kind, candidate in kinds.items()
+        f"{kind} takes {duration(found.seconds.total)}"
+        if found.fits
+        else f"{kind} needs {gib(found.memory.total, 0)} of {capacity} GiB"
+        for kind, found in kinds.items()
         if kind is not chosen
     )
     tail, devices = f"; alone, {others}" if others else "", plan.request.cluster.devices
@@ -238,10 +241,3 @@ def _kind_sentence(plan: Plan, winner: Candidate) -> str:
     if illegal and devices > 1:
         tail += f"; over all {devices} devices {joined(illegal)} cannot be split evenly"
     return f"Use {chosen} ({winner.strategy}, {duration(winner.seconds.total)}){tail}."
-
-
-def _outcome(candidate: Candidate, cluster: Cluster) -> str:
-    if candidate.fits:
-        return f"takes {duration(candidate.seconds.total)}"
-    capacity = cluster.device.memory_bytes
-    return f"needs {gib(candidate.memory.total, 0)} of {gib(capacity, 0)} GiB"

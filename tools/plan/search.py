@@ -146,8 +146,11 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
         if bound.seconds > limit:
             break
         if bound.left:
-            for chosen, left in _choices(request, bound):
-                heapq.heappush(queue, _bounded(request, chosen, next(numbers), left))
+            for plain, left in _choices(request, bound):
+                stage, through = pipeline_seconds(plain, request.cluster)
+                working, ramp = plain.microbatches * stage.total, through - stage.total
+                least = working + ramp / virtual_stages(plain)[-1]
+                heapq.heappush(queue, _Bound(least, next(numbers), plain, working, ramp, left))
             continue
         for spec in variants(bound.plain):
             if bound.working + bound.ramp / spec.parallelism.virtual_stages > limit:
@@ -272,13 +275,6 @@ def _bounded_split(request: Request, plain: RunSpec, number: int) -> _Bound:
     virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)[-1]
     seconds = stage.total / split.data + ramp / virtual
     return _Bound(_WHOLE_TOKENS * seconds, number, whole, 0.0, 0.0, 3)
-
-
-def _bounded(request: Request, plain: RunSpec, number: int, left: int) -> _Bound:
-    stage, through = pipeline_seconds(plain, request.cluster)
-    working, ramp = plain.microbatches * stage.total, through - stage.total
-    least = working + ramp / virtual_stages(plain)[-1]
-    return _Bound(least, number, plain, working, ramp, left)
 
 
 def _choices(request: Request, bound: _Bound) -> Iterator[tuple[RunSpec, int]]:

@@ -146,31 +146,28 @@ def print_plan(
 
 
 def _ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:
+    def strategy(found: Candidate) -> str:
+        algorithm = f" ({found.spec.cp_comm_type})" if found.spec.parallelism.context > 1 else ""
+        return found.strategy + algorithm
+
+    def memory(found: Candidate) -> str:
+        return gib(found.memory.total) + ("" if found.fits else " (too much)")
+
+    def sent(found: Candidate) -> int:
+        return total_wire_bytes(busiest_collectives(found.spec))
+
     columns = (
-        Column[Candidate]("strategy", _strategy, right=False),
+        Column[Candidate]("strategy", strategy, right=False),
         Column[Candidate]("micro batch", lambda c: c.spec.batch.micro_batch_size, rank=5),
         Column[Candidate]("virtual", lambda c: c.spec.parallelism.virtual_stages, rank=8),
         Column[Candidate]("recompute", lambda c: str(c.spec.recompute), rank=6),
         Column[Candidate]("ms/iteration", lambda c: c.seconds.total, ms, rank=1),
         Column[Candidate]("tokens/s", lambda c: c.tokens_per_second, "{:,.0f}".format, rank=4),
         Column[Candidate]("MFU", lambda c: c.mfu, percent, rank=3),
-        Column[Candidate]("GiB a rank", _memory, rank=2),
-        Column[Candidate]("GB sent", _sent, gb, rank=7),
+        Column[Candidate]("GiB a rank", memory, rank=2),
+        Column[Candidate]("GB sent", sent, gb, rank=7),
     )
     return Table(columns, tuple(candidates), title)
-
-
-def _strategy(candidate: Candidate) -> str:
-    split = candidate.spec.parallelism
-    return candidate.strategy + (f" ({candidate.spec.cp_comm_type})" if split.context > 1 else "")
-
-
-def _memory(candidate: Candidate) -> str:
-    return gib(candidate.memory.total) + ("" if candidate.fits else " (too much)")
-
-
-def _sent(candidate: Candidate) -> int:
-    return total_wire_bytes(busiest_collectives(candidate.spec))
 
 
 def _details(winner: Candidate) -> Table[tuple[str, ...]]:
