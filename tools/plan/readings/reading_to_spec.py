@@ -215,7 +215,8 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
     gpus = reading.gpus
     if gpus is None:
         raise RefusedError("the source does not state the number of GPUs")
-    tensor, pipeline = source.get("tensor", reading.tp), source.get("pipeline", reading.pp)
+    tensor: Any = source.get("tensor", reading.tp)
+    pipeline: Any = source.get("pipeline", reading.pp)
     context = reading.cp or 1
     pipeline = source.get("misprinted_pipeline", {}).get(f"{reading.where} {pipeline}", pipeline)
     sharding = Sharding(source["sharding"])
