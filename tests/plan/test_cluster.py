@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tools.plan.time.cluster import at_other_rate, crossing_groups, link_seconds
+from tools.plan.time.cluster import at_other_rate, link_seconds
 from tools.spec.groups import Group
 from tools.spec.strategy import Parallelism
 
@@ -38,7 +38,7 @@ def test_tensor_parallel_groups_on_one_side_do_not_use_the_link() -> None:
 def test_groups_with_ranks_on_both_sides(
     parallelism: Parallelism, group: Group, crossing: int
 ) -> None:
-    assert crossing_groups(parallelism, group, parallelism.world_size // 2) == crossing
+    assert link_seconds([Sent(group, 1)], parallelism, 8.0) == crossing
 
 
 def test_only_the_links_part_of_an_iteration_changes_with_its_rate() -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from tests.plan.dry_runs import Case, run_case, small_model
 from tools.plan.__main__ import main
+from tools.plan.dryrun.command import as_data, print_comparisons, verdict
 from tools.plan.dryrun.comparison import CallDifference, CheckedRank
 from tools.plan.dryrun.job import DryRunError, DryRunner, check, flags_of, ranks_named
 from tools.plan.dryrun.rank.patches import even_loads
-from tools.plan.dryrun.show import as_data, print_comparisons, verdict
 from tools.records.measurements import MemoryCategory, Operation, Phase
 from tools.spec.experts import expert_load_of
 from tools.spec.files import ROOT
@@ -443,7 +443,7 @@ def test_the_best_of_a_plan_are_verified(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_asking_for_a_dry_run_imports_no_torch_here() -> None:
     program = (
-        "import sys, tools.plan.dryrun.command, tools.plan.dryrun.comparison, tools.plan.dryrun.show; "
+        "import sys, tools.plan.dryrun.command, tools.plan.dryrun.comparison; "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

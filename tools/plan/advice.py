@@ -10,7 +10,7 @@ from tools.plan.candidates import base, micro_batches, recomputes, splits, varia
 from tools.plan.memory import PRECISIONS, fullest_rank
 from tools.plan.search import Candidate, Plan, Request, are_tied, evaluate
 from tools.plan.tensors import parameters_total
-from tools.plan.time.cluster import Cluster, route
+from tools.plan.time.cluster import route
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec.groups import Group
 from tools.spec.strategy import Parallelism
@@ -28,6 +28,15 @@ _COMPONENT_WORDS = {
     "gradient_sync": "gradient synchronisation",
     "optimizer": "the optimizer",
 }
+_OVERHEADS = {
+    "tensor_parallel": Group.TENSOR,
+    "context_parallel": Group.CONTEXT,
+    "expert_parallel": Group.EXPERT,
+    "pipeline_messages": Group.PIPELINE,
+    "bubble": None,
+    "gradient_sync": Group.DATA_CONTEXT,
+}
+"""What is not work, and the group whose link it waits for."""
 
 
 class StrategyFamily(StrEnum):
@@ -51,19 +60,15 @@ NOISE = 1.05
 def family_of(parallelism: Parallelism) -> StrategyFamily:
     """The family a parallelism belongs to; the distributed optimizer alone is still data
     parallelism."""
+    sharded = parallelism.sharding.wraps_modules
     dimensions = {
         StrategyFamily.TENSOR: parallelism.tensor,
         StrategyFamily.CONTEXT: parallelism.context,
         StrategyFamily.PIPELINE: parallelism.pipeline,
-        StrategyFamily.DATA: parallelism.data,
+        StrategyFamily.SHARDED_DATA if sharded else StrategyFamily.DATA: parallelism.data,
     }
     used = [kind for kind, degree in dimensions.items() if degree > 1]
-    if not used:
-        return StrategyFamily.SINGLE
-    if len(used) > 1:
-        return StrategyFamily.HYBRID
-    sharded = parallelism.sharding.wraps_modules
-    return StrategyFamily.SHARDED_DATA if used[0] is StrategyFamily.DATA and sharded else used[0]
+    return StrategyFamily.HYBRID if len(used) > 1 else used[0] if used else StrategyFamily.SINGLE
 
 
 def best_of_each_family(request: Request) -> dict[StrategyFamily, Candidate]:
@@ -76,23 +81,14 @@ def best_of_each_family(request: Request) -> dict[StrategyFamily, Candidate]:
     return best
 
 
-def single_device(request: Request) -> Candidate | None:
-    """The same training on one device of the same kind: its fastest that fits, if any does."""
-    cluster = replace(request.cluster, devices=1)
-    alone = replace(request, cluster=cluster)
-    fitting = [candidate for candidate in _pure_candidates(alone) if candidate.fits]
-    return min(fitting, key=_preference, default=None)
-
-
 def advice(plan: Plan) -> list[str]:
     """The plan in a few sentences; see the README for how they compare with rules of thumb."""
     if plan.winner is None:
         return [no_fit_sentence(plan)]
-    sentences = [_request_sentence(plan.request), _size_sentence(plan.request)]
-    alone = single_device(plan.request) if plan.request.cluster.devices > 1 else None
+    sentences = _request_sentences(plan.request)
     if plan.request.cluster.devices > 1:
-        sentences.append(_single_sentence(plan.request, alone, plan.winner))
-    sentences.append(_kind_sentence(plan, best_of_each_family(plan.request)))
+        sentences.append(_single_sentence(plan.request, plan.winner))
+    sentences.append(_kind_sentence(plan, plan.winner))
     if len(plan.ranked) > 1:
         sentences.append(runner_up_sentence(plan.ranked[0], plan.ranked[1]))
     sentences.append(binding_sentence(plan))
@@ -134,12 +130,9 @@ def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
 
 def saved(winner: Candidate, second: Candidate) -> str:
     """Where the winner's lead comes from: what it saves most of, and what it gives back most of."""
-    gaps = {
-        name: getattr(second.seconds, name) - getattr(winner.seconds, name)
-        for name in TIME_COMPONENTS
-    }
-    most = max(gaps, key=lambda name: gaps[name])
-    least = min(gaps, key=lambda name: gaps[name])
+    slow, fast = second.seconds, winner.seconds
+    gaps = {name: getattr(slow, name) - getattr(fast, name) for name in TIME_COMPONENTS}
+    most, least = max(gaps, key=gaps.__getitem__), min(gaps, key=gaps.__getitem__)
     text = f"saves {ms(gaps[most])} ms of {_COMPONENT_WORDS[most]}"
     if gaps[least] < -0.001:
         text += f" and gives back {ms(-gaps[least])} ms of {_COMPONENT_WORDS[least]}"
@@ -151,15 +144,12 @@ def binding(plan: Plan) -> str:
     winner = plan.winner
     if winner is None:
         return "memory"
-    overheads = {name: getattr(winner.seconds, name) for name in _OVERHEADS}
-    largest = max(overheads, key=lambda name: overheads[name])
-    if overheads[largest] > 0.1 * winner.seconds.total:
-        words = _COMPONENT_WORDS[largest].removeprefix("the ")
-        group = _OVERHEADS[largest]
+    largest = max(_OVERHEADS, key=lambda name: getattr(winner.seconds, name))
+    if getattr(winner.seconds, largest) > 0.1 * winner.seconds.total:
+        words, group = _COMPONENT_WORDS[largest].removeprefix("the "), _OVERHEADS[largest]
         if group is None:
             return words
-        way = route(plan.request.cluster, winner.spec.parallelism, group)
-        return f"{way.link} ({words})"
+        return f"{route(plan.request.cluster, winner.spec.parallelism, group).link} ({words})"
     if winner.memory.total > 0.9 * plan.request.cluster.device.memory_bytes:
         return "memory"
     return "arithmetic"
@@ -169,27 +159,16 @@ def binding_sentence(plan: Plan) -> str:
     """The same with its numbers."""
     winner, device = plan.winner, plan.request.cluster.device
     assert winner is not None
-    share = 100 * winner.memory.total / device.memory_bytes
-    parts = sorted(TIME_COMPONENTS, key=lambda name: -getattr(winner.seconds, name))[:3]
+    share, seconds = 100 * winner.memory.total / device.memory_bytes, winner.seconds
+    parts = sorted(TIME_COMPONENTS, key=lambda name: -getattr(seconds, name))[:3]
     shares = ", ".join(
-        f"{_COMPONENT_WORDS[name]} {100 * getattr(winner.seconds, name) / winner.seconds.total:.0f}%"
+        f"{_COMPONENT_WORDS[name]} {100 * getattr(seconds, name) / seconds.total:.0f}%"
         for name in parts
     )
     return (
         f"Binding is {binding(plan)}: of the iteration {shares}; the fullest rank holds "
         f"{gib(winner.memory.total)} GiB, {share:.0f}% of the device."
     )
-
-
-_OVERHEADS = {
-    "tensor_parallel": Group.TENSOR,
-    "context_parallel": Group.CONTEXT,
-    "expert_parallel": Group.EXPERT,
-    "pipeline_messages": Group.PIPELINE,
-    "bubble": None,
-    "gradient_sync": Group.DATA_CONTEXT,
-}
-"""What is not work, and the group whose link it waits for."""
 
 
 def _pure_candidates(request: Request) -> Iterator[Candidate]:
@@ -211,67 +190,54 @@ def _preference(candidate: Candidate) -> tuple[bool, float]:
     return True, float(candidate.memory.total)
 
 
-def _request_sentence(request: Request) -> str:
-    """What is planned, with what was assumed of it."""
-    cluster, shape = request.cluster, request.template.shape
-    text = (
-        f"{request.model.name} on {cluster.devices:,} {cluster.device.name}: a global batch of "
-        f"{request.global_batch:,} sequences of {shape.seq_length:,} tokens"
-    )
+def _request_sentences(request: Request) -> list[str]:
+    """What is planned, with what was assumed of it, and how large it is."""
+    cluster, shape, dtype = request.cluster, request.template.shape, request.template.dtype
     nodes = f"; {cluster.nodes} nodes of {cluster.per_node}, {cluster.network}"
-    return f"{text}{nodes if cluster.nodes > 1 else ''}."
-
-
-def _size_sentence(request: Request) -> str:
-    parameters = parameters_total(request.template.shape)
+    parameters = parameters_total(shape)
     billions = parameters >= 0.1e9
     size = f"{parameters / 1e9:.2f} billion" if billions else f"{parameters / 1e6:,.1f} million"
-    held = parameters * sum(astuple(PRECISIONS[request.template.dtype]))
-    device = request.cluster.device
-    return (
-        f"{request.model.name} has {size} parameters; weights, gradients and "
-        f"optimizer take {_rounded(held)} in {request.template.dtype}, one "
-        f"{device.name} has {_rounded(device.memory_bytes)}."
-    )
+    held = parameters * sum(astuple(PRECISIONS[dtype]))
+    return [
+        f"{request.model.name} on {cluster.devices:,} {cluster.device.name}: a global batch of "
+        f"{request.global_batch:,} sequences of {shape.seq_length:,} tokens"
+        f"{nodes if cluster.nodes > 1 else ''}.",
+        f"{request.model.name} has {size} parameters; weights, gradients and optimizer take "
+        f"{_rounded(held)} in {dtype}, one {cluster.device.name} has "
+        f"{_rounded(cluster.device.memory_bytes)}.",
+    ]
 
 
 def _rounded(size_bytes: float) -> str:
     return f"{gib(size_bytes, 0)} GiB" if size_bytes >= 10 * GIB else amount(size_bytes)
 
 
-def _single_sentence(request: Request, alone: Candidate | None, winner: Candidate) -> str:
+def _single_sentence(request: Request, winner: Candidate) -> str:
+    """The same training on one device of the same kind, as fast as what fits there."""
+    one = replace(request, cluster=replace(request.cluster, devices=1))
+    fitting = [candidate for candidate in _pure_candidates(one) if candidate.fits]
+    alone = min(fitting, key=_preference, default=None)
     if alone is None:
         return "One device is not enough, whatever the micro batch and recomputation."
-    speedup = alone.seconds.total / winner.seconds.total
-    devices = request.cluster.devices
-    text = (
-        f"One device is enough: it takes {duration(alone.seconds.total)} for the same global batch"
+    return (
+        f"One device is enough: it takes {duration(alone.seconds.total)} for the same global batch; "
+        f"{request.cluster.devices} are {alone.seconds.total / winner.seconds.total:.2f} times as fast."
     )
-    return f"{text}; {devices} are {speedup:.2f} times as fast."
 
 
-def _kind_sentence(plan: Plan, kinds: dict[StrategyFamily, Candidate]) -> str:
-    winner = plan.winner
-    assert winner is not None
-    chosen = family_of(winner.spec.parallelism)
+def _kind_sentence(plan: Plan, winner: Candidate) -> str:
+    kinds, chosen = best_of_each_family(plan.request), family_of(winner.spec.parallelism)
+    capacity = gib(plan.request.cluster.device.memory_bytes, 0)
     others = ", ".join(
-        f"{kind} {_outcome(candidate, plan.request.cluster)}"
-        for kind, candidate in kinds.items()
+        f"{kind} takes {duration(found.seconds.total)}"
+        if found.fits
+        else f"{kind} needs {gib(found.memory.total, 0)} of {capacity} GiB"
+        for kind, found in kinds.items()
         if kind is not chosen
     )
-    tail = f"; alone, {others}" if others else ""
-    illegal = [kind for kind in _PURE if kind not in kinds]
-    if illegal and plan.request.cluster.devices > 1:
-        devices = plan.request.cluster.devices
+    tail, devices = f"; alone, {others}" if others else "", plan.request.cluster.devices
+    pure = (StrategyFamily.DATA, StrategyFamily.TENSOR, StrategyFamily.PIPELINE)
+    illegal = [kind for kind in pure if kind not in kinds]
+    if illegal and devices > 1:
         tail += f"; over all {devices} devices {joined(illegal)} cannot be split evenly"
     return f"Use {chosen} ({winner.strategy}, {duration(winner.seconds.total)}){tail}."
-
-
-_PURE = (StrategyFamily.DATA, StrategyFamily.TENSOR, StrategyFamily.PIPELINE)
-
-
-def _outcome(candidate: Candidate, cluster: Cluster) -> str:
-    if candidate.fits:
-        return f"takes {duration(candidate.seconds.total)}"
-    capacity = cluster.device.memory_bytes
-    return f"needs {gib(candidate.memory.total, 0)} of {gib(capacity, 0)} GiB"

@@ -45,8 +45,5 @@ def calibration_of(runs: Path, device: Device) -> Calibration:
     kept = calibration_path(runs, device)
     if kept.is_file():
         return load_calibration(kept)
-    if device.key == "cpu":
-        return Calibration(
-            source="nominal ones of a CPU core; 'make calibrate' measures this machine's"
-        )
-    return Calibration()
+    nominal = "nominal ones of a CPU core; 'make calibrate' measures this machine's"
+    return Calibration(source=nominal) if device.key == "cpu" else Calibration()

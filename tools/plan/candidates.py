@@ -30,8 +30,7 @@ def splits(shape: ModelShape, devices: int) -> Iterator[Parallelism]:
                 if stage_split(shape.layers, pipeline) is None:
                     continue
                 data = devices // (tensor * context * pipeline)
-                plain = Parallelism(data, tensor, pipeline, context)
-                yield from _with_experts_and_sequence(shape, plain)
+                yield from _with_experts(shape, Parallelism(data, tensor, pipeline, context))
 
 
 def micro_batches(
@@ -104,14 +103,13 @@ def comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]:
     return CP_COMM_TYPES if exchange else CP_COMM_TYPES[:2]
 
 
-def _with_experts_and_sequence(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelism]:
+def _with_experts(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelism]:
+    """With each EP, and with and without sequence parallelism, which experts under TP need."""
     part = shape.seq_length // plain.context
     choices = [False, True] if plain.tensor > 1 and part % plain.tensor == 0 else [False]
     if shape.experts and plain.tensor > 1:
         choices = choices[1:]
-    ranks = plain.data * plain.context
-    experts = divisors(shape.experts) if shape.experts else [1]
-    for expert in experts:
-        if ranks % expert == 0 and plain.data % expert == 0:
+    for expert in divisors(shape.experts) if shape.experts else [1]:
+        if plain.data % expert == 0:
             for sequence_parallel in choices:
                 yield replace(plain, expert=expert, sequence_parallel=sequence_parallel)

@@ -12,7 +12,7 @@ from importlib import import_module
 from tools.plan.options import PlanOptions, RequestError, plan_options
 from tools.plan.recipes import DEFAULTS, Chosen, recipe_sentence, search_recipes
 from tools.plan.request import request_from_options
-from tools.plan.search import Plan, Request
+from tools.plan.search import Plan
 from tools.spec.flags import Flags
 from tools.spec.stages import LAYOUT_FLAG
 from tools.text.terminal import wide_console
@@ -57,14 +57,14 @@ def _layout(options: PlanOptions) -> int:
 def _plan(options: PlanOptions) -> int:
     for name in ("micro_batch", "recompute", "what_if"):
         if getattr(options, name) is not None:
-            variable = name.upper()
-            raise RequestError(f"{variable}= is of one strategy; name it: STRATEGY=tp8pp16dp8.")
+            named = f"{name.upper()}= is of one strategy; name it: STRATEGY=tp8pp16dp8."
+            raise RequestError(named)
     request = request_from_options(options)
     if Flags(request.extra).has(LAYOUT_FLAG):
         raise RequestError(
             f"EXTRA has {LAYOUT_FLAG}, which is of one strategy; name it: STRATEGY=pp16dp8."
         )
-    slack = _PICTURE_SLACK if options.svg else 1.0
+    slack = 1.5 if options.svg else 1.0
     plan, chosen = search_recipes(options.recipe or DEFAULTS, options, slack)
     if plan.winner is None:
         print(_refusal(plan), file=sys.stderr)
@@ -78,8 +78,8 @@ def _plan(options: PlanOptions) -> int:
 
 
 def _show(options: PlanOptions, plan: Plan, chosen: Sequence[Chosen]) -> None:
+    from tools.plan.dryrun.command import print_verified, verified_as_data
     from tools.plan.dryrun.comparison import verify
-    from tools.plan.dryrun.show import print_verified, verified_as_data
     from tools.plan.readings.neighbours import uncertainty
     from tools.plan.search import scaling, training_days
 
@@ -121,20 +121,9 @@ def _refusal(plan: Plan) -> str:
     from tools.plan.advice import no_fit_sentence
     from tools.plan.search import devices_needed
 
-    sentence = no_fit_sentence(plan)
-    if plan.lightest is None:
-        return sentence
-    needed = devices_needed(plan.request)
+    sentence, cluster = no_fit_sentence(plan), plan.request.cluster
+    needed = devices_needed(plan.request) if plan.lightest else None
     if needed is None:
         return sentence
-    return f"{sentence} {_nodes_sentence(plan.request, needed)}"
-
-
-def _nodes_sentence(request: Request, devices: int) -> str:
-    if request.cluster.nodes == 1:
-        return f"It fits on {devices}."
-    nodes = -(-devices // request.cluster.per_node)
-    return f"It fits on {devices} ({nodes} nodes of {request.cluster.per_node})."
-
-
-_PICTURE_SLACK = 1.5
+    nodes = f" ({-(-needed // cluster.per_node)} nodes of {cluster.per_node})"
+    return f"{sentence} It fits on {needed}{nodes if cluster.nodes > 1 else ''}."

@@ -41,29 +41,6 @@ def violations(
         release: Megatron's major and minor version, whose own rules alone are asked; None asks all.
         patched: A patch file changes the run: what Megatron does wrong without refusing it is left out.
     """
-    if smallest := _degree_below_one(spec):
-        return (smallest,)
-    return (
-        *_tensor_rules(spec, release),
-        *_pipeline_rules(spec),
-        *_context_rules(spec),
-        *_batch_rules(spec),
-        *_expert_rules(spec),
-        *_half_precision_expert_rules(spec, release),
-        *_sharding_rules(spec),
-        *(() if patched else _recompute_rules(spec)),
-        *_activation_rules(spec),
-    )
-
-
-def divisors(number: int, limit: int | None = None) -> list[int]:
-    """Divisors of `number` up to `limit`, in order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    found = small + [number // d for d in reversed(small) if d * d != number]
-    return [d for d in found if limit is None or d <= limit]
-
-
-def _degree_below_one(spec: RunSpec) -> str | None:
     parallelism, batch, shape = spec.parallelism, spec.batch, spec.shape
     sizes = {
         "the number of layers": shape.layers,
@@ -82,8 +59,25 @@ def _degree_below_one(spec: RunSpec) -> str | None:
         "micro batch": batch.micro_batch_size,
         "global batch": batch.global_batch_size,
     }
-    wrong = next((f"{name} is {size}" for name, size in sizes.items() if size < 1), None)
-    return f"{wrong}; use 1 or more." if wrong else None
+    if wrong := next((f"{name} is {size}" for name, size in sizes.items() if size < 1), None):
+        return (f"{wrong}; use 1 or more.",)
+    return (
+        *_tensor_rules(spec, release),
+        *_pipeline_rules(spec),
+        *_context_rules(spec),
+        *_batch_rules(spec),
+        *_expert_rules(spec, release),
+        *_sharding_rules(spec),
+        *_recompute_rules(spec, patched),
+        *(_offload_rules(spec) if spec.offload else ()),
+    )
+
+
+def divisors(number: int, limit: int | None = None) -> list[int]:
+    """Divisors of `number` up to `limit`, in order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    found = small + [number // d for d in reversed(small) if d * d != number]
+    return [d for d in found if limit is None or d <= limit]
 
 
 def _tensor_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[str]:
@@ -105,8 +99,7 @@ def _tensor_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[st
     if parallelism.sequence_parallel and part % tensor:
         yield (
             f"Sequence parallelism splits {part} positions a rank over TP {tensor} and leaves a "
-            f"remainder; use a sequence length that is a multiple of "
-            f"{tensor * parallelism.context}."
+            f"remainder; use a sequence length that is a multiple of {tensor * parallelism.context}."
         )
 
 
@@ -198,8 +191,7 @@ def _batch_rules(spec: RunSpec) -> Iterator[str]:
         wanted = round_up(count, parallelism.pipeline) * step
         yield (
             f"The interleaved schedule runs {count} micro batch(es) a rank, which is no multiple "
-            f"of PP {parallelism.pipeline}; use a global batch of {wanted} or a smaller micro "
-            "batch."
+            f"of PP {parallelism.pipeline}; use a global batch of {wanted} or a smaller micro batch."
         )
     if parallelism.schedule is PipelineSchedule.PIPEDREAM and count > 1:
         yield (
@@ -215,14 +207,11 @@ def _batch_rules(spec: RunSpec) -> Iterator[str]:
         )
 
 
-def _expert_rules(spec: RunSpec) -> Iterator[str]:
+def _expert_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[str]:
     shape, expert, model = spec.shape, spec.parallelism.expert, _called(spec)
     if not shape.experts:
         if expert > 1:
-            yield (
-                f"EP {expert} needs experts and {model} is dense; use EP 1 or a model of "
-                "examples/moe."
-            )
+            yield f"EP {expert} needs experts and {model} is dense; use EP 1 or a model of examples/moe."
         return
     if shape.experts % expert:
         yield (
@@ -237,6 +226,9 @@ def _expert_rules(spec: RunSpec) -> Iterator[str]:
     if shape.bias:
         yield "Experts have no biases (f4fa7d6b refuses them); add --disable-bias-linear."
     yield from _expert_layout_rules(spec)
+    newer = release is not None and release >= _EXPERTS_IN_FP16
+    if expert > 1 and spec.dtype == "fp16" and not newer:
+        yield "EP refuses fp16 (up to 0.15, f4fa7d6b included); use --bf16, or Megatron 0.16."
 
 
 def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
@@ -258,13 +250,6 @@ def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
             f"EP {parallelism.expert} lies inside {inside} = {ranks} and does not divide it; use an EP "
             f"of {_choices([d for d in _degrees(ranks) if shape.experts % d == 0])}."
         )
-
-
-def _half_precision_expert_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[str]:
-    if release is not None and release >= _EXPERTS_IN_FP16:
-        return
-    if spec.shape.experts and spec.parallelism.expert > 1 and spec.dtype == "fp16":
-        yield "EP refuses fp16 (up to 0.15, f4fa7d6b included); use --bf16, or Megatron 0.16."
 
 
 def _sharding_rules(spec: RunSpec) -> Iterator[str]:
@@ -295,18 +280,16 @@ def _sharding_rules(spec: RunSpec) -> Iterator[str]:
         yield "torch FSDP2 refuses fp16; use --bf16."
 
 
-def _recompute_rules(spec: RunSpec) -> Iterator[str]:
+def _recompute_rules(spec: RunSpec, patched: bool) -> Iterator[str]:
     # The checkpoint of an MLP returns its bias as well, so autograd makes the parameter a result of that
     # checkpoint, whose backward pass then asks for its own (`transformer_layer.py: recompute_mlp`).
     again = not spec.recompute.whole_layers and spec.recompute.again("mlp")
-    if again and spec.shape.bias and not spec.shape.experts:
+    if again and spec.shape.bias and not spec.shape.experts and not patched:
         yield (
             "--recompute-modules mlp on layers with biases never ends in Megatron's backward pass; add "
             "--disable-bias-linear, or leave mlp out."
         )
 
-
-def _activation_rules(spec: RunSpec) -> Iterator[str]:
     partly = spec.recompute.whole_layers and spec.recompute != Recompute.FULL
     if spec.shape.blocks and partly:
         yield (
@@ -318,8 +301,6 @@ def _activation_rules(spec: RunSpec) -> Iterator[str]:
             f"{_called(spec)} predicts tokens ahead, whose layers Megatron recomputes one by one or not "
             "at all; use --recompute-method uniform --recompute-num-layers 1."
         )
-    if spec.offload:
-        yield from _offload_rules(spec)
 
 
 def _offload_rules(spec: RunSpec) -> Iterator[str]:

@@ -30,6 +30,8 @@ from tools.text.units import gib
 
 _HEAD_WIDTH = 128
 _SEQUENCE = 2048
+_ROUNDED = 1.25
+"""Layers and heads in whole multiples: a larger model may fit where a smaller one does not."""
 _MICRO_BATCHES_A_STAGE = 4
 """As many as keep a pipeline's bubble below a quarter."""
 
@@ -83,18 +85,13 @@ def largest_models(
             for spec in _growing(name, devices, seq_length, dtype):
                 memory = fullest_rank(replace(spec, recompute=recompute))[1].needed
                 shape, parameters = spec.shape, parameters_total(spec.shape)
+                size = (parameters, shape.layers, shape.hidden, memory)
                 if memory <= capacity:
-                    best = Largest(
-                        name, str(recompute), parameters, shape.layers, shape.hidden, memory
-                    )
+                    best = Largest(name, str(recompute), *size)
                 elif parameters > _ROUNDED * best.parameters:
                     break
             found.append(best)
     return found
-
-
-_ROUNDED = 1.25
-"""Layers and heads in whole multiples: a larger model may fit where a smaller one does not."""
 
 
 def _strategies(devices: int, domain: int) -> list[str]:
@@ -156,9 +153,8 @@ def _draw(found: list[Largest], path: Path, where: str) -> None:
     names = [each.strategy for each in found[::2]]
     with svg_figure(path, "largest", 8, 0.8 + 0.45 * len(names)) as figure:
         axes = figure.subplots()
-        for place, (label, colour) in enumerate(
-            (("nothing recomputed", "#0072B2"), ("layers recomputed", "#56B4E9"))
-        ):
+        styles = (("nothing recomputed", "#0072B2"), ("layers recomputed", "#56B4E9"))
+        for place, (label, colour) in enumerate(styles):
             sizes = [each.parameters / 1e9 for each in found[place::2]]
             rows = [row + 0.38 * (place - 0.5) for row in range(len(names))]
             bars = axes.barh(rows, sizes, 0.36, color=colour, label=label)

@@ -76,8 +76,7 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
         if named and devices != named:
             raise RequestError(
                 f"The strategy {options.strategy} multiplies to {devices:,} devices, not {named:,}; "
-                "leave "
-                "GPUS= out, or give it another DP."
+                "leave GPUS= out, or give it another DP."
             )
         split = parse_strategy(options.strategy, devices)
     except StrategyError as error:
@@ -119,17 +118,16 @@ def changed_options(options: PlanOptions, text: str) -> PlanOptions:
         name, _, value = word.partition("=")
         try:
             refuse_renamed(name)
+            if not value or name not in known:
+                near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]}=?" if near else 'use WHAT_IF="GPU=b200".'
+                raise RequestError(
+                    f"WHAT_IF has {word}, which changes nothing of a strategy; {hint}"
+                )
+            as_it_is = name == "EXTRA"
+            changed[name.lower()] = value if as_it_is else read(getattr(settings, name), value)
         except SettingError as error:
             raise RequestError(f"WHAT_IF: {error}") from None
-        if not value or name not in known:
-            near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}=?" if near else 'use WHAT_IF="GPU=b200".'
-            raise RequestError(f"WHAT_IF has {word}, which changes nothing of a strategy; {hint}")
-        try:
-            read_value = value if name == "EXTRA" else read(getattr(settings, name), value)
-        except SettingError as error:
-            raise RequestError(f"WHAT_IF: {error}") from None
-        changed[name.lower()] = read_value
     return replace(options, **changed)
 
 
@@ -163,8 +161,7 @@ def print_layout(timed: TimedStrategy, other: TimedStrategy | None, console: Con
         console.print(f"The second trains {1 / ratio:.2f} times as fast.", highlight=False)
     print_ignored(timed.ignored, console)
     console.print(rich_table(_breakdown(every), console.width))
-    command = plan_command(timed.request, timed.candidate.spec)
-    say(console, command)
+    say(console, plan_command(timed.request, timed.candidate.spec))
 
 
 def draw_layout(every: Sequence[TimedStrategy], path: Path) -> None:
@@ -213,28 +210,28 @@ def _sentence(timed: TimedStrategy) -> str:
 
 
 def _breakdown(every: Sequence[TimedStrategy]) -> Table[str]:
-    def cell(place: int, name: str) -> str:
-        seconds = every[place].candidate.seconds
-        value = seconds.total if name == "total" else getattr(seconds, name)
+    def cell(each: TimedStrategy, name: str) -> str:
+        seconds = each.candidate.seconds
+        value = getattr(seconds, name)
         return f"{ms(value)} ms ({value / seconds.total:.0%})"
 
     columns = [Column[str]("where", _called, right=False)]
-    for place, each in enumerate(every):
-        value = partial(cell, place)
-        columns.append(Column[str](each.label, value, wraps=True))
+    columns += [Column[str](each.label, partial(cell, each), wraps=True) for each in every]
     shown = [n for n in TIME_COMPONENTS if any(getattr(e.candidate.seconds, n) for e in every)]
     return Table(tuple(columns), (*shown, "total"), "Where an iteration goes")
 
 
+_WORDS = {
+    "matmul": "matrix products",
+    "memory_bound": "memory-bound kernels and launches",
+    "tensor_parallel": "exposed TP",
+    "context_parallel": "exposed CP",
+    "expert_parallel": "exposed EP",
+    "pipeline_messages": "exposed PP",
+    "bubble": "pipeline bubble",
+    "gradient_sync": "exposed DP",
+}
+
+
 def _called(name: str) -> str:
-    words = {
-        "matmul": "matrix products",
-        "memory_bound": "memory-bound kernels and launches",
-        "tensor_parallel": "exposed TP",
-        "context_parallel": "exposed CP",
-        "expert_parallel": "exposed EP",
-        "pipeline_messages": "exposed PP",
-        "bubble": "pipeline bubble",
-        "gradient_sync": "exposed DP",
-    }
-    return words.get(name, name.replace("_", " "))
+    return _WORDS.get(name, name.replace("_", " "))

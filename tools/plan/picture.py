@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.plan.advice import StrategyFamily, family_of
-from tools.plan.memory import COMPONENTS, PredictedMemory, memory_of_rank
+from tools.plan.memory import COMPONENTS, memory_of_rank
 from tools.plan.search import Candidate, Plan, frontier
 from tools.spec.recompute import Recompute
 from tools.spec.strategy import Parallelism
@@ -41,6 +41,8 @@ _COMPONENT_COLOURS = {
     "allocator": "#C9C9C9",
 }
 _LABELLED = 4
+_CROWDED = 500
+_BACKING = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
@@ -64,7 +66,11 @@ def _draw_candidates(axes: Axes, plan: Plan) -> None:
     families: dict[StrategyFamily | tuple[bool, bool], list[Candidate]] = {}
     shown = _shown(plan)
     for candidate in shown:
-        families.setdefault(_family(candidate), []).append(candidate)
+        split = candidate.spec.parallelism
+        kind = family_of(split)
+        hybrid = (split.tensor > 1, split.pipeline > 1)
+        key = hybrid if kind is StrategyFamily.HYBRID else kind
+        families.setdefault(key, []).append(candidate)
     size, opacity = (14, 0.6) if len(shown) < _CROWDED else (7, 0.4)
     for family, (label, colour) in _FAMILIES.items():
         if family in families:
@@ -76,15 +82,8 @@ def _draw_candidates(axes: Axes, plan: Plan) -> None:
     _label(axes, edge)
     capacity = plan.request.cluster.device.memory_bytes / GIB
     axes.axhline(capacity, color="#B00020", linewidth=1, linestyle="--")
-    axes.text(
-        0.99,
-        capacity,
-        "device memory",
-        color="#B00020",
-        va="bottom",
-        ha="right",
-        transform=axes.get_yaxis_transform(),
-    )
+    place = {"va": "bottom", "ha": "right", "transform": axes.get_yaxis_transform()}
+    axes.text(0.99, capacity, "device memory", color="#B00020", **place)
     axes.set_xscale("log")
     axes.set_ylim(0, capacity * 1.1)
     axes.set_xlabel("seconds an iteration (log scale)")
@@ -95,16 +94,6 @@ def _draw_candidates(axes: Axes, plan: Plan) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=7.5, loc="upper right", bbox_to_anchor=(1, 0.9))
-
-
-def _family(candidate: Candidate) -> StrategyFamily | tuple[bool, bool]:
-    parallelism = candidate.spec.parallelism
-    kind = family_of(parallelism)
-    hybrid = kind is StrategyFamily.HYBRID
-    return (parallelism.tensor > 1, parallelism.pipeline > 1) if hybrid else kind
-
-
-_CROWDED = 500
 
 
 def _shown(plan: Plan) -> list[Candidate]:
@@ -123,17 +112,9 @@ def _label(axes: Axes, edge: list[Candidate]) -> None:
     step = max(1, (len(edge) - 1) // (_LABELLED - 1)) if len(edge) > 1 else 1
     chosen = {c.strategy: c for c in [*edge[::-step][::-1], edge[-1], edge[0]]}
     for candidate in chosen.values():
-        axes.annotate(
-            candidate.strategy,
-            (candidate.seconds.total, candidate.memory.total / GIB),
-            xytext=(4, -9),
-            textcoords="offset points",
-            fontsize=7.5,
-            bbox=_BACKING,
-        )
-
-
-_BACKING = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
+        point = (candidate.seconds.total, candidate.memory.total / GIB)
+        style = {"xytext": (4, -9), "textcoords": "offset points", "bbox": _BACKING}
+        axes.annotate(candidate.strategy, point, fontsize=7.5, **style)
 
 
 def _coordinates(candidates: list[Candidate]) -> tuple[list[float], list[float]]:
@@ -157,33 +138,16 @@ def _draw_ranks(axes: Axes, plan: Plan) -> None:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     capacity = plan.request.cluster.device.memory_bytes / GIB
     axes.axhline(capacity, color="#B00020", linewidth=1, linestyle="--")
-    _total(axes, bars)
-    axes.set_xticks(
-        positions, [f"stage {rank}" if pipeline > 1 else "every rank" for rank in ranks]
-    )
+    for position, total in enumerate(bottoms):
+        style = {"ha": "center", "va": "bottom", "bbox": _BACKING}
+        axes.text(position, total, f"{total:.1f}", **style)
+    labels = [f"stage {rank}" if pipeline > 1 else "every rank" for rank in ranks]
+    axes.set_xticks(positions, labels)
     axes.set_xlim(-0.6, len(ranks) - 0.4)
     axes.set_ylim(0, capacity * 1.1)
     axes.set_ylabel("GiB")
     axes.set_title(f"Winner: {winner.strategy}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(
-        handles[::-1],
-        labels[::-1],
-        frameon=False,
-        fontsize=7.5,
-        loc="center left",
-        bbox_to_anchor=(1, 0.5),
-    )
-
-
-def _total(axes: Axes, bars: list[PredictedMemory]) -> None:
-    for position, bar in enumerate(bars):
-        axes.text(
-            position,
-            bar.total / GIB,
-            f"{bar.total / GIB:.1f}",
-            ha="center",
-            va="bottom",
-            bbox=_BACKING,
-        )
+    beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=7.5, **beside)

@@ -6,8 +6,9 @@ store or multiply in fewer bits.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tools.plan.options import PlanOptions
 from tools.plan.request import request_from_options
@@ -28,6 +29,11 @@ class Switch:
     """Another, without which Megatron refuses it."""
     is_of_shards: bool = False
     """Megatron refuses it without a distributed optimizer."""
+
+    @property
+    def named_flags(self) -> list[str]:
+        """Without their values."""
+        return [word for word in self.flags if word.startswith("--")]
 
 
 @dataclass(frozen=True)
@@ -76,27 +82,19 @@ _GATHERED = Switch("weights kept in fp8", ("--fp8-param-gather",), _EIGHT.name, 
 def switches(recipe: str, request: Request) -> tuple[Switch, ...]:
     """Those that this model and device have, and the request does not speak of."""
     said = Flags((*request.model.flags, *request.extra))
-    found = [
-        switch
-        for switch in _switches(recipe, request)
-        if not any(said.has(word) for word in switch.flags if word.startswith("--"))
-    ]
-    names = {switch.name for switch in found}
-    return tuple(switch for switch in found if not switch.needs or switch.needs in names)
-
-
-def _switches(recipe: str, request: Request) -> Iterator[Switch]:
     device, template = request.cluster.device, request.template
     if recipe == DEFAULTS or device.key == "cpu":
-        return
-    yield from (_GRADIENTS, _WEIGHTS, _TENSOR, _LOSS)
+        return ()
+    known = [_GRADIENTS, _WEIGHTS, _TENSOR, _LOSS]
     if template.shape.experts and device.generation in ("hopper", "blackwell"):
-        yield _DEEPEP
-    if recipe != ALL or template.dtype != "bf16":
-        return
-    yield _HALF
-    if "fp8" in device.peak_tflops:
-        yield from (_MICROSCALED if device.generation == "blackwell" else _EIGHT, _GATHERED)
+        known.append(_DEEPEP)
+    if recipe == ALL and template.dtype == "bf16":
+        known.append(_HALF)
+        if "fp8" in device.peak_tflops:
+            known += [_MICROSCALED if device.generation == "blackwell" else _EIGHT, _GATHERED]
+    found = [each for each in known if not any(map(said.has, each.named_flags))]
+    names = {switch.name for switch in found}
+    return tuple(switch for switch in found if not switch.needs or switch.needs in names)
 
 
 def search_recipes(
@@ -143,18 +141,9 @@ def _with(options: PlanOptions, used: Sequence[Switch]) -> Request:
 
 def _under(request: Request, candidate: Candidate) -> Candidate:
     """The same strategy under another request's flags."""
-    spec = candidate.spec
-    return evaluate(
-        request,
-        replace(
-            request.template,
-            parallelism=spec.parallelism,
-            batch=spec.batch,
-            recompute=spec.recompute,
-            stages=spec.stages,
-            cp_comm_type=spec.cp_comm_type,
-        ),
-    )
+    chosen = ("parallelism", "batch", "recompute", "stages", "cp_comm_type")
+    same: dict[str, Any] = {name: getattr(candidate.spec, name) for name in chosen}
+    return evaluate(request, replace(request.template, **same))
 
 
 def _chosen(switch: Switch, other: Candidate, found: Candidate) -> Chosen:

@@ -12,17 +12,12 @@ from tools.plan.readings.local_readings import OwnRuns, own_runs
 from tools.plan.readings.reading_to_spec import execution_of_flags
 from tools.plan.search import Request
 from tools.plan.time.cluster import Cluster
-from tools.spec.experts import ExpertLoad, expert_load_of, most_imbalance
+from tools.spec.experts import expert_load_of, most_imbalance
 from tools.spec.flag_table import FLAGS, of_role, planned
 from tools.spec.flags import Flags, drop_flags, merge_flags, refuse_misspelled
 from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.model import Model, ModelShape, changed_model, model_of, training_flags
-from tools.spec.run import (
-    DeviceKind,
-    RunSpec,
-    on_cpu_ranks,
-    spec_of_flags,
-)
+from tools.spec.model import ModelShape, changed_model, model_of, training_flags
+from tools.spec.run import DeviceKind, RunSpec, on_cpu_ranks, spec_of_flags
 from tools.spec.strategy import Batch, Parallelism, batch_for
 from tools.text.units import plural
 
@@ -47,9 +42,19 @@ def request_from_options(options: PlanOptions) -> Request:
     dtype = options.dtype or ("fp32" if on_cpu else model.dtype)
     if dtype not in PRECISIONS:
         raise RequestError(f"There is no dtype '{dtype}'; use {', '.join(PRECISIONS)}.")
-    batch = options.global_batch or _usual_batch(model, devices)
+    batch = options.global_batch
+    if not batch:
+        # A user's own file says it; the kit's models state one device's, which grows with them.
+        whole = model.source and Flags(model.flags).has("--global-batch-size")
+        grown = batch_for(model.batch, Parallelism(data=devices))
+        batch = (model.batch if whole else grown).global_batch_size
     if batch < 1:
         raise RequestError(f"The global batch is {batch}; use 1 or more.")
+    imbalance = options.imbalance
+    if imbalance is not None:
+        if not model.shape.experts:
+            raise RequestError(f"IMBALANCE={imbalance:g} is of experts and the model is dense.")
+        refuse_imbalance(imbalance, model.shape, model.shape.experts)
     words = merge_flags(training_flags(model.family), model.flags, extra)
     flags = Flags(words)
     alone = spec_of_flags(drop_flags(words, of_role("parallelism")), 1, DeviceKind.GPU, model.name)
@@ -57,7 +62,7 @@ def request_from_options(options: PlanOptions) -> Request:
         with_sequence(replace(alone, shape=model.shape), options.seq),
         batch=Batch(1, batch),
         dropout=flags.number("--hidden-dropout"),
-        expert_load=_expert_load(model.shape, flags, options.imbalance),
+        expert_load=expert_load_of(flags, 1.0 if imbalance is None else imbalance),
         fused_attention=flags.text("--attention-backend") != "unfused",
     )
     if on_cpu:
@@ -81,13 +86,6 @@ def request_from_options(options: PlanOptions) -> Request:
         )
     own = own_runs(options.readings, cluster) if options.readings else OwnRuns()
     return Request(model, cluster, batch, replace(template, dtype=dtype), own, tuple(extra))
-
-
-def _usual_batch(model: Model, devices: int) -> int:
-    """Of a user's own file what it says; the kit's models state one device's, which grows with them."""
-    if model.source and Flags(model.flags).has("--global-batch-size"):
-        return model.batch.global_batch_size
-    return batch_for(model.batch, Parallelism(data=devices)).global_batch_size
 
 
 def ignored_flags(request: Request, laid: bool) -> tuple[str, ...]:
@@ -133,21 +131,6 @@ def words_of(extra: str | None) -> list[str]:
                 f"EXTRA has {flag.name}, which {flag.planned} says here; leave it out."
             )
     return words
-
-
-def _expert_load(shape: ModelShape, flags: Flags, imbalance: float | None) -> ExpertLoad:
-    """The load of experts.
-
-    Raises:
-        RequestError: No rank of this model's experts can receive so much.
-        ValueError: As `expert_load_of`.
-    """
-    if imbalance is None:
-        return expert_load_of(flags)
-    if not shape.experts:
-        raise RequestError(f"IMBALANCE={imbalance:g} is of experts and the model is dense.")
-    refuse_imbalance(imbalance, shape, shape.experts)
-    return expert_load_of(flags, imbalance)
 
 
 def refuse_imbalance(imbalance: float, shape: ModelShape, ranks: int) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import exp, inf
+from operator import itemgetter
 
 from tools.plan.candidates import (
     base,
@@ -46,6 +47,10 @@ from tools.spec.stages import virtual_degrees
 from tools.spec.strategy import Batch, Parallelism, batch_for, parse_strategy, strategy_name
 
 KEPT = 10
+SECONDS_A_DAY = 86400
+WORDS = ("dp", "tp", "sp", "cp", "pp")
+_MOST_DEVICES = 65536
+_WHOLE_TOKENS = 0.97
 TIED = 1.01
 """Times of the fastest within which strategies are tied. Of published measurements that differ in
 strategy alone, the simplest of those predicted within 1% loses as much over the fastest measured one as
@@ -131,36 +136,45 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
     Raises:
         NoPeakError: The device has no matrix rate in the requested dtype.
     """
-    capacity = request.capacity
+    capacity, limit = request.capacity, inf
     best: dict[Parallelism, Candidate] = {}
     examined: list[Candidate] = []
-    found, limit = _bounds(request), inf
-    while found.queue:
-        bound = heapq.heappop(found.queue)
+    legal, queue, lightest = _bounds(request)
+    numbers = count(len(queue))
+    while queue:
+        bound = heapq.heappop(queue)
         if bound.seconds > limit:
             break
         if bound.left:
-            for chosen, left in _choices(request, bound):
-                heapq.heappush(found.queue, _bounded(request, chosen, next(found.numbers), left))
+            for plain, left in _choices(request, bound):
+                stage, through = pipeline_seconds(plain, request.cluster)
+                working, ramp = plain.microbatches * stage.total, through - stage.total
+                least = working + ramp / virtual_stages(plain)[-1]
+                heapq.heappush(queue, _Bound(least, next(numbers), plain, working, ramp, left))
             continue
         for spec in variants(bound.plain):
-            if bound.with_bubble(spec.parallelism.virtual_stages) > limit:
+            if bound.working + bound.ramp / spec.parallelism.virtual_stages > limit:
                 continue
-            rank, memory = fullest_rank(spec)
-            if memory.needed <= capacity:
-                candidate = _predicted(request, spec, (rank, memory))
-                examined.append(candidate)
-                _keep_if_better(best, candidate)
+            fullest = fullest_rank(spec)
+            if fullest[1].needed > capacity:
+                continue
+            examined.append(candidate := _predicted(request, spec, fullest))
+            # Strategies that differ in the number of virtual stages count as one.
+            key = replace(spec.parallelism, virtual_stages=1)
+            if key not in best or _order(candidate) < _order(best[key]):
+                best[key] = candidate
         if len(best) >= kept:
             limit = max(slack * _slowest_kept(best, kept), TIED * _slowest_kept(best, 1))
     fitting = list(best.values())
     if request.own.residuals:  # Which bounds the loop cannot know: the kept ones change places.
-        fastest = sorted(fitting, key=_order)[:kept]
-        fitting = [_corrected(request, found) for found in fastest]
-        examined = [_corrected(request, found) for found in examined]
-    ranked = _ranked(fitting)[:kept]
-    lightest = evaluate(request, found.lightest[1]) if found.lightest else None
-    return Plan(request, found.legal, tuple(ranked), lightest, tuple(examined))
+        fitting = [_corrected(request, each) for each in sorted(fitting, key=_order)[:kept]]
+        examined = [_corrected(request, each) for each in examined]
+    ranked = sorted(fitting, key=_order)
+    if ranked:  # Of those tied with the fastest the simplest comes first.
+        chosen = min((each for each in ranked if are_tied(each, ranked[0])), key=_simplicity)
+        ranked = [chosen, *(each for each in ranked if each is not chosen)][:kept]
+    closest = evaluate(request, lightest) if lightest else None
+    return Plan(request, legal, tuple(ranked), closest, tuple(examined))
 
 
 def evaluate(
@@ -185,12 +199,9 @@ def _corrected(request: Request, candidate: Candidate) -> Candidate:
 
 
 def _predicted(request: Request, spec: RunSpec, fullest: tuple[int, PredictedMemory]) -> Candidate:
-    rank, memory = fullest
-    seconds = iteration_seconds(spec, request.cluster)
-    cluster, shape = request.cluster, spec.shape
-    samples = spec.batch.global_batch_size
-    peak = cluster.device.peak_flops(spec.dtype) or 0.0
-    devices = spec.parallelism.world_size
+    (rank, memory), cluster, shape = fullest, request.cluster, spec.shape
+    seconds, samples = iteration_seconds(spec, cluster), spec.batch.global_batch_size
+    peak, devices = cluster.device.peak_flops(spec.dtype) or 0.0, spec.parallelism.world_size
     return Candidate(
         spec=spec,
         memory=memory,
@@ -212,16 +223,6 @@ def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
     return kept
 
 
-@dataclass
-class _Bases:
-    """What the first pass leaves for the second."""
-
-    legal: int = 0
-    queue: list[_Bound] = field(default_factory=list)
-    numbers: Iterator[int] = field(default_factory=count)
-    lightest: tuple[int, RunSpec] | None = None
-
-
 @dataclass(frozen=True, order=True)
 class _Bound:
     """Least seconds of a combination without sharding and schedule."""
@@ -237,33 +238,29 @@ class _Bound:
     left: int = field(compare=False)
     """Of micro batch, recomputation and context parallelism's algorithm the last so many, not chosen."""
 
-    def with_bubble(self, virtual: int) -> float:
-        """Least seconds with so many virtual stages."""
-        return self.working + self.ramp / virtual
 
-
-def _bounds(request: Request) -> _Bases:
-    """Count the legal combinations, bound those that can fit, remember the lightest of all.
+def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
+    """Count the legal combinations, bound those that can fit, find the lightest of all.
 
     Memory grows with the micro batch, and is least with full recomputation and sharding: a split
     whose lightest combination does not fit is left at once.
     """
-    found, template = _Bases(), request.template
-    capacity = request.capacity
+    template, legal = request.template, 0
+    queue: list[_Bound] = []
+    found: tuple[float, RunSpec | None] = (inf, None)
     for split in splits(template.shape, request.cluster.devices):
         sizes = micro_batches(split, request.global_batch)
         if not sizes:
             continue
-        found.legal += _count(template, split, sizes)
+        legal += _count(template, split, sizes)
         lightest = min_memory_variant(base(template, split, sizes[0], Recompute.FULL))
         bytes_needed = fullest_rank(lightest)[1].needed
-        if found.lightest is None or bytes_needed < found.lightest[0]:
-            found.lightest = (bytes_needed, lightest)
-        if bytes_needed <= capacity:
+        found = min(found, (bytes_needed, lightest), key=itemgetter(0))
+        if bytes_needed <= request.capacity:
             plain = next(_fitting(request, base(template, split, sizes[0], Recompute.NONE)))
-            found.queue.append(_bounded_split(request, plain, next(found.numbers)))
-    heapq.heapify(found.queue)
-    return found
+            queue.append(_bounded_split(request, plain, len(queue)))
+    heapq.heapify(queue)
+    return legal, queue, found[1]
 
 
 def _bounded_split(request: Request, plain: RunSpec, number: int) -> _Bound:
@@ -278,16 +275,6 @@ def _bounded_split(request: Request, plain: RunSpec, number: int) -> _Bound:
     virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)[-1]
     seconds = stage.total / split.data + ramp / virtual
     return _Bound(_WHOLE_TOKENS * seconds, number, whole, 0.0, 0.0, 3)
-
-
-_WHOLE_TOKENS = 0.97
-
-
-def _bounded(request: Request, plain: RunSpec, number: int, left: int) -> _Bound:
-    stage, through = pipeline_seconds(plain, request.cluster)
-    working, ramp = plain.microbatches * stage.total, through - stage.total
-    least = working + ramp / virtual_stages(plain)[-1]
-    return _Bound(least, number, plain, working, ramp, left)
 
 
 def _choices(request: Request, bound: _Bound) -> Iterator[tuple[RunSpec, int]]:
@@ -317,31 +304,15 @@ def _fitting(request: Request, plain: RunSpec) -> Iterator[RunSpec]:
 
 def _count(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:
     """Legal combinations of one split."""
-    kinds = len(recomputes(template)) * len(comm_types(template, split))
-    kinds *= len(shardings(split))
-    plain = base(template, split, sizes[0], Recompute.NONE)
-    pipeline = split.pipeline
-    interleaved = len(virtual_degrees(plain.stages, plain.shape.layers, pipeline))
-    if pipeline == 1:
-        interleaved = 1
-    share = template.batch.global_batch_size // split.data
-    schedules = (1 if share // size % split.pipeline else interleaved for size in sizes)
-    return kinds * sum(schedules)
+    kinds = len(recomputes(template)) * len(comm_types(template, split)) * len(shardings(split))
+    bases = (base(template, split, size, Recompute.NONE) for size in sizes)
+    return kinds * sum(len(virtual_stages(plain)) for plain in bases)
 
 
 def are_tied(one: Candidate, other: Candidate) -> bool:
     """Whether two times differ by less than is known."""
     faster, slower = sorted((one.seconds.total, other.seconds.total))
     return slower <= TIED * faster
-
-
-def _ranked(fitting: list[Candidate]) -> list[Candidate]:
-    """Of those tied with the fastest the simplest, then the others, fastest first."""
-    ordered = sorted(fitting, key=_order)
-    if not ordered:
-        return []
-    chosen = min((found for found in ordered if are_tied(found, ordered[0])), key=_simplicity)
-    return [chosen, *(found for found in ordered if found is not chosen)]
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, int, int]:
@@ -357,18 +328,8 @@ def _order(candidate: Candidate) -> tuple[float, int, str]:
     return candidate.seconds.total, candidate.memory.total, candidate.strategy
 
 
-def _keep_if_better(best: dict[Parallelism, Candidate], candidate: Candidate) -> None:
-    """Strategies that differ in the number of virtual stages count as one."""
-    key = replace(candidate.spec.parallelism, virtual_stages=1)
-    if key not in best or _order(candidate) < _order(best[key]):
-        best[key] = candidate
-
-
 def _slowest_kept(best: dict[Parallelism, Candidate], kept: int) -> float:
     return heapq.nsmallest(kept, (c.seconds.total for c in best.values()))[-1]
-
-
-WORDS = ("dp", "tp", "sp", "cp", "pp")
 
 
 def single_axis_candidates(request: Request) -> list[Candidate]:
@@ -389,10 +350,6 @@ def single_axis_candidates(request: Request) -> list[Candidate]:
     return sorted(found, key=lambda candidate: candidate.seconds.total)
 
 
-_LARGEST = 65536
-SECONDS_A_DAY = 86400
-
-
 @dataclass(frozen=True)
 class Scaling:
     """A plan against the smallest number of devices that fits."""
@@ -406,9 +363,7 @@ class Scaling:
 
 def training_days(plan: Plan, tokens: float) -> float | None:
     """Days to train on `tokens` tokens with the plan's winner, without interruptions."""
-    if plan.winner is None:
-        return None
-    return tokens / plan.winner.tokens_per_second / SECONDS_A_DAY
+    return tokens / plan.winner.tokens_per_second / SECONDS_A_DAY if plan.winner else None
 
 
 def scaling(plan: Plan) -> Scaling | None:
@@ -416,21 +371,17 @@ def scaling(plan: Plan) -> Scaling | None:
     if plan.winner is None:
         return None
     own = plan.request.cluster.devices
-    devices = 1
-    while devices < own:
-        smaller = search(resized(plan.request, devices), kept=1)
-        if smaller.winner is not None:
-            rate = smaller.winner.tokens_per_second / devices
-            relative = plan.winner.tokens_per_second / own / rate
-            return Scaling(devices, smaller.winner.strategy, relative)
-        devices *= 2
+    for devices in (2**doublings for doublings in range((own - 1).bit_length())):
+        if fewer := search(resized(plan.request, devices), kept=1).winner:
+            rate = fewer.tokens_per_second / devices
+            return Scaling(devices, fewer.strategy, plan.winner.tokens_per_second / own / rate)
     return Scaling(own, plan.winner.strategy, 1.0)
 
 
 def devices_needed(request: Request) -> int | None:
     """The smallest doubling of the request's devices on which the model fits; None up to 65536."""
     devices = request.cluster.devices * 2
-    while devices <= _LARGEST:
+    while devices <= _MOST_DEVICES:
         grown = resized(request, devices, request.global_batch * devices)
         if search(grown, kept=1).winner is not None:
             return devices

@@ -29,15 +29,31 @@ from tools.spec.strategy import batch_for, strategy_name
 from tools.text.table import Column, Table, rich_table
 from tools.text.units import gb, gib, joined, ms, percent, plural
 
+_NAMED = 3
+"""Of tied strategies, those that a heading names."""
+
 
 def plan_as_data(
     plan: Plan, days: float | None = None, scaled: Scaling | None = None
 ) -> dict[str, Any]:
     """Everything a reader may want of a plan; bytes, seconds, tokens a second."""
-    request = plan.request
-    lightest = plan.lightest
+    request, lightest = plan.request, plan.lightest
+    cluster, template = request.cluster, request.template
     return {
-        **_request_as_data(request),
+        "model": request.model.name,
+        "gpu": cluster.device.key,
+        "gpus": cluster.devices,
+        "nodes": cluster.nodes,
+        "gpus_per_node": cluster.per_node,
+        "intra": cluster.intra.key,
+        "inter": cluster.inter.key,
+        "ports_per_node": cluster.nics or cluster.per_node,
+        "oversubscription": cluster.oversubscription,
+        "imbalance": template.expert_load.imbalance,
+        "global_batch": request.global_batch,
+        "seq_length": template.shape.seq_length,
+        "dtype": template.dtype,
+        "calibration": cluster.calibration.source,
         **ignored_as_data(ignored_flags(request, laid=False)),
         "legal_configurations": plan.legal,
         "advice": advice(plan),
@@ -46,9 +62,7 @@ def plan_as_data(
         "ranked": [candidate_as_data(request, candidate) for candidate in plan.ranked],
         "tied": [candidate.strategy for candidate in plan.tied],
         "lightest": candidate_as_data(request, lightest) if lightest else None,
-        "named": [
-            candidate_as_data(request, candidate) for candidate in single_axis_candidates(request)
-        ],
+        "named": [candidate_as_data(request, each) for each in single_axis_candidates(request)],
         "training_days": days,
         "scaling": asdict(scaled) if scaled else None,
         "assumptions": [*memory.ASSUMPTIONS, *iteration.ASSUMPTIONS],
@@ -87,26 +101,6 @@ def _communication(spec: RunSpec) -> dict[str, int]:
     return {str(group): sent for group, sent in by_group(busiest_collectives(spec)).items()}
 
 
-def _request_as_data(request: Request) -> dict[str, Any]:
-    cluster, template = request.cluster, request.template
-    return {
-        "model": request.model.name,
-        "gpu": cluster.device.key,
-        "gpus": cluster.devices,
-        "nodes": cluster.nodes,
-        "gpus_per_node": cluster.per_node,
-        "intra": cluster.intra.key,
-        "inter": cluster.inter.key,
-        "ports_per_node": cluster.nics or cluster.per_node,
-        "oversubscription": cluster.oversubscription,
-        "imbalance": template.expert_load.imbalance,
-        "global_batch": request.global_batch,
-        "seq_length": template.shape.seq_length,
-        "dtype": template.dtype,
-        "calibration": cluster.calibration.source,
-    }
-
-
 def print_plan(
     plan: Plan,
     console: Console,
@@ -117,8 +111,15 @@ def print_plan(
     """Print a plan; `error` says how far predictions like the winner's were missed."""
     for sentence in advice(plan):
         console.print(sentence, highlight=False)
-    if scaled and plan.winner:
-        console.print(_scaling_sentence(plan, scaled), highlight=False)
+    devices = plan.request.cluster.devices
+    if scaled and plan.winner and scaled.devices == devices:
+        console.print(f"Fewer than {devices} devices do not hold it.", highlight=False)
+    elif scaled and plan.winner:
+        console.print(
+            f"Against {plural(scaled.devices, 'device')} ({scaled.strategy}), the fewest that hold it, "
+            f"{devices} work at {100 * scaled.efficiency:.0f}% of the efficiency a device.",
+            highlight=False,
+        )
     if days is not None:
         console.print(f"Training takes {days:,.1f} days.", highlight=False)
     if error:
@@ -144,54 +145,36 @@ def print_plan(
     console.print(f"[bold]{command}[/bold]", highlight=False, soft_wrap=True)
 
 
-_NAMED = 3
-"""Of tied strategies, those that a heading names."""
-
-
-def _scaling_sentence(plan: Plan, scaled: Scaling) -> str:
-    devices = plan.request.cluster.devices
-    if scaled.devices == devices:
-        return f"Fewer than {devices} devices do not hold it."
-    return (
-        f"Against {plural(scaled.devices, 'device')} ({scaled.strategy}), the fewest that hold it, "
-        f"{devices} work at {100 * scaled.efficiency:.0f}% of the efficiency a device."
-    )
-
-
 def _ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:
+    def strategy(found: Candidate) -> str:
+        algorithm = f" ({found.spec.cp_comm_type})" if found.spec.parallelism.context > 1 else ""
+        return found.strategy + algorithm
+
+    def memory(found: Candidate) -> str:
+        return gib(found.memory.total) + ("" if found.fits else " (too much)")
+
+    def sent(found: Candidate) -> int:
+        return total_wire_bytes(busiest_collectives(found.spec))
+
     columns = (
-        Column[Candidate]("strategy", _strategy, right=False),
+        Column[Candidate]("strategy", strategy, right=False),
         Column[Candidate]("micro batch", lambda c: c.spec.batch.micro_batch_size, rank=5),
         Column[Candidate]("virtual", lambda c: c.spec.parallelism.virtual_stages, rank=8),
         Column[Candidate]("recompute", lambda c: str(c.spec.recompute), rank=6),
         Column[Candidate]("ms/iteration", lambda c: c.seconds.total, ms, rank=1),
         Column[Candidate]("tokens/s", lambda c: c.tokens_per_second, "{:,.0f}".format, rank=4),
         Column[Candidate]("MFU", lambda c: c.mfu, percent, rank=3),
-        Column[Candidate]("GiB a rank", _memory, rank=2),
-        Column[Candidate]("GB sent", lambda c: _sent(c.spec), gb, rank=7),
+        Column[Candidate]("GiB a rank", memory, rank=2),
+        Column[Candidate]("GB sent", sent, gb, rank=7),
     )
     return Table(columns, tuple(candidates), title)
-
-
-def _strategy(candidate: Candidate) -> str:
-    split = candidate.spec.parallelism
-    return candidate.strategy + (f" ({candidate.spec.cp_comm_type})" if split.context > 1 else "")
-
-
-def _memory(candidate: Candidate) -> str:
-    return gib(candidate.memory.total) + ("" if candidate.fits else " (too much)")
-
-
-def _sent(spec: RunSpec) -> int:
-    return total_wire_bytes(busiest_collectives(spec))
 
 
 def _details(winner: Candidate) -> Table[tuple[str, ...]]:
     """Three lists of components beside one another, largest first."""
     memory = {name: getattr(winner.memory, name) for name in COMPONENTS}
     seconds = {name: getattr(winner.seconds, name) for name in TIME_COMPONENTS}
-    sent = {str(g): b for g, b in by_group(busiest_collectives(winner.spec)).items()}
-    lists = [_sorted(memory, gib), _sorted(seconds, ms), _sorted(sent, gb)]
+    lists = [_sorted(memory, gib), _sorted(seconds, ms), _sorted(_communication(winner.spec), gb)]
     cells = zip_longest(*lists, fillvalue=("", ""))
     rows = tuple(tuple(text for cell in row for text in cell) for row in cells)
     names = ("memory", "GiB", "time", "ms", "busiest sends", "GB")

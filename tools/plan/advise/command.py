@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from tools.plan.advice import (
@@ -47,6 +47,8 @@ def advise(given: Namespace) -> int:
     Raises:
         ValueError: What is asked for cannot be; one sentence.
     """
+    from rich.table import Table
+
     plan = search(request_from_options(plan_options(given)))
     if plan.winner is None:
         print(no_fit_sentence(plan), file=sys.stderr)
@@ -54,47 +56,38 @@ def advise(given: Namespace) -> int:
     found = answers(plan)
     if given.json:
         print(json.dumps(found, indent=2))
-    else:
-        _print(found)
+        return 0
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for row in found.items():
+        table.add_row(*row)
+    wide_console(120).print(table)
     return 0
 
 
 def answers(plan: Plan) -> dict[str, str]:
     """Ten questions, and what the figures say, for a plan that has a winner."""
-    winner = plan.winner
+    winner, request = plan.winner, plan.request
     assert winner is not None
-    kinds = best_of_each_family(plan.request)
+    kinds = best_of_each_family(request)
+    # Another sharding of the same split is hardly another choice.
+    others = sorted(plan.ranked[1:], key=lambda one: _split(one) == _split(winner))
     return {
-        "Use": _use(plan, winner),
-        "Second": _second(plan),
+        "Use": f"{winner.strategy}: {duration(winner.seconds.total)} an iteration of "
+        f"{request.global_batch} samples, {gib(winner.memory.total)} of "
+        f"{gib(request.cluster.device.memory_bytes, 0)} GiB, MFU {winner.mfu:.0%}. "
+        f"{plan_command(request, winner.spec)}",
+        "Second": runner_up_sentence(winner, others[0]) if others else "No other strategy fits.",
         "Avoid": _avoid(winner, kinds),
         "Why": binding_sentence(plan),
         "Megatron for this?": _is_megatron_worth_it(winner, kinds, plan),
         "ZeRO or TP?": _zero_or_tensor(kinds),
         "Micro batches": _micro_batches(winner),
         "What would change it": _changes(plan, winner),
-        "For inference": _inference(plan.request),
-        "How sure": str(uncertainty(winner.spec, plan.request.cluster, plan.request.own)),
+        "For inference": _inference(request),
+        "How sure": str(uncertainty(winner.spec, request.cluster, request.own)),
     }
-
-
-def _use(plan: Plan, winner: Candidate) -> str:
-    device = plan.request.cluster.device
-    return (
-        f"{winner.strategy}: {duration(winner.seconds.total)} an iteration of "
-        f"{plan.request.global_batch} samples, {gib(winner.memory.total)} of "
-        f"{gib(device.memory_bytes, 0)} GiB, MFU {winner.mfu:.0%}. "
-        f"{plan_command(plan.request, winner.spec)}"
-    )
-
-
-def _second(plan: Plan) -> str:
-    winner, *others = plan.ranked
-    if not others:
-        return "No other strategy fits."
-    # Another sharding of the same split is hardly another choice.
-    split = next((one for one in others if _split(one) != _split(winner)), others[0])
-    return runner_up_sentence(winner, split)
 
 
 def _avoid(winner: Candidate, kinds: dict[StrategyFamily, Candidate]) -> str:
@@ -177,12 +170,10 @@ def _variations(request: Request) -> Iterator[tuple[str, Request]]:
     cluster = request.cluster
     outer = "inter" if cluster.nodes > 1 else "intra"
     link = getattr(cluster, outer)
-    slow = replace(link, bytes_per_second=link.bytes_per_second / 4)
+    slow = {outer: replace(link, bytes_per_second=link.bytes_per_second / 4)}
     if cluster.devices > 1:
-        yield (
-            f"a quarter of {link.key}'s rate",
-            replace(request, cluster=replace(cluster, **{outer: slow})),
-        )
+        slower = replace(request, cluster=replace(cluster, **slow))
+        yield f"a quarter of {link.key}'s rate", slower
     small = replace(cluster.device, memory_bytes=cluster.device.memory_bytes // 2)
     yield "half the memory", replace(request, cluster=replace(cluster, device=small))
     yield "twice the global batch", resized(request, cluster.devices, 2 * request.global_batch)
@@ -190,10 +181,8 @@ def _variations(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _inference(request: Request) -> str:
-    weights = 2 * parameters_total(request.template.shape)
-    capacity = request.capacity
-    devices = 1
-    while weights > devices * capacity:
+    weights, devices = 2 * parameters_total(request.template.shape), 1
+    while weights > devices * request.capacity:
         devices *= 2
     return (
         f"There are no gradients, optimizer and kept activations: weights take {gib(weights)} GiB "
@@ -208,14 +197,3 @@ def _split(candidate: Candidate) -> Parallelism:
 
 def _ratio(slower: Candidate, faster: Candidate) -> float:
     return slower.seconds.total / faster.seconds.total
-
-
-def _print(found: Mapping[str, str]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for row in found.items():
-        table.add_row(*row)
-    wide_console(120).print(table)

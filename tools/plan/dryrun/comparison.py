@@ -80,9 +80,12 @@ def compare(spec: RunSpec, report: RankReport) -> CheckedRank:
     stage = spec.parallelism.pipeline_rank(report.rank)
     as_run = as_dry_run(spec)
     calls = communication_of_rank(as_run, stage)
-    expected: Counter[_Key] = Counter()
+    expected, found = Counter[_Key](), Counter[_Key]()
     for call in calls:
         expected[call.group, call.operation, call.payload_bytes] += call.calls
+    for row in report.communication.calls:
+        if row.ranks > 1 and row.operation not in _SILENT and row.payload_bytes:
+            found[row.group, row.operation, row.payload_bytes] += row.calls
     return CheckedRank(
         report=report,
         pipeline_rank=stage,
@@ -90,7 +93,11 @@ def compare(spec: RunSpec, report: RankReport) -> CheckedRank:
         wire_bytes=total_wire_bytes(calls),
         in_flight=chunks_in_flight(as_run, stage),
         memory=_memory(as_run, report, stage),
-        differences=tuple(_differences(_counted(report), expected)),
+        differences=tuple(
+            CallDifference(*key, dry_run=found[key], closed_form=expected[key])
+            for key in sorted(found | expected)
+            if found[key] != expected[key]
+        ),
     )
 
 
@@ -113,25 +120,15 @@ def verify(plan: Plan, count: int) -> list[Verified]:
         for candidate in plan.ranked:
             if sum(not item.refusal for item in verified) == count:
                 break
-            verified.append(_verified(runner, plan, candidate))
+            spec = candidate.spec
+            try:
+                check(spec)
+                ranks = ranks_named("first,last", spec)
+                compared = dry_run(runner, plan.request.model, spec, ranks)
+                verified.append(Verified(candidate, tuple(compared)))
+            except DryRunError as error:
+                verified.append(Verified(candidate, (), str(error)))
     return verified
-
-
-def _counted(report: RankReport) -> Counter[_Key]:
-    """Calls that move something, as the closed form lists them."""
-    found: Counter[_Key] = Counter()
-    for row in report.communication.calls:
-        if row.ranks > 1 and row.operation not in _SILENT and row.payload_bytes:
-            found[row.group, row.operation, row.payload_bytes] += row.calls
-    return found
-
-
-def _differences(found: Counter[_Key], expected: Counter[_Key]) -> list[CallDifference]:
-    return [
-        CallDifference(*key, dry_run=found[key], closed_form=expected[key])
-        for key in sorted(found | expected)
-        if found[key] != expected[key]
-    ]
 
 
 def _memory(spec: RunSpec, report: RankReport, stage: int) -> dict[str, tuple[int, int]]:
@@ -152,13 +149,3 @@ def _memory(spec: RunSpec, report: RankReport, stage: int) -> dict[str, tuple[in
         ),
         "peak": (report.memory.peak_bytes, closed.live),
     }
-
-
-def _verified(runner: DryRunner, plan: Plan, candidate: Candidate) -> Verified:
-    model, spec = plan.request.model, candidate.spec
-    try:
-        check(spec)
-        ranks = ranks_named("first,last", spec)
-        return Verified(candidate, tuple(dry_run(runner, model, spec, ranks)))
-    except DryRunError as error:
-        return Verified(candidate, (), str(error))

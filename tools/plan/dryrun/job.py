@@ -139,13 +139,14 @@ def ranks_named(text: str, spec: RunSpec) -> tuple[int, ...]:
     for word in text.split(","):
         if word not in named and not word.isdecimal():
             raise DryRunError(f"There is no rank '{word}'; use first, middle, last or a number.")
-        rank = named.get(word, -1) if word in named else int(word)
+        rank = named[word] if word in named else int(word)
         if rank >= world:
             raise DryRunError(f"Rank {rank} is outside the world of {world}; use 0 to {world - 1}.")
         ranks.append(rank)
     return tuple(dict.fromkeys(ranks))
 
 
+_DIED = "its process ended without an answer; --verbose shows what it printed."
 _ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     variables.DEVICE: "cpu",
@@ -167,10 +168,12 @@ class DryRunner:
         self._verbose = verbose
 
     def __enter__(self) -> Self:
+        # What would start a real run's ledger or weights is not handed on.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("KIT_")}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tools.plan.dryrun.rank"],
             cwd=ROOT,
-            env={**_without_ledger(), **_ENVIRONMENT},
+            env={**kept, **_ENVIRONMENT},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if self._verbose else subprocess.DEVNULL,
@@ -202,11 +205,3 @@ class DryRunner:
         if answer.report is None:
             raise DryRunError(f"The dry run of rank {job.rank} failed: {answer.error}")
         return answer.report
-
-
-_DIED = "its process ended without an answer; --verbose shows what it printed."
-
-
-def _without_ledger() -> dict[str, str]:
-    """This environment without what would start a real run's ledger or weights."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("KIT_")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from json import dumps
@@ -13,7 +12,7 @@ from statistics import mean, median
 from rich.console import Console
 
 from tools.plan.calibration import calibration_of
-from tools.plan.readings.intervals import WIDENED
+from tools.plan.readings.intervals import INTERVALS
 from tools.plan.readings.page import FOLDER, write_page
 from tools.plan.readings.residual import Residual, Residuals, residuals
 from tools.plan.readings.summary import (
@@ -35,6 +34,7 @@ from tools.plan.readings.summary import (
     worst,
 )
 from tools.plan.readings.table import READINGS, ReadingsError, read_readings
+from tools.records.io import write_whole
 from tools.spec.files import ROOT, from_root
 from tools.text.table import Column, Table, TextTable, readable_table, rich_table
 from tools.text.terminal import say, wide_console
@@ -55,32 +55,28 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
 
         refit()
         return
-    found = _residuals(readings or READINGS, leave_out)
+    path = readings or READINGS
+    found, unreadable = read_readings(path)
+    if leave_out is not None:
+        # Constants were fitted without a public source, whichever file they are tried on.
+        public = () if path == READINGS else read_readings()[0]
+        leave_out = _source(leave_out, {reading.source for reading in (*found, *public)})
+    here = () if path == READINGS else (partial(calibration_of, ROOT / "runs"),)
+    predicted = residuals(found, unreadable, leave_out, *here)
     if json:
-        print(dumps(as_data(found), indent=1))
+        print(dumps(as_data(predicted), indent=1))
         return
     console = wide_console()
-    _print(found, console)
+    _print(predicted, console)
     if readings is None and leave_out is None and FOLDER.is_dir():
-        intervals_of(found).write()
-        page, picture = write_page(found)
+        write_whole(INTERVALS, intervals_of(predicted).table())
+        page, picture = write_page(predicted)
         console.print(f"{from_root(page)} and {from_root(picture)} show every reading.")
 
 
 def validate_arguments(parser: ArgumentParser) -> None:
     """What no variable says."""
     parser.add_argument("--fit", action="store_true", help="fit the constants anew, minutes")
-
-
-def _residuals(path: Path, without: str | None) -> Residuals:
-    readings, unreadable = read_readings(path)
-    if without is not None:
-        # Constants were fitted without a public source, whichever file they are tried on.
-        public = () if path == READINGS else read_readings()[0]
-        without = _source(without, {reading.source for reading in (*readings, *public)})
-    if path == READINGS:
-        return residuals(readings, unreadable, without)
-    return residuals(readings, unreadable, without, partial(calibration_of, ROOT / "runs"))
 
 
 def _source(name: str, known: set[str]) -> str:
@@ -102,8 +98,13 @@ def _print(found: Residuals, console: Console) -> None:
             console.print(rich_table(_table(title, groups), console.width))
     if found.predicted:
         console.print(readable_table(_worst_table(worst(found, _WORST)), console.width))
-    if found.predicted:
-        console.print(rich_table(_coverage(by_coverage(found)), console.width))
+        columns = (
+            Column[Coverage]("Inside their intervals", lambda c: c.name, right=False, wraps=True),
+            Column[Coverage]("n", lambda kind: kind.readings),
+            Column[Coverage]("of 80%", lambda kind: kind.shares[0.80], percent),
+            Column[Coverage]("of 95%", lambda kind: kind.shares[0.95], percent),
+        )
+        console.print(rich_table(Table(columns, tuple(by_coverage(found))), console.width))
     _print_regrets(choices(found), choices(found, across_releases=True), console)
     total = len(found.predicted) + len(found.refused)
     rest = " Not predicted:" if found.refused else ""
@@ -111,8 +112,7 @@ def _print(found: Residuals, console: Console) -> None:
     for source, reason, lines in reasons(found.refused):
         named = ", ".join(map(str, lines[:_NAMED_LINES]))
         more = ", …" if len(lines) > _NAMED_LINES else ""
-        sentence = f"  {len(lines):3}  {source}: {reason} (row {named}{more})"
-        say(console, sentence)
+        say(console, f"  {len(lines):3}  {source}: {reason} (row {named}{more})")
 
 
 def _print_regrets(found: list[Choice], mixed: list[Choice], console: Console) -> None:
@@ -137,19 +137,15 @@ def _print_regrets(found: list[Choice], mixed: list[Choice], console: Console) -
     if len(more) > len(regrets):
         console.print(
             f"With {len(more) - len(regrets)} more groups whose strategies were run by different "
-            "releases "
-            f"of the software it is {mean(more):.1%} in the mean and {max(more):.1%} at worst.",
+            f"releases of the software it is {mean(more):.1%} in the mean and {max(more):.1%} at worst.",
             soft_wrap=True,
         )
     console.print("By source:")
-    by_source: dict[str, list[float]] = defaultdict(list)
-    repeated: dict[str, list[float]] = defaultdict(list)
-    for choice in found:
-        by_source[choice.chosen.reading.source].append(choice.regret)
-        repeated[choice.chosen.reading.source] += choice.apart
-    for source, own in sorted(by_source.items()):
+    for source in sorted({choice.chosen.reading.source for choice in found}):
+        of_it = [choice for choice in found if choice.chosen.reading.source == source]
+        own = [choice.regret for choice in of_it]
         sentence = f"  {len(own):3}  {source}: {mean(own):.1%}, at worst {max(own):.1%}"
-        if apart := repeated[source]:
+        if apart := [share for choice in of_it for share in choice.apart]:
             sentence += (
                 f"; times of one strategy lie {median(apart):.1%} apart in the median of {len(apart)}, "
                 f"{max(apart):.1%} at most"
@@ -162,42 +158,17 @@ def _table(title: str, groups: list[ErrorGroup]) -> Table[ErrorGroup]:
     names = ("median", "mean", "bias", "p90", "≤10%", "≤15%")
     shares = (replace(each, name=name) for each, name in zip(ERRORS, names, strict=True))
     name = Column[ErrorGroup](title, lambda group: group.name, right=False, wraps=True)
-    return Table((name, Column[ErrorGroup]("n", _counted), *shares), tuple(groups))
 
+    def counted(group: ErrorGroup) -> str:
+        predicted = len(group.errors)
+        return str(predicted) if predicted == group.readings else f"{predicted}/{group.readings}"
 
-def _coverage(found: list[Coverage]) -> Table[Coverage]:
-    columns = (
-        Column[Coverage]("Inside their intervals", lambda kind: kind.name, right=False, wraps=True),
-        Column[Coverage]("n", lambda kind: kind.readings),
-        *(
-            Column[Coverage](f"of {level:.0%}", partial(_covered, level), percent)
-            for level in WIDENED
-        ),
-    )
-    return Table(columns, tuple(found))
-
-
-def _covered(level: float, kind: Coverage) -> float:
-    return kind.shares[level]
-
-
-def _counted(group: ErrorGroup) -> str:
-    predicted = len(group.errors)
-    return str(predicted) if predicted == group.readings else f"{predicted}/{group.readings}"
+    return Table((name, Column[ErrorGroup]("n", counted), *shares), tuple(groups))
 
 
 def _worst_table(items: list[Residual]) -> TextTable:
     """The first cell heads a paragraph where the columns do not fit."""
-    header = (
-        "measurement",
-        "GPUs",
-        "strategy",
-        "metric",
-        "published",
-        "predicted",
-        "error",
-        "mostly",
-    )
+    header = "measurement, GPUs, strategy, metric, published, predicted, error, mostly"
     lines = tuple(
         (
             f"row {item.reading.line}, {item.reading.source}: {item.reading.model}",
@@ -211,12 +182,11 @@ def _worst_table(items: list[Residual]) -> TextTable:
         )
         for item in items
     )
-    return TextTable("worst", "Worst", header, lines)
+    return TextTable("worst", "Worst", tuple(header.split(", ")), lines)
 
 
 _MEANING = (
     "n is the number of measurements (predicted/all). An error is predicted over published time or "
-    "memory, "
-    "less 1: median, mean and p90 (nine of ten are below) of its size, bias its median with its sign; "
-    "≤10% and ≤15% are the shares missed by no more."
+    "memory, less 1: median, mean and p90 (nine of ten are below) of its size, bias its median with "
+    "its sign; ≤10% and ≤15% are the shares missed by no more."
 )

@@ -11,7 +11,6 @@ from typing import Any
 from tools.plan.readings.table import Reading
 from tools.spec.files import read_yaml
 
-_HERE = Path(__file__).parent
 _CONDITIONS = ("model", "gpus", "bits", "since", "noted", "lines")
 
 
@@ -21,7 +20,16 @@ def source_facts(reading: Reading) -> dict[str, Any]:
     facts = _usual_facts(reading.source)
     release = release_of(reading, facts)
     for case in facts.get("cases", ()):
-        if _fits(case, reading, release):
+        # Of `gpt2.md@9e64ede:390` the line of its page; some cases are of those between two.
+        line, (first, last) = reading.where.rpartition(":")[2], case.get("lines", (0, 0))
+        if (
+            any(reading.model.startswith(name) for name in case.get("model", [""]))
+            and reading.gpu in case.get("gpus", [reading.gpu])
+            and reading.dtype in case.get("bits", [reading.dtype])
+            and release >= case.get("since", 0)
+            and case.get("noted", "") in reading.notes
+            and (not last or (line.isdecimal() and first <= int(line) <= last))
+        ):
             facts |= {name: value for name, value in case.items() if name not in _CONDITIONS}
     return facts
 
@@ -44,39 +52,17 @@ def release_of(reading: Reading, facts: Mapping[str, Any]) -> float:
 def model_facts(model: str) -> dict[str, Any]:
     """What is known of a model by its name, from `models.yaml`; empty if it is not there."""
     name = model.lower().replace("_", "-").replace("llama-", "llama").replace("llama31", "llama3.1")
-    known = _models()
+    known = _known("models")
     fits = [key for key in known if name.startswith(key)]
     return known[max(fits, key=len)] if fits else {}
 
 
-def _fits(case: Mapping[str, Any], reading: Reading, release: float) -> bool:
-    return (
-        any(reading.model.startswith(name) for name in case.get("model", [""]))
-        and reading.gpu in case.get("gpus", [reading.gpu])
-        and reading.dtype in case.get("bits", [reading.dtype])
-        and release >= case.get("since", 0)
-        and case.get("noted", "") in reading.notes
-        and ("lines" not in case or _line_within(reading.where, *case["lines"]))
-    )
-
-
-def _line_within(where: str, first: int, last: int) -> bool:
-    """Whether a place ends with a line of its page (`gpt2.md@9e64ede:390`) between two others."""
-    line = where.rpartition(":")[2]
-    return line.isdecimal() and first <= int(line) <= last
-
-
 def _usual_facts(source: str) -> dict[str, Any]:
-    known = _sources()
+    known = _known("sources")
     longest = max((name for name in known if source.startswith(name)), key=len)
     return {**known[""], **known[longest]}
 
 
 @cache
-def _sources() -> dict[str, dict[str, Any]]:
-    return dict(read_yaml(_HERE / "sources.yaml")["sources"])
-
-
-@cache
-def _models() -> dict[str, dict[str, Any]]:
-    return dict(read_yaml(_HERE / "models.yaml")["models"])
+def _known(what: str) -> dict[str, dict[str, Any]]:
+    return dict(read_yaml(Path(__file__).with_name(f"{what}.yaml"))[what])

@@ -20,7 +20,6 @@ from pathlib import Path
 from tools.plan.readings.residual import Residual
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.flops import mfu, model_flops
-from tools.records.io import write_whole
 from tools.spec.run import RunSpec
 
 WIDENED = {0.80: 1.15, 0.95: 1.2}
@@ -70,32 +69,24 @@ class Intervals:
     def _errors(self, item: Residual, level: float) -> tuple[float, float]:
         kind, spec = kind_of_prediction(item), item.expressed.spec
         if (kind, spec) not in self._found:
-            self._found[kind, spec] = self._quantiles(kind, spec)
+            others: list[_Error] = []
+            for words in range(len(kind), 0, -1):
+                others = [error for error in self._alike[kind[:words]] if error.spec != spec]
+                if len(others) >= _ENOUGH:
+                    break
+            unknown = dict.fromkeys(WIDENED, (-log(2), log(2)))
+            self._found[kind, spec] = _levels(others) if others else unknown
         return self._found[kind, spec][level]
-
-    def _quantiles(
-        self, kind: tuple[object, ...], spec: RunSpec
-    ) -> dict[float, tuple[float, float]]:
-        others: list[_Error] = []
-        for words in range(len(kind), 0, -1):
-            others = [error for error in self._alike[kind[:words]] if error.spec != spec]
-            if len(others) >= _ENOUGH:
-                break
-        return _levels(others) if others else dict.fromkeys(WIDENED, (-log(2), log(2)))
 
     def table(self) -> str:
         """`intervals.csv`: of each kind of time with enough errors, their interval at each level."""
-        lines = [",".join(("kind", "measurements", *_columns()))]
+        columns = (f"{end}_{level:.2f}" for level in WIDENED for end in ("low", "high"))
+        lines = [",".join(("kind", "measurements", *columns))]
         for kind, errors in sorted(self._alike.items(), key=lambda each: _key(each[0])):
             if kind[0] == "time" and len(kind) >= _NAMED and len(errors) >= _ENOUGH:
-                found = _levels(errors)
-                ends = (f"{end:.4f}" for level in WIDENED for end in found[level])
+                ends = (f"{end:.4f}" for both in _levels(errors).values() for end in both)
                 lines.append(",".join((_key(kind), str(len(errors)), *ends)))
         return "\n".join(lines) + "\n"
-
-    def write(self) -> None:
-        """Write the table."""
-        write_whole(INTERVALS, self.table())
 
 
 @dataclass(frozen=True)
@@ -122,20 +113,15 @@ def expected(spec: RunSpec, cluster: Cluster, seconds: float) -> Expected | None
 @cache
 def _table() -> dict[str, Expected]:
     with INTERVALS.open(newline="") as file:
-        return {
-            row["kind"]: Expected(
-                int(row["measurements"]),
-                {
-                    level: (float(row[f"low_{level:.2f}"]), float(row[f"high_{level:.2f}"]))
-                    for level in WIDENED
-                },
-            )
-            for row in csv.DictReader(file)
-        }
-
-
-def _columns() -> list[str]:
-    return [f"{end}_{level:.2f}" for level in WIDENED for end in ("low", "high")]
+        rows = list(csv.DictReader(file))
+    ends = {level: (f"low_{level:.2f}", f"high_{level:.2f}") for level in WIDENED}
+    return {
+        row["kind"]: Expected(
+            int(row["measurements"]),
+            {level: (float(row[low]), float(row[high])) for level, (low, high) in ends.items()},
+        )
+        for row in rows
+    }
 
 
 def _key(kind: tuple[object, ...]) -> str:
@@ -159,27 +145,23 @@ def kind_of_prediction(item: Residual) -> tuple[object, ...]:
 
 
 def _kind(spec: RunSpec, cluster: Cluster, seconds: float | None) -> tuple[object, ...]:
-    shape, execution = spec.shape, cluster.execution
+    shape, execution, device = spec.shape, cluster.execution, cluster.device
     layers = "experts" if shape.experts else "several kinds" if shape.blocks else "dense"
+    # Devices are busy that are said to do more than wait for their host and for one another.
+    peak = device.peak_flops("bf16") or device.peak_flops("fp16")
+    flops = model_flops(shape, spec.batch.global_batch_size)
+    is_busy = peak and seconds is not None and mfu(flops, seconds, cluster.devices, peak) >= _BUSY
     return (
         "time" if seconds else "memory",
         "sharded" if layers == "dense" and spec.parallelism.sharding.shards_weights else layers,
-        cluster.device.generation,
-        seconds is not None and _is_busy(spec, cluster, seconds),
+        device.generation,
+        bool(is_busy),
         bool(spec.fp8_recipe),
         execution.deterministic,
         spec.fused_attention,
         execution.blocking,
         cluster.devices <= cluster.per_node,
     )
-
-
-def _is_busy(spec: RunSpec, cluster: Cluster, seconds: float) -> bool:
-    """Whether devices are said to do more than wait for their host and for one another."""
-    device = cluster.device
-    peak = device.peak_flops("bf16") or device.peak_flops("fp16")
-    flops = model_flops(spec.shape, spec.batch.global_batch_size)
-    return bool(peak) and mfu(flops, seconds, cluster.devices, peak or 1.0) >= _BUSY
 
 
 def _quantile(weighed: list[tuple[float, float]], share: float) -> float:

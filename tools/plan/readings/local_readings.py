@@ -23,7 +23,6 @@ from tools.plan.readings.residual import Residual, residual
 from tools.plan.readings.table import (
     COLUMNS,
     OF_ONES_OWN,
-    Reading,
     ReadingsError,
     read_readings,
     read_rows,
@@ -142,14 +141,14 @@ class OwnRuns:
         left = []
         for place, item in enumerate(self.residuals):
             others = (*self.residuals[:place], *self.residuals[place + 1 :])
-            left.append(exp(_error(item) - self._expected(item.expressed.spec, others)) - 1)
+            rest = log(1 + item.error) - self._expected(item.expressed.spec, others)
+            left.append(exp(rest) - 1)
         return tuple(left)
 
     def without(self, spec: RunSpec) -> OwnRuns:
         """The same but for the readings of one run: it says nothing of how well it is predicted."""
-        wanted = _measured(spec)
-        others = (item for item in self.residuals if _measured(item.expressed.spec) != wanted)
-        return OwnRuns(tuple(others))
+        own, wanted = self.residuals, _measured(spec)
+        return OwnRuns(tuple(run for run in own if _measured(run.expressed.spec) != wanted))
 
     def _expected(self, spec: RunSpec, known: Sequence[Residual]) -> float:
         if not known:
@@ -160,7 +159,7 @@ class OwnRuns:
         among = np.array([[_covariance(one, two) for one in specs] for two in specs])
         noisy = among + _NOISE**2 * np.eye(len(specs))
         weights = np.linalg.solve(noisy, [_covariance(spec, each) for each in specs])
-        return float(weights @ [_error(item) for item in known])
+        return float(weights @ [log(1 + item.error) for item in known])
 
 
 _ENOUGH = 3
@@ -183,7 +182,9 @@ def own_runs(path: Path, cluster: Cluster) -> OwnRuns:
         return OwnRuns()
     found = []
     for reading in read_readings(path)[0]:
-        if not _is_here(reading, cluster.device):
+        timed = reading.metric in ("step_time_s", "tokens_per_s_per_gpu")
+        here = reading.where.startswith(f"{platform.node()}:")
+        if not timed or (cluster.device.key == "cpu" and not here):
             continue
         try:
             expressed = express(reading)
@@ -198,57 +199,33 @@ def own_runs(path: Path, cluster: Cluster) -> OwnRuns:
     return OwnRuns(tuple(found))
 
 
-def _is_here(reading: Reading, device: Device) -> bool:
-    if reading.metric not in ("step_time_s", "tokens_per_s_per_gpu"):
-        return False
-    here = reading.where.startswith(f"{platform.node()}:")
-    return device.key != "cpu" or here
-
-
 def _measured(spec: RunSpec) -> RunSpec:
     """What a row keeps of a run: no seed, no patch file."""
     return replace(spec, seed=0, patch_file=None)
 
 
-def _error(item: Residual) -> float:
-    return log(1 + item.error)
-
-
 def _covariance(one: RunSpec, two: RunSpec) -> float:
-    return _SHARED**2 + _ALIKE**2 * exp(-_unlike(one, two) / _REACH)
+    """By doublings over all that differs; a choice that is another counts as one."""
+    (sizes, choices), (others, other_choices) = _features(one), _features(two)
+    unlike = sum(abs(log2(a / b)) for a, b in zip(sizes, others, strict=True))
+    unlike += sum(a != b for a, b in zip(choices, other_choices, strict=True))
+    return _SHARED**2 + _ALIKE**2 * exp(-unlike / _REACH)
 
 
-def _unlike(one: RunSpec, two: RunSpec) -> float:
-    """Doublings over all that differs; a choice that is another counts as one."""
-    mine, other = one.parallelism, two.parallelism
-    pairs = (
-        (parameters_total(one.shape), parameters_total(two.shape)),
-        (mine.world_size, other.world_size),
-        (mine.tensor, other.tensor),
-        (mine.pipeline, other.pipeline),
-        (mine.virtual_stages, other.virtual_stages),
-        (mine.context, other.context),
-        (mine.expert, other.expert),
-        (one.batch.micro_batch_size, two.batch.micro_batch_size),
-        (one.shape.seq_length, two.shape.seq_length),
-    )
-    choices = (
-        mine.sharding != other.sharding,
-        mine.sequence_parallel != other.sequence_parallel,
-        one.recompute != two.recompute,
-        one.dtype != two.dtype,
-        one.fused_attention != two.fused_attention,
-        one.fp8_recipe != two.fp8_recipe,
-        one.fused != two.fused,
-    )
-    return sum(abs(log2(a / b)) for a, b in pairs) + sum(choices)
+def _features(spec: RunSpec) -> tuple[tuple[int, ...], tuple[object, ...]]:
+    """Sizes and choices of a run."""
+    split, shape = spec.parallelism, spec.shape
+    degrees = (split.tensor, split.pipeline, split.virtual_stages, split.context, split.expert)
+    sizes = (spec.batch.micro_batch_size, shape.seq_length)
+    numbers = (spec.dtype, spec.fused_attention, spec.fp8_recipe, spec.fused)
+    choices = (split.sharding, split.sequence_parallel, spec.recompute, *numbers)
+    return (parameters_total(shape), split.world_size, *degrees, *sizes), choices
 
 
 def _configuration(row: Row) -> tuple[str, ...]:
     """What makes a row another one: all but what it measured, and in which run."""
-    machine = row.get("url_or_path", "").partition(":")[0]
     said = (row.get(name) or "" for name in _COLUMNS if name not in ("url_or_path", "value"))
-    return (machine, *said)
+    return (row.get("url_or_path", "").partition(":")[0], *said)
 
 
 def _table(path: Path) -> tuple[list[str], list[Row]]:

@@ -24,7 +24,7 @@ from tools.plan.time.cluster import Cluster
 from tools.plan.time.iteration import iteration_seconds
 from tools.plan.time.rates import NoPeakError
 from tools.spec.run import RunSpec
-from tools.text.units import duration, joined
+from tools.text.units import duration, joined, plural
 
 _LIKE = 8
 """Readings that are looked at."""
@@ -73,29 +73,26 @@ class Uncertainty:
         )
 
     def __str__(self) -> str:
-        said = [self._own_sentence()] if self.own_runs else []
-        return " ".join([*said, self._public_sentence()])
-
-    def _own_sentence(self) -> str:
-        runs = f"{self.own_runs} run{'s' * (self.own_runs > 1)} of your own"
-        off = exp(self.bias) - 1
-        way = f"{abs(off):.0%} too {'slow' if off > 0 else 'fast'}"
-        left = ""
+        if not self.own_runs:
+            return self._public_sentence()
+        left, way = "", _missed(exp(self.bias) - 1)
         if self.own:
-            left = f"; corrected by the others, their errors are {_range(self.own)}"
+            ends = (f"{ratio:+.0%}".replace("-", "−") for ratio in (min(self.own), max(self.own)))
+            left = f"; corrected by the others, their errors are {'…'.join(ends)}"
         say = "says" if self.own_runs == 1 else "say"
-        return f"Corrected by {runs} on {self.device}, which {say} it is predicted {way}{left}."
+        return (
+            f"Corrected by {plural(self.own_runs, 'run')} of your own on {self.device}, which {say} it "
+            f"is predicted {way}{left}. {self._public_sentence()}"
+        )
 
     def _public_sentence(self) -> str:
         nearest = joined([_measured(item) for _, item in self.public[:2]])
         near = f"measured near this: {nearest}." if nearest else "none was near this."
         if self.expected is None:
             if nearest:
-                near = f"Too few measurements of its kind for an interval; {near}"
-            else:
-                near = f"No published measurement on {self.device} is near this"
-                near += "." if self.own else ", so its time has no interval."
-            return near
+                return f"Too few measurements of its kind for an interval; {near}"
+            end = "." if self.own else ", so its time has no interval."
+            return f"No published measurement on {self.device} is near this{end}"
         inside, most = (
             " to ".join(map(duration, self.expected.seconds(self.seconds, level)))
             for level in _LEVELS
@@ -107,19 +104,20 @@ class Uncertainty:
 
     def as_data(self) -> dict[str, Any]:
         """The same as data: errors are ratios, `distance` is in doublings."""
+        nearest = [
+            {
+                "source": i.reading.source,
+                "line": i.reading.line,
+                "distance": d,
+                "held_out_error": i.error,
+            }
+            for d, i in self.public
+        ]
         return {
             "interval_80": self.interval(0.80),
             "interval_95": self.interval(0.95),
             "warning": self.warning,
-            "nearest": [
-                {
-                    "source": i.reading.source,
-                    "line": i.reading.line,
-                    "distance": d,
-                    "held_out_error": i.error,
-                }
-                for d, i in self.public
-            ],
+            "nearest": nearest,
             "own_runs": self.own_runs,
             "own_bias": exp(self.bias) - 1,
             "own_errors": list(self.own),
@@ -128,12 +126,10 @@ class Uncertainty:
 
 def uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncertainty:
     """The error to expect of a predicted time; one's own runs are of the cluster's device, or none."""
-    bias = own.bias(spec)
-    seconds = iteration_seconds(spec, cluster).total / exp(bias)
-    near = tuple(near_residuals(spec, cluster))
-    count = len(own.residuals)
+    seconds = iteration_seconds(spec, cluster).total / exp(bias := own.bias(spec))
+    known = (own.remaining(), len(own.residuals), tuple(near_residuals(spec, cluster)))
     kind = expected(spec, cluster, seconds)
-    return Uncertainty(cluster.device.name, seconds, bias, own.remaining(), count, near, kind)
+    return Uncertainty(cluster.device.name, seconds, bias, *known, kind)
 
 
 def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
@@ -151,7 +147,10 @@ def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residua
         if distance > _FAR or len(found) == _LIKE:
             break
         reading, known = _readings()[place]
-        layout = (*_layout(reading), *((place,) if known else ()))
+        # What later releases measure again: one of them is enough.
+        degrees = (reading.gpus, reading.tp, reading.pp, reading.vpp, reading.cp, reading.ep)
+        batch = (reading.mbs, reading.gbs, reading.seq, reading.dtype, known and place)
+        layout = (*degrees, *batch, reading.source, reading.model, reading.gpu)
         # What another trainer takes, or a host that waits for every kernel, says nothing of a plan.
         facts = source_facts(reading)
         if layout in layouts or "trainer" in facts or facts["blocking"]:
@@ -163,13 +162,6 @@ def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residua
         found.append((distance, near))
         layouts.add(layout)
     return found
-
-
-def _layout(reading: Reading) -> tuple[object, ...]:
-    """What later releases measure again: one of them is enough."""
-    degrees = (reading.gpus, reading.tp, reading.pp, reading.vpp, reading.cp, reading.ep)
-    batch = (reading.mbs, reading.gbs, reading.seq, reading.dtype)
-    return (*degrees, *batch, reading.source, reading.model, reading.gpu)
 
 
 @cache
@@ -206,15 +198,9 @@ def _measured(item: Residual) -> str:
     where = f"{reading.gpus:,} {reading.gpu}" + (f", {layout}" if layout else "")
     unit = "s" if reading.metric == "step_time_s" else "tokens/s a GPU"
     value = f"{reading.value:,.0f}" if reading.value >= 1000 else f"{reading.value:.4g}"
-    off = "predicted within 1%"
-    if abs(item.error) >= 0.01:
-        off = f"predicted {abs(item.error):.0%} too {'slow' if item.error > 0 else 'fast'}"
-    return f"{reading.params_b:g}B, {where}: {value} {unit} ({off})"
+    off = "within 1%" if abs(item.error) < 0.01 else _missed(item.error)
+    return f"{reading.params_b:g}B, {where}: {value} {unit} (predicted {off})"
 
 
-def _range(errors: tuple[float, ...]) -> str:
-    return f"{_signed(min(errors))}…{_signed(max(errors))}"
-
-
-def _signed(ratio: float) -> str:
-    return f"{ratio:+.0%}".replace("-", "−")
+def _missed(ratio: float) -> str:
+    return f"{abs(ratio):.0%} too {'slow' if ratio > 0 else 'fast'}"

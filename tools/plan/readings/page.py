@@ -6,7 +6,15 @@ import json
 from pathlib import Path
 
 from tools.plan.readings.residual import Residual, Residuals
-from tools.plan.readings.summary import ERRORS, MEMORY, TIME, ErrorGroup, by_source, kind_of
+from tools.plan.readings.summary import (
+    ERRORS,
+    MEMORY,
+    TIME,
+    ErrorGroup,
+    by_source,
+    kind_of,
+    runs_of,
+)
 from tools.records.io import write_whole
 from tools.spec.files import ROOT
 from tools.text.html import environment
@@ -15,37 +23,34 @@ from tools.text.table import Column, Table
 from tools.text.units import GIB
 
 FOLDER = ROOT / "docs"
-_FILTERS = ("kind", "source", "GPU", "TP", "PP", "dtype")
 
 
 def write_page(residuals: Residuals, folder: Path = FOLDER) -> tuple[Path, Path]:
     """Write `residuals.html` and `residuals.svg`."""
-    page, picture = folder / "residuals.html", folder / "residuals.svg"
-    folder.mkdir(exist_ok=True)
-    write_whole(page, _html(residuals))
-    _draw(residuals, picture)
-    return page, picture
-
-
-def _html(residuals: Residuals) -> str:
     from markupsafe import Markup
 
+    page, picture = folder / "residuals.html", folder / "residuals.svg"
+    folder.mkdir(exist_ok=True)
+    plotted = runs_of(residuals)
     data = {
         "columns": [column.name for column in _COLUMNS],
-        "filters": _FILTERS,
-        "rows": [[column.value(item) for column in _COLUMNS] for item in _plotted(residuals)],
+        "filters": ("kind", "source", "GPU", "TP", "PP", "dtype"),
+        "rows": [[column.value(item) for column in _COLUMNS] for item in plotted],
     }
     errors = Table((*_GROUP, *ERRORS), tuple(by_source(residuals)))
     # "<" never stands in a script element's text but as the start of a tag.
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     template = environment(Path(__file__).parent).get_template("residuals.html.j2")
-    return template.render(
+    text = template.render(
         predicted=len(residuals.predicted),
         total=len(residuals.predicted) + len(residuals.refused),
         header=errors.header,
         rows=errors.cells,
         data=Markup(packed),  # noqa: S704  made above, and escaped for a script element
     )
+    write_whole(page, text)
+    _draw(plotted, picture)
+    return page, picture
 
 
 _GROUP = (
@@ -55,16 +60,8 @@ _GROUP = (
 )
 
 
-def _plotted(residuals: Residuals) -> list[Residual]:
-    return [item for item in residuals.predicted if item.reading.metric != "matmul_tflops"]
-
-
 def _of_split(name: str, degree: str) -> Column[Residual]:
     return Column(name, lambda item: getattr(item.expressed.spec.parallelism, degree))
-
-
-def _bits(item: Residual) -> str:
-    return str(item.expressed.spec.fp8_recipe or item.expressed.spec.dtype)
 
 
 _COLUMNS = (
@@ -80,7 +77,7 @@ _COLUMNS = (
     _of_split("CP", "context"),
     _of_split("EP", "expert"),
     _of_split("DP", "data"),
-    Column[Residual]("dtype", _bits),
+    Column[Residual]("dtype", lambda i: str(i.expressed.spec.fp8_recipe or i.expressed.spec.dtype)),
     Column[Residual]("kind", lambda item: kind_of(item.reading.metric)),
     Column[Residual]("published", lambda item: float(f"{_values(item)[0]:.5g}")),
     Column[Residual]("predicted", lambda item: float(f"{_values(item)[1]:.5g}")),
@@ -97,8 +94,7 @@ def _values(item: Residual) -> tuple[float, float]:
     return item.reading.value * unit, item.predicted * unit
 
 
-def _draw(residuals: Residuals, path: Path) -> None:
-    items = _plotted(residuals)
+def _draw(items: list[Residual], path: Path) -> None:
     generations = sorted({item.expressed.cluster.device.generation for item in items})
     with svg_figure(path, "residuals", 9, 4.4, dpi=160) as figure:
         for axes, kind in zip(figure.subplots(1, 2), (TIME, MEMORY), strict=True):
@@ -110,19 +106,10 @@ def _draw(residuals: Residuals, path: Path) -> None:
                     and item.expressed.cluster.device.generation == generation
                 ]
                 if points:
-                    axes.scatter(
-                        *zip(*points, strict=True),
-                        s=5,
-                        alpha=0.5,
-                        c=colour,
-                        label=generation,
-                        rasterized=True,
-                    )
-            axes.set_xscale("log")
-            axes.set_yscale("log")
+                    style = {"c": colour, "label": generation, "rasterized": True}
+                    axes.scatter(*zip(*points, strict=True), s=5, alpha=0.5, **style)
+            axes.set(xscale="log", yscale="log", xlabel="published", ylabel="predicted")
             ends = axes.get_xlim()
             axes.plot(ends, ends, linewidth=0.8, color="#555555")
             axes.set_title("seconds an iteration" if kind == TIME else "bytes")
-            axes.set_xlabel("published")
-            axes.set_ylabel("predicted")
         figure.axes[0].legend(frameon=False, markerscale=2)

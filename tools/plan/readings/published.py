@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
-from typing import Any
-
 from tools.plan.readings.reading_to_spec import Expressed
 from tools.plan.readings.table import Reading
 from tools.plan.tensors import parameters_total
@@ -48,23 +45,20 @@ def kit_runs() -> list[Expressed]:
 
 def measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: float) -> Expressed:
     """A run whose iterations took so long, beside the reading that says it."""
-    split, words = spec.parallelism, ("model", "gpu", "dtype", "recompute", "notes", "where")
-    unknown: dict[str, Any] = {
-        each.name: None for each in fields(Reading) if each.default is MISSING
-    }
-    stated: dict[str, Any] = {
-        "line": 0,
-        "source": source,
-        "metric": "step_time_s",
-        "value": seconds,
-        "model": spec.model,
-        "params_b": round(parameters_total(spec.shape) / 1e9, 2),
-        "seq": spec.shape.seq_length,
-        "gpu": cluster.device.key.upper(),
-        "gpus": split.world_size,
-        "tp": split.tensor,
-        "pp": split.pipeline,
-        "cp": split.context,
-        "dtype": spec.dtype,
-    }
-    return Expressed(Reading(**(unknown | dict.fromkeys(words, "") | stated)), spec, cluster)
+    split = spec.parallelism
+    reading = Reading(
+        line=0,
+        source=source,
+        metric="step_time_s",
+        value=seconds,
+        model=spec.model,
+        params_b=round(parameters_total(spec.shape) / 1e9, 2),
+        seq=spec.shape.seq_length,
+        gpu=cluster.device.key.upper(),
+        gpus=split.world_size,
+        tp=split.tensor,
+        pp=split.pipeline,
+        cp=split.context,
+        dtype=spec.dtype,
+    )
+    return Expressed(reading, spec, cluster)

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -20,13 +21,7 @@ from tools.spec.experts import ExpertLoad
 from tools.spec.flag_table import of_group
 from tools.spec.flags import Flags
 from tools.spec.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
-from tools.spec.model import (
-    GPT2_VOCABULARY,
-    MAMBA,
-    LatentAttention,
-    Mamba,
-    ModelShape,
-)
+from tools.spec.model import GPT2_VOCABULARY, MAMBA, LatentAttention, Mamba, ModelShape
 from tools.spec.recompute import RECOMPUTED_MODULES, Recompute
 from tools.spec.run import (
     DeviceKind,
@@ -39,7 +34,6 @@ from tools.spec.run import (
 from tools.spec.stages import EVEN, StageSplit, filled, spread
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
-_HERE = Path(__file__).parent
 _CASE = re.compile(r"test_cases/(.+?)/golden_values")
 _WORDS_IN_BRACKETS = re.compile(r"\s*\(.*\)")
 _GATED_COLUMNS = 64
@@ -71,70 +65,47 @@ def express(reading: Reading) -> Expressed:
         RefusedError: The source states too little, contradicts itself, or trains what no formula knows.
     """
     if reading.metric == "matmul_tflops":
-        return _product_alone(reading)
+        shape = ModelShape(1, 16384, 128, 128, 128, 16384, 8192, 0)
+        spec = RunSpec(shape, Parallelism(), Batch(1, 1), dtype=reading.dtype.lower() or "bf16")
+        return Expressed(reading, spec, _cluster(reading.gpu, 1, None, None, Execution()))
     source = source_facts(reading)
     if refused := source.get("refused"):
         raise RefusedError(f"{reading.model}: {refused}")
-    own = flags_said(reading)
-    case = _case(reading)
-    if own is not None:
-        spec, execution = _spec_of_flags(reading, own), execution_of_flags(Flags(own))
-    elif case:
-        spec, execution = _golden_spec(reading, case), execution_of_flags(Flags(case.split()))
-    else:
-        spec, execution = _stated_spec(reading, source), _stated_execution(reading, source)
-    # What a test of Megatron's ran is possible, by flags that its case does not list here.
-    if (own is not None or not case) and (
-        problems := violations(_without_expert_biases(spec), NEWEST)
-    ):
-        raise RefusedError(problems[0])
-    return Expressed(reading, spec, _cluster(reading, source, execution))
-
-
-def flags_said(reading: Reading) -> list[str] | None:
-    """The flags that a reading's column holds; None where it holds none."""
     if reading.notes.startswith("flags: "):
         raise RefusedError(
             "its notes hold flags, which have a column of their own: remove the row, and 'make report' "
             "writes it anew"
         )
     try:
-        return shlex.split(reading.flags) or None
+        own = shlex.split(reading.flags)
     except ValueError as error:
         raise RefusedError(f"its flags cannot be read: {error}") from None
-
-
-def _without_expert_biases(spec: RunSpec) -> RunSpec:
-    """For the rules, which are those of every Megatron: today's gives experts biases."""
+    golden = _CASE.search(reading.where)
+    case = _cases().get(golden[1], "").split() if golden and not own else []
+    if own or case:
+        execution = execution_of_flags(Flags(own or case))
+        spec = _golden_spec(reading, case) if case else _spec_of_flags(reading, own)
+    else:
+        spec, execution = _stated_spec(reading, source), _stated_execution(reading, source)
+    # What a test of Megatron's ran is possible, by flags that its case does not list here. The rules
+    # are those of every Megatron, and today's gives experts biases.
     bias = spec.shape.bias and not spec.shape.experts
-    return replace(spec, shape=replace(spec.shape, bias=bias))
+    unbiased = replace(spec, shape=replace(spec.shape, bias=bias))
+    if not case and (problems := violations(unbiased, NEWEST)):
+        raise RefusedError(problems[0])
+    links = (source.get("network_gb_per_second"), source.get("per_node"))
+    return Expressed(reading, spec, _cluster(reading.gpu, reading.gpus or 1, *links, execution))
 
 
 @cache
 def _cases() -> dict[str, str]:
     """Megatron's functional tests by name, with the flags of each (core_v0.19 line, d98e8a64dd)."""
-    packed = (_HERE / "megatron_cases.json.gz").read_bytes()
+    packed = Path(__file__).with_name("megatron_cases.json.gz").read_bytes()
     return dict(json.loads(gzip.decompress(packed)))
 
 
-def _case(reading: Reading) -> str | None:
-    found = _CASE.search(reading.where)
-    return _cases().get(found[1]) if found else None
-
-
-def _cluster(reading: Reading, source: dict[str, Any], execution: Execution) -> Cluster:
-    assert reading.gpus is not None
-    return _same_cluster(
-        reading.gpu,
-        reading.gpus,
-        source.get("network_gb_per_second"),
-        source.get("per_node"),
-        execution,
-    )
-
-
 @cache
-def _same_cluster(
+def _cluster(
     gpu: str, gpus: int, network: float | None, per_node: int | None, execution: Execution
 ) -> Cluster:
     try:
@@ -144,27 +115,21 @@ def _same_cluster(
     inter = link_by_key(device.network)
     if network is not None:
         inter = Link("network", "as its source states", network * 1e9, inter.latency_seconds, "")
-    return Cluster(
-        device,
-        gpus,
-        per_node or device.domain,
-        link_by_key(device.link),
-        inter,
-        execution=execution,
-    )
-
-
-def _product_alone(reading: Reading) -> Expressed:
-    """One large matrix product on one device."""
-    shape = ModelShape(1, 16384, 128, 128, 128, 16384, 8192, 0)
-    spec = RunSpec(shape, Parallelism(), Batch(1, 1), dtype=reading.dtype.lower() or "bf16")
-    return Expressed(reading, spec, _same_cluster(reading.gpu, 1, None, None, Execution()))
+    per_node, intra = per_node or device.domain, link_by_key(device.link)
+    return Cluster(device, gpus, per_node, intra, inter, execution=execution)
 
 
 def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
-    shape = _shape(reading, source)
+    shape, facts = _shape(reading, source), model_facts(reading.model)
     parallelism, batch = _layout(reading, source)
-    virtual = parallelism.virtual_stages
+    groups, taken = source.get("groups") or facts.get("groups", (1, 1))
+    capacity = source["capacity"] or None
+    gradients, moments = (
+        "bf16" * bool(source[name]) for name in ("half_gradients", "half_moments")
+    )
+    dtype = reading.dtype.lower()
+    if dtype and not any(known in dtype for known in _DTYPES):
+        raise RefusedError(f"its dtype '{reading.dtype}' is none of {', '.join(_DTYPES)}")
     fused, fp8_recipe = bool(source["fused_attention"]), _fp8_recipe(reading.dtype, source)
     if shape.blocks and (parallelism.pipeline > 1 or parallelism.context > 1):
         raise RefusedError(_UNLAID.format(reading.model))
@@ -172,25 +137,21 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         shape=shape,
         parallelism=parallelism,
         batch=batch,
-        dtype=_dtype(reading),
+        dtype="fp16" if dtype.startswith("fp16") else "fp32" if dtype == "fp32" else "bf16",
         fp8_recipe=fp8_recipe,
-        half_blocks=model_facts(reading.model).get("half_blocks", {}).get(fp8_recipe.value, ""),
+        half_blocks=facts.get("half_blocks", {}).get(fp8_recipe.value, ""),
         dropout=source["dropout"],
         quantised_weights=bool(source["quantised_weights"]),
-        state_types=_state_types(source),
+        state_types=StateTypes(gradients, "", moments, moments, aware=bool(source["aware"])),
         recompute=_recompute(reading.recompute or source["recompute"], fused),
         fused_attention=fused,
-        stages=_stages_of_recipe(shape, parallelism.pipeline * virtual),
-        expert_load=_expert_load(reading.model, source),
+        stages=_stages_of_recipe(shape, parallelism.pipeline * parallelism.virtual_stages),
+        expert_load=ExpertLoad(
+            capacity=capacity, padded=capacity is not None, groups=groups, groups_taken=taken
+        ),
         token_dispatcher=TokenDispatcher(source["dispatcher"]),
         model=reading.model,
     )
-
-
-def _state_types(source: dict[str, Any]) -> StateTypes:
-    gradients = "bf16" if source["half_gradients"] else ""
-    moments = "bf16" if source["half_moments"] else ""
-    return StateTypes(gradients, "", moments, moments, aware=bool(source["aware"]))
 
 
 def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
@@ -199,14 +160,6 @@ def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
     if shape.mtp_depth and stages > 1:
         return filled(shape.layers, stages, shape.mtp_depth)
     return spread(shape.layers, stages) if shape.layers % stages else EVEN
-
-
-def _expert_load(model: str, source: dict[str, Any]) -> ExpertLoad:
-    groups, taken = source.get("groups") or model_facts(model).get("groups", (1, 1))
-    capacity = source["capacity"] or None
-    return ExpertLoad(
-        capacity=capacity, padded=capacity is not None, groups=groups, groups_taken=taken
-    )
 
 
 def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
@@ -218,29 +171,24 @@ def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
         stated = getattr(reading, name)
         return facts.get(name) if stated is None else stated
 
-    layers, hidden, heads, seq = (known(name) for name in ("layers", "hidden", "heads", "seq"))
+    sizes = {name: known(name) for name in ("layers", "hidden", "heads", "seq")}
     if blocks := facts.get("blocks", ""):
-        layers = facts.get("layers", 1)  # Repetitions of the blocks.
-    missing = [
-        name
-        for name, value in (("layers", layers), ("hidden", hidden), ("heads", heads), ("seq", seq))
-        if value is None
-    ]
-    if missing:
+        sizes["layers"] = facts.get("layers", 1)  # Repetitions of the blocks.
+    if missing := [name for name, value in sizes.items() if value is None]:
         raise RefusedError(f"the source does not state {', '.join(missing)}")
+    layers, hidden, heads, seq = sizes.values()
     experts = facts.get("experts", 0)
     if reading.expert_ffn and not experts:
         raise RefusedError(f"how many experts {reading.model} has is not known")
-    gated = facts.get("gated", False)
+    gated, latent = facts.get("gated", False), facts.get("latent")
     usual = int(4 * hidden * 2 / 3) // _GATED_COLUMNS * _GATED_COLUMNS if gated else 4 * hidden
-    latent = facts.get("latent")
-    width = facts.get("head_width") or hidden // heads
+    width = latent[2] if latent else facts.get("head_width") or hidden // heads
     return ModelShape(
         layers=layers,
         hidden=hidden,
         heads=heads,
         query_groups=facts.get("query_groups") or heads,
-        head_width=width if not latent else latent[2],
+        head_width=width,
         ffn_hidden=known("ffn") or usual,
         seq_length=seq,
         positions=0 if facts.get("rotary") else seq,
@@ -267,14 +215,17 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
     gpus = reading.gpus
     if gpus is None:
         raise RefusedError("the source does not state the number of GPUs")
-    tensor, pipeline = source.get("tensor", reading.tp), source.get("pipeline", reading.pp)
+    tensor: Any = source.get("tensor", reading.tp)
+    pipeline: Any = source.get("pipeline", reading.pp)
     context = reading.cp or 1
     pipeline = source.get("misprinted_pipeline", {}).get(f"{reading.where} {pipeline}", pipeline)
-    sharding = _sharding(reading, source)
+    sharding = Sharding(source["sharding"])
+    if re.search(r"FSDP=[1-9]|FSDP on|MaxText FSDP", reading.notes):
+        sharding = Sharding.ZERO3
     if sharding.shards_weights:
         tensor, pipeline = tensor or 1, pipeline or 1
-    if tensor is None or pipeline is None:
-        missing = [name for name, value in (("TP", tensor), ("PP", pipeline)) if value is None]
+    missing = [name for name, value in (("TP", tensor), ("PP", pipeline)) if value is None]
+    if missing:
         raise RefusedError(f"the source does not state {' and '.join(missing)}")
     ranks = tensor * pipeline * context
     if gpus % ranks:
@@ -309,35 +260,19 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
             )
         micro = 1
     virtual = source.get("virtual", reading.vpp) or 1
-    sequence = bool(source["sequence_parallel"]) and tensor > 1
     expert_tensor = source.get("expert_tensor", 1 if expert > 1 else tensor)
-    return (
-        Parallelism(
-            data=data,
-            tensor=tensor,
-            pipeline=pipeline,
-            context=context,
-            expert=expert,
-            expert_tensor=0 if expert_tensor == tensor else expert_tensor,
-            virtual_stages=virtual if pipeline > 1 else 1,
-            sequence_parallel=sequence,
-            sharding=sharding if data * context > 1 else Sharding.NONE,
-        ),
-        Batch(micro, batch),
+    parallelism = Parallelism(
+        data=data,
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        expert=expert,
+        expert_tensor=0 if expert_tensor == tensor else expert_tensor,
+        virtual_stages=virtual if pipeline > 1 else 1,
+        sequence_parallel=bool(source["sequence_parallel"]) and tensor > 1,
+        sharding=sharding if data * context > 1 else Sharding.NONE,
     )
-
-
-def _sharding(reading: Reading, source: dict[str, Any]) -> Sharding:
-    if re.search(r"FSDP=[1-9]|FSDP on|MaxText FSDP", reading.notes):
-        return Sharding.ZERO3
-    return Sharding(source["sharding"])
-
-
-def _dtype(reading: Reading) -> str:
-    words = reading.dtype.lower()
-    if words and not any(known in words for known in _DTYPES):
-        raise RefusedError(f"its dtype '{reading.dtype}' is none of {', '.join(_DTYPES)}")
-    return "fp16" if words.startswith("fp16") else "fp32" if words == "fp32" else "bf16"
+    return parallelism, Batch(micro, batch)
 
 
 def _recompute(stated: str, fused: bool) -> Recompute:
@@ -350,12 +285,11 @@ def _recompute(stated: str, fused: bool) -> Recompute:
         known = ", ".join((*_RECOMPUTED, *sorted(RECOMPUTED_MODULES)))
         raise RefusedError(f"its recompute '{stated}' is none of {known}")
     if words.startswith("full"):
-        try:
+        with suppress(ValueError):
             return Recompute.parse(words)
-        except ValueError:
-            raise RefusedError(
-                f"its recompute '{stated}' is neither full nor full uniform 2 or full block 2"
-            ) from None
+        raise RefusedError(
+            f"its recompute '{stated}' is neither full nor full uniform 2 or full block 2"
+        )
     return Recompute.SELECTIVE if words == "selective" and not fused else Recompute.NONE
 
 
@@ -369,9 +303,8 @@ def _fp8_recipe(dtype: str, source: dict[str, Any]) -> Fp8Recipe:
         return Fp8Recipe.MXFP8
     if "block" in words or "rowwise" in words:
         return Fp8Recipe.BLOCKWISE
-    return (
-        Fp8Recipe.TENSORWISE if "cs" in words or "tensorwise" in words else Fp8Recipe(source["fp8"])
-    )
+    tensorwise = "cs" in words or "tensorwise" in words
+    return Fp8Recipe.TENSORWISE if tensorwise else Fp8Recipe(source["fp8"])
 
 
 def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
@@ -411,8 +344,8 @@ def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
     return replace(spec, fused=tuple(filter(None, reading.fused.split(","))))
 
 
-def _golden_spec(reading: Reading, case: str) -> RunSpec:
-    flags = Flags(case.split())
+def _golden_spec(reading: Reading, case: list[str]) -> RunSpec:
+    flags = Flags(case)
     pattern = flags.text("--hybrid-layer-pattern")
     for flag, what in (
         *(() if pattern else (("--spec", "layers of its own"),)),
@@ -425,18 +358,17 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
             raise RefusedError(f"{reading.model} has {what}")
     if reading.model.startswith("bert"):
         raise RefusedError(f"{reading.model} is BERT: two kinds of loss, no causal mask")
-    spec = _spec_of_flags(reading, case.split())
+    spec = _spec_of_flags(reading, case)
     if pattern and max(spec.parallelism.pipeline, spec.parallelism.context) > 1:
         raise RefusedError(_UNLAID.format(reading.model))
     pipeline, virtual = spec.parallelism.pipeline, spec.parallelism.virtual_stages
-    unfused = flags.text("--attention-backend") == "unfused"
-    unfused |= flags.text("--transformer-impl") == "local"
-    batch = spec.batch
+    local = flags.text("--transformer-impl") == "local"
+    unfused = local or flags.text("--attention-backend") == "unfused"
+    batch, stages = spec.batch, spec.stages
     if batch.global_batch_size % (batch.micro_batch_size * spec.parallelism.data):
         raise RefusedError(
             f"its global batch of {batch.global_batch_size} is no multiple of its steps"
         )
-    stages = spec.stages
     if stages.problem(spec.shape.layers, pipeline, virtual):
         stages = _stages_of_recipe(spec.shape, pipeline * virtual)
     return replace(spec, fused_attention=not unfused, stages=stages)
@@ -444,14 +376,12 @@ def _golden_spec(reading: Reading, case: str) -> RunSpec:
 
 def execution_of_flags(flags: Flags) -> Execution:
     """How Megatron's flags let a run be executed."""
-    switches = of_group("execution")
-    given = {
-        each.field for each in switches if flags.has(each.name) and flags.text(each.name) != "none"
-    }
+    switched = dict.fromkeys((each.field for each in of_group("execution")), False)
+    for each in of_group("execution"):
+        switched[each.field] |= flags.has(each.name) and flags.text(each.name) != "none"
     # Megatron's own layers take Apex's norms if they can, and PyTorch's only without persistent kernels.
     bare = flags.text("--transformer-impl") == "local" and flags.has("--no-persist-layer-norm")
     # Megatron-FSDP's own passes over gradients are counted with what it sends.
     if flags.has("--use-megatron-fsdp"):
-        given.discard("unfused_gradients")
-    switched = {each.field: each.field in given for each in switches}
+        switched["unfused_gradients"] = False
     return Execution(**switched, torch_kernels=bare)

@@ -7,12 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 from tools.plan.activations import residual_bytes
-from tools.plan.memory import (
-    PredictedMemory,
-    fullest_rank,
-    memory_of_rank,
-    workspace_bytes,
-)
+from tools.plan.memory import PredictedMemory, fullest_rank, memory_of_rank, workspace_bytes
 from tools.plan.readings.facts import origin
 from tools.plan.readings.reading_to_spec import Expressed, RefusedError, express
 from tools.plan.readings.table import Reading, Refusal
@@ -25,6 +20,9 @@ from tools.plan.time.rates import NoPeakError, rates
 from tools.spec.hardware import Device
 from tools.spec.run import RunSpec
 from tools.text.units import GIB
+
+_LEAST_USE = 1e-8
+"""Of the peak; what is slower is no training, or a figure in another unit."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +96,9 @@ def left_out(expressed: Expressed, source: str) -> Expressed:
 
 @lru_cache(maxsize=4096)
 def _without(cluster: Cluster, source: str) -> Cluster:
-    constants = constants_of(cluster.device.generation, source)
-    if constants == constants_of(cluster.device.generation):
-        return cluster
-    return with_constants(cluster, constants)
+    generation = cluster.device.generation
+    constants, own = constants_of(generation, source), constants_of(generation)
+    return cluster if constants == own else with_constants(cluster, constants)
 
 
 def with_constants(cluster: Cluster, constants: Constants) -> Cluster:
@@ -129,26 +126,16 @@ def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residu
     if metric == "matmul_tflops":
         predicted = rates(cluster, spec.dtype).flops / 1e12
         return Residual(expressed, predicted, value / predicted - 1)
-    predicted = seconds = _seconds(spec, cluster)
-    measured = value
+    predicted, measured = (seconds := _seconds(spec, cluster)), value
     if metric != "step_time_s":
         predicted = _rate(expressed, cluster, seconds, flops_a_token)
         measured = seconds * predicted / value
-    _refuse_impossible(spec, cluster, measured)
+    peak = cluster.devices * max(cluster.device.peak_tflops.values()) * 1e12
+    used = model_flops(spec.shape, spec.batch.global_batch_size) / peak / max(measured, 1e-30)
+    # CPU cores have no datasheet, so that their peak bounds nothing.
+    if cluster.device.key != "cpu" and not _LEAST_USE < used <= 1:
+        raise RefusedError(f"its value would be {used:.3g} of the peak of {cluster.device.name}")
     return Residual(expressed, predicted, seconds / measured - 1, seconds)
-
-
-_LEAST_USE = 1e-8
-"""Of the peak; what is slower is no training, or a figure in another unit."""
-
-
-def _refuse_impossible(spec: RunSpec, cluster: Cluster, seconds: float) -> None:
-    """CPU cores have no datasheet, so that their peak bounds nothing."""
-    device = cluster.device
-    peak = cluster.devices * max(device.peak_tflops.values()) * 1e12
-    used = model_flops(spec.shape, spec.batch.global_batch_size) / peak / max(seconds, 1e-30)
-    if device.key != "cpu" and not _LEAST_USE < used <= 1:
-        raise RefusedError(f"its value would be {used:.3g} of the peak of {device.name}")
 
 
 def _rate(
@@ -163,23 +150,21 @@ def _rate(
         samples = spec.batch.global_batch_size
         flops_a_token = model_flops(spec.shape, samples) / spec.tokens_per_iteration
     if reading.metric == "mfu_percent":
-        peak = cluster.device.peak_flops(spec.dtype)
-        assert peak is not None
-        return 100 * tokens * flops_a_token / peak
+        return 100 * tokens * flops_a_token / (cluster.device.peak_flops(spec.dtype) or 1.0)
     return tokens * flops_a_token / 1e12
 
 
+@lru_cache(maxsize=4096)
 def predicted_memory(spec: RunSpec, metric: str) -> PredictedMemory:
     """Of the rank that a metric is read on: Megatron logs the last one's bytes, others the fullest's."""
     if metric.endswith("_bytes"):
-        return _bytes(spec, spec.parallelism.pipeline - 1)
+        return memory_of_rank(spec, spec.parallelism.pipeline - 1)
     return fullest_rank(spec)[1]
 
 
 def _memory(spec: RunSpec, cluster: Cluster, metric: str) -> float:
-    execution = cluster.execution
+    execution, generation = cluster.execution, cluster.device.generation
     grouped = bool(spec.shape.experts) and execution.grouped_experts
-    generation = cluster.device.generation
     workspaces = workspace_bytes(generation, execution.deterministic, grouped)
     held, split = predicted_memory(spec, metric), spec.parallelism
     if metric == "memory_allocated_bytes":
@@ -198,11 +183,6 @@ def _memory(spec: RunSpec, cluster: Cluster, metric: str) -> float:
 @lru_cache(maxsize=4096)
 def _seconds(spec: RunSpec, cluster: Cluster) -> float:
     return iteration_seconds(spec, cluster).total
-
-
-@lru_cache(maxsize=4096)
-def _bytes(spec: RunSpec, pipeline_rank: int) -> PredictedMemory:
-    return memory_of_rank(spec, pipeline_rank)
 
 
 def _stated_flops(readings: Iterable[Reading]) -> dict[tuple[object, ...], float]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from tools.plan.memory import COMPONENTS, fullest_rank
@@ -51,16 +52,13 @@ class ErrorGroup:
     @property
     def p90_abs_error(self) -> float | None:
         """Nine of ten readings are missed by less."""
-        if not self.errors:
-            return None
         ordered = sorted(map(abs, self.errors))
-        return ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+        return ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))] if ordered else None
 
     def within(self, bound: float) -> float | None:
         """Share of the readings missed by at most `bound`."""
-        if not self.errors:
-            return None
-        return sum(abs(error) <= bound for error in self.errors) / len(self.errors)
+        near = (abs(error) <= bound for error in self.errors)
+        return statistics.mean(near) if self.errors else None
 
 
 def kind_of(metric: str) -> str:
@@ -87,14 +85,12 @@ def by_gpu(residuals: Residuals) -> list[ErrorGroup]:
     return _groups(
         residuals.predicted,
         lambda item: f"{item.expressed.cluster.device.name}, {kind_of(item.reading.metric)}",
-        Counter(),
     )
 
 
 def by_kind(residuals: Residuals) -> list[ErrorGroup]:
     """A group for each kind of run that the README names, times in seconds or tokens and bytes."""
-    named = [(_kind_of_run(item), item) for item in residuals.predicted]
-    groups = _groups([item for kind, item in named if kind], _kind_of_run, Counter())
+    groups = _groups(filter(_kind_of_run, residuals.predicted), _kind_of_run)
     return sorted(groups, key=lambda group: _KINDS.index(group.name))
 
 
@@ -123,6 +119,9 @@ _BY_SOURCE = {
     **dict.fromkeys(_FSDP, _KINDS[6]),
 }
 _BY_BYTES = {"memory_allocated_bytes": _KINDS[9], "peak_memory_allocated_bytes": _KINDS[10]}
+_NOT_FITTED = ("", _KINDS[1], *_BY_BYTES.values())
+_DIRECT = ("step_time_s", "tokens_per_s_per_gpu")
+_DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 
 
 def _kind_of_run(item: Residual) -> str:
@@ -134,29 +133,21 @@ def _kind_of_run(item: Residual) -> str:
         return ""
     if reading.source not in _RECIPES:
         return _BY_SOURCE.get(reading.source, "")
-    return _kind_of_recipe(item)
-
-
-def _kind_of_recipe(item: Residual) -> str:
     device, spec = item.expressed.cluster.device, item.expressed.spec
     hopper = device.generation == "hopper"
     if spec.shape.blocks:
         return _KINDS[11]
     if spec.shape.experts:
         return _KINDS[7 if hopper else 8]
-    if hopper:
-        return _KINDS[3 if spec.fp8_recipe else 2]
-    return _KINDS[5 if "B300" in device.name else 4]
+    dense = (3 if spec.fp8_recipe else 2) if hopper else 5 if "B300" in device.name else 4
+    return _KINDS[dense]
 
 
 def by_split(residuals: Residuals) -> list[ErrorGroup]:
     """Of the kinds that constants are fitted to: the third that fits do not use, and the others."""
     fitted = [item for item in residuals.predicted if _kind_of_run(item) not in _NOT_FITTED]
-    return _groups(fitted, lambda item: _SPLIT[item.reading.kept_back], Counter())
-
-
-_SPLIT = ("the other two thirds", "kept back from the fit")
-_NOT_FITTED = ("", _KINDS[1], *_BY_BYTES.values())
+    names = ("the other two thirds", "kept back from the fit")
+    return _groups(fitted, lambda item: names[item.reading.kept_back])
 
 
 def worst(residuals: Residuals, count: int) -> list[Residual]:
@@ -171,10 +162,8 @@ def cause(residual: Residual) -> str:
         return ""
     spec, cluster = residual.expressed.spec, residual.expressed.cluster
     if kind_of(reading.metric) == MEMORY:
-        held = predicted_memory(spec, reading.metric)
-        parts = {
-            name: getattr(held, name) / held.live for name in COMPONENTS if name != "allocator"
-        }
+        held, names = predicted_memory(spec, reading.metric), set(COMPONENTS) - {"allocator"}
+        parts = {name: getattr(held, name) / held.live for name in COMPONENTS if name in names}
     else:
         seconds = iteration_seconds(spec, cluster)
         parts = {name: getattr(seconds, name) / seconds.total for name in TIME_COMPONENTS}
@@ -214,16 +203,16 @@ def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]
         reading, spec = item.reading, item.expressed.spec
         if item.seconds is None or reading.metric in _DERIVED:
             continue
-        numbers = (spec.dtype, spec.fp8_recipe)
-        batch = (spec.shape, spec.batch.global_batch_size, *numbers, spec.recompute)
-        what = (
-            reading.source,
-            reading.model,
-            reading.gpu,
-            reading.gpus,
-            _origin(item, across_releases),
-        )
-        groups[*what, *batch].append(item)
+        # Readings of other software differ in more than strategy: another variant, trainer or release.
+        variant, *others = reading.notes.split(";")
+        facts = source_facts(reading)
+        software = [variant, facts.get("trainer", "")]
+        software += [part for part in others if "not Megatron" in part]
+        if not across_releases:
+            software.append(str(release_of(reading, facts)))
+        batch = (spec.shape, spec.batch.global_batch_size, spec.dtype, spec.fp8_recipe)
+        what = (reading.source, reading.model, reading.gpu, reading.gpus, " ".join(software))
+        groups[*what, *batch, spec.recompute].append(item)
     found = []
     for items in groups.values():
         times: dict[RunSpec, list[float]] = defaultdict(list)
@@ -237,21 +226,6 @@ def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]
         apart = (max(measured) / min(measured) - 1 for measured in times.values() if measured[1:])
         found.append(Choice(len(items), chosen, regret, tuple(apart)))
     return found
-
-
-_DIRECT = ("step_time_s", "tokens_per_s_per_gpu")
-_DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
-
-
-def _origin(item: Residual, across_releases: bool) -> str:
-    """Variant, release and trainer: readings of other software differ in more than strategy."""
-    variant, *others = item.reading.notes.split(";")
-    facts = source_facts(item.reading)
-    parts = [variant, facts.get("trainer", "")]
-    parts += [part for part in others if "not Megatron" in part]
-    if not across_releases:
-        parts.append(str(release_of(item.reading, facts)))
-    return " ".join(parts)
 
 
 def signed(share: float | None) -> str:
@@ -285,31 +259,28 @@ def reasons(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:
 
 def intervals_of(residuals: Residuals) -> Intervals:
     """Of all times and all memory."""
-    found = residuals.predicted
-    return Intervals(item for item in found if item.reading.metric != "matmul_tflops")
+    return Intervals(runs_of(residuals))
+
+
+def runs_of(residuals: Residuals) -> list[Residual]:
+    """All but single matrix products."""
+    return [item for item in residuals.predicted if item.reading.metric != "matmul_tflops"]
 
 
 def by_coverage(residuals: Residuals) -> list[Coverage]:
     """What intervals cover, of the kinds of `by_kind`, of all times and of all memory."""
-    timed = [item for item in residuals.predicted if item.reading.metric != "matmul_tflops"]
-    intervals = intervals_of(residuals)
+    intervals, found = intervals_of(residuals), []
     members: dict[str, list[Residual]] = defaultdict(list)
-    for item in timed:
+    for item in runs_of(residuals):
         for name in filter(None, (_kind_of_run(item), f"all {kind_of(item.reading.metric)}")):
             members[name].append(item)
-    order = [*_KINDS, f"all {TIME}", f"all {MEMORY}"]
-    return [
-        Coverage(
-            name,
-            len(members[name]),
-            {
-                level: statistics.mean(intervals.covers(item, level) for item in members[name])
-                for level in WIDENED
-            },
-        )
-        for name in order
-        if name in members
-    ]
+    for name in filter(members.__contains__, (*_KINDS, f"all {TIME}", f"all {MEMORY}")):
+        shares = {
+            level: statistics.mean(intervals.covers(item, level) for item in members[name])
+            for level in WIDENED
+        }
+        found.append(Coverage(name, len(members[name]), shares))
+    return found
 
 
 @dataclass(frozen=True)
@@ -324,28 +295,18 @@ class Coverage:
 
 def _row(item: Residual, intervals: Intervals) -> dict[str, Any]:
     spec, cluster = item.expressed.spec, item.expressed.cluster
-    row: dict[str, Any] = {
+    is_run = item.reading.metric != "matmul_tflops"
+    memory = fullest_rank(spec)[1]
+    return {
         "line": item.reading.line,
         "published": item.reading.value,
         "predicted": item.predicted,
         "error": item.error,
-        "fits": None,
-        "memory_bytes": None,
-        "interval_80": None,
-        "interval_95": None,
+        "fits": fit_of(spec, memory, cluster) if is_run else None,
+        "memory_bytes": needed_bytes(memory, cluster) if is_run else None,
+        "interval_80": intervals.of(item, 0.80) if is_run else None,
+        "interval_95": intervals.of(item, 0.95) if is_run else None,
     }
-    if item.reading.metric == "matmul_tflops":
-        return row
-    memory = fullest_rank(spec)[1]
-    levels = {f"interval_{level:.0%}"[:-1]: intervals.of(item, level) for level in WIDENED}
-    return (
-        row
-        | levels
-        | {
-            "fits": fit_of(spec, memory, cluster),
-            "memory_bytes": needed_bytes(memory, cluster),
-        }
-    )
 
 
 def as_data(residuals: Residuals) -> dict[str, Any]:
@@ -368,15 +329,17 @@ def as_data(residuals: Residuals) -> dict[str, Any]:
     }
 
 
-def _groups(predicted: Iterable[Residual], name: Any, refused: Counter[str]) -> list[ErrorGroup]:
-    members: dict[str, list[Residual]] = defaultdict(list)
+def _groups(
+    predicted: Iterable[Residual],
+    name: Callable[[Residual], str],
+    refused: Mapping[str, int] = MappingProxyType({}),
+) -> list[ErrorGroup]:
+    members: dict[str, list[Residual]] = {source: [] for source in refused}
     for item in predicted:
-        members[name(item)].append(item)
-    for source in refused:
-        members.setdefault(source, [])
+        members.setdefault(name(item), []).append(item)
     groups = []
     for title, items in sorted(members.items()):
         metrics = dict.fromkeys(item.reading.metric for item in items)
-        errors = tuple(item.error for item in items)
-        groups.append(ErrorGroup(title, "+".join(metrics), len(items) + refused[title], errors))
+        errors, readings = tuple(item.error for item in items), len(items) + refused.get(title, 0)
+        groups.append(ErrorGroup(title, "+".join(metrics), readings, errors))
     return groups

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,7 @@ READINGS = Path(__file__).with_name("readings.csv.gz")
 _WORDS = ("source", "url_or_path", "model", "gpu", "dtype", "recompute", "metric", "notes")
 _WHOLE = ("layers", "hidden", "heads", "seq", "vocab", "gpus", "tp", "pp", "vpp", "cp", "dp", "ep")
 _BATCH = ("mbs", "gbs")
-_NUMBERS = ("params_b", "value")
-_FFN = "ffn"
-COLUMNS = (*_WORDS, *_WHOLE, *_BATCH, *_NUMBERS, _FFN)
+COLUMNS = (*_WORDS, *_WHOLE, *_BATCH, "params_b", "value", "ffn")
 OF_ONES_OWN = ("flags", "fused")
 """Columns that a file may lack; `make report` writes them."""
 
@@ -59,32 +58,32 @@ class Reading:
     line: int
     """In the file; the header is line 1."""
     source: str
-    where: str
-    model: str
-    params_b: float | None
-    layers: int | None
-    hidden: int | None
-    heads: int | None
-    ffn: int | None
-    expert_ffn: int | None
-    """Columns of one expert, where the source states those (`1536/expert`)."""
-    seq: int | None
-    vocab: int | None
-    gpu: str
-    gpus: int | None
-    tp: int | None
-    pp: int | None
-    vpp: int | None
-    cp: int | None
-    dp: int | None
-    ep: int | None
-    mbs: int | None
-    gbs: int | None
-    dtype: str
-    recompute: str
     metric: str
     value: float
-    notes: str
+    where: str = ""
+    model: str = ""
+    params_b: float | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    ffn: int | None = None
+    expert_ffn: int | None = None
+    """Columns of one expert, where the source states those (`1536/expert`)."""
+    seq: int | None = None
+    vocab: int | None = None
+    gpu: str = ""
+    gpus: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    cp: int | None = None
+    dp: int | None = None
+    ep: int | None = None
+    mbs: int | None = None
+    gbs: int | None = None
+    dtype: str = ""
+    recompute: str = ""
+    notes: str = ""
     flags: str = ""
     """Megatron's, all that give the run again: they say more than the other columns."""
     fused: str = ""
@@ -163,7 +162,7 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
 
 
 class _CellError(ValueError):
-    """A cell that holds what its column does not."""
+    pass
 
 
 def _reading(line: int, row: Mapping[str, str]) -> Reading:
@@ -186,28 +185,24 @@ def _reading(line: int, row: Mapping[str, str]) -> Reading:
     def number(column: str) -> float | None:
         if not cells[column]:
             return None
-        try:
-            value = float(cells[column])
-        except ValueError:
-            raise wrong(column, "a number above 0") from None
-        if not 0 < value < math.inf:
-            raise wrong(column, "a number above 0")
-        return value
+        with suppress(ValueError):
+            if 0 < (value := float(cells[column])) < math.inf:
+                return value
+        raise wrong(column, "a number above 0")
 
-    value = number("value")
-    if value is None:
+    if (value := number("value")) is None:
         raise _CellError(
             f"row {line}, column value: it is empty; name the figure, or leave the row out"
         )
     if cells["metric"] not in METRICS:
         raise wrong("metric", f"one of {', '.join(METRICS)}")
-    ffn, _, of_experts = cells[_FFN].partition("/")
-    columns = whole(_FFN, ffn)
-    words: Any = {name: cells[name] for name in (*_WORDS, *OF_ONES_OWN) if name != "url_or_path"}
+    ffn, _, of_experts = cells["ffn"].partition("/")
+    columns = whole("ffn", ffn)
+    words: Any = {name: cells[name] for name in (*_WORDS, *OF_ONES_OWN)}
     wholes: Any = {name: whole(name, cells[name]) for name in (*_WHOLE, *_BATCH)}
     return Reading(
         line=line,
-        where=cells["url_or_path"],
+        where=words.pop("url_or_path"),
         params_b=number("params_b"),
         value=value,
         ffn=None if of_experts else columns,

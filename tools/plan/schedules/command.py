@@ -1,15 +1,18 @@
-"""`make schedules`: pipeline schedules beside one another."""
+"""`make schedules`: pipeline schedules beside one another, as a table, as data, and above one another on
+one time axis as SVG: who computes what, idle in grey."""
 
 from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tools.plan.schedules.simulate import (
     COMPARED,
     Durations,
+    Pass,
     ScheduleFigures,
     SimulatedSchedule,
     closed_form_activations,
@@ -18,9 +21,20 @@ from tools.plan.schedules.simulate import (
     simulate,
 )
 from tools.spec.strategy import PipelineSchedule
+from tools.text.svg import svg_figure
 from tools.text.table import Column, Table, rich_table
 from tools.text.terminal import wide_console
 from tools.text.units import percent, plural
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_FORWARD = ("#4C86C6", "#9CC0E7")
+_BACKWARD = ("#3E9C6B", "#98D3B2")
+"""Dark and light by virtual stage."""
+_IDLE = "#DDDDDD"
+_NARROWEST_LABEL, _NARROW_LABEL = 0.7, 1.2
+"""Percent of the axis."""
 
 
 def schedules(given: Namespace) -> int:
@@ -48,8 +62,6 @@ def schedules(given: Namespace) -> int:
     else:
         _print(timelines)
     if given.svg:
-        from tools.plan.schedules.picture import draw_schedules
-
         draw_schedules(timelines, given.svg)
     return 0
 
@@ -104,3 +116,68 @@ _Measured = tuple[SimulatedSchedule, ScheduleFigures]
 
 def _listed(values: Sequence[float]) -> str:
     return " ".join(f"{value:g}" for value in values)
+
+
+def draw_schedules(timelines: Sequence[SimulatedSchedule], path: Path) -> None:
+    """Write the picture."""
+    from matplotlib.patches import Patch
+
+    pipeline = timelines[0].pipeline
+    longest = max(timeline.length for timeline in timelines)
+    height = len(timelines) * (0.75 + 0.26 * pipeline) + 0.6
+    with svg_figure(path, "schedules", 12, height) as figure:
+        panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, timeline in zip(panels, timelines, strict=True):
+            _draw(axes, timeline, longest)
+        panels[-1].set_xlabel("time, in forward passes of a whole stage")
+        kinds = {"forward": _FORWARD[0], "backward": _BACKWARD[0]}
+        if any(timeline.virtual > 1 for timeline in timelines):
+            kinds |= {"forward, odd virtual stage": _FORWARD[1]}
+            kinds |= {"backward, odd virtual stage": _BACKWARD[1]}
+        kinds["idle"] = _IDLE
+        figure.legend(
+            handles=[Patch(color=colour, label=label) for label, colour in kinds.items()],
+            loc="outside lower right",
+            ncols=5,
+            frameon=False,
+        )
+
+
+def _draw(axes: Axes, timeline: SimulatedSchedule, longest: float) -> None:
+    axes.broken_barh([(0, timeline.length)], (-0.42, timeline.pipeline - 1 + 0.84), color=_IDLE)
+    for event in timeline.events:
+        odd, long = event.step.chunk % 2, event.end - event.start
+        colour = (_FORWARD if event.step.direction is Pass.FORWARD else _BACKWARD)[odd]
+        style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5}
+        axes.broken_barh([(event.start, long)], (event.worker - 0.42, 0.84), **style)
+        width = 100 * long / longest
+        if width > _NARROWEST_LABEL:
+            # Micro batches are numbered within their iteration.
+            number = str(event.step.microbatch % timeline.microbatches + 1)
+            style = {
+                "fontsize": 6.5 if width > _NARROW_LABEL else 5,
+                "ha": "center",
+                "va": "center",
+            }
+            middle = (event.start + event.end) / 2
+            axes.text(middle, event.worker, number, color="black" if odd else "white", **style)
+    axes.set_yticks(range(timeline.pipeline), [f"stage {i}" for i in range(timeline.pipeline)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, longest)
+    axes.set_title(caption(timeline), loc="left", fontsize=9)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def caption(timeline: SimulatedSchedule) -> str:
+    """The schedule's name and what it costs, in one line."""
+    measured = figures(timeline)
+    held = max(measured.activations)
+    text = (
+        f"{timeline.schedule.paper_name}: idle {100 * measured.idle_share:.0f}% of the time, at most "
+        f"{held:g} micro batches held by a stage"
+    )
+    versions = max(measured.weight_versions)
+    if versions > 1:
+        text += f", up to {versions} weight versions, gradients up to {versions - 1} updates old"
+    return text

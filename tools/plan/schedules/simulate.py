@@ -17,8 +17,6 @@ from tools.spec.strategy import PipelineSchedule
 
 MOST_STEPS = 100_000
 """Forwards and backwards of one schedule: some ten seconds for all four."""
-
-
 COMPARED = (
     PipelineSchedule.GPIPE,
     PipelineSchedule.ONE_F_ONE_B,
@@ -104,7 +102,13 @@ def simulate(
     """
     if min(pipeline, microbatches, iterations, virtual) < 1:
         raise ValueError("Stages, micro batches, iterations and virtual stages start at 1.")
-    _refuse_long(pipeline, microbatches, iterations, virtual)
+    steps = 2 * pipeline * microbatches * iterations * virtual
+    if steps > MOST_STEPS:
+        raise ValueError(
+            f"{pipeline:,} stages, {microbatches:,} micro batches, {virtual:,} virtual stages and "
+            f"{iterations:,} iterations are {steps:,} steps; use at most {MOST_STEPS:,} "
+            "(2 x stages x micro batches x virtual stages x iterations)."
+        )
     durations = durations or Durations()
     if schedule is not PipelineSchedule.INTERLEAVED:
         virtual = 1
@@ -128,16 +132,6 @@ def simulate(
         events += _run(orders, first, start, virtual, durations)
         start = max(event.end for event in events)
     return SimulatedSchedule(schedule, pipeline, microbatches, iterations, virtual, tuple(events))
-
-
-def _refuse_long(pipeline: int, microbatches: int, iterations: int, virtual: int) -> None:
-    steps = 2 * pipeline * microbatches * iterations * virtual
-    if steps > MOST_STEPS:
-        raise ValueError(
-            f"{pipeline:,} stages, {microbatches:,} micro batches, {virtual:,} virtual stages and "
-            f"{iterations:,} iterations are {steps:,} steps; use at most {MOST_STEPS:,} "
-            "(2 x stages x micro batches x virtual stages x iterations)."
-        )
 
 
 def _order(
@@ -182,9 +176,11 @@ def _run(
         for worker, order in enumerate(orders):
             while position[worker] < len(order):
                 step = order[position[worker]]
-                ready = _ready(step, worker, pipeline, virtual, done, durations)
-                if ready is None:
-                    break
+                source, ready = _source(step, worker, pipeline, virtual), 0.0
+                if source is not None:
+                    if source not in done:
+                        break
+                    ready = done[source] + durations.transfer * (source[0] != worker)
                 begin = max(free[worker], ready)
                 whole = durations.forward if step.direction is Pass.FORWARD else durations.backward
                 end = begin + whole / virtual
@@ -198,32 +194,12 @@ def _run(
     return events
 
 
-def _ready(
-    step: Step,
-    worker: int,
-    pipeline: int,
-    virtual: int,
-    done: dict[tuple[int, Step], float],
-    durations: Durations,
-) -> float | None:
-    """When a step's input is on its worker; None while what makes it has not run."""
-    source = _source(step, worker, pipeline, virtual)
-    if source is None:
-        return 0.0
-    finished = done.get(source)
-    if finished is None:
-        return None
-    return finished + (durations.transfer if source[0] != worker else 0.0)
-
-
 def _source(step: Step, worker: int, pipeline: int, virtual: int) -> tuple[int, Step] | None:
     """The step whose output this one needs."""
-    forward = step.direction is Pass.FORWARD
-    stage = step.chunk * pipeline + worker
-    last = pipeline * virtual - 1
+    forward, stage = step.direction is Pass.FORWARD, step.chunk * pipeline + worker
     if forward and stage == 0:
         return None
-    if not forward and stage == last:
+    if not forward and stage == pipeline * virtual - 1:
         return worker, Step(Pass.FORWARD, step.microbatch, step.chunk)
     chunk, neighbour = divmod(stage - 1 if forward else stage + 1, pipeline)
     return neighbour, Step(step.direction, step.microbatch, chunk)

@@ -105,11 +105,8 @@ class Cluster:
     @property
     def network(self) -> str:
         """What joins nodes, in a few words, with what was assumed of it."""
-        ports = (
-            f"{plural(self.nics, 'port')} a node"
-            if self.nics
-            else "one port a GPU unless NICS= says so"
-        )
+        own = "one port a GPU unless NICS= says so"
+        ports = f"{plural(self.nics, 'port')} a node" if self.nics else own
         return f"{self.inter.key} between them with {ports}"
 
 
@@ -163,15 +160,6 @@ def route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
     return Route(rate, pairwise, ring, tree, cluster.inter.key)
 
 
-def crossing_groups(parallelism: Parallelism, group: Group, per_node: int) -> int:
-    """Groups of this kind that have ranks on both of two nodes; 0 where each lies on one."""
-    stride, ranks = _stride_and_ranks(parallelism, group)
-    if stride * ranks <= per_node:
-        return 0
-    inside = min(ranks, max(1, per_node // stride))
-    return max(1, per_node // inside)
-
-
 def _stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]:
     """Distance between neighbours of a group in global ranks, and its size.
 
@@ -218,11 +206,13 @@ def link_seconds(calls: Iterable[Sent], parallelism: Parallelism, bits_per_secon
     Half of the ranks, in order, sit on each side. Every ring that crosses the link carries there what
     each of its ranks sends; groups that lie on one side do not use it. All rings share the link.
     """
-    per_node = parallelism.world_size // NODES
-    sent = sum(
-        call.wire_bytes * crossing_groups(parallelism, _group(call.group), per_node)
-        for call in calls
-    )
+    per_node, sent = parallelism.world_size // NODES, 0
+    for call in calls:
+        # A ledger's group that Megatron does not have spans all ranks.
+        group = Group(call.group) if call.group in set(Group) else Group.WORLD
+        stride, ranks = _stride_and_ranks(parallelism, group)
+        if stride * ranks > per_node:
+            sent += call.wire_bytes * max(1, per_node // min(ranks, max(1, per_node // stride)))
     return 8 * sent / bits_per_second
 
 
@@ -236,8 +226,3 @@ def at_other_rate(seconds: float, link: float, measured_at: float, rate: float) 
         rate: The other rate in bit/s.
     """
     return seconds + link * (measured_at / rate - 1)
-
-
-def _group(name: str) -> Group:
-    """A ledger's group; one that Megatron does not have spans all ranks."""
-    return Group(name) if name in set(Group) else Group.WORLD

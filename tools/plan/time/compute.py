@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tools.plan.activations import FP8_RECIPE_BYTES
-from tools.plan.memory import (
-    held_parameters,
-    logit_elements,
-    offloaded_parameters,
-    precision_of,
-)
+from tools.plan.memory import held_parameters, logit_elements, offloaded_parameters, precision_of
 from tools.plan.tensors import rank_tensors
 from tools.plan.time.rates import DeviceRates
 from tools.plan.time.traffic import CHUNK, layer_bytes, scores_bytes
@@ -40,6 +35,31 @@ _TORCH_ADAM_BYTES = 80
 """PyTorch's own AdamW, a pass over all tensors for each operation (`torch/optim/adam.py:
 _multi_tensor_adam`): decay 8, moments 12, 8 and 12, root and its two corrections 8 each, update 16."""
 _NORM_AND_CLIP_BYTES = 4 + 8
+_MOVED_BYTES = 4
+"""Of an offloaded parameter, its gradient there and its weight back, each in fp32: copies that nothing
+waits for convert on the device (`aten/src/ATen/native/cuda/Copy.cu`)."""
+_DRAWING_SECONDS = 0.2e-9
+"""Of a processor for a random number of a dropout in a kernel that torch.compile wrote (measured: bias,
+dropout and addition of 42 million elements take 153 µs on 132 processors, where the bytes take 85). The
+TorchScript kernels of the years before Hopper were not measured, and count none."""
+_SPLITS = (1, 2, 4)
+"""Parts of the inner dimension that are computed beside each other where a result has few tiles."""
+_ACCUMULATED_BYTES = 8
+"""A gradient in fp32, read and written (`--gradient-accumulation-fusion`)."""
+_PRODUCT_KERNEL_SECONDS = 3e-6
+"""Start and end of a product's kernel (measured)."""
+_WIDE_HEAD, _WIDEST_HEAD = 128, 256
+"""On Blackwell cuDNN trains heads up to 128 wide, keys of 192 with values of 128, and since 9.23 heads
+of 256; others go to FlashAttention 2 (Transformer Engine 2.3 to 2.18, `fused_attn.cpp:
+nvte_get_fused_attn_backend`; cudnn-frontend issue 242)."""
+_NARROW_HEAD = 0.4
+_SHORT_SEQUENCE = 720
+"""Keys that a row of scores' start and end are worth (measured, of cuDNN and FlashAttention 2)."""
+_DROPOUT_ATTENTION = 1.5
+"""Each score's random number is drawn inside the kernel, again in backward (measured: 1,858 µs for
+1,232 at a width of 80 and 1,024 keys)."""
+_BACKWARD_ATTENTION = 2.5
+"""Five products in backward for two in forward: the scores are computed again (arXiv:2205.14135)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,32 +100,23 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
     cast_again, _ = _cast_bytes(repeated, rate)
     attention, attention_backward = _attention_seconds(spec, rate)
     attention += scores_forward / rate.bytes_per_second
-    drawing = _drawing_seconds(spec, rate)
-    added = 0.0 if frozen else sum(p.copies * p.inner * p.columns for p in products)
-    added *= _adding_seconds(spec, rate)
+    # Random numbers of both hidden dropouts; backward reads the masks.
+    numbers = spec.tokens * spec.shape.hidden // spec.sequence_shards * spec.shape.residuals
+    drawn = spec.dropout and rate.compiled
+    drawing = numbers * _DRAWING_SECONDS / rate.processors if drawn else 0.0
+    trained = () if frozen else products
+    added = sum(p.copies * p.inner * p.columns for p in trained) * _adding_seconds(spec, rate)
     fuses = not rate.execution.unfused_gradients
-    element = spec.element_bytes
 
-    def forward(computed: Iterable[_Product]) -> float:
-        return sum(
-            product_seconds(p.rows, p.inner, p.columns, element, rate, p.copies, p.quantized)
-            for p in computed
-        )
+    def seconds(p: _Product, rows: int, inner: int, columns: int, adds: bool = False) -> float:
+        element = spec.element_bytes
+        return product_seconds(rows, inner, columns, element, rate, p.copies, p.quantized, adds)
 
-    matmul = forward(products)
     return LayerSeconds(
-        forward_matmul=matmul,
-        matmul_again=matmul if len(repeated) == len(products) else forward(repeated),
-        input_gradients=sum(
-            product_seconds(p.rows, p.columns, p.inner, element, rate, p.copies, p.quantized)
-            for p in products
-        ),
-        weight_gradients=0.0
-        if frozen
-        else sum(
-            product_seconds(p.inner, p.rows, p.columns, element, rate, p.copies, p.quantized, fuses)
-            for p in products
-        ),
+        forward_matmul=sum(seconds(p, p.rows, p.inner, p.columns) for p in products),
+        matmul_again=sum(seconds(p, p.rows, p.inner, p.columns) for p in repeated),
+        input_gradients=sum(seconds(p, p.rows, p.columns, p.inner) for p in products),
+        weight_gradients=sum(seconds(p, p.inner, p.rows, p.columns, fuses) for p in trained),
         forward_attention=attention,
         attention_again=attention if spec.recompute.again("core_attn") else 0.0,
         forward_memory=(moved.forward + cast_forward) / rate.bytes_per_second + drawing,
@@ -114,18 +125,6 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
         backward_attention=attention_backward + scores_backward / rate.bytes_per_second,
         backward_memory=(moved.backward + cast_backward) / rate.bytes_per_second + added,
     )
-
-
-_DRAWING_SECONDS = 0.2e-9
-"""Of a processor for a random number of a dropout in a kernel that torch.compile wrote (measured: bias,
-dropout and addition of 42 million elements take 153 µs on 132 processors, where the bytes take 85). The
-TorchScript kernels of the years before Hopper were not measured, and count none."""
-
-
-def _drawing_seconds(spec: RunSpec, rate: DeviceRates) -> float:
-    """Random numbers of both hidden dropouts of a layer; backward reads the masks."""
-    numbers = spec.tokens * spec.shape.hidden // spec.sequence_shards * spec.shape.residuals
-    return numbers * _DRAWING_SECONDS / rate.processors if spec.dropout and rate.compiled else 0.0
 
 
 def _adding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
@@ -180,7 +179,11 @@ def _table_elements(spec: RunSpec) -> int:
 
 
 def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> float:
-    """Adam, clipping, copies between precisions, and zeroing gradients: memory traffic."""
+    """Adam, clipping, copies between precisions, and zeroing gradients: memory traffic.
+
+    Raises:
+        NoPeakError: What joins the device to a host that something is offloaded to is not known.
+    """
     precision = precision_of(spec)
     held, gradients = held_parameters(spec, pipeline_rank)
     measured = rate.measured
@@ -196,34 +199,16 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
     a_parameter = adam + _NORM_AND_CLIP_BYTES + copies + weights
     offloaded = offloaded_parameters(spec, held)
     everywhere = held * _NORM_AND_CLIP_BYTES + gradients * precision.gradients
-    here = (held - offloaded) * (a_parameter - _NORM_AND_CLIP_BYTES) / rate.bytes_per_second
-    return everywhere / rate.bytes_per_second + _beside_host(here, offloaded, rate)
-
-
-_MOVED_BYTES = 4
-"""Of an offloaded parameter, its gradient there and its weight back, each in fp32: copies that nothing
-waits for convert on the device (`aten/src/ATen/native/cuda/Copy.cu`)."""
-
-
-def _beside_host(here: float, offloaded: int, rate: DeviceRates) -> float:
-    """The device's own update beside the host's, whose Adam is one kernel that is bound by its memory.
-
-    Gradients, update and weights follow one another, or each tensor's beside the others'
-    (`hybrid_optimizer.py: HybridDeviceOptimizer.step`).
-
-    Raises:
-        NoPeakError: What joins the device to its host is not known.
-    """
-    if not offloaded:
-        return here
-    host = rate.known_host
-    moved = offloaded * _MOVED_BYTES / host.link_bytes_per_second
-    update = offloaded * _ADAM_BYTES / host.memory_bytes_per_second
-    return (
-        max(here, moved, update)
-        if rate.execution.overlap_offload
-        else max(here, update) + 2 * moved
-    )
+    beside = (held - offloaded) * (a_parameter - _NORM_AND_CLIP_BYTES) / rate.bytes_per_second
+    if offloaded:
+        # Beside the device's own update the host's, one kernel that is bound by its memory.
+        # Gradients, update and weights follow one another, or each tensor's beside the others'
+        # (`hybrid_optimizer.py: HybridDeviceOptimizer.step`).
+        moved = offloaded * _MOVED_BYTES / rate.known_host.link_bytes_per_second
+        update = offloaded * _ADAM_BYTES / rate.known_host.memory_bytes_per_second
+        apart = rate.execution.overlap_offload
+        beside = max(beside, moved, update) if apart else max(beside, update) + 2 * moved
+    return everywhere / rate.bytes_per_second + beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +226,6 @@ class _Product:
     """Whether its input, and its output's gradient, stay between the two products of an expert."""
     modules: tuple[str, ...] = ()
     """With which it is computed again; in none, with its layer alone."""
-
-
-_SPLITS = (1, 2, 4)
-"""Parts of the inner dimension that are computed beside each other where a result has few tiles."""
 
 
 @lru_cache(maxsize=65536)
@@ -279,30 +260,19 @@ def product_seconds(
     fewer = quantized and bool(rate.fp8_recipe)
     flops = rate.quantised_flops if fewer else rate.flops
     fill = rate.fill * (flops / rate.flops)
+    at_once = 2 * rate.processors
     seconds = min(
-        2
-        * _tiled(rows, columns, copies * parts, rate)
-        * rate.processors
-        * (inner / parts + fill)
-        / flops
+        _tiled(rows, columns, copies * parts, rate) * at_once * (inner / parts + fill) / flops
         + (parts - 1) * 2 * 4 * copies * rows * columns / rate.bytes_per_second
         for parts in _SPLITS
     )
     width = FP8_RECIPE_BYTES[rate.fp8_recipe] if fewer else element_bytes
-    written = element_bytes
-    if accumulated and rate.processors > 1:
-        written = _ACCUMULATED_BYTES
+    written = _ACCUMULATED_BYTES if accumulated and rate.processors > 1 else element_bytes
     operands = width * (rows * inner + inner * columns) + written * rows * columns
     loading = copies * operands / rate.bytes_per_second
     if rate.processors == 1:
         return seconds + loading
     return max(seconds, loading) + _PRODUCT_KERNEL_SECONDS
-
-
-_ACCUMULATED_BYTES = 8
-"""A gradient in fp32, read and written (`--gradient-accumulation-fusion`)."""
-_PRODUCT_KERNEL_SECONDS = 3e-6
-"""Start and end of a product's kernel (measured)."""
 
 
 def _tiled(rows: int, columns: int, copies: int, rate: DeviceRates) -> float:
@@ -404,11 +374,8 @@ def _cast_bytes(products: Iterable[_Product], rate: DeviceRates) -> tuple[int, i
     written = FP8_RECIPE_BYTES[fp8_recipe]
     transposed = written if rate.transposes else 0.0
     width = read + written + transposed
-    of_norm = width
-    if fp8_recipe is Fp8Recipe.DELAYED:
-        of_norm = 2 * transposed
-    elif fp8_recipe is Fp8Recipe.TENSORWISE:
-        of_norm = width - 2
+    norms = {Fp8Recipe.DELAYED: 2 * transposed, Fp8Recipe.TENSORWISE: width - 2}
+    of_norm = norms.get(fp8_recipe, width)
     inputs = outputs = 0.0
     for p in products:
         skipped = p.between if rate.execution.fused_experts else (False, False)
@@ -417,21 +384,6 @@ def _cast_bytes(products: Iterable[_Product], rate: DeviceRates) -> tuple[int, i
         if p.quantized and not skipped[1]:
             outputs += width * p.copies * p.rows * p.columns
     return int(inputs), int(outputs)
-
-
-_WIDE_HEAD = 128
-_WIDEST_HEAD = 256
-"""On Blackwell cuDNN trains heads up to 128 wide, keys of 192 with values of 128, and since 9.23 heads
-of 256; others go to FlashAttention 2 (Transformer Engine 2.3 to 2.18, `fused_attn.cpp:
-nvte_get_fused_attn_backend`; cudnn-frontend issue 242)."""
-_NARROW_HEAD = 0.4
-_SHORT_SEQUENCE = 720
-"""Keys that a row of scores' start and end are worth (measured, of cuDNN and FlashAttention 2)."""
-_DROPOUT_ATTENTION = 1.5
-"""Each score's random number is drawn inside the kernel, again in backward (measured: 1,858 µs for
-1,232 at a width of 80 and 1,024 keys)."""
-_BACKWARD_ATTENTION = 2.5
-"""Five products in backward for two in forward: the scores are computed again (arXiv:2205.14135)."""
 
 
 def _attention_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tools.spec.model import MAMBA, MTP, LatentAttention, ModelShape
+from tools.spec.model import MAMBA, MTP, ModelShape
 
 _BACKWARD_AND_FORWARD = 3
+_SCAN = 7
+"""FLOPs a channel and column of its state in a Mamba-2 mixer's scan, as upstream counts them
+(`num_floating_point_operations: mamba_layer_flops`)."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +48,12 @@ def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
     deeper = replace(shape, layers=shape.layers + shape.mtp_depth - dense)
     joining = replace(shape.only(MTP), layers=shape.mtp_depth)
     among_experts = replace(shape.without_experts, layers=dense)
-    kinds = [
-        (times, _kind_flops(kind, seq_length))
-        for times, kind in (*deeper.kinds, (1, joining), (1, among_experts))
-    ]
+    every = (*deeper.kinds, (1, joining), (1, among_experts))
+    kinds = [(times, _kind_flops(kind, seq_length)) for times, kind in every]
     names = ("attention_projections", "attention_scores", "mlp", "router")
     layer = {name: sum(times * getattr(kind, name) for times, kind in kinds) for name in names}
-    return TokenFlops(
-        **layer, logits=2 * shape.predicted * shape.hidden * shape.padded_vocabulary()
-    )
+    logits = 2 * shape.predicted * shape.hidden * shape.padded_vocabulary()
+    return TokenFlops(**layer, logits=logits)
 
 
 def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
@@ -69,37 +69,26 @@ def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
         mlp += shape.shared_expert_ffn * hidden
     widths = (3 if shape.output_gate else 2) * queries + keys_and_values
     projections, scores = hidden * widths, 2 * queries * length
-    if shape.latent:
-        projections, widths = _latent_elements(shape, shape.latent)
-        scores = widths * length
+    if latent := shape.latent:
+        up_to, values = latent.query_rank or hidden, shape.heads * latent.value_width
+        rotated = shape.heads * (latent.head_width + latent.rotary_width)
+        projections = hidden * (latent.query_rank + latent.key_value_rank + latent.rotary_width)
+        projections += latent.key_value_rank * (shape.heads * latent.head_width + values)
+        projections += up_to * rotated + values * hidden
+        scores = (rotated + values) * length
     if shape.blocks == MAMBA and shape.mamba:
         projections = hidden * (shape.mamba.projected + shape.mamba.width)
         scores = _SCAN * shape.mamba.width * shape.mamba.state
     elif shape.blocks == MTP:
         projections = 2 * hidden * hidden
-    latent = 2 * hidden * shape.latent_experts if shape.experts else 0
+    narrowed = 2 * hidden * shape.latent_experts if shape.experts else 0
     return TokenFlops(
         attention_projections=shape.layers * 2 * projections,
         attention_scores=shape.layers * scores,
         mlp=shape.layers * 2 * matrices * mlp,
-        router=shape.layers * 2 * (hidden * shape.experts + latent),
+        router=shape.layers * 2 * (hidden * shape.experts + narrowed),
         logits=0,
     )
-
-
-_SCAN = 7
-"""FLOPs a channel and column of its state in a Mamba-2 mixer's scan, as upstream counts them
-(`num_floating_point_operations: mamba_layer_flops`)."""
-
-
-def _latent_elements(shape: ModelShape, latent: LatentAttention) -> tuple[int, int]:
-    """Elements of latent attention's matrices, and the widths of Q·Kᵀ and of the product with V."""
-    queries = shape.heads * (latent.head_width + latent.rotary_width)
-    values = shape.heads * latent.value_width
-    down = shape.hidden * (latent.query_rank + latent.key_value_rank + latent.rotary_width)
-    up = (latent.query_rank or shape.hidden) * queries
-    up += latent.key_value_rank * (shape.heads * latent.head_width + values)
-    return down + up + values * shape.hidden, queries + values
 
 
 def model_flops(shape: ModelShape, samples: int, seq_length: int | None = None) -> int:

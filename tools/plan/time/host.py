@@ -15,7 +15,6 @@ _TORCH_SOFTMAX_KERNELS = 0.15
 """More kernels of a layer, of about a hundred: two casts, scale, mask and softmax, three to make the
 mask, and the gradients of five (`fused_softmax.py: forward_torch_softmax`)."""
 
-
 _LOOP = 5.9
 """An iteration's data, schedule, checks and log line, in layers' host times: 9.4 of PyTorch's encoder
 layers where a layer of Megatron is 1.6 (`tools/launch/calibrate.py`, measured on an H200)."""
@@ -24,10 +23,22 @@ _UPDATE = 0.14
 one (measured: 48 ms between the last backward and the next forward of 36 layers, 18 of them for want of
 one kernel for all norms, where a layer's host time was 2.75 ms)."""
 
-
 _NORMS_ONE_BY_ONE = 0.18
 """More for each layer without Transformer Engine and Apex: the gradient's norm is read from the device
 tensor by tensor (`core/utils.py: local_multi_tensor_l2_norm`): those 18 ms."""
+_SHARE_OF_LAYER = {MAMBA: 0.5, ATTENTION: 0.5, MLP: 0.5, MTP: 0.5, EXPERTS: 2 / 3}
+"""Kernels of a hybrid's block for those of a transformer's layer, of experts for one with experts: half,
+but experts are all that a layer with them has beyond a dense one (`_EXPERT_KERNELS`)."""
+_EXPERT_KERNELS = 1.5
+"""Kernels of a layer of experts for one of a dense layer: router, permutations and grouped products."""
+_UNCAPTURED_KERNELS = 0.5
+"""What of them a graph of attention and the router leaves: as many as a dense layer's MLP has."""
+_EACH_EXPERT_KERNELS = 0.13
+"""More for each of a rank's experts where they run one after another (Megatron's `SequentialMLP`)."""
+_OWN_KERNELS = 0.06
+"""More for each where one call computes all: two products, forward and twice backward, of about a
+hundred kernels of a layer (Transformer Engine's `GroupedLinear` starts them one by one on a few
+streams). As many again in fewer bits: a cast of each one's operand."""
 
 
 def iteration_host_seconds(spec: RunSpec, cluster: Cluster) -> float:
@@ -36,15 +47,9 @@ def iteration_host_seconds(spec: RunSpec, cluster: Cluster) -> float:
     if cluster.device.key == "cpu":
         return (loop or 0.0) / cluster.share
     layers = spec.stage_layers(0) * max(1.0, len(spec.shape.blocks) / 2)
-    update = _UPDATE
-    if cluster.execution.torch_kernels and "multi_tensor" not in spec.fused:
-        update += _NORMS_ONE_BY_ONE
+    apart = cluster.execution.torch_kernels and "multi_tensor" not in spec.fused
+    update = _UPDATE + _NORMS_ONE_BY_ONE * apart
     return (_LOOP * layer if loop is None else loop) + update * layer * layers
-
-
-_SHARE_OF_LAYER = {MAMBA: 0.5, ATTENTION: 0.5, MLP: 0.5, MTP: 0.5, EXPERTS: 2 / 3}
-"""Kernels of a hybrid's block for those of a transformer's layer, of experts for one with experts: half,
-but experts are all that a layer with them has beyond a dense one (`_EXPERT_KERNELS`)."""
 
 
 def launch_seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:
@@ -74,18 +79,6 @@ def runs_ahead(spec: RunSpec, cluster: Cluster) -> bool:
     """
     told = bool(spec.shape.experts) and not spec.expert_load.padded
     return cluster.calibration.launch_beside_work and not (told or cluster.execution.blocking)
-
-
-_EXPERT_KERNELS = 1.5
-"""Kernels of a layer of experts for one of a dense layer: router, permutations and grouped products."""
-_UNCAPTURED_KERNELS = 0.5
-"""What of them a graph of attention and the router leaves: as many as a dense layer's MLP has."""
-_EACH_EXPERT_KERNELS = 0.13
-"""More for each of a rank's experts where they run one after another (Megatron's `SequentialMLP`)."""
-_OWN_KERNELS = 0.06
-"""More for each where one call computes all: two products, forward and twice backward, of about a
-hundred kernels of a layer (Transformer Engine's `GroupedLinear` starts them one by one on a few
-streams). As many again in fewer bits: a cast of each one's operand."""
 
 
 def _kernels_of_experts(spec: RunSpec, cluster: Cluster) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from math import log
-from operator import attrgetter
+from operator import add, attrgetter
 
 from tools.plan.activations import FP8_RECIPE_BYTES
 from tools.plan.collectives.call import LATEST, CollectiveCall
@@ -28,7 +28,7 @@ from tools.plan.collectives.tensor import (
 )
 from tools.plan.memory import keeps_quantised_weights, middle_ranks, ranks_apart
 from tools.plan.tensors import rank_parameters, rank_tensors
-from tools.plan.time.cluster import Calibration, Cluster, Route, route
+from tools.plan.time.cluster import Cluster, route
 from tools.plan.time.compute import (
     LayerSeconds,
     embedding_seconds,
@@ -68,8 +68,7 @@ class MicroBatchSeconds:
         return sum(_in_order(self))
 
     def __add__(self, other: MicroBatchSeconds) -> MicroBatchSeconds:
-        pairs = zip(_in_order(self), _in_order(other), strict=True)
-        return MicroBatchSeconds(*(one + two for one, two in pairs))
+        return MicroBatchSeconds(*map(add, _in_order(self), _in_order(other)))
 
     def __mul__(self, times: float) -> MicroBatchSeconds:
         return MicroBatchSeconds(*(times * part for part in _in_order(self)))
@@ -111,6 +110,11 @@ ASSUMPTIONS = (
     "Data loading, logging, evaluation and checkpoints take no time.",
 )
 
+_BACKWARD_SHARE = 2 / 3
+_BUCKET_ELEMENTS = 40_000_000
+"""Megatron's `--ddp-bucket-size` by default, or a million a data-parallel rank if that is more."""
+_COLLECTIVE_KERNEL_SECONDS = 5e-6
+"""Start and end of a collective's kernel, and of the event that others wait for (an estimate)."""
 _UNFUSED_PASSES = 5
 _COPIED_OUT = 2
 """Gathered weights are read from the flat buffer and written to where layers read them
@@ -127,24 +131,26 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
     Raises:
         NoPeakError: The device has no matrix rate in the run's dtype.
     """
-    count = spec.microbatches
     slowest, through = pipeline_seconds(spec, cluster)
+    working, virtual = spec.microbatches * slowest.total, spec.parallelism.virtual_stages
     sync, optimizer = _synchronisation_seconds(spec, cluster, slowest.total)
-    beside = _overlapped_sync_seconds(spec, cluster, count * slowest.total)
-    messages = _message_seconds(spec, cluster)
-    bubble = (through - slowest.total) / spec.parallelism.virtual_stages
-    steady = count * slowest.total + messages + bubble + sync + beside + optimizer
-    at_once = cluster.devices * cluster.share
-    spread = (2 * log(max(1.0, at_once))) ** 0.5
-    own = slowest * count + MicroBatchSeconds(memory_bound=iteration_host_seconds(spec, cluster))
-    stragglers = cluster.constants.jitter * spread * steady
+    beside = _overlapped_sync_seconds(spec, cluster, working)
+    # Stage to stage: 1F1B hides nothing, the interleaved schedule overlaps its messages.
+    messages = _seconds(spec, cluster, _of_group(pipeline_collectives(spec, 0), Group.PIPELINE))
+    if cluster.execution.scatter_gather:
+        messages /= spec.parallelism.tensor // spec.sequence_shards
+    messages *= cluster.constants.contention if virtual > 1 else 1
+    bubble = (through - slowest.total) / virtual
+    steady = working + messages + bubble + sync + beside + optimizer
+    spread = (2 * log(max(1.0, cluster.devices * cluster.share))) ** 0.5
+    host = MicroBatchSeconds(memory_bound=iteration_host_seconds(spec, cluster))
     return IterationSeconds(
-        **asdict(own),
+        **asdict(slowest * spec.microbatches + host),
         pipeline_messages=messages,
         bubble=bubble,
         gradient_sync=sync + beside,
         optimizer=optimizer,
-        stragglers=stragglers,
+        stragglers=cluster.constants.jitter * spread * steady,
     )
 
 
@@ -202,9 +208,8 @@ def _stage(
         found += pieces.dense * dense_again + kept.dense * (dense - dense_again)
     if spec.offload:
         passes = found.total * pieces.forward_share, found.total * (1 - pieces.forward_share)
-        host = rates(cluster, spec.dtype, spec.fp8_recipe).known_host
-        waited = copies_waited_for(spec, pipeline_rank, passes, host)
-        found = replace(found, host_copies=waited)
+        host = _rates(spec, cluster).known_host
+        found = replace(found, host_copies=copies_waited_for(spec, pipeline_rank, passes, host))
     if pipeline_rank == 0:
         found += pieces.embedding
     if pipeline_rank == spec.parallelism.pipeline - 1:
@@ -235,34 +240,25 @@ class _Pieces:
 def _one_layer(spec: RunSpec) -> RunSpec:
     """The same micro batch with one layer a stage, recomputed if any is, and no more data parallelism
     than EP needs."""
-    own = spec.parallelism
+    own, layers, samples = spec.parallelism, spec.shape.layers, spec.batch.micro_batch_size
     data = max(1, own.expert // own.context)
-    parallelism = replace(
-        own, data=data, pipeline=spec.shape.layers, virtual_stages=1, sharding=Sharding.NONE
-    )
-    samples = spec.batch.micro_batch_size
+    one = replace(own, data=data, pipeline=layers, virtual_stages=1, sharding=Sharding.NONE)
     batch = Batch(samples, samples * data)
     recompute = Recompute.FULL if spec.recompute.whole_layers else spec.recompute
-    return replace(
-        spec,
-        parallelism=parallelism,
-        batch=batch,
-        stages=EVEN,
-        recompute=recompute,
-        offload=NOTHING,
-    )
+    plain = replace(spec, parallelism=one, batch=batch, stages=EVEN, offload=NOTHING)
+    return replace(plain, recompute=recompute)
+
+
+def _rates(spec: RunSpec, cluster: Cluster) -> DeviceRates:
+    return rates(cluster, spec.dtype, spec.fp8_recipe)
 
 
 @lru_cache(maxsize=65536)
 def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
-    frozen = cluster.execution.frozen
-    kinds = [
-        (times, kind, layer_seconds(kind, _rates(kind, cluster), frozen))
-        for times, kind in spec.kinds
-    ]
+    kinds = [(times, *_layer(kind, cluster)) for times, kind in spec.kinds]
     forward = sum(times * layer.forward for times, _, layer in kinds)
     backward = sum(times * layer.backward for times, _, layer in kinds)
-    layers = (_layer(kind, cluster, layer) * times for times, kind, layer in kinds)
+    layers = (seconds * times for times, seconds, _ in kinds)
     own = spec.parallelism
     if own.expert > 1:
         samples, alone = spec.batch.micro_batch_size, replace(own, data=1, expert=1)
@@ -277,37 +273,29 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
     )
 
 
-def _rates(spec: RunSpec, cluster: Cluster) -> DeviceRates:
-    return rates(cluster, spec.dtype, spec.fp8_recipe)
-
-
 @lru_cache(maxsize=65536)
 def _without_experts(
     spec: RunSpec, cluster: Cluster
 ) -> tuple[MicroBatchSeconds, MicroBatchSeconds, MicroBatchSeconds]:
     """What does not depend on how experts are split: embedding, head, and a dense layer if there is one
     among those of experts."""
-    rate, frozen, shape = _rates(spec, cluster), cluster.execution.frozen, spec.shape
+    rate, shape = _rates(spec, cluster), spec.shape
     head_matmul, head_memory = head_seconds(spec, rate)
     batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST))
     embedding = _seconds(spec, cluster, embedding_collectives(spec))
     head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
-    embedded = MicroBatchSeconds(
-        memory_bound=embedding_seconds(spec, rate), tensor_parallel=embedding
-    )
+    embedded = MicroBatchSeconds(0.0, 0.0, embedding_seconds(spec, rate), embedding)
     own = MicroBatchSeconds(head_matmul, 0.0, head_memory, head + batch) + embedded * shape.depths
     if shape.mtp_depth:
-        joining = layer_seconds(spec.joining, rate, frozen)
-        own += _layer(spec.joining, cluster, joining) * shape.mtp_depth
-    dense = MicroBatchSeconds()
-    if shape.dense_layers:
-        dense = _layer(spec.dense, cluster, layer_seconds(spec.dense, rate, frozen))
+        own += _layer(spec.joining, cluster)[0] * shape.mtp_depth
+    dense = _layer(spec.dense, cluster)[0] if shape.dense_layers else MicroBatchSeconds()
     return embedded + MicroBatchSeconds(tensor_parallel=batch), own, dense
 
 
-def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSeconds:
-    """One layer, never faster than the host launches its kernels; where it does not run ahead of
-    the device, its time adds."""
+def _layer(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, LayerSeconds]:
+    """One layer, never faster than the host launches its kernels, and its arithmetic alone; where the
+    host does not run ahead of the device, its time adds."""
+    layer = layer_seconds(spec, _rates(spec, cluster), cluster.execution.frozen)
     tensor_calls, expert_calls = list(layer_collectives(spec)), list(expert_collectives(spec))
     products = layer.forward_matmul + layer.matmul_again + layer.input_gradients
     hides = layer.weight_gradients
@@ -324,22 +312,16 @@ def _layer(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> MicroBatchSe
     launches = launch_seconds(spec, cluster, (*tensor_calls, *expert_calls)) / cluster.share
     waiting = max(0.0, launches - found.total) if runs_ahead(spec, cluster) else launches
     found = replace(found, memory_bound=found.memory_bound + waiting)
-    exchanged = _expert_seconds(spec, cluster, expert_calls)
+    exchanged = _seconds(spec, cluster, expert_calls)
+    if expert_calls and cluster.execution.deduplicated:
+        # A token goes once to a rank, or once over the network to a node, that has any of its experts.
+        nodes = -(-spec.parallelism.expert // cluster.per_node)
+        places = nodes if nodes > 1 else spec.parallelism.expert
+        reached = spec.expert_load.reached(spec.shape, places)
+        exchanged *= min(1.0, reached / spec.shape.experts_per_token)
     if cluster.execution.overlap_experts:
         exchanged = after_hiding(exchanged, found.total, cluster.constants.contention)
-    return replace(found, expert_parallel=exchanged)
-
-
-def _expert_seconds(spec: RunSpec, cluster: Cluster, calls: list[CollectiveCall]) -> float:
-    """Tokens to their experts and back; deduplicated, each goes once to a rank, or once over the network
-    to a node, that has any of its experts."""
-    seconds = _seconds(spec, cluster, calls)
-    if not (calls and cluster.execution.deduplicated):
-        return seconds
-    ranks = spec.parallelism.expert
-    nodes = -(-ranks // cluster.per_node)
-    reached = spec.expert_load.reached(spec.shape, nodes if nodes > 1 else ranks)
-    return seconds * min(1.0, reached / spec.shape.experts_per_token)
+    return replace(found, expert_parallel=exchanged), layer
 
 
 def _tensor_seconds(
@@ -364,14 +346,12 @@ def _context_seconds(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> fl
     return after_hiding(seconds, beside, cluster.constants.contention)
 
 
-def _message_seconds(spec: RunSpec, cluster: Cluster) -> float:
-    """Stage to stage: 1F1B hides nothing, the interleaved schedule overlaps its messages."""
-    calls = (c for c in pipeline_collectives(spec, 0) if c.group is Group.PIPELINE)
-    seconds = _seconds(spec, cluster, calls)
-    virtual = spec.parallelism.virtual_stages
-    if cluster.execution.scatter_gather:
-        seconds /= spec.parallelism.tensor // spec.sequence_shards
-    return seconds * (cluster.constants.contention if virtual > 1 else 1)
+def _of_group(calls: Iterable[CollectiveCall], group: Group) -> list[CollectiveCall]:
+    return [call for call in calls if call.group is group]
+
+
+def _of_phase(calls: Iterable[CollectiveCall], phase: Phase) -> list[CollectiveCall]:
+    return [call for call in calls if call.phase is phase]
 
 
 def _synchronisation_seconds(
@@ -391,36 +371,24 @@ def _synchronisation_seconds(
     overlapped = parallelism.sharding.overlaps
     samples = (spec.microbatches if overlapped else 1) * parallelism.data
     plain = replace(spec, parallelism=parallelism, batch=Batch(1, samples))
-    reduced, gathered, rest, update = _slowest_update(plain, cluster)
-    execution = cluster.execution
-    exposed, contention = _bucket_share(plain), cluster.constants.contention
+    bucket, reduced, gathered, rest, update = _slowest_update(plain, cluster)
+    execution, contention = cluster.execution, cluster.constants.contention
     if execution.overlap_gradients:
-        behind = micro_batch * _BACKWARD_SHARE
-        alone = exposed * reduced
+        alone, behind = bucket * reduced, micro_batch * _BACKWARD_SHARE
         reduced = alone + after_hiding(reduced - alone, behind, contention)
     if execution.overlap_parameters:
-        alone = exposed * gathered
-        behind = micro_batch * (1 - _BACKWARD_SHARE)
+        alone, behind = bucket * gathered, micro_batch * (1 - _BACKWARD_SHARE)
         gathered = alone + after_hiding(gathered - alone, behind, contention)
     return reduced + gathered + rest, update
 
 
-_BACKWARD_SHARE = 2 / 3
-_BUCKET_ELEMENTS = 40_000_000
-"""Megatron's `--ddp-bucket-size` by default, or a million a data-parallel rank if that is more."""
-
-
 @lru_cache(maxsize=65536)
-def _bucket_share(spec: RunSpec) -> float:
-    """Of a rank's gradients, the bucket that is ready last."""
+def _slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float, float, float]:
+    """Of a rank's gradients the share in the bucket that is ready last, and what follows backward."""
     bucket = max(_BUCKET_ELEMENTS, 1_000_000 * spec.parallelism.data)
-    return min(1.0, bucket / max(1, rank_parameters(spec).total))
-
-
-@lru_cache(maxsize=65536)
-def _slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float, float]:
+    share = min(1.0, bucket / max(1, rank_parameters(spec).total))
     ends = ranks_apart(spec)
-    return max((_after_backward(spec, cluster, rank) for rank in ends), key=sum)
+    return share, *max((_after_backward(spec, cluster, rank) for rank in ends), key=sum)
 
 
 def _after_backward(
@@ -428,18 +396,18 @@ def _after_backward(
 ) -> tuple[float, float, float, float]:
     """Gradients over the data-parallel ranks, updated weights over them, what else is reduced after
     backward, and the optimizer with its reductions."""
-    sync = [c for c in pipeline_collectives(spec, rank) if c.group is Group.EMBEDDING]
+    sync = _of_group(pipeline_collectives(spec, rank), Group.EMBEDDING)
     sync += partial_gradients(spec, rank)
-    moved: list[CollectiveCall] = []
-    if not spec.parallelism.sharding.overlaps:
-        moved = list(gradient_collectives(spec, rank))
+    moved = [] if spec.parallelism.sharding.overlaps else list(gradient_collectives(spec, rank))
     reduced = _seconds(spec, cluster, (c for c in moved if c.phase is not Phase.OPTIMIZER))
-    gathered = _seconds(spec, cluster, (c for c in moved if c.phase is Phase.OPTIMIZER))
-    gathered *= _weights_moved(spec)
+    gathered = _weights_moved(spec) * _seconds(spec, cluster, _of_phase(moved, Phase.OPTIMIZER))
     if cluster.execution.broadcast_parameters:
-        gathered += _broadcast_latency(spec, cluster, rank)
+        # A rank's tensors over the data-parallel ranks, one after another.
+        calls = min(spec.parallelism.data, len(rank_tensors(spec, rank)))
+        way = route(cluster, spec.parallelism, Group.DATA_CONTEXT)
+        gathered += calls * (way.ring_seconds + _COLLECTIVE_KERNEL_SECONDS)
     reductions = _seconds(spec, cluster, control_collectives(spec, rank, LATEST))
-    update = optimizer_seconds(spec, rates(cluster, spec.dtype, spec.fp8_recipe), rank)
+    update = optimizer_seconds(spec, _rates(spec, cluster), rank)
     return reduced, gathered, _seconds(spec, cluster, sync), reductions + update
 
 
@@ -449,13 +417,6 @@ def _weights_moved(spec: RunSpec) -> float:
     return width if keeps_quantised_weights(spec) else 1.0
 
 
-def _broadcast_latency(spec: RunSpec, cluster: Cluster, rank: int) -> float:
-    """Of broadcasts of a rank's tensors over the data-parallel ranks, one after another."""
-    calls = min(spec.parallelism.data, len(rank_tensors(spec, rank)))
-    way = route(cluster, spec.parallelism, Group.DATA_CONTEXT)
-    return calls * (way.ring_seconds + _COLLECTIVE_KERNEL_SECONDS)
-
-
 def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) -> float:
     """ZeRO-2, ZeRO-3 and FSDP2 move layers beside arithmetic; what is moved once is waited for.
 
@@ -463,18 +424,14 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
     """
     if not spec.parallelism.sharding.overlaps:
         return 0.0
-    calls = list(gradient_collectives(spec, 0))
-    beside = [call for call in calls if call.phase is not Phase.OPTIMIZER]
-    waited = [call for call in calls if call.phase is Phase.OPTIMIZER]
-    of_weights = _weights_moved(spec)
-    reduced = [call for call in beside if call.phase is Phase.BACKWARD]
-    gathered = [call for call in beside if call.phase is Phase.FORWARD]
+    calls, of_weights = list(gradient_collectives(spec, 0)), _weights_moved(spec)
+    reduced, gathered = _of_phase(calls, Phase.BACKWARD), _of_phase(calls, Phase.FORWARD)
+    waited = _of_phase(calls, Phase.OPTIMIZER)
     gradients = sum(call.total_payload_bytes for call in reduced)
     weights = of_weights * sum(call.total_payload_bytes for call in gathered)
     copied = _UNFUSED_PASSES * gradients + _COPIED_OUT * weights
-    copying = copied / rates(cluster, spec.dtype, spec.fp8_recipe).bytes_per_second
-    moving = _seconds(spec, cluster, reduced)
-    moving += of_weights * _seconds(spec, cluster, gathered)
+    copying = copied / _rates(spec, cluster).bytes_per_second
+    moving = _seconds(spec, cluster, reduced) + of_weights * _seconds(spec, cluster, gathered)
     # The first unit that is gathered and the last that is reduced have nothing beside them.
     alone = moving / max(1, spec.shape.layers + spec.shape.mtp_depth)
     hidden = after_hiding(moving - alone, compute, cluster.constants.contention)
@@ -483,27 +440,19 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
 
 def _seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:
     """Time of calls alone on their links, one after another; none over one rank or of no bytes."""
-    times = (
-        _alone(call, route(cluster, spec.parallelism, call.group), cluster.calibration)
-        for call in calls
-        if call.ranks > 1 and call.payload_bytes
-    )
+    times = []
+    for call in calls:
+        if call.ranks == 1 or not call.payload_bytes:
+            continue
+        way = route(cluster, spec.parallelism, call.group)
+        rate, latency = way.bytes_per_second, min(way.ring_seconds, way.tree_seconds)
+        if call.operation is Operation.ALL_TO_ALL:
+            rate, latency = way.pairwise_bytes_per_second, way.tree_seconds
+        elif call.operation is Operation.SEND:
+            latency = way.ring_seconds / max(1, call.ranks - 1)
+        else:
+            rings = way.all_reduce_ways if call.operation is Operation.ALL_REDUCE else 1
+            latency = rings * latency + _COLLECTIVE_KERNEL_SECONDS
+        rate *= cluster.calibration.share_of(call.operation)
+        times.append(call.wire_bytes / rate + call.calls * latency)
     return sum(times, start=0.0)
-
-
-def _alone(call: CollectiveCall, way: Route, measured: Calibration) -> float:
-    share, rings = measured.share_of(call.operation), 1
-    rate = way.bytes_per_second * share
-    if call.operation is Operation.ALL_TO_ALL:
-        moving = call.wire_bytes / (way.pairwise_bytes_per_second * share)
-        return moving + call.calls * way.tree_seconds
-    if call.operation is Operation.SEND:
-        return call.wire_bytes / rate + call.calls * way.ring_seconds / max(1, call.ranks - 1)
-    if call.operation is Operation.ALL_REDUCE:
-        rings = way.all_reduce_ways
-    latency = rings * min(way.ring_seconds, way.tree_seconds) + _COLLECTIVE_KERNEL_SECONDS
-    return call.wire_bytes / rate + call.calls * latency
-
-
-_COLLECTIVE_KERNEL_SECONDS = 5e-6
-"""Start and end of a collective's kernel, and of the event that others wait for (an estimate)."""

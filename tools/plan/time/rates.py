@@ -80,10 +80,19 @@ _UNFUSED_KERNELS = 2.0
 residual (measured: a norm 1.9 forward and 3.5 backward, an addition 1.2, an activation 1.0, together
 1.5), and for autocast's copies between precisions (an estimate)."""
 
-
 _ONE_SCALE = (Fp8Recipe.DELAYED, Fp8Recipe.TENSORWISE)
 """With scales of blocks the transposed operand has others; without, Blackwell multiplies any layout
 (Transformer Engine, `utils.py: is_non_tn_fp8_gemm_supported`)."""
+_USUAL = {
+    "volta": (300, 80, 125e12),
+    "ampere": (400, 108, 312e12),
+    "hopper": (700, 132, 989.5e12),
+    "blackwell": (1000, 148, 2250e12),
+}
+"""Watts, processors and half-precision peak of a generation's usual device."""
+_PORTABLE_SHARE = {"volta": 0.8, "ampere": 0.8, "hopper": 0.54, "blackwell": 0.35}
+"""Attention written for Ampere against the generation's own: FlashAttention 2 reaches 54% of what cuDNN
+does on Hopper (measured, 128 wide, 512 to 16,384 keys), Triton less of an A100 than CUDA."""
 
 
 @lru_cache(maxsize=256)
@@ -141,15 +150,6 @@ def rates(cluster: Cluster, dtype: str, fp8_recipe: Fp8Recipe = Fp8Recipe.NONE) 
     )
 
 
-_USUAL = {
-    "volta": (300, 80, 125e12),
-    "ampere": (400, 108, 312e12),
-    "hopper": (700, 132, 989.5e12),
-    "blackwell": (1000, 148, 2250e12),
-}
-"""Watts, processors and half-precision peak of a generation's usual device."""
-
-
 def _power_share(device: Device) -> float:
     """Of its own datasheet's peak, what a device's tensor cores reach beside its generation's usual one.
 
@@ -163,8 +163,3 @@ def _power_share(device: Device) -> float:
     watts, processors, usual_peak = usual
     clocked = device.power_watts * device.processors / (watts * processors)
     return float(clocked**0.5 * usual_peak / peak)
-
-
-_PORTABLE_SHARE = {"volta": 0.8, "ampere": 0.8, "hopper": 0.54, "blackwell": 0.35}
-"""Attention written for Ampere against the generation's own: FlashAttention 2 reaches 54% of what cuDNN
-does on Hopper (measured, 128 wide, 512 to 16,384 keys), Triton less of an A100 than CUDA."""

@@ -17,6 +17,35 @@ CHUNK = 128
 """Tokens of a Mamba-2 mixer's scan that are one matrix (`mamba_mixer.py: chunk_size`)."""
 
 
+_PERMUTED = 4
+"""Passes over the tokens' copies: to the experts' order and back, each read and written."""
+_SORTED = 4
+"""More where a rank gets its experts' tokens rank by rank and orders them, and back
+(`token_dispatcher.py: sort_chunks_by_idxs`)."""
+_BIASED = 6
+"""More for a bias of the second product, which is multiplied with probabilities, added and
+concatenated by kernels of PyTorch's (`experts.py: TEGroupedMLP._apply_bias`)."""
+_LONGEST_FUSED_SOFTMAX = 4096
+_FUSED_SOFTMAX_ROWS = 4
+_TORCH_SOFTMAX_BYTES = 33, 34
+"""More a score, forward and backward: casts, scale, mask and softmax in fp32, each read and written."""
+_JOINED = 6
+"""Passes of a depth of multi-token prediction beside its norms: hidden states and embeddings are joined
+to one tensor, twice as wide, and all depths' outputs to another (`torch.cat`), each read and written."""
+_EAGER_ACTIVATION = 2, 7
+"""More passes, forward and backward, of a squared ReLU in PyTorch's own kernels: the ReLU and the power
+each read and write (4 for 2); backward copies and doubles the power's input, multiplies it with the
+gradient and masks that (10 for 3; `derivatives.yaml: pow, relu`)."""
+_TORCH_NORM = 1.9, 3.5
+"""Times, forward and backward, that PyTorch's LayerNorm takes for a fused one's bytes (measured). Its
+backward is two kernels that read input and gradient each, for the input's gradient and the weights'
+(`aten/src/ATen/native/cuda/layer_norm_kernel.cu`, RMSNorm's too)."""
+_TORCH_ROTARY = 6, 7
+"""Times of a fused kernel's reading and writing, forward and backward: products with cosine and sine,
+halves negated and joined, the sum, and columns without positions joined to it, also where there are none
+(`rope_utils.py: _apply_rotary_pos_emb_bshd`: 12 passes; 14 of its gradients, two of which are added)."""
+
+
 class LayerBytes(NamedTuple):
     """Of a layer and micro batch; `again` is what of forward's backward repeats."""
 
@@ -35,12 +64,10 @@ class _Part(NamedTuple):
 
 def layer_bytes(spec: RunSpec, rate: DeviceRates) -> LayerBytes:
     """Without unfused attention's scores and casts to fewer bits."""
-    portable = [
-        _Part(part.forward * rate.elementwise, part.backward * rate.elementwise, part.modules)
-        for part in _elementwise_parts(spec, rate)
-    ]
+    times = rate.elementwise
+    portable = _elementwise_parts(spec, rate)
     parts = [
-        *portable,
+        *(_Part(times * part.forward, times * part.backward, part.modules) for part in portable),
         _Part(*_context_bytes(spec), ("core_attn",)),
         _Part(*_routed_bytes(spec, rate), ("moe",)),
         _Part(*_scan_bytes(spec)),
@@ -50,16 +77,6 @@ def layer_bytes(spec: RunSpec, rate: DeviceRates) -> LayerBytes:
         int(sum(part.backward for part in parts)),
         int(sum(part.forward for part in parts if spec.recompute.again(*part.modules))),
     )
-
-
-_PERMUTED = 4
-"""Passes over the tokens' copies: to the experts' order and back, each read and written."""
-_SORTED = 4
-"""More where a rank gets its experts' tokens rank by rank and orders them, and back
-(`token_dispatcher.py: sort_chunks_by_idxs`)."""
-_BIASED = 6
-"""More for a bias of the second product, which is multiplied with probabilities, added and
-concatenated by kernels of PyTorch's (`experts.py: TEGroupedMLP._apply_bias`)."""
 
 
 def _routed_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
@@ -72,20 +89,12 @@ def _routed_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     copies = own * shape.experts_per_token * hidden * spec.element_bytes
     gathered = spec.token_dispatcher is TokenDispatcher.ALL_GATHER
     permuted = spec.received_by_experts if gathered else spec.sent_to_experts
-    received = 0
-    if not rate.execution.deduplicated and shape.experts > spec.parallelism.expert:
-        received += _SORTED
-    if shape.bias and not rate.execution.fused_experts:
-        received += _BIASED
+    sorts = not rate.execution.deduplicated and shape.experts > spec.parallelism.expert
+    adds = shape.bias and not rate.execution.fused_experts
+    received = _SORTED * sorts + _BIASED * adds
     moved = round(copies * (_PERMUTED * permuted + received * spec.received_by_experts))
     scores = 6 * 4 * own * shape.experts
     return moved + scores, moved + scores
-
-
-_LONGEST_FUSED_SOFTMAX = 4096
-_FUSED_SOFTMAX_ROWS = 4
-_TORCH_SOFTMAX_BYTES = 33, 34
-"""More a score, forward and backward: casts, scale, mask and softmax in fp32, each read and written."""
 
 
 def softmax_is_fused(spec: RunSpec) -> bool:
@@ -113,21 +122,6 @@ def scores_bytes(spec: RunSpec) -> tuple[int, int]:
     more = (0, 0) if softmax_is_fused(spec) else _TORCH_SOFTMAX_BYTES
     forward, backward = 4 * element + dropout + more[0], 6 * element + dropout + more[1]
     return forward * scores, backward * scores
-
-
-_JOINED = 6
-"""Passes of a depth of multi-token prediction beside its norms: hidden states and embeddings are joined
-to one tensor, twice as wide, and all depths' outputs to another (`torch.cat`), each read and written."""
-_EAGER_ACTIVATION = 2, 7
-"""More passes, forward and backward, of a squared ReLU in PyTorch's own kernels: the ReLU and the power
-each read and write (4 for 2); backward copies and doubles the power's input, multiplies it with the
-gradient and masks that (10 for 3; `derivatives.yaml: pow, relu`)."""
-
-
-_TORCH_NORM = 1.9, 3.5
-"""Times, forward and backward, that PyTorch's LayerNorm takes for a fused one's bytes (measured). Its
-backward is two kernels that read input and gradient each, for the input's gradient and the weights'
-(`aten/src/ATen/native/cuda/layer_norm_kernel.cu`, RMSNorm's too)."""
 
 
 def _is_torchs(spec: RunSpec, rate: DeviceRates, patch: str) -> bool:
@@ -158,7 +152,14 @@ def _elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
     forward, backward = gate + 1, 2 * gate + 1 + (gate if summed else 0)
     if rate.execution.eager_activation:
         forward, backward = forward + _EAGER_ACTIVATION[0], backward + _EAGER_ACTIVATION[1]
-    for ffn, modules in _activated(spec, rate.execution.fused_experts):
+    # Columns of activations for each token, and the modules that they are computed again with.
+    activated: list[tuple[int, tuple[str, ...]]] = [(shape.ffn_hidden, ("mlp",))]
+    if shape.experts:
+        fused = rate.execution.fused_experts
+        routed = 0 if fused else shape.experts_per_token * shape.expert_ffn_hidden
+        routed, shared = round(routed * spec.received_by_experts), shape.shared_expert_ffn
+        activated = [(routed, ("moe", "moe_act")), (shared, ("moe", "shared_experts"))]
+    for ffn, modules in activated:
         yield _Part(wide * ffn * forward, wide * ffn * backward, modules)
     if shape.bias:
         # Its gradient is a sum; PyTorch adds the bias itself in a pass of its own, too.
@@ -168,43 +169,20 @@ def _elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
     yield _Part(*_laid_out_bytes(spec, rate), ("mla_up_proj",) if shape.latent else ())
 
 
-def _activated(spec: RunSpec, fused_experts: bool) -> list[tuple[int, tuple[str, ...]]]:
-    """Columns of activations for each token, and the modules that they are computed again with."""
-    shape = spec.shape
-    if not shape.experts:
-        return [(shape.ffn_hidden, ("mlp",))]
-    routed = 0 if fused_experts else shape.experts_per_token * shape.expert_ffn_hidden
-    routed = round(routed * spec.received_by_experts)
-    return [(routed, ("moe", "moe_act")), (shape.shared_expert_ffn, ("moe", "shared_experts"))]
-
-
-_TORCH_ROTARY = 6, 7
-"""Times of a fused kernel's reading and writing, forward and backward: products with cosine and sine,
-halves negated and joined, the sum, and columns without positions joined to it, also where there are none
-(`rope_utils.py: _apply_rotary_pos_emb_bshd`: 12 passes; 14 of its gradients, two of which are added)."""
-
-
 def _laid_out_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     """Memory traffic between the projections and attention: rotary positions, and queries, keys and
     values taken out of one tensor and their gradients put into one (`attention.py:
     get_query_key_value_tensors`; learnt positions and as many groups as heads need neither with
     Transformer Engine, whose attention takes them as one tensor)."""
-    shape = spec.shape
-    rotary = not shape.positions
-    grouped = shape.query_groups < shape.heads
-    if (
-        shape.blocks == MAMBA
-        or not shape.heads
-        or not (rotary or grouped or rate.execution.torch_kernels)
-    ):
+    shape, rotary = spec.shape, not spec.shape.positions
+    grouped, attends = shape.query_groups < shape.heads, shape.heads and shape.blocks != MAMBA
+    if not attends or not (rotary or grouped or rate.execution.torch_kernels):
         return 0, 0
     moved = 2 * spec.element_bytes * spec.tokens // spec.parallelism.tensor
-    if shape.latent:
-        latent = shape.latent
+    if latent := shape.latent:
         # Queries in place, keys and values out of one tensor, each head's key with the same rotary part.
-        width = (
-            latent.rotary_width + latent.head_width + latent.value_width + latent.rotary_width // 2
-        )
+        rotated = latent.rotary_width + latent.rotary_width // 2
+        width = rotated + latent.head_width + latent.value_width
         return moved * shape.heads * width, moved * shape.heads * width
     queries, keys = shape.heads * shape.head_width, shape.query_groups * shape.head_width
     turned = moved * (queries + keys) if rotary else 0

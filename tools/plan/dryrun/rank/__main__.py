@@ -30,9 +30,19 @@ def _in_a_fork(entry: ModuleType, job: Job) -> bytes:
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
+        from tools.plan.dryrun.rank.run import run_rank
+
         os.close(receive)
+        try:
+            answered = RankAnswer(report=run_rank(entry, job))
+        except (Exception, SystemExit) as error:
+            import traceback
+
+            traceback.print_exc()
+            lines = str(error).strip().splitlines() or [""]
+            answered = RankAnswer(error=f"{type(error).__name__}: {lines[0]}")
         with os.fdopen(send, "wb") as answer:
-            answer.write(msgspec.json.encode(_answer(entry, job)))
+            answer.write(msgspec.json.encode(answered))
         os._exit(0)
     os.close(send)
     with os.fdopen(receive, "rb") as answer:
@@ -40,19 +50,6 @@ def _in_a_fork(entry: ModuleType, job: Job) -> bytes:
     _, status = os.waitpid(child, 0)
     signal = f"its process was ended (wait status {status}); free some memory."
     return text or msgspec.json.encode(RankAnswer(error=signal))
-
-
-def _answer(entry: ModuleType, job: Job) -> RankAnswer:
-    from tools.plan.dryrun.rank.run import run_rank
-
-    try:
-        return RankAnswer(report=run_rank(entry, job))
-    except (Exception, SystemExit) as error:
-        import traceback
-
-        traceback.print_exc()
-        lines = str(error).strip().splitlines() or [""]
-        return RankAnswer(error=f"{type(error).__name__}: {lines[0]}")
 
 
 if __name__ == "__main__":

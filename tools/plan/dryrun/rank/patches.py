@@ -17,23 +17,18 @@ from megatron_patches.registry import Patch, Replacement
 from tools.ledger.process_groups import METHODS
 
 
-def _moved_at_once(_: Any) -> Callable[..., FakeWork]:
-    return lambda group, *args, **kwargs: FakeWork()
+def _instead(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
+    """What makes this of any original."""
+    return lambda original: function
 
 
-def _without_random_state(_: Any) -> Callable[..., Any]:
-    @contextlib.contextmanager
-    def fork(*_: Any, **__: Any) -> Iterator[None]:
-        yield
-
-    return fork
+@contextlib.contextmanager
+def _no_random_state(*_: Any, **__: Any) -> Iterator[None]:
+    yield
 
 
-def _gathers_its_own_object(_: Any) -> Callable[..., None]:
-    def all_gather_object(answers: list[Any], own: Any, _: Any = None, **__: Any) -> None:
-        answers[:] = [own] * len(answers)
-
-    return all_gather_object
+def _all_gather_object(answers: list[Any], own: Any, _: Any = None, **__: Any) -> None:
+    answers[:] = [own] * len(answers)
 
 
 def _converted_to(dtype: torch.dtype) -> Callable[[Any], Callable[..., torch.nn.Module]]:
@@ -42,28 +37,17 @@ def _converted_to(dtype: torch.dtype) -> Callable[[Any], Callable[..., torch.nn.
 
     def convert(model: torch.nn.Module) -> torch.nn.Module:
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_floating_point():
-                    module._parameters[name] = _converted(parameter, dtype)
+            for name, old in module._parameters.items():
+                if old is not None and old.is_floating_point() and old.dtype != dtype:
+                    new = torch.nn.Parameter(old.detach().to(dtype), old.requires_grad)
+                    new.__dict__.update(old.__dict__)
+                    module._parameters[name] = new
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
                     module._buffers[name] = buffer.to(dtype)
         return model
 
-    return lambda _: convert
-
-
-def _converted(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
-    if parameter.dtype == dtype:
-        return parameter
-    converted = torch.nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-    converted.__dict__.update(parameter.__dict__)
-    return converted
-
-
-def _norm_without_copies(_: Any) -> Callable[..., tuple[torch.Tensor, None]]:
-    """A fused kernel, as on GPUs: shape [1], fp32."""
-    return lambda *args, **kwargs: (torch.zeros(1), None)
+    return _instead(convert)
 
 
 def _fused(original: Callable[..., None]) -> Callable[..., None]:
@@ -74,16 +58,13 @@ def _fused(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _as_one_kernel(_: Any) -> Callable[..., torch.Tensor]:
-    def dropout(
-        input: torch.Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,  # noqa: ARG001 - torch's signature
-    ) -> torch.Tensor:
-        return torch.native_dropout(input, p, training)[0] if training and p else input
-
-    return dropout
+def _dropout_in_one_kernel(
+    input: torch.Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,  # noqa: ARG001 - torch's signature
+) -> torch.Tensor:
+    return torch.native_dropout(input, p, training)[0] if training and p else input
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -126,21 +107,8 @@ def _norm_in_one_kernel(original: Callable[..., torch.Tensor]) -> Callable[..., 
     return rms_norm
 
 
-def _split_into_copies(_: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
-    def split(mixed: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        return tuple(part.contiguous() for part in torch.split(mixed, list(sizes), dim))
-
-    return split
-
-
-def _shared_already(_: Any) -> Callable[..., Callable[..., None]]:
-    """Storage without contents need not be shared: what was recomputed is counted, what waits for it has
-    no bytes."""
-
-    def share(waiting: torch.Tensor, recomputed: torch.Tensor) -> None:
-        del waiting, recomputed
-
-    return lambda: share
+def _split_into_copies(mixed: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[Any, ...]:
+    return tuple(part.contiguous() for part in torch.split(mixed, list(sizes), dim))
 
 
 def _unquantised(original: Callable[..., None]) -> Callable[..., None]:
@@ -188,22 +156,30 @@ _MAKERS: tuple[tuple[str, str, dict[str, Callable[[Any], Any]]], ...] = (
     (
         "calls_end_at_the_group",
         "torch has no fake kernel for some of c10d's operators (allreduce_coalesced_)",
-        {f"torch.distributed:ProcessGroup.{name}": _moved_at_once for name in METHODS},
+        dict.fromkeys(
+            (f"torch.distributed:ProcessGroup.{name}" for name in METHODS),
+            _instead(lambda group, *args, **kwargs: FakeWork()),
+        ),
     ),
     (
         "one_rank_alone",
         "objects gathered from other ranks would be unpickled from empty tensors",
-        {"torch.distributed:all_gather_object": _gathers_its_own_object},
+        {"torch.distributed:all_gather_object": _instead(_all_gather_object)},
     ),
     (
         "no_random_numbers",
         "the RNG tracker compares the generator's state, which is no fake tensor",
-        {f"{_RANDOM}:CudaRNGStatesTracker.fork": _without_random_state},
+        {f"{_RANDOM}:CudaRNGStatesTracker.fork": _instead(_no_random_state)},
     ),
     (
         "fused_gradient_norm",
         "the CPU patch's double precision would hold copies of gradients that no GPU holds",
-        {"megatron.core.optimizer.clip_grads:l2_norm_impl": _norm_without_copies},
+        {
+            # A fused kernel's, as on GPUs: shape [1], fp32.
+            "megatron.core.optimizer.clip_grads:l2_norm_impl": _instead(
+                lambda *args, **kwargs: (torch.zeros(1), None)
+            )
+        },
     ),
     (
         "fused_adam",
@@ -213,7 +189,7 @@ _MAKERS: tuple[tuple[str, str, dict[str, Callable[[Any], Any]]], ...] = (
     (
         "one_byte_dropout_masks",
         "on a CPU dropout keeps its mask in the activations' dtype, on a GPU in one byte",
-        {"torch.nn.functional:dropout": _as_one_kernel},
+        {"torch.nn.functional:dropout": _instead(_dropout_in_one_kernel)},
     ),
     (
         "one_kernel_rms_norm",
@@ -223,12 +199,13 @@ _MAKERS: tuple[tuple[str, str, dict[str, Callable[[Any], Any]]], ...] = (
     (
         "values_of_their_own",
         "V would keep the storage of Q and K beside their rotated copies; fused kernels copy V",
-        {"megatron.core.transformer.attention:SplitAlongDim": _split_into_copies},
+        {"megatron.core.transformer.attention:SplitAlongDim": _instead(_split_into_copies)},
     ),
     (
         "outputs_computed_again",
         "a C++ extension, compiled at its first use, would point dropped storage at new contents",
-        {f"{_RANDOM}:_get_share_storage": _shared_already},
+        # Without contents nothing need be shared: what was recomputed counts, what waits has no bytes.
+        {f"{_RANDOM}:_get_share_storage": _instead(lambda: lambda waiting, recomputed: None)},
     ),
     (
         "recomputed_in_full_precision",
@@ -275,10 +252,5 @@ class AnswerForContents(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except DataDependentOutputException:
             if func is not torch.ops.aten._local_scalar_dense.default:
                 raise
-            return _healthy(args[0].dtype)
-
-
-def _healthy(dtype: torch.dtype) -> bool | float | int:
-    if dtype == torch.bool:
-        return False
-    return 0.0 if dtype.is_floating_point else 1
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 0.0 if dtype.is_floating_point else 1

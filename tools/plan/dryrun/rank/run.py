@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +31,6 @@ from tools.ledger.process_groups import CallWatcher
 from tools.ledger.timeline import Span, Timeline
 from tools.plan.dryrun.job import Job, RankReport
 from tools.plan.dryrun.rank.patches import FAKE_PATCHES, AnswerForContents
-from tools.records.measurements import RankCommunication, RankMemory
 from tools.spec.files import ROOT
 
 ENTRY = ROOT / "examples" / "gpt3" / "pretrain_gpt.py"
@@ -66,15 +66,7 @@ def run_rank(entry: ModuleType, job: Job) -> RankReport:
     entry.build_datasets = _fake_data  # type: ignore[attr-defined]
     with FakeTensorMode(), AnswerForContents():
         entry.main()
-    return RankReport(
-        rank=job.rank,
-        parameters=watch.parameters,
-        communication=watch.communication,
-        memory=watch.held,
-        in_flight=watch.in_flight,
-        seconds=time.monotonic() - started,
-        process_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
+    return watch.report(time.monotonic() - started)
 
 
 def _fake_data(
@@ -86,23 +78,23 @@ def _fake_data(
 
     arguments = get_args()
     arguments.do_train = True
-    return _batches(arguments), None, None
+    batch, length = arguments.micro_batch_size, arguments.seq_length
+
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        """Micro batches as GPTDataset's collated ones: tensors of [micro batch, sequence]."""
+        while True:
+            yield {
+                "tokens": torch.zeros(batch, length, dtype=torch.int64),
+                "labels": torch.zeros(batch, length, dtype=torch.int64),
+                "loss_mask": torch.ones(batch, length),
+                "position_ids": torch.zeros(batch, length, dtype=torch.int64),
+                "attention_mask": torch.zeros(batch, 1, length, length, dtype=torch.bool),
+            }
+
+    return batches(), None, None
 
 
 _fake_data.is_distributed = True  # type: ignore[attr-defined]
-
-
-def _batches(arguments: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Micro batches as GPTDataset's collated ones: tensors of [micro batch, sequence]."""
-    batch, length = arguments.micro_batch_size, arguments.seq_length
-    while True:
-        yield {
-            "tokens": torch.zeros(batch, length, dtype=torch.int64),
-            "labels": torch.zeros(batch, length, dtype=torch.int64),
-            "loss_mask": torch.ones(batch, length),
-            "position_ids": torch.zeros(batch, length, dtype=torch.int64),
-            "attention_mask": torch.zeros(batch, 1, length, length, dtype=torch.bool),
-        }
 
 
 class IterationWatch:
@@ -115,46 +107,37 @@ class IterationWatch:
         self._memory = MemoryLedger(self._timeline)
         self._watcher = CallWatcher(self._calls, self._timeline, self._memory.received)
         self._spans: tuple[Span, ...] = ()
-        self.parameters = 0
+        self._parameters = 0
 
-    @property
-    def communication(self) -> RankCommunication:
-        """Calls from `train_step` to the end of logging, as an iteration of a real run counts."""
-        return self._calls.communication(self._rank)
-
-    @property
-    def held(self) -> RankMemory:
-        """Live bytes at the fullest moment."""
+    def report(self, seconds: float) -> RankReport:
+        """Calls from `train_step` to the end of logging, as those of a real run count; live bytes
+        at the fullest moment; most forwards that were waiting for their backward at once."""
+        steps = {"forward-compute": 1, "backward-compute": -1}
         assert self._memory.result is not None
-        return self._memory.result
-
-    @property
-    def in_flight(self) -> int:
-        """Most forwards that were waiting for their backward at once."""
-        waiting = most = 0
-        for span in self._spans:
-            waiting += _STEPS.get(span.name, 0)
-            most = max(most, waiting)
-        return most
+        return RankReport(
+            rank=self._rank,
+            parameters=self._parameters,
+            communication=self._calls.communication(self._rank),
+            memory=self._memory.result,
+            in_flight=max(accumulate(steps.get(span.name, 0) for span in self._spans), default=0),
+            seconds=seconds,
+            process_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
 
     def patch(self) -> Patch:
         """Megatron's timers name the phases, `train_step` begins the iteration, what follows ends it."""
         self._watcher.install()
-        return Patch(
-            name="dry_run_ledger",
-            reason="one iteration is all there is",
-            needed=lambda context: True,
-            replacements=(
-                Replacement("megatron.core.timers:Timers.__call__", self._watch_timers),
-                Replacement("megatron.training.training:train_step", self._watch_step),
-                Replacement(
-                    "megatron.training.training:checkpoint_and_decide_exit", self._end_iteration
-                ),
+        training = "megatron.training.training"
+        replaced = (
+            Replacement(
+                "megatron.core.timers:Timers.__call__",
+                lambda original: watched_timers(original, self._timeline),
             ),
+            Replacement(f"{training}:train_step", self._watch_step),
+            Replacement(f"{training}:checkpoint_and_decide_exit", self._end_iteration),
         )
-
-    def _watch_timers(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return watched_timers(original, self._timeline)
+        reason = "one iteration is all there is"
+        return Patch("dry_run_ledger", reason, lambda context: True, replaced)
 
     def _watch_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -163,7 +146,7 @@ class IterationWatch:
         ) -> Any:
             # A step on empty gradients first: Adam's state exists in every iteration but the first.
             optimizer.step()
-            self.parameters = sum(p.numel() for chunk in model for p in chunk.parameters())
+            self._parameters = sum(p.numel() for chunk in model for p in chunk.parameters())
             self._calls.forget()
             self._timeline.keep_spans()
             self._memory.start(self._rank, 1, model, optimizer)
@@ -183,6 +166,3 @@ class IterationWatch:
             return original(*args, **kwargs)
 
         return checkpoint_and_decide_exit
-
-
-_STEPS = {"forward-compute": 1, "backward-compute": -1}
