@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from tools.preprocess import progress
-from tools.preprocess.progress import ProgressLine
-from tools.preprocess.sample import sample_documents
+from tools.preprocess.cli import sample_documents
+from tools.preprocess.run import ProgressLine
 
 ROOT = Path(__file__).resolve().parents[2]
 

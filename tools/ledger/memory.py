@@ -81,7 +81,15 @@ class _Tracker:
         self._peak_phase, self._peak_module = Phase.OTHER, ""
         self._phase_peaks: dict[Phase, int] = {}
         self._kept_by_layer: Counter[str] = Counter()
-        self._vocabulary = _vocabulary_rows(self._models)
+        # Columns that this rank's logits may have: rows of its output layer, or of the embedding it is
+        # tied to. FSDP computes with all of a DTensor's rows, tensor parallelism with the rank's own.
+        self._vocabulary = frozenset(
+            rows
+            for model in self._models
+            for name, parameter in model.named_parameters()
+            if name.endswith(("word_embeddings.weight", "output_layer.weight"))
+            for rows in (parameter.shape[0], _local(parameter).shape[0])
+        )
         self._stack = ExitStack()
 
     def enter(self) -> None:
@@ -246,19 +254,6 @@ class _EveryResult(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
 
-def _vocabulary_rows(models: Iterable[torch.nn.Module]) -> frozenset[int]:
-    """Columns that this rank's logits may have: rows of its output layer, or of the embedding it is
-    tied to. FSDP computes with all of a DTensor's rows, tensor parallelism with the rank's own.
-    """
-    return frozenset(
-        rows
-        for model in models
-        for name, parameter in model.named_parameters()
-        if name.endswith(("word_embeddings.weight", "output_layer.weight"))
-        for rows in (parameter.shape[0], _local(parameter).shape[0])
-    )
-
-
 _LAYER = re.compile(r"(?:.*\.)?layers\.\d+")
 
 
@@ -279,7 +274,8 @@ class _ModulePath:
     def layer(self) -> str:
         """The transformer layer that is computing, else the module; `loss` outside of both."""
         match = _LAYER.match(self.current)
-        return _short(match[0] if match else self.current) or "loss"
+        name = match[0] if match else self.current
+        return re.sub(r"^(module(\.|$))+", "", name) or "loss"  # Without wrappers around the model.
 
     def __enter__(self) -> Self:
         for model in self._models:
@@ -298,8 +294,3 @@ class _ModulePath:
     def _leave(self, *_: Any) -> None:
         if self._open:
             self._open.pop()
-
-
-def _short(name: str) -> str:
-    """A module's name without the wrappers around the model."""
-    return re.sub(r"^(module(\.|$))+", "", name)

@@ -21,7 +21,7 @@ from tools.capture.probe import probed
 from tools.capture.sinks import Recording, Responding
 from tools.native.batches import MicroBatch
 from tools.native.model import MixtureOfExperts
-from tools.native.names import EXPERT, LAYER
+from tools.native.weights import EXPERT, LAYER
 from tools.records.capture import Site, Stage
 
 Sink = Recording | Responding
@@ -215,7 +215,9 @@ class Taps:
         top, experts = logits.detach().float().topk(mixture.chosen, dim=-1)
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
         weights = torch.zeros_like(logits).detach().scatter(1, experts, top.softmax(dim=-1))
-        places = self._places()
+        # Of each token, samples first, its place with the sequence first.
+        samples, length = self.batches[self._number][0].shape
+        places = torch.arange(samples * length).view(length, samples).t().reshape(-1)
         for expert in range(mixture.count):
             self._rows[layer, expert] = places[chosen[:, expert]].argsort()
         for index, value in enumerate((weights, chosen)):
@@ -223,11 +225,6 @@ class Taps:
             ordered = torch.empty_like(value)
             ordered[places] = value
             self.sink.forward(self._site(Stage.OUTPUTS, name), ordered)
-
-    def _places(self) -> Tensor:
-        """Of each token, samples first, its place with the sequence first."""
-        samples, length = self.batches[self._number][0].shape
-        return torch.arange(samples * length).view(length, samples).t().reshape(-1)
 
     def _by_token(self, tensor: Tensor) -> Tensor:
         samples, length = self.batches[self._number][0].shape

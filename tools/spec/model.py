@@ -389,9 +389,13 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         if not flags.has(needed):
             raise ValueError(f"Model '{name}' lacks {needed}; add it to its .args file.")
     said = flags.fields("shape")
-    _refuse_negative(flags)
+    for flag in (each for group in ("shape", "latent", "mamba") for each in of_group(group)):
+        counted = flag.kind == "whole" and flag.field not in (*_FROM_ONE, *_OF_EXPERTS)
+        if counted and (value := flags.integer(flag.name)) < 0:
+            raise ValueError(f"{flag.name} is {value}; use 0 or more.")
     hidden, heads = said["hidden"], said["heads"]
     learned = flags.text("--position-embedding-type") == "learned_absolute"
+    latent = flags.has("--multi-latent-attention")
     columns = said.get("ffn_hidden", usual_ffn(hidden, flags.has("--swiglu")))
     derived = {
         "query_groups": heads,
@@ -405,7 +409,7 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         gated=flags.has("--swiglu") or flags.has("--quick-geglu"),
         rms_norm=flags.text("--normalization") == "RMSNorm",
         sink=flags.text("--softmax-type") == "learnable",
-        latent=_latent_attention(flags),
+        latent=LatentAttention(**({"query_rank": 0} | flags.fields("latent"))) if latent else None,
         load_balancing=flags.text("--moe-aux-loss-coeff", "0").strip("[]") not in ("0", "0.0"),
         router_z_loss=flags.has("--moe-z-loss-coeff"),
     )
@@ -421,14 +425,6 @@ _FROM_ONE = (
     *("seq_length", "vocabulary", "vocabulary_multiple"),
 )
 _OF_EXPERTS = ("experts", "experts_per_token", "expert_ffn_hidden")
-
-
-def _refuse_negative(flags: Flags) -> None:
-    for flag in (each for group in ("shape", "latent", "mamba") for each in of_group(group)):
-        if flag.kind != "whole" or flag.field in (*_FROM_ONE, *_OF_EXPERTS):
-            continue
-        if (value := flags.integer(flag.name)) < 0:
-            raise ValueError(f"{flag.name} is {value}; use 0 or more.")
 
 
 def usual_ffn(hidden: int, swiglu: bool) -> int:
@@ -448,12 +444,6 @@ def _refuse_empty(name: str, shape: ModelShape) -> None:
             f"Model '{name}' has {shape.heads} attention heads, which {shape.query_groups} query "
             "groups do not divide; use another --num-query-groups."
         )
-
-
-def _latent_attention(flags: Flags) -> LatentAttention | None:
-    if not flags.has("--multi-latent-attention"):
-        return None
-    return LatentAttention(**({"query_rank": 0} | flags.fields("latent")))
 
 
 def _dense_layers(given: Sequence[str], layers: int) -> tuple[int, ...]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from tools.plan.collectives.call import CollectiveCall, total_wire_bytes
 from tools.plan.collectives.rank import communication_of_rank
 from tools.records.measurements import Operation, Phase
-from tools.site.drawing.ranks import Rank, draw_heads, together
-from tools.site.drawing.sheet import EXACT_BYTES, WIDTH, Sheet
+from tools.site.drawing.sheet import EXACT_BYTES, WIDTH, Rank, Sheet, draw_heads, together
 from tools.spec.groups import Group
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Parallelism
