@@ -135,17 +135,22 @@ def _overview() -> ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"parakit {_version()}")
     from tools.cli.commands import COMMANDS
-    from tools.cli.options import in_options
+    from tools.cli.options import find_command, in_options, option_of
 
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for one in COMMANDS:
         if one.packages is not None:
             commands.add_parser(one.name, help=in_options(one.help, one))
     for name, target in _clone_commands().items():
+        help_text, epilog = "any target of the Makefile", "'make help-all' lists their variables."
+        if found := find_command(target.format("tp2-gpt2-tiny-2cpu")):
+            help_text = in_options(found.help, found)
+            used = (f"  {option_of(v):<18}  {in_options(v.help, found)}" for v in found.variables)
+            epilog = "\n".join(("of the run:", *used))
         made = commands.add_parser(
             name,
-            help=f"{_help_of(target)} (in a clone)",
-            epilog=_variables(target),
+            help=f"{help_text} (in a clone)",
+            epilog=epilog,
             formatter_class=RawDescriptionHelpFormatter,
         )
         if "{}" in target:
@@ -161,24 +166,6 @@ def _version() -> str:
     if project.is_file():
         return str(tomllib.loads(project.read_text())["project"]["version"])
     return importlib.metadata.version("parakit")
-
-
-def _help_of(target: str) -> str:
-    from tools.cli.options import find_command, in_options
-
-    found = find_command(target.format("x"))
-    return in_options(found.help, found) if found else "any target of the Makefile"
-
-
-def _variables(target: str) -> str:
-    """What a make target takes, a line each."""
-    from tools.cli.options import find_command, in_options, option_of
-
-    found = find_command(target.format("tp2-gpt2-tiny-2cpu"))
-    if found is None:
-        return "'make help-all' lists their variables."
-    used = (f"  {option_of(each):<18}  {in_options(each.help, found)}" for each in found.variables)
-    return "\n".join(("of the run:", *used))
 
 
 def _complete() -> None:

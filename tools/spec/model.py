@@ -6,7 +6,7 @@ import ast
 import difflib
 import re
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -245,8 +245,7 @@ class UnknownModelError(ValueError):
 
 def model_names() -> tuple[str, ...]:
     """Every model of every family, then the imported ones."""
-    known = tuple(path.stem for family in FAMILIES for path in _model_files(family))
-    return (*known, *(path.stem for path in _imported_files()))
+    return tuple(path.stem for _, path in _known_files())
 
 
 def load_model(name: str, file: str | None = None) -> Model:
@@ -263,13 +262,11 @@ def load_model(name: str, file: str | None = None) -> Model:
     wanted = ALIASES.get(name, name)
     if file and is_model_file(file) and own_name(file) == name:
         return model_of(file)
-    for family in FAMILIES:
-        for path in _model_files(family):
-            if path.stem == wanted:
-                return model_from_flags(wanted, family, read_args_file(path))
-    imported = next((path for path in _imported_files() if path.stem == wanted), None)
-    if imported is not None:
-        return replace(model_of(str(imported)), source="")
+    for family, path in _known_files():
+        if path.stem == wanted and family:
+            return model_from_flags(wanted, family, read_args_file(path))
+        if path.stem == wanted:
+            return replace(model_of(str(path)), source="")
     if other := re.match(r"(?:.*-)?(t5|bert)\b", name, re.IGNORECASE):
         raise UnknownModelError(
             f"'{name}' is no GPT: the kit has no entry for pretrain_{other[1].lower()}.py, whose data, "
@@ -502,9 +499,11 @@ def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
     return replace(shape, layers=1, blocks=blocks, mamba=mamba, mtp_depth=0, dense_layers=())
 
 
-def _model_files(family: str) -> list[Path]:
-    return sorted((ROOT / "examples" / family / "models").glob("*.args"))
-
-
-def _imported_files() -> list[Path]:
-    return sorted(path for path in HUB.glob("*/*.args") if path.stem == path.parent.name)
+def _known_files() -> Iterator[tuple[str, Path]]:
+    """Every family's files, with its name, then those of imported models, without one."""
+    for family in FAMILIES:
+        for path in sorted((ROOT / "examples" / family / "models").glob("*.args")):
+            yield family, path
+    for path in sorted(HUB.glob("*/*.args")):
+        if path.stem == path.parent.name:
+            yield "", path
