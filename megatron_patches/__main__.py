@@ -14,9 +14,8 @@ from pathlib import Path
 from types import CodeType
 
 from megatron_patches.context import RuntimeContext, find_context
-from megatron_patches.imports import kept_imports
+from megatron_patches.entry import kept_imports, named_refusals
 from megatron_patches.patch_file import execute_patch_file
-from megatron_patches.refusal import named_refusals
 from megatron_patches.registry import WITHOUT, PatchError, apply_patches, left_out
 from megatron_patches.stacks import dump_stacks_on_request
 from tools.spec import variables

@@ -14,20 +14,18 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Patch, Replacement, around
 
 
-def _compile_where_missing(original: Callable[[], None]) -> Callable[[], None]:
-    def compile_helpers() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-            return
-        # python3 -m pybind11 needs the environment, python3-config lies beside the base interpreter.
-        first = (str(Path(sys.executable).parent), str(sysconfig.get_config_var("BINDIR")))
-        os.environ["PATH"] = os.pathsep.join((*first, os.environ.get("PATH", "")))
-        original()
-        importlib.invalidate_caches()
-
-    return compile_helpers
+@around
+def _compile_where_missing(original: Callable[[], None]) -> None:
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        return
+    # python3 -m pybind11 needs the environment, python3-config lies beside the base interpreter.
+    first = (str(Path(sys.executable).parent), str(sysconfig.get_config_var("BINDIR")))
+    os.environ["PATH"] = os.pathsep.join((*first, os.environ.get("PATH", "")))
+    original()
+    importlib.invalidate_caches()
 
 
 PATCH = Patch(

@@ -6,6 +6,7 @@ an untested version, stops the run before training instead of changing it silent
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -45,6 +46,34 @@ class Patch:
     reason: str
     needed: Callable[[RuntimeContext], bool]
     replacements: tuple[Replacement, ...]
+
+
+def cpu_patch(name: str, reason: str, *replacements: Replacement) -> Patch:
+    """What CPU ranks alone need."""
+    return Patch(name, reason, lambda context: context.on_cpu, replacements)
+
+
+def no_te_patch(name: str, reason: str, *replacements: Replacement) -> Patch:
+    """What is needed where Transformer Engine is missing."""
+    return Patch(name, reason, lambda context: not context.has_transformer_engine, replacements)
+
+
+def fused_patch(name: str, reason: str, *replacements: Replacement) -> Patch:
+    """What `FUSED=` switches on by this name."""
+    return Patch(f"fused {name}", reason, lambda context: name in context.fused, replacements)
+
+
+def around(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What makes a function's new value of one that takes the original before its own arguments."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return call(original, *args, **kwargs)
+
+        return replaced
+
+    return make
 
 
 def check_version(context: RuntimeContext) -> None:

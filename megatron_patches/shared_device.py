@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Patch, Replacement, around
 from tools.ledger.process_groups import METHODS
 
 _MESSAGES = ("send", "recv", "recv_anysource")
@@ -48,7 +48,9 @@ def stage(name: str, original: Callable[..., Any], device: str) -> Callable[...,
         if not any(tensor.device.type == device for tensor in _tensors((args, kwargs))):
             return original(group, *args, **kwargs)
         pairs: list[tuple[Tensor, Tensor]] = []
-        staged = [_staged(name, place, value, device, pairs) for place, value in enumerate(args)]
+        # A call fills its first argument, but for a send; only what is filled is copied back.
+        filled = [] if name == "send" else pairs
+        staged = [_copied(value, device, [] if n else filled) for n, value in enumerate(args)]
         named = {key: _copied(value, device, []) for key, value in kwargs.items()}
         work = Staged(original(group, *staged, **named), pairs)
         if name not in _MESSAGES:
@@ -56,14 +58,6 @@ def stage(name: str, original: Callable[..., Any], device: str) -> Callable[...,
         return work
 
     return call
-
-
-def _staged(
-    name: str, place: int, value: Any, device: str, pairs: list[tuple[Tensor, Tensor]]
-) -> Any:
-    """A call fills its first argument, but for a send; only what is filled is copied back."""
-    filled = place == 0 and name != "send"
-    return _copied(value, device, pairs if filled else [])
 
 
 def _copied(value: Any, device: str, pairs: list[tuple[Tensor, Tensor]]) -> Any:
@@ -89,15 +83,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def _to_existing(original: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def _to_existing(original: Callable[[Any], None], device: Any) -> None:
     """Rank 1's device is device 0 as well."""
-
-    @functools.wraps(original)
-    def set_device(device: Any) -> None:
-        index = device if isinstance(device, int) else torch.device(device).index or 0
-        original(index % torch.cuda.device_count())
-
-    return set_device
+    index = device if isinstance(device, int) else torch.device(device).index or 0
+    original(index % torch.cuda.device_count())
 
 
 _METHODS = tuple(name for name in METHODS if name != "barrier")

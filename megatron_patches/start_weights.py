@@ -9,7 +9,6 @@ ordinary one, and the shared start loads into it as into any other layout.
 
 from __future__ import annotations
 
-import functools
 import os
 import zlib
 from collections.abc import Callable
@@ -18,44 +17,38 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Patch, Replacement, around
 from tools.spec import variables
 
 
-def load_weights(module: torch.nn.Module, checkpoint: Path) -> None:
-    """Copy a torch_dist checkpoint's weights into a model that is not wrapped yet.
-
-    Every rank takes its own shards, so a tensor-parallel model gets its part.
-    """
+@around
+def _loading_first(
+    original: Callable[..., None],
+    self: Any,
+    config: Any,
+    ddp_config: Any,
+    module: torch.nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     from megatron.core import dist_checkpointing
 
+    # Every rank takes its own shards, so a tensor-parallel model gets its part.
+    checkpoint = Path(os.environ[variables.START_WEIGHTS])
     iteration = int((checkpoint / "latest_checkpointed_iteration.txt").read_text())
     wanted = {"model": module.sharded_state_dict()}  # type: ignore[operator]
     loaded = dist_checkpointing.load(wanted, str(checkpoint / f"iter_{iteration:07d}"))
     module.load_state_dict(loaded["model"], strict=True)
+    original(self, config, ddp_config, module, *args, **kwargs)
 
 
-def _loading_first(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(
-        self: Any, config: Any, ddp_config: Any, module: torch.nn.Module, *args: Any, **kwargs: Any
-    ) -> None:
-        load_weights(module, Path(os.environ[variables.START_WEIGHTS]))
-        original(self, config, ddp_config, module, *args, **kwargs)
-
-    return init
-
-
-def _with_noise(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def setup(*args: Any, **kwargs: Any) -> Any:
-        answer = original(*args, **kwargs)
-        for chunk in answer[0]:
-            for name, held in (*chunk.named_parameters(), *chunk.named_buffers()):
-                add_noise(name, held.data, os.environ[variables.START_NOISE])
-        return answer
-
-    return setup
+@around
+def _with_noise(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    answer = original(*args, **kwargs)
+    for chunk in answer[0]:
+        for name, held in (*chunk.named_parameters(), *chunk.named_buffers()):
+            add_noise(name, held.data, os.environ[variables.START_NOISE])
+    return answer
 
 
 def add_noise(name: str, values: torch.Tensor, seed: str) -> None:

@@ -32,7 +32,7 @@ from typing import NoReturn
 
 from megatron_patches.__main__ import announce, enter
 from megatron_patches.context import find_context
-from megatron_patches.imports import kept_imports
+from megatron_patches.entry import kept_imports
 from megatron_patches.registry import apply_patches
 from megatron_patches.stacks import dump_stacks_on_request
 from tools.spec import variables

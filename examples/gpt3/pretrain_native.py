@@ -9,7 +9,7 @@ does not do it refuses by name.
 
 from __future__ import annotations
 
-from megatron_patches.refusal import named_refusals
+from megatron_patches.entry import named_refusals
 from tools.native.training import main
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Replacement, around, cpu_patch
 
 _FACTORIES = [
     "arange",
@@ -46,13 +46,9 @@ Function = Callable[..., Any]
 
 def to_cpu(device: Any) -> Any:
     """The CPU for any CUDA device, else the same."""
-    if isinstance(device, int) and not isinstance(device, bool):
-        return torch.device("cpu")
-    if isinstance(device, str) and device.startswith("cuda"):
-        return torch.device("cpu")
-    if isinstance(device, torch.device) and device.type == "cuda":
-        return torch.device("cpu")
-    return device
+    by_number = isinstance(device, int) and not isinstance(device, bool)
+    by_name = isinstance(device, str | torch.device) and str(device).startswith("cuda")
+    return torch.device("cpu") if by_number or by_name else device
 
 
 def _on_cpu(original: Function) -> Function:
@@ -67,57 +63,41 @@ def _on_cpu(original: Function) -> Function:
     return call
 
 
-def _to(original: Function) -> Function:
-    @functools.wraps(original)
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs:
-            kwargs["device"] = to_cpu(kwargs["device"])
-        return original(self, *(to_cpu(argument) for argument in args), **kwargs)
-
-    return to
+@around
+def _to(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if "device" in kwargs:
+        kwargs["device"] = to_cpu(kwargs["device"])
+    return original(self, *(to_cpu(argument) for argument in args), **kwargs)
 
 
-def _unchanged(original: Function) -> Function:
-    @functools.wraps(original)
-    def cuda(self: Any, *_: Any, **__: Any) -> Any:
-        return self
-
-    return cuda
+@around
+def _unchanged(_: Function, self: Any, *__: Any, **___: Any) -> Any:
+    return self
 
 
-def _type(original: Function) -> Function:
-    @functools.wraps(original)
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Megatron's optimizer and gradient clipping distinguish fp32, fp16 and bf16 by this name.
-        answer = original(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
-
-    return type_
+@around
+def _type(original: Function, *args: Any, **kwargs: Any) -> Any:
+    # Megatron's optimizer and gradient clipping distinguish fp32, fp16 and bf16 by this name.
+    answer = original(*args, **kwargs)
+    return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
 
-def _without_pinning(original: Function) -> Function:
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs["pin_memory"] = False
-        original(self, *args, **kwargs)
-
-    return init
+@around
+def _without_pinning(original: Function, *args: Any, **kwargs: Any) -> None:
+    original(*args, **kwargs | {"pin_memory": False})
 
 
-PATCH = Patch(
-    name="cpu_factories",
-    reason="Megatron creates and moves tensors to 'cuda' by name and by index",
-    needed=lambda context: context.on_cpu,
-    replacements=(
-        *(Replacement(f"torch:{n}", _on_cpu) for n in _FACTORIES),
-        *(Replacement(f"torch:Tensor.{n}", _on_cpu) for n in _METHODS),
-        Replacement("torch:Tensor.to", _to),
-        Replacement("torch:Tensor.cuda", _unchanged),
-        Replacement("torch:Tensor.record_stream", _unchanged),
-        Replacement("torch:Tensor.pin_memory", _unchanged),
-        Replacement("torch:Tensor.type", _type),
-        Replacement("torch.nn:Module.to", _to),
-        Replacement("torch.nn:Module.cuda", _unchanged),
-        Replacement("torch.utils.data:DataLoader.__init__", _without_pinning),
-    ),
+PATCH = cpu_patch(
+    "cpu_factories",
+    "Megatron creates and moves tensors to 'cuda' by name and by index",
+    *(Replacement(f"torch:{n}", _on_cpu) for n in _FACTORIES),
+    *(Replacement(f"torch:Tensor.{n}", _on_cpu) for n in _METHODS),
+    Replacement("torch:Tensor.to", _to),
+    Replacement("torch:Tensor.cuda", _unchanged),
+    Replacement("torch:Tensor.record_stream", _unchanged),
+    Replacement("torch:Tensor.pin_memory", _unchanged),
+    Replacement("torch:Tensor.type", _type),
+    Replacement("torch.nn:Module.to", _to),
+    Replacement("torch.nn:Module.cuda", _unchanged),
+    Replacement("torch.utils.data:DataLoader.__init__", _without_pinning),
 )

@@ -7,35 +7,28 @@ the build raises RuntimeError.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from packaging.version import Version
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Replacement, around, cpu_patch
 
 
-def _refuse_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_inline(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("with_cuda"):
-            raise RuntimeError("CUDA extensions are not built for CPU ranks")
-        return original(*args, **kwargs)
-
-    return load_inline
+@around
+def _refuse_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("with_cuda"):
+        raise RuntimeError("CUDA extensions are not built for CPU ranks")
+    return original(*args, **kwargs)
 
 
-PATCH = Patch(
-    name="cuda_extensions",
-    reason="Megatron compiles CUDA code at start-up, which CPU ranks neither can nor need",
-    needed=lambda context: context.on_cpu,
-    replacements=(
-        Replacement("torch.utils.cpp_extension:load_inline", _refuse_cuda),
-        Replacement(
-            "megatron.legacy.fused_kernels:load",
-            lambda _: lambda args: None,
-            before=Version("0.17.0rc0"),
-        ),
+PATCH = cpu_patch(
+    "cuda_extensions",
+    "Megatron compiles CUDA code at start-up, which CPU ranks neither can nor need",
+    Replacement("torch.utils.cpp_extension:load_inline", _refuse_cuda),
+    Replacement(
+        "megatron.legacy.fused_kernels:load",
+        lambda _: lambda args: None,
+        before=Version("0.17.0rc0"),
     ),
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Replacement, cpu_patch
 
 DEVICE_INDEX = 0
 """Every rank sees itself as device 0; an int, because Megatron indexes `default_generators` with it."""
@@ -148,15 +148,13 @@ _NO_OPERATIONS = (
     "_sleep",
 )
 
-PATCH = Patch(
-    name="fake_cuda",
-    reason="Megatron asks torch.cuda for its device; on CPU ranks the process is the device",
-    needed=lambda context: context.on_cpu,
-    replacements=(
-        *(Replacement(f"torch.cuda:{name}", make) for name, make in _REPLACEMENTS.items()),
-        *(Replacement(f"torch.cuda:{name}", _returning(None)) for name in _NO_OPERATIONS),
-        # torch's own optimizers and collectives look here, and must not find a GPU.
-        Replacement("torch.accelerator:is_available", _returning(False)),
-        Replacement("torch.accelerator:current_accelerator", _returning(None)),
-    ),
+PATCH = cpu_patch(
+    "fake_cuda",
+    "Megatron asks torch.cuda for its device; on CPU ranks the process is the device",
+    *(Replacement(f"torch.cuda:{name}", make) for name, make in _REPLACEMENTS.items()),
+    *(Replacement(f"torch.cuda:{name}", _returning(None)) for name in _NO_OPERATIONS),
+    # torch's own optimizers and collectives look here, and must not find a GPU.
+    # torch's own optimizers and collectives look here, and must not find a GPU.
+    Replacement("torch.accelerator:is_available", _returning(False)),
+    Replacement("torch.accelerator:current_accelerator", _returning(None)),
 )

@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Patch, Replacement, around, cpu_patch
 
 
 def _on_cpu(original: Callable[..., Any]) -> staticmethod[..., Any]:
@@ -26,23 +26,22 @@ def _on_cpu(original: Callable[..., Any]) -> staticmethod[..., Any]:
     return staticmethod(from_group)
 
 
-def _without_overlap(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:  # noqa: ARG001
-        return original(group, device, async_ops=False)
+@around
+def _without_overlap(
+    original: Callable[..., Any],
+    group: Any = None,
+    device: Any = None,
+    async_ops: bool = False,  # noqa: ARG001
+) -> Any:
+    return original(group, device, async_ops=False)
 
-    return manager
 
-
-def _with_flattened(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    @functools.wraps(original)
-    def names(device_mesh: Any = None) -> list[str]:
-        if device_mesh is None:
-            return []
-        flattened = device_mesh._get_root_mesh()._flatten_mapping
-        return list(dict.fromkeys((*(device_mesh.mesh_dim_names or ()), *flattened)))
-
-    return names
+@around
+def _with_flattened(_: Callable[..., list[str]], device_mesh: Any = None) -> list[str]:
+    if device_mesh is None:
+        return []
+    flattened = device_mesh._get_root_mesh()._flatten_mapping
+    return list(dict.fromkeys((*(device_mesh.mesh_dim_names or ()), *flattened)))
 
 
 def _keeps_children() -> bool:
@@ -51,22 +50,18 @@ def _keeps_children() -> bool:
     return hasattr(_mesh_resources, "child_to_root_mapping")
 
 
-MESH = Patch(
-    name="device_mesh",
-    reason="FSDP's device meshes are built for cuda",
-    needed=lambda context: context.on_cpu,
-    replacements=(Replacement("torch.distributed:DeviceMesh.from_group", _on_cpu),),
+MESH = cpu_patch(
+    "device_mesh",
+    "FSDP's device meshes are built for cuda",
+    Replacement("torch.distributed:DeviceMesh.from_group", _on_cpu),
 )
-ORDER = Patch(
-    name="fsdp_order",
-    reason="gloo orders nothing between a gather in flight and what follows, as CUDA streams do",
-    needed=lambda context: context.on_cpu,
-    replacements=(
-        Replacement(
-            "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer:"
-            "_coalescing_manager",
-            _without_overlap,
-        ),
+ORDER = cpu_patch(
+    "fsdp_order",
+    "gloo orders nothing between a gather in flight and what follows, as CUDA streams do",
+    Replacement(
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer:"
+        "_coalescing_manager",
+        _without_overlap,
     ),
 )
 NAMES = Patch(

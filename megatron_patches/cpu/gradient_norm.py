@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Replacement, cpu_patch
 
 
 def l2_norm(
@@ -32,11 +32,8 @@ def l2_norm(
     return torch.linalg.vector_norm(torch.stack(norms)).float().view(1), None
 
 
-PATCH = Patch(
-    name="gradient_norm",
-    reason="torch's fp32 norm on the CPU depends on how a large gradient is cut",
-    needed=lambda context: context.on_cpu,
-    replacements=(
-        Replacement("megatron.core.optimizer.clip_grads:l2_norm_impl", lambda _: l2_norm),
-    ),
+PATCH = cpu_patch(
+    "gradient_norm",
+    "torch's fp32 norm on the CPU depends on how a large gradient is cut",
+    Replacement("megatron.core.optimizer.clip_grads:l2_norm_impl", lambda _: l2_norm),
 )

@@ -7,30 +7,25 @@ its dropout would differ from that of an uninterrupted run.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Replacement, around, cpu_patch
 
 
-def _preserving_the_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def iterate(self: Any) -> Any:
-        state = torch.get_rng_state()
-        try:
-            return original(self)
-        finally:
-            torch.set_rng_state(state)
-
-    return iterate
+@around
+def _preserving_the_state(original: Callable[..., Any], self: Any) -> Any:
+    state = torch.get_rng_state()
+    try:
+        return original(self)
+    finally:
+        torch.set_rng_state(state)
 
 
-PATCH = Patch(
-    name="loader_seed",
-    reason="a data loader draws from the generator that dropout uses, and changes it after a resume",
-    needed=lambda context: context.on_cpu,
-    replacements=(Replacement("torch.utils.data:DataLoader.__iter__", _preserving_the_state),),
+PATCH = cpu_patch(
+    "loader_seed",
+    "a data loader draws from the generator that dropout uses, and changes it after a resume",
+    Replacement("torch.utils.data:DataLoader.__iter__", _preserving_the_state),
 )

@@ -6,37 +6,30 @@ that takes longer than a tiny model takes to train. Only `--async-save` writes i
 
 from __future__ import annotations
 
-import functools
 import queue
 from collections.abc import Callable
 from typing import Any
 
 from packaging.version import Version
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Replacement, around, cpu_patch
+
+_own: queue.Queue[Any] = queue.Queue()
 
 
-def _within_the_process(original: Callable[..., Any]) -> Callable[..., Any]:
-    own: queue.Queue[Any] = queue.Queue()
+@around
+def _within_the_process(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from megatron.training import get_args
 
-    @functools.wraps(original)
-    def results_queue(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
-        return original(*args, **kwargs) if get_args().async_save else own
-
-    return results_queue
+    return original(*args, **kwargs) if get_args().async_save else _own
 
 
 _MODULE = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 _NAMED = Version("0.17.0rc0")
 
-PATCH = Patch(
-    name="results_queue",
-    reason="a writer's report is kept by a process that imports torch for it",
-    needed=lambda context: context.on_cpu,
-    replacements=(
-        Replacement(f"{_MODULE}:_get_write_results_queue", _within_the_process, before=_NAMED),
-        Replacement(f"{_MODULE}:get_write_results_queue", _within_the_process, since=_NAMED),
-    ),
+PATCH = cpu_patch(
+    "results_queue",
+    "a writer's report is kept by a process that imports torch for it",
+    Replacement(f"{_MODULE}:_get_write_results_queue", _within_the_process, before=_NAMED),
+    Replacement(f"{_MODULE}:get_write_results_queue", _within_the_process, since=_NAMED),
 )

@@ -10,7 +10,6 @@ unequal numbers: there each rank broadcasts its own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from packaging.version import Version
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Replacement, around, cpu_patch
 
 
 def gather_parts(part: torch.Tensor, group: ProcessGroup, rows: Sequence[int]) -> torch.Tensor:
@@ -44,32 +43,29 @@ def reduce_scatter_parts(
 def _on_gloo(
     by_all_to_all: Callable[[torch.Tensor, ProcessGroup, Sequence[int]], torch.Tensor],
 ) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
-    def make(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @functools.wraps(original)
-        def call(
-            tensor: torch.Tensor,
-            group: ProcessGroup,
-            rows: Sequence[int] | None = None,
-            *args: Any,
-            **kwargs: Any,
-        ) -> torch.Tensor:
-            # Equal parts too, so that every iteration makes the same calls.
-            if rows is None or distributed.get_backend(group) != "gloo":
-                return original(tensor, group, rows, *args, **kwargs)
-            return by_all_to_all(tensor, group, rows)
+    @around
+    def call(
+        original: Callable[..., torch.Tensor],
+        tensor: torch.Tensor,
+        group: ProcessGroup,
+        rows: Sequence[int] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        # Equal parts too, so that every iteration makes the same calls.
+        if rows is None or distributed.get_backend(group) != "gloo":
+            return original(tensor, group, rows, *args, **kwargs)
+        return by_all_to_all(tensor, group, rows)
 
-        return call
-
-    return make
+    return call
 
 
-def _as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        moved = original(tensor, as_numpy, record_stream)
-        return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
-
-    return move
+@around
+def _as_numpy(
+    original: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
+    moved = original(tensor, as_numpy, record_stream)
+    return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
 
 
 def gather_list(parts: Sequence[torch.Tensor], own: torch.Tensor, group: ProcessGroup) -> None:
@@ -78,38 +74,29 @@ def gather_list(parts: Sequence[torch.Tensor], own: torch.Tensor, group: Process
         distributed.broadcast(own if rank == group.rank() else part, group=group, group_src=rank)
 
 
-def _of_any_lengths(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def gather(*args: Any, **kwargs: Any) -> None:
-        equal = distributed.all_gather
-        distributed.all_gather = gather_list  # type: ignore[assignment]
-        try:
-            original(*args, **kwargs)
-        finally:
-            distributed.all_gather = equal
-
-    return gather
+@around
+def _of_any_lengths(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    equal = distributed.all_gather
+    distributed.all_gather = gather_list  # type: ignore[assignment]
+    try:
+        original(*args, **kwargs)
+    finally:
+        distributed.all_gather = equal
 
 
 _LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
-SPLITS = Patch(
-    name="expert_splits",
-    reason="split sizes of the expert all-to-all stay tensors on the host, and gloo needs numbers",
-    needed=lambda context: context.on_cpu,
-    replacements=(
-        Replacement(
-            "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu", _as_numpy
-        ),
+SPLITS = cpu_patch(
+    "expert_splits",
+    "split sizes of the expert all-to-all stay tensors on the host, and gloo needs numbers",
+    Replacement(
+        "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu", _as_numpy
     ),
 )
-PATCH = Patch(
-    name="variable_size_collectives",
-    reason="gloo gathers and reduce-scatters only parts of equal length",
-    needed=lambda context: context.on_cpu,
-    replacements=(
-        Replacement(f"{_MAPPINGS}:_gather_along_first_dim", _on_gloo(gather_parts)),
-        Replacement(f"{_MAPPINGS}:_reduce_scatter_along_first_dim", _on_gloo(reduce_scatter_parts)),
-        Replacement(f"{_LAYER_WISE}.allgather_params", _of_any_lengths, since=Version("0.17")),
-    ),
+PATCH = cpu_patch(
+    "variable_size_collectives",
+    "gloo gathers and reduce-scatters only parts of equal length",
+    Replacement(f"{_MAPPINGS}:_gather_along_first_dim", _on_gloo(gather_parts)),
+    Replacement(f"{_MAPPINGS}:_reduce_scatter_along_first_dim", _on_gloo(reduce_scatter_parts)),
+    Replacement(f"{_LAYER_WISE}.allgather_params", _of_any_lengths, since=Version("0.17")),
 )

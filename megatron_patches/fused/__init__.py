@@ -5,3 +5,17 @@ loads no torch and is read by `tools.launch`. Each patch changes how something i
 the tests check it against Megatron's own path and float64. All else is imported by
 `megatron_patches.catalogue` only.
 """
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as compiled, once; looked up when it is called: CPU ranks replace the compiler."""
+    return torch.compile(function)

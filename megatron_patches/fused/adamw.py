@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Replacement, fused_patch
 
 
 def _in_one_kernel(original: type[torch.optim.AdamW]) -> Callable[..., Any]:
@@ -24,10 +24,9 @@ def _in_one_kernel(original: type[torch.optim.AdamW]) -> Callable[..., Any]:
     return FusedAdamW
 
 
-PATCH = Patch(
-    name="fused adamw",
-    reason="torch's AdamW passes over memory about a dozen times a step",
-    needed=lambda context: "adamw" in context.fused,
+PATCH = fused_patch(
+    "adamw",
+    "torch's AdamW passes over memory about a dozen times a step",
     # Before Megatron imports it: 0.15rc takes the class at import, later ones at construction.
-    replacements=(Replacement("torch.optim:AdamW", _in_one_kernel),),
+    Replacement("torch.optim:AdamW", _in_one_kernel),
 )

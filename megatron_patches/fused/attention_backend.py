@@ -5,39 +5,32 @@ A kernel that cannot take the inputs raises "No available kernel"; no slower one
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Patch, Replacement, around, fused_patch
 
 
 def only(backend: SDPBackend) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Wraps a function so that scaled_dot_product_attention in it uses this kernel alone."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with sdpa_kernel(backend):
-                return original(*args, **kwargs)
+    @around
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(backend):
+            return original(*args, **kwargs)
 
-        return call
-
-    return wrap
+    return call
 
 
 def _patch(name: str, backend: SDPBackend) -> Patch:
-    return Patch(
-        name=f"fused {name}",
-        reason="torch chooses an attention kernel by rules, not by measurement",
-        needed=lambda context: name in context.fused,
-        replacements=(
-            Replacement(
-                "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-                only(backend),
-            ),
+    return fused_patch(
+        name,
+        "torch chooses an attention kernel by rules, not by measurement",
+        Replacement(
+            "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+            only(backend),
         ),
     )
 

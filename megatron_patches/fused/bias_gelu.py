@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_patches.fused.compiled import compiled
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.fused import compiled
+from megatron_patches.registry import Replacement, fused_patch
 
 ROWS = 128
 """Summed by one thread: 256 of them a column for 32,768 tokens."""
@@ -58,11 +58,8 @@ class BiasGelu(torch.autograd.Function):
         return into_x.view_as(x), partial.sum(0).to(bias.dtype)
 
 
-PATCH = Patch(
-    name="fused bias_gelu",
-    reason="the bias gradient of Megatron's fusion is summed by a kernel of its own",
-    needed=lambda context: "bias_gelu" in context.fused,
-    replacements=(
-        Replacement("megatron.core.transformer.mlp:bias_gelu_impl", lambda _: bias_gelu),
-    ),
+PATCH = fused_patch(
+    "bias_gelu",
+    "the bias gradient of Megatron's fusion is summed by a kernel of its own",
+    Replacement("megatron.core.transformer.mlp:bias_gelu_impl", lambda _: bias_gelu),
 )

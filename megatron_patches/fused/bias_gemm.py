@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_patches.registry import Patch, PatchError, Replacement
+from megatron_patches.registry import PatchError, Replacement, fused_patch
 
 _SUMS = ("add", "__add__")
 
@@ -73,15 +73,12 @@ def _in_the_product(original: Callable[..., Tensor]) -> Any:
     return staticmethod(forward)
 
 
-PATCH = Patch(
-    name="fused bias_gemm",
-    reason="a linear layer's bias is added in a pass over its whole output",
-    needed=lambda context: "bias_gemm" in context.fused,
-    replacements=(
-        Replacement(
-            "megatron.core.tensor_parallel.layers:"
-            "LinearWithGradAccumulationAndAsyncCommunication.forward",
-            _in_the_product,
-        ),
+PATCH = fused_patch(
+    "bias_gemm",
+    "a linear layer's bias is added in a pass over its whole output",
+    Replacement(
+        "megatron.core.tensor_parallel.layers:"
+        "LinearWithGradAccumulationAndAsyncCommunication.forward",
+        _in_the_product,
     ),
 )

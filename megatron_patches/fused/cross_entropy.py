@@ -11,7 +11,6 @@ Over TP ranks, each with a part of the vocabulary, log-sum-exps are combined: lo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_patches.fused.compiled import compiled
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.fused import compiled
+from megatron_patches.registry import Replacement, around, fused_patch
 
 CHUNK_TOKENS = 2048
 """206 million logits of GPT-2's vocabulary: 0.4 GB in fp32 a temporary."""
@@ -90,30 +89,28 @@ def _over_ranks(lse: Tensor, predicted: Tensor, group: Any) -> tuple[Tensor, Ten
     return highest + torch.log(sums[0]), sums[1]
 
 
-def _chunked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(original)
-    def cross_entropy(
-        logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None
-    ) -> Tensor:
-        if label_smoothing:
-            raise NotImplementedError(
-                f"FUSED=cross_entropy knows no label smoothing ({label_smoothing}); leave it out."
-            )
-        if tp_group is None:
-            from megatron.core.parallel_state import get_tensor_model_parallel_group
+@around
+def _chunked(
+    _: Callable[..., Tensor],
+    logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: Any = None,
+) -> Tensor:
+    if label_smoothing:
+        raise NotImplementedError(
+            f"FUSED=cross_entropy knows no label smoothing ({label_smoothing}); leave it out."
+        )
+    if tp_group is None:
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
 
-            tp_group = get_tensor_model_parallel_group()
-        loss: Tensor = ChunkedCrossEntropy.apply(logits.contiguous(), target, tp_group)
-        return loss
-
-    return cross_entropy
+        tp_group = get_tensor_model_parallel_group()
+    loss: Tensor = ChunkedCrossEntropy.apply(logits.contiguous(), target, tp_group)
+    return loss
 
 
-PATCH = Patch(
-    name="fused cross_entropy",
-    reason="Megatron's loss keeps the softmax of all logits in fp32",
-    needed=lambda context: "cross_entropy" in context.fused,
-    replacements=(
-        Replacement("megatron.core.tensor_parallel:vocab_parallel_cross_entropy", _chunked),
-    ),
+PATCH = fused_patch(
+    "cross_entropy",
+    "Megatron's loss keeps the softmax of all logits in fp32",
+    Replacement("megatron.core.tensor_parallel:vocab_parallel_cross_entropy", _chunked),
 )

@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from megatron_patches.registry import Patch, PatchError, Replacement
+from megatron_patches.registry import PatchError, Replacement, fused_patch
 
 OLDEST_TORCH = Version("2.10")
 _EXTENSION = "fused_weight_gradient_mlp_cuda"
@@ -57,11 +57,8 @@ def _provide(available: bool) -> bool:
     return True
 
 
-PATCH = Patch(
-    name="fused gradient_gemm",
-    reason="adding weight gradients in the matrix product needs Apex's extension",
-    needed=lambda context: "gradient_gemm" in context.fused,
-    replacements=(
-        Replacement("megatron.core.tensor_parallel.layers:_grad_accum_fusion_available", _provide),
-    ),
+PATCH = fused_patch(
+    "gradient_gemm",
+    "adding weight gradients in the matrix product needs Apex's extension",
+    Replacement("megatron.core.tensor_parallel.layers:_grad_accum_fusion_available", _provide),
 )

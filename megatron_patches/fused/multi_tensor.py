@@ -7,7 +7,6 @@ device for each tensor, and waits for it; scaling and copying start one or two k
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Replacement, around, fused_patch
 
 Lists = Sequence[Sequence[Tensor]]
 _CLIPPING = "megatron.core.optimizer.clip_grads"
@@ -58,43 +57,37 @@ def wide_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
     return [g if g.dtype == torch.float32 else next(found) for g in gradients]
 
 
-def _copying_gradients_at_once(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def copy_model_grads_to_main_grads(self: Any) -> None:
-        pairs = [
-            pair
-            for groups in zip(self.float16_groups, self.fp32_from_float16_groups, strict=True)
-            for pair in zip(*groups, strict=True)
-        ]
-        if any(getattr(model, "main_grad", None) is None for model, _ in pairs):
-            return original(self)
-        wide = wide_gradients([model.main_grad for model, _ in pairs])
-        for (model, main), gradient in zip(pairs, wide, strict=True):
-            main.grad, model.grad = gradient, None
-        for group in self.fp32_from_fp32_groups:
-            for parameter in group:
-                parameter.grad = parameter.main_grad
-        return None
-
-    return copy_model_grads_to_main_grads
+@around
+def _copying_gradients_at_once(original: Callable[..., None], self: Any) -> None:
+    pairs = [
+        pair
+        for groups in zip(self.float16_groups, self.fp32_from_float16_groups, strict=True)
+        for pair in zip(*groups, strict=True)
+    ]
+    if any(getattr(model, "main_grad", None) is None for model, _ in pairs):
+        return original(self)
+    wide = wide_gradients([model.main_grad for model, _ in pairs])
+    for (model, main), gradient in zip(pairs, wide, strict=True):
+        main.grad, model.grad = gradient, None
+    for group in self.fp32_from_fp32_groups:
+        for parameter in group:
+            parameter.grad = parameter.main_grad
+    return None
 
 
-PATCH = Patch(
-    name="fused multi_tensor",
-    reason="Megatron's fallbacks go tensor by tensor and wait for the device at each",
-    needed=lambda context: "multi_tensor" in context.fused,
-    replacements=(
-        Replacement(f"{_CLIPPING}:l2_norm_impl", lambda _: l2_norm),
-        Replacement(f"{_CLIPPING}:multi_tensor_scale_impl", lambda _: scale),
-        Replacement(
-            f"{_CLIPPING}:multi_tensor_scale_tensor_impl",
-            lambda _: scale,
-            since=Version("0.17.0rc0"),
-        ),
-        Replacement(f"{_OPTIMIZER}:_multi_tensor_copy_this_to_that", lambda _: copy_all),
-        Replacement(
-            f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads",
-            _copying_gradients_at_once,
-        ),
+PATCH = fused_patch(
+    "multi_tensor",
+    "Megatron's fallbacks go tensor by tensor and wait for the device at each",
+    Replacement(f"{_CLIPPING}:l2_norm_impl", lambda _: l2_norm),
+    Replacement(f"{_CLIPPING}:multi_tensor_scale_impl", lambda _: scale),
+    Replacement(
+        f"{_CLIPPING}:multi_tensor_scale_tensor_impl",
+        lambda _: scale,
+        since=Version("0.17.0rc0"),
+    ),
+    Replacement(f"{_OPTIMIZER}:_multi_tensor_copy_this_to_that", lambda _: copy_all),
+    Replacement(
+        f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads",
+        _copying_gradients_at_once,
     ),
 )

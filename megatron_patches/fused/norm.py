@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_patches.fused.compiled import compiled
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.fused import compiled
+from megatron_patches.registry import Replacement, around, fused_patch
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -43,18 +43,13 @@ def recast(norm: torch.nn.Module) -> torch.nn.Module:
     return norm
 
 
-def _recasting(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        return recast(original(cls, config, *args, **kwargs))
-
-    return new
+@around
+def _recasting(original: Callable[..., torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
+    return recast(original(*args, **kwargs))
 
 
-PATCH = Patch(
-    name="fused norm",
-    reason="torch's LayerNorm takes three kernels backward",
-    needed=lambda context: "norm" in context.fused,
-    replacements=(
-        Replacement("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _recasting),
-    ),
+PATCH = fused_patch(
+    "norm",
+    "torch's LayerNorm takes three kernels backward",
+    Replacement("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _recasting),
 )

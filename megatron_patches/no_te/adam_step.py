@@ -9,7 +9,6 @@ in the parameter groups and passes it to torch's kernels for the length of a ste
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_patches.context import RuntimeContext
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Patch, Replacement, around
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
 
@@ -57,14 +56,11 @@ def _drop_counts(optimizer: torch.optim.Optimizer) -> None:
         state.pop("step", None)
 
 
-def _counting_by_group(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, optimizer, *args, **kwargs)
-        if isinstance(self.optimizer, torch.optim.Adam):
-            count_steps_by_group(self.optimizer)
-
-    return init
+@around
+def _counting_by_group(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if isinstance(self.optimizer, torch.optim.Adam):
+        count_steps_by_group(self.optimizer)
 
 
 def _only_torch_has_adam(context: RuntimeContext) -> bool:

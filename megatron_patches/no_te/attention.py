@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Replacement, around, no_te_patch
 
 
 def positions_of_rank(rank: int, ranks: int, local_length: int) -> Tensor:
@@ -97,25 +97,23 @@ def has_bias_or_packing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(value is not None for value in (*args[2:], *named))
 
 
-def _without_refusal(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(
-        self: Any,
-        config: Any,
-        *args: Any,
-        k_channels: int | None = None,  # noqa: ARG001 - the scale that depends on it is given
-        v_channels: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        unsplit = copy.copy(config)
-        unsplit.context_parallel_size = 1
-        original(self, unsplit, *args, **kwargs)
-        self.config = config
-        if v_channels is not None:
-            # Multi-latent attention: values, and so the output, have a width of their own.
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-
-    return init
+@around
+def _without_refusal(
+    original: Callable[..., None],
+    self: Any,
+    config: Any,
+    *args: Any,
+    k_channels: int | None = None,  # noqa: ARG001 - the scale that depends on it is given
+    v_channels: int | None = None,
+    **kwargs: Any,
+) -> None:
+    unsplit = copy.copy(config)
+    unsplit.context_parallel_size = 1
+    original(self, unsplit, *args, **kwargs)
+    self.config = config
+    if v_channels is not None:
+        # Multi-latent attention: values, and so the output, have a width of their own.
+        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
 def _attend_dropping(
@@ -166,53 +164,53 @@ def _attend_gathered(
     return _attend_dropping(attention, query, gather(key), gather(value), mask)
 
 
-def _on_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def _on_sdpa(
+    original: Callable[..., Tensor],
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     from megatron.core import tensor_parallel
 
-    @functools.wraps(original)
-    def forward(
-        self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        if self.config.context_parallel_size == 1:
-            # CPU ranks use Megatron's own attention; on a GPU its scores would fill the memory.
-            if query.is_cuda and is_plain(self) and not has_bias_or_packing(args, kwargs):
-                return _attend_dropping(self, query, key, value, None)
-            if self.config.multi_latent_attention:
-                # Both are parts of one tensor, which Megatron views as rows; others need no copy.
-                key, value = key.contiguous(), value.contiguous()
-            return original(self, query, key, value, *args, **kwargs)
-        # Plain causal attention needs no mask of each sample.
-        documents = _ends_at_documents()
-        hidden = (args[0] if args else kwargs.get("attention_mask")) if documents else None
-        # A later pipeline stage gets no mask, and could not end at documents.
-        if not _is_causal(self) or (documents and hidden is None):
-            raise NotImplementedError(
-                f"Context parallelism without Transformer Engine knows plain causal attention, not "
-                f"{self.attn_mask_type} with window {self.config.window_size} and softmax "
-                f"'{getattr(self.config, 'softmax_type', 'vanilla')}', and --reset-attention-mask only "
-                "where a mask is given."
-            )
-        # Recomputing this part in backward is what gathers K and V a second time.
-        out: Tensor = tensor_parallel.checkpoint(
-            functools.partial(_attend_gathered, self), False, query, key, value, hidden
+    if self.config.context_parallel_size == 1:
+        # CPU ranks use Megatron's own attention; on a GPU its scores would fill the memory.
+        if query.is_cuda and is_plain(self) and not has_bias_or_packing(args, kwargs):
+            return _attend_dropping(self, query, key, value, None)
+        if self.config.multi_latent_attention:
+            # Both are parts of one tensor, which Megatron views as rows; others need no copy.
+            key, value = key.contiguous(), value.contiguous()
+        return original(self, query, key, value, *args, **kwargs)
+    # Plain causal attention needs no mask of each sample.
+    documents = _ends_at_documents()
+    hidden = (args[0] if args else kwargs.get("attention_mask")) if documents else None
+    # A later pipeline stage gets no mask, and could not end at documents.
+    if not _is_causal(self) or (documents and hidden is None):
+        raise NotImplementedError(
+            f"Context parallelism without Transformer Engine knows plain causal attention, not "
+            f"{self.attn_mask_type} with window {self.config.window_size} and softmax "
+            f"'{getattr(self.config, 'softmax_type', 'vanilla')}', and --reset-attention-mask only "
+            "where a mask is given."
         )
-        return out
+    # Recomputing this part in backward is what gathers K and V a second time.
+    out: Tensor = tensor_parallel.checkpoint(
+        functools.partial(_attend_gathered, self), False, query, key, value, hidden
+    )
+    return out
 
-    return forward
 
-
-PATCH = Patch(
-    name="attention",
-    reason="Megatron's own attention refuses context parallelism and MLA, and keeps its scores",
-    needed=lambda context: not context.has_transformer_engine,
-    replacements=(
-        Replacement(
-            "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-            _without_refusal,
-        ),
-        Replacement(
-            "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-            _on_sdpa,
-        ),
+PATCH = no_te_patch(
+    "attention",
+    "Megatron's own attention refuses context parallelism and MLA, and keeps its scores",
+    Replacement(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+        _without_refusal,
+    ),
+    Replacement(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+        _on_sdpa,
     ),
 )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Replacement, no_te_patch
 
 
 def gate(tokens: torch.Tensor, weight: torch.Tensor, *bias_and_dtype: Any) -> torch.Tensor:
@@ -24,15 +24,12 @@ def gate(tokens: torch.Tensor, weight: torch.Tensor, *bias_and_dtype: Any) -> to
     return torch.nn.functional.linear(tokens.to(dtype), weight.to(dtype), bias)
 
 
-PATCH = Patch(
-    name="router_gate",
-    reason="the router's gate calls a name that only Transformer Engine's import defines",
-    needed=lambda context: not context.has_transformer_engine,
-    replacements=(
-        Replacement(
-            "megatron.core.transformer.moe.router:router_gating_linear",
-            lambda _: gate,
-            before=Version("0.17.0rc0"),
-        ),
+PATCH = no_te_patch(
+    "router_gate",
+    "the router's gate calls a name that only Transformer Engine's import defines",
+    Replacement(
+        "megatron.core.transformer.moe.router:router_gating_linear",
+        lambda _: gate,
+        before=Version("0.17.0rc0"),
     ),
 )

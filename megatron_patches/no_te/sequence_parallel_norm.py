@@ -13,28 +13,23 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Replacement, around, no_te_patch
 
 
-def _mark_parameters(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        unsplit = copy.copy(config)
-        unsplit.sequence_parallel = False
-        norm = original(cls, unsplit, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
+@around
+def _mark_parameters(
+    original: Callable[..., torch.nn.Module], cls: type, config: Any, *args: Any, **kwargs: Any
+) -> torch.nn.Module:
+    unsplit = copy.copy(config)
+    unsplit.sequence_parallel = False
+    norm = original(cls, unsplit, *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
 
-    return new
 
-
-PATCH = Patch(
-    name="sequence_parallel_norm",
-    reason="torch's LayerNorm is refused under sequence parallelism",
-    needed=lambda context: not context.has_transformer_engine,
-    replacements=(
-        Replacement(
-            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _mark_parameters
-        ),
-    ),
+PATCH = no_te_patch(
+    "sequence_parallel_norm",
+    "torch's LayerNorm is refused under sequence parallelism",
+    Replacement("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _mark_parameters),
 )

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.preprocess.sample import sample_documents
+from tools.preprocess.cli import sample_documents
 
 _SCRIPTS = (
     (0x00DF, 0x017F, " "),  # Latin with accents

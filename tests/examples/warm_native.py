@@ -7,7 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
-from megatron_patches.imports import kept_imports
+from megatron_patches.entry import kept_imports
 from megatron_patches.warm import _serve, _take_place, _train
 from tools.launch.supervise.warm import WarmMegatron
 from tools.study.verify.verifier import START

@@ -10,8 +10,8 @@ from tests.native.small_model import settings
 from tools.native.capture import capturing, native_counterpart
 from tools.native.engines import TorchEngine
 from tools.native.model import GPT, initialise
-from tools.native.names import megatron_name
 from tools.native.parallel import RankLayout
+from tools.native.weights import megatron_name
 from tools.records.capture import (
     Site,
     Stage,

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from megatron_patches.refusal import named_refusals
+from megatron_patches.entry import named_refusals
 from tools.report.read.failures import _USAGE
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_patches.routing import _RouterHooks
+from megatron_patches.routing import adding_loss, dropping, routing
 from tools.ledger.routing import RoutingLedger
 from tools.records.measurements import LayerRouting
 
@@ -27,12 +27,10 @@ class Router:
     training = True
     layer_number = 3
 
-    def __init__(
-        self, watch: _RouterHooks, *, kept: torch.Tensor | None = None, loss: float = 0
-    ) -> None:
+    def __init__(self, *, kept: torch.Tensor | None = None, loss: float = 0) -> None:
         self._kept, self._loss = kept, loss
-        self._drop = watch.dropping(lambda probabilities, chosen: (probabilities, kept))
-        self._attach = watch.loss(lambda router, activation, *_: activation)
+        self._drop = dropping(lambda probabilities, chosen: (probabilities, kept))
+        self._attach = adding_loss(lambda router, activation, *_: activation)
 
     def routing(self, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         probabilities, chosen = torch.rand(2, 3), CHOSEN
@@ -46,9 +44,8 @@ class Router:
 
 
 def route(ledger: RoutingLedger, **parts: Any) -> LayerRouting:
-    watch = _RouterHooks()
-    router = Router(watch, **parts)
-    watch.routing(Router.routing)(router, LOGITS)
+    router = Router(**parts)
+    routing(Router.routing)(router, LOGITS)
     ledger.end_iteration(1)
     result = ledger.result(0)
     assert result is not None
@@ -73,9 +70,8 @@ def test_a_ranks_share_of_the_loss_is_scaled_so_that_ranks_average(ledger: Routi
 
 
 def test_evaluation_is_not_reported(ledger: RoutingLedger) -> None:
-    watch = _RouterHooks()
-    router = Router(watch)
+    router = Router()
     router.training = False
-    watch.routing(Router.routing)(router, LOGITS)
+    routing(Router.routing)(router, LOGITS)
     ledger.end_iteration(1)
     assert ledger.result(0) is None

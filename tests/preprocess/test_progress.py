@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tools.preprocess import progress
-from tools.preprocess.progress import ProgressLine
-from tools.preprocess.sample import sample_documents
+from tools.preprocess import run
+from tools.preprocess.cli import sample_documents
+from tools.preprocess.run import ProgressLine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -13,9 +13,8 @@ from tools.plan.collectives.call import total_wire_bytes
 from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.memory import memory_of_rank
 from tools.site import in_browser
-from tools.site.drawing.figure import figure
-from tools.site.drawing.ranks import rank_at, shown_ranks, together
-from tools.site.drawings_page import DRAWN, asked, page
+from tools.site.drawing.figure import DRAWN, asked, figure, page
+from tools.site.drawing.sheet import rank_at, shown_ranks, together
 from tools.spec.files import ROOT
 from tools.spec.groups import Group, group_ranks
 from tools.spec.strategy import parse_strategy

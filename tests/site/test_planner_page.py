@@ -18,8 +18,7 @@ import pytest
 from tests.chromium import chromium, needs_chromium
 from tests.patience import OF_A_RUN
 from tools.site import in_browser
-from tools.site.drawing.figure import figure
-from tools.site.drawings_page import asked
+from tools.site.drawing.figure import asked, figure
 from tools.site.planner_page import build
 from tools.spec.files import ROOT
 from tools.spec.model import model_names

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.chromium import chromium, needs_chromium
-from tools.site.drawings_page import page
+from tools.site.drawing.figure import page
 from tools.site.planner_page import TEMPLATES
 from tools.spec.files import ROOT
 

@@ -69,35 +69,16 @@ _RUNS = v.RUNS._replace(default="runs")
 _CONTAINER = (v.DRY_RUN, v.RUNTIME, v.IMAGE)
 _PLANNED = (
     *(v.MODEL, v.GPUS, v.GPU._replace(default="h200"), v.NODES, v.GPUS_PER_NODE, v.INTRA, v.INTER),
-    *(
-        v.NICS,
-        v.OVERSUBSCRIPTION,
-        v.IMBALANCE,
-        v.GLOBAL_BATCH,
-        v.SEQ,
-        v.DTYPE,
-        v.CALIBRATION,
-        v.JSON,
-    ),
+    *(v.NICS, v.OVERSUBSCRIPTION, v.IMBALANCE, v.GLOBAL_BATCH, v.SEQ, v.DTYPE),
+    *(v.CALIBRATION, v.JSON),
     _meaning(
         v.EXTRA, "Megatron flags of the planned model and strategy", kind=v.TEXT, default=None
     ),
     v.READINGS,
 )
 PLAN = (
-    *_PLANNED,
-    *(
-        v.MICRO_BATCH,
-        v.TOKENS,
-        v.VERIFY,
-        v.ALPA,
-        v.LARGEST,
-        v.RECIPE,
-        v.RECOMPUTE,
-        v.SVG,
-        _meaning(v.STRATEGY, "times this strategy alone, tp8pp16dp8-zero1"),
-        v.WHAT_IF,
-    ),
+    *(*_PLANNED, v.MICRO_BATCH, v.TOKENS, v.VERIFY, v.ALPA, v.LARGEST, v.RECIPE, v.RECOMPUTE),
+    *(v.SVG, _meaning(v.STRATEGY, "times this strategy alone, tp8pp16dp8-zero1"), v.WHAT_IF),
 )
 _A_PLAN = "MODEL=gpt2-large GPUS=2 GPU=h200"
 _EXPERIMENT = "tools.study.commands:run_named"

@@ -55,11 +55,7 @@ def of_make(
         given = parser_of(command, name).parse_args(words)
     if command.in_clone:
         texts = function_of(command.in_clone)(texts)
-    found = values(command.variables, texts)
-    vars(given).update({key: value for key, value in found.items() if _is_unset(given, key)})
-    _refuse_missing(command, given, f"make {name}", "{}=")
-    given.texts = texts
-    return given
+    return _completed(given, command, texts, f"make {name}", "{}=")
 
 
 def of_words(command: Command, words: Sequence[str], program: str) -> Namespace:
@@ -74,12 +70,8 @@ def of_words(command: Command, words: Sequence[str], program: str) -> Namespace:
         if word.startswith("--"):
             refuse_renamed(word[2:].partition("=")[0].upper().replace("-", "_"))
     given = parser_of(command, program).parse_args(words)
-    unset = values(command.variables, {})
-    vars(given).update({key: value for key, value in unset.items() if _is_unset(given, key)})
-    given.texts = {}
     shown = command._replace(example=in_options(command.example, command))
-    _refuse_missing(shown, given, program, "--{}")
-    return given
+    return _completed(given, shown, {}, program, "--{}")
 
 
 def parser_of(command: Command, program: str) -> ArgumentParser:
@@ -218,15 +210,19 @@ def _argument(setting: Setting) -> Callable[[str], Any]:
     return reader
 
 
-def _is_unset(given: Namespace, name: str) -> bool:
-    return getattr(given, name, None) in (None, [], ())
-
-
-def _refuse_missing(command: Command, given: Namespace, typed: str, shown: str) -> None:
+def _completed(
+    given: Namespace, command: Command, texts: Mapping[str, str], typed: str, shown: str
+) -> Namespace:
+    """What was given with the values of all other variables; refused where a required one is missing."""
+    given.texts = texts
+    for key, value in values(command.variables, texts).items():
+        if getattr(given, key, None) in (None, [], ()):
+            setattr(given, key, value)
     for name, *others in (names.split("|") for names in command.required):
         if not any(getattr(given, each.lower(), None) for each in (name, *others)):
             said = shown.format(name if shown.endswith("=") else name.lower())
             raise SettingError(f"{said} is required, for example: {typed} {command.example}")
+    return given
 
 
 def function_of(path: str) -> Callable[..., Any]:

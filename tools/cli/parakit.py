@@ -15,9 +15,9 @@ import tomllib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 REFUSED = 2
-
 
 EXTRAS = {"matplotlib": "charts", "torch": "train", "megatron": "train"}
 """The wheel's extra that brings a package; every other optional one is in `data`."""
@@ -26,17 +26,23 @@ EXTRAS = {"matplotlib": "charts", "torch": "train", "megatron": "train"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is the command's own, 2 if it was refused."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    _import_the_kit()
+    folder = str(kit_folder())
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     from tools.cli.options import find_command
 
     name, rest = (words[0], words[1:]) if words else ("--help", [])
     command = find_command(name)
-    if command is not None and command.packages is not None:
-        return _run(name, command.packages, rest)
-    if name in _clone_commands() and rest[:1] not in (["-h"], ["--help"]):
-        return _make(name, rest)
+    try:
+        if command is not None and command.packages is not None:
+            return _run(name, command.packages, rest)
+        if name in _clone_commands() and rest[:1] not in (["-h"], ["--help"]):
+            _make(name, rest)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
     _overview().parse_args(words or ["--help"])
     return 0
 
@@ -68,12 +74,6 @@ def clone_around(folder: Path) -> Path | None:
     return None
 
 
-def _import_the_kit() -> None:
-    folder = str(kit_folder())
-    if sys.path[:1] != [folder]:
-        sys.path.insert(0, folder)
-
-
 def _run(name: str, packages: Sequence[str], words: list[str]) -> int:
     from tools.cli.main import from_words
 
@@ -86,45 +86,35 @@ def _run(name: str, packages: Sequence[str], words: list[str]) -> int:
         missing = (error.name or "").split(".")[0]
         if missing in ("tools", "megatron_patches", "examples", ""):
             raise
-        print(
+        raise ValueError(
             f"'parakit {name}' needs {missing}, which is not installed: "
-            f"pip install 'parakit[{EXTRAS.get(missing, 'data')}]', or use a clone and make.",
-            file=sys.stderr,
-        )
-        return REFUSED
+            f"pip install 'parakit[{EXTRAS.get(missing, 'data')}]', or use a clone and make."
+        ) from None
 
 
-def _make(name: str, words: list[str]) -> int:
+def _make(name: str, words: list[str]) -> NoReturn:
     clone = clone_around(Path.cwd())
     if clone is None:
-        print(
+        raise ValueError(
             f"'parakit {name}' trains or looks at runs, which takes a clone of the kit, and "
             f"{Path.cwd()} is in none: change into one, or use plan, report and the others of "
-            "'parakit --help'.",
-            file=sys.stderr,
+            "'parakit --help'."
         )
-        return REFUSED
     pattern = _clone_commands()[name]
     if "{}" in pattern:
         if not words:
-            print(f"Name what, for example: parakit {name} {_EXAMPLES[name]}", file=sys.stderr)
-            return REFUSED
+            raise ValueError(f"Name what, for example: parakit {name} {_EXAMPLES[name]}")
         pattern, words = pattern.format(words[0]), words[1:]
     from tools.cli.options import find_command, variable_words
 
     if (found := find_command(pattern)) is not None:
-        try:
-            words = variable_words(words, found)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return REFUSED
+        words = variable_words(words, found)
     command = ("make", "--no-print-directory", "-C", str(clone), pattern, *words)
     sys.stdout.flush()
     try:
         os.execvp(command[0], command)
     except FileNotFoundError:
-        print("There is no make on PATH; install GNU make.", file=sys.stderr)
-        return REFUSED
+        raise ValueError("There is no make on PATH; install GNU make.") from None
 
 
 _EXAMPLES = {
@@ -145,17 +135,22 @@ def _overview() -> ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"parakit {_version()}")
     from tools.cli.commands import COMMANDS
-    from tools.cli.options import in_options
+    from tools.cli.options import find_command, in_options, option_of
 
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for one in COMMANDS:
         if one.packages is not None:
             commands.add_parser(one.name, help=in_options(one.help, one))
     for name, target in _clone_commands().items():
+        help_text, epilog = "any target of the Makefile", "'make help-all' lists their variables."
+        if found := find_command(target.format("tp2-gpt2-tiny-2cpu")):
+            help_text = in_options(found.help, found)
+            used = (f"  {option_of(v):<18}  {in_options(v.help, found)}" for v in found.variables)
+            epilog = "\n".join(("of the run:", *used))
         made = commands.add_parser(
             name,
-            help=f"{_help_of(target)} (in a clone)",
-            epilog=_variables(target),
+            help=f"{help_text} (in a clone)",
+            epilog=epilog,
             formatter_class=RawDescriptionHelpFormatter,
         )
         if "{}" in target:
@@ -171,24 +166,6 @@ def _version() -> str:
     if project.is_file():
         return str(tomllib.loads(project.read_text())["project"]["version"])
     return importlib.metadata.version("parakit")
-
-
-def _help_of(target: str) -> str:
-    from tools.cli.options import find_command, in_options
-
-    found = find_command(target.format("x"))
-    return in_options(found.help, found) if found else "any target of the Makefile"
-
-
-def _variables(target: str) -> str:
-    """What a make target takes, a line each."""
-    from tools.cli.options import find_command, in_options, option_of
-
-    found = find_command(target.format("tp2-gpt2-tiny-2cpu"))
-    if found is None:
-        return "'make help-all' lists their variables."
-    used = (f"  {option_of(each):<18}  {in_options(each.help, found)}" for each in found.variables)
-    return "\n".join(("of the run:", *used))
 
 
 def _complete() -> None:

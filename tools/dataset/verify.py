@@ -52,11 +52,11 @@ def verify(prefix: Path, vocabulary: int | None = None) -> DatasetCheck:
     except DatasetError as error:
         return DatasetCheck(None, vocabulary, (str(error),))
     vocabulary = vocabulary or dataset.vocabulary
-    problems = [
-        *_check_index_hash(dataset),
-        *_check_pointers(dataset),
-        *_check_tokens(dataset, vocabulary),
-    ]
+    problems = []
+    path, manifest = dataset.idx_path, dataset.manifest
+    if manifest and (found := sha256_of(path)) != manifest.idx_sha256:
+        problems.append(f"{path} has sha256 {found}, its manifest says {manifest.idx_sha256}.")
+    problems += [*_check_pointers(dataset), *_check_tokens(dataset, vocabulary)]
     if not problems:
         problems += _check_boundaries(dataset)
     return DatasetCheck(dataset, vocabulary, tuple(problems))
@@ -77,12 +77,6 @@ def common_end(dataset: Dataset) -> int | None:
         if (last != common).any():
             return None
     return common
-
-
-def _check_index_hash(dataset: Dataset) -> Iterator[str]:
-    path, manifest = dataset.idx_path, dataset.manifest
-    if manifest and (found := sha256_of(path)) != manifest.idx_sha256:
-        yield f"{path} has sha256 {found}, its manifest says {manifest.idx_sha256}."
 
 
 def _check_pointers(dataset: Dataset) -> Iterator[str]:

@@ -22,7 +22,8 @@ from tools.native.settings import (
 )
 from tools.spec import variables
 from tools.spec.files import from_root
-from tools.spec.flags import Flags, drop_flags, merge_flags, release
+from tools.spec.flag_table import release
+from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.model import LOADING, imported_weights
 from tools.spec.run import Backend, DeviceKind, OptimizerName
 from tools.spec.strategy import UNTIED, strategy_flags

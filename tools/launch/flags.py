@@ -10,7 +10,8 @@ from tools.launch.runtime import Runtime
 from tools.records.run import MegatronEntry
 from tools.spec import variables
 from tools.spec.files import from_root, read_args_file
-from tools.spec.flags import flag_words, flags_in, release
+from tools.spec.flag_table import release
+from tools.spec.flags import flag_words, flags_in
 from tools.spec.huggingface import EXACT_GELU, TANH_GELU
 from tools.spec.model import Model
 from tools.spec.run import DeviceKind, OptimizerName

@@ -35,8 +35,8 @@ from tools.plan.tensors import UnevenSplitError, parameters_total
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
-from tools.spec.flag_table import argument_names
-from tools.spec.flags import Flags, misspelled, release
+from tools.spec.flag_table import argument_names, release
+from tools.spec.flags import Flags, misspelled
 from tools.spec.model import imported_weights
 from tools.spec.run import Backend, DeviceKind, RunSpec
 from tools.text.units import gib, plural

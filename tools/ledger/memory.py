@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
@@ -51,9 +51,7 @@ class MemoryLedger:
 
     def start(self, rank: int, iteration: int, models: Any, optimizer: Any) -> None:
         """Follow from here on."""
-        self._tracker = _Tracker(self._timeline, models, optimizer)
-        self._rank, self._iteration = rank, iteration
-        self._tracker.enter()
+        self._tracker = _Tracker(self._timeline, rank, iteration, list(models), optimizer)
 
     def received(self, tensors: Iterable[torch.Tensor]) -> None:
         """Other ranks' bytes arrive in these: communication buffers, until autograd keeps them."""
@@ -63,16 +61,15 @@ class MemoryLedger:
     def stop(self) -> None:
         """Stop following and keep the result; nothing if it was not started."""
         if self._tracker is not None:
-            self._tracker.leave()
-            self.result = self._tracker.result(self._rank, self._iteration)
-            self._tracker = None
+            self.result, self._tracker = self._tracker.leave(), None
 
 
 class _Tracker:
-    def __init__(self, timeline: Timeline, models: Any, optimizer: Any) -> None:
-        self._timeline = timeline
-        self._optimizer = optimizer
-        self._models = list(models)
+    def __init__(
+        self, timeline: Timeline, rank: int, iteration: int, models: Any, optimizer: Any
+    ) -> None:
+        self._timeline, self._models = timeline, models
+        self._rank, self._iteration = rank, iteration
         self._modules = _ModulePath(self._models)
         self._live: dict[int, _Storage] = {}
         self._bytes: Counter[MemoryCategory] = Counter()
@@ -81,24 +78,33 @@ class _Tracker:
         self._peak_phase, self._peak_module = Phase.OTHER, ""
         self._phase_peaks: dict[Phase, int] = {}
         self._kept_by_layer: Counter[str] = Counter()
-        self._vocabulary = _vocabulary_rows(self._models)
-        self._stack = ExitStack()
-
-    def enter(self) -> None:
-        for category, tensors in self._state():
+        # Columns that this rank's logits may have: rows of its output layer, or of the embedding it is
+        # tied to. FSDP computes with all of a DTensor's rows, tensor parallelism with the rank's own.
+        self._vocabulary = frozenset(
+            rows
+            for model in self._models
+            for name, parameter in model.named_parameters()
+            if name.endswith(("word_embeddings.weight", "output_layer.weight"))
+            for rows in (parameter.shape[0], _local(parameter).shape[0])
+        )
+        for category, tensors in (
+            (MemoryCategory.OPTIMIZER_STATE, master_weights_of(models)),
+            (MemoryCategory.WEIGHTS, weights_of(models)),
+            (MemoryCategory.GRADIENTS, gradients_of(models)),
+            (MemoryCategory.OPTIMIZER_STATE, optimizer_tensors(optimizer)),
+        ):
             for tensor in tensors:
                 self._register(tensor, category)
+        self._stack = ExitStack()
         self._stack.enter_context(self._modules)
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
         self._stack.enter_context(_EveryResult(self._register_results))
 
-    def leave(self) -> None:
+    def leave(self) -> RankMemory:
         self._stack.close()
-
-    def result(self, rank: int, iteration: int) -> RankMemory:
         return RankMemory(
-            rank=rank,
-            iteration=iteration,
+            rank=self._rank,
+            iteration=self._iteration,
             peak_bytes=self._peak,
             peak_phase=self._peak_phase,
             peak_module=self._peak_module,
@@ -117,12 +123,6 @@ class _Tracker:
         if sum(self._bytes.values()) == self._peak:
             # The peak was recorded when the buffer was made, before its use was known.
             self._at_peak = Counter(self._bytes)
-
-    def _state(self) -> Iterator[tuple[MemoryCategory, Iterable[torch.Tensor]]]:
-        yield MemoryCategory.OPTIMIZER_STATE, master_weights_of(self._models)
-        yield MemoryCategory.WEIGHTS, weights_of(self._models)
-        yield MemoryCategory.GRADIENTS, gradients_of(self._models)
-        yield MemoryCategory.OPTIMIZER_STATE, optimizer_tensors(self._optimizer)
 
     def _register_results(self, results: Any) -> None:
         for leaf in tree_leaves(results):
@@ -246,19 +246,6 @@ class _EveryResult(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
 
-def _vocabulary_rows(models: Iterable[torch.nn.Module]) -> frozenset[int]:
-    """Columns that this rank's logits may have: rows of its output layer, or of the embedding it is
-    tied to. FSDP computes with all of a DTensor's rows, tensor parallelism with the rank's own.
-    """
-    return frozenset(
-        rows
-        for model in models
-        for name, parameter in model.named_parameters()
-        if name.endswith(("word_embeddings.weight", "output_layer.weight"))
-        for rows in (parameter.shape[0], _local(parameter).shape[0])
-    )
-
-
 _LAYER = re.compile(r"(?:.*\.)?layers\.\d+")
 
 
@@ -279,7 +266,8 @@ class _ModulePath:
     def layer(self) -> str:
         """The transformer layer that is computing, else the module; `loss` outside of both."""
         match = _LAYER.match(self.current)
-        return _short(match[0] if match else self.current) or "loss"
+        name = match[0] if match else self.current
+        return re.sub(r"^(module(\.|$))+", "", name) or "loss"  # Without wrappers around the model.
 
     def __enter__(self) -> Self:
         for model in self._models:
@@ -298,8 +286,3 @@ class _ModulePath:
     def _leave(self, *_: Any) -> None:
         if self._open:
             self._open.pop()
-
-
-def _short(name: str) -> str:
-    """A module's name without the wrappers around the model."""
-    return re.sub(r"^(module(\.|$))+", "", name)

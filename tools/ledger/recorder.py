@@ -80,7 +80,13 @@ class Recorder:
             self.timeline.use(clock_of(models[0]))
         phases = self.timeline.take()
         if self._iteration:
-            self._finish_iteration(phases)
+            clock = self.timeline.clock
+            if self._iteration == TRACED_ITERATION:
+                self._spans = (*self.timeline.take_spans(), *self._communication.spans(clock))
+            self._count(phases)
+            self._watcher.forget_pending()
+            if self._iteration % WRITE_EVERY == 0:
+                self._write()
         self._communication.forget()
         self._began_processor = time.thread_time()
         self._iteration += 1
@@ -106,15 +112,6 @@ class Recorder:
         self.timeline.begin(name)
         yield
         self.timeline.end(name)
-
-    def _finish_iteration(self, phases: dict[Phase, int]) -> None:
-        clock = self.timeline.clock
-        if self._iteration == TRACED_ITERATION:
-            self._spans = (*self.timeline.take_spans(), *self._communication.spans(clock))
-        self._count(phases)
-        self._watcher.forget_pending()
-        if self._iteration % WRITE_EVERY == 0:
-            self._write()
 
     def _count(self, phases: dict[Phase, int]) -> None:
         """Megatron agrees on more in its first iteration; measuring memory only costs time."""

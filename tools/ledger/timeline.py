@@ -10,7 +10,7 @@ import functools
 import itertools
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tools.records.measurements import Phase
 
@@ -21,31 +21,18 @@ Mark = Any
 """A moment: nanoseconds of the host, or an event of the device."""
 
 
-class Clock(Protocol):
-    """Makes marks cheaply, and converts them to times later."""
-
-    def mark(self) -> Mark:
-        """Now."""
-
-    def settle(self) -> None:
-        """Wait until every mark made so far can be read."""
-
-    def nanoseconds(self, mark: Mark) -> int:
-        """A mark that has settled, on the host's clock, which all ranks of a machine share."""
-
-
 class HostClock:
-    """The clock of ranks that compute on the host."""
+    """Of ranks that compute on the host: makes marks cheaply, and converts them to times later."""
 
     def mark(self) -> Mark:
         """Nanoseconds since the machine started."""
         return time.perf_counter_ns()
 
     def settle(self) -> None:
-        """Nothing to wait for."""
+        """Wait until every mark made so far can be read: nothing to wait for."""
 
     def nanoseconds(self, mark: Mark) -> int:
-        """The mark is the time."""
+        """A mark that has settled, on the host's clock, which all ranks of a machine share."""
         return int(mark)
 
 
@@ -76,6 +63,9 @@ class DeviceClock:
     def nanoseconds(self, mark: Mark) -> int:
         """Relative to the moment recorded last; an earlier mark gives an earlier time."""
         return self._anchor_ns + int(1e6 * self._anchor.elapsed_time(mark))
+
+
+Clock = HostClock | DeviceClock
 
 
 def clock_of(model: torch.nn.Module) -> Clock:

@@ -2,8 +2,8 @@
 
 It takes Megatron's flags (`settings`), the shared starting weights (`weights`) and the same `.bin/.idx`
 in the same order (`batches`), builds the model (`model`), splits it over ranks with PyTorch's own APIs
-(`parallel`; stages of a pipeline, `pipelines`), trains it (`engines`, `optimizer`, `training`) and
-writes Megatron's log lines (`log_lines`), so that the kit's report reads both.
+(`parallel`; stages of a pipeline, `pipelines`), trains it (`engines`, `optimizer`) and writes Megatron's
+log lines (`training`), so that the kit's report reads both.
 `examples/*/pretrain_native.py` start it.
 
 `settings` loads no torch: `tools.launch` checks a command's flags with it. Everything else runs in

@@ -57,7 +57,12 @@ class SplitSamples:
         # Where each document of the order begins in the stream.
         self._offsets = np.concatenate(([0], np.cumsum(lengths[self._documents], dtype=np.int64)))
         total = samples_of(epochs, per_epoch, seq_length)
-        self._samples = _sample_order(before_last if separate else total, total, random)
+        # All samples, the first shuffled among themselves and the rest among themselves.
+        first = before_last if separate else total
+        order = np.arange(total)
+        random.shuffle(order[:first])
+        random.shuffle(order[first:])
+        self._samples = order
 
     def __getitem__(self, number: int) -> NDArray[np.int64]:
         """Sample `number` in consumption order, shape [seq_length + 1]."""
@@ -102,12 +107,4 @@ def _document_order(
         return np.concatenate((first, _document_order(documents, 1, False, random)))
     order = np.tile(documents, epochs)
     random.shuffle(order)
-    return order
-
-
-def _sample_order(first: int, total: int, random: np.random.RandomState) -> NDArray[np.int64]:
-    """0 to `total`, the first `first` shuffled among themselves and the rest among themselves."""
-    order = np.arange(total)
-    random.shuffle(order[:first])
-    random.shuffle(order[first:])
     return order

@@ -26,8 +26,8 @@ from tools.native.batches import MicroBatch
 from tools.native.engines import Engine, TorchEngine, Update
 from tools.native.hooks import Taps
 from tools.native.model import GPT, mixtures
-from tools.native.names import megatron_name, source_of
 from tools.native.settings import Settings
+from tools.native.weights import megatron_name, source_of
 from tools.records.capture import (
     REACH,
     RESPONSES_FILE,

@@ -8,7 +8,7 @@ under the names of Megatron's timers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,7 +48,7 @@ class Engine(Protocol):
     """What the training loop needs."""
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Accumulate gradients; return means over this rank's micro batches (`log_lines.NAMES`)."""
+        """Accumulate gradients; return means over this rank's micro batches (`training.NAMES`)."""
 
     def update(self, learning_rate: float) -> Update:
         """Clip, step, and clear the gradients."""
@@ -73,11 +73,8 @@ class TorchEngine:
         self._half = torch.bfloat16 if settings.bf16 else torch.float16 if settings.fp16 else None
         self._device = ranks.device.type
         self._mixtures = mixtures(model)
-        self._expert_ranks = (
-            expert_ranks(settings.expert_model_parallel_size)
-            if settings.expert_model_parallel_size > 1
-            else None
-        )
+        size = settings.expert_model_parallel_size
+        self._expert_ranks = expert_ranks(size) if size > 1 else None
         self._experts = spread_experts(model, self._expert_ranks) if self._expert_ranks else []
         self._model = parallelise(model, settings, ranks)
         make_optimizer = muon_adamw if settings.optimizer == "muon" else adamw
@@ -95,7 +92,8 @@ class TorchEngine:
         self._ledger.begin_iteration([self._model], self.optimizer)
         total = torch.zeros(3 if self._mixtures else 1, device=batches[0][0].device)
         for number, (tokens, labels) in enumerate(batches, start=1):
-            with self._communicating(number == len(batches)), self._split_loss():
+            split_loss = loss_parallel() if self._tensor_parallel else contextlib.nullcontext()
+            with self._communicating(number == len(batches)), split_loss:
                 with self._ledger.span("forward-compute"), self._autocast():
                     loss = mean_loss(self._model(tokens), labels)
                     whole = sum((layer.auxiliary_loss() for layer in self._mixtures), loss)
@@ -146,11 +144,6 @@ class TorchEngine:
         if isinstance(self._model, DistributedDataParallel) and not last:
             return self._model.no_sync()
         return contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _split_loss(self) -> Iterator[None]:
-        with loss_parallel() if self._tensor_parallel else contextlib.nullcontext():
-            yield
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self._half is None or self._settings.use_torch_fsdp2:

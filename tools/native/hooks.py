@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, linear
 from tools.capture.sinks import Sink, probed
 from tools.native.batches import MicroBatch
 from tools.native.model import MixtureOfExperts
-from tools.native.names import EXPERT, LAYER
+from tools.native.weights import EXPERT, LAYER
 from tools.records.capture import Site, Stage
 
 Form = Callable[[Tensor], Tensor]
@@ -219,7 +219,9 @@ class Taps:
         top, experts = logits.detach().float().topk(mixture.chosen, dim=-1)
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
         weights = torch.zeros_like(logits).detach().scatter(1, experts, top.softmax(dim=-1))
-        places = self._places()
+        # Of each token, samples first, its place with the sequence first.
+        samples, length = self.batches[self._number][0].shape
+        places = torch.arange(samples * length).view(length, samples).t().reshape(-1)
         for expert in range(mixture.count):
             self._rows[layer, expert] = places[chosen[:, expert]].argsort()
         for index, value in enumerate((weights, chosen)):
@@ -227,11 +229,6 @@ class Taps:
             ordered = torch.empty_like(value)
             ordered[places] = value
             self.sink.forward(self._site(Stage.OUTPUTS, name), ordered)
-
-    def _places(self) -> Tensor:
-        """Of each token, samples first, its place with the sequence first."""
-        samples, length = self.batches[self._number][0].shape
-        return torch.arange(samples * length).view(length, samples).t().reshape(-1)
 
     def _by_token(self, tensor: Tensor) -> Tensor:
         samples, length = self.batches[self._number][0].shape

@@ -139,11 +139,8 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, sequence, hidden] to the same."""
-        x = x + self._drop(self.attention(self.norm1(x)))
-        return x + self._drop(self.mlp(self.norm2(x)))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return dropout(x, self.dropout, self.training)
+        x = x + dropout(self.attention(self.norm1(x)), self.dropout, self.training)
+        return x + dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
 
 
 class GPT(nn.Module):
@@ -177,7 +174,11 @@ class GPT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, sequence] to [batch, sequence, padded vocabulary]."""
         if self.word_embeddings is not None:
-            x = self._embed(self.word_embeddings, x)
+            tokens, x = x, self.word_embeddings(x)
+            if self.position_embeddings is not None:
+                places = torch.arange(tokens.shape[1], device=tokens.device)
+                x = x + self.position_embeddings(places)
+            x = dropout(x, self.dropout, self.training)
         for block in self.blocks:
             x = block(x)
         if self.output_layer is None or self.norm is None:
@@ -193,12 +194,6 @@ class GPT(nn.Module):
             self.word_embeddings = self.position_embeddings = None
         if stage < stages - 1:
             self.norm = self.output_layer = None
-
-    def _embed(self, words: nn.Embedding, tokens: Tensor) -> Tensor:
-        x: Tensor = words(tokens)
-        if self.position_embeddings is not None:
-            x = x + self.position_embeddings(torch.arange(tokens.shape[1], device=tokens.device))
-        return dropout(x, self.dropout, self.training)
 
 
 def norm(settings: Settings) -> nn.Module:

@@ -128,7 +128,15 @@ def parallelise(model: nn.Module, settings: Settings, ranks: RankLayout) -> nn.M
     if ranks.tensor_size > 1:
         return split_tensors(model, mesh)
     if settings.use_torch_fsdp2:
-        return shard_fully(model, mesh, settings)
+        # FSDP2, layer by layer; the tied embedding belongs to the root, which uses it at both ends.
+        half = torch.bfloat16 if settings.bf16 else torch.float16 if settings.fp16 else None
+        policy = MixedPrecisionPolicy(
+            param_dtype=half, reduce_dtype=torch.float32 if half else None
+        )
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        return model
     # DDP must leave out the experts that only some ranks hold; the engine averages those.
     own = [name for name, parameter in model.named_parameters() if hasattr(parameter, COPIES)]
     ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
@@ -161,16 +169,6 @@ def split_tensors(model: GPT, mesh: DeviceMesh) -> GPT:
     if model.is_tied and model.output_layer and model.word_embeddings:
         # Both are rows of the vocabulary; splitting untied them.
         model.output_layer.weight = model.word_embeddings.weight
-    return model
-
-
-def shard_fully(model: GPT, mesh: DeviceMesh, settings: Settings) -> GPT:
-    """FSDP2, layer by layer; the tied embedding belongs to the root, which uses it at both ends."""
-    half = torch.bfloat16 if settings.bf16 else torch.float16 if settings.fp16 else None
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 

@@ -82,7 +82,10 @@ class _Pipeline:
 
     def __init__(self, stages: StageModules, settings: Settings, ranks: RankLayout) -> None:
         self._stages, self._settings, self._ranks = stages, settings, ranks
-        self._ends = _ends(ranks)
+        # The first and the last stage, which hold a tied matrix; None on the others.
+        ends = [0, ranks.world_size - 1]
+        group = dist.new_group(ends, group_desc="EMBEDDING_GROUP")
+        self._ends = group if isinstance(group, dist.ProcessGroup) and ranks.rank in ends else None
         self._ledger = ledger()
         self.optimizer: torch.optim.Optimizer = adamw(stages, settings)
         self._first = ranks.pipeline_rank == 0
@@ -265,7 +268,16 @@ class StashingPipeline(_Pipeline):
                 dist.recv(x, self._neighbour(-1), group=self._forwards)
             x.requires_grad_()
         if self._begun not in self._weights:
-            self._weights[self._begun] = self._version(max(0, self._begun - self._staleness))
+            # A version of the weights, with gradients of its own. `.data` has its own version counter,
+            # so that autograd does not take an update of the parameter, which has another buffer by
+            # then, for a change of this one.
+            number = max(0, self._begun - self._staleness)
+            assert self._updates - len(self._versions) < number <= self._updates
+            held = self._versions[number % len(self._versions)]
+            self._weights[self._begun] = {
+                name: data.data.requires_grad_()
+                for name, data in zip(self._parameters, held, strict=True)
+            }
         with self._ledger.span("forward-compute"), self._autocast():
             result = functional_call(self._stage, self._weights[self._begun], (x,))
             if self._last:
@@ -287,31 +299,17 @@ class StashingPipeline(_Pipeline):
             assert flight.received.grad is not None
             self._send(flight.received.grad, -1)
         if flight.is_last:
-            self._finish(flight.batch)
-
-    def _finish(self, batch: int) -> None:
-        """Make the version after the newest from the gradients of `batch`."""
-        assert batch == self._updates
-        for name, weight in self._weights.pop(batch).items():
-            self._parameters[name].grad = weight.grad
-        if self._staleness:
-            # The oldest version's buffer: `batch` was the last that needed it.
-            newest = self._versions[(self._updates + 1) % len(self._versions)]
-            for parameter, buffer in zip(self._parameters.values(), newest, strict=True):
-                parameter.data = buffer.copy_(parameter.data)
-        self._updates += 1
-        self._update = self._step(batch)
-
-    def _version(self, number: int) -> dict[str, Tensor]:
-        """A version of the weights, with gradients of its own."""
-        assert self._updates - len(self._versions) < number <= self._updates
-        held = self._versions[number % len(self._versions)]
-        # `.data` has a version counter of its own, so that autograd does not take an update of the
-        # parameter, which by then has another buffer, for a change of this one.
-        return {
-            name: data.data.requires_grad_()
-            for name, data in zip(self._parameters, held, strict=True)
-        }
+            # Make the version after the newest from the gradients of `batch`.
+            assert flight.batch == self._updates
+            for name, weight in self._weights.pop(flight.batch).items():
+                self._parameters[name].grad = weight.grad
+            if self._staleness:
+                # The oldest version's buffer: `batch` was the last that needed it.
+                newest = self._versions[(self._updates + 1) % len(self._versions)]
+                for parameter, buffer in zip(self._parameters.values(), newest, strict=True):
+                    parameter.data = buffer.copy_(parameter.data)
+            self._updates += 1
+            self._update = self._step(flight.batch)
 
     def _send(self, tensor: Tensor, step: int) -> None:
         group = self._forwards if step > 0 else self._backwards
@@ -343,10 +341,3 @@ def _group(ranks: RankLayout) -> dist.ProcessGroup:
     )
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def _ends(ranks: RankLayout) -> dist.ProcessGroup | None:
-    """The first and the last stage, which hold a tied matrix; None on the others."""
-    ends = [0, ranks.world_size - 1]
-    group = dist.new_group(ends, group_desc="EMBEDDING_GROUP")
-    return group if isinstance(group, dist.ProcessGroup) and ranks.rank in ends else None

@@ -1,27 +1,39 @@
-"""The run of the native backend, from its flags to its last line; `pretrain_native.py` calls `main`."""
+"""The run of the native backend, from its flags to its last line; `pretrain_native.py` calls `main`.
+
+It writes Megatron 0.19's log lines, so that one scraper reads every backend. From 0.16 on Megatron
+prints the first iteration without resetting what it adds up, so its second line is the mean of two. That
+is kept: the kit's memory ledger slows the second iteration down, and readers of these logs leave that
+line out of the times, as they do of Megatron's.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from tools.dataset.split import Split
 from tools.native.batches import SplitSamples, micro_batches
 from tools.native.capture import capturing, native_counterpart
-from tools.native.engines import DeepSpeedEngine, Engine, TorchEngine, count_parameters
-from tools.native.log_lines import Log, exit_line, parameters_line, validation_lines
+from tools.native.engines import DeepSpeedEngine, Engine, TorchEngine, Update, count_parameters
 from tools.native.model import GPT, initialise
 from tools.native.optimizer import learning_rate
 from tools.native.parallel import RankLayout, end_ranks, start_ranks
 from tools.native.pipelines import cut_into_stages, pipeline_engine
 from tools.native.settings import Settings, parse_settings
 from tools.native.weights import load_start
+
+NAMES = ("lm loss", "load_balancing_loss", "z_loss")
+"""What an engine's means are, in their order; a dense model has the first alone."""
 
 
 def main() -> None:
@@ -63,7 +75,9 @@ def build_engine(settings: Settings, ranks: RankLayout) -> Engine:
 def train(settings: Settings, ranks: RankLayout, engine: Engine, samples: SplitSamples) -> None:
     """The loop; the last rank writes the log, as in Megatron."""
     log = Log(settings)
-    evaluator = _evaluator(settings, ranks)
+    # Where evaluations lie within the run; the bare engine trains nothing to evaluate.
+    wanted = 0 < settings.eval_interval <= settings.exit_interval and settings.eval_iters > 0
+    evaluator = Evaluator(settings, ranks) if wanted and settings.engine != "bare" else None
     for iteration in range(1, settings.exit_interval + 1):
         start = time.perf_counter()
         first = (iteration - 1) * settings.global_batch_size
@@ -103,29 +117,91 @@ class Evaluator:
         for _ in range(self._settings.eval_iters):
             first = self._batches * self._settings.global_batch_size
             for tokens, labels in micro_batches(self._settings, self._ranks, self._samples, first):
-                sums += _token_sums(engine.logits(tokens), labels)
+                logits = engine.logits(tokens)
+                loss = cross_entropy(
+                    logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"
+                )
+                right = (logits.argmax(dim=-1) == labels).sum()
+                count = torch.tensor(labels.numel(), device=labels.device)
+                sums += torch.stack((loss.double(), right.double(), count.double()))
             self._batches += 1
         dist.all_reduce(sums)
-        loss, right, tokens_seen = sums.tolist()
-        return loss / tokens_seen, right / tokens_seen
-
-
-def _token_sums(logits: Tensor, labels: Tensor) -> Tensor:
-    """Summed loss, right guesses and tokens; logits are [batch, sequence, vocabulary]."""
-    loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
-    right = (logits.argmax(dim=-1) == labels).sum()
-    count = torch.tensor(labels.numel(), device=labels.device)
-    return torch.stack((loss.double(), right.double(), count.double()))
-
-
-def _evaluator(settings: Settings, ranks: RankLayout) -> Evaluator | None:
-    """None where no evaluation lies within the run; the bare engine trains nothing to evaluate."""
-    wanted = 0 < settings.eval_interval <= settings.exit_interval and settings.eval_iters > 0
-    if not wanted or settings.engine == "bare":
-        return None
-    return Evaluator(settings, ranks)
+        total, guessed, seen = sums.tolist()
+        return total / seen, guessed / seen
 
 
 def _samples(settings: Settings, part: Split, count: int) -> SplitSamples:
     prefix = Path(settings.data_path)
     return SplitSamples(prefix, settings.split, count, settings.seq_length, settings.seed, part)
+
+
+@dataclass
+class Log:
+    """Adds iterations up and writes a line every `--log-interval`, and after the first."""
+
+    settings: Settings
+    _milliseconds: float = 0.0
+    _losses: list[float] = field(default_factory=list)
+    _updates: int = 0
+    _skipped: int = 0
+    _not_numbers: int = 0
+
+    def add(self, milliseconds: float, losses: Sequence[float], update: Update) -> None:
+        """Add one iteration; a skipped one has no loss."""
+        self._milliseconds += milliseconds
+        self._skipped += update.skipped
+        self._not_numbers += math.isnan(losses[0])
+        if not update.skipped:
+            self._updates += 1
+            before = self._losses or [0.0] * len(losses)
+            self._losses = [old + new for old, new in zip(before, losses, strict=True)]
+
+    def line(self, iteration: int, rate: float, update: Update) -> str | None:
+        """The line of this iteration, if it has one; `rate` is the next update's, as Megatron's is."""
+        if iteration > 1 and iteration % self.settings.log_interval:
+            return None
+        batch = self.settings.global_batch_size
+        elapsed = self._milliseconds / (self._updates + self._skipped)
+        means = [total / max(1, self._updates) for total in self._losses or [0.0]]
+        losses = "".join(f" {name}: {mean:.6E} |" for name, mean in zip(NAMES, means, strict=False))
+        norm = "" if update.gradient_norm is None else f" grad norm: {update.gradient_norm:.3f} |"
+        text = (
+            f" [{_now()}] iteration {iteration:8d}/{self.settings.train_iters:8d} |"
+            f" consumed samples: {iteration * batch:12d} |"
+            f" elapsed time per iteration (ms): {elapsed:.1f} | learning rate: {rate:.6E} |"
+            f" global batch size: {batch:5d} |{losses}"
+            f" loss scale: {update.loss_scale:.1f} |{norm}"
+            f" number of skipped iterations: {self._skipped:3d} |"
+            f" number of nan iterations: {self._not_numbers:3d} |"
+        )
+        if iteration > 1:
+            self._milliseconds, self._losses = 0.0, []
+            self._updates = self._skipped = self._not_numbers = 0
+        return text
+
+
+def parameters_line(tensor_rank: int, pipeline_rank: int, parameters: int) -> str:
+    """How many parameters this tensor- and pipeline-parallel rank holds."""
+    return (
+        " > number of parameters on (tensor, gtp_remat, pipeline) model parallel rank "
+        f"({tensor_rank}, 0, {pipeline_rank}): {parameters}"
+    )
+
+
+def validation_lines(iteration: int, loss: float, accuracy: float) -> str:
+    """Megatron's validation line between its rules, and the accuracy that Megatron does not have."""
+    line = (
+        f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} |"
+        f" lm loss PPL: {math.exp(min(20, loss)):.6E} | next token accuracy value: {accuracy:.6E} | "
+    )
+    rule = "-" * (len(line) + 1)
+    return f"{rule}\n{line}\n{rule}"
+
+
+def exit_line(iteration: int) -> str:
+    """Megatron's last line at `--exit-interval`."""
+    return f"[exiting program at iteration {iteration}] datetime: {_now()}"
+
+
+def _now() -> str:
+    return datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")

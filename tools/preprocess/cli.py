@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace as Flags
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import msgspec
@@ -18,8 +19,8 @@ from tools.dataset.split import draws
 from tools.dataset.verify import verify
 from tools.preprocess.hub import OPENWEBTEXT, Hub, comparison
 from tools.preprocess.run import preprocess
-from tools.preprocess.sample import write_sample
 from tools.preprocess.source import PreprocessOptions, parse_shard
+from tools.records.io import write_whole
 
 Add = Callable[..., Any]
 """argparse's `add_argument`."""
@@ -168,6 +169,30 @@ def _sample(flags: Flags) -> int:
     text = prefix.with_name(prefix.name + ".jsonl")
     write_sample(text, unique=flags.unique)
     return _run_gpt2(text, prefix)
+
+
+def sample_documents() -> list[str]:
+    """The paragraphs of Python's own help, topic by topic in alphabetical order.
+
+    Paragraphs, because the published split gives one document in a thousand to the test set, and
+    Megatron searches endlessly for the tokens of a set without documents.
+    """
+    paragraphs = (part for name in sorted(topics) for part in topics[name].split("\n\n"))
+    return [paragraph for paragraph in paragraphs if paragraph.strip()]
+
+
+def write_sample(path: Path, unique: bool = False) -> None:
+    """Write the sample as JSON lines, each paragraph once if `unique`: topics quote one another.
+
+    A file that holds just that already is left untouched.
+    """
+    documents = sample_documents()
+    chosen = dict.fromkeys(documents) if unique else documents
+    content = b"".join(msgspec.json.encode({"text": text}) + b"\n" for text in chosen)
+    if path.is_file() and path.read_bytes() == content:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, content)
 
 
 def _add_hub_flags(add: Add) -> None:

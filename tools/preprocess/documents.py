@@ -71,8 +71,12 @@ class Parser:
             return [content]
         if isinstance(content, bytes | bytearray):
             rows = self._parse_lines(content)
-        else:
-            rows = self._parse_columns(content)
+        else:  # Columns of a table: Arrow arrays, one for each key.
+            columns: Any = content
+            texts = zip(*(column.to_pylist() for column in columns), strict=True)
+            rows = [
+                _check_texts(self.keys, dict(zip(self.keys, row, strict=True))) for row in texts
+            ]
         if self._max_bytes is not None:
             rows = [self._refuse_large(row, self._max_bytes) for row in rows]
         return rows
@@ -109,12 +113,6 @@ class Parser:
         if not isinstance(row, dict):
             return Problem(ProblemKind.BROKEN_JSON, "the line is no JSON object")
         return _check_texts(self.keys, row)
-
-    def _parse_columns(self, columns: Any) -> list[Row]:
-        """Columns of a table: Arrow arrays, one for each key."""
-        values = [column.to_pylist() for column in columns]
-        rows = (dict(zip(self.keys, row, strict=True)) for row in zip(*values, strict=True))
-        return [_check_texts(self.keys, row) for row in rows]
 
     def _refuse_large(self, row: Row, limit: int) -> Row:
         if isinstance(row, Problem):

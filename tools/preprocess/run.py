@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from textwrap import shorten
+from typing import Self
+
+from rich.console import Console
+from rich.progress import Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from tools.dataset.folder import locked, publish, retire, working_folder
 from tools.dataset.indexed import (
@@ -23,10 +29,10 @@ from tools.preprocess.encoders import choose_encoder
 from tools.preprocess.lines import Block, Slice, lines_before
 from tools.preprocess.parts import decoded, join_parts, read_parts, write_parts
 from tools.preprocess.pipeline import Encoded, Pipeline, default_threads
-from tools.preprocess.progress import ProgressLine
 from tools.preprocess.source import START, InputStream, Position, PreprocessOptions, open_source
 from tools.preprocess.tokenizer import TokenizerSpec, load_tokenizer
 from tools.records.io import write_record
+from tools.text import terminal
 from tools.text.units import plural
 
 ANNOUNCED_BYTES = 64 << 20
@@ -37,6 +43,10 @@ UNBROKEN_MULTIPLE = 40
 """The same for a document without a space or a sign in it: one word of many MiB."""
 _NAMED_PROBLEMS = 10
 """Places named for each kind of problem; the others are only counted."""
+
+
+LINE_SECONDS = 60.0
+"""Between two lines where there is no terminal."""
 
 
 def preprocess(options: PreprocessOptions) -> list[Dataset]:
@@ -211,3 +221,51 @@ def _facts(identity: RunIdentity) -> Iterator[tuple[str, object]]:
     yield "--shard", identity.part
     yield "--commit-mib (in bytes)", identity.shard_bytes
     yield "--max-document-mb (in bytes)", identity.max_document_bytes
+
+
+class ProgressLine:
+    """Counts of this process, without what an earlier one committed; and what a user should know.
+
+    While it is entered, the line is on the terminal, where its last state stays.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._is_terminal = self._console.is_terminal
+        columns = (TextColumn("{task.description}"), TaskProgressColumn(), TimeRemainingColumn())
+        self._shown = Progress(*columns, console=self._console, disable=not self._is_terminal)
+        self._task = self._shown.add_task("", total=None)
+        self._start = self._printed = time.monotonic()
+        self._text_bytes = self._documents = self._tokens = 0
+        self._line = ""
+
+    def __enter__(self) -> Self:
+        self._shown.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._shown.stop()
+        if kind is None and self._line and not self._is_terminal:
+            self.say(self._line)
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence on a line of its own."""
+        terminal.say(self._console, sentence)
+
+    def add(self, done: int, total: int, text_bytes: int, documents: int, tokens: int) -> None:
+        """Count a block, after which so many bytes of the input are done (of 0 if not known)."""
+        self._text_bytes += text_bytes
+        self._documents += documents
+        self._tokens += tokens
+        now = time.monotonic()
+        rate = self._text_bytes / 1e6 / max(now - self._start, 1e-9)
+        line = f"{rate:.1f} MB/s · {self._documents:,} documents · {self._tokens:,} tokens"
+        self._shown.update(self._task, completed=done, total=total or None, description=line)
+        self._line = line
+        if not self._is_terminal and now - self._printed >= LINE_SECONDS:
+            self._printed = now
+            task = self._shown.tasks[0]
+            if task.time_remaining is not None:
+                left = timedelta(seconds=round(task.time_remaining))
+                line += f" · {task.percentage:.0f}% · {left} left"
+            self.say(line)

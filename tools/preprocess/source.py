@@ -108,7 +108,15 @@ class InputShard:
 def parse_shard(text: str) -> InputShard:
     """Parse `i/n`, or `slurm`: the task of a job array."""
     if text == "slurm":
-        return _slurm_shard()
+        names = (f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT"))
+        try:
+            task, first, tasks = (int(os.environ[name]) for name in names)
+        except (KeyError, ValueError):
+            raise DatasetError(
+                "--shard slurm needs SLURM_ARRAY_TASK_ID, _MIN and _COUNT; submit with "
+                "sbatch --array=0-7, or give i/n."
+            ) from None
+        return InputShard(task - first, tasks)
     index, slash, count = text.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal()):
         raise DatasetError(f"--shard {text} is not of the form i/n, such as 0/4; or give 'slurm'.")
@@ -118,19 +126,6 @@ def parse_shard(text: str) -> InputShard:
             f"{max(int(count) - 1, 0)}/{count}."
         )
     return InputShard(int(index), int(count))
-
-
-def _slurm_shard() -> InputShard:
-    try:
-        task, first, count = (
-            int(os.environ[f"SLURM_ARRAY_TASK_{name}"]) for name in ("ID", "MIN", "COUNT")
-        )
-    except (KeyError, ValueError):
-        raise DatasetError(
-            "--shard slurm needs SLURM_ARRAY_TASK_ID, _MIN and _COUNT; submit with "
-            "sbatch --array=0-7, or give i/n."
-        ) from None
-    return InputShard(task - first, count)
 
 
 def cut(files: Sequence[Slice], shard: InputShard) -> tuple[Slice, ...]:

@@ -84,18 +84,14 @@ def wire_bytes(
         return payload_bytes
     on_gloo = transport is Transport.GLOO
     if on_gloo and operation is Operation.REDUCE:
-        return _gloo_reduce_bytes(payload_bytes, ranks)
+        # Of all segments all but two go to the neighbour, then each rank but the root sends its chunk.
+        segment = max(1, min(-(-payload_bytes // (2 * ranks)), _GLOO_SEGMENT_BYTES))
+        segments = max(-(-payload_bytes // segment), 2 * ranks)
+        segments = -(-segments // ranks) * ranks
+        ring = payload_bytes * (segments - 2) // segments
+        return ring + payload_bytes * (ranks - 1) // ranks**2
     twice = operation is Operation.ALL_REDUCE or (on_gloo and operation is Operation.REDUCE_SCATTER)
     return (2 if twice else 1) * (ranks - 1) * payload_bytes // ranks
-
-
-def _gloo_reduce_bytes(payload_bytes: int, ranks: int) -> int:
-    """Of all segments all but two go to the neighbour, then each rank but the root sends its chunk."""
-    segment = max(1, min(-(-payload_bytes // (2 * ranks)), _GLOO_SEGMENT_BYTES))
-    segments = max(-(-payload_bytes // segment), 2 * ranks)
-    segments = -(-segments // ranks) * ranks
-    ring = payload_bytes * (segments - 2) // segments
-    return ring + payload_bytes * (ranks - 1) // ranks**2
 
 
 ROUTED_GROUPS = ("ep", "expert_tp", "tp_ep")

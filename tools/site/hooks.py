@@ -33,14 +33,14 @@ def on_files(files: Any, config: Any) -> Any:
     """Every Markdown file and picture of the repository, under its own path."""
     from mkdocs.structure.files import File, Files
 
-    found = [file for file in files if not file.src_uri.startswith("docs/") and _of_theme(file)]
+    # What mkdocs' theme brings, none of `docs/`.
+    of_theme = (file for file in files if not file.src_uri.startswith("docs/"))
+    found = [file for file in of_theme if not Path(ROOT, "docs", file.src_uri).exists()]
     for name in pages():
         found.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
-    found.append(File.generated(config, SETTINGS_PAGE, content=settings_page()))
-    found += [File.generated(config, name, content="") for name in MADE_LATER]
-    found.append(
-        File.generated(config, STYLE, content=(ROOT / "tools/site/templates" / STYLE).read_text())
-    )
+    style = (ROOT / "tools/site/templates" / STYLE).read_text()
+    made = {SETTINGS_PAGE: settings_page(), **dict.fromkeys(MADE_LATER, ""), STYLE: style}
+    found += [File.generated(config, name, content=text) for name, text in made.items()]
     return Files(found)
 
 
@@ -98,8 +98,3 @@ def settings_page() -> str:
             what = variable[2].replace("<", "&lt;").replace("*", r"\*").replace("|", r"\|")
             lines.append(f"| {names} | {what} |")
     return "\n".join(lines) + "\n"
-
-
-def _of_theme(file: Any) -> bool:
-    """A file that mkdocs' theme brings, none of `docs/`."""
-    return not Path(ROOT, "docs", file.src_uri).exists()

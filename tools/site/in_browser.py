@@ -10,8 +10,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from tools.cli.main import from_words
-from tools.site.drawing.figure import figure
-from tools.site.drawings_page import asked
+from tools.site.drawing.figure import asked, figure
 from tools.spec.hardware import load_hardware
 from tools.spec.model import load_model, model_names
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tools.site.drawings_page import page
+from tools.site.drawing.figure import page
 from tools.spec.files import ROOT
 
 PYODIDE = "pyodide@314.0.7"

@@ -52,6 +52,7 @@ fields of `tools.native.settings`.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -84,10 +85,10 @@ class KnownFlag:
     native: str
     """What the native backend makes of one that is no field of its settings, or which values it has."""
 
-    def is_in(self, release: tuple[int, int]) -> bool:
+    def is_in(self, version: tuple[int, int]) -> bool:
         """Whether a Megatron of this major and minor version has it."""
-        newer = bool(self.since) and release < _release(self.since)
-        return not newer and not (self.until and release > _release(self.until))
+        newer = bool(self.since) and version < release(self.since)
+        return not newer and not (self.until and version > release(self.until))
 
 
 def _read() -> dict[str, KnownFlag]:
@@ -116,8 +117,9 @@ def _default(kind: str, text: str) -> Default:
     return int(text) if kind == "whole" else float(text) if kind == "decimal" else text
 
 
-def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")
+def release(version: str) -> tuple[int, int]:
+    """Major and minor of a Megatron version such as `0.15.0rc2`."""
+    major, minor = re.findall(r"\d+", version)[:2]
     return int(major), int(minor)
 
 

@@ -6,12 +6,11 @@ Kinds and defaults are those of the table (`tools/spec/flag_table.py`).
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from tools.spec.flag_table import FLAGS, OTHERS, KnownFlag, of_group, of_role
+from tools.spec.flag_table import FLAGS, OTHERS, KnownFlag, of_group, of_role, release
 
 
 def flag_words(flags: Mapping[str, object]) -> tuple[str, ...]:
@@ -183,12 +182,6 @@ class Flags:
             return parse(values[0])
         except ValueError:
             raise ValueError(f"{name} {values[0][:40]} is not {wanted}.") from None
-
-
-def release(version: str) -> tuple[int, int]:
-    """Major and minor of a Megatron version such as `0.15.0rc2`."""
-    major, minor = re.findall(r"\d+", version)[:2]
-    return int(major), int(minor)
 
 
 def null_tokenizer(entries: int, megatron_version: str) -> tuple[str, ...]:

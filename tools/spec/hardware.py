@@ -114,11 +114,8 @@ def find_device(name: str) -> Device | None:
 
     Only whole names match: an H100 PCIe is not an H100 SXM.
     """
-    wanted = _plain(name)
-    for device in load_hardware().devices.values():
-        if wanted in (_plain(known) for known in device.nvml_names):
-            return device
-    return None
+    wanted, devices = _plain(name), load_hardware().devices.values()
+    return next((each for each in devices if wanted in map(_plain, each.nvml_names)), None)
 
 
 def device_by_key(key: str) -> Device:
@@ -132,8 +129,7 @@ def device_by_key(key: str) -> Device:
     for device in devices.values():
         if wanted in map(_words, (device.key, *device.aliases)):
             return device
-    found = find_device(key)
-    if found is None:
+    if (found := find_device(key)) is None:
         raise UnknownHardwareError(_hint("GPU", key, devices))
     return found
 

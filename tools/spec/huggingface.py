@@ -99,7 +99,7 @@ def exact_flags(path: Path) -> tuple[str, ...]:
     if config.has("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; convert the unquantised model.")
     flags = flags_of_config(path)
-    for field, value, wanted in _INEXACT[kind](config):
+    for field, value, wanted in _inexact(config):
         raise ConfigError(
             f"{path} has {field} = {json.dumps(value)}, which Megatron's flags cannot express; only "
             f"{wanted} can be converted."
@@ -259,10 +259,6 @@ def _other_epsilon(value: float) -> float | None:
     return None if value == _MEGATRONS_EPSILON else value
 
 
-def _qwen2(config: _Config) -> dict[str, object]:
-    return {**_llama(config), "--add-qkv-bias": True}
-
-
 def _qwen3(config: _Config) -> dict[str, object]:
     return {**_llama(config), "--qk-layernorm": True}
 
@@ -276,14 +272,6 @@ def _experts(config: _Config, experts: str, columns: str) -> dict[str, object]:
         "--moe-aux-loss-coeff": config.number("router_aux_loss_coef", 0.001),
         "--moe-token-dispatcher-type": "alltoall",
     }
-
-
-def _mixtral(config: _Config) -> dict[str, object]:
-    return _llama(config) | _experts(config, "num_local_experts", "intermediate_size")
-
-
-def _qwen3_moe(config: _Config) -> dict[str, object]:
-    return _qwen3(config) | _experts(config, "num_experts", "moe_intermediate_size")
 
 
 def _gpt_oss(config: _Config) -> dict[str, object]:
@@ -330,10 +318,14 @@ _KINDS: Mapping[str, Callable[[_Config], dict[str, object]]] = {
     "gpt2": _gpt2,
     "llama": _llama,
     "mistral": _llama,
-    "qwen2": _qwen2,
+    "qwen2": lambda config: {**_llama(config), "--add-qkv-bias": True},
     "qwen3": _qwen3,
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
+    "mixtral": lambda config: (
+        _llama(config) | _experts(config, "num_local_experts", "intermediate_size")
+    ),
+    "qwen3_moe": lambda config: (
+        _qwen3(config) | _experts(config, "num_experts", "moe_intermediate_size")
+    ),
     "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek_v3,
 }
@@ -343,15 +335,26 @@ Inexact = Iterator[tuple[str, Any, str]]
 """Fields of a config that Megatron's flags do not express: name, value, and what would do."""
 
 
-def _inexact_gpt2(config: _Config) -> Inexact:
-    wanted = {
+_NEEDED: Mapping[str, Mapping[str, bool | str]] = {
+    "gpt2": {
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
-    }
-    for field, value in wanted.items():
+    },
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+}
+"""Fields that have one value alone, by model type."""
+
+
+def _inexact(config: _Config) -> Inexact:
+    kind = config.values["model_type"]
+    for field, value in _NEEDED[kind].items():
         if config.values.get(field, value) != value:
             yield field, config.values[field], json.dumps(value)
+    yield from _inexact_gpt2(config) if kind == "gpt2" else _inexact_llama(config)
+
+
+def _inexact_gpt2(config: _Config) -> Inexact:
     activation = config.values.get("activation_function", "gelu_new")
     if activation not in _ACTIVATIONS:
         yield "activation_function", activation, " or ".join(_ACTIVATIONS)
@@ -360,10 +363,6 @@ def _inexact_gpt2(config: _Config) -> Inexact:
 
 
 def _inexact_llama(config: _Config) -> Inexact:
-    wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    for field, value in wanted.items():
-        if config.values.get(field, value) != value:
-            yield field, config.values[field], json.dumps(value)
     rotary, scaling = config.rotary, config.scaling
     base = rotary["rope_theta"]
     if base != int(base):
@@ -376,11 +375,6 @@ def _inexact_llama(config: _Config) -> Inexact:
         if rotary.get(field, value) != value:
             yield field, rotary[field], str(value)
 
-
-_INEXACT: Mapping[str, Callable[[_Config], Inexact]] = {
-    "gpt2": _inexact_gpt2,
-    "llama": _inexact_llama,
-}
 
 _NO_COUNTERPART = {
     "--num-experts": "makes it a mixture of experts",

@@ -6,7 +6,7 @@ import ast
 import difflib
 import re
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -245,8 +245,7 @@ class UnknownModelError(ValueError):
 
 def model_names() -> tuple[str, ...]:
     """Every model of every family, then the imported ones."""
-    known = tuple(path.stem for family in FAMILIES for path in _model_files(family))
-    return (*known, *(path.stem for path in _imported_files()))
+    return tuple(path.stem for _, path in _known_files())
 
 
 def load_model(name: str, file: str | None = None) -> Model:
@@ -263,13 +262,11 @@ def load_model(name: str, file: str | None = None) -> Model:
     wanted = ALIASES.get(name, name)
     if file and is_model_file(file) and own_name(file) == name:
         return model_of(file)
-    for family in FAMILIES:
-        for path in _model_files(family):
-            if path.stem == wanted:
-                return model_from_flags(wanted, family, read_args_file(path))
-    imported = next((path for path in _imported_files() if path.stem == wanted), None)
-    if imported is not None:
-        return replace(model_of(str(imported)), source="")
+    for family, path in _known_files():
+        if path.stem == wanted and family:
+            return model_from_flags(wanted, family, read_args_file(path))
+        if path.stem == wanted:
+            return replace(model_of(str(path)), source="")
     if other := re.match(r"(?:.*-)?(t5|bert)\b", name, re.IGNORECASE):
         raise UnknownModelError(
             f"'{name}' is no GPT: the kit has no entry for pretrain_{other[1].lower()}.py, whose data, "
@@ -389,9 +386,13 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         if not flags.has(needed):
             raise ValueError(f"Model '{name}' lacks {needed}; add it to its .args file.")
     said = flags.fields("shape")
-    _refuse_negative(flags)
+    for flag in (each for group in ("shape", "latent", "mamba") for each in of_group(group)):
+        counted = flag.kind == "whole" and flag.field not in (*_FROM_ONE, *_OF_EXPERTS)
+        if counted and (value := flags.integer(flag.name)) < 0:
+            raise ValueError(f"{flag.name} is {value}; use 0 or more.")
     hidden, heads = said["hidden"], said["heads"]
     learned = flags.text("--position-embedding-type") == "learned_absolute"
+    latent = flags.has("--multi-latent-attention")
     columns = said.get("ffn_hidden", usual_ffn(hidden, flags.has("--swiglu")))
     derived = {
         "query_groups": heads,
@@ -405,7 +406,7 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         gated=flags.has("--swiglu") or flags.has("--quick-geglu"),
         rms_norm=flags.text("--normalization") == "RMSNorm",
         sink=flags.text("--softmax-type") == "learnable",
-        latent=_latent_attention(flags),
+        latent=LatentAttention(**({"query_rank": 0} | flags.fields("latent"))) if latent else None,
         load_balancing=flags.text("--moe-aux-loss-coeff", "0").strip("[]") not in ("0", "0.0"),
         router_z_loss=flags.has("--moe-z-loss-coeff"),
     )
@@ -421,14 +422,6 @@ _FROM_ONE = (
     *("seq_length", "vocabulary", "vocabulary_multiple"),
 )
 _OF_EXPERTS = ("experts", "experts_per_token", "expert_ffn_hidden")
-
-
-def _refuse_negative(flags: Flags) -> None:
-    for flag in (each for group in ("shape", "latent", "mamba") for each in of_group(group)):
-        if flag.kind != "whole" or flag.field in (*_FROM_ONE, *_OF_EXPERTS):
-            continue
-        if (value := flags.integer(flag.name)) < 0:
-            raise ValueError(f"{flag.name} is {value}; use 0 or more.")
 
 
 def usual_ffn(hidden: int, swiglu: bool) -> int:
@@ -448,12 +441,6 @@ def _refuse_empty(name: str, shape: ModelShape) -> None:
             f"Model '{name}' has {shape.heads} attention heads, which {shape.query_groups} query "
             "groups do not divide; use another --num-query-groups."
         )
-
-
-def _latent_attention(flags: Flags) -> LatentAttention | None:
-    if not flags.has("--multi-latent-attention"):
-        return None
-    return LatentAttention(**({"query_rank": 0} | flags.fields("latent")))
 
 
 def _dense_layers(given: Sequence[str], layers: int) -> tuple[int, ...]:
@@ -512,9 +499,11 @@ def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
     return replace(shape, layers=1, blocks=blocks, mamba=mamba, mtp_depth=0, dense_layers=())
 
 
-def _model_files(family: str) -> list[Path]:
-    return sorted((ROOT / "examples" / family / "models").glob("*.args"))
-
-
-def _imported_files() -> list[Path]:
-    return sorted(path for path in HUB.glob("*/*.args") if path.stem == path.parent.name)
+def _known_files() -> Iterator[tuple[str, Path]]:
+    """Every family's files, with its name, then those of imported models, without one."""
+    for family in FAMILIES:
+        for path in sorted((ROOT / "examples" / family / "models").glob("*.args")):
+            yield family, path
+    for path in sorted(HUB.glob("*/*.args")):
+        if path.stem == path.parent.name:
+            yield "", path

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,29 +64,41 @@ def text_of(value: object) -> str:
     return shlex.join(value) if isinstance(value, tuple) else str(value)
 
 
+_NUMBER = re.compile(
+    r"a (whole )?number(?: of \w+)?(?: (above|from) (\d+))?(?: up)?(?: to (\d+))?"
+    r"(?: to, not including, (\d+))?"
+)
+
+
 def _reader(kind: str) -> Callable[[str], Any]:
     if kind in _READERS:
         return _READERS[kind]
-    if found := re.fullmatch(r"a whole number from (\d+) to (\d+)", kind):
-        return _whole_from(*map(int, found.groups()))
-    return _one_of(re.split(", | or ", kind))
+    if found := _NUMBER.fullmatch(kind):
+        return partial(_number, *found.groups())
+    return partial(_one_of, re.split(", | or ", kind))
 
 
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
+def _number(
+    whole: str | None,
+    begins: str | None,
+    least: str | None,
+    most: str | None,
+    below: str | None,
+    text: str,
+) -> int | float:
+    """A number as the words of its kind have it; `most` digits alone."""
+    number = int(text) if whole else float(text)
+    first, last = float(least or "-inf"), float(below or "inf")
+    is_in = (first < number if begins == "above" else first <= number) and number < last
+    if not is_in or (most and not (text.isdecimal() and number <= int(most))):
         raise ValueError(text)
     return number
 
 
-def _finite(above: float, below: float = float("inf")) -> Callable[[str], float]:
-    """A reader of numbers that are at least `above` and less than `below`."""
-
-    def reader(text: str) -> float:
-        if not above <= (number := float(text)) < below:
-            raise ValueError(text)
-        return number
-
-    return reader
+def _one_of(choices: Sequence[str], text: str) -> str:
+    if text not in choices:
+        raise ValueError(text)
+    return text
 
 
 def _switch(text: str) -> bool:
@@ -155,36 +168,8 @@ def _checkout(text: str) -> Path:
     return folder
 
 
-def _whole_from(first: int, last: int) -> Callable[[str], int]:
-    def reader(text: str) -> int:
-        if not text.isdecimal() or int(text) not in range(first, last + 1):
-            raise ValueError(text)
-        return int(text)
-
-    return reader
-
-
-def _one_of(choices: list[str]) -> Callable[[str], str]:
-    def reader(text: str) -> str:
-        if text not in choices:
-            raise ValueError(text)
-        return text
-
-    return reader
-
-
-_LEAST = 5e-324
-"""The smallest number above 0."""
-
 _READERS: dict[str, Callable[[str], Any]] = {
     settings.TEXT: str,
-    settings.NUMBER: _positive,
-    "a whole number": int,
-    "a whole number of seconds above 0": _positive,
-    "a whole number of iterations above 0": _positive,
-    "a number above 0": _finite(_LEAST),
-    "a number from 1 up": _finite(1),
-    "a number from 0 up to, not including, 1": _finite(0, 1),
     settings.SWITCH: _switch,
     settings.WORDS: _words,
     "words": _words,

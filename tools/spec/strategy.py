@@ -249,7 +249,10 @@ def strategy_name(parallelism: Parallelism) -> str:
     `parse_strategy` gives the parallelism back, but for an ETP of its own, which needs a flag.
     """
     if parallelism.schedule:
-        return _scheduled_name(parallelism)
+        pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
+        if parallelism.schedule is PipelineSchedule.PIPEDREAM_2BW:
+            return f"pipedream{pipeline}bw"
+        return f"{parallelism.schedule}{pipeline}{f'x{virtual}' if virtual > 2 else ''}"
     tensor = "sp" if parallelism.sequence_parallel else "tp"
     stages = parallelism.virtual_stages
     degrees = (
@@ -388,7 +391,18 @@ def _parsed(text: str, devices: int) -> Parallelism:
             f"Strategy '{text}' ends in '-{suffix}'; the sharding suffixes are {', '.join(_SHARDED)}."
         )
     degrees = {} if product == "baseline" else _degrees(product, text)
-    return _parallelism(degrees, Sharding(suffix))
+    expert = degrees.get("ep", 1)
+    return Parallelism(
+        data=degrees.get("dp", 1) * expert,
+        tensor=degrees.get("tp", 1),
+        pipeline=degrees.get("pp", 1),
+        context=degrees.get("cp", 1),
+        expert=expert,
+        virtual_stages=degrees.get("virtual", 1),
+        # Megatron refuses experts under tensor parallelism without sequence parallelism.
+        sequence_parallel="is_sp" in degrees or (expert > 1 and degrees.get("tp", 1) > 1),
+        sharding=Sharding(suffix),
+    )
 
 
 def _scheduled(text: str) -> Parallelism | None:
@@ -409,13 +423,6 @@ def _scheduled(text: str) -> Parallelism | None:
         virtual_stages=int(virtual or 2) if is_interleaved else 1,
         schedule=PipelineSchedule.PIPEDREAM_2BW if buffered else PipelineSchedule(name),
     )
-
-
-def _scheduled_name(parallelism: Parallelism) -> str:
-    pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
-    if parallelism.schedule is PipelineSchedule.PIPEDREAM_2BW:
-        return f"pipedream{pipeline}bw"
-    return f"{parallelism.schedule}{pipeline}{f'x{virtual}' if virtual > 2 else ''}"
 
 
 def _degrees(product: str, text: str) -> dict[str, int]:
@@ -457,18 +464,3 @@ def _sharding_inside(product: str) -> str:
             f"{told}with PP that is {shown}-zero1, because no FSDP of Megatron's takes a pipeline."
         )
     return f"{told}{shown}-{sharding}."
-
-
-def _parallelism(degrees: dict[str, int], sharding: Sharding) -> Parallelism:
-    expert = degrees.get("ep", 1)
-    return Parallelism(
-        data=degrees.get("dp", 1) * expert,
-        tensor=degrees.get("tp", 1),
-        pipeline=degrees.get("pp", 1),
-        context=degrees.get("cp", 1),
-        expert=expert,
-        virtual_stages=degrees.get("virtual", 1),
-        # Megatron refuses experts under tensor parallelism without sequence parallelism.
-        sequence_parallel="is_sp" in degrees or (expert > 1 and degrees.get("tp", 1) > 1),
-        sharding=sharding,
-    )

@@ -1,21 +1,18 @@
 """Compiled functions run as they are written: these tests are about arithmetic, not the compiler."""
 
-import warnings
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-with warnings.catch_warnings():
-    # Loading the compiler warns of what torch itself has deprecated (2.11: torch.jit.script_method).
-    warnings.simplefilter("ignore")
-    import torch._inductor.compile_fx
+from megatron_patches.cpu.no_dynamo import not_compiled
+from megatron_patches.fused import compiled
 
 
 @pytest.fixture(autouse=True)
-def uncompiled() -> Iterator[None]:
-    with torch.compiler.set_stance("force_eager"):
-        yield
+def uncompiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading the compiler takes longer than all of them; slow ones are about it too."""
+    compiled.cache_clear()
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(torch, "compile", not_compiled)
 
 
 def devices() -> list[object]:

@@ -54,8 +54,7 @@ def computed(function: Callable[..., object], name: str, device: str) -> list[to
 )
 def test_one_graph_that_computes_the_same(function: Callable[..., object], device: str) -> None:
     name = function.__name__
-    with torch.compiler.set_stance("default"):
-        compiled = computed(torch.compile(function, fullgraph=True), name, device)
+    compiled = computed(torch.compile(function, fullgraph=True), name, device)
     plain = computed(function, name, device)
     assert len(compiled) == len(plain) > 0
     for one, other in zip(compiled, plain, strict=True):

@@ -45,9 +45,8 @@ def check_devices() -> "list[CheckResult]":
         return check_description(json.loads(answer.out.splitlines()[-1]))
     except (ValueError, IndexError):
         found = "cannot be asked: " + (answer.problem or "it printed nothing")
-        return [
-            CheckResult(FAIL, "Driver", found, "see '.venv/bin/python -m tools.launch.devices'")
-        ]
+        fix = "see '.venv/bin/python -m tools.launch.devices'"
+        return [CheckResult(FAIL, "Driver", found, fix)]
 
 
 def check_description(described: "dict[str, Any]") -> "list[CheckResult]":
@@ -57,12 +56,12 @@ def check_description(described: "dict[str, Any]") -> "list[CheckResult]":
     if not described["gpus"]:
         return [_without_gpus()]
     gpus = [GpuUse(**gpu) for gpu in described["gpus"]]
-    results = [
-        CheckResult(PASS, "Driver", described["driver"]),
-        _gpus(gpus),
-        *check_busy(gpus, gpus),
-    ]
-    return results + ([_topology(described)] if len(gpus) > 1 else [])
+    shown = "; ".join(f"{gpu.number}: {gpu.name}, {gpu.memory_bytes >> 20} MiB" for gpu in gpus)
+    fix = "five of the six published runs need two; -2cpu targets show them"
+    one = len(gpus) == 1
+    row = CheckResult(WARN, "GPUs", shown, fix) if one else CheckResult(PASS, "GPUs", shown)
+    driver = CheckResult(PASS, "Driver", described["driver"])
+    return [driver, row, *check_busy(gpus, gpus), *([] if one else [_topology(described)])]
 
 
 def check_busy(gpus: "list[GpuUse]", machine: "list[GpuUse]") -> "list[CheckResult]":
@@ -73,12 +72,9 @@ def check_busy(gpus: "list[GpuUse]", machine: "list[GpuUse]") -> "list[CheckResu
     results = []
     for gpu in gpus:
         if gpu.used_bytes > BUSY_BYTES:
-            found = "GPU {} ({}) is busy: {:.1f} GiB are in use{}".format(
-                gpu.number,
-                gpu.name,
-                gpu.used_bytes / GIB,
-                " by process " + ", ".join(map(str, gpu.processes)) if gpu.processes else "",
-            )
+            by = " by process " + ", ".join(map(str, gpu.processes)) if gpu.processes else ""
+            used = f"{gpu.used_bytes / GIB:.1f} GiB are in use{by}"
+            found = f"GPU {gpu.number} ({gpu.name}) is busy: {used}"
             results.append(CheckResult(WARN, f"GPU {gpu.number}", found, fix))
     return results
 
@@ -121,14 +117,6 @@ def _without_gpus() -> CheckResult:
     return CheckResult(WARN, "Driver", "no NVIDIA driver", "install it for GPU targets; " + ON_CPU)
 
 
-def _gpus(gpus: "list[GpuUse]") -> CheckResult:
-    shown = "; ".join(f"{gpu.number}: {gpu.name}, {gpu.memory_bytes >> 20} MiB" for gpu in gpus)
-    if len(gpus) == 1:
-        fix = "five of the six published runs need two; -2cpu targets show them"
-        return CheckResult(WARN, "GPUs", shown, fix)
-    return CheckResult(PASS, "GPUs", shown)
-
-
 def _topology(described: "dict[str, Any]") -> CheckResult:
     links = described["links"]
     if all(link["nvlinks"] is link["topology"] is None for link in links):
@@ -142,18 +130,14 @@ def _topology(described: "dict[str, Any]") -> CheckResult:
 
 def _rate(measured: "dict[str, Any]") -> CheckResult:
     rate, full = measured["bytes_per_second"], measured["link_bytes_per_second"]
-    between = "{} between {} {}".format(
-        measured["backend"],
-        measured["ranks"],
-        "GPUs" if measured["backend"] == "NCCL" else "CPU ranks",
-    )
+    who = "GPUs" if measured["backend"] == "NCCL" else "CPU ranks"
+    between = "{} between {} {}".format(measured["backend"], measured["ranks"], who)
     if measured["ranks"] < 2:
         return CheckResult(PASS, "All-reduce", between + ": nothing to send", "", None)
     found = f"{between}: {rate / 1e9:.2f} GB/s"
     if full is None:
-        return CheckResult(
-            PASS, "All-reduce", "{} over {}".format(found, measured["link"]), "", rate
-        )
+        found = "{} over {}".format(found, measured["link"])
+        return CheckResult(PASS, "All-reduce", found, "", rate)
     found += ", {:.0%} of {} ({:.2f} GB/s)".format(rate / full, measured["link"], full / 1e9)
     if rate < GOOD_SHARE * full:
         fix = "see that nothing else uses the devices; NCCL_DEBUG=INFO names the path NCCL takes"
@@ -166,9 +150,8 @@ def _clock(clock: "dict[str, Any]") -> CheckResult:
     highest, limit, why = clock["highest_mhz"], clock["limit_mhz"], clock["throttling"]
     if highest is None:
         return CheckResult(WARN, what, "NVML does not report it", "see 'nvidia-smi -q -d CLOCK'")
-    found = "{} MHz under load{}, throttling: {}".format(
-        highest, f" of {limit}" if limit else "", why
-    )
+    of = f" of {limit}" if limit else ""
+    found = f"{highest} MHz under load{of}, throttling: {why}"
     if why != "none":
         fix = "see 'nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER'; cool it, or raise its power limit"
         return CheckResult(WARN, what, found, fix, highest)

@@ -51,12 +51,8 @@ def check_python() -> CheckResult:
         return CheckResult(PASS, "Python", f"of the image {image_tag()}")
     answer = ask(["tools/setup.sh", "--python"])
     if not answer.good:
-        return CheckResult(
-            FAIL,
-            "Python",
-            "no CPython 3.12 or 3.13 with venv",
-            "install one, for example 'uv python install 3.12' or 'pyenv install 3.12'",
-        )
+        fix = "install one, for example 'uv python install 3.12' or 'pyenv install 3.12'"
+        return CheckResult(FAIL, "Python", "no CPython 3.12 or 3.13 with venv", fix)
     version = ask([answer.out, "-c", "import platform; print(platform.python_version())"]).out
     return CheckResult(PASS, "Python", f"{version} at {answer.out}")
 
@@ -68,26 +64,16 @@ def check_packages() -> CheckResult:
     requirements = Path(ROOT, "requirements.txt").read_bytes()
     python = kit_python()
     if python is None:
-        return CheckResult(
-            WARN,
-            "Packages",
-            "not installed yet",
-            "'make setup', or any other target, installs them",
-        )
+        fix = "'make setup', or any other target, installs them"
+        return CheckResult(WARN, "Packages", "not installed yet", fix)
     installed = Path(ROOT, ".venv", SETUP_STAMP).read_text()
     if hashlib.sha256(requirements).hexdigest() not in installed:
-        return CheckResult(
-            WARN, "Packages", "requirements.txt has changed since", "run 'make setup'"
-        )
+        found = "requirements.txt has changed since"
+        return CheckResult(WARN, "Packages", found, "run 'make setup'")
     wrong = differing_packages(python, requirements.decode())
-    if wrong is None:
-        return CheckResult(
-            FAIL, "Packages", ".venv's Python does not run", "rm -r .venv && make setup"
-        )
-    if wrong:
-        return CheckResult(
-            FAIL, "Packages", "not as pinned: " + ", ".join(wrong), "rm -r .venv && make setup"
-        )
+    if wrong is None or wrong:
+        found = "not as pinned: " + ", ".join(wrong) if wrong else ".venv's Python does not run"
+        return CheckResult(FAIL, "Packages", found, "rm -r .venv && make setup")
     return CheckResult(PASS, "Packages", "as pinned in requirements.txt")
 
 
@@ -109,12 +95,8 @@ def check_programs() -> CheckResult:
     """git for the kit's commit, make and a C++ compiler for a checkout's data helpers."""
     missing = [name for name in ("git", "make", "g++") if shutil.which(name) is None]
     if missing:
-        return CheckResult(
-            WARN,
-            "Programs",
-            "missing: " + ", ".join(missing),
-            "install them; git records the commit, make and g++ build a Megatron-LM checkout's helpers",
-        )
+        fix = "install them; git records the commit, make and g++ build a Megatron-LM checkout's helpers"
+        return CheckResult(WARN, "Programs", "missing: " + ", ".join(missing), fix)
     return CheckResult(PASS, "Programs", "git, make, g++")
 
 
@@ -142,9 +124,8 @@ def check_limits() -> CheckResult:
         fix = "NCCL pins what InfiniBand reads: 'memlock unlimited' in /etc/security/limits.conf"
         return CheckResult(WARN, "Limits", found, fix)
     if files != resource.RLIM_INFINITY and files < OPEN_FILES:
-        return CheckResult(
-            WARN, "Limits", found, f"'nofile {OPEN_FILES}' in /etc/security/limits.conf"
-        )
+        fix = f"'nofile {OPEN_FILES}' in /etc/security/limits.conf"
+        return CheckResult(WARN, "Limits", found, fix)
     return CheckResult(PASS, "Limits", found)
 
 

@@ -39,9 +39,8 @@ def check_package_index() -> CheckResult:
     if answer.good:
         return CheckResult(PASS, "Package index", "pip gets packages")
     if "No module named pip" in answer.problem:
-        return CheckResult(
-            WARN, "Package index", "not asked: this Python has no pip", "run 'make setup'"
-        )
+        found = "not asked: this Python has no pip"
+        return CheckResult(WARN, "Package index", found, "run 'make setup'")
     fix = "set PIP_INDEX_URL to a mirror, or the proxy in HTTPS_PROXY; needed by 'make setup' alone"
     return CheckResult(WARN, "Package index", "pip gets no packages: " + answer.problem[:120], fix)
 
@@ -51,15 +50,13 @@ def check_image_registry() -> CheckResult:
     dockerfile = Path(ROOT, "docker", "Dockerfile").read_text()
     match = re.search(r"^FROM ([^/\s]+)/", dockerfile, re.MULTILINE)
     if match is None:
-        return CheckResult(
-            WARN, "Image registry", "docker/Dockerfile names none", "write FROM <registry>/…"
-        )
+        fix = "write FROM <registry>/…"
+        return CheckResult(WARN, "Image registry", "docker/Dockerfile names none", fix)
     problem = unreachable(f"https://{match.group(1)}/v2/")
     if problem:
         fix = "'make image' needs it; RUNTIME=host does not"
-        return CheckResult(
-            WARN, "Image registry", f"{match.group(1)} is out of reach: {problem}", fix
-        )
+        found = f"{match.group(1)} is out of reach: {problem}"
+        return CheckResult(WARN, "Image registry", found, fix)
     return CheckResult(PASS, "Image registry", match.group(1))
 
 

@@ -41,7 +41,10 @@ def installed_versions() -> dict[str, str]:
     found |= {name: _version(name) for name in PACKAGES}
     cuda_major = (found["cuda"] or "").partition(".")[0]
     for name, package in LIBRARIES.items():
-        found[name] = _version(package + cuda_major) or _of_image(name)
+        # NVIDIA's images have the libraries outside pip, and their versions in the environment.
+        found[name] = _version(package + cuda_major) or (
+            os.environ.get(f"{name.upper()}_VERSION") if image_tag() else None
+        )
     return {name: version for name, version in found.items() if version}
 
 
@@ -65,11 +68,6 @@ def _dotted(number: int | None) -> str:
         return ""
     major, rest = divmod(number, 10_000 if number >= 90_000 else 1_000)
     return f"{major}.{rest // 100}.{rest % 100}"
-
-
-def _of_image(library: str) -> str | None:
-    """NVIDIA's images have the libraries outside pip, and their versions in the environment."""
-    return os.environ.get(f"{library.upper()}_VERSION") if image_tag() else None
 
 
 def _version(package: str) -> str | None:

@@ -181,16 +181,11 @@ def _outliers_of(what: str, rows: Mapping[str, CheckResult]) -> list[Outlier]:
         alone = 2 * count <= len(rows)
         off = [node for node, result in rows.items() if alone or result.found != usual]
         usual = "differ as well" if alone and len(off) == len(rows) else usual
+    others = dict.fromkeys(sorted(off), usual)
     if len(off) == len(rows):
-        return [
-            Outlier(node, what, rows[node].found, "; ".join(_others(node, rows)))
-            for node in sorted(off)
-        ]
-    return [Outlier(node, what, rows[node].found, usual) for node in sorted(off)]
-
-
-def _others(node: str, rows: Mapping[str, CheckResult]) -> list[str]:
-    return [f"{other}: {result.found}" for other, result in sorted(rows.items()) if other != node]
+        said = {node: f"{node}: {result.found}" for node, result in sorted(rows.items())}
+        others = {node: "; ".join(said[each] for each in said if each != node) for node in others}
+    return [Outlier(node, what, rows[node].found, usual) for node, usual in others.items()]
 
 
 def _table(answers: Answers, differing: Sequence[Outlier]) -> Table[str]:
@@ -203,14 +198,13 @@ def _table(answers: Answers, differing: Sequence[Outlier]) -> Table[str]:
             found = rows[node].get(what)
             return "" if found and found.status == PASS and (node, what) not in marked else "yellow"
 
-        return Column(node, rows[node].get, _finding_text, right=False, style=style, wraps=True)
+        def text(found: CheckResult | None) -> str:
+            return f"{found.status}: {found.found}" if found else DASH
+
+        return Column(node, rows[node].get, text, right=False, style=style, wraps=True)
 
     columns = (Column[str]("what", str, right=False), *map(of_node, answers))
     return Table(columns, tuple(dict.fromkeys(what for found in rows.values() for what in found)))
-
-
-def _finding_text(found: CheckResult | None) -> str:
-    return f"{found.status}: {found.found}" if found else DASH
 
 
 def _node_count(environment: Mapping[str, str]) -> int:

@@ -39,10 +39,9 @@ from tools.native.hooks import (
     prefixed,
     sequence_first,
 )
-from tools.native.log_lines import parameters_line
 from tools.native.parallel import RankLayout
 from tools.native.settings import FROM_CONFIG, IMPORTED, PADDED, Settings, parse_settings
-from tools.native.training import train
+from tools.native.training import parameters_line, train
 from tools.records.capture import Placement
 from tools.spec.flags import drop_flags
 

@@ -1,5 +1,7 @@
 """A strategy drawn from the spec of a run, as HTML: what it is in words, then its three sheets.
 
+`page` draws some as static SVG, any other the planner in the browser.
+
 What is drawn says how many bytes which rank holds and sends (`data-rank`, `data-holds`, `data-sends`),
 so that a test can add them up.
 """
@@ -8,16 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from html import escape
+from pathlib import Path
 
 from tools.plan.collectives.call import total_wire_bytes
 from tools.plan.collectives.rank import communication_of_rank
+from tools.plan.one_strategy import time_strategy
+from tools.plan.options import PlanOptions
 from tools.site.drawing.held import held
-from tools.site.drawing.ranks import Rank, shown_ranks
 from tools.site.drawing.sent import sent, traffic
+from tools.site.drawing.sheet import Rank, shown_ranks
 from tools.site.drawing.when import when
 from tools.spec.groups import Group, group_ranks
+from tools.spec.hardware import load_hardware
+from tools.spec.model import load_model, model_names
 from tools.spec.run import DeviceKind, RunSpec
-from tools.spec.strategy import Parallelism
+from tools.spec.strategy import (
+    EXAMPLES,
+    Parallelism,
+    batch_for,
+    devices_of,
+    parse_strategy,
+)
+from tools.text.html import environment
 from tools.text.units import joined
 
 
@@ -107,3 +121,64 @@ def _by_stage(values: dict[int, int]) -> str:
     if len(set(values.values())) == 1:
         return traffic(next(iter(values.values())))
     return joined([f"{traffic(value)} on stage {stage}" for stage, value in values.items()])
+
+
+_DENSE, _EXPERTS = ("gpt2-tiny", "gpt2-large"), ("moe-tiny", "blueberry-79m")
+"""Of CPU ranks, where ledgers count the same bytes, and of GPUs."""
+DRAWN = {
+    "dp2": ("Data parallel", 2, _DENSE),
+    "tp2": ("Tensor parallel", 2, _DENSE),
+    "sp2": ("Sequence parallel", 2, _DENSE),
+    "cp2": ("Context parallel", 2, _DENSE),
+    "pp2": ("Pipeline parallel", 2, _DENSE),
+    "ep2": ("Expert parallel", 2, _EXPERTS),
+    "zero1": ("ZeRO-1", 2, _DENSE),
+    "zero3": ("ZeRO-3", 2, _DENSE),
+    "tp2pp2dp2": ("Three at once", 8, _DENSE),
+}
+"""By strategy: heading, devices, models."""
+GPU = "h200"
+
+
+def asked(
+    model: str,
+    strategy: str,
+    device: str,
+    devices: int | None = None,
+    micro_batch: int | None = None,
+    global_batch: int | None = None,
+) -> RunSpec:
+    """The run that `make train-STRATEGY-MODEL-N` would train; `device` is a GPU's key or `cpu`.
+
+    Raises:
+        ValueError: There is no such model, strategy or device, or Megatron refuses it; one sentence.
+    """
+    devices = devices or devices_of(strategy)
+    batch = batch_for(load_model(model).batch, parse_strategy(strategy, devices))
+    options = PlanOptions(
+        model=model,
+        gpu=device,
+        gpus=devices,
+        strategy=strategy,
+        micro_batch=micro_batch or batch.micro_batch_size,
+        global_batch=global_batch or batch.global_batch_size,
+    )
+    return time_strategy(options).candidate.spec
+
+
+def page() -> str:
+    """The page, with every drawing of `DRAWN` for both of its models."""
+    sections = []
+    for strategy, (heading, devices, (tiny, large)) in DRAWN.items():
+        small = figure(asked(tiny, strategy, "cpu", devices), f"{strategy}-{tiny}")
+        predicted = figure(asked(large, strategy, GPU, devices), f"{strategy}-{large}")
+        both = f'<div class="exact">{small}</div><div class="predicted">{predicted}</div>'
+        sections.append((strategy, heading, both))
+    template = environment(Path(__file__).parents[1] / "templates").get_template("drawings.html.j2")
+    return template.render(
+        sections=sections,
+        models=model_names(),
+        strategies=EXAMPLES,
+        devices=load_hardware().devices.values(),
+        gpu=GPU,
+    )

@@ -9,8 +9,7 @@ from itertools import batched
 
 from tools.plan.memory import PredictedMemory, memory_of_rank, precision_of
 from tools.plan.tensors import rank_parameters
-from tools.site.drawing.ranks import Rank, draw_heads
-from tools.site.drawing.sheet import EXACT_BYTES, WIDTH, Sheet
+from tools.site.drawing.sheet import EXACT_BYTES, WIDTH, Rank, Sheet, draw_heads
 from tools.spec.run import RunSpec
 from tools.text.units import amount, count
 

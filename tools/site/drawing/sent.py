@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from tools.plan.collectives.call import CollectiveCall, total_wire_bytes
 from tools.plan.collectives.rank import communication_of_rank
 from tools.records.measurements import Operation, Phase
-from tools.site.drawing.ranks import Rank, draw_heads, together
-from tools.site.drawing.sheet import EXACT_BYTES, WIDTH, Sheet
+from tools.site.drawing.sheet import EXACT_BYTES, WIDTH, Rank, Sheet, draw_heads, together
 from tools.spec.groups import Group
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Parallelism
@@ -184,18 +183,16 @@ def _ways(line: _Sent, members: list[Rank]) -> list[tuple[int, int, str]]:
 
 def _contents(operation: Operation, place: int, members: int) -> tuple[_Content, _Content]:
     """What a rank has before and after: `share` is to be summed or exchanged, `full` is a value."""
-    every, own = range(members), (place,)
-    if operation is Operation.ALL_REDUCE:
-        return ("share", 1, (0,)), ("full", 1, (0,))
-    if operation is Operation.REDUCE_SCATTER:
-        return ("share", 1, (0,)), ("full", members, own)
-    if operation is Operation.ALL_GATHER:
-        return ("full", members, own), ("full", 1, (0,))
-    if operation is Operation.BROADCAST:
-        return ("full", 1, (0,) if place == 0 else ()), ("full", 1, (0,))
-    if operation is Operation.SEND:
-        return ("full", 1, (0,)), ("full", 1, (0,))
-    return ("share", members, every), ("full", members, every)
+    share, whole, part = ("share", 1, (0,)), ("full", 1, (0,)), ("full", members, (place,))
+    known: dict[Operation, tuple[_Content, _Content]] = {
+        Operation.ALL_REDUCE: (share, whole),
+        Operation.REDUCE_SCATTER: (share, part),
+        Operation.ALL_GATHER: (part, whole),
+        Operation.BROADCAST: (("full", 1, (0,) if place == 0 else ()), whole),
+        Operation.SEND: (whole, whole),
+    }
+    every = range(members)
+    return known.get(operation, (("share", members, every), ("full", members, every)))
 
 
 def is_few(call: CollectiveCall) -> bool:

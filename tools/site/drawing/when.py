@@ -9,9 +9,8 @@ from tools.plan.collectives.call import CollectiveCall, by_group
 from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.schedules.simulate import Event, Pass, SimulatedSchedule, figures, simulate
 from tools.records.measurements import Phase
-from tools.site.drawing.ranks import Rank
 from tools.site.drawing.sent import COLOURS, is_few
-from tools.site.drawing.sheet import WIDTH, Sheet
+from tools.site.drawing.sheet import WIDTH, Rank, Sheet
 from tools.spec.run import RunSpec
 from tools.text.units import percent
 

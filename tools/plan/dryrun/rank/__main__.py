@@ -8,7 +8,7 @@ from types import ModuleType
 
 import msgspec
 
-from megatron_patches.imports import kept_imports
+from megatron_patches.entry import kept_imports
 from tools.plan.dryrun.job import Job, RankAnswer
 
 

@@ -1,10 +1,11 @@
-"""Torch and Megatron imported while the garbage collector rests, which would look through them."""
+"""What is around every entry: imports that no collection looks through, and refusals that name it."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -20,3 +21,15 @@ def kept_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def named_refusals(entry: str) -> Iterator[None]:
+    """Name the entry's file before a sentence that ends it, as argparse does and the log's reader
+    (`tools.report.read.failures`) finds it."""
+    try:
+        yield
+    except SystemExit as refusal:
+        if isinstance(refusal.code, str):
+            refusal.code = f"{Path(entry).name}: error: {refusal.code}"
+        raise
