@@ -5,6 +5,7 @@ Both are templates over the cells that are kept beside them (`outcome.py`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,21 +20,12 @@ from tools.study.matrix.outcome import (
     STATUSES,
     STORED,
     CellRecord,
-    CellStatus,
     Curve,
     Drawn,
-    read_curves,
-    read_drawn,
+    read_kept,
     read_stored,
 )
-from tools.study.matrix.table import (
-    MEANINGS,
-    SIGNS,
-    FamilyTable,
-    LevelResult,
-    bf16_costs,
-    tables,
-)
+from tools.study.matrix.table import LEGEND, FamilyTable, LevelResult, bf16_costs, tables
 from tools.text.html import environment
 from tools.text.table import Column, Table, markdown_rows, markdown_table, markdown_text
 from tools.text.units import DASH
@@ -87,7 +79,7 @@ class MatrixOfVersion:
         pairs = [pair.status for pair in found if not pair.is_open]
         return {
             "pairs": len(found),
-            **_counted(pairs),
+            **{str(status): pairs.count(status) for status in STATUSES},
             UNEXPLAINED: len(found) - len(pairs),
             UNTRIED: pairs.count(None),
         }
@@ -105,8 +97,7 @@ class MatrixOfVersion:
     @cached_property
     def new(self) -> list[CellRecord]:
         """Cells that differ and are no known finding: the smallest of each place and strategy."""
-        wrong = (CellStatus.DIFFERS, CellStatus.FLAKY)
-        found = [one for one in self.records if one.status in wrong and not one.finding]
+        found = [one for one in self.records if one.is_wrong and not one.finding]
         least: dict[tuple[object, ...], CellRecord] = {}
         for one in sorted(found, key=lambda one: (len(one.levels), len(one.command))):
             least.setdefault((one.layout, one.blamed or one.levels), one)
@@ -118,7 +109,7 @@ class MatrixOfVersion:
         """What was not compared: each sentence with the cells that it is about, fewest levels first."""
         found: dict[str, list[CellRecord]] = {}
         for one in sorted(self.records, key=lambda one: len(one.levels)):
-            if one.status not in (CellStatus.HELD, CellStatus.DIFFERS, CellStatus.FLAKY):
+            if not (one.is_right or one.is_wrong):
                 found.setdefault(f"{one.status}: {one.reason}", []).append(one)
         return sorted(found.items())
 
@@ -130,14 +121,10 @@ class MatrixOfVersion:
         return list(first.layouts), bf16_costs(own, first.layouts)
 
 
-def _counted(statuses: Sequence[CellStatus | None]) -> dict[str, int]:
-    return {str(status): statuses.count(status) for status in STATUSES}
-
-
 def counts_of(records: Sequence[CellRecord]) -> str:
     """How many cells came to what: `3 held, 1 differs`."""
-    found = _counted([one.status for one in records])
-    return ", ".join(f"{number} {status}" for status, number in found.items() if number)
+    found = Counter(one.status for one in records)
+    return ", ".join(f"{found[status]} {status}" for status in STATUSES if found[status])
 
 
 def overview(versions: Sequence[MatrixOfVersion]) -> list[list[str]]:
@@ -164,11 +151,17 @@ def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:
         (folder / STORED).glob("*.jsonl"), key=lambda path: _release(path.stem), reverse=True
     )
     versions = [
-        MatrixOfVersion(path.stem, tuple(records), matrix, read_curves(path), read_drawn(path))
+        MatrixOfVersion(
+            path.stem,
+            tuple(records),
+            matrix,
+            *read_kept(path.parent, f"{path.stem}.bf16.json", tuple[Curve, ...]),
+            drawn=tuple(read_kept(path.parent, f"{path.stem}.fuzz-*.json", Drawn)),
+        )
         for path in stored
         if (records := read_stored(path))
     ]
-    legend = [(status.replace(" ", "-"), SIGNS[status], MEANINGS[status]) for status in STATUSES]
+    legend = [(status.replace(" ", "-"), *said) for status, said in LEGEND.items()]
     order = list(Judged)
     judged = sorted(findings(), key=lambda one: order.index(one.verdict))
     given = {**_NAMES, "versions": versions, "legend": legend, "overview": overview(versions)}
