@@ -105,6 +105,28 @@ class Output:
     """Whether Ctrl-C still makes the tables, of what is there."""
 
 
+def comparison(text: Callable[[Study], str], is_wrong: Callable[[Study], bool]) -> Output:
+    """The report of all runs and a page; 0 if all ended well and nothing of it is wrong.
+
+    Args:
+        text: The page in Markdown; empty where there is nothing to compare.
+        is_wrong: What else fails it.
+    """
+
+    def finish(study: Study) -> int:
+        study.build_report()
+        if page := text(study):
+            study.write(page)
+        return int(not page or not study.all_well or is_wrong(study))
+
+    return Output(finish)
+
+
+def losses_broke(study: Study) -> bool:
+    """Whether a run's losses are not the reference's."""
+    return any(row.parity.verdict.startswith("broken") for row in study.rows)
+
+
 def run_experiment(
     experiment: Experiment, output: Output, console: Console, reports: Path = ROOT / "reports"
 ) -> int:

@@ -87,6 +87,7 @@ class _ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skips_illegal: bool = False
     table: str = ""
     page: str = ""
+    sentences: dict[str, str] = {}
     instead: str = ""
     packages: dict[str, str] = {}
 
