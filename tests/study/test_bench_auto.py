@@ -10,7 +10,7 @@ from tools.plan.search import search
 from tools.report.analyse.statistics import estimate
 from tools.spec.run import DeviceKind
 from tools.study.bench_auto import AutoGroup, AutoRow, cell_of, chosen_candidates, render
-from tools.study.cells import compose_cell
+from tools.study.engine import compose_cell
 from tools.study.load import load_sweep
 
 QUIET = Console(quiet=True)

@@ -9,7 +9,7 @@ from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options, options_from_texts
 from tools.spec.errors import LaunchError
-from tools.study.cells import compose_cell
+from tools.study.engine import compose_cell
 from tools.study.load import load_experiment
 from tools.study.tables.loss_curve import WINDOW, distance, finish
 

@@ -27,7 +27,7 @@ from tools.study.matrix.outcome import (
 )
 from tools.study.matrix.table import LEGEND, FamilyTable, LevelResult, bf16_costs, tables
 from tools.text.html import environment
-from tools.text.table import Column, Table, markdown_rows, markdown_table, markdown_text
+from tools.text.table import markdown_rows, markdown_text
 from tools.text.units import DASH
 from tools.verify.findings import Finding, Judged, findings
 
@@ -208,24 +208,6 @@ def _places(records: Iterable[CellRecord]) -> str:
     return ", ".join(f"{family} in {', '.join(layouts)}" for family, layouts in found.items())
 
 
-def _two(values: tuple[float, float], digits: int = 2) -> str:
-    return ", ".join(f"{value:.{digits}g}" for value in values)
-
-
-_CURVES: tuple[Column[Curve], ...] = (
-    Column("layout", lambda one: one.layout),
-    Column("fp32, from one rank", lambda one: one.fp32, _two),
-    Column("bf16, from one rank", lambda one: one.bf16, _two),
-    Column("bf16, from fp32", lambda one: one.cost, _two),
-    Column("last losses", lambda one: _two((one.last_fp32, one.last_bf16), 5)),
-)
-
-
-def _present(finding: Finding) -> str:
-    """The versions that have it."""
-    return ", ".join(f"{name} ({basis})" for name, basis in finding.present.items()) or "none"
-
-
 _NAMES = {
     "html": HTML,
     "dash": DASH,
@@ -234,9 +216,7 @@ _NAMES = {
     "escaped": markdown_text,
     "lines": _lines,
     "places": _places,
-    "present": _present,
     "counts_of": counts_of,
-    "curves": lambda curves: markdown_table(Table(_CURVES, curves)),
     "plain": str,
 }
 """What the templates use."""

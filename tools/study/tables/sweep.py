@@ -16,9 +16,8 @@ from tools.report.analyse.statistics import Estimate
 from tools.report.canvas import WIDTH_INCHES, Chart, colour, draw, grid
 from tools.spec.errors import LaunchError
 from tools.spec.run import DeviceKind
-from tools.study.cells import Planned, skipped_sentences
 from tools.study.definition import Cell
-from tools.study.engine import Output, Study
+from tools.study.engine import Output, Planned, Study, skipped_sentences
 from tools.study.tables import bullets
 from tools.study.tables.overtaking import Swept, compare_tokens, fastest, verdicts
 from tools.text.table import Column, Table, markdown_table, markdown_text
