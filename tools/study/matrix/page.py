@@ -25,7 +25,7 @@ from tools.study.matrix.outcome import (
     read_kept,
     read_stored,
 )
-from tools.study.matrix.table import LEGEND, FamilyTable, LevelResult, bf16_costs, tables
+from tools.study.matrix.table import LEGEND, FamilyTable, bf16_costs, tables
 from tools.text.html import environment
 from tools.text.table import markdown_rows, markdown_text
 from tools.text.units import DASH
@@ -183,21 +183,18 @@ def _release(name: str) -> Version:
 
 def _lines(version: MatrixOfVersion, table: FamilyTable) -> list[list[str]]:
     """A table's rows in Markdown: a feature's name once, and each pair with a link to its cell."""
-    factors = ["", *(row.level.factor for row in table.rows)]
-    return [
-        [
-            row.level.factor if row.level.factor != before else "",
-            row.level.name,
-            *(_markdown_cell(version.name, pair) for pair in row.pairs),
-        ]
-        for before, row in zip(factors, table.rows, strict=False)
-    ]
-
-
-def _markdown_cell(version: str, pair: LevelResult) -> str:
-    if pair.record is None or pair.record.is_right:
-        return pair.text
-    return f"[{pair.text}]({HTML}#{version}.{pair.record.id})"
+    lines, before = [], ""
+    for row in table.rows:
+        cells = (
+            pair.text
+            if pair.record is None or pair.record.is_right
+            else f"[{pair.text}]({HTML}#{version.name}.{pair.record.id})"
+            for pair in row.pairs
+        )
+        factor = row.level.factor
+        lines.append([factor if factor != before else "", row.level.name, *cells])
+        before = factor
+    return lines
 
 
 def _places(records: Iterable[CellRecord]) -> str:

@@ -62,9 +62,17 @@ class RoutedParity:
 def render(model: str, runs: Group, notes: Sequence[str]) -> str:
     """Markdown; runs of one kind share a row, with the range over their seeds."""
     kinds, found = _by_kind(runs), parities(runs)
+    diverged = min((each.diverged for each in found if each.diverged is not None), default=None)
     said = [
         *_speeds(kinds),
-        _parity_sentence(found),
+        sentence(
+            "moe",
+            "parity",
+            held="parity held" if all(each.held for each in found) else "parity is broken",
+            worst=max(each.difference for each in found),
+            until="" if diverged is None else f" {sentence('moe', 'diverged', diverged=diverged)}",
+            tolerance=TOLERANCE,
+        ),
         *_scores(kinds),
         *notes,
         *conditions(_runs(runs)),
@@ -188,14 +196,6 @@ def _speeds(kinds: Mapping[Kind, Group]) -> list[str]:
         parts = {"strategy": strategy, "optimizer": optimizer, "verdict": verdict, "span": span}
         sentences.append(sentence("moe", "speed", ratio=result.ratio, **parts))
     return sentences
-
-
-def _parity_sentence(found: Sequence[RoutedParity]) -> str:
-    worst = max(parity.difference for parity in found)
-    held = "parity held" if all(parity.held for parity in found) else "parity is broken"
-    diverged = min((p.diverged for p in found if p.diverged is not None), default=None)
-    until = "" if diverged is None else f" {sentence('moe', 'diverged', diverged=diverged)}"
-    return sentence("moe", "parity", held=held, worst=worst, until=until, tolerance=TOLERANCE)
 
 
 def _scores(kinds: Mapping[Kind, Group]) -> list[str]:
