@@ -12,12 +12,7 @@ from json import dumps
 from math import inf, prod
 from pathlib import Path
 
-from examples.studies.audit_table import (
-    KNOWN,
-    TableRow,
-    degrees_spelled,
-    read_table,
-)
+from examples.studies.audit_table import KNOWN, TableRow, degrees_spelled, read_table
 from tools.spec.hardware import UnknownHardwareError, device_by_key
 
 TOLERANCE = 0.03
@@ -30,8 +25,8 @@ _LONG = 8192
 _TERA = 1e12
 _ACTIVE = re.compile(r"\b\d+(?:\.\d+)?b[-_]a(\d+(?:\.\d+)?)b", re.IGNORECASE)
 
-_Checked = Iterator[tuple[bool, str]]
-"""Whether a check holds, and the sentence where it does not."""
+_Checked = Iterator[tuple[bool, str, Mapping[str, object]]]
+"""Whether a check holds, and the sentence of `audit.yaml` where it does not, with its parts."""
 
 
 @dataclass(frozen=True)
@@ -95,20 +90,21 @@ def audit(rows: list[TableRow]) -> Audit:
     for row in rows:
         wrong = dict(_impossible(row))
         numbers = {name: n for name, n in row.numbers.items() if n and name not in wrong}
-        checks = [("number", (False, sentence)) for sentence in wrong.values()]
+        broken, checks = [("number", sentence) for sentence in wrong.values()], len(wrong)
         for rule, check in _RULES.items():
-            found = [(rule, each) for each in check(replace(row, numbers=numbers))]
-            checks += found
+            found = list(check(replace(row, numbers=numbers)))
+            checks += len(found)
+            broken += [
+                (rule, KNOWN["sentences"][name].format(**{**numbers, **parts}))
+                for holds, name, parts in found
+                if not holds
+            ]
             if lacks := None if found else _lacking(rule, row, numbers):
                 reasons = skipped.setdefault(rule, {})
                 reasons[lacks] = reasons.get(lacks, 0) + 1
-        made += len(checks)
+        made += checks
         unchecked += not checks
-        contradictions += [
-            Contradiction(row.line, row.name, rule, sentence)
-            for rule, (holds, sentence) in checks
-            if not holds
-        ]
+        contradictions += [Contradiction(row.line, row.name, *each) for each in broken]
     return Audit(len(rows), made, unchecked, tuple(contradictions), skipped)
 
 
@@ -137,13 +133,13 @@ def _degrees(row: TableRow) -> _Checked:
         return
     product, gpus = prod(known.values()), n["gpus"]
     words = " x ".join(f"{name.upper()} {degree}" for name, degree in known.items())
+    parts = {"words": words, "product": product}
     if "dp" in known:
         # DP may count replicas of the experts, not of what is beside them.
         experts = n["dp"] * n.get("pp", 1) * n.get("ep", 0) * n.get("etp", 1)
-        yield gpus in (product, experts), f"{words} = {product:,}, not the {gpus:,.0f} GPUs stated."
+        yield gpus in (product, experts), "degrees", parts
     else:
-        said = f"{words} = {product:,} does not divide the {gpus:,.0f} GPUs stated."
-        yield gpus % product == 0, said
+        yield gpus % product == 0, "degrees divide", parts
 
 
 def _unclear(row: TableRow) -> bool:
@@ -157,24 +153,25 @@ def _divisibility(row: TableRow) -> _Checked:
     if data is None and {"gpus", "tp", "pp"} <= n.keys() and not _unclear(row):
         data = n["gpus"] / (n["tp"] * pipeline * n.get("cp", 1))
         data = data if data.is_integer() else None
+
+    def divides(
+        whole: float, part: float, what: str, by: str
+    ) -> tuple[bool, str, dict[str, object]]:
+        return whole % part == 0, "multiple", {"whole": whole, "what": what, "by": by}
+
     for what, said in (("heads", "attention heads"), ("hidden", "hidden")):
         if {what, "tp"} <= n.keys():
-            yield _divides(n[what], n["tp"], said, f"TP {n['tp']:g}")
+            yield divides(n[what], n["tp"], said, f"TP {n['tp']:g}")
     if {"layers", "pp"} <= n.keys():
         stages = pipeline * n.get("vpp", 1)
-        said = f"{n['layers']:g} layers do not fill {stages:g} stages (PP x VPP)."
-        yield n["layers"] + 2 >= stages, said
+        yield n["layers"] + 2 >= stages, "layers", {"stages": stages}
     if {"experts", "ep"} <= n.keys():
-        yield _divides(n["experts"], n["ep"], "experts", f"EP {n['ep']:g}")
+        yield divides(n["experts"], n["ep"], "experts", f"EP {n['ep']:g}")
     if {"gbs", "mbs"} <= n.keys() and data:
         by = f"micro batch {n['mbs']:g} x DP {data:g}"
-        yield _divides(n["gbs"], n["mbs"] * data, "samples", by)
+        yield divides(n["gbs"], n["mbs"] * data, "samples", by)
     if {"ep", "gpus", "pp"} <= n.keys():
-        yield _divides(n["gpus"] / pipeline, n["ep"], "ranks of a stage", f"EP {n['ep']:g}")
-
-
-def _divides(whole: float, part: float, what: str, by: str) -> tuple[bool, str]:
-    return whole % part == 0, f"{whole:,g} {what} are no multiple of {by}."
+        yield divides(n["gpus"] / pipeline, n["ep"], "ranks of a stage", f"EP {n['ep']:g}")
 
 
 def _name(row: TableRow) -> _Checked:
@@ -182,8 +179,7 @@ def _name(row: TableRow) -> _Checked:
     for name, degree in degrees_spelled(row.name).items():
         if name in row.numbers and name not in ("dp", "etp"):
             stated = row.numbers[name]
-            said = f"Its name says {name.upper()} {degree:g}, its column {stated:g}."
-            yield stated == degree, said
+            yield stated == degree, "name", {"name": name.upper(), "own": degree, "stated": stated}
 
 
 def _tokens(row: TableRow) -> _Checked:
@@ -193,20 +189,14 @@ def _tokens(row: TableRow) -> _Checked:
     if rate and {"gbs", "seq", "step_s"} <= n.keys():
         implied = n["gbs"] * n["seq"] / n["step_s"]
         holds = _agree(row, rate, implied, "step_s", "tokens_s", "tokens_s_gpu")
-        yield (
-            holds,
-            f"A global batch of {n['gbs']:,g} x {n['seq']:,g} tokens in {n['step_s']:g} s is "
-            f"{implied:,.0f} tokens/s, not {rate:,.0f} (x{rate / implied:.2f}); that rate is a global "
-            f"batch of {rate * n['step_s'] / n['seq']:,.0f}.",
-        )
+        batch = rate * n["step_s"] / n["seq"]
+        parts = {"implied": implied, "rate": rate, "ratio": rate / implied, "batch": batch}
+        yield holds, "tokens", parts
         if holds:
             return
     if both and "tokens_s" in n:
-        yield (
-            _agree(row, n["tokens_s"], both, "tokens_s", "tokens_s_gpu"),
-            f"{n['tokens_s_gpu']:,g} tokens/s a GPU on {n['gpus']:g} are {both:,.0f}, not "
-            f"{n['tokens_s']:,g}.",
-        )
+        holds = _agree(row, n["tokens_s"], both, "tokens_s", "tokens_s_gpu")
+        yield holds, "tokens of all", {"both": both}
 
 
 def _samples(row: TableRow) -> _Checked:
@@ -215,16 +205,15 @@ def _samples(row: TableRow) -> _Checked:
     if not {"samples_s", "step_s"} <= n.keys():
         return
     implied = n["samples_s"] * n["step_s"]
-    said = (
-        f"{n['samples_s']:g} samples/s in steps of {n['step_s']:g} s are a batch of {implied:.3g}"
-    )
     if "gbs" in n:
-        holds = _agree(row, n["gbs"], implied, "samples_s", "step_s")
-        yield holds, f"{said}, not {n['gbs']:g}."
+        theirs, other = n["gbs"], f"not {n['gbs']:g}"
     elif {"samples_s", "step_s"} <= base.keys():
         theirs = base["samples_s"] * base["step_s"]
-        holds = _agree(row, theirs, implied, "samples_s", "step_s")
-        yield holds, f"{said}, and the baseline's {theirs:.3g}."
+        other = f"and the baseline's {theirs:.3g}"
+    else:
+        return
+    holds = _agree(row, theirs, implied, "samples_s", "step_s")
+    yield holds, "samples", {"implied": implied, "other": other}
 
 
 def _speedup(row: TableRow) -> _Checked:
@@ -232,19 +221,11 @@ def _speedup(row: TableRow) -> _Checked:
     n, base = row.numbers, row.baseline.numbers if row.baseline else {}
     if "speedup" not in n or row.baseline is None:
         return
-    both = n.keys() & base.keys()
-    ratios: dict[str, float] = {
-        name: n[name] / base[name] for name in ("samples_s", "tokens_s") if name in both
-    }
-    if "step_s" in both:
-        ratios["step_s"] = base["step_s"] / n["step_s"]
-    for name, ratio in ratios.items():
-        holds = _agree(row, n["speedup"], ratio, "speedup", name)
-        what = KNOWN["said"][name]
-        yield (
-            holds,
-            f"Its {what} is {ratio:.2f} times as good as the baseline's, not {n['speedup']:g}.",
-        )
+    for name in ("samples_s", "tokens_s", "step_s"):
+        if name in n and name in base:
+            ratio = base[name] / n[name] if name == "step_s" else n[name] / base[name]
+            holds = _agree(row, n["speedup"], ratio, "speedup", name)
+            yield holds, "speedup", {"what": KNOWN["said"][name], "ratio": ratio}
 
 
 def _difference(row: TableRow) -> _Checked:
@@ -261,10 +242,7 @@ def _difference(row: TableRow) -> _Checked:
     open_ = n["one"] * row.slack["one"] + n["other"] * row.slack["other"]
     open_ *= 100 / n["other"] if shares else 1
     holds = any(abs(stated - each) <= half + open_ for each in (apart, *shares))
-    yield (
-        holds,
-        f"{n['one']:g} and {n['other']:g} are {apart:g} apart, not {row.words['difference']}.",
-    )
+    yield holds, "difference", {"apart": apart, "printed": row.words["difference"]}
 
 
 def _flops(row: TableRow) -> _Checked:
@@ -277,43 +255,33 @@ def _flops(row: TableRow) -> _Checked:
         return
     least, most = 6 * active * rate / _TERA, (6 * active + attention) * rate / _TERA
     most *= 4 / 3  # With the forward pass that full recomputation repeats.
-    yield (
-        least * (1 - _LOOSE) <= stated <= most * (1 + _LOOSE),
-        f"{stated:g} TFLOP/s a GPU, but {rate:,.0f} tokens/s of {active / 1e9:.3g} billion parameters "
-        f"are {least:.0f} to {most:.0f}.",
-    )
+    holds = least * (1 - _LOOSE) <= stated <= most * (1 + _LOOSE)
+    parts = {"rate": rate, "billions": active / 1e9, "least": least, "most": most}
+    yield holds, "flops", {"stated": stated, **parts}
 
 
 def _mfu(row: TableRow) -> _Checked:
-    n, peak, gpu = row.numbers, _peak(row), row.words.get("gpu")
+    n, peak = row.numbers, _peak(row)
     for name in ("mfu", "hfu"):
         if share := n.get(name):
-            yield (
-                share <= 100,
-                f"An {name.upper()} of {share:g}% is none; it lies between 0 and 100.",
-            )
+            yield share <= 100, "share", {"name": name.upper(), "share": share}
     if peak is None:
         return
+    gpu, dtype = row.words.get("gpu"), row.words.get("dtype", "")
     stated, rate, active = n.get("tflops"), _rate_of_gpu(row), _active_parameters(row)
     if stated is not None:
-        yield stated <= peak, f"{stated:g} TFLOP/s are above the {peak:g} of a {gpu}."
-        dtype = row.words.get("dtype", "")
+        yield stated <= peak, "peak", {"peak": peak, "gpu": gpu}
         if "mfu" in n and ("16" in dtype or not dtype):
             # Without a precision any peak may be meant; 16 bits where none fits.
             peaks = [peak] if dtype else _peaks(row).values()
             half = _peaks(row).get("bf16") or _peaks(row).get("fp16") or peak
-            yield (
-                any(_agree(row, n["mfu"], 100 * stated / each, "mfu", "tflops") for each in peaks),
-                f"{stated:g} TFLOP/s are {stated / half:.1%} of the {half:g} of a {gpu}"
-                f"{'' if dtype else ' in 16 bits'}, not an MFU of {n['mfu']:g}%.",
-            )
+            in_16 = "" if dtype else " in 16 bits"
+            holds = any(_agree(row, n["mfu"], 100 * stated / e, "mfu", "tflops") for e in peaks)
+            yield holds, "mfu", {"own": stated / half, "half": half, "gpu": gpu, "in_16": in_16}
     if rate and active:
         least = 6 * active * rate / _TERA
-        yield (
-            least <= _MOST_OF_PEAK * peak,
-            f"{rate:,.0f} tokens/s a GPU of {active / 1e9:.3g} billion parameters take {least:.0f} "
-            f"TFLOP/s, {least / peak:.0%} of the peak of a {gpu}.",
-        )
+        parts = {"rate": rate, "billions": active / 1e9, "least": least, "gpu": gpu}
+        yield least <= _MOST_OF_PEAK * peak, "beyond", {**parts, "own": least / peak}
 
 
 def _rate_of_gpu(row: TableRow) -> float | None:

@@ -74,40 +74,46 @@ class Predicted:
         low, high = (1e3 * end for end in self.interval) if self.interval else (None, None)
         return bracketed(1e3 * self.seconds, low, high, ",.0f") if self.seconds else DASH
 
+    @property
+    def as_data(self) -> dict[str, object]:
+        """Seconds and bytes; None where the model cannot have the strategy."""
+        where = {"method": self.method, "link": self.link, "nodes": self.nodes}
+        times = {"seconds": self.seconds, "interval_seconds": self.interval}
+        return {**where, **times, "peak_bytes": self.peak_bytes}
+
 
 def compare_zero(model: str | None, given: Namespace, options: Options, console: Console) -> int:
     """The experiment of the DeepSpeed report, or with GPU= its prediction for that device; 0 if well.
 
     Raises:
         LaunchError: It cannot work here, or a variable is the prediction's.
-    """
-    if given.gpu is not None:
-        if model is None:
-            raise LaunchError(
-                "MODEL= is required, for example: make compare-zero MODEL=gpt3-355m GPU=a100-80g"
-            )
-        return compare(plan_options(given))
-    for name in ("dtype", "json"):
-        if getattr(given, name):
-            raise LaunchError(
-                f"{name.upper()}= of compare-zero is the prediction's; name a device too, such as "
-                "GPU=a100-80g."
-            )
-    return run_named("zero", options, console, model)
-
-
-def compare(options: PlanOptions) -> int:
-    """Print the tables and what follows.
-
-    Raises:
         ValueError: It cannot be predicted; one sentence.
     """
-    links = predict(options, nodes=(2,))
-    scaling = predict(options, STUDY.nodes)
-    if options.json:
-        print(json.dumps([as_data(each) for each in scaling], indent=2))
-    else:
-        say_markdown(wide_console(), render(options, links, scaling))
+    if given.gpu is None:
+        for name in ("dtype", "json"):
+            if getattr(given, name):
+                raise LaunchError(
+                    f"{name.upper()}= of compare-zero is the prediction's; name a device too, such as "
+                    "GPU=a100-80g."
+                )
+        return run_named("zero", options, console, model)
+    if model is None:
+        raise LaunchError(
+            "MODEL= is required, for example: make compare-zero MODEL=gpt3-355m GPU=a100-80g"
+        )
+    asked = plan_options(given)
+    links, scaling = predict(asked, nodes=(2,)), predict(asked, STUDY.nodes)
+    if asked.json:
+        print(json.dumps([each.as_data for each in scaling], indent=2))
+        return 0
+    page = STUDY.page.rstrip().format(
+        model=asked.model,
+        gpu=asked.gpu,
+        over_links=over_links(links),
+        over_nodes="\n\n".join(_over_nodes(link, scaling) for link in STUDY.links),
+        scaling=scaling_table(scaling),
+    )
+    say_markdown(wide_console(), page)
     return 0
 
 
@@ -143,17 +149,6 @@ def _timed(options: PlanOptions, layout: str, nodes: int, link: str) -> TimedStr
         global_batch=nodes * (options.global_batch or 2 * model.batch.global_batch_size) // 2,
     )
     return time_strategy(asked)
-
-
-def render(options: PlanOptions, links: Sequence[Predicted], scaling: Sequence[Predicted]) -> str:
-    """Markdown: over links, over nodes, and what the DeepSpeed report says of both."""
-    return STUDY.page.rstrip().format(
-        model=options.model,
-        gpu=options.gpu,
-        over_links=over_links(links),
-        over_nodes="\n\n".join(_over_nodes(link, scaling) for link in STUDY.links),
-        scaling=scaling_table(scaling),
-    )
 
 
 def verdict(found: Sequence[Predicted]) -> tuple[str, str]:
@@ -239,15 +234,3 @@ def _judged(shares: Mapping[str, float], is_said_to_scale: bool) -> str:
             verdict = "confirmed" if (share >= STUDY.scales) == is_said_to_scale else "contradicted"
         said.setdefault(verdict, []).append(name)
     return "; ".join(f"{verdict} at {joined(names)}" for verdict, names in said.items())
-
-
-def as_data(found: Predicted) -> dict[str, object]:
-    """Seconds and bytes; None where the model cannot have the strategy."""
-    return {
-        "method": found.method,
-        "link": found.link,
-        "nodes": found.nodes,
-        "seconds": found.seconds,
-        "interval_seconds": found.interval,
-        "peak_bytes": found.peak_bytes,
-    }

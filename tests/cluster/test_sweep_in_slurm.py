@@ -23,9 +23,8 @@ from tools.records.run import Status, StatusRecord, read_run
 from tools.spec.errors import LaunchError
 from tools.spec.flags import drop_flags
 from tools.spec.run import RuntimeName
-from tools.study.cells import compose_cell
-from tools.study.engine import run_experiment
-from tools.study.in_slurm import finished_in_slurm
+from tools.study.engine import compose_cell, run_experiment
+from tools.study.finished import finished_in_slurm
 from tools.study.tables.sweep import OUTPUT
 
 START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng")

@@ -28,7 +28,7 @@ from tools.report.read.kernels import GAPS
 from tools.spec.errors import LaunchError
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
-from tools.study import bench_gpu, cells, runner
+from tools.study import bench_gpu, engine, runner
 from tools.study.bench_gpu import OUTPUT, describe, fitting, settings
 from tools.study.definition import Cell, Experiment
 from tools.study.engine import run_experiment
@@ -226,8 +226,8 @@ class Machine:
         self.said = ""
         monkeypatch.setattr(runner, "execute", self._execute)
         monkeypatch.setattr(runner, "ensure_start_checkpoint", lambda *_: None)
-        monkeypatch.setattr(cells, "check", self._check)
-        monkeypatch.setattr(cells, "make_samples", lambda *_: None)
+        monkeypatch.setattr(engine, "check", self._check)
+        monkeypatch.setattr(engine, "make_samples", lambda *_: None)
 
     def _check(self, launch: Launch, **_: bool) -> None:
         if "attention_flash" in launch.spec.fused:

@@ -7,9 +7,9 @@ from tools.cli.main import from_make
 from tools.launch.options import Options, options_from_texts
 from tools.spec.run import DeviceKind
 from tools.study import load
-from tools.study.cells import compose_cell
 from tools.study.commands import output_of
 from tools.study.definition import FOLDER
+from tools.study.engine import compose_cell
 from tools.study.load import load_experiment
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

@@ -1,4 +1,7 @@
+from types import SimpleNamespace
+
 import pytest
+from rich.console import Console
 
 from megatron_patches.fusions import NAMES
 from tests.given import run
@@ -6,9 +9,11 @@ from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options, options_from_texts
 from tools.spec.errors import LaunchError
-from tools.study.cells import compose_cell
+from tools.study.engine import compose_cell
 from tools.study.load import load_experiment
-from tools.study.tables.loss_curve import Distances, distance
+from tools.study.tables.loss_curve import WINDOW, distance, finish
+
+ANY = Options(data="owt-ds/any", fused=("adamw",))
 
 
 def _launches(given: Options, target: str = "") -> list[Launch]:
@@ -31,13 +36,23 @@ def test_only_iterations_of_both_count() -> None:
         distance({1: 9.0, 2: 1.0, 3: 2.0}, {2: 1.0, 3: 3.0}, 3)
 
 
-def test_patches_are_within_the_seeds_up_to_their_distance() -> None:
-    assert Distances(0.2, 0.2).within
-    assert not Distances(0.21, 0.2).within
+@pytest.mark.parametrize(("patched_by", "code"), [(0.25, 0), (0.5, 1)])
+def test_patches_are_within_the_seeds_up_to_their_distance(
+    patched_by: float, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curves = (dict.fromkeys(range(WINDOW), 2.0 + by) for by in (0, 0.25, patched_by))
+    study = SimpleNamespace(
+        refuse_failed=lambda: None,
+        rows=[SimpleNamespace(losses=curve) for curve in curves],
+        results=[SimpleNamespace(launch=launch) for launch in _launches(ANY)],
+        console=Console(),
+    )
+    assert finish(study) == code  # type: ignore[arg-type]
+    assert f"{patched_by:.2g} with FUSED=adamw, 0.25 with SEED=1235" in capsys.readouterr().out
 
 
 def test_three_runs_differ_in_seed_or_patches_alone() -> None:
-    alone, seed, patched = _launches(Options(data="owt-ds/any", fused=("adamw",)))
+    alone, seed, patched = _launches(ANY)
     assert (alone.spec.seed, seed.spec.seed, patched.spec.seed) == (1234, 1235, 1234)
     assert patched.environment == alone.environment | {"KIT_FUSED": "adamw"}
     assert patched.flags == alone.flags

@@ -21,10 +21,11 @@ from tools.spec.errors import LaunchError
 from tools.spec.run import RuntimeName
 from tools.spec.strategy import NAMED
 from tools.study import runner as runner_module
-from tools.study.cells import compose_cell
-from tools.study.commands import announce_published, run_named
+from tools.study.commands import run_named
+from tools.study.engine import compose_cell
 from tools.study.finished import finished_run
 from tools.study.load import load_experiment
+from tools.study.tables.published import announce_published
 
 
 class Machine:

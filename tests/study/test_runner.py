@@ -13,8 +13,8 @@ from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.spec.errors import LaunchError
 from tools.study import runner as module
-from tools.study.cells import compose_cell
 from tools.study.definition import Cell, Experiment
+from tools.study.engine import compose_cell
 from tools.study.runner import Runner
 
 

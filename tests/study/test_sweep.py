@@ -21,8 +21,7 @@ from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.spec.errors import LaunchError
 from tools.study import runner as module
-from tools.study.cells import compose_cell
-from tools.study.engine import run_experiment
+from tools.study.engine import compose_cell, run_experiment
 from tools.study.tables.sweep import OUTPUT
 
 LINE = (

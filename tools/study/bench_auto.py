@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import mean
 
 from rich.console import Console
 
@@ -14,18 +15,69 @@ from tools.launch.job import Job
 from tools.launch.options import Options
 from tools.plan.search import Candidate, Plan
 from tools.report.analyse.rows import rows_of
+from tools.report.analyse.statistics import Estimate
+from tools.report.render.tables import time_text
 from tools.spec.files import ROOT
 from tools.study.definition import Cell
 from tools.study.engine import Output, Study, run_experiment
 from tools.study.load import load_sweep
-from tools.study.tables.auto import AutoGroup, AutoRow, render
+from tools.text.table import Column, Table, markdown_table
 from tools.text.terminal import say
-from tools.text.units import plural
+from tools.text.units import percent, plural, signed_percent
 
-NAME = "auto"
 BEST = 4
 """Of the planner's ranking, that are trained; and the best of each dimension alone."""
 DIMENSIONS = ("dp", "tp", "cp", "pp", "ep")
+TIME_LIMIT, CHOICE_LIMIT = 0.15, 0.05
+"""How far a time may be off, and what the choice may lose."""
+
+
+@dataclass(frozen=True)
+class AutoRow:
+    """One strategy, predicted and measured."""
+
+    strategy: str
+    micro_batch_size: int
+    predicted_ms: float
+    measured: Estimate | None
+    """None where the run did not end well."""
+
+    @property
+    def name(self) -> str:
+        """With its micro batch."""
+        return f"{self.strategy}, {self.micro_batch_size}"
+
+    @property
+    def measured_ms(self) -> float:
+        """Infinite where it was not measured."""
+        return self.measured.median if self.measured else float("inf")
+
+    @property
+    def error(self) -> float | None:
+        """Positive where predicted too slow."""
+        return self.predicted_ms / self.measured.median - 1 if self.measured else None
+
+
+@dataclass(frozen=True)
+class AutoGroup:
+    """The strategies of one model on so many ranks."""
+
+    model: str
+    ranks: int
+    rows: tuple[AutoRow, ...]
+    """The planner's choice first."""
+
+    @property
+    def best(self) -> AutoRow | None:
+        """The fastest that was measured."""
+        best = min(self.rows, key=lambda row: row.measured_ms)
+        return best if best.measured else None
+
+    @property
+    def loss(self) -> float | None:
+        """Time that the choice takes beyond the best's, as a share."""
+        choice, best = self.rows[0], self.best
+        return choice.measured_ms / best.measured_ms - 1 if best and choice.measured else None
 
 
 def bench_auto(
@@ -41,7 +93,7 @@ def bench_auto(
         LaunchError: A model or number of devices is not known, or cannot be trained here.
     """
     axes = {"MODELS": models or "", "DEVICES": devices or ""}
-    experiment = load_sweep(NAME, replace(options, calibrate=True), axes)
+    experiment = load_sweep("auto", replace(options, calibrate=True), axes)
     candidates: dict[Cell, Candidate] = {}
     for job in (cell.job for cell in experiment.cells):
         say(console, f"{job.model.name} on {plural(job.devices, f'{job.device} rank')}")
@@ -56,25 +108,21 @@ def finish(candidates: Mapping[Cell, Candidate], study: Study) -> int:
     """The table of what was trained, also after Ctrl-C; 0 if every run ended well."""
     rows: dict[tuple[str, int], list[AutoRow]] = {}
     found = rows_of([result.folders for result in study.results])
-    for result, row in zip(study.results, found, strict=True):
+    for result, entry in zip(study.results, found, strict=True):
         job, candidate = result.cell.job, candidates[result.cell]
-        rows.setdefault((job.model.name, job.devices), []).append(
-            AutoRow(
-                job.strategy,
-                candidate.spec.batch.micro_batch_size,
-                1e3 * candidate.seconds.total,
-                row.estimate if row else None,
-            )
+        micro_batch, planned_ms = (
+            candidate.spec.batch.micro_batch_size,
+            candidate.seconds.total * 1e3,
         )
-    groups = [AutoGroup(*place, tuple(each)) for place, each in rows.items()]
-    study.write(render(groups))
-    return int(not all(group.all_well for group in groups))
+        row = AutoRow(job.strategy, micro_batch, planned_ms, entry.estimate if entry else None)
+        rows.setdefault((job.model.name, job.devices), []).append(row)
+    study.write(render([AutoGroup(*place, tuple(each)) for place, each in rows.items()]))
+    return int(not all(row.measured for each in rows.values() for row in each))
 
 
 def chosen_candidates(plan: Plan) -> tuple[Candidate, ...]:
     """Those that are trained: the best of the ranking, and the best of each dimension alone."""
-    devices = plan.request.cluster.devices
-    names = {f"{word}{devices}" for word in DIMENSIONS}
+    names = {f"{word}{plan.request.cluster.devices}" for word in DIMENSIONS}
     return tuple(
         candidate
         for place, candidate in enumerate(plan.ranked)
@@ -88,3 +136,45 @@ def cell_of(job: Job, candidate: Candidate) -> Cell:
     options = replace(as_options(candidate, job.options), micro_batch_size=micro_batch)
     label = f"{candidate.strategy}, micro batch {micro_batch}"
     return Cell(job.laid(candidate.strategy).under(options), label, repeats=options.repeats)
+
+
+def render(groups: Sequence[AutoGroup]) -> str:
+    """Markdown: a line for each group, one for each strategy, and the sums."""
+    lines = [(group, row) for group in groups for row in group.rows]
+    errors = [abs(row.error) for _, row in lines if row.error is not None]
+    losses = [group.loss for group in groups if group.loss is not None]
+    within = sum(error <= TIME_LIMIT for error in errors)
+    right = sum(loss <= CHOICE_LIMIT for loss in losses)
+    sums = (
+        f"Times within {TIME_LIMIT:.0%} of the measured: {within} of {len(errors)}"
+        + (f", mean |error| {mean(errors):.1%}" if errors else "")
+        + f". Choice within {CHOICE_LIMIT:.0%} of the best measured: {right} of {len(losses)}"
+        + (f", mean loss {mean(losses):.1%}, worst {max(losses):.1%}." if losses else ".")
+    )
+    parts = (
+        "# The automatic choice",
+        sums,
+        markdown_table(Table(_GROUPS, tuple(groups))),
+        "## Strategies",
+        "The first of each model and number of ranks is the choice. Errors are positive where a "
+        "time was predicted too slow.",
+        markdown_table(Table(_ROWS, tuple(lines))),
+    )
+    return "\n\n".join(parts)
+
+
+_GROUPS: tuple[Column[AutoGroup], ...] = (
+    Column("model", lambda group: group.model),
+    Column("ranks", lambda group: group.ranks),
+    Column("chosen, micro batch", lambda group: group.rows[0].name),
+    Column("best measured", lambda group: group.best and group.best.name),
+    Column("lost by the choice", lambda group: group.loss, percent),
+)
+_ROWS: tuple[Column[tuple[AutoGroup, AutoRow]], ...] = (
+    Column("model", lambda line: line[0].model),
+    Column("ranks", lambda line: line[0].ranks),
+    Column("layout, micro batch", lambda line: line[1].name),
+    Column("predicted, ms", lambda line: line[1].predicted_ms, "{:.0f}".format),
+    Column("measured, ms [95%]", lambda line: line[1].measured, partial(time_text, shape=".0f")),
+    Column("error", lambda line: line[1].error, partial(signed_percent, decimals=0)),
+)

@@ -35,7 +35,6 @@ from tools.study.engine import Output, Study, run_experiment
 from tools.study.load import load_experiment
 from tools.study.runner import NO_TIME, in_turn
 
-NAME = "bench_gpu"
 CEILINGS_SECONDS = 25.0
 CEILINGS = Workload(
     matmul_size=16384, copy_bytes=4 << 30, seconds_each=4.0, warm_up_calls=5, mean=True
@@ -74,10 +73,19 @@ def bench_gpu(
         print(describe(experiment.cells, seconds, options.data))
         return 0
     began = time.monotonic()
-    _check()
+    if len(visible_gpus()) == 0:
+        raise LaunchError(
+            "make bench-gpu measures an NVIDIA GPU, and none is visible here; DRY_RUN=1 shows what it "
+            "would do."
+        )
+    if problem := torch_problem() or compiler_problem():
+        raise LaunchError(problem)
     if ceilings := _ceilings(console):
         write_ceilings(options.runs, ceilings)
-    experiment = settings(only or "", replace(options, data=options.data or _default_data()))
+    # The published data set where it was prepared, else the sample.
+    published, sample = DEFAULT_DATA[DeviceKind.GPU], DEFAULT_DATA[DeviceKind.CPU]
+    here = published if idx_path(ROOT / published).is_file() else sample
+    experiment = settings(only or "", replace(options, data=options.data or here))
     left = seconds - (time.monotonic() - began)
     return run_experiment(replace(experiment, budget_seconds=left), OUTPUT, console)
 
@@ -88,12 +96,13 @@ def settings(only: str, options: Options) -> Experiment:
     Raises:
         LaunchError: A name of ONLY= is no setting's.
     """
-    experiment = load_experiment(NAME, options, only=only.split())
-    cells = []
-    for cell in experiment.cells:
+    experiment = load_experiment("bench_gpu", options, only=only.split())
+
+    def expected(cell: Cell) -> float:
         # Start-up as assumed and iterations at the published time: a guess that plans, no result.
-        seconds = START_SECONDS + (cell.job.options.iterations or 0) * MARK_MS / 1000
-        cells.append(replace(cell, expected_seconds=seconds))
+        return START_SECONDS + (cell.job.options.iterations or 0) * MARK_MS / 1000
+
+    cells = (replace(cell, expected_seconds=expected(cell)) for cell in experiment.cells)
     return replace(experiment, cells=tuple(cells))
 
 
@@ -103,9 +112,20 @@ def describe(cells: Sequence[Cell], budget: float, data: str | None = None) -> s
     lines = [
         f"Ceilings of the device: a large bf16 product, a large copy (≈{CEILINGS_SECONDS:.0f} s)"
     ]
-    python = {variables.PYTHON: os.environ.get(variables.PYTHON, ""), "DATA": data or ""}
+    given = {variables.PYTHON: os.environ.get(variables.PYTHON, ""), "DATA": data or ""}
     for repeat, cell in kept:
-        lines += _lines(cell, repeat, {name: text for name, text in python.items() if text})
+        options = cell.job.options
+        iterations = options.iterations or 0
+        timed = len(timed_iterations(options.extra, iterations))
+        own = {**cell.job.variables, "RUNS": f"runs/{FOLDER}"}
+        told = {name: own.get(name, "") for name in _SHOWN} | given
+        words = " ".join(f"{name}={shlex.quote(text)}" for name, text in told.items() if text)
+        lines += (
+            f"{cell.label} {repeat}/{cell.repeats}: {cell.why}; {_dtype(cell)}, patches: "
+            f"{', '.join(options.fused) or 'none'}; {timed} timed iterations of {iterations} "
+            f"(≈{cell.expected_seconds:.0f} s)",
+            f"    {words} make {cell.job.target}",
+        )
     total = CEILINGS_SECONDS + sum(cell.expected_seconds for _, cell in kept)
     lines.append(
         f"Expected: {total:.0f} s of {budget:.0f} s, if a start takes {START_SECONDS:.0f} s and an "
@@ -119,49 +139,18 @@ def describe(cells: Sequence[Cell], budget: float, data: str | None = None) -> s
 
 def fitting(runs: Sequence[Run], seconds: float) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
     """Runs that fit one after another in so many seconds, and those that are left out."""
-    kept: list[Run] = []
-    left: list[Run] = []
+    kept, left = list[Run](), list[Run]()
     for run in runs:
-        needed = run[1].expected_seconds
-        (kept if needed <= seconds else left).append(run)
-        seconds -= needed if needed <= seconds else 0
+        if run[1].expected_seconds <= seconds:
+            kept.append(run)
+            seconds -= run[1].expected_seconds
+        else:
+            left.append(run)
     return tuple(kept), tuple(left)
-
-
-def _lines(cell: Cell, repeat: int, given: dict[str, str]) -> list[str]:
-    own = {**cell.job.variables, "RUNS": f"runs/{FOLDER}"}
-    told = {name: own[name] for name in _SHOWN if name in own} | given
-    words = " ".join(f"{name}={shlex.quote(value)}" for name, value in told.items())
-    options = cell.job.options
-    iterations = options.iterations or 0
-    return [
-        f"{cell.label} {repeat}/{cell.repeats}: {cell.why}; {_dtype(cell)}, patches: "
-        f"{', '.join(options.fused) or 'none'}; "
-        f"{len(timed_iterations(options.extra, iterations))} timed iterations of {iterations} "
-        f"(≈{cell.expected_seconds:.0f} s)",
-        f"    {words} make {cell.job.target}",
-    ]
 
 
 def _dtype(cell: Cell) -> str:
     return "bf16" if Flags(cell.job.options.extra).has("--bf16") else cell.job.model.dtype
-
-
-def _check() -> None:
-    if len(visible_gpus()) == 0:
-        raise LaunchError(
-            "make bench-gpu measures an NVIDIA GPU, and none is visible here; DRY_RUN=1 shows what it "
-            "would do."
-        )
-    if problem := torch_problem() or compiler_problem():
-        raise LaunchError(problem)
-
-
-def _default_data() -> str:
-    """The published data set where it was prepared, else the sample."""
-    published = DEFAULT_DATA[DeviceKind.GPU]
-    is_prepared = idx_path(ROOT / published).is_file()
-    return published if is_prepared else DEFAULT_DATA[DeviceKind.CPU]
 
 
 def _ceilings(console: Console) -> Ceilings | None:
@@ -182,27 +171,21 @@ def _ceilings(console: Console) -> Ceilings | None:
 def finish(study: Study) -> int:
     """The table of all settings that were measured here, and why one of this call's is not there."""
     runs = study.experiment.options.runs.parent
-    bench = with_reasons(read_bench(runs.parent) or Bench(()), study)
+    bench = read_bench(runs.parent) or Bench(())
+    reasons = dict(study.planned.skipped)
+    for result in study.results:
+        reasons[result.cell] = result.failure or ("" if result.runs else NO_TIME)
+    before, rows = {row.name: row for row in bench.rows}, []
+    for cell in study.experiment.cells:  # In the experiment's order, before those of other calls.
+        new = BenchRow(cell.label, _dtype(cell), cell.job.options.fused)
+        row = before.pop(cell.label, new)
+        rows.append(replace(row, note=row.note or ("" if row.entry else reasons[cell])))
+    bench = replace(bench, rows=(*rows, *before.values()))
     study.console.print(bench_text(bench), markup=False, highlight=False)
     study.console.print(f"Results: {runs}; 'make report' shows them.", highlight=False)
     labels = {cell.label for cell in study.planned.launches}
     noted = any(row.note not in ("", NO_TIME) for row in bench.rows if row.name in labels)
     return int(bool(noted or study.planned.skipped))
-
-
-def with_reasons(bench: Bench, study: Study) -> Bench:
-    """With a row for every cell, in the experiment's order, before those of other calls."""
-    reasons = dict(study.planned.skipped)
-    for result in study.results:
-        reasons[result.cell] = result.failure or ("" if result.runs else NO_TIME)
-    known = {row.name: row for row in bench.rows}
-    rows = []
-    for cell in study.experiment.cells:
-        new = BenchRow(cell.label, _dtype(cell), cell.job.options.fused)
-        row = known.pop(cell.label, new)
-        note = row.note or ("" if row.entry else reasons[cell])
-        rows.append(replace(row, note=note))
-    return replace(bench, rows=(*rows, *known.values()))
 
 
 OUTPUT = Output(finish)

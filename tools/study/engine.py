@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.data import call_module
-from tools.launch.train import command_line
+from tools.dataset.indexed import open_dataset
+from tools.launch.compose import Launch
+from tools.launch.data import SAMPLE, call_module, make_samples
+from tools.launch.preflight import check, check_composition
+from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
+from tools.launch.train import command_line, compose_job
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.rows import rows_of
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
-from tools.study.cells import Planned, check_cells, compose_cells, skipped_sentences
-from tools.study.definition import Experiment
+from tools.spec.run import DeviceKind
+from tools.study.definition import Cell, Experiment
 from tools.study.runner import CellResult, Runner
 from tools.text.terminal import say, say_markdown
+from tools.text.units import plural
 
 COMPARISON_FILE = "comparison.md"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What will be trained, in this order, and the rule by which a cell will not."""
+
+    launches: Mapping[Cell, Launch]
+    skipped: Mapping[Cell, str]
 
 
 @dataclass(frozen=True)
@@ -85,10 +98,6 @@ class Study:
                 raise LaunchError(f"{names or result.cell.name} did not end well: {result.failure}")
 
 
-def _commands(planned: Planned) -> str:
-    return "\n".join(map(command_line, planned.launches.values()))
-
-
 @dataclass(frozen=True)
 class Output:
     """What an experiment does before and after training."""
@@ -99,10 +108,34 @@ class Output:
     """Refuse what no table could be made of."""
     begin: Callable[[Study], None] | None = None
     """Say what is about to be trained."""
-    shown: Callable[[Planned], str] = _commands
+    shown: Callable[[Planned], str] = lambda planned: "\n".join(
+        map(command_line, planned.launches.values())
+    )
     """What DRY_RUN=1 prints."""
     also_interrupted: bool = False
     """Whether Ctrl-C still makes the tables, of what is there."""
+
+
+def comparison(text: Callable[[Study], str], is_wrong: Callable[[Study], bool]) -> Output:
+    """The report of all runs and a page; 0 if all ended well and nothing of it is wrong.
+
+    Args:
+        text: The page in Markdown; empty where there is nothing to compare.
+        is_wrong: What else fails it.
+    """
+
+    def finish(study: Study) -> int:
+        study.build_report()
+        if page := text(study):
+            study.write(page)
+        return int(not page or not study.all_well or is_wrong(study))
+
+    return Output(finish)
+
+
+def losses_broke(study: Study) -> bool:
+    """Whether a run's losses are not the reference's."""
+    return any(row.parity.verdict.startswith("broken") for row in study.rows)
 
 
 def run_experiment(
@@ -115,11 +148,11 @@ def run_experiment(
     """
     if output.before is not None:
         output.before(experiment)
-    planned, dry_run = compose_cells(experiment, console), experiment.options.dry_run
+    planned, dry_run = _composed(experiment, console), experiment.options.dry_run
     # What refuses as a whole shows its commands first, then why it would.
     if dry_run and not experiment.skips_illegal:
         print(output.shown(planned), flush=True)
-    planned = check_cells(planned, experiment)
+    planned = _checked(planned, experiment)
     if dry_run and experiment.skips_illegal:
         print(output.shown(planned), flush=True)
     if dry_run:
@@ -137,3 +170,82 @@ def run_experiment(
             output.finish(study)
         raise
     return output.finish(study)
+
+
+def _composed(experiment: Experiment, console: Console) -> Planned:
+    """Compose every cell; make missing data."""
+    runtimes: dict[DeviceKind, Runtime] = {}
+
+    def compose(cell: Cell) -> Launch:
+        launch = compose_cell(cell, runtimes)
+        return replace(launch, environment={**launch.environment, **experiment.environment})
+
+    launches, problems = _tried(compose, experiment.cells)
+    if problems and not experiment.skips_illegal:
+        raise next(iter(problems.values()))
+    if not experiment.options.dry_run:
+        make_samples(tuple(launches.values()), console)
+        if SAMPLE in {launch.data for launch in launches.values()}:
+            data = open_dataset(ROOT / SAMPLE)
+            sentence = f"Data: {data.tokens:,} GPT-2 tokens in {data.documents} documents."
+            console.print(sentence, highlight=False)
+    return Planned(launches, {cell: str(error) for cell, error in problems.items()})
+
+
+def _checked(planned: Planned, experiment: Experiment) -> Planned:
+    """What of it can work here; of several nodes (`LAUNCHER=slurm`) each looks at itself."""
+    options = experiment.options
+    look = check if options.slurm is None else check_composition
+
+    def look_at(cell: Cell) -> Launch:
+        look(planned.launches[cell], data_is_to_come=options.dry_run)
+        return planned.launches[cell]
+
+    launches, problems = _tried(look_at, planned.launches)
+    if problems and not experiment.skips_illegal:
+        # Cells lack the same thing in other words: the number of GPUs, the target instead.
+        once: dict[str, str] = {}
+        for line in "\n".join(map(str, problems.values())).splitlines():
+            once.setdefault(line.partition(";")[0].lstrip("0123456789"), line)
+        raise LaunchError("\n".join(filter(None, (*once.values(), experiment.instead))))
+    said = {**planned.skipped, **{cell: str(error) for cell, error in problems.items()}}
+    rules = {cell: " ".join(said[cell].split()) for cell in experiment.cells if cell in said}
+    return Planned(launches, rules)
+
+
+def skipped_sentences(skipped: Mapping[Cell, str]) -> list[str]:
+    """Skipped cells by the rule that they break, a line for each."""
+    cells: dict[str, list[str]] = {}
+    for cell, rule in skipped.items():
+        cells.setdefault(rule, []).append(cell.name)
+    return [
+        f"{plural(len(names), 'cell')} skipped ({', '.join(names)}): {rule}"
+        for rule, names in cells.items()
+    ]
+
+
+def compose_cell(cell: Cell, runtimes: dict[DeviceKind, Runtime] | None = None) -> Launch:
+    """A cell's launch; `runtimes` keeps what was found of each kind of device.
+
+    Raises:
+        LaunchError: Strategy, backend and devices do not fit each other.
+    """
+    job, found = cell.job, {} if runtimes is None else runtimes
+    if job.device not in found:
+        on_host = job.options.slurm is not None
+        found[job.device] = ON_HOST if on_host else choose_runtime(job.options, job.device)
+    return compose_job(job, found[job.device])
+
+
+def _tried(
+    make: Callable[[Cell], Launch], cells: Iterable[Cell]
+) -> tuple[dict[Cell, Launch], dict[Cell, ValueError]]:
+    """What came of each cell, and why nothing did of the others."""
+    launches: dict[Cell, Launch] = {}
+    problems: dict[Cell, ValueError] = {}
+    for cell in cells:
+        try:
+            launches[cell] = make(cell)
+        except ValueError as error:  # LaunchError is one.
+            problems[cell] = error
+    return launches, problems

@@ -87,6 +87,7 @@ class _ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skips_illegal: bool = False
     table: str = ""
     page: str = ""
+    sentences: dict[str, str] = {}
     instead: str = ""
     packages: dict[str, str] = {}
 
@@ -126,8 +127,13 @@ def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experime
     if not _NAME.fullmatch(name):
         raise LaunchError(f"NAME: {name} is not a folder's name.")
     own = _read(name) if (FOLDER / f"{name}.yaml").is_file() else None
-    if own is None and not any(axes.values()):
-        _refuse_near(name)
+    names = [path.stem for path in FOLDER.glob("*.yaml")]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)
+    if own is None and near and not any(axes.values()):  # It would train the default axes.
+        raise LaunchError(
+            f"NAME={name} is no file of examples/experiments, but nearly {near[0]}.yaml; use "
+            f"NAME={near[0]}, or say what to sweep: MODELS=, STRATEGIES=, BACKENDS=, DEVICES=."
+        )
     file = own if own and own.table == SWEEP else _read(SWEEP)
     given = {
         field: list(dict.fromkeys(words.replace(",", " ").split()))
@@ -140,16 +146,6 @@ def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experime
     for word in given.get("devices", []):
         parse_devices(word, "DEVICES")
     return replace(_Loader(name, file, options).experiment(given), report=name)
-
-
-def _refuse_near(name: str) -> None:
-    """A name that was meant to be a file's would train the default axes instead."""
-    names = [path.stem for path in FOLDER.glob("*.yaml")]
-    if near := difflib.get_close_matches(name, names, n=1, cutoff=_NEAR):
-        raise LaunchError(
-            f"NAME={name} is no file of examples/experiments, but nearly {near[0]}.yaml; use "
-            f"NAME={near[0]}, or say what to sweep: MODELS=, STRATEGIES=, BACKENDS=, DEVICES=."
-        )
 
 
 def _read(name: str) -> _ExperimentFile:
@@ -184,7 +180,16 @@ class _Loader:
         entries = [entry for each in file.cells for entry in self._entries(each, axes)]
         needed = {entry.needs for entry in entries if entry.needs}
         lacking = {name for name in needed if importlib.util.find_spec(name) is None}
-        entries = [entry for entry in self._wanted(entries) if entry.needs not in lacking]
+        known = [entry.label for entry in entries if entry.label]
+        for name in self.only:
+            if name not in known:
+                raise LaunchError(f"ONLY knows no setting '{name}'; it knows {', '.join(known)}.")
+        entries = [
+            entry
+            for entry in entries
+            if (entry.label in self.only if self.only else not entry.on_request)
+            and entry.needs not in lacking
+        ]
         seeds = max(file.repeats, self.options.repeats) if file.repeats_change_seed else 1
         cells = tuple(self._cell(entry, seed) for seed in range(seeds) for entry in entries)
         return Experiment(
@@ -210,7 +215,11 @@ class _Loader:
         ordered |= settings
         if isinstance(models := ordered.get("model"), list):
             strategies = ordered.get("strategy", ())
-            ordered["model"] = sorted(models, key=lambda each: _size(each, strategies))
+            for strategy in (strategies,) if isinstance(strategies, str) else strategies:
+                for model in models:  # What is not known is refused.
+                    parse_target(f"train-{strategy}-{model}-1cpu")
+            sizes = {model: parameters_total(load_model(model).shape) for model in models}
+            ordered["model"] = sorted(models, key=sizes.__getitem__)
         lists = (each if isinstance(each, list) else [each] for each in ordered.values())
         for values in product(*lists):
             one = dict(zip(ordered, values, strict=True))
@@ -218,17 +227,13 @@ class _Loader:
             one["settings"] = {variable: one.pop(variable) for variable in settings}
             yield _as(_Entry, one, self.name)
 
-    def _wanted(self, entries: Sequence[_Entry]) -> Sequence[_Entry]:
-        known = [entry.label for entry in entries if entry.label]
-        for name in self.only:
-            if name not in known:
-                raise LaunchError(f"ONLY knows no setting '{name}'; it knows {', '.join(known)}.")
-        if self.only:
-            return [entry for entry in entries if entry.label in self.only]
-        return [entry for entry in entries if not entry.on_request]
-
     def _cell(self, entry: _Entry, seed: int) -> Cell:
-        job = self.trained or self._job(entry)
+        file, job = self.file, self.trained
+        if job is None:  # A strategy that names no number of devices has the file's.
+            number = devices_of(entry.strategy, otherwise=file.devices)
+            place = parse_devices(entry.devices) if entry.devices else (number, self._device)
+            model = load_model(entry.model or self.model or file.model)
+            job = Job(entry.strategy, model, *place)
         options = self._common(job.model, job.device)
         own = self._own(entry)
         options = replace(
@@ -240,8 +245,8 @@ class _Loader:
         )
         # A cell's flags come behind those of all cells, and the last one counts.
         own["extra"] = (*options.extra, *own.get("extra", ()))
-        if self.file.apart:
-            own["runs"] = options.runs / self.file.report / entry.label
+        if file.apart:
+            own["runs"] = options.runs / file.report / entry.label
         repeats = entry.repeats or options.repeats
         return Cell(job.under(replace(options, **own)), entry.label, entry.why, repeats)
 
@@ -259,14 +264,6 @@ class _Loader:
         extra = (*base.get("extra", ()), *own.get("extra", ()))
         return {**base, **own, "fused": fused, "extra": extra}
 
-    def _job(self, entry: _Entry) -> Job:
-        """Without its options. A strategy that names no number of devices has the file's."""
-        model = load_model(entry.model or self.model or self.file.model)
-        if entry.devices:
-            return Job(entry.strategy, model, *parse_devices(entry.devices))
-        number = devices_of(entry.strategy, otherwise=self.file.devices)
-        return Job(entry.strategy, model, number, self._device)
-
     @cached_property
     def _device(self) -> DeviceKind:
         file = self.file
@@ -275,11 +272,23 @@ class _Loader:
         return DeviceKind.GPU if len(visible_gpus()) >= file.devices else DeviceKind.CPU
 
     def _common(self, model: Model, device: DeviceKind) -> Options:
-        """The caller's over the file's defaults, under what is fixed."""
+        """The caller's over the file's defaults, under what is fixed.
+
+        Defaults are of the batch, then of all, of the device, of the model: a later one counts.
+        """
         file, unset = self.file, Options()
+        given: dict[str, Any] = {}
+        if file.batch != "strategy":
+            ranks = file.devices if file.batch == "model_each_rank" else 1
+            given["micro_batch_size"] = model.batch.micro_batch_size
+            given["global_batch_size"] = model.batch.global_batch_size * ranks
+        of_device = file.on_cpu if device is DeviceKind.CPU else file.on_gpu
+        of_model = [each for name, each in file.on_models.items() if fnmatch(model.name, name)]
+        for variables in (file.defaults, of_device, *of_model):
+            given |= self._variables(variables)
         defaults = {
             field: value
-            for field, value in self._defaults(model, device).items()
+            for field, value in given.items()
             if getattr(self.options, field) == getattr(unset, field)
         }
         fixed = self._variables(file.fixed) | ({"repeats": 1} if file.repeats_change_seed else {})
@@ -290,34 +299,8 @@ class _Loader:
         batches = ("--eval-iters", str(file.evaluation_batches))
         return replace(options, extra=(*once, *batches, *options.extra))
 
-    def _defaults(self, model: Model, device: DeviceKind) -> dict[str, Any]:
-        """Of the batch, then of all, of the device, of the model: a later one counts."""
-        file, batch = self.file, {}
-        if file.batch != "strategy":
-            ranks = file.devices if file.batch == "model_each_rank" else 1
-            batch = {
-                "micro_batch_size": model.batch.micro_batch_size,
-                "global_batch_size": model.batch.global_batch_size * ranks,
-            }
-        of_device = file.on_cpu if device is DeviceKind.CPU else file.on_gpu
-        of_model = [each for name, each in file.on_models.items() if fnmatch(model.name, name)]
-        for variables in (file.defaults, of_device, *of_model):
-            batch |= self._variables(variables)
-        return batch
-
     def _variables(self, variables: Mapping[str, VariableValue]) -> dict[str, Any]:
         return option_fields(variables, f"{self.name}.yaml")
-
-
-def _size(model: str, strategies: str | Sequence[str]) -> int:
-    """Parameters of a model that an axis names.
-
-    Raises:
-        LaunchError: It is not known, or a strategy beside it is not.
-    """
-    for strategy in (strategies,) if isinstance(strategies, str) else strategies:
-        parse_target(f"train-{strategy}-{model}-1cpu")
-    return parameters_total(load_model(model).shape)
 
 
 def option_fields(variables: Mapping[str, VariableValue], source: str) -> dict[str, Any]:

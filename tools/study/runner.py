@@ -18,8 +18,7 @@ from tools.records.run import Status
 from tools.spec.errors import LaunchError
 from tools.spec.run import Backend
 from tools.study.definition import Cell, Experiment
-from tools.study.finished import finished_runs
-from tools.study.in_slurm import finished_in_slurm, submit_missing
+from tools.study.finished import finished_in_slurm, finished_runs, submit_missing
 from tools.text.terminal import say
 
 NO_TIME = "no time was left for it"
@@ -108,13 +107,13 @@ class Runner:
 
     def results(self) -> list[CellResult]:
         """One a cell, in order."""
-        return [self._result(cell, launch) for cell, launch in self.launches.items()]
-
-    def _result(self, cell: Cell, launch: Launch) -> CellResult:
-        takes = self.experiment.takes_finished
-        runs = self._taken(cell, launch) if takes else self._made.get(cell, [])[::-1]
-        failure, folder = self._failed.get(cell, ("", None))
-        return CellResult(cell, launch, tuple(runs), (folder,) if folder else (), failure)
+        found, takes = [], self.experiment.takes_finished
+        for cell, launch in self.launches.items():
+            runs = self._taken(cell, launch) if takes else self._made.get(cell, [])[::-1]
+            failure, folder = self._failed.get(cell, ("", None))
+            failed = (folder,) if folder else ()
+            found.append(CellResult(cell, launch, tuple(runs), failed, failure))
+        return found
 
     def _taken(self, cell: Cell, launch: Launch) -> Sequence[Path]:
         if not self.experiment.takes_finished:
@@ -149,10 +148,9 @@ class Runner:
         if not (self.experiment.warm and launch.can_be_forked):
             return None
         wanted = launch.entry.path, launch.environment
-        if self._warm is not None and not self._warm.serves(*wanted):
-            self._warm.close()
-            self._warm = None
-        if self._warm is None:
+        if self._warm is None or not self._warm.serves(*wanted):
+            if self._warm is not None:
+                self._warm.close()
             self._warm = WarmMegatron(*wanted)
         return self._warm
 

@@ -13,7 +13,7 @@ from tools.launch import execute as execute_module
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
 from tools.records.run import Status, read_status
-from tools.study.cells import compose_cell
+from tools.study.engine import compose_cell
 
 LINE = " iteration        1/      25 | elapsed time per iteration (ms): 9.0 | lm loss: 1.0E+01 |"
 

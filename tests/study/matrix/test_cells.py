@@ -17,10 +17,9 @@ from tools.launch.job import parse_target
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.study.matrix.cell import Cell, patched, uncured
-from tools.study.matrix.cells import cells_of, rows_of
+from tools.study.matrix.cells import cells_of, draws, rows_of
 from tools.study.matrix.commands import families_of
 from tools.study.matrix.definition import Apart, Family, Layout, Level, load_matrix
-from tools.study.matrix.fuzz import draws
 from tools.verify.findings import Finding, findings
 
 RELEASE = Version("0.19.0")

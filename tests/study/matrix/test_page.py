@@ -9,7 +9,7 @@ from packaging.version import Version
 from tests.study.matrix.factory import DP, TP, factor, family, matrix, record
 from tools.study.matrix.cell import Cell
 from tools.study.matrix.curves import curve_of
-from tools.study.matrix.outcome import CellStatus, Drawn, Error, store, store_curves, store_drawn
+from tools.study.matrix.outcome import CellStatus, Drawn, Error, keep, store
 from tools.study.matrix.page import (
     HTML,
     MARKDOWN,
@@ -85,7 +85,7 @@ def test_losses_in_bf16_are_compared_with_one_rank_and_with_fp32(tmp_path: Path)
     one = {"fp32": [2.0, 1.0], "bf16": [2.0, 1.5]}
     curve = curve_of("tp2", one, {"fp32": [2.0, 1.25], "bf16": [2.5, 1.5]})
     assert (curve.fp32, curve.bf16, curve.cost) == ((0.25, 0.125), (0.5, 0.25), (0.5, 0.375))
-    store_curves(tmp_path, "0.19.0", [curve])
+    keep(tmp_path, "0.19.0.bf16.json", [curve])
     markdown, _ = pages(tmp_path, *RECORDS)
     assert "| tp2 | 0.25, 0.12 | 0.5, 0.25 | 0.5, 0.38 | 1.25, 1.5 |" in markdown
 
@@ -99,7 +99,7 @@ def test_what_was_drawn_is_counted_and_what_differs_or_failed_is_named(tmp_path:
     wrong = record(
         Cell(MODEL, DP, (SINK,)), CellStatus.DIFFERS, stage="loss", smallest="make verify-dp2"
     )
-    store_drawn(tmp_path, "0.19.0", Drawn(7, (held, failed, wrong), (wrong,)))
+    keep(tmp_path, "0.19.0.fuzz-7.json", Drawn(7, (held, failed, wrong), (wrong,)))
     markdown, _ = pages(tmp_path, *RECORDS)
     said = "3 verified: 1 held, 1 crashed, 1 differs. 1 that no finding explains."
     assert f"`make verify-fuzz SEED=7`, 2026-11-22: {said}" in markdown

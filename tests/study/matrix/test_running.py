@@ -19,9 +19,8 @@ from tools.study.matrix.definition import load_matrix
 from tools.study.matrix.outcome import (
     CellRecord,
     CellStatus,
-    read_cells,
+    read_kept,
     status_of_reason,
-    write_cell,
 )
 from tools.study.matrix.running import CellVerifier, MatrixRun
 from tools.study.matrix.table import pair_of
@@ -84,11 +83,11 @@ def test_a_matrix_goes_on_with_the_cells_that_are_not_there(tmp_path: Path) -> N
 
     with pytest.raises(KeyboardInterrupt):
         run_of(tmp_path, verify).run(CELLS)
-    assert len(read_cells(tmp_path)) == 2
+    assert len(read_kept(tmp_path, "*.json", CellRecord)) == 2
     again = run_of(tmp_path, verify)
     assert again.run(CELLS)
     assert len(asked) == len(CELLS) + 1
-    assert read_cells(tmp_path).keys() == {cell.id for cell in CELLS}
+    assert run_of(tmp_path, verify).records.keys() == {cell.id for cell in CELLS}
 
 
 def test_no_cell_is_begun_when_the_time_is_over(tmp_path: Path) -> None:
@@ -151,8 +150,8 @@ def test_a_sentence_says_whether_megatron_refuses_or_crashes(
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     one = record(Cell(MODEL, DP), CellStatus.REFUSED, reason="no", blamed=("norm/rms",))
-    write_cell(tmp_path, one)
-    assert read_cells(tmp_path) == {one.id: one}
+    run_of(tmp_path, lambda _: one).record(Cell(MODEL, DP))
+    assert run_of(tmp_path, guilty()).records == {one.id: one}
     assert msgspec.json.decode(msgspec.json.encode(one), type=CellRecord) == one
 
 

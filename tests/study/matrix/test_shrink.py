@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.study.matrix.shrink import fewest, smallest
+from tools.study.matrix.running import fewest
 
 
 @given(st.lists(st.integers(0, 15), unique=True, min_size=1), st.data())
@@ -41,10 +41,3 @@ def test_none_of_what_is_left_can_be_left_out(guilty: set[int], least: int) -> N
 
 def test_what_shows_it_with_nothing_needs_nothing() -> None:
     assert fewest("abc", lambda _: True) == ()
-
-
-def test_steps_are_taken_where_it_is_still_shown() -> None:
-    assert smallest(("layers 2", "layers 1", "heads 2"), lambda some: "layers 1" not in some) == (
-        "layers 2",
-        "heads 2",
-    )

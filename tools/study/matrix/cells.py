@@ -8,7 +8,7 @@ rows are few and strategies of a row many.
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -17,6 +17,9 @@ from allpairspy import AllPairs
 from tools.study.matrix.cell import Cell, applies, levels_of, patched
 from tools.study.matrix.definition import Family, Layout, Level, Matrix
 from tools.verify.findings import Finding
+
+SHARE = 0.5
+"""Of the features that a draw changes; others are as the model has them."""
 
 Row = tuple[Level, ...]
 """A level of each feature, first ones included."""
@@ -39,16 +42,14 @@ def cells_of(matrix: Matrix, family: Family, known: Sequence[Finding], seed: int
     rows = rows_of(matrix, family, seed)
     drawn = [cell for layout in family.layouts for cell in _cover(matrix, family, layout, rows)]
     used = {cell.levels for cell in drawn}
-    rest: list[Cell] = []
-    turn = 0
+    rest, order = list[Cell](), family.layouts
     for row in rows:
         if (levels := _not_first(family, row)) in used:
             continue
         # A row that no strategy needed has pairs of levels that no other row has.
-        order = (*family.layouts[turn:], *family.layouts[:turn])
-        turn = (turn + 1) % len(family.layouts)
         suited = [one for one in order if matrix.legal(family, row, one.name)]
         rest += [Cell(family, layout, levels) for layout in suited[:1]]
+        order = (*order[1:], order[0])
     shown = ((finding, levels_of(finding, family)) for finding in known)
     alone = [
         patched(cell, [one for one in known if finding.id not in (one.id, one.behind)])
@@ -57,13 +58,36 @@ def cells_of(matrix: Matrix, family: Family, known: Sequence[Finding], seed: int
         for layout in family.layouts
         if applies(finding, cell := Cell(family, layout, levels))
     ]
-    covering = in_order(_seeded((*alone, *(patched(cell, known) for cell in drawn)), seed))
-    further = in_order(_seeded((patched(cell, known) for cell in rest), seed))
-    return list({cell.id: cell for cell in (*covering, *further)}.values())
+    covering = in_order((*alone, *(patched(cell, known) for cell in drawn)))
+    further = in_order(patched(cell, known) for cell in rest)
+    seeded = (replace(cell, seed=seed) for cell in (*covering, *further))
+    return list({cell.id: cell for cell in seeded}.values())
 
 
-def _seeded(cells: Iterable[Cell], seed: int) -> list[Cell]:
-    return [replace(one, seed=seed) for one in cells]
+def draws(
+    matrix: Matrix, families: Sequence[Family], known: Sequence[Finding], seed: int
+) -> Iterator[Cell]:
+    """Legal cells without end, each once; the same for the same seed, and for the first n of any number.
+
+    Args:
+        matrix: What is not drawn together.
+        families: Of which features and strategies are drawn.
+        known: Bugs whose patches are applied where they would be seen.
+        seed: Of the draw; weights and samples are the same for all.
+    """
+    order, seen = random.Random(seed), set[str]()
+    while True:
+        family = order.choice(families)
+        layout = order.choice(family.layouts)
+        levels = [
+            order.choice(drawn)
+            for given in (*family.factors.values(), *family.fuzzed.values())
+            if (drawn := [one for one in given[1:] if not one.alone]) and order.random() < SHARE
+        ]
+        cell = patched(Cell(family, layout, matrix.fitting(family, layout, levels)), known)
+        if cell.id not in seen:
+            seen.add(cell.id)
+            yield cell
 
 
 def in_order(cells: Iterable[Cell]) -> list[Cell]:

@@ -26,19 +26,10 @@ from tools.records.run import MegatronEntry
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.study.matrix.cell import Cell
-from tools.study.matrix.cells import cells_of
+from tools.study.matrix.cells import cells_of, draws
 from tools.study.matrix.curves import curves
 from tools.study.matrix.definition import Family, Level, Matrix, load_matrix
-from tools.study.matrix.fuzz import draws
-from tools.study.matrix.fuzz import fuzz as fuzz_cells
-from tools.study.matrix.outcome import (
-    CellRecord,
-    CellStatus,
-    Drawn,
-    store,
-    store_curves,
-    store_drawn,
-)
+from tools.study.matrix.outcome import CellRecord, Drawn, keep, store
 from tools.study.matrix.page import counts_of, write_pages
 from tools.study.matrix.running import CellVerifier, MatrixRun
 from tools.study.verify.verifier import ForkedRanks, Verifier
@@ -67,41 +58,12 @@ def families_of(
     Raises:
         LaunchError: A name is of nothing in the matrix.
     """
-    _refuse_unknown(matrix, features, layouts)
-    families = [family.name for family in matrix.families]
-    rest = [name for name in features if not _is_named(families, (name,))]
-    named = [name for name in features if name not in rest]
-
-    def is_asked(level: Level) -> bool:
-        return level.is_in(megatron) and (not rest or _is_named(_names(level), rest))
-
-    asked = (
-        msgspec.structs.replace(
-            family,
-            factors={
-                factor: (levels[0], *filter(is_asked, levels[1:]))
-                for factor, levels in family.factors.items()
-            },
-            layouts=tuple(
-                one for one in family.layouts if not layouts or _is_named((one.name,), layouts)
-            ),
-        )
-        for family in matrix.families
-        if not named or _is_named((family.name,), named)
-    )
-    return tuple(
-        family
-        for family in asked
-        if family.layouts and (not rest or any(len(one) > 1 for one in family.factors.values()))
-    )
-
-
-def _refuse_unknown(matrix: Matrix, features: Sequence[str], layouts: Sequence[str]) -> None:
-    names, laid = set[str](), set[str]()
-    for family in matrix.families:
-        levels = (level for levels in family.factors.values() for level in levels)
-        names |= {family.name, *(name for level in levels for name in _names(level))}
-        laid |= {layout.name for layout in family.layouts}
+    every = [
+        level for family in matrix.families for each in family.factors.values() for level in each
+    ]
+    families = {family.name for family in matrix.families}
+    names = families.union(*map(_names, every))
+    laid = {layout.name for family in matrix.families for layout in family.layouts}
     for variable, given, known in (("FEATURES", features, names), ("STRATEGIES", layouts, laid)):
         for name in given:
             if not _is_named(known, (name,)):
@@ -109,6 +71,24 @@ def _refuse_unknown(matrix: Matrix, features: Sequence[str], layouts: Sequence[s
                     f"{variable}={name} is none of the matrix's; name some of "
                     f"{', '.join(sorted(known))}."
                 )
+    rest = [name for name in features if not _is_named(families, (name,))]
+    named = [name for name in features if name not in rest]
+
+    def is_asked(level: Level) -> bool:
+        return level.is_in(megatron) and (not rest or _is_named(_names(level), rest))
+
+    found = []
+    for family in matrix.families:
+        factors = {
+            factor: (levels[0], *filter(is_asked, levels[1:]))
+            for factor, levels in family.factors.items()
+        }
+        chosen = [one for one in family.layouts if not layouts or _is_named((one.name,), layouts)]
+        is_named = not named or _is_named((family.name,), named)
+        if is_named and chosen and (not rest or any(len(one) > 1 for one in factors.values())):
+            own = msgspec.structs.replace(family, factors=factors, layouts=tuple(chosen))
+            found.append(own)
+    return tuple(found)
 
 
 def _names(level: Level) -> tuple[str, str, str]:
@@ -210,7 +190,7 @@ def matrix(given: Namespace, options: Options, console: Console) -> int:
         console.print("The time is over; the same command continues.", highlight=False)
     store(command.pages, command.name, run.records.values())
     command.publish()
-    return int(any(is_new(record) for record in records))
+    return int(any(record.is_wrong and not record.finding for record in records))
 
 
 def fuzz(given: Namespace, options: Options, console: Console) -> int:
@@ -226,7 +206,7 @@ def fuzz(given: Namespace, options: Options, console: Console) -> int:
         return 0
     found: list[CellRecord] = []
     with command.run(f"-fuzz-{seed}", FUZZ_MINUTES) as run:
-        for one in fuzz_cells(run, cells):
+        for one in run.draw(cells):
             found.append(one)
             console.print(f"differs: {one.sentence}", style="red", highlight=False)
             console.print(f"  {one.smallest}", markup=False, soft_wrap=True)
@@ -234,7 +214,8 @@ def fuzz(given: Namespace, options: Options, console: Console) -> int:
     console.print(f"SEED={seed}: {summary(records, len(records))}", highlight=False)
     if found:
         console.print("The same command continues a search for the least that the time cut off.")
-    store_drawn(command.pages, command.name, Drawn(seed, records, tuple(found)))
+    drawn = Drawn(seed, records, tuple(found))
+    keep(command.pages, f"{command.name}.fuzz-{seed}.json", drawn)
     command.publish()
     return int(bool(found))
 
@@ -256,14 +237,9 @@ def bf16(given: Namespace, options: Options, console: Console) -> int:
                 f"bf16 from fp32 {one.cost[0]:.2g}, mean {one.cost[1]:.2g}",
                 highlight=False,
             )
-    store_curves(command.pages, command.name, found)
+    keep(command.pages, f"{command.name}.bf16.json", found)
     command.publish()
     return 0
-
-
-def is_new(record: CellRecord) -> bool:
-    """Whether a cell differs that is no known finding by itself."""
-    return record.status in (CellStatus.DIFFERS, CellStatus.FLAKY) and not record.finding
 
 
 def label(entry: MegatronEntry) -> str:

@@ -42,49 +42,43 @@ def curve_of(
     layout: str, one: Mapping[str, Sequence[float]], own: Mapping[str, Sequence[float]]
 ) -> Curve:
     """Compare a strategy's losses, by dtype, with one rank's."""
+
+    def apart(losses: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+        found = np.abs(np.subtract(losses, others))
+        return float(found.max()), float(found.mean())
+
     return Curve(
         layout,
-        _apart(own["fp32"], one["fp32"]),
-        _apart(own["bf16"], one["bf16"]),
-        _apart(own["bf16"], own["fp32"]),
+        apart(own["fp32"], one["fp32"]),
+        apart(own["bf16"], one["bf16"]),
+        apart(own["bf16"], own["fp32"]),
         own["fp32"][-1],
         own["bf16"][-1],
     )
-
-
-def _apart(losses: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
-    apart = np.abs(np.subtract(losses, others))
-    return float(apart.max()), float(apart.mean())
 
 
 def _losses(
     family: Family, layout: Layout, options: Options, ranks: ForkedRanks, folder: Path
 ) -> dict[str, list[float]]:
     """By dtype."""
-    own = replace(
-        options,
-        runs=folder,
-        data=SMALL_SAMPLE,
-        extra=(*family.base, *layout.flags, *layout.own),
-        iterations=ITERATIONS,
-        micro_batch_size=MICRO_BATCH,
-        global_batch_size=layout.samples,
-        dropout=0.0,
-        shared_start=True,
-        ledger=False,
-    )
-    job = Job(layout.strategy, load_model(family.model), layout.devices, DeviceKind.CPU, own)
-    return {
-        dtype: _train(f"{layout.name} {flag}", job, flag, ranks, folder)
-        for dtype, flag in (("fp32", ""), ("bf16", "--bf16"))
-    }
-
-
-def _train(name: str, job: Job, flag: str, ranks: ForkedRanks, folder: Path) -> list[float]:
-    options = replace(job.options, extra=(*job.options.extra, *flag.split()))
-    launch = compose_job(job.under(options))
-    ensure_start_checkpoint(launch, Console(quiet=True), ranks.exit_code)
-    log = folder / "curve.txt"
-    if failure := ranks.run(launch, log, seconds=SECONDS):
-        raise LaunchError(f"{name}: the run {failure}")
-    return losses_in(log)
+    found, log = {}, folder / "curve.txt"
+    for dtype, flag in (("fp32", ""), ("bf16", "--bf16")):
+        own = replace(
+            options,
+            runs=folder,
+            data=SMALL_SAMPLE,
+            extra=(*family.base, *layout.flags, *layout.own, *flag.split()),
+            iterations=ITERATIONS,
+            micro_batch_size=MICRO_BATCH,
+            global_batch_size=layout.samples,
+            dropout=0.0,
+            shared_start=True,
+            ledger=False,
+        )
+        model = load_model(family.model)
+        launch = compose_job(Job(layout.strategy, model, layout.devices, DeviceKind.CPU, own))
+        ensure_start_checkpoint(launch, Console(quiet=True), ranks.exit_code)
+        if failure := ranks.run(launch, log, seconds=SECONDS):
+            raise LaunchError(f"{layout.name} {flag}: the run {failure}")
+        found[dtype] = losses_in(log)
+    return found

@@ -147,13 +147,7 @@ class Matrix:
         return replace(self, apart=tuple(one for one in self.apart if one.release in ("", release)))
 
     def legal(self, family: Family, levels: Sequence[Level], layout: str = "") -> bool:
-        """Whether they may be drawn together; the file's first levels count as well.
-
-        Args:
-            family: Whose levels.
-            levels: One of each feature, first ones included.
-            layout: Its name; empty for any.
-        """
+        """Whether levels, one of each feature, may be drawn together in a strategy, or in any."""
         paths = [level.path for level in levels]
         return not any(
             one.forbids(family.name, paths, layout)
@@ -189,32 +183,34 @@ def load_matrix(path: Path = FILE) -> Matrix:
         )
     except msgspec.ValidationError as error:
         raise LaunchError(f"{from_root(path)}: {error}; correct it.") from None
-    families = (_laid(one, file.layouts.values()) for one in file.families.values())
+    families = []
+    for family in file.families.values():
+        suited = (
+            one for one in file.layouts.values() if not one.families or family.name in one.families
+        )
+        families.append(msgspec.structs.replace(family, layouts=tuple(suited)))
     return Matrix(tuple(families), tuple(_apart(names, file.layouts) for names in file.apart))
 
 
-def _laid(family: Family, layouts: Iterable[Layout]) -> Family:
-    suited = (one for one in layouts if not one.families or family.name in one.families)
-    return msgspec.structs.replace(family, layouts=tuple(suited))
-
-
 def _named(file: dict[str, Any]) -> dict[str, Any]:
-    """The file with what its keys name, and texts of flags as words."""
+    """The file with what its keys name, and texts of flags as words; a level that is a text is flags."""
     families = {name: _words(one, name=name) for name, one in file["families"].items()}
     for one in families.values():
         one["smaller"] = [shlex.split(flags) for flags in one.get("smaller", ())]
         for key in {"factors", "fuzz"} & one.keys():
-            one[key] = {factor: _levels(factor, levels) for factor, levels in one[key].items()}
+            one[key] = {
+                factor: [
+                    _words(
+                        each if isinstance(each, dict) else {"flags": each},
+                        factor=factor,
+                        name=name,
+                    )
+                    for name, each in levels.items()
+                ]
+                for factor, levels in one[key].items()
+            }
     layouts = {name: _words(one, name=name) for name, one in file["layouts"].items()}
     return {**file, "families": families, "layouts": layouts}
-
-
-def _levels(factor: str, levels: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A level that is a text is its flags."""
-    return [
-        _words(one if isinstance(one, dict) else {"flags": one}, factor=factor, name=name)
-        for name, one in levels.items()
-    ]
 
 
 def _words(given: Mapping[str, Any], **names: str) -> dict[str, Any]:

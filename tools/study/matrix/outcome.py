@@ -7,7 +7,7 @@ A cell that was verified is `<folder>/<id>.json`; what is kept beside the pages 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -41,6 +41,10 @@ _EXCEPTION = re.compile(r"\b(\w+(?:Error|Exception|Exit))\b")
 _REFUSING = ("AssertionError", "ValueError", "NotImplementedError")
 _ABSENT = re.compile(
     r"without Transformer Engine|Transformer ?Engine|\bTE\b|CUDA|Apex|apex|NVML|NCCL|grouped.gemm",
+)
+_OF_VERDICT = (
+    *("stage", "module", "tensor", "kind", "error", "tolerance", "worst_ratio"),
+    *("compared", "seen", "reason"),
 )
 
 
@@ -101,23 +105,18 @@ class CellRecord:
         return self.status is CellStatus.HELD
 
     @property
+    def is_wrong(self) -> bool:
+        """Whether tensors differ, each time or sometimes."""
+        return self.status in (CellStatus.DIFFERS, CellStatus.FLAKY)
+
+    @property
     def sentence(self) -> str:
         """In a few words."""
         if self.status is CellStatus.DIFFERS:
             return f"{self.stage}, {self.module}: {self.kind}"
-        if self.status is CellStatus.HELD:
+        if self.is_right:
             return f"{self.worst_ratio or 0:.2f} of its tolerance"
         return self.reason or ""
-
-
-def status_of(judgement: Judgement) -> CellStatus:
-    """What a judgement is, without a second try."""
-    verdict = judgement.verdict
-    if verdict.verdict is Outcome.HELD:
-        return CellStatus.HELD
-    if verdict.verdict is Outcome.DIFFERS:
-        return CellStatus.DIFFERS
-    return status_of_reason(verdict.reason or "")
 
 
 def status_of_reason(reason: str) -> CellStatus:
@@ -133,30 +132,26 @@ def status_of_reason(reason: str) -> CellStatus:
     return CellStatus.REFUSED if named[1] in _REFUSING else CellStatus.CRASHED
 
 
-def stages_of(judgement: Judgement) -> dict[str, Error]:
-    """The largest error of each stage, by name, in their order; those that are finite."""
-    found: dict[str, Error] = {}
-    for one in judgement.compared.comparisons if judgement.compared else ():
-        name = str(one.key[0])
-        before = found.get(name, Error(0.0, 0.0))
-        if np.isfinite(one.error) and np.isfinite(one.ratio):
-            found[name] = Error(max(before.error, one.error), max(before.ratio, one.ratio))
-    return found
-
-
 def of_judgement(judgement: Judgement) -> dict[str, Any]:
-    """Fields of a record: the verdict's, infinite ones empty, and each stage's error."""
-    found = {name: getattr(judgement.verdict, name) for name in _OF_VERDICT}
+    """Fields of a record without a second try: the verdict's, infinite ones empty, and of each stage
+    the largest error that is finite."""
+    verdict = judgement.verdict
+    found = {name: getattr(verdict, name) for name in _OF_VERDICT}
     for name in ("error", "worst_ratio"):
         value = found[name]
         found[name] = value if value is not None and value < float("inf") else None
-    return {**found, "status": status_of(judgement), "stages": stages_of(judgement)}
-
-
-_OF_VERDICT = (
-    *("stage", "module", "tensor", "kind", "error", "tolerance", "worst_ratio"),
-    *("compared", "seen", "reason"),
-)
+    found["status"] = (
+        status_of_reason(verdict.reason or "")
+        if verdict.verdict is Outcome.NOT_COMPARABLE
+        else CellStatus(verdict.verdict)
+    )
+    stages: dict[str, Error] = {}
+    for one in judgement.compared.comparisons if judgement.compared else ():
+        name = str(one.key[0])
+        before = stages.get(name, Error(0.0, 0.0))
+        if np.isfinite(one.error) and np.isfinite(one.ratio):
+            stages[name] = Error(max(before.error, one.error), max(before.ratio, one.ratio))
+    return {**found, "stages": stages}
 
 
 @dataclass(frozen=True)
@@ -185,18 +180,20 @@ class Curve:
     last_bf16: float
 
 
-def read_cells(folder: Path) -> dict[str, CellRecord]:
-    """Cells in a folder, one JSON each, by id.
+def read_kept[T](folder: Path, pattern: str, kind: type[T]) -> list[T]:
+    """What the files of a folder hold, one JSON each, by their names' order.
 
     Raises:
         msgspec.ValidationError: One is not of this version of the kit.
     """
-    return {one.id: one for one in _read(sorted(folder.glob("*.json")), CellRecord)}
+    return [
+        msgspec.json.decode(path.read_bytes(), type=kind) for path in sorted(folder.glob(pattern))
+    ]
 
 
-def write_cell(folder: Path, record: CellRecord) -> None:
-    """Write a cell, whole or not at all."""
-    write_record(folder / f"{record.id}.json", record)
+def keep(folder: Path, name: str, what: object) -> None:
+    """Keep a version's curves or draws beside its cells, in place of what was there."""
+    write_record(_stored(folder, name), what)
 
 
 def store(folder: Path, name: str, records: Iterable[CellRecord]) -> None:
@@ -208,35 +205,10 @@ def store(folder: Path, name: str, records: Iterable[CellRecord]) -> None:
     write_whole(path, b"".join(lines))
 
 
-def store_curves(folder: Path, name: str, curves: Sequence[Curve]) -> None:
-    """Keep the losses' differences of a version."""
-    write_record(_stored(folder, f"{name}.bf16.json"), curves)
-
-
-def store_drawn(folder: Path, name: str, drawn: Drawn) -> None:
-    """Keep what a seed's draws came to, in place of what they did before."""
-    write_record(_stored(folder, f"{name}.fuzz-{drawn.seed}.json"), drawn)
-
-
 def read_stored(path: Path) -> list[CellRecord]:
     """Cells of a version's file; none where it is not there."""
     lines = path.read_bytes().splitlines() if path.is_file() else ()
     return [msgspec.json.decode(line, type=CellRecord) for line in lines]
-
-
-def read_curves(cells: Path) -> tuple[Curve, ...]:
-    """Those beside a version's file."""
-    found = _read(cells.parent.glob(f"{cells.stem}.bf16.json"), tuple[Curve, ...])
-    return next(found, ())
-
-
-def read_drawn(cells: Path) -> tuple[Drawn, ...]:
-    """Those beside a version's file."""
-    return tuple(_read(sorted(cells.parent.glob(f"{cells.stem}.fuzz-*.json")), Drawn))
-
-
-def _read[T](paths: Iterable[Path], kind: type[T]) -> Iterator[T]:
-    return (msgspec.json.decode(path.read_bytes(), type=kind) for path in paths)
 
 
 def _stored(folder: Path, name: str) -> Path:

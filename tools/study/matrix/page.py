@@ -5,6 +5,7 @@ Both are templates over the cells that are kept beside them (`outcome.py`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,23 +20,14 @@ from tools.study.matrix.outcome import (
     STATUSES,
     STORED,
     CellRecord,
-    CellStatus,
     Curve,
     Drawn,
-    read_curves,
-    read_drawn,
+    read_kept,
     read_stored,
 )
-from tools.study.matrix.table import (
-    MEANINGS,
-    SIGNS,
-    FamilyTable,
-    LevelResult,
-    bf16_costs,
-    tables,
-)
+from tools.study.matrix.table import LEGEND, FamilyTable, bf16_costs, tables
 from tools.text.html import environment
-from tools.text.table import Column, Table, markdown_rows, markdown_table, markdown_text
+from tools.text.table import markdown_rows, markdown_text
 from tools.text.units import DASH
 from tools.verify.findings import Finding, Judged, findings
 
@@ -87,7 +79,7 @@ class MatrixOfVersion:
         pairs = [pair.status for pair in found if not pair.is_open]
         return {
             "pairs": len(found),
-            **_counted(pairs),
+            **{str(status): pairs.count(status) for status in STATUSES},
             UNEXPLAINED: len(found) - len(pairs),
             UNTRIED: pairs.count(None),
         }
@@ -105,8 +97,7 @@ class MatrixOfVersion:
     @cached_property
     def new(self) -> list[CellRecord]:
         """Cells that differ and are no known finding: the smallest of each place and strategy."""
-        wrong = (CellStatus.DIFFERS, CellStatus.FLAKY)
-        found = [one for one in self.records if one.status in wrong and not one.finding]
+        found = [one for one in self.records if one.is_wrong and not one.finding]
         least: dict[tuple[object, ...], CellRecord] = {}
         for one in sorted(found, key=lambda one: (len(one.levels), len(one.command))):
             least.setdefault((one.layout, one.blamed or one.levels), one)
@@ -118,7 +109,7 @@ class MatrixOfVersion:
         """What was not compared: each sentence with the cells that it is about, fewest levels first."""
         found: dict[str, list[CellRecord]] = {}
         for one in sorted(self.records, key=lambda one: len(one.levels)):
-            if one.status not in (CellStatus.HELD, CellStatus.DIFFERS, CellStatus.FLAKY):
+            if not (one.is_right or one.is_wrong):
                 found.setdefault(f"{one.status}: {one.reason}", []).append(one)
         return sorted(found.items())
 
@@ -130,14 +121,10 @@ class MatrixOfVersion:
         return list(first.layouts), bf16_costs(own, first.layouts)
 
 
-def _counted(statuses: Sequence[CellStatus | None]) -> dict[str, int]:
-    return {str(status): statuses.count(status) for status in STATUSES}
-
-
 def counts_of(records: Sequence[CellRecord]) -> str:
     """How many cells came to what: `3 held, 1 differs`."""
-    found = _counted([one.status for one in records])
-    return ", ".join(f"{number} {status}" for status, number in found.items() if number)
+    found = Counter(one.status for one in records)
+    return ", ".join(f"{found[status]} {status}" for status in STATUSES if found[status])
 
 
 def overview(versions: Sequence[MatrixOfVersion]) -> list[list[str]]:
@@ -164,11 +151,17 @@ def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:
         (folder / STORED).glob("*.jsonl"), key=lambda path: _release(path.stem), reverse=True
     )
     versions = [
-        MatrixOfVersion(path.stem, tuple(records), matrix, read_curves(path), read_drawn(path))
+        MatrixOfVersion(
+            path.stem,
+            tuple(records),
+            matrix,
+            *read_kept(path.parent, f"{path.stem}.bf16.json", tuple[Curve, ...]),
+            drawn=tuple(read_kept(path.parent, f"{path.stem}.fuzz-*.json", Drawn)),
+        )
         for path in stored
         if (records := read_stored(path))
     ]
-    legend = [(status.replace(" ", "-"), SIGNS[status], MEANINGS[status]) for status in STATUSES]
+    legend = [(status.replace(" ", "-"), *said) for status, said in LEGEND.items()]
     order = list(Judged)
     judged = sorted(findings(), key=lambda one: order.index(one.verdict))
     given = {**_NAMES, "versions": versions, "legend": legend, "overview": overview(versions)}
@@ -190,21 +183,18 @@ def _release(name: str) -> Version:
 
 def _lines(version: MatrixOfVersion, table: FamilyTable) -> list[list[str]]:
     """A table's rows in Markdown: a feature's name once, and each pair with a link to its cell."""
-    factors = ["", *(row.level.factor for row in table.rows)]
-    return [
-        [
-            row.level.factor if row.level.factor != before else "",
-            row.level.name,
-            *(_markdown_cell(version.name, pair) for pair in row.pairs),
-        ]
-        for before, row in zip(factors, table.rows, strict=False)
-    ]
-
-
-def _markdown_cell(version: str, pair: LevelResult) -> str:
-    if pair.record is None or pair.record.is_right:
-        return pair.text
-    return f"[{pair.text}]({HTML}#{version}.{pair.record.id})"
+    lines, before = [], ""
+    for row in table.rows:
+        cells = (
+            pair.text
+            if pair.record is None or pair.record.is_right
+            else f"[{pair.text}]({HTML}#{version.name}.{pair.record.id})"
+            for pair in row.pairs
+        )
+        factor = row.level.factor
+        lines.append([factor if factor != before else "", row.level.name, *cells])
+        before = factor
+    return lines
 
 
 def _places(records: Iterable[CellRecord]) -> str:
@@ -215,24 +205,6 @@ def _places(records: Iterable[CellRecord]) -> str:
     return ", ".join(f"{family} in {', '.join(layouts)}" for family, layouts in found.items())
 
 
-def _two(values: tuple[float, float], digits: int = 2) -> str:
-    return ", ".join(f"{value:.{digits}g}" for value in values)
-
-
-_CURVES: tuple[Column[Curve], ...] = (
-    Column("layout", lambda one: one.layout),
-    Column("fp32, from one rank", lambda one: one.fp32, _two),
-    Column("bf16, from one rank", lambda one: one.bf16, _two),
-    Column("bf16, from fp32", lambda one: one.cost, _two),
-    Column("last losses", lambda one: _two((one.last_fp32, one.last_bf16), 5)),
-)
-
-
-def _present(finding: Finding) -> str:
-    """The versions that have it."""
-    return ", ".join(f"{name} ({basis})" for name, basis in finding.present.items()) or "none"
-
-
 _NAMES = {
     "html": HTML,
     "dash": DASH,
@@ -241,9 +213,7 @@ _NAMES = {
     "escaped": markdown_text,
     "lines": _lines,
     "places": _places,
-    "present": _present,
     "counts_of": counts_of,
-    "curves": lambda curves: markdown_table(Table(_CURVES, curves)),
     "plain": str,
 }
 """What the templates use."""

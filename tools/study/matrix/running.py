@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,17 +19,11 @@ from rich.console import Console
 
 from tools.launch.code import find_entry, kit_commit
 from tools.launch.options import Options
+from tools.records.io import write_record
 from tools.spec.errors import LaunchError
 from tools.study.matrix.cell import Cell, uncured
 from tools.study.matrix.definition import Level
-from tools.study.matrix.outcome import (
-    CellRecord,
-    CellStatus,
-    of_judgement,
-    read_cells,
-    write_cell,
-)
-from tools.study.matrix.shrink import fewest, smallest
+from tools.study.matrix.outcome import CellRecord, CellStatus, of_judgement, read_kept
 from tools.study.verify.verifier import Verifier
 from tools.verify.findings import Finding
 from tools.verify.verdict import refused
@@ -107,11 +101,6 @@ class CellVerifier:
         )
 
 
-def needs_reason(cell: Cell, record: CellRecord) -> bool:
-    """Whether it is to be found out which of a cell's levels are wrong."""
-    return not record.is_right and not record.finding and bool(cell.levels)
-
-
 @dataclass
 class MatrixRun:
     """Cells of one version, and the folder that keeps them."""
@@ -125,7 +114,7 @@ class MatrixRun:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.records = read_cells(self.folder)
+        self.records = {one.id: one for one in read_kept(self.folder, "*.json", CellRecord)}
 
     @property
     def is_over(self) -> bool:
@@ -142,7 +131,9 @@ class MatrixRun:
         while not self.is_over:
             cell = next(left, None)
             if cell is not None:
-                wrong += [cell] if needs_reason(cell, self.record(cell)) else []
+                record = self.record(cell)
+                if cell.levels and not record.is_right and not record.finding:
+                    wrong.append(cell)
             elif wrong:
                 left = self._explained(wrong.pop(0))
             else:
@@ -151,15 +142,28 @@ class MatrixRun:
 
     def record(self, cell: Cell) -> CellRecord:
         """A cell's record: as it is kept, or verified now."""
-        kept = self.records.get(cell.id)
-        if kept is not None:
-            return kept
+        if cell.id in self.records:
+            return self.records[cell.id]
         record = self._keep(self.verify(cell))
-        self._say(record)
+        style = {CellStatus.HELD: "green", CellStatus.DIFFERS: "red"}.get(record.status, "yellow")
+        levels = " ".join(path.partition("/")[2] for path in record.levels) or "as it is"
+        line = f"{record.status}: {record.layout} {record.family}, {levels}: {record.sentence}"
+        self.console.print(
+            f"{line} ({record.seconds:.0f} s)", style=style, highlight=False, soft_wrap=True
+        )
         return record
 
+    def draw(self, cells: Iterator[Cell]) -> Iterator[CellRecord]:
+        """Verify draws until the time is over; gives the least of each that differs."""
+        while not self.is_over:
+            cell = next(cells)
+            record = self.record(cell)
+            if record.status is CellStatus.DIFFERS and not record.finding:
+                least = self.shrunk(cell.only(self.blamed(cell, record)))
+                yield replace(self.record(least), smallest=least.command())
+
     def _keep(self, record: CellRecord) -> CellRecord:
-        write_cell(self.folder, record)
+        write_record(self.folder / f"{record.id}.json", record)
         self.records[record.id] = record
         return record
 
@@ -186,23 +190,44 @@ class MatrixRun:
 
     def shrunk(self, cell: Cell) -> Cell:
         """The smallest model and the fewest flags that differ as a cell does."""
-        record = self.record(cell)
-
-        def with_more(more: tuple[tuple[str, ...], ...]) -> Cell:
-            return replace(cell, more=tuple(word for words in more for word in words))
-
-        return with_more(
-            smallest(cell.family.smaller, lambda more: self._is_as(with_more(more), record))
-        )
+        record, least = self.record(cell), cell
+        for flags in cell.family.smaller:
+            smaller = replace(least, more=(*least.more, *flags))
+            least = smaller if self._is_as(smaller, record) else least
+        return least
 
     def _is_as(self, cell: Cell, record: CellRecord) -> bool:
         """Whether a cell comes to what a record says; not where there is no time to find out."""
         return not self.is_over and self.record(cell).status is record.status
 
-    def _say(self, record: CellRecord) -> None:
-        style = {CellStatus.HELD: "green", CellStatus.DIFFERS: "red"}.get(record.status, "yellow")
-        levels = " ".join(path.partition("/")[2] for path in record.levels) or "as it is"
-        line = f"{record.status}: {record.layout} {record.family}, {levels}: {record.sentence}"
-        self.console.print(
-            f"{line} ({record.seconds:.0f} s)", style=style, highlight=False, soft_wrap=True
-        )
+
+def fewest[T](parts: Sequence[T], shows: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
+    """The parts of which none can be left out; all of them show it, and none of them alone may.
+
+    Zeller and Hildebrandt's ddmin (IEEE TSE 28, 2002): halves first, so that one guilty part of n is
+    found in about 2·log2(n) tries.
+
+    Args:
+        parts: What shows it together.
+        shows: Whether some of the parts, in their order, show it as well.
+    """
+    if not parts or shows(()):
+        return ()
+    kept, pieces = tuple(parts), 2
+    while len(kept) > 1:
+        size = -(-len(kept) // pieces)
+        chunks = [kept[at : at + size] for at in range(0, len(kept), size)]
+        smaller = next((chunk for chunk in chunks if len(chunk) < len(kept) and shows(chunk)), None)
+        if smaller is not None:
+            kept, pieces = smaller, 2
+            continue
+        rests = ((*kept[:at], *kept[at + size :]) for at in range(0, len(kept), size))
+        # Of two halves each is the other's rest, and was tried.
+        rest = next((one for one in rests if one and len(chunks) > 2 and shows(one)), None)
+        if rest is not None:
+            kept, pieces = rest, max(pieces - 1, 2)
+        elif size == 1:
+            break
+        else:
+            pieces = min(len(kept), 2 * pieces)
+    return kept

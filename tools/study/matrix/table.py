@@ -15,10 +15,8 @@ from tools.study.matrix.outcome import BF16, STATUSES, CellRecord, CellStatus
 class LevelResult:
     """A level in a strategy."""
 
-    status: CellStatus | None
-    """None: in no cell."""
     record: CellRecord | None = None
-    """The cell that says so."""
+    """The cell that says what it comes to; None: in no cell."""
     ratio: float | None = None
     """Of what held, the largest error over tolerance."""
     beside: tuple[str, ...] = ()
@@ -27,14 +25,18 @@ class LevelResult:
     """Whether any level of the cell may be to blame: it was not found out yet."""
 
     @property
+    def status(self) -> CellStatus | None:
+        """What it comes to; None: in no cell."""
+        return self.record.status if self.record else None
+
+    @property
     def text(self) -> str:
         """In a table's cell."""
-        if self.status is None:
+        if self.record is None:
             return "–"
-        if self.status is CellStatus.HELD:
-            patched = "ᵖ" if self.record and self.record.patch else ""
-            return f"✓{patched} {self.ratio or 0:.2f}"
-        mark = SIGNS[self.status]
+        if self.record.is_right:
+            return f"✓{'ᵖ' if self.record.patch else ''} {self.ratio or 0:.2f}"
+        mark = LEGEND[self.record.status][0]
         if self.is_open:
             return f"{mark}?"
         names = ", ".join(path.partition("/")[2] for path in self.beside)
@@ -43,10 +45,10 @@ class LevelResult:
     @property
     def short(self) -> str:
         """Where columns are narrow."""
-        if self.status is CellStatus.HELD:
+        if self.record and self.record.is_right:
             ratio = "0" if not self.ratio else f"{self.ratio:.2f}".lstrip("0")
-            return f"{ratio}ᵖ" if self.record and self.record.patch else ratio
-        return f"{SIGNS[self.status]}*" if self.beside and self.status else self.text
+            return f"{ratio}ᵖ" if self.record.patch else ratio
+        return f"{LEGEND[self.record.status][0]}*" if self.record and self.beside else self.text
 
     @property
     def sentence(self) -> str:
@@ -56,26 +58,17 @@ class LevelResult:
         return f"{self.record.status}: {self.record.sentence}"
 
 
-SIGNS = {
-    CellStatus.HELD: "✓",
-    CellStatus.DIFFERS: "✗",
-    CellStatus.FLAKY: "~",
-    CellStatus.CRASHED: "crash",
-    CellStatus.REFUSED: "refused",
-    CellStatus.MISSING: "no CPU",
-    CellStatus.NOT_COMPARABLE: "n/c",
-    CellStatus.NOT_JUDGED: "?",
+LEGEND = {
+    CellStatus.HELD: ("✓", "held: the largest error over its tolerance"),
+    CellStatus.NOT_COMPARABLE: ("n/c", "the strategy trains something else by definition"),
+    CellStatus.MISSING: ("no CPU", "needs what no CPU rank has"),
+    CellStatus.REFUSED: ("refused", "Megatron refuses it"),
+    CellStatus.CRASHED: ("crash", "Megatron crashes"),
+    CellStatus.NOT_JUDGED: ("?", "could not be judged"),
+    CellStatus.FLAKY: ("~", "not the same twice"),
+    CellStatus.DIFFERS: ("✗", "differs"),
 }
-MEANINGS = {
-    CellStatus.HELD: "held: the largest error over its tolerance",
-    CellStatus.DIFFERS: "differs",
-    CellStatus.FLAKY: "not the same twice",
-    CellStatus.CRASHED: "Megatron crashes",
-    CellStatus.REFUSED: "Megatron refuses it",
-    CellStatus.MISSING: "needs what no CPU rank has",
-    CellStatus.NOT_COMPARABLE: "the strategy trains something else by definition",
-    CellStatus.NOT_JUDGED: "could not be judged",
-}
+"""Each status' sign in a table, and what that means."""
 
 
 @dataclass(frozen=True)
@@ -126,37 +119,32 @@ def pair_of(
     A wrong cell counts against the levels that are to blame for it; until these are known it counts
     against none that is right in another cell.
     """
-    own = [one for one in records if one.layout == layout]
     first = family.factors[level.factor][0] == level
-    having = [one for one in own if _has(one, level, first)]
+
+    def has(record: CellRecord) -> bool:
+        own = [path for path in record.levels if path.startswith(f"{level.factor}/")]
+        return record.layout == layout and own == ([] if first else [level.path])
+
+    having = [one for one in records if has(one)]
     wrong = [one for one in having if not one.is_right]
     blamed = [one for one in wrong if _is_to_blame(one, level, first)]
     if blamed:
-        worst = max(blamed, key=lambda one: STATUSES.index(one.status))
-        return LevelResult(worst.status, worst)
+        return LevelResult(max(blamed, key=lambda one: STATUSES.index(one.status)))
     held = [one for one in having if one.is_right]
     beside = [one for one in wrong if level.path in (one.blamed or ())]
+    if held and beside:
+        others = tuple(path for path in beside[0].blamed or () if path != level.path)
+        return LevelResult(beside[0], beside=others)
     if held:
-        if beside:
-            others = tuple(path for path in beside[0].blamed or () if path != level.path)
-            return LevelResult(beside[0].status, beside[0], beside=others)
         # A cell without a patch says more.
         unpatched = [one for one in held if not one.patch] or held
         ratio = max(one.worst_ratio or 0.0 for one in held)
-        return LevelResult(
-            CellStatus.HELD, max(unpatched, key=lambda one: one.worst_ratio or 0.0), ratio
-        )
+        return LevelResult(max(unpatched, key=lambda one: one.worst_ratio or 0.0), ratio)
     unexplained = [one for one in wrong if one.blamed is None and not one.finding]
     if unexplained:
         least = min(unexplained, key=lambda one: (len(one.levels), -STATUSES.index(one.status)))
-        return LevelResult(least.status, least, is_open=len(least.levels) > 1)
-    return LevelResult(None)
-
-
-def _has(record: CellRecord, level: Level, first: bool) -> bool:
-    if first:
-        return not any(path.startswith(f"{level.factor}/") for path in record.levels)
-    return level.path in record.levels
+        return LevelResult(least, is_open=len(least.levels) > 1)
+    return LevelResult()
 
 
 def _is_to_blame(record: CellRecord, level: Level, first: bool) -> bool:

@@ -1,11 +1,13 @@
 """What is said of measured runs, one module for each kind of comparison, over the report's rows.
 
-What their pages say around the tables is in `examples/experiments/`.
+What their pages say around the tables, and their sentences, are in `examples/experiments/`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
 
 from tools.spec.files import read_yaml
 from tools.study.definition import FOLDER
@@ -14,8 +16,20 @@ from tools.text.units import DASH
 
 def page(kind: str, /, **parts: str) -> str:
     """The page of a kind of table, the `page:` of the experiment of its name, with its parts."""
-    text: str = read_yaml(FOLDER / f"{kind}.yaml")["page"]
+    text: str = _file(kind)["page"]
     return text.rstrip().format(**parts)
+
+
+def sentence(kind: str, name: str, /, **parts: object) -> str:
+    """One of the kind's `sentences:`, with its parts."""
+    text: str = _file(kind)["sentences"][name]
+    return text.format(**parts)
+
+
+@cache
+def _file(kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = read_yaml(FOLDER / f"{kind}.yaml")
+    return found
 
 
 def known(shape: str) -> Callable[[float | None], str]:

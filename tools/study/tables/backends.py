@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from tools.report.analyse.entry import Entry
-from tools.report.analyse.statistics import TimeComparison, compare
+from tools.report.analyse.statistics import compare
 from tools.report.render.tables import time_text
 from tools.spec.run import Backend
+from tools.study.engine import comparison, losses_broke
 from tools.study.tables import bullets, known, page
 from tools.study.tables.zero import in_ms, ratio
 from tools.text.table import Column, Table, markdown_table
@@ -39,15 +40,11 @@ def verdicts(rows: Sequence[Entry]) -> list[str]:
         one, two = found.get(reference), found.get(other)
         if one and two and one.estimate and two.estimate:
             names = " against ".join(f"{row.backend} {row.strategy}" for row in (two, one))
-            sentences.append(f"{names}: {_verdict(compare(one.estimate, two.estimate))}")
+            found = compare(one.estimate, two.estimate)
+            speed = f"{abs(1 - 1 / found.ratio):.1%} {'faster' if found.ratio < 1 else 'slower'}"
+            end = " on this machine" if found.verdict.is_clear else f", which is {found.verdict}"
+            sentences.append(f"{names}: {speed}{end}.")
     return sentences
-
-
-def _verdict(result: TimeComparison) -> str:
-    speed = f"{abs(1 - 1 / result.ratio):.1%} {'faster' if result.ratio < 1 else 'slower'}"
-    if result.verdict.is_clear:
-        return f"{speed} on this machine."
-    return f"{speed}, which is {result.verdict}."
 
 
 def _columns(bare: Entry | None) -> tuple[Column[Entry], ...]:
@@ -69,3 +66,8 @@ def _columns(bare: Entry | None) -> tuple[Column[Entry], ...]:
         Column("Loss", lambda row: None if row is bare else row.final_loss, known("{:.6f}")),
         Column("What ran", lambda row: row.implementation),
     )
+
+
+OUTPUT = comparison(
+    lambda study: render(study.model, study.rows, study.experiment.left_out), losses_broke
+)

@@ -8,39 +8,16 @@ tolerance but with the scatter that is there anyway.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from tools.launch.compose import Launch
 from tools.spec import variables
 from tools.spec.errors import LaunchError
+from tools.study.engine import Output, Study
+from tools.text.terminal import say
 
 WINDOW = 25
 """Iterations. A single loss is its batch's more than its weights': of seeds that read different batches
 the mean over a window leaves what would move a curve."""
-
-
-@dataclass(frozen=True)
-class Distances:
-    """Mean absolute differences to the unpatched curve, each point a mean over `WINDOW` iterations."""
-
-    patched: float
-    seeds: float
-
-    @property
-    def within(self) -> bool:
-        """Whether the patches move the curve no further than a seed does."""
-        return self.patched <= self.seeds
-
-
-def distances(curves: Sequence[Mapping[int, float]]) -> Distances:
-    """Of the three curves: alone, of another seed, patched.
-
-    Raises:
-        LaunchError: They share fewer iterations than a window.
-    """
-    alone, seed, patched = curves
-    return Distances(distance(alone, patched), distance(alone, seed))
 
 
 def distance(one: Mapping[int, float], other: Mapping[int, float], window: int = WINDOW) -> float:
@@ -56,20 +33,33 @@ def distance(one: Mapping[int, float], other: Mapping[int, float], window: int =
         raise LaunchError(
             f"The curves share {len(both)} iterations and a window has {window}; set ITERS= higher."
         )
-    pairs = zip(*(_moving([curve[i] for i in both], window) for curve in (one, other)), strict=True)
-    return statistics.fmean(abs(left - right) for left, right in pairs)
-
-
-def sentence(found: Distances, launches: Sequence[Launch]) -> str:
-    """Both distances and what follows."""
-    one, other, patched = launches
-    return (
-        f"Losses over {WINDOW} iterations, mean distance to Megatron alone with SEED={one.spec.seed}: "
-        f"{found.patched:.2g} with FUSED={patched.environment[variables.FUSED]}, "
-        f"{found.seeds:.2g} with SEED={other.spec.seed}: "
-        + ("within the scatter of seeds." if found.within else "the patches move the curve.")
+    ends = range(window, len(both) + 1)
+    means = (
+        [statistics.fmean(curve[i] for i in both[end - window : end]) for end in ends]
+        for curve in (one, other)
     )
+    return statistics.fmean(abs(left - right) for left, right in zip(*means, strict=True))
 
 
-def _moving(losses: Sequence[float], window: int) -> list[float]:
-    return [statistics.fmean(losses[end - window : end]) for end in range(window, len(losses) + 1)]
+def finish(study: Study) -> int:
+    """One sentence of both distances; 0 if the patches move the curve no further than a seed does.
+
+    Raises:
+        LaunchError: A run did not end well, or the curves share fewer iterations than a window.
+    """
+    study.refuse_failed()
+    alone, seed, patches = (row.losses for row in study.rows)
+    one, other, patched = (result.launch for result in study.results)
+    patched_by, seeds_by = distance(alone, patches), distance(alone, seed)
+    said = (
+        f"Losses over {WINDOW} iterations, mean distance to Megatron alone with SEED={one.spec.seed}: "
+        f"{patched_by:.2g} with FUSED={patched.environment[variables.FUSED]}, "
+        f"{seeds_by:.2g} with SEED={other.spec.seed}: "
+    )
+    within = patched_by <= seeds_by
+    end = "within the scatter of seeds." if within else "the patches move the curve."
+    say(study.console, said + end)
+    return int(not within)
+
+
+OUTPUT = Output(finish)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import mean
 
-from tools.launch.compose import Launch
 from tools.records.measurements import first_other_choice
 from tools.records.run import Status
 from tools.report.analyse.configurations import pooled
@@ -23,7 +22,8 @@ from tools.report.read.runs import Run
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.published import Correction, Figure, load_published
-from tools.study.tables import bullets, known, page
+from tools.study.engine import Study, comparison
+from tools.study.tables import bullets, known, page, sentence
 from tools.study.tables.windows import commonest_share, shared_windows
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import DASH, bracketed, rounded
@@ -61,60 +61,63 @@ class RoutedParity:
 
 def render(model: str, runs: Group, notes: Sequence[str]) -> str:
     """Markdown; runs of one kind share a row, with the range over their seeds."""
-    kinds = _by_kind(runs)
+    kinds, found = _by_kind(runs), parities(runs)
+    diverged = min((each.diverged for each in found if each.diverged is not None), default=None)
     said = [
         *_speeds(kinds),
-        _parity_sentence(parities(runs)),
+        sentence(
+            "moe",
+            "parity",
+            held="parity held" if all(each.held for each in found) else "parity is broken",
+            worst=max(each.difference for each in found),
+            until="" if diverged is None else f" {sentence('moe', 'diverged', diverged=diverged)}",
+            tolerance=TOLERANCE,
+        ),
         *_scores(kinds),
         *notes,
         *conditions(_runs(runs)),
     ]
-    rows = tuple(
-        _GroupRow(group, parity(group, _reference(group, kinds))) for group in kinds.values()
+    rows = tuple(map(_GroupRow, kinds.values(), found))
+    published = load_published()
+    wrong = tuple(each for each in published.corrections if each.source == SOURCE)
+    tables = Table(_PUBLISHED_COLUMNS, published.of(SOURCE)), Table(_CORRECTIONS, wrong)
+    return page(
+        "moe",
+        model=model,
+        table=markdown_table(Table(_COLUMNS, rows)),
+        said=bullets(said),
+        published="\n\n".join(map(markdown_table, tables)),
     )
-    table = markdown_table(Table(_COLUMNS, rows))
-    return page("moe", model=model, table=table, said=bullets(said), published=_published())
 
 
 def parities(runs: Group) -> list[RoutedParity]:
     """Of every kind against the first of its optimizer and activation."""
-    kinds = _by_kind(runs)
-    return [parity(group, _reference(group, kinds)) for group in kinds.values()]
+    groups = _by_kind(runs).values()
+    firsts: dict[tuple[str, str], Group] = {}
+    for group in groups:
+        firsts.setdefault(_optimizer_of(group), group)
+    return [parity(group, firsts[_optimizer_of(group)]) for group in groups]
 
 
 def parity(group: Group, reference: Group) -> RoutedParity:
     """A kind's runs against the reference's of the same seeds."""
     theirs = {_seed(row): row for row in reference}
-    pairs = [(row, theirs[_seed(row)]) for row in group if _seed(row) in theirs]
-    firsts = [
-        first_other_choice(one.routing, two.routing, one.spec.dtype if one.spec else "")
-        for one, two in pairs
-    ]
-    differences = [0.0]
-    compared = 0
-    for (one, two), first in zip(pairs, firsts, strict=True):
+    differences, diverged = list[float](), list[int]()
+    for one in group:
+        two = theirs.get(_seed(one))
+        if two is None:
+            continue
+        first = first_other_choice(one.routing, two.routing, one.spec.dtype if one.spec else "")
+        diverged += [] if first is None else [first]
         common = [i for i in one.losses.keys() & two.losses.keys() if i < (first or math.inf)]
-        compared += len(common)
         differences += [abs(one.losses[i] - two.losses[i]) / abs(two.losses[i]) for i in common]
-    diverged = min((first for first in firsts if first is not None), default=None)
-    return RoutedParity(max(differences), compared, diverged)
+    worst = max(differences, default=0.0)
+    return RoutedParity(worst, len(differences), min(diverged, default=None))
 
 
 def is_well(row: Entry) -> bool:
     """It ended well and was evaluated."""
     return row.status == Status.OK and row.validation_loss is not None
-
-
-def evaluation_notes(launch: Launch) -> list[str]:
-    """What the scores are measured on, and what a model that learned nothing would reach."""
-    prefix, split = ROOT / launch.data, Flags(launch.flags).text("--split")
-    found = shared_windows(prefix, split, launch.model.shape.seq_length)
-    return [
-        f"{found.shared:,} of the {found.windows:,} validation windows of {found.length} tokens are "
-        "in the training documents too.",
-        f"Naming the commonest token always would be right for {commonest_share(prefix, split):.1%} of "
-        "the validation tokens.",
-    ]
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,10 @@ def _seed(row: Entry) -> int:
     return row.spec.seed if row.spec else 0
 
 
+def _optimizer_of(group: Group) -> tuple[str, str]:
+    return group[0].optimizer, group[0].activation
+
+
 def _runs(group: Group) -> list[Run]:
     return [run for row in group for run in row.configuration.runs]
 
@@ -148,11 +155,6 @@ def _by_kind(rows: Group) -> dict[Kind, list[Entry]]:
         kind = row.backend, row.strategy, row.optimizer, row.activation
         kinds.setdefault(kind, []).append(row)
     return kinds
-
-
-def _reference(group: Group, kinds: Mapping[Kind, Group]) -> Group:
-    own = group[0].optimizer, group[0].activation
-    return next(other for kind, other in kinds.items() if kind[2:] == own)
 
 
 def _rate(found: Estimate | None) -> str:
@@ -190,25 +192,10 @@ def _speeds(kinds: Mapping[Kind, Group]) -> list[str]:
             continue
         result = compare(one, two)
         span = f", {result.span}" if result.span else ""
-        sentences.append(
-            f"{strategy} under {optimizer}: native is {result.verdict.against('Megatron')}, "
-            f"×{result.ratio:.3f} the time an iteration{span}."
-        )
+        verdict = result.verdict.against("Megatron")
+        parts = {"strategy": strategy, "optimizer": optimizer, "verdict": verdict, "span": span}
+        sentences.append(sentence("moe", "speed", ratio=result.ratio, **parts))
     return sentences
-
-
-def _parity_sentence(found: Sequence[RoutedParity]) -> str:
-    worst = max(parity.difference for parity in found)
-    held = "parity held" if all(parity.held for parity in found) else "parity is broken"
-    diverged = min((p.diverged for p in found if p.diverged is not None), default=None)
-    until = "" if diverged is None else (
-        f" until a token took another expert (iteration {diverged} at the earliest; then rounding "
-        "decides between two that are all but equal, also between Megatron's own strategies)"
-    )  # fmt: skip
-    return (
-        f"Under one optimizer {held}: no training loss is more than {worst:.1e} of itself from the "
-        f"first kind's with the same seed{until}; allowed is {TOLERANCE:.0e}."
-    )
 
 
 def _scores(kinds: Mapping[Kind, Group]) -> list[str]:
@@ -224,19 +211,10 @@ def _scores(kinds: Mapping[Kind, Group]) -> list[str]:
     )
     if not ours or not theirs:
         return []
-    apart = max(theirs) < min(ours) or max(ours) < min(theirs)
-    return [
-        f"After the same iterations Muon's validation loss is {mean(theirs) - mean(ours):+.4f} from "
-        f"AdamW's, {'beyond' if apart else 'within'} what AdamW's own runs scatter by "
-        f"({max(ours) - min(ours):.4f})."
-    ]
-
-
-def _published() -> str:
-    published = load_published()
-    figures = Table(_PUBLISHED_COLUMNS, published.of(SOURCE))
-    wrong = tuple(found for found in published.corrections if found.source == SOURCE)
-    return f"{markdown_table(figures)}\n\n{markdown_table(Table(_CORRECTIONS, wrong))}"
+    beyond = max(theirs) < min(ours) or max(ours) < min(theirs)
+    apart, scatter = mean(theirs) - mean(ours), max(ours) - min(ours)
+    where = "beyond" if beyond else "within"
+    return [sentence("moe", "scores", apart=apart, where=where, scatter=scatter)]
 
 
 def _scores_column(
@@ -271,3 +249,25 @@ _CORRECTIONS = (
     Column[Correction]("It says", lambda found: found.says),
     Column[Correction]("Right", lambda found: found.right),
 )
+
+
+def _text(study: Study) -> str:
+    """With what the scores are measured on, and what a model that learned nothing would reach."""
+    if not study.rows:
+        return ""
+    launch = study.results[0].launch
+    prefix, split = ROOT / launch.data, Flags(launch.flags).text("--split")
+    shared = shared_windows(prefix, split, launch.model.shape.seq_length)
+    notes = (
+        sentence("moe", "shared", **asdict(shared)),
+        sentence("moe", "commonest", share=commonest_share(prefix, split)),
+    )
+    return render(study.model, study.rows, (*notes, *study.experiment.left_out))
+
+
+def _is_wrong(study: Study) -> bool:
+    held = all(found.held for found in parities(study.rows))
+    return not held or not all(map(is_well, study.rows))
+
+
+OUTPUT = comparison(_text, _is_wrong)

@@ -14,7 +14,7 @@ from tools.spec.model import Model
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.strategy import Batch
 from tools.study.definition import Cell
-from tools.text.units import joined, parameters
+from tools.text.units import joined, parameters, plural
 
 Devices = tuple[int, DeviceKind]
 
@@ -169,7 +169,7 @@ def verdicts(results: Sequence[Swept]) -> list[str]:
     for devices in dict.fromkeys(result.devices for result in results):
         for kind in kinds:
             own = [r for r in results if (r.devices, _kind(r)) == (devices, kind)]
-            where = f"On {devices[0]} {devices[1].upper()} rank{'s' * (devices[0] > 1)}"
+            where = f"On {plural(devices[0], f'{devices[1].upper()} rank')}"
             where += f", {kind}:" if len(kinds) > 1 else ""
             for (one, first), (two, second) in _pairs(own):
                 sentences.append(overtaking(where, one, two, _points(first, second)))
@@ -197,16 +197,15 @@ def _pairs(results: Sequence[Swept]) -> Iterator[tuple[tuple[str, list[Swept]], 
 def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> str:
     """What the sizes, small to large, allow to say of the pair."""
     clear = [p for p in points if p.verdict.is_clear]
-    unclear = [point.text for point in points if point.verdict is TimeVerdict.NOISE]
-    unknown = [point.text for point in points if point.verdict is TimeVerdict.UNKNOWN]
-    tail = f"; within noise of each other at {joined(unclear)}" if unclear and clear else ""
-    tail += f"; too few samples at {joined(unknown)}" if unknown and (clear or unclear) else ""
+    unclear = joined([p.text for p in points if p.verdict is TimeVerdict.NOISE])
+    unknown = joined([p.text for p in points if p.verdict is TimeVerdict.UNKNOWN])
+    few = f"too few samples at {unknown}" if unknown else ""
+    if not clear and not unclear:
+        return f"{where} nothing can be said of {two} against {one}: {few or 'no size has both'}."
+    tail = f"; {few}" if few else ""
     if not clear:
-        if unclear:
-            noise = f"{two} is within noise of {one} at {joined(unclear)}"
-            return f"{where} {noise}{tail}: neither overtakes."
-        why = f"too few samples at {joined(unknown)}" if unknown else "no size has both"
-        return f"{where} nothing can be said of {two} against {one}: {why}."
+        return f"{where} {two} is within noise of {one} at {unclear}{tail}: neither overtakes."
+    tail = f"; within noise of each other at {unclear}{tail}" if unclear else tail
     crossings = []
     for small, big in pairwise(clear):
         if small.verdict is not big.verdict:

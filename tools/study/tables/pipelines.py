@@ -9,8 +9,10 @@ from tools.report.analyse.entry import Entry
 from tools.report.explain.predicted import ideal_bubble
 from tools.report.render.tables import time_text
 from tools.spec.strategy import PipelineSchedule
-from tools.study.tables import bullets, known, page
+from tools.study.engine import Study, comparison
+from tools.study.tables import bullets, known, page, sentence
 from tools.text.table import Column, Table, markdown_table
+from tools.text.terminal import say
 from tools.text.units import DASH, joined, megabytes, percent
 
 CLOSE = 1e-3
@@ -26,50 +28,37 @@ def render(model: str, rows: Sequence[Entry]) -> str:
 
 def disagreements(rows: Sequence[Entry]) -> list[str]:
     """A sentence for every pipeline that flushes and does not have the reference's losses."""
-    reference = rows[0] if rows else None
-    return [
-        f"{row.backend} {row.strategy} flushes, and its losses differ from "
-        f"{rows[0].strategy}'s by up to {apart or 0:.2g} of the loss."
-        for row in rows
-        if not _schedule(row).is_asynchronous
-        and ((apart := _distance(row, reference)) is None or apart > CLOSE)
-    ]
+    reference, said = rows[0] if rows else None, []
+    for row in rows:
+        apart = _distance(row, reference)
+        if not _schedule(row).is_asynchronous and (apart is None or apart > CLOSE):
+            parts = {"row": f"{row.backend} {row.strategy}", "reference": rows[0].strategy}
+            said.append(sentence("pipelines", "differs", **parts, apart=apart or 0))
+    return said
 
 
 def claims(rows: Sequence[Entry]) -> list[str]:
     """The framework survey's statements on PipeDream, each confirmed or contradicted by these runs."""
-    found = {row.strategy: row for row in rows}
-    stashed, megatron = found.get("pipedream2"), found.get("pp2")
-    sentences = []
-    if stashed and (versions := _versions(stashed)):
-        sentences.append(
-            f"“Weight versioning”: {_verdict(versions[0] > 1)}; PipeDream's stages hold "
-            f"{' and '.join(f'{count:g}' for count in versions)} versions of their weights."
-        )
+    found, said = {row.strategy: row for row in rows}, []
+
+    def judge(name: str, is_so: bool = True, **parts: object) -> None:
+        verdict = "confirmed" if is_so else "contradicted"
+        said.append(sentence("pipelines", name, verdict=verdict, **parts))
+
+    if (stashed := found.get("pipedream2")) and (versions := _versions(stashed)):
+        counts = " and ".join(f"{count:g}" for count in versions)
+        judge("versions", versions[0] > 1, versions=counts)
     if stashed and (apart := _distance(stashed, rows[0])) is not None:
-        sentences.append(
-            f"“Asynchronous execution”: {_verdict(apart > CLOSE)}; each stage's gradient is of "
-            f"weights that are p − s − 1 updates old, here {joined(_staleness(stashed).split())}, and "
-            f"the losses differ from {rows[0].strategy}'s by up to {apart:.1e} of the loss."
-        )
+        parts = {"staleness": joined(_staleness(stashed).split()), "reference": rows[0].strategy}
+        judge("asynchronous", apart > CLOSE, apart=apart, **parts)
     two, one = found.get("pipedream2bw"), found.get("pipedream-flush2")
     if two and one and two.peak_bytes and one.peak_bytes:
-        sentences.append(
-            f"“Memory usage higher”: {_verdict(two.peak_bytes > one.peak_bytes)}; of the same micro "
-            f"batches the fullest stage holds {megabytes(two.peak_bytes)} without flushes and "
-            f"{megabytes(one.peak_bytes)} with them."
-        )
+        held = {"without": megabytes(two.peak_bytes), "flushed": megabytes(one.peak_bytes)}
+        judge("memory", two.peak_bytes > one.peak_bytes, **held)
+    megatron = found.get("pp2")
     if megatron and megatron.spec and megatron.bubble is not None:
-        sentences.append(
-            "“Bubble 5–10%, Megatron's 10–15%”: cannot be judged without a number of micro batches. "
-            f"Megatron's is (p−1)/m of the work, here {percent(ideal_bubble(megatron.spec))}; PipeDream "
-            "pays its own once, when the pipeline fills."
-        )
-    return sentences
-
-
-def _verdict(is_so: bool) -> str:
-    return "confirmed" if is_so else "contradicted"
+        judge("bubble", ideal=percent(ideal_bubble(megatron.spec)))
+    return said
 
 
 def _schedule(row: Entry) -> PipelineSchedule:
@@ -131,3 +120,14 @@ def _columns(reference: Entry | None) -> tuple[Column[Entry], ...]:
         Column("ms/iteration [95%]", lambda row: row.estimate, time_text),
         Column("Peak memory", lambda row: row.peak_bytes, megabytes),
     )
+
+
+def _is_wrong(study: Study) -> bool:
+    """Whether those that flush do not hold the losses, which is said."""
+    broken = disagreements(study.rows)
+    for text in broken:
+        say(study.console, text, "red")
+    return bool(broken)
+
+
+OUTPUT = comparison(lambda study: render(study.model, study.rows), _is_wrong)

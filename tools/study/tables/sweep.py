@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,14 +12,13 @@ import msgspec
 from tools.plan.tensors import parameters_total
 from tools.report.analyse.provenance import conditions
 from tools.report.analyse.rows import rows_of
-from tools.report.analyse.statistics import Estimate, TimeComparison
+from tools.report.analyse.statistics import Estimate
 from tools.report.canvas import WIDTH_INCHES, Chart, colour, draw, grid
 from tools.spec.errors import LaunchError
 from tools.spec.run import DeviceKind
-from tools.spec.strategy import Batch
-from tools.study.cells import Planned, skipped_sentences
 from tools.study.definition import Cell
-from tools.study.engine import Output, Study
+from tools.study.engine import Output, Planned, Study, skipped_sentences
+from tools.study.tables import bullets
 from tools.study.tables.overtaking import Swept, compare_tokens, fastest, verdicts
 from tools.text.table import Column, Table, markdown_table, markdown_text
 from tools.text.terminal import say, say_markdown
@@ -102,25 +101,13 @@ def render(
     name: str, results: Sequence[Swept], skipped: Mapping[Cell, str], pictured: bool = False
 ) -> str:
     """Markdown: the sentences first, then the picture, the table and what was skipped."""
-    rows = tuple(_SweepRow(result, _reference(result, results)) for result in results)
-    said = "\n".join(f"- {text}" for text in _sentences(results))
-    parts = [f"# Sweep {markdown_text(name)}", said]
+    parts = [f"# Sweep {markdown_text(name)}", bullets(_sentences(results))]
     if pictured:
         parts.append(f"![Tokens a second by model size]({PICTURE_FILE})")
-    parts.append(markdown_table(Table(_COLUMNS, rows)))
+    parts.append(markdown_table(Table(_columns(results), tuple(results))))
     if skipped:
-        parts += ["## Skipped", "\n".join(f"- {text}" for text in skipped_sentences(skipped))]
+        parts += ["## Skipped", bullets(skipped_sentences(skipped))]
     return "\n\n".join(parts)
-
-
-@dataclass(frozen=True)
-class _SweepRow:
-    result: Swept
-    reference: Swept | None
-
-    @property
-    def against(self) -> TimeComparison | None:
-        return compare_tokens(self.reference, self.result) if self.reference else None
 
 
 def _sentences(results: Sequence[Swept]) -> list[str]:
@@ -146,14 +133,6 @@ def _by_processor(result: Swept) -> Swept:
     return replace(result, row=known, by_processor=True)
 
 
-def _reference(result: Swept, results: Sequence[Swept]) -> Swept | None:
-    """The same cell under the sweep's first backend; None for that backend itself."""
-    first = results[0].backend
-    name = result.cell.job.name
-    same = (each for each in results if each.backend is first and each.cell.job.name == name)
-    return None if result.backend is first else next(same, None)
-
-
 def _time(found: Estimate | None) -> str:
     if found is None:
         return DASH
@@ -162,36 +141,37 @@ def _time(found: Estimate | None) -> str:
     return f"{number(found.median)} [{interval(found.low, found.high)}]"
 
 
-def _batch(batch: Batch) -> str:
-    return f"{batch.micro_batch_size}/{batch.global_batch_size}"
+def _columns(results: Sequence[Swept]) -> tuple[Column[Swept], ...]:
+    first = results[0].backend
+    references = {one.cell.job.name: one for one in results[::-1] if one.backend is first}
 
+    def against(result: Swept) -> str:
+        """The same cell under the sweep's first backend."""
+        reference = references.get(result.cell.job.name) if result.backend is not first else None
+        found = compare_tokens(reference, result) if reference else None
+        if found is None:
+            return ""
+        span = f" [{found.low:.3f}–{found.high:.3f}]" if found.low and found.high else ""
+        return f"×{found.ratio:.3f}{span} the time: {found.verdict}"
 
-def _against(found: TimeComparison | None) -> str:
-    if found is None:
-        return ""
-    span = f" [{found.low:.3f}–{found.high:.3f}]" if found.low and found.high else ""
-    return f"×{found.ratio:.3f}{span} the time: {found.verdict}"
-
-
-_COLUMNS: tuple[Column[_SweepRow], ...] = (
-    Column("Model", lambda row: row.result.cell.job.model.name),
-    Column("Parameters", lambda row: row.result.parameters, parameters),
-    Column("Devices", lambda row: row.result.cell.job.place),
-    Column("Strategy", lambda row: row.result.cell.job.strategy),
-    Column("Batch (micro/global)", lambda row: row.result.batch, _batch),
-    Column("Backend", lambda row: row.result.backend),
-    Column("ms/iteration [95%]", lambda row: row.result.estimate, _time),
-    Column("Processor ms, all ranks [95%]", lambda row: _by_processor(row.result).estimate, _time),
-    Column("Tokens/s", lambda row: row.result.tokens_per_second, number),
-    Column("Against the first backend", lambda row: row.against, _against),
-    Column("Loss", lambda row: _final_loss(row.result), loss),
-    Column("Runs", lambda row: len(row.result.runs), count),
-    Column("Notes", lambda row: row.result.failure),
-)
-
-
-def _final_loss(result: Swept) -> float | None:
-    return result.row.final_loss if result.row else None
+    return (
+        Column("Model", lambda one: one.model.name),
+        Column("Parameters", lambda one: one.parameters, parameters),
+        Column("Devices", lambda one: one.cell.job.place),
+        Column("Strategy", lambda one: one.cell.job.strategy),
+        Column(
+            "Batch (micro/global)",
+            lambda one: f"{one.batch.micro_batch_size}/{one.batch.global_batch_size}",
+        ),
+        Column("Backend", lambda one: one.backend),
+        Column("ms/iteration [95%]", lambda one: one.estimate, _time),
+        Column("Processor ms, all ranks [95%]", lambda one: _by_processor(one).estimate, _time),
+        Column("Tokens/s", lambda one: one.tokens_per_second, number),
+        Column("Against the first backend", against),
+        Column("Loss", lambda one: one.row and one.row.final_loss, loss),
+        Column("Runs", lambda one: len(one.runs), count),
+        Column("Notes", lambda one: one.failure),
+    )
 
 
 def _as_data(result: Swept) -> dict[str, object]:
@@ -213,7 +193,7 @@ def _as_data(result: Swept) -> dict[str, object]:
         "samples": found.count if found else 0,
         "tokens_per_iteration": result.tokens_per_iteration,
         "tokens_per_second": result.tokens_per_second,
-        "final_loss": _final_loss(result),
+        "final_loss": result.row and result.row.final_loss,
         "runs": result.runs,
         "complete": result.complete,
         "failure": result.failure or None,
@@ -251,7 +231,7 @@ def _paint(figure: Figure, results: Sequence[Swept]) -> None:
             capsize=3,
             linewidth=1.4,
         )
-    sizes = {one.parameters: one.cell.job.model.name for one in results if one.estimate}
+    sizes = {one.parameters: one.model.name for one in results if one.estimate}
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(

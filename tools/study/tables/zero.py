@@ -9,7 +9,8 @@ from tools.report.analyse.entry import Entry
 from tools.report.analyse.statistics import compare
 from tools.report.render.tables import time_text
 from tools.spec.published import Figure, load_published
-from tools.study.tables import bullets, known, page
+from tools.study.engine import comparison, losses_broke
+from tools.study.tables import bullets, known, page, sentence
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import DASH, change, joined, megabytes, ms, percent, rounded, times
 
@@ -23,11 +24,6 @@ _NAMES = {
     "zero3": "ZeRO-3",
 }
 _BASELINE = "dp2"
-_BESIDE = (
-    "Each cell: measured, then what the DeepSpeed report has (two GPUs on two nodes, 1 to 10 Gbit/s, "
-    "Megatron-DeepSpeed). Its peaks are a GPU's, in GB."
-)
-_ALONE = "Each cell is measured. The DeepSpeed report has figures of {known}, none of {model}."
 
 
 @dataclass(frozen=True)
@@ -44,6 +40,7 @@ def render(model: str, rows: Sequence[Entry]) -> str:
     """Markdown: three tables, and what was measured."""
     published = load_published().of(SOURCE)
     figures = {figure.strategy: figure for figure in published if figure.model == model}
+    models = joined(list(dict.fromkeys(figure.model for figure in published)))
     baseline = next((row for row in rows if row.strategy == _BASELINE), None)
     methods = tuple(
         _Method(row, figures.get(row.strategy), baseline, figures.get(_BASELINE)) for row in rows
@@ -51,7 +48,7 @@ def render(model: str, rows: Sequence[Entry]) -> str:
     return page(
         "zero",
         model=model,
-        cells=_BESIDE if figures else _ALONE.format(model=model, known=_models(published)),
+        cells=sentence("zero", "beside" if figures else "alone", model=model, known=models),
         performance=markdown_table(Table(_PERFORMANCE, methods)),
         verdicts=bullets(verdicts(rows)),
         shares=markdown_table(Table(_SHARES, methods)),
@@ -65,32 +62,22 @@ def verdicts(rows: Sequence[Entry]) -> list[str]:
 
     Of methods within noise of the fastest the one with the least memory is to be used.
     """
-    timed = [(row, found) for row in rows if (found := row.estimate)]
-    held = [row for row in rows if row.peak_bytes]
     said = []
-    if held:
-        lightest = min(held, key=lambda row: row.peak_bytes or 0)
-        said.append(f"Least memory: {_name(lightest)}, {megabytes(lightest.peak_bytes)}.")
-    sending = [row for row in rows if row.sent_bytes]
-    if sending:
-        least = min(sending, key=lambda row: row.sent_bytes or 0)
-        said.append(f"Least sent: {_name(least)}, {megabytes(least.sent_bytes)} an iteration.")
+    for name, field in (("memory", "peak_bytes"), ("sent", "sent_bytes")):
+        if known := {_name(row): size for row in rows if (size := getattr(row, field))}:
+            method, size = min(known.items(), key=lambda each: each[1])
+            said.append(sentence("zero", name, method=method, amount=megabytes(size)))
+    timed = [(row, found) for row in rows if (found := row.estimate)]
     if not timed:
         return said
     fastest, best = min(timed, key=lambda each: each[1].median)
     close = [row for row, found in timed if not compare(best, found).verdict.is_clear]
     others = [_name(row) for row in close if row is not fastest]
-    beside = f"; within noise of it: {joined(others)}" if others else ", beyond the noise"
-    said.append(f"Fastest: {_name(fastest)}{beside}.")
     weighed = [row for row in close if row.peak_bytes]
     used = min(weighed, key=lambda row: row.peak_bytes or 0, default=fastest)
-    why = (
-        f"of {_name(fastest)} and those within noise of it, it takes the least memory"
-        if others
-        else "nothing is within noise of it"
-    )
-    said.append(f"Use {_name(used)}: {why}.")
-    return said
+    parts = {"method": _name(fastest), "others": joined(others), "used": _name(used)}
+    names = ("close", "use one of the close") if others else ("fastest", "use")
+    return [*said, *(sentence("zero", name, **parts) for name in names)]
 
 
 def ratio(value: float | None, reference: float | None) -> float | None:
@@ -101,10 +88,6 @@ def ratio(value: float | None, reference: float | None) -> float | None:
 def in_ms(seconds: float | None) -> str:
     """`157.8 ms`."""
     return DASH if seconds is None else f"{ms(seconds)} ms"
-
-
-def _models(figures: Sequence[Figure]) -> str:
-    return joined(list(dict.fromkeys(figure.model for figure in figures)))
 
 
 def _name(row: Entry) -> str:
@@ -212,3 +195,4 @@ _TRAFFIC = (
         known("{:g} Gbit/s"),
     ),
 )
+OUTPUT = comparison(lambda study: render(study.model, study.rows), losses_broke)
