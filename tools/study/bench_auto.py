@@ -13,7 +13,7 @@ from tools.launch.auto import as_options, plan_here
 from tools.launch.job import Job
 from tools.launch.options import Options
 from tools.plan.search import Candidate, Plan
-from tools.report.analyse.rows import rows_of
+from tools.report.analyse.entry import rows_of
 from tools.spec.files import ROOT
 from tools.study.definition import Cell
 from tools.study.engine import Output, Study, run_experiment

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from tools.launch.data import call_module
 from tools.launch.train import command_line
-from tools.report.analyse.entry import Entry
-from tools.report.analyse.rows import rows_of
+from tools.report.analyse.entry import Entry, rows_of
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.study.cells import Planned, check_cells, compose_cells, skipped_sentences

@@ -87,17 +87,19 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
         key = (run.repeats,) if run.repeats else (identity_of_run(run), own)
         groups.setdefault(key, []).append(run)
     rows: list[Configuration] = []
-    for runs_of_one in groups.values():
-        members, running = _ended(runs_of_one)
+    for members in groups.values():
+        # Runs that have ended; where none has, the newest that is on is the row's.
+        running = [run for run in members if run.is_running]
+        ended = [run for run in members if not run.is_running] or [running.pop()]
         by_conditions: dict[tuple[object, ...], list[Run]] = {}
-        for run in members:
+        for run in ended:
             newest = by_conditions.setdefault(_conditions(run), [])
             newest.append(run)
         older = [run for each in by_conditions.values() if each is not newest for run in each]
         for group in by_conditions.values() if all_conditions else [newest]:
             found = _rows(group, () if all_conditions else older)
             if group is newest:
-                found[0] = replace(found[0], running=running)
+                found[0] = replace(found[0], running=tuple(running))
             rows += found
     if any(run.is_foreign for run in named):
         places = {id(run): place for place, run in enumerate(named)}
@@ -130,15 +132,10 @@ def scatter_of(device: str) -> Scatter:
     return ON_CPU_RANKS if device == "cpu" else ON_GPUS
 
 
-def _ended(runs: Sequence[Run]) -> tuple[Sequence[Run], tuple[Run, ...]]:
-    """Runs that have ended, and those that are on; where none has, the newest is the row's."""
-    running = tuple(run for run in runs if run.is_running)
-    ended = [run for run in runs if not run.is_running]
-    return (ended, running) if ended else (running[-1:], running[:-1])
-
-
 def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
-    superseded = (len(older), sum(_is_other_code(run, group[-1]) for run in older))
+    code = group[-1].record and group[-1].record.code
+    codes = [run.record and run.record.code for run in older]
+    superseded = (len(older), sum(bool(code and each and each != code) for each in codes))
     counting = [run for run in group if run.counts]
     failed = [run for run in group if not run.counts]
     rows = []
@@ -164,23 +161,11 @@ def _conditions(run: Run) -> tuple[object, ...]:
     return code, commits, host.name, host.driver, host.interconnect
 
 
-def _is_other_code(run: Run, than: Run) -> bool:
-    one, two = run.record and run.record.code, than.record and than.record.code
-    return bool(one and two and one != two)
-
-
 def _order(row: Configuration) -> tuple[object, ...]:
-    run = row.newest
-    known = run.strategy in EXAMPLES
-    return (
-        run.model or "~",
-        run.device,
-        run.spec.dtype if run.spec else "",
-        EXAMPLES.index(run.strategy) if known else len(EXAMPLES),
-        run.spec.parallelism.world_size if run.spec else 0,
-        run.strategy,
-        run.name,
-    )
+    run, spec = row.newest, row.newest.spec
+    place = EXAMPLES.index(run.strategy) if run.strategy in EXAMPLES else len(EXAMPLES)
+    dtype, ranks = (spec.dtype, spec.parallelism.world_size) if spec else ("", 0)
+    return run.model or "~", run.device, dtype, place, ranks, run.strategy, run.name
 
 
 def labels(rows: Sequence[Configuration]) -> list[str]:

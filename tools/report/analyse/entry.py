@@ -1,4 +1,4 @@
-"""One row of a report: a configuration with all its results; every table is columns over it.
+"""Runs as rows: a configuration with everything that is said of it; every table is columns over it.
 
 Figures of the newest run are read off its log and ledgers when they are asked for; None is "not known".
 """
@@ -9,14 +9,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from tools.records.measurements import Counts, MemoryCategory, TimeRecord, choices
 from tools.report.analyse.comparability import SpeedComparison
-from tools.report.analyse.configurations import Configuration, scatter_of
-from tools.report.analyse.parity import Parity, last_digit, loss_curve
+from tools.report.analyse.configurations import Configuration, configurations, pooled, scatter_of
+from tools.report.analyse.parity import Parity, last_digit, loss_curve, parity_of
 from tools.report.analyse.provenance import activation, implementation, optimizer
-from tools.report.analyse.published import Match
-from tools.report.analyse.rates import Rates
+from tools.report.analyse.published import Match, figure_for, match_figure, relative_to_baseline
+from tools.report.analyse.rates import Rates, rates_of
 from tools.report.analyse.statistics import Estimate, estimate
 from tools.report.analyse.time_shares import (
     alone_seconds,
@@ -25,9 +26,9 @@ from tools.report.analyse.time_shares import (
     mean,
     time_shares,
 )
-from tools.report.analyse.within_run import Shift
-from tools.report.read.runs import Run
-from tools.spec.published import Figure
+from tools.report.analyse.within_run import Shift, changes_within
+from tools.report.read.runs import Run, load_runs
+from tools.spec.published import Figure, Published
 from tools.spec.run import RunSpec, Transport
 from tools.text.units import MIB
 
@@ -111,7 +112,9 @@ class Entry:
     @cached_property
     def processor(self) -> Estimate | None:
         """Of an iteration's processor time in milliseconds, over the threads that train of all ranks."""
-        found = [_processor_ms(run) for run in self.configuration.runs if run.counts]
+        ledgers = [run.time_ledger[0] for run in self.configuration.runs if run.counts]
+        by_rank = [[rank.processor_seconds for rank in times.ranks] for times in ledgers if times]
+        found = [[1000 * sum(s) for s in zip(*ranks, strict=False)] for ranks in by_rank]
         return estimate(list(filter(None, found)), scatter=scatter_of(self.run.device))
 
     @cached_property
@@ -270,7 +273,40 @@ def device_memory(run: Run) -> int | None:
     return None if run.device == "cpu" else run.samples.peak_memory_bytes
 
 
-def _processor_ms(run: Run) -> tuple[float, ...]:
-    times, _ = run.time_ledger
-    ranks = [rank.processor_seconds for rank in times.ranks] if times else []
-    return tuple(1000 * sum(seconds) for seconds in zip(*ranks, strict=False))
+def entry_of(label: str, row: Configuration, parity: Parity, published: Published) -> Entry:
+    """A configuration's row, not yet compared with others in speed."""
+    run, time = row.newest, row.estimate.median if row.estimate else None
+    figure = figure_for(run, published)
+    return Entry(
+        label=label,
+        configuration=row,
+        rates=rates_of(run, time),
+        parity=parity,
+        shifts=changes_within(run),
+        figure=figure,
+        matches=tuple(match_figure(run, figure, time, device_memory(run)) if figure else ()),
+        published_ratio=relative_to_baseline(figure, published) if figure else None,
+    )
+
+
+def rows_of(groups: Sequence[Sequence[Path]]) -> list[Entry | None]:
+    """A row for each group of run folders, newest first, whatever a report would pool.
+
+    Parity is that of a report of all of them. None where no folder can be read.
+    """
+    return rows_of_runs([load_runs(folders)[0] for folders in groups])
+
+
+def rows_of_runs(groups: Sequence[Sequence[Run]]) -> list[Entry | None]:
+    """The same of runs that were read."""
+    every = configurations([run for runs in groups for run in runs], all_conditions=True)
+    verdicts = zip(every, parity_of(every), strict=True)
+    parities = {run.name: parity for row, parity in verdicts for run in row.runs}
+    rows: list[Entry | None] = []
+    for runs in groups:
+        if not runs:
+            rows.append(None)
+            continue
+        name, row = runs[0].name, Configuration(tuple(reversed(runs)), pooled(runs))
+        rows.append(entry_of(name, row, parities.get(name, Parity()), Published()))
+    return rows

@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from tools.report.analyse.gpu_bench import bench_tables
 from tools.report.analyse.report import Report, build_report
 from tools.report.explain.costs import bubble_sentences, cost_sentences, largest_costs
-from tools.report.explain.gpu_bench import bench_tables
 from tools.report.explain.memory import (
     pipeline_memory_sentences,
     sequence_parallel_sentences,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tools.plan.schedules.simulate import Pass, Step, simulate
 from tools.records.run import TRACE_FILE
-from tools.report.read.trace_events import read_trace_events
+from tools.report.read.traces import read_trace_events
 from tools.spec.strategy import Parallelism
 
 _LANE_OF_CALLS = "communication"

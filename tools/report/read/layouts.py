@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tools.report.read.dialects import LineField, LineFormat
 from tools.report.read.iterations import LOG_LINE, Columns, dtype_of
-from tools.report.read.torn import is_torn
+from tools.report.read.lines import is_torn
 
 Bytes = NDArray[np.uint8]
 

@@ -168,12 +168,9 @@ def find_run_folders(root: Path) -> list[Path]:
         return []
     if records.is_run_folder(root):
         return [root]
-    return sorted(
-        folder
-        for folder in root.iterdir()
-        # Hidden ones are the launcher's own.
-        if not folder.name.startswith(".") and records.is_run_folder(folder)
-    )
+    # Hidden ones are the launcher's own.
+    folders = sorted(folder for folder in root.iterdir() if not folder.name.startswith("."))
+    return list(filter(records.is_run_folder, folders))
 
 
 def load_folder(folder: Path) -> Run:
@@ -185,18 +182,23 @@ def load_folder(folder: Path) -> Run:
     log = scrape_runs(path)[-1] if path.is_file() else ScrapedLog(str(path))
     if not log.iterations:
         log = log_from_tensorboard(folder / records.TENSORBOARD_FOLDER, log) or log
-    if status is None:
-        status = (
-            classify_log(log)
-            if path.is_file()
-            else StatusRecord(Status.NO_LOG, None, "No log.txt.")
-        )
+    if status is None and not path.is_file():
+        status = StatusRecord(Status.NO_LOG, None, "No log.txt.")
+    elif status is None:
+        status = classify_log(log)
     elif status.status is Status.INCOMPLETE and records.looks_alive(folder):
-        status = StatusRecord(Status.RUNNING, None, _progress(log, record))
+        wanted = f" of {record.exit_interval}" if record else ""
+        reached = log.iterations[-1].iteration if log.iterations else 0
+        status = StatusRecord(Status.RUNNING, None, f"iteration {reached}{wanted}")
     elif status.status is not Status.OK and not status.reason:
         status = replace(status, reason=classify_log(log, status.exit_code).reason)
     ledgers, ledger_notes = read_ledgers(folder)
     before, replaced = _parents_iterations(folder, record, notes)
+    notes += [*ledger_notes, *log.notes]
+    try:
+        notes += [verdict.sentence for verdict in read_verdicts(folder)]
+    except msgspec.ValidationError as error:
+        notes.append(f"a verdict in {VERIFY_FOLDER}/ is not of this version of the kit ({error})")
     run = Run(
         name=folder.name,
         path=folder,
@@ -206,34 +208,22 @@ def load_folder(folder: Path) -> Run:
         window=select_window(log),
         samples=read_samples(folder / records.SAMPLES_FILE),
         ledgers=ledgers,
-        notes=(*notes, *ledger_notes, *log.notes, *_verdicts(folder)),
+        notes=tuple(notes),
         before=before,
         replaced=(*replaced, *log.replaced),
     )
     return _with_record(run, record) if record else _with_printed(run)
 
 
-def _progress(log: ScrapedLog, record: RunRecord | None) -> str:
-    wanted = f" of {record.exit_interval}" if record else ""
-    return f"iteration {log.iterations[-1].iteration if log.iterations else 0}{wanted}"
-
-
 def load_log(path: Path) -> list[Run]:
     """Load a foreign log; one that holds several runs gives several."""
-    return [
-        _with_printed(
-            Run(
-                name=printable(path.name) + (f"#{log.part}" if log.parts > 1 else ""),
-                path=path,
-                spec=None,
-                status=classify_log(log),
-                log=log,
-                window=select_window(log),
-                notes=log.notes,
-            )
-        )
-        for log in scrape_runs(path)
-    ]
+    name, runs = printable(path.name), []
+    for log in scrape_runs(path):
+        part = f"#{log.part}" if log.parts > 1 else ""
+        status, window = classify_log(log), select_window(log)
+        run = Run(name + part, path, None, status, log, window, notes=log.notes)
+        runs.append(_with_printed(run))
+    return runs
 
 
 def _with_record(run: Run, record: RunRecord) -> Run:
@@ -296,27 +286,16 @@ def _parents_iterations(
     return found[:place], found[place:]
 
 
-def _verdicts(folder: Path) -> list[str]:
-    """What verifications of this run's strategy found."""
-    try:
-        return [verdict.sentence for verdict in read_verdicts(folder)]
-    except msgspec.ValidationError as error:
-        return [f"a verdict in {VERIFY_FOLDER}/ is not of this version of the kit ({error})"]
-
-
 def _read[T](path: Path, read: Callable[[Path], T], notes: list[str]) -> T | None:
     try:
         return read(path.parent)
     except FileNotFoundError:
         notes.append(f"no {path.name}")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        notes.append(f"{path.name} is not of this version of the kit ({error}){_schema(path)}")
+        try:
+            schema = json.loads(path.read_bytes()).get("schema")
+        except (ValueError, AttributeError):
+            schema = None
+        said = f", its schema is {schema}" if schema is not None else ""
+        notes.append(f"{path.name} is not of this version of the kit ({error}){said}")
     return None
-
-
-def _schema(path: Path) -> str:
-    try:
-        found = json.loads(path.read_bytes()).get("schema")
-    except (ValueError, AttributeError):
-        return ""
-    return f", its schema is {found}" if found is not None else ""
