@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tools.records.identity import essential
@@ -181,3 +182,12 @@ def adam_state(run: Run) -> str | None:
         return None
     existed = (lines.values("skipped_iterations") == 0).any()
     return "existed" if existed else "never existed (every step was skipped)"
+
+
+def conditions(runs: Iterable[Run]) -> list[str]:
+    """The machines and the kit's commits, which no times may be read without; empty without runs."""
+    records = [run.record for run in runs if run.record]
+    machines = {f"{r.host.cores} cores of {r.host.cpu}, {r.spec.dtype}" for r in records}
+    commits = {(record.kit_commit or "no commit")[:12] for record in records}
+    said = f"Measured on {'; '.join(sorted(machines))}, kit at {', '.join(sorted(commits))}."
+    return [said] if records else []

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from tools.native.settings import MUON_RULE_FLAG
 from tools.records.measurements import Counts, MemoryCategory, TimeRecord, choices
-from tools.report.analyse.comparability import SpeedComparison
+from tools.report.analyse.comparability import (
+    SpeedComparison,
+)
 from tools.report.analyse.configurations import Configuration, configurations, pooled, scatter_of
 from tools.report.analyse.parity import Parity, last_digit, loss_curve, parity_of
-from tools.report.analyse.provenance import activation, implementation, optimizer
 from tools.report.analyse.published import Match, figure_for, match_figure, relative_to_baseline
 from tools.report.analyse.rates import Rates, rates_of
 from tools.report.analyse.statistics import Estimate, estimate
@@ -28,11 +30,20 @@ from tools.report.analyse.time_shares import (
 )
 from tools.report.analyse.within_run import Shift, changes_within
 from tools.report.read.runs import Run, load_runs
+from tools.spec.flags import Flags
 from tools.spec.published import Figure, Published
-from tools.spec.run import RunSpec, Transport
+from tools.spec.run import Backend, RunSpec, Transport
 from tools.text.units import MIB
 
 ACCURACY = "next token accuracy"
+
+
+_SHARDED_BY = {
+    "zero1": "distributed optimizer of",
+    "zero2": "Megatron-FSDP optim_grads of",
+    "zero3": "Megatron-FSDP optim_grads_params of",
+    "fsdp2": "torch FSDP2, wrapped by",
+}
 
 
 @dataclass(frozen=True)
@@ -80,18 +91,37 @@ class Entry:
 
     @cached_property
     def implementation(self) -> str:
-        """Whose code ran, with its version and commit; empty of a foreign log, as the next two."""
-        return implementation(self.run.record) if self.run.record else ""
+        """Whose code sharded or trained, with its version and commit; empty of a foreign log."""
+        record = self.run.record
+        if record is None:
+            return ""
+        kit = f"this kit at {(record.kit_commit or 'no commit')[:12]}"
+        if record.spec.backend == Backend.DEEPSPEED:
+            return f"DeepSpeed {record.software.get('deepspeed', '')}, model of {kit}"
+        if record.spec.backend != Backend.MEGATRON:
+            return f"PyTorch {record.software.get('torch', '')}, {kit}"
+        commit = record.entry.megatron_commit
+        origin = f"commit {commit}" if commit else "the PyPI wheel"
+        megatron = f"Megatron-LM {record.entry.megatron_version} ({origin})"
+        part = _SHARDED_BY.get(record.spec.parallelism.sharding.value)
+        return f"{part} {megatron}" if part else megatron
 
     @cached_property
     def optimizer(self) -> str:
-        """As people call it."""
-        return optimizer(self.run.record) if self.run.record else ""
+        """As people call it; Megatron's Muon decays matrices and updates norms at Muon's rate."""
+        record = self.run.record
+        if record is None or Flags(record.argv).text("--optimizer") != "muon":
+            return "AdamW" if record else ""
+        megatrons = record.spec.backend == Backend.MEGATRON or MUON_RULE_FLAG in record.argv
+        return "Megatron's Muon" if megatrons else "Muon + AdamW"
 
     @cached_property
     def activation(self) -> str:
-        """Between the matrices of an MLP or expert."""
-        return activation(self.run.record) if self.run.record else ""
+        """Between the matrices of an MLP or expert; empty of a foreign log."""
+        flags = Flags(self.run.record.argv) if self.run.record else None
+        known = {"--swiglu": "SwiGLU", "--silu": "SiLU"}
+        named = (name for flag, name in known.items() if flags and flags.has(flag))
+        return next(named, "GELU" if flags else "")
 
     @property
     def estimate(self) -> Estimate | None:

@@ -58,8 +58,6 @@ def _share_start(reference: Run, other: Run, of_one_layout: bool) -> bool:
     return of_one_layout if one is None and two is None else one == two
 
 
-
-
 def _of_losses(run: Run) -> dict[str, object]:
     """What losses depend on."""
     spec = run.spec

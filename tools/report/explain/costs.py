@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from tools.records.measurements import Phase, TimeRecord
 from tools.report.analyse.statistics import TimeComparison, TimeVerdict, compare
 from tools.report.analyse.time_shares import mean
-from tools.report.explain.predicted import ideal_bubble, measured_stages
-from tools.report.explain.subjects import Subject, find
+from tools.report.explain.predicted import Subject, find, ideal_bubble, measured_stages
 from tools.spec.strategy import Parallelism
 from tools.text.units import change, joined, milliseconds, number, plural, signed
 

@@ -9,7 +9,7 @@ from tools.plan.activations import chunk_activation_bytes
 from tools.plan.memory import activation_bytes, head_bytes, layers_in_flight
 from tools.plan.tensors import rank_parameters
 from tools.records.measurements import MemoryCategory, Phase, RankMemory
-from tools.report.explain.subjects import Subject, find
+from tools.report.explain.predicted import Subject, find
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Sharding, strategy_name
 from tools.text.units import amount, count, joined, signed

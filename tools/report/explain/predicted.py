@@ -7,7 +7,7 @@ missing on either side is listed in `notes`, never filled in.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tools.plan.collectives.call import Megatron
@@ -15,6 +15,8 @@ from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.tensors import UnevenSplitError, rank_parameters
 from tools.records.measurements import Operation, RankCommunication, TimeRecord
 from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
+from tools.report.analyse.entry import Entry, names_of
+from tools.report.analyse.report import Report
 from tools.report.analyse.time_shares import (
     TimeShares,
     busy_seconds,
@@ -35,6 +37,7 @@ from tools.report.explain.closed_form import (
 from tools.report.read.runs import Run
 from tools.spec.groups import Group
 from tools.spec.run import RunSpec
+from tools.spec.strategy import Parallelism
 from tools.text.units import ms
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
@@ -267,3 +270,49 @@ def compare_bubble(configuration: RunSpec, times: TimeRecord) -> tuple[Component
             measured = idle_over_work(rank)
             found.append(ComponentResidual(rank.rank, "idle over work", measured, ideal, note))
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One configuration of a report, its newest run explained."""
+
+    entry: Entry
+    evidence: Evidence
+    label: str
+    """How tables and sentences call it; with its model where a report has several."""
+
+    @property
+    def run(self) -> Run:
+        """The run whose ledgers are read."""
+        return self.entry.run
+
+    @property
+    def split(self) -> Parallelism:
+        """How it was split; whole where that is not known."""
+        return self.run.spec.parallelism if self.run.spec else Parallelism()
+
+    @property
+    def cohort(self) -> tuple[object, ...]:
+        """Subjects that may be compared: model, device, backend and precision."""
+        run, spec = self.run, self.run.spec
+        return run.model, run.device, spec and spec.backend, spec and spec.dtype
+
+
+def subjects_of(report: Report) -> tuple[Subject, ...]:
+    """Every entry with its evidence."""
+    named = zip(report.entries, names_of(report.entries), strict=True)
+    return tuple(
+        Subject(entry, evidence_of(entry.run, entry.time_ms), name) for entry, name in named
+    )
+
+
+def find(
+    subjects: Sequence[Subject], like: Subject, split: Parallelism, *, same_batch: bool = False
+) -> Subject | None:
+    """The subject that is split so in the cohort of another, and of its batch if asked."""
+    batch = like.run.spec and like.run.spec.batch
+    for other in subjects:
+        same = not same_batch or (other.run.spec and other.run.spec.batch) == batch
+        if other.split == split and other.cohort == like.cohort and same:
+            return other
+    return None

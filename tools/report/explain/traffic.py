@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from tools.records.measurements import Phase
 from tools.report.analyse.time_shares import mean
-from tools.report.explain.predicted import CallComparison
-from tools.report.explain.subjects import Subject, find
+from tools.report.explain.predicted import CallComparison, Subject, find
 from tools.text.units import DASH, amount, count, joined
 
 _LARGEST = 3

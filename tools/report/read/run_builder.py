@@ -156,7 +156,7 @@ class RunBuilder:
         room = MAX_ITERATIONS - len(self._iterations)
         if room < lines.count:
             self._overflow = True
-            lines = lines.part(0, max(room, 0))
+            lines = lines.at(slice(max(room, 0)))
         if lines.count:
             self._lines_since_start += lines.count
             self._iterations.extend(lines)

@@ -50,20 +50,25 @@ def bars_of(report: Report) -> list[BarGroup]:
 def _group(members: Sequence[Entry]) -> BarGroup:
     weights = [_weight(members[0], entry) for entry in members]
     equal = all(abs(weight - 1) < 1e-9 for weight in weights)
-    ends = [_ends(entry, weight) for entry, weight in zip(members, weights, strict=True)]
-    axis = 1.02 * max(high or middle for middle, _, high in ends)
+    found = [entry.estimate for entry in members if entry.estimate]  # Each has one.
+    spans = [
+        (weight * each.median, each.low and weight * each.low, each.high and weight * each.high)
+        for each, weight in zip(found, weights, strict=True)
+    ]
+    axis = 1.02 * max(high or middle for middle, _, high in spans)
     bars = []
-    for entry, (middle, low, high) in list(zip(members, ends, strict=True))[:MAX_ROWS]:
-        found = entry.speed.per_token if entry.speed else None
+    for entry, (middle, low, high) in list(zip(members, spans, strict=True))[:MAX_ROWS]:
+        compared = entry.speed.per_token if entry.speed else None
         text = f"{number(middle)} ms"
         text += f" [{interval(low, high)}]" if low is not None and high is not None else ""
-        text += f", {ratio(found)}" if found else ""
-        verdict = found.verdict.value if found else "reference"
+        text += f", {ratio(compared)}" if compared else ""
+        verdict = compared.verdict.value if compared else "reference"
         left, right = (end and 100 * end / axis for end in (low, high))
         bars.append(Bar(entry.label, verdict, 100 * middle / axis, left, right, text))
-    of = members[0].label
-    what = "of an iteration" if equal else f"for as many tokens as an iteration of {of}"
     run = members[0].run
+    what = "of an iteration"
+    if not equal:
+        what = f"for as many tokens as an iteration of {members[0].label}"
     where = " · ".join(filter(None, (run.size, run.device)))
     title = f"Time {what}{f', {where}' if where else ''}"
     spoken = "; ".join(f"{bar.label}: {bar.text}" for bar in bars)
@@ -76,10 +81,3 @@ def _weight(reference: Entry, entry: Entry) -> float:
     if found is None or not entry.time_ms or not reference.time_ms:
         return 1.0
     return found.ratio * reference.time_ms / entry.time_ms
-
-
-def _ends(entry: Entry, weight: float) -> tuple[float, float | None, float | None]:
-    found = entry.estimate
-    assert found is not None  # Of timed rows only.
-    low, high = (end and weight * end for end in (found.low, found.high))
-    return weight * found.median, low, high

@@ -36,22 +36,15 @@ def answer(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
         return sentences(report)[0]
     groups = [members for members in compared_groups(report) if len(members) > 1]
     if not groups:
-        one = timed[0]
+        one, more = timed[0], len(timed) - 1
         rate = one.rates.tokens_per_second
         each = f", {number(rate)} tokens/s" if rate else ""
-        more = (
-            f"; {plural(len(timed) - 1, 'more row')} compare with nothing" if len(timed) > 1 else ""
-        )
-        return f"{one.label} takes {number(one.time_ms)} ms an iteration{each}{more}."
+        alone = f"; {plural(more, 'more row')} compare with nothing" if more else ""
+        return f"{one.label} takes {number(one.time_ms)} ms an iteration{each}{alone}."
     told = [_fastest(members, paid) for members in groups[:_MAX_GROUPS]]
     if len(groups) > _MAX_GROUPS:
         told.append(f"{len(groups) - _MAX_GROUPS} more groups are under 'Compared in speed'.")
     return " ".join(told)
-
-
-def sentences_under(headline: str, report: Report) -> list[str]:
-    """The headline and the verdicts after it."""
-    return list(dict.fromkeys((headline, *sentences(report))))
 
 
 def _against_earlier(report: Report) -> str:
@@ -72,7 +65,11 @@ def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> s
     best = min(others, key=token_ratio)
     verdicts = [e.speed.per_token.verdict for e in others if e.speed and e.speed.per_token]
     if TimeVerdict.FASTER in verdicts:
-        near = _not_slower(best, [entry for entry in members if entry is not best])
+        # Rows that the runs do not show to be slower than the one of the lowest time.
+        rest = [entry for entry in members if entry is not best]
+        pairs = [compare_speed(best.configuration, each.configuration).per_token for each in rest]
+        found = zip(rest, adjusted([pair for pair in pairs if pair]), strict=True)
+        near = [each.label for each, pair in found if pair.verdict is not TimeVerdict.SLOWER]
         tied = f", with {some_of(near)} within noise of it" if near else ""
         text = (
             f"{best.label} is the fastest of {len(members)} rows{tied}: {number(best.time_ms)} ms an"
@@ -80,38 +77,30 @@ def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> s
         )
     else:
         counts = [(verdicts.count(verdict), verdict) for verdict in TimeVerdict]
-        told = [
-            f"{count} {'with ' * (verdict is TimeVerdict.UNKNOWN)}{verdict}"
-            for count, verdict in counts
-            if count
-        ]
-        alone = len(told) == 1 and verdicts.count(TimeVerdict.NOISE) == len(others)
-        rest = "all within noise" if alone else joined(told)
+        told = joined(
+            [
+                f"{count} {'with ' * (verdict is TimeVerdict.UNKNOWN)}{verdict}"
+                for count, verdict in counts
+                if count
+            ]
+        )
+        alone = verdicts.count(TimeVerdict.NOISE) == len(others)
         of = f"{reference.label} ({number(reference.time_ms)} ms an iteration)"
-        text = f"Of {len(members)} rows none is faster than {of}: {rest}."
-    return text + _payments([e for e in others if e.run.name in paid and e is not best], paid)
-
-
-def _not_slower(best: Entry, others: Sequence[Entry]) -> list[str]:
-    """Rows that the runs do not show to be slower than the one of the lowest time."""
-    pairs = [compare_speed(best.configuration, each.configuration).per_token for each in others]
-    assert all(pairs), "rows of one group have a known amount of work"
-    found = adjusted([pair for pair in pairs if pair])
-    return [
-        other.label
-        for other, pair in zip(others, found, strict=True)
-        if pair.verdict is not TimeVerdict.SLOWER
-    ]
-
-
-def _payments(entries: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
-    """What rows pay for, those that pay for the same together."""
+        result = "all within noise" if alone else told
+        text = f"Of {len(members)} rows none is faster than {of}: {result}."
+    # Those that pay for the same together.
     parts: dict[str, list[str]] = {}
-    for entry in entries:
-        amount, part = paid[entry.run.name]
-        parts.setdefault(part, []).append(f"{entry.label} {amount}")
+    for entry in others:
+        if entry.run.name in paid and entry is not best:
+            amount, part = paid[entry.run.name]
+            parts.setdefault(part, []).append(f"{entry.label} {amount}")
     if not parts:
-        return ""
+        return text
     most = sorted(parts.items(), key=lambda each: -len(each[1]))[:_MAX_COSTS]
-    told = "; ".join(f"{joined(payers[:MAX_NAMED])} for {part}" for part, payers in most)
-    return f" Beyond baseline's share of the work they pay: {told}."
+    costs = "; ".join(f"{joined(payers[:MAX_NAMED])} for {part}" for part, payers in most)
+    return f"{text} Beyond baseline's share of the work they pay: {costs}."
+
+
+def sentences_under(headline: str, report: Report) -> list[str]:
+    """The headline and the verdicts after it."""
+    return list(dict.fromkeys((headline, *sentences(report))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from markupsafe import Markup
@@ -20,7 +20,7 @@ from tools.report.render.plots import Plot, as_script, plots_of
 from tools.report.render.sentences import sentences
 from tools.text import units
 from tools.text.html import environment
-from tools.text.table import Column, Table
+from tools.text.table import Table
 from tools.text.units import DASH
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -54,31 +54,35 @@ def render_page(
     explanation: Explanation | None = None,
 ) -> str:
     """The whole report as one HTML file."""
-    results, plots = tables.page_results(report), plots_of(report)
-    template = environment(_TEMPLATES).get_template("page.html.j2")
-    return template.render(
-        report=report,
-        answer=headline,
-        bars=bars_of(report),
-        plots=plots,
-        plot_data=as_script(plots),
-        memory=[chart for chart in charts if chart.name == "memory"],
-        charts=[chart for chart in charts if not chart.name.startswith(_INTERACTIVE)],
-        opened=_OPENED,
-        longest=_LONGEST,
-        contents=_contents(report, plots, explanation or Explanation()),
-        explanation=explanation or Explanation(),
-        sentences=sentences(report),
-        tables=tables,
-        beside=beside,
-        results=results,
-        arguments=tables.arguments(report, _MAX_ARGUMENTS),
-        arguments_left=max(0, len(report.arguments) - _MAX_ARGUMENTS),
-        memory_by_rank=memory_by_rank,
-        provenance=provenance,
-        cells_of=cells_of,
-        broken=_broken,
-        units=units,
+    explanation, plots = explanation or Explanation(), plots_of(report)
+    return (
+        environment(_TEMPLATES)
+        .get_template("page.html.j2")
+        .render(
+            report=report,
+            answer=headline,
+            bars=bars_of(report),
+            plots=plots,
+            plot_data=as_script(plots),
+            memory=[chart for chart in charts if chart.name == "memory"],
+            charts=[chart for chart in charts if not chart.name.startswith(_INTERACTIVE)],
+            opened=_OPENED,
+            longest=_LONGEST,
+            contents=_contents(report, plots, explanation),
+            explanation=explanation,
+            sentences=sentences(report),
+            tables=tables,
+            beside=beside,
+            results=tables.page_results(report),
+            arguments=tables.arguments(report, _MAX_ARGUMENTS),
+            arguments_left=max(0, len(report.arguments) - _MAX_ARGUMENTS),
+            memory_by_rank=memory_by_rank,
+            provenance=provenance,
+            cells_of=cells_of,
+            # A heading may be broken after a slash.
+            broken=lambda heading: Markup("/<wbr>").join(re.split(r"/(?=\w\w)", heading)),
+            units=units,
+        )
     )
 
 
@@ -104,29 +108,22 @@ def _contents(
 
 def cells_of[R](table: Table[R]) -> list[list[PageCell]]:
     """Cells with what a browser needs to align, colour and sort them."""
-    lines = [[_cell(column, row) for column in table.columns] for row in table.rows]
-    wide = [any(len(line[i].text) > _WIDE for line in lines) for i in range(len(table.columns))]
-    return [
-        [replace(cell, kind="wide") if broad and not cell.kind else cell for cell, broad in pairs]
-        for pairs in (zip(line, wide, strict=True) for line in lines)
-    ]
-
-
-def _broken(heading: str) -> Markup:
-    """A heading that may be broken after a slash."""
-    parts = re.split(r"/(?=\w\w)", heading)
-    return Markup("/<wbr>").join(parts)
-
-
-def _cell[R](column: Column[R], row: R) -> PageCell:
-    value, text = column.value(row), column.cell(row)
-    # A value of several parts sorts by its first.
-    key = value[0] if isinstance(value, tuple) else value
-    kind = "number" if column.right else ""
-    if column.style and text not in ("", DASH):
-        kind = f"pill {column.name.lower()} {text.split('@')[0].replace(' ', '-')}"
-    reason = column.why(row) if text == DASH else ""
-    return PageCell(text, "" if key is None else key, kind, reason)
+    columns = []
+    for column in table.columns:
+        texts = [column.cell(row) for row in table.rows]
+        broad = max(map(len, texts), default=0) > _WIDE
+        usual = "number" if column.right else "wide" if broad else ""
+        cells = []
+        for row, text in zip(table.rows, texts, strict=True):
+            value, kind = column.value(row), usual
+            # A value of several parts sorts by its first.
+            key = value[0] if isinstance(value, tuple) else value
+            if column.style and text not in ("", DASH):
+                kind = f"pill {column.name.lower()} {text.split('@')[0].replace(' ', '-')}"
+            reason = column.why(row) if text == DASH else ""
+            cells.append(PageCell(text, "" if key is None else key, kind, reason))
+        columns.append(cells)
+    return [list(line) for line in zip(*columns, strict=True)]
 
 
 def provenance(entry: Entry) -> Mapping[str, str]:

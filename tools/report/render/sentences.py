@@ -26,45 +26,61 @@ _MAX_SENTENCES = 12
 
 def sentences(report: Report) -> list[str]:
     """The verdicts of a report, one sentence each."""
-    if not report.entries:
+    entries = report.entries
+    if not entries:
         return ["There is no run to report on: train one (make demo), or name logs with LOGS=."]
     result = [_status_sentence(report)]
-    if any(e.run.device == "cpu" and e.estimate for e in report.entries):
+    timed = [(entry, entry.estimate) for entry in entries if entry.estimate]
+    if any(entry.run.device == "cpu" for entry, _ in timed):
         result.append(
             "Times on CPU ranks are illustrative: ranks share cores, and no GPU's balance of "
             "compute and communication is in them; losses, parameters and bytes are exact."
         )
-    result += _window_sentences(report)
-    result += _speed_sentences(report)
-    result += _uncompared(report)
-    within = [f"Within {e.label}, {shift.text}." for e in report.entries for shift in e.shifts]
-    result += _first(within, "changes within runs")
-    result += _power_sentences(report)
-    result += _disagreements(report)
-    result += _parity_sentences(report)
-    result += _published_sentences(report)
-    result += _planned_sentences(report)
-    told = [c for c in report.changes if c.fails_strict or c.kind == UNDECIDED]
-    if report.baseline:
+    if counts := sorted({found.count for _, found in timed}):
+        span = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
         result.append(
-            f"Against {report.baseline}: "
-            + ("; ".join(f"{c.row}: {c.kind}, {c.text}" for c in told) or "nothing changed")
-            + "."
+            f"Medians rest on {span} samples a row; which lines were left out, and why, is under"
+            " 'How it was measured' in report.html and report.md."
         )
-    return result
-
-
-def _planned_sentences(report: Report) -> list[str]:
-    """How the planner's times compare, over all rows that it can predict."""
-    errors = {each.entry.label: each.error for each in report.planned if each.error is not None}
-    if not errors:
-        return []
-    worst = max(errors, key=lambda label: abs(errors[label]))
-    mean = sum(map(abs, errors.values())) / len(errors)
-    return [
-        f"The planner's times are {mean:.0%} off in the mean over {plural(len(errors), 'row')}, "
-        f"{worst}'s most ({signed_percent(errors[worst], 0)}, positive: predicted too slow)."
+    result += [*_speed_sentences(report), *_uncompared(report)]
+    within = [f"Within {e.label}, {shift.text}." for e in entries for shift in e.shifts]
+    more = len(within) - _MAX_SENTENCES
+    result += within[:_MAX_SENTENCES]
+    if more > 0:
+        result.append(f"{more} more changes within runs are in the notes of their rows.")
+    result += _power_sentences(report)
+    result += [
+        f"Repeats of {entry.label} disagree: {disagreement(entry)}."
+        for entry, found in timed
+        if found.disagree
     ]
+    result += _parity_sentences(report)
+    result += [
+        f"{entry.label}: published {match.quantity} "
+        f"{' and '.join(number(v) for v in match.published)} {match.unit}, measured "
+        f"{number(match.measured)} {match.unit}: {match.verdict} (expected"
+        f" {number(match.expected_low)} to {number(match.expected_high)})."
+        for entry in entries
+        for match in entry.matches
+        if match.verdict != "not comparable"
+    ]
+    return [*result, *_beside_others(report)]
+
+
+def _beside_others(report: Report) -> Iterator[str]:
+    """How the planner's times compare, over all rows that it can predict; and what changed since."""
+    errors = {each.entry.label: each.error for each in report.planned if each.error is not None}
+    if errors:
+        worst = max(errors, key=lambda label: abs(errors[label]))
+        mean = sum(map(abs, errors.values())) / len(errors)
+        yield (
+            f"The planner's times are {mean:.0%} off in the mean over {plural(len(errors), 'row')}, "
+            f"{worst}'s most ({signed_percent(errors[worst], 0)}, positive: predicted too slow)."
+        )
+    if report.baseline:
+        told = [c for c in report.changes if c.fails_strict or c.kind == UNDECIDED]
+        said = "; ".join(f"{c.row}: {c.kind}, {c.text}" for c in told) or "nothing changed"
+        yield f"Against {report.baseline}: {said}."
 
 
 def compared_groups(report: Report) -> list[list[Entry]]:
@@ -90,13 +106,6 @@ def some_of(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     more = len(names) - MAX_NAMED
     return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _first(texts: Sequence[str], what: str) -> list[str]:
-    more = len(texts) - _MAX_SENTENCES
-    if more <= 0:
-        return list(texts)
-    return [*texts[:_MAX_SENTENCES], f"{more} more {what} are in the notes of their rows."]
 
 
 def _speed_sentences(report: Report) -> list[str]:
@@ -170,19 +179,21 @@ def speed_sentence(entry: Entry, report: Report) -> str:
 
 def _flaws(comparison: SpeedComparison) -> str:
     """What differs and is no part of the strategy, the first few by name and value."""
-    flaws = [d for d in comparison.differences if not d.part_of_strategy]
-    paths = [d for d in flaws if "/" in d.reference or "/" in d.other]
-    flaws = [d for d in flaws if d not in paths]
-    named = [f"{d.what} ({_cut(d.reference)} | {_cut(d.other)})" for d in flaws[:_MAX_FLAWS]]
-    if len(flaws) > _MAX_FLAWS:
-        named.append(f"{len(flaws) - _MAX_FLAWS} more")
-    if paths:
-        named.append(f"{len(paths)} path{'s' * (len(paths) > 1)}")
+    named: list[str] = []
+    paths = more = 0
+    for found in comparison.differences:
+        sides = (found.reference, found.other)
+        if found.part_of_strategy:
+            continue
+        if any("/" in side for side in sides):
+            paths += 1
+        elif len(named) < _MAX_FLAWS:
+            cut = [s if len(s) <= _MAX_VALUE else f"{s[: _MAX_VALUE - 1]}…" for s in sides]
+            named.append(f"{found.what} ({' | '.join(cut)})")
+        else:
+            more += 1
+    named += [f"{more} more"] * bool(more) + [plural(paths, "path")] * bool(paths)
     return f"; not the same: {joined(named)}" if named else ""
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 1]}…"
 
 
 def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
@@ -202,7 +213,7 @@ def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
 def _status_sentence(report: Report) -> str:
     rows = [entry.configuration for entry in report.entries]
     runs = sum(len((*row.runs, *row.failed_before, *row.running)) for row in rows)
-    text = f"{runs} run{'s' * (runs != 1)} in {len(rows)} configuration{'s' * (len(rows) != 1)}"
+    text = f"{plural(runs, 'run')} in {plural(len(rows), 'configuration')}"
     found = [said for entry in report.entries for said in _endings(entry)]
     if len(found) > _MAX_SENTENCES:
         found = [*found[:_MAX_SENTENCES], f"{len(found) - _MAX_SENTENCES} more did not end well"]
@@ -214,13 +225,11 @@ def _endings(entry: Entry) -> Iterator[str]:
     row = entry.configuration
     if entry.run.status.status is not Status.OK:
         yield f"{entry.label} is {_ending(entry.run)}"
-    if row.failed_before:
-        newest = _ending(row.failed_before[-1])
-        if len(row.failed_before) == 1:
-            yield f"an earlier attempt of {entry.label} is {newest}"
-        else:
-            count = len(row.failed_before)
-            yield f"{count} earlier attempts of {entry.label} failed, the newest is {newest}"
+    if failed := row.failed_before:
+        newest = _ending(failed[-1])
+        several = f"{len(failed)} earlier attempts of {entry.label} failed, the newest is {newest}"
+        one = f"an earlier attempt of {entry.label} is {newest}"
+        yield several if len(failed) > 1 else one
     if row.running:
         yield f"one more of {entry.label} is {_ending(row.running[-1])}"
 
@@ -228,25 +237,6 @@ def _endings(entry: Entry) -> Iterator[str]:
 def _ending(run: Run) -> str:
     reason = f" ({run.status.reason.rstrip('.')})" if run.status.reason else ""
     return f"{run.status.status}{reason}"
-
-
-def _window_sentences(report: Report) -> list[str]:
-    counts = [e.estimate.count for e in report.entries if e.estimate]
-    if not counts:
-        return []
-    span = f"{min(counts)} to {max(counts)}" if min(counts) != max(counts) else f"{counts[0]}"
-    return [
-        f"Medians rest on {span} samples a row; which lines were left out, and why, is under"
-        " 'How it was measured' in report.html and report.md."
-    ]
-
-
-def _disagreements(report: Report) -> list[str]:
-    return [
-        f"Repeats of {entry.label} disagree: {disagreement(entry)}."
-        for entry in report.entries
-        if entry.estimate and entry.estimate.disagree
-    ]
 
 
 def _power_sentences(report: Report) -> list[str]:
@@ -304,15 +294,3 @@ def _parity_sentences(report: Report) -> list[str]:
         for why in dict.fromkeys(e.parity.without_baseline for e in lost)
     ]
     return result
-
-
-def _published_sentences(report: Report) -> list[str]:
-    return [
-        f"{entry.label}: published {match.quantity} "
-        f"{' and '.join(number(v) for v in match.published)} {match.unit}, measured "
-        f"{number(match.measured)} {match.unit}: {match.verdict} (expected"
-        f" {number(match.expected_low)} to {number(match.expected_high)})."
-        for entry in report.entries
-        for match in entry.matches
-        if match.verdict != "not comparable"
-    ]
