@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -80,21 +80,20 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
             the newest conditions of a configuration are shown and the others are counted.
     """
     named = list(runs)
-    groups: dict[tuple[object, ...], list[Run]] = {}
+    groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in sorted(named, key=lambda run: run.record.created_utc if run.record else ""):
         # Of two foreign logs only somebody can say that they are repeats.
         own = run.name if run.is_foreign else ""
-        key = (run.repeats,) if run.repeats else (identity_of_run(run), own)
-        groups.setdefault(key, []).append(run)
+        groups[(run.repeats,) if run.repeats else (identity_of_run(run), own)].append(run)
     rows: list[Configuration] = []
     for members in groups.values():
         # Runs that have ended; where none has, the newest that is on is the row's.
         running = [run for run in members if run.is_running]
         ended = [run for run in members if not run.is_running] or [running.pop()]
-        by_conditions: dict[tuple[object, ...], list[Run]] = {}
+        by_conditions: dict[tuple[object, ...], list[Run]] = defaultdict(list)
         for run in ended:
-            newest = by_conditions.setdefault(_conditions(run), [])
-            newest.append(run)
+            by_conditions[_conditions(run)].append(run)
+        newest = by_conditions[_conditions(ended[-1])]
         older = [run for each in by_conditions.values() if each is not newest for run in each]
         for group in by_conditions.values() if all_conditions else [newest]:
             found = _rows(group, () if all_conditions else older)
@@ -110,15 +109,19 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
 def with_distinct_names(runs: Sequence[Run]) -> list[Run]:
     """Logs of one file name get as much of their folders as tells them apart, else a number."""
     names: dict[str, list[Run]] = defaultdict(list)
+    result = []
     for run in runs:
         names[run.name].append(run)
-    given: dict[int, str] = {}
-    for name, same in names.items():
-        for number, run in enumerate(same if len(same) > 1 else (), start=1):
+    numbers: Counter[str] = Counter()
+    for run in runs:
+        same, name = names[run.name], run.name
+        numbers[name] += 1
+        if len(same) > 1:
             folder = run.path.parent if run.is_foreign else run.path.parent.parent
             alike = sum(other.path.parent == run.path.parent for other in same) > 1
-            given[id(run)] = f"{name} ({number})" if alike else f"{folder.name}/{name}"
-    return [replace(run, name=given.get(id(run), run.name)) for run in runs]
+            name = f"{name} ({numbers[name]})" if alike else f"{folder.name}/{name}"
+        result.append(replace(run, name=name))
+    return result
 
 
 def pooled(runs: Sequence[Run]) -> Estimate | None:
@@ -170,16 +173,19 @@ def _order(row: Configuration) -> tuple[object, ...]:
 
 def labels(rows: Sequence[Configuration]) -> list[str]:
     """`tp2 ×2`, with what sets it apart from others of that name: version, batch, …, else the run."""
-    result = [_plain(row.newest) for row in rows]
+    result = []
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for place, row in enumerate(rows):
-        run = row.newest
-        dtype = run.spec.dtype if run.spec else ""
-        groups[run.model, run.device, dtype, result[place]].append(place)
+    for place, run in enumerate(row.newest for row in rows):
+        spec, label = run.spec, run.repeats or run.name
+        if spec and not run.repeats:
+            label = f"{run.strategy} ×{spec.parallelism.world_size}"
+            label += f" with PATCH_FILE={spec.patch_file.path}" if spec.patch_file else ""
+        result.append(label)
+        groups[run.model, run.device, spec.dtype if spec else "", label].append(place)
     for places in groups.values():
         if len(places) > 1:
-            runs = [rows[place].newest for place in places]
-            for place, suffix in zip(places, _suffixes(runs), strict=True):
+            suffixes = _suffixes([rows[place].newest for place in places])
+            for place, suffix in zip(places, suffixes, strict=True):
                 result[place] += f" {suffix}"
     return result
 
@@ -206,13 +212,6 @@ def patch_file_name(spec: RunSpec | None) -> str:
     """The file of `PATCH_FILE=` and the start of its hash, or `none`."""
     patch_file = spec.patch_file if spec else None
     return f"{patch_file.path} ({patch_file.sha256[:8]})" if patch_file else "none"
-
-
-def _plain(run: Run) -> str:
-    if run.repeats or run.spec is None:
-        return run.repeats or run.name
-    patched = f" with PATCH_FILE={run.spec.patch_file.path}" if run.spec.patch_file else ""
-    return f"{run.strategy} ×{run.spec.parallelism.world_size}{patched}"
 
 
 def _suffixes(runs: Sequence[Run]) -> list[str]:

@@ -13,9 +13,7 @@ from pathlib import Path
 
 from tools.native.settings import MUON_RULE_FLAG
 from tools.records.measurements import Counts, MemoryCategory, TimeRecord, choices
-from tools.report.analyse.comparability import (
-    SpeedComparison,
-)
+from tools.report.analyse.comparability import SpeedComparison
 from tools.report.analyse.configurations import Configuration, configurations, pooled, scatter_of
 from tools.report.analyse.parity import Parity, last_digit, loss_curve, parity_of
 from tools.report.analyse.published import Match, figure_for, match_figure, relative_to_baseline

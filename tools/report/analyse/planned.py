@@ -55,10 +55,9 @@ def planned(
     found = []
     for entry in entries:
         spec, cluster = entry.run.spec, _cluster(entry.run, runs_root)
-        if spec is None or cluster is None or not _is_timed(entry):
+        # A log can say less than what ran.
+        if not spec or not cluster or not _is_timed(entry) or violations(spec, NEWEST):
             continue
-        if violations(spec, NEWEST):
-            continue  # A log can say less than what ran.
         known = own_runs(own, cluster).without(spec) if own else OwnRuns()
         try:
             found.append(PlannedEntry(entry, uncertainty(spec, cluster, known)))

@@ -9,13 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from tools.records.measurements import (
-    CommunicationRecord,
-    Operation,
-    Phase,
-    RankTime,
-    TimeRecord,
-)
+from tools.records.measurements import CommunicationRecord, Operation, Phase, RankTime, TimeRecord
 
 
 @dataclass(frozen=True)

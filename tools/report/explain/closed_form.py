@@ -84,9 +84,8 @@ def configuration_of_run(run: Run) -> RunSpec:
     if spec is None:
         raise NoClosedFormError("shape, split or batch of the run are not known")
     if spec.backend != Backend.MEGATRON:
-        raise NoClosedFormError(
-            f"the closed forms describe Megatron, this run's backend is {spec.backend}"
-        )
+        reason = f"the closed forms describe Megatron, this run's backend is {spec.backend}"
+        raise NoClosedFormError(reason)
     if not spec.microbatches:
         raise NoClosedFormError("the run's micro batch is not known")
     return spec
@@ -99,14 +98,14 @@ def kernels_of_run(run: Run) -> Kernels:
     return Kernels(fused_gradients=fused, fused_adam=run.device != "cpu")
 
 
-def megatron_of_run(run: Run) -> Megatron:
-    """The version whose calls the run makes; the newest where that is not known."""
-    return Megatron.F4FA7D6B if run.megatron.startswith(_OLD) else LATEST
-
-
 def fullest_candidate(configuration: RunSpec, stage: int, kernels: Kernels) -> PeakCandidate:
     """The moment that holds most."""
     return max(_candidates(configuration, stage, kernels), key=lambda candidate: candidate.total)
+
+
+def megatron_of_run(run: Run) -> Megatron:
+    """The version whose calls the run makes; the newest where that is not known."""
+    return Megatron.F4FA7D6B if run.megatron.startswith(_OLD) else LATEST
 
 
 def compare_memory(
@@ -156,29 +155,20 @@ def compare_memory(
 
 
 def _candidates(configuration: RunSpec, stage: int, kernels: Kernels) -> Iterator[PeakCandidate]:
-    model = memory_of_rank(configuration, stage)
-    split = configuration.parallelism
+    model, split = memory_of_rank(configuration, stage), configuration.parallelism
     last = stage == split.pipeline - 1
     yield PeakCandidate("the loss" if last else "backward", model.activations, model.temporaries)
     held = rank_parameters(configuration, stage)
     table = max(held.word_embedding, held.output_layer)
     gradient = configuration.element_bytes * table
     if last and not kernels.fused_gradients:
-        yield PeakCandidate(
-            "the output layer's backward: the logits' gradient and its weight's, not yet added",
-            model.activations,
-            logits_bytes(configuration) + gradient + whole_output_layer_bytes(configuration),
-        )
+        name = "the output layer's backward: the logits' gradient and its weight's, not yet added"
+        whole = logits_bytes(configuration) + gradient + whole_output_layer_bytes(configuration)
+        yield PeakCandidate(name, model.activations, whole)
         if split.pipeline == 1 and configuration.trained_shape.tied_embeddings:
-            yield PeakCandidate(
-                "the embedding's backward: its gradient, the tied output layer's, and their sum",
-                0,
-                3 * gradient,
-            )
+            name = "the embedding's backward: its gradient, the tied output layer's, and their sum"
+            yield PeakCandidate(name, 0, 3 * gradient)
     if not kernels.fused_adam:
         largest = min(table, held_parameters(configuration, stage)[0])
-        yield PeakCandidate(
-            "Adam's step on the largest tensor: a square root and a quotient",
-            0,
-            2 * _FP32_BYTES * largest,
-        )
+        name = "Adam's step on the largest tensor: a square root and a quotient"
+        yield PeakCandidate(name, 0, 2 * _FP32_BYTES * largest)

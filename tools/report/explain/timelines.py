@@ -8,6 +8,7 @@ command line.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -163,19 +164,16 @@ def caption(scene: Scene) -> str:
 
 def ideal_timeline(scene: Scene) -> SimulatedSchedule:
     """The same schedule with equal stages of the measured mean duration."""
-    virtual = scene.split.virtual_stages
-    worked = passes(scene.pieces)
-    means = {
-        direction: mean(p.milliseconds for p in worked if p.step and p.step.direction is direction)
-        for direction in Pass
-    }
-    durations = Durations(virtual * means[Pass.FORWARD], virtual * means[Pass.BACKWARD])
+    split = scene.split
+    worked = [(piece.step, piece.milliseconds) for piece in passes(scene.pieces)]
+    forward, backward = (
+        split.virtual_stages * mean(ms for step, ms in worked if step and step.direction is way)
+        for way in (Pass.FORWARD, Pass.BACKWARD)
+    )
     return simulate(
-        scene.split.run_schedule,
-        scene.split.pipeline,
-        scene.microbatches,
-        virtual=virtual,
-        durations=durations,
+        *(split.run_schedule, split.pipeline, scene.microbatches),
+        virtual=split.virtual_stages,
+        durations=Durations(forward, backward),
     )
 
 
@@ -270,10 +268,8 @@ def _legend(figure: Figure, pieces: Sequence[TraceSpan]) -> None:
     kinds |= {phase.value.replace("_", " "): colour for phase, colour in _PHASES.items()}
     kinds |= {"communication": _CALL, "idle": IDLE}
     handles = [Patch(color=colour, label=label) for label, colour in kinds.items()]
-    figure.legend(
-        handles=handles, loc="outside upper left", ncols=8, fontsize=8, handlelength=1,
-        columnspacing=1, labelcolor=INK,
-    )  # fmt: skip
+    look: dict[str, Any] = {"fontsize": 8, "handlelength": 1, "columnspacing": 1}
+    figure.legend(handles=handles, loc="outside upper left", ncols=8, labelcolor=INK, **look)
 
 
 PICTURE = "timeline.svg"
@@ -289,11 +285,9 @@ def timeline_charts(entries: Sequence[Entry]) -> list[Chart]:
     charts: list[Chart] = []
     for entry in entries:
         if len(charts) < MAX_PICTURES and (entry.run.path / TRACE_FILE).is_file():
-            name = f"timeline-{len(charts) + 1}"
-            try:
-                charts.append(draw_iteration(scene_of(entry.run, name, entry.label)))
-            except NoTraceError:
-                continue
+            with suppress(NoTraceError):
+                scene = scene_of(entry.run, f"timeline-{len(charts) + 1}", entry.label)
+                charts.append(draw_iteration(scene))
     return charts
 
 
@@ -303,19 +297,17 @@ def scene_of(run: Run, name: str = "timeline", label: str = "") -> Scene:
     Raises:
         NoTraceError: It left no usable trace, or its split is not known.
     """
-    if run.spec is None:
-        raise NoTraceError(
-            f"{run.name} does not record how it was split, so its passes cannot be placed."
-        )
-    split, microbatches = run.spec.parallelism, run.spec.microbatches
-    if not microbatches:
+    spec = run.spec
+    if spec is None:
+        why = "does not record how it was split, so its passes cannot be placed"
+        raise NoTraceError(f"{run.name} {why}.")
+    if not spec.microbatches:
         raise NoTraceError(f"{run.name} does not record its micro batch, so passes have no number.")
     try:
-        pieces = read_trace(run.path, split, microbatches)
+        pieces = read_trace(run.path, spec.parallelism, spec.microbatches)
     except FileNotFoundError:
-        raise NoTraceError(
-            f"{run.name} has no {TRACE_FILE}; train at least 5 iterations with the ledger on."
-        ) from None
+        why = f"has no {TRACE_FILE}; train at least 5 iterations with the ledger on"
+        raise NoTraceError(f"{run.name} {why}.") from None
     except (OSError, ValueError) as error:
         raise NoTraceError(f"{run.name}: {TRACE_FILE} cannot be used ({error}).") from None
     # Calls in groups of one rank are left out: Megatron makes them, nothing moves.
@@ -325,7 +317,7 @@ def scene_of(run: Run, name: str = "timeline", label: str = "") -> Scene:
     if not shown:
         raise NoTraceError(f"{run.name} traced nothing; train at least 5 iterations.")
     title = f"Iteration of {label or run.strategy}, {run.model}"
-    return Scene(name, title, shown, split, microbatches, run.device != "cpu")
+    return Scene(name, title, shown, spec.parallelism, spec.microbatches, run.device != "cpu")
 
 
 def write_timeline(run: Run) -> tuple[Path, str]:

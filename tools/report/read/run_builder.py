@@ -6,12 +6,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
 from tools.report.read.dialects import FoundIteration, dialects
-from tools.report.read.iterations import Columns, Iteration, IterationTable, TableBuilder
+from tools.report.read.iterations import Columns, TableBuilder
 from tools.report.read.lines import printable
 from tools.report.read.scraped import (
     ArgumentList,
@@ -39,6 +40,8 @@ _MAX_NAMES = 2_000
 _MAX_REMARKS = 200
 _MAX_REMARK = 120
 _STAMP = re.compile(r"^[\s\d:.,/T\[\]+-]{8,40}(?=[A-Za-z])")
+_FIGURES = attrgetter("iteration", "elapsed_ms", "lm_loss", "consumed_samples", "grad_norm")
+"""What no two lines have in common, unless they are one line printed twice."""
 _KEYS: dict[type[Any], Callable[[Any], Any]] = {
     ParameterCount: lambda count: (count.tensor_rank, count.pipeline_rank),
     TheoreticalMemory: lambda _: "",
@@ -120,17 +123,15 @@ class RunBuilder:
         found = line.iteration
         self._first_seen = self._first_seen or line.stamp or None
         self._generation = self._generation if self._generation.name else line.generation
-        # After a restart the same iteration can print the same figures: that is not a line printed
-        # twice, which only follows itself.
-        last = self._iterations.last
-        again = last is not None and found.iteration == last.iteration and not self._restarting
+        figures, last = _FIGURES(found), self._iterations.last
         if self._restarting:
-            # Lines that a log repeats word for word, however often, tell of one restart.
-            if _figures(found) not in self._first_again:
+            # Lines that a log repeats word for word, however often, tell of one restart; after one the
+            # same iteration can print the same figures, which elsewhere is a line printed twice.
+            if figures not in self._first_again:
                 self._restarts.append(found.iteration)
-            self._first_again.add(_figures(found))
+            self._first_again.add(figures)
             self._restarting = False
-        if last is not None and again and _figures(last) == _figures(found):
+        elif last is not None and _FIGURES(last) == figures:
             return
         self._lines_since_start += 1
         # Only these few lines are changed, so that the bulk is stored as parsed.
@@ -192,6 +193,12 @@ class RunBuilder:
         ]
         if self._overflow:
             notes.append(f"only the first {MAX_ITERATIONS} iterations were read")
+        # Those that the list of arguments leaves out count only if there is one.
+        more = {found.name: found.value for found in self._all(MoreArgument)}
+        arguments = self._listed | more if self._listed else {}
+        given = arguments.get("log_interval", "")
+        steps = Counter(b - a for a, b in pairwise(line.iteration for line in iterations[:1000]))
+        usual = steps.most_common(1)[0][0] if steps else None
         return ScrapedLog(
             path=path,
             part=part,
@@ -213,9 +220,9 @@ class RunBuilder:
             validation=self._all(Validation),
             checkpoints=self._all(CheckpointEvent),
             remarks=tuple(self._remarks.values()),
-            arguments=self._arguments(),
+            arguments=arguments,
             other_trainer=None if iterations else self._trainer,
-            log_interval=self._log_interval(iterations),
+            log_interval=int(given) if given.isdigit() else usual,
             exit_reason=self._exit,
             trace=trace,
             first_seen=self._first_seen,
@@ -225,15 +232,19 @@ class RunBuilder:
     def _take(self, fact: Fact) -> None:
         match fact:
             case Timer():
-                settled = self._lines_since_start > (
-                    2 if self._generation.averages_second_line else 1
-                )
+                second = 2 if self._generation.averages_second_line else 1
+                settled = self._lines_since_start > second
                 timers = self._timers if settled else self._early_timers
                 if fact.name in timers or len(timers) < _MAX_NAMES:
                     count, low, high = timers.get(fact.name, (0, 0.0, 0.0))
                     timers[fact.name] = (count + 1, low + fact.min_ms, high + fact.max_ms)
             case Remark():
-                self._add_remark(fact.text)
+                last = self._iterations.last
+                text = _STAMP.sub("", printable(fact.text)).strip()[:_MAX_REMARK]
+                if last is not None and text and len(self._remarks) < _MAX_REMARKS:
+                    # What a log says again and again is no news of a later iteration.
+                    plain = re.sub(r"\d+", "0", text)
+                    self._remarks.setdefault(plain, Remark(text, last.iteration))
             case Ending():
                 self._exit = fact.reason
             case Generation():
@@ -256,31 +267,3 @@ class RunBuilder:
 
     def _all[F: Fact](self, kind: type[F]) -> tuple[F, ...]:
         return tuple(self._facts[kind].values())
-
-    def _add_remark(self, line: str) -> None:
-        if self._iterations.last is None or len(self._remarks) >= _MAX_REMARKS:
-            return
-        text = _STAMP.sub("", printable(line)).strip()[:_MAX_REMARK]
-        if text:
-            # What a log says again and again is no news of a later iteration.
-            found = Remark(text, self._iterations.last.iteration)
-            self._remarks.setdefault(re.sub(r"\d+", "0", text), found)
-
-    def _log_interval(self, iterations: IterationTable) -> int | None:
-        given = self._arguments().get("log_interval", "")
-        if given.isdigit():
-            return int(given)
-        numbers = [line.iteration for line in iterations[:1000]]
-        steps = Counter(b - a for a, b in pairwise(numbers))
-        return steps.most_common(1)[0][0] if steps else None
-
-    def _arguments(self) -> dict[str, str]:
-        """Those in the list, and if there is one those that it leaves out."""
-        more = {found.name: found.value for found in self._all(MoreArgument)}
-        return self._listed | more if self._listed else {}
-
-
-def _figures(found: Iteration) -> tuple[object, ...]:
-    """What no two lines have in common, unless they are one line printed twice."""
-    figures = (found.elapsed_ms, found.lm_loss, found.consumed_samples, found.grad_norm)
-    return found.iteration, *figures

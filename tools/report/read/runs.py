@@ -149,10 +149,7 @@ def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
     problems: list[str] = []
     for path in paths:
         try:
-            if path.is_dir():
-                runs.append(load_folder(path))
-            else:
-                runs += load_log(path)
+            runs += [load_folder(path)] if path.is_dir() else load_log(path)
         except OSError as error:
             problems.append(f"{path} cannot be read: {error.strerror or error}; it is left out.")
         except Exception as error:
@@ -193,7 +190,7 @@ def load_folder(folder: Path) -> Run:
     elif status.status is not Status.OK and not status.reason:
         status = replace(status, reason=classify_log(log, status.exit_code).reason)
     ledgers, ledger_notes = read_ledgers(folder)
-    before, replaced = _parents_iterations(folder, record, notes)
+    before, replaced = _before(folder, record, notes)
     notes += [*ledger_notes, *log.notes]
     try:
         notes += [verdict.sentence for verdict in read_verdicts(folder)]
@@ -247,33 +244,13 @@ def _with_record(run: Run, record: RunRecord) -> Run:
     )
 
 
-def _with_printed(run: Run) -> Run:
-    arguments, unread = readable(canonical(run.log.arguments))
-    if not arguments:
-        return run
-    flags = Flags(flags_of_printed(arguments))
-    notes = [f"{', '.join(unread)} cannot be read"] if unread else []
-    data = flags.text("--data-path") or ("mock" if flags.has("--mock-data") else "")
-    return replace(
-        run,
-        spec=printed_spec(arguments, run.window.global_batch_size),
-        dataset=DatasetIdentity(data) if data else None,
-        # Weights that were loaded to start from; a resumed run's are its own.
-        start_checkpoint=flags.text("--load") or None if flags.has("--finetune") else None,
-        arguments=arguments,
-        notes=(*run.notes, *notes),
-    )
-
-
-def _parents_iterations(
+def _before(
     folder: Path, record: RunRecord | None, notes: list[str]
 ) -> tuple[tuple[Iteration, ...], tuple[Iteration, ...]]:
     """What the run resumed from had trained by then, its own parents' part included; and after it."""
-    if record is None or not record.resumptions:
-        return (), ()
-    origin = record.resumptions[0]
+    origin = record.resumptions[0] if record and record.resumptions else None
     # Names begin with the time, so a parent's comes first; anything else is no parent.
-    if origin.run >= record.run or Path(origin.run).name != origin.run:
+    if not origin or not record or origin.run >= record.run or Path(origin.run).name != origin.run:
         return (), ()
     parent = folder.parent / origin.run
     notes.append(f"resumes from iteration {origin.iteration} of {origin.run}")
@@ -284,6 +261,23 @@ def _parents_iterations(
     found = (*run.before, *run.log.iterations)
     place = bisect_right(found, origin.iteration, key=lambda line: line.iteration)
     return found[:place], found[place:]
+
+
+def _with_printed(run: Run) -> Run:
+    arguments, unread = readable(canonical(run.log.arguments))
+    if not arguments:
+        return run
+    flags = Flags(flags_of_printed(arguments))
+    data = flags.text("--data-path") or ("mock" if flags.has("--mock-data") else "")
+    return replace(
+        run,
+        spec=printed_spec(arguments, run.window.global_batch_size),
+        dataset=DatasetIdentity(data) if data else None,
+        # Weights that were loaded to start from; a resumed run's are its own.
+        start_checkpoint=flags.text("--load") or None if flags.has("--finetune") else None,
+        arguments=arguments,
+        notes=run.notes + ((f"{', '.join(unread)} cannot be read",) if unread else ()),
+    )
 
 
 def _read[T](path: Path, read: Callable[[Path], T], notes: list[str]) -> T | None:

@@ -61,11 +61,7 @@ _BY_EITHER = (
     ),
     ("copies", re.compile(r"memcpy|memset|copy|aten::to\b|aten::zero_|aten::fill_", re.IGNORECASE)),
 )
-GROUPS = (
-    *(name for name, _ in (*_BY_KERNEL, *_BY_EITHER, *_BY_OPERATOR)),
-    OTHER,
-    GAPS,
-)
+GROUPS = (*(name for name, _ in (*_BY_KERNEL, *_BY_EITHER, *_BY_OPERATOR)), OTHER, GAPS)
 
 
 class EventArguments(msgspec.Struct, frozen=True, gc=False):

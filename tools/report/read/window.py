@@ -31,11 +31,9 @@ class Window:
     @property
     def text(self) -> str:
         """Window, sample count and what was left out, as text."""
-        if not self.samples_ms:
-            span = "no samples"
-        else:
-            count = len(self.samples_ms)
-            span = f"{count} samples, iterations {self.iterations[0]} to {self.iterations[-1]}"
+        span, numbers = "no samples", self.iterations
+        if self.samples_ms:
+            span = f"{len(numbers)} samples, iterations {numbers[0]} to {numbers[-1]}"
         left_out = ", ".join(f"{count} {reason}" for reason, count in self.dropped)
         return f"{span}; left out: {left_out}" if left_out else span
 
@@ -114,9 +112,7 @@ def _usual_batch(lines: IterationTable, left: NDArray[np.bool_]) -> int | None:
     sizes = lines.values("global_batch_size")
     known = sizes > 0
     sizes = sizes[left & known] if (left & known).any() else sizes[known]
-    if not len(sizes):
-        return None
     found, counts = np.unique(sizes, return_counts=True)
     last = [int(np.flatnonzero(sizes == size)[-1]) for size in found]
-    best = max(zip(counts.tolist(), last, found.tolist(), strict=True))
-    return int(best[2])
+    best = max(zip(counts.tolist(), last, found.tolist(), strict=True), default=None)
+    return int(best[2]) if best else None

@@ -9,11 +9,7 @@ from tools.report.analyse.published import Match
 from tools.report.analyse.report import Report
 from tools.spec.published import Correction
 from tools.text.table import Column, Table
-from tools.text.units import (
-    DASH,
-    number,
-    signed_percent,
-)
+from tools.text.units import DASH, number, signed_percent
 
 MatchOf = tuple[Entry, Match]
 _MS = 1e3

@@ -1,8 +1,9 @@
-"""The report in a few words: what is fastest, by how much, and what the others pay for."""
+"""The report in a few words and in one figure: what is fastest, by how much, what the others pay for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from tools.report.analyse.comparability import compare_speed
 from tools.report.analyse.earlier import UNDECIDED
@@ -16,7 +17,8 @@ from tools.report.render.sentences import (
     some_of,
     token_ratio,
 )
-from tools.text.units import joined, number, plural
+from tools.report.render.tables import ratio
+from tools.text.units import interval, joined, number, plural
 
 _MAX_GROUPS = 3
 _MAX_COSTS = 3
@@ -104,3 +106,65 @@ def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> s
 def sentences_under(headline: str, report: Report) -> list[str]:
     """The headline and the verdicts after it."""
     return list(dict.fromkeys((headline, *sentences(report))))
+
+
+MAX_ROWS = 24
+"""Of a group; more are in the table."""
+MAX_GROUPS = 6
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One row; places are in percent of the axis."""
+
+    label: str
+    verdict: str
+    """`reference`, `faster`, `slower`, `within noise` or `too few samples`."""
+    length: float
+    low: float | None
+    high: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class BarGroup:
+    """Rows that are compared with one another, on one axis."""
+
+    title: str
+    bars: tuple[Bar, ...]
+    left_out: int
+    spoken: str
+    """The same in words."""
+
+
+def bars_of(report: Report) -> list[BarGroup]:
+    """Groups of rows that are compared, the largest first; without one the first row with a time."""
+    groups = compared_groups(report)
+    several = [members for members in groups if len(members) > 1]
+    return [_group(members) for members in several[:MAX_GROUPS] or groups[:1]]
+
+
+def _group(members: Sequence[Entry]) -> BarGroup:
+    reference, spans = members[0], []
+    for entry in members:
+        # For as many tokens as the reference's.
+        found, pair = entry.estimate, entry.speed.per_token if entry.speed else None
+        assert found is not None  # Of timed rows only.
+        weight = pair.ratio * (reference.time_ms or 0) / found.median if pair else 1.0
+        low, high = (end and weight * end for end in (found.low, found.high))
+        spans.append((entry, pair, weight, weight * found.median, low, high))
+    axis = 1.02 * max(high or middle for *_, middle, _, high in spans)
+    bars = []
+    for entry, pair, _, middle, low, high in spans[:MAX_ROWS]:
+        text = f"{number(middle)} ms"
+        text += f" [{interval(low, high)}]" if low is not None and high is not None else ""
+        text += f", {ratio(pair)}" if pair else ""
+        verdict = pair.verdict.value if pair else "reference"
+        left, right = (end and 100 * end / axis for end in (low, high))
+        bars.append(Bar(entry.label, verdict, 100 * middle / axis, left, right, text))
+    equal = all(abs(weight - 1) < 1e-9 for _, _, weight, *_ in spans)
+    many = f"for as many tokens as an iteration of {reference.label}"
+    where = " · ".join(filter(None, (reference.run.size, reference.run.device)))
+    title = f"Time {'of an iteration' if equal else many}{f', {where}' if where else ''}"
+    spoken = "; ".join(f"{bar.label}: {bar.text}" for bar in bars)
+    return BarGroup(title, tuple(bars), max(0, len(members) - MAX_ROWS), spoken)

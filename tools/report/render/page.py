@@ -15,7 +15,7 @@ from tools.report.analyse.report import Report
 from tools.report.canvas import Chart
 from tools.report.explain.explanation import Explanation
 from tools.report.render import beside, tables
-from tools.report.render.bars import bars_of
+from tools.report.render.headline import bars_of
 from tools.report.render.plots import Plot, as_script, plots_of
 from tools.report.render.sentences import sentences
 from tools.text import units
@@ -48,10 +48,7 @@ class PageCell:
 
 
 def render_page(
-    report: Report,
-    charts: Sequence[Chart],
-    headline: str,
-    explanation: Explanation | None = None,
+    report: Report, charts: Sequence[Chart], headline: str, explanation: Explanation | None = None
 ) -> str:
     """The whole report as one HTML file."""
     explanation, plots = explanation or Explanation(), plots_of(report)

@@ -108,6 +108,27 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
+def _power_sentences(report: Report) -> list[str]:
+    """What the intervals assume of runs that were not repeated, and what repeats would show."""
+    found = [e.estimate for e in report.entries if e.estimate and e.estimate.error is not None]
+    groups = [str(len(group) - 1) for group in compared_groups(report) if len(group) > 2]
+    told = [
+        f"Of {joined(groups)} comparisons with one reference all verdicts are right"
+        " together with 95% (Holm); an interval is of its pair alone."
+    ]
+    told = told if groups else []
+    for scatter in dict.fromkeys(each.scatter for each in found if each.freedom is None):
+        one, three = (
+            smallest_difference(*of) for of in ((1, scatter.assumed), (3, scatter.typical))
+        )
+        told.append(
+            f"One or two runs cannot show how much runs scatter, so {scatter.assumed:.1%} is assumed"
+            f" ({scatter.source}). With one run each, a difference below {one:.1%} cannot be seen; with"
+            f" three runs each that scatter by {scatter.typical:.1%}, one below {three:.1%}."
+        )
+    return told
+
+
 def _speed_sentences(report: Report) -> list[str]:
     """The verdict on every row; of many rows one sentence a verdict."""
     texts = [text for entry in report.entries if (text := speed_sentence(entry, report))]
@@ -119,12 +140,12 @@ def _speed_sentences(report: Report) -> list[str]:
             key = entry.speed.reference, entry.speed.per_token.verdict
             groups.setdefault(key, []).append(entry)
     result = []
+    labels = {entry.run.name: entry.label for entry in report.entries}
     for (name, verdict), members in groups.items():
-        reference = next(entry for entry in report.entries if entry.run.name == name)
         ratios = sorted(map(token_ratio, members))
         span = f"×{ratios[0]:.3f} to ×{ratios[-1]:.3f}" if len(ratios) > 1 else f"×{ratios[0]:.3f}"
         result.append(
-            f"{len(members)} rows: {verdict.against(reference.label)}, {span} the time a token"
+            f"{len(members)} rows: {verdict.against(labels[name])}, {span} the time a token"
             f" ({some_of([entry.label for entry in members])})."
         )
     return [*result, "Each row's own verdict and interval are under 'Compared in speed'."]
@@ -239,58 +260,34 @@ def _ending(run: Run) -> str:
     return f"{run.status.status}{reason}"
 
 
-def _power_sentences(report: Report) -> list[str]:
-    """What the intervals assume of runs that were not repeated, and what repeats would show."""
-    found = [e.estimate for e in report.entries if e.estimate and e.estimate.error is not None]
-    groups = [len(members) - 1 for members in compared_groups(report) if len(members) > 2]
-    several = [
-        f"Of {joined(list(map(str, groups)))} comparisons with one reference all verdicts are right"
-        " together with 95% (Holm); an interval is of its pair alone."
-    ]
-    assumed = dict.fromkeys(each.scatter for each in found if each.freedom is None)
-    return several[: len(groups)] + [
-        f"One or two runs cannot show how much runs scatter, so {scatter.assumed:.1%} is assumed"
-        f" ({scatter.source}). With one run each, a difference below"
-        f" {smallest_difference(1, scatter.assumed):.1%} cannot be seen; with three runs each that"
-        f" scatter by {scatter.typical:.1%}, one below {smallest_difference(3, scatter.typical):.1%}."
-        for scatter in assumed
-    ]
-
-
 def _parity_sentences(report: Report) -> list[str]:
-    held = [e for e in report.entries if e.parity.verdict == "held"]
-    result = []
-    if held:
-        worst = max(e.parity.max_units or 0 for e in held)
+    entries, result = report.entries, []
+    if held := [e for e in entries if e.parity.verdict == "held"]:
+        worst = plural(round(max(e.parity.max_units or 0 for e in held)), "unit")
         fewest = min(e.parity.compared for e in held)
-        logs = all(e.run.is_foreign for e in held)
-        basis = (
-            f"{LOGS_AGREE:g} of a loss between logs"
-            if logs
-            else "the spread of repeats and the rounding"
-            if any(e.parity.repeats for e in held)
-            else "the rounding alone"
-        )
+        basis = "the rounding alone"
+        if all(e.run.is_foreign for e in held):
+            basis = f"{LOGS_AGREE:g} of a loss between logs"
+        elif any(e.parity.repeats for e in held):
+            basis = "the spread of repeats and the rounding"
         result.append(
             f"Loss parity held for {some_of([e.label for e in held])}: over {fewest} iterations"
-            f" no loss is more than {plural(round(worst), 'unit')} of the last printed digit off"
-            f" (tolerance: {basis})."
+            f" no loss is more than {worst} of the last printed digit off (tolerance: {basis})."
         )
     result += [
         f"Loss parity of {e.label} is {e.parity.verdict}: the largest difference is"
         f" {e.parity.max_difference:.3g}."
-        for e in report.entries
+        for e in entries
         if e.parity.verdict.startswith("broken")
     ]
+    differ = [e for e in entries if e.parity.repeats_differ]
+    result += [f"Of {e.label}, {e.parity.repeats_differ}." for e in differ]
+    lost: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.parity.without_baseline:
+            lost.setdefault(entry.parity.without_baseline, []).append(entry.label)
     result += [
-        f"Of {e.label}, {e.parity.repeats_differ}."
-        for e in report.entries
-        if e.parity.repeats_differ
-    ]
-    lost = [e for e in report.entries if e.parity.without_baseline]
-    result += [
-        f"Loss parity of {some_of([e.label for e in lost if e.parity.without_baseline == why])} is not"
-        f" against baseline: {why}."
-        for why in dict.fromkeys(e.parity.without_baseline for e in lost)
+        f"Loss parity of {some_of(labels)} is not against baseline: {why}."
+        for why, labels in lost.items()
     ]
     return result

@@ -15,16 +15,7 @@ from tools.report.analyse.report import ArgumentDifference, Report
 from tools.report.analyse.results import notes_of, other_attempts
 from tools.report.analyse.statistics import Estimate, TimeComparison
 from tools.text.table import Column, Table
-from tools.text.units import (
-    DASH,
-    bracketed,
-    count,
-    interval,
-    loss,
-    number,
-    percent,
-    size,
-)
+from tools.text.units import DASH, bracketed, count, interval, loss, number, percent, size
 
 _MAX_VALUES = 12
 """Rows whose arguments stand side by side; those of more are counted by value."""

@@ -20,9 +20,7 @@ from tools.report.read.dialects import (
     iteration_of,
 )
 from tools.report.read.iterations import OTHER, Iteration, dtype_of
-from tools.report.read.scraped import (
-    Generation,
-)
+from tools.report.read.scraped import Generation
 
 SECONDS = Generation("Megatron", "0.7 to 0.15")
 """Time stamps in seconds; the first line comes with the log interval."""

@@ -9,10 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from tools.report.read.dialects import (
-    Dialect,
-    News,
-)
+from tools.report.read.dialects import Dialect, News
 from tools.report.read.dialects.megatron import MICROSECONDS_GTP
 from tools.report.read.scraped import (
     ArgumentList,
