@@ -44,7 +44,7 @@ class Column[R]:
     """Where a terminal is too narrow, columns of the highest rank are left out first."""
     wraps: bool = False
     """A terminal may break its texts into lines."""
-    why: Callable[[R], str] = lambda _: "not known"
+    why: str | Callable[[R], str] = "not known"
     """Why a row's value is not known."""
 
     def cell(self, subject: R) -> str:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from tools.native.settings import MUON_RULE_FLAG
 from tools.records.measurements import Counts, MemoryCategory, TimeRecord, choices
 from tools.report.analyse.comparability import SpeedComparison
@@ -87,6 +89,11 @@ class Entry:
         """How the newest run ended."""
         return self.run.status.status.value
 
+    @property
+    def estimate(self) -> Estimate | None:
+        """Of iteration times, in milliseconds."""
+        return self.configuration.estimate
+
     @cached_property
     def implementation(self) -> str:
         """Whose code sharded or trained, with its version and commit; empty of a foreign log."""
@@ -122,11 +129,6 @@ class Entry:
         return next(named, "GELU" if flags else "")
 
     @property
-    def estimate(self) -> Estimate | None:
-        """Of iteration times, in milliseconds."""
-        return self.configuration.estimate
-
-    @property
     def time_ms(self) -> float | None:
         """Median of iteration times."""
         return self.estimate.median if self.estimate else None
@@ -153,27 +155,25 @@ class Entry:
     @cached_property
     def final_loss(self) -> float | None:
         """Loss of the last line that is of a whole step alone."""
-        for found in reversed(self.run.log.iterations):
-            loss = found.lm_loss
-            usable = not found.averaged and not found.skipped_iterations
-            if loss is not None and math.isfinite(loss) and usable:
-                return loss
-        return None
+        lines = self.run.log.iterations
+        losses = lines.values("lm_loss")
+        left_out = lines.known("averaged") | (lines.values("skipped_iterations") > 0)
+        kept = losses[np.isfinite(losses) & ~left_out]
+        return float(kept[-1]) if len(kept) else None
 
     @property
-    def _scores(self) -> Mapping[str, float]:
-        """Of the last evaluation."""
-        return self.run.log.validation[-1].losses if self.run.log.validation else {}
-
-    @cached_property
     def validation_loss(self) -> float | None:
         """Of the last evaluation."""
-        return self._scores.get("lm loss")
+        return self._score("lm loss")
 
-    @cached_property
+    @property
     def accuracy(self) -> float | None:
         """Share of next tokens named right, at the last evaluation; Megatron does not print it."""
-        return self._scores.get(ACCURACY)
+        return self._score(ACCURACY)
+
+    def _score(self, name: str) -> float | None:
+        found = self.run.log.validation
+        return found[-1].losses.get(name) if found else None
 
     @cached_property
     def routing(self) -> Mapping[int, Counts]:

@@ -60,9 +60,9 @@ def _parity_notes(parity: Parity, run: Run) -> Iterator[str]:
 def disagreement(entry: Entry) -> str:
     """How far a row's repeats are apart."""
     found = entry.estimate
-    medians = [median(run.window.samples_ms) for run in entry.configuration.runs if run.counts]
     if found is None or found.between is None:
         return ""
+    medians = [median(run.window.samples_ms) for run in entry.configuration.runs if run.counts]
     return (
         f"their medians are {number(min(medians))} to {number(max(medians))} ms, a scatter of "
         f"{found.between:.1%} where {found.scatter.assumed:.1%} is known of others"

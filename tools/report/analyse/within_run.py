@@ -82,30 +82,26 @@ def changes_within(run: Run) -> tuple[Shift, ...]:
     usable = (times > 0) & np.isfinite(times)
     usable &= ~(table.known("first_of_start") | table.known("averaged"))
     times, numbers = times[usable], table.numbers[usable]
-    ramp, start = _ramp(times, numbers, table.values("global_batch_size")[usable])
-    times, numbers = times[start:], numbers[start:]
+    batches = table.values("global_batch_size")[usable]
+    found: list[Shift] = []
+    known = len(batches) and np.isfinite(batches).all()
+    others = np.flatnonzero(batches != batches[-1]) if known else np.zeros(0, np.int64)
+    if len(others):
+        # Where the global batch grows, its end; what follows is of the last batch.
+        start = int(others[-1]) + 1
+        ends = (times[max(0, start - 8) : start], times[start:][:8])
+        before, after = (number(float(np.median(part))) for part in ends)
+        text = (
+            f"the global batch grows from {batches[0]:.0f} to {batches[-1]:.0f} until iteration "
+            f"{numbers[start]}, where an iteration's time goes from {before} to {after} ms"
+        )
+        found.append(Shift(ChangeKind.RAMP, int(numbers[start]), text))
+        times, numbers = times[start:], numbers[start:]
     if len(times) < 2 * MIN_SEGMENT:
-        return ramp
+        return tuple(found)
     slow = _slow(times)
-    found = [*ramp, *_stretches(run, times, numbers, slow), *_periodic(run, times, numbers, slow)]
+    found += [*_stretches(run, times, numbers, slow), *_periodic(run, times, numbers, slow)]
     return tuple(sorted(found, key=lambda shift: shift.iteration))
-
-
-def _ramp(times: Floats, numbers: Numbers, batches: Floats) -> tuple[tuple[Shift, ...], int]:
-    """Where the global batch grows, its end; and where the lines of the last batch begin."""
-    if not len(batches) or not np.isfinite(batches).all() or np.all(batches == batches[-1]):
-        return (), 0
-    others = np.flatnonzero(batches != batches[-1])
-    start = int(others[-1]) + 1
-    before, after = (
-        number(float(np.median(part)))
-        for part in (times[max(0, start - 8) : start], times[start:][:8])
-    )
-    text = (
-        f"the global batch grows from {batches[0]:.0f} to {batches[-1]:.0f} until iteration "
-        f"{numbers[start]}, where an iteration's time goes from {before} to {after} ms"
-    )
-    return (Shift(ChangeKind.RAMP, int(numbers[start]), text),), start
 
 
 def _stretches(

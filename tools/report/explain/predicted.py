@@ -7,7 +7,7 @@ missing on either side is listed in `notes`, never filled in.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tools.plan.collectives.call import Megatron
@@ -167,49 +167,39 @@ def evidence_of(run: Run, iteration_ms: float | None = None) -> Evidence:
     notes += filter(None, [problem])
     found = Evidence(times, scale, time_shares(times) if times else ())
     try:
-        configuration = configuration_of_run(run)
-        return replace(
-            found,
-            parameters=tuple(_parameters(run, configuration)),
-            calls=tuple(_calls(run, configuration)),
-            memory=tuple(_memory(run, configuration)),
-            bubble=compare_bubble(configuration, times) if times else (),
-            configuration=configuration,
-            notes=tuple(notes),
-        )
+        return _predicted(run, configuration_of_run(run), replace(found, notes=tuple(notes)))
     except (NoClosedFormError, UnevenSplitError) as error:
         return replace(found, notes=(*notes, f"nothing predicted: {error}"))
+
+
+def _predicted(run: Run, spec: RunSpec, found: Evidence) -> Evidence:
+    """With what the closed forms say; a ledger of another run's ranks must not break the report."""
+    split, parameters = spec.parallelism, []
+    for count in run.log.parameters:
+        # Megatron's own count of every model-parallel rank; its first data-parallel rank stands for all.
+        if count.pipeline_rank < split.pipeline and count.tensor_rank < split.tensor:
+            predicted = rank_parameters(spec, count.pipeline_rank).total
+            rank = count.pipeline_rank * (split.world_size // split.pipeline) + count.tensor_rank
+            own = ComponentResidual(rank, "parameters", count.parameters, predicted)
+            parameters.append(own)
+    sent, held, ranks = run.ledgers.communication, run.ledgers.memory, range(split.world_size)
+    callers = [r for r in (sent.ranks if sent else ()) if r.rank in ranks and r.steady_iterations]
+    holders = [rank for rank in (held.ranks if held else ()) if rank.rank in ranks]
+    kernels, megatron = kernels_of_run(run), megatron_of_run(run)
+    return replace(
+        found,
+        parameters=tuple(parameters),
+        calls=tuple(compare_calls(spec, rank, megatron) for rank in callers),
+        memory=tuple(one for rank in holders for one in compare_memory(spec, rank, kernels)),
+        bubble=compare_bubble(spec, found.times) if found.times else (),
+        configuration=spec,
+    )
 
 
 _LAUNCHED = (
     f"{TIME_FILE} is of the host's clock, which on a GPU says when kernels were launched and "
     "not when they ran, so nothing is concluded from it"
 )
-
-
-def _parameters(run: Run, configuration: RunSpec) -> Iterator[ComponentResidual]:
-    """Megatron's own count of every model-parallel rank; its first data-parallel rank stands for all."""
-    split = configuration.parallelism
-    for count in run.log.parameters:
-        if count.pipeline_rank < split.pipeline and count.tensor_rank < split.tensor:
-            predicted = rank_parameters(configuration, count.pipeline_rank).total
-            rank = count.pipeline_rank * (split.world_size // split.pipeline) + count.tensor_rank
-            yield ComponentResidual(rank, "parameters", count.parameters, predicted)
-
-
-# A ledger of another run's ranks must not break the report.
-def _calls(run: Run, configuration: RunSpec) -> Iterator[CallComparison]:
-    record, ranks = run.ledgers.communication, range(configuration.parallelism.world_size)
-    for rank in record.ranks if record else ():
-        if rank.rank in ranks and rank.steady_iterations:
-            yield compare_calls(configuration, rank, megatron_of_run(run))
-
-
-def _memory(run: Run, configuration: RunSpec) -> Iterator[ComponentResidual]:
-    record, ranks = run.ledgers.memory, range(configuration.parallelism.world_size)
-    for rank in record.ranks if record else ():
-        if rank.rank in ranks:
-            yield from compare_memory(configuration, rank, kernels_of_run(run))
 
 
 @dataclass(frozen=True)
@@ -300,10 +290,8 @@ class Subject:
 
 def subjects_of(report: Report) -> tuple[Subject, ...]:
     """Every entry with its evidence."""
-    named = zip(report.entries, names_of(report.entries), strict=True)
-    return tuple(
-        Subject(entry, evidence_of(entry.run, entry.time_ms), name) for entry, name in named
-    )
+    each = zip(report.entries, names_of(report.entries), strict=True)
+    return tuple(Subject(one, evidence_of(one.run, one.time_ms), name) for one, name in each)
 
 
 def find(

@@ -72,14 +72,12 @@ def first_error(log: ScrapedLog) -> LoggedError | None:
 
     None where a signal killed a rank: the others only report that they lost it.
     """
-    code = log.trace.root_cause_exit_code
-    errors = [error for error in log.trace.errors if not error.secondary]
-    scheduler = next((error for error in errors if error.kind == SCHEDULER), None)
+    trace, code = log.trace, log.trace.root_cause_exit_code
+    errors = [error for error in trace.errors if not error.secondary]
     if code is not None and -code in _SILENT:
-        return scheduler
-    followers = [error for error in log.trace.errors if error.kind != "ChildFailedError"]
-    candidates = errors or followers
-    of_root = [e for e in candidates if e.rank is not None and e.rank == log.trace.root_cause_rank]
+        return next((error for error in errors if error.kind == SCHEDULER), None)
+    candidates = errors or [error for error in trace.errors if error.kind != "ChildFailedError"]
+    of_root = [e for e in candidates if e.rank is not None and e.rank == trace.root_cause_rank]
     return next(iter(of_root or candidates), None)
 
 
@@ -155,10 +153,8 @@ _MEANS = {
 
 
 def _allocation(error: LoggedError, rank: int | None) -> str:
-    wanted = _ALLOCATION.search(error.message)
-    room = _CAPACITY.search(error.message)
-    who = f"Rank {rank}" if rank is not None else "A rank"
-    text = f"{who} ran out of memory"
+    wanted, room = (pattern.search(error.message) for pattern in (_ALLOCATION, _CAPACITY))
+    text = f"{f'Rank {rank}' if rank is not None else 'A rank'} ran out of memory"
     if wanted:
         text += f" when it tried to allocate {wanted[1]}"
     if room:

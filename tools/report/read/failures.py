@@ -171,16 +171,16 @@ class ErrorCollector:
     def _feed_untraced(self, line: str) -> None:
         usage = _USAGE.search(line) if ": error: " in line else None
         if usage and usage[1].endswith(".py"):
-            self._add("usage", f"{usage[1].rsplit('/', 1)[-1]}: {usage[2]}", _split_prefix(line)[0])
-            return
-        if outside := _OUTSIDE.search(line):
+            message = f"{usage[1].rsplit('/', 1)[-1]}: {usage[2]}"
+            self._add("usage", message, _split_prefix(line)[0])
+        elif outside := _OUTSIDE.search(line):
             self._add(outside[1] or "PatchError", outside[2] or outside[0], None)
-            return
-        fatal = _FATAL.search(line)
-        if fatal and not any(fatal[1].split(": ", 1)[-1] in e.message for e in self._errors):
-            kind = "OutOfMemoryError" if "emory" in fatal[1] else "fatal"
-            message = fatal[1].removeprefix("torch.OutOfMemoryError: ")
-            self._add(kind, message, _split_prefix(line)[0])
+        elif fatal := _FATAL.search(line):
+            known = fatal[1].split(": ", 1)[-1]
+            if not any(known in error.message for error in self._errors):
+                kind = "OutOfMemoryError" if "emory" in fatal[1] else "fatal"
+                message = fatal[1].removeprefix("torch.OutOfMemoryError: ")
+                self._add(kind, message, _split_prefix(line)[0])
 
     def _feed_slurm(self, line: str) -> None:
         if _SLURM_OUT_OF_MEMORY.search(line):

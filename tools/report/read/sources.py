@@ -142,11 +142,12 @@ def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
         # A rank that crashed before a steady iteration counted nothing, which is not zero bytes.
         counted = tuple(rank for rank in communication.ranks if rank.steady_iterations)
         communication = replace(communication, ranks=counted)
-    return Ledgers(
+    kept = Ledgers(
         memory if memory and memory.ranks else None,
         communication if communication and communication.ranks else None,
         routing if routing and routing.ranks else None,
-    ), list(filter(None, (why_no_memory, why_no_calls, why_no_routing)))
+    )
+    return kept, list(filter(None, (why_no_memory, why_no_calls, why_no_routing)))
 
 
 def _read[T](folder: Path, kind: type[T], name: str) -> tuple[T | None, str]:

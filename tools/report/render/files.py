@@ -51,7 +51,12 @@ def write_report(report: Report, folder: Path) -> str:
             stale.unlink()
     for name, text in contents.items():
         write_whole(folder / name, text)
-    point_latest(folder)
+    # `latest` beside the folder points at it; a real file of that name is left alone.
+    link, partial = folder.parent / "latest", folder.parent / ".latest.partial"
+    if folder.name != link.name and (link.is_symlink() or not link.exists()):
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(folder.name)
+        partial.replace(link)
     return headline
 
 
@@ -82,17 +87,6 @@ def json_text(report: Report, headline: str, explanation: Explanation) -> str:
         "explanation": explained,
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
-
-
-def point_latest(folder: Path) -> None:
-    """Let `latest` beside the folder point at it; a real file of that name is left alone."""
-    link = folder.parent / "latest"
-    if folder.name == link.name or (link.exists() and not link.is_symlink()):
-        return
-    partial = folder.parent / ".latest.partial"
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(folder.name)
-    partial.replace(link)
 
 
 def _entry_json(entry: Entry) -> dict[str, Any]:

@@ -117,7 +117,8 @@ def cells_of[R](table: Table[R]) -> list[list[PageCell]]:
             key = value[0] if isinstance(value, tuple) else value
             if column.style and text not in ("", DASH):
                 kind = f"pill {column.name.lower()} {text.split('@')[0].replace(' ', '-')}"
-            reason = column.why(row) if text == DASH else ""
+            why = column.why if isinstance(column.why, str) else column.why(row)
+            reason = why if text == DASH else ""
             cells.append(PageCell(text, "" if key is None else key, kind, reason))
         columns.append(cells)
     return [list(line) for line in zip(*columns, strict=True)]
@@ -126,28 +127,30 @@ def cells_of[R](table: Table[R]) -> list[list[PageCell]]:
 def provenance(entry: Entry) -> Mapping[str, str]:
     """Where a run was made and with what; only what is known."""
     record, run = entry.run.record, entry.run
-    facts: dict[str, str | None] = {"log": run.log.path, "first line": run.log.first_seen}
-    of = run.log.generation
-    facts["log format"] = f"{of.trainer} {of.name}" if of.name else None
-    clocks = [c for s in run.samples.series for c in s.sm_clock_mhz if c]
-    facts["SM clock"] = f"{min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else None
-    throttled = sorted({reason for s in run.samples.series for reason in s.throttled})
-    facts["clock lowered by"] = ", ".join(throttled) or None
+    of, series = run.log.generation, run.samples.series
+    clocks = [clock for each in series for clock in each.sm_clock_mhz if clock]
+    facts: dict[str, str | None] = {
+        "log": run.log.path,
+        "first line": run.log.first_seen,
+        "log format": f"{of.trainer} {of.name}" if of.name else None,
+        "SM clock": f"{min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else None,
+        "clock lowered by": ", ".join(sorted({why for each in series for why in each.throttled})),
+    }
     if record is not None:
-        host, entry_point = record.host, record.entry
+        host, data = record.host, record.dataset
         facts |= {
             "made": record.created_utc,
             "host": f"{host.name}, {host.cpu}, {host.cores} cores, {units.size(host.memory_bytes)}",
             "devices": ", ".join(host.devices),
             "driver": host.driver,
             "interconnect": host.interconnect,
-            "entry": entry_point.path,
+            "entry": record.entry.path,
             "Megatron": run.megatron,
             "kit commit": record.kit_commit,
             "code": str(record.code) if record.code else None,
             "software": ", ".join(f"{name} {v}" for name, v in sorted(record.software.items())),
-            "data": record.dataset.prefix if record.dataset else None,
-            "data sha256": record.dataset.sha256 if record.dataset else None,
+            "data": data.prefix if data else None,
+            "data sha256": data.sha256 if data else None,
             "start checkpoint": record.start_checkpoint,
             "starting weights": record.start_weights,
             "seed": str(record.spec.seed),

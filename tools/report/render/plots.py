@@ -75,12 +75,19 @@ def plots_of(report: Report) -> list[Plot]:
     """Every picture that at least two points of a row are known for, in the page's order."""
     entries = report.entries
     known = [entry.time_ms for entry in entries if entry.time_ms]
-    unit, curve = "ms", _times
-    if len(known) > 1 and max(known) > _FAR * min(known):
-        # On one axis some rows would be pressed flat.
-        unit, curve = "of its median", _relative
+    # On one axis some rows would be pressed flat.
+    apart = len(known) > 1 and max(known) > _FAR * min(known)
+
+    def times(run: Run) -> Curve:
+        table = run.log.iterations
+        each = table.values("elapsed_ms")
+        keep = (each > 0) & ~table.known("first_of_start") & np.isfinite(each)
+        usual = np.median(each[keep]) if apart and keep.any() else 1.0
+        return table.numbers[keep], each[keep] / usual
+
+    unit = "of its median" if apart else "ms"
     found = [
-        _plot("times", "Iteration time", unit, entries, curve, clip=True),
+        _plot("times", "Iteration time", unit, entries, times, clip=True),
         _plot("losses", "Loss", "lm loss", entries, loss_points),
         _differences(entries),
         _plot("grad-norm", "Gradient norm", "grad norm", entries, _column("grad_norm"), clip=True),
@@ -123,10 +130,20 @@ def _plot(
         more = others[place]
         said = f" ({more} other{'s coincide' if more > 1 else ' coincides'})" if more else ""
         series.append(_series(labels[place] + said, place, entries[place].run, *curves[place]))
-    marks = _marks([entries[place] for place in drawn], labels) if name == "times" else ()
+    marks: list[Mark] = []
+    if name == "times":
+        rows = [(entries[place], f"{entries[place].label}: ") for place in drawn]
+        for row, of in rows:
+            told = [(each.iteration, of * (len(labels) > 1) + each.text) for each in row.shifts]
+            marks += [Mark(*each) for each in told]
+        for row, _ in rows:
+            told = [(at, f"{row.label} was resumed at iteration {at}") for at in row.run.restarts]
+            marks += [Mark(*each) for each in told]
+        marks = sorted(marks[:MAX_MARKS], key=lambda mark: mark.x)
     picked = f" The first {len(drawn)} of {len(shown)} rows." if len(shown) > len(drawn) else ""
     text = f"{_TEXTS.get(name, f'{title} by iteration, of the newest run of each row.')}{picked}"
-    return Plot(name, title, text, unit, tuple(series), marks, clip, overlap=name in _ALIKE)
+    overlap = name in _ALIKE
+    return Plot(name, title, text, unit, tuple(series), tuple(marks), clip, overlap)
 
 
 def _coinciding(curves: Mapping[int, Curve]) -> dict[int, int]:
@@ -169,28 +186,6 @@ def _series(
         lines, own = table.values(LOG_LINE)[places].tolist(), numbers[places] == iterations
         log_lines = [int(n) if mine else None for n, mine in zip(lines, own.tolist(), strict=True)]
     return Series(label, place, iterations.tolist(), values, log_lines)
-
-
-def _marks(entries: Sequence[Entry], labels: Sequence[str]) -> tuple[Mark, ...]:
-    found, resumed = [], []
-    for entry in entries:
-        name = f"{entry.label}: " if len(labels) > 1 else ""
-        found += [Mark(shift.iteration, name + shift.text) for shift in entry.shifts]
-        told = f"{entry.label} was resumed at iteration"
-        resumed += [Mark(first, f"{told} {first}") for first in entry.run.restarts]
-    return tuple(sorted([*found, *resumed][:MAX_MARKS], key=lambda mark: mark.x))
-
-
-def _times(run: Run) -> Curve:
-    table = run.log.iterations
-    times = table.values("elapsed_ms")
-    keep = (times > 0) & ~table.known("first_of_start") & np.isfinite(times)
-    return table.numbers[keep], times[keep]
-
-
-def _relative(run: Run) -> Curve:
-    numbers, times = _times(run)
-    return numbers, times / np.median(times) if len(times) else times
 
 
 def _column(name: str) -> Callable[[Run], Curve]:

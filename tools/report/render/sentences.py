@@ -29,7 +29,13 @@ def sentences(report: Report) -> list[str]:
     entries = report.entries
     if not entries:
         return ["There is no run to report on: train one (make demo), or name logs with LOGS=."]
-    result = [_status_sentence(report)]
+    rows = [entry.configuration for entry in entries]
+    runs = sum(len((*row.runs, *row.failed_before, *row.running)) for row in rows)
+    ended = [said for entry in entries for said in _endings(entry)]
+    if (more := len(ended) - _MAX_SENTENCES) > 0:
+        ended = [*ended[:_MAX_SENTENCES], f"{more} more did not end well"]
+    told = f"; {'; '.join(ended)}." if ended else ", all ended well."
+    result = [f"{plural(runs, 'run')} in {plural(len(rows), 'configuration')}{told}"]
     timed = [(entry, entry.estimate) for entry in entries if entry.estimate]
     if any(entry.run.device == "cpu" for entry, _ in timed):
         result.append(
@@ -44,9 +50,8 @@ def sentences(report: Report) -> list[str]:
         )
     result += [*_speed_sentences(report), *_uncompared(report)]
     within = [f"Within {e.label}, {shift.text}." for e in entries for shift in e.shifts]
-    more = len(within) - _MAX_SENTENCES
     result += within[:_MAX_SENTENCES]
-    if more > 0:
+    if (more := len(within) - _MAX_SENTENCES) > 0:
         result.append(f"{more} more changes within runs are in the notes of their rows.")
     result += _power_sentences(report)
     result += [
@@ -229,16 +234,6 @@ def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
             f", scaled as published: {BATCH_RULE}; MICRO_BATCH= and GLOBAL_BATCH= set one for all"
         )
     return f"{text})"
-
-
-def _status_sentence(report: Report) -> str:
-    rows = [entry.configuration for entry in report.entries]
-    runs = sum(len((*row.runs, *row.failed_before, *row.running)) for row in rows)
-    text = f"{plural(runs, 'run')} in {plural(len(rows), 'configuration')}"
-    found = [said for entry in report.entries for said in _endings(entry)]
-    if len(found) > _MAX_SENTENCES:
-        found = [*found[:_MAX_SENTENCES], f"{len(found) - _MAX_SENTENCES} more did not end well"]
-    return f"{text}; {'; '.join(found)}." if found else f"{text}, all ended well."
 
 
 def _endings(entry: Entry) -> Iterator[str]:

@@ -90,7 +90,7 @@ _INTERVAL = Column[Entry](
     "95% interval",
     _interval,
     lambda value: " – ".join(map(number, value)) if value else DASH,
-    why=lambda _: "fewer than 6 iterations count",
+    why="fewer than 6 iterations count",
 )
 _SPEED = Column[Entry](
     "Time a token",
@@ -104,7 +104,7 @@ _SPEED = Column[Entry](
 )
 _RATE = Column[Entry]("Tokens/s", lambda e: e.rates.tokens_per_second, number, why=_no_tokens)
 _LOSS = Column[Entry](
-    "Final loss", lambda e: e.final_loss, loss, why=lambda _: "no line has the loss of a whole step"
+    "Final loss", lambda e: e.final_loss, loss, why="no line has the loss of a whole step"
 )
 _PARITY = Column[Entry](
     "Parity",
@@ -115,20 +115,18 @@ _PARITY = Column[Entry](
         if e.parity.verdict.startswith("broken")
         else _STYLES.get(e.parity.verdict, "yellow")
     ),
-    why=lambda _: "no other run must print the same losses",
+    why="no other run must print the same losses",
 )
 _PARAMETERS = Column[Entry](
-    "Parameters/rank", lambda e: e.largest_parameters, count, why=lambda _: "not printed"
+    "Parameters/rank", lambda e: e.largest_parameters, count, why="not printed"
 )
 _MEMORY = Column[Entry](
-    "Peak memory", lambda e: e.peak_bytes, size, why=lambda _: "neither a ledger nor a memory line"
+    "Peak memory", lambda e: e.peak_bytes, size, why="neither a ledger nor a memory line"
 )
-_SENT = Column[Entry](
-    "Sent/iteration", lambda e: e.sent_bytes, size, why=lambda _: "no communication ledger"
-)
+_SENT = Column[Entry]("Sent/iteration", lambda e: e.sent_bytes, size, why="no communication ledger")
 _MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent, why=_no_mfu)
 _PUBLISHED = Column[Entry](
-    "Published ms", _published, _said, why=lambda _: "nothing of this model and strategy"
+    "Published ms", _published, _said, why="nothing of this model and strategy"
 )
 _NOTES = Column[Entry]("Notes", notes_of, right=False)
 _PARITY_OR_BLANK = replace(_PARITY, text=lambda verdict: verdict or "")
@@ -147,19 +145,16 @@ _OF_PAGE = (
     _PARAMETERS,
     _MEMORY,
     Column[Entry](
-        "Device memory",
-        lambda e: device_memory(e.run),
-        size,
-        why=lambda _: "no reading of a device",
+        "Device memory", lambda e: device_memory(e.run), size, why="no reading of a device"
     ),
     _SENT,
     Column[Entry](
         "Tokens/s/device", lambda e: e.rates.tokens_per_second_per_device, number, why=_no_tokens
     ),
     Column[Entry](
-        "TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number, why=lambda _: _NO_MODEL
+        "TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number, why=_NO_MODEL
     ),
-    Column[Entry]("Printed TFLOP/s", _printed, _said, why=lambda _: "no line has it"),
+    Column[Entry]("Printed TFLOP/s", _printed, _said, why="no line has it"),
     _MFU,
     Column[Entry]("HFU", lambda e: e.rates.hfu, percent, why=_no_mfu),
     _PUBLISHED,
