@@ -6,8 +6,7 @@ from tests.examples.runs import Run
 from tools.report.analyse.report import build_report
 from tools.report.explain.explanation import Explanation, explain
 from tools.report.explain.predicted import Evidence, evidence_of
-from tools.report.explain.timelines import scene_of
-from tools.report.explain.trace import idle_over_work, passes
+from tools.report.explain.timelines import idle_over_work, passes, scene_of
 from tools.report.read.runs import load_folder
 from tools.spec.published import Published
 

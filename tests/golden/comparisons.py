@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.report.analyse.entry import Entry
-from tools.report.analyse.rows import rows_of
+from tools.report.analyse.entry import Entry, rows_of
 from tools.study.tables import backends, moe, zero
 
 

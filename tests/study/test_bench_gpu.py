@@ -24,7 +24,7 @@ from tools.records.gpu_bench import FOLDER, WARM_UP
 from tools.records.io import write_record
 from tools.records.run import LOG_FILE, STATUS_FILE, Status, StatusRecord
 from tools.report.analyse.gpu_bench import Bench, read_bench
-from tools.report.read.kernels import GAPS
+from tools.report.read.traces import GAPS
 from tools.spec.errors import LaunchError
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind

@@ -25,9 +25,8 @@ from tools.report.analyse.planned import planned, readings_of
 from tools.report.analyse.report import Report, build_report
 from tools.report.canvas import can_draw
 from tools.report.read.printed import device_named
-from tools.report.read.runs import Run, find_run_folders, load_runs
-from tools.report.render.files import write_report
-from tools.report.render.text import print_report
+from tools.report.read.runs import find_run_folders, load_runs
+from tools.report.render.files import print_report, write_report
 from tools.spec.files import from_root
 from tools.spec.hardware import Device
 from tools.spec.published import load_published
@@ -84,13 +83,22 @@ def build(options: BuildOptions, console: Console) -> int:
         console.print(f"{place} cannot be written: {error.strerror}.", markup=False)
         return 2
     print_report(report, headline, console)
-    if options.readings:
-        _add_readings(report, options.readings, console)
-    page = options.reports_root / name / "report.html"
-    # Not wrapped: a path in two lines can be neither clicked nor copied.
+    if options.readings and (rows := readings_of(report.entries)):
+        try:
+            new = add_rows(options.readings, rows)
+            said = (
+                f"{from_root(options.readings)} has {plural(len(rows), 'row')}, {new} of them new: "
+                "'make plan' and the next report predict by them."
+            )
+        except ReadingsError as error:
+            said = str(error)
+        except OSError as error:
+            said = f"{options.readings} cannot be written: {error.strerror}."
+        say(console, said)
     if not can_draw():
         console.print("It has no charts: matplotlib is not installed (pip install matplotlib).")
-    say(console, f"Report: {page}")
+    # Not wrapped: a path in two lines can be neither clicked nor copied.
+    say(console, f"Report: {options.reports_root / name / 'report.html'}")
     if not report.entries and report.gpu_bench is None:
         return 1
     if options.strict and any(change.fails_strict for change in report.changes):
@@ -102,8 +110,13 @@ def build(options: BuildOptions, console: Console) -> int:
 def _report(name: str, options: BuildOptions) -> Report:
     paths = options.paths or tuple(find_run_folders(options.runs_root))
     runs, problems = load_runs(paths)
-    runs = [_on_its_device(run, options.device) for run in runs]
-    runs = [replace(run, repeats=options.repeats.get(run.path, "")) for run in runs]
+    for place, run in enumerate(runs):
+        device = run.device
+        if run.is_foreign and run.path.is_file():
+            # As it was given for all of them, else as the log names it.
+            named = options.device.nvml_names[0] if options.device else ""
+            device = named or device_named(run.path)
+        runs[place] = replace(run, device=device, repeats=options.repeats.get(run.path, ""))
     # Runs that were named are all wanted, whatever versions they were made with.
     all_conditions = options.all_conditions or bool(options.paths)
     bench = None
@@ -119,29 +132,3 @@ def _report(name: str, options: BuildOptions) -> Report:
         predicted = ()
         report = replace(report, problems=(*report.problems, str(error)))
     return replace(report, gpu_bench=bench, planned=predicted)
-
-
-def _add_readings(report: Report, path: Path, console: Console) -> None:
-    rows = readings_of(report.entries)
-    if not rows:
-        return
-    try:
-        new = add_rows(path, rows)
-    except ReadingsError as error:
-        say(console, str(error))
-        return
-    except OSError as error:
-        console.print(f"{path} cannot be written: {error.strerror}.", markup=False)
-        return
-    say(
-        console,
-        f"{from_root(path)} has {plural(len(rows), 'row')}, {new} of them new: 'make plan' and the "
-        "next report predict by them.",
-    )
-
-
-def _on_its_device(run: Run, given: Device | None) -> Run:
-    """A foreign log with the device that was given for it, else the one that it names."""
-    if not run.is_foreign or not run.path.is_file():
-        return run
-    return replace(run, device=given.nvml_names[0] if given else device_named(run.path))

@@ -1,13 +1,21 @@
-"""How charts look, and how they become SVG. matplotlib is imported only here, only when drawing."""
+"""How charts look, which points they have, and how they become SVG.
+
+matplotlib is imported only here, only when drawing. Fewer points of a long run show the same: curves
+keep their extremes, samples their mixture.
+"""
 
 from __future__ import annotations
 
 import html
 import importlib.util
 import io
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tools.report.analyse.entry import Entry, names_of
 from tools.text.svg import COLOURS
@@ -20,6 +28,7 @@ if TYPE_CHECKING:
 INK, INK_ALONE, PAPER = "#010203", "#24292f", "#fdfefd"
 WIDTH_INCHES = 7.6
 _MAX_NAME = 34
+_GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,9 @@ def draw(name: str, title: str, text: str, painter: Callable[[Figure], None]) ->
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(_style(name)):
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    style: dict[Any, Any] = {**_STYLE, "svg.hashsalt": name, **dict.fromkeys(inked, INK)}
+    with mpl.rc_context(style):
         figure = Figure(figsize=(WIDTH_INCHES, 3.2), layout="constrained")
         painter(figure)
         buffer = io.StringIO()
@@ -63,6 +74,21 @@ def draw(name: str, title: str, text: str, painter: Callable[[Figure], None]) ->
     return Chart(name, title, text, alone, inline)
 
 
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.unicode_minus": True,
+    "legend.frameon": False,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": "none",
+}
+
+
 def colour(place: int) -> str:
     """Colour of the entry at a place; they repeat after eight."""
     return COLOURS[place % len(COLOURS)]
@@ -75,31 +101,32 @@ def grid(axes: Axes, axis: Any = "both") -> None:
 
 
 def names(entries: Sequence[Entry]) -> list[str]:
-    """Labels of entries, none too long."""
-    cut = [
-        text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 1] + "…"
-        for text in names_of(entries)
-    ]
-    return [text.replace("$", r"\$") for text in cut]  # A dollar would start mathematics.
+    """Labels of entries, none too long; a dollar would start mathematics."""
+    texts = names_of(entries)
+    cut = [t if len(t) <= _MAX_NAME else f"{t[: _MAX_NAME - 1]}…" for t in texts]
+    return [text.replace("$", r"\$") for text in cut]
 
 
-def _style(salt: str) -> dict[Any, Any]:
-    return {
-        "svg.fonttype": "none",
-        "svg.hashsalt": salt,
-        "font.family": "sans-serif",
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 10,
-        "axes.titlelocation": "left",
-        "axes.unicode_minus": True,
-        "legend.frameon": False,
-        "figure.facecolor": PAPER,
-        "axes.facecolor": "none",
-    }
+def extremes(values: Sequence[float] | NDArray[np.float64], limit: int) -> list[int]:
+    """Places of at most `limit` values, both ends and the least and the largest of each stretch.
+
+    A stride would show every second state of a run that alternates, and lose a spike.
+    """
+    count = len(values)
+    if count <= limit:
+        return list(range(count))
+    length = math.ceil(count / max(1, (limit - 2) // 2))
+    found = np.full(math.ceil(count / length) * length, np.nan)
+    found[:count] = values
+    stretches = found.reshape(-1, length)
+    known = np.isfinite(stretches).any(axis=1)
+    starts, stretches = np.flatnonzero(known) * length, stretches[known]
+    ends = (starts + np.nanargmin(stretches, axis=1), starts + np.nanargmax(stretches, axis=1))
+    return sorted({0, count - 1, *(int(place) for place in np.concatenate(ends))})
+
+
+def evenly(count: int, limit: int) -> list[int]:
+    """Places of at most `limit` of `count` samples, spread evenly and without a period of their own."""
+    if count <= limit:
+        return list(range(count))
+    return sorted({math.floor((k * _GOLDEN) % 1 * count) for k in range(1, limit + 1)})

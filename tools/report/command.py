@@ -16,7 +16,6 @@ import msgspec
 
 from tools.records.run import Status, StatusRecord
 from tools.report.read.diagnosis import classify_log
-from tools.report.read.iterations import Iteration
 from tools.report.read.scrape import scrape_runs
 from tools.report.read.scraped import ScrapedLog
 
@@ -27,7 +26,15 @@ _AS_THEY_ARE = (
 
 
 def log_as_json(log: ScrapedLog, status: StatusRecord) -> dict[str, Any]:
-    """Everything a log says; what it does not say is null or left out of an iteration."""
+    """Everything a log says; what it does not say is null or left out of an iteration, NaN is null."""
+    iterations = [
+        {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in msgspec.to_builtins(found).items()
+            if value is not None and value is not False
+        }
+        for found in log.iterations
+    ]
     return {
         "path": log.path,
         "part": log.part,
@@ -36,19 +43,9 @@ def log_as_json(log: ScrapedLog, status: StatusRecord) -> dict[str, Any]:
         "reason": status.reason,
         "rank": status.rank,
         "dialect": log.generation.name,
-        "iterations": [iteration_as_json(found) for found in log.iterations],
+        "iterations": iterations,
         "restarts": list(log.restarts),
     } | {name: msgspec.to_builtins(getattr(log, name)) for name in _AS_THEY_ARE}
-
-
-def iteration_as_json(found: Iteration) -> dict[str, Any]:
-    """An iteration's fields; those that the line lacks are left out, NaN becomes null."""
-    fields = msgspec.to_builtins(found)
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in fields.items()
-        if value is not None and (value is not False)
-    }
 
 
 def scrape(logs: Sequence[Path], json: bool) -> int:
@@ -72,7 +69,8 @@ def scrape(logs: Sequence[Path], json: bool) -> int:
             if json:
                 results.append(log_as_json(log, status))
             else:  # Half a million iterations are a large text, which nobody asked for.
-                print(_summary(log, status))
+                said = f": {status.reason}" if status.reason else ""
+                print(f"{log.path}: {status.status.value}, {len(log.iterations)} iterations{said}")
     if json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     return 1 if unreadable else 0
@@ -150,8 +148,3 @@ def trace(run: str | None, runs: Path) -> int:
     from tools.report.explain.timelines import trace_run
 
     return trace_run(run, runs, Console(highlight=False))
-
-
-def _summary(log: ScrapedLog, status: StatusRecord) -> str:
-    reason = f": {status.reason}" if status.reason else ""
-    return f"{log.path}: {status.status.value}, {len(log.iterations)} iterations{reason}"

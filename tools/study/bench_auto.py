@@ -14,7 +14,7 @@ from tools.launch.auto import as_options, plan_here
 from tools.launch.job import Job
 from tools.launch.options import Options
 from tools.plan.search import Candidate, Plan
-from tools.report.analyse.rows import rows_of
+from tools.report.analyse.entry import rows_of
 from tools.report.analyse.statistics import Estimate
 from tools.report.render.tables import time_text
 from tools.spec.files import ROOT

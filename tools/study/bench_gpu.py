@@ -23,8 +23,7 @@ from tools.launch.microbenchmark import Workload
 from tools.launch.options import Options
 from tools.launch.preflight_gpu import compiler_problem, torch_problem
 from tools.records.gpu_bench import FOLDER, MARK_MS, Ceilings, timed_iterations, write_ceilings
-from tools.report.analyse.gpu_bench import Bench, BenchRow, read_bench
-from tools.report.explain.gpu_bench import bench_text
+from tools.report.analyse.gpu_bench import Bench, BenchRow, bench_text, read_bench
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT

@@ -15,8 +15,7 @@ from tools.launch.data import SAMPLE, call_module, make_samples
 from tools.launch.preflight import check, check_composition
 from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
 from tools.launch.train import command_line, compose_job
-from tools.report.analyse.entry import Entry
-from tools.report.analyse.rows import rows_of
+from tools.report.analyse.entry import Entry, rows_of
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind

@@ -27,11 +27,6 @@ NARROW = 16
 """A column with fewer characters is not broken into more than three lines."""
 
 
-def plain(value: object) -> str:
-    """Text as it is; a dash for None."""
-    return DASH if value is None else str(value)
-
-
 @dataclass(frozen=True)
 class Column[R]:
     """One column over rows that describe subjects of type `R`."""
@@ -39,7 +34,7 @@ class Column[R]:
     name: str
     value: Callable[[R], Any]
     """The value of a row; None is unknown."""
-    text: Callable[[Any], str] = plain
+    text: Callable[[Any], str] = lambda value: DASH if value is None else str(value)
     """How the value is written for people (`tools.text.units`)."""
     right: bool = True
     """Numbers align right."""
@@ -49,7 +44,7 @@ class Column[R]:
     """Where a terminal is too narrow, columns of the highest rank are left out first."""
     wraps: bool = False
     """A terminal may break its texts into lines."""
-    why: Callable[[R], str] = lambda _: "not known"
+    why: str | Callable[[R], str] = "not known"
     """Why a row's value is not known."""
 
     def cell(self, subject: R) -> str:
@@ -81,12 +76,12 @@ class Table[R]:
         Columns that wrap share what the others leave. Each has room for its longest word; where that
         is too much for the terminal for its longest number, and if that is too much for anything.
         """
-        longest = [max(map(len, texts)) for texts in self._texts()]
+        longest = [max(map(len, texts)) for texts in self._texts]
         if width is None:
             return longest
         found, room = longest, -1
         for unbroken in (str.strip, lambda word: word.strip("+−-(")[:1].isdigit(), lambda word: ""):
-            found = [self._least(place, unbroken) for place in range(len(self.columns))]
+            found = self.least(unbroken)
             room = width - sum(found) - 2 * len(found)
             if room >= 0:
                 break
@@ -96,34 +91,34 @@ class Table[R]:
                 found[min(growing, key=found.__getitem__)] += 1
         return found
 
+    def least(self, unbroken: Callable[[str], object] = str.strip) -> list[int]:
+        """Characters of each column if texts may be broken but for some words."""
+        found = []
+        for column, texts in zip(self.columns, self._texts, strict=True):
+            words = [word for text in texts for word in text.split() if unbroken(word)]
+            wrapped = min(WRAPPED_WIDTH, max(map(len, words), default=1))
+            found.append(wrapped if column.wraps else max(map(len, texts)))
+        return found
+
     def fitting(self, width: int) -> Table[R]:
         """The table for a terminal of so many characters, without columns that are all dashes.
 
         A column that wraps needs `WRAPPED_WIDTH`; the first in rank stays in any case.
         """
         chosen: set[int] = set()
-        room = width
         order = sorted(range(len(self.columns)), key=lambda index: self.columns[index].rank)
-        texts = self._texts()
+        texts = self._texts
         for index in order:
             longest = max(map(len, texts[index]))
             needed = min(longest, WRAPPED_WIDTH if self.columns[index].wraps else longest) + 2
             known = any(text not in ("", DASH) for text in texts[index][1:])
-            if index == order[0] or (needed <= room and known):
-                room -= needed
+            if index == order[0] or (needed <= width and known):
+                width -= needed
                 chosen.add(index)
-        return replace(
-            self, columns=tuple(c for index, c in enumerate(self.columns) if index in chosen)
-        )
+        kept = (column for index, column in enumerate(self.columns) if index in chosen)
+        return replace(self, columns=tuple(kept))
 
-    def _least(self, place: int, unbroken: Callable[[str], object]) -> int:
-        """Characters of a column whose texts may be broken but for some words."""
-        texts = self._texts()[place]
-        if not self.columns[place].wraps:
-            return max(map(len, texts))
-        words = [word for text in texts for word in text.split() if unbroken(word)]
-        return min(WRAPPED_WIDTH, max(map(len, words), default=1))
-
+    @property
     def _texts(self) -> list[tuple[str, ...]]:
         """Texts column by column, the name first."""
         return list(zip(self.header, *self.cells, strict=True))
@@ -177,7 +172,13 @@ def csv_table[R](table: Table[R]) -> str:
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(table.header)
     for row in table.rows:
-        writer.writerow([_csv_cell(column.value(row)) for column in table.columns])
+        cells = [column.value(row) for column in table.columns]
+        for place, value in enumerate(cells):
+            if isinstance(value, str):
+                # A cell must not start what a spreadsheet takes for a formula, nor hold a line's end.
+                text = " ".join(value.split())
+                cells[place] = f"'{text}" if text[:1] in ("=", "+", "@") else text
+        writer.writerow(cells)
     return buffer.getvalue()
 
 
@@ -220,16 +221,12 @@ def readable_table(table: TextTable, width: int) -> RenderableType:
     The first cell heads the paragraphs that share it; the others follow with their names.
     """
     wrapping = table.wrapping()
-    whole_words = sum(wrapping._least(place, str.strip) + 2 for place in range(len(table.header)))
+    whole_words = sum(wrapping.least()) + 2 * len(table.header)
     found = wrapping.widths(width)
     cells = ((cell, room) for line in table.lines for cell, room in zip(line, found, strict=True))
     cramped = any(room < NARROW and len(cell) > 3 * room for cell, room in cells)
     if whole_words <= width and not cramped:
         return rich_table(table, width)
-    return _paragraphs(table)
-
-
-def _paragraphs(table: TextTable) -> RenderableType:
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
@@ -244,11 +241,3 @@ def _paragraphs(table: TextTable) -> RenderableType:
         text = " · ".join(f"{name} {cell}" for name, cell in named if cell not in ("", DASH))
         parts.append(Padding(Text(text), (0, 0, 0, 3)))
     return Group(*parts, "")
-
-
-def _csv_cell(value: object) -> object:
-    if isinstance(value, str):
-        # A cell must not start what a spreadsheet takes for a formula, nor hold a line's end.
-        text = " ".join(value.split())
-        return f"'{text}" if text[:1] in ("=", "+", "@") else text
-    return value

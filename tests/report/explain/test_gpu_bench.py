@@ -11,10 +11,9 @@ from tests.report.factory import log_text, run_record, write_run
 from tools.records.gpu_bench import FILE, FOLDER, Ceilings, write_ceilings
 from tools.records.io import write_record
 from tools.records.run import STATUS_FILE, Status, StatusRecord
-from tools.report.analyse.gpu_bench import BenchRow, read_bench
+from tools.report.analyse.gpu_bench import BenchRow, bench_tables, read_bench
 from tools.report.build import BuildOptions, build
-from tools.report.explain.gpu_bench import bench_tables
-from tools.report.read.kernels import TRACE
+from tools.report.read.traces import TRACE
 from tools.spec import variables
 from tools.spec.run import DeviceKind
 

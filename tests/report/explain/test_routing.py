@@ -23,9 +23,15 @@ from tools.records.measurements import (
     RankRouting,
     RoutingRecord,
 )
-from tools.report.explain.chart_routing import chosen_layers, draw_routing
 from tools.report.explain.explanation import explain
-from tools.report.explain.routing import busiest, iterations_of, loads, shares
+from tools.report.explain.routing import (
+    busiest,
+    chosen_layers,
+    draw_routing,
+    iterations_of,
+    loads,
+    shares,
+)
 from tools.report.read.runs import load_folder
 from tools.report.render.charts import draw_charts
 from tools.spec.strategy import Parallelism

@@ -5,7 +5,7 @@ import pytest
 
 from tests.report.ledger_factory import write_trace
 from tools.plan.schedules.simulate import Pass
-from tools.report.explain.trace import TraceSpan, idle_over_work, passes, read_trace
+from tools.report.explain.timelines import TraceSpan, idle_over_work, passes, read_trace
 from tools.spec.strategy import Parallelism, PipelineSchedule
 
 PP2 = Parallelism(pipeline=2)

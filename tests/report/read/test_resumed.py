@@ -11,7 +11,7 @@ from tools.records.run import Resumption, Status
 from tools.report.analyse.parity import loss_curve, resumption_sentence
 from tools.report.analyse.report import build_report
 from tools.report.read.runs import Run, load_folder
-from tools.report.render.painters import draw_losses
+from tools.report.render.charts import draw_losses
 from tools.spec.published import load_published
 
 PARENT, CHILD = "20260101T000000Z-tp2", "20260101T010000Z-pp2"

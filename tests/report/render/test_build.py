@@ -14,7 +14,7 @@ from tools.report.analyse.report import build_report
 from tools.report.analyse.results import RESULTS
 from tools.report.build import BuildOptions, build
 from tools.report.read.runs import find_run_folders, load_runs
-from tools.report.render.text import print_report
+from tools.report.render.files import print_report
 from tools.spec.files import ROOT
 from tools.spec.published import load_published
 from tools.spec.run import DeviceKind

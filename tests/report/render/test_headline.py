@@ -14,8 +14,7 @@ from tools.records.measurements import Phase
 from tools.report.analyse.report import build_report
 from tools.report.explain.explanation import explain
 from tools.report.read.runs import load_runs
-from tools.report.render.bars import bars_of
-from tools.report.render.headline import answer
+from tools.report.render.headline import answer, bars_of
 from tools.report.render.plots import plots_of
 from tools.spec.published import load_published
 

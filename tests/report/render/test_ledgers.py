@@ -19,7 +19,7 @@ from tools.records.measurements import (
 )
 from tools.report.analyse.report import build_report
 from tools.report.read.runs import find_run_folders, load_folder, load_runs
-from tools.report.render.painters import draw_devices
+from tools.report.render.charts import draw_devices
 from tools.spec.published import Published
 
 

@@ -6,12 +6,12 @@ import pytest
 
 from tests.report.factory import iteration_line, log_text, run_record, write_run
 from tools.report.analyse.report import build_report
+from tools.report.canvas import evenly, extremes
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.report.render.headline import answer
 from tools.report.render.plots import MAX_POINTS, MAX_SERIES, as_script, plots_of
 from tools.report.render.sentences import sentences
 from tools.report.render.tables import arguments
-from tools.report.render.thinning import evenly, extremes
 from tools.spec.published import Published
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tools.records.identity import essential
@@ -72,64 +72,62 @@ def compare_speed(reference: Configuration, other: Configuration) -> SpeedCompar
 
 
 def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
-    """Tokens, else samples, of an iteration of each; None, with the reason, where that is not known."""
-    one, two = reference.spec, other.spec
+    """Tokens, else samples, of an iteration of each; None, with the reason, where that is not known.
+
+    With them stands what is taken to be equal, since logs do not print it.
+    """
+    runs, (one, two) = (reference, other), (reference.spec, other.spec)
     if shares_gpu(one) or shares_gpu(two):
         return None, SHARED
     if one and two:
         return (one.tokens_per_iteration, two.tokens_per_iteration), ""
-    ours, theirs = reference.global_batch_size, other.global_batch_size
-    unsized = [run.name for run in (reference, other) if not run.global_batch_size]
+    lacking: dict[tuple[str, ...], list[str]] = {}
+    asked: dict[str, list[object]] = {
+        "model": [run.size for run in runs],
+        "sequence length": [run.seq_length for run in runs],
+    }
+    ours, theirs = (run.global_batch_size for run in runs)
     if not ours or not theirs:
-        return None, f"{_who(unsized)} no global batch size"
-    caution = _assumed(reference, other)
+        asked = {"global batch size": [ours, theirs]}
+    for what, known in asked.items():
+        names = tuple(run.name for run, value in zip(runs, known, strict=True) if not value)
+        if names:
+            lacking.setdefault(names, []).append(f"no {what}")
+    caution = "; ".join(
+        f"{' and '.join(names)} print{'s' * (len(names) == 1)} {' and '.join(what)}"
+        for names, what in lacking.items()
+    )
+    if not ours or not theirs:
+        return None, caution
+    caution = f"{caution}, so equal ones are assumed" if caution else ""
     if reference.seq_length and other.seq_length:
         return (ours * reference.seq_length, theirs * other.seq_length), caution
     return (ours, theirs), caution
 
 
-def _assumed(*runs: Run) -> str:
-    """What is taken to be equal, since logs do not print it."""
-    unsized = tuple(run.name for run in runs if not run.size)
-    silent = tuple(run.name for run in runs if not run.seq_length)
-    lacking: dict[tuple[str, ...], list[str]] = {}
-    for names, what in ((unsized, "model"), (silent, "sequence length")):
-        if names:
-            lacking.setdefault(names, []).append(f"no {what}")
-    told = [f"{_who(names)} {' and '.join(what)}" for names, what in lacking.items()]
-    return f"{'; '.join(told)}, so equal ones are assumed" if told else ""
-
-
-def _who(names: Sequence[str]) -> str:
-    return f"{' and '.join(names)} print{'s' * (len(names) == 1)}"
-
-
 def differences(reference: Run, other: Run) -> list[Mismatch]:
-    """Everything the runs should share for their times to be comparable, and do not."""
+    """Everything the runs should share for their times to be comparable, and do not.
+
+    Of two of which one is a foreign log also the printed arguments that differ.
+    """
     ours, theirs = _conditions(reference), _conditions(other)
+    texts = (
+        {w: "unknown" if v is None else str(v) for w, v in of.items()} for of in (ours, theirs)
+    )
+    here, there = texts
     found = [
-        Mismatch(what, _text(ours[what]), _text(theirs[what]), what in _OF_STRATEGY)
+        Mismatch(what, here[what], there[what], what in _OF_STRATEGY)
         for what in ours
         if ours[what] != theirs[what]
     ]
-    return found + _arguments(reference, other)
-
-
-def _arguments(reference: Run, other: Run) -> list[Mismatch]:
-    """Printed arguments that differ, where one of the two is a foreign log."""
     one, two = essential(reference.arguments), essential(other.arguments)
-    if not one or not two or not (reference.is_foreign or other.is_foreign):
-        return []
-    return [
-        Mismatch(
-            f"--{name.replace('_', '-')}",
-            one.get(name, "not given"),
-            two.get(name, "not given"),
-            name in _OF_LAYOUT,
-        )
-        for name in sorted({*one, *two} - _SAID)
-        if one.get(name) != two.get(name)
-    ]
+    if one and two and (reference.is_foreign or other.is_foreign):
+        for name in sorted({*one, *two} - _SAID):
+            if one.get(name) != two.get(name):
+                mine, its = one.get(name, "not given"), two.get(name, "not given")
+                flag = f"--{name.replace('_', '-')}"
+                found.append(Mismatch(flag, mine, its, name in _OF_LAYOUT))
+    return found
 
 
 _SAID = frozenset({"optimizer", "fp16", "bf16", "params_dtype", "hidden_dropout"})
@@ -182,12 +180,14 @@ def adam_state(run: Run) -> str | None:
     lines = run.log.iterations
     if not lines.known("skipped_iterations").any():
         return None
-    return (
-        "existed"
-        if (lines.values("skipped_iterations") == 0).any()
-        else "never existed (every step was skipped)"
-    )
+    existed = (lines.values("skipped_iterations") == 0).any()
+    return "existed" if existed else "never existed (every step was skipped)"
 
 
-def _text(value: object) -> str:
-    return "unknown" if value is None else str(value)
+def conditions(runs: Iterable[Run]) -> list[str]:
+    """The machines and the kit's commits, which no times may be read without; empty without runs."""
+    records = [run.record for run in runs if run.record]
+    machines = {f"{r.host.cores} cores of {r.host.cpu}, {r.spec.dtype}" for r in records}
+    commits = {(record.kit_commit or "no commit")[:12] for record in records}
+    said = f"Measured on {'; '.join(sorted(machines))}, kit at {', '.join(sorted(commits))}."
+    return [said] if records else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -80,24 +80,25 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
             the newest conditions of a configuration are shown and the others are counted.
     """
     named = list(runs)
-    groups: dict[tuple[object, ...], list[Run]] = {}
+    groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in sorted(named, key=lambda run: run.record.created_utc if run.record else ""):
         # Of two foreign logs only somebody can say that they are repeats.
         own = run.name if run.is_foreign else ""
-        key = (run.repeats,) if run.repeats else (identity_of_run(run), own)
-        groups.setdefault(key, []).append(run)
+        groups[(run.repeats,) if run.repeats else (identity_of_run(run), own)].append(run)
     rows: list[Configuration] = []
-    for runs_of_one in groups.values():
-        members, running = _ended(runs_of_one)
-        by_conditions: dict[tuple[object, ...], list[Run]] = {}
-        for run in members:
-            newest = by_conditions.setdefault(_conditions(run), [])
-            newest.append(run)
+    for members in groups.values():
+        # Runs that have ended; where none has, the newest that is on is the row's.
+        running = [run for run in members if run.is_running]
+        ended = [run for run in members if not run.is_running] or [running.pop()]
+        by_conditions: dict[tuple[object, ...], list[Run]] = defaultdict(list)
+        for run in ended:
+            by_conditions[_conditions(run)].append(run)
+        newest = by_conditions[_conditions(ended[-1])]
         older = [run for each in by_conditions.values() if each is not newest for run in each]
         for group in by_conditions.values() if all_conditions else [newest]:
             found = _rows(group, () if all_conditions else older)
             if group is newest:
-                found[0] = replace(found[0], running=running)
+                found[0] = replace(found[0], running=tuple(running))
             rows += found
     if any(run.is_foreign for run in named):
         places = {id(run): place for place, run in enumerate(named)}
@@ -108,15 +109,19 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
 def with_distinct_names(runs: Sequence[Run]) -> list[Run]:
     """Logs of one file name get as much of their folders as tells them apart, else a number."""
     names: dict[str, list[Run]] = defaultdict(list)
+    result = []
     for run in runs:
         names[run.name].append(run)
-    given: dict[int, str] = {}
-    for name, same in names.items():
-        for number, run in enumerate(same if len(same) > 1 else (), start=1):
+    numbers: Counter[str] = Counter()
+    for run in runs:
+        same, name = names[run.name], run.name
+        numbers[name] += 1
+        if len(same) > 1:
             folder = run.path.parent if run.is_foreign else run.path.parent.parent
             alike = sum(other.path.parent == run.path.parent for other in same) > 1
-            given[id(run)] = f"{name} ({number})" if alike else f"{folder.name}/{name}"
-    return [replace(run, name=given.get(id(run), run.name)) for run in runs]
+            name = f"{name} ({numbers[name]})" if alike else f"{folder.name}/{name}"
+        result.append(replace(run, name=name))
+    return result
 
 
 def pooled(runs: Sequence[Run]) -> Estimate | None:
@@ -130,15 +135,10 @@ def scatter_of(device: str) -> Scatter:
     return ON_CPU_RANKS if device == "cpu" else ON_GPUS
 
 
-def _ended(runs: Sequence[Run]) -> tuple[Sequence[Run], tuple[Run, ...]]:
-    """Runs that have ended, and those that are on; where none has, the newest is the row's."""
-    running = tuple(run for run in runs if run.is_running)
-    ended = [run for run in runs if not run.is_running]
-    return (ended, running) if ended else (running[-1:], running[:-1])
-
-
 def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
-    superseded = (len(older), sum(_is_other_code(run, group[-1]) for run in older))
+    code = group[-1].record and group[-1].record.code
+    codes = [run.record and run.record.code for run in older]
+    superseded = (len(older), sum(bool(code and each and each != code) for each in codes))
     counting = [run for run in group if run.counts]
     failed = [run for run in group if not run.counts]
     rows = []
@@ -164,37 +164,28 @@ def _conditions(run: Run) -> tuple[object, ...]:
     return code, commits, host.name, host.driver, host.interconnect
 
 
-def _is_other_code(run: Run, than: Run) -> bool:
-    one, two = run.record and run.record.code, than.record and than.record.code
-    return bool(one and two and one != two)
-
-
 def _order(row: Configuration) -> tuple[object, ...]:
-    run = row.newest
-    known = run.strategy in EXAMPLES
-    return (
-        run.model or "~",
-        run.device,
-        run.spec.dtype if run.spec else "",
-        EXAMPLES.index(run.strategy) if known else len(EXAMPLES),
-        run.spec.parallelism.world_size if run.spec else 0,
-        run.strategy,
-        run.name,
-    )
+    run, spec = row.newest, row.newest.spec
+    place = EXAMPLES.index(run.strategy) if run.strategy in EXAMPLES else len(EXAMPLES)
+    dtype, ranks = (spec.dtype, spec.parallelism.world_size) if spec else ("", 0)
+    return run.model or "~", run.device, dtype, place, ranks, run.strategy, run.name
 
 
 def labels(rows: Sequence[Configuration]) -> list[str]:
     """`tp2 ×2`, with what sets it apart from others of that name: version, batch, …, else the run."""
-    result = [_plain(row.newest) for row in rows]
+    result = []
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for place, row in enumerate(rows):
-        run = row.newest
-        dtype = run.spec.dtype if run.spec else ""
-        groups[run.model, run.device, dtype, result[place]].append(place)
+    for place, run in enumerate(row.newest for row in rows):
+        spec, label = run.spec, run.repeats or run.name
+        if spec and not run.repeats:
+            label = f"{run.strategy} ×{spec.parallelism.world_size}"
+            label += f" with PATCH_FILE={spec.patch_file.path}" if spec.patch_file else ""
+        result.append(label)
+        groups[run.model, run.device, spec.dtype if spec else "", label].append(place)
     for places in groups.values():
         if len(places) > 1:
-            runs = [rows[place].newest for place in places]
-            for place, suffix in zip(places, _suffixes(runs), strict=True):
+            suffixes = _suffixes([rows[place].newest for place in places])
+            for place, suffix in zip(places, suffixes, strict=True):
                 result[place] += f" {suffix}"
     return result
 
@@ -221,13 +212,6 @@ def patch_file_name(spec: RunSpec | None) -> str:
     """The file of `PATCH_FILE=` and the start of its hash, or `none`."""
     patch_file = spec.patch_file if spec else None
     return f"{patch_file.path} ({patch_file.sha256[:8]})" if patch_file else "none"
-
-
-def _plain(run: Run) -> str:
-    if run.repeats or run.spec is None:
-        return run.repeats or run.name
-    patched = f" with PATCH_FILE={run.spec.patch_file.path}" if run.spec.patch_file else ""
-    return f"{run.strategy} ×{run.spec.parallelism.world_size}{patched}"
 
 
 def _suffixes(runs: Sequence[Run]) -> list[str]:

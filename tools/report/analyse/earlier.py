@@ -80,9 +80,7 @@ def compare_with_baseline(
     before = list(old)
     changes: list[Change] = []
     for entry, earlier in zip(entries, _counterparts(before, entries), strict=True):
-        name = entry.run.strategy or entry.run.name
-        if entry.run.is_foreign:
-            name = entry.run.name
+        name = entry.run.name if entry.run.is_foreign else entry.run.strategy or entry.run.name
         if earlier is None:
             changes.append(Change(name, "new", "not in the earlier report"))
             continue
@@ -101,23 +99,28 @@ def _counterparts(
     Rows may share an identity: by other code, or a failure beside what ended well.
     """
     identities = {id(row): _identity_of_row(row) for row in before}
-    wanted = [(identity_of_run(entry.run), entry.run.name) for entry in entries]
-    found: list[Mapping[str, Any] | None] = [None] * len(entries)
+    found: dict[int, Mapping[str, Any]] = {}
     for same_run in (True, False):
-        for place, (identity, run) in enumerate(wanted):
-            if found[place] is not None:
-                continue
-            for row in before:
-                if identities[id(row)] == identity and (not same_run or row.get("run") == run):
-                    found[place] = row
-                    break
-            before[:] = [row for row in before if row is not found[place]]
-    return found
+        for place, entry in enumerate(entries):
+            wanted, name = identity_of_run(entry.run), entry.run.name
+            own = (
+                row
+                for row in before
+                if identities[id(row)] == wanted and (not same_run or row.get("run") == name)
+            )
+            if place not in found and (row := next(own, None)) is not None:
+                found[place] = row
+                before[:] = [other for other in before if other is not row]
+    return [found.get(place) for place in range(len(entries))]
 
 
 def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
     now = entry.estimate
-    then = estimate(_samples(old), scatter=scatter_of(entry.run.device))
+    try:
+        samples = msgspec.convert(old.get("iteration_ms_samples") or [], list[list[float]])
+    except msgspec.ValidationError:
+        return []
+    then = estimate(samples, scatter=scatter_of(entry.run.device))
     if then is None or now is None:
         return []
     found = compare(then, now)
@@ -133,13 +136,6 @@ def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Chang
     # Where enough runs show their own scatter there is nothing left to decide.
     decided = (then.freedom and now.freedom) or abs(found.ratio - 1) <= usual
     return [Change(name, "same" if decided else UNDECIDED, f"{text}: {off}")]
-
-
-def _samples(old: Mapping[str, Any]) -> list[list[float]]:
-    try:
-        return msgspec.convert(old.get("iteration_ms_samples") or [], list[list[float]])
-    except msgspec.ValidationError:
-        return []
 
 
 def _status_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:

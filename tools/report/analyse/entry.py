@@ -1,4 +1,4 @@
-"""One row of a report: a configuration with all its results; every table is columns over it.
+"""Runs as rows: a configuration with everything that is said of it; every table is columns over it.
 
 Figures of the newest run are read off its log and ledgers when they are asked for; None is "not known".
 """
@@ -9,14 +9,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
+import numpy as np
+
+from tools.native.settings import MUON_RULE_FLAG
 from tools.records.measurements import Counts, MemoryCategory, TimeRecord, choices
 from tools.report.analyse.comparability import SpeedComparison
-from tools.report.analyse.configurations import Configuration, scatter_of
-from tools.report.analyse.parity import Parity, last_digit, loss_curve
-from tools.report.analyse.provenance import activation, implementation, optimizer
-from tools.report.analyse.published import Match
-from tools.report.analyse.rates import Rates
+from tools.report.analyse.configurations import Configuration, configurations, pooled, scatter_of
+from tools.report.analyse.parity import Parity, last_digit, loss_curve, parity_of
+from tools.report.analyse.published import Match, figure_for, match_figure, relative_to_baseline
+from tools.report.analyse.rates import Rates, rates_of
 from tools.report.analyse.statistics import Estimate, estimate
 from tools.report.analyse.time_shares import (
     alone_seconds,
@@ -25,13 +28,22 @@ from tools.report.analyse.time_shares import (
     mean,
     time_shares,
 )
-from tools.report.analyse.within_run import Shift
-from tools.report.read.runs import Run
-from tools.spec.published import Figure
-from tools.spec.run import RunSpec, Transport
+from tools.report.analyse.within_run import Shift, changes_within
+from tools.report.read.runs import Run, load_runs
+from tools.spec.flags import Flags
+from tools.spec.published import Figure, Published
+from tools.spec.run import Backend, RunSpec, Transport
 from tools.text.units import MIB
 
 ACCURACY = "next token accuracy"
+
+
+_SHARDED_BY = {
+    "zero1": "distributed optimizer of",
+    "zero2": "Megatron-FSDP optim_grads of",
+    "zero3": "Megatron-FSDP optim_grads_params of",
+    "fsdp2": "torch FSDP2, wrapped by",
+}
 
 
 @dataclass(frozen=True)
@@ -77,25 +89,44 @@ class Entry:
         """How the newest run ended."""
         return self.run.status.status.value
 
-    @cached_property
-    def implementation(self) -> str:
-        """Whose code ran, with its version and commit; empty of a foreign log, as the next two."""
-        return implementation(self.run.record) if self.run.record else ""
-
-    @cached_property
-    def optimizer(self) -> str:
-        """As people call it."""
-        return optimizer(self.run.record) if self.run.record else ""
-
-    @cached_property
-    def activation(self) -> str:
-        """Between the matrices of an MLP or expert."""
-        return activation(self.run.record) if self.run.record else ""
-
     @property
     def estimate(self) -> Estimate | None:
         """Of iteration times, in milliseconds."""
         return self.configuration.estimate
+
+    @cached_property
+    def implementation(self) -> str:
+        """Whose code sharded or trained, with its version and commit; empty of a foreign log."""
+        record = self.run.record
+        if record is None:
+            return ""
+        kit = f"this kit at {(record.kit_commit or 'no commit')[:12]}"
+        if record.spec.backend == Backend.DEEPSPEED:
+            return f"DeepSpeed {record.software.get('deepspeed', '')}, model of {kit}"
+        if record.spec.backend != Backend.MEGATRON:
+            return f"PyTorch {record.software.get('torch', '')}, {kit}"
+        commit = record.entry.megatron_commit
+        origin = f"commit {commit}" if commit else "the PyPI wheel"
+        megatron = f"Megatron-LM {record.entry.megatron_version} ({origin})"
+        part = _SHARDED_BY.get(record.spec.parallelism.sharding.value)
+        return f"{part} {megatron}" if part else megatron
+
+    @cached_property
+    def optimizer(self) -> str:
+        """As people call it; Megatron's Muon decays matrices and updates norms at Muon's rate."""
+        record = self.run.record
+        if record is None or Flags(record.argv).text("--optimizer") != "muon":
+            return "AdamW" if record else ""
+        megatrons = record.spec.backend == Backend.MEGATRON or MUON_RULE_FLAG in record.argv
+        return "Megatron's Muon" if megatrons else "Muon + AdamW"
+
+    @cached_property
+    def activation(self) -> str:
+        """Between the matrices of an MLP or expert; empty of a foreign log."""
+        flags = Flags(self.run.record.argv) if self.run.record else None
+        known = {"--swiglu": "SwiGLU", "--silu": "SiLU"}
+        named = (name for flag, name in known.items() if flags and flags.has(flag))
+        return next(named, "GELU" if flags else "")
 
     @property
     def time_ms(self) -> float | None:
@@ -111,7 +142,9 @@ class Entry:
     @cached_property
     def processor(self) -> Estimate | None:
         """Of an iteration's processor time in milliseconds, over the threads that train of all ranks."""
-        found = [_processor_ms(run) for run in self.configuration.runs if run.counts]
+        ledgers = [run.time_ledger[0] for run in self.configuration.runs if run.counts]
+        by_rank = [[rank.processor_seconds for rank in times.ranks] for times in ledgers if times]
+        found = [[1000 * sum(s) for s in zip(*ranks, strict=False)] for ranks in by_rank]
         return estimate(list(filter(None, found)), scatter=scatter_of(self.run.device))
 
     @cached_property
@@ -122,27 +155,25 @@ class Entry:
     @cached_property
     def final_loss(self) -> float | None:
         """Loss of the last line that is of a whole step alone."""
-        for found in reversed(self.run.log.iterations):
-            loss = found.lm_loss
-            usable = not found.averaged and not found.skipped_iterations
-            if loss is not None and math.isfinite(loss) and usable:
-                return loss
-        return None
+        lines = self.run.log.iterations
+        losses = lines.values("lm_loss")
+        left_out = lines.known("averaged") | (lines.values("skipped_iterations") > 0)
+        kept = losses[np.isfinite(losses) & ~left_out]
+        return float(kept[-1]) if len(kept) else None
 
     @property
-    def _scores(self) -> Mapping[str, float]:
-        """Of the last evaluation."""
-        return self.run.log.validation[-1].losses if self.run.log.validation else {}
-
-    @cached_property
     def validation_loss(self) -> float | None:
         """Of the last evaluation."""
-        return self._scores.get("lm loss")
+        return self._score("lm loss")
 
-    @cached_property
+    @property
     def accuracy(self) -> float | None:
         """Share of next tokens named right, at the last evaluation; Megatron does not print it."""
-        return self._scores.get(ACCURACY)
+        return self._score(ACCURACY)
+
+    def _score(self, name: str) -> float | None:
+        found = self.run.log.validation
+        return found[-1].losses.get(name) if found else None
 
     @cached_property
     def routing(self) -> Mapping[int, Counts]:
@@ -270,7 +301,40 @@ def device_memory(run: Run) -> int | None:
     return None if run.device == "cpu" else run.samples.peak_memory_bytes
 
 
-def _processor_ms(run: Run) -> tuple[float, ...]:
-    times, _ = run.time_ledger
-    ranks = [rank.processor_seconds for rank in times.ranks] if times else []
-    return tuple(1000 * sum(seconds) for seconds in zip(*ranks, strict=False))
+def entry_of(label: str, row: Configuration, parity: Parity, published: Published) -> Entry:
+    """A configuration's row, not yet compared with others in speed."""
+    run, time = row.newest, row.estimate.median if row.estimate else None
+    figure = figure_for(run, published)
+    return Entry(
+        label=label,
+        configuration=row,
+        rates=rates_of(run, time),
+        parity=parity,
+        shifts=changes_within(run),
+        figure=figure,
+        matches=tuple(match_figure(run, figure, time, device_memory(run)) if figure else ()),
+        published_ratio=relative_to_baseline(figure, published) if figure else None,
+    )
+
+
+def rows_of(groups: Sequence[Sequence[Path]]) -> list[Entry | None]:
+    """A row for each group of run folders, newest first, whatever a report would pool.
+
+    Parity is that of a report of all of them. None where no folder can be read.
+    """
+    return rows_of_runs([load_runs(folders)[0] for folders in groups])
+
+
+def rows_of_runs(groups: Sequence[Sequence[Run]]) -> list[Entry | None]:
+    """The same of runs that were read."""
+    every = configurations([run for runs in groups for run in runs], all_conditions=True)
+    verdicts = zip(every, parity_of(every), strict=True)
+    parities = {run.name: parity for row, parity in verdicts for run in row.runs}
+    rows: list[Entry | None] = []
+    for runs in groups:
+        if not runs:
+            rows.append(None)
+            continue
+        name, row = runs[0].name, Configuration(tuple(reversed(runs)), pooled(runs))
+        rows.append(entry_of(name, row, parities.get(name, Parity()), Published()))
+    return rows

@@ -1,21 +1,23 @@
-"""`make bench-gpu`'s runs as rows: repeats of a setting under equal conditions, over what was timed."""
+"""`make bench-gpu`'s runs as rows, repeats of a setting under equal conditions, and as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 
-from tools.records.gpu_bench import FOLDER, Ceilings, read_ceilings, timed_iterations
+from tools.records.gpu_bench import FOLDER, MARK_MS, Ceilings, read_ceilings, timed_iterations
 from tools.records.run import Status
 from tools.report.analyse.configurations import identity_of_run
-from tools.report.analyse.entry import Entry
-from tools.report.analyse.rows import rows_of_runs
-from tools.report.read.kernels import split_of
+from tools.report.analyse.entry import Entry, device_memory, rows_of_runs
 from tools.report.read.runs import Run, find_run_folders, load_runs
+from tools.report.read.traces import split_of
 from tools.report.read.window import Window
 from tools.spec.flags import Flags
 from tools.spec.run import DeviceKind
+from tools.text.table import TextTable
+from tools.text.units import DASH, size
 
 FEWEST = 0.8
 """Share of the timed iterations that must count: fp16 skips an update now and then."""
@@ -54,27 +56,24 @@ def read_bench(runs: Path) -> Bench | None:
     ceilings, root = read_ceilings(runs), runs / FOLDER
     folders = [folder for folder in root.iterdir() if folder.is_dir()] if root.is_dir() else []
     found = [(folder.name, load_runs(find_run_folders(folder))[0]) for folder in folders]
-    settings = sorted(((name, each) for name, each in found if each), key=_first)
+    settings = sorted(((name, each) for name, each in found if each), key=lambda it: it[1][0].name)
     if not settings:
         return None
     newest = max((run for _, each in settings for run in each), key=lambda run: run.name)
-    kept = [
-        (name, [run for run in each if _alike(run, each[-1], newest)]) for name, each in settings
-    ]
-    rows = (_row(name, list(map(_timed, each))) for name, each in kept if each)
+    rows = []
+    for name, each in settings:
+        # What its setting's last run trained, made where the bench's newest run was.
+        kept = [
+            run
+            for run in each
+            if identity_of_run(run) == identity_of_run(each[-1]) and _where(run) == _where(newest)
+        ]
+        if kept:
+            rows.append(_row(name, list(map(_timed, kept))))
     return Bench(tuple(rows), ceilings)
 
 
-def _first(setting: tuple[str, Sequence[Run]]) -> str:
-    return setting[1][0].name
-
-
-def _alike(run: Run, last: Run, newest: Run) -> bool:
-    """Whether it trained what its setting's last run did, where the bench's newest run was made."""
-    return identity_of_run(run) == identity_of_run(last) and _conditions(run) == _conditions(newest)
-
-
-def _conditions(run: Run) -> tuple[object, ...]:
+def _where(run: Run) -> tuple[object, ...]:
     """As a run that stands for one not made: software, image and devices."""
     record = run.record
     return (record.software, record.image, record.host.devices) if record else ()
@@ -111,6 +110,68 @@ def _row(name: str, runs: Sequence[Run]) -> BenchRow:
     return replace(row, entry=entry, kernels_ms=kernels, note="; ".join(filter(None, notes)))
 
 
+_HEADER = (
+    *("Setting", "Precision", "Patches", "ms/iteration", "Runs' medians", "Of the mark"),
+    *("Of the floor", "TFLOP/s", "Allocated, peak", "Device memory", "Last loss", "Note"),
+)
+
+
+def bench_tables(bench: Bench | None) -> tuple[TextTable, ...]:
+    """Settings beside mark and floor, and the split of an iteration; nothing without a bench."""
+    if bench is None:
+        return ()
+    entry = next((row.entry for row in bench.rows if row.entry), None)
+    record = entry.run.record if entry else None
+    where = f" on one {entry.run.device}" if entry else ""
+    torch = record.software.get("torch", DASH) if record else DASH
+    title = (
+        f"GPU bench: gpt2-large{where} without Transformer Engine, torch {torch}, mark "
+        f"{MARK_MS:.0f} ms (one H200 with it)"
+    )
+    flops = entry.rates.model_flops_per_iteration if entry else None
+    floor, ceilings = None, bench.ceilings
+    if flops and ceilings:
+        # Time of an iteration at the rate of the large matrix product.
+        floor = 1000 * flops / ceilings.matmul_flops
+        title += (
+            f", floor {floor:.0f} ms (large bf16 product {ceilings.matmul_flops / 1e12:.0f} "
+            f"TFLOP/s, large copy {ceilings.copy_bytes_per_second / 1e12:.2f} TB/s)"
+        )
+    lines = tuple(_line(row, floor) for row in bench.rows)
+    times = TextTable("gpu-bench", title, _HEADER, lines)
+    split = _kernel_table(bench.rows)
+    return (times, split) if split else (times,)
+
+
+def bench_text(bench: Bench) -> str:
+    """The same for a terminal, a line a setting."""
+    parts = []
+    for table in bench_tables(bench):
+        rows = [table.header, *table.lines]
+        parts.append("\n".join((table.title, *("  ".join(row) for row in rows))))
+    return "\n\n".join(parts)
+
+
+def _line(row: BenchRow, floor: float | None) -> tuple[str, ...]:
+    names, entry = (row.name, row.dtype, ", ".join(row.fused) or "none"), row.entry
+    if entry is None or entry.time_ms is None:
+        return (*names, *(DASH,) * (len(_HEADER) - len(names) - 1), row.note)
+    runs, window = entry.configuration.runs, entry.run.window
+    flops, loss = entry.rates.model_tflops_per_device, entry.losses.get(window.iterations[-1])
+    return (
+        *names,
+        f"{entry.time_ms:.1f}",
+        ", ".join(f"{median(run.window.samples_ms):.1f}" for run in runs),
+        f"×{entry.time_ms / MARK_MS:.3f}",
+        f"×{entry.time_ms / floor:.3f}" if floor else DASH,
+        f"{flops:.1f}" if flops else DASH,
+        size(entry.peak_bytes),
+        size(device_memory(entry.run)),
+        f"{loss:.4f}" if loss is not None else DASH,
+        row.note,
+    )
+
+
 def _kernels(runs: Sequence[Run]) -> tuple[Mapping[str, float], str]:
     """Of the newest run that has a split, and the newest's problem."""
     problem = ""
@@ -123,3 +184,17 @@ def _kernels(runs: Sequence[Run]) -> tuple[Mapping[str, float], str]:
         if found:
             return found, problem
     return {}, problem
+
+
+def _kernel_table(rows: Sequence[BenchRow]) -> TextTable | None:
+    split = {row.name: row.kernels_ms for row in rows if row.kernels_ms}
+    if not split:
+        return None
+    groups = list(dict.fromkeys(group for found in split.values() for group in found))
+    lines = tuple(
+        (group, *(f"{found[group]:.1f}" if group in found else DASH for found in split.values()))
+        for group in groups
+    )
+    header = ("Kernels", *(f"{name}, ms" for name in split))
+    title = "GPU bench: milliseconds an iteration by kernels"
+    return TextTable("gpu-bench-kernels", title, header, lines)

@@ -7,21 +7,10 @@ from functools import lru_cache
 
 from tools.records.identity import given_arguments
 from tools.report.read.runs import Run
-from tools.spec.strategy import PipelineSchedule
 
 _SCHEDULE = (
-    "train_iters",
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_warmup_fraction",
-    "lr_warmup_iters",
-    "weight_decay",
-    "clip_grad",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
+    *("train_iters", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_fraction"),
+    *("lr_warmup_iters", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
     "split",
 )
 """Arguments that change losses, and no strategy changes; `train_iters` decides the samples' order."""
@@ -36,44 +25,43 @@ UNPROVEN = (NO_START, DROPOUT)
 def obstacle(reference: Run, other: Run) -> str:
     """Why two runs need not print the same losses; empty if they must."""
     ours, theirs = _of_losses(reference), _of_losses(other)
+    # Of two logs of one strategy equal seeds draw equal weights and dropout masks.
+    one, two = reference.spec, other.spec
+    of_one_layout = bool(
+        reference.is_foreign
+        and other.is_foreign
+        and (one and two)
+        and (one.parallelism, one.batch) == (two.parallelism, two.batch)
+    )
     # With another seed the start is another too, which then says less.
-    if ours["seed"] == theirs["seed"] and not _share_start(reference, other):
+    if ours["seed"] == theirs["seed"] and not _share_start(reference, other, of_one_layout):
         return NO_START
     differing = [name for name in ours if ours[name] != theirs[name]]
-    differing += _other_schedule(reference, other)
+    if (reference.record is None) == (other.record is None):
+        # Only where both tell their schedules in the same way.
+        mine, its = _schedule(reference), _schedule(other)
+        changed = [name for name in _SCHEDULE if mine[name] != its[name]]
+        differing += [f"--{name.replace('_', '-')}" for name in changed]
     if differing:
         return f"different {', '.join(differing)}"
-    if not all(run.spec and run.spec.dropout == 0 for run in (reference, other)):
-        return "" if _are_logs_of_one_layout(reference, other) else DROPOUT
-    return ""
+    if of_one_layout or all(run.spec and run.spec.dropout == 0 for run in (reference, other)):
+        return ""
+    return DROPOUT
 
 
-def _share_start(reference: Run, other: Run) -> bool:
+def _share_start(reference: Run, other: Run, of_one_layout: bool) -> bool:
     """Whether both started from the same weights: by their hash, else by the checkpoint's name."""
-    ours, theirs = _weights(reference), _weights(other)
+    ours, theirs = (run.record and run.record.start_weights for run in (reference, other))
     if ours and theirs:
         return ours == theirs
     one, two = reference.start_checkpoint, other.start_checkpoint
-    if one is None and two is None:
-        return _are_logs_of_one_layout(reference, other)
-    return one == two
-
-
-def _are_logs_of_one_layout(reference: Run, other: Run) -> bool:
-    """Whether two logs are of one strategy: then equal seeds draw equal weights and dropout masks."""
-    one, two = reference.spec, other.spec
-    if not (reference.is_foreign and other.is_foreign and one and two):
-        return False
-    return one.parallelism == two.parallelism and one.batch == two.batch
-
-
-def _weights(run: Run) -> str | None:
-    return run.record.start_weights if run.record else None
+    return of_one_layout if one is None and two is None else one == two
 
 
 def _of_losses(run: Run) -> dict[str, object]:
     """What losses depend on."""
     spec = run.spec
+    schedule = spec and spec.parallelism.schedule
     return {
         "device": run.device,
         "data": run.data,
@@ -84,20 +72,8 @@ def _of_losses(run: Run) -> dict[str, object]:
         "optimizer": spec and spec.optimizer,
         "patch file": spec and spec.patch_file,
         # Without flushes gradients are of older weights, as old as this says.
-        "pipeline schedule": spec and _without_flushes(spec.parallelism.schedule),
+        "pipeline schedule": schedule and (schedule if schedule.is_asynchronous else ""),
     }
-
-
-def _without_flushes(schedule: PipelineSchedule) -> str:
-    return schedule if schedule.is_asynchronous else ""
-
-
-def _other_schedule(reference: Run, other: Run) -> list[str]:
-    """Flags of the schedule that differ, where both runs tell theirs in the same way."""
-    if (reference.record is None) != (other.record is None):
-        return []
-    ours, theirs = _schedule(reference), _schedule(other)
-    return [f"--{name.replace('_', '-')}" for name in _SCHEDULE if ours[name] != theirs[name]]
 
 
 def _schedule(run: Run) -> dict[str, float | str | None]:
@@ -112,11 +88,10 @@ def _schedule_of(argv: tuple[str, ...]) -> dict[str, float | str | None]:
 
 def _numbers_of(given: Mapping[str, str]) -> dict[str, float | str | None]:
     plain = {name.lstrip("-").replace("-", "_"): value for name, value in given.items()}
-    return {name: _as_number(plain.get(name)) for name in _SCHEDULE}
-
-
-def _as_number(text: str | None) -> float | str | None:
-    try:
-        return float(text or "")
-    except ValueError:
-        return text
+    found: dict[str, float | str | None] = {}
+    for name in _SCHEDULE:
+        try:
+            found[name] = float(plain.get(name) or "")
+        except ValueError:
+            found[name] = plain.get(name)
+    return found

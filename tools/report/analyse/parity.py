@@ -113,10 +113,25 @@ def parity_of(rows: Sequence[Configuration]) -> list[Parity]:
             models.setdefault(row.newest.model, []).append(place)
     result = [Parity() for _ in rows]
     for places in models.values():
-        verdicts = _verdicts_of([rows[place] for place in places])
-        for place, parity in zip(places, verdicts, strict=True):
-            result[place] = parity
+        # Baseline first, of all rows those that ended well, and Megatron as it is before a changed one;
+        # of logs the first that was named.
+        members = sorted((rows[place] for place in places), key=_rank)
+        against_others = {place: _compared(rows[place], members) for place in places}
+        references = {parity.reference for parity in against_others.values() if parity}
+        for place, compared in against_others.items():
+            row = rows[place]
+            parity = compared or _without_other(row, members, references)
+            result[place] = replace(
+                parity,
+                without_baseline=_without_baseline(row, parity, [rows[each] for each in places]),
+                repeats_units=_difference_of_repeats(row),
+            )
     return result
+
+
+def _rank(row: Configuration) -> tuple[bool, bool, bool]:
+    run = row.newest
+    return not run.counts, is_patched(run.spec), not (run.is_baseline or run.is_foreign)
 
 
 def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -129,17 +144,17 @@ def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     return np.concatenate([earlier[alone], numbers]), np.concatenate([before[alone], losses])
 
 
-def loss_curve(run: Run) -> Curve:
-    """Loss by iteration, of what `loss_points` gives."""
-    numbers, losses = loss_points(run)
-    return dict(zip(numbers.tolist(), losses.tolist(), strict=True))
-
-
 def _points_of(lines: IterationTable) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     losses = lines.values("lm_loss")
     left_out = lines.known("averaged") | (lines.values("skipped_iterations") > 0)
     kept = np.isfinite(losses) & ~left_out
     return lines.numbers[kept], losses[kept]
+
+
+def loss_curve(run: Run) -> Curve:
+    """Loss by iteration, of what `loss_points` gives."""
+    numbers, losses = loss_points(run)
+    return dict(zip(numbers.tolist(), losses.tolist(), strict=True))
 
 
 def last_digit(value: float) -> float:
@@ -162,19 +177,6 @@ def _obstacle(reference: Run, other: Run) -> str:
     return "" if worst <= LOGS_AGREE else f"{reason}, and the losses differ by up to {worst:.2g}"
 
 
-def _verdicts_of(rows: Sequence[Configuration]) -> list[Parity]:
-    """Of the rows of one model."""
-    against_others = [_compared(row, rows) for row in rows]
-    references = {parity.reference for parity in against_others if parity}
-    result = []
-    for row, compared in zip(rows, against_others, strict=True):
-        parity = compared or _without_other(row, rows, references)
-        why = _without_baseline(row, parity, rows)
-        differ = _difference_of_repeats(row)
-        result.append(replace(parity, without_baseline=why, repeats_units=differ))
-    return result
-
-
 def _without_other(
     row: Configuration, rows: Sequence[Configuration], references: Collection[str]
 ) -> Parity:
@@ -182,11 +184,10 @@ def _without_other(
     used = next((run.name for run in row.runs if run.name in references), None)
     if used:
         return Parity(REFERENCE, reference=used, judged=used)
-    main = min(rows, key=_rank)
-    if row is main:
+    if row is rows[0]:
         return Parity()
-    reason = _obstacle(main.newest, row.newest) or "nothing to compare"
-    return Parity(NOT_COMPARABLE, reason, main.newest.name)
+    reason = _obstacle(rows[0].newest, row.newest) or "nothing to compare"
+    return Parity(NOT_COMPARABLE, reason, rows[0].newest.name)
 
 
 def _compared(row: Configuration, rows: Sequence[Configuration]) -> Parity | None:
@@ -196,29 +197,28 @@ def _compared(row: Configuration, rows: Sequence[Configuration]) -> Parity | Non
     """
     verdicts = []
     for run in reversed(row.runs):
-        found = _reference_of(run, rows)
+        # The best comes first, so that of a hundred rows few are looked at; a run may be its own.
+        found = next(
+            (
+                (other, reference)
+                for other in rows
+                for reference in reversed(other.runs)
+                if len(loss_points(reference)[0]) and not _obstacle(reference, run)
+            ),
+            None,
+        )
         if found is None or found[0] is row:
             continue
-        spread, pairs = _spread(rows, found[1])
-        verdicts.append(_verdict_between(found[1], run, spread, pairs))
+        verdicts.append(_verdict_between(found[1], run, *_spread(rows, found[1])))
         if not _repeats_exactly(run):
             break
     broken = (parity for parity in verdicts if parity.verdict.startswith("broken"))
     return next(broken, verdicts[0] if verdicts else None)
 
 
-def _reference_of(run: Run, rows: Sequence[Configuration]) -> tuple[Configuration, Run] | None:
-    """The row and the run that a run is compared with, which may be itself."""
-    # The best comes first, so that of a hundred rows few are looked at.
-    candidates = ((row, other) for row in sorted(rows, key=_rank) for other in reversed(row.runs))
-    return next(
-        (
-            (row, other)
-            for row, other in candidates
-            if len(loss_points(other)[0]) and not _obstacle(other, run)
-        ),
-        None,
-    )
+def _repeats_exactly(run: Run) -> bool:
+    """On CPU ranks, in any precision: sums over gloo are always in the same order."""
+    return run.device == "cpu"
 
 
 def _without_baseline(row: Configuration, parity: Parity, rows: Sequence[Configuration]) -> str:
@@ -226,21 +226,19 @@ def _without_baseline(row: Configuration, parity: Parity, rows: Sequence[Configu
     if not parity.reference or parity.verdict == NOT_COMPARABLE:
         return ""
     run = next(run for each in rows for run in each.runs if run.name == parity.reference)
-    baselines = [
-        other.newest
-        for other in rows
-        if other.newest.is_baseline and other.newest.device == row.newest.device
-    ]
-    if run.is_baseline or not baselines or run.is_foreign:
+    newest = [each.newest for each in rows]
+    there = [o for o in newest if o.is_baseline and o.device == row.newest.device]
+    if run.is_baseline or not there or run.is_foreign:
         return ""
-    reasons = [_obstacle(baseline, run) for baseline in baselines]
-    return min(reasons, key=len) or f"it is {baselines[0].status.status}"
+    return min((_obstacle(o, run) for o in there), key=len) or f"it is {there[0].status.status}"
 
 
 def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> Parity:
     ours, theirs = loss_curve(reference), loss_curve(other)
-    diverged = _diverged_at(reference, other)
-    until = HALF_ITERATIONS if _dtype(other) in ("bf16", "fp16") else None
+    dtype = other.spec.dtype if other.spec else ""
+    one, two = reference.ledgers.routing, other.ledgers.routing
+    diverged = first_other_choice(choices(one), choices(two), dtype) if one and two else None
+    until = HALF_ITERATIONS if dtype in ("bf16", "fp16") else None
     common = sorted(i for i in ours.keys() & theirs.keys() if i < (diverged or math.inf))
     if until and common and common[-1] > until:
         common = [number for number in common if number <= until]
@@ -248,10 +246,14 @@ def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> P
         until = None
     if not common:
         where = f" before tokens took other experts in iteration {diverged}" if diverged else ""
-        where = f" up to {until}, after which {_dtype(other)} is not compared" if until else where
+        where = f" up to {until}, after which {dtype} is not compared" if until else where
         reason = f"no iteration in common{where}"
         return Parity(NOT_COMPARABLE, reason, reference.name, judged=other.name)
-    rate = _rounding(reference, other)
+    # By how much of themselves losses may differ for each iteration, and in any.
+    rate = ROUNDING_AN_ITERATION.get(dtype, 0.0)
+    specs = reference.spec, other.spec
+    if not all(specs) or len({spec.backend for spec in specs if spec}) > 1:
+        rate = max(rate, BETWEEN_BACKENDS)
     between_logs = LOGS_AGREE if reference.is_foreign and other.is_foreign else 0.0
     repeated, broken = 0.0, None
     worst, worst_units = 0.0, 0.0
@@ -289,28 +291,6 @@ def resumption_sentence(run: Run) -> str:
     )
 
 
-def _rounding(reference: Run, other: Run) -> float:
-    """By how much of themselves their losses may differ for each iteration."""
-    rate = ROUNDING_AN_ITERATION.get(_dtype(other), 0.0)
-    specs = reference.spec, other.spec
-    same = all(specs) and len({spec.backend for spec in specs if spec}) == 1
-    return rate if same else max(rate, BETWEEN_BACKENDS)
-
-
-def _dtype(run: Run) -> str:
-    return run.spec.dtype if run.spec else ""
-
-
-def _diverged_at(reference: Run, other: Run) -> int | None:
-    one, two = reference.ledgers.routing, other.ledgers.routing
-    return first_other_choice(choices(one), choices(two), _dtype(other)) if one and two else None
-
-
-def _repeats_exactly(run: Run) -> bool:
-    """On CPU ranks, in any precision: sums over gloo are always in the same order."""
-    return run.device == "cpu"
-
-
 def _difference_of_repeats(row: Configuration) -> float | None:
     """Units by which repeats differ that repeat exactly; None where they do."""
     worst = 0.0
@@ -336,26 +316,12 @@ def _spread(rows: Sequence[Configuration], reference: Run) -> tuple[Curve, int]:
     spread: Curve = {}
     pairs = 0
     for row in rows:
-        repeats = [run for run in row.runs if _is_repeat(run) and not _obstacle(reference, run)]
-        for other in repeats[1:]:
+        known = (run for run in row.runs if run.record is not None and run.record.code is not None)
+        may = (run for run in known if not _repeats_exactly(run))
+        curves = [loss_curve(run) for run in may if not _obstacle(reference, run)]
+        for theirs in curves[1:]:
             pairs += 1
-            ours, theirs = loss_curve(repeats[0]), loss_curve(other)
-            for number in ours.keys() & theirs.keys():
-                difference = abs(ours[number] - theirs[number])
+            for number in curves[0].keys() & theirs.keys():
+                difference = abs(curves[0][number] - theirs[number])
                 spread[number] = max(spread.get(number, 0.0), difference)
     return spread, pairs
-
-
-def _is_repeat(run: Run) -> bool:
-    """Whether it may show what repeats differ by: rows pool runs of one code where that is recorded."""
-    return not _repeats_exactly(run) and run.record is not None and run.record.code is not None
-
-
-def _rank(row: Configuration) -> tuple[int, int, int]:
-    """Baseline first, of all rows those that ended well, and Megatron as it is before a changed one.
-
-    Of logs the first that was named.
-    """
-    run = row.newest
-    first = 0 if run.is_baseline or run.is_foreign else 1
-    return (0 if run.counts else 1, 1 if is_patched(run.spec) else 0, first)

@@ -17,7 +17,6 @@ from tools.plan.tensors import UnevenSplitError
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.rates import NoPeakError
 from tools.report.analyse.entry import Entry
-from tools.report.analyse.statistics import Estimate
 from tools.report.read.runs import Run
 from tools.spec.flags import Flags
 from tools.spec.hardware import Device, device_by_key, find_device, link_by_key
@@ -56,10 +55,9 @@ def planned(
     found = []
     for entry in entries:
         spec, cluster = entry.run.spec, _cluster(entry.run, runs_root)
-        if spec is None or cluster is None or not _is_timed(entry):
+        # A log can say less than what ran.
+        if not spec or not cluster or not _is_timed(entry) or violations(spec, NEWEST):
             continue
-        if violations(spec, NEWEST):
-            continue  # A log can say less than what ran.
         known = own_runs(own, cluster).without(spec) if own else OwnRuns()
         try:
             found.append(PlannedEntry(entry, uncertainty(spec, cluster, known)))
@@ -76,7 +74,10 @@ def readings_of(entries: Iterable[Entry]) -> list[Row]:
         device = _device(run)
         if run.record is None or run.spec is None or estimate is None or device is None:
             continue
-        if not _is_timed(entry) or run.record.resumptions or not _is_steady(estimate):
+        low, high = estimate.low, estimate.high
+        if not _is_timed(entry) or run.record.resumptions or low is None or high is None:
+            continue
+        if (high - low) / 2 >= _UNSTEADY * estimate.median:
             continue
         try:
             seconds = estimate.median / _MILLISECONDS
@@ -88,12 +89,6 @@ def readings_of(entries: Iterable[Entry]) -> list[Row]:
 
 _UNSTEADY = 0.25
 """Half of an estimate's interval, of its median, from which on it measured other work on the machine."""
-
-
-def _is_steady(found: Estimate) -> bool:
-    if found.low is None or found.high is None:
-        return False
-    return (found.high - found.low) / 2 < _UNSTEADY * found.median
 
 
 def _is_timed(entry: Entry) -> bool:

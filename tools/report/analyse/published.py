@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tools.report.read.runs import Run
 from tools.spec.published import MAIN_SOURCE, Figure, Published
@@ -30,14 +30,10 @@ class Match:
 
 def figure_for(run: Run, published: Published) -> Figure | None:
     """The figure of the same model, strategy and ranks; else the main source's of that strategy."""
-    spec = run.spec
-    if spec is None:
+    if run.spec is None:
         return None
-    same = [
-        figure
-        for figure in published.figures
-        if figure.parallelism == spec.parallelism and figure.iteration_ms
-    ]
+    split = run.spec.parallelism
+    same = [f for f in published.figures if f.parallelism == split and f.iteration_ms]
     exact = [figure for figure in same if figure.model == run.model]
     main = [figure for figure in same if figure.source.key == MAIN_SOURCE]
     return next(iter(exact or main), None)
@@ -56,35 +52,27 @@ def match_figure(
     run: Run, figure: Figure, iteration_ms: float | None, memory_bytes: int | None
 ) -> list[Match]:
     """The figure's quantities beside the measured ones."""
-    memory = memory_bytes / MIB if memory_bytes else None
-    times, readings = figure.iteration_ms, figure.device_memory_mib
-    matches = [
-        Match(figure, "iteration time", "ms", times, iteration_ms, *_range(figure, "iteration_ms")),
-        Match(
-            figure, "device memory", "MiB", readings, memory, *_range(figure, "device_memory_mib")
-        ),
-    ]
     differs = _differences(run, figure)
-    # Beside another model's figure a quantity that was not measured says nothing.
-    shown = [m for m in matches if m.published and (m.measured or figure.model == run.model)]
-    return [_with_verdict(match, differs) for match in shown]
-
-
-def _range(figure: Figure, key: str) -> tuple[float | None, float | None]:
-    tolerance = figure.source.tolerance.get(key)
-    values = getattr(figure, key)
-    if tolerance is None or not values:
-        return None, None
-    return min(values) * (1 - tolerance), max(values) * (1 + tolerance)
-
-
-def _with_verdict(match: Match, differs: list[tuple[bool, str]]) -> Match:
-    low, high, measured = match.expected_low, match.expected_high, match.measured
-    if measured is None or low is None or high is None or any(grave for grave, _ in differs):
+    memory = memory_bytes / MIB if memory_bytes else None
+    matches = []
+    for quantity, unit, key, measured in (
+        ("iteration time", "ms", "iteration_ms", iteration_ms),
+        ("device memory", "MiB", "device_memory_mib", memory),
+    ):
+        values, tolerance = getattr(figure, key), figure.source.tolerance.get(key)
+        low = high = None
+        if tolerance is not None and values:
+            low, high = min(values) * (1 - tolerance), max(values) * (1 + tolerance)
         verdict = "not comparable"
-    else:
-        verdict = "reproduced" if low <= measured <= high else "not reproduced"
-    return replace(match, verdict=verdict, differs=tuple(text for _, text in differs))
+        if measured is not None and low is not None and not any(grave for grave, _ in differs):
+            verdict = "reproduced" if low <= measured <= (high or low) else "not reproduced"
+        # Beside another model's figure a quantity that was not measured says nothing.
+        if values and (measured or figure.model == run.model):
+            texts = tuple(text for _, text in differs)
+            matches.append(
+                Match(figure, quantity, unit, values, measured, low, high, verdict, texts)
+            )
+    return matches
 
 
 def _differences(run: Run, figure: Figure) -> list[tuple[bool, str]]:

@@ -39,7 +39,13 @@ class Rates:
 
 def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     """Rates of a run whose median iteration takes `iteration_ms`."""
-    spec, (printed, theirs) = run.spec, _printed(run)
+    spec, lines = run.spec, run.log.iterations
+    # Megatron's own throughput, and the FLOPs of an iteration a device that it was computed from.
+    rates, times = lines.values("throughput_tflops_per_gpu"), lines.values("elapsed_ms")
+    known = (rates > 0) & ~lines.known("averaged")
+    exact = known & (rates >= _MIN_THROUGHPUT) & (times > 0)
+    printed = float(np.median(rates[known])) if known.any() else None
+    theirs = float(np.median(rates[exact] * times[exact] * 1e9)) if exact.any() else None
     # Tokens of 0 are a batch that the log does not name.
     if not iteration_ms or spec is None or not spec.tokens_per_iteration:
         tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
@@ -73,9 +79,20 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
         peak_tflops=peak,
         peak_source=source,
         formulas=tuple(formulas),
-        notes=tuple(
-            filter(None, (note, _against_megatron(theirs, flops, _counted_as_attention(run))))
-        ),
+        notes=tuple(filter(None, (note, _against_megatron(run, theirs, flops)))),
+    )
+
+
+def _against_megatron(run: Run, theirs: float | None, flops: int) -> str:
+    """Of what the count has no formula, and whether Megatron's own count of FLOPs differs."""
+    plain = {name.lstrip("-").replace("-", "_"): value for name, value in run.arguments.items()}
+    variant = plain.get("experimental_attention_variant", "None")
+    cause = "" if variant in ("None", "") else f"{variant} is counted as attention"
+    if theirs is None or abs(flops / theirs - 1) <= DISAGREEMENT:
+        return cause
+    return (
+        f"FLOPs differ from Megatron's own count by {flops / theirs - 1:+.1%} ({flops:.4g} here,"
+        f" {theirs:.4g}){f': {cause}' if cause else ''}"
     )
 
 
@@ -97,40 +114,10 @@ def _peak(device: str, dtype: str) -> tuple[float | None, str, str]:
 def _recomputed(spec: RunSpec) -> float:
     """FLOPs that recomputation adds: forward passes of layers, or of their scores, MLPs and experts."""
     forward = token_flops(spec.shape, spec.shape.seq_length)
-    if not spec.recompute.whole_layers:
-        inside = (
-            ("moe", forward.mlp + forward.router) if spec.shape.experts else ("mlp", forward.mlp)
-        )
-        parts = ("core_attn", forward.attention_scores), inside
-        again = sum(flops for module, flops in parts if spec.recompute.again(module))
-        return float(again * spec.tokens_per_iteration)
-    again = sum(map(spec.layers_again, range(spec.parallelism.pipeline)))
-    return again / spec.shape.layers * (forward.total - forward.logits) * spec.tokens_per_iteration
-
-
-def _printed(run: Run) -> tuple[float | None, float | None]:
-    """Megatron's own throughput, and the FLOPs of an iteration a device that it was computed from."""
-    lines = run.log.iterations
-    rates, times = lines.values("throughput_tflops_per_gpu"), lines.values("elapsed_ms")
-    known = (rates > 0) & ~lines.known("averaged")
-    exact = known & (rates >= _MIN_THROUGHPUT) & (times > 0)
-    found = (rates[known], rates[exact] * times[exact] * 1e9)
-    printed, flops = (float(np.median(each)) if len(each) else None for each in found)
-    return printed, flops
-
-
-def _counted_as_attention(run: Run) -> str:
-    """A layer of another kind that the count has no formula for; empty where there is none."""
-    plain = {name.lstrip("-").replace("-", "_"): value for name, value in run.arguments.items()}
-    found = plain.get("experimental_attention_variant", "None")
-    return "" if found in ("None", "") else f"{found} is counted as attention"
-
-
-def _against_megatron(theirs: float | None, flops: int, cause: str) -> str:
-    """What Megatron's own throughput says of the FLOPs of an iteration, if it differs."""
-    if theirs is None or abs(flops / theirs - 1) <= DISAGREEMENT:
-        return cause
-    return (
-        f"FLOPs differ from Megatron's own count by {flops / theirs - 1:+.1%} ({flops:.4g} here,"
-        f" {theirs:.4g}){f': {cause}' if cause else ''}"
-    )
+    if spec.recompute.whole_layers:
+        again = sum(map(spec.layers_again, range(spec.parallelism.pipeline))) / spec.shape.layers
+        return again * (forward.total - forward.logits) * spec.tokens_per_iteration
+    inside = ("moe", forward.mlp + forward.router) if spec.shape.experts else ("mlp", forward.mlp)
+    parts = ("core_attn", forward.attention_scores), inside
+    flops = sum(flops for module, flops in parts if spec.recompute.again(module))
+    return float(flops * spec.tokens_per_iteration)

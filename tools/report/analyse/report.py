@@ -15,12 +15,11 @@ from tools.report.analyse.configurations import (
     with_distinct_names,
 )
 from tools.report.analyse.earlier import Change
-from tools.report.analyse.entry import Entry
+from tools.report.analyse.entry import Entry, entry_of
 from tools.report.analyse.gpu_bench import Bench
 from tools.report.analyse.parity import parity_of
 from tools.report.analyse.planned import PlannedEntry
-from tools.report.analyse.rows import entry_of
-from tools.report.analyse.statistics import adjusted
+from tools.report.analyse.statistics import TimeComparison, adjusted
 from tools.report.read.runs import Run
 from tools.spec.published import Correction, Published
 
@@ -62,65 +61,62 @@ def build_report(
 ) -> Report:
     """Turn runs into a report."""
     rows = configurations(with_distinct_names(runs), all_conditions)
-    parities = parity_of(rows)
-    entries = [
-        entry_of(label, row, parity, published)
-        for label, row, parity in zip(labels(rows), rows, parities, strict=True)
-    ]
-    entries = _with_speeds(entries)
+    made = zip(labels(rows), rows, parity_of(rows), strict=True)
+    entries = _with_speeds([entry_of(*each, published) for each in made])
     used = {entry.figure.source.key for entry in entries if entry.figure}
+    sets = [essential(entry.run.arguments) for entry in entries]
+    known = [arguments for arguments in sets if arguments]
+    differing = [
+        ArgumentDifference(name, tuple(arguments.get(name, "") for arguments in sets))
+        for name in sorted({name for arguments in known for name in arguments})
+        if len({arguments.get(name) for arguments in known}) > 1
+    ]
     return Report(
         name=name,
         created_utc=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"),
         entries=tuple(entries),
         problems=tuple(problems),
-        arguments=tuple(_argument_differences(entries)),
+        arguments=tuple(differing),
         corrections=tuple(c for c in published.corrections if c.source in used),
     )
 
 
 def _with_speeds(entries: list[Entry]) -> list[Entry]:
-    result, candidates = [], entries
-    for entry in entries:
+    """With comparisons, and verdicts adjusted for their number among those of one reference."""
+    result, candidates = list(entries), entries
+    groups: dict[str, dict[int, TimeComparison]] = {}
+    for place, entry in enumerate(entries):
         reference = _reference(entry, candidates) if entry.estimate else None
         if reference is None or reference is entry:
-            result.append(entry)
             continue
         # What is compared with another is no reference itself.
         candidates = [other for other in candidates if other is not entry]
         speed = compare_speed(reference.configuration, entry.configuration)
-        result.append(replace(entry, speed=speed))
-    return _together(result)
-
-
-def _together(entries: Sequence[Entry]) -> list[Entry]:
-    """With verdicts adjusted for their number, among those of one reference."""
-    groups: dict[str, list[int]] = {}
-    for place, entry in enumerate(entries):
-        if entry.speed and entry.speed.per_token:
-            groups.setdefault(entry.speed.reference, []).append(place)
-    result = list(entries)
-    for places in groups.values():
-        speeds = [entries[place].speed for place in places]
-        found = adjusted([each.per_token for each in speeds if each and each.per_token])
-        for place, speed, token in zip(places, speeds, found, strict=True):
-            assert speed is not None
-            iteration = token if speed.per_iteration else None
-            own = replace(speed, per_token=token, per_iteration=iteration)
-            result[place] = replace(entries[place], speed=own)
+        result[place] = replace(entry, speed=speed)
+        if speed.per_token:
+            groups.setdefault(speed.reference, {})[place] = speed.per_token
+    for group in groups.values():
+        for place, token in zip(group, adjusted(list(group.values())), strict=True):
+            plain = result[place].speed
+            assert plain is not None
+            iteration = token if plain.per_iteration else None
+            own = replace(plain, per_token=token, per_iteration=iteration)
+            result[place] = replace(result[place], speed=own)
     return result
 
 
 def _reference(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
-    """What an entry's speed is compared with: baseline; of logs the first that was named.
+    """What an entry's speed is compared with: baseline, but Megatron as it is before one that a patch
+    file changed; of logs the first that was named.
 
     Only one of the same model, and of the same device or where one side does not say.
     """
-    timed = [other for other in entries if other.estimate]
+    run, timed = entry.run, [other for other in entries if other.estimate]
     if any(other.run.is_foreign for other in entries):
-        return next(other for other in timed if _are_comparable(other.run, entry.run))
-    cohort = [other for other in timed if _cohort(other) == _cohort(entry)]
-    return min(cohort, key=_as_reference) if entry.run.model else None
+        return next(other for other in timed if _are_comparable(other.run, run))
+    cohort = [o for o in timed if (o.run.model, o.run.device) == (run.model, run.device)]
+    first = min(cohort, key=lambda o: (is_patched(o.run.spec), not o.run.is_baseline))
+    return first if run.model else None
 
 
 def _are_comparable(one: Run, two: Run) -> bool:
@@ -130,26 +126,3 @@ def _are_comparable(one: Run, two: Run) -> bool:
         work = (one.global_batch_size, one.seq_length), (two.global_batch_size, two.seq_length)
         alike = alike and work[0] == work[1]
     return alike and one.size == two.size
-
-
-def _as_reference(entry: Entry) -> tuple[bool, bool]:
-    """Baseline first, but Megatron as it is before one that a patch file changed."""
-    return is_patched(entry.run.spec), not entry.run.is_baseline
-
-
-def _cohort(entry: Entry) -> tuple[str, str]:
-    """Runs that are compared in speed: one model on one kind of device."""
-    return entry.run.model, entry.run.device
-
-
-def _argument_differences(entries: Sequence[Entry]) -> list[ArgumentDifference]:
-    sets = [essential(entry.run.arguments) for entry in entries]
-    known = [arguments for arguments in sets if arguments]
-    if len(known) < 2:
-        return []
-    names = sorted({name for arguments in known for name in arguments})
-    return [
-        ArgumentDifference(name, tuple(arguments.get(name, "") for arguments in sets))
-        for name in names
-        if len({arguments.get(name) for arguments in known}) > 1
-    ]

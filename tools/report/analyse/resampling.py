@@ -21,12 +21,21 @@ Floats = NDArray[np.float64]
 
 def median_interval(values: Floats) -> tuple[float, float]:
     """Interval of a run's median by its own samples alone."""
-    if len(values) < MIN_FOR_BOOTSTRAP:
+    count = len(values)
+    if count < MIN_FOR_BOOTSTRAP:
         return order_interval(values)
-    if len(values) > _MOST_DRAWN:
+    if count > _MOST_DRAWN:
         return _drawless(values)
+    # Medians of resampled circular blocks, with one seed for all.
+    generator, length = np.random.default_rng(_SEED), block_length(values)
+    batch, medians = max(1, 4_000_000 // count), []
+    for done in range(0, _DRAWS, batch):
+        shape = (min(batch, _DRAWS - done), -(-count // length), 1)
+        places = (generator.integers(count, size=shape) + np.arange(length)) % count
+        drawn = values[places.reshape(len(places), -1)[:, :count]]
+        medians.append(np.median(drawn, axis=-1))
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(_bootstrap(values), [tail, 1 - tail])
+    low, high = np.quantile(np.concatenate(medians), [tail, 1 - tail])
     return float(low), float(high)
 
 
@@ -68,20 +77,6 @@ def block_length(values: Floats) -> int:
         return 1
     length = (2 * slope**2 / (4 / 3 * total**2)) ** (1 / 3) * count ** (1 / 3)
     return int(min(max(1, round(length)), max(1, count // 3)))
-
-
-def _bootstrap(values: Floats) -> Floats:
-    """Medians of resampled circular blocks, with one seed for all."""
-    generator = np.random.default_rng(_SEED)
-    count, length = len(values), block_length(values)
-    batch = max(1, 4_000_000 // count)
-    medians = []
-    for done in range(0, _DRAWS, batch):
-        shape = (min(batch, _DRAWS - done), -(-count // length), 1)
-        places = (generator.integers(count, size=shape) + np.arange(length)) % count
-        drawn = values[places.reshape(len(places), -1)[:, :count]]
-        medians.append(np.median(drawn, axis=-1))
-    return np.concatenate(medians)
 
 
 def _drawless(values: Floats) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -21,32 +21,48 @@ from tools.text.units import number
 
 def notes_of(entry: Entry) -> str:
     """What a reader of the entry's row must know, most important first."""
-    run, configuration, parity = entry.run, entry.configuration, entry.parity
-    notes = [run.status.reason] if run.status.reason else []
-    if len(configuration.runs) > 1:
-        notes.append(f"{len(configuration.runs)} runs pooled")
+    run, row, spec = entry.run, entry.configuration, entry.spec
+    notes = [
+        f"changed by PATCH_FILE={patch_file_name(spec)}" if is_patched(spec) else "",
+        SHARED if shares_gpu(spec) else "",
+        f"patches: {', '.join(spec.fused)}" if spec and spec.fused else "",
+        run.status.reason,
+        f"{len(row.runs)} runs pooled" if len(row.runs) > 1 else "",
+    ]
     if entry.estimate and entry.estimate.disagree:
         notes.append(f"repeats disagree: {disagreement(entry)}")
     notes += [shift.text for shift in entry.shifts]
-    notes += other_attempts(configuration)
-    notes += _older(configuration)
-    notes += _parity_notes(parity, run)
-    notes += filter(None, [resumption_sentence(run)])
+    notes += other_attempts(row)
+    older = {"other code": row.other_code, "other versions": row.superseded - row.other_code}
+    notes += [f"{count} older under {what} not shown" for what, count in older.items() if count]
+    notes += [*_parity_notes(entry.parity, run), resumption_sentence(run)]
     if adam_state(run) not in (None, "existed"):
         notes.append("Adam's state never existed (every step skipped), so memory reads too low")
-    shared = [SHARED] if shares_gpu(run.spec) else []
-    patches = [f"patches: {', '.join(run.spec.fused)}"] if run.spec and run.spec.fused else []
-    patched = [f"changed by PATCH_FILE={patch_file_name(run.spec)}"] if is_patched(run.spec) else []
-    notes = [*patched, *shared, *patches, *notes, *entry.rates.notes, *run.notes]
-    return "; ".join(notes).replace(".; ", "; ")
+    return "; ".join(filter(None, [*notes, *entry.rates.notes, *run.notes])).replace(".; ", "; ")
+
+
+def _parity_notes(parity: Parity, run: Run) -> Iterator[str]:
+    yield parity.repeats_differ
+    if parity.judged not in ("", run.name) and parity.verdict != REFERENCE:
+        yield f"parity is that of {parity.judged}"
+    if parity.without_baseline:
+        yield f"baseline is not its parity's reference: {parity.without_baseline}"
+    if parity.diverged:
+        yield f"from iteration {parity.diverged} on tokens took other experts; not compared"
+    if parity.until and not parity.reason:
+        yield f"its precision is compared up to iteration {parity.until}"
+    if parity.reason:
+        yield f"loss not comparable: {parity.reason}"
+    elif parity.verdict.startswith("broken") and not parity.repeats and run.device != "cpu":
+        yield "parity tolerance is the rounding alone: no repeat was run"
 
 
 def disagreement(entry: Entry) -> str:
     """How far a row's repeats are apart."""
     found = entry.estimate
-    medians = [median(run.window.samples_ms) for run in entry.configuration.runs if run.counts]
     if found is None or found.between is None:
         return ""
+    medians = [median(run.window.samples_ms) for run in entry.configuration.runs if run.counts]
     return (
         f"their medians are {number(min(medians))} to {number(max(medians))} ms, a scatter of "
         f"{found.between:.1%} where {found.scatter.assumed:.1%} is known of others"
@@ -55,34 +71,9 @@ def disagreement(entry: Entry) -> str:
 
 def other_attempts(configuration: Configuration) -> list[str]:
     """How many attempts failed before the row's runs, and how many are still on."""
-    failed, running = len(configuration.failed_before), len(configuration.running)
-    texts = (f"{failed} earlier failed" if failed else "", f"{running} running" if running else "")
-    return [text for text in texts if text]
-
-
-def _older(configuration: Configuration) -> list[str]:
-    code, all_of_them = configuration.other_code, configuration.superseded
-    counted = {"other code": code, "other versions": all_of_them - code}
-    return [f"{count} older under {what} not shown" for what, count in counted.items() if count]
-
-
-def _parity_notes(parity: Parity, run: Run) -> list[str]:
-    notes = []
-    if parity.repeats_differ:
-        notes.append(parity.repeats_differ)
-    if parity.judged not in ("", run.name) and parity.verdict != REFERENCE:
-        notes.append(f"parity is that of {parity.judged}")
-    if parity.without_baseline:
-        notes.append(f"baseline is not its parity's reference: {parity.without_baseline}")
-    if parity.diverged:
-        notes.append(f"from iteration {parity.diverged} on tokens took other experts; not compared")
-    if parity.until and not parity.reason:
-        notes.append(f"its precision is compared up to iteration {parity.until}")
-    if parity.reason:
-        notes.append(f"loss not comparable: {parity.reason}")
-    elif parity.verdict.startswith("broken") and not parity.repeats and run.device != "cpu":
-        notes.append("parity tolerance is the rounding alone: no repeat was run")
-    return notes
+    failed, running = configuration.failed_before, configuration.running
+    counts = {"earlier failed": len(failed), "running": len(running)}
+    return [f"{count} {what}" for what, count in counts.items() if count]
 
 
 def _of_spec(value: Callable[[RunSpec], Any]) -> Callable[[Entry], Any]:

@@ -173,14 +173,19 @@ def estimate_of_medians(
     count, middle = len(medians), sum(medians) / len(medians)
     between = float(np.std(medians, ddof=1)) / middle if count > 1 else None
     own = math.sqrt(sum(((b - a) / 2 / NORMAL / middle) ** 2 for a, b in within) / count)
+    freedom, assumed = None, max(scatter.assumed, between or 0.0)
     if between is not None and count >= REPEATS_FOR_TRUST:
         error, freedom = max(between, own) / math.sqrt(count), count - 1
         half = student(freedom) * error * middle
         low, high = middle - half, middle + half
+    elif count > 1:
+        error = math.hypot(assumed, own) / math.sqrt(count)
+        low, high = middle * (1 - NORMAL * error), middle * (1 + NORMAL * error)
     else:
-        assumed = max(scatter.assumed, between or 0.0)
-        error, freedom = math.hypot(assumed, own) / math.sqrt(count), None
-        low, high = _assumed(middle, within, error, assumed)
+        # One run's interval leans to the side on which its own samples do.
+        error, add = math.hypot(assumed, own), NORMAL * assumed * middle
+        low = middle - math.hypot(middle - within[0][0], add)
+        high = middle + math.hypot(within[0][1] - middle, add)
     # More digits than samples have would only differ between builds of numpy.
     low, high = min(middle, float(f"{max(0.0, low):.7g}")), max(middle, float(f"{high:.7g}"))
     return Estimate(middle, low, high, *counts, method, error, freedom, between, scatter)
@@ -197,11 +202,16 @@ def compare(reference: Estimate, other: Estimate, weight: float = 1.0) -> TimeCo
         return TimeComparison(ratio, None, None, TimeVerdict.UNKNOWN)
     (below, above), freedom = _distances(reference, other)
     low, high = ratio * math.exp(-below), ratio * math.exp(above)
+    verdict = TimeVerdict.SLOWER if ratio > 1 else TimeVerdict.FASTER
+    verdict = TimeVerdict.NOISE if low <= 1 <= high else verdict
     smallest = math.expm1(max(below, above))
     half = below if ratio > 1 else above
+    # Of so many standard errors; Student's t as a normal deviate by Wallace (1959).
     errors = abs(math.log(ratio)) / half * student(freedom) if half and ratio else 0.0
-    chance = _chance(errors, freedom)
-    return TimeComparison(ratio, low, high, _verdict(ratio, low, high), smallest, chance)
+    if math.isfinite(freedom):
+        shrunk = math.sqrt(freedom * math.log1p(errors**2 / freedom))
+        errors = (8 * freedom + 1) / (8 * freedom + 3) * shrunk
+    return TimeComparison(ratio, low, high, verdict, smallest, math.erfc(errors / math.sqrt(2)))
 
 
 def adjusted(found: Sequence[TimeComparison]) -> list[TimeComparison]:
@@ -232,52 +242,26 @@ def student(freedom: float) -> float:
     return NORMAL + 2.4 / freedom + 3 / freedom**2
 
 
-def _assumed(
-    middle: float, within: Sequence[tuple[float, float]], error: float, assumed: float
-) -> tuple[float, float]:
-    """Interval of one run or a pair; a run's leans to the side on which its own samples do."""
-    if len(within) > 1:
-        return middle * (1 - NORMAL * error), middle * (1 + NORMAL * error)
-    add = NORMAL * assumed * middle
-    low, high = within[0]
-    return middle - math.hypot(middle - low, add), middle + math.hypot(high - middle, add)
-
-
-def _chance(errors: float, freedom: float) -> float:
-    """Of so many standard errors, to either side; Student's t as a normal deviate by Wallace (1959)."""
-    if math.isfinite(freedom):
-        shrunk = math.sqrt(freedom * math.log1p(errors**2 / freedom))
-        errors = (8 * freedom + 1) / (8 * freedom + 3) * shrunk
-    return math.erfc(errors / math.sqrt(2))
-
-
 def _distances(reference: Estimate, other: Estimate) -> tuple[tuple[float, float], float]:
     """From the ratio to its interval's ends, in logarithms, and the degrees of freedom behind them."""
     if not reference.freedom or not other.freedom:
+        ends = [
+            [
+                abs(math.log(max(end or 0.0, 1e-9 * each.median) / each.median))
+                for end in (each.low, each.high)
+            ]
+            for each in (reference, other)
+        ]
         # The distances of both intervals' ends add up as squares (Zou & Donner 2008), each on its side.
-        below = math.hypot(_distance(other, other.low), _distance(reference, reference.high))
-        above = math.hypot(_distance(other, other.high), _distance(reference, reference.low))
-        return (below, above), math.inf
+        (low, high), (other_low, other_high) = ends
+        return (math.hypot(other_low, high), math.hypot(other_high, low)), math.inf
     # Welch's t, because one strategy may scatter by ten times as much as another. Of three runs against
     # five its degrees of freedom are too many by chance, so they are averaged with the wider side's own.
-    pairs = ((_squared_error(reference), reference.freedom), (_squared_error(other), other.freedom))
-    (narrow, one), (wide, two) = sorted(pairs)
+    # Repeats that are equal to the last digit still differ by rounding.
+    (narrow, one), (wide, two) = sorted(
+        (max(each.error or 0.0, 1e-9) ** 2, each.freedom or 0) for each in (reference, other)
+    )
     welch = (narrow + wide) ** 2 / (narrow**2 / one + wide**2 / two)
     freedom = 2 / (1 / welch + 1 / two)
     half = student(freedom) * math.sqrt(narrow + wide)
     return (half, half), freedom
-
-
-def _squared_error(found: Estimate) -> float:
-    # Repeats that are equal to the last digit still differ by rounding.
-    return max(found.error or 0.0, 1e-9) ** 2
-
-
-def _distance(found: Estimate, end: float | None) -> float:
-    return abs(math.log(max(end or 0.0, 1e-9 * found.median) / found.median))
-
-
-def _verdict(ratio: float, low: float, high: float) -> TimeVerdict:
-    if low <= 1 <= high:
-        return TimeVerdict.NOISE
-    return TimeVerdict.SLOWER if ratio > 1 else TimeVerdict.FASTER

@@ -9,14 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from tools.records.measurements import (
-    CommunicationRecord,
-    Operation,
-    Phase,
-    RankCommunication,
-    RankTime,
-    TimeRecord,
-)
+from tools.records.measurements import CommunicationRecord, Operation, Phase, RankTime, TimeRecord
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,15 @@ class TimeShares:
 
 def time_shares(record: TimeRecord) -> tuple[TimeShares, ...]:
     """Shares of every rank that had a steady iteration."""
-    return tuple(_shares(rank) for rank in record.ranks if rank.iteration_seconds > 0)
+    found = []
+    for rank in record.ranks:
+        if rank.iteration_seconds > 0:
+            # Phases are summed from their own clock readings, a few microseconds beside the iteration's.
+            whole = sum(rank.phase_seconds.values()) or rank.iteration_seconds
+            phases = {phase: seconds / whole for phase, seconds in rank.phase_seconds.items()}
+            exposed = sum(rank.communication_seconds.values()) / whole
+            found.append(TimeShares(rank.rank, rank.iteration_seconds, phases, exposed))
+    return tuple(found)
 
 
 def with_pipeline_waits(times: TimeRecord, communication: CommunicationRecord | None) -> TimeRecord:
@@ -51,30 +52,41 @@ def with_pipeline_waits(times: TimeRecord, communication: CommunicationRecord | 
     The interleaved schedule waits for its messages between its timers; the communication ledger has
     these waits by call.
     """
-    waits = (
-        {rank.rank: _message_wait(rank) for rank in communication.ranks} if communication else {}
-    )
-    return replace(
-        times, ranks=tuple(_moved(rank, waits.get(rank.rank, 0.0)) for rank in times.ranks)
-    )
+    # Messages between stages; a ring's are context parallelism.
+    messages = (Operation.SEND, Operation.RECEIVE)
+    waits = {
+        rank.rank: sum(
+            call.wait_seconds
+            for call in rank.calls
+            if call.operation in messages and call.group != "cp"
+        )
+        for rank in (communication.ranks if communication else ())
+    }
+    ranks = []
+    for rank in times.ranks:
+        phases, calls = dict(rank.phase_seconds), dict(rank.communication_seconds)
+        outside = waits.get(rank.rank, 0.0) - calls.get(Phase.PIPELINE, 0.0)
+        outside = min(outside, calls.get(Phase.OTHER, 0.0), phases.get(Phase.OTHER, 0.0))
+        for seconds in (phases, calls) if outside > 0 else ():
+            seconds[Phase.OTHER] -= outside
+            seconds[Phase.PIPELINE] = seconds.get(Phase.PIPELINE, 0.0) + outside
+        ranks.append(replace(rank, phase_seconds=phases, communication_seconds=calls))
+    return replace(times, ranks=tuple(ranks))
 
 
 def scaled(times: TimeRecord, factor: float) -> TimeRecord:
     """The same shares of an iteration that takes `factor` times as long."""
-    return replace(
-        times,
-        ranks=tuple(
+    ranks = []
+    for rank in times.ranks:
+        parts = (rank.phase_seconds, rank.communication_seconds)
+        phases, calls = ({p: factor * seconds for p, seconds in part.items()} for part in parts)
+        whole = factor * rank.iteration_seconds
+        ranks.append(
             replace(
-                rank,
-                iteration_seconds=factor * rank.iteration_seconds,
-                phase_seconds={p: factor * s for p, s in rank.phase_seconds.items()},
-                communication_seconds={
-                    p: factor * s for p, s in rank.communication_seconds.items()
-                },
+                rank, iteration_seconds=whole, phase_seconds=phases, communication_seconds=calls
             )
-            for rank in times.ranks
-        ),
-    )
+        )
+    return replace(times, ranks=tuple(ranks))
 
 
 def busy_seconds(rank: RankTime) -> float:
@@ -100,33 +112,3 @@ def mean(values: Iterable[float]) -> float:
     """Mean; 0 of nothing."""
     found = list(values)
     return sum(found) / len(found) if found else 0.0
-
-
-def _message_wait(rank: RankCommunication) -> float:
-    """Seconds in messages between stages and in waiting for them; a ring's are context parallelism."""
-    messages = (Operation.SEND, Operation.RECEIVE)
-    calls = [call for call in rank.calls if call.operation in messages and call.group != "cp"]
-    return sum(call.wait_seconds for call in calls)
-
-
-def _moved(rank: RankTime, waited: float) -> RankTime:
-    phases, calls = dict(rank.phase_seconds), dict(rank.communication_seconds)
-    outside = waited - calls.get(Phase.PIPELINE, 0.0)
-    outside = min(outside, calls.get(Phase.OTHER, 0.0), phases.get(Phase.OTHER, 0.0))
-    if outside <= 0:
-        return rank
-    for seconds in (phases, calls):
-        seconds[Phase.OTHER] -= outside
-        seconds[Phase.PIPELINE] = seconds.get(Phase.PIPELINE, 0.0) + outside
-    return replace(rank, phase_seconds=phases, communication_seconds=calls)
-
-
-def _shares(rank: RankTime) -> TimeShares:
-    # Phases are summed from their own clock readings, a few microseconds beside the iteration's.
-    whole = sum(rank.phase_seconds.values()) or rank.iteration_seconds
-    return TimeShares(
-        rank=rank.rank,
-        iteration_seconds=rank.iteration_seconds,
-        phases={phase: seconds / whole for phase, seconds in rank.phase_seconds.items()},
-        exposed_communication=sum(rank.communication_seconds.values()) / whole,
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -82,30 +82,26 @@ def changes_within(run: Run) -> tuple[Shift, ...]:
     usable = (times > 0) & np.isfinite(times)
     usable &= ~(table.known("first_of_start") | table.known("averaged"))
     times, numbers = times[usable], table.numbers[usable]
-    ramp, start = _ramp(times, numbers, table.values("global_batch_size")[usable])
-    times, numbers = times[start:], numbers[start:]
+    batches = table.values("global_batch_size")[usable]
+    found: list[Shift] = []
+    known = len(batches) and np.isfinite(batches).all()
+    others = np.flatnonzero(batches != batches[-1]) if known else np.zeros(0, np.int64)
+    if len(others):
+        # Where the global batch grows, its end; what follows is of the last batch.
+        start = int(others[-1]) + 1
+        ends = (times[max(0, start - 8) : start], times[start:][:8])
+        before, after = (number(float(np.median(part))) for part in ends)
+        text = (
+            f"the global batch grows from {batches[0]:.0f} to {batches[-1]:.0f} until iteration "
+            f"{numbers[start]}, where an iteration's time goes from {before} to {after} ms"
+        )
+        found.append(Shift(ChangeKind.RAMP, int(numbers[start]), text))
+        times, numbers = times[start:], numbers[start:]
     if len(times) < 2 * MIN_SEGMENT:
-        return ramp
+        return tuple(found)
     slow = _slow(times)
-    found = [*ramp, *_stretches(run, times, numbers, slow), *_periodic(run, times, numbers, slow)]
+    found += [*_stretches(run, times, numbers, slow), *_periodic(run, times, numbers, slow)]
     return tuple(sorted(found, key=lambda shift: shift.iteration))
-
-
-def _ramp(times: Floats, numbers: Numbers, batches: Floats) -> tuple[tuple[Shift, ...], int]:
-    """Where the global batch grows, its end; and where the lines of the last batch begin."""
-    if not len(batches) or not np.isfinite(batches).all() or np.all(batches == batches[-1]):
-        return (), 0
-    others = np.flatnonzero(batches != batches[-1])
-    start = int(others[-1]) + 1
-    before, after = (
-        number(float(np.median(part)))
-        for part in (times[max(0, start - 8) : start], times[start:][:8])
-    )
-    text = (
-        f"the global batch grows from {batches[0]:.0f} to {batches[-1]:.0f} until iteration "
-        f"{numbers[start]}, where an iteration's time goes from {before} to {after} ms"
-    )
-    return (Shift(ChangeKind.RAMP, int(numbers[start]), text),), start
 
 
 def _stretches(
@@ -120,32 +116,33 @@ def _stretches(
         if edges[-1] + MIN_SEGMENT <= bound <= len(usual) - MIN_SEGMENT:
             edges.append(bound)
     parts = [usual[a:b] for a, b in zip(edges, [*edges[1:], len(usual)], strict=True)]
+    levels = [float(np.median(part)) for part in parts]
     pairs = [_alternates(part) for part in parts]
     for place, part in enumerate(parts):
-        first, before = int(at[edges[place]]), parts[place - 1]
+        first, was, now = int(at[edges[place]]), levels[place - 1], levels[place]
         if (pair := pairs[place]) and not (place and pairs[place - 1]):
             where = f"from iteration {first} on" if place else "all along"
             text = (
                 f"{where} iterations alternate between {number(pair[0])} and {number(pair[1])} ms"
             )
-            was = f", before they took {number(float(np.median(before)))} ms" if place else ""
-            yield Shift(ChangeKind.ALTERNATING, first, text + was + _cause(run, first))
-        elif place and _is_step(before, part):
-            yield _step(run, first, float(np.median(before)), float(np.median(part)))
-
-
-def _step(run: Run, first: int, before: float, after: float) -> Shift:
-    share = 1 - before / after
-    cost = f"longer, which costs {share:.1%} of the time from there on" if share > 0 else "less"
-    text = (
-        f"from iteration {first} on iterations take {number(after)} ms instead of {number(before)},"
-        f" {abs(after / before - 1):.1%} {cost}{_cause(run, first)}"
-    )
-    return Shift(ChangeKind.STEP, first, text, share)
+            text += f", before they took {number(was)} ms" if place else ""
+            yield Shift(ChangeKind.ALTERNATING, first, text + _cause(run, first))
+        elif place and _are_apart(parts[place - 1], part):
+            share = 1 - was / now
+            cost = f"which costs {share:.1%} of the time from there on"
+            text = (
+                f"from iteration {first} on iterations take {number(now)} ms instead of"
+                f" {number(was)}, {abs(now / was - 1):.1%} {f'longer, {cost}' if share > 0 else 'less'}"
+            )
+            yield Shift(ChangeKind.STEP, first, text + _cause(run, first), share)
 
 
 def _cause(run: Run, first: int) -> str:
-    """What the log has near that iteration; empty where it has nothing."""
+    """What the log has near that iteration; empty where it has nothing.
+
+    Last the argument that names it as a beginning or an end, of a feature that is on: Megatron prints
+    every argument, so that one with its default says nothing by itself.
+    """
     if first in run.restarts:
         return " (the run was resumed there)"
     near = range(first - 2, first + 1)
@@ -157,32 +154,20 @@ def _cause(run: Run, first: int) -> str:
     for remark in run.log.remarks:
         if first - 1 - (run.log.log_interval or 1) <= remark.after < first:
             return f' (the log says there: "{remark.text}")'
-    return _argument_of(run, first)
-
-
-def _argument_of(run: Run, first: int) -> str:
-    """The argument that names this iteration as a beginning or an end, of a feature that is on.
-
-    Megatron prints every argument, so that one with its default says nothing by itself.
-    """
     arguments = _arguments(run)
     for name, value in arguments.items():
         found = _OF_A_BEGINNING.match(name) if value in (str(first), str(first - 1)) else None
-        if found and _is_on(found["feature"], arguments, run.device):
+        if found is None or ("cuda" in found["feature"] and run.device == "cpu"):
+            continue
+        # A switch of the feature is on, or its implementation is named.
+        switches = re.compile(rf"(?:.*-)?{found['feature']}(?:-impl)?\Z")
+        if any(switches.match(n) and each not in _OFF for n, each in arguments.items()):
             return f" (as --{name} {value} says)"
     return ""
 
 
 def _arguments(run: Run) -> dict[str, str]:
     return {n.lstrip("-").replace("_", "-"): value for n, value in run.arguments.items()}
-
-
-def _is_on(feature: str, arguments: Mapping[str, str], device: str) -> bool:
-    """Whether a switch of the feature is on, or its implementation is named."""
-    if "cuda" in feature and device == "cpu":
-        return False
-    switches = re.compile(rf"(?:.*-)?{feature}(?:-impl)?\Z")
-    return any(switches.match(n) and value not in _OFF for n, value in arguments.items())
 
 
 def _steps(values: Floats, depth: int = 0) -> list[int]:
@@ -202,19 +187,18 @@ def _steps(values: Floats, depth: int = 0) -> list[int]:
     if not len(found):
         return []
     cut = (int(np.argmax(found)) + MIN_SEGMENT) * block
-    if not _is_step(values[:cut], values[cut:]):
+    if not _are_apart(values[:cut], values[cut:]):
         return []
     before, after = _steps(values[:cut], depth + 1), _steps(values[cut:], depth + 1)
     return [*before, cut, *(cut + place for place in after)]
 
 
-def _is_step(before: Floats, after: Floats) -> bool:
-    # Alternating iterations scatter by half their distance, and are looked at apart.
-    return _are_apart(before, after, min(len(before), len(after)))
+def _are_apart(these: Floats, those: Floats, count: int | None = None) -> bool:
+    """Whether two medians differ by more than single iterations scatter, of which there are so many.
 
-
-def _are_apart(these: Floats, those: Floats, count: int) -> bool:
-    """Whether two medians differ by more than single iterations scatter, of which there are so many."""
+    Alternating iterations scatter by half their distance, and are looked at apart.
+    """
+    count = count or min(len(these), len(those))
     one, two = float(np.median(these)), float(np.median(those))
     spreads = _APART + _APART_OF_FEW / count
     scatter = max(robust_spread(these), robust_spread(those))

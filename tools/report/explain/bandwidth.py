@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tools.plan.time.cluster import NODES, at_other_rate, link_seconds
-from tools.records.measurements import RankCommunication
 from tools.report.analyse.entry import Entry
 from tools.report.canvas import WIDTH_INCHES, colour, grid
 from tools.report.read.runs import Run
 from tools.spec.run import Backend
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -55,14 +53,25 @@ class RateCurve:
 def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
     """Strategies of one model that ran behind a shaped link; the first model's, if several did."""
     shaped = [entry for entry in entries if _rate(entry.run)]
-    if not shaped:
-        return []
     setups = {_same(entry): entry for entry in shaped if entry.run.model == shaped[0].run.model}
-    return [
-        _curve(entry, [other for other in entries if _same(other) == same])
-        for same, entry in setups.items()
-        if entry.configuration.estimate
-    ]
+    curves = []
+    for same, entry in setups.items():
+        spec = entry.run.spec
+        if entry.estimate is None or spec is None:
+            continue
+        timed = [(_rate(e.run), e.estimate) for e in entries if _same(e) == same]
+        points = [RatePoint(rate, found.median) for rate, found in timed if rate and found]
+        unshaped = [found.median for rate, found in timed if not rate and found]
+        backend = "" if spec.backend == Backend.MEGATRON else f"{spec.backend} "
+        curves.append(
+            RateCurve(
+                name=f"{backend}{spec.name} ×{spec.parallelism.world_size}",
+                points=tuple(sorted(points, key=lambda point: point.bits_per_second)),
+                unshaped=unshaped[-1] if unshaped else None,
+                sent_seconds=busy_seconds_at_one_bit(entry.run),
+            )
+        )
+    return curves
 
 
 def busy_seconds_at_one_bit(run: Run) -> float | None:
@@ -70,29 +79,8 @@ def busy_seconds_at_one_bit(run: Run) -> float | None:
     record, spec = run.ledgers.communication, run.spec
     if record is None or spec is None or spec.parallelism.world_size % NODES:
         return None
-    split = spec.parallelism
-    return max(
-        (link_seconds(rank.calls, split, 1.0) for rank in _counted(record.ranks)), default=None
-    )
-
-
-def _counted(ranks: Sequence[RankCommunication]) -> list[RankCommunication]:
-    return [rank for rank in ranks if rank.steady_iterations]
-
-
-def _curve(entry: Entry, members: Sequence[Entry]) -> RateCurve:
-    timed = [(_rate(e.run), e.configuration.estimate) for e in members]
-    points = [RatePoint(rate, found.median) for rate, found in timed if rate and found]
-    unshaped = [found.median for rate, found in timed if not rate and found]
-    spec = entry.run.spec
-    assert spec is not None  # A rate is known only of a run whose record has a spec.
-    backend = "" if spec.backend == Backend.MEGATRON else f"{spec.backend} "
-    return RateCurve(
-        name=f"{backend}{spec.name} ×{spec.parallelism.world_size}",
-        points=tuple(sorted(points, key=lambda point: point.bits_per_second)),
-        unshaped=unshaped[-1] if unshaped else None,
-        sent_seconds=busy_seconds_at_one_bit(entry.run),
-    )
+    counted = [rank for rank in record.ranks if rank.steady_iterations]
+    return max((link_seconds(r.calls, spec.parallelism, 1.0) for r in counted), default=None)
 
 
 def _rate(run: Run) -> int | None:
@@ -116,7 +104,19 @@ def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
     figure.set_size_inches(WIDTH_INCHES, 4.2)
     axes = figure.add_subplot()
     for place, curve in enumerate(curves):
-        _draw_curve(axes, place, curve)
+        hue = colour(place)
+        dots = [(point.bits_per_second / _GIGA, point.milliseconds) for point in curve.points]
+        look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5}
+        axes.plot(*zip(*dots, strict=True), color=hue, label=curve.name, **look)
+        if curve.unshaped is not None:
+            # At the edge, because there is no rate: the processors are the limit.
+            axes.axhline(curve.unshaped, xmin=0.985, color=hue, linewidth=2.4)
+        slowest, last = curve.points[0].bits_per_second, PREDICTED_BITS_PER_SECOND[-1]
+        steps = [slowest * (last / slowest) ** (k / _STEPS) for k in range(_STEPS + 1)]
+        if line := _predicted(curve, steps):
+            axes.plot(*zip(*line, strict=True), color=hue, linewidth=1, linestyle=(0, (4, 3)))
+        for rate, ms in _predicted(curve, PREDICTED_BITS_PER_SECOND):
+            axes.plot(rate, ms, marker="o", markersize=6, markerfacecolor="none", color=hue)
     axes.set_xscale("log")
     rates = sorted(
         {p.bits_per_second for c in curves for p in c.points} | {*PREDICTED_BITS_PER_SECOND}
@@ -130,31 +130,6 @@ def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
     figure.legend(loc="outside right upper", handlelength=2.4)
 
 
-def _draw_curve(axes: Axes, place: int, curve: RateCurve) -> None:
-    xs = [point.bits_per_second / _GIGA for point in curve.points]
-    axes.plot(
-        xs,
-        [point.milliseconds for point in curve.points],
-        color=colour(place),
-        linestyle="none",
-        marker="o",
-        markersize=5,
-        label=curve.name,
-    )
-    if curve.unshaped is not None:
-        # At the edge, because there is no rate: the processors are the limit.
-        axes.axhline(curve.unshaped, xmin=0.985, color=colour(place), linewidth=2.4)
-    slowest, last = curve.points[0].bits_per_second, PREDICTED_BITS_PER_SECOND[-1]
-    steps = [slowest * (last / slowest) ** (k / _STEPS) for k in range(_STEPS + 1)]
-    line = [(rate / _GIGA, curve.predicted(rate)) for rate in steps]
-    known = [(rate, ms) for rate, ms in line if ms is not None and ms > 0]
-    if known:
-        axes.plot(
-            *zip(*known, strict=True), color=colour(place), linewidth=1, linestyle=(0, (4, 3))
-        )
-    rings = [(rate / _GIGA, curve.predicted(rate)) for rate in PREDICTED_BITS_PER_SECOND]
-    for rate, ms in rings:
-        if ms is not None and ms > 0:
-            axes.plot(
-                rate, ms, marker="o", markersize=6, markerfacecolor="none", color=colour(place)
-            )
+def _predicted(curve: RateCurve, rates: Sequence[float]) -> list[tuple[float, float]]:
+    found = [(rate / _GIGA, curve.predicted(rate)) for rate in rates]
+    return [(rate, ms) for rate, ms in found if ms is not None and ms > 0]

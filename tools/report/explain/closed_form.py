@@ -13,7 +13,7 @@ from tools.plan.memory import (
     whole_output_layer_bytes,
 )
 from tools.plan.tensors import rank_parameters
-from tools.records.measurements import DeviceMemory, MemoryCategory, RankMemory
+from tools.records.measurements import MemoryCategory, RankMemory
 from tools.report.read.runs import Run
 from tools.spec.run import Backend, RunSpec
 from tools.text.units import amount
@@ -84,9 +84,8 @@ def configuration_of_run(run: Run) -> RunSpec:
     if spec is None:
         raise NoClosedFormError("shape, split or batch of the run are not known")
     if spec.backend != Backend.MEGATRON:
-        raise NoClosedFormError(
-            f"the closed forms describe Megatron, this run's backend is {spec.backend}"
-        )
+        reason = f"the closed forms describe Megatron, this run's backend is {spec.backend}"
+        raise NoClosedFormError(reason)
     if not spec.microbatches:
         raise NoClosedFormError("the run's micro batch is not known")
     return spec
@@ -94,27 +93,19 @@ def configuration_of_run(run: Run) -> RunSpec:
 
 def kernels_of_run(run: Run) -> Kernels:
     """Which of the kernels that save memory the run had; CPU ranks have torch's plain Adam."""
-    arguments = run.arguments
-    unfused = "--no-gradient-accumulation-fusion" in arguments
-    printed = arguments.get("gradient_accumulation_fusion")
-    return Kernels(
-        fused_gradients=not unfused and printed != "False", fused_adam=run.device != "cpu"
-    )
-
-
-def megatron_of_run(run: Run) -> Megatron:
-    """The version whose calls the run makes; the newest where that is not known."""
-    return Megatron.F4FA7D6B if run.megatron.startswith(_OLD) else LATEST
-
-
-def known_ranks(configuration: RunSpec, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Those ranks that the split has; a ledger of another run's ranks must not break the report."""
-    return tuple(rank for rank in ranks if 0 <= rank < configuration.parallelism.world_size)
+    fused = run.arguments.get("gradient_accumulation_fusion") != "False"
+    fused = fused and "--no-gradient-accumulation-fusion" not in run.arguments
+    return Kernels(fused_gradients=fused, fused_adam=run.device != "cpu")
 
 
 def fullest_candidate(configuration: RunSpec, stage: int, kernels: Kernels) -> PeakCandidate:
     """The moment that holds most."""
     return max(_candidates(configuration, stage, kernels), key=lambda candidate: candidate.total)
+
+
+def megatron_of_run(run: Run) -> Megatron:
+    """The version whose calls the run makes; the newest where that is not known."""
+    return Megatron.F4FA7D6B if run.megatron.startswith(_OLD) else LATEST
 
 
 def compare_memory(
@@ -127,80 +118,57 @@ def compare_memory(
     held = {category: rank.categories.get(category, 0) for category in MemoryCategory}
     temporaries = held[MemoryCategory.LOGITS] + held[MemoryCategory.TEMPORARY]
     optimizer = model.main_parameters + model.optimizer_state
-    peak = model.state + candidate.total + model.communication
+    steps, remainder = divmod(held[MemoryCategory.OPTIMIZER_STATE] - optimizer, _ADAM_STEP_BYTES)
+    adam = f"Adam's step counts, {_ADAM_STEP_BYTES} bytes a tensor: {steps}"
+    adam = adam if 0 < steps < 100_000 and not remainder else ""
+    buffers, foreseen = held[MemoryCategory.COMMUNICATION], model.communication
+    sent = ""
+    if foreseen and not buffers:
+        sent = "a received message counts as the activation it has become"
+    elif buffers and not foreseen:
+        # GlobalMemoryBuffer "mpu": layers.py gathers into it, dot_product_attention.py multiplies in it.
+        sent = (
+            "SP gathers into one buffer of Megatron's, as large as the largest thing it ever held"
+        )
+    peak = model.state + candidate.total + foreseen
     where = f"predicted at {candidate.name}; measured in {rank.peak_phase.value}"
-    for component, measured, predicted, note in (
+    rows: list[tuple[str, int, int, str]] = [
         ("weights", held[MemoryCategory.WEIGHTS], model.weights, ""),
         ("gradients", held[MemoryCategory.GRADIENTS], model.gradients, ""),
-        _optimizer(held[MemoryCategory.OPTIMIZER_STATE], optimizer),
+        ("optimizer state", held[MemoryCategory.OPTIMIZER_STATE], optimizer, adam),
         ("activations", held[MemoryCategory.ACTIVATIONS], candidate.activations, ""),
         ("logits and temporaries", temporaries, candidate.temporaries, ""),
-        _buffers(held[MemoryCategory.COMMUNICATION], model.communication),
+        ("communication buffers", buffers, foreseen, sent),
         ("peak of live tensors", rank.peak_bytes, peak, where),
-    ):
-        yield ComponentResidual(rank.rank, component, measured, predicted, note)
-    if rank.device is not None:
-        yield from _on_device(rank.rank, rank.device, peak, model.allocator)
+    ]
+    if device := rank.device:
+        rounding = "live blocks, rounded up; the most since the start"
+        parts = (
+            f"reserved {amount(device.reserved_peak_bytes)}, of it the allocator's slack "
+            f"{amount(device.slack_bytes)}; the rest is context, libraries and other processes"
+        )
+        whole = peak + model.allocator
+        rows.append(("allocated", device.allocated_peak_bytes, peak, rounding))
+        rows.append(("the device's own reading", device.used_bytes, whole, parts))
+    for row in rows:
+        yield ComponentResidual(rank.rank, *row)
 
 
 def _candidates(configuration: RunSpec, stage: int, kernels: Kernels) -> Iterator[PeakCandidate]:
-    model = memory_of_rank(configuration, stage)
-    split = configuration.parallelism
+    model, split = memory_of_rank(configuration, stage), configuration.parallelism
     last = stage == split.pipeline - 1
     yield PeakCandidate("the loss" if last else "backward", model.activations, model.temporaries)
     held = rank_parameters(configuration, stage)
     table = max(held.word_embedding, held.output_layer)
     gradient = configuration.element_bytes * table
     if last and not kernels.fused_gradients:
-        yield PeakCandidate(
-            "the output layer's backward: the logits' gradient and its weight's, not yet added",
-            model.activations,
-            logits_bytes(configuration) + gradient + whole_output_layer_bytes(configuration),
-        )
+        name = "the output layer's backward: the logits' gradient and its weight's, not yet added"
+        whole = logits_bytes(configuration) + gradient + whole_output_layer_bytes(configuration)
+        yield PeakCandidate(name, model.activations, whole)
         if split.pipeline == 1 and configuration.trained_shape.tied_embeddings:
-            yield PeakCandidate(
-                "the embedding's backward: its gradient, the tied output layer's, and their sum",
-                0,
-                3 * gradient,
-            )
+            name = "the embedding's backward: its gradient, the tied output layer's, and their sum"
+            yield PeakCandidate(name, 0, 3 * gradient)
     if not kernels.fused_adam:
         largest = min(table, held_parameters(configuration, stage)[0])
-        yield PeakCandidate(
-            "Adam's step on the largest tensor: a square root and a quotient",
-            0,
-            2 * _FP32_BYTES * largest,
-        )
-
-
-def _on_device(
-    rank: int, device: DeviceMemory, peak: int, allocator: int
-) -> Iterator[ComponentResidual]:
-    rounding = "live blocks, rounded up; the most since the start"
-    yield ComponentResidual(rank, "allocated", device.allocated_peak_bytes, peak, rounding)
-    parts = (
-        f"reserved {amount(device.reserved_peak_bytes)}, of it the allocator's slack "
-        f"{amount(device.slack_bytes)}; the rest is context, libraries and other processes"
-    )
-    yield ComponentResidual(
-        rank, "the device's own reading", device.used_bytes, peak + allocator, parts
-    )
-
-
-def _buffers(measured: int, predicted: int) -> tuple[str, int, int, str]:
-    note = ""
-    if predicted and not measured:
-        note = "a received message counts as the activation it has become"
-    elif measured and not predicted:
-        # GlobalMemoryBuffer "mpu": layers.py gathers into it, dot_product_attention.py multiplies in it.
-        note = (
-            "SP gathers into one buffer of Megatron's, as large as the largest thing it ever held"
-        )
-    return "communication buffers", measured, predicted, note
-
-
-def _optimizer(measured: int, predicted: int) -> tuple[str, int, int, str]:
-    extra = measured - predicted
-    steps, remainder = divmod(extra, _ADAM_STEP_BYTES)
-    plausible = 0 < steps < 100_000 and not remainder
-    note = f"Adam's step counts, {_ADAM_STEP_BYTES} bytes a tensor: {steps}" if plausible else ""
-    return "optimizer state", measured, predicted, note
+        name = "Adam's step on the largest tensor: a square root and a quotient"
+        yield PeakCandidate(name, 0, 2 * _FP32_BYTES * largest)

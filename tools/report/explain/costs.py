@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from tools.records.measurements import Phase, RankTime, TimeRecord
+from tools.records.measurements import Phase, TimeRecord
 from tools.report.analyse.statistics import TimeComparison, TimeVerdict, compare
 from tools.report.analyse.time_shares import mean
-from tools.report.explain.predicted import StageTimes, ideal_bubble, measured_stages
-from tools.report.explain.subjects import Subject, find
-from tools.report.read.runs import Run
+from tools.report.explain.predicted import Subject, find, ideal_bubble, measured_stages
 from tools.spec.strategy import Parallelism
 from tools.text.units import change, joined, milliseconds, number, plural, signed
 
@@ -28,13 +26,11 @@ Costs = dict[str, float]
 
 def cost_sentences(subjects: Sequence[Subject]) -> list[str]:
     """A sentence for every configuration that is not a baseline."""
-    found = []
-    for subject in subjects:
-        if subject.split == Parallelism():
-            continue
-        baseline = find(subjects, subject, Parallelism())
-        found.append(_cost_sentence(subject, baseline))
-    return found
+    return [
+        _cost_sentence(subject, find(subjects, subject, Parallelism()))
+        for subject in subjects
+        if subject.split != Parallelism()
+    ]
 
 
 def costs_above(reference: TimeRecord, other: TimeRecord, share: float) -> Costs:
@@ -58,11 +54,51 @@ def fair_share(reference: Subject, other: Subject) -> float | None:
 
 def bubble_sentences(subjects: Sequence[Subject]) -> list[str]:
     """Sentences for every pipeline; none without one."""
-    found = []
-    for subject in subjects:
-        if subject.split.pipeline > 1:
-            found += _bubble_sentences(subject)
-    return found
+    pipelines = (subject for subject in subjects if subject.split.pipeline > 1)
+    return [sentence for subject in pipelines for sentence in _bubble_sentences(subject)]
+
+
+def _bubble_sentences(subject: Subject) -> Iterator[str]:
+    configuration, evidence = subject.evidence.configuration, subject.evidence
+    if configuration is None:
+        yield f"{subject.label}: its micro batches are not known, so its bubble is not known."
+        return
+    split, count = configuration.parallelism, configuration.microbatches
+    virtual = split.virtual_stages
+    below = f"({count}·{virtual})" if virtual > 1 else f"{count}"
+    ideal = f"({split.pipeline}−1)/{below} = {ideal_bubble(configuration):.1%}"
+    text = f"{subject.label}: {count} micro batch(es) make a bubble of {ideal} of the work;"
+    if not evidence.bubble or evidence.times is None:
+        yield f"{text} without a usable time ledger there is nothing to compare it with."
+        return
+    measured = joined([f"{c.measured:.1%} on rank {c.rank}" for c in evidence.bubble])
+    yield f"{text} measured, sending and waiting are {measured}."
+    stages = measured_stages(configuration, evidence.times)
+    if stages is None:
+        return
+    works = joined([milliseconds(value) for value in stages.seconds])
+    idle = [stages.idle_over_work(stage) for stage in range(len(stages.seconds))]
+    explained = joined([f"{share:.1%} on stage {stage}" for stage, share in enumerate(idle)])
+    left = max(abs(c.measured - idle[split.pipeline_rank(c.rank)]) for c in evidence.bubble)
+    yield (
+        f"{subject.label}: its stages work {works} a micro batch; 1F1B over stages that unequal waits "
+        f"{explained}, messages not counted; up to {left:.1%} of the work is in neither: messages, and "
+        "whatever delayed one rank and not the other."
+    )
+    now = stages.iteration_seconds(count) / count
+    asked = []
+    for more in (factor * count for factor in _FACTORS):
+        each = stages.iteration_seconds(more) / more
+        asked.append(
+            f"{more} make {'(p−1)/(m·v)' if virtual > 1 else '(p−1)/m'}"
+            f" {ideal_bubble(configuration, more):.1%} and "
+            f"{milliseconds(each)} a micro batch ({change(each / now, 1)})"
+        )
+    yield (
+        f"{subject.label}: with {count} micro batch(es) these stages take {milliseconds(now)} a micro "
+        f"batch; {joined(asked)}; however many, not below the slower stage's "
+        f"{milliseconds(max(stages.seconds))}."
+    )
 
 
 def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
@@ -75,16 +111,32 @@ def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
         return f"{subject.label}: {who} left no usable time ledger, so its cost cannot be split up."
     whole = mean(r.iteration_seconds for r in times.ranks)
     fair = share * mean(r.iteration_seconds for r in reference.ranks)
-    text = f"{subject.label}: {_difference(subject, whole, fair)}"
+    text = (
+        f"{subject.label}: an iteration takes {number(1000 * whole)} ms, baseline's work divided over"
+        f" {plural(subject.split.world_size, 'rank')} would take {milliseconds(fair)};"
+        f" {milliseconds(abs(whole - fair))} {'above' if whole > fair else 'below'} that"
+    )
     found = _against_share(subject, baseline, share)
-    if found is None or found.verdict is TimeVerdict.UNKNOWN:
+    if found is None or found[0].verdict is TimeVerdict.UNKNOWN:
         return f"{text}; too few iterations were timed for a verdict, so no cost can be named."
-    if found.verdict is TimeVerdict.NOISE:
-        unseen = f" ({found.resolution})" if found.resolution else ""
+    if found[0].verdict is TimeVerdict.NOISE:
+        unseen = f" ({found[0].resolution})" if found[0].resolution else ""
         return f"{text}, which is within noise{unseen}, so no cost can be named."
+    # The large parts, and the sum of the others; noise is what cannot be seen.
+    difference, noise = whole - fair, found[1] * fair
+    least = max(_SMALLEST_SHARE * abs(difference), noise)
     costs = costs_above(reference, times, share)
-    named = _named_causes(costs, whole - fair, _noise(found) * fair)
-    return f"{text}: {named}{_arithmetic(subject, baseline, costs, share)}"
+    shown = {part: seconds for part, seconds in costs.items() if abs(seconds) >= least}
+    named = f"no part of it is above the {milliseconds(noise)} that runs scatter by"
+    if shown:
+        parts = [f"{signed(milliseconds(seconds))} {part}" for part, seconds in shown.items()]
+        rest = difference - sum(shown.values())
+        if abs(rest) > _NEGLIGIBLE_SHARE * abs(difference):
+            parted = ", each part within noise" if noise == least else ""
+            within = ", within noise" if abs(rest) <= noise else parted
+            parts.append(f"{signed(milliseconds(rest))} all else{within}")
+        named = joined(parts)
+    return f"{text}: {named}.{_arithmetic(subject, reference, costs, share)}"
 
 
 def largest_costs(subjects: Sequence[Subject]) -> dict[str, tuple[str, str]]:
@@ -99,59 +151,33 @@ def largest_costs(subjects: Sequence[Subject]) -> dict[str, tuple[str, str]]:
         if times is None or reference is None or share is None:
             continue
         compared = _against_share(subject, baseline, share)
-        if compared is None or compared.verdict is not TimeVerdict.SLOWER:
+        if compared is None or compared[0].verdict is not TimeVerdict.SLOWER:
             continue
         part, seconds = next(iter(costs_above(reference, times, share).items()))
         fair = share * mean(rank.iteration_seconds for rank in reference.ranks)
-        if seconds > _noise(compared) * fair:
+        if seconds > compared[1] * fair:
             found[subject.run.name] = milliseconds(seconds), part
     return found
 
 
-def _against_share(subject: Subject, baseline: Subject, share: float) -> TimeComparison | None:
+def _against_share(
+    subject: Subject, baseline: Subject, share: float
+) -> tuple[TimeComparison, float] | None:
+    """The ratio to baseline's share, and its noise: how far its interval reaches towards 1."""
     one, two = baseline.entry.estimate, subject.entry.estimate
-    return compare(one, two, 1 / share) if one and two else None
-
-
-def _noise(found: TimeComparison) -> float:
-    """From the ratio to its interval's nearer end, on the side of no difference."""
+    if one is None or two is None:
+        return None
+    found = compare(one, two, 1 / share)
     end = (found.low if found.ratio > 1 else found.high) or found.ratio
-    return abs(found.ratio - end)
+    return found, abs(found.ratio - end)
 
 
-def _difference(subject: Subject, whole: float, fair: float) -> str:
-    ranks = subject.split.world_size
-    direction = "above" if whole > fair else "below"
-    return (
-        f"an iteration takes {number(1000 * whole)} ms, baseline's work divided over "
-        f"{plural(ranks, 'rank')} would take {milliseconds(fair)}; {milliseconds(abs(whole - fair))} "
-        f"{direction} that"
-    )
-
-
-def _named_causes(costs: Costs, difference: float, noise: float) -> str:
-    """The large parts, and the sum of the others; `noise` is what cannot be seen."""
-    least = max(_SMALLEST_SHARE * abs(difference), noise)
-    shown = {part: seconds for part, seconds in costs.items() if abs(seconds) >= least}
-    if not shown:
-        return f"no part of it is above the {milliseconds(noise)} that runs scatter by."
-    parts = [f"{signed(milliseconds(seconds))} {part}" for part, seconds in shown.items()]
-    rest = difference - sum(shown.values())
-    if abs(rest) > _NEGLIGIBLE_SHARE * abs(difference):
-        parted = ", each part within noise" if noise == least else ""
-        within = ", within noise" if abs(rest) <= noise else parted
-        parts.append(f"{signed(milliseconds(rest))} all else{within}")
-    return f"{joined(parts)}."
-
-
-def _arithmetic(subject: Subject, baseline: Subject, costs: Costs, share: float) -> str:
+def _arithmetic(subject: Subject, reference: TimeRecord, costs: Costs, share: float) -> str:
     """Why arithmetic takes another time than baseline's share of it, where that is a large part."""
     extra = costs[_FORWARD] + costs[_BACKWARD]
-    times = baseline.evidence.times
-    assert times is not None  # `costs` were split by it.
-    parts = _parts(times)
+    parts = _parts(reference)
     fair = share * (parts[_FORWARD] + parts[_BACKWARD])
-    if extra < -_DOUBTFUL_SHARE * share * mean(r.iteration_seconds for r in times.ranks):
+    if extra < -_DOUBTFUL_SHARE * share * mean(r.iteration_seconds for r in reference.ranks):
         return (
             " Arithmetic takes less than baseline's share of it, so the machine was not the same for "
             "both runs, and this division does not hold."
@@ -159,9 +185,11 @@ def _arithmetic(subject: Subject, baseline: Subject, costs: Costs, share: float)
     if extra <= max(0, *(costs[part] for part in costs if part not in (_FORWARD, _BACKWARD))):
         return ""
     text = f" The largest part is arithmetic itself, {milliseconds(extra)} in all"
-    crowding = _ranks_a_core(subject.run)
-    if crowding is None:
+    if (record := subject.run.record) is None:
         return f"{text}; how many cores its ranks had is not known."
+    # A rank computes with one thread.
+    ranks, nodes = record.spec.parallelism.world_size, len(record.host.nodes)
+    crowding = ranks / max(1, nodes) / record.host.cores
     if crowding <= 1:
         return (
             f"{text}: each rank had a core of its own, so it is smaller matrices, memory bandwidth that "
@@ -174,97 +202,24 @@ def _arithmetic(subject: Subject, baseline: Subject, costs: Costs, share: float)
     return f"{text}: {reason}{left}."
 
 
-def _ranks_a_core(run: Run) -> float | None:
-    """Ranks for each core of their machine; a rank computes with one thread."""
-    if run.record is None:
-        return None
-    host, ranks = run.record.host, run.record.spec.parallelism.world_size
-    return ranks / max(1, len(host.nodes)) / host.cores
-
-
 def _parts(times: TimeRecord) -> dict[str, float]:
     """Seconds by part, means over ranks."""
-    by_rank = [_parts_of_rank(rank) for rank in times.ranks if rank.iteration_seconds]
-    return {part: mean(found[part] for found in by_rank) for part in _parts_of_rank(None)}
-
-
-def _parts_of_rank(rank: RankTime | None) -> dict[str, float]:
-    phases = rank.phase_seconds if rank else {}
-    calls = rank.communication_seconds if rank else {}
-    inside = (Phase.FORWARD, Phase.BACKWARD)
-    alone = {phase: phases.get(phase, 0.0) - calls.get(phase, 0.0) for phase in inside}
-    whole = (Phase.GRADIENT_SYNC, Phase.PIPELINE)
+    inside, whole = (Phase.FORWARD, Phase.BACKWARD), (Phase.GRADIENT_SYNC, Phase.PIPELINE)
     others = [phase for phase in Phase if phase not in (*inside, *whole, Phase.OPTIMIZER)]
+    ranks = [rank for rank in times.ranks if rank.iteration_seconds]
+
+    def spent(*phases: Phase) -> float:
+        return mean(sum(rank.phase_seconds.get(p, 0.0) for p in phases) for rank in ranks)
+
+    def called(*phases: Phase) -> float:
+        return mean(sum(rank.communication_seconds.get(p, 0.0) for p in phases) for rank in ranks)
+
     return {
-        _FORWARD: alone[Phase.FORWARD],
-        _BACKWARD: alone[Phase.BACKWARD],
-        "communication inside forward and backward": sum(calls.get(p, 0.0) for p in inside),
-        "gradient sync": phases.get(Phase.GRADIENT_SYNC, 0.0),
-        "waiting for other pipeline stages": phases.get(Phase.PIPELINE, 0.0),
-        "the optimizer": phases.get(Phase.OPTIMIZER, 0.0),
-        "data, loss reduction and logging": sum(phases.get(p, 0.0) for p in others),
+        _FORWARD: spent(Phase.FORWARD) - called(Phase.FORWARD),
+        _BACKWARD: spent(Phase.BACKWARD) - called(Phase.BACKWARD),
+        "communication inside forward and backward": called(*inside),
+        "gradient sync": spent(Phase.GRADIENT_SYNC),
+        "waiting for other pipeline stages": spent(Phase.PIPELINE),
+        "the optimizer": spent(Phase.OPTIMIZER),
+        "data, loss reduction and logging": spent(*others),
     }
-
-
-def _bubble_sentences(subject: Subject) -> list[str]:
-    configuration, times = subject.evidence.configuration, subject.evidence.times
-    if configuration is None:
-        return [f"{subject.label}: its micro batches are not known, so its bubble is not known."]
-    split, count = configuration.parallelism, configuration.microbatches
-    virtual = split.virtual_stages
-    below = f"({count}·{virtual})" if virtual > 1 else f"{count}"
-    form = f"({split.pipeline}−1)/{below}"
-    ideal = f"{form} = {ideal_bubble(configuration):.1%}"
-    if not subject.evidence.bubble or times is None:
-        return [
-            f"{subject.label}: {count} micro batch(es) make a bubble of {ideal} of the work; without a "
-            "usable time ledger there is nothing to compare it with."
-        ]
-    measured = joined([f"{c.measured:.1%} on rank {c.rank}" for c in subject.evidence.bubble])
-    sentences = [
-        f"{subject.label}: {count} micro batch(es) make a bubble of {ideal} of the work; measured, "
-        f"sending and waiting are {measured}."
-    ]
-    stages = measured_stages(configuration, times)
-    if stages is not None:
-        sentences += [_uneven(subject, stages), _more(subject, stages)]
-    return sentences
-
-
-def _uneven(subject: Subject, stages: StageTimes) -> str:
-    works = joined([milliseconds(value) for value in stages.seconds])
-    explained = joined(
-        [f"{stages.idle_over_work(s):.1%} on stage {s}" for s in range(len(stages.seconds))]
-    )
-    configuration = subject.evidence.configuration
-    assert configuration is not None
-    left = max(
-        abs(c.measured - stages.idle_over_work(subject.split.pipeline_rank(c.rank)))
-        for c in subject.evidence.bubble
-    )
-    return (
-        f"{subject.label}: its stages work {works} a micro batch; 1F1B over stages that unequal waits "
-        f"{explained}, messages not counted; up to {left:.1%} of the work is in neither: messages, and "
-        "whatever delayed one rank and not the other."
-    )
-
-
-def _more(subject: Subject, stages: StageTimes) -> str:
-    count = stages.microbatches
-    now = stages.iteration_seconds(count) / count
-    configuration = subject.evidence.configuration
-    assert configuration is not None
-    form = "(p−1)/(m·v)" if stages.virtual > 1 else "(p−1)/m"
-    asked = []
-    for factor in _FACTORS:
-        more = factor * count
-        each = stages.iteration_seconds(more) / more
-        asked.append(
-            f"{more} make {form} {ideal_bubble(configuration, more):.1%} and "
-            f"{milliseconds(each)} a micro batch ({change(each / now, 1)})"
-        )
-    floor = max(stages.seconds)
-    return (
-        f"{subject.label}: with {count} micro batch(es) these stages take {milliseconds(now)} a micro "
-        f"batch; {joined(asked)}; however many, not below the slower stage's {milliseconds(floor)}."
-    )

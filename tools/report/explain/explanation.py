@@ -1,30 +1,35 @@
-"""`explain`: which cost, why uneven, why less, what if; in sentences and tables from a report's runs."""
+"""`explain`: which cost, why uneven, why less, what if; in sentences and tables from a report's runs.
+
+Equal ranks are one line of a table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from tools.records.measurements import Phase
+from tools.report.analyse.gpu_bench import bench_tables
 from tools.report.analyse.report import Report, build_report
+from tools.report.analyse.time_shares import TimeShares
+from tools.report.explain.closed_form import ComponentResidual
 from tools.report.explain.costs import bubble_sentences, cost_sentences, largest_costs
-from tools.report.explain.gpu_bench import bench_tables
 from tools.report.explain.memory import (
     pipeline_memory_sentences,
     sequence_parallel_sentences,
     sharding_sentences,
 )
-from tools.report.explain.predicted import Evidence
+from tools.report.explain.predicted import CallRow, Evidence, Subject, Unattributed, subjects_of
 from tools.report.explain.routing import routing_sentences, routing_tables
-from tools.report.explain.subjects import Subject, Topic, subjects_of
-from tools.report.explain.tables import tables
 from tools.report.explain.traffic import context_sentences, traffic_sentences
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.spec.published import load_published
 from tools.text.table import TextTable, markdown_table, markdown_text, readable_table
+from tools.text.units import DASH, amount, count, ms, percent, signed, signed_percent
 
 _QUESTIONS: tuple[tuple[str, Callable[[Sequence[Subject]], list[str]]], ...] = (
     ("Which cost separates each strategy from baseline?", cost_sentences),
@@ -36,6 +41,14 @@ _QUESTIONS: tuple[tuple[str, Callable[[Sequence[Subject]], list[str]]], ...] = (
     ("What does sequence parallelism save?", sequence_parallel_sentences),
     ("What does sharding the optimizer save?", sharding_sentences),
 )
+
+
+@dataclass(frozen=True)
+class Topic:
+    """Sentences on one question."""
+
+    question: str
+    sentences: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -110,3 +123,127 @@ def explanation_markdown(explanation: Explanation) -> str:
     for found in explanation.tables:
         parts += [f"### {found.title}", markdown_table(found)]
     return "\n\n".join(parts) + "\n"
+
+
+_PHASES = (
+    (Phase.FORWARD, "forward"),
+    (Phase.BACKWARD, "backward"),
+    (Phase.GRADIENT_SYNC, "gradient sync"),
+    (Phase.OPTIMIZER, "optimizer"),
+    (Phase.PIPELINE, "pipeline wait"),
+    (Phase.DATA, "data"),
+    (Phase.OTHER, "other"),
+)
+_EXACT = ("parameters", "weights", "gradients")
+
+type Cells[T] = tuple[tuple[str, Callable[[T], str]], ...]
+
+
+_TIME: Cells[TimeShares] = (
+    ("ms", lambda shares: ms(shares.iteration_seconds)),
+    *((name, lambda shares, of=phase: percent(shares.phases.get(of))) for phase, name in _PHASES),
+    ("of it communication", lambda shares: percent(shares.exposed_communication)),
+    ("fwd/bwd+sync/opt", lambda s: " / ".join(f"{100 * share:.0f}" for share in s.as_published)),
+)
+_CALLS: Cells[CallRow] = (
+    ("Group", lambda row: row.group),
+    ("Operation", lambda row: row.operation),
+    ("What", lambda row: row.what or "in no closed form"),
+    ("Calls: measured", lambda row: count(row.measured_calls)),
+    ("predicted", lambda row: count(row.predicted_calls)),
+    ("On the wire: measured", lambda row: count(row.measured_wire_bytes)),
+    ("predicted", lambda row: count(row.predicted_wire_bytes)),
+    ("residual", lambda row: _whole(row.residual_wire_bytes)),
+)
+_UNATTRIBUTED: Cells[Unattributed] = (
+    ("Group", lambda item: item.group),
+    ("Operation", lambda item: item.operation),
+    ("Bytes each", lambda item: count(item.payload_bytes)),
+    ("Calls made", lambda item: count(item.calls) if item.calls > 0 else DASH),
+    ("Calls missing", lambda item: count(-item.calls) if item.calls < 0 else DASH),
+)
+_MEMORY: Cells[ComponentResidual] = (
+    ("Component", lambda found: found.component),
+    ("Measured", lambda found: _amount_of(found)(int(found.measured))),
+    ("Predicted", lambda found: _amount_of(found)(int(found.predicted))),
+    (
+        "Residual",
+        lambda found: (
+            _whole(found.residual) if abs(found.residual) < 1e5 else signed(amount(found.residual))
+        ),
+    ),
+    (
+        "Of it",
+        lambda found: (
+            "exact"
+            if found.exact
+            else signed_percent(found.residual / found.predicted if found.predicted else None)
+        ),
+    ),
+    ("Note", lambda found: found.note),
+)
+_BUBBLE: Cells[ComponentResidual] = (
+    ("Measured", lambda found: percent(found.measured)),
+    ("(p−1)/(m·v)", lambda found: percent(found.predicted)),
+    ("Residual", lambda found: signed_percent(found.residual)),
+    ("Unequal stages", lambda found: found.note),
+)
+
+
+def tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
+    """Every table that has a line."""
+    missing = tuple((s.label, "", note) for s in subjects for note in s.evidence.notes)
+    found = (
+        _table(
+            *("time-shares", "Where each rank's iteration goes", subjects, _TIME),
+            lambda each: ((shares.rank, shares) for shares in each.shares),
+        ),
+        _table(
+            *("calls", "Calls of an iteration, predicted and measured", subjects, _CALLS),
+            lambda each: ((c.rank, row) for c in each.calls for row in c.rows),
+        ),
+        _table(
+            *("unattributed", "Calls that only one side has", subjects, _UNATTRIBUTED),
+            lambda each: ((c.rank, item) for c in each.calls for item in c.unattributed),
+        ),
+        _table(
+            *("memory", "Parameters and memory at the peak, predicted and measured"),
+            *(subjects, _MEMORY),
+            lambda each: (
+                (found.rank, found)
+                for found in (*each.parameters, *each.memory)
+                if found.measured or found.predicted
+            ),
+        ),
+        _table(
+            *("bubble", "The pipeline's idle time over its working time", subjects, _BUBBLE),
+            lambda each: ((found.rank, found) for found in each.bubble),
+        ),
+        TextTable("missing", "What is missing", ("Strategy", "Rank", "Missing"), missing),
+    )
+    return tuple(table for table in found if table.lines)
+
+
+def _table[T](
+    name: str,
+    title: str,
+    subjects: Sequence[Subject],
+    cells: Cells[T],
+    items: Callable[[Evidence], Iterable[tuple[int, T]]],
+) -> TextTable:
+    """Items by rank as lines; those that are alike on several ranks, once."""
+    lines: list[tuple[str, ...]] = []
+    for subject in subjects:
+        ranks: dict[tuple[str, ...], list[int]] = {}
+        for rank, item in items(subject.evidence):
+            ranks.setdefault(tuple(cell(item) for _, cell in cells), []).append(rank)
+        lines += ((subject.label, ", ".join(map(str, of)), *line) for line, of in ranks.items())
+    return TextTable(name, title, ("Strategy", "Rank", *(head for head, _ in cells)), tuple(lines))
+
+
+def _amount_of(found: ComponentResidual) -> Callable[[int], str]:
+    return count if found.component in _EXACT else amount
+
+
+def _whole(value: float) -> str:
+    return "0" if not value else f"{value:+,.0f}".replace("-", "−")

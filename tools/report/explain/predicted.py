@@ -7,14 +7,16 @@ missing on either side is listed in `notes`, never filled in.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from tools.plan.collectives.call import CollectiveCall, Megatron
+from tools.plan.collectives.call import Megatron
 from tools.plan.collectives.rank import communication_of_rank
 from tools.plan.tensors import UnevenSplitError, rank_parameters
-from tools.records.measurements import Calls, Operation, RankCommunication, TimeRecord
+from tools.records.measurements import Operation, RankCommunication, TimeRecord
 from tools.records.run import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
+from tools.report.analyse.entry import Entry, names_of
+from tools.report.analyse.report import Report
 from tools.report.analyse.time_shares import (
     TimeShares,
     busy_seconds,
@@ -30,12 +32,12 @@ from tools.report.explain.closed_form import (
     compare_memory,
     configuration_of_run,
     kernels_of_run,
-    known_ranks,
     megatron_of_run,
 )
 from tools.report.read.runs import Run
 from tools.spec.groups import Group
 from tools.spec.run import RunSpec
+from tools.spec.strategy import Parallelism
 from tools.text.units import ms
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
@@ -43,9 +45,6 @@ _SILENT = (Operation.RECEIVE, Operation.BARRIER)
 
 _ROUTED = (Group.EXPERT.value, Group.EXPERT_TENSOR.value)
 """How many tokens these calls move is the router's choice; the closed form has the mean."""
-
-CallKind = tuple[str, str, int]
-"""Group, operation, payload bytes; payload is 0 where it depends on the router."""
 
 
 @dataclass(frozen=True)
@@ -102,46 +101,31 @@ def compare_calls(
 ) -> CallComparison:
     """Compare a rank's steady iteration with the closed form, call by call."""
     stage = configuration.parallelism.pipeline_rank(rank.rank)
-    predicted = communication_of_rank(configuration, stage, megatron)
-    measured = [c for c in rank.calls if c.ranks > 1 and c.operation not in _SILENT]
-    return CallComparison(
-        rank.rank, tuple(_rows(measured, predicted)), tuple(_left_over(measured, predicted))
-    )
-
-
-def _rows(measured: Iterable[Calls], predicted: Iterable[CollectiveCall]) -> list[CallRow]:
     made, named = defaultdict(list), defaultdict(list)
-    for call in measured:
-        made[call.group, call.operation.value].append(call)
-    for item in predicted:
-        named[item.group.value, item.operation.value].append(item)
-    return [
+    # How many tokens these calls move is the router's choice; the closed form has the mean.
+    left: Counter[tuple[str, str, int]] = Counter()
+    for call in rank.calls:
+        if call.ranks > 1 and call.operation not in _SILENT:
+            key = call.group, call.operation.value
+            made[key].append(call)
+            left[*key, 0 if call.group in _ROUTED else call.payload_bytes] += call.calls
+    for item in communication_of_rank(configuration, stage, megatron):
+        key = item.group.value, item.operation.value
+        named[key].append(item)
+        left[*key, 0 if key[0] in _ROUTED else item.payload_bytes] -= item.calls
+    rows = tuple(
         CallRow(
-            group=group,
-            operation=operation,
-            what="; ".join(dict.fromkeys(i.what for i in named[group, operation])),
-            measured_calls=sum(call.calls for call in made[group, operation]),
-            predicted_calls=sum(item.calls for item in named[group, operation]),
-            measured_wire_bytes=sum(call.wire_bytes for call in made[group, operation]),
-            predicted_wire_bytes=sum(item.wire_bytes for item in named[group, operation]),
+            *key,
+            what="; ".join(dict.fromkeys(item.what for item in named[key])),
+            measured_calls=sum(call.calls for call in made[key]),
+            predicted_calls=sum(item.calls for item in named[key]),
+            measured_wire_bytes=sum(call.wire_bytes for call in made[key]),
+            predicted_wire_bytes=sum(item.wire_bytes for item in named[key]),
         )
-        for group, operation in sorted({*made, *named})
-    ]
-
-
-def _left_over(
-    measured: Iterable[Calls], predicted: Iterable[CollectiveCall]
-) -> list[Unattributed]:
-    found: Counter[CallKind] = Counter()
-    for call in measured:
-        found[_kind(call.group, call.operation.value, call.payload_bytes)] += call.calls
-    for item in predicted:
-        found[_kind(item.group.value, item.operation.value, item.payload_bytes)] -= item.calls
-    return [Unattributed(*kind, calls) for kind, calls in sorted(found.items()) if calls]
-
-
-def _kind(group: str, operation: str, payload_bytes: int) -> CallKind:
-    return group, operation, 0 if group in _ROUTED else payload_bytes
+        for key in sorted({*made, *named})
+    )
+    left_over = (Unattributed(*kind, calls) for kind, calls in sorted(left.items()) if calls)
+    return CallComparison(rank.rank, rows, tuple(left_over))
 
 
 @dataclass(frozen=True)
@@ -169,79 +153,53 @@ def evidence_of(run: Run, iteration_ms: float | None = None) -> Evidence:
     (`iteration_ms`). The ledger's means are of every steady iteration of one run, warm-up and pauses
     too, so of them only the shares are taken. Without the row's figure they stand for themselves.
     """
-    times, problem = _times(run)
+    kept = {COMMUNICATION_FILE: run.ledgers.communication, MEMORY_FILE: run.ledgers.memory}
+    notes = [f"no usable {name}" for name, record in kept.items() if record is None]
+    times, problem = run.time_ledger
+    if times is not None and run.device != "cpu":
+        times, problem = None, _LAUNCHED
     scale = 1.0
     if times:
         times = with_pipeline_waits(times, run.ledgers.communication)
         whole = mean(rank.iteration_seconds for rank in times.ranks)
         scale = iteration_ms / (1000 * whole) if iteration_ms else 1.0
         times = scaled(times, scale)
-    notes = [*_missing(run), *([problem] if problem else [])]
-    shares = time_shares(times) if times else ()
+    notes += filter(None, [problem])
+    found = Evidence(times, scale, time_shares(times) if times else ())
     try:
-        configuration = configuration_of_run(run)
-        return Evidence(
-            times=times,
-            scale=scale,
-            shares=shares,
-            parameters=tuple(_parameters(run, configuration)),
-            calls=tuple(_calls(run, configuration)),
-            memory=tuple(_memory(run, configuration)),
-            bubble=compare_bubble(configuration, times) if times else (),
-            configuration=configuration,
-            notes=tuple(notes),
-        )
+        return _predicted(run, configuration_of_run(run), replace(found, notes=tuple(notes)))
     except (NoClosedFormError, UnevenSplitError) as error:
-        return Evidence(times, scale, shares, notes=(*notes, f"nothing predicted: {error}"))
+        return replace(found, notes=(*notes, f"nothing predicted: {error}"))
 
 
-def _times(run: Run) -> tuple[TimeRecord | None, str]:
-    times, problem = run.time_ledger
-    if times is not None and run.device != "cpu":
-        return None, (
-            f"{TIME_FILE} is of the host's clock, which on a GPU says when kernels were launched and "
-            "not when they ran, so nothing is concluded from it"
-        )
-    return times, problem
-
-
-def _missing(run: Run) -> Iterator[str]:
-    if run.ledgers.communication is None:
-        yield f"no usable {COMMUNICATION_FILE}"
-    if run.ledgers.memory is None:
-        yield f"no usable {MEMORY_FILE}"
-
-
-def _parameters(run: Run, configuration: RunSpec) -> Iterator[ComponentResidual]:
-    """Megatron's own count of every model-parallel rank; its first data-parallel rank stands for all."""
-    split = configuration.parallelism
+def _predicted(run: Run, spec: RunSpec, found: Evidence) -> Evidence:
+    """With what the closed forms say; a ledger of another run's ranks must not break the report."""
+    split, parameters = spec.parallelism, []
     for count in run.log.parameters:
-        if count.pipeline_rank >= split.pipeline or count.tensor_rank >= split.tensor:
-            continue
-        predicted = rank_parameters(configuration, count.pipeline_rank).total
-        ranks_a_stage = split.world_size // split.pipeline
-        rank = count.pipeline_rank * ranks_a_stage + count.tensor_rank
-        yield ComponentResidual(rank, "parameters", count.parameters, predicted)
+        # Megatron's own count of every model-parallel rank; its first data-parallel rank stands for all.
+        if count.pipeline_rank < split.pipeline and count.tensor_rank < split.tensor:
+            predicted = rank_parameters(spec, count.pipeline_rank).total
+            rank = count.pipeline_rank * (split.world_size // split.pipeline) + count.tensor_rank
+            own = ComponentResidual(rank, "parameters", count.parameters, predicted)
+            parameters.append(own)
+    sent, held, ranks = run.ledgers.communication, run.ledgers.memory, range(split.world_size)
+    callers = [r for r in (sent.ranks if sent else ()) if r.rank in ranks and r.steady_iterations]
+    holders = [rank for rank in (held.ranks if held else ()) if rank.rank in ranks]
+    kernels, megatron = kernels_of_run(run), megatron_of_run(run)
+    return replace(
+        found,
+        parameters=tuple(parameters),
+        calls=tuple(compare_calls(spec, rank, megatron) for rank in callers),
+        memory=tuple(one for rank in holders for one in compare_memory(spec, rank, kernels)),
+        bubble=compare_bubble(spec, found.times) if found.times else (),
+        configuration=spec,
+    )
 
 
-def _calls(run: Run, configuration: RunSpec) -> Iterator[CallComparison]:
-    record = run.ledgers.communication
-    if record is None:
-        return
-    wanted = known_ranks(configuration, tuple(rank.rank for rank in record.ranks))
-    for rank in record.ranks:
-        if rank.rank in wanted and rank.steady_iterations:
-            yield compare_calls(configuration, rank, megatron_of_run(run))
-
-
-def _memory(run: Run, configuration: RunSpec) -> Iterator[ComponentResidual]:
-    record = run.ledgers.memory
-    if record is None:
-        return
-    wanted = known_ranks(configuration, tuple(rank.rank for rank in record.ranks))
-    for rank in record.ranks:
-        if rank.rank in wanted:
-            yield from compare_memory(configuration, rank, kernels_of_run(run))
+_LAUNCHED = (
+    f"{TIME_FILE} is of the host's clock, which on a GPU says when kernels were launched and "
+    "not when they ran, so nothing is concluded from it"
+)
 
 
 @dataclass(frozen=True)
@@ -290,23 +248,59 @@ def compare_bubble(configuration: RunSpec, times: TimeRecord) -> tuple[Component
     """Idle over working time of every rank of a pipeline; nothing without one."""
     if configuration.parallelism.pipeline == 1:
         return ()
-    stages = measured_stages(configuration, times)
-    ranks = [rank for rank in times.ranks if busy_seconds(rank) > 0]
-    return tuple(
-        ComponentResidual(
-            rank.rank,
-            "idle over work",
-            idle_over_work(rank),
-            ideal_bubble(configuration),
-            _bubble_note(configuration, stages, rank.rank),
-        )
-        for rank in ranks
-    )
+    stages, ideal = measured_stages(configuration, times), ideal_bubble(configuration)
+    each = " and ".join(f"{ms(value)} ms" for value in stages.seconds) if stages else ""
+    found = []
+    for rank in times.ranks:
+        if busy_seconds(rank) > 0:
+            note = "another stage has no time ledger"
+            if stages:
+                idle = stages.idle_over_work(configuration.parallelism.pipeline_rank(rank.rank))
+                note = f"stages work {each} a micro batch, which makes {idle:.1%}"
+            measured = idle_over_work(rank)
+            found.append(ComponentResidual(rank.rank, "idle over work", measured, ideal, note))
+    return tuple(found)
 
 
-def _bubble_note(configuration: RunSpec, stages: StageTimes | None, rank: int) -> str:
-    if stages is None:
-        return "another stage has no time ledger"
-    stage = configuration.parallelism.pipeline_rank(rank)
-    each = " and ".join(f"{ms(value)} ms" for value in stages.seconds)
-    return f"stages work {each} a micro batch, which makes {stages.idle_over_work(stage):.1%}"
+@dataclass(frozen=True)
+class Subject:
+    """One configuration of a report, its newest run explained."""
+
+    entry: Entry
+    evidence: Evidence
+    label: str
+    """How tables and sentences call it; with its model where a report has several."""
+
+    @property
+    def run(self) -> Run:
+        """The run whose ledgers are read."""
+        return self.entry.run
+
+    @property
+    def split(self) -> Parallelism:
+        """How it was split; whole where that is not known."""
+        return self.run.spec.parallelism if self.run.spec else Parallelism()
+
+    @property
+    def cohort(self) -> tuple[object, ...]:
+        """Subjects that may be compared: model, device, backend and precision."""
+        run, spec = self.run, self.run.spec
+        return run.model, run.device, spec and spec.backend, spec and spec.dtype
+
+
+def subjects_of(report: Report) -> tuple[Subject, ...]:
+    """Every entry with its evidence."""
+    each = zip(report.entries, names_of(report.entries), strict=True)
+    return tuple(Subject(one, evidence_of(one.run, one.time_ms), name) for one, name in each)
+
+
+def find(
+    subjects: Sequence[Subject], like: Subject, split: Parallelism, *, same_batch: bool = False
+) -> Subject | None:
+    """The subject that is split so in the cohort of another, and of its batch if asked."""
+    batch = like.run.spec and like.run.spec.batch
+    for other in subjects:
+        same = not same_batch or (other.run.spec and other.run.spec.batch) == batch
+        if other.split == split and other.cohort == like.cohort and same:
+            return other
+    return None

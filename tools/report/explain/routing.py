@@ -1,10 +1,14 @@
-"""What a run's routers did, over all its ranks: shares of experts, losses, and the work of each rank."""
+"""What a run's routers did, over all its ranks: shares of experts, losses, and the work of each rank.
+
+In sentences, tables and a picture: experts × iterations, and the router's losses below.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tools.records.measurements import (
     ROUTED_GROUPS,
@@ -14,10 +18,14 @@ from tools.records.measurements import (
     RoutingRecord,
 )
 from tools.report.analyse.time_shares import mean
-from tools.report.explain.subjects import Subject
+from tools.report.canvas import WIDTH_INCHES, colour, grid
+from tools.report.explain.predicted import Subject
 from tools.spec.strategy import Parallelism
 from tools.text.table import TextTable
 from tools.text.units import DASH, count, milliseconds, percent
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,21 @@ def iterations_of(record: RoutingRecord) -> tuple[IterationRouting, ...]:
     for rank in record.ranks:
         for row in rank.layers:
             rows.setdefault(row.iteration, []).append(row)
-    return tuple(_iteration(number, rows[number]) for number in sorted(rows))
+    found = []
+    for number, of_it in sorted(rows.items()):
+        tokens: dict[int, tuple[int, ...]] = {}
+        for row in of_it:
+            before = tokens.get(row.layer, (0,) * len(row.tokens_per_expert))
+            tokens[row.layer] = tuple(map(sum, zip(before, row.tokens_per_expert, strict=True)))
+        columns = ([getattr(row, name) for row in of_it] for name in _MEANS)
+        known = ([value for value in column if value is not None] for column in columns)
+        dropped = sum(row.dropped_tokens for row in of_it)
+        means = (mean(values) if values else None for values in known)
+        found.append(IterationRouting(number, dict(sorted(tokens.items())), dropped, *means))
+    return tuple(found)
+
+
+_MEANS = ("load_balancing_loss", "z_loss", "entropy_nats")
 
 
 def shares(
@@ -86,18 +108,32 @@ def loads(
     experts = len(record.ranks[0].layers[0].tokens_per_expert) if record.ranks else 0
     if split.expert == 1 or not experts:
         return ()
-    routed = {rank.rank: _routed(rank.layers, experts) for rank in record.ranks}
-    waits = _waits(communication) if communication else {}
+    # Copies that a rank's own tokens send to each expert in a mean iteration.
+    routed: dict[int, list[float]] = {}
+    for each in record.ranks:
+        count_of = len({row.iteration for row in each.layers}) or 1
+        sums = [sum(row.tokens_per_expert[e] for row in each.layers) for e in range(experts)]
+        routed[each.rank] = [tokens / count_of for tokens in sums]
+    inside = (Phase.FORWARD, Phase.BACKWARD)
+    waits = {
+        rank.rank: sum(
+            call.wait_seconds
+            for call in rank.calls
+            if call.group in ROUTED_GROUPS and call.ranks > 1 and call.phase in inside
+        )
+        for rank in (communication.ranks if communication else ())
+    }
     own, block = experts // split.expert, split.expert * split.tensor_of_experts
     result = []
-    for rank in sorted(routed):
-        first = rank // block * block
+    for number in sorted(routed):
+        first = number // block * block
         members = [routed[r] for r in range(first, first + block) if r in routed]
-        place = (rank - first) // split.tensor_of_experts
+        place = (number - first) // split.tensor_of_experts
         held = range(place * own, (place + 1) * own)
         tokens = sum(member[expert] for member in members for expert in held)
         even = sum(map(sum, members)) / split.expert
-        result.append(RankLoad(rank, held, tokens, tokens / even if even else 1.0, waits.get(rank)))
+        of_mean = tokens / even if even else 1.0
+        result.append(RankLoad(number, held, tokens, of_mean, waits.get(number)))
     return tuple(result)
 
 
@@ -118,162 +154,42 @@ def busiest(record: RoutingRecord, split: Parallelism) -> float:
     return sum(map(max, tokens.values())) / even if even else 1.0
 
 
-def _iteration(number: int, rows: Sequence[LayerRouting]) -> IterationRouting:
-    tokens: dict[int, tuple[int, ...]] = {}
-    for row in rows:
-        before = tokens.get(row.layer, (0,) * len(row.tokens_per_expert))
-        tokens[row.layer] = tuple(map(sum, zip(before, row.tokens_per_expert, strict=True)))
-    return IterationRouting(
-        iteration=number,
-        tokens=dict(sorted(tokens.items())),
-        dropped=sum(row.dropped_tokens for row in rows),
-        load_balancing_loss=_mean_of(rows, lambda row: row.load_balancing_loss),
-        z_loss=_mean_of(rows, lambda row: row.z_loss),
-        entropy_nats=_mean_of(rows, lambda row: row.entropy_nats),
-    )
-
-
-def _mean_of(
-    rows: Iterable[LayerRouting], figure: Callable[[LayerRouting], float | None]
-) -> float | None:
-    known = [value for row in rows if (value := figure(row)) is not None]
-    return mean(known) if known else None
-
-
-def _routed(rows: Sequence[LayerRouting], experts: int) -> list[float]:
-    """Copies that a rank's own tokens send to each expert in a mean iteration."""
-    iterations = len({row.iteration for row in rows}) or 1
-    return [sum(row.tokens_per_expert[e] for row in rows) / iterations for e in range(experts)]
-
-
-def _waits(communication: CommunicationRecord) -> dict[int, float]:
-    inside = (Phase.FORWARD, Phase.BACKWARD)
-    return {
-        rank.rank: sum(
-            call.wait_seconds
-            for call in rank.calls
-            if call.group in ROUTED_GROUPS and call.ranks > 1 and call.phase in inside
-        )
-        for rank in communication.ranks
-    }
-
-
 _LAST = 10
 """Iterations at the end whose mean is shown."""
 
 
 def routing_sentences(subjects: Sequence[Subject]) -> list[str]:
     """Two sentences on every run whose routers were watched: their choice, and its cost."""
-    return [sentence for subject in subjects for sentence in _sentences(subject)]
-
-
-def routing_tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
-    """The tables behind the sentences, those that have a line."""
-    found = (
-        _table(
-            "routing-experts",
-            f"Tokens of each expert over its even share, mean of the last {_LAST} iterations",
-            ("Layer", "Tokens × top-k", "Experts, from 0", "Busiest"),
-            subjects,
-            _expert_lines,
-        ),
-        _table(
-            "routing-ranks",
-            "Tokens of each rank's experts, and its wait in exchanging them",
-            ("Rank", "Experts", "Tokens × top-k an iteration", "Of the mean", "Wait an iteration"),
-            subjects,
-            _load_lines,
-        ),
-        _table(
-            "routing-losses",
-            "The routers' losses before their coefficients",
-            ("Iteration", "Load balancing", "z", "Entropy, nats", "Dropped"),
-            subjects,
-            _loss_lines,
-        ),
-    )
-    return tuple(table for table in found if table.lines)
-
-
-def _table(
-    name: str,
-    title: str,
-    header: tuple[str, ...],
-    subjects: Sequence[Subject],
-    lines: Callable[[Subject], Iterable[tuple[str, ...]]],
-) -> TextTable:
-    own = tuple((subject.label, *line) for subject in subjects for line in lines(subject))
-    return TextTable(name, title, ("Strategy", *header), own)
-
-
-def _expert_lines(subject: Subject) -> Iterator[tuple[str, ...]]:
-    iterations = _iterations(subject)[-_LAST:]
-    for layer in iterations[0].tokens if iterations else ():
-        late = [mean(column) for column in zip(*shares(iterations, layer), strict=True)]
-        tokens = mean(sum(found.tokens[layer]) for found in iterations)
-        busiest = max(range(len(late)), key=late.__getitem__)
-        yield (
-            str(layer),
-            count(round(tokens)),
-            " ".join(f"{share:.2f}" for share in late),
-            f"{busiest}: ×{late[busiest]:.2f}",
-        )
-
-
-def _load_lines(subject: Subject) -> Iterator[tuple[str, ...]]:
-    for load in _loads(subject):
-        wait = DASH if load.wait_seconds is None else milliseconds(load.wait_seconds)
-        held = f"{load.experts[0]}–{load.experts[-1]}" if len(load.experts) > 1 else load.experts[0]
-        yield str(load.rank), str(held), count(round(load.tokens)), f"×{load.of_mean:.3f}", wait
-
-
-def _loss_lines(subject: Subject) -> Iterator[tuple[str, ...]]:
-    found = _iterations(subject)
-    for place in sorted({0, len(found) // 2, len(found) - 1}) if found else ():
-        now = found[place]
-        yield (
-            str(now.iteration),
-            _figure(now.load_balancing_loss),
-            _figure(now.z_loss),
-            _figure(now.entropy_nats),
-            percent(now.dropped / ((now.computed + now.dropped) or 1)),
-        )
-
-
-def _sentences(subject: Subject) -> Iterator[str]:
-    iterations = _iterations(subject)
-    if not iterations:
-        return
-    yield f"{subject.label}: {_choice(iterations)}"
-    ranks = _loads(subject)
-    if ranks:
-        yield f"{subject.label}: {_cost(subject, ranks)}"
+    found = []
+    for subject in subjects:
+        if iterations := _iterations(subject):
+            found.append(f"{subject.label}: {_choice(iterations)}")
+            if ranks := _loads(subject):
+                found.append(f"{subject.label}: {_cost(subject, ranks)}")
+    return found
 
 
 def _choice(iterations: Sequence[IterationRouting]) -> str:
     first, last = iterations[0], iterations[-1]
     late = iterations[-_LAST:]
-    by_layer = {
-        layer: [mean(column) for column in zip(*shares(late, layer), strict=True)]
-        for layer in last.tokens
-    }
+    by_layer = {layer: _late_shares(late, layer) for layer in last.tokens}
     layer = max(by_layer, key=lambda number: max(by_layer[number]))
-    top = max(by_layer[layer])
-    experts = len(by_layer[layer])
+    top, experts = max(by_layer[layer]), len(by_layer[layer])
     dropped = sum(found.dropped for found in iterations)
     copies = sum(found.computed for found in iterations) + dropped
-    lost = (
-        f"{count(dropped)} of {count(copies)} copies of tokens were dropped"
-        if dropped
-        else ("no token was dropped")
-    )
+    lost = f"{count(dropped)} of {count(copies)} copies of tokens were dropped"
     return (
         f"in the last {len(late)} iterations the busiest of {experts} experts computed ×{top:.2f} its "
         f"even share (expert {by_layer[layer].index(top)} of layer {layer}); the load-balancing loss "
         f"went from {_figure(first.load_balancing_loss)} to {_figure(last.load_balancing_loss)} (1 is "
         f"even), the router's entropy from {_figure(first.entropy_nats)} to "
-        f"{_figure(last.entropy_nats)} of at most {math.log(experts):.3f} nats; {lost}."
+        f"{_figure(last.entropy_nats)} of at most {math.log(experts):.3f} nats; "
+        f"{lost if dropped else 'no token was dropped'}."
     )
+
+
+def _late_shares(late: Sequence[IterationRouting], layer: int) -> list[float]:
+    return [mean(column) for column in zip(*shares(late, layer), strict=True)]
 
 
 def _cost(subject: Subject, ranks: Sequence[RankLoad]) -> str:
@@ -291,13 +207,64 @@ def _cost(subject: Subject, ranks: Sequence[RankLoad]) -> str:
         return f"{text}; what they wait for one another is not known without a ledger."
     low, high = min(waits, key=waits.__getitem__), max(waits, key=waits.__getitem__)
     extra = waits[high] - waits[low]
-    least = f"{milliseconds(extra)} ({percent(extra / whole)})"
     return (
         f"{text}. In exchanging tokens rank {low} waits for {milliseconds(waits[low])} and rank "
-        f"{high} for {milliseconds(waits[high])} of an iteration of {milliseconds(whole)}: waiting for "
-        f"another's experts cost at least the difference, {least}, and at most all of it, "
+        f"{high} for {milliseconds(waits[high])} of an iteration of {milliseconds(whole)}: waiting"
+        f" for another's experts cost at least the difference, {milliseconds(extra)}"
+        f" ({percent(extra / whole)}), and at most all of it, "
         f"{percent(waits[high] / whole)}; the rest is the exchange itself."
     )
+
+
+def routing_tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
+    """The tables behind the sentences, those that have a line."""
+    experts: list[tuple[str, ...]] = []
+    ranks: list[tuple[str, ...]] = []
+    losses: list[tuple[str, ...]] = []
+    for subject in subjects:
+        iterations = _iterations(subject)
+        late = iterations[-_LAST:]
+        for layer in late[0].tokens if late else ():
+            each = _late_shares(late, layer)
+            tokens = count(round(mean(sum(found.tokens[layer]) for found in late)))
+            top = max(range(len(each)), key=each.__getitem__)
+            text = " ".join(f"{share:.2f}" for share in each)
+            experts.append((subject.label, str(layer), tokens, text, f"{top}: ×{each[top]:.2f}"))
+        for load in _loads(subject):
+            wait = DASH if load.wait_seconds is None else milliseconds(load.wait_seconds)
+            first, last = load.experts[0], load.experts[-1]
+            held = f"{first}–{last}" if len(load.experts) > 1 else str(first)
+            work = count(round(load.tokens)), f"×{load.of_mean:.3f}"
+            ranks.append((subject.label, str(load.rank), held, *work, wait))
+        for place in sorted({0, len(iterations) // 2, len(iterations) - 1}) if iterations else ():
+            now = iterations[place]
+            figures = map(_figure, (now.load_balancing_loss, now.z_loss, now.entropy_nats))
+            lost = percent(now.dropped / ((now.computed + now.dropped) or 1))
+            losses.append((subject.label, str(now.iteration), *figures, lost))
+    return tuple(
+        TextTable(name, title, ("Strategy", *header), tuple(lines))
+        for (name, title, header), lines in zip(_TABLES, (experts, ranks, losses), strict=True)
+        if lines
+    )
+
+
+_TABLES = (
+    (
+        "routing-experts",
+        f"Tokens of each expert over its even share, mean of the last {_LAST} iterations",
+        ("Layer", "Tokens × top-k", "Experts, from 0", "Busiest"),
+    ),
+    (
+        "routing-ranks",
+        "Tokens of each rank's experts, and its wait in exchanging them",
+        ("Rank", "Experts", "Tokens × top-k an iteration", "Of the mean", "Wait an iteration"),
+    ),
+    (
+        "routing-losses",
+        "The routers' losses before their coefficients",
+        ("Iteration", "Load balancing", "z", "Entropy, nats", "Dropped"),
+    ),
+)
 
 
 def _iterations(subject: Subject) -> tuple[IterationRouting, ...]:
@@ -316,3 +283,60 @@ def _loads(subject: Subject) -> tuple[RankLoad, ...]:
 
 def _figure(value: float | None) -> str:
     return DASH if value is None else f"{value:.3f}"
+
+
+MAX_LAYERS = 4
+_HIGHEST = 2.0
+"""Shares from here on have one colour."""
+
+
+def draw_routing(figure: Figure, iterations: Sequence[IterationRouting]) -> None:
+    """Fill a figure: a heat map for each of up to four layers, and the losses over time."""
+    from matplotlib.colors import TwoSlopeNorm
+
+    layers = chosen_layers(tuple(iterations[0].tokens))
+    figure.set_size_inches(WIDTH_INCHES, 1.15 * len(layers) + 2.0)
+    # Constrained layout does not see that the curves' labels reach further left than the maps'.
+    figure.set_layout_engine("constrained", rect=(0.03, 0, 0.97, 1))
+    places = figure.add_gridspec(
+        len(layers) + 1, len(_MEANS), height_ratios=[*(1.0 for _ in layers), 1.3]
+    )
+    maps = [figure.add_subplot(places[row, :]) for row in range(len(layers))]
+    first, last = iterations[0].iteration, iterations[-1].iteration
+    half = (last - first) / max(1, len(iterations) - 1) / 2 or 0.5
+    for axes, layer in zip(maps, layers, strict=True):
+        by_expert = list(zip(*shares(iterations, layer), strict=True))
+        picture = axes.imshow(
+            by_expert,
+            aspect="auto",
+            interpolation="nearest",
+            cmap="PuOr_r",
+            norm=TwoSlopeNorm(1.0, 0.0, _HIGHEST),
+            extent=(first - half, last + half, len(by_expert) - 0.5, -0.5),
+        )
+        axes.set_ylabel(f"layer {layer}\nexpert", fontsize=8)
+        axes.set_yticks([0, len(by_expert) - 1])
+        axes.tick_params(labelsize=8, length=0, labelbottom=axes is maps[-1])
+    bar = figure.colorbar(picture, ax=maps, extend="max", pad=0.02)
+    bar.set_label("tokens over even share", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    names = ("load-balancing loss (1 is even)", "z-loss", "entropy, nats")
+    for column, (name, field) in enumerate(zip(names, _MEANS, strict=True)):
+        axes = figure.add_subplot(places[len(layers), column])
+        values = [(found.iteration, getattr(found, field)) for found in iterations]
+        known = [(iteration, value) for iteration, value in values if value is not None]
+        if known:
+            axes.plot(*zip(*known, strict=True), color=colour(0), linewidth=1.2)
+        axes.set_title(name, fontsize=8)
+        axes.set_xlabel("iteration", fontsize=8)
+        axes.ticklabel_format(axis="y", useOffset=False)
+        axes.tick_params(labelsize=8)
+        grid(axes)
+
+
+def chosen_layers(layers: Sequence[int]) -> list[int]:
+    """All, or of many the first, the last and some between."""
+    if len(layers) <= MAX_LAYERS:
+        return list(layers)
+    places = [round(k * (len(layers) - 1) / (MAX_LAYERS - 1)) for k in range(MAX_LAYERS)]
+    return [layers[place] for place in places]

@@ -1,4 +1,4 @@
-"""One traced iteration as a picture: a lane a rank, micro batches numbered, idle in grey.
+"""One traced iteration as data and as a picture: a lane a rank, micro batches numbered, idle in grey.
 
 Under a pipeline's measured schedule stands the ideal one, on the same axis: equal stages that take the
 measured mean of a pass, and messages that take no time. In a report's charts, and as `trace` on the
@@ -7,11 +7,12 @@ command line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -21,8 +22,8 @@ from tools.records.run import TRACE_FILE
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.time_shares import mean
 from tools.report.canvas import INK, Chart, draw
-from tools.report.explain.trace import TraceSpan, idle_over_work, passes, read_trace
 from tools.report.read.runs import Run, find_run_folders, load_folder
+from tools.report.read.traces import read_trace_events
 from tools.spec.strategy import Parallelism
 from tools.text.terminal import say
 
@@ -40,6 +41,86 @@ _LANE, _CALLS = 0.62, 0.16
 """Heights of a rank's lane and of the thin one for its calls, in units of one rank."""
 _NARROWEST_LABEL = 0.012
 """Of the axis' length; narrower passes carry no number."""
+
+
+_LANE_OF_CALLS = "communication"
+_PASSES = {"forward-compute": Pass.FORWARD, "backward-compute": Pass.BACKWARD}
+
+
+@dataclass(frozen=True)
+class TraceSpan:
+    """A span of one rank's time."""
+
+    rank: int
+    name: str
+    category: str
+    """A phase's name, or `communication`."""
+    start_ms: float
+    end_ms: float
+    step: Step | None = None
+    """Which micro batch, through which virtual stage; of forward and backward passes only."""
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a communication call, from being issued to having its result."""
+        return self.category == _LANE_OF_CALLS
+
+    @property
+    def group(self) -> str:
+        """The process group of a call."""
+        return self.name.rpartition(" ")[2] if self.is_call else ""
+
+    @property
+    def milliseconds(self) -> float:
+        """How long it lasted."""
+        return self.end_ms - self.start_ms
+
+
+def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[TraceSpan, ...]:
+    """The pieces of a run folder's trace, by rank and start; empty if nothing was traced.
+
+    Raises:
+        FileNotFoundError: The run left no trace.
+        msgspec.DecodeError: The file is not a trace of this kit.
+    """
+    events = read_trace_events(folder / TRACE_FILE)
+    pieces = [TraceSpan(int(e.pid), e.name, e.cat, e.ts / 1000, e.end / 1000) for e in events]
+    found: list[TraceSpan] = []
+    for rank in sorted({piece.rank for piece in pieces}):
+        own = sorted((p for p in pieces if p.rank == rank), key=lambda p: (p.start_ms, -p.end_ms))
+        steps = _steps(rank, split, microbatches)
+        for piece in own:
+            # Numbered as the schedule orders them on this rank's stage.
+            order = steps[_PASSES[piece.name]] if piece.name in _PASSES else []
+            found.append(replace(piece, step=order.pop(0)) if order else piece)
+    return tuple(found)
+
+
+def _steps(rank: int, split: Parallelism, microbatches: int) -> dict[Pass, list[Step]]:
+    if split.pipeline == 1:
+        return {way: [Step(way, n) for n in range(microbatches)] for way in _PASSES.values()}
+    worker, schedule, virtual = split.pipeline_rank(rank), split.run_schedule, split.virtual_stages
+    timeline = simulate(schedule, split.pipeline, microbatches, virtual=virtual)
+    events = sorted(timeline.events, key=lambda event: event.start)
+    own = [event.step for event in events if event.worker == worker]
+    return {way: [step for step in own if step.direction is way] for way in _PASSES.values()}
+
+
+def passes(pieces: Iterable[TraceSpan]) -> list[TraceSpan]:
+    """Forward and backward passes, outermost spans only."""
+    return [piece for piece in pieces if piece.name in _PASSES]
+
+
+def idle_over_work(pieces: Sequence[TraceSpan]) -> dict[int, float]:
+    """Idle over working time of each rank, from the first forward to the last backward."""
+    found = passes(pieces)
+    if not found:
+        return {}
+    length = max(p.end_ms for p in found) - min(p.start_ms for p in found)
+    busy: dict[int, float] = {}
+    for piece in found:
+        busy[piece.rank] = busy.get(piece.rank, 0.0) + piece.milliseconds
+    return {rank: length / worked - 1 for rank, worked in sorted(busy.items()) if worked}
 
 
 @dataclass(frozen=True)
@@ -83,24 +164,21 @@ def caption(scene: Scene) -> str:
 
 def ideal_timeline(scene: Scene) -> SimulatedSchedule:
     """The same schedule with equal stages of the measured mean duration."""
-    virtual = scene.split.virtual_stages
-    worked = passes(scene.pieces)
-    means = {
-        direction: mean(p.milliseconds for p in worked if p.step and p.step.direction is direction)
-        for direction in Pass
-    }
-    durations = Durations(virtual * means[Pass.FORWARD], virtual * means[Pass.BACKWARD])
+    split = scene.split
+    worked = [(piece.step, piece.milliseconds) for piece in passes(scene.pieces)]
+    forward, backward = (
+        split.virtual_stages * mean(ms for step, ms in worked if step and step.direction is way)
+        for way in (Pass.FORWARD, Pass.BACKWARD)
+    )
     return simulate(
-        scene.split.run_schedule,
-        scene.split.pipeline,
-        scene.microbatches,
-        virtual=virtual,
-        durations=durations,
+        *(split.run_schedule, split.pipeline, scene.microbatches),
+        virtual=split.virtual_stages,
+        durations=Durations(forward, backward),
     )
 
 
 def _ideal_pieces(timeline: SimulatedSchedule) -> tuple[TraceSpan, ...]:
-    names = {Pass.FORWARD: "forward-compute", Pass.BACKWARD: "backward-compute"}
+    names = {direction: name for name, direction in _PASSES.items()}
     return tuple(
         TraceSpan(e.worker, names[e.step.direction], "", e.start, e.end, e.step)
         for e in timeline.events
@@ -138,16 +216,27 @@ def _panel(
     axes: Axes, pieces: Sequence[TraceSpan], origin: float, length: float, names: Sequence[str]
 ) -> None:
     places = {rank: place for place, rank in enumerate(sorted({p.rank for p in pieces}))}
-    _idle(axes, pieces, origin, len(places))
+    if worked := passes(pieces):
+        start, end = min(p.start_ms for p in worked), max(p.end_ms for p in worked)
+        for place in places.values():
+            lane = (place - _LANE / 2, _LANE)
+            axes.broken_barh([(start - origin, end - start)], lane, facecolor=IDLE, linewidth=0)
     for piece in pieces:
-        colour = _colour(piece)
+        # Waiting is the grey behind, and outer spans hold inner ones.
+        colour = next((hue for phase, hue in _PHASES.items() if piece.category == phase), None)
+        if piece.step:
+            shades = FORWARD if piece.step.direction is Pass.FORWARD else BACKWARD
+            colour = shades[piece.step.chunk % 2]
         if colour is None:
             continue
         place, left, width = places[piece.rank], piece.start_ms - origin, piece.milliseconds
         edge = {"linewidth": 0.4, "edgecolor": "white"} if piece.step else {"linewidth": 0}
         axes.broken_barh([(left, width)], (place - _LANE / 2, _LANE), facecolor=colour, **edge)
         if piece.step and width > _NARROWEST_LABEL * length:
-            _number(axes, left + width / 2, place, piece.step)
+            text, hue = str(piece.step.microbatch + 1), "black" if piece.step.chunk % 2 else "white"
+            look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "clip_on": True}
+            number = axes.text(left + width / 2, place, text, color=hue, **look)
+            number.set_in_layout(False)
     for rank, place in places.items():
         calls = _joined([p for p in pieces if p.is_call and p.rank == rank], length / 1000)
         bars = [(start - origin, end - start) for start, end in calls]
@@ -157,18 +246,6 @@ def _panel(
     axes.set_xlim(0, length)
     axes.spines[["left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-
-
-def _idle(axes: Axes, pieces: Sequence[TraceSpan], origin: float, ranks: int) -> None:
-    worked = passes(pieces)
-    if not worked:
-        return
-    start = min(piece.start_ms for piece in worked) - origin
-    end = max(piece.end_ms for piece in worked) - origin
-    for place in range(ranks):
-        axes.broken_barh(
-            [(start, end - start)], (place - _LANE / 2, _LANE), facecolor=IDLE, linewidth=0
-        )
 
 
 def _joined(calls: Sequence[TraceSpan], gap: float) -> list[tuple[float, float]]:
@@ -182,28 +259,6 @@ def _joined(calls: Sequence[TraceSpan], gap: float) -> list[tuple[float, float]]
     return spans
 
 
-def _number(axes: Axes, x: float, y: float, step: Step) -> None:
-    number = axes.text(
-        x,
-        y,
-        str(step.microbatch + 1),
-        ha="center",
-        va="center",
-        fontsize=8,
-        color="white" if step.chunk % 2 == 0 else "black",
-        clip_on=True,
-    )
-    number.set_in_layout(False)
-
-
-def _colour(piece: TraceSpan) -> str | None:
-    """None for what is not drawn: waiting is the grey behind, and outer spans hold inner ones."""
-    if piece.step:
-        shades = FORWARD if piece.step.direction is Pass.FORWARD else BACKWARD
-        return shades[piece.step.chunk % 2]
-    return next((colour for phase, colour in _PHASES.items() if piece.category == phase), None)
-
-
 def _legend(figure: Figure, pieces: Sequence[TraceSpan]) -> None:
     from matplotlib.patches import Patch
 
@@ -213,10 +268,8 @@ def _legend(figure: Figure, pieces: Sequence[TraceSpan]) -> None:
     kinds |= {phase.value.replace("_", " "): colour for phase, colour in _PHASES.items()}
     kinds |= {"communication": _CALL, "idle": IDLE}
     handles = [Patch(color=colour, label=label) for label, colour in kinds.items()]
-    figure.legend(
-        handles=handles, loc="outside upper left", ncols=8, fontsize=8, handlelength=1,
-        columnspacing=1, labelcolor=INK,
-    )  # fmt: skip
+    look: dict[str, Any] = {"fontsize": 8, "handlelength": 1, "columnspacing": 1}
+    figure.legend(handles=handles, loc="outside upper left", ncols=8, labelcolor=INK, **look)
 
 
 PICTURE = "timeline.svg"
@@ -232,11 +285,9 @@ def timeline_charts(entries: Sequence[Entry]) -> list[Chart]:
     charts: list[Chart] = []
     for entry in entries:
         if len(charts) < MAX_PICTURES and (entry.run.path / TRACE_FILE).is_file():
-            name = f"timeline-{len(charts) + 1}"
-            try:
-                charts.append(draw_iteration(scene_of(entry.run, name, entry.label)))
-            except NoTraceError:
-                continue
+            with suppress(NoTraceError):
+                scene = scene_of(entry.run, f"timeline-{len(charts) + 1}", entry.label)
+                charts.append(draw_iteration(scene))
     return charts
 
 
@@ -246,26 +297,27 @@ def scene_of(run: Run, name: str = "timeline", label: str = "") -> Scene:
     Raises:
         NoTraceError: It left no usable trace, or its split is not known.
     """
-    if run.spec is None:
-        raise NoTraceError(
-            f"{run.name} does not record how it was split, so its passes cannot be placed."
-        )
-    split, microbatches = run.spec.parallelism, run.spec.microbatches
-    if not microbatches:
+    spec = run.spec
+    if spec is None:
+        why = "does not record how it was split, so its passes cannot be placed"
+        raise NoTraceError(f"{run.name} {why}.")
+    if not spec.microbatches:
         raise NoTraceError(f"{run.name} does not record its micro batch, so passes have no number.")
     try:
-        pieces = read_trace(run.path, split, microbatches)
+        pieces = read_trace(run.path, spec.parallelism, spec.microbatches)
     except FileNotFoundError:
-        raise NoTraceError(
-            f"{run.name} has no {TRACE_FILE}; train at least 5 iterations with the ledger on."
-        ) from None
+        why = f"has no {TRACE_FILE}; train at least 5 iterations with the ledger on"
+        raise NoTraceError(f"{run.name} {why}.") from None
     except (OSError, ValueError) as error:
         raise NoTraceError(f"{run.name}: {TRACE_FILE} cannot be used ({error}).") from None
-    shown = tuple(_without_single_ranks(run, pieces))
+    # Calls in groups of one rank are left out: Megatron makes them, nothing moves.
+    record = run.ledgers.communication
+    single = {c.group for r in record.ranks for c in r.calls if c.ranks == 1} if record else set()
+    shown = tuple(piece for piece in pieces if not (piece.is_call and piece.group in single))
     if not shown:
         raise NoTraceError(f"{run.name} traced nothing; train at least 5 iterations.")
     title = f"Iteration of {label or run.strategy}, {run.model}"
-    return Scene(name, title, shown, split, microbatches, run.device != "cpu")
+    return Scene(name, title, shown, spec.parallelism, spec.microbatches, run.device != "cpu")
 
 
 def write_timeline(run: Run) -> tuple[Path, str]:
@@ -274,8 +326,7 @@ def write_timeline(run: Run) -> tuple[Path, str]:
     Raises:
         NoTraceError: As `scene_of`.
     """
-    chart = draw_iteration(scene_of(run))
-    path = run.path / PICTURE
+    chart, path = draw_iteration(scene_of(run)), run.path / PICTURE
     path.write_text(chart.svg)
     return path, chart.text
 
@@ -310,10 +361,3 @@ def find_run(wanted: str | None, root: Path) -> Run:
             f"There is no run {what}in {root}; make trace-<strategy>-<model>-<N>cpu trains one."
         )
     return load_folder(folders[-1])
-
-
-def _without_single_ranks(run: Run, pieces: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
-    """Leave out calls in groups of one rank: Megatron makes them, nothing moves."""
-    record = run.ledgers.communication
-    single = {c.group for r in record.ranks for c in r.calls if c.ranks == 1} if record else set()
-    return (piece for piece in pieces if not (piece.is_call and piece.group in single))

@@ -38,11 +38,10 @@ def diagnose(log_path: Path, exit_code: int | None, interrupted: bool) -> Status
         interrupted: Whether the launcher was asked to stop.
     """
     try:
-        log = scrape_log(log_path)
+        return classify_log(scrape_log(log_path), exit_code, interrupted)
     except OSError as error:
         reason = f"{log_path.name} cannot be read: {error.strerror or error}."
         return StatusRecord(Status.NO_LOG, exit_code, reason)
-    return classify_log(log, exit_code, interrupted)
 
 
 def classify_log(
@@ -51,18 +50,21 @@ def classify_log(
     """Say how the run of a scraped log ended; arguments as in `diagnose`."""
     if log.other_trainer is not None and exit_code is None:
         return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
+    by, where = log.trace.interrupted_by, after_last(log)
     if interrupted:
-        return StatusRecord(Status.INTERRUPTED, exit_code, _interruption(log, "on request"))
-    if exit_code == 0 or (exit_code is None and _finished(log)):
+        return StatusRecord(Status.INTERRUPTED, exit_code, f"Stopped on request{where}.")
+    last = log.iterations[-1] if log.iterations else None
+    if log.exit_reason is not None:
+        finished = "SIGTERM" not in log.exit_reason
+    else:
+        finished = last is not None and last.iteration == last.total_iterations
+    if exit_code == 0 or (exit_code is None and finished):
         return _classify_finished(log, exit_code)
-    if log.trace.interrupted_by and log.trace.root_cause_exit_code in _STOPPED:
+    if by and log.trace.root_cause_exit_code in _STOPPED:
         # Noted only if nothing had failed before it: what a rank raises while it ends is no news.
-        how = f"by {log.trace.interrupted_by}"
-        return StatusRecord(Status.INTERRUPTED, exit_code, _interruption(log, how))
+        return StatusRecord(Status.INTERRUPTED, exit_code, f"Stopped by {by}{where}.")
     error = first_error(log)
-    if error is not None:
-        return _classify_error(log, error, exit_code)
-    return _classify_silence(log, exit_code)
+    return _classify_error(log, error, exit_code) if error else _classify_silence(log, exit_code)
 
 
 def first_error(log: ScrapedLog) -> LoggedError | None:
@@ -70,14 +72,12 @@ def first_error(log: ScrapedLog) -> LoggedError | None:
 
     None where a signal killed a rank: the others only report that they lost it.
     """
-    code = log.trace.root_cause_exit_code
-    errors = [error for error in log.trace.errors if not error.secondary]
-    scheduler = next((error for error in errors if error.kind == SCHEDULER), None)
+    trace, code = log.trace, log.trace.root_cause_exit_code
+    errors = [error for error in trace.errors if not error.secondary]
     if code is not None and -code in _SILENT:
-        return scheduler
-    followers = [error for error in log.trace.errors if error.kind != "ChildFailedError"]
-    candidates = errors or followers
-    of_root = [e for e in candidates if e.rank is not None and e.rank == log.trace.root_cause_rank]
+        return next((error for error in errors if error.kind == SCHEDULER), None)
+    candidates = errors or [error for error in trace.errors if error.kind != "ChildFailedError"]
+    of_root = [e for e in candidates if e.rank is not None and e.rank == trace.root_cause_rank]
     return next(iter(of_root or candidates), None)
 
 
@@ -88,32 +88,20 @@ def after_last(log: ScrapedLog) -> str:
     return f" after iteration {log.iterations[-1].iteration}"
 
 
-def _finished(log: ScrapedLog) -> bool:
-    if log.exit_reason is not None:
-        return "SIGTERM" not in log.exit_reason
-    last = log.iterations[-1] if log.iterations else None
-    return last is not None and last.iteration == last.total_iterations
-
-
 def _classify_finished(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
     if not log.is_megatron:
         return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
-    if not log.iterations:
-        return StatusRecord(
-            Status.INCOMPLETE, exit_code, "The run ended without a single iteration line."
-        )
-    if log.iterations[-1].has_nan:
-        number = _first_nan(log)
-        return StatusRecord(Status.NAN, exit_code, f"NaN from iteration {number} to the end.")
-    if _took_no_step(log):
+    lines = log.iterations
+    if not lines:
+        reason = "The run ended without a single iteration line."
+        return StatusRecord(Status.INCOMPLETE, exit_code, reason)
+    if since := _nan_since(log):
+        return StatusRecord(Status.NAN, exit_code, f"NaN from iteration {since} to the end.")
+    # A loss scale that was too large has every step skipped.
+    lossless = ~(np.abs(lines.values("lm_loss")) > 0)
+    if np.all((lines.values("skipped_iterations") > 0) & lossless):
         return StatusRecord(Status.NAN, exit_code, _skipped(log))
     return StatusRecord(Status.OK, exit_code, "")
-
-
-def _took_no_step(log: ScrapedLog) -> bool:
-    """Whether a loss scale that was too large had every step skipped."""
-    skipped = log.iterations.values("skipped_iterations") > 0
-    return bool(np.all(skipped & ~(np.abs(log.iterations.values("lm_loss")) > 0)))
 
 
 def _skipped(log: ScrapedLog) -> str:
@@ -139,48 +127,39 @@ def _classify_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) 
 
 
 def _classify_silence(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
-    rank = log.trace.root_cause_rank
-    code = log.trace.root_cause_exit_code
+    rank, code, where = log.trace.root_cause_rank, log.trace.root_cause_exit_code, after_last(log)
     code = code if code is not None else exit_code
     if code:
-        text = _exit_text(code, rank) + after_last(log)
-        return StatusRecord(Status.CRASHED, exit_code, text, rank)
+        signal = -code if code < 0 else code - 128 if code > 128 else 0
+        who = f"Rank {rank} was killed" if rank is not None else "Killed"
+        text = f"Exit code {code}, and the log names no error; ended"
+        if name := signal_name(signal):
+            text = f"{who} by {name}{_MEANS.get(signal, '')}; ended"
+        return StatusRecord(Status.CRASHED, exit_code, text + where, rank)
     if not log.is_megatron:
         return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
-    if log.iterations and log.iterations[-1].has_nan:
-        text = f"NaN from iteration {_first_nan(log)}, where the log stops{after_last(log)}."
+    if since := _nan_since(log):
+        text = f"NaN from iteration {since}, where the log stops{where}."
         return StatusRecord(Status.NAN, exit_code, text, rank)
-    return StatusRecord(
-        Status.INCOMPLETE, exit_code, f"The log stops{after_last(log)} without saying why.", rank
-    )
+    text = f"The log stops{where} without saying why."
+    return StatusRecord(Status.INCOMPLETE, exit_code, text, rank)
+
+
+_MEANS = {
+    9: ", which the kernel sends when memory runs out",
+    7: ": a file it had mapped became shorter, or its disk failed",
+}
+"""What a signal tells, where it tells more than its name."""
 
 
 def _allocation(error: LoggedError, rank: int | None) -> str:
-    wanted = _ALLOCATION.search(error.message)
-    room = _CAPACITY.search(error.message)
-    who = f"Rank {rank}" if rank is not None else "A rank"
-    text = f"{who} ran out of memory"
+    wanted, room = (pattern.search(error.message) for pattern in (_ALLOCATION, _CAPACITY))
+    text = f"{f'Rank {rank}' if rank is not None else 'A rank'} ran out of memory"
     if wanted:
         text += f" when it tried to allocate {wanted[1]}"
     if room:
         text += f" ({room[1]} of {room[2]}" + (f", {room[3]} free)" if room[3] else ")")
     return text + "." if wanted else f"{text}: {error.message or error.kind}"
-
-
-def _interruption(log: ScrapedLog, how: str) -> str:
-    return f"Stopped {how}{after_last(log)}."
-
-
-def _exit_text(code: int, rank: int | None) -> str:
-    signal = -code if code < 0 else code - 128 if code > 128 else 0
-    who = f"Rank {rank} was killed" if rank is not None else "Killed"
-    if signal == 9:
-        return f"{who} by SIGKILL, which the kernel sends when memory runs out; ended"
-    if signal == 7:
-        return f"{who} by SIGBUS: a file it had mapped became shorter, or its disk failed; ended"
-    if name := signal_name(signal):
-        return f"{who} by {name}; ended"
-    return f"Exit code {code}, and the log names no error; ended"
 
 
 def _not_megatron(log: ScrapedLog) -> str:
@@ -190,6 +169,9 @@ def _not_megatron(log: ScrapedLog) -> str:
     return f"{name} holds no line of Megatron's; name the log that training itself wrote."
 
 
-def _first_nan(log: ScrapedLog) -> int:
+def _nan_since(log: ScrapedLog) -> int | None:
+    """The iteration from which on all are NaN to the last; None where the last is not."""
+    if not log.iterations or not log.iterations[-1].has_nan:
+        return None
     finite = np.flatnonzero(~log.iterations.has_nan)
     return log.iterations[int(finite[-1]) + 1 if len(finite) else 0].iteration

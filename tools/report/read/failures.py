@@ -13,6 +13,7 @@ FAILURES = re.compile(
 )
 """What every line holds that begins to tell of a failure."""
 
+
 _PREFIX = re.compile(r"\s{0,8}(?:\[(?:default|rank|Rank |RANK )?(\d{1,6})\]:? ?){1,3}", re.ASCII)
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'\s*File "([^"]{1,500})", line (\d{1,7})(?:, in (\S{1,120}))?')
@@ -91,7 +92,6 @@ class ErrorCollector:
         self._ignored = False
         self._listed_rank: int | None = None
         self._failures: list[tuple[int | None, int]] = []
-        self._root: tuple[int | None, int | None] = (None, None)
         self._interrupted_by: str | None = None
         self._killed_by_shell = False
         self._task_failed = False
@@ -112,14 +112,20 @@ class ErrorCollector:
             or "memory" in line
         ):
             self._feed_untraced(line)
-        elif "Unexpected result" in line:
-            self._feed_validation(line)
+        elif "Unexpected result" in line and (found := _UNEXPECTED_RESULT.search(line)):
+            self._add(found[1], f"{found[4]}, at iteration {found[3]}", int(found[2]), False)
         if self._in_epilogue:
-            self._feed_epilogue(line)
+            if rank_of := _FAILED_RANK.search(line):
+                self._listed_rank = int(rank_of[1])
+            elif (code := _FAILED_EXIT.search(line)) and len(self._failures) < _MAX_ERRORS:
+                self._failures.append((self._listed_rank, int(code[1])))
         elif line.strip() in _EPILOGUE:
             self._in_epilogue = True
-        if "ignal" in line or "SIG" in line or "Terminated" in line:
-            self._feed_signal(line)
+        signalled = "ignal" in line or "SIG" in line or "Terminated" in line
+        if signalled and (found := _SIGNAL.search(line)):
+            number = found[1] or found[4]
+            name = found[2] or found[3] or found[5] or ("SIGTERM" if found[6] else None)
+            self._note_interruption(name or signal_name(int(number)) or f"signal {number}")
         if "srun" in line or "slurm" in line or "CANCELLED" in line or "OUT_OF_ME" in line:
             self._feed_slurm(line)
         if "Killed" in line and _SHELL_KILLED.search(line):
@@ -129,9 +135,11 @@ class ErrorCollector:
     def trace(self) -> ErrorTrace:
         """What was found in the lines so far."""
         # torchrun looks ten times a second, and of ranks found dead together it names the lowest; one
-        # that a signal killed is the cause, because the others only lost their connection to it.
+        # that a signal killed is the cause, because the others only lost their connection to it. Else
+        # the root cause is listed last.
         killed = next(((r, code) for r, code in self._failures if -code in _KILLING), None)
-        rank, code = killed or self._root
+        last = self._failures[-1] if self._failures else (None, None)
+        rank, code = killed or last
         if code is None and self._killed_by_shell:
             code = -_SIGKILL
         return ErrorTrace(tuple(self._errors), rank, code, self._interrupted_by)
@@ -148,55 +156,31 @@ class ErrorCollector:
             elif not self._sources.get(rank):
                 self._sources[rank] = text.strip()
             return
-        found = _EXCEPTION.match(text.rstrip())
-        if found:
-            self._close_traceback(rank, found[1], (found[2] or "").strip())
-
-    def _close_traceback(self, rank: int | None, kind: str, message: str) -> None:
-        where, source = self._frames.pop(rank), self._sources.pop(rank, "")
-        short = kind.rsplit(".", 1)[-1]
-        if short == "KeyboardInterrupt":
-            self._note_interruption("KeyboardInterrupt")
+        if not (found := _EXCEPTION.match(text.rstrip())):
             return
-        launcher = short in _LAUNCHER_KINDS
-        asserted = source.removeprefix("assert ") if source.startswith("assert ") else ""
+        where, source = self._frames.pop(rank), self._sources.pop(rank, "")
+        kind, message = found[1].rsplit(".", 1)[-1], (found[2] or "").strip()
+        if kind == "KeyboardInterrupt":
+            self._note_interruption(kind)
+            return
         if not message and where:
+            asserted = source.removeprefix("assert ") if source.startswith("assert ") else ""
             message = f"{f'{asserted} does not hold, ' if asserted else ''}in {where}"
-        self._add(short, message, rank, launcher)
-
-    def _feed_validation(self, line: str) -> None:
-        found = _UNEXPECTED_RESULT.search(line)
-        if found:
-            self._add(found[1], f"{found[4]}, at iteration {found[3]}", int(found[2]), False)
+        self._add(kind, message, rank, kind in _LAUNCHER_KINDS)
 
     def _feed_untraced(self, line: str) -> None:
         usage = _USAGE.search(line) if ": error: " in line else None
         if usage and usage[1].endswith(".py"):
-            self._add("usage", f"{usage[1].rsplit('/', 1)[-1]}: {usage[2]}", _split_prefix(line)[0])
-            return
-        if outside := _OUTSIDE.search(line):
+            message = f"{usage[1].rsplit('/', 1)[-1]}: {usage[2]}"
+            self._add("usage", message, _split_prefix(line)[0])
+        elif outside := _OUTSIDE.search(line):
             self._add(outside[1] or "PatchError", outside[2] or outside[0], None)
-            return
-        fatal = _FATAL.search(line)
-        if fatal and not any(fatal[1].split(": ", 1)[-1] in e.message for e in self._errors):
-            kind = "OutOfMemoryError" if "emory" in fatal[1] else "fatal"
-            message = fatal[1].removeprefix("torch.OutOfMemoryError: ")
-            self._add(kind, message, _split_prefix(line)[0])
-
-    def _feed_epilogue(self, line: str) -> None:
-        if rank := _FAILED_RANK.search(line):
-            self._listed_rank = int(rank[1])
-        elif (code := _FAILED_EXIT.search(line)) and len(self._failures) < _MAX_ERRORS:
-            self._failures.append((self._listed_rank, int(code[1])))
-            # The root cause is listed last.
-            self._root = self._failures[-1]
-
-    def _feed_signal(self, line: str) -> None:
-        found = _SIGNAL.search(line)
-        if found:
-            number = found[1] or found[4]
-            name = found[2] or found[3] or found[5] or ("SIGTERM" if found[6] else None)
-            self._note_interruption(name or signal_name(int(number)) or f"signal {number}")
+        elif fatal := _FATAL.search(line):
+            known = fatal[1].split(": ", 1)[-1]
+            if not any(known in error.message for error in self._errors):
+                kind = "OutOfMemoryError" if "emory" in fatal[1] else "fatal"
+                message = fatal[1].removeprefix("torch.OutOfMemoryError: ")
+                self._add(kind, message, _split_prefix(line)[0])
 
     def _feed_slurm(self, line: str) -> None:
         if _SLURM_OUT_OF_MEMORY.search(line):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -78,70 +78,50 @@ class Columns:
     values: dict[str, NDArray[Any]] = field(default_factory=dict)
     known: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
 
-    def part(self, start: int, stop: int) -> Columns:
-        """The lines from `start` to before `stop`, copied."""
-        return Columns(
-            stop - start,
-            {name: column[start:stop].copy() for name, column in self.values.items()},
-            {name: column[start:stop].copy() for name, column in self.known.items()},
-        )
-
-    def at(self, places: NDArray[np.int64]) -> Columns:
+    def at(self, places: slice | NDArray[np.int64]) -> Columns:
         """The lines at these places, copied."""
-        return Columns(
-            len(places),
-            {name: column[places] for name, column in self.values.items()},
-            {name: column[places] for name, column in self.known.items()},
-        )
+        values = {name: column[places].copy() for name, column in self.values.items()}
+        known = {name: column[places].copy() for name, column in self.known.items()}
+        count = len(np.arange(self.count)[places])
+        return Columns(count, values, known)
 
     def rows(self, start: int, stop: int) -> Iterator[Iteration]:
         """The lines from `start` to before `stop` as objects."""
-        lists = {name: self._list(name, start, stop) for name in self.values}
-        nothing = [None] * (stop - start)
+        lists: dict[str, list[Any]] = {}
+        for name, column in self.values.items():
+            lists[name] = column[start:stop].tolist()
+            if name in self.known:
+                pairs = zip(lists[name], self.known[name][start:stop].tolist(), strict=True)
+                lists[name] = [value if there else None for value, there in pairs]
+        nothing: list[Any] = [None] * (stop - start)
         no_flags = [False] * (stop - start)
         fields = [lists.get(name, no_flags if name in _FLAGS else nothing) for name in _FIELDS]
-        place = Iteration.__struct_fields__.index("extra_metrics")
-        fields.insert(place, self._others(lists, stop - start))
+        extra = nothing
+        if names := [name for name in lists if name.startswith(OTHER)]:
+            short = [name.removeprefix(OTHER) for name in names]
+            rows = (
+                {n: v for n, v in zip(short, row, strict=True) if v is not None}
+                for row in zip(*(lists[name] for name in names), strict=True)
+            )
+            extra = [row or None for row in rows]
+        fields.insert(Iteration.__struct_fields__.index("extra_metrics"), extra)
         return map(Iteration, *fields)
-
-    def _list(self, name: str, start: int, stop: int) -> list[Any]:
-        found = self.values[name][start:stop].tolist()
-        if name in self.known:
-            known = self.known[name][start:stop].tolist()
-            return [value if there else None for value, there in zip(found, known, strict=True)]
-        return list(found)
-
-    def _others(self, lists: Mapping[str, list[Any]], count: int) -> list[Any]:
-        names = [name for name in lists if name.startswith(OTHER)]
-        if not names:
-            return [None] * count
-        short = [name.removeprefix(OTHER) for name in names]
-        rows = zip(*(lists[name] for name in names), strict=True)
-        found = [
-            {n: v for n, v in zip(short, row, strict=True) if v is not None} or None for row in rows
-        ]
-        return list(found)
 
 
 def columns_of(lines: Sequence[Iteration]) -> Columns:
     """Lines as columns; integers must be below 2**63."""
     found = Columns(len(lines))
-    for name in _FIELDS:
-        values = list(map(operator.attrgetter(name), lines))
-        if any(value is not None and value is not False for value in values):
-            _put(found, name, values)
-    others = {name for line in lines if line.extra_metrics for name in line.extra_metrics}
-    for name in sorted(others):
-        _put(found, OTHER + name, [(line.extra_metrics or {}).get(name) for line in lines])
+    values = {name: list(map(operator.attrgetter(name), lines)) for name in _FIELDS}
+    for name in sorted({name for line in lines for name in line.extra_metrics or ()}):
+        values[OTHER + name] = [(line.extra_metrics or {}).get(name) for line in lines]
+    for name, column in values.items():
+        if any(value is not None and value is not False for value in column):
+            known = [value is not None for value in column]
+            if not all(known):
+                found.known[name] = np.array(known)
+            plain = [0 if value is None else value for value in column]
+            found.values[name] = np.array(plain, dtype=dtype_of(name))
     return found
-
-
-def _put(columns: Columns, name: str, values: list[Any]) -> None:
-    known = [value is not None for value in values]
-    if not all(known):
-        columns.known[name] = np.array(known)
-        values = [0 if value is None else value for value in values]
-    columns.values[name] = np.array(values, dtype=dtype_of(name))
 
 
 def dtype_of(name: str) -> type[np.generic]:

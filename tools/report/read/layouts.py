@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tools.report.read.dialects import LineField, LineFormat
 from tools.report.read.iterations import LOG_LINE, Columns, dtype_of
-from tools.report.read.torn import is_torn
+from tools.report.read.lines import is_torn
 
 Bytes = NDArray[np.uint8]
 
@@ -108,17 +108,13 @@ def learn(line: bytes, format_: LineFormat) -> LineLayout | None:
     names = [part.field for part in parts if part.field]
     if len(set(names)) < len(names) or any(part.start >= part.stop for part in parts):
         return None
-    layout = _layout(line, parts)
-    return layout if layout is not None and _agrees(layout, line, parts) else None
-
-
-def _agrees(layout: LineLayout, line: bytes, parts: Sequence[LineField]) -> bool:
-    """Whether the line itself is read as its dialect has read it."""
+    if (layout := _layout(line, parts)) is None:
+        return None
+    # The line itself must be read as its dialect has read it.
     right, columns = layout.read(np.frombuffer(line, np.uint8)[np.newaxis])
     numbers = {number.field for number in layout.numbers}
-    return bool(right[0]) and all(
-        columns[part.field][0] == part.value for part in parts if part.field in numbers
-    )
+    same = (columns[part.field][0] == part.value for part in parts if part.field in numbers)
+    return layout if right[0] and all(same) else None
 
 
 def _layout(line: bytes, parts: Sequence[LineField]) -> LineLayout | None:
@@ -129,26 +125,18 @@ def _layout(line: bytes, parts: Sequence[LineField]) -> LineLayout | None:
         number = _number(part, line)
         if number is not None:
             numbers.append(number)
-            free[part.start : part.stop] = True
-        elif not part.field:
-            free[part.start : part.stop] = True
-        elif part.value is not None:
+        elif part.field and part.value is not None:
             constants.append((part.field, float(part.value)))
+        if number is not None or not part.field:
+            free[part.start : part.stop] = True
     if "iteration" not in {number.field for number in numbers}:
         return None
     buffer = np.frombuffer(line, np.uint8)
     classes = _CLASSES[buffer]
     fixed = np.flatnonzero((classes == _DIGIT) & ~free)
-    pads = [np.arange(each.padded.start, each.padded.stop - 1) for each in numbers]
-    return LineLayout(
-        len(line),
-        classes,
-        fixed,
-        buffer[fixed],
-        np.concatenate(pads),
-        tuple(numbers),
-        tuple(constants),
-    )
+    pads = np.concatenate([np.arange(each.padded.start, each.padded.stop - 1) for each in numbers])
+    of_digits = (fixed, buffer[fixed], pads)
+    return LineLayout(len(line), classes, *of_digits, tuple(numbers), tuple(constants))
 
 
 def _number(part: LineField, line: bytes) -> _Number | None:
@@ -176,23 +164,23 @@ def _number(part: LineField, line: bytes) -> _Number | None:
 
 def _value(number: _Number, lines: Bytes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """A number of each line, and whether it is exact to the last bit."""
-    # The low four bits of a digit are its value, those of a blank are zero.
-    mantissa = _whole(lines[:, number.digits])
+
+    def whole(digits: NDArray[np.intp]) -> NDArray[np.float64]:
+        # The low four bits of a digit are its value, those of a blank are zero.
+        weights = 10.0 ** np.arange(len(digits) - 1, -1, -1)
+        found: NDArray[np.float64] = (lines[:, digits] & 15) @ weights
+        return found
+
+    mantissa = whole(number.digits)
     if dtype_of(number.field) is np.int64:
         return mantissa.astype(np.int64), np.ones(len(lines), np.bool_)
     power = np.full(len(lines), float(number.shift))
     if number.exponent is not None:
-        power += number.sign * _whole(lines[:, number.exponent])
+        power += number.sign * whole(number.exponent)
     exact = np.abs(power) <= _MAX_POWER
     power = np.where(exact, power, 0)
     shift = np.abs(power).astype(np.intp)
     return np.where(power >= 0, mantissa * _POWERS[shift], mantissa / _POWERS[shift]), exact
-
-
-def _whole(digits: Bytes) -> NDArray[np.float64]:
-    weights = 10.0 ** np.arange(digits.shape[1] - 1, -1, -1)
-    found: NDArray[np.float64] = (digits & 15) @ weights
-    return found
 
 
 class LogBlock:
@@ -259,27 +247,22 @@ class LayoutReader:
 
     def block(self, data: bytes, numbers: Sequence[int]) -> LogBlock:
         """Whole lines as a block."""
-        block = LogBlock(data, numbers)
+        block, format_ = LogBlock(data, numbers), self.format
         for length in np.unique(block.stops - block.starts).tolist():
             for layout in self._layouts.get(length, ()):
                 block.fill(layout)
-        if self.format is not None and self.format.mark in data:
-            for place in np.flatnonzero(~block.plain).tolist():
-                if not block.plain[place]:
-                    self._learn(block, place, self.format)
+        if format_ is None or format_.mark not in data:
+            return block
+        for place in np.flatnonzero(~block.plain).tolist():
+            if self._count >= _MAX_LAYOUTS or self._failures >= _MAX_FAILURES:
+                break
+            line = block.data[block.starts[place] : block.stops[place]]
+            if block.plain[place] or format_.mark not in line:
+                continue
+            learned = None if self._other_news.search(line) else learn(line, format_)
+            self._failures = self._failures + 1 if learned is None else 0
+            if learned is not None:
+                self._count += 1
+                self._layouts.setdefault(learned.length, []).append(learned)
+                block.fill(learned, place)
         return block
-
-    def _learn(self, block: LogBlock, place: int, format_: LineFormat) -> None:
-        if self._count >= _MAX_LAYOUTS or self._failures >= _MAX_FAILURES:
-            return
-        line = block.data[block.starts[place] : block.stops[place]]
-        if format_.mark not in line:
-            return
-        layout = None if self._other_news.search(line) else learn(line, format_)
-        if layout is None:
-            self._failures += 1
-            return
-        self._failures = 0
-        self._count += 1
-        self._layouts.setdefault(layout.length, []).append(layout)
-        block.fill(layout, place)

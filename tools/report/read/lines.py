@@ -2,6 +2,10 @@
 
 Invalid UTF-8 is replaced, ANSI escapes and whatever else a terminal would obey are dropped, a carriage
 return ends a line as a newline does; a line too long for one piece is cut before an iteration's text.
+
+Lines that were torn in two behind a label of their rank (`srun -l`, `torchrun --tee`) are joined: a
+launcher that labels lines writes what it has of a line when its buffer is full, and the rest as a line
+of its own behind the same label. Which lines these are shows in what they lack.
 """
 
 from __future__ import annotations
@@ -26,6 +30,20 @@ _BLANKED = dict.fromkeys((*range(32), 127, 133, 8232, 8233), " ")
 _ANSI = re.compile(
     r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)?|[@-Z\\-_])"
 )
+
+
+_LABEL = re.compile(r"\s{0,8}(?:\d{1,6}: |\[[A-Za-z]{0,16}\d{1,6}\]:)")
+_ARGUMENT = re.compile(r"  [A-Za-z_]\w{0,80} \.{1,60} .")
+_BARE = re.compile(r"[\w.,'\[\]+-]{1,40}\Z")
+"""The end of a value."""
+_UNFINISHED = re.compile(
+    r"  [A-Za-z_]\w{0,80} ?\.{0,60} ?\Z"
+    r"|\[Rank \d{1,6}\] \((?!.*max reserved: [\d.]).*"
+    r"|iteration +\d{1,12}/ *\d{1,12} \|(?!.*max reserved).*(?:[^|]|\| )\Z"
+)
+"""An argument without its value, memory without its last figure, an iteration without its last bar."""
+_MAX_LABELS = 4096
+_MAX_LENGTH = 1 << 14
 
 
 class LineSplitter:
@@ -71,16 +89,11 @@ def split_lines(text: str) -> tuple[list[str], str]:
     """Split text into complete, clean lines and the unfinished rest."""
     lines = text.splitlines()
     rest = lines.pop() if lines and text[-1] not in "\r\n" else ""
-    pieces: list[str] = []
-    for line in lines:
-        if len(line) > MAX_LINE:
-            pieces += _cut(line)
-        else:
-            pieces.append(line)
-    if len(rest) > MAX_LINE:
-        *whole, rest = _cut(rest)
-        pieces += whole
-    return ([clean(piece) for piece in pieces] if "\x1b" in text else pieces), rest
+    if any(len(line) > MAX_LINE for line in lines):
+        lines = [piece for line in lines for piece in _cut(line)]
+    *whole, rest = _cut(rest)
+    lines += whole
+    return ([clean(line) for line in lines] if "\x1b" in text else lines), rest
 
 
 def clean(line: str) -> str:
@@ -105,24 +118,67 @@ def printable(text: str) -> str:
     return _UNSEEN.sub("", clean(text)).translate(_BLANKED)
 
 
+def is_torn(line: str) -> bool:
+    """Whether a labelled line is unfinished."""
+    label = _LABEL.match(line)
+    return label is not None and _UNFINISHED.search(line, label.end()) is not None
+
+
+class TornLines:
+    """Feed it lines; `joined` gives them whole, an unfinished one with what follows it."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, str] = {}
+        """By label the text of an unfinished line, or of an argument whose value may go on."""
+
+    def joined(self, line: str) -> list[str]:
+        """The lines that are complete with this one."""
+        label = _LABEL.match(line)
+        if label is None or len(line) > _MAX_LENGTH:
+            return [line]
+        text = line[label.end() :]
+        before = self._before.pop(label[0], "")
+        waiting = bool(before) and not _ARGUMENT.match(before)
+        if before and self._goes_on(before, text):
+            text, waiting = before + text, False
+        done = [label[0] + before] if waiting else []
+        unfinished = _UNFINISHED.search(text) is not None
+        if (unfinished or _ARGUMENT.match(text)) and len(self._before) < _MAX_LABELS:
+            self._before[label[0]] = text
+        return done if unfinished else [*done, label[0] + text]
+
+    def left(self) -> list[str]:
+        """Unfinished lines that nothing has followed."""
+        left = [label + text for label, text in self._before.items() if not _ARGUMENT.match(text)]
+        self._before.clear()
+        return left
+
+    @staticmethod
+    def _goes_on(before: str, text: str) -> bool:
+        """Whether a text ends the one before it behind the same label."""
+        if _ARGUMENT.match(before):
+            return _BARE.match(text) is not None
+        whole = before + text
+        if before.startswith("  "):
+            return not text.startswith(("  ", "---")) and _ARGUMENT.match(whole) is not None
+        fresh = text.startswith((" iteration", "iteration", " [", "["))
+        return not fresh and _UNFINISHED.search(whole) is None
+
+
 def _cut(line: str) -> list[str]:
+    """Pieces of a long line, cut where the last iteration's text in a piece starts, which harms none."""
     pieces: list[str] = []
     start = 0
     while len(line) - start > MAX_LINE:
-        end = _iteration_start(line, start + 1, start + MAX_LINE)
+        end = start + MAX_LINE
+        for each in line_formats():
+            place = line.rfind(each.word, start + 1, start + MAX_LINE)
+            # The mark is also in lines that are no iteration's.
+            while place >= 0 and not each.opening.match(line, place):
+                place = line.rfind(each.word, start + 1, place)
+            if place >= 0:
+                end = place
+                break
         pieces.append(line[start:end])
         start = end
-    pieces.append(line[start:])
-    return pieces
-
-
-def _iteration_start(line: str, low: int, high: int) -> int:
-    """Where the last iteration's text in a stretch starts, so that a cut there harms none."""
-    for each in line_formats():
-        place = line.rfind(each.word, low, high)
-        while place >= 0:
-            # The mark is also in lines that are no iteration's.
-            if each.opening.match(line, place):
-                return place
-            place = line.rfind(each.word, low, place)
-    return high
+    return [*pieces, line[start:]]

@@ -95,29 +95,34 @@ def open_log(path: Path) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
         joined = sample.replace(b"\n", b"").decode("utf-8", "replace")
         if formats[0].opening.search(joined) or len(sample) >= _SAMPLE_BYTES:
             break
-    fold, pieces = _fold_of(sample), _numbered(read_chunks(path))
-    if len(formats) > 1:
-        text = (_joined(sample, fold) if fold else sample).decode("utf-8", "replace")
-        first = next((each for each in formats if _has_iteration(text, each)), None)
-        formats = (first,) if first else formats
+    fold, whole = _unfolded_sample(sample)
+    text = whole.decode("utf-8", "replace")
+    for each in formats:
+        lines = text.splitlines() if each.opening.search(text) else ()
+        if any(each.find(line[:MAX_LINE]) for line in lines if each.word in line):
+            formats = (each,)
+            break
+    pieces = _numbered(read_chunks(path))
     return formats, _unfolded(pieces, fold) if fold else pieces
 
 
-def _has_iteration(text: str, format_: LineFormat) -> bool:
-    if format_.opening.search(text) is None:
-        return False
-    lines = (line[:MAX_LINE] for line in text.splitlines() if format_.word in line)
-    return any(map(format_.find, lines))
-
-
-def _fold_of(sample: bytes) -> Fold | None:
+def _unfolded_sample(sample: bytes) -> tuple[Fold | None, bytes]:
+    """How a log's beginning is cut, and it without these cuts; None where joining restores little."""
     lines = sample.split(b"\n")[:-1]
     width = max(map(len, lines), default=0)
     if not _NARROWEST <= width <= _WIDEST:
-        return None
-    found = {fold: _numbers(_joined(sample, fold)) for fold in _candidates(lines, width)}
-    best = max(found, key=found.__getitem__, default=None)
-    return best if best and found[best] > _GAIN * _numbers(sample) else None
+        return None, sample
+    folds = [Fold(width, Cut.AT_BLANKS)]
+    if sum(line.endswith(b" ") for line in lines) >= _MIN_FULL:
+        folds.insert(0, Fold(width, Cut.BEHIND_BLANKS))
+    if sum(len(line) == width for line in lines) >= _MIN_FULL:
+        folds.insert(0, Fold(width, Cut.ANYWHERE))
+    joined = [b"".join(p.data for p in _unfolded(_numbered([sample]), fold)) for fold in folds]
+    numbers = list(map(_numbers, joined))
+    best = numbers.index(max(numbers))
+    if numbers[best] > _GAIN * _numbers(sample):
+        return folds[best], joined[best]
+    return None, sample
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
@@ -191,18 +196,6 @@ def _unfolded(pieces: Iterable[LogPiece], fold: Fold) -> Iterator[LogPiece]:
         if lines:
             yield LogPiece(b"\n".join([*lines, b""]), numbers)
     yield LogPiece(whole, (number,), whole=False)
-
-
-def _candidates(lines: list[bytes], width: int) -> Iterator[Fold]:
-    if sum(len(line) == width for line in lines) >= _MIN_FULL:
-        yield Fold(width, Cut.ANYWHERE)
-    if sum(line.endswith(b" ") for line in lines) >= _MIN_FULL:
-        yield Fold(width, Cut.BEHIND_BLANKS)
-    yield Fold(width, Cut.AT_BLANKS)
-
-
-def _joined(sample: bytes, fold: Fold) -> bytes:
-    return b"".join(piece.data for piece in _unfolded(_numbered([sample]), fold))
 
 
 def _numbers(text: bytes) -> int:

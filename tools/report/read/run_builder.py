@@ -6,12 +6,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
 from tools.report.read.dialects import FoundIteration, dialects
-from tools.report.read.iterations import Columns, Iteration, IterationTable, TableBuilder
+from tools.report.read.iterations import Columns, TableBuilder
 from tools.report.read.lines import printable
 from tools.report.read.scraped import (
     ArgumentList,
@@ -39,6 +40,8 @@ _MAX_NAMES = 2_000
 _MAX_REMARKS = 200
 _MAX_REMARK = 120
 _STAMP = re.compile(r"^[\s\d:.,/T\[\]+-]{8,40}(?=[A-Za-z])")
+_FIGURES = attrgetter("iteration", "elapsed_ms", "lm_loss", "consumed_samples", "grad_norm")
+"""What no two lines have in common, unless they are one line printed twice."""
 _KEYS: dict[type[Any], Callable[[Any], Any]] = {
     ParameterCount: lambda count: (count.tensor_rank, count.pipeline_rank),
     TheoreticalMemory: lambda _: "",
@@ -55,6 +58,7 @@ class RunBuilder:
         news = [one for each in dialects() for one in each.news]
         self._marked = [(one.mark, one.read) for one in news if one.mark]
         self._unmarked = [one.read for one in news if not one.mark]
+        self._unread = [one for each in dialects() for one in each.unread]
         self._iterations = TableBuilder()
         self._lines_since_start = 0
         self._paused = False
@@ -94,13 +98,8 @@ class RunBuilder:
     def is_settled_before(self, iteration: int) -> bool:
         """Whether an iteration of this number follows the last one, and nothing marks it."""
         last = self._iterations.last
-        marked = (
-            self._restarting
-            or self._paused
-            or self._ahead is not None
-            or self._list is not None
-            or self._lines_since_start < 2
-        )
+        marked = self._restarting or self._paused or self._lines_since_start < 2
+        marked = marked or self._ahead is not None or self._list is not None
         return not marked and last is not None and iteration > last.iteration
 
     def restart(self, pending: RunBuilder | None = None) -> None:
@@ -124,19 +123,33 @@ class RunBuilder:
         found = line.iteration
         self._first_seen = self._first_seen or line.stamp or None
         self._generation = self._generation if self._generation.name else line.generation
-        # After a restart the same iteration can print the same figures: that is not a line printed
-        # twice, which only follows itself.
-        last = self._iterations.last
-        again = last is not None and found.iteration == last.iteration and not self._restarting
-        self._note_restart(found)
-        if last is not None and again and _figures(last) == _figures(found):
+        figures, last = _FIGURES(found), self._iterations.last
+        if self._restarting:
+            # Lines that a log repeats word for word, however often, tell of one restart; after one the
+            # same iteration can print the same figures, which elsewhere is a line printed twice.
+            if figures not in self._first_again:
+                self._restarts.append(found.iteration)
+            self._first_again.add(figures)
+            self._restarting = False
+        elif last is not None and _FIGURES(last) == figures:
             return
         self._lines_since_start += 1
         # Only these few lines are changed, so that the bulk is stored as parsed.
         if self._lines_since_start <= 2 or self._paused:
-            found = self._flag(found)
+            first = self._lines_since_start == 1
+            found = msgspec.structs.replace(
+                found,
+                first_of_start=first,
+                averaged=self._lines_since_start == 2 and self._generation.averages_second_line,
+                after_pause=self._paused and not first,
+            )
         self._paused = False
-        found = found if self._ahead is None else self._with_numbers(found, self._ahead)
+        if self._ahead is not None and self._ahead.belong_to(found):
+            # Numbers of the line before it that it lacks.
+            ahead = self._ahead.values.items()
+            lacking = {name: value for name, value in ahead if getattr(found, name) is None}
+            found = msgspec.structs.replace(found, **lacking)
+        self._ahead = None
         self._iterations.append(found, log_line)
 
     def add_iterations(self, lines: Columns) -> None:
@@ -144,7 +157,7 @@ class RunBuilder:
         room = MAX_ITERATIONS - len(self._iterations)
         if room < lines.count:
             self._overflow = True
-            lines = lines.part(0, max(room, 0))
+            lines = lines.at(slice(max(room, 0)))
         if lines.count:
             self._lines_since_start += lines.count
             self._iterations.extend(lines)
@@ -152,7 +165,10 @@ class RunBuilder:
     def feed(self, line: str) -> None:
         """Look at one line for everything but iterations."""
         if self._list is not None:
-            self._feed_argument(line, self._list)
+            if self._list.end.search(line):
+                self._list = None
+            elif (found := self._list.read(line)) and len(self._listed) < _MAX_NAMES:
+                self._listed[found[0]] = found[1]
         for mark, read in self._marked:
             if mark in line:
                 for fact in read(line):
@@ -162,12 +178,27 @@ class RunBuilder:
                 for fact in read(line):
                     self._take(fact)
         elif self._trainer is None:
-            self._trainer = _unread_trainer(line)
+            for trainer, why, only in self._unread:
+                if only.search(line):
+                    self._trainer = f"{trainer}, of which no iteration is read: {why}"
+                    break
 
     def build(self, path: str, part: int, parts: int, trace: ErrorTrace) -> ScrapedLog:
         """The run as data."""
         iterations, replaced = self._iterations.build()
         iterations = iterations.timed()
+        notes = [
+            f"restarted at iteration {first}; of repeated iterations the later line counts"
+            for first in self._restarts[:20]
+        ]
+        if self._overflow:
+            notes.append(f"only the first {MAX_ITERATIONS} iterations were read")
+        # Those that the list of arguments leaves out count only if there is one.
+        more = {found.name: found.value for found in self._all(MoreArgument)}
+        arguments = self._listed | more if self._listed else {}
+        given = arguments.get("log_interval", "")
+        steps = Counter(b - a for a, b in pairwise(line.iteration for line in iterations[:1000]))
+        usual = steps.most_common(1)[0][0] if steps else None
         return ScrapedLog(
             path=path,
             part=part,
@@ -189,44 +220,31 @@ class RunBuilder:
             validation=self._all(Validation),
             checkpoints=self._all(CheckpointEvent),
             remarks=tuple(self._remarks.values()),
-            arguments=self._arguments(),
+            arguments=arguments,
             other_trainer=None if iterations else self._trainer,
-            log_interval=self._log_interval(iterations),
+            log_interval=int(given) if given.isdigit() else usual,
             exit_reason=self._exit,
             trace=trace,
             first_seen=self._first_seen,
-            notes=self._notes(),
+            notes=tuple(notes),
         )
-
-    def _note_restart(self, found: Iteration) -> None:
-        if self._restarting:
-            # Lines that a log repeats word for word, however often, tell of one restart.
-            if _figures(found) not in self._first_again:
-                self._restarts.append(found.iteration)
-            self._first_again.add(_figures(found))
-            self._restarting = False
-
-    def _flag(self, found: Iteration) -> Iteration:
-        first = self._lines_since_start == 1
-        return msgspec.structs.replace(
-            found,
-            first_of_start=first,
-            averaged=self._lines_since_start == 2 and self._generation.averages_second_line,
-            after_pause=self._paused and not first,
-        )
-
-    def _feed_argument(self, line: str, printed: ArgumentList) -> None:
-        if printed.end.search(line):
-            self._list = None
-        elif (found := printed.read(line)) and len(self._listed) < _MAX_NAMES:
-            self._listed[found[0]] = found[1]
 
     def _take(self, fact: Fact) -> None:
         match fact:
             case Timer():
-                self._add_time(fact)
+                second = 2 if self._generation.averages_second_line else 1
+                settled = self._lines_since_start > second
+                timers = self._timers if settled else self._early_timers
+                if fact.name in timers or len(timers) < _MAX_NAMES:
+                    count, low, high = timers.get(fact.name, (0, 0.0, 0.0))
+                    timers[fact.name] = (count + 1, low + fact.min_ms, high + fact.max_ms)
             case Remark():
-                self._add_remark(fact.text)
+                last = self._iterations.last
+                text = _STAMP.sub("", printable(fact.text)).strip()[:_MAX_REMARK]
+                if last is not None and text and len(self._remarks) < _MAX_REMARKS:
+                    # What a log says again and again is no news of a later iteration.
+                    plain = re.sub(r"\d+", "0", text)
+                    self._remarks.setdefault(plain, Remark(text, last.iteration))
             case Ending():
                 self._exit = fact.reason
             case Generation():
@@ -249,68 +267,3 @@ class RunBuilder:
 
     def _all[F: Fact](self, kind: type[F]) -> tuple[F, ...]:
         return tuple(self._facts[kind].values())
-
-    def _add_time(self, timer: Timer) -> None:
-        settled = self._lines_since_start > (2 if self._generation.averages_second_line else 1)
-        timers = self._timers if settled else self._early_timers
-        if timer.name in timers or len(timers) < _MAX_NAMES:
-            count, low, high = timers.get(timer.name, (0, 0.0, 0.0))
-            timers[timer.name] = (count + 1, low + timer.min_ms, high + timer.max_ms)
-
-    def _add_remark(self, line: str) -> None:
-        if self._iterations.last is None or len(self._remarks) >= _MAX_REMARKS:
-            return
-        text = _STAMP.sub("", printable(line)).strip()[:_MAX_REMARK]
-        if text:
-            # What a log says again and again is no news of a later iteration.
-            found = Remark(text, self._iterations.last.iteration)
-            self._remarks.setdefault(re.sub(r"\d+", "0", text), found)
-
-    def _log_interval(self, iterations: IterationTable) -> int | None:
-        given = self._arguments().get("log_interval", "")
-        if given.isdigit():
-            return int(given)
-        numbers = [line.iteration for line in iterations[:1000]]
-        steps = Counter(b - a for a, b in pairwise(numbers))
-        return steps.most_common(1)[0][0] if steps else None
-
-    def _arguments(self) -> dict[str, str]:
-        """Those in the list, and if there is one those that it leaves out."""
-        more = {found.name: found.value for found in self._all(MoreArgument)}
-        return self._listed | more if self._listed else {}
-
-    def _with_numbers(self, found: Iteration, ahead: NumbersAhead) -> Iteration:
-        """The iteration with those of the line before it that are its own and that it lacks."""
-        self._ahead = None
-        if not ahead.belong_to(found):
-            return found
-        lacking = {n: v for n, v in ahead.values.items() if getattr(found, n) is None}
-        return msgspec.structs.replace(found, **lacking)
-
-    def _notes(self) -> tuple[str, ...]:
-        notes = [
-            f"restarted at iteration {first}; of repeated iterations the later line counts"
-            for first in self._restarts[:20]
-        ]
-        if self._overflow:
-            notes.append(f"only the first {MAX_ITERATIONS} iterations were read")
-        return tuple(notes)
-
-
-def _unread_trainer(line: str) -> str | None:
-    for each in dialects():
-        for trainer, why, only in each.unread:
-            if only.search(line):
-                return f"{trainer}, of which no iteration is read: {why}"
-    return None
-
-
-def _figures(found: Iteration) -> tuple[object, ...]:
-    """What no two lines have in common, unless they are one line printed twice."""
-    return (
-        found.iteration,
-        found.elapsed_ms,
-        found.lm_loss,
-        found.consumed_samples,
-        found.grad_norm,
-    )

@@ -149,10 +149,7 @@ def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
     problems: list[str] = []
     for path in paths:
         try:
-            if path.is_dir():
-                runs.append(load_folder(path))
-            else:
-                runs += load_log(path)
+            runs += [load_folder(path)] if path.is_dir() else load_log(path)
         except OSError as error:
             problems.append(f"{path} cannot be read: {error.strerror or error}; it is left out.")
         except Exception as error:
@@ -168,12 +165,9 @@ def find_run_folders(root: Path) -> list[Path]:
         return []
     if records.is_run_folder(root):
         return [root]
-    return sorted(
-        folder
-        for folder in root.iterdir()
-        # Hidden ones are the launcher's own.
-        if not folder.name.startswith(".") and records.is_run_folder(folder)
-    )
+    # Hidden ones are the launcher's own.
+    folders = sorted(folder for folder in root.iterdir() if not folder.name.startswith("."))
+    return list(filter(records.is_run_folder, folders))
 
 
 def load_folder(folder: Path) -> Run:
@@ -185,18 +179,23 @@ def load_folder(folder: Path) -> Run:
     log = scrape_runs(path)[-1] if path.is_file() else ScrapedLog(str(path))
     if not log.iterations:
         log = log_from_tensorboard(folder / records.TENSORBOARD_FOLDER, log) or log
-    if status is None:
-        status = (
-            classify_log(log)
-            if path.is_file()
-            else StatusRecord(Status.NO_LOG, None, "No log.txt.")
-        )
+    if status is None and not path.is_file():
+        status = StatusRecord(Status.NO_LOG, None, "No log.txt.")
+    elif status is None:
+        status = classify_log(log)
     elif status.status is Status.INCOMPLETE and records.looks_alive(folder):
-        status = StatusRecord(Status.RUNNING, None, _progress(log, record))
+        wanted = f" of {record.exit_interval}" if record else ""
+        reached = log.iterations[-1].iteration if log.iterations else 0
+        status = StatusRecord(Status.RUNNING, None, f"iteration {reached}{wanted}")
     elif status.status is not Status.OK and not status.reason:
         status = replace(status, reason=classify_log(log, status.exit_code).reason)
     ledgers, ledger_notes = read_ledgers(folder)
-    before, replaced = _parents_iterations(folder, record, notes)
+    before, replaced = _before(folder, record, notes)
+    notes += [*ledger_notes, *log.notes]
+    try:
+        notes += [verdict.sentence for verdict in read_verdicts(folder)]
+    except msgspec.ValidationError as error:
+        notes.append(f"a verdict in {VERIFY_FOLDER}/ is not of this version of the kit ({error})")
     run = Run(
         name=folder.name,
         path=folder,
@@ -206,34 +205,22 @@ def load_folder(folder: Path) -> Run:
         window=select_window(log),
         samples=read_samples(folder / records.SAMPLES_FILE),
         ledgers=ledgers,
-        notes=(*notes, *ledger_notes, *log.notes, *_verdicts(folder)),
+        notes=tuple(notes),
         before=before,
         replaced=(*replaced, *log.replaced),
     )
     return _with_record(run, record) if record else _with_printed(run)
 
 
-def _progress(log: ScrapedLog, record: RunRecord | None) -> str:
-    wanted = f" of {record.exit_interval}" if record else ""
-    return f"iteration {log.iterations[-1].iteration if log.iterations else 0}{wanted}"
-
-
 def load_log(path: Path) -> list[Run]:
     """Load a foreign log; one that holds several runs gives several."""
-    return [
-        _with_printed(
-            Run(
-                name=printable(path.name) + (f"#{log.part}" if log.parts > 1 else ""),
-                path=path,
-                spec=None,
-                status=classify_log(log),
-                log=log,
-                window=select_window(log),
-                notes=log.notes,
-            )
-        )
-        for log in scrape_runs(path)
-    ]
+    name, runs = printable(path.name), []
+    for log in scrape_runs(path):
+        part = f"#{log.part}" if log.parts > 1 else ""
+        status, window = classify_log(log), select_window(log)
+        run = Run(name + part, path, None, status, log, window, notes=log.notes)
+        runs.append(_with_printed(run))
+    return runs
 
 
 def _with_record(run: Run, record: RunRecord) -> Run:
@@ -257,33 +244,13 @@ def _with_record(run: Run, record: RunRecord) -> Run:
     )
 
 
-def _with_printed(run: Run) -> Run:
-    arguments, unread = readable(canonical(run.log.arguments))
-    if not arguments:
-        return run
-    flags = Flags(flags_of_printed(arguments))
-    notes = [f"{', '.join(unread)} cannot be read"] if unread else []
-    data = flags.text("--data-path") or ("mock" if flags.has("--mock-data") else "")
-    return replace(
-        run,
-        spec=printed_spec(arguments, run.window.global_batch_size),
-        dataset=DatasetIdentity(data) if data else None,
-        # Weights that were loaded to start from; a resumed run's are its own.
-        start_checkpoint=flags.text("--load") or None if flags.has("--finetune") else None,
-        arguments=arguments,
-        notes=(*run.notes, *notes),
-    )
-
-
-def _parents_iterations(
+def _before(
     folder: Path, record: RunRecord | None, notes: list[str]
 ) -> tuple[tuple[Iteration, ...], tuple[Iteration, ...]]:
     """What the run resumed from had trained by then, its own parents' part included; and after it."""
-    if record is None or not record.resumptions:
-        return (), ()
-    origin = record.resumptions[0]
+    origin = record.resumptions[0] if record and record.resumptions else None
     # Names begin with the time, so a parent's comes first; anything else is no parent.
-    if origin.run >= record.run or Path(origin.run).name != origin.run:
+    if not origin or not record or origin.run >= record.run or Path(origin.run).name != origin.run:
         return (), ()
     parent = folder.parent / origin.run
     notes.append(f"resumes from iteration {origin.iteration} of {origin.run}")
@@ -296,12 +263,21 @@ def _parents_iterations(
     return found[:place], found[place:]
 
 
-def _verdicts(folder: Path) -> list[str]:
-    """What verifications of this run's strategy found."""
-    try:
-        return [verdict.sentence for verdict in read_verdicts(folder)]
-    except msgspec.ValidationError as error:
-        return [f"a verdict in {VERIFY_FOLDER}/ is not of this version of the kit ({error})"]
+def _with_printed(run: Run) -> Run:
+    arguments, unread = readable(canonical(run.log.arguments))
+    if not arguments:
+        return run
+    flags = Flags(flags_of_printed(arguments))
+    data = flags.text("--data-path") or ("mock" if flags.has("--mock-data") else "")
+    return replace(
+        run,
+        spec=printed_spec(arguments, run.window.global_batch_size),
+        dataset=DatasetIdentity(data) if data else None,
+        # Weights that were loaded to start from; a resumed run's are its own.
+        start_checkpoint=flags.text("--load") or None if flags.has("--finetune") else None,
+        arguments=arguments,
+        notes=run.notes + ((f"{', '.join(unread)} cannot be read",) if unread else ()),
+    )
 
 
 def _read[T](path: Path, read: Callable[[Path], T], notes: list[str]) -> T | None:
@@ -310,13 +286,10 @@ def _read[T](path: Path, read: Callable[[Path], T], notes: list[str]) -> T | Non
     except FileNotFoundError:
         notes.append(f"no {path.name}")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        notes.append(f"{path.name} is not of this version of the kit ({error}){_schema(path)}")
+        try:
+            schema = json.loads(path.read_bytes()).get("schema")
+        except (ValueError, AttributeError):
+            schema = None
+        said = f", its schema is {schema}" if schema is not None else ""
+        notes.append(f"{path.name} is not of this version of the kit ({error}){said}")
     return None
-
-
-def _schema(path: Path) -> str:
-    try:
-        found = json.loads(path.read_bytes()).get("schema")
-    except (ValueError, AttributeError):
-        return ""
-    return f", its schema is {found}" if found is not None else ""

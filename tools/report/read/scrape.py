@@ -16,11 +16,10 @@ import numpy as np
 from tools.report.read.dialects import LineFormat, dialects
 from tools.report.read.failures import FAILURES, ErrorCollector
 from tools.report.read.layouts import LayoutReader, LogBlock
-from tools.report.read.lines import LineSplitter, unwrapped
+from tools.report.read.lines import LineSplitter, TornLines, unwrapped
 from tools.report.read.pieces import open_log
 from tools.report.read.run_builder import RunBuilder
 from tools.report.read.scraped import ErrorTrace, ScrapedLog
-from tools.report.read.torn import TornLines
 
 _SHORTEST = 8
 """Characters of the shortest line with information."""
@@ -43,10 +42,8 @@ def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
     formats, pieces = open_log(path)
     scraper = _Scraper(formats)
     for piece in pieces:
-        if piece.whole:
-            scraper.feed_block(piece.data, piece.numbers)
-        else:
-            scraper.feed_lines(piece.data, piece.numbers)
+        feed = scraper.feed_block if piece.whole else scraper.feed_lines
+        feed(piece.data, piece.numbers)
     runs = scraper.finish()
     return tuple(
         run.build(str(path), number, len(runs), trace)
@@ -93,7 +90,7 @@ class _Scraper:
                     self._feed(line, block.numbers[first])
                 self._feed_plain(block, first, behind)
             else:
-                self._feed_singly(block, first, behind)
+                self.feed_lines(block.text(first, behind), block.numbers[first:behind])
 
     def finish(self) -> list[tuple[RunBuilder, ErrorTrace]]:
         for line in (*self._torn.left(), *self._splitter.finish()):
@@ -110,18 +107,13 @@ class _Scraper:
         breaks = first + 1 + np.flatnonzero(np.diff(numbers[first:behind]) <= 0)
         for start, stop in pairwise([first, *breaks.tolist(), behind]):
             begin = start
-            while begin < stop and not self._continues(int(numbers[begin])):
-                self._feed_singly(block, begin, begin + 1)
+            while begin < stop and not (
+                self._pending is None and self._run.is_settled_before(int(numbers[begin]))
+            ):
+                self.feed_lines(block.text(begin, begin + 1), block.numbers[begin : begin + 1])
                 begin += 1
             if begin < stop:
-                self._run.add_iterations(block.columns.part(begin, stop))
-
-    def _feed_singly(self, block: LogBlock, first: int, behind: int) -> None:
-        self.feed_lines(block.text(first, behind), block.numbers[first:behind])
-
-    def _continues(self, iteration: int) -> bool:
-        """Whether an iteration of this number is just the next of the run."""
-        return self._pending is None and self._run.is_settled_before(iteration)
+                self._run.add_iterations(block.columns.at(slice(begin, stop)))
 
     def _feed(self, line: str, number: int) -> None:
         if len(line) < _SHORTEST:
@@ -142,23 +134,20 @@ class _Scraper:
         (self._pending_errors or self._errors).feed(line)
 
     def _place(self, iteration: int) -> None:
-        if self._pending is not None:
-            if self._run.starts_over(iteration):
-                self._done.append((self._run, self._errors.trace()))
-                self._run, self._errors = self._pending, self._pending_errors or ErrorCollector()
-                self._pending = self._pending_errors = None
-            else:
-                self._join()
-        elif self._run.goes_back(iteration):
-            if self._run.starts_over(iteration):
-                self._done.append((self._run, self._errors.trace()))
-                self._run, self._errors = RunBuilder(), ErrorCollector()
-            else:
-                self._run.restart()
+        """Decide whether an iteration goes on with the run, starts it again, or begins another."""
+        if self._pending is None and not self._run.goes_back(iteration):
+            return
+        if not self._run.starts_over(iteration):
+            self._join()
+            return
+        self._done.append((self._run, self._errors.trace()))
+        self._run = self._pending or RunBuilder()
+        self._errors = self._pending_errors or ErrorCollector()
+        self._pending = self._pending_errors = None
 
     def _join(self) -> None:
-        """The pending start continued the run before it."""
-        if self._pending is not None and self._pending_errors is not None:
-            self._run.restart(self._pending)
+        """The pending start, or one that the log does not show, continued the run before it."""
+        self._run.restart(self._pending)
+        if self._pending_errors is not None:
             self._errors = self._pending_errors  # What ended the earlier start is no longer news.
         self._pending = self._pending_errors = None

@@ -6,7 +6,7 @@ Whatever is missing or damaged is empty or a note, never an error.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,12 @@ from tools.report.read.scraped import ScrapedLog
 MAX_POINTS = 400
 """A series keeps at most about so many points; a day at 1 Hz is drawn no better with more."""
 _MAX_BYTES = 64 << 20
+
+
+_READINGS = (
+    *("utilisation_percent", "memory_bytes", "power_watts"),
+    *("temperature_celsius", "sm_clock_mhz"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,39 +72,36 @@ def read_samples(path: Path) -> DeviceSamples:
     with path.open(newline="", errors="replace") as file:
         try:
             for row in csv.DictReader(line.replace("\0", "") for line in file):
-                if (row.get("rank") or "").isdigit() and _number(row, "seconds") is not None:
-                    by_rank.setdefault(int(row["rank"]), []).append(row)
+                rank = row.get("rank") or ""
+                if rank.isdigit() and _column([row], "seconds") != (None,):
+                    by_rank.setdefault(int(rank), []).append(row)
         except csv.Error:
             pass  # A damaged line ends the file; what came before it counts.
     return DeviceSamples(tuple(_series(rank, by_rank[rank]) for rank in sorted(by_rank)))
 
 
-def _series(rank: int, rows: list[dict[str, str]]) -> DeviceSeries:
-    memory = [value for row in rows if (value := _number(row, "memory_bytes"))]
+def _series(rank: int, rows: Sequence[Mapping[str, str]]) -> DeviceSeries:
+    memory = list(filter(None, _column(rows, "memory_bytes")))
     reasons = {row.get("throttle_reasons") or "" for row in rows} - {"", "none", "0"}
     thinned = rows[:: max(1, len(rows) // MAX_POINTS)]
-
-    def column(name: str) -> tuple[float | None, ...]:
-        return tuple(_number(row, name) for row in thinned)
-
     return DeviceSeries(
         rank=rank,
-        seconds=tuple(second or 0.0 for second in column("seconds")),
-        utilisation_percent=column("utilisation_percent"),
-        memory_bytes=column("memory_bytes"),
-        power_watts=column("power_watts"),
-        temperature_celsius=column("temperature_celsius"),
-        sm_clock_mhz=column("sm_clock_mhz"),
+        seconds=tuple(second or 0.0 for second in _column(thinned, "seconds")),
         peak_memory_bytes=int(max(memory)) if memory else None,
         throttled=tuple(sorted(reasons)),
+        **{name: _column(thinned, name) for name in _READINGS},
     )
 
 
-def _number(row: dict[str, str], name: str) -> float | None:
-    try:
-        return float(row.get(name) or "")
-    except ValueError:
-        return None
+def _column(rows: Sequence[Mapping[str, str]], name: str) -> tuple[float | None, ...]:
+    """A reading of each row; None where it is no number."""
+    found: list[float | None] = []
+    for row in rows:
+        try:
+            found.append(float(row.get(name) or ""))
+        except ValueError:
+            found.append(None)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -117,19 +120,17 @@ class Ledgers:
     @property
     def memory_categories_by_rank(self) -> Mapping[int, Mapping[str, int]]:
         """What each rank's peak was for; sums to it."""
-        if self.memory is None:
-            return {}
+        ranks = self.memory.ranks if self.memory else ()
         return {
             rank.rank: {category.value: size for category, size in rank.categories.items()}
-            for rank in self.memory.ranks
+            for rank in ranks
         }
 
     @property
     def sent_bytes_by_rank(self) -> Mapping[int, int]:
         """Bytes a rank puts on the wire in a steady iteration."""
-        return (
-            {r.rank: r.wire_bytes for r in self.communication.ranks} if self.communication else {}
-        )
+        record = self.communication
+        return {rank.rank: rank.wire_bytes for rank in record.ranks} if record else {}
 
 
 def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
@@ -141,11 +142,12 @@ def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
         # A rank that crashed before a steady iteration counted nothing, which is not zero bytes.
         counted = tuple(rank for rank in communication.ranks if rank.steady_iterations)
         communication = replace(communication, ranks=counted)
-    return Ledgers(
+    kept = Ledgers(
         memory if memory and memory.ranks else None,
         communication if communication and communication.ranks else None,
         routing if routing and routing.ranks else None,
-    ), list(filter(None, (why_no_memory, why_no_calls, why_no_routing)))
+    )
+    return kept, list(filter(None, (why_no_memory, why_no_calls, why_no_routing)))
 
 
 def _read[T](folder: Path, kind: type[T], name: str) -> tuple[T | None, str]:
@@ -184,12 +186,22 @@ def log_from_tensorboard(folder: Path, log: ScrapedLog) -> ScrapedLog | None:
     """The log with iterations from event files; None where there are none."""
     if not folder.is_dir() or not any(folder.rglob("events.out.tfevents.*")):
         return None
-    scalars = read_scalars(folder)
-    steps = sorted({step for tag in _TAGS for step in scalars.get(tag, {})})
-    if not steps:
+    found: dict[int, dict[str, Any]] = {}
+    for tag, by_step in read_scalars(folder).items():
+        for step, value in by_step.items() if tag in _TAGS else ():
+            found.setdefault(step, {})[_TAGS[tag]] = value
+    if not found:
         return None
-    iterations = [_iteration(step, scalars) for step in steps]
-    iterations[0] = _first(iterations[0])
+    for values in found.values():
+        if "elapsed_ms" in values:
+            values["elapsed_ms"] *= 1000
+        if "global_batch_size" in values:
+            values["global_batch_size"] = int(values["global_batch_size"])
+    first = min(found)
+    iterations = [
+        Iteration(step, first_of_start=step == first, **values)
+        for step, values in sorted(found.items())
+    ]
     note = "iterations come from TensorBoard's event files; the log has none"
     return replace(log, iterations=IterationTable.of(iterations), notes=(*log.notes, note))
 
@@ -205,30 +217,9 @@ def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
     for path in sorted(folder.rglob("events.out.tfevents.*")):
         for event in EventFileLoader(str(path)).Load():
             for value in event.summary.value:
-                number = _scalar(value)
+                number = value.simple_value if value.HasField("simple_value") else None
+                if value.HasField("tensor") and len(value.tensor.float_val) == 1:
+                    number = value.tensor.float_val[0]
                 if number is not None:
-                    scalars.setdefault(value.tag, {})[event.step] = number
+                    scalars.setdefault(value.tag, {})[event.step] = float(number)
     return scalars
-
-
-def _scalar(value: Any) -> float | None:
-    if value.HasField("simple_value"):
-        return float(value.simple_value)
-    if value.HasField("tensor") and len(value.tensor.float_val) == 1:
-        return float(value.tensor.float_val[0])
-    return None
-
-
-def _iteration(step: int, scalars: dict[str, dict[int, float]]) -> Iteration:
-    values: dict[str, Any] = {
-        field: scalars[tag][step] for tag, field in _TAGS.items() if step in scalars.get(tag, {})
-    }
-    if "elapsed_ms" in values:
-        values["elapsed_ms"] *= 1000
-    if "global_batch_size" in values:
-        values["global_batch_size"] = int(values["global_batch_size"])
-    return Iteration(step, **values)
-
-
-def _first(found: Iteration) -> Iteration:
-    return msgspec.structs.replace(found, first_of_start=True)

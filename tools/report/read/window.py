@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,11 +31,9 @@ class Window:
     @property
     def text(self) -> str:
         """Window, sample count and what was left out, as text."""
-        if not self.samples_ms:
-            span = "no samples"
-        else:
-            count = len(self.samples_ms)
-            span = f"{count} samples, iterations {self.iterations[0]} to {self.iterations[-1]}"
+        span, numbers = "no samples", self.iterations
+        if self.samples_ms:
+            span = f"{len(numbers)} samples, iterations {numbers[0]} to {numbers[-1]}"
         left_out = ", ".join(f"{count} {reason}" for reason, count in self.dropped)
         return f"{span}; left out: {left_out}" if left_out else span
 
@@ -48,27 +46,33 @@ def select_window(log: ScrapedLog) -> Window:
     it. Pauses that would take more than half of the lines are kept: then they are the run's normal
     state.
     """
-    left = np.ones(len(log.iterations), np.bool_)
-    counts: list[tuple[str, int, int]] = []
-    for reason, lines in _traps(log.iterations):
-        trapped = lines & left
+    lines = log.iterations
+    left = np.ones(len(lines), np.bool_)
+    counts: list[tuple[int, str, int]] = []
+
+    def leave_out(reason: str, trapped: NDArray[np.bool_]) -> None:
+        trapped = trapped & left
         if trapped.any():
-            counts.append((reason, int(trapped.sum()), int(np.argmax(trapped))))
-        left &= ~trapped
-    batch = _usual_batch(log.iterations, left)
+            counts.append((int(np.argmax(trapped)), reason, int(trapped.sum())))
+            left[trapped] = False
+
+    # Of several reasons the first is given.
+    times, paused = lines.values("elapsed_ms"), lines.known("after_pause")
+    leave_out("without a time", ~(np.isfinite(times) & (times > 0)))
+    leave_out("first after a start", lines.known("first_of_start"))
+    leave_out("averaged over two iterations", lines.known("averaged"))
+    leave_out("after an evaluation or checkpoint", paused & (paused.sum() <= len(lines) / 2))
+    leave_out("skipped steps", lines.values("skipped_iterations") > 0)
+    batch = _usual_batch(lines, left)
     if batch is not None:
-        other = left & (log.iterations.values("global_batch_size") != batch)
-        if other.any():
-            counts.append(("at another global batch size", int(other.sum()), int(np.argmax(other))))
-        left &= ~other
-    times = log.iterations.values("elapsed_ms")[left]
-    warm_up = warm_up_length(times)
-    dropped = [(reason, count) for reason, count, _ in sorted(counts, key=lambda each: each[2])]
+        leave_out("at another global batch size", lines.values("global_batch_size") != batch)
+    warm_up = warm_up_length(times[left])
+    counts.sort(key=lambda each: each[0])
     return Window(
-        tuple(times[warm_up:].tolist()),
-        tuple(log.iterations.numbers[left][warm_up:].tolist()),
+        tuple(times[left][warm_up:].tolist()),
+        tuple(lines.numbers[left][warm_up:].tolist()),
         batch,
-        tuple(dropped + [("warm-up", warm_up)] * (warm_up > 0)),
+        (*(each[1:] for each in counts), *[("warm-up", warm_up)] * (warm_up > 0)),
     )
 
 
@@ -87,7 +91,11 @@ def warm_up_length(samples: Sequence[float] | NDArray[np.float64]) -> int:
     # One hiccup late in the run must not decide where the beginning ends.
     limit = max(5 * spread, 1e-9 * abs(middle))
     clipped = np.clip(values, middle - limit, middle + limit)
-    cut = int(np.argmin(_certainty(clipped)))
+    # Squared standard error of the mean of what a cut of up to half leaves.
+    left = count - np.arange(count // 2 + 1)
+    sums = np.cumsum(clipped[::-1])[::-1][: count // 2 + 1]
+    squares = np.cumsum(clipped[::-1] ** 2)[::-1][: count // 2 + 1]
+    cut = int(np.argmin(np.maximum(squares / left - (sums / left) ** 2, 0) / left))
     if cut == 0 or abs(float(np.median(values[:cut])) - middle) <= 2 * spread:
         return 0
     return cut
@@ -104,31 +112,7 @@ def _usual_batch(lines: IterationTable, left: NDArray[np.bool_]) -> int | None:
     sizes = lines.values("global_batch_size")
     known = sizes > 0
     sizes = sizes[left & known] if (left & known).any() else sizes[known]
-    if not len(sizes):
-        return None
     found, counts = np.unique(sizes, return_counts=True)
     last = [int(np.flatnonzero(sizes == size)[-1]) for size in found]
-    best = max(zip(counts.tolist(), last, found.tolist(), strict=True))
-    return int(best[2])
-
-
-def _traps(lines: IterationTable) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-    """Why a line does not count, and which; of several reasons the first is given."""
-    times = lines.values("elapsed_ms")
-    yield "without a time", ~(np.isfinite(times) & (times > 0))
-    yield "first after a start", lines.known("first_of_start")
-    yield "averaged over two iterations", lines.known("averaged")
-    paused = lines.known("after_pause")
-    yield "after an evaluation or checkpoint", paused & (paused.sum() <= len(lines) / 2)
-    yield "skipped steps", lines.values("skipped_iterations") > 0
-
-
-def _certainty(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Squared standard error of the mean of values[d:], for d up to half."""
-    count = len(values)
-    left = count - np.arange(count // 2 + 1)
-    sums = np.cumsum(values[::-1])[::-1][: count // 2 + 1]
-    squares = np.cumsum(values[::-1] ** 2)[::-1][: count // 2 + 1]
-    variance = np.maximum(squares / left - (sums / left) ** 2, 0)
-    result: NDArray[np.float64] = variance / left
-    return result
+    best = max(zip(counts.tolist(), last, found.tolist(), strict=True), default=None)
+    return int(best[2]) if best else None

@@ -1,8 +1,9 @@
-"""The report in a few words: what is fastest, by how much, and what the others pay for."""
+"""The report in a few words and in one figure: what is fastest, by how much, what the others pay for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from tools.report.analyse.comparability import compare_speed
 from tools.report.analyse.earlier import UNDECIDED
@@ -16,7 +17,8 @@ from tools.report.render.sentences import (
     some_of,
     token_ratio,
 )
-from tools.text.units import joined, number, plural
+from tools.report.render.tables import ratio
+from tools.text.units import interval, joined, number, plural
 
 _MAX_GROUPS = 3
 _MAX_COSTS = 3
@@ -36,22 +38,15 @@ def answer(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
         return sentences(report)[0]
     groups = [members for members in compared_groups(report) if len(members) > 1]
     if not groups:
-        one = timed[0]
+        one, more = timed[0], len(timed) - 1
         rate = one.rates.tokens_per_second
         each = f", {number(rate)} tokens/s" if rate else ""
-        more = (
-            f"; {plural(len(timed) - 1, 'more row')} compare with nothing" if len(timed) > 1 else ""
-        )
-        return f"{one.label} takes {number(one.time_ms)} ms an iteration{each}{more}."
+        alone = f"; {plural(more, 'more row')} compare with nothing" if more else ""
+        return f"{one.label} takes {number(one.time_ms)} ms an iteration{each}{alone}."
     told = [_fastest(members, paid) for members in groups[:_MAX_GROUPS]]
     if len(groups) > _MAX_GROUPS:
         told.append(f"{len(groups) - _MAX_GROUPS} more groups are under 'Compared in speed'.")
     return " ".join(told)
-
-
-def sentences_under(headline: str, report: Report) -> list[str]:
-    """The headline and the verdicts after it."""
-    return list(dict.fromkeys((headline, *sentences(report))))
 
 
 def _against_earlier(report: Report) -> str:
@@ -72,7 +67,11 @@ def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> s
     best = min(others, key=token_ratio)
     verdicts = [e.speed.per_token.verdict for e in others if e.speed and e.speed.per_token]
     if TimeVerdict.FASTER in verdicts:
-        near = _not_slower(best, [entry for entry in members if entry is not best])
+        # Rows that the runs do not show to be slower than the one of the lowest time.
+        rest = [entry for entry in members if entry is not best]
+        pairs = [compare_speed(best.configuration, each.configuration).per_token for each in rest]
+        found = zip(rest, adjusted([pair for pair in pairs if pair]), strict=True)
+        near = [each.label for each, pair in found if pair.verdict is not TimeVerdict.SLOWER]
         tied = f", with {some_of(near)} within noise of it" if near else ""
         text = (
             f"{best.label} is the fastest of {len(members)} rows{tied}: {number(best.time_ms)} ms an"
@@ -80,38 +79,92 @@ def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> s
         )
     else:
         counts = [(verdicts.count(verdict), verdict) for verdict in TimeVerdict]
-        told = [
-            f"{count} {'with ' * (verdict is TimeVerdict.UNKNOWN)}{verdict}"
-            for count, verdict in counts
-            if count
-        ]
-        alone = len(told) == 1 and verdicts.count(TimeVerdict.NOISE) == len(others)
-        rest = "all within noise" if alone else joined(told)
+        told = joined(
+            [
+                f"{count} {'with ' * (verdict is TimeVerdict.UNKNOWN)}{verdict}"
+                for count, verdict in counts
+                if count
+            ]
+        )
+        alone = verdicts.count(TimeVerdict.NOISE) == len(others)
         of = f"{reference.label} ({number(reference.time_ms)} ms an iteration)"
-        text = f"Of {len(members)} rows none is faster than {of}: {rest}."
-    return text + _payments([e for e in others if e.run.name in paid and e is not best], paid)
-
-
-def _not_slower(best: Entry, others: Sequence[Entry]) -> list[str]:
-    """Rows that the runs do not show to be slower than the one of the lowest time."""
-    pairs = [compare_speed(best.configuration, each.configuration).per_token for each in others]
-    assert all(pairs), "rows of one group have a known amount of work"
-    found = adjusted([pair for pair in pairs if pair])
-    return [
-        other.label
-        for other, pair in zip(others, found, strict=True)
-        if pair.verdict is not TimeVerdict.SLOWER
-    ]
-
-
-def _payments(entries: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
-    """What rows pay for, those that pay for the same together."""
+        result = "all within noise" if alone else told
+        text = f"Of {len(members)} rows none is faster than {of}: {result}."
+    # Those that pay for the same together.
     parts: dict[str, list[str]] = {}
-    for entry in entries:
-        amount, part = paid[entry.run.name]
-        parts.setdefault(part, []).append(f"{entry.label} {amount}")
+    for entry in others:
+        if entry.run.name in paid and entry is not best:
+            amount, part = paid[entry.run.name]
+            parts.setdefault(part, []).append(f"{entry.label} {amount}")
     if not parts:
-        return ""
+        return text
     most = sorted(parts.items(), key=lambda each: -len(each[1]))[:_MAX_COSTS]
-    told = "; ".join(f"{joined(payers[:MAX_NAMED])} for {part}" for part, payers in most)
-    return f" Beyond baseline's share of the work they pay: {told}."
+    costs = "; ".join(f"{joined(payers[:MAX_NAMED])} for {part}" for part, payers in most)
+    return f"{text} Beyond baseline's share of the work they pay: {costs}."
+
+
+def sentences_under(headline: str, report: Report) -> list[str]:
+    """The headline and the verdicts after it."""
+    return list(dict.fromkeys((headline, *sentences(report))))
+
+
+MAX_ROWS = 24
+"""Of a group; more are in the table."""
+MAX_GROUPS = 6
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One row; places are in percent of the axis."""
+
+    label: str
+    verdict: str
+    """`reference`, `faster`, `slower`, `within noise` or `too few samples`."""
+    length: float
+    low: float | None
+    high: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class BarGroup:
+    """Rows that are compared with one another, on one axis."""
+
+    title: str
+    bars: tuple[Bar, ...]
+    left_out: int
+    spoken: str
+    """The same in words."""
+
+
+def bars_of(report: Report) -> list[BarGroup]:
+    """Groups of rows that are compared, the largest first; without one the first row with a time."""
+    groups = compared_groups(report)
+    several = [members for members in groups if len(members) > 1]
+    return [_group(members) for members in several[:MAX_GROUPS] or groups[:1]]
+
+
+def _group(members: Sequence[Entry]) -> BarGroup:
+    reference, spans = members[0], []
+    for entry in members:
+        # For as many tokens as the reference's.
+        found, pair = entry.estimate, entry.speed.per_token if entry.speed else None
+        assert found is not None  # Of timed rows only.
+        weight = pair.ratio * (reference.time_ms or 0) / found.median if pair else 1.0
+        low, high = (end and weight * end for end in (found.low, found.high))
+        spans.append((entry, pair, weight, weight * found.median, low, high))
+    axis = 1.02 * max(high or middle for *_, middle, _, high in spans)
+    bars = []
+    for entry, pair, _, middle, low, high in spans[:MAX_ROWS]:
+        text = f"{number(middle)} ms"
+        text += f" [{interval(low, high)}]" if low is not None and high is not None else ""
+        text += f", {ratio(pair)}" if pair else ""
+        verdict = pair.verdict.value if pair else "reference"
+        left, right = (end and 100 * end / axis for end in (low, high))
+        bars.append(Bar(entry.label, verdict, 100 * middle / axis, left, right, text))
+    equal = all(abs(weight - 1) < 1e-9 for _, _, weight, *_ in spans)
+    many = f"for as many tokens as an iteration of {reference.label}"
+    where = " · ".join(filter(None, (reference.run.size, reference.run.device)))
+    title = f"Time {'of an iteration' if equal else many}{f', {where}' if where else ''}"
+    spoken = "; ".join(f"{bar.label}: {bar.text}" for bar in bars)
+    return BarGroup(title, tuple(bars), max(0, len(members) - MAX_ROWS), spoken)

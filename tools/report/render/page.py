@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from markupsafe import Markup
@@ -15,12 +15,12 @@ from tools.report.analyse.report import Report
 from tools.report.canvas import Chart
 from tools.report.explain.explanation import Explanation
 from tools.report.render import beside, tables
-from tools.report.render.bars import bars_of
+from tools.report.render.headline import bars_of
 from tools.report.render.plots import Plot, as_script, plots_of
 from tools.report.render.sentences import sentences
 from tools.text import units
 from tools.text.html import environment
-from tools.text.table import Column, Table
+from tools.text.table import Table
 from tools.text.units import DASH
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -48,37 +48,38 @@ class PageCell:
 
 
 def render_page(
-    report: Report,
-    charts: Sequence[Chart],
-    headline: str,
-    explanation: Explanation | None = None,
+    report: Report, charts: Sequence[Chart], headline: str, explanation: Explanation | None = None
 ) -> str:
     """The whole report as one HTML file."""
-    results, plots = tables.page_results(report), plots_of(report)
-    template = environment(_TEMPLATES).get_template("page.html.j2")
-    return template.render(
-        report=report,
-        answer=headline,
-        bars=bars_of(report),
-        plots=plots,
-        plot_data=as_script(plots),
-        memory=[chart for chart in charts if chart.name == "memory"],
-        charts=[chart for chart in charts if not chart.name.startswith(_INTERACTIVE)],
-        opened=_OPENED,
-        longest=_LONGEST,
-        contents=_contents(report, plots, explanation or Explanation()),
-        explanation=explanation or Explanation(),
-        sentences=sentences(report),
-        tables=tables,
-        beside=beside,
-        results=results,
-        arguments=tables.arguments(report, _MAX_ARGUMENTS),
-        arguments_left=max(0, len(report.arguments) - _MAX_ARGUMENTS),
-        memory_by_rank=memory_by_rank,
-        provenance=provenance,
-        cells_of=cells_of,
-        broken=_broken,
-        units=units,
+    explanation, plots = explanation or Explanation(), plots_of(report)
+    return (
+        environment(_TEMPLATES)
+        .get_template("page.html.j2")
+        .render(
+            report=report,
+            answer=headline,
+            bars=bars_of(report),
+            plots=plots,
+            plot_data=as_script(plots),
+            memory=[chart for chart in charts if chart.name == "memory"],
+            charts=[chart for chart in charts if not chart.name.startswith(_INTERACTIVE)],
+            opened=_OPENED,
+            longest=_LONGEST,
+            contents=_contents(report, plots, explanation),
+            explanation=explanation,
+            sentences=sentences(report),
+            tables=tables,
+            beside=beside,
+            results=tables.page_results(report),
+            arguments=tables.arguments(report, _MAX_ARGUMENTS),
+            arguments_left=max(0, len(report.arguments) - _MAX_ARGUMENTS),
+            memory_by_rank=memory_by_rank,
+            provenance=provenance,
+            cells_of=cells_of,
+            # A heading may be broken after a slash.
+            broken=lambda heading: Markup("/<wbr>").join(re.split(r"/(?=\w\w)", heading)),
+            units=units,
+        )
     )
 
 
@@ -104,56 +105,52 @@ def _contents(
 
 def cells_of[R](table: Table[R]) -> list[list[PageCell]]:
     """Cells with what a browser needs to align, colour and sort them."""
-    lines = [[_cell(column, row) for column in table.columns] for row in table.rows]
-    wide = [any(len(line[i].text) > _WIDE for line in lines) for i in range(len(table.columns))]
-    return [
-        [replace(cell, kind="wide") if broad and not cell.kind else cell for cell, broad in pairs]
-        for pairs in (zip(line, wide, strict=True) for line in lines)
-    ]
-
-
-def _broken(heading: str) -> Markup:
-    """A heading that may be broken after a slash."""
-    parts = re.split(r"/(?=\w\w)", heading)
-    return Markup("/<wbr>").join(parts)
-
-
-def _cell[R](column: Column[R], row: R) -> PageCell:
-    value, text = column.value(row), column.cell(row)
-    # A value of several parts sorts by its first.
-    key = value[0] if isinstance(value, tuple) else value
-    kind = "number" if column.right else ""
-    if column.style and text not in ("", DASH):
-        kind = f"pill {column.name.lower()} {text.split('@')[0].replace(' ', '-')}"
-    reason = column.why(row) if text == DASH else ""
-    return PageCell(text, "" if key is None else key, kind, reason)
+    columns = []
+    for column in table.columns:
+        texts = [column.cell(row) for row in table.rows]
+        broad = max(map(len, texts), default=0) > _WIDE
+        usual = "number" if column.right else "wide" if broad else ""
+        cells = []
+        for row, text in zip(table.rows, texts, strict=True):
+            value, kind = column.value(row), usual
+            # A value of several parts sorts by its first.
+            key = value[0] if isinstance(value, tuple) else value
+            if column.style and text not in ("", DASH):
+                kind = f"pill {column.name.lower()} {text.split('@')[0].replace(' ', '-')}"
+            why = column.why if isinstance(column.why, str) else column.why(row)
+            reason = why if text == DASH else ""
+            cells.append(PageCell(text, "" if key is None else key, kind, reason))
+        columns.append(cells)
+    return [list(line) for line in zip(*columns, strict=True)]
 
 
 def provenance(entry: Entry) -> Mapping[str, str]:
     """Where a run was made and with what; only what is known."""
     record, run = entry.run.record, entry.run
-    facts: dict[str, str | None] = {"log": run.log.path, "first line": run.log.first_seen}
-    of = run.log.generation
-    facts["log format"] = f"{of.trainer} {of.name}" if of.name else None
-    clocks = [c for s in run.samples.series for c in s.sm_clock_mhz if c]
-    facts["SM clock"] = f"{min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else None
-    throttled = sorted({reason for s in run.samples.series for reason in s.throttled})
-    facts["clock lowered by"] = ", ".join(throttled) or None
+    of, series = run.log.generation, run.samples.series
+    clocks = [clock for each in series for clock in each.sm_clock_mhz if clock]
+    facts: dict[str, str | None] = {
+        "log": run.log.path,
+        "first line": run.log.first_seen,
+        "log format": f"{of.trainer} {of.name}" if of.name else None,
+        "SM clock": f"{min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else None,
+        "clock lowered by": ", ".join(sorted({why for each in series for why in each.throttled})),
+    }
     if record is not None:
-        host, entry_point = record.host, record.entry
+        host, data = record.host, record.dataset
         facts |= {
             "made": record.created_utc,
             "host": f"{host.name}, {host.cpu}, {host.cores} cores, {units.size(host.memory_bytes)}",
             "devices": ", ".join(host.devices),
             "driver": host.driver,
             "interconnect": host.interconnect,
-            "entry": entry_point.path,
+            "entry": record.entry.path,
             "Megatron": run.megatron,
             "kit commit": record.kit_commit,
             "code": str(record.code) if record.code else None,
             "software": ", ".join(f"{name} {v}" for name, v in sorted(record.software.items())),
-            "data": record.dataset.prefix if record.dataset else None,
-            "data sha256": record.dataset.sha256 if record.dataset else None,
+            "data": data.prefix if data else None,
+            "data sha256": data.sha256 if data else None,
             "start checkpoint": record.start_checkpoint,
             "starting weights": record.start_weights,
             "seed": str(record.spec.seed),

@@ -7,7 +7,7 @@ enough (plotly's is 4.5 MB, Bokeh's 1 MB), and a canvas neither prints nor follo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from tools.report.analyse.entry import Entry, loss_differences, names_of
 from tools.report.analyse.parity import loss_points
 from tools.report.analyse.report import Report
-from tools.report.read.iterations import LOG_LINE, OTHER, IterationTable
+from tools.report.canvas import extremes
+from tools.report.read.iterations import LOG_LINE, OTHER
 from tools.report.read.runs import Run
-from tools.report.render.thinning import extremes
 
 MAX_SERIES = 12
 """Rows that one picture draws; more cannot be told apart."""
@@ -74,12 +74,20 @@ class Plot:
 def plots_of(report: Report) -> list[Plot]:
     """Every picture that at least two points of a row are known for, in the page's order."""
     entries = report.entries
-    apart = _are_far_apart(entries)
-    times = _plot("times", "Iteration time", "ms", entries, _times, clip=True)
-    if apart:
-        times = _plot("times", "Iteration time", "of its median", entries, _relative, clip=True)
+    known = [entry.time_ms for entry in entries if entry.time_ms]
+    # On one axis some rows would be pressed flat.
+    apart = len(known) > 1 and max(known) > _FAR * min(known)
+
+    def times(run: Run) -> Curve:
+        table = run.log.iterations
+        each = table.values("elapsed_ms")
+        keep = (each > 0) & ~table.known("first_of_start") & np.isfinite(each)
+        usual = np.median(each[keep]) if apart and keep.any() else 1.0
+        return table.numbers[keep], each[keep] / usual
+
+    unit = "of its median" if apart else "ms"
     found = [
-        times,
+        _plot("times", "Iteration time", unit, entries, times, clip=True),
         _plot("losses", "Loss", "lm loss", entries, loss_points),
         _differences(entries),
         _plot("grad-norm", "Gradient norm", "grad norm", entries, _column("grad_norm"), clip=True),
@@ -107,55 +115,51 @@ def _plot(
     *,
     clip: bool = False,
 ) -> Plot | None:
-    curves = [(place, curve(entry.run)) for place, entry in enumerate(entries)]
-    curves = [(place, (x, y)) for place, (x, y) in curves if len(x) > 1]
+    curves = {place: curve(entry.run) for place, entry in enumerate(entries)}
+    curves = {place: (x, y) for place, (x, y) in curves.items() if len(x) > 1}
     # What never changes needs no picture.
-    if not any(np.any(y != y[0]) for _, (_, y) in curves) and name not in _ALWAYS:
-        return None
-    if not curves:
+    changes = name in _ALWAYS or any(np.any(y != y[0]) for _, y in curves.values())
+    if not curves or not changes:
         return None
     labels = names_of(entries)
     alike = _coinciding(curves) if name in _ALIKE else {}
-    curves = [(place, curve) for place, curve in curves if place not in alike]
-    drawn = curves[:MAX_SERIES]
-    others = Counter(alike.values())
-    series = tuple(
-        _series(labels[place] + _said(others[place]), place, entries[place].run, *curve)
-        for place, curve in drawn
-    )
-    marks = _marks([entries[place] for place, _ in drawn], labels) if name == "times" else ()
-    picked = f" The first {len(drawn)} of {len(curves)} rows." if len(curves) > len(drawn) else ""
+    shown = [place for place in curves if place not in alike]
+    drawn, others = shown[:MAX_SERIES], Counter(alike.values())
+    series = []
+    for place in drawn:
+        more = others[place]
+        said = f" ({more} other{'s coincide' if more > 1 else ' coincides'})" if more else ""
+        series.append(_series(labels[place] + said, place, entries[place].run, *curves[place]))
+    marks: list[Mark] = []
+    if name == "times":
+        rows = [(entries[place], f"{entries[place].label}: ") for place in drawn]
+        for row, of in rows:
+            told = [(each.iteration, of * (len(labels) > 1) + each.text) for each in row.shifts]
+            marks += [Mark(*each) for each in told]
+        for row, _ in rows:
+            told = [(at, f"{row.label} was resumed at iteration {at}") for at in row.run.restarts]
+            marks += [Mark(*each) for each in told]
+        marks = sorted(marks[:MAX_MARKS], key=lambda mark: mark.x)
+    picked = f" The first {len(drawn)} of {len(shown)} rows." if len(shown) > len(drawn) else ""
     text = f"{_TEXTS.get(name, f'{title} by iteration, of the newest run of each row.')}{picked}"
-    return Plot(name, title, text, unit, series, marks, clip, overlap=name in _ALIKE)
+    overlap = name in _ALIKE
+    return Plot(name, title, text, unit, tuple(series), tuple(marks), clip, overlap)
 
 
-def _coinciding(curves: Sequence[tuple[int, Curve]]) -> dict[int, int]:
+def _coinciding(curves: Mapping[int, Curve]) -> dict[int, int]:
     """Places of curves that cannot be told from an earlier one in a picture, with that one's place."""
-    levels = np.concatenate([y for _, (_, y) in curves])
+    levels = np.concatenate([y for _, y in curves.values()])
     least = _DISTINCT * float(np.ptp(levels[np.isfinite(levels)]) if len(levels) else 0.0)
-    shown: list[tuple[int, Curve]] = []
+    shown: dict[int, Curve] = {}
     found = {}
-    for place, (x, y) in curves:
-        same = (
-            at
-            for at, (u, v) in shown
-            if np.array_equal(u, x) and float(np.max(np.abs(v - y))) <= least
-        )
-        if (earlier := next(same, None)) is None:
-            shown.append((place, (x, y)))
+    for place, (x, y) in curves.items():
+        for earlier, (u, v) in shown.items():
+            if np.array_equal(u, x) and float(np.max(np.abs(v - y))) <= least:
+                found[place] = earlier
+                break
         else:
-            found[place] = earlier
+            shown[place] = x, y
     return found
-
-
-def _said(others: int) -> str:
-    return f" ({others} other{'s coincide' if others > 1 else ' coincides'})" if others else ""
-
-
-def _are_far_apart(entries: Sequence[Entry]) -> bool:
-    """Whether times on one axis would press some rows flat."""
-    known = [entry.time_ms for entry in entries if entry.time_ms]
-    return len(known) > 1 and max(known) > _FAR * min(known)
 
 
 _DISTINCT = 0.004
@@ -174,73 +178,36 @@ def _series(
 ) -> Series:
     kept = extremes(y, MAX_POINTS)
     values = [float(f"{value:.7g}") for value in y[kept].tolist()]
-    return Series(label, place, x[kept].tolist(), values, _log_lines(run.log.iterations, x[kept]))
-
-
-def _log_lines(table: IterationTable, iterations: NDArray[np.int64]) -> list[int | None]:
-    """The lines of the log that these iterations are printed in."""
-    if not table.known(LOG_LINE).any():
-        return []
-    numbers = table.numbers
-    places = np.minimum(np.searchsorted(numbers, iterations), len(numbers) - 1)
-    lines = table.values(LOG_LINE)[places].tolist()
-    own = (numbers[places] == iterations).tolist()
-    return [int(line) if mine else None for line, mine in zip(lines, own, strict=True)]
-
-
-def _marks(entries: Sequence[Entry], labels: Sequence[str]) -> tuple[Mark, ...]:
-    several = len(labels) > 1
-    found = [
-        Mark(shift.iteration, f"{entry.label}: {shift.text}" if several else shift.text)
-        for entry in entries
-        for shift in entry.shifts
-    ]
-    resumed = [
-        Mark(first, f"{entry.label} was resumed at iteration {first}")
-        for entry in entries
-        for first in entry.run.restarts
-    ]
-    return tuple(sorted([*found, *resumed][:MAX_MARKS], key=lambda mark: mark.x))
-
-
-def _times(run: Run) -> Curve:
-    table = run.log.iterations
-    times = table.values("elapsed_ms")
-    return _known(run, times, (times > 0) & ~table.known("first_of_start"))
-
-
-def _relative(run: Run) -> Curve:
-    numbers, times = _times(run)
-    return numbers, times / np.median(times) if len(times) else times
+    iterations, table = x[kept], run.log.iterations
+    log_lines: list[int | None] = []
+    if table.known(LOG_LINE).any():
+        numbers = table.numbers
+        places = np.minimum(np.searchsorted(numbers, iterations), len(numbers) - 1)
+        lines, own = table.values(LOG_LINE)[places].tolist(), numbers[places] == iterations
+        log_lines = [int(n) if mine else None for n, mine in zip(lines, own.tolist(), strict=True)]
+    return Series(label, place, iterations.tolist(), values, log_lines)
 
 
 def _column(name: str) -> Callable[[Run], Curve]:
-    return lambda run: _known(run, run.log.iterations.values(name))
+    def curve(run: Run) -> Curve:
+        values = run.log.iterations.values(name)
+        keep = np.isfinite(values)
+        return run.log.iterations.numbers[keep], values[keep]
 
-
-def _known(run: Run, values: NDArray[np.float64], usable: NDArray[np.bool_] | None = None) -> Curve:
-    keep = np.isfinite(values) if usable is None else usable & np.isfinite(values)
-    return run.log.iterations.numbers[keep], values[keep]
+    return curve
 
 
 def _differences(entries: Sequence[Entry]) -> Plot | None:
     """Loss less its reference's, where parity was judged."""
     labels = names_of(entries)
-    series = [
+    series = tuple(
         _series(labels[place], place, judged, np.array(steps), np.array(units))
         for place, judged, steps, units in loss_differences(entries)
-    ]
+    )
     if not series:
         return None
     text = "Loss less its reference's, in units of the last digit that Megatron prints."
     if len(series) > MAX_SERIES:
         text += f" The first {MAX_SERIES} of {len(series)} rows."
-    unit = "units of the last digit"
-    return Plot(
-        "differences",
-        "Loss against the reference",
-        text,
-        unit,
-        tuple(series[:MAX_SERIES]),
-        dots=True,
-    )
+    title, unit = "Loss against the reference", "units of the last digit"
+    return Plot("differences", title, text, unit, series[:MAX_SERIES], dots=True)

@@ -26,45 +26,66 @@ _MAX_SENTENCES = 12
 
 def sentences(report: Report) -> list[str]:
     """The verdicts of a report, one sentence each."""
-    if not report.entries:
+    entries = report.entries
+    if not entries:
         return ["There is no run to report on: train one (make demo), or name logs with LOGS=."]
-    result = [_status_sentence(report)]
-    if any(e.run.device == "cpu" and e.estimate for e in report.entries):
+    rows = [entry.configuration for entry in entries]
+    runs = sum(len((*row.runs, *row.failed_before, *row.running)) for row in rows)
+    ended = [said for entry in entries for said in _endings(entry)]
+    if (more := len(ended) - _MAX_SENTENCES) > 0:
+        ended = [*ended[:_MAX_SENTENCES], f"{more} more did not end well"]
+    told = f"; {'; '.join(ended)}." if ended else ", all ended well."
+    result = [f"{plural(runs, 'run')} in {plural(len(rows), 'configuration')}{told}"]
+    timed = [(entry, entry.estimate) for entry in entries if entry.estimate]
+    if any(entry.run.device == "cpu" for entry, _ in timed):
         result.append(
             "Times on CPU ranks are illustrative: ranks share cores, and no GPU's balance of "
             "compute and communication is in them; losses, parameters and bytes are exact."
         )
-    result += _window_sentences(report)
-    result += _speed_sentences(report)
-    result += _uncompared(report)
-    within = [f"Within {e.label}, {shift.text}." for e in report.entries for shift in e.shifts]
-    result += _first(within, "changes within runs")
-    result += _power_sentences(report)
-    result += _disagreements(report)
-    result += _parity_sentences(report)
-    result += _published_sentences(report)
-    result += _planned_sentences(report)
-    told = [c for c in report.changes if c.fails_strict or c.kind == UNDECIDED]
-    if report.baseline:
+    if counts := sorted({found.count for _, found in timed}):
+        span = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
         result.append(
-            f"Against {report.baseline}: "
-            + ("; ".join(f"{c.row}: {c.kind}, {c.text}" for c in told) or "nothing changed")
-            + "."
+            f"Medians rest on {span} samples a row; which lines were left out, and why, is under"
+            " 'How it was measured' in report.html and report.md."
         )
-    return result
-
-
-def _planned_sentences(report: Report) -> list[str]:
-    """How the planner's times compare, over all rows that it can predict."""
-    errors = {each.entry.label: each.error for each in report.planned if each.error is not None}
-    if not errors:
-        return []
-    worst = max(errors, key=lambda label: abs(errors[label]))
-    mean = sum(map(abs, errors.values())) / len(errors)
-    return [
-        f"The planner's times are {mean:.0%} off in the mean over {plural(len(errors), 'row')}, "
-        f"{worst}'s most ({signed_percent(errors[worst], 0)}, positive: predicted too slow)."
+    result += [*_speed_sentences(report), *_uncompared(report)]
+    within = [f"Within {e.label}, {shift.text}." for e in entries for shift in e.shifts]
+    result += within[:_MAX_SENTENCES]
+    if (more := len(within) - _MAX_SENTENCES) > 0:
+        result.append(f"{more} more changes within runs are in the notes of their rows.")
+    result += _power_sentences(report)
+    result += [
+        f"Repeats of {entry.label} disagree: {disagreement(entry)}."
+        for entry, found in timed
+        if found.disagree
     ]
+    result += _parity_sentences(report)
+    result += [
+        f"{entry.label}: published {match.quantity} "
+        f"{' and '.join(number(v) for v in match.published)} {match.unit}, measured "
+        f"{number(match.measured)} {match.unit}: {match.verdict} (expected"
+        f" {number(match.expected_low)} to {number(match.expected_high)})."
+        for entry in entries
+        for match in entry.matches
+        if match.verdict != "not comparable"
+    ]
+    return [*result, *_beside_others(report)]
+
+
+def _beside_others(report: Report) -> Iterator[str]:
+    """How the planner's times compare, over all rows that it can predict; and what changed since."""
+    errors = {each.entry.label: each.error for each in report.planned if each.error is not None}
+    if errors:
+        worst = max(errors, key=lambda label: abs(errors[label]))
+        mean = sum(map(abs, errors.values())) / len(errors)
+        yield (
+            f"The planner's times are {mean:.0%} off in the mean over {plural(len(errors), 'row')}, "
+            f"{worst}'s most ({signed_percent(errors[worst], 0)}, positive: predicted too slow)."
+        )
+    if report.baseline:
+        told = [c for c in report.changes if c.fails_strict or c.kind == UNDECIDED]
+        said = "; ".join(f"{c.row}: {c.kind}, {c.text}" for c in told) or "nothing changed"
+        yield f"Against {report.baseline}: {said}."
 
 
 def compared_groups(report: Report) -> list[list[Entry]]:
@@ -92,11 +113,25 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _first(texts: Sequence[str], what: str) -> list[str]:
-    more = len(texts) - _MAX_SENTENCES
-    if more <= 0:
-        return list(texts)
-    return [*texts[:_MAX_SENTENCES], f"{more} more {what} are in the notes of their rows."]
+def _power_sentences(report: Report) -> list[str]:
+    """What the intervals assume of runs that were not repeated, and what repeats would show."""
+    found = [e.estimate for e in report.entries if e.estimate and e.estimate.error is not None]
+    groups = [str(len(group) - 1) for group in compared_groups(report) if len(group) > 2]
+    told = [
+        f"Of {joined(groups)} comparisons with one reference all verdicts are right"
+        " together with 95% (Holm); an interval is of its pair alone."
+    ]
+    told = told if groups else []
+    for scatter in dict.fromkeys(each.scatter for each in found if each.freedom is None):
+        one, three = (
+            smallest_difference(*of) for of in ((1, scatter.assumed), (3, scatter.typical))
+        )
+        told.append(
+            f"One or two runs cannot show how much runs scatter, so {scatter.assumed:.1%} is assumed"
+            f" ({scatter.source}). With one run each, a difference below {one:.1%} cannot be seen; with"
+            f" three runs each that scatter by {scatter.typical:.1%}, one below {three:.1%}."
+        )
+    return told
 
 
 def _speed_sentences(report: Report) -> list[str]:
@@ -110,12 +145,12 @@ def _speed_sentences(report: Report) -> list[str]:
             key = entry.speed.reference, entry.speed.per_token.verdict
             groups.setdefault(key, []).append(entry)
     result = []
+    labels = {entry.run.name: entry.label for entry in report.entries}
     for (name, verdict), members in groups.items():
-        reference = next(entry for entry in report.entries if entry.run.name == name)
         ratios = sorted(map(token_ratio, members))
         span = f"×{ratios[0]:.3f} to ×{ratios[-1]:.3f}" if len(ratios) > 1 else f"×{ratios[0]:.3f}"
         result.append(
-            f"{len(members)} rows: {verdict.against(reference.label)}, {span} the time a token"
+            f"{len(members)} rows: {verdict.against(labels[name])}, {span} the time a token"
             f" ({some_of([entry.label for entry in members])})."
         )
     return [*result, "Each row's own verdict and interval are under 'Compared in speed'."]
@@ -170,19 +205,21 @@ def speed_sentence(entry: Entry, report: Report) -> str:
 
 def _flaws(comparison: SpeedComparison) -> str:
     """What differs and is no part of the strategy, the first few by name and value."""
-    flaws = [d for d in comparison.differences if not d.part_of_strategy]
-    paths = [d for d in flaws if "/" in d.reference or "/" in d.other]
-    flaws = [d for d in flaws if d not in paths]
-    named = [f"{d.what} ({_cut(d.reference)} | {_cut(d.other)})" for d in flaws[:_MAX_FLAWS]]
-    if len(flaws) > _MAX_FLAWS:
-        named.append(f"{len(flaws) - _MAX_FLAWS} more")
-    if paths:
-        named.append(f"{len(paths)} path{'s' * (len(paths) > 1)}")
+    named: list[str] = []
+    paths = more = 0
+    for found in comparison.differences:
+        sides = (found.reference, found.other)
+        if found.part_of_strategy:
+            continue
+        if any("/" in side for side in sides):
+            paths += 1
+        elif len(named) < _MAX_FLAWS:
+            cut = [s if len(s) <= _MAX_VALUE else f"{s[: _MAX_VALUE - 1]}…" for s in sides]
+            named.append(f"{found.what} ({' | '.join(cut)})")
+        else:
+            more += 1
+    named += [f"{more} more"] * bool(more) + [plural(paths, "path")] * bool(paths)
     return f"; not the same: {joined(named)}" if named else ""
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 1]}…"
 
 
 def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
@@ -199,28 +236,16 @@ def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
     return f"{text})"
 
 
-def _status_sentence(report: Report) -> str:
-    rows = [entry.configuration for entry in report.entries]
-    runs = sum(len((*row.runs, *row.failed_before, *row.running)) for row in rows)
-    text = f"{runs} run{'s' * (runs != 1)} in {len(rows)} configuration{'s' * (len(rows) != 1)}"
-    found = [said for entry in report.entries for said in _endings(entry)]
-    if len(found) > _MAX_SENTENCES:
-        found = [*found[:_MAX_SENTENCES], f"{len(found) - _MAX_SENTENCES} more did not end well"]
-    return f"{text}; {'; '.join(found)}." if found else f"{text}, all ended well."
-
-
 def _endings(entry: Entry) -> Iterator[str]:
     """What is to be said of an entry's runs but for those that ended well."""
     row = entry.configuration
     if entry.run.status.status is not Status.OK:
         yield f"{entry.label} is {_ending(entry.run)}"
-    if row.failed_before:
-        newest = _ending(row.failed_before[-1])
-        if len(row.failed_before) == 1:
-            yield f"an earlier attempt of {entry.label} is {newest}"
-        else:
-            count = len(row.failed_before)
-            yield f"{count} earlier attempts of {entry.label} failed, the newest is {newest}"
+    if failed := row.failed_before:
+        newest = _ending(failed[-1])
+        several = f"{len(failed)} earlier attempts of {entry.label} failed, the newest is {newest}"
+        one = f"an earlier attempt of {entry.label} is {newest}"
+        yield several if len(failed) > 1 else one
     if row.running:
         yield f"one more of {entry.label} is {_ending(row.running[-1])}"
 
@@ -230,89 +255,34 @@ def _ending(run: Run) -> str:
     return f"{run.status.status}{reason}"
 
 
-def _window_sentences(report: Report) -> list[str]:
-    counts = [e.estimate.count for e in report.entries if e.estimate]
-    if not counts:
-        return []
-    span = f"{min(counts)} to {max(counts)}" if min(counts) != max(counts) else f"{counts[0]}"
-    return [
-        f"Medians rest on {span} samples a row; which lines were left out, and why, is under"
-        " 'How it was measured' in report.html and report.md."
-    ]
-
-
-def _disagreements(report: Report) -> list[str]:
-    return [
-        f"Repeats of {entry.label} disagree: {disagreement(entry)}."
-        for entry in report.entries
-        if entry.estimate and entry.estimate.disagree
-    ]
-
-
-def _power_sentences(report: Report) -> list[str]:
-    """What the intervals assume of runs that were not repeated, and what repeats would show."""
-    found = [e.estimate for e in report.entries if e.estimate and e.estimate.error is not None]
-    groups = [len(members) - 1 for members in compared_groups(report) if len(members) > 2]
-    several = [
-        f"Of {joined(list(map(str, groups)))} comparisons with one reference all verdicts are right"
-        " together with 95% (Holm); an interval is of its pair alone."
-    ]
-    assumed = dict.fromkeys(each.scatter for each in found if each.freedom is None)
-    return several[: len(groups)] + [
-        f"One or two runs cannot show how much runs scatter, so {scatter.assumed:.1%} is assumed"
-        f" ({scatter.source}). With one run each, a difference below"
-        f" {smallest_difference(1, scatter.assumed):.1%} cannot be seen; with three runs each that"
-        f" scatter by {scatter.typical:.1%}, one below {smallest_difference(3, scatter.typical):.1%}."
-        for scatter in assumed
-    ]
-
-
 def _parity_sentences(report: Report) -> list[str]:
-    held = [e for e in report.entries if e.parity.verdict == "held"]
-    result = []
-    if held:
-        worst = max(e.parity.max_units or 0 for e in held)
+    entries, result = report.entries, []
+    if held := [e for e in entries if e.parity.verdict == "held"]:
+        worst = plural(round(max(e.parity.max_units or 0 for e in held)), "unit")
         fewest = min(e.parity.compared for e in held)
-        logs = all(e.run.is_foreign for e in held)
-        basis = (
-            f"{LOGS_AGREE:g} of a loss between logs"
-            if logs
-            else "the spread of repeats and the rounding"
-            if any(e.parity.repeats for e in held)
-            else "the rounding alone"
-        )
+        basis = "the rounding alone"
+        if all(e.run.is_foreign for e in held):
+            basis = f"{LOGS_AGREE:g} of a loss between logs"
+        elif any(e.parity.repeats for e in held):
+            basis = "the spread of repeats and the rounding"
         result.append(
             f"Loss parity held for {some_of([e.label for e in held])}: over {fewest} iterations"
-            f" no loss is more than {plural(round(worst), 'unit')} of the last printed digit off"
-            f" (tolerance: {basis})."
+            f" no loss is more than {worst} of the last printed digit off (tolerance: {basis})."
         )
     result += [
         f"Loss parity of {e.label} is {e.parity.verdict}: the largest difference is"
         f" {e.parity.max_difference:.3g}."
-        for e in report.entries
+        for e in entries
         if e.parity.verdict.startswith("broken")
     ]
+    differ = [e for e in entries if e.parity.repeats_differ]
+    result += [f"Of {e.label}, {e.parity.repeats_differ}." for e in differ]
+    lost: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.parity.without_baseline:
+            lost.setdefault(entry.parity.without_baseline, []).append(entry.label)
     result += [
-        f"Of {e.label}, {e.parity.repeats_differ}."
-        for e in report.entries
-        if e.parity.repeats_differ
-    ]
-    lost = [e for e in report.entries if e.parity.without_baseline]
-    result += [
-        f"Loss parity of {some_of([e.label for e in lost if e.parity.without_baseline == why])} is not"
-        f" against baseline: {why}."
-        for why in dict.fromkeys(e.parity.without_baseline for e in lost)
+        f"Loss parity of {some_of(labels)} is not against baseline: {why}."
+        for why, labels in lost.items()
     ]
     return result
-
-
-def _published_sentences(report: Report) -> list[str]:
-    return [
-        f"{entry.label}: published {match.quantity} "
-        f"{' and '.join(number(v) for v in match.published)} {match.unit}, measured "
-        f"{number(match.measured)} {match.unit}: {match.verdict} (expected"
-        f" {number(match.expected_low)} to {number(match.expected_high)})."
-        for entry in report.entries
-        for match in entry.matches
-        if match.verdict != "not comparable"
-    ]

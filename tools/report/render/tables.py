@@ -15,16 +15,7 @@ from tools.report.analyse.report import ArgumentDifference, Report
 from tools.report.analyse.results import notes_of, other_attempts
 from tools.report.analyse.statistics import Estimate, TimeComparison
 from tools.text.table import Column, Table
-from tools.text.units import (
-    DASH,
-    bracketed,
-    count,
-    interval,
-    loss,
-    number,
-    percent,
-    size,
-)
+from tools.text.units import DASH, bracketed, count, interval, loss, number, percent, size
 
 _MAX_VALUES = 12
 """Rows whose arguments stand side by side; those of more are counted by value."""
@@ -43,14 +34,12 @@ def time_text(found: Estimate | None, shape: str = ".1f") -> str:
 
 def _interval(entry: Entry) -> tuple[float, float] | None:
     found = entry.estimate
-    if found is None or found.low is None or found.high is None:
-        return None
-    return found.low, found.high
+    known = found is not None and found.low is not None and found.high is not None
+    return (found.low, found.high) if known else None  # type: ignore[union-attr,return-value]
 
 
-def _speed(entry: Entry) -> tuple[float, str] | None:
-    found = entry.speed.per_token if entry.speed else None
-    return (found.ratio, ratio(found)) if found else None
+def _of_pair(entry: Entry) -> TimeComparison | None:
+    return entry.speed.per_token if entry.speed else None
 
 
 def _published(entry: Entry) -> tuple[float, str] | None:
@@ -64,36 +53,12 @@ def _published(entry: Entry) -> tuple[float, str] | None:
 def _printed(entry: Entry) -> tuple[float, str] | None:
     """Megatron's own throughput, with its FLOPs over the kit's count."""
     rate, factor = entry.rates.printed_tflops_per_device, entry.rates.printed_over_counted
-    if rate is None:
-        return None
-    return rate, number(rate) + (f" (×{factor:.3g})" if factor else "")
+    over = f" (×{factor:.3g})" if factor else ""
+    return None if rate is None else (rate, number(rate) + over)
 
 
 def _said(value: tuple[float, str] | None) -> str:
     return value[1] if value else DASH
-
-
-def _range(value: tuple[float, float] | None) -> str:
-    return f"{number(value[0])} – {number(value[1])}" if value else DASH
-
-
-def _time_and_interval(entry: Entry) -> str:
-    found = _interval(entry)
-    return f"{number(entry.time_ms)} [{interval(*found)}]" if found else number(entry.time_ms)
-
-
-def _status_and_attempts(entry: Entry) -> str:
-    attempts = ", ".join(other_attempts(entry.configuration)).replace("earlier ", "")
-    return f"{entry.status} ({attempts})" if attempts else entry.status
-
-
-def _status_style(entry: Entry) -> str:
-    return _STYLES.get(entry.status, "bold red")
-
-
-def _parity_style(entry: Entry) -> str:
-    verdict = entry.parity.verdict
-    return "bold red" if verdict.startswith("broken") else _STYLES.get(verdict, "yellow")
 
 
 _NO_MODEL = "no time, or no model that a rate follows from"
@@ -112,46 +77,56 @@ def _no_mfu(entry: Entry) -> str:
     return next((note for note in entry.rates.notes if note.startswith("no MFU")), _NO_MODEL)
 
 
-def _no_speed(entry: Entry) -> str:
-    if entry.speed:
-        return entry.speed.caution or "not comparable"
-    return "the reference, or nothing to compare it with"
-
-
 _LABEL = Column[Entry]("Strategy", lambda e: e.label, right=False)
 _MODEL = Column[Entry]("Model", lambda e: e.run.model or None, right=False)
 _DEVICE = Column[Entry]("Device", lambda e: e.run.device or None, right=False)
-_STATUS = Column[Entry]("Status", lambda e: e.status, right=False, style=_status_style)
+_STATUS = Column[Entry](
+    "Status", lambda e: e.status, right=False, style=lambda e: _STYLES.get(e.status, "bold red")
+)
 _TIME = Column[Entry](
     "ms/iteration", lambda entry: entry.time_ms, number, why=lambda e: e.run.window.text
 )
 _INTERVAL = Column[Entry](
-    "95% interval", _interval, _range, why=lambda _: "fewer than 6 iterations count"
+    "95% interval",
+    _interval,
+    lambda value: " – ".join(map(number, value)) if value else DASH,
+    why="fewer than 6 iterations count",
 )
-_SPEED = Column[Entry]("Time a token", _speed, _said, why=_no_speed)
+_SPEED = Column[Entry](
+    "Time a token",
+    lambda e: (found.ratio, ratio(found)) if (found := _of_pair(e)) else None,
+    _said,
+    why=lambda e: (
+        (e.speed.caution or "not comparable")
+        if e.speed
+        else "the reference, or nothing to compare it with"
+    ),
+)
 _RATE = Column[Entry]("Tokens/s", lambda e: e.rates.tokens_per_second, number, why=_no_tokens)
 _LOSS = Column[Entry](
-    "Final loss", lambda e: e.final_loss, loss, why=lambda _: "no line has the loss of a whole step"
+    "Final loss", lambda e: e.final_loss, loss, why="no line has the loss of a whole step"
 )
 _PARITY = Column[Entry](
     "Parity",
     lambda e: e.parity.verdict or None,
     right=False,
-    style=_parity_style,
-    why=lambda _: "no other run must print the same losses",
+    style=lambda e: (
+        "bold red"
+        if e.parity.verdict.startswith("broken")
+        else _STYLES.get(e.parity.verdict, "yellow")
+    ),
+    why="no other run must print the same losses",
 )
 _PARAMETERS = Column[Entry](
-    "Parameters/rank", lambda e: e.largest_parameters, count, why=lambda _: "not printed"
+    "Parameters/rank", lambda e: e.largest_parameters, count, why="not printed"
 )
 _MEMORY = Column[Entry](
-    "Peak memory", lambda e: e.peak_bytes, size, why=lambda _: "neither a ledger nor a memory line"
+    "Peak memory", lambda e: e.peak_bytes, size, why="neither a ledger nor a memory line"
 )
-_SENT = Column[Entry](
-    "Sent/iteration", lambda e: e.sent_bytes, size, why=lambda _: "no communication ledger"
-)
+_SENT = Column[Entry]("Sent/iteration", lambda e: e.sent_bytes, size, why="no communication ledger")
 _MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent, why=_no_mfu)
 _PUBLISHED = Column[Entry](
-    "Published ms", _published, _said, why=lambda _: "nothing of this model and strategy"
+    "Published ms", _published, _said, why="nothing of this model and strategy"
 )
 _NOTES = Column[Entry]("Notes", notes_of, right=False)
 _PARITY_OR_BLANK = replace(_PARITY, text=lambda verdict: verdict or "")
@@ -170,23 +145,32 @@ _OF_PAGE = (
     _PARAMETERS,
     _MEMORY,
     Column[Entry](
-        "Device memory",
-        lambda e: device_memory(e.run),
-        size,
-        why=lambda _: "no reading of a device",
+        "Device memory", lambda e: device_memory(e.run), size, why="no reading of a device"
     ),
     _SENT,
     Column[Entry](
         "Tokens/s/device", lambda e: e.rates.tokens_per_second_per_device, number, why=_no_tokens
     ),
     Column[Entry](
-        "TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number, why=lambda _: _NO_MODEL
+        "TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number, why=_NO_MODEL
     ),
-    Column[Entry]("Printed TFLOP/s", _printed, _said, why=lambda _: "no line has it"),
+    Column[Entry]("Printed TFLOP/s", _printed, _said, why="no line has it"),
     _MFU,
     Column[Entry]("HFU", lambda e: e.rates.hfu, percent, why=_no_mfu),
     _PUBLISHED,
 )
+
+
+def _time_and_interval(entry: Entry) -> str:
+    found = _interval(entry)
+    return f"{number(entry.time_ms)} [{interval(*found)}]" if found else number(entry.time_ms)
+
+
+def _status_and_attempts(entry: Entry) -> str:
+    attempts = ", ".join(other_attempts(entry.configuration)).replace("earlier ", "")
+    return f"{entry.status} ({attempts})" if attempts else entry.status
+
+
 _OF_MARKDOWN = (
     _LABEL,
     _MODEL,
@@ -261,54 +245,49 @@ def windows(report: Report, *, notes: bool = False) -> Table[Entry]:
 
 def speeds(report: Report) -> Table[Entry]:
     """Each configuration beside its cohort's reference."""
-    compared = tuple(e for e in report.entries if e.speed and e.speed.per_token)
+    compared = tuple(entry for entry in report.entries if _of_pair(entry))
+
+    def per_iteration(entry: Entry) -> str:
+        found = entry.speed.per_iteration if entry.speed else None
+        return ratio(found) if found else "refused: different work"
+
+    def span(entry: Entry) -> str | None:
+        found = _of_pair(entry)
+        known = found is not None and found.low is not None and found.high is not None
+        return f"{found.low:.3f} – {found.high:.3f}" if found and known else None
+
+    def differences(entry: Entry) -> str:
+        found = entry.speed.differences if entry.speed else ()
+        return "; ".join(f"{d.what}: {d.reference} | {d.other}" for d in found)
+
     columns = (
         _LABEL,
         Column[Entry]("Against", lambda e: e.speed and e.speed.reference, right=False),
-        Column[Entry]("Time an iteration", _per_iteration, right=False),
+        Column[Entry]("Time an iteration", per_iteration, right=False),
         replace(_SPEED, right=False),
-        Column[Entry]("95% interval", _ratio_interval),
+        Column[Entry]("95% interval", span),
         Column[Entry]("Tokens/s/device", lambda e: e.speed and e.speed.per_device, percent),
-        Column[Entry]("What differs", _differences, right=False),
+        Column[Entry]("What differs", differences, right=False),
     )
     return Table(columns, compared)
 
 
-def _per_iteration(entry: Entry) -> str:
-    found = entry.speed.per_iteration if entry.speed else None
-    return ratio(found) if found else "refused: different work"
-
-
-def _ratio_interval(entry: Entry) -> str | None:
-    found = entry.speed.per_token if entry.speed else None
-    if found is None or found.low is None or found.high is None:
-        return None
-    return f"{found.low:.3f} – {found.high:.3f}"
-
-
-def _differences(entry: Entry) -> str:
-    differences = entry.speed.differences if entry.speed else ()
-    return "; ".join(f"{d.what}: {d.reference} | {d.other}" for d in differences)
-
-
 def arguments(report: Report, limit: int) -> Table[ArgumentDifference]:
     """Arguments that are not the same in all runs, a column for each row of the report."""
+
+    def grouped(found: ArgumentDifference) -> str:
+        """The commonest values, each with its number of rows."""
+        counts = Counter(value or "not given" for value in found.values).most_common()
+        texts = [f"{value} ({rows} rows)" for value, rows in counts[:_MAX_VALUES]]
+        more = len(counts) - _MAX_VALUES
+        return ", ".join(texts) + (f" and {more} other values" if more > 0 else "")
 
     def value_of(place: int) -> Column[ArgumentDifference]:
         label = report.entries[place].label
         return Column(label, lambda found: found.values[place] or None, right=False)
 
     name = Column[ArgumentDifference]("Argument", lambda found: found.name, right=False)
-    if len(report.entries) > _MAX_VALUES:
-        grouped = Column[ArgumentDifference]("Values", _grouped, right=False)
-        return Table((name, grouped), report.arguments[:limit])
-    columns = (name, *(value_of(place) for place in range(len(report.entries))))
-    return Table(columns, report.arguments[:limit])
-
-
-def _grouped(found: ArgumentDifference) -> str:
-    """The commonest values, each with its number of rows."""
-    counts = Counter(value or "not given" for value in found.values).most_common()
-    texts = [f"{value} ({rows} rows)" for value, rows in counts[:_MAX_VALUES]]
-    more = len(counts) - _MAX_VALUES
-    return ", ".join(texts) + (f" and {more} other values" if more > 0 else "")
+    values = [Column[ArgumentDifference]("Values", grouped, right=False)]
+    if len(report.entries) <= _MAX_VALUES:
+        values = [value_of(place) for place in range(len(report.entries))]
+    return Table((name, *values), report.arguments[:limit])

@@ -14,9 +14,9 @@ from statistics import mean
 
 from tools.records.measurements import first_other_choice
 from tools.records.run import Status
+from tools.report.analyse.comparability import conditions
 from tools.report.analyse.configurations import pooled
 from tools.report.analyse.entry import Entry
-from tools.report.analyse.provenance import conditions
 from tools.report.analyse.statistics import Estimate, compare
 from tools.report.read.runs import Run
 from tools.spec.files import ROOT

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tools.plan.tensors import parameters_total
-from tools.report.analyse.provenance import conditions
-from tools.report.analyse.rows import rows_of
+from tools.report.analyse.comparability import conditions
+from tools.report.analyse.entry import rows_of
 from tools.report.analyse.statistics import Estimate
 from tools.report.canvas import WIDTH_INCHES, Chart, colour, draw, grid
 from tools.spec.errors import LaunchError

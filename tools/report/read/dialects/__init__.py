@@ -119,10 +119,8 @@ class MetricsLine(LineFormat):
             field = OTHER + name if field == "lm_loss" and of_a_policy else field
             field = MEAN_SECONDS if name == self.mean_seconds else field
             found.append(LineField(field, float(text), 0, 0))
-        iteration = iteration_of(found)
-        return [
-            FoundIteration(iteration, start.start(), found, "", Generation(self.trainer, "steps"))
-        ]
+        of = Generation(self.trainer, "steps")
+        return [FoundIteration(iteration_of(found), start.start(), found, "", of)]
 
 
 _MAX_METRICS = 200

@@ -36,12 +36,10 @@ def _arguments(printed: Mapping[str, str]) -> Mapping[str, str]:
     if not all(name in printed for name in _OWN):
         return printed
     plain = {name: _ORIGIN.sub("", value.strip()) for name, value in printed.items()}
-    found = {
-        name: _VALUES.get((name, value), value) for name, value in renamed(plain, _NAMES).items()
-    }
-    for half in _PRECISIONS.values():
-        found[half] = str(_PRECISIONS.get(found.get("precision", "")) == half)
-    return found
+    found = renamed(plain, _NAMES)
+    found = {name: _VALUES.get((name, value), value) for name, value in found.items()}
+    precision = _PRECISIONS.get(found.get("precision", ""))
+    return found | {half: str(half == precision) for half in _PRECISIONS.values()}
 
 
 DIALECT = Dialect(

@@ -20,9 +20,7 @@ from tools.report.read.dialects import (
     iteration_of,
 )
 from tools.report.read.iterations import OTHER, Iteration, dtype_of
-from tools.report.read.scraped import (
-    Generation,
-)
+from tools.report.read.scraped import Generation
 
 SECONDS = Generation("Megatron", "0.7 to 0.15")
 """Time stamps in seconds; the first line comes with the log interval."""
@@ -109,8 +107,12 @@ class BarLine(LineFormat):
             fields = [*_numbers_of(line, start), *self._parts(line, start.end(), stop)]
             iteration = iteration_of(fields)
             if _is_whole(iteration):
-                before = line[max(0, start.start() - _STAMP_WITHIN) : start.start()]
-                found.append(FoundIteration(iteration, start.start(), fields, *_stamp(before)))
+                # The first `[date time]` before it, and whose it is: some count microseconds.
+                before = max(0, start.start() - _STAMP_WITHIN)
+                stamp = _STAMP.search(line, before, start.start())
+                text = stamp[1] + (stamp[2] or "") if stamp else ""
+                of = (MICROSECONDS if stamp[2] else SECONDS) if stamp else Generation()
+                found.append(FoundIteration(iteration, start.start(), fields, text, of))
             start = following
         return found
 
@@ -132,7 +134,8 @@ class BarLine(LineFormat):
             start = bar + 1
         names = {part.field for part in parts}
         if "lm_loss" not in names and not is_of_a_policy(names):
-            parts = [_as_lm_loss(part) for part in parts]
+            own = OTHER + _IN_PLACE_OF_LM_LOSS
+            parts = [p._replace(field="lm_loss") if p.field == own else p for p in parts]
         return parts
 
     def _part(self, name: str, text: str, start: int) -> LineField:
@@ -175,18 +178,6 @@ def _numbers_of(line: str, start: re.Match[str]) -> tuple[LineField, LineField]:
         LineField("iteration", int(start[1]), first, start.end(1)),
         LineField("total_iterations", int(start[2]), slash + 1, start.end(2)),
     )
-
-
-def _stamp(before: str) -> tuple[str, Generation]:
-    """The first `[date time]`, and whose it is: some count microseconds."""
-    found = _STAMP.search(before)
-    if found is None:
-        return "", Generation()
-    return found[1] + (found[2] or ""), MICROSECONDS if found[2] else SECONDS
-
-
-def _as_lm_loss(part: LineField) -> LineField:
-    return part._replace(field="lm_loss") if part.field == OTHER + _IN_PLACE_OF_LM_LOSS else part
 
 
 def _integer(text: str, power: int) -> int | None:

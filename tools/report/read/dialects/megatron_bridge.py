@@ -50,7 +50,5 @@ def _rate(line: str) -> Iterator[Fact]:
 
 
 DIALECT = Dialect(
-    name="Megatron-Bridge",
-    line=BarLine,
-    news=(News("(GB)", _memory), News("Step Time", _rate)),
+    name="Megatron-Bridge", line=BarLine, news=(News("(GB)", _memory), News("Step Time", _rate))
 )

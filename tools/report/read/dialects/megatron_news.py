@@ -9,10 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from tools.report.read.dialects import (
-    Dialect,
-    News,
-)
+from tools.report.read.dialects import Dialect, News
 from tools.report.read.dialects.megatron import MICROSECONDS_GTP
 from tools.report.read.scraped import (
     ArgumentList,
@@ -118,7 +115,9 @@ def _memory(line: str) -> Iterator[Fact]:
 
 def _theoretical_memory(line: str) -> Iterator[Fact]:
     if m := _THEORETICAL.search(line):
-        yield TheoreticalMemory(float(m[1]), _optional(m[2]), _optional(m[3]))
+        yield TheoreticalMemory(
+            float(m[1]), *(float(size) if size else None for size in m.groups()[1:])
+        )
 
 
 def _theoretical_parameters(line: str) -> Iterator[Fact]:
@@ -173,10 +172,6 @@ def _argument(line: str) -> tuple[str, str] | None:
 def _arguments(line: str) -> Iterator[Fact]:
     if re.search(_HEADING, line):
         yield ArgumentList(_END_OF_ARGUMENTS, _argument)
-
-
-def _optional(text: str | None) -> float | None:
-    return float(text) if text else None
 
 
 DIALECT = Dialect(

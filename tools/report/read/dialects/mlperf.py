@@ -38,29 +38,26 @@ class _Result(LineFormat):
         """The step of a line."""
         found = _event(line)
         value, about = found.get("value"), found.get("metadata")
+        about = about if isinstance(about, dict) else {}
         if found.get("key") != "tracked_stats" or not isinstance(value, dict):
             return []
-        step = about.get("step") if isinstance(about, dict) else None
-        seconds = next((value[name] for name in _TIMES if name in value), None)
-        if not isinstance(step, int | float) or not isinstance(seconds, int | float):
+        numbers = {name: each for name, each in value.items() if isinstance(each, int | float)}
+        step, samples = about.get("step"), about.get("samples_count")
+        seconds = next((numbers.get(name) for name in _TIMES if name in value), None)
+        if not isinstance(step, int | float) or seconds is None:
             return []
-        fields = [_field("iteration", int(step) + 1), _field("elapsed_ms", 1000.0 * seconds)]
-        samples = about.get("samples_count") if isinstance(about, dict) else None
+        values = {"iteration": int(step) + 1, "elapsed_ms": 1000.0 * seconds}
         if isinstance(samples, int | float):
-            fields.append(_field("consumed_samples", int(samples)))
-        for name, number in value.items():
-            if isinstance(number, int | float) and name not in _TIMES:
-                field = "lm_loss" if name in _LOSSES else OTHER + name
-                fields.append(_field(field, float(number)))
+            values["consumed_samples"] = int(samples)
+        for name, number in numbers.items():
+            if name not in _TIMES:
+                values["lm_loss" if name in _LOSSES else OTHER + name] = float(number)
+        fields = [LineField(name, number, 0, 0) for name, number in values.items()]
         start = line.index(_MARK)
         return [FoundIteration(iteration_of(fields), start, fields, "", _GENERATION)]
 
 
 _GENERATION = Generation("MLPerf", "results")
-
-
-def _field(name: str, value: float) -> LineField:
-    return LineField(name, value, 0, 0)
 
 
 def _event(line: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where an iteration's time goes by kernels, from the trace of PyTorch's profiler in a run folder.
+"""Chrome traces (`traceEvents`), PyTorch's or the ledger's own, and an iteration's time by kernels.
 
 A kernel's own name says matrix product or attention; elementwise kernels have the same names wherever
 they come from, so those are known by the operators that launched them (`correlation` leads from a kernel
@@ -7,15 +7,16 @@ to its launch). A trace without kernels, of a CPU, is split by the operators' ow
 
 from __future__ import annotations
 
+import gzip
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-from tools.report.read.trace_events import TraceEvent, read_trace_events
+import msgspec
 
 TRACE = "torch_profile/rank-0.json.gz"
 """Where `--use-pytorch-profiler` puts it, beside the TensorBoard folder (Megatron 0.19)."""
@@ -60,11 +61,58 @@ _BY_EITHER = (
     ),
     ("copies", re.compile(r"memcpy|memset|copy|aten::to\b|aten::zero_|aten::fill_", re.IGNORECASE)),
 )
-GROUPS = (
-    *(name for name, _ in (*_BY_KERNEL, *_BY_EITHER, *_BY_OPERATOR)),
-    OTHER,
-    GAPS,
-)
+GROUPS = (*(name for name, _ in (*_BY_KERNEL, *_BY_EITHER, *_BY_OPERATOR)), OTHER, GAPS)
+
+
+class EventArguments(msgspec.Struct, frozen=True, gc=False):
+    """What is read of an event's `args`."""
+
+    correlation: int = -1
+    """Of a kernel and the call that launched it."""
+
+
+class TraceEvent(msgspec.Struct, frozen=True, gc=False):
+    """One event; times in µs."""
+
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    pid: int | str = 0
+    tid: int | str = 0
+    ts: float = 0.0
+    dur: float = -1.0
+    args: EventArguments = EventArguments()
+
+    @property
+    def end(self) -> float:
+        """In µs."""
+        return self.ts + self.dur
+
+
+class _Trace(msgspec.Struct, frozen=True):
+    traceEvents: list[TraceEvent]  # noqa: N815 - Chrome's name
+
+
+def read_trace_events(path: Path) -> list[TraceEvent]:
+    """The whole events of a trace, packed or not.
+
+    Raises:
+        OSError: It cannot be read or unpacked.
+        msgspec.DecodeError: It is no trace.
+    """
+    raw = path.read_bytes()
+    trace = msgspec.json.decode(gzip.decompress(raw) if path.suffix == ".gz" else raw, type=_Trace)
+    return [event for event in trace.traceEvents if event.ph == "X" and event.dur >= 0]
+
+
+class Busy(NamedTuple):
+    """A stretch of the device's time."""
+
+    name: str
+    around: tuple[str, ...]
+    """Names of the operators around its launch, outermost first."""
+    start_us: float
+    duration_us: float
 
 
 def split_of(folder: Path, on_gpu: bool) -> tuple[Mapping[str, float], str]:
@@ -78,17 +126,6 @@ def split_of(folder: Path, on_gpu: bool) -> tuple[Mapping[str, float], str]:
         return {}, f"the profiler's trace cannot be read: {error}"
 
 
-@dataclass(frozen=True)
-class Busy:
-    """A stretch of the device's time."""
-
-    name: str
-    around: tuple[str, ...]
-    """Names of the operators around its launch, outermost first."""
-    start_us: float
-    duration_us: float
-
-
 def milliseconds_by_group(events: Sequence[TraceEvent]) -> dict[str, float]:
     """Milliseconds an iteration of each group, gaps included; groups without any are left out.
 
@@ -98,54 +135,41 @@ def milliseconds_by_group(events: Sequence[TraceEvent]) -> dict[str, float]:
     Raises:
         ValueError: The trace has no profiled step, or nothing in it.
     """
-    begin, end, steps = _window(events)
+    # Each step has a second event on the device's row.
+    steps = [e for e in events if e.cat == "user_annotation" and e.name.startswith(_STEP)]
+    if not steps:
+        raise ValueError("The trace has no profiled step.")
+    begin, end = min(step.ts for step in steps), max(step.end for step in steps)
     busy = [b for b in _busy(events) if begin <= b.start_us < end]
     if not busy:
         raise ValueError("The trace has steps and nothing that ran in them.")
     found: dict[str, float] = defaultdict(float)
-    for stretch in busy:
+    covered = reached = 0.0  # µs in which anything ran, and up to where.
+    for stretch in sorted(busy, key=lambda b: b.start_us):
         found[group_of(stretch.name, stretch.around)] += stretch.duration_us
-    found[GAPS] = max(end - begin - _covered(busy, end), 0.0)
-    return {name: found[name] / 1000 / steps for name in GROUPS if found.get(name)}
+        start = max(stretch.start_us, reached)
+        stop = min(stretch.start_us + stretch.duration_us, end)
+        if stop > start:
+            covered += stop - start
+            reached = stop
+    found[GAPS] = max(end - begin - covered, 0.0)
+    count = len({step.name for step in steps})
+    return {name: found[name] / 1000 / count for name in GROUPS if found.get(name)}
 
 
 @cache
 def group_of(name: str, around: tuple[str, ...] = ()) -> str:
     """The group of a kernel, by its own name first and then by the operators around its launch."""
     everything = "\n".join((name, *around))
-    for group, pattern in _BY_OPERATOR:
-        if pattern.search(everything):
-            return group
-    for group, pattern in _BY_KERNEL:
-        if pattern.search(name):
-            return group
-    for text in (name, *reversed(around)):
-        for group, pattern in _BY_EITHER:
-            if pattern.search(text):
-                return group
-    return OTHER
-
-
-def _window(events: Iterable[TraceEvent]) -> tuple[float, float, int]:
-    """Begin and end in µs, and the number of steps; each has a second event on the device's row."""
-    steps = [e for e in events if e.cat == "user_annotation" and e.name.startswith(_STEP)]
-    if not steps:
-        raise ValueError("The trace has no profiled step.")
-    names = {step.name for step in steps}
-    return min(step.ts for step in steps), max(step.end for step in steps), len(names)
+    tries = [(everything, _BY_OPERATOR), (name, _BY_KERNEL)]
+    tries += [(text, _BY_EITHER) for text in (name, *reversed(around))]
+    return next(
+        (group for text, patterns in tries for group, p in patterns if p.search(text)), OTHER
+    )
 
 
 def _busy(events: Sequence[TraceEvent]) -> list[Busy]:
-    around, own_us = _operators(events)
-    kernels = [event for event in events if event.cat in _ON_DEVICE]
-    found = [Busy(k.name, around.get(k.args.correlation, ()), k.ts, k.dur) for k in kernels]
-    return found or own_us
-
-
-def _operators(
-    events: Sequence[TraceEvent],
-) -> tuple[dict[int, tuple[str, ...]], list[Busy]]:
-    """Names around each launch by its correlation, and each operator's time without those inside it."""
+    """The device's kernels; without one, each operator's time without those inside it."""
     by_thread: dict[object, list[TraceEvent]] = defaultdict(list)
     for event in events:
         if event.cat in _ON_HOST and not event.name.startswith(_STEP):
@@ -154,7 +178,8 @@ def _operators(
     own: list[Busy] = []
     for thread in by_thread.values():
         _walk(sorted(thread, key=lambda e: (e.ts, -e.dur)), around, own)
-    return around, own
+    kernels = [event for event in events if event.cat in _ON_DEVICE]
+    return [Busy(k.name, around.get(k.args.correlation, ()), k.ts, k.dur) for k in kernels] or own
 
 
 def _walk(
@@ -179,15 +204,3 @@ def _walk(
             open_[-1][1].append(event.dur)
         open_.append((event, []))
     close(float("inf"))
-
-
-def _covered(busy: Sequence[Busy], end_us: float) -> float:
-    """µs in which anything ran, up to the end."""
-    covered = reached = 0.0
-    for stretch in sorted(busy, key=lambda b: b.start_us):
-        start = max(stretch.start_us, reached)
-        stop = min(stretch.start_us + stretch.duration_us, end_us)
-        if stop > start:
-            covered += stop - start
-            reached = stop
-    return covered

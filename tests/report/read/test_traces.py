@@ -6,13 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.report.read.kernels import (
+from tools.report.read.traces import (
     GAPS,
     GROUPS,
+    EventArguments,
+    TraceEvent,
     group_of,
     milliseconds_by_group,
+    read_trace_events,
 )
-from tools.report.read.trace_events import EventArguments, TraceEvent, read_trace_events
 
 
 def event(
