@@ -34,10 +34,10 @@ def render(model: str, rows: Sequence[Entry], left_out: Sequence[str] = ()) -> s
 
 def verdicts(rows: Sequence[Entry]) -> list[str]:
     """What may be said of each pair that shards alike: faster, slower, or within noise."""
-    found = {(row.backend, row.strategy): row for row in rows}
+    by_pair = {(row.backend, row.strategy): row for row in rows}
     sentences = []
     for reference, other in _PAIRS:
-        one, two = found.get(reference), found.get(other)
+        one, two = by_pair.get(reference), by_pair.get(other)
         if one and two and one.estimate and two.estimate:
             names = " against ".join(f"{row.backend} {row.strategy}" for row in (two, one))
             found = compare(one.estimate, two.estimate)
