@@ -161,12 +161,12 @@ class Entry:
         kept = losses[np.isfinite(losses) & ~left_out]
         return float(kept[-1]) if len(kept) else None
 
-    @property
+    @cached_property
     def validation_loss(self) -> float | None:
         """Of the last evaluation."""
         return self._score("lm loss")
 
-    @property
+    @cached_property
     def accuracy(self) -> float | None:
         """Share of next tokens named right, at the last evaluation; Megatron does not print it."""
         return self._score(ACCURACY)
