@@ -71,9 +71,7 @@ class Worker(BackgroundThread, NodeGroup):
             last = False
             while not last and self._refused is None:
                 last = self.done.wait(messages.BEAT_SECONDS)
-                beat = replace(self._record, beat=time.monotonic_ns())
-                store.set(node_key(self._nodes.rank), encode(beat))
-                self._read_state(store)
+                self._exchange(store)
         except RuntimeError:  # The connection has ended, or is with something else.
             self._answered = -math.inf
 
@@ -134,6 +132,12 @@ class Worker(BackgroundThread, NodeGroup):
         other = decode(holds, NodeRecord)
         whose = f"host {other.host}" if other else "something else"
         return f"NODE_RANK={rank} is taken by {whose}; give each host its own."
+
+    def _exchange(self, store: TCPStore) -> None:
+        """Write this node's record as its heartbeat, and read what node 0 reports."""
+        beat = replace(self._record, beat=time.monotonic_ns())
+        store.set(node_key(self._nodes.rank), encode(beat))
+        self._read_state(store)
 
     def _read_state(self, store: TCPStore) -> None:
         self._state = decode(store.get(messages.RUN_KEY), RunState) or self._state

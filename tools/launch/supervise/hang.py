@@ -90,11 +90,7 @@ def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[in
     Returns:
         The ranks that a signal had stopped (SIGSTOP); they are continued, so that they answer.
     """
-    halted = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    stopped = []
-    for rank, process in sorted(ranks.items()):
-        with suppress(psutil.NoSuchProcess):
-            stopped += [rank] if process.status() in halted else []
+    stopped = sorted(rank for rank, process in ranks.items() if _is_stopped(process))
     deadline = time.monotonic() + STACK_SECONDS
     # A stopped process answers once it is continued, and then the others go on too: it comes last.
     for others in (ranks.keys() - stopped, stopped):
@@ -150,6 +146,13 @@ def drop_empty(stacks: Path) -> None:
 
 def _is_filled(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _answers(process: psutil.Process) -> bool:
