@@ -77,6 +77,7 @@ _PLANNED = (
         v.SEQ,
         v.DTYPE,
         v.CALIBRATION,
+        v.CALIBRATE,
         v.JSON,
     ),
     _meaning(
