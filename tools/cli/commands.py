@@ -70,7 +70,7 @@ _CONTAINER = (v.DRY_RUN, v.RUNTIME, v.IMAGE)
 _PLANNED = (
     *(v.MODEL, v.GPUS, v.GPU._replace(default="h200"), v.NODES, v.GPUS_PER_NODE, v.INTRA, v.INTER),
     *(v.NICS, v.OVERSUBSCRIPTION, v.IMBALANCE, v.GLOBAL_BATCH, v.SEQ, v.DTYPE),
-    *(v.CALIBRATION, v.JSON),
+    *(v.CALIBRATION, v.CALIBRATE, v.JSON),
     _meaning(
         v.EXTRA, "Megatron flags of the planned model and strategy", kind=v.TEXT, default=None
     ),

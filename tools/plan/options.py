@@ -35,6 +35,8 @@ class PlanOptions:
     seq: int | None = None
     dtype: str | None = None
     calibration: Path | None = None
+    calibrate: str | None = None
+    """Rates of matrix products that the devices reach, not yet read."""
     extra: str | None = None
     """Megatron's flags, not yet split into words."""
     readings: Path | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tools.plan.advice import StrategyFamily, family_of
 from tools.plan.memory import COMPONENTS, memory_of_rank
@@ -82,7 +82,7 @@ def _draw_candidates(axes: Axes, plan: Plan) -> None:
     _label(axes, edge)
     capacity = plan.request.cluster.device.memory_bytes / GIB
     axes.axhline(capacity, color="#B00020", linewidth=1, linestyle="--")
-    place = {"va": "bottom", "ha": "right", "transform": axes.get_yaxis_transform()}
+    place: dict[str, Any] = {"va": "bottom", "ha": "right", "transform": axes.get_yaxis_transform()}
     axes.text(0.99, capacity, "device memory", color="#B00020", **place)
     axes.set_xscale("log")
     axes.set_ylim(0, capacity * 1.1)
@@ -113,7 +113,7 @@ def _label(axes: Axes, edge: list[Candidate]) -> None:
     chosen = {c.strategy: c for c in [*edge[::-step][::-1], edge[-1], edge[0]]}
     for candidate in chosen.values():
         point = (candidate.seconds.total, candidate.memory.total / GIB)
-        style = {"xytext": (4, -9), "textcoords": "offset points", "bbox": _BACKING}
+        style: dict[str, Any] = {"xytext": (4, -9), "textcoords": "offset points", "bbox": _BACKING}
         axes.annotate(candidate.strategy, point, fontsize=7.5, **style)
 
 
@@ -139,7 +139,7 @@ def _draw_ranks(axes: Axes, plan: Plan) -> None:
     capacity = plan.request.cluster.device.memory_bytes / GIB
     axes.axhline(capacity, color="#B00020", linewidth=1, linestyle="--")
     for position, total in enumerate(bottoms):
-        style = {"ha": "center", "va": "bottom", "bbox": _BACKING}
+        style: dict[str, Any] = {"ha": "center", "va": "bottom", "bbox": _BACKING}
         axes.text(position, total, f"{total:.1f}", **style)
     labels = [f"stage {rank}" if pipeline > 1 else "every rank" for rank in ranks]
     axes.set_xticks(positions, labels)
@@ -149,5 +149,5 @@ def _draw_ranks(axes: Axes, plan: Plan) -> None:
     axes.set_title(f"Winner: {winner.strategy}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
-    beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
     axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=7.5, **beside)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 
-from tools.plan.calibration import load_calibration
+from tools.plan.calibration import load_calibration, stated_calibration
 from tools.plan.memory import PRECISIONS
 from tools.plan.options import PlanOptions, RequestError
 from tools.plan.readings.local_readings import OwnRuns, own_runs
@@ -79,6 +79,9 @@ def request_from_options(options: PlanOptions) -> Request:
         nics=options.nics or 0,
         oversubscription=options.oversubscription or 1.0,
     )
+    if options.calibrate:
+        stated = stated_calibration(options.calibrate, cluster, dtype)
+        cluster = replace(cluster, calibration=stated)
     if options.readings and not options.readings.is_file():
         raise RequestError(
             f"There are no measurements in {options.readings}; 'make report' writes readings/mine.csv, "

@@ -82,7 +82,8 @@ def fitted_readings(readings: Iterable[Reading]) -> list[Expressed]:
         except RefusedError:
             continue
         if expressed.cluster.device.generation in FITTED and not expressed.cluster.execution.frozen:
-            found.append(expressed)
+            # What a row leaves out was 1 when the constants were fitted.
+            found.append(replace(expressed, unstated=()))
     return found
 
 

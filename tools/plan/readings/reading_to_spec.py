@@ -6,13 +6,15 @@ import gzip
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tools.plan.constraints import NEWEST, violations
+from tools.plan.constraints import NEWEST, divisors, violations
 from tools.plan.readings.facts import model_facts, release_of, source_facts
 from tools.plan.readings.table import Reading
 from tools.plan.time.cluster import Cluster
@@ -31,7 +33,7 @@ from tools.spec.run import (
     TokenDispatcher,
     spec_of_flags,
 )
-from tools.spec.stages import EVEN, StageSplit, filled, spread
+from tools.spec.stages import EVEN, StageSplit, filled, spread, virtual_degrees
 from tools.spec.strategy import Batch, Parallelism, Sharding
 
 _CASE = re.compile(r"test_cases/(.+?)/golden_values")
@@ -43,6 +45,9 @@ _RECOMPUTED = ("none", "full", "selective", "per-op")
 _SHORT_MODULES = {"norm": "layernorm", "act": "moe_act"}
 """As one source's tables call them; its launch scripts have Megatron's names."""
 _UNLAID = "{} has layers of several kinds, and PP or CP"
+MICRO, VIRTUAL = "micro batch", "virtual stages"
+_MICRO_BATCHES = 8
+"""The largest of a row that states none."""
 
 
 class RefusedError(ValueError):
@@ -56,6 +61,22 @@ class Expressed:
     reading: Reading
     spec: RunSpec
     cluster: Cluster
+    unstated: tuple[str, ...] = ()
+    """What a time depends on and the source leaves out: `MICRO`, `VIRTUAL`; in `spec` it is 1."""
+
+    def alternatives(self) -> Iterator[Expressed]:
+        """The runs that it may have been, each as if all of it were stated."""
+        spec, split, whole = self.spec, self.spec.parallelism, self.reading.gbs
+        sizes, degrees = [spec.batch.micro_batch_size], (split.virtual_stages,)
+        if MICRO in self.unstated:
+            sizes = divisors(whole // split.data, _MICRO_BATCHES) if whole else sizes
+        if VIRTUAL in self.unstated:
+            degrees = virtual_degrees(spec.stages, spec.shape.layers, split.pipeline)
+        for size, virtual in product(sizes, degrees):
+            batch = Batch(size, spec.batch.global_batch_size)
+            laid = replace(spec, batch=batch, parallelism=replace(split, virtual_stages=virtual))
+            if virtual == 1 or laid.microbatches % split.pipeline == 0:
+                yield replace(self, spec=laid, unstated=())
 
 
 def express(reading: Reading) -> Expressed:
@@ -94,7 +115,12 @@ def express(reading: Reading) -> Expressed:
     if not case and (problems := violations(unbiased, NEWEST)):
         raise RefusedError(problems[0])
     links = (source.get("network_gb_per_second"), source.get("per_node"))
-    return Expressed(reading, spec, _cluster(reading.gpu, reading.gpus or 1, *links, execution))
+    cluster = _cluster(reading.gpu, reading.gpus or 1, *links, execution)
+    virtual, micro = source.get("virtual", reading.vpp), source.get("micro", reading.mbs)
+    interleaves = spec.parallelism.pipeline > 1 and not (virtual or source["says_virtual"])
+    blanks = ((MICRO, not micro), (VIRTUAL, interleaves))
+    unstated = () if own or case else tuple(name for name, is_blank in blanks if is_blank)
+    return Expressed(reading, spec, cluster, unstated)
 
 
 @cache

@@ -8,15 +8,16 @@ from functools import lru_cache
 
 from tools.plan.activations import residual_bytes
 from tools.plan.memory import PredictedMemory, fullest_rank, memory_of_rank, workspace_bytes
-from tools.plan.readings.facts import origin
+from tools.plan.readings.facts import origin, source_facts
 from tools.plan.readings.reading_to_spec import Expressed, RefusedError, express
 from tools.plan.readings.table import Reading, Refusal
 from tools.plan.tensors import UnevenSplitError
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.constants import Constants, constants_of
-from tools.plan.time.flops import model_flops
+from tools.plan.time.flops import RECOMPUTED, counted_flops, model_flops
 from tools.plan.time.iteration import iteration_seconds
 from tools.plan.time.rates import NoPeakError, rates
+from tools.plan.verdict import Fit, fit_of
 from tools.spec.hardware import Device
 from tools.spec.run import RunSpec
 from tools.text.units import GIB
@@ -36,6 +37,10 @@ class Residual:
     memory: positive is predicted too much."""
     seconds: float | None = None
     """Predicted, of an iteration; None of memory."""
+    unstated: tuple[str, ...] = ()
+    """What its source leaves out: the fastest run that fits is taken for it."""
+    ranged: tuple[float, float] | None = None
+    """Then least and most of those predicted that fit, in the reading's unit."""
 
     @property
     def reading(self) -> Reading:
@@ -118,6 +123,13 @@ def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residu
         NoPeakError: The device has no rate in the run's dtype.
         RefusedError: No device can have run so fast, or nobody trains so slowly.
     """
+    if expressed.unstated:
+        # What is published is tuned: of the rows that state both, the fastest that fits is the one.
+        every = [(residual(one, flops_a_token), one) for one in expressed.alternatives()]
+        fitting = [found for found, one in every if _fits(one)] or [found for found, _ in every]
+        chosen = min(fitting, key=lambda found: _seconds(found.expressed.spec, expressed.cluster))
+        ends = sorted(found.predicted for found in fitting)
+        return replace(chosen, unstated=expressed.unstated, ranged=(ends[0], ends[-1]))
     reading, spec, cluster = expressed.reading, expressed.spec, expressed.cluster
     metric, value = reading.metric, reading.value
     if "memory" in metric:
@@ -138,6 +150,11 @@ def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residu
     return Residual(expressed, predicted, seconds / measured - 1, seconds)
 
 
+def _fits(expressed: Expressed) -> bool:
+    memory = fullest_rank(expressed.spec)[1]
+    return fit_of(expressed.spec, memory, expressed.cluster) is not Fit.DOES_NOT_FIT
+
+
 def _rate(
     expressed: Expressed, cluster: Cluster, seconds: float, flops_a_token: float | None
 ) -> float:
@@ -147,8 +164,10 @@ def _rate(
     if reading.metric == "tokens_per_s_per_gpu":
         return tokens
     if flops_a_token is None:
-        samples = spec.batch.global_batch_size
-        flops_a_token = model_flops(spec.shape, samples) / spec.tokens_per_iteration
+        counts = set((reading.counts or source_facts(reading)["counts"]).split())
+        if reading.metric == "hardware_tflops_per_gpu":
+            counts.add(RECOMPUTED)
+        flops_a_token = counted_flops(spec, counts)
     if reading.metric == "mfu_percent":
         return 100 * tokens * flops_a_token / (cluster.device.peak_flops(spec.dtype) or 1.0)
     return tokens * flops_a_token / 1e12

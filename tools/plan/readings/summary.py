@@ -67,13 +67,16 @@ def kind_of(metric: str) -> str:
 
 
 def by_source(residuals: Residuals) -> list[ErrorGroup]:
-    """A group for each source; memory is a group of its own where the source also has times."""
+    """A group for each source; memory is a group of its own where the source also has times, and so is
+    what is predicted without a fact that the source does not state."""
     kinds: dict[str, set[str]] = defaultdict(set)
     for item in residuals.predicted:
         kinds[item.reading.source].add(kind_of(item.reading.metric))
 
     def name(residual: Residual) -> str:
         source, kind = residual.reading.source, kind_of(residual.reading.metric)
+        if residual.unstated:
+            return f"{source}, {' and '.join(residual.unstated)} not stated"
         return f"{source}, memory" if kind == MEMORY and TIME in kinds[source] else source
 
     refused = Counter(item.source for item in residuals.refused)
@@ -108,6 +111,7 @@ _KINDS = (
     "peak memory, Megatron's tests",
     "layers of several kinds",
     "BigScience, 384 A100",
+    "micro batch or virtual stages not stated",
 )
 _TESTS = "NVIDIA/Megatron-LM golden values"
 _RECIPES = ("NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/dgxc-benchmarking")
@@ -119,7 +123,7 @@ _BY_SOURCE = {
     **dict.fromkeys(_FSDP, _KINDS[6]),
 }
 _BY_BYTES = {"memory_allocated_bytes": _KINDS[9], "peak_memory_allocated_bytes": _KINDS[10]}
-_NOT_FITTED = ("", _KINDS[1], *_BY_BYTES.values())
+_NOT_FITTED = ("", _KINDS[1], _KINDS[13], *_BY_BYTES.values())
 _DIRECT = ("step_time_s", "tokens_per_s_per_gpu")
 _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 
@@ -131,8 +135,8 @@ def _kind_of_run(item: Residual) -> str:
         return _BY_BYTES.get(reading.metric, "")
     if reading.metric not in _DIRECT:
         return ""
-    if reading.source not in _RECIPES:
-        return _BY_SOURCE.get(reading.source, "")
+    if item.unstated or reading.source not in _RECIPES:
+        return _KINDS[13] if item.unstated else _BY_SOURCE.get(reading.source, "")
     device, spec = item.expressed.cluster.device, item.expressed.spec
     hopper = device.generation == "hopper"
     if spec.shape.blocks:
@@ -306,6 +310,8 @@ def _row(item: Residual, intervals: Intervals) -> dict[str, Any]:
         "memory_bytes": needed_bytes(memory, cluster) if is_run else None,
         "interval_80": intervals.of(item, 0.80) if is_run else None,
         "interval_95": intervals.of(item, 0.95) if is_run else None,
+        "unstated": list(item.unstated),
+        "range": item.ranged,
     }
 
 

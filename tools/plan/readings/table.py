@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from tools.plan.time.flops import COUNTS
 from tools.spec.files import UnreadableError, csv_rows, read_text
 
 READINGS = Path(__file__).with_name("readings.csv.gz")
@@ -24,6 +25,7 @@ _BATCH = ("mbs", "gbs")
 COLUMNS = (*_WORDS, *_WHOLE, *_BATCH, "params_b", "value", "ffn")
 OF_ONES_OWN = ("flags", "fused")
 """Columns that a file may lack; `make report` writes them."""
+MAY_LACK = (*OF_ONES_OWN, "counts")
 
 METRICS = (
     "step_time_s",
@@ -88,6 +90,8 @@ class Reading:
     """Megatron's, all that give the run again: they say more than the other columns."""
     fused: str = ""
     """The kit's patches of its kernels, as `FUSED=` names them."""
+    counts: str = ""
+    """How its FLOP/s are counted, in words of `time/flops.py: COUNTS`; empty takes its source's."""
 
     @property
     def kept_back(self) -> bool:
@@ -151,11 +155,11 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
             f"{path}: row 1 lacks {', '.join(missing)}; the first line names the columns, "
             "as in tools/plan/readings/README.md."
         )
-    if twice := [name for name in (*COLUMNS, *OF_ONES_OWN) if columns.count(name) > 1]:
+    if twice := [name for name in (*COLUMNS, *MAY_LACK) if columns.count(name) > 1]:
         raise ReadingsError(
             f"{path}: row 1 names the column {twice[0]} twice; leave one of them out."
         )
-    blank = dict.fromkeys((*columns, *OF_ONES_OWN), "")
+    blank = dict.fromkeys((*columns, *MAY_LACK), "")
     return columns, [
         (line, blank | dict(zip(columns, cells, strict=False))) for line, cells in rows[1:]
     ]
@@ -166,7 +170,7 @@ class _CellError(ValueError):
 
 
 def _reading(line: int, row: Mapping[str, str]) -> Reading:
-    cells = {name: row[name].strip() for name in (*COLUMNS, *OF_ONES_OWN)}
+    cells = {name: row[name].strip() for name in (*COLUMNS, *MAY_LACK)}
 
     def wrong(column: str, wanted: str) -> _CellError:
         return _CellError(
@@ -198,7 +202,9 @@ def _reading(line: int, row: Mapping[str, str]) -> Reading:
         raise wrong("metric", f"one of {', '.join(METRICS)}")
     ffn, _, of_experts = cells["ffn"].partition("/")
     columns = whole("ffn", ffn)
-    words: Any = {name: cells[name] for name in (*_WORDS, *OF_ONES_OWN)}
+    if unknown := sorted(set(cells["counts"].split()) - set(COUNTS)):
+        raise wrong("counts", f"made of {', '.join(COUNTS)}, but also of {', '.join(unknown)}")
+    words: Any = {name: cells[name] for name in (*_WORDS, *MAY_LACK)}
     wholes: Any = {name: whole(name, cells[name]) for name in (*_WHOLE, *_BATCH)}
     return Reading(
         line=line,

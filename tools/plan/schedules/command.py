@@ -148,7 +148,7 @@ def _draw(axes: Axes, timeline: SimulatedSchedule, longest: float) -> None:
     for event in timeline.events:
         odd, long = event.step.chunk % 2, event.end - event.start
         colour = (_FORWARD if event.step.direction is Pass.FORWARD else _BACKWARD)[odd]
-        style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5}
+        style: dict[str, Any] = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5}
         axes.broken_barh([(event.start, long)], (event.worker - 0.42, 0.84), **style)
         width = 100 * long / longest
         if width > _NARROWEST_LABEL:

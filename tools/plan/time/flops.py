@@ -8,14 +8,22 @@ divides by time.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from tools.spec.model import MAMBA, MTP, ModelShape
+from tools.spec.run import RunSpec
 
 _BACKWARD_AND_FORWARD = 3
 _SCAN = 7
 """FLOPs a channel and column of its state in a Mamba-2 mixer's scan, as upstream counts them
 (`num_floating_point_operations: mamba_layer_flops`)."""
+
+
+WHOLE_ATTENTION, NO_VOCABULARY, RECOMPUTED = "whole-attention", "no-vocabulary", "recomputed"
+COUNTS = (WHOLE_ATTENTION, NO_VOCABULARY, RECOMPUTED)
+"""How others count: attention's whole square also where it is causal (arXiv:2104.04473 eq. 3, NeMo up to
+25.04), no logits, what backward computes again ("hardware FLOPs", arXiv:2205.05198 appendix A)."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,23 @@ def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
         router=shape.layers * 2 * (hidden * shape.experts + narrowed),
         logits=0,
     )
+
+
+def counted_flops(spec: RunSpec, counts: Collection[str]) -> float:
+    """FLOPs of a token, forward and backward, as a source counts them that says so with words of
+    `COUNTS`; the model's own without any."""
+    found, again = token_flops(spec.shape), 0.0
+    scores = found.attention_scores * (2 if WHOLE_ATTENTION in counts else 1)
+    logits = 0 if NO_VOCABULARY in counts else found.logits
+    mlp = found.mlp + found.router
+    if RECOMPUTED in counts:
+        repeats, ranks = spec.recompute.again, range(spec.parallelism.pipeline)
+        again += scores if repeats("core_attn") else 0
+        again += mlp if repeats("moe" if spec.shape.experts else "mlp") else 0
+        again += found.attention_projections if repeats() else 0
+        if spec.recompute.some_layers:
+            again *= sum(map(spec.layers_again, ranks)) / sum(map(spec.stage_layers, ranks))
+    return _BACKWARD_AND_FORWARD * (found.attention_projections + scores + mlp + logits) + again
 
 
 def model_flops(shape: ModelShape, samples: int, seq_length: int | None = None) -> int:
