@@ -264,7 +264,11 @@ def _of_attention(spec: RunSpec) -> Iterator[_Tensor]:
     if _keeps_whole_projection(spec) and keys == shape.query_groups:
         replaced = (shape.heads + keys) * shape.head_width
         yield _saved(spec, spec.tokens * replaced // tensor, (), "core_attn")
-    yield from _attended(spec, spec.tokens * shape.heads * shape.head_width // tensor)
+    attended = spec.tokens * shape.heads * shape.head_width // tensor
+    yield from _attended(spec, attended)
+    # As heads have it, before it goes back to where its tokens are (`context_parallel.py`).
+    if spec.parallelism.context > 1 and spec.cp_comm_type == "a2a":
+        yield _saved(spec, attended, (), "core_attn")
 
 
 def _keeps_whole_projection(spec: RunSpec) -> bool:

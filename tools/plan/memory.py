@@ -16,7 +16,7 @@ from tools.plan.activations import (
     recomputed_bytes,
     residual_bytes,
 )
-from tools.plan.tensors import Parameters, layer_parameters, rank_parameters
+from tools.plan.tensors import Parameters, layer_parameters, rank_parameters, unlike_weights
 from tools.spec.run import DeviceKind, Fp8Recipe, RunSpec, StateTypes
 from tools.spec.stages import EVEN
 from tools.spec.strategy import Parallelism
@@ -47,11 +47,22 @@ def logit_elements(spec: RunSpec) -> int:
 def logits_bytes(spec: RunSpec) -> int:
     """Live at the loss: the logits, and their fp32 copy that becomes softmax and then gradient.
 
-    `VocabParallelCrossEntropy` works in place on that copy; fp32 logits are not copied. Losses of tokens
+    `VocabParallelCrossEntropy` works in place on that copy; fp32 logits are not copied, nor those over
+    which a kernel writes their gradient (Transformer Engine, `pytorch/cross_entropy.py`). Losses of tokens
     ahead come before it and keep theirs (`multi_token_prediction.py: process_mtp_loss`).
     """
-    copies = 0 if spec.dtype == "fp32" else spec.element_bytes
-    return (copies + _FP32_BYTES * spec.shape.predicted) * logit_elements(spec)
+    overwritten = spec.fused_loss and spec.loss_impl == "te" or "cross_entropy" in spec.fused
+    copied = spec.dtype != "fp32" and not overwritten
+    kept = (_FP32_BYTES if copied else spec.element_bytes) * spec.shape.predicted
+    return (kept + (spec.element_bytes if copied else 0)) * logit_elements(spec)
+
+
+def head_backward_bytes(spec: RunSpec) -> int:
+    """Live while the output layer is differentiated: gradients of logits and of hidden states, which
+    TP's ranks have whole and then reduce (`tensor_parallel/layers.py`)."""
+    whole = spec.element_bytes * spec.tokens * spec.shape.hidden
+    scattered = residual_bytes(spec) if spec.sequence_shards > 1 else 0
+    return spec.element_bytes * logit_elements(spec) + whole + scattered
 
 
 def backward_temporary_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
@@ -274,7 +285,7 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
         * _updated_here(parameters, spec),
         optimizer_state=precision.adam * _updated_here(parameters, spec),
         activations=activation_bytes(spec, pipeline_rank),
-        temporaries=_temporary_bytes(spec, pipeline_rank),
+        temporaries=_temporary_bytes(spec, pipeline_rank) + placeholder_bytes(spec, pipeline_rank),
         communication=_communication_bytes(spec),
         allocator=base + blocks,
         returned=blocks,
@@ -421,9 +432,21 @@ def _held(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
 
 
 def _temporary_bytes(spec: RunSpec, pipeline_rank: int) -> int:
-    loss = logits_bytes(spec) if pipeline_rank == spec.parallelism.pipeline - 1 else 0
-    backward = backward_temporary_bytes(spec, pipeline_rank)
-    return max(loss, backward) + whole_output_layer_bytes(spec)
+    most = backward_temporary_bytes(spec, pipeline_rank)
+    if pipeline_rank == spec.parallelism.pipeline - 1:
+        most = max(most, logits_bytes(spec), head_backward_bytes(spec))
+        if spec.sequence_shards > 1:  # Where the output layer gathers its input, kept for good.
+            most += spec.element_bytes * spec.tokens * spec.shape.hidden
+    return most + whole_output_layer_bytes(spec)
+
+
+def placeholder_bytes(spec: RunSpec, pipeline_rank: int) -> int:
+    """What backward returns for gradients that products have added to Megatron's own: an empty tensor for
+    each shape and type of weight, made once and never freed (Transformer Engine,
+    `pytorch/module/base.py: get_dummy_wgrad`, which Megatron's output layer takes too)."""
+    if spec.device is DeviceKind.CPU or not spec.fused_norms or spec.parallelism.sharding.is_torch_fsdp:
+        return 0
+    return spec.element_bytes * unlike_weights(spec, pipeline_rank)
 
 
 def _communication_bytes(spec: RunSpec) -> int:

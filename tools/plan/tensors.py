@@ -156,6 +156,25 @@ def partial_gradient_elements(spec: RunSpec, pipeline_rank: int) -> int:
     return _stage(spec, pipeline_rank).partial_elements
 
 
+def unlike_weights(spec: RunSpec, pipeline_rank: int) -> int:
+    """Elements of one weight of each shape that linear layers of a rank have, the output layer's too."""
+    shape, split = spec.trained_shape, spec.parallelism
+    last = pipeline_rank == split.pipeline - 1
+    layers, dense = map(sum, _held_layers(spec, pipeline_rank))
+    wholes = [layer for count, layer in _layers_of_kind(shape, layers, dense) if count]
+    kinds = [kind for whole in wholes for _, kind in whole.kinds]
+    kinds += [shape.only(MTP)] if last and shape.mtp_depth else []
+    unlike: Counter[tuple[str, int]] = Counter()
+    for kind in kinds:
+        found = _layer_tensors(kind, split.tensor, split.expert, split.tensor_of_experts)
+        unlike |= Counter((each.component, each.elements) for each in found if each.component in _LINEAR)
+    table = spec.padded_vocabulary * shape.hidden // split.tensor if last else 0
+    return table + sum(elements * times for (_, elements), times in unlike.items())
+
+
+_LINEAR = ("attention", "dense_mlp", "experts")
+
+
 def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
     """Buffers of every virtual stage of a pipeline rank, first to last."""
     split, shape = spec.parallelism, spec.trained_shape

@@ -177,6 +177,8 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         half_blocks=model_facts(reading.model).get("half_blocks", {}).get(fp8_recipe.value, ""),
         dropout=source["dropout"],
         quantised_weights=bool(source["quantised_weights"]),
+        fused_loss=bool(source["fused_loss"]),
+        loss_impl="te" if source["fused_loss"] == "te" else "native",
         state_types=_state_types(source),
         recompute=_recompute(reading.recompute or source["recompute"], fused),
         fused_attention=fused,

@@ -11,6 +11,7 @@ from tools.plan.memory import (
     PredictedMemory,
     fullest_rank,
     memory_of_rank,
+    placeholder_bytes,
     workspace_bytes,
 )
 from tools.plan.readings.facts import origin
@@ -182,12 +183,15 @@ def _memory(spec: RunSpec, cluster: Cluster, metric: str) -> float:
     generation = cluster.device.generation
     workspaces = workspace_bytes(generation, execution.deterministic, grouped)
     held, split = predicted_memory(spec, metric), spec.parallelism
+    kept = placeholder_bytes(spec, split.pipeline - 1)
+    if execution.unfused_gradients:
+        held, kept = replace(held, temporaries=held.temporaries - kept), 0
     if metric == "memory_allocated_bytes":
         # Each virtual stage still has its last input when the iteration is logged
         # (`transformer_block.py: set_input_tensor`), and that input its gradient.
         inputs = 2 * (split.virtual_stages - 1) * residual_bytes(spec)
         messages = held.communication + inputs if split.pipeline > 1 else 0
-        return held.state + messages + workspaces
+        return held.state + messages + kept + workspaces
     if metric == "peak_memory_allocated_bytes":
         return held.live + workspaces
     if metric == "peak_memory_gib":
