@@ -72,6 +72,8 @@ def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
     """
     if spec.recompute == Recompute.NONE:
         return 0
+    if len(spec.shape.blocks) > 1:
+        return max(recomputed_bytes(kind) for _, kind in spec.kinds)
     whole = layer_activation_bytes(spec.kept)
     kept, checkpoints = layer_activation_bytes(spec), spec.recompute.checkpoints(layers)
     if not checkpoints:

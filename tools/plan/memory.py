@@ -454,7 +454,7 @@ def _communication_bytes(spec: RunSpec) -> int:
     pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
     if not parallelism.sharding.wraps_modules:
         return pipeline
-    layer = layer_parameters(spec).total
+    layer = max(layer_parameters(kind).total for _, kind in spec.kinds)
     if not parallelism.sharding.shards_weights:
         return pipeline + precision.gradients * layer
     return pipeline + 2 * layer * (precision.weights + precision.gradients)

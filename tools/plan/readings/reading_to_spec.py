@@ -27,6 +27,7 @@ from tools.spec.model import (
     Mamba,
     ModelShape,
 )
+from tools.spec.offload import Offload
 from tools.spec.recompute import RECOMPUTED_MODULES, Recompute
 from tools.spec.run import (
     DeviceKind,
@@ -177,6 +178,7 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         half_blocks=model_facts(reading.model).get("half_blocks", {}).get(fp8_recipe.value, ""),
         dropout=source["dropout"],
         quantised_weights=bool(source["quantised_weights"]),
+        offload=Offload(source["offload_layers"], tuple(source["offload_modules"].split())),
         fused_loss=bool(source["fused_loss"]),
         loss_impl="te" if source["fused_loss"] == "te" else "native",
         state_types=_state_types(source),
@@ -389,7 +391,7 @@ def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
             "overlap_tensor": stated["overlap_tensor"] or "async" in notes,
             "graphs": release_of(reading, source) >= source["graphs_since"]
             and model_facts(reading.model).get("whole_graph", True),
-            "frozen": "lora" in notes or "/peft" in reading.where,
+            "frozen": "lora" in notes or re.search(r"[/ ]peft", reading.where) is not None,
             "portable_attention": eager,
             "unfused": eager and "compile" not in reading.notes,
             "deduplicated": stated["deduplicated"] and not reading.notes.startswith("A2A"),
