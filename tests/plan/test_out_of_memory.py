@@ -9,8 +9,8 @@ from statistics import median
 import pytest
 
 from tools.plan.memory import fullest_rank
-from tools.plan.search import MEMORY_RESERVE
 from tools.plan.tensors import rank_parameters
+from tools.plan.verdict import MEMORY_RESERVE
 from tools.spec.hardware import device_by_key
 from tools.spec.model import ModelShape
 from tools.spec.recompute import Recompute

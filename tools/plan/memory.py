@@ -254,7 +254,8 @@ COMPONENTS = tuple(field.name for field in fields(PredictedMemory) if field.name
 
 ASSUMPTIONS = (
     "Activations are arXiv:2205.05198's, tensor by tensor; kernels' workspaces are not counted.",
-    "The peak is at the loss or at the first layer's backward, after Adam's state exists.",
+    "The peak is at the loss, at the first layer's backward, after Adam's state exists, or where Adam "
+    "updates moments that are kept in fewer bits.",
     "The two constants of the allocator component were chosen after seeing the eight published "
     "H200 measurements, once for all of them; other devices may differ by a gigabyte or two.",
     "Experts are loaded evenly, but for what IMBALANCE= and a capacity factor say.",
@@ -277,6 +278,10 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
     weights, gradients, _ = _shards(parallelism)
     last = pipeline_rank == parallelism.pipeline - 1
     base, blocks = _allocator_bytes(spec, parameters, last)
+    activations = activation_bytes(spec, pipeline_rank)
+    temporaries = max(
+        _temporary_bytes(spec, pipeline_rank), _update_bytes(spec, parameters) - activations
+    )
     return PredictedMemory(
         weights=precision.weights * _held(parameters, spec, weights)
         + _quantised_weight_bytes(spec, parameters, precision.weights),
@@ -284,8 +289,8 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
         main_parameters=_main_parameter_bytes(precision, parallelism)
         * _updated_here(parameters, spec),
         optimizer_state=precision.adam * _updated_here(parameters, spec),
-        activations=activation_bytes(spec, pipeline_rank),
-        temporaries=_temporary_bytes(spec, pipeline_rank) + placeholder_bytes(spec, pipeline_rank),
+        activations=activations,
+        temporaries=temporaries + placeholder_bytes(spec, pipeline_rank),
         communication=_communication_bytes(spec),
         allocator=base + blocks,
         returned=blocks,
@@ -406,6 +411,16 @@ def offloaded_parameters(spec: RunSpec, held: int) -> int:
 def _updated_here(parameters: Parameters, spec: RunSpec) -> int:
     held = _held(parameters, spec, _shards(spec.parallelism)[2])
     return held - offloaded_parameters(spec, held)
+
+
+def _update_bytes(spec: RunSpec, parameters: Parameters) -> int:
+    """fp32 copies of what is kept of each parameter in fewer bits, all alive in the update (Transformer
+    Engine, `pytorch/optimizers/fused_adam.py: get_unscaled_state`)."""
+    types = spec.state_types
+    if not types.aware or not spec.parallelism.sharding or types.offloaded:
+        return 0
+    kept = (types.main_parameters, types.first_moment, types.second_moment)
+    return _FP32_BYTES * sum(each not in ("", "fp32") for each in kept) * _updated_here(parameters, spec)
 
 
 def _shards(parallelism: Parallelism) -> tuple[bool, bool, bool]:

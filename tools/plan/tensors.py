@@ -157,7 +157,8 @@ def partial_gradient_elements(spec: RunSpec, pipeline_rank: int) -> int:
 
 
 def unlike_weights(spec: RunSpec, pipeline_rank: int) -> int:
-    """Elements of one weight of each shape that linear layers of a rank have, the output layer's too."""
+    """Elements of one weight of each shape that linear layers of a rank have, the output layer's too;
+    biases are counted with them."""
     shape, split = spec.trained_shape, spec.parallelism
     last = pipeline_rank == split.pipeline - 1
     layers, dense = map(sum, _held_layers(spec, pipeline_rank))
