@@ -21,8 +21,9 @@ from typing import Any
 
 from rich.console import Console
 
+from tests.plan.papers import paper_runs
 from tools.plan.readings.reading_to_spec import Expressed
-from tools.plan.readings.residual import Residual, residuals
+from tools.plan.readings.residual import Residual, left_out, residual, residuals
 from tools.plan.readings.summary import MEMORY, kind_of
 from tools.plan.readings.table import READINGS, read_readings
 from tools.spec.recompute import Recompute
@@ -279,8 +280,8 @@ class Compared:
 
 
 def published() -> list[Residual]:
-    """Times and peaks of published runs but Megatron's functional tests, whose steps are the host's, and
-    SimuMax' own, as ours predicts them without their sources."""
+    """Times and peaks of published runs but Megatron's functional tests, whose steps are the host's, with
+    SimuMax' own and those of arXiv:2205.05198, as ours predicts them without their sources."""
     rows = chain.from_iterable(read_readings(path)[0] for path in (READINGS, SIMUMAX_ROWS))
     wanted = [
         row
@@ -289,7 +290,8 @@ def published() -> list[Residual]:
         and (row.metric in _DIRECT or kind_of(row.metric) == MEMORY)
         and row.metric != "memory_allocated_bytes"
     ]
-    return list(residuals(wanted).predicted)
+    papers = [residual(left_out(run, run.reading.source)) for run in paper_runs()]
+    return [*residuals(wanted).predicted, *papers]
 
 
 def compared(rows: Iterable[Residual], checkouts: Mapping[Planner, Path]) -> Iterator[Compared]:

@@ -72,6 +72,12 @@ def test_a_layer_keeps_what_the_paper_counts(
     assert layer_activation_bytes(spec) == coefficient * 16 * 2 * 8 + statistics
 
 
+def test_all_to_all_context_parallelism_keeps_attentions_output_on_both_sides() -> None:
+    ring = tiny(Parallelism(context=2))
+    more = layer_activation_bytes(replace(ring, cp_comm_type="a2a")) - layer_activation_bytes(ring)
+    assert more == 2 * 16 * 2 * 8 // 2
+
+
 def test_fp8_keeps_inputs_of_linear_layers_in_a_byte_and_two_copies_of_their_weights() -> None:
     plain, fp8 = tiny(), tiny(fp8_recipe=Fp8Recipe.TENSORWISE)
     hidden = plain.tokens * TINY.hidden
