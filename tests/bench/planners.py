@@ -1,8 +1,8 @@
-"""`make bench-planners CALCULON=checkout SIMUMAX=checkout`: other planners beside ours, on the published rows
-that they can express.
+"""`make bench-planners CALCULON=checkout SIMUMAX=checkout`: other planners beside ours, on the published
+rows that they can express.
 
-Each runs in a process of its own, with the interpreter of the checkout's `.venv` where it has one, and is
-given what ours is given. Their rates stay theirs: Calculon's system for A100, SimuMax' for B200, which was
+Each runs in a process of its own, with the interpreter of the checkout's `.venv` where it has one, and
+is given what ours is given. Their rates stay theirs: Calculon's system for A100, SimuMax' for B200,
 measured on the machine of SimuMax' own rows. Ours are predicted without the row's source.
 """
 
@@ -32,8 +32,8 @@ from tools.text.table import Column, Table, markdown_table
 from tools.text.units import GIB, percent
 
 SIMUMAX_ROWS = Path(__file__).with_name("simumax_b200.csv")
-"""What SimuMax publishes of its own B200 (`docs/b200/b200_release_v1.2_summary.json` of 4dcaae5), with the
-flags of its scripts."""
+"""What SimuMax publishes of its own B200 (`docs/b200/b200_release_v1.2_summary.json` of 4dcaae5), with
+the flags of its scripts."""
 
 _DIRECT = ("step_time_s", "tokens_per_s_per_gpu")
 _TESTS = "NVIDIA/Megatron-LM golden values"
@@ -84,7 +84,9 @@ def calculon_job(row: Expressed) -> Job | None:
             "tensor_par": split.tensor,
             "pipeline_par": split.pipeline,
             "data_par": split.data,
-            **dict(zip(("tensor_par_net", "pipeline_par_net", "data_par_net"), inside, strict=True)),
+            **dict(
+                zip(("tensor_par_net", "pipeline_par_net", "data_par_net"), inside, strict=True)
+            ),
             "batch_size": spec.batch.global_batch_size,
             "microbatch_size": spec.batch.micro_batch_size,
             "datatype": "float16",
@@ -113,7 +115,7 @@ def _recomputed(recompute: Recompute) -> str | None:
 
 def simumax_job(row: Expressed) -> Job | None:
     """What SimuMax is asked; None where it cannot say what ran: its B200 has rates in bf16 alone, its
-    context parallelism is all-to-all, and of mixtures it knows those whose experts take their mean share."""
+    context parallelism is all-to-all."""
     spec, cluster = row.spec, row.cluster
     shape, split, latent = spec.shape, spec.parallelism, spec.shape.latent
     if (
@@ -280,8 +282,8 @@ class Compared:
 
 
 def published() -> list[Residual]:
-    """Times and peaks of published runs but Megatron's functional tests, whose steps are the host's, with
-    SimuMax' own and those of arXiv:2205.05198, as ours predicts them without their sources."""
+    """Times and peaks of published runs, SimuMax' own and those of arXiv:2205.05198 among them, as ours
+    predicts them without their sources; not of Megatron's functional tests, whose steps are the host's."""
     rows = chain.from_iterable(read_readings(path)[0] for path in (READINGS, SIMUMAX_ROWS))
     wanted = [
         row
@@ -322,7 +324,13 @@ def _error(row: Residual, answer: Answer) -> float:
     seconds, held = answer
     if kind_of(row.reading.metric) != MEMORY:
         return seconds / row.published_seconds - 1
-    unit = GIB if row.reading.metric.endswith("gib") else 1e9 if row.reading.metric.endswith("gb") else 1
+    unit = (
+        GIB
+        if row.reading.metric.endswith("gib")
+        else 1e9
+        if row.reading.metric.endswith("gb")
+        else 1
+    )
     return held / unit / row.reading.value - 1
 
 

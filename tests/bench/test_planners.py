@@ -43,7 +43,11 @@ def test_memory_that_simumax_measured_is_predicted(
 
 def checkout(folder: Path, package: str, code: str) -> Path:
     """A planner that says what `code` does."""
-    for name, text in {"calculon/__init__.py": "", "simumax/__init__.py": "", package: code}.items():
+    for name, text in {
+        "calculon/__init__.py": "",
+        "simumax/__init__.py": "",
+        package: code,
+    }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return folder
@@ -72,7 +76,9 @@ def test_a_planner_is_asked_in_a_process_of_its_own_and_compared_on_what_it_answ
 def test_a_checkout_without_the_planner_is_refused_with_where_its_environment_goes(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(ValueError, match=r"Calculon does not run in .*No module.*\.venv/bin/python"):
+    with pytest.raises(
+        ValueError, match=r"Calculon does not run in .*No module.*\.venv/bin/python"
+    ):
         asked(CALCULON, tmp_path, [])
 
 

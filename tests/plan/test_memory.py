@@ -390,7 +390,9 @@ def test_moments_in_fewer_bits_are_updated_in_fp32_all_at_once() -> None:
     shape = replace(TINY, layers=64)
     specs = [
         replace(
-            tiny(split, recompute=Recompute.FULL), shape=shape, state_types=state_types_of(Flags(words))
+            tiny(split, recompute=Recompute.FULL),
+            shape=shape,
+            state_types=state_types_of(Flags(words)),
         )
         for words in (aware, (*aware, *half))
     ]

@@ -91,9 +91,9 @@ _SHAPES = {
 """Layers, hidden, ffn, heads and groups of queries; experts, experts a token and an expert's columns."""
 
 ON_GH200 = (
-    # Zeltrxn2333/lsaie-ss26-gipfelsturm, experiments/baseline-search.md and 32b-single-node-ablation.md at
-    # 7644e91, with the flags of its launch-mp.sh: Megatron core_v0.16.1, moments in bf16 where TP or PP is
-    # more than 1.
+    # Zeltrxn2333/lsaie-ss26-gipfelsturm, experiments/baseline-search.md and 32b-single-node-ablation.md
+    # at 7644e91, with the flags of its launch-mp.sh: Megatron core_v0.16.1, moments in bf16 where TP or
+    # PP is more than 1.
     ("llama3-8b", "dp4-zero1", 2, _GIPFELSTURM, RAN),
     ("qwen2.5-32b", "sp4dp2-zero1", 1, _GIPFELSTURM, RAN),
     ("qwen2.5-32b", "sp4dp4-zero1", 1, _GIPFELSTURM, RAN),

@@ -342,7 +342,9 @@ def _row(item: Residual, intervals: Intervals) -> dict[str, Any]:
         row
         | levels
         | {
-            "fits": None if source_facts(item.reading)["unjudged"] else fit_of(spec, memory, cluster),
+            "fits": None
+            if source_facts(item.reading)["unjudged"]
+            else fit_of(spec, memory, cluster),
             "memory_bytes": needed_bytes(memory, cluster),
         }
     )
