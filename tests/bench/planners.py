@@ -283,7 +283,8 @@ class Compared:
 
 def published() -> list[Residual]:
     """Times and peaks of published runs, SimuMax' own and those of arXiv:2205.05198 among them, as ours
-    predicts them without their sources; not of Megatron's functional tests, whose steps are the host's."""
+    predicts them without their sources. Megatron's functional tests are left out: the host sets their
+    steps."""
     rows = chain.from_iterable(read_readings(path)[0] for path in (READINGS, SIMUMAX_ROWS))
     wanted = [
         row
