@@ -16,9 +16,11 @@ from tools.plan.constraints import violations
 from tools.plan.memory import (
     activation_bytes,
     fullest_rank,
+    head_backward_bytes,
     layers_in_flight,
     logits_bytes,
     memory_of_rank,
+    placeholder_bytes,
 )
 from tools.plan.readings.published import h200_spec
 from tools.plan.tensors import layer_parameters, parameters_total, rank_parameters
@@ -68,6 +70,12 @@ def test_a_layer_keeps_what_the_paper_counts(
     spec = tiny(parallelism, fused_attention=fused)
     statistics = 4 * 4 * spec.tokens // parallelism.tensor if fused else 0
     assert layer_activation_bytes(spec) == coefficient * 16 * 2 * 8 + statistics
+
+
+def test_all_to_all_context_parallelism_keeps_attentions_output_on_both_sides() -> None:
+    ring = tiny(Parallelism(context=2))
+    more = layer_activation_bytes(replace(ring, cp_comm_type="a2a")) - layer_activation_bytes(ring)
+    assert more == 2 * 16 * 2 * 8 // 2
 
 
 def test_fp8_keeps_inputs_of_linear_layers_in_a_byte_and_two_copies_of_their_weights() -> None:
@@ -329,9 +337,70 @@ def test_few_micro_batches_keep_few_activations() -> None:
 def test_the_last_stage_alone_holds_logits() -> None:
     spec = h200_spec("pp2")
     last = memory_of_rank(spec, 1)
-    assert last.temporaries == logits_bytes(spec) == 6 * 64 * 1024 * 50304
+    assert last.temporaries - placeholder_bytes(spec, 1) == logits_bytes(spec)
+    assert logits_bytes(spec) == 6 * 64 * 1024 * 50304
     assert memory_of_rank(spec, 0).temporaries < last.temporaries / 10
     assert fullest_rank(spec)[0] == 1
+
+
+def test_products_that_add_to_gradients_leave_an_empty_one_for_each_shape_of_weight() -> None:
+    spec = tiny(Parallelism(tensor=2))
+    attention, mlp = 3 * 8 * 8 + 8 * 8, 2 * 4 * 8 * 8
+    biases = 3 * 8 + 4 * 8 + 2 * 2 * 8  # Of what TP splits, and of what it does not.
+    table = 8 * spec.padded_vocabulary
+    assert placeholder_bytes(spec, 0) == 2 * (attention + mlp + biases + table) // 2
+    # Layers of every depth share them, and stages before the last have no output layer.
+    assert placeholder_bytes(replace(spec, shape=replace(TINY, layers=8)), 0) == placeholder_bytes(
+        spec, 0
+    )
+    assert placeholder_bytes(tiny(Parallelism(tensor=2, pipeline=2)), 0) == attention + mlp + biases
+
+
+@pytest.mark.parametrize(
+    "without",
+    [{"fused_norms": False}, {"parallelism": Parallelism(data=2, sharding=Sharding.FSDP2)}],
+)
+def test_without_transformer_engine_or_megatrons_gradients_there_are_none(
+    without: dict[str, object],
+) -> None:
+    assert placeholder_bytes(tiny(**without), 0) == 0  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_written_over_its_logits_needs_no_other_copy() -> None:
+    logits = 16 * 2 * 104
+    plain = tiny(fused_loss=True)
+    assert logits_bytes(plain) == 6 * logits
+    assert logits_bytes(replace(plain, loss_impl="te")) == 2 * logits
+    assert logits_bytes(tiny(loss_impl="te")) == 6 * logits
+    assert logits_bytes(tiny(fused=("cross_entropy",))) == 2 * logits
+
+
+def test_the_output_layer_is_differentiated_with_whole_hidden_states() -> None:
+    split = Parallelism(tensor=2, sequence_parallel=True)
+    spec = replace(tiny(split), fused_loss=True, loss_impl="te")
+    hidden, tokens = 2 * _ELEMENTS, 16 * 2
+    assert head_backward_bytes(spec) == 2 * tokens * 112 // 2 + hidden + hidden // 2
+    assert head_backward_bytes(tiny()) == 2 * tokens * 104 + hidden
+
+
+def test_moments_in_fewer_bits_are_updated_in_fp32_all_at_once() -> None:
+    aware = ("--bf16", "--use-precision-aware-optimizer")
+    half = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "fp8")
+    split = Parallelism(data=2, sharding=Sharding.ZERO1)
+    shape = replace(TINY, layers=64)
+    specs = [
+        replace(
+            tiny(split, recompute=Recompute.FULL),
+            shape=shape,
+            state_types=state_types_of(Flags(words)),
+        )
+        for words in (aware, (*aware, *half))
+    ]
+    usual, more = (memory_of_rank(replace(spec, dtype="bf16")) for spec in specs)
+    parameters = -(-rank_parameters(specs[0]).total // 2)
+    placeholders = placeholder_bytes(specs[0], 0)
+    assert more.activations + more.temporaries - placeholders == 2 * 4 * parameters
+    assert usual.activations + usual.temporaries - placeholders < 4 * parameters
 
 
 def test_fp32_logits_are_not_copied() -> None:

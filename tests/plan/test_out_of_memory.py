@@ -1,4 +1,4 @@
-"""Published runs on 384 A100 of 80 GB that went out of memory, and that ran.
+"""Published runs that went out of memory, and that ran: on 384 A100 of 80 GB, and on GH200 of 96 GB.
 
 bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md@053adafee8, tables of 02-25 and
 02-28: Megatron-DeepSpeed, ZeRO-1, full recomputation, 2,048 tokens, a vocabulary of 250,880.
@@ -9,14 +9,22 @@ from statistics import median
 import pytest
 
 from tools.plan.memory import fullest_rank
-from tools.plan.search import MEMORY_RESERVE
+from tools.plan.readings.published import usual_cluster
 from tools.plan.tensors import rank_parameters
+from tools.plan.verdict import MEMORY_RESERVE, Fit, fit_of
 from tools.spec.hardware import device_by_key
 from tools.spec.model import ModelShape
 from tools.spec.recompute import Recompute
-from tools.spec.run import RunSpec
+from tools.spec.run import DeviceKind, RunSpec, spec_of_flags
 from tools.spec.stages import EVEN, spread
-from tools.spec.strategy import Batch, Parallelism, Sharding
+from tools.spec.strategy import (
+    Batch,
+    Parallelism,
+    Sharding,
+    devices_of,
+    parse_strategy,
+    strategy_flags,
+)
 from tools.text.units import GIB
 
 HIDDEN_LAYERS = {"181b": (14336, 72), "184b": (12288, 100), "206b": (14336, 82)}
@@ -61,6 +69,117 @@ def test_published_runs_beside_them_that_ran_are_said_to_fit(
     split: tuple[int, ...], samples: int
 ) -> None:
     assert needed(run(*HIDDEN_LAYERS["181b"], "fp16", split, samples))[0] <= CAPACITY
+
+
+RAN, OUT = "ran", "out of memory"
+_GIPFELSTURM = "--main-grads-dtype bf16 --use-precision-aware-optimizer --vocab-size 50257"
+_OELLM = "--vocab-size 50432 --moe-token-dispatcher-type allgather --qk-layernorm"
+_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_SHAPES = {
+    "llama3-8b": (32, 4096, 14336, 32, 8),
+    "qwen3-14b": (40, 5120, 17408, 40, 8),
+    "qwen3-32b": (64, 5120, 25600, 64, 8),
+    "qwen2.5-32b": (64, 5120, 27648, 40, 8),
+    "llama3-70b": (80, 8192, 28672, 64, 8),
+    "qwen2.5-72b": (80, 8192, 29568, 64, 8),
+    "140b": (80, 12288, 32768, 96, 8),
+    "mixtral-8x7b": (32, 4096, 14336, 32, 8, 8, 2, 14336),
+    "mixtral-8x22b": (56, 6144, 16384, 48, 8, 8, 2, 16384),
+    "qwen3-30b": (48, 2048, 6144, 32, 4, 128, 8, 768),
+    "qwen3-235b": (94, 4096, 12288, 64, 4, 128, 8, 1536),
+}
+"""Layers, hidden, ffn, heads and groups of queries; experts, experts a token and an expert's columns."""
+
+ON_GH200 = (
+    # Zeltrxn2333/lsaie-ss26-gipfelsturm, experiments/baseline-search.md and 32b-single-node-ablation.md
+    # at 7644e91, with the flags of its launch-mp.sh: Megatron core_v0.16.1, moments in bf16 where TP or
+    # PP is more than 1.
+    ("llama3-8b", "dp4-zero1", 2, _GIPFELSTURM, RAN),
+    ("qwen2.5-32b", "sp4dp2-zero1", 1, _GIPFELSTURM, RAN),
+    ("qwen2.5-32b", "sp4dp4-zero1", 1, _GIPFELSTURM, RAN),
+    ("140b", "sp4pp4dp2-zero1", 1, _GIPFELSTURM, RAN),
+    ("qwen3-14b", "sp4", 1, _GIPFELSTURM, RAN),
+    ("qwen3-32b", "sp4dp2-zero1", 1, _GIPFELSTURM, RAN),
+    ("llama3-70b", "sp4pp4", 1, _GIPFELSTURM, RAN),
+    ("qwen2.5-72b", "sp4pp4", 1, _GIPFELSTURM, RAN),
+    ("mixtral-8x7b", "sp4ep2dp2-zero1", 1, _GIPFELSTURM, RAN),
+    ("qwen3-14b", "dp4-zero1", 1, _GIPFELSTURM, OUT),
+    ("llama3-70b", "sp4pp2dp2-zero1", 1, _GIPFELSTURM, OUT),
+    ("qwen2.5-72b", "sp4pp2dp2-zero1", 1, _GIPFELSTURM, OUT),
+    ("mixtral-8x7b", "sp4ep2", 1, _GIPFELSTURM, OUT),
+    ("mixtral-8x22b", "sp4ep4dp2-zero1", 1, _GIPFELSTURM, OUT),
+    ("mixtral-8x7b", "sp8", 1, _GIPFELSTURM, OUT),
+    ("mixtral-8x7b", "sp4pp2", 1, _GIPFELSTURM, OUT),
+    ("mixtral-8x7b", "sp2ep2dp2-zero1", 1, _GIPFELSTURM, OUT),
+    ("mixtral-8x7b", "sp4dp2-zero1", 1, _GIPFELSTURM, OUT),
+    ("mixtral-8x7b", "sp2ep4-zero1", 1, _GIPFELSTURM, OUT),
+    ("mixtral-8x7b", "ep8-zero1", 1, _GIPFELSTURM, OUT),
+    ("mixtral-8x7b", "sp4ep2", 1, f"{_GIPFELSTURM} {_FULL}", OUT),
+    ("mixtral-8x7b", "ep8-zero1", 1, f"{_GIPFELSTURM} {_FULL}", OUT),
+    ("qwen2.5-32b", "sp4", 1, _GIPFELSTURM, OUT),
+    # OpenEuroLLM/oellm-autoexp, config/experiments/korbi/qwen3_*/megatron_moe_*_jupiter.yaml at c6d0cc0.
+    ("qwen3-235b", "sp4pp2ep8-zero1", 1, f"{_OELLM} {_FULL}", RAN),
+    ("qwen3-235b", "sp4pp2ep8-zero1", 2, f"{_OELLM} {_FULL}", RAN),
+    ("qwen3-235b", "sp4pp2ep8-zero1", 4, f"{_OELLM} {_FULL}", RAN),
+    ("qwen3-30b", "pp2ep4-zero1", 4, f"{_OELLM} {_FULL}", RAN),
+    ("qwen3-30b", "pp2ep4-zero1", 8, f"{_OELLM} {_FULL}", RAN),
+    ("qwen3-30b", "ep8-zero1", 1, f"{_OELLM} {_FULL}", RAN),
+    ("qwen3-30b", "ep8-zero1", 2, f"{_OELLM} {_FULL}", RAN),
+    ("qwen3-30b", "ep8-zero1", 4, f"{_OELLM} {_FULL}", RAN),
+    ("qwen3-235b", "sp4pp2ep8-zero1", 1, _OELLM, OUT),
+    ("qwen3-235b", "sp4ep8dp2-zero1", 1, f"{_OELLM} {_FULL}", OUT),
+    ("qwen3-235b", "sp4pp2ep4dp2-zero1", 1, f"{_OELLM} {_FULL}", OUT),
+    ("qwen3-235b", "sp4ep4dp4-zero1", 1, f"{_OELLM} {_FULL}", OUT),
+    ("qwen3-235b", "sp2pp2ep4dp4-zero1", 1, f"{_OELLM} {_FULL}", OUT),
+    ("qwen3-235b", "sp2ep4dp8-zero1", 1, f"{_OELLM} {_FULL}", OUT),
+    ("qwen3-30b", "pp2ep4-zero1", 4, _OELLM, OUT),
+    ("qwen3-30b", "ep8-zero1", 1, _OELLM, OUT),
+    ("qwen3-30b", "ep4dp2-zero1", 1, f"{_OELLM} {_FULL}", OUT),
+    ("qwen3-30b", "ep4dp2-zero1", 1, _OELLM, OUT),
+)
+"""Model, strategy, micro batch, further flags, and what was published of it; 4,096 tokens, bf16."""
+
+
+def on_gh200(model: str, strategy: str, samples: int, flags: str) -> RunSpec:
+    layers, hidden, ffn, heads, groups, *experts = _SHAPES[model]
+    split = parse_strategy(strategy, devices_of(strategy))
+    words = (
+        f"--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --seq-length 4096 "
+        f"--num-attention-heads {heads} --group-query-attention --num-query-groups {groups} "
+        f"--kv-channels 128 --max-position-embeddings 4096 --position-embedding-type rope --swiglu "
+        f"--normalization RMSNorm --untie-embeddings-and-output-weights --disable-bias-linear --bf16 "
+        f"--attention-dropout 0 --hidden-dropout 0 --micro-batch-size {samples} "
+        f"--global-batch-size {split.data * samples * 8} --use-distributed-optimizer {flags}"
+    )
+    if flags.startswith(_GIPFELSTURM) and split.tensor * split.pipeline > 1:
+        words += " --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    if experts:
+        words += (
+            f" --num-experts {experts[0]} --moe-router-topk {experts[1]} --moe-grouped-gemm "
+            f"--moe-ffn-hidden-size {experts[2]}"
+        )
+    run_words = (*words.split(), *strategy_flags(split))
+    return spec_of_flags(run_words, split.world_size, DeviceKind.GPU, model)
+
+
+def verdicts() -> list[tuple[str, Fit]]:
+    """What was published of each run on GH200, and what is said of it."""
+    found = []
+    for model, strategy, samples, flags, published in ON_GH200:
+        spec = on_gh200(model, strategy, samples, flags)
+        cluster = usual_cluster("gh200", spec.parallelism.world_size)
+        found.append((published, fit_of(spec, fullest_rank(spec)[1], cluster)))
+    return found
+
+
+def test_of_published_runs_on_gh200_none_that_ran_is_said_not_to_fit() -> None:
+    ran = [verdict for published, verdict in verdicts() if published == RAN]
+    assert (len(ran), set(ran)) == (17, {Fit.FITS})
+
+
+def test_nine_of_ten_that_went_out_of_memory_are_said_not_to_fit_and_none_to_fit() -> None:
+    out = [verdict for published, verdict in verdicts() if published == OUT]
+    assert (len(out), out.count(Fit.DOES_NOT_FIT), out.count(Fit.FITS)) == (24, 22, 0)
 
 
 BF16_RAN = (

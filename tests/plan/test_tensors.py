@@ -11,6 +11,7 @@ from tools.plan.tensors import (
     active_parameters,
     parameters_total,
     rank_parameters,
+    unlike_weights,
 )
 from tools.spec.model import ModelShape, load_model
 from tools.spec.run import RunSpec
@@ -41,6 +42,15 @@ def held_by(shape: ModelShape, parallelism: Parallelism, stage: int = 0) -> Para
 
 def count(shape: ModelShape, parallelism: Parallelism, stage: int = 0) -> int:
     return held_by(shape, parallelism, stage).total
+
+
+def test_layers_of_one_kind_share_their_shapes_and_those_of_another_add_theirs() -> None:
+    mixture = replace(TINY, bias=False, experts=4, experts_per_token=2, expert_ffn_hidden=4)
+    attention, dense, expert = 4 * 8 * 8, 2 * 8 * 32, 2 * 8 * 4
+    table = 8 * 104
+    for layers in ((), (0,), (0, 1)):
+        spec = RunSpec(replace(mixture, dense_layers=layers), Parallelism(), Batch(1, 1))
+        assert unlike_weights(spec, 0) == attention + expert + (dense if layers else 0) + table
 
 
 def test_two_tensor_ranks_pad_the_vocabulary_further_and_keep_norms_whole() -> None:

@@ -72,6 +72,8 @@ def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
     """
     if spec.recompute == Recompute.NONE:
         return 0
+    if len(spec.shape.blocks) > 1:
+        return max(recomputed_bytes(kind) for _, kind in spec.kinds)
     whole = layer_activation_bytes(spec.kept)
     kept, checkpoints = layer_activation_bytes(spec), spec.recompute.checkpoints(layers)
     if not checkpoints:
@@ -133,8 +135,7 @@ def _groups(spec: RunSpec) -> list[Offloaded]:
 
 def residual_bytes(spec: RunSpec) -> int:
     """One hidden state of one micro batch on one rank: a layer's input, a pipeline message."""
-    elements = spec.tokens * spec.shape.hidden
-    return spec.element_bytes * elements // spec.sequence_shards
+    return spec.element_bytes * spec.tokens * spec.shape.hidden // spec.sequence_shards
 
 
 class _Tensor(NamedTuple):
@@ -264,7 +265,11 @@ def _of_attention(spec: RunSpec) -> Iterator[_Tensor]:
     if _keeps_whole_projection(spec) and keys == shape.query_groups:
         replaced = (shape.heads + keys) * shape.head_width
         yield _saved(spec, spec.tokens * replaced // tensor, (), "core_attn")
-    yield from _attended(spec, spec.tokens * shape.heads * shape.head_width // tensor)
+    attended = spec.tokens * shape.heads * shape.head_width // tensor
+    yield from _attended(spec, attended)
+    if spec.parallelism.context > 1 and spec.cp_comm_type == "a2a":
+        # As heads have it, before it goes back to where its tokens are (`context_parallel.py`).
+        yield _saved(spec, attended, (), "core_attn")
 
 
 def _keeps_whole_projection(spec: RunSpec) -> bool:
@@ -338,8 +343,7 @@ def _of_experts(spec: RunSpec) -> Iterator[_Tensor]:
     routed = round(own * split * shape.experts_per_token * spec.received_by_experts)
     ffn = shape.expert_ffn_hidden // split
     first = shape.expert_ffn_hidden * (2 if shape.gated else 1) // split
-    whole = shape.latent_experts or shape.hidden
-    hidden = whole  # Gathered over ETP, as column-parallel layers read it.
+    hidden = shape.latent_experts or shape.hidden  # Whole, as column-parallel layers read it.
     fused = "fused_group_mlp"
     permuted, wide = (fused,) * 2 if fused in spec.offload.modules else ("expert_fc1", "moe_act")
     yield _operand(spec, routed * hidden, inside, permuted)

@@ -16,8 +16,8 @@ from pathlib import Path
 from tools.plan.memory import fullest_rank
 from tools.plan.options import PlanOptions, RequestError
 from tools.plan.request import devices_and_node
-from tools.plan.search import MEMORY_RESERVE
 from tools.plan.tensors import parameters_total
+from tools.plan.verdict import MEMORY_RESERVE
 from tools.spec.hardware import Device, device_by_key
 from tools.spec.model import GPT2_VOCABULARY, ModelShape
 from tools.spec.recompute import Recompute

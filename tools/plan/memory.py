@@ -16,10 +16,9 @@ from tools.plan.activations import (
     recomputed_bytes,
     residual_bytes,
 )
-from tools.plan.tensors import Parameters, layer_parameters, rank_parameters
+from tools.plan.tensors import Parameters, layer_parameters, rank_parameters, unlike_weights
 from tools.spec.run import DeviceKind, Fp8Recipe, RunSpec, StateTypes
 from tools.spec.stages import EVEN
-from tools.spec.strategy import Parallelism
 from tools.text.units import MIB
 
 _FP32_BYTES = 4
@@ -27,10 +26,7 @@ _FP32_BYTES = 4
 
 def embedding_bytes(spec: RunSpec) -> int:
     """Kept by the embedding: its dropout's mask, one byte an element."""
-    if not spec.dropout:
-        return 0
-    elements = spec.tokens * spec.shape.hidden
-    return elements // spec.sequence_shards
+    return spec.tokens * spec.shape.hidden // spec.sequence_shards if spec.dropout else 0
 
 
 def head_bytes(spec: RunSpec) -> int:
@@ -40,31 +36,28 @@ def head_bytes(spec: RunSpec) -> int:
 
 def logit_elements(spec: RunSpec) -> int:
     """Logits of one micro batch on one rank of the last stage; the vocabulary is split over TP."""
-    tensor = spec.parallelism.tensor
-    return spec.tokens * spec.shape.padded_vocabulary(tensor) // tensor
+    return spec.tokens * spec.padded_vocabulary // spec.parallelism.tensor
 
 
 def logits_bytes(spec: RunSpec) -> int:
     """Live at the loss: the logits, and their fp32 copy that becomes softmax and then gradient.
 
-    `VocabParallelCrossEntropy` works in place on that copy; fp32 logits are not copied. Losses of tokens
+    `VocabParallelCrossEntropy` works in place on that copy; fp32 logits are not copied, nor those that
+    their gradient is written over (Transformer Engine, `pytorch/cross_entropy.py`). Losses of tokens
     ahead come before it and keep theirs (`multi_token_prediction.py: process_mtp_loss`).
     """
-    copies = 0 if spec.dtype == "fp32" else spec.element_bytes
-    return (copies + _FP32_BYTES * spec.shape.predicted) * logit_elements(spec)
+    overwritten = (spec.fused_loss and spec.loss_impl == "te") or "cross_entropy" in spec.fused
+    copied = spec.dtype != "fp32" and not overwritten
+    kept = (_FP32_BYTES if copied else spec.element_bytes) * spec.shape.predicted
+    return (kept + (spec.element_bytes if copied else 0)) * logit_elements(spec)
 
 
-def backward_temporary_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
-    """Alive while a layer is differentiated: gradients of its MLP's two wide tensors, and what is
-    computed again."""
-    shape, tensor = spec.shape, spec.parallelism.tensor
-    ffn = shape.ffn_hidden
-    if shape.experts:
-        ffn = shape.experts_per_token * shape.expert_ffn_hidden
-        ffn = round(ffn * spec.received_by_experts)
-    width = ffn * (3 if shape.gated else 2) // tensor
-    again = max(recomputed_bytes(spec, layers) for layers in set(spec.chunk_layers(pipeline_rank)))
-    return spec.element_bytes * spec.tokens * width + again
+def head_backward_bytes(spec: RunSpec) -> int:
+    """Live while the output layer is differentiated: gradients of logits and of hidden states, which
+    TP's ranks have whole and then reduce (`tensor_parallel/layers.py`)."""
+    whole = spec.element_bytes * spec.tokens * spec.shape.hidden
+    scattered = residual_bytes(spec) if spec.sequence_shards > 1 else 0
+    return spec.element_bytes * logit_elements(spec) + whole + scattered
 
 
 def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
@@ -184,9 +177,7 @@ def precision_of(spec: RunSpec) -> Precision:
     if types == StateTypes() or spec.dtype != "bf16":
         return usual
     gradients = _TYPE_BYTES[types.gradients or "fp32"]
-    if not types.aware or not spec.parallelism.sharding:
-        return replace(usual, gradients=gradients, gradient_copies=4 if gradients < 4 else 0)
-    if types.offloaded:
+    if not types.aware or not spec.parallelism.sharding or types.offloaded:
         return replace(usual, gradients=gradients, gradient_copies=4 if gradients < 4 else 0)
     own_adam = not spec.parallelism.sharding.wraps_modules
     remainders = own_adam and not types.main_parameters and not spec.fp8_recipe
@@ -243,7 +234,8 @@ COMPONENTS = tuple(field.name for field in fields(PredictedMemory) if field.name
 
 ASSUMPTIONS = (
     "Activations are arXiv:2205.05198's, tensor by tensor; kernels' workspaces are not counted.",
-    "The peak is at the loss or at the first layer's backward, after Adam's state exists.",
+    "The peak is at the loss, at the first layer's backward, after Adam's state exists, or where Adam "
+    "updates moments that are kept in fewer bits.",
     "The two constants of the allocator component were chosen after seeing the eight published "
     "H200 measurements, once for all of them; other devices may differ by a gigabyte or two.",
     "Experts are loaded evenly, but for what IMBALANCE= and a capacity factor say.",
@@ -263,18 +255,23 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
     parallelism = spec.parallelism
     parameters = rank_parameters(spec, pipeline_rank)
     precision = precision_of(spec)
-    weights, gradients, _ = _shards(parallelism)
+    sharding, updated = parallelism.sharding, _updated_here(parameters, spec)
     last = pipeline_rank == parallelism.pipeline - 1
     base, blocks = _allocator_bytes(spec, parameters, last)
+    activations = activation_bytes(spec, pipeline_rank)
+    temporaries = max(
+        _temporary_bytes(spec, pipeline_rank), _update_bytes(spec, parameters) - activations
+    )
     return PredictedMemory(
-        weights=precision.weights * _held(parameters, spec, weights)
+        weights=precision.weights * _held(parameters, spec, sharding.shards_weights)
         + _quantised_weight_bytes(spec, parameters, precision.weights),
-        gradients=precision.gradients * _held(parameters, spec, gradients),
-        main_parameters=_main_parameter_bytes(precision, parallelism)
-        * _updated_here(parameters, spec),
-        optimizer_state=precision.adam * _updated_here(parameters, spec),
-        activations=activation_bytes(spec, pipeline_rank),
-        temporaries=_temporary_bytes(spec, pipeline_rank),
+        gradients=precision.gradients * _held(parameters, spec, sharding.shards_gradients),
+        # Megatron-FSDP's optimizer updates an fp32 copy of the weights also where they are fp32
+        # (`param_and_grad_buffer.py: main_weight_buffer`).
+        main_parameters=(precision.main_parameters or 4 * sharding.is_megatron_fsdp) * updated,
+        optimizer_state=precision.adam * updated,
+        activations=activations,
+        temporaries=temporaries + placeholder_bytes(spec, pipeline_rank),
         communication=_communication_bytes(spec),
         allocator=base + blocks,
         returned=blocks,
@@ -351,8 +348,7 @@ def fullest_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
 
     Where stages are unequal one between may hold more.
     """
-    ranks = ranks_apart(spec)
-    by_rank = {rank: memory_of_rank(spec, rank) for rank in ranks}
+    by_rank = {rank: memory_of_rank(spec, rank) for rank in ranks_apart(spec)}
     return max(by_rank.items(), key=lambda item: item[1].needed)
 
 
@@ -375,10 +371,9 @@ def middle_ranks(spec: RunSpec) -> dict[int, int]:
 
 def held_parameters(spec: RunSpec, pipeline_rank: int = 0) -> tuple[int, int]:
     """Parameters whose optimizer state a rank holds, and those whose gradients it holds."""
-    parallelism = spec.parallelism
-    parameters = rank_parameters(spec, pipeline_rank)
-    _, gradients, optimizer = _shards(parallelism)
-    return _held(parameters, spec, optimizer), _held(parameters, spec, gradients)
+    parameters, sharding = rank_parameters(spec, pipeline_rank), spec.parallelism.sharding
+    gradients = _held(parameters, spec, sharding.shards_gradients)
+    return _held(parameters, spec, bool(sharding)), gradients
 
 
 def offloaded_parameters(spec: RunSpec, held: int) -> int:
@@ -387,26 +382,26 @@ def offloaded_parameters(spec: RunSpec, held: int) -> int:
     Megatron offloads whole tensors until it has the share, so up to one tensor more; of CPU ranks
     nothing.
     """
-    if spec.device is DeviceKind.CPU:
-        return 0
-    return ceil(spec.state_types.offloaded * held)
+    return 0 if spec.device is DeviceKind.CPU else ceil(spec.state_types.offloaded * held)
 
 
 def _updated_here(parameters: Parameters, spec: RunSpec) -> int:
-    held = _held(parameters, spec, _shards(spec.parallelism)[2])
+    held = _held(parameters, spec, bool(spec.parallelism.sharding))
     return held - offloaded_parameters(spec, held)
 
 
-def _shards(parallelism: Parallelism) -> tuple[bool, bool, bool]:
-    """Whether weights, gradients and optimizer are sharded over the data-parallel ranks."""
-    sharding = parallelism.sharding
-    return sharding.shards_weights, sharding.shards_gradients, bool(sharding)
-
-
-def _main_parameter_bytes(precision: Precision, parallelism: Parallelism) -> int:
-    """Megatron-FSDP's optimizer updates an fp32 copy of the weights also where they are fp32
-    (`param_and_grad_buffer.py: main_weight_buffer`)."""
-    return precision.main_parameters or (4 if parallelism.sharding.is_megatron_fsdp else 0)
+def _update_bytes(spec: RunSpec, parameters: Parameters) -> int:
+    """fp32 copies of what is kept of each parameter in fewer bits, all alive in the update (Transformer
+    Engine, `pytorch/optimizers/fused_adam.py: get_unscaled_state`)."""
+    types = spec.state_types
+    if not types.aware or not spec.parallelism.sharding or types.offloaded:
+        return 0
+    kept = (types.main_parameters, types.first_moment, types.second_moment)
+    return (
+        _FP32_BYTES
+        * sum(each not in ("", "fp32") for each in kept)
+        * _updated_here(parameters, spec)
+    )
 
 
 def _held(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
@@ -421,9 +416,30 @@ def _held(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
 
 
 def _temporary_bytes(spec: RunSpec, pipeline_rank: int) -> int:
-    loss = logits_bytes(spec) if pipeline_rank == spec.parallelism.pipeline - 1 else 0
-    backward = backward_temporary_bytes(spec, pipeline_rank)
-    return max(loss, backward) + whole_output_layer_bytes(spec)
+    """Alive while a layer is differentiated, gradients of its MLP's wide tensors and what is computed
+    again, or at the loss and the output layer behind it."""
+    shape, element = spec.shape, spec.element_bytes
+    ffn = shape.ffn_hidden
+    if shape.experts:
+        ffn = round(shape.experts_per_token * shape.expert_ffn_hidden * spec.received_by_experts)
+    width = ffn * (3 if shape.gated else 2) // spec.parallelism.tensor
+    again = max(recomputed_bytes(spec, layers) for layers in set(spec.chunk_layers(pipeline_rank)))
+    most = element * spec.tokens * width + again
+    if pipeline_rank == spec.parallelism.pipeline - 1:
+        most = max(most, logits_bytes(spec), head_backward_bytes(spec))
+        if spec.sequence_shards > 1:  # Where the output layer gathers its input, kept for good.
+            most += element * spec.tokens * shape.hidden
+    return most + whole_output_layer_bytes(spec)
+
+
+def placeholder_bytes(spec: RunSpec, pipeline_rank: int) -> int:
+    """What backward returns for gradients that products add to Megatron's own: an empty tensor for each
+    shape of weight, made once and never freed (Transformer Engine, `pytorch/module/base.py:
+    get_dummy_wgrad`, which Megatron's output layer takes too)."""
+    fused = spec.fused_norms and not spec.parallelism.sharding.is_torch_fsdp
+    if spec.device is DeviceKind.CPU or not fused:
+        return 0
+    return spec.element_bytes * unlike_weights(spec, pipeline_rank)
 
 
 def _communication_bytes(spec: RunSpec) -> int:
@@ -431,7 +447,7 @@ def _communication_bytes(spec: RunSpec) -> int:
     pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
     if not parallelism.sharding.wraps_modules:
         return pipeline
-    layer = layer_parameters(spec).total
+    layer = max(layer_parameters(kind).total for _, kind in spec.kinds)
     if not parallelism.sharding.shards_weights:
         return pipeline + precision.gradients * layer
     return pipeline + 2 * layer * (precision.weights + precision.gradients)

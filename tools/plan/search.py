@@ -39,7 +39,7 @@ from tools.plan.time.iteration import (
     iteration_seconds,
     pipeline_seconds,
 )
-from tools.plan.verdict import Fit, fit_of
+from tools.plan.verdict import MEMORY_RESERVE, Fit, fit_of
 from tools.spec.model import Model
 from tools.spec.recompute import Recompute
 from tools.spec.run import RunSpec
@@ -55,8 +55,6 @@ TIED = 1.01
 """Times of the fastest within which strategies are tied. Of published measurements that differ in
 strategy alone, the simplest of those predicted within 1% loses as much over the fastest measured one as
 the fastest predicted does (4.3% in the mean); within 2% it loses more."""
-MEMORY_RESERVE = 0.03
-"""Of a device's memory, left free: the published measurements are predicted within 2.2%."""
 
 
 @dataclass(frozen=True)

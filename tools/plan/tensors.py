@@ -88,7 +88,7 @@ def parameters_total(shape: ModelShape, tensor: int = 1) -> int:
     dense = len(shape.dense_layers) + shape.mtp_layers_held * shape.mtp_is_dense
     layers = _layers_of_kind(shape, shape.layers + shape.mtp_layers_held, dense)
     return ends.total + sum(
-        count * _layer_parameters(kind, 1, 1, 1).total for count, kind in layers
+        count * _parameters(_layer_tensors(kind, 1, 1, 1)).total for count, kind in layers
     )
 
 
@@ -147,8 +147,7 @@ def rank_tensors(spec: RunSpec, pipeline_rank: int = 0) -> list[int]:
 
 def layer_parameters(spec: RunSpec) -> Parameters:
     """Components of one transformer layer on a rank."""
-    split = spec.parallelism
-    return _layer_parameters(spec.shape, split.tensor, split.expert, split.tensor_of_experts)
+    return _parameters(_layer_tensors(spec.shape, *_degrees(spec)))
 
 
 def partial_gradient_elements(spec: RunSpec, pipeline_rank: int) -> int:
@@ -156,10 +155,29 @@ def partial_gradient_elements(spec: RunSpec, pipeline_rank: int) -> int:
     return _stage(spec, pipeline_rank).partial_elements
 
 
+def unlike_weights(spec: RunSpec, pipeline_rank: int) -> int:
+    """Elements of one weight of each shape that linear layers of a rank have, the output layer's too;
+    biases are counted with them."""
+    shape, last = spec.trained_shape, pipeline_rank == spec.parallelism.pipeline - 1
+    held = _layers_of_kind(shape, *map(sum, _held_layers(spec, pipeline_rank)))
+    kinds = [kind for count, layer in held if count for _, kind in layer.kinds]
+    unlike: Counter[tuple[str, int]] = Counter()
+    for kind in (*kinds, shape.only(MTP)) if last and shape.mtp_depth else kinds:
+        tensors = _layer_tensors(kind, *_degrees(spec))
+        unlike |= Counter(
+            (one.component, one.elements) for one in tensors if one.component in _LINEAR
+        )
+    table = spec.padded_vocabulary * shape.hidden // spec.parallelism.tensor
+    return table * last + sum(elements * times for (_, elements), times in unlike.items())
+
+
+_LINEAR = ("attention", "dense_mlp", "experts")
+
+
 def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
     """Buffers of every virtual stage of a pipeline rank, first to last."""
     split, shape = spec.parallelism, spec.trained_shape
-    degrees = (split.tensor, split.expert, split.tensor_of_experts)
+    degrees = _degrees(spec)
     table = spec.padded_vocabulary * shape.hidden // split.tensor
     tables = _shared_tables(spec)
     chunks = []
@@ -182,6 +200,11 @@ def buffer_of(sizes: Iterable[int]) -> Buffer:
     """Tensors of these sizes."""
     sizes = tuple(sizes)
     return Buffer(sum(sizes), sum(round_up(size, ALIGNMENT) for size in sizes))
+
+
+def _degrees(spec: RunSpec) -> tuple[int, int, int]:
+    split = spec.parallelism
+    return split.tensor, split.expert, split.tensor_of_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,13 +384,6 @@ def _parameters(tensors: Iterable[_Tensor]) -> Parameters:
     return Parameters(**totals)
 
 
-@lru_cache(maxsize=256)
-def _layer_parameters(
-    shape: ModelShape, tensor: int, expert: int, expert_tensor: int
-) -> Parameters:
-    return _parameters(_layer_tensors(shape, tensor, expert, expert_tensor))
-
-
 class _Stage(NamedTuple):
     """What each TP rank of a pipeline rank holds."""
 
@@ -378,7 +394,7 @@ class _Stage(NamedTuple):
 
 def _stage(spec: RunSpec, pipeline_rank: int) -> _Stage:
     split = spec.parallelism
-    degrees = (split.tensor, split.expert, split.tensor_of_experts, split.pipeline)
+    degrees = (*_degrees(spec), split.pipeline)
     first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
     layers, dense = _held_layers(spec, pipeline_rank)
     return _stage_of(spec.trained_shape, degrees, sum(layers), sum(dense), first, last)

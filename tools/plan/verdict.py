@@ -19,15 +19,18 @@ class Fit(StrEnum):
     DOES_NOT_FIT = "does not fit"
 
 
+MEMORY_RESERVE = 0.03
+"""Of a device's memory, what no plan counts on: what lies between blocks in use."""
+
+
 def memory_error(spec: RunSpec) -> float:
     """Of predictions of the peak, what eight of ten published measurements of the kind stay within
-    (`make validate`), and 7% at least; those of sharded weights depend on how far ahead they are
-    gathered."""
+    (`make validate`); those of sharded weights depend on how far ahead they are gathered."""
     if spec.parallelism.sharding.shards_weights:
-        return 0.38
-    if spec.shape.experts:
-        return 0.09
-    return 0.12 if spec.fp8_recipe or spec.shape.blocks else 0.07
+        return 0.39
+    if spec.fp8_recipe or spec.shape.blocks:
+        return 0.12
+    return 0.05 if spec.shape.experts else 0.03
 
 
 def needed_bytes(memory: PredictedMemory, cluster: Cluster) -> int:
@@ -39,9 +42,17 @@ def needed_bytes(memory: PredictedMemory, cluster: Cluster) -> int:
 
 
 def fit_of(spec: RunSpec, memory: PredictedMemory, cluster: Cluster) -> Fit:
-    """The verdict on a run whose fullest rank holds this."""
-    room, needed = cluster.device.memory_bytes, needed_bytes(memory, cluster)
+    """The verdict on a run whose fullest rank holds this.
+
+    Where weights are not sharded, 19 of 20 published peaks are not below their prediction by 1%: what is
+    predicted not to fit does not.
+    """
+    usable, needed = (
+        cluster.device.memory_bytes * (1 - MEMORY_RESERVE),
+        needed_bytes(memory, cluster),
+    )
     error = memory_error(spec)
-    if needed > room * (1 + error):
+    above = error if spec.parallelism.sharding.shards_weights else 0.0
+    if needed > usable * (1 + above):
         return Fit.DOES_NOT_FIT
-    return Fit.FITS if needed <= room * (1 - error) else Fit.CLOSE
+    return Fit.FITS if needed <= usable * (1 - error) else Fit.CLOSE

@@ -138,6 +138,10 @@ class RunSpec:
     quantised_weights: bool = False
     """Linear layers' weights are kept and gathered in eight bits, where products take such
     (`--fp8-param-gather`)."""
+    fused_loss: bool = False
+    """`--cross-entropy-loss-fusion`: few kernels read the logits and write their gradient."""
+    loss_impl: str = "native"
+    """`--cross-entropy-fusion-impl`: `te` writes it over them."""
     optimizer_instances: int = 1
     """Groups of data-parallel ranks that each shard a whole optimizer
     (`--num-distributed-optimizer-instances`; hybrid sharding)."""

@@ -223,6 +223,8 @@ STRICT = Setting(
     "1 exits with 1 on any change but a new row, with 3 on an undecided time",
     False,
 )
+CALCULON = Setting("CALCULON", FOLDER, "a checkout of calculon-ai/calculon")
+SIMUMAX = Setting("SIMUMAX", FOLDER, "a checkout of MooreThreads/SimuMax")
 INPUT = Setting("INPUT", TEXT, "text files: JSONL, also .gz or .zst; parquet")
 TOKENIZER = Setting("TOKENIZER", TEXT, "gpt2, or a folder with tokenizer.json", "gpt2")
 HF_ENDPOINT = Setting("HF_ENDPOINT", TEXT, "mirror of the Hugging Face hub")

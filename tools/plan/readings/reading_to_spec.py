@@ -24,6 +24,7 @@ from tools.spec.flag_table import of_group
 from tools.spec.flags import Flags
 from tools.spec.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
 from tools.spec.model import GPT2_VOCABULARY, MAMBA, LatentAttention, Mamba, ModelShape
+from tools.spec.offload import Offload
 from tools.spec.recompute import RECOMPUTED_MODULES, Recompute
 from tools.spec.run import (
     DeviceKind,
@@ -168,6 +169,9 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         half_blocks=facts.get("half_blocks", {}).get(fp8_recipe.value, ""),
         dropout=source["dropout"],
         quantised_weights=bool(source["quantised_weights"]),
+        offload=Offload(source["offload_layers"], tuple(source["offload_modules"].split())),
+        fused_loss=bool(source["fused_loss"]),
+        loss_impl="te" if source["fused_loss"] == "te" else "native",
         state_types=StateTypes(gradients, "", moments, moments, aware=bool(source["aware"])),
         recompute=_recompute(reading.recompute or source["recompute"], fused),
         fused_attention=fused,
@@ -346,7 +350,7 @@ def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
             "overlap_tensor": stated["overlap_tensor"] or "async" in notes,
             "graphs": release_of(reading, source) >= source["graphs_since"]
             and model_facts(reading.model).get("whole_graph", True),
-            "frozen": "lora" in notes or "/peft" in reading.where,
+            "frozen": "lora" in notes or re.search(r"[/ ]peft", reading.where) is not None,
             "portable_attention": eager,
             "unfused": eager and "compile" not in reading.notes,
             "deduplicated": stated["deduplicated"] and not reading.notes.startswith("A2A"),

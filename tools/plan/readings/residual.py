@@ -7,7 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 from tools.plan.activations import residual_bytes
-from tools.plan.memory import PredictedMemory, fullest_rank, memory_of_rank, workspace_bytes
+from tools.plan.memory import (
+    PredictedMemory,
+    fullest_rank,
+    memory_of_rank,
+    placeholder_bytes,
+    workspace_bytes,
+)
 from tools.plan.readings.facts import origin, source_facts
 from tools.plan.readings.reading_to_spec import Expressed, RefusedError, express
 from tools.plan.readings.table import Reading, Refusal
@@ -186,12 +192,15 @@ def _memory(spec: RunSpec, cluster: Cluster, metric: str) -> float:
     grouped = bool(spec.shape.experts) and execution.grouped_experts
     workspaces = workspace_bytes(generation, execution.deterministic, grouped)
     held, split = predicted_memory(spec, metric), spec.parallelism
+    kept = placeholder_bytes(spec, split.pipeline - 1)
+    if execution.unfused_gradients:
+        held, kept = replace(held, temporaries=held.temporaries - kept), 0
     if metric == "memory_allocated_bytes":
         # Each virtual stage still has its last input when the iteration is logged
         # (`transformer_block.py: set_input_tensor`), and that input its gradient.
         inputs = 2 * (split.virtual_stages - 1) * residual_bytes(spec)
         messages = held.communication + inputs if split.pipeline > 1 else 0
-        return held.state + messages + workspaces
+        return held.state + messages + kept + workspaces
     if metric == "peak_memory_allocated_bytes":
         return held.live + workspaces
     if metric == "peak_memory_gib":

@@ -300,13 +300,14 @@ class Coverage:
 def _row(item: Residual, intervals: Intervals) -> dict[str, Any]:
     spec, cluster = item.expressed.spec, item.expressed.cluster
     is_run = item.reading.metric != "matmul_tflops"
+    is_judged = is_run and not source_facts(item.reading)["unjudged"]
     memory = fullest_rank(spec)[1]
     return {
         "line": item.reading.line,
         "published": item.reading.value,
         "predicted": item.predicted,
         "error": item.error,
-        "fits": fit_of(spec, memory, cluster) if is_run else None,
+        "fits": fit_of(spec, memory, cluster) if is_judged else None,
         "memory_bytes": needed_bytes(memory, cluster) if is_run else None,
         "interval_80": intervals.of(item, 0.80) if is_run else None,
         "interval_95": intervals.of(item, 0.95) if is_run else None,

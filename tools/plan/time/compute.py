@@ -159,7 +159,7 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     passes: float = _FORWARD_CROSS_ENTROPY_BYTES + _BACKWARD_CROSS_ENTROPY_BYTES
     if spec.dtype != "fp32":
         passes += 2 * spec.element_bytes
-    if rate.execution.fused_loss or "cross_entropy" in spec.fused:
+    if spec.fused_loss or "cross_entropy" in spec.fused:
         passes = _FUSED_CROSS_ENTROPY_PASSES * spec.element_bytes
     logits = shape.predicted * logit_elements(spec)
     guessed = shape.depths * logit_elements(spec) * spec.element_bytes

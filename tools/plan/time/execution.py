@@ -62,5 +62,3 @@ class Execution:
     overlap_offload: bool = False
     """`--overlap-cpu-optimizer-d2h-h2d`: gradients go to the host and weights come back beside its
     update, a tensor after the other."""
-    fused_loss: bool = False
-    """`--cross-entropy-loss-fusion`: one kernel reads the logits and writes their gradient in place."""

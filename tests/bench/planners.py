@@ -1,0 +1,358 @@
+"""`make bench-planners CALCULON=checkout SIMUMAX=checkout`: other planners beside ours, on the published
+rows that they can express.
+
+Each runs in a process of its own, with the interpreter of the checkout's `.venv` where it has one, and
+is given what ours is given. Their rates stay theirs: Calculon's system for A100, SimuMax' for B200,
+measured on the machine of SimuMax' own rows. Ours are predicted without the row's source.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from rich.console import Console
+
+from tests.plan.papers import paper_runs
+from tools.plan.readings.reading_to_spec import Expressed
+from tools.plan.readings.residual import Residual, left_out, residual, residuals
+from tools.plan.readings.summary import MEMORY, kind_of
+from tools.plan.readings.table import READINGS, read_readings
+from tools.spec.recompute import Recompute
+from tools.spec.strategy import Sharding
+from tools.text.table import Column, Table, markdown_table
+from tools.text.units import GIB, percent
+
+SIMUMAX_ROWS = Path(__file__).with_name("simumax_b200.csv")
+"""What SimuMax publishes of its own B200 (`docs/b200/b200_release_v1.2_summary.json` of 4dcaae5), with
+the flags of its scripts."""
+
+_DIRECT = ("step_time_s", "tokens_per_s_per_gpu")
+_TESTS = "NVIDIA/Megatron-LM golden values"
+_SHARDINGS = (Sharding.NONE, Sharding.ZERO1)
+
+Job = dict[str, Any]
+Answer = tuple[float, float]
+"""Seconds of an iteration and bytes of the fullest rank."""
+
+
+def calculon_job(row: Expressed) -> Job | None:
+    """What Calculon is asked; None where it cannot say what ran.
+
+    It knows no gated MLP, no experts, no CP, no fused attention, no dropout, no vocabulary and no uneven
+    stages; A100 and 16 bits are what its systems and its types have for the rows left.
+    """
+    spec, cluster = row.spec, row.cluster
+    shape, split = spec.shape, spec.parallelism
+    plain = not (shape.gated or shape.experts or shape.blocks or shape.latent or shape.mtp_depth)
+    if (
+        not plain
+        or spec.fp8_recipe
+        or spec.fused_attention
+        or split.context > 1
+        or shape.query_groups != shape.heads
+        or cluster.device.key != "a100"
+        or split.sharding not in _SHARDINGS
+        or shape.layers % (split.pipeline * split.virtual_stages)
+        or (again := _recomputed(spec.recompute)) is None
+    ):
+        return None
+    spans = (1, split.tensor, split.tensor * split.pipeline, split.world_size)
+    inside = [int(last > cluster.per_node) for last in spans[1:]]
+    sums = "rs_ag" if split.sequence_parallel else "ar"
+    return {
+        "system": "systems/a100_80g.json",
+        "node": [cluster.per_node, cluster.inter.bytes_per_second / 1e9],
+        "app": {
+            "hidden": shape.hidden,
+            "feedforward": shape.ffn_hidden,
+            "seq_size": shape.seq_length,
+            "attn_heads": shape.heads,
+            "attn_size": shape.head_width,
+            "num_blocks": shape.layers,
+        },
+        "exe": {
+            "num_procs": split.world_size,
+            "tensor_par": split.tensor,
+            "pipeline_par": split.pipeline,
+            "data_par": split.data,
+            **dict(
+                zip(("tensor_par_net", "pipeline_par_net", "data_par_net"), inside, strict=True)
+            ),
+            "batch_size": spec.batch.global_batch_size,
+            "microbatch_size": spec.batch.micro_batch_size,
+            "datatype": "float16",
+            "fused_activation": True,
+            "attention_type": "multihead",
+            "activation_recompute": again,
+            "pipeline_interleaving": split.virtual_stages,
+            "optimizer_sharding": bool(split.sharding) and split.data > 1,
+            "tensor_par_comm_type": "p2p_rs_ag" if cluster.execution.scatter_gather else sums,
+            "tensor_par_overlap": "none",
+            "seq_par_ag_redo": False,
+            "data_par_overlap": cluster.execution.overlap_gradients and split.data > 1,
+            "weight_offload": False,
+            "activations_offload": False,
+            "optimizer_offload": False,
+            "training": True,
+        },
+    }
+
+
+def _recomputed(recompute: Recompute) -> str | None:
+    if recompute == Recompute.SELECTIVE:
+        return "attn_only"
+    return {"none": "none", "full": "full"}.get(str(recompute))
+
+
+def simumax_job(row: Expressed) -> Job | None:
+    """What SimuMax is asked; None where it cannot say what ran: its B200 has rates in bf16 alone, its
+    context parallelism is all-to-all."""
+    spec, cluster = row.spec, row.cluster
+    shape, split, latent = spec.shape, spec.parallelism, spec.shape.latent
+    if (
+        cluster.device.key != "b200"
+        or spec.dtype != "bf16"
+        or spec.fp8_recipe
+        or shape.blocks
+        or shape.mtp_depth
+        or spec.recompute != Recompute.NONE
+        or spec.offload
+        or split.sharding not in _SHARDINGS
+        or (split.context > 1 and spec.cp_comm_type != "a2a")
+        or shape.layers % (split.pipeline * split.virtual_stages)
+    ):
+        return None
+    strategy = {
+        "seq_len": shape.seq_length,
+        "micro_batch_size": spec.batch.micro_batch_size,
+        "micro_batch_num": spec.microbatches,
+        "world_size": split.world_size,
+        "tp_size": split.tensor,
+        "cp_size": split.context,
+        "pp_size": split.pipeline,
+        "ep_size": split.expert,
+        "etp_size": split.tensor_of_experts if shape.experts else 1,
+        "interleaving_size": split.virtual_stages,
+        "enable_sequence_parallel": split.sequence_parallel,
+        "zero_state": int(bool(split.sharding)),
+        "use_fp32_accum_grad": spec.state_types.gradients != "bf16",
+        "grad_reduce_in_bf16": spec.state_types.gradients == "bf16",
+        "enable_recompute": False,
+        "pp_comm_async": split.virtual_stages > 1,
+        "enable_straggler_model": False,
+        "te_version": "2.11.0",
+        "cross_entropy_loss_fusion": spec.fused_loss,
+        "dispatch_probs": bool(shape.experts),
+    }
+    model = {
+        "hidden_size": shape.hidden,
+        "head_num": shape.heads,
+        "kv_head_num": shape.query_groups,
+        "head_size": shape.head_width,
+        "intermediate_size": shape.ffn_hidden,
+        "layer_num": shape.layers,
+        "vocab_size": shape.vocabulary,
+        "use_swiglu": shape.gated,
+    }
+    if shape.experts:
+        model |= {
+            "expert_num": shape.experts,
+            "topk": shape.experts_per_token,
+            "moe_ffn_hidden_size": shape.expert_ffn_hidden,
+            "moe_shared_expert_intermediate_size": shape.shared_expert_ffn or None,
+            "dense_layers": len(shape.dense_layers),
+        }
+    if latent:
+        model |= {
+            "attention_type": "mla",
+            "v_head_dim": latent.value_width,
+            "qk_head_dim": latent.head_width,
+            "qk_pos_emb_head_dim": latent.rotary_width,
+            "q_lora_rank": latent.query_rank,
+            "kv_lora_rank": latent.key_value_rank,
+        }
+    return {"system": "configs/system/b200_bf16_ceperm.json", "strategy": strategy, "model": model}
+
+
+_CALCULON = """
+import json, logging, sys
+from calculon import System
+from calculon.llm import Llm
+def ask(job):
+    system = json.load(open(job["system"]))
+    size, rate = job["node"]
+    system["networks"][0]["size"], system["networks"][1]["bandwidth"] = size, rate
+    planned = Llm(Llm.Application(job["app"]), logging.getLogger())
+    machine = System(system)
+    planned.compile(machine, Llm.Execution.from_json(job["exe"]))
+    planned.run(machine)
+    return planned.get_total_time(), planned.get_mem_tier1_cap_req()
+"""
+
+_SIMUMAX = """
+import json, sys
+from simumax.core.config import ModelConfig, StrategyConfig, SystemConfig
+from simumax.core.perf_llm import PerfLLM
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+def ask(job):
+    planned = PerfLLM()
+    planned.configure(
+        strategy_config=StrategyConfig.init_from_dict(job["strategy"]),
+        model_config=ModelConfig.init_from_dict(job["model"]),
+        system_config=SystemConfig.init_from_config_file(job["system"]),
+    )
+    planned.run_estimate()
+    number, unit = planned.analysis_cost().data["duration_time_per_iter"].split()
+    peaks = planned.get_pp_stage_peak_mem(planned.analysis_mem(), "peak_mem", toG=True)
+    return float(number) * UNITS[unit], max(map(float, peaks.values())) * 2**30
+"""
+
+_ANSWERS = """
+import contextlib, io
+found = []
+for job in json.load(sys.stdin):
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            found.append(ask(job))
+    except Exception as error:
+        found.append(f"{type(error).__name__}: {error}")
+print("ANSWERS " + json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Somebody else's."""
+
+    name: str
+    asks: str
+    """A program that defines `ask(job)`."""
+    job: Any
+    """`calculon_job` or `simumax_job`."""
+
+
+CALCULON = Planner("Calculon", _CALCULON, calculon_job)
+SIMUMAX = Planner("SimuMax", _SIMUMAX, simumax_job)
+
+
+def asked(planner: Planner, checkout: Path, jobs: Sequence[Job]) -> list[Answer | str]:
+    """What a planner says of each job; a text where it refused one.
+
+    Raises:
+        ValueError: It does not run from this checkout.
+    """
+    own = checkout / ".venv" / "bin" / "python"
+    done = subprocess.run(
+        [str(own) if own.exists() else sys.executable, "-c", planner.asks + _ANSWERS],
+        cwd=checkout,
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    if not said:
+        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise ValueError(
+            f"{planner.name} does not run in {checkout}: {last[0]}; make an environment for it there, "
+            f"{own}."
+        )
+    return [one if isinstance(one, str) else (one[0], one[1]) for one in json.loads(said[-1][8:])]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Rows of one kind, as one planner and ours predict them."""
+
+    planner: str
+    kind: str
+    rows: int
+    errors: tuple[float, ...]
+    ours: tuple[float, ...]
+    """On the same rows."""
+
+
+def published() -> list[Residual]:
+    """Times and peaks of published runs, SimuMax' own and those of arXiv:2205.05198 among them, as ours
+    predicts them without their sources. Megatron's functional tests are left out: the host sets their
+    steps."""
+    rows = chain.from_iterable(read_readings(path)[0] for path in (READINGS, SIMUMAX_ROWS))
+    wanted = [
+        row
+        for row in rows
+        if row.source != _TESTS
+        and (row.metric in _DIRECT or kind_of(row.metric) == MEMORY)
+        and row.metric != "memory_allocated_bytes"
+    ]
+    papers = [residual(left_out(run, run.reading.source)) for run in paper_runs()]
+    return [*residuals(wanted).predicted, *papers]
+
+
+def compared(rows: Iterable[Residual], checkouts: Mapping[Planner, Path]) -> Iterator[Compared]:
+    """Each planner on each kind of rows that it can express."""
+    rows = list(rows)
+    kinds: dict[str, int] = defaultdict(int)
+    for row in rows:
+        kinds[_kind(row)] += 1
+    for planner, checkout in checkouts.items():
+        jobs = [(row, job) for row in rows if (job := planner.job(row.expressed))]
+        answers = asked(planner, checkout, [job for _, job in jobs])
+        found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for (row, _), answer in zip(jobs, answers, strict=True):
+            if not isinstance(answer, str):
+                found[_kind(row)].append((_error(row, answer), row.error))
+        for kind, errors in sorted(found.items()):
+            theirs, ours = zip(*errors, strict=True)
+            yield Compared(planner.name, kind, kinds[kind], theirs, ours)
+
+
+def _kind(row: Residual) -> str:
+    what = "mixtures" if row.expressed.spec.shape.experts else "dense"
+    return f"{kind_of(row.reading.metric)}, {row.reading.source.partition(' (')[0]}, {what}"
+
+
+def _error(row: Residual, answer: Answer) -> float:
+    """As `Residual.error`; another planner's memory is what is allocated."""
+    seconds, held = answer
+    if kind_of(row.reading.metric) != MEMORY:
+        return seconds / row.published_seconds - 1
+    unit = (
+        GIB
+        if row.reading.metric.endswith("gib")
+        else 1e9
+        if row.reading.metric.endswith("gb")
+        else 1
+    )
+    return held / unit / row.reading.value - 1
+
+
+def table(found: Iterable[Compared]) -> Table[Compared]:
+    """A line for each planner and kind: how many rows, and both planners' errors on them."""
+    columns = (
+        Column[Compared]("kind of row", lambda line: line.kind, right=False),
+        Column[Compared]("planner", lambda line: line.planner, right=False),
+        Column[Compared]("rows it expresses", lambda line: f"{len(line.errors)} of {line.rows}"),
+        Column[Compared]("its mean |error|", lambda line: mean(map(abs, line.errors)), percent),
+        Column[Compared]("its median |error|", lambda line: median(map(abs, line.errors)), percent),
+        Column[Compared]("ours, mean", lambda line: mean(map(abs, line.ours)), percent),
+        Column[Compared]("ours, median", lambda line: median(map(abs, line.ours)), percent),
+    )
+    return Table(columns, tuple(found))
+
+
+def main(console: Console, calculon: Path | None = None, simumax: Path | None = None) -> int:
+    """Print the table."""
+    checkouts = {
+        planner: path for planner, path in ((CALCULON, calculon), (SIMUMAX, simumax)) if path
+    }
+    console.print(markdown_table(table(compared(published(), checkouts))), soft_wrap=True)
+    return 0

@@ -1,0 +1,102 @@
+from pathlib import Path
+
+import pytest
+
+from tests.bench.planners import (
+    CALCULON,
+    SIMUMAX,
+    SIMUMAX_ROWS,
+    Planner,
+    asked,
+    calculon_job,
+    compared,
+    simumax_job,
+    table,
+)
+from tests.plan.papers import paper_runs
+from tools.plan.readings.residual import Residual, residuals
+from tools.plan.readings.summary import MEMORY, kind_of
+from tools.plan.readings.table import read_readings
+from tools.text.table import markdown_table
+
+PLANNED_MEMORY = {"dense": 0.02, "mixtures": 0.05}
+
+
+@pytest.fixture(scope="module")
+def rows() -> tuple[Residual, ...]:
+    return residuals(read_readings(SIMUMAX_ROWS)[0]).predicted
+
+
+@pytest.mark.parametrize(("what", "wanted"), PLANNED_MEMORY.items())
+def test_memory_that_simumax_measured_is_predicted(
+    rows: tuple[Residual, ...], what: str, wanted: float
+) -> None:
+    errors = [
+        abs(row.error)
+        for row in rows
+        if kind_of(row.reading.metric) == MEMORY
+        and bool(row.expressed.spec.shape.experts) is (what == "mixtures")
+    ]
+    assert len(errors) == {"dense": 15, "mixtures": 4}[what]
+    assert max(errors) < wanted / 2
+
+
+def checkout(folder: Path, package: str, code: str) -> Path:
+    """A planner that says what `code` does."""
+    for name, text in {
+        "calculon/__init__.py": "",
+        "simumax/__init__.py": "",
+        package: code,
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_a_planner_is_asked_in_a_process_of_its_own_and_compared_on_what_it_answers(
+    tmp_path: Path, rows: tuple[Residual, ...]
+) -> None:
+    answers = (
+        "def ask(job):\n"
+        "    if job['strategy']['tp_size'] == 8:\n"
+        "        raise ValueError('no')\n"
+        "    print('chatter')\n"
+        "    return 1.0, 2.0 ** 30\n"
+    )
+    checkout(tmp_path, "simumax/__init__.py", "")
+    planner = Planner("Fixed", "import json, sys\n" + answers, simumax_job)
+    found = list(compared(rows, {planner: tmp_path}))
+    timed = [line for line in found if line.kind == "time, MooreThreads/SimuMax B200, dense"]
+    assert [(len(line.errors), line.rows) for line in timed] == [(25, 31)]
+    lines = markdown_table(table(found)).splitlines()
+    assert len(lines) == 2 + 4
+    assert "| Fixed | 25 of 31 |" in "".join(lines)
+
+
+def test_a_checkout_without_the_planner_is_refused_with_where_its_environment_goes(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"Calculon does not run in .*No module.*\.venv/bin/python"
+    ):
+        asked(CALCULON, tmp_path, [])
+
+
+def test_calculon_is_asked_what_it_can_express(rows: tuple[Residual, ...]) -> None:
+    jobs = [job for run in paper_runs() if (job := calculon_job(run))]
+    assert len(jobs) == 8
+    assert {job["exe"]["activation_recompute"] for job in jobs} == {"full", "attn_only"}
+    assert {job["exe"]["tensor_par_comm_type"] for job in jobs} == {"ar", "rs_ag"}
+    # Gated MLPs, and another device.
+    assert not any(calculon_job(row.expressed) for row in rows)
+
+
+def test_simumax_is_asked_all_of_its_own_rows_and_none_of_an_a100(
+    rows: tuple[Residual, ...],
+) -> None:
+    jobs = [simumax_job(row.expressed) for row in rows]
+    assert all(jobs)
+    assert not any(simumax_job(run) for run in paper_runs())
+    mixture = next(job for job in jobs if job and "expert_num" in job["model"])
+    assert (mixture["model"]["dense_layers"], mixture["model"]["attention_type"]) == (1, "mla")
+    assert SIMUMAX.job is simumax_job
