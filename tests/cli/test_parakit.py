@@ -53,10 +53,18 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
 
 
 @pytest.mark.parametrize("name", [one.name for one in COMMANDS if one.packages is not None])
-def test_the_help_of_every_tool_has_the_commands_own_name(name: str) -> None:
-    command = (sys.executable, "-m", "tools.cli.parakit", name, "--help")
+def test_the_help_of_every_tool_has_the_commands_own_name(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parakit.main([name, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: parakit {name} ")
+
+
+def test_a_tool_is_a_command_of_its_own() -> None:
+    command = (sys.executable, "-m", "tools.cli.parakit", "plan", "--help")
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ended.stdout.startswith(f"usage: parakit {name} ")
+    assert ended.stdout.startswith("usage: parakit plan ")
 
 
 def test_the_help_of_a_command_of_a_clone_has_the_variables_of_its_target(

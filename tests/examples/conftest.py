@@ -67,6 +67,6 @@ def spread_experts(all_runs: dict[str, Run]) -> Run:
 
 
 @pytest.fixture(scope="session")
-def forked(all_runs: dict[str, Run]) -> Run:
-    """TP 2 whose ranks were forked from a process that had imported Megatron."""
-    return all_runs["forked tp2"]
+def by_torchrun(all_runs: dict[str, Run]) -> Run:
+    """TP 2 as a user trains it; the other dense runs fork ranks from a process with Megatron."""
+    return all_runs["tp2 by torchrun"]

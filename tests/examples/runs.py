@@ -138,7 +138,7 @@ FIXTURES: dict[str, dict[str, Wanted]] = {
     "ep2": {"ep2": of_experts("ep2")},
     "native_experts": {"native experts": of_experts("baseline", **EVALUATED, **NATIVE)},
     "spread_experts": {"spread experts": of_experts("ep2", **EVALUATED, **NATIVE)},
-    "forked": {"forked tp2": dense("tp2")},
+    "by_torchrun": {"tp2 by torchrun": dense("tp2")},
     "undisturbed": {
         "undisturbed": dense("dp2", iterations=12, global_batch_size=4, dropout=0.1, ledger=False)
     },
@@ -147,7 +147,7 @@ FIXTURES: dict[str, dict[str, Wanted]] = {
 
 FORKED = (
     *("baseline", "experts", "dp2", "sp2", "cp2", "vpp2", "zero1", "ep2"),
-    *("forked tp2", "zero3", "refused", "undisturbed", "quick_injected", "pp2"),
+    *("tp2", "zero3", "refused", "undisturbed", "quick_injected", "pp2"),
     *("stopped", "killed"),
 )
 """Those whose start is not looked at: their ranks are forked from one process that imported Megatron."""

@@ -16,8 +16,9 @@ from tools.records.run import Status
 from tools.study.verify.verifier import ForkedRanks
 
 
-def test_a_forked_run_is_what_torchrun_makes(forked: Run, six: dict[str, Run]) -> None:
-    started = six["tp2"]
+@pytest.mark.slow
+def test_a_forked_run_is_what_torchrun_makes(by_torchrun: Run, six: dict[str, Run]) -> None:
+    forked, started = six["tp2"], by_torchrun
     assert forked.status.status is Status.OK
     assert forked.losses == started.losses
     assert forked.parameters == started.parameters

@@ -3,6 +3,7 @@
 `python -m tests.examples.warm_native DESCRIPTOR ENTRY`
 """
 
+import importlib
 import socket
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ def main(descriptor: int, entry: Path) -> None:
         code = compile(entry.read_bytes(), str(entry), "exec")
         with kept_imports():
             exec(code, {"__name__": "entry", "__file__": str(entry)})  # noqa: S102 - for what it imports
+            importlib.import_module("torch._dynamo")  # Which the first optimizer of a rank loads.
         rank = _serve(listener)
     if rank is not None:
         _take_place(rank)

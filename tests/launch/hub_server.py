@@ -32,10 +32,11 @@ class Hub:
     url: str = ""
 
 
-def parquet(texts: list[str]) -> bytes:
-    """A data set's file, as hubs hold them."""
+def parquet(texts: list[str], beside: int = 0) -> bytes:
+    """A data set's file, as hubs hold them, with so many bytes of another column in each row."""
     buffer = io.BytesIO()
-    pq.write_table(pa.table({"text": texts}), buffer, compression="none")
+    columns = {"text": texts, "beside": [bytes([n % 256]) * beside for n in range(len(texts))]}
+    pq.write_table(pa.table(columns), buffer, compression="none", use_dictionary=False)
     return buffer.getvalue()
 
 

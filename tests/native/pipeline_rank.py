@@ -3,6 +3,7 @@
 python -m tests.native.pipeline_rank FOLDER
 """
 
+import importlib
 import multiprocessing
 import sys
 from pathlib import Path
@@ -89,7 +90,8 @@ def main(folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    # Forked after the imports, which take longer than the training.
+    # Forked after the imports, which take longer than the training; the schedules load a compiler.
+    importlib.import_module("torch.distributed.pipelining")
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=main, args=(Path(sys.argv[1]), rank)) for rank in range(STAGES)]
     for each in ranks:

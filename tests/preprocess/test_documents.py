@@ -74,7 +74,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     rows=st.lists(st.fixed_dictionaries({"text": json_values, "other": json_values}), max_size=5)
 )

@@ -92,17 +92,18 @@ def test_without_its_format_field_megatron_would_take_it_for_another(
         verify_readable(copy)
 
 
-def test_every_flipped_bit_of_an_archives_own_fields_is_at_most_noticed(copy: Path) -> None:
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_flipped_bits_of_an_archives_own_fields_are_at_most_noticed(copy: Path, every: int) -> None:
     smallest = min(read_metadata(copy).parts, key=lambda piece: piece.length_bytes)
     path = copy / smallest.file
     whole = path.read_bytes()
     end = smallest.offset_bytes + smallest.length_bytes
     noticed = 0
     for place in range(end - 200, end):  # The central directory, which names the archive's files.
-        for bit in range(8):
+        for bit in range(place % every, 8, every):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
             noticed += not _is_readable(copy)
-    assert noticed > 200
+    assert noticed > 200 // every
 
 
 def test_a_read_stops_when_its_consumer_is_gone(copy: Path) -> None:

@@ -15,7 +15,6 @@ import tomllib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 REFUSED = 2
 
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command is not None and command.packages is not None:
             return _run(name, command.packages, rest)
         if name in _clone_commands() and rest[:1] not in (["-h"], ["--help"]):
-            _make(name, rest)
+            return _make(name, rest)
     except ValueError as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -92,7 +91,7 @@ def _run(name: str, packages: Sequence[str], words: list[str]) -> int:
         ) from None
 
 
-def _make(name: str, words: list[str]) -> NoReturn:
+def _make(name: str, words: list[str]) -> int:
     clone = clone_around(Path.cwd())
     if clone is None:
         raise ValueError(
