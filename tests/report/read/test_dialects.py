@@ -48,6 +48,20 @@ EXPECTED = {
         (2, 2516.0, 1.452, None, 8),
     ],
     "mlperf": [(32, 335.6, 8.1666, None, None), (64, 340.4, 7.7411, None, None)],
+    # A block's time over its steps: of 384 and of 43, and of 24 * 2**21 tokens.
+    "mlperf-samples": [
+        (384, (1759966614209 - 1759966206549) / 384, None, None, 32),
+        (768, (1759967026079 - 1759966624658) / 384, None, None, 32),
+    ],
+    "mlperf-steps": [
+        (350, None, 9.61087703704834, None, None),
+        (380, None, 8.964824676513672, None, None),
+        (387, (1759852231189 - 1759852223332) / 43, None, None, 9),
+    ],
+    "mlperf-tokens": [
+        (240, (1709189542631 - 1709189256857) / 12, None, None, 2048),
+        (252, (1709189828410 - 1709189542631) / 12, None, None, 2048),
+    ],
     "verl": [(4, 161077.8, None, None, None), (5, 158500.0, None, None, None)],
     "slime": [(0, 60000.0, None, 91.2, None), (1, 43900.0, None, 93.2, None)],
     # 40 s for the first, 10 for the second, 22 for the next two.
@@ -74,6 +88,16 @@ def test_mlperf_says_batch_sequence_evaluation_and_end():
     assert (run.seq_length, run.global_batch_size) == (8192, 16)
     assert run.log.validation[0].losses == {"eval accuracy": 3.287}
     assert (run.status.status, run.log.generation.trainer) == (Status.OK, "MLPerf")
+
+
+@pytest.mark.parametrize("lost", ["block_start", "global_batch_size"])
+def test_a_block_without_its_beginning_or_batch_is_no_iteration(tmp_path, lost):
+    lines = (DIALECTS / "mlperf-samples.log").read_text().splitlines(keepends=True)
+    path = tmp_path / "a.log"
+    path.write_text("".join(line for line in lines if f'"{lost}"' not in line))
+    log = scrape_log(path)
+    assert log.iterations == ()
+    assert "looks like a log of MLPerf's results" in classify_log(log).reason
 
 
 def test_a_policys_loss_is_no_language_models():

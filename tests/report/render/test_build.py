@@ -1,9 +1,11 @@
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from time import time
 
 import pytest
 from rich.console import Console
@@ -287,7 +289,10 @@ def test_repeats_and_failures_after_them_stay_readable(tmp_path):
 def test_terminal_shows_failed_attempts_and_runs_that_are_on_as_the_page_does(tmp_path):
     for name, status in (("a", Status.OUT_OF_MEMORY), ("b", Status.OK), ("c", Status.INCOMPLETE)):
         folder = write_run(tmp_path / "runs", run_record(name), log_text([9.0] * 8), status)
+    # Samples of a moment ago, however long the reports take.
     (folder / "samples.csv").write_text("seconds\n")
+    soon = time() + 86400
+    os.utime(folder / "samples.csv", (soon, soon))
     assert "ok (1 failed, 1 running)" in made(tmp_path, width=60)[1]
     _, printed, folder = made(tmp_path, width=200)
     assert "ok (1 failed, 1 running)" in printed

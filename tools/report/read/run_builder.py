@@ -115,6 +115,14 @@ class RunBuilder:
         self._listed |= pending._listed
         self._exit = pending._exit
 
+    def completed(self, line: FoundIteration) -> FoundIteration | None:
+        """An iteration with the numbers of a line before it; None of one that needs it and has none."""
+        found = self._ahead.complete(line, self._listed) if self._ahead else None
+        if found is None:
+            return line if line.at_ms is None else None
+        self._ahead = None
+        return line._replace(iteration=found)
+
     def add_iteration(self, line: FoundIteration, log_line: int) -> None:
         """Keep an iteration of a line of the file; of two with one number the later counts."""
         if len(self._iterations) >= MAX_ITERATIONS:
@@ -144,12 +152,7 @@ class RunBuilder:
                 after_pause=self._paused and not first,
             )
         self._paused = False
-        if self._ahead is not None and self._ahead.belong_to(found):
-            # Numbers of the line before it that it lacks.
-            ahead = self._ahead.values.items()
-            lacking = {name: value for name, value in ahead if getattr(found, name) is None}
-            found = msgspec.structs.replace(found, **lacking)
-        self._ahead = None
+
         self._iterations.append(found, log_line)
 
     def add_iterations(self, lines: Columns) -> None:

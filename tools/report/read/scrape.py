@@ -126,7 +126,7 @@ class _Scraper:
         for each in self._formats:
             if each.word in line and (found := each.find(line)):
                 self._formats, self._layouts.format = (each,), each
-                for one in found:
+                for one in filter(None, map((self._pending or self._run).completed, found)):
                     self._place(one.iteration.iteration)
                     self._run.add_iteration(one, number)
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tools.report.read.iterations import Iteration, IterationTable
 
@@ -114,12 +115,10 @@ class MoreArgument(Fact):
 
 @dataclass(frozen=True)
 class NumbersAhead(Fact):
-    """Numbers of the next iteration, in a line of their own before its line."""
+    """Numbers of an iteration to come, in a line of their own before its line."""
 
-    values: Mapping[str, float]
-    """By field of an `Iteration`."""
-    belong_to: Callable[[Iteration], bool]
-    """Whether the iteration that follows is the one."""
+    complete: Callable[[Any, Mapping[str, str]], Iteration | None]
+    """The iteration with them, of a `FoundIteration` and the arguments; None: they wait for another."""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ class FoundIteration(NamedTuple):
     stamp: str = ""
     """Date and time, as printed."""
     generation: Generation = Generation()
+    at_ms: float | None = None
+    """When it ended, on the trainer's clock, where a line before it is needed for its time."""
 
 
 class LineFormat(ABC):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from tools.report.read.dialects import Dialect, News
+import msgspec
+
+from tools.report.read.dialects import Dialect, FoundIteration, News
 from tools.report.read.dialects.megatron import BarLine
 from tools.report.read.dialects.megatron_news import MEMORY_OF_RANK, NUMBER, is_possible
 from tools.report.read.iterations import Iteration
@@ -40,13 +42,16 @@ def _memory(line: str) -> Iterator[Fact]:
 def _rate(line: str) -> Iterator[Fact]:
     """Before an iteration's line, with the same time."""
     if m := _STEP_TIME.search(line):
-        seconds = float(m[1])
+        seconds, rate = float(m[1]), float(m[2])
 
-        def belongs(found: Iteration) -> bool:
+        def complete(line: FoundIteration, _: Mapping[str, str]) -> Iteration:
+            found = line.iteration
             apart = (found.elapsed_ms or 0.0) / 1000 - seconds
-            return bool(seconds) and abs(apart) <= _STEP_TIME_ROUNDING
+            if found.throughput_tflops_per_gpu or not seconds or abs(apart) > _STEP_TIME_ROUNDING:
+                return found
+            return msgspec.structs.replace(found, throughput_tflops_per_gpu=rate)
 
-        yield NumbersAhead({"throughput_tflops_per_gpu": float(m[2])}, belongs)
+        yield NumbersAhead(complete)
 
 
 DIALECT = Dialect(

@@ -19,7 +19,7 @@ from tools.report.read.dialects import (
 from tools.report.read.iterations import OTHER
 from tools.report.read.scraped import ArgumentList, Ending, Fact, Generation, Validation
 
-_MARK = ":::MLLOG"
+MARK = ":::MLLOG"
 _TIMES = ("train_step_time", "train_step_timing in s")
 _LOSSES = ("reduced_train_loss", "loss")
 _ARGUMENTS = {"max_sequence_length": "seq_length"}
@@ -27,16 +27,16 @@ _ARGUMENTS = {"max_sequence_length": "seq_length"}
 _DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
-class _Result(LineFormat):
+class Result(LineFormat):
     """A step's `tracked_stats`; `step` counts from 0 and is a mean since the line before it."""
 
-    mark = _MARK.encode()
+    mark = MARK.encode()
     opening = re.compile(r":::MLLOG \{")
     rank = 1
 
     def find(self, line: str) -> list[FoundIteration]:
         """The step of a line."""
-        found = _event(line)
+        found = event(line)
         value, about = found.get("value"), found.get("metadata")
         about = about if isinstance(about, dict) else {}
         if found.get("key") != "tracked_stats" or not isinstance(value, dict):
@@ -53,15 +53,16 @@ class _Result(LineFormat):
             if name not in _TIMES:
                 values["lm_loss" if name in _LOSSES else OTHER + name] = float(number)
         fields = [LineField(name, number, 0, 0) for name, number in values.items()]
-        start = line.index(_MARK)
-        return [FoundIteration(iteration_of(fields), start, fields, "", _GENERATION)]
+        start = line.index(MARK)
+        return [FoundIteration(iteration_of(fields), start, fields, "", GENERATION)]
 
 
-_GENERATION = Generation("MLPerf", "results")
+GENERATION = Generation("MLPerf", "results")
 
 
-def _event(line: str) -> dict[str, Any]:
-    start = line.find("{", line.find(_MARK))
+def event(line: str) -> dict[str, Any]:
+    """The JSON of a line; empty where it is none."""
+    start = line.find("{", line.find(MARK))
     try:
         return _DECODER.decode(line[start : line.rfind("}") + 1])
     except msgspec.DecodeError:
@@ -69,7 +70,7 @@ def _event(line: str) -> dict[str, Any]:
 
 
 def _setting(line: str) -> tuple[str, str] | None:
-    found = _event(line) if _MARK in line else {}
+    found = event(line) if MARK in line else {}
     key, value = found.get("key"), found.get("value")
     if not isinstance(key, str) or value is None or isinstance(value, dict | list):
         return None
@@ -77,7 +78,7 @@ def _setting(line: str) -> tuple[str, str] | None:
 
 
 def _news(line: str) -> Iterator[Fact]:
-    found = _event(line)
+    found = event(line)
     value, about = found.get("value"), found.get("metadata")
     match found.get("key"):
         case "init_start":
@@ -88,4 +89,4 @@ def _news(line: str) -> Iterator[Fact]:
             yield Ending("run_stop: success")
 
 
-DIALECT = Dialect(name="MLPerf", line=_Result, news=(News(_MARK, _news),))
+DIALECT = Dialect(name="MLPerf", line=Result, news=(News(MARK, _news),))

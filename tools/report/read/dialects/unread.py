@@ -22,8 +22,8 @@ _UNREAD = (
         r"Epoch \d{1,6}: .{0,200}(?:train_step_timing in s|reduced_train_loss)=",
     ),
     (
-        *("MLPerf's results", "it prints rates, or times without the number of a step"),
-        r':::MLLOG \{.{0,200}"key": "tracked_stats"',
+        *("MLPerf's results", "it says neither the time of a step nor where its blocks begin and end"),
+        r':::MLLOG \{.{0,200}"key": "(?:tracked_stats|run_start)"',
     ),
     (
         *("the Hugging Face Trainer", _NO_TIME),
