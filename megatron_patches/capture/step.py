@@ -282,7 +282,8 @@ class _Watch:
         if self.begun is None:
             return
         for parameter in self.parameters.parameters:
-            now, before = parameter.main_grad, self.so_far.get(id(parameter))
+            now: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+            before = self.so_far.get(id(parameter))
             if before is not None:
                 slot = f"{PART}micro batch {self.begun - 1}"
                 self._write(self.recording, Stage.LOCAL_GRADIENTS, slot, parameter, now - before)

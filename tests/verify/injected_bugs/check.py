@@ -123,7 +123,7 @@ class Checker:
             return "changes the run on one rank", "", ""
         before, after = self._run(bug, injected=False), self._run(bug, injected=True)
         stage, module = first_difference(before, after)
-        if bug.catalogue == "initial":  # All runs load their weights.
+        if "initialised" in bug.says:  # All runs load one start.
             return "changes the run" if stage else "", stage, module
         if not stage:
             return "changes nothing in its strategy", stage, module
