@@ -121,6 +121,17 @@ class InitialPiece(msgspec.Struct, frozen=True):
     deviation: float
     """Standard deviation; 0 of a constant."""
 
+    @property
+    def where(self) -> tuple[object, ...]:
+        """Its place in the whole model."""
+        return (self.placement.key, self.placement.global_offset, self.shape)
+
+    @property
+    def unit(self) -> tuple[object, ...]:
+        """Key of the whole, and the layer and expert where those are stacked."""
+        place = self.placement
+        return (place.key, place.global_offset[: len(place.global_shape) - len(self.shape)])
+
 
 class CapturedModule(msgspec.Struct, frozen=True):
     """A module of the model."""

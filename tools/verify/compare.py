@@ -46,7 +46,7 @@ from tools.verify.captured import (
     units,
     whole_name,
 )
-from tools.verify.comparison import Compared, Comparison, Key, Pair, relative_error
+from tools.verify.comparison import Compared, Comparison, Key, Pair, Said, relative_error
 from tools.verify.initial import held_by, wrong_starts
 from tools.verify.norm import memberships
 from tools.verify.tolerance import (
@@ -545,22 +545,22 @@ class _Comparer:
 
     def membership(self) -> None:
         """What each rank counts in the norm, exactly."""
-        for one in memberships(self._strategy, units(self._reference, Stage.REDUCED_GRADIENTS)):
-            found = self._comparison((Stage.NORM, one.name, COUNTED_ONCE), one.record)
+        expected = units(self._reference, Stage.REDUCED_GRADIENTS)
+        for one in memberships(self._strategy, expected):
             self._seen += 1
-            found.compared, found.tolerance = found.compared + 1, 0.0
-            found.error = max(found.error, one.wrong_share)
-            found.wrong_ranks |= set(one.ranks)
-            found.said = found.said or one.kind
+            self._said((Stage.NORM, one.name, COUNTED_ONCE), one)
 
     def initial(self) -> None:
         """What the layout's own initialisation has made wrong, which loaded weights hide."""
         for one in wrong_starts(self._reference, self._strategy):
-            key = (Stage.WEIGHTS, one.name, INITIAL)
-            order = self._order.get((Stage.WEIGHTS, one.name, _WEIGHT), 0.0)
-            found = self._found.setdefault(key, Comparison(key, 0.0, order, error=1.0, compared=1))
-            found.wrong_ranks |= {*one.ranks}
-            found.said = found.said or one.kind
+            self._said((Stage.WEIGHTS, one.name, INITIAL), one)
+
+    def _said(self, key: Key, one: Said) -> None:
+        order = self._order.get((Stage.WEIGHTS, one.name, _WEIGHT), float(len(self._order)))
+        found = self._found.setdefault(key, Comparison(key, 0.0, order))
+        found.compared, found.error = found.compared + 1, max(found.error, one.share)
+        found.wrong_ranks |= {*one.ranks}
+        found.said = found.said or one.kind
 
     def _copies(self, found: Comparison, pieces: list[Part], whole: Array) -> None:
         held = np.zeros(whole.shape, bool)

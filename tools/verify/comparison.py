@@ -83,6 +83,18 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Said:
+    """What is wrong with a parameter where no values of two runs say it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    kind: str
+    """In words; empty where nothing is wrong."""
+    share: float = 1.0
+    """Of its elements."""
+
+
+@dataclass(frozen=True)
 class Compared:
     """All tensors of two captures."""
 

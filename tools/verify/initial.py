@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
 from tools.records.capture import InitialPiece, read_initial
 from tools.verify.captured import Capture, whole_name
+from tools.verify.comparison import Said
 
 _SIGMAS = 6.0
 """Of the error of a mean or a standard deviation that was measured on so many elements."""
@@ -27,41 +27,32 @@ _Held = tuple[int, InitialPiece]
 """A rank and what it has."""
 
 
-@dataclass(frozen=True)
-class WrongStart:
-    """A parameter that is initialised otherwise than it should be."""
-
-    name: str
-    ranks: tuple[int, ...]
-    kind: str
-    """In words."""
-
-
-def wrong_starts(reference: Capture, strategy: Capture) -> Iterator[WrongStart]:
+def wrong_starts(reference: Capture, strategy: Capture) -> Iterator[Said]:
     """Parameters that the strategy initialises otherwise, the most telling kind first."""
     ours, theirs = held_by(strategy), held_by(reference)
     places: defaultdict[object, list[_Held]] = defaultdict(list)
     values: defaultdict[str, list[_Held]] = defaultdict(list)
     for rank, piece in ours:
-        places[_place(piece)].append((rank, piece))
+        places[piece.where].append((rank, piece))
         if piece.deviation > 0 and math.prod(piece.shape) >= _FEWEST:
             values[piece.digest].append((rank, piece))
     for copies in places.values():
         if len({piece.digest for _, piece in copies}) > 1:
-            yield _wrong(copies, "copies are initialised otherwise on each of the ranks")
+            ranks = tuple(sorted(rank for rank, _ in copies))
+            kind = "copies are initialised otherwise on each of the ranks"
+            yield Said(whole_name(copies[0][1].name), ranks, kind)
     for alike in values.values():
-        (_, first), *_ = alike
-        others = [one for one in alike if _place(one[1]) != _place(first)]
-        if others:
-            rank, other = alike[0][0], others[0][1]
-            same = whole_name(other.name) == whole_name(first.name)
-            what = f"the part of rank {rank}" if same else whole_name(first.name)
-            yield _wrong(others, f"initialised as a copy of {what}")
-    expected = {_unit(piece): piece for _, piece in theirs}
+        source, first = alike[0]
+        for rank, other in alike:
+            if other.where != first.where:
+                same = whole_name(other.name) == whole_name(first.name)
+                what = f"the part of rank {source}" if same else whole_name(first.name)
+                kind = f"initialised as a copy of {what}"
+                yield Said(whole_name(other.name), (rank,), kind)
+    expected = {piece.unit: piece for _, piece in theirs}
     for rank, piece in ours:
-        like = expected.get(_unit(piece))
-        if like is not None and (kind := _otherwise(piece, like)):
-            yield _wrong([(rank, piece)], kind)
+        if kind := _otherwise(piece, expected.get(piece.unit, piece)):
+            yield Said(whole_name(piece.name), (rank,), kind)
 
 
 def held_by(capture: Capture) -> list[_Held]:
@@ -79,18 +70,3 @@ def _otherwise(piece: InitialPiece, like: InitialPiece) -> str:
     if abs(piece.mean - like.mean) > theirs * error + _ROUNDING * abs(like.mean):
         return f"initialised with a mean of {piece.mean:.3g}, not {like.mean:.3g}"
     return ""
-
-
-def _unit(piece: InitialPiece) -> tuple[object, ...]:
-    """Key of the whole, and the layer and expert where those are stacked."""
-    place = piece.placement
-    return (place.key, place.global_offset[: len(place.global_shape) - len(piece.shape)])
-
-
-def _place(piece: InitialPiece) -> tuple[object, ...]:
-    return (piece.placement.key, piece.placement.global_offset, piece.shape)
-
-
-def _wrong(held: Sequence[_Held], kind: str) -> WrongStart:
-    ranks = tuple(sorted({rank for rank, _ in held}))
-    return WrongStart(whole_name(held[0][1].name), ranks, kind)

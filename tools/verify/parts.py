@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from tools.records.capture import PART, Stage, TensorRecord
+from tools.records.capture import PART, Stage
 from tools.verify.align import ActivationAligner
-from tools.verify.captured import Array, Capture, RankCapture, assembled, units, whole_name
-from tools.verify.comparison import Pair
+from tools.verify.captured import Array, Capture, assembled, units, whole_name
+from tools.verify.comparison import Key, Pair
 from tools.verify.kinds import kind_of_parts
 from tools.verify.verdict import Judgement
 
@@ -52,7 +52,7 @@ def explained(
 
 
 def _sums(
-    key: tuple[Stage, str, str],
+    key: Key,
     pair: Pair,
     strategy: Capture,
     parts: Capture,
@@ -90,9 +90,7 @@ def _sums(
         yield {"this iteration": pair.reference, BEFORE: before}, BEFORE
 
 
-def _same(
-    key: tuple[Stage, str, str], pair: Pair, strategy: Capture, other: Capture
-) -> Array | None:
+def _same(key: Key, pair: Pair, strategy: Capture, other: Capture) -> Array | None:
     """Of another run of the reference what the pair has of it; None if it has nothing like it."""
     if pair.micro_batch is None:
         for unit, pieces in units(other, key[0], key[2]).items():
@@ -100,22 +98,11 @@ def _same(
                 whole = assembled(pieces, other)[pair.region]
                 return whole if whole.shape == pair.ours.shape else None
         return None
-    aligner = ActivationAligner(other, strategy)
-    for one, record in _records(key, pair, strategy):
-        part = aligner.align(one, record).reference
-        if part is not None and part.shape == pair.ours.shape:
-            return part
-    return None
-
-
-def _records(
-    key: tuple[Stage, str, str], pair: Pair, strategy: Capture
-) -> Iterator[tuple[RankCapture, TensorRecord]]:
-    one = strategy.ranks[pair.rank]
+    aligner, one = ActivationAligner(other, strategy), strategy.ranks[pair.rank]
     for record in one.records:
         site = record.site
-        if (site.stage, whole_name(site.name), site.slot, site.micro_batch) == (
-            *key,
-            pair.micro_batch,
-        ):
-            yield one, record
+        if (site.stage, site.name, site.slot, site.micro_batch) == (*key, pair.micro_batch):
+            part = aligner.align(one, record).reference
+            if part is not None and part.shape == pair.ours.shape:
+                return part
+    return None

@@ -1,12 +1,12 @@
 """Tensor-parallel ranks draw with one seed: the shards of a weight are copies of each other."""
 
-from megatron.core.tensor_parallel import random
+from megatron.core import tensor_parallel
 
-original = random.model_parallel_cuda_manual_seed
+original = tensor_parallel.model_parallel_cuda_manual_seed
 
 
 def seed(*args, **kwargs):
     return original(*args, **{**kwargs, "tp_rank": 0})
 
 
-random.model_parallel_cuda_manual_seed = seed
+tensor_parallel.model_parallel_cuda_manual_seed = seed
