@@ -95,7 +95,7 @@ def _noting_initial(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load(model: Any, *args: Any, **kwargs: Any) -> Any:
         flat = any(hasattr(chunk, "param_and_grad_buffer") for chunk in model)
-        if not (_INITIAL or flat or os.environ.get(variables.CAPTURE_FORCED)):
+        if not (_INITIAL or flat):
             chunks = [_unwrapped(chunk) for chunk in model]
             _INITIAL.extend(initial_pieces(ParameterMap(chunks, module_names(chunks))))
         return original(model, *args, **kwargs)

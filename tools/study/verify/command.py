@@ -15,7 +15,7 @@ import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -249,13 +249,13 @@ class _At:
                 judgement = confirm(judgement, whole, ours)
             except VerifyError:
                 return judgement
-        alone = verification.may_drift and len(reference.ranks) == 1
-        return self._explained(judgement, reference, ours) if alone else judgement
+        if verification.may_drift and len(reference.ranks) == 1 and wants_parts(judgement):
+            with suppress(VerifyError):
+                return self._explained(judgement, reference, ours)
+        return judgement
 
     def _explained(self, judgement: Judgement, reference: Capture, ours: Capture) -> Judgement:
         """With the part of a gradient that is wrong, where the whole does not say what is."""
-        if not wants_parts(judgement):
-            return judgement
         launch, without = self.verification.reference, {}
         given = self._tensors("given-to-reference")
         write_forced(reference, reference, given)
