@@ -35,7 +35,7 @@ def test_what_is_no_multiple_of_the_parts_is_not_explained_by_them():
 
 def test_several_parts_are_named_together_and_one_that_should_be_gone_alone():
     parts = {f"micro batch {n}": random(4, 3, seed=n) for n in range(3)}
-    assert kind(parts["micro batch 2"], parts) == "without micro batch 0, without micro batch 1"
+    assert kind(parts["micro batch 2"], parts) == "without micro batch 0, micro batch 1"
     assert kind(MAIN + AUXILIARY, {"this iteration": MAIN, BEFORE: AUXILIARY}, BEFORE) == (
         f"{BEFORE} on top"
     )

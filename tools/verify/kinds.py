@@ -20,6 +20,8 @@ _LEFT = 0.1
 _MOST = 0.9
 """Share of the wrong rows that must be found elsewhere to say that rows were moved."""
 _MOST_ROWS = 65_536
+_MOST_FITTED = 2**26
+"""Elements of all parts together: half a gigabyte of float64."""
 _FEWEST = 16
 """Elements from which rounding can be told."""
 _SOME_RANKS = "wrong on some ranks only"
@@ -149,13 +151,15 @@ def kind_of_parts(
         rank: Any rank of the strategy, for its degrees.
         extra: A part that is not in the reference's sum, such as what should have been forgotten.
     """
+    if pair.ours.size * len(parts) > _MOST_FITTED:
+        return None
     columns = np.stack([_flat(part) for part in parts.values()], axis=1)
     found, _, independent, _ = np.linalg.lstsq(columns, _flat(pair.ours), rcond=1e-9)
     error = relative_error(pair.ours, pair.reference)
     limit = min(max(2 * tolerance, 1e-3 * error), _LEFT * error)
     if independent < len(parts) or relative_error(columns @ found, _flat(pair.ours)) > limit:
         return None
-    said, factor = [], None
+    said, lost, factor = [], [], None
     for name, share in zip(parts, found, strict=True):
         right = 0.0 if name == extra else 1.0
         size = np.linalg.norm(parts[name]) * abs(share - right)
@@ -163,11 +167,12 @@ def kind_of_parts(
             factor = float(share)
             times = _named(factor, rank)
             if abs(factor) < _LEFT:
-                said.append(f"without {name}")
+                lost.append(name)
             elif name == extra and abs(factor - 1) < _LEFT:
                 said.append(f"{name} on top")
             else:
                 said.append(f"{name} {times if times[0] in '×÷' else f'×{times}'}")
+    said += [f"without {', '.join(lost)}"] if lost else []
     return Kind(", ".join(said), factor if len(said) == 1 else None) if said else None
 
 
