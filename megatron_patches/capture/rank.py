@@ -17,6 +17,7 @@ from tools.records.capture import (
     BUCKETS,
     CLIPPING,
     COUNTED_ONCE,
+    INITIAL,
     RATE_SLOTS,
     CapturedRank,
     Stage,
@@ -29,6 +30,7 @@ _FUNCTIONS = {
     Stage.NORM: "optimizer.clip_grads:get_grad_norm_fp32",
     CLIPPING: "optimizer.clip_grads:clip_grad_by_total_norm_fp32",
     **dict.fromkeys(RATE_SLOTS, "optimizer:_get_param_groups"),
+    INITIAL: "tensor_parallel.random:model_parallel_cuda_manual_seed",
 }
 """What computes a stage's tensors, or those of a slot, where no module does."""
 

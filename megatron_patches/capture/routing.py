@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -43,7 +44,14 @@ def watched_routing(
     ]
     for router, name in routers:
         router.router_replay = _Choices(name, sink, earlier)
-    older = [(module, name) for module, name in modules if _is_without_replay(module)]
+    older = [
+        (module, name)
+        for module, name in modules
+        if hasattr(module, "routing")
+        and hasattr(module, "topk")
+        and not hasattr(module, "router_replay")
+        and getattr(module, "routing_type", "") != "sinkhorn"
+    ]
     for router, name in older:
         router.routing = _asking(router.routing, _Choices(name, sink, earlier))
     try:
@@ -55,15 +63,6 @@ def watched_routing(
             del router.routing
 
 
-def _is_without_replay(module: torch.nn.Module) -> bool:
-    chooses = hasattr(module, "routing") and hasattr(module, "topk")
-    return (
-        chooses
-        and not hasattr(module, "router_replay")
-        and getattr(module, "routing_type", "") != "sinkhorn"
-    )
-
-
 def _asking(routing: Callable[..., Any], choices: _Choices) -> Callable[..., Any]:
     """A router's `routing`; its first choice among experts, or groups of them, is that of `choices`."""
     from megatron.core.transformer.moe import moe_utils
@@ -72,30 +71,26 @@ def _asking(routing: Callable[..., Any], choices: _Choices) -> Callable[..., Any
 
     @functools.wraps(routing)
     def routed(*args: Any, **kwargs: Any) -> Any:
-        def put_back() -> None:
-            vars(torch)["topk"], moe_utils.group_limited_topk = best, of_groups
+        with ExitStack() as replaced:
 
-        def first(scores: torch.Tensor, k: int, dim: int = -1, **more: Any) -> Any:
-            if dim != 1:
-                return best(scores, k, dim, **more)
-            put_back()
-            return choices.get_replay_topk(
-                scores, k, default_compute_topk=lambda scores, k, **_: best(scores, k, dim)
-            )
+            def first(scores: torch.Tensor, k: int, dim: int = -1, **more: Any) -> Any:
+                if dim != 1:
+                    return best(scores, k, dim, **more)
+                replaced.close()
+                return choices.get_replay_topk(
+                    scores, k, default_compute_topk=lambda scores, k, **_: best(scores, k, dim)
+                )
 
-        def first_of_groups(scores: torch.Tensor, topk: int, **groups: Any) -> Any:
-            put_back()
-            return choices.get_replay_topk(
-                scores,
-                topk,
-                default_compute_topk=lambda scores, k, **_: of_groups(scores, k, **groups),
-            )
+            def first_of_groups(scores: torch.Tensor, topk: int, **groups: Any) -> Any:
+                replaced.close()
+                choose = functools.partial(of_groups, **groups)
+                return choices.get_replay_topk(
+                    scores, topk, default_compute_topk=lambda scores, k, **_: choose(scores, k)
+                )
 
-        vars(torch)["topk"], moe_utils.group_limited_topk = first, first_of_groups
-        try:
+            replaced.enter_context(patch.object(torch, "topk", first))
+            replaced.enter_context(patch.object(moe_utils, "group_limited_topk", first_of_groups))
             return routing(*args, **kwargs)
-        finally:
-            put_back()
 
     return routed
 

@@ -7,6 +7,7 @@ by the machine's epsilon.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import zlib
 from collections.abc import Iterator
@@ -17,7 +18,14 @@ import torch
 
 from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, local, optimizers
 from tools.capture.sinks import Recording, reach
-from tools.records.capture import REACH, START_BUFFER, START_WEIGHT, Site, Stage
+from tools.records.capture import (
+    REACH,
+    START_BUFFER,
+    START_WEIGHT,
+    InitialPiece,
+    Site,
+    Stage,
+)
 
 
 class Start:
@@ -66,6 +74,20 @@ class Start:
                         changed = True
         if changed:  # Where an optimizer has copies of higher precision, it updates those.
             optimizer.reload_model_params()
+
+
+def initial_pieces(parameters: ParameterMap) -> list[InitialPiece]:
+    """What the layout has initialised by itself, of a model that has not loaded anything yet."""
+    found = []
+    for parameter in parameters.parameters:
+        for piece in parameters.pieces(parameter, parameter.data):
+            values = piece.values.detach().cpu().contiguous()
+            deviation, mean = torch.std_mean(values.double(), correction=0)
+            digest = hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:16]
+            place, shape = piece.placement, tuple(values.shape)
+            entry = InitialPiece(piece.name, place, shape, digest, float(mean), float(deviation))
+            found.append(entry)
+    return found
 
 
 def _rows(

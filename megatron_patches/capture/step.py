@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
 
 from megatron_patches.capture.norm import NormMembership
@@ -18,7 +19,13 @@ from megatron_patches.capture.parameters import ParameterMap
 from megatron_patches.capture.probes import Probes
 from megatron_patches.capture.rank import captured_rank, module_names
 from megatron_patches.capture.routing import watched_routing
-from megatron_patches.capture.start import Snapshot, Start, gather_weights, perturb
+from megatron_patches.capture.start import (
+    Snapshot,
+    Start,
+    gather_weights,
+    initial_pieces,
+    perturb,
+)
 from megatron_patches.registry import Patch, Replacement
 from tools.capture.sinks import Recording, Responding, Sink, StoredTensors
 from tools.records.capture import (
@@ -27,13 +34,16 @@ from tools.records.capture import (
     COUNTS,
     EARLIER,
     INDEX_FILE,
+    INITIAL_FILE,
     LOSS,
     MODEL,
+    PART,
     RATE_SLOTS,
     RESPONSES_FILE,
     UNOBSERVED_FILE,
     UPDATE,
     CaptureWriter,
+    InitialPiece,
     Site,
     Stage,
 )
@@ -76,6 +86,23 @@ def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
     return train_step
 
 
+_INITIAL: list[InitialPiece] = []
+
+
+def _noting_initial(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`load_checkpoint`, before which it is noted what the layout begins with by itself."""
+
+    @functools.wraps(original)
+    def load(model: Any, *args: Any, **kwargs: Any) -> Any:
+        flat = any(hasattr(chunk, "param_and_grad_buffer") for chunk in model)
+        if not (_INITIAL or flat):
+            chunks = [_unwrapped(chunk) for chunk in model]
+            _INITIAL.extend(initial_pieces(ParameterMap(chunks, module_names(chunks))))
+        return original(model, *args, **kwargs)
+
+    return load
+
+
 class _Watch:
     """A rank's model and optimizer, and the folder that takes an iteration's tensors."""
 
@@ -94,6 +121,10 @@ class _Watch:
         )
         self.parameters = ParameterMap(self.chunks, self.names)
         self.start = Start(self.parameters)
+        self.begun: int | None = None
+        """Micro batches, where the parts of gradients are asked for."""
+        self.so_far: dict[int, torch.Tensor] = {}
+        """The gradient of each parameter (by id) before the last of them."""
 
     def capture(self, call: Callable[..., Any], forward_step: Any, data: Any) -> Any:
         """Run the iteration, writing its tensors; then again, with changed weights or without probes.
@@ -103,7 +134,14 @@ class _Watch:
         """
         gather_weights(self.model)
         self.start.write(self.recording, self.optimizer)
-        other = (variables.CAPTURE_FORCED, variables.CAPTURE_DRIFT)
+        if _INITIAL:
+            (self.folder / INITIAL_FILE).write_bytes(msgspec.json.encode(_INITIAL))
+        if os.environ.get(variables.CAPTURE_PARTS):
+            for parameter in self.parameters.parameters:
+                slot = f"{PART}the iteration before"
+                self._write_gradient(self.recording, slot, parameter)
+            self.begun = 0
+        other = (variables.CAPTURE_FORCED, variables.CAPTURE_DRIFT, variables.CAPTURE_PARTS)
         flat = any(hasattr(chunk, "param_and_grad_buffer") for chunk in self.model)
         again = self.seeds or not (flat or any(os.environ.get(name) for name in other))
         snapshot = Snapshot(self.chunks, self.optimizer, self.scheduler) if again else None
@@ -162,6 +200,7 @@ class _Watch:
             return finalize(*args, **kwargs)
 
         def stepping(*args: Any, **kwargs: Any) -> Any:
+            self._write_parts()
             for parameter, part in self.parameters.parts(self.optimizer):
                 if part.gradient is not None:
                     stage, values = Stage.REDUCED_GRADIENTS, part.gradient
@@ -201,6 +240,7 @@ class _Watch:
         @functools.wraps(forward_step)
         def watched(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             sink.begin_micro_batch()
+            self._write_parts()
             micro_batch = probes.begin_micro_batch(self.chunks.index(_unwrapped(model)))
             output, loss = forward_step(data, model, *args, **kwargs)
 
@@ -228,12 +268,27 @@ class _Watch:
             for parameter in (one for bucket in group.buckets for one in bucket.params_list):
                 if self.parameters.places(parameter) and id(parameter) not in written:
                     written.add(id(parameter))
-                    values = getattr(parameter, "main_grad", None)
-                    if values is not None:
-                        self._write(sink, Stage.LOCAL_GRADIENTS, "gradient", parameter, values)
+                    self._write_gradient(sink, "gradient", parameter)
             return original(group, *args, **kwargs)
 
         return start
+
+    def _write_gradient(self, sink: Sink, slot: str, parameter: Any) -> None:
+        if getattr(parameter, "main_grad", None) is not None:
+            self._write(sink, Stage.LOCAL_GRADIENTS, slot, parameter, parameter.main_grad)
+
+    def _write_parts(self) -> None:
+        """What gradients have gained by the last micro batch."""
+        if self.begun is None:
+            return
+        for parameter in self.parameters.parameters:
+            now: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+            before = self.so_far.get(id(parameter))
+            if before is not None:
+                slot = f"{PART}micro batch {self.begun - 1}"
+                self._write(self.recording, Stage.LOCAL_GRADIENTS, slot, parameter, now - before)
+            self.so_far[id(parameter)] = now.detach().clone()
+        self.begun += 1
 
     def _write(
         self,
@@ -356,5 +411,8 @@ PATCH = Patch(
     name="capture",
     reason="Megatron writes no tensors that could be compared with those of another layout",
     needed=lambda context: variables.CAPTURE in os.environ,
-    replacements=(Replacement("megatron.training.training:train_step", _capturing),),
+    replacements=(
+        Replacement("megatron.training.training:train_step", _capturing),
+        Replacement("megatron.training.training:load_checkpoint", _noting_initial),
+    ),
 )

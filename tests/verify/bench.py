@@ -109,7 +109,8 @@ class Row:
         if not self.bug.stage:
             return verdict.verdict is Outcome.HELD
         also = any(self.bug.also in one.split(" ") for one in verdict.also) or not self.bug.also
-        return also and (verdict.stage, verdict.module) == (self.bug.stage, self.bug.module)
+        there = (verdict.stage, verdict.module) == (self.bug.stage, self.bug.module)
+        return also and there and self.bug.says in verdict.line
 
     def line(self) -> str:
         """As Markdown."""

@@ -19,7 +19,9 @@ MODULES = {"check.py", "trace.py", "__init__.py"}
 
 
 def test_every_injected_bug_is_python_and_every_file_is_an_injected_bug_of_the_table() -> None:
-    stated = {file for bug in injected_bugs() for file in bug.file.split(SEPARATOR)}
+    named = {file for bug in injected_bugs() for file in bug.file.split(SEPARATOR)}
+    stated = {file for file in named if not file.startswith("../")}  # Cures of docs/upstream.
+    assert all((FOLDER / file).is_file() for file in named)
     assert stated == {path.name for path in FOLDER.glob("*.py")} - MODULES
     assert all(
         read_patch_file(str(FOLDER / file)).path == f"tests/verify/injected_bugs/{file}"

@@ -33,6 +33,10 @@ EARLIER = "iteration "
 """Begins these slots in an iteration before the captured one; its number and a blank follow."""
 UPDATE = "update"
 """Ends the slot of how far a weight, or a master copy (`param`), moved."""
+INITIAL_FILE, INITIAL = "initial.json", "weight, as initialised"
+"""What a rank has initialised by itself, before shared weights are loaded; what is wrong of that."""
+PART = "part: "
+"""Begins the slot of a part of a local gradient; a micro batch's, or what the iteration before left."""
 START_WEIGHT, START_BUFFER = "weight at the start", "buffer at the start"
 """Slots, in the stage of weights, of what the captured iteration begins with."""
 STARTS = (START_WEIGHT, START_BUFFER)
@@ -103,6 +107,30 @@ class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     size_bytes: int
     placement: Placement | None = None
     """Of a parameter, its gradient or its optimizer state; None for activations."""
+
+
+class InitialPiece(msgspec.Struct, frozen=True):
+    """A piece of a parameter as the layout itself has initialised it."""
+
+    name: str
+    placement: Placement
+    shape: tuple[int, ...]
+    digest: str
+    """Of its bytes: equal where the values are."""
+    mean: float
+    deviation: float
+    """Standard deviation; 0 of a constant."""
+
+    @property
+    def where(self) -> tuple[object, ...]:
+        """Its place in the whole model."""
+        return (self.placement.key, self.placement.global_offset, self.shape)
+
+    @property
+    def unit(self) -> tuple[object, ...]:
+        """Key of the whole, and the layer and expert where those are stacked."""
+        place = self.placement
+        return (place.key, place.global_offset[: len(place.global_shape) - len(self.shape)])
 
 
 class CapturedModule(msgspec.Struct, frozen=True):
@@ -235,6 +263,14 @@ def read_index(folder: Path) -> list[TensorRecord]:
     decoder = msgspec.json.Decoder(TensorRecord)
     with (folder / INDEX_FILE).open("rb") as file:
         return [decoder.decode(line) for line in file]
+
+
+def read_initial(folder: Path) -> tuple[InitialPiece, ...]:
+    """Of a rank's folder; empty where nothing was initialised and then loaded."""
+    path = folder / INITIAL_FILE
+    if not path.is_file():
+        return ()
+    return msgspec.json.decode(path.read_bytes(), type=tuple[InitialPiece, ...])
 
 
 def read_rank(folder: Path) -> CapturedRank:

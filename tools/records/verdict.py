@@ -59,6 +59,8 @@ class Verdict:
     """Tokens for which a router chose other experts within rounding; the reference's were used."""
     constant: int | None = None
     """Parameters and buffers of one value each, of which it cannot be seen which part a rank uses."""
+    initialised: int | None = None
+    """Pieces of parameters whose initialisation by the strategy itself was looked at, too."""
     added_up: str | None = None
     """A tensor that is off by little more than its tolerance, where no module is wrong by itself."""
     not_aligned: tuple[str, ...] = ()

@@ -41,6 +41,8 @@ CAPTURE_DRIFT = "KIT_CAPTURE_DRIFT"
 """Begins the random signs by which every earlier iteration's weights are off by a rounding error."""
 CAPTURE_FORCED = "KIT_CAPTURE_FORCED"
 """Folder of tensors that take the place of the model's own."""
+CAPTURE_PARTS = "KIT_CAPTURE_PARTS"
+"""Set, gradients are also written as what each micro batch, and the iteration before, gave of them."""
 
 STACKS = "KIT_STACKS"
 """Folder that ranks write their Python stacks to, on SIGUSR1."""

@@ -2,7 +2,7 @@
 
 Takes two captures (`tools.records.capture`: what every rank of a run wrote), a reference's and another
 strategy's. `align` says which part of the reference's tensor a rank's tensor is, `compare` measures
-errors against a `tolerance` that the reference measured itself, `kinds` says what kind of error it is,
-`verdict` puts it together and `page` draws it. Knows no launch and no torch; `tools.launch` makes the
-captures, and `tools.report` shows the verdict.
+errors against a `tolerance` that the reference measured itself, `kinds` and `parts` say what kind of
+error it is, `locate` where, `verdict` puts it together and `page` draws it. Knows no launch and no
+torch; `tools.study` makes the captures, and `tools.report` shows the verdict.
 """

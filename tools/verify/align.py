@@ -9,7 +9,6 @@ another size than the reference's are aligned by the sample's number in the glob
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,8 +49,8 @@ class ActivationAligner:
     def __init__(self, reference: Capture, strategy: Capture) -> None:
         self._reference, self._strategy = reference, strategy
         self._alike = as_split(reference.first) == as_split(strategy.first)
-        self._holders: defaultdict[tuple[Site, int], list[tuple[RankCapture, TensorRecord]]]
-        self._holders = defaultdict(list)
+        self._holders: dict[tuple[Site, int], tuple[RankCapture, TensorRecord]] = {}
+        """The first rank of the reference that has a tensor of a micro batch."""
         self._resized = strategy.first.micro_batch_size != reference.first.micro_batch_size
         self._means: dict[Site, float] = {}
         for one in reference.ranks:
@@ -59,7 +58,7 @@ class ActivationAligner:
             for record in one.records:
                 if record.placement is None and record.site.micro_batch is not None:
                     number = record.site.micro_batch * data_size + data_rank
-                    self._holders[_plain(record.site), number].append((one, record))
+                    self._holders.setdefault((_plain(record.site), number), (one, record))
 
     def align(self, one: RankCapture, record: TensorRecord) -> Aligned:
         """Find a tensor's counterpart, scaled as its gradients are."""
@@ -92,9 +91,10 @@ class ActivationAligner:
         """Of an element of the reference's tensors of a site, over all of its micro batches."""
         plain = _plain(site)
         if plain not in self._means:
-            of_site = (held[0] for (one, _), held in self._holders.items() if one == plain and held)
             values = [
-                holder.values(record).astype(np.float64).ravel() for holder, record in of_site
+                holder.values(record).astype(np.float64).ravel()
+                for (site_there, _), (holder, record) in self._holders.items()
+                if site_there == plain
             ]
             squares = np.square(np.concatenate(values)) if values else np.zeros(1)
             self._means[plain] = float(np.sqrt(squares.mean())) if squares.size else 0.0
@@ -132,9 +132,8 @@ class ActivationAligner:
 
     def _held(self, ours: TensorRecord, number: int) -> tuple[Array | None, float]:
         """The reference's tensor of one of its micro batches, and what its loss was multiplied by."""
-        for holder, record in self._holders[_plain(ours.site), number]:
-            return holder.values(record), scale_of(holder.rank)
-        return None, 1.0
+        found = self._holders.get((_plain(ours.site), number))
+        return (found[0].values(found[1]), scale_of(found[0].rank)) if found else (None, 1.0)
 
     def _of_whole_batch(self, one: RankCapture, record: TensorRecord) -> Aligned:
         """A sum over the tokens of a micro batch, over all of them: other micro batches have others."""
@@ -143,8 +142,8 @@ class ActivationAligner:
             obstacle = "it is of a whole micro batch, and these are of another size"
             return Aligned(None, None, obstacle)
         theirs = [
-            holders[0][0].values(holders[0][1])
-            for (plain, _), holders in self._holders.items()
+            holder.values(held)
+            for (plain, _), (holder, held) in self._holders.items()
             if plain == _plain(site)
         ]
         if not theirs:
@@ -174,10 +173,10 @@ class ActivationAligner:
         parts, scale = [], 1.0
         for data_rank, context_rank, tensor_rank in rank.expert_sources:
             number = site.micro_batch * rank.data[1] + data_rank
-            found = self._holders[_plain(site), number]
+            found = self._holders.get((_plain(site), number))
             if not found:
                 return None, 1.0
-            holder, record = found[0]
+            holder, record = found
             part: Array | None = holder.values(record) if record.shape else None
             if part is not None and (rank.context[1] > 1 or rank.sequence_parallel):
                 place = (context_rank, tensor_rank if rank.sequence_parallel else 0)
@@ -194,10 +193,10 @@ class ActivationAligner:
         """Those rows of an expert whose tokens a context- and tensor-parallel rank has."""
         layer, _, expert = name.partition(ROUTED)
         router = Site(Stage.OUTPUTS, f"{layer}.router", "output.1")
-        found = self._holders[router, number]
+        found = self._holders.get((router, number))
         if not found or not expert:
             return None
-        holder, record = found[0]
+        holder, record = found
         routed = holder.values(record)[:, int(expert.partition(".")[0])].astype(bool)
         length, batch = rank.sequence_length, rank.micro_batch_size
         if len(routed) != length * batch or len(rows) != routed.sum():

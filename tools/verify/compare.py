@@ -19,6 +19,7 @@ from tools.records.capture import (
     COUNTED_ONCE,
     COUNTS,
     EARLIER,
+    INITIAL,
     REACH,
     SCORES,
     START_WEIGHT,
@@ -45,7 +46,8 @@ from tools.verify.captured import (
     units,
     whole_name,
 )
-from tools.verify.comparison import Compared, Comparison, Key, Pair, relative_error
+from tools.verify.comparison import Compared, Comparison, Key, Pair, Said, relative_error
+from tools.verify.initial import held_by, wrong_starts
 from tools.verify.norm import memberships
 from tools.verify.tolerance import (
     EPSILON,
@@ -131,6 +133,7 @@ def compare(
     comparer.counts()
     comparer.unobserved()
     comparer.membership()
+    comparer.initial()
     return comparer.result()
 
 
@@ -157,7 +160,8 @@ class _Comparer:
         def place(one: Comparison) -> tuple[object, ...]:
             # An iteration's start comes first. What a norm counts is wrong before its value is.
             later = one.key == NORM or one.key[2] == UNOBSERVED
-            return (one.key[2] not in STARTS, STAGES.index(one.key[0]), later, one.order)
+            own = one.key[2] == INITIAL  # It does no harm to what was compared.
+            return (own, one.key[2] not in STARTS, STAGES.index(one.key[0]), later, one.order)
 
         obstacles = [
             f"{' '.join(dict.fromkeys(names))}: {why}" for why, names in self._not_aligned.items()
@@ -170,6 +174,7 @@ class _Comparer:
             self._seen - self._skipped,
             self._flips,
             self._constant(),
+            len(held_by(self._strategy)),
             self._pairs_of,
             self._like,
         )
@@ -540,13 +545,22 @@ class _Comparer:
 
     def membership(self) -> None:
         """What each rank counts in the norm, exactly."""
-        for one in memberships(self._strategy, units(self._reference, Stage.REDUCED_GRADIENTS)):
-            found = self._comparison((Stage.NORM, one.name, COUNTED_ONCE), one.record)
+        expected = units(self._reference, Stage.REDUCED_GRADIENTS)
+        for one in memberships(self._strategy, expected):
             self._seen += 1
-            found.compared, found.tolerance = found.compared + 1, 0.0
-            found.error = max(found.error, one.wrong_share)
-            found.wrong_ranks |= set(one.ranks)
-            found.miscounted = found.miscounted or one.kind
+            self._said((Stage.NORM, one.name, COUNTED_ONCE), one)
+
+    def initial(self) -> None:
+        """What the layout's own initialisation has made wrong, which loaded weights hide."""
+        for one in wrong_starts(self._reference, self._strategy):
+            self._said((Stage.WEIGHTS, one.name, INITIAL), one)
+
+    def _said(self, key: Key, one: Said) -> None:
+        order = self._order.get((Stage.WEIGHTS, one.name, _WEIGHT), float(len(self._order)))
+        found = self._found.setdefault(key, Comparison(key, 0.0, order))
+        found.compared, found.error = found.compared + 1, max(found.error, one.share)
+        found.wrong_ranks |= {*one.ranks}
+        found.said = found.said or one.kind
 
     def _copies(self, found: Comparison, pieces: list[Part], whole: Array) -> None:
         held = np.zeros(whole.shape, bool)

@@ -46,8 +46,8 @@ class Comparison:
     worst: Pair | None = None
     copies: list[Pair] = field(default_factory=list)
     """Of a parameter that is wrong, every rank's part: what they are together says what is wrong."""
-    miscounted: str = ""
-    """How a parameter is not counted once in the norm."""
+    said: str = ""
+    """What is wrong, in words, where no values say it."""
 
     @property
     def differs(self) -> bool:
@@ -83,6 +83,18 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Said:
+    """What is wrong with a parameter where no values of two runs say it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    kind: str
+    """In words; empty where nothing is wrong."""
+    share: float = 1.0
+    """Of its elements."""
+
+
+@dataclass(frozen=True)
 class Compared:
     """All tensors of two captures."""
 
@@ -98,6 +110,8 @@ class Compared:
     """Tokens for which a router chose other experts, within the rounding of what it chose by."""
     constant: int | None = None
     """Parameters and buffers that begin with one value; None where no start was captured."""
+    initialised: int = 0
+    """Pieces of parameters whose own initialisation, of the strategy's ranks, was looked at."""
     pairs_of: Callable[[Key, int], list[Pair]] = lambda *_: []
     """Every rank's tensor of an activation and one micro batch, each with the reference's part."""
     like: Callable[[Comparison], Iterable[tuple[str, Array]]] = lambda _: ()

@@ -6,7 +6,7 @@ The tests are tried in an order in which an earlier one explains more; each fits
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,8 @@ _LEFT = 0.1
 _MOST = 0.9
 """Share of the wrong rows that must be found elsewhere to say that rows were moved."""
 _MOST_ROWS = 65_536
+_MOST_FITTED = 2**26
+"""Elements of all parts together: half a gigabyte of float64."""
 _FEWEST = 16
 """Elements from which rounding can be told."""
 _SOME_RANKS = "wrong on some ranks only"
@@ -56,8 +58,8 @@ def kind_of(
 def _kinds(
     found: Comparison, pairs: Sequence[Pair], rank: CapturedRank, like: Iterable[tuple[str, Array]]
 ) -> Iterator[Kind]:
-    if found.miscounted:
-        yield Kind(found.miscounted)
+    if found.said:
+        yield Kind(found.said)
     if found.uncovered and not found.compared:
         yield Kind("held by no rank")
     if found.uncovered:
@@ -135,6 +137,43 @@ def _named(factor: float, rank: CapturedRank) -> str:
             elif degree > 1 and abs(factor * size - 1) < close:
                 fits.append(f"÷{said}")
     return " or ".join(fits) or f"{factor:.6g}"
+
+
+def kind_of_parts(
+    pair: Pair, tolerance: float, parts: Mapping[str, Array], rank: CapturedRank, extra: str = ""
+) -> Kind | None:
+    """Say by what the parts are multiplied that a tensor is a sum of; None if that is not what is wrong.
+
+    Args:
+        pair: The tensor and the reference's.
+        tolerance: Of its relative error.
+        parts: What the reference's is the sum of, by name.
+        rank: Any rank of the strategy, for its degrees.
+        extra: A part that is not in the reference's sum, such as what should have been forgotten.
+    """
+    if pair.ours.size * len(parts) > _MOST_FITTED:
+        return None
+    columns = np.stack([_flat(part) for part in parts.values()], axis=1)
+    found, _, independent, _ = np.linalg.lstsq(columns, _flat(pair.ours), rcond=1e-9)
+    error = relative_error(pair.ours, pair.reference)
+    limit = min(max(2 * tolerance, 1e-3 * error), _LEFT * error)
+    if independent < len(parts) or relative_error(columns @ found, _flat(pair.ours)) > limit:
+        return None
+    said, lost, factor = [], [], None
+    for name, share in zip(parts, found, strict=True):
+        right = 0.0 if name == extra else 1.0
+        size = np.linalg.norm(parts[name]) * abs(share - right)
+        if size > _LEFT * np.linalg.norm(pair.ours - pair.reference):
+            factor = float(share)
+            times = _named(factor, rank)
+            if abs(factor) < _LEFT:
+                lost.append(name)
+            elif name == extra and abs(factor - 1) < _LEFT:
+                said.append(f"{name} on top")
+            else:
+                said.append(f"{name} {times if times[0] in '×÷' else f'×{times}'}")
+    said += [f"without {', '.join(lost)}"] if lost else []
+    return Kind(", ".join(said), factor if len(said) == 1 else None) if said else None
 
 
 def _sums(pairs: Sequence[Pair], limit: float, rank: CapturedRank) -> Iterator[Kind]:

@@ -17,6 +17,7 @@ from tools.records.capture import (
     CALLED_BY,
     CLIPPING,
     COUNTED_ONCE,
+    INITIAL,
     LOSS,
     MODEL,
     OF_EACH_TOKEN,
@@ -61,7 +62,7 @@ def located(base: Verdict, first: Comparison, compared: Compared, strategy: Capt
         tolerance=first.tolerance,
         worst=None if slot in STARTS or worst is None else _worst_element(worst),
         source=_source(first, module, kind, strategy),
-        iteration=strategy.first.iteration - int(slot in STARTS),
+        iteration=0 if slot == INITIAL else strategy.first.iteration - int(slot in STARTS),
     )
 
 
@@ -190,7 +191,7 @@ def _independent(compared: Compared, first: Comparison) -> Iterator[Comparison]:
         tied = name.startswith(_TIED) and bool(modules | local)
         own = stage is Stage.LOCAL_GRADIENTS and name.rpartition(".")[0] not in modules
         reduced = stage is Stage.REDUCED_GRADIENTS and name not in local
-        exact = slot == COUNTED_ONCE or slot in RATE_SLOTS
+        exact = slot in (COUNTED_ONCE, INITIAL, *RATE_SLOTS)
         if stage not in stages and (exact or ((own or reduced) and not tied)):
             stages.add(stage)
             yield one

@@ -8,35 +8,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from tools.records.capture import COUNTED, Stage, TensorRecord
+from tools.records.capture import COUNTED, Stage
 from tools.verify.captured import Array, Capture, Part, Unit, units, whole_name
+from tools.verify.comparison import Said
 
 Groups = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
-class Membership:
-    """How a parameter is counted in the norm of some ranks."""
-
-    name: str
-    record: TensorRecord
-    """One of the parameter's."""
-    wrong_share: float
-    """Elements that are not counted once, over all of them."""
-    ranks: tuple[int, ...]
-    """That should have counted them, or did so too often."""
-    kind: str
-    """In words; empty where every element is counted once."""
-
-
-def memberships(strategy: Capture, expected: Iterable[Unit] = ()) -> Iterator[Membership]:
+def memberships(strategy: Capture, expected: Iterable[Unit] = ()) -> Iterator[Said]:
     """How each parameter that has a reduced gradient is counted; the worst norm of all ranks.
 
-    So is one that is `expected` to have such a gradient, if the strategy has its local one.
+    So is one that is `expected` to have such a gradient, if the strategy has its local one. Named are
+    ranks that should have counted it, or did so too often, and the share of its elements.
     """
     counted: defaultdict[Unit, list[Part]] = defaultdict(list)
     for (key, layer, _), parts in units(strategy, Stage.NORM, COUNTED).items():
@@ -56,12 +42,12 @@ def memberships(strategy: Capture, expected: Iterable[Unit] = ()) -> Iterator[Me
             _membership(held, counted[key, layer], groups, ranks)
             for groups, ranks in ranks_of.items()
         ]
-        yield max(found, key=lambda one: one.wrong_share)
+        yield max(found, key=lambda one: one.share)
 
 
 def _membership(
     held: Sequence[Part], counted: Sequence[Part], groups: Groups, ranks: Sequence[int]
-) -> Membership:
+) -> Said:
     times = np.zeros(held[0].whole_shape, np.int32)
     for group in groups:
         slot = COUNTED + " ".join(map(str, group))
@@ -71,7 +57,7 @@ def _membership(
     wrong = times != 1
     name, share = whole_name(held[0].record.site.name), float(wrong.mean())
     if not wrong.any():
-        return Membership(name, held[0].record, share, (), "")
+        return Said(name, (), "", share)
     missing = times == 0
     if missing.any():
         holders = _holding(held, missing)
@@ -82,10 +68,10 @@ def _membership(
         kind = f"not counted in the norm by {_ranks(inside or holders)}"
         if not inside:
             kind = f"not counted in the norm of {_ranks(ranks)}: {_ranks(holders)} not in its group"
-        return Membership(name, held[0].record, share, inside or holders, kind)
+        return Said(name, inside or holders, kind, share)
     most = int(times.max())
     holders = _holding(counted, times > 1)
-    return Membership(name, held[0].record, share, holders, f"counted {most} times in the norm")
+    return Said(name, holders, f"counted {most} times in the norm", share)
 
 
 def _holding(parts: Sequence[Part], wanted: Array) -> tuple[int, ...]:

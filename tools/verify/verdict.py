@@ -166,6 +166,7 @@ def _judged(compared: Compared, strategy: Capture) -> Judgement:
         iteration=strategy.first.iteration,
         routing_flips=compared.routing_flips,
         constant=compared.constant,
+        initialised=compared.initialised or None,
         not_aligned=compared.not_aligned,
     )
     if not wrong:

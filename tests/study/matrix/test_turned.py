@@ -23,7 +23,7 @@ WITHOUT_ONE_OF_ITS_OWN = {
     ),
     "moe": (
         *("dtype/bf16", "top-k/one", "shared-expert/shared-gated", "balancing/seq-aux-loss"),
-        *("balancing/global-aux-loss", "balancing/sinkhorn", "z-loss/without", "capacity/drops"),
+        *("balancing/sinkhorn", "z-loss/without", "capacity/drops"),
         *("capacity/drops-padded", "groups/limited", "dispatcher/all-gather"),
         *("latent/latent-experts", "layers/every-second", "activation/swiglu", "heads/gqa"),
         *("masks/reset-at-eod", "loss/per-token", "recompute/selective", "recompute/full"),

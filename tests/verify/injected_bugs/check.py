@@ -63,6 +63,8 @@ class InjectedBug:
     """Stage and module as a trace names them, where it cannot see what verify compares."""
     also: str = ""
     """Another module that must be found to be wrong by itself."""
+    says: str = ""
+    """Words that the verdict's first line must hold: its kind, or the source."""
     step: int = 2
     """The traced iteration: the first one's learning rate is 0."""
 
@@ -121,6 +123,8 @@ class Checker:
             return "changes the run on one rank", "", ""
         before, after = self._run(bug, injected=False), self._run(bug, injected=True)
         stage, module = first_difference(before, after)
+        if "initialised" in bug.says:  # All runs load one start.
+            return "changes the run" if stage else "", stage, module
         if not stage:
             return "changes nothing in its strategy", stage, module
         # The norm that a trace sees is of all parameters.

@@ -15,7 +15,7 @@ import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,11 +34,13 @@ from tools.records.verdict import VERIFY_FOLDER, Outcome
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
+from tools.spec.flags import Flags, merge_flags
 from tools.study.verify.pairs import Verification, compose_pair, pair_of
 from tools.text.terminal import say
 from tools.verify.captured import Capture, VerifyError, read_capture
 from tools.verify.compare import Drift, drift
 from tools.verify.page import write_page
+from tools.verify.parts import explained, wants_parts
 from tools.verify.reassemble import as_one_rank
 from tools.verify.verdict import Judgement, confirm, judge, refused, write_forced, write_verdict
 
@@ -50,6 +52,8 @@ DRIFTS = 2
 """Runs of the reference by which it is measured how far earlier iterations' rounding carries."""
 DRIFTING = 4
 """The first iteration in which that is asked: before it the responses of one iteration suffice."""
+LOSSES = {"auxiliary loss": "--moe-aux-loss-coeff", "z loss": "--moe-z-loss-coeff"}
+"""Beside the model's own, by the flags that switch them off."""
 _WHAT = {"begun": "strategy with the reference's routing and weights"}
 """What a part is called where it fails."""
 
@@ -238,14 +242,30 @@ class _At:
             judgement = judge(whole, ours, drifted)
             if may_drift and judgement.carries_earlier and not drifted:
                 judgement = judge(whole, ours, self._drift(reference))
-        if not judgement.may_have_spread:
-            return judgement
-        write_forced(whole, ours, self._tensors("given"))
-        try:
-            forced = self._captured("forced", strategy, forced=self._tensors("given"))
-        except VerifyError:
-            return judgement
-        return confirm(judgement, whole, forced)
+        if judgement.may_have_spread:
+            write_forced(whole, ours, self._tensors("given"))
+            try:
+                ours = self._captured("forced", strategy, forced=self._tensors("given"))
+                judgement = confirm(judgement, whole, ours)
+            except VerifyError:
+                return judgement
+        if verification.may_drift and len(reference.ranks) == 1 and wants_parts(judgement):
+            with suppress(VerifyError):
+                return self._explained(judgement, reference, ours)
+        return judgement
+
+    def _explained(self, judgement: Judgement, reference: Capture, ours: Capture) -> Judgement:
+        """With the part of a gradient that is wrong, where the whole does not say what is."""
+        launch, without = self.verification.reference, {}
+        given = self._tensors("given-to-reference")
+        write_forced(reference, reference, given)
+        for name, flag in LOSSES.items():
+            if launch.model.shape.experts and Flags(launch.flags).number(flag) > 0:
+                other = replace(launch, flags=merge_flags(launch.flags, (flag, "0")))
+                part = f"reference-without-{flag.removeprefix('--')}"
+                without[name] = self._captured(part, other, forced=given)
+        parts = self._captured("reference-parts", launch, parts="1")
+        return explained(judgement, ours, parts, without)
 
     def _drift(self, reference: Capture) -> Drift:
         names = (f"reference-drifted-{number}" for number in range(DRIFTS))
@@ -253,7 +273,13 @@ class _At:
         return drift(reference, (self._captured(name, launch, drift=name) for name in names))
 
     def _captured(
-        self, part: str, launch: Launch, seeds: int = 0, forced: Path | None = None, drift: str = ""
+        self,
+        part: str,
+        launch: Launch,
+        seeds: int = 0,
+        forced: Path | None = None,
+        drift: str = "",
+        parts: str = "",
     ) -> Capture:
         environment = {
             variables.CAPTURE: from_root(self._tensors(part)),
@@ -261,6 +287,7 @@ class _At:
             variables.CAPTURE_SEEDS: str(seeds),
             variables.CAPTURE_FORCED: from_root(forced) if forced else "",
             variables.CAPTURE_DRIFT: drift,
+            variables.CAPTURE_PARTS: parts,
         }
         launch = replace(launch, environment={**launch.environment, **environment})
         if failure := self.train(f"{part}{self.suffix}", launch):
@@ -322,10 +349,9 @@ def _print(judgement: Judgement, results: Path, console: Console) -> None:
     if verdict.mode:
         say(console, f"compared: {verdict.mode}")
     if verdict.seen:
-        say(
-            console,
-            f"compared {verdict.compared:,} of {verdict.seen:,} tensors with {verdict.reference}'s",
-        )
+        own = f", and {verdict.initialised:,} own initial weights" if verdict.initialised else ""
+        of = f"{verdict.compared:,} of {verdict.seen:,} tensors"
+        say(console, f"compared {of} with {verdict.reference}'s{own}")
     for line in verdict.not_aligned[:5]:
         # Each name once for all layers; `verdict.json` has them all.
         names, _, why = line.rpartition(": ")

@@ -73,7 +73,13 @@ def verify_hf(
     Raises:
         ValueError: It cannot run here, or the model cannot be converted.
     """
-    laid = [(strategy, _devices(strategy)) for strategy in (strategies or STRATEGIES).split()]
+    laid = []
+    for strategy in (strategies or STRATEGIES).split():
+        try:
+            laid.append((strategy, devices_of(strategy)))
+            parse_strategy(*laid[-1])
+        except StrategyError as error:
+            raise LaunchError(f"STRATEGIES= holds {strategy}: {error}") from None
     if importlib.util.find_spec("transformers") is None:
         raise LaunchError(NO_TRANSFORMERS)
     folder = options.runs / f"{utc_stamp()}-verify-hf"
@@ -89,15 +95,6 @@ def verify_hf(
     console.print(rich_table(Table(_COLUMNS, tuple(proofs), "Against transformers"), console.width))
     console.print(f"→ {from_root(folder)}", highlight=False)
     return max(EXIT_CODES[proof.outcome] for proof in proofs)
-
-
-def _devices(strategy: str) -> int:
-    try:
-        devices = devices_of(strategy)
-        parse_strategy(strategy, devices)
-    except StrategyError as error:
-        raise LaunchError(f"STRATEGIES= holds {strategy}: {error}") from None
-    return devices
 
 
 def _sources(given: str | None, made: Path) -> Iterator[tuple[Path, str]]:

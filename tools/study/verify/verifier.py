@@ -109,14 +109,15 @@ class Verifier:
             reference = verification.reference
             kept = {k: v for k, v in reference.environment.items() if k not in of_patch_files}
             verification = replace(verification, reference=replace(reference, environment=kept))
+
+        def trained(part: str, launch: Launch) -> str:
+            kind = "reference" if part.startswith("reference") else "strategy"
+            return self.ranks.run(launch, self.folder / f"{kind}.txt")
+
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
-            train = self._references.around(self._train, Path(scratch))
+            train = self._references.around(trained, Path(scratch))
             return judged(verification, Path(scratch), train)
 
     def forget(self) -> None:
         """Remove the references: each is hundreds of megabytes."""
         self._references.forget()
-
-    def _train(self, part: str, launch: Launch) -> str:
-        kind = "reference" if part.startswith("reference") else "strategy"
-        return self.ranks.run(launch, self.folder / f"{kind}.txt")

@@ -1,0 +1,181 @@
+"""Random healthy configurations, none of which may be called wrong.
+
+    python -m tests.verify.random_healthy FILE [--seeds FROM TO] [--megatron-lm CHECKOUT]
+
+Each seed is a strategy on 2 to 8 ranks, a dense model or a mixture with some features, a learning rate
+from 1e-5 to 2e-2, 1 to 30 iterations and one of four dtypes. FILE takes a line of JSON a seed; a seed
+that has one is left out, so that a run that was stopped goes on. What Megatron or the kit refuses is
+drawn again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import sys
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from tests.verify.bench import SMALL
+from tools.launch.compose import SMALL_SAMPLE
+from tools.launch.data import make_sample
+from tools.launch.job import parse_target
+from tools.launch.options import Options
+from tools.records.verdict import Outcome
+from tools.spec.errors import LaunchError
+from tools.spec.files import ROOT
+from tools.study.verify.pairs import Pair, compose_pair
+from tools.study.verify.verifier import ForkedRanks, Verifier
+
+STRATEGIES = {
+    "dense": {
+        2: "dp2 tp2 sp2 pp2 vpp2 cp2 dp2-zero1 zero1 zero2 zero3",
+        4: "tp2dp2 sp2dp2 tp2pp2 pp2dp2 cp2dp2 tp2cp2 tp4 sp4 pp4 dp4-zero1 sp2pp2 tp2dp2-zero1 pp2cp2",
+        8: "tp2pp2dp2 sp2pp2dp2 tp2cp2dp2 tp2pp2dp2-zero1 tp4pp2",
+    },
+    "moe": {
+        2: "dp2 ep2 tp2 sp2 pp2 cp2 ep2-zero1",
+        4: "ep4 ep2dp2 sp2ep2 tp2ep2 pp2ep2 ep2dp2-zero1 sp2pp2 cp2ep2",
+        8: "sp2pp2ep2 ep4dp2 tp2ep2dp2",
+    },
+}
+DTYPES = ("", "--bf16", "--fp16", "--bf16 --grad-reduce-in-bf16")
+FEATURES = {
+    "dense": (
+        *("--swiglu", "--normalization RMSNorm", "--position-embedding-type rope"),
+        *("--qk-layernorm", "--untie-embeddings-and-output-weights", "--disable-bias-linear"),
+        *("--group-query-attention --num-query-groups 2", "--seq-length 32", "--weight-decay 0.1"),
+        *("--num-layers 6", "--hidden-size 96 --num-attention-heads 6", "--clip-grad 0.1"),
+        *("--calculate-per-token-loss", "--micro-batch-size 1", "--init-method-std 0.05"),
+    ),
+    "moe": (
+        *("--moe-router-topk 1", "--moe-router-topk 4", "--num-experts 4", "--qk-layernorm"),
+        *("--moe-shared-expert-intermediate-size 64", "--moe-router-score-function sigmoid"),
+        *("--moe-router-load-balancing-type seq_aux_loss", "--moe-aux-loss-coeff 0.1", "--swiglu"),
+        *("--moe-token-dispatcher-type alltoall", "--untie-embeddings-and-output-weights"),
+        *(
+            "--moe-router-dtype fp32",
+            "--moe-layer-freq 2",
+            "--group-query-attention --num-query-groups 2",
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A configuration."""
+
+    seed: int
+    strategy: str
+    model: str
+    devices: int
+    iteration: int
+    flags: str
+
+    @property
+    def target(self) -> str:
+        """Of make."""
+        return f"verify-{self.strategy}-{self.model}-{self.devices}cpu"
+
+    @property
+    def command(self) -> str:
+        """What verifies it."""
+        return f'make {self.target} ITERS={self.iteration} SEED={self.seed} EXTRA="{self.flags}"'
+
+    def pair(self, megatron_lm: Path | None) -> Pair:
+        """To verify, in the small vocabulary."""
+        options = Options(
+            data=SMALL_SAMPLE,
+            extra=(*shlex.split(self.flags), *SMALL),
+            seed=self.seed,
+            iterations=self.iteration,
+            megatron_lm=megatron_lm,
+        )
+        return Pair(parse_target(self.target.replace("verify-", "train-", 1), options))
+
+
+def drawn(seed: int, megatron_lm: Path | None = None) -> Drawn:
+    """The seed's first draw that neither Megatron's rules nor the kit refuse."""
+    while True:
+        draw = random.Random(f"{seed}")
+        for _ in range(100):
+            one = _draw(seed, draw)
+            try:
+                compose_pair(one.pair(megatron_lm))
+            except (LaunchError, ValueError):
+                continue
+            return one
+        raise ValueError(f"Seed {seed}: all of 100 draws are refused.")
+
+
+def _draw(seed: int, draw: random.Random) -> Drawn:
+    family = draw.choice(("dense", "dense", "moe"))
+    devices = draw.choices((2, 4, 8), (70, 25, 5))[0]
+    features = draw.sample(FEATURES[family], draw.randint(0, 4))
+    # As many of one decade as of another.
+    rate = f"--lr {10 ** draw.uniform(-5, -1.7):.2g} --min-lr 0"
+    dtype = draw.choice(DTYPES)
+    iteration = min(draw.choice((1, 2, 2, 3, 3, 5, 5, 8, 13, 21, 30)), 30 if devices == 2 else 8)
+    return Drawn(
+        seed,
+        draw.choice(STRATEGIES[family][devices].split()),
+        "gpt2-tiny" if family == "dense" else "moe-tiny",
+        devices,
+        iteration,
+        " ".join((rate, dtype, *features)).replace("  ", " "),
+    )
+
+
+def main() -> int:
+    """Verify what has no outcome yet; 1 if any of the file is called wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--seeds", type=int, nargs=2, default=(1, 200), metavar=("FROM", "TO"))
+    parser.add_argument("--megatron-lm", type=Path)
+    given = parser.parse_args()
+    given.file.touch()
+    known = {json.loads(line)["seed"] for line in given.file.read_text().splitlines()}
+    (ROOT / "runs").mkdir(exist_ok=True)
+    make_sample(SMALL_SAMPLE, Console(quiet=True))
+    ranks = ForkedRanks(Options(megatron_lm=given.megatron_lm))
+    with (
+        tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".random-healthy-") as folder,
+        closing(ranks),
+    ):
+        verifier = Verifier(Path(folder), ranks)
+        for seed in range(given.seeds[0], given.seeds[1] + 1):
+            if seed in known:
+                continue
+            one, began = drawn(seed, given.megatron_lm), time.monotonic()
+            verdict = verifier.verify(one.pair(given.megatron_lm)).verdict
+            verifier.forget()
+            line = {
+                **asdict(one),
+                "verdict": verdict.verdict.value,
+                "ratio": verdict.worst_ratio,
+                "says": verdict.reason or verdict.sentence,
+                "seconds": round(time.monotonic() - began),
+                "command": one.command,
+            }
+            with given.file.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"{seed} {one.command}: {line['says']}", flush=True)
+    wrong = [
+        line
+        for line in map(json.loads, given.file.read_text().splitlines())
+        if line["verdict"] != Outcome.HELD
+    ]
+    print(f"{len(wrong)} not held")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
