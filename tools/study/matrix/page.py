@@ -155,7 +155,7 @@ def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:
             path.stem,
             tuple(records),
             matrix,
-            *read_kept(path.parent, f"{path.stem}.bf16.json", tuple[Curve, ...]),
+            next(iter(read_kept(path.parent, f"{path.stem}.bf16.json", tuple[Curve, ...])), ()),
             drawn=tuple(read_kept(path.parent, f"{path.stem}.fuzz-*.json", Drawn)),
         )
         for path in stored

@@ -80,13 +80,14 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
     rows = tuple(map(_GroupRow, kinds.values(), found))
     published = load_published()
     wrong = tuple(each for each in published.corrections if each.source == SOURCE)
-    tables = Table(_PUBLISHED_COLUMNS, published.of(SOURCE)), Table(_CORRECTIONS, wrong)
+    figures = Table(_PUBLISHED_COLUMNS, published.of(SOURCE))
+    corrections = Table(_CORRECTIONS, wrong)
     return page(
         "moe",
         model=model,
         table=markdown_table(Table(_COLUMNS, rows)),
         said=bullets(said),
-        published="\n\n".join(map(markdown_table, tables)),
+        published=f"{markdown_table(figures)}\n\n{markdown_table(corrections)}",
     )
 
 
