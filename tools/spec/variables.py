@@ -39,6 +39,8 @@ CAPTURE_SEEDS = "KIT_CAPTURE_SEEDS"
 """How many times to repeat the iteration with changed weights."""
 CAPTURE_DRIFT = "KIT_CAPTURE_DRIFT"
 """Begins the random signs by which every earlier iteration's weights are off by a rounding error."""
+EXECUTED = "KIT_EXECUTED"
+"""Folder in which each rank notes the files of Megatron that it executes."""
 CAPTURE_FORCED = "KIT_CAPTURE_FORCED"
 """Folder of tensors that take the place of the model's own."""
 
