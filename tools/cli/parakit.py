@@ -15,6 +15,7 @@ import tomllib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 REFUSED = 2
 
@@ -44,6 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return REFUSED
     _overview().parse_args(words or ["--help"])
     return 0
+
+
+def __getattr__(name: str) -> Any:
+    """`from parakit import capture`, without torch where nobody asks for it."""
+    if name != "capture":
+        raise AttributeError(name)
+    _import_the_kit()
+    from tools.capture.plain import capture
+
+    return capture
 
 
 def _clone_commands() -> dict[str, str]:

@@ -77,6 +77,15 @@ ALLOW_UNKNOWN_MEGATRON = Setting(
 # The parity matrix.
 FEATURES = Setting("FEATURES", "words", "families, features, levels of the matrix (all)", ())
 PAGE = Setting("PAGE", FOLDER, "folder of the matrix's pages (beside its cells)")
+CHANGED = Setting(
+    "CHANGED",
+    "words",
+    "files of Megatron, or a range of its commits: only cells that execute them",
+    (),
+)
+EXECUTED = Setting(
+    "EXECUTED", SWITCH, "1 records which files of Megatron each strategy and level executes", False
+)
 MINUTES = Setting("MINUTES", NUMBER, "minutes after which no cell is begun")
 
 # Where and how.
@@ -205,8 +214,10 @@ READINGS = Setting("READINGS", PATH, "your own measurements (all but validate: r
 # Weights from and to others, recipes.
 HF = Setting("HF", TEXT, "a folder with config.json and safetensors, or its name on the hub")
 TO = Setting("TO", TEXT, "the folder to write")
-CKPT = Setting("CKPT", FOLDER, "a checkpoint, or the folder above its iterations")
-COMPARE = Setting("COMPARE", FOLDER, "another checkpoint, or a folder of Hugging Face's")
+CKPT = Setting("CKPT", FOLDER, "a checkpoint, the folder above its iterations, or a captured step")
+COMPARE = Setting(
+    "COMPARE", FOLDER, "another checkpoint, a folder of Hugging Face's, a reference's step"
+)
 DUMPS = Setting(
     "DUMPS", "words", "flight recorder dumps, stacks, logs of a hang; folders or files", ()
 )

@@ -24,14 +24,15 @@ from tools.launch.data import make_sample
 from tools.launch.options import Options
 from tools.records.run import MegatronEntry
 from tools.spec.errors import LaunchError
-from tools.spec.files import from_root
+from tools.spec.files import ROOT, from_root
 from tools.study.matrix.cell import Cell
 from tools.study.matrix.cells import cells_of, draws
 from tools.study.matrix.curves import curves
 from tools.study.matrix.definition import Family, Level, Matrix, load_matrix
-from tools.study.matrix.outcome import CellRecord, Drawn, keep, store
+from tools.study.matrix.outcome import STORED, CellRecord, Drawn, keep, read_kept, store
 from tools.study.matrix.page import counts_of, write_pages
 from tools.study.matrix.running import CellVerifier, MatrixRun
+from tools.study.matrix.touched import Executed, changed_files, recorded, touched
 from tools.study.verify.verifier import ForkedRanks, Verifier
 from tools.verify.findings import Finding, Judged, findings
 
@@ -124,6 +125,13 @@ class _Command:
         return known_findings(self.name)
 
     @property
+    def executed(self) -> Executed:
+        """What was recorded of this version."""
+        folder = (self.given.page or ROOT / "docs") / STORED
+        name = f"{self.name}.executed.json"
+        return next(iter(read_kept(folder, name, dict[str, frozenset[str]])), {})
+
+    @property
     def pages(self) -> Path:
         page: Path | None = self.given.page
         return page or self.options.runs / FOLDER
@@ -178,6 +186,12 @@ def matrix(given: Namespace, options: Options, console: Console) -> int:
         for family in command.families()
         for cell in cells_of(command.matrix, family, command.known, options.seed)
     ]
+    if given.executed:
+        return _record(command)
+    if given.changed:
+        changed = changed_files(given.changed, options.megatron_lm)
+        cells = touched(cells, changed, command.executed)
+        console.print(f"{len(cells)} cells can execute {', '.join(changed)}.", highlight=False)
     if options.dry_run:
         command.show(cells)
         console.print(f"{len(cells)} cells", highlight=False)
@@ -191,6 +205,20 @@ def matrix(given: Namespace, options: Options, console: Console) -> int:
     store(command.pages, command.name, run.records.values())
     command.publish()
     return int(any(record.is_wrong and not record.finding for record in records))
+
+
+def _record(command: _Command) -> int:
+    found = command.executed
+    with command.verifier() as verifier:
+        families, ranks = command.families(), verifier.ranks
+        for name, files in recorded(
+            command.matrix, families, command.options, ranks, verifier.folder
+        ):
+            command.console.print(f"{name}: {len(files)} files", highlight=False)
+            found = {**found, name: files}
+    in_order = {name: sorted(found[name]) for name in sorted(found)}
+    keep(command.pages, f"{command.name}.executed.json", in_order)
+    return 0
 
 
 def fuzz(given: Namespace, options: Options, console: Console) -> int:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
@@ -156,8 +155,8 @@ def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:
             path.stem,
             tuple(records),
             matrix,
-            tuple(chain(*read_kept(path.parent, f"{path.stem}.bf16.json", tuple[Curve, ...]))),
-            tuple(read_kept(path.parent, f"{path.stem}.fuzz-*.json", Drawn)),
+            next(iter(read_kept(path.parent, f"{path.stem}.bf16.json", tuple[Curve, ...])), ()),
+            drawn=tuple(read_kept(path.parent, f"{path.stem}.fuzz-*.json", Drawn)),
         )
         for path in stored
         if (records := read_stored(path))

@@ -40,9 +40,9 @@ def verdicts(rows: Sequence[Entry]) -> list[str]:
         one, two = by_pair.get(reference), by_pair.get(other)
         if one and two and one.estimate and two.estimate:
             names = " against ".join(f"{row.backend} {row.strategy}" for row in (two, one))
-            found = compare(one.estimate, two.estimate)
-            speed = f"{abs(1 - 1 / found.ratio):.1%} {'faster' if found.ratio < 1 else 'slower'}"
-            end = " on this machine" if found.verdict.is_clear else f", which is {found.verdict}"
+            over = compare(one.estimate, two.estimate)
+            speed = f"{abs(1 - 1 / over.ratio):.1%} {'faster' if over.ratio < 1 else 'slower'}"
+            end = " on this machine" if over.verdict.is_clear else f", which is {over.verdict}"
             sentences.append(f"{names}: {speed}{end}.")
     return sentences
 

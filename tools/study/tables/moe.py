@@ -80,14 +80,14 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
     rows = tuple(map(_GroupRow, kinds.values(), found))
     published = load_published()
     wrong = tuple(each for each in published.corrections if each.source == SOURCE)
-    figures = markdown_table(Table(_PUBLISHED_COLUMNS, published.of(SOURCE)))
-    corrections = markdown_table(Table(_CORRECTIONS, wrong))
+    figures = Table(_PUBLISHED_COLUMNS, published.of(SOURCE))
+    corrections = Table(_CORRECTIONS, wrong)
     return page(
         "moe",
         model=model,
         table=markdown_table(Table(_COLUMNS, rows)),
         said=bullets(said),
-        published=f"{figures}\n\n{corrections}",
+        published=f"{markdown_table(figures)}\n\n{markdown_table(corrections)}",
     )
 
 

@@ -1,0 +1,84 @@
+"""A step of a plain PyTorch program: captured in ten lines, compared without launching anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.given import run
+from tools.cli import parakit
+from tools.records.capture import Stage
+from tools.records.verdict import Outcome, Verdict
+from tools.spec.files import ROOT
+from tools.study.captures import compared
+
+
+@pytest.fixture(scope="module")
+def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Captures of the program on one rank, under FSDP2 and TP, and with a fault in either."""
+    folder = tmp_path_factory.mktemp("captures")
+    command = (sys.executable, "-m", "tests.capture.plain_program", str(folder))
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def verdict(captures: Path, name: str) -> Verdict:
+    return compared(captures / "one", captures / name).verdict
+
+
+@pytest.mark.parametrize("split", ["fsdp", "tp"])
+def test_a_split_of_somebody_elses_program_holds(captures: Path, split: str) -> None:
+    found = verdict(captures, split)
+    assert (found.verdict, found.not_aligned) == (Outcome.HELD, ())
+    assert found.compared == found.seen > 200
+
+
+def test_gradients_that_fsdp_does_not_divide_are_named(captures: Path) -> None:
+    found = verdict(captures, "fsdp not divided")
+    assert (found.verdict, found.stage) == (Outcome.DIFFERS, Stage.REDUCED_GRADIENTS)
+    assert (found.ranks, found.factor) == ((0, 1), pytest.approx(2))
+
+
+def test_a_sum_over_tensor_parallel_ranks_that_is_missing_is_named_with_its_module(
+    captures: Path,
+) -> None:
+    found = verdict(captures, "tp not reduced")
+    assert (found.verdict, found.stage) == (Outcome.DIFFERS, Stage.OUTPUTS)
+    assert found.module == "layers.1.feed_forward.w2"
+    assert "sum" in str(found.kind)
+
+
+def test_the_command_says_which_and_its_code_is_the_verdicts(
+    captures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = {"COMPARE": str(captures / "one")}
+    assert run("inspect", {"CKPT": str(captures / "tp"), **reference}) == 0
+    assert capsys.readouterr().out.startswith("held: ")
+    wrong = {"CKPT": str(captures / "tp not reduced"), **reference}
+    assert run("inspect", wrong) == 1
+    assert "layers.1.feed_forward.w2" in capsys.readouterr().out.splitlines()[0]
+    assert run("inspect", {**wrong, "JSON": "1"}) == 1
+    assert json.loads(capsys.readouterr().out)["verdict"] == "differs"
+    with pytest.raises(ValueError, match="name its reference, such as COMPARE="):
+        run("inspect", {"CKPT": str(captures / "tp")})
+
+
+def test_groups_that_are_not_all_ranks_are_refused() -> None:
+    code = """
+import torch
+from torch import distributed as dist
+from parakit import capture
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.get_world_size = lambda group=None: 2
+model = torch.nn.Linear(2, 2)
+next(capture(model, torch.optim.SGD(model.parameters()), "nowhere"))
+"""
+    assert callable(parakit.capture)
+    code = code.replace("from parakit", "from tools.cli.parakit")
+    command = (sys.executable, "-c", code)
+    ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert "2 ranks are not 1 data-parallel ones times 1 tensor-parallel ones" in ended.stderr

@@ -1,0 +1,101 @@
+"""Which cells a change of Megatron can have touched: those that execute a file of it.
+
+What a strategy and a level execute is recorded once for all (`make verify-matrix EXECUTED=1`) and kept
+beside the cells of its version; a cell executes what its strategy and its levels do.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from tools.launch.options import Options, read_patch_file
+from tools.launch.train import compose_job
+from tools.spec import variables
+from tools.spec.errors import LaunchError
+from tools.spec.files import from_root
+from tools.study.matrix.cell import Cell
+from tools.study.matrix.definition import Family, Matrix
+from tools.study.verify.verifier import ForkedRanks
+
+Executed = Mapping[str, frozenset[str]]
+"""Files from the folder that holds `megatron`, by `family/strategy` and `family/factor/level`."""
+RECORDER = Path(__file__).with_name("executed.py")
+
+
+def names_of(cell: Cell) -> list[str]:
+    """By which it is known what a cell executes."""
+    parts = (cell.layout.name, *(level.path for level in cell.levels))
+    return [f"{cell.family.name}/{part}" for part in parts]
+
+
+def touched(cells: Sequence[Cell], changed: Sequence[str], executed: Executed) -> list[Cell]:
+    """Cells that execute one of the files, those of which that is known first.
+
+    Args:
+        cells: In their order.
+        changed: Files, folders or patterns, from the folder that holds `megatron`.
+        executed: A cell of which a part was never recorded may execute anything.
+    """
+
+    def is_changed(file: str) -> bool:
+        return any(
+            fnmatchcase(file, one) or file.startswith(f"{one.rstrip('/')}/") for one in changed
+        )
+
+    known = [cell for cell in cells if executed.keys() >= {*names_of(cell)}]
+    files = {name: any(map(is_changed, found)) for name, found in executed.items()}
+    sure = [cell for cell in known if any(files[name] for name in names_of(cell))]
+    return [*sure, *(cell for cell in cells if cell not in known)]
+
+
+def changed_files(words: Sequence[str], checkout: Path | None) -> list[str]:
+    """CHANGED=: names as they are, and in the place of a range of commits the files that it changes.
+
+    Raises:
+        LaunchError: There is no such range, or no checkout to ask.
+    """
+    files: list[str] = []
+    for word in words:
+        if ".." not in word:
+            files.append(word)
+            continue
+        command = ("git", "-C", str(checkout or "."), "diff", "--name-only", word)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if checkout is None or ended.returncode:
+            raise LaunchError(
+                f"CHANGED={word} is no range of commits of MEGATRON_LM={checkout or ''}; name files, or "
+                "a checkout that has both commits."
+            )
+        files += ended.stdout.split()
+    return files
+
+
+def recorded(
+    matrix: Matrix, families: Iterable[Family], options: Options, ranks: ForkedRanks, folder: Path
+) -> Iterator[tuple[str, frozenset[str]]]:
+    """Train each strategy and each level once, for one iteration; what it executes, by its name.
+
+    What does not train here is left out: its cells are then taken for touched.
+    """
+    recorder = read_patch_file(from_root(RECORDER))
+    for family in families:
+        wanted = [(layout.name, Cell(family, layout)) for layout in family.layouts]
+        for level in family.levels:
+            fitting = ((one, matrix.fitting(family, one, [level])) for one in family.layouts)
+            wanted += [(level.path, Cell(family, *each)) for each in fitting if level in each[1]][
+                :1
+            ]
+        for name, cell in wanted:
+            scratch = folder / f"{cell.id}-executed"
+            scratch.mkdir()
+            job = cell.pair(replace(options, runs=folder)).job
+            asked = replace(job.options, iterations=1, patch_file=recorder)
+            launch = compose_job(job.under(asked))
+            also = {variables.EXECUTED: str(scratch)}
+            if not ranks.run(launch, folder / "executed.txt", also):
+                lines = (line for one in scratch.iterdir() for line in one.read_text().split())
+                yield f"{family.name}/{name}", frozenset(lines)
