@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 from tools.records.io import write_whole
@@ -24,6 +25,7 @@ RECORDED_CALLS = "1000"
 # The second is the name up to torch 2.8.
 _RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _LOOK_SECONDS = 0.5
+_COMPILER = "torch._inductor"
 
 
 def dump_stacks_on_request() -> None:
@@ -56,7 +58,12 @@ def _recorded_calls() -> dict[str, Any]:
     from torch._C import _distributed_c10d as c10d
     from torch.distributed import distributed_c10d
 
+    # For its frames torch would import inductor, 9 s of a core, to ask it for code that it compiled.
+    none = ModuleType(_COMPILER)
+    is_ours = sys.modules.setdefault(_COMPILER, none) is none
     found: dict[str, Any] = pickle.loads(c10d._dump_fr_trace())  # noqa: S301 - this process made it
+    if is_ours:
+        del sys.modules[_COMPILER]
     world = distributed_c10d._world
     found["pg_config"] = {
         name: {

@@ -32,6 +32,7 @@ FIRST_STEP = 3
 PAUSE_SECONDS = 1.5
 STALLS = ("sleep", "loop", "stop", "kill", "link")
 REDUCTIONS = ("allreduce", "_reduce_scatter_base", "reduce_scatter_single")
+POINT_TO_POINT = ("send", "recv")
 SIZED = (*REDUCTIONS, "_allgather_base", "all_gather_single")
 
 steps, calls, has_fired = 0, 0, False
@@ -124,14 +125,14 @@ def wrapped(original: Any, name: str) -> Any:
             return original(group, *args, **kwargs)
         calls += steps >= FIRST_STEP
         if held:
-            call, key = held.pop()
-            if key != (group.group_name, name):
+            method_of, *rest = held.pop()
+            if name not in POINT_TO_POINT and (rest[0], method_of) != (group, original):
                 fire(name)
                 done = original(group, *args, **kwargs)
                 done.wait()
-                call()
+                method_of(*rest)
                 return done
-            call()
+            method_of(*rest)
         if KIND == "pause" and calls % 7 == int(NUMBER) % 7 and steps >= 2:
             time.sleep(PAUSE_SECONDS)
         if not is_due():
@@ -141,7 +142,7 @@ def wrapped(original: Any, name: str) -> Any:
             stall()
         elif KIND in ("skip", "barrier", "twice", "swap") and name in SIZED:
             if KIND == "swap":
-                held.append((lambda: original(group, *args, **kwargs), (group.group_name, name)))
+                held.append((original, group, *args))
                 return Finished()
             fire(name)
             if KIND == "skip":

@@ -18,8 +18,8 @@ from tools.hang.verdict import judge
 from tools.records.run import CALLS_SUFFIX, STOPPED_FILE, Status
 from tools.spec.errors import LaunchError
 
-STACK_SECONDS = 3.0
-"""At most so long are stacks waited for."""
+STACK_SECONDS = 6.0
+"""At most so long are stacks and calls waited for."""
 
 
 class EndedRunError(LaunchError):
