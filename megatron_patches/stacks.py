@@ -1,17 +1,22 @@
 """What a rank is doing, on request: SIGUSR1 writes its Python stacks, even while it waits in C code.
 
-A thread sees that they were written and adds the last calls that torch's flight recorder kept.
+A thread sees that they were written and adds the last calls that torch's flight recorder kept. It does
+the same before SIGTERM ends the rank, as it does the others when one has failed: gloo ends a rank whose
+peer's call does not fit its own, and only the calls of all tell whose is wrong.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
@@ -40,15 +45,37 @@ def dump_stacks_on_request() -> None:
     # Stays open for as long as the process lives: the handler may not open files.
     file = path.open("a")
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
+    ending, told = os.pipe()
+    faulthandler.register(signal.SIGTERM, file=told, all_threads=True, chain=False)
+    # Workers that load data are ended by it as ever.
+    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
     for name in _RECORDER:
         os.environ.setdefault(name, RECORDED_CALLS)
-    threading.Thread(target=_write_calls_after, args=(file, path), daemon=True).start()
+    threading.Thread(target=_answer, args=(file, path, ending), daemon=True).start()
+    sys.excepthook = functools.partial(_failed, path, sys.excepthook)
 
 
-def _write_calls_after(stacks: TextIO, path: Path) -> None:
-    while os.fstat(stacks.fileno()).st_size == 0:
-        time.sleep(_LOOK_SECONDS)
-    write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
+def _answer(stacks: TextIO, path: Path, ending: int) -> None:
+    is_written = False
+    while True:
+        is_ending = bool(select.select([ending], [], [], _LOOK_SECONDS)[0])
+        if is_ending:
+            stacks.write(os.read(ending, 1 << 16).decode(errors="replace"))
+            stacks.flush()
+        if not is_written and os.fstat(stacks.fileno()).st_size:
+            is_written = True
+            write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
+        if is_ending:
+            faulthandler.unregister(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _failed(path: Path, usual: Any, kind: Any, error: BaseException, trace: Any) -> None:
+    """As `sys.excepthook`; what came out of a collective leaves the calls before it."""
+    frames = traceback.extract_tb(trace)
+    if frames and "/torch/distributed/" in frames[-1].filename:
+        write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
+    usual(kind, error, trace)
 
 
 def _recorded_calls() -> dict[str, Any]:

@@ -46,7 +46,7 @@ STALLS = ("sleep", "loop", "stop", "data", "kill", "raise")
 MISMATCHES = ("skip", "twice", "swap", "size", "dtype", "group", "barrier")
 KINDS = (*STALLS, *MISMATCHES, "link", "two")
 HEALTHY = ("slow", "asked", "ended")
-QUIET_SECONDS, SLOW_SECONDS, START_SECONDS = 10, 2.9, 240
+QUIET_SECONDS, SLOW_SECONDS, START_SECONDS = 10, 2.9, 900
 EVIDENCE = ("stacks", "run.json", "status.json", "log.txt")
 
 

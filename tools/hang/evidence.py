@@ -162,7 +162,8 @@ class Evidence:
         for group in self.groups.values():
             if not len(group.ranks) >= len(self.ranks) > 1:
                 continue
-            of_all = [self.of(other).collectives(group.name) for other in group.ranks]
+            left = [one for one in map(self.of, group.ranks) if one.calls]
+            of_all = [one.collectives(group.name) for one in left]
             own = self.of(rank).collectives(group.name)
             for number, call in own.items():
                 others = [calls[number] for calls in of_all if number in calls]

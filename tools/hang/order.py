@@ -66,6 +66,8 @@ def find_mismatch(evidence: Evidence) -> Mismatch | None:
 
 def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None:
     """The only one of these ranks that made a call which no rank ever made after such calls."""
+    if not all(one.calls for one in evidence.ranks.values()):
+        return None
     names: dict[Signature, int] = {}
     numbers = {
         rank: [names.setdefault(call.signature, len(names)) for call in one.calls]

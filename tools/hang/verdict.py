@@ -76,16 +76,18 @@ class Verdict:
         return _NEXT_STEPS[self.kind] if self.kind else ""
 
 
-def judge(evidence: Evidence) -> Verdict:
-    """Who stopped."""
+def judge(evidence: Evidence, is_over: bool = False) -> Verdict:
+    """Who stopped; of a job that is over, whose call ended it."""
     waits = find_waits(evidence)
     if stopped := [rank for rank, one in evidence.ranks.items() if one.is_stopped]:
         return _of_roots(waits, stopped)
-    if at_work := _at_work(waits):
-        return at_work
     mismatch = find_mismatch(evidence)
     if mismatch and waits.in_calls:
         return _of_mismatch(waits, mismatch)
+    if is_over and (left := find_departure(evidence, evidence.ranks)):
+        return _of_departure(waits, left, "")
+    if not is_over and (at_work := _at_work(waits)):
+        return at_work
     roots = waits.roots
     if len(roots) == 1 and len(roots[0]) > 1:
         return _of_circle(waits, roots[0])
