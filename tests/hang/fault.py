@@ -1,7 +1,7 @@
 """A patch file that makes ranks of a run fail at a call: `WHY_HANG_FAULT="kind rank n[;kind rank n]"`.
 
 Calls of groups of several ranks are counted from the third training step on. A second fault comes at
-the first call after the first one's. What a fault met is written to `fired<rank>.json` in the run folder.
+the first call after the first one's. What a fault met is in `fired<rank>.json` of the run folder.
 """
 
 import json
@@ -29,6 +29,7 @@ FAULTS = [text.split() for text in os.environ["WHY_HANG_FAULT"].split(";")]
 KIND, _, NUMBER = next((f for f in FAULTS if int(f[1]) == OWN), ("none", "", "0"))
 IS_SECOND = len(FAULTS) > 1 and int(FAULTS[1][1]) == OWN
 FIRST_STEP = 3
+USERS = "/home/me/hook.py"
 PAUSE_SECONDS = 1.5
 STALLS = ("sleep", "loop", "stop", "kill", "link")
 REDUCTIONS = ("allreduce", "_reduce_scatter_base", "reduce_scatter_single")
@@ -118,6 +119,31 @@ def another_group(group: ProcessGroup) -> ProcessGroup | None:
     return others[0] if others else None
 
 
+def made_after(first: Any, original: Any, group: ProcessGroup, args: list[Any]) -> Any:
+    first(group, args).wait()
+    return original(group, *args)
+
+
+def in_another_group(original: Any, group: ProcessGroup, args: list[Any]) -> Any:
+    return original(another_group(group) or group, *args)
+
+
+def with_tensors(change: Any, original: Any, group: ProcessGroup, args: list[Any]) -> Any:
+    return original(group, *every_tensor(args, change))
+
+
+changes = {
+    "skip": lambda *_: Finished(),
+    "barrier": lambda o, g, args: made_after(lambda group, _: group.barrier(), o, g, args),
+    "twice": lambda o, g, args: made_after(
+        lambda group, same: o(group, *every_tensor(same, torch.clone)), o, g, args
+    ),
+    "size": lambda *call: with_tensors(lambda t: torch.cat([t.flatten()] * 2), *call),
+    "dtype": lambda *call: with_tensors(lambda t: t.to(torch.float64), *call),
+    "group": in_another_group,
+}
+
+
 def wrapped(original: Any, name: str) -> Any:
     def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         global calls  # noqa: PLW0603 - one count for all methods
@@ -140,34 +166,14 @@ def wrapped(original: Any, name: str) -> Any:
         if KIND in STALLS:
             fire(name)
             stall()
-        elif KIND in ("skip", "barrier", "twice", "swap") and name in SIZED:
-            if KIND == "swap":
-                held.append((original, group, *args))
-                return Finished()
+        elif KIND == "swap" and name in SIZED:
+            held.append((original, group, *args))
+            return Finished()
+        elif KIND in changes and (name == "allreduce" if KIND == "group" else name in SIZED):
             fire(name)
-            if KIND == "skip":
-                return Finished()
-            if KIND == "barrier":
-                group.barrier().wait()
-            else:
-                copies = every_tensor(list(args), torch.clone)
-                original(group, *copies, **kwargs).wait()
-        elif KIND in ("size", "dtype") and name in SIZED:
-            fire(name)
-            double = KIND == "size"
-            args = tuple(
-                every_tensor(
-                    list(args),
-                    lambda t: torch.cat([t.flatten()] * 2) if double else t.to(torch.float64),
-                )
-            )
-        elif KIND == "group" and name == "allreduce" and (other_group := another_group(group)):
-            fire(name)
-            return original(other_group, *args, **kwargs)
+            return changes[KIND](original, group, list(args))
         return original(group, *args, **kwargs)
 
-    # As torch's own frames: a call's place in the code is what it would be without this file.
-    method.__code__ = method.__code__.replace(co_filename="/torch/fault.py")
     return method
 
 
@@ -184,7 +190,6 @@ def counted(original: Any) -> Any:
             at_data()
         return original(*args, **kwargs)
 
-    train_step.__code__ = train_step.__code__.replace(co_filename="/torch/fault.py")
     return train_step
 
 
@@ -205,6 +210,7 @@ def read(original: Any) -> Any:
             at_data()
         return original(self)
 
+    read_sample.__code__ = read_sample.__code__.replace(co_filename=USERS)
     return read_sample
 
 
@@ -234,12 +240,16 @@ def move_to_a_namespace() -> None:
         os.environ[name] = f"{prefix}v{side}"
 
 
+# The bench puts this file where its frames count as torch's: a call's place in the code is then what it
+# would be without it. Code that stops is the user's.
+for each in (stall, at_data):
+    each.__code__ = each.__code__.replace(co_filename=USERS)
 if "WHY_HANG_LINK" in os.environ:
     move_to_a_namespace()
 if KIND != "none":
     training.train_step = counted(training.train_step)
-    for each in METHODS:
-        setattr(ProcessGroup, each, wrapped(getattr(ProcessGroup, each), each))
+    for name in METHODS:
+        setattr(ProcessGroup, name, wrapped(getattr(ProcessGroup, name), name))
     hooks.register_module_forward_pre_hook(begin)
     hooks.register_module_forward_hook(end, always_call=True)
     if KIND in ("data", "raise"):

@@ -119,7 +119,8 @@ class Bench:
         self.data = small_data(self.folder)
         self.results = self.folder / "cases.jsonl"
         # Of this call: a launcher refuses a patch file that changes between it and its ranks.
-        self.fault = self.folder / f"fault{os.getpid()}.py"
+        self.fault = self.folder / f"torch/fault{os.getpid()}.py"
+        self.fault.parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / "tests/hang/fault.py", self.fault)
         self.warm: list[WarmMegatron] = []
         """One for each case at a time: a launcher takes all its ranks for its own."""
@@ -170,12 +171,10 @@ class Bench:
             os._exit(status)
 
     def run(self, cases: list[Case], slots: int) -> None:
-        # What never came to its fault, as the port was taken, is tried anew.
-        done = {
-            one["case"] for one in rows(self.folder) if one.get("fired") or one["kind"] in HEALTHY
-        }
+        done = {one["case"] for one in rows(self.folder) if is_whole(self.folder, one)}
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-        todo = [case for case in cases if case.name not in done][::-1]
+        todo = [case for case in cases if case.name not in done]
+        todo.sort(key=lambda case: -case.ranks)
         busy: dict[int, tuple[Case, float, int]] = {}
         try:
             while todo or busy:
@@ -271,6 +270,14 @@ def ranks_of(log: Path) -> dict[int, psutil.Process]:
     return found
 
 
+def is_whole(folder: Path, row: dict[str, Any]) -> bool:
+    """Whether a case met its fault and all its ranks left their calls; others are tried anew."""
+    if not row.get("fired"):
+        return row["kind"] in HEALTHY
+    stacks = folder / row["run"] / "stacks"
+    return all(path.with_suffix(".pkl").exists() for path in stacks.glob("rank*.txt"))
+
+
 def rows(folder: Path) -> list[dict[str, Any]]:
     path = folder / "cases.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -352,7 +359,7 @@ def line_of(row: dict[str, Any]) -> str:
     truth = ",".join(f"{truth_of(one)}/{one['layer']}" for one in row.get("fired", ()))
     said = row.get("said", {})
     return (
-        f"{row['case']} {row['layout']} [{row['fault']}] {row['outcome']} {row.get('seconds')} s {row.get('spent')} "
+        f"{row['case']} {row['layout']} [{row['fault']}] {row['outcome']} {row.get('seconds')} s "
         f"module {row.get('module')}: {truth} vs {said.get('module')} | {said.get('sentence')} | "
         f"{row.get('status')} {row.get('named')} {str(row.get('reason'))[:160]}"
     )

@@ -88,17 +88,18 @@ def judge(evidence: Evidence, is_over: bool = False) -> Verdict:
         return _of_departure(waits, left, "")
     if not is_over and (at_work := _at_work(waits)):
         return at_work
+    return _of_graph(waits)
+
+
+def _of_graph(waits: Waits) -> Verdict:
     roots = waits.roots
     if len(roots) == 1 and len(roots[0]) > 1:
         return _of_circle(waits, roots[0])
-    found = (
-        _of_roots(waits, [rank for root in roots for rank in root])
-        if roots
-        else _without_roots(waits)
-    )
+    ranks = [rank for root in roots for rank in root]
+    found = _of_roots(waits, ranks) if ranks else _without_roots(waits)
     if found.culprits or found.kind or not waits.in_calls:
         return found
-    left = find_departure(evidence, evidence.ranks)
+    left = find_departure(waits.evidence, waits.evidence.ranks)
     return _of_departure(waits, left, found.sentence) if left else found
 
 
