@@ -1,18 +1,24 @@
 """What a rank is doing, on request: SIGUSR1 writes its Python stacks, even while it waits in C code.
 
-A thread sees that they were written and adds the last calls that torch's flight recorder kept.
+A thread sees that they were written and adds the last calls that torch's flight recorder kept. It does
+the same before SIGTERM ends the rank, as it does the others when one has failed: gloo ends a rank whose
+peer's call does not fit its own, and only the calls of all tell whose is wrong.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 from tools.records.io import write_whole
@@ -24,6 +30,7 @@ RECORDED_CALLS = "1000"
 # The second is the name up to torch 2.8.
 _RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _LOOK_SECONDS = 0.5
+_COMPILER = "torch._inductor"
 
 
 def dump_stacks_on_request() -> None:
@@ -38,15 +45,37 @@ def dump_stacks_on_request() -> None:
     # Stays open for as long as the process lives: the handler may not open files.
     file = path.open("a")
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
+    ending, told = os.pipe()
+    faulthandler.register(signal.SIGTERM, file=told, all_threads=True, chain=False)
+    # Workers that load data are ended by it as ever.
+    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
     for name in _RECORDER:
         os.environ.setdefault(name, RECORDED_CALLS)
-    threading.Thread(target=_write_calls_after, args=(file, path), daemon=True).start()
+    threading.Thread(target=_answer, args=(file, path, ending), daemon=True).start()
+    sys.excepthook = functools.partial(_failed, path, sys.excepthook)
 
 
-def _write_calls_after(stacks: TextIO, path: Path) -> None:
-    while os.fstat(stacks.fileno()).st_size == 0:
-        time.sleep(_LOOK_SECONDS)
-    write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
+def _answer(stacks: TextIO, path: Path, ending: int) -> None:
+    is_written = False
+    while True:
+        is_ending = bool(select.select([ending], [], [], _LOOK_SECONDS)[0])
+        if is_ending:
+            stacks.write(os.read(ending, 1 << 16).decode(errors="replace"))
+            stacks.flush()
+        if not is_written and os.fstat(stacks.fileno()).st_size:
+            is_written = True
+            write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
+        if is_ending:
+            faulthandler.unregister(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _failed(path: Path, usual: Any, kind: Any, error: BaseException, trace: Any) -> None:
+    """As `sys.excepthook`; what came out of a collective leaves the calls before it."""
+    frames = traceback.extract_tb(trace)
+    if frames and "/torch/distributed/" in frames[-1].filename:
+        write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
+    usual(kind, error, trace)
 
 
 def _recorded_calls() -> dict[str, Any]:
@@ -56,7 +85,12 @@ def _recorded_calls() -> dict[str, Any]:
     from torch._C import _distributed_c10d as c10d
     from torch.distributed import distributed_c10d
 
+    # For its frames torch would import inductor, 9 s of a core, to ask it for code that it compiled.
+    none = ModuleType(_COMPILER)
+    is_ours = sys.modules.setdefault(_COMPILER, none) is none
     found: dict[str, Any] = pickle.loads(c10d._dump_fr_trace())  # noqa: S301 - this process made it
+    if is_ours:
+        del sys.modules[_COMPILER]
     world = distributed_c10d._world
     found["pg_config"] = {
         name: {

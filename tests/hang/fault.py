@@ -1,57 +1,179 @@
-"""A patch file that makes one rank of a run fail at a call: `WHY_HANG_FAULT="kind rank n"`.
+"""A patch file that makes ranks of a run fail at a call: `WHY_HANG_FAULT="kind rank n[;kind rank n]"`.
 
-Calls are counted from the third training step on.
+Calls of groups of several ranks are counted from the third training step on. A second fault comes at
+the first call after the first one's. What a fault met is in `fired<rank>.json` of the run folder.
 """
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import training
-from torch.distributed import ProcessGroup
+from torch import nn
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.nn.modules import module as hooks
 
 from tools.ledger.process_groups import METHODS
 
-KIND, RANK, NUMBER = os.environ["WHY_HANG_FAULT"].split()
-steps, calls = 0, 0
+OWN = int(os.environ["RANK"])
+FOLDER = Path(os.environ["KIT_STACKS"]).parent
+FAULTS = [text.split() for text in os.environ["WHY_HANG_FAULT"].split(";")]
+KIND, _, NUMBER = next((f for f in FAULTS if int(f[1]) == OWN), ("none", "", "0"))
+IS_SECOND = len(FAULTS) > 1 and int(FAULTS[1][1]) == OWN
+FIRST_STEP = 3
+USERS = "/home/me/hook.py"
+PAUSE_SECONDS = 1.5
+STALLS = ("sleep", "loop", "stop", "kill", "link")
+REDUCTIONS = ("allreduce", "_reduce_scatter_base", "reduce_scatter_single")
+POINT_TO_POINT = ("send", "recv")
+SIZED = (*REDUCTIONS, "_allgather_base", "all_gather_single")
+
+steps, calls, has_fired = 0, 0, False
+held: list[Any] = []
+names: dict[int, str] = {}
+running: list[tuple[str, int | None]] = []
+spans: list[tuple[int, int, str, int | None]] = []
 
 
-def stall(kind: str) -> None:
-    if kind == "stop":
+class Finished:
+    """What a call that was never made gives back."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    is_completed = wait
+
+
+def site() -> tuple[str, int | None]:
+    """The module at work, and its layer: by hooks in forward, by autograd's numbers in backward."""
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return running[-1] if running else ("", None)
+    number = node._sequence_nr()  # type: ignore[attr-defined]
+    inside = [each for each in spans if each[0] <= number < each[1]]
+    if inside:
+        return min(inside, key=lambda each: each[1] - each[0])[2:]
+    # What is computed again, by a function that is no module: that of the module before it.
+    before = [each for each in spans if each[1] <= number]
+    return max(before, key=lambda each: each[1])[2:] if before else ("", None)
+
+
+def is_due() -> bool:
+    if has_fired or steps < FIRST_STEP:
+        return False
+    if IS_SECOND:
+        return any(FOLDER.glob("fired*.json"))
+    return calls >= int(NUMBER)
+
+
+def fire(method: str) -> None:
+    global has_fired  # noqa: PLW0603 - read by every method
+    has_fired = True
+    frames = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        frames.append(f"{code.co_filename}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back  # type: ignore[assignment]
+    module, layer = site()
+    ours = [each for each in frames if "/megatron/" in each]
+    said = {"rank": OWN, "kind": KIND, "step": steps, "call": calls, "method": method}
+    said |= {"module": module, "layer": layer, "frames": ours}
+    said |= {"is_backward": torch._C._current_autograd_node() is not None}
+    (FOLDER / f"fired{OWN}.json").write_text(json.dumps(said))
+    print(f"fault: rank {OWN}", flush=True)
+
+
+def stall() -> None:
+    if KIND == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    while kind == "loop":
+    if KIND == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if KIND == "link":
+        subprocess.run(("ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"), check=True)
+    while KIND == "loop":
         pass
-    time.sleep(100_000 if kind == "sleep" else 0)
+    while KIND in ("sleep", "data"):
+        time.sleep(1000)
+
+
+def every_tensor(value: Any, change: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    return [every_tensor(one, change) for one in value] if isinstance(value, list) else value
+
+
+def another_group(group: ProcessGroup) -> ProcessGroup | None:
+    world = distributed_c10d._world
+    members = {each: set(places) for each, places in world.pg_group_ranks.items()}
+    others = [g for g in world.pg_map if g.size() > 1 and g is not group and OWN in members[g]]
+    others.sort(key=lambda each: members[each] == members[group])
+    return others[0] if others else None
+
+
+def made_after(first: Any, original: Any, group: ProcessGroup, args: list[Any]) -> Any:
+    first(group, args).wait()
+    return original(group, *args)
+
+
+def in_another_group(original: Any, group: ProcessGroup, args: list[Any]) -> Any:
+    return original(another_group(group) or group, *args)
+
+
+def with_tensors(change: Any, original: Any, group: ProcessGroup, args: list[Any]) -> Any:
+    return original(group, *every_tensor(args, change))
+
+
+changes = {
+    "skip": lambda *_: Finished(),
+    "barrier": lambda o, g, args: made_after(lambda group, _: group.barrier(), o, g, args),
+    "twice": lambda o, g, args: made_after(
+        lambda group, same: o(group, *every_tensor(same, torch.clone)), o, g, args
+    ),
+    "size": lambda *call: with_tensors(lambda t: torch.cat([t.flatten()] * 2), *call),
+    "dtype": lambda *call: with_tensors(lambda t: t.to(torch.float64), *call),
+    "group": in_another_group,
+}
 
 
 def wrapped(original: Any, name: str) -> Any:
     def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         global calls  # noqa: PLW0603 - one count for all methods
-        calls += steps >= 3 and group.size() > 1
-        is_reduction = name == "allreduce"
-        if steps < 3 or group.size() < 2 or calls < int(NUMBER):
+        if group.size() < 2:
             return original(group, *args, **kwargs)
-        if KIND in ("sleep", "loop", "stop"):
-            calls = -1_000_000
-            stall(KIND)
-        elif is_reduction:
-            calls = -1_000_000
-            if KIND == "skip":
-                return None
-            if KIND == "twice":
-                original(group, [args[0][0].clone()], *args[1:], **kwargs).wait()
-            if KIND == "size":
-                args = ([torch.cat([args[0][0].flatten()] * 2)], *args[1:])
-            if KIND == "dtype":
-                args = ([args[0][0].to(torch.float64)], *args[1:])
-            if KIND == "barrier":
-                group.barrier().wait()
+        calls += steps >= FIRST_STEP
+        if held:
+            method_of, *rest = held.pop()
+            if name not in POINT_TO_POINT and (rest[0], method_of) != (group, original):
+                fire(name)
+                done = original(group, *args, **kwargs)
+                done.wait()
+                method_of(*rest)
+                return done
+            method_of(*rest)
+        if KIND == "pause" and calls % 7 == int(NUMBER) % 7 and steps >= 2:
+            time.sleep(PAUSE_SECONDS)
+        if not is_due():
+            return original(group, *args, **kwargs)
+        if KIND in STALLS:
+            fire(name)
+            stall()
+        elif KIND == "swap" and name in SIZED:
+            held.append((original, group, *args))
+            return Finished()
+        elif KIND in changes and (name == "allreduce" if KIND == "group" else name in SIZED):
+            fire(name)
+            return changes[KIND](original, group, list(args))
         return original(group, *args, **kwargs)
 
-    # As torch's own frames: a call's place in the code is what it would be without this file.
-    method.__code__ = method.__code__.replace(co_filename="/torch/fault.py")
     return method
 
 
@@ -59,16 +181,76 @@ def counted(original: Any) -> Any:
     def train_step(*args: Any, **kwargs: Any) -> Any:
         global steps  # noqa: PLW0603 - read by every method
         steps += 1
-        if KIND == "data" and steps == 3 + int(NUMBER) % 3:
-            stuck_data = training.__dict__.setdefault("stuck_data", lambda: time.sleep(100_000))
-            stuck_data()
+        spans.clear()
+        for chunk, part in enumerate(args[2]):
+            names.update({id(m): f"{chunk}:{name}" for name, m in part.named_modules()})
+        if KIND == "slow" and steps >= 2:
+            time.sleep(2 * PAUSE_SECONDS)
+        if KIND in ("data", "raise") and args[1] is None and is_due_at_data():
+            at_data()
         return original(*args, **kwargs)
 
-    train_step.__code__ = train_step.__code__.replace(co_filename="/torch/fault.py")
     return train_step
 
 
-if int(os.environ["RANK"]) == int(RANK):
+def is_due_at_data() -> bool:
+    return not has_fired and steps >= FIRST_STEP + int(NUMBER) % 3
+
+
+def at_data() -> None:
+    fire("data")
+    if KIND == "raise":
+        raise ValueError("the sample is damaged")
+    stall()
+
+
+def read(original: Any) -> Any:
+    def read_sample(self: Any) -> Any:
+        if is_due_at_data():
+            at_data()
+        return original(self)
+
+    read_sample.__code__ = read_sample.__code__.replace(co_filename=USERS)
+    return read_sample
+
+
+def begin(module: nn.Module, _: Any) -> None:
+    layer = module.layer_number if isinstance(module, TransformerLayer) else None
+    layer = layer or (running[-1][1] if running else None)
+    running.append((names.get(id(module), ""), layer))
+    starts.append(torch._C._autograd._get_sequence_nr())
+
+
+def end(_: nn.Module, __: Any, ___: Any) -> None:
+    name, layer = running.pop()
+    spans.append((starts.pop(), torch._C._autograd._get_sequence_nr(), name, layer))
+
+
+starts: list[int] = []
+
+
+def move_to_a_namespace() -> None:
+    """`WHY_HANG_LINK="prefix subnet"`: even ranks in one network namespace, odd ones in the other."""
+    prefix, subnet = os.environ["WHY_HANG_LINK"].split()
+    side = OWN % 2
+    with Path(f"/var/run/netns/{prefix}{side}").open() as namespace:
+        os.setns(namespace.fileno(), os.CLONE_NEWNET)
+    os.environ["MASTER_ADDR"] = f"{subnet}.1"
+    for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        os.environ[name] = f"{prefix}v{side}"
+
+
+# The bench puts this file where its frames count as torch's: a call's place in the code is then what it
+# would be without it. Code that stops is the user's.
+for each in (stall, at_data):
+    each.__code__ = each.__code__.replace(co_filename=USERS)
+if "WHY_HANG_LINK" in os.environ:
+    move_to_a_namespace()
+if KIND != "none":
     training.train_step = counted(training.train_step)
-    for each in METHODS:
-        setattr(ProcessGroup, each, wrapped(getattr(ProcessGroup, each), each))
+    for name in METHODS:
+        setattr(ProcessGroup, name, wrapped(getattr(ProcessGroup, name), name))
+    hooks.register_module_forward_pre_hook(begin)
+    hooks.register_module_forward_hook(end, always_call=True)
+    if KIND in ("data", "raise"):
+        RerunDataIterator.__next__ = read(RerunDataIterator.__next__)

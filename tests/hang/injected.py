@@ -1,32 +1,102 @@
 """Faults at random calls of real Megatron runs on CPU ranks, and what is said of each.
 
-`python -m tests.hang.injected SEED CASES FOLDER [STRATEGY:RANKS …]` writes a line of JSON a case.
+`python -m tests.hang.injected run FOLDER SEED CASES [SLOTS]` appends a line of JSON a case to
+`FOLDER/cases.jsonl` and goes on where it was stopped; `judge FOLDER` says anew what the kept evidence
+shows, as a table. A case of two network namespaces needs root and `ip`.
 """
 
 import json
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+from rich.console import Console
+
 from tests.small import SMALL, folded
+from tools.hang.command import as_json
+from tools.hang.dumps import UnreadableError
+from tools.hang.gather import gather
+from tools.hang.verdict import judge
+from tools.launch import execute as execution
+from tools.launch.compose import Launch
+from tools.launch.job import parse_target
+from tools.launch.options import Options, read_patch_file
+from tools.launch.supervise import hang
+from tools.launch.supervise.hang import HangWatch, collect_stacks
+from tools.launch.supervise.warm import WarmMegatron
+from tools.launch.train import compose_job
 from tools.spec.files import ROOT
 
-STRATEGIES = (
-    "dp2:2",
-    "tp2:2",
-    "sp2:2",
-    "pp2:2",
-    "cp2:2",
-    "zero1:2",
-    "tp2dp2:4",
-    "tp2pp2:4",
-    "dp2pp2:4",
+LAYOUTS = (
+    *("dp2:2", "tp2:2", "sp2:2", "cp2:2", "pp2:2", "vpp2:2", "ep2:2", "zero1:2"),
+    *("tp2dp2:4", "tp2pp2:4", "pp2dp2:4", "cp2dp2:4", "tp4:4", "pp4:4", "ep2pp2:4", "zero1:4"),
+    *("tp2dp2-zero1:4", "vpp2dp2:4", "tp2pp2dp2:8", "ep4tp2:8"),
 )
-KINDS = ("sleep", "loop", "stop", "skip", "twice", "size", "dtype", "barrier", "data")
-HANG_SECONDS = 20
+STALLS = ("sleep", "loop", "stop", "data", "kill", "raise")
+MISMATCHES = ("skip", "twice", "swap", "size", "dtype", "group", "barrier")
+KINDS = (*STALLS, *MISMATCHES, "link", "two")
+HEALTHY = ("slow", "asked", "ended")
+QUIET_SECONDS, SLOW_SECONDS, START_SECONDS = 10, 2.9, 900
+EVIDENCE = ("stacks", "run.json", "status.json", "log.txt")
+
+
+class PatientWatch(HangWatch):
+    """Looks once the fault was met: on a busy machine a start takes longer than a hang."""
+
+    def is_hanging(self, log: Path) -> bool:
+        if not super().is_hanging(log):
+            return False
+        is_long = time.time() - log.stat().st_mtime > START_SECONDS
+        return is_long or any(log.parent.glob("fired*.json"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is done to which run."""
+
+    name: str
+    layout: str
+    kind: str
+    fault: str
+    delay: float = 0.0
+
+    @property
+    def ranks(self) -> int:
+        return int(self.layout.partition(":")[2])
+
+    @property
+    def target(self) -> str:
+        strategy = self.layout.partition(":")[0]
+        model = "moe-tiny" if "ep" in strategy else "gpt2-tiny"
+        return f"train-{strategy}-{model}-{self.ranks}cpu"
+
+
+def drawn(seed: int, cases: int, kinds: tuple[str, ...] = KINDS) -> Iterator[Case]:
+    """The cases of a seed: every kind equally often, layouts and calls at random."""
+    for number in range(cases):
+        random_of = random.Random(f"{seed}:{number}")
+        kind = kinds[number % len(kinds)]
+        several = [layout for layout in LAYOUTS if layout[-1] in "48"]
+        layout = random_of.choice(several if kind == "two" else LAYOUTS)
+        ranks = int(layout.partition(":")[2])
+        victims = random_of.sample(range(ranks), 2)
+        has_many = any(name in layout for name in ("tp", "sp", "cp", "ep"))
+        call = random_of.randrange(1, 60 if has_many else 12)
+        faults = [f"{kind} {victims[0]} {call}"]
+        if kind == "two":
+            first, second = random_of.sample(STALLS[:3], 2)
+            faults = [f"{first} {victims[0]} {call}", f"{second} {victims[1]} 0"]
+        yield Case(f"{seed}:{number}", layout, kind, ";".join(faults), random_of.random() * 4)
 
 
 def small_data(folder: Path) -> Path:
@@ -40,55 +110,292 @@ def small_data(folder: Path) -> Path:
     return folded(prefix, small)
 
 
-def run_case(folder: Path, data: Path, strategy: str, ranks: int, fault: str) -> dict[str, Any]:
-    """One run with a fault to its end; what `status.json` and `make why-hang` say."""
-    before = set(folder.glob("2*"))
-    environment = {
-        **os.environ,
-        "WHY_HANG_FAULT": fault,
-        "PATCH_FILE": str(ROOT / "tests/hang/fault.py"),
-        "HANG_TIMEOUT": str(HANG_SECONDS),
-        **{"ITERS": "12", "MICRO_BATCH": "2", "GLOBAL_BATCH": "8", "LEDGER": "0"},
-        **{"DATA": str(data), "RUNS": str(folder), "EXTRA": " ".join(SMALL)},
-    }
-    target = f"train-{strategy}-gpt2-tiny-{ranks}cpu"
-    ended = subprocess.run(
-        (sys.executable, "-m", "tools.cli", target),
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    made = set(folder.glob("2*")) - before
-    if not made:
-        return {"case": [strategy, fault], "outcome": ended.stdout[-500:] + ended.stderr[-500:]}
-    run = made.pop()
+class Bench:
+    """Runs cases side by side; all ranks are forked from processes that have imported Megatron."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.data = small_data(self.folder)
+        self.results = self.folder / "cases.jsonl"
+        # Of this call: a launcher refuses a patch file that changes between it and its ranks.
+        self.fault = self.folder / f"torch/fault{os.getpid()}.py"
+        self.fault.parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / "tests/hang/fault.py", self.fault)
+        self.warm: list[WarmMegatron] = []
+        """One for each case at a time: a launcher takes all its ranks for its own."""
+
+    def launch(self, case: Case, slot: int) -> Launch:
+        runs = self.folder / case.name.replace(":", "-")
+        shutil.rmtree(runs, ignore_errors=True)
+        runs.mkdir()
+        options = Options(
+            iterations=12,
+            micro_batch_size=2,
+            global_batch_size=8,
+            data=str(self.data),
+            runs=runs,
+            extra=SMALL,
+            ledger=False,
+            shared_start=False,
+            patch_file=read_patch_file(str(self.fault)),
+            hang_timeout_seconds=SLOW_SECONDS if case.kind == "slow" else QUIET_SECONDS,
+        )
+        launch = compose_job(parse_target(case.target).under(options))
+        while len(self.warm) <= slot:
+            self.warm.append(WarmMegatron(launch.entry.path, launch.environment))
+        assert self.warm[slot].serves(launch.entry.path, launch.environment)
+        return replace(launch, warm=self.warm[slot])
+
+    def begin(self, case: Case, slot: int) -> int:
+        """Run a case in a process of its own; its id."""
+        launch = self.launch(case, slot)
+        child = os.fork()
+        if child:
+            return child
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        status = 1
+        try:
+            os.environ["WHY_HANG_FAULT"] = case.fault
+            hang.STACK_SECONDS = 60.0
+            if case.kind != "slow":
+                execution.HangWatch = PatientWatch
+            if case.kind == "link":
+                os.environ["WHY_HANG_LINK"] = linked(case)
+            with (launch.job.options.runs / "launcher.txt").open("w") as said:
+                os.dup2(said.fileno(), 1)
+                os.dup2(said.fileno(), 2)
+                execution.execute(launch, launch.job.options.runs, Console(), case.name)
+            status = 0
+        finally:
+            os._exit(status)
+
+    def run(self, cases: list[Case], slots: int) -> None:
+        done = {one["case"] for one in rows(self.folder) if is_whole(self.folder, one)}
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        todo = [case for case in cases if case.name not in done]
+        todo.sort(key=lambda case: -case.ranks)
+        busy: dict[int, tuple[Case, float, int]] = {}
+        try:
+            while todo or busy:
+                while todo and len(busy) < slots:
+                    case = todo.pop()
+                    slot = min(set(range(slots)) - {one[2] for one in busy.values()})
+                    busy[self.begin(case, slot)] = (case, time.time(), slot)
+                child, _ = os.waitpid(-1, os.WNOHANG)
+                if child in busy:
+                    case, began, slot = busy.pop(child)
+                    used = psutil.Process(self.warm[slot].pid).cpu_times()
+                    spent = used.children_user + used.children_system
+                    self.record(case, time.time() - began, spent)
+                for child, (case, _, _) in busy.items():
+                    self.disturb(child, case)
+                time.sleep(0.2)
+        finally:
+            for child in busy:
+                os.kill(child, signal.SIGTERM)
+            for each in self.warm:
+                each.close()
+
+    def disturb(self, child: int, case: Case) -> None:
+        """What comes from outside into a healthy run: a request to end, or to say where it is."""
+        runs = self.folder / case.name.replace(":", "-")
+        asked = runs / "asked"
+        logs = [
+            path for path in runs.glob("2*/log.txt") if "iteration        3/" in path.read_text()
+        ]
+        if case.kind not in ("asked", "ended") or asked.exists() or not logs:
+            return
+        time.sleep(min(case.delay, 1.0))
+        asked.touch()
+        if case.kind == "ended":
+            os.kill(child, signal.SIGTERM)
+        else:
+            collect_stacks(ranks_of(logs[0]), logs[0].parent / "stacks")
+
+    def record(self, case: Case, seconds: float, spent: float) -> None:
+        runs = self.folder / case.name.replace(":", "-")
+        row: dict[str, Any] = {"case": case.name, "kind": case.kind, "layout": case.layout}
+        row |= {"fault": case.fault, "seconds": round(seconds), "spent": round(spent)}
+        for run in runs.glob("2*"):
+            fired = [json.loads(path.read_text()) for path in sorted(run.glob("fired*.json"))]
+            row |= {"run": str(run.relative_to(self.folder)), "fired": fired}
+            for path in run.iterdir():
+                if path.name not in EVIDENCE and path.is_dir():
+                    shutil.rmtree(path)
+        if case.kind == "link":
+            unlinked(case)
+        with self.results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(line_of(scored(self.folder, row)), flush=True)
+
+
+def linked(case: Case) -> str:
+    """Two network namespaces and a pair of interfaces between them; what the ranks are told."""
+    prefix, subnet = names_of(case)
+    for words in (
+        f"netns add {prefix}0",
+        f"netns add {prefix}1",
+        f"link add {prefix}v0 netns {prefix}0 type veth peer name {prefix}v1 netns {prefix}1",
+        *(
+            f"-n {prefix}{side} addr add {subnet}.{side + 1}/24 dev {prefix}v{side}"
+            for side in (0, 1)
+        ),
+        *(f"-n {prefix}{side} link set {prefix}v{side} up" for side in (0, 1)),
+        *(f"-n {prefix}{side} link set lo up" for side in (0, 1)),
+    ):
+        subprocess.run(("ip", *words.split()), check=True)
+    return f"{prefix} {subnet}"
+
+
+def unlinked(case: Case) -> None:
+    for side in (0, 1):
+        subprocess.run(("ip", "netns", "del", f"{names_of(case)[0]}{side}"), check=False)
+
+
+def names_of(case: Case) -> tuple[str, str]:
+    number = int(case.name.partition(":")[2])
+    return f"wh{number}n", f"10.77.{number % 250}"
+
+
+def ranks_of(log: Path) -> dict[int, psutil.Process]:
+    """The ranks that print to a log."""
+    found = {}
+    for process in psutil.process_iter(["name"]):
+        name = process.info["name"]
+        if name.startswith("rank") and name[4:].isdigit():
+            output = Path(f"/proc/{process.pid}/fd/1")
+            if output.exists() and output.resolve() == log.resolve():
+                found[int(name[4:])] = process
+    return found
+
+
+def is_whole(folder: Path, row: dict[str, Any]) -> bool:
+    """Whether a case met its fault and all its ranks left their calls; others are tried anew."""
+    if not row.get("fired"):
+        return row["kind"] in HEALTHY
+    stacks = folder / row["run"] / "stacks"
+    return all(path.with_suffix(".pkl").exists() for path in stacks.glob("rank*.txt"))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "cases.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return list({row["case"]: row for row in found}.values())
+
+
+def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
+    """A row with what is said of its evidence now, and how good that is."""
+    if "run" not in row:
+        return row | {"outcome": "no run"}
+    run = folder / row["run"]
     status = json.loads((run / "status.json").read_text())
-    victim = fault.split()[1]
+    row = row | {"status": status["status"], "reason": status["reason"], "named": status["rank"]}
+    try:
+        row |= {"said": as_json(judge(gather([run])))}
+    except UnreadableError as error:
+        row |= {"said": {"culprits": [], "suspects": [], "sentence": str(error), "kind": None}}
+    said, fired = row["said"], {one["rank"] for one in row["fired"]}
+    culprits = set(said["culprits"])
     is_hang = status["reason"].startswith("Hang")
-    outcome = "no hang" if not is_hang else status["rank"]
-    return {
-        "case": [strategy, fault],
-        "named": outcome == int(victim),
-        "outcome": outcome,
-        "run": run.name,
-        "reason": status["reason"],
+    if not is_hang and not culprits:
+        culprits = {status["rank"]} - {None}
+    if row["kind"] in (*HEALTHY, "pause"):
+        return row | {"outcome": "false" if culprits else "nobody"}
+    if not fired:
+        return row | {"outcome": "not reached", "counts": False}
+    if status["status"] == "ok":
+        return row | {"outcome": "no hang", "counts": False}
+    if row["kind"] == "link":
+        is_right = said["kind"] == "entered and not completed by anybody"
+        outcome = "false" if culprits else "exact" if is_right else "undecided"
+    elif culprits == fired:
+        outcome = "exact"
+    else:
+        outcome = "false" if culprits - fired else "part" if culprits else "undecided"
+    module = module_is_right(row) if is_hang and row["kind"] != "link" else None
+    return row | {"outcome": outcome, "is_hang": is_hang, "module": module, "counts": True}
+
+
+def module_is_right(row: dict[str, Any]) -> bool:
+    """Whether the module that is named is that of a fault, or holds it."""
+    named = row["said"].get("module") or ""
+    truth = {truth_of(one) for one in row["fired"]}
+    return named in truth or any(named and each.startswith(f"{named}.") for each in truth)
+
+
+def truth_of(fired: dict[str, Any]) -> str:
+    """The part of the model that a fault met, in the tool's words."""
+    module = fired["module"]
+    inside = {
+        ".experts": "mlp.experts",
+        ".router": "mlp.router",
+        ".mlp": "mlp",
+        "core_attention": "self_attention.core_attention",
+        "self_attention": "self_attention",
+        "embedding": "embedding",
+        "output_layer": "output_layer",
     }
+    if fired["kind"] in ("data", "raise"):
+        return "data loading"
+    found = next((name for part, name in inside.items() if part in module), None)
+    return found or place_in(fired["frames"])
 
 
-def main(seed: int, cases: int, folder: Path, *strategies: str) -> None:
-    """Draw cases and run them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data = small_data(folder)
-    drawn = random.Random(seed)
-    for _ in range(cases):
-        strategy, _, ranks = drawn.choice(strategies or STRATEGIES).partition(":")
-        kind, victim = drawn.choice(KINDS), drawn.randrange(int(ranks))
-        call = drawn.randrange(1, 150 if strategy[:2] in ("tp", "sp", "cp") else 12)
-        found = run_case(folder, data, strategy, int(ranks), f"{kind} {victim} {call}")
-        print(json.dumps(found), flush=True)
+def place_in(frames: list[str]) -> str:
+    outside = {
+        "cross_entropy": "loss",
+        "loss_func": "loss",
+        "p2p_communication": "pipeline exchange",
+        "param_and_grad_buffer": "gradient buffer",
+        "finalize_model_grads": "gradient buffer",
+        "/optimizer/": "optimizer",
+        "get_batch": "data loading",
+    }
+    return next((name for part, name in outside.items() for f in frames if part in f), "")
+
+
+def line_of(row: dict[str, Any]) -> str:
+    truth = ",".join(f"{truth_of(one)}/{one['layer']}" for one in row.get("fired", ()))
+    said = row.get("said", {})
+    return (
+        f"{row['case']} {row['layout']} [{row['fault']}] {row['outcome']} {row.get('seconds')} s "
+        f"module {row.get('module')}: {truth} vs {said.get('module')} | {said.get('sentence')} | "
+        f"{row.get('status')} {row.get('named')} {str(row.get('reason'))[:160]}"
+    )
+
+
+def table(found: list[dict[str, Any]], by: str) -> str:
+    """A line of Markdown for each kind, or layout."""
+    outcomes = ("exact", "part", "undecided", "false", "nobody", "no hang", "not reached", "no run")
+    groups: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in found:
+        groups[row[by]].append(row)
+    lines = [f"| {by} | run | {' | '.join(outcomes)} | module right |", "|---" * 11 + "|"]
+    for name, group in groups.items():
+        counts = Counter(row["outcome"] for row in group)
+        modules = [row["module"] for row in group if row.get("module") is not None]
+        cells = " | ".join(str(counts[each] or "") for each in outcomes)
+        lines.append(f"| {name} | {len(group)} | {cells} | {sum(modules)} of {len(modules)} |")
+    return "\n".join(lines)
+
+
+def main(command: str, folder: Path, *words: str) -> None:
+    if command == "run":
+        seed, cases, slots, *kinds = words
+        chosen = tuple(kinds) or KINDS
+        Bench(folder).run(list(drawn(int(seed), int(cases), chosen)), int(slots))
+        return
+    found = [scored(folder, row) for row in rows(folder)]
+    for row in found:
+        if (
+            not words
+            or row["outcome"] in words
+            or (words == ("module",) and row.get("module") is False)
+        ):
+            print(line_of(row))
+    print(table(found, "kind"), table(found, "layout"), sep="\n\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -11,7 +11,7 @@ import pytest
 from tests.hang.made import DATA, SECOND, START, TENSOR, WORLD, Job, four, step
 from tools.hang.command import why_hang
 from tools.hang.dumps import UnreadableError
-from tools.hang.evidence import Frame
+from tools.hang.evidence import Frame, Stage
 from tools.hang.gather import gather
 from tools.hang.verdict import Kind, Outcome, Verdict, judge
 from tools.hang.waits import is_in_collective
@@ -56,7 +56,7 @@ def test_the_rank_that_never_entered_is_named_with_group_call_and_all_who_wait(
     )
     assert found.sentence.endswith("3 ranks wait for it in 3 groups.")
     assert found.module == "mlp"
-    evidence = replace(gather([tmp_path]), layers_a_stage=4)
+    evidence = replace(gather([tmp_path]), stage=Stage(4, 1))
     assert "forward of layer 2 (mlp)" in judge(evidence).sentence
 
 

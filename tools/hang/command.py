@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from tools.hang.evidence import Evidence, RecordedCall
 from tools.hang.gather import gather
@@ -36,7 +37,7 @@ def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) 
     evidence = gather([ROOT / Path(text).expanduser() for text in dumps])
     found = judge(evidence)
     if json:
-        print(texts.dumps({k: value for k, value in asdict(found).items() if k != "chain"}))
+        print(texts.dumps(as_json(found)))
     else:
         kind = [f"Kind: {found.kind}. {found.next_step}"] if found.kind else []
         chain = [f"  {one}" for one in found.chain]
@@ -47,6 +48,11 @@ def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) 
     for sentence in evidence.refused:
         print(sentence, file=sys.stderr)
     return int(found.verdict is Outcome.UNDECIDED)
+
+
+def as_json(verdict: Verdict) -> dict[str, Any]:
+    """The object that `JSON=1` prints."""
+    return {name: value for name, value in asdict(verdict).items() if name != "chain"}
 
 
 def _page(evidence: Evidence, verdict: Verdict) -> str:

@@ -132,6 +132,14 @@ _LABELS = {
 }
 
 
+class Stage(NamedTuple):
+    """What a rank of a pipeline computes."""
+
+    layers: int
+    micro_batches: int
+    """Of an iteration."""
+
+
 @dataclass(frozen=True)
 class Evidence:
     """All ranks' evidence, and what was refused."""
@@ -142,11 +150,28 @@ class Evidence:
     """A sentence for each file that could not be read."""
     timed_out: tuple[str, ...] = ()
     """Watchdogs' own words, one a rank."""
-    layers_a_stage: int | None = None
+    stage: Stage | None = None
 
     def of(self, rank: int) -> RankEvidence:
         """What a rank left; empty where it left nothing."""
         return self.ranks.get(rank, RankEvidence(rank))
+
+    def in_order_until(self, rank: int) -> int:
+        """So many of a rank's calls were made before the last one that all ranks made and completed."""
+        done = 0
+        for group in self.groups.values():
+            if not len(group.ranks) >= len(self.ranks) > 1:
+                continue
+            left = [one for one in map(self.of, group.ranks) if one.calls]
+            of_all = [one.collectives(group.name) for one in left]
+            own = self.of(rank).collectives(group.name)
+            for number, call in own.items():
+                others = [calls[number] for calls in of_all if number in calls]
+                if any(other.signature != call.signature for other in others):
+                    break
+                if len(others) == len(of_all) and all(other.is_done for other in others):
+                    done = max(done, self.of(rank).calls.index(call) + 1)
+        return done
 
     def name(self, rank: int) -> str:
         """`Rank 12 (dp 1, pp 2, tp 0)`, as far as its groups tell."""

@@ -14,11 +14,12 @@ import msgspec
 import psutil
 
 from tools.hang.dumps import UnreadableError, read_dump
-from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
+from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall, Stage
 from tools.hang.texts import is_stacks, read_stacks, watchdog_calls
 from tools.records.run import RUN_FILE, STOPPED_FILE, read_run
 from tools.report.read.printed import printed_spec
 from tools.report.read.scrape import scrape_log
+from tools.spec.run import RunSpec
 
 LARGEST_DUMP_BYTES = 256 << 20
 LARGEST_MEMORY_BYTES = 8 << 30
@@ -83,7 +84,7 @@ def gather(places: Sequence[Path]) -> Evidence:
             one.calls = tuple(call for call in one.calls if call.created_ns <= before_ns)
     words = tuple(said[0][1] for said in watched.values())
     groups = _groups(found.groups, ranks)
-    return Evidence(ranks, groups, tuple(found.refused), words, _layers(places, found.logs))
+    return Evidence(ranks, groups, tuple(found.refused), words, _stage(places, found.logs))
 
 
 def _files(places: Sequence[Path]) -> Iterator[Path]:
@@ -151,19 +152,19 @@ def _groups(
     return listed
 
 
-def _layers(places: Sequence[Path], logs: Sequence[Path]) -> int | None:
-    """Layers that a stage holds: of a run folder's record, or of the arguments that a log prints."""
-    for place in places:
-        for folder in (place, place.parent):
-            if (folder / RUN_FILE).is_file():
-                # Another tool's file of that name says nothing.
-                with suppress(msgspec.DecodeError, OSError):
-                    return read_run(folder).spec.layers_a_stage
+def _stage(places: Sequence[Path], logs: Sequence[Path]) -> Stage | None:
+    """Of a run folder's record, or of the arguments that a log prints; of virtual stages nothing."""
+    spec: RunSpec | None = None
+    for folder in (folder for place in places for folder in (place, place.parent)):
+        if spec is None and (folder / RUN_FILE).is_file():
+            # Another tool's file of that name says nothing.
+            with suppress(msgspec.DecodeError, OSError):
+                spec = read_run(folder).spec
     for log in logs:
-        spec = printed_spec(scrape_log(log).arguments, None)
-        if spec is not None:
-            return spec.layers_a_stage
-    return None
+        spec = spec or printed_spec(scrape_log(log).arguments, None)
+    if spec is None or spec.parallelism.virtual_stages > 1 or not spec.microbatches:
+        return None
+    return Stage(spec.layers_a_stage, spec.microbatches)
 
 
 @contextmanager

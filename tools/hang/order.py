@@ -1,9 +1,9 @@
-"""Which rank left the usual order of calls: training repeats itself, so its own past is the norm."""
+"""Which rank left the usual order of calls: training repeats itself and its ranks are alike, so a rank's
+own past and the other ranks are the norm."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tools.hang.evidence import Evidence, GroupOfRanks, RecordedCall, Signature
@@ -22,12 +22,9 @@ class Departure:
 
     rank: int
     call: RecordedCall
-    usual: Signature
-
-    @property
-    def key(self) -> tuple[Signature, Signature]:
-        """What came, and what usually does."""
-        return self.usual, self.call.signature
+    usual: RecordedCall
+    meant: RecordedCall
+    """The one of both that is wrong: made once more, or left out."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +65,32 @@ def find_mismatch(evidence: Evidence) -> Mismatch | None:
 
 
 def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None:
-    """The last departure that one rank makes more often than all others do, if it is the only one."""
-    of_rank = {rank: _departures(rank, evidence.of(rank).calls) for rank in set(ranks)}
-    counts = {rank: Counter(one.key for one in found) for rank, found in of_rank.items()}
-    own = []
-    for rank, found in of_rank.items():
-        others = [count for other, count in counts.items() if other != rank]
-        alone = [
-            one for one in found if all(counts[rank][one.key] > count[one.key] for count in others)
-        ]
-        own += alone[-1:]
-    return own[0] if len(own) == 1 else None
+    """The only one of these ranks that made a call which no rank ever made after such calls."""
+    if not all(one.calls for one in evidence.ranks.values()):
+        return None
+    names: dict[Signature, int] = {}
+    numbers = {
+        rank: [names.setdefault(call.signature, len(names)) for call in one.calls]
+        for rank, one in evidence.ranks.items()
+    }
+    others: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for rank, own in numbers.items():
+        for at in range(SHORTEST_CONTEXT, len(own)):
+            others.setdefault(tuple(own[at - SHORTEST_CONTEXT : at + 1]), []).append((rank, at))
+    found = []
+    for rank in set(ranks):
+        calls, own = evidence.of(rank).calls, numbers.get(rank, [])
+        for at, usual, length in _departures(own, evidence.in_order_until(rank)):
+            made = others[tuple(own[at - SHORTEST_CONTEXT : at + 1])]
+            if not any(
+                other != rank and _common(numbers[other], before, own, at) >= length
+                for other, before in made
+            ):
+                is_again = calls[at].signature == calls[at - 1].signature
+                meant = calls[at if is_again else usual]
+                found.append(Departure(rank, calls[at], calls[usual], meant))
+                break
+    return found[0] if len(found) == 1 else None
 
 
 def _fit(one: RecordedCall, other: RecordedCall) -> bool:
@@ -89,33 +101,28 @@ def _fit(one: RecordedCall, other: RecordedCall) -> bool:
     return one.dtypes == other.dtypes and one.sizes == other.sizes
 
 
-def _departures(rank: int, calls: Sequence[RecordedCall]) -> list[Departure]:
-    signatures = [call.signature for call in calls]
-    names: dict[Signature, int] = {}
-    numbers = [names.setdefault(one, len(names)) for one in signatures]
-    found = []
+def _departures(numbers: Sequence[int], start: int) -> Iterator[tuple[int, int, int]]:
+    """Calls that never followed the longest like context: place, the usual one's, and its length."""
     seen: dict[tuple[int, ...], list[int]] = {}
     for at in range(SHORTEST_CONTEXT, len(numbers)):
-        context = tuple(numbers[at - SHORTEST_CONTEXT : at])
-        earlier = seen.setdefault(context, [])
-        followers = _followers(numbers, at, earlier)
-        if at > len(numbers) // 3 and followers and numbers[at] not in followers:
-            found.append(Departure(rank, calls[at], signatures[max(followers.values())]))
+        earlier = seen.setdefault(tuple(numbers[at - SHORTEST_CONTEXT : at]), [])
+        if at >= start and earlier:
+            lengths = {before: _common(numbers, before, numbers, at) for before in earlier}
+            longest = max(lengths.values())
+            followers = {
+                numbers[before]: before for before in earlier if lengths[before] == longest
+            }
+            if numbers[at] not in followers:
+                yield at, max(followers.values()), longest
         earlier.append(at)
-    return found
 
 
-def _followers(numbers: Sequence[int], at: int, earlier: Sequence[int]) -> dict[int, int]:
-    """What followed the longest context like this one's, and where; empty if none is like it."""
-    longest, found = 0, dict[int, int]()
-    for before in earlier:
-        length = SHORTEST_CONTEXT
-        while length < min(before, LONGEST_CONTEXT) and (
-            numbers[before - 1 - length] == numbers[at - 1 - length]
-        ):
-            length += 1
-        if length > longest:
-            longest, found = length, {}
-        if length == longest:
-            found[numbers[before]] = before
-    return found
+def _common(one: Sequence[int], at: int, other: Sequence[int], there: int) -> int:
+    """How many calls before the two places are alike."""
+    length = 0
+    while (
+        length < min(at, there, LONGEST_CONTEXT)
+        and one[at - 1 - length] == other[there - 1 - length]
+    ):
+        length += 1
+    return length

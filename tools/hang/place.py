@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tools.hang.evidence import Frame, RecordedCall
+from tools.hang.evidence import Frame, RecordedCall, Stage
+from tools.spec.groups import Group, group_name
 
+_OUTPUT = "output_layer"
 _PARTS = (
     (
         "data loading",
-        ("get_batch", "build_train_valid_test_data", "_next_data", "get_batch_on_this_tp_rank"),
+        (
+            "get_batch",
+            "read_batch",
+            "build_train_valid_test_data",
+            "_next_data",
+            "get_batch_on_this_tp_rank",
+        ),
     ),
     ("saving a checkpoint", ("save_checkpoint", "save_checkpoint_and_time")),
     ("evaluation", ("evaluate", "evaluate_and_print_results")),
@@ -34,9 +42,18 @@ _MODULES = (
     ("/rotary_pos_embedding", "rotary_pos_emb"),
     ("/optimizer/", "optimizer"),
     ("param_and_grad_buffer", "gradient buffer"),
-    ("gpt_model.py", "output_layer"),
+    ("finalize_model_grads", "gradient buffer"),
+    ("p2p_communication", "pipeline exchange"),
+    ("gpt_model.py", _OUTPUT),
 )
-_METHODS = {"_forward_mlp": "mlp", "_forward_attention": "self_attention"}
+_METHODS = {
+    "_forward_mlp": "mlp",
+    "_forward_attention": "self_attention",
+    **dict.fromkeys(_PARTS[0][1], _PARTS[0][0]),
+}
+
+
+_LAST_PART = "the optimizer's step"
 
 
 @dataclass(frozen=True)
@@ -47,12 +64,15 @@ class Place:
     module: str = ""
     layer: int | None = None
     """Of the stage, from 1."""
+    micro_batch: int | None = None
+    """Of the iteration, from 1."""
     line: str = ""
     """Megatron's, or the user's: `transformer_layer.py:512 in forward`."""
 
     def __str__(self) -> str:
         layer = f" of layer {self.layer}" if self.layer is not None else ""
-        named = f" ({self.module})" if self.module else ""
+        named = f" ({self.module})" if self.module not in ("", self.part) else ""
+        named += f", micro batch {self.micro_batch}" if self.micro_batch is not None else ""
         at = f", {self.line}" if self.line else ""
         return f"{self.part}{layer}{named}{at}" if self.part else self.line
 
@@ -61,30 +81,61 @@ def place_of(frames: Sequence[Frame]) -> Place:
     """By the frames alone, innermost first."""
     functions = {frame.function.rpartition(".")[2] for frame in frames}
     part = next((name for name, known in _PARTS if functions & set(known)), "")
-    ours = next((f for f in frames if "/megatron/" in f.file), None)
-    inner = ours or next((f for f in frames if "/torch/" not in f.file), None)
+    users = [frame for frame in frames if "/torch/" not in frame.file]
+    ours = [frame for frame in users if "/megatron/" in frame.file]
+    # Samples are read by code of the user's or of the kit's.
+    inner = next(iter(users if part == _PARTS[0][0] else ours or users), None)
     line = f"{inner.file.rpartition('/')[2]}:{inner.line} in {inner.function}" if inner else ""
-    return Place(part, next(filter(None, map(_module, frames)), ""), None, line)
+    return Place(part, next(filter(None, map(_module, frames)), ""), line=line)
 
 
-def place_of_call(calls: Sequence[RecordedCall], at: int, layers: int | None) -> Place:
-    """As `place_of`, with the layer where a stage's number of layers is known.
+def place_of_call(calls: Sequence[RecordedCall], at: int, stage: Stage | None) -> Place:
+    """As `place_of`, with layer and micro batch where it is known what a stage holds.
 
-    In a forward pass the n-th call from one place in the code is that of layer n; backward counts from
-    the last layer.
+    Of the calls from one place in the code, each layer makes as many in each micro batch, as the
+    iteration before shows; backward begins with the last layer.
     """
     call = calls[at]
     found = place_of(call.frames)
-    is_of_layer = found.module.startswith(("mlp", "self_attention"))
-    if not layers or not is_of_layer or found.part not in ("forward", "backward"):
+    if stage is None or found.part not in ("forward", "backward"):
         return found
-    count = 0
+    counts = [0]
     for earlier in reversed(calls[: at + 1]):
-        if place_of(earlier.frames).part != found.part:
-            break
-        count += earlier.signature == call.signature
-    layer = (count - 1) % layers + 1
-    return replace(found, layer=layer if found.part == "forward" else layers - layer + 1)
+        if earlier.signature == call.signature:
+            counts[-1] += 1
+        elif counts[-1] and place_of(earlier.frames).part == _LAST_PART:
+            counts.append(0)
+    before = max(counts[1:], default=0) // stage.micro_batches
+    order = _modules_of_backward(group_name(call.description), before, stage.layers)
+    if found.part == "forward" and found.module.startswith(("mlp", "self_attention")):
+        order = [found.module] * (before or stage.layers)
+    if not order:
+        return found
+    micro_batch, number = divmod(counts[0] - 1, len(order))
+    module = order[number]
+    found = replace(found, module=module, micro_batch=micro_batch + 1)
+    if module == _OUTPUT:
+        return found
+    inside = [index for index, name in enumerate(order) if name != _OUTPUT]
+    layer = inside.index(number) * stage.layers // len(inside) + 1
+    return replace(found, layer=layer if found.part == "forward" else stage.layers - layer + 1)
+
+
+def _modules_of_backward(group: str, calls: int, layers: int) -> list[str]:
+    """Whose calls those from one place in backward are, in order: their frames name no module.
+
+    A tensor-parallel layer's are its MLP's and its attention's; the output layer's come before.
+    """
+    if group == Group.CONTEXT:
+        return ["self_attention"] * (calls or 2 * layers)
+    if group in (Group.EXPERT, Group.TENSOR_EXPERT, Group.EXPERT_TENSOR):
+        return ["mlp.experts"] * (calls or 2 * layers)
+    if group != Group.TENSOR or calls < layers:
+        return []
+    of_layer = ["mlp", "self_attention"] if calls >= 2 * layers else ["self_attention"]
+    each = max(1, calls // (len(of_layer) * layers))
+    inside = [name for _ in range(layers) for name in of_layer for _ in range(each)]
+    return [_OUTPUT] * (calls - len(inside)) + inside
 
 
 def _module(frame: Frame) -> str:

@@ -8,8 +8,8 @@ from enum import StrEnum
 from itertools import pairwise
 
 from tools.hang.evidence import Evidence, RankEvidence, RecordedCall
-from tools.hang.order import Mismatch, find_departure, find_mismatch
-from tools.hang.place import place_of, place_of_call
+from tools.hang.order import Departure, Mismatch, find_departure, find_mismatch
+from tools.hang.place import Place, place_of, place_of_call
 from tools.hang.waits import Wait, Waits, find_waits, is_in_collective
 from tools.text.units import joined, plural
 
@@ -76,22 +76,31 @@ class Verdict:
         return _NEXT_STEPS[self.kind] if self.kind else ""
 
 
-def judge(evidence: Evidence) -> Verdict:
-    """Who stopped."""
+def judge(evidence: Evidence, is_over: bool = False) -> Verdict:
+    """Who stopped; of a job that is over, whose call ended it."""
     waits = find_waits(evidence)
     if stopped := [rank for rank, one in evidence.ranks.items() if one.is_stopped]:
         return _of_roots(waits, stopped)
-    if at_work := _at_work(waits):
-        return at_work
     mismatch = find_mismatch(evidence)
     if mismatch and waits.in_calls:
         return _of_mismatch(waits, mismatch)
+    if is_over and (left := find_departure(evidence, evidence.ranks)):
+        return _of_departure(waits, left, "")
+    if not is_over and (at_work := _at_work(waits)):
+        return at_work
+    return _of_graph(waits)
+
+
+def _of_graph(waits: Waits) -> Verdict:
     roots = waits.roots
     if len(roots) == 1 and len(roots[0]) > 1:
         return _of_circle(waits, roots[0])
-    if roots:
-        return _of_roots(waits, [rank for root in roots for rank in root])
-    return _without_roots(waits)
+    ranks = [rank for root in roots for rank in root]
+    found = _of_roots(waits, ranks) if ranks else _without_roots(waits)
+    if found.culprits or found.kind or not waits.in_calls:
+        return found
+    left = find_departure(waits.evidence, waits.evidence.ranks)
+    return _of_departure(waits, left, found.sentence) if left else found
 
 
 def _at_work(waits: Waits) -> Verdict | None:
@@ -162,13 +171,18 @@ def _root_sentence(waits: Waits, rank: int) -> str:
         is_in = one.last.get(group.name, -1) >= call.number and not one.is_stopped
         did = "entered, and its device never began," if is_in else "never entered"
         text += f" {did} {call} of its {group.label}, in which {_who_waits(inside)}"
-        calls = evidence.of(into[0].rank).calls
-        at = next(i for i, made in enumerate(calls) if made is call)
-        if place := str(place_of_call(calls, at, evidence.layers_a_stage)):
+        if place := str(_placed(evidence, call)):
             text += f" ({place})"
     elif into:
         text += f" never came to the exchange in which {_who_waits(into)}"
     return f"{text}{_where(evidence, one)}. {_crowd(waits, rank)}"
+
+
+def _placed(evidence: Evidence, call: RecordedCall) -> Place:
+    for one in evidence.ranks.values():
+        if at := [number for number, made in enumerate(one.calls) if made is call]:
+            return place_of_call(one.calls, at[0], evidence.stage)
+    return place_of(call.frames)
 
 
 def _who_waits(waits: Sequence[Wait]) -> str:
@@ -180,7 +194,7 @@ def _where(evidence: Evidence, one: RankEvidence) -> str:
     if one.stack and not one.is_stopped and (place := place_of(one.stack)).line:
         return f"; it is in {place}"
     last = len(one.calls) - 1
-    if one.calls and (left := str(place_of_call(one.calls, last, evidence.layers_a_stage))):
+    if one.calls and (left := str(place_of_call(one.calls, last, evidence.stage))):
         return f"; its last call was in {left}"
     return "; it left nothing" if not one.is_known else ""
 
@@ -227,18 +241,21 @@ def _described(call: RecordedCall) -> str:
 
 
 def _of_circle(waits: Waits, circle: tuple[int, ...]) -> Verdict:
-    left = find_departure(waits.evidence, circle)
     inside = [w for rank in circle for w in waits.edges[rank] if w.awaited in circle]
     text = "; ".join(_wait_text(waits.evidence, wait) for wait in inside[:4])
-    if left is None:
-        sentence = f"Ranks {_listed(circle)} wait for each other: {text}."
-        return _verdict(waits, circle, (), Kind.OTHER_COLLECTIVE, sentence)
+    if left := find_departure(waits.evidence, circle):
+        return _of_departure(waits, left, f"{text}.")
+    sentence = f"Ranks {_listed(circle)} wait for each other: {text}."
+    return _verdict(waits, circle, (), Kind.OTHER_COLLECTIVE, sentence)
+
+
+def _of_departure(waits: Waits, left: Departure, more: str) -> Verdict:
+    usual = f"{left.usual.operation} of {left.usual.description or 'its group'}"
     sentence = (
         f"{waits.evidence.name(left.rank)} left the order of calls: it called "
-        f"{_described(left.call)} where {left.usual.operation} of {left.usual.group or 'its group'} "
-        f"usually follows. {text}."
+        f"{_described(left.call)} where {usual} usually follows. {more}"
     )
-    return _verdict(waits, (), (left.rank,), Kind.OTHER_COLLECTIVE, sentence, left.call)
+    return _verdict(waits, (), (left.rank,), Kind.OTHER_COLLECTIVE, sentence, left.meant)
 
 
 def _without_roots(waits: Waits) -> Verdict:
@@ -268,10 +285,15 @@ def _verdict(
     call: RecordedCall | None = None,
 ) -> Verdict:
     evidence, roots = waits.evidence, [*culprits, *suspects]
-    call = call or next((w.call for w in waits.calls_into(roots) if w.call), None)
-    # Of the call that was not entered; of the culprit's stack where there is no such call.
-    stack = evidence.of(culprits[0]).stack if culprits else ()
-    place = place_of(call.frames if call and call.frames else stack)
+    into = waits.calls_into(roots)
+    call = call or (into[0].call if into else None)
+    # Where the culprit is says more than what others wait in, if it was not found in a wrong call.
+    places = [place_of(evidence.of(rank).stack) for rank in culprits[:1]]
+    places.insert(
+        int(kind is not Kind.OTHER_COLLECTIVE), _placed(evidence, call) if call else Place()
+    )
+    places += [place_of(evidence.of(wait.rank).stack) for wait in into[:1]]
+    module = next((place.module for place in places if place.module), None)
     waiting = tuple(sorted((waits.in_calls | waits.behind(roots)) - {*culprits}))
     decided = bool(culprits) or kind is Kind.NOT_COMPLETED
     chain: dict[tuple[str, int], str] = {}
@@ -285,9 +307,9 @@ def _verdict(
         tuple(suspects),
         waiting,
         kind,
-        evidence.groups[call.group].label if call else None,
-        str(call) if call else None,
-        place.module or None,
+        evidence.groups[call.group].label if call else "pipeline group" if into else None,
+        str(call) if call else "exchange between stages" if into else None,
+        module,
         tuple(chain.values())[:SHOWN_WAITS],
     )
 

@@ -20,8 +20,14 @@ _STAGES_AWAITED = {
     "send_backward_recv_forward": {-1},
     "send_forward_backward_recv_forward_backward": {+1, -1},
     "send_forward_recv_forward": {+1, -1},
+    "pp_pre_forward": {-1},
+    "pp_post_forward": {+1},
+    "pp_pre_backward": {+1},
+    "pp_post_backward": {-1},
+    "forward_backward_pipelining_with_interleaving": {+1, -1},
 }
-"""Megatron's functions of pipeline communication (`p2p_communication.py`)."""
+"""Megatron's functions of pipeline communication (`p2p_communication.py`, then `schedules.py`)."""
+_EXCHANGES = ("p2p_communication", "pipeline_parallel/schedules")
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ def is_in_collective(stack: Iterable[Frame]) -> bool:
     """Whether the innermost frames are torch.distributed's, or Megatron's that wait for an exchange."""
     innermost = tuple(stack)[:_INNERMOST]
     # A request's wait is C++: the innermost Python frame is Megatron's.
-    if not innermost or "p2p_communication" in innermost[0].file:
+    if not innermost or any(file in innermost[0].file for file in _EXCHANGES):
         return bool(innermost)
     # What torch called back is at work by itself, unless it is this kit's counting of calls.
     waits = any(folder in innermost[0].file for folder in _CALLING)
@@ -161,7 +167,8 @@ def _neighbours(evidence: Evidence, one: RankEvidence) -> tuple[int, ...]:
     """Ranks of the stages that it exchanges with."""
     if not is_in_collective(one.stack) or one.is_stopped:
         return ()
-    names = {f.function.rpartition(".")[2] for f in one.stack if "p2p_communication" in f.file}
+    inside = (f for f in one.stack if any(file in f.file for file in _EXCHANGES))
+    names = {frame.function.rpartition(".")[2] for frame in inside}
     steps = next((steps for name, steps in _STAGES_AWAITED.items() if name in names), ())
     for group in evidence.groups.values():
         is_pipeline = group.description.startswith("PIPELINE_MODEL_PARALLEL_GROUP")

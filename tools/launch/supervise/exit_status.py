@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tools.cluster.checks.host import free_files
 from tools.launch.background import BackgroundThread
-from tools.launch.supervise.hang import ContainerEndedError, drop_empty
+from tools.launch.supervise.hang import ContainerEndedError, drop_empty, unfit_call
 from tools.launch.supervise.ranks import RankProcesses
 from tools.ledger.collect import collect
 from tools.records import run as records
@@ -114,6 +114,9 @@ def classify_exit(
         return replace(status, status=Status.CRASHED, reason=reason, rank=None)
     if status.status in (Status.OK, Status.INTERRUPTED):
         return status
+    if exit_code and (found := unfit_call(folder / records.STACKS_FOLDER)):
+        rank = found.culprits[0] if found.culprits else None
+        return replace(status, reason=f"{found.sentence} {status.reason}", rank=rank)
     # What was full for a moment is blamed only for a log that could not say what happened.
     lacked = find_room(folder).lacking
     if not lacked and least and least.lacking:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +15,12 @@ import psutil
 
 from tools.hang.dumps import UnreadableError
 from tools.hang.gather import gather
-from tools.hang.verdict import judge
+from tools.hang.verdict import Kind, Verdict, judge
 from tools.records.run import CALLS_SUFFIX, STOPPED_FILE, Status
 from tools.spec.errors import LaunchError
 
-STACK_SECONDS = 3.0
-"""At most so long are stacks waited for."""
+STACK_SECONDS = 6.0
+"""At most so long are stacks and calls waited for."""
 
 
 class EndedRunError(LaunchError):
@@ -82,6 +83,19 @@ class HangWatch:
             where = f" Where each rank was is in {stacks.name}/."
         seconds = f"{self._timeout_seconds:g} s"
         return HangError(f"Hang: nothing was logged for {seconds}.{why}{where}", rank)
+
+
+def unfit_call(stacks: Path) -> Verdict | None:
+    """Of a run that failed: whose call did not fit the others', if what the ranks left shows one.
+
+    What shows none is removed: a rank that failed by itself is named by the log.
+    """
+    with suppress(UnreadableError):
+        found = judge(gather([stacks]), is_over=True)
+        if found.kind is Kind.OTHER_COLLECTIVE:
+            return found
+    shutil.rmtree(stacks, ignore_errors=True)
+    return None
 
 
 def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[int]:
