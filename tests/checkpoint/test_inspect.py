@@ -1,8 +1,11 @@
 """A tiny GPT in Megatron's distributed format, written by torch, with each fault that is injected."""
 
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
@@ -10,13 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint
 
+from tests.convert.hf.folders import GPT2
 from tools.checkpoint.checks import loading, problems_of
 from tools.checkpoint.command import inspect
 from tools.checkpoint.compare import compare_weights
 from tools.checkpoint.contents import UnknownFormatError, read_contents
+from tools.convert.hf.random_model import write_model
+from tools.records.checkpoints import Checkpoint, verify
+from tools.records.torch_dist import StoredMetadata, StoredPart, StoredTensor
+from tools.records.torch_dist_writer import write_metadata
+from tools.spec.files import ROOT
 
 LAYERS, HIDDEN, FFN, ROWS, PADDED = 3, 8, 16, 24, 128
 QKV, FC1 = "decoder.layers.self_attention.linear_qkv.weight", "decoder.layers.mlp.linear_fc1.weight"
@@ -214,6 +224,7 @@ def set_one(values: Tensor) -> Tensor:
 
 
 MOMENT = f"optimizer.state.exp_avg.{QKV}"
+EXPERTS = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
 
 
 @pytest.mark.parametrize(
@@ -229,6 +240,7 @@ MOMENT = f"optimizer.state.exp_avg.{QKV}"
         (EMBEDDING, changed(EMBEDDING, lambda w: torch.cat([w, w])), "equal but for padding", ""),
         (QKV, without(QKV), "only in one", ""),
         (MOMENT, changed(MOMENT, lambda w: w + 1), "different", "in 3 of 3 layers"),
+        (QKV, changed(QKV, lambda w: w * (1 + 1e-6 * w)), "equal but for rounding", "worst at"),
     ],
 )
 def test_what_differs_between_two_checkpoints_is_named(
@@ -246,6 +258,82 @@ def test_what_differs_between_two_checkpoints_is_named(
     only = next(one for one in found if one.name == name)
     assert only.relation == relation
     assert detail in only.detail
+
+
+def test_experts_in_another_order_are_named(tmp_path: Path) -> None:
+    experts = torch.randn(LAYERS, 3, FFN, HIDDEN)
+    found = compare_weights(
+        *(
+            read_contents(written(tmp_path / str(last), states() | {EXPERTS: experts[:, order]}))
+            for last, order in ((2, [0, 1, 2]), (0, [2, 1, 0]))
+        )
+    )
+    (only,) = [one for one in found if not one.is_same]
+    assert (only.name, only.relation) == (EXPERTS, "permuted")
+    assert "blocks of 1 experts in the order [2, 1, 0]" in only.detail
+
+
+def kept(held: States) -> None:
+    """Main weights of an fp32 model's distributed optimizer: the weights."""
+    weights = [name for name in held if "optimizer" not in name]
+    held |= {f"optimizer.state.param.{name}": held[name].clone() for name in weights}
+
+
+def one_layer_is_zero(held: States) -> None:
+    held[FC1] = torch.zeros_like(held[FC1])
+
+
+def not_finite(held: States) -> None:
+    held[QKV][0, 0, 0] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (kept, ""),
+        (lambda held: (kept(held), set_one(held[QKV])), "main weights of decoder.layers.self_att"),
+        (one_layer_is_zero, f"{FC1} is 0 in the whole piece"),
+        (not_finite, f"{QKV} is not finite in the piece"),
+    ],
+)
+def test_values_that_no_training_leaves_are_named(
+    tmp_path: Path, change: Callable[[States], object], named: str
+) -> None:
+    held = states()
+    change(held)
+    found = problems_of(read_contents(written(tmp_path, held)), reads_pieces=True)
+    assert (named in " ".join(found)) if named else found == ()
+
+
+def test_a_shard_of_another_iteration_is_named(tmp_path: Path) -> None:
+    one, other = (written(tmp_path / name, states()) for name in "ab")
+    verify(Checkpoint(8, one / "iter_0000008"))
+    assert problems_of(read_contents(one), reads_pieces=True) == ()
+    held = states()
+    set_one(held[QKV])
+    shutil.copy(data(written(tmp_path / "c", held)), data(one))
+    assert "is not what was saved" in " ".join(problems_of(read_contents(one), reads_pieces=True))
+    assert problems_of(read_contents(other), reads_pieces=True) == ()
+
+
+def test_tied_weights_that_differ_are_named(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "model", GPT2)
+    assert problems_of(read_contents(source)) == ()
+    held = load_file(source / "model.safetensors")
+    save_file({**held, "lm_head.weight": torch.ones(131, 8)}, source / "model.safetensors")
+    (flaw,) = problems_of(read_contents(source))
+    assert "holds a lm_head.weight of its own" in flaw
+
+
+def test_fsdps_checkpoints_are_compared_by_their_own_names(tmp_path: Path) -> None:
+    name = "model.module.decoder.layers.0.mlp.linear_fc1.weight"
+    folders = []
+    for last in (1.0, 2.0):
+        held = {name: torch.full((4, 2), last), "model.module.embedding.weight": torch.ones(3, 2)}
+        folders.append(written(tmp_path / str(last), held))
+        (folders[-1] / "iter_0000008/metadata.json").unlink()
+    found = compare_weights(*map(read_contents, folders))
+    assert [(one.name, one.relation) for one in found if not one.is_same] == [(name, "scaled")]
 
 
 @pytest.mark.parametrize(
@@ -289,6 +377,22 @@ def test_a_legacy_checkpoint_is_read_and_nothing_in_its_pickle_is_run(tmp_path: 
     assert not target.exists()
 
 
+def test_legacy_checkpoints_are_compared_rank_by_rank(tmp_path: Path) -> None:
+    folders = []
+    for last in (1.0, 3.0):
+        folders.append(tmp_path / str(last) / "iter_0000008")
+        for rank in range(2):
+            path = folders[-1] / f"mp_rank_0{rank}"
+            path.mkdir(parents=True)
+            whole = torch.arange(12.0).reshape(4, 3)
+            model = {"a.weight": whole[1:].t(), "b.weight": whole[2:] * (last if rank else 1)}
+            torch.save({"model": model, "args": Namespace()}, path / "model_optim_rng.pt")
+    found = compare_weights(*map(read_contents, folders))
+    assert [one.is_same for one in found] == [True, True, True, False]
+    assert (found[-1].name, found[-1].relation) == ("mp_rank_01.model.b.weight", "scaled")
+    assert found[-1].detail == "by 3"
+
+
 def test_a_damaged_checkpoint_is_not_compared(
     healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -307,3 +411,75 @@ def test_zarr_and_folders_without_a_checkpoint_are_refused_by_name(tmp_path: Pat
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     with pytest.raises(UnknownFormatError, match="zarr"):
         read_contents(tmp_path)
+
+
+_MEASURED = """
+import resource, sys, time
+began = time.perf_counter()
+from tools.checkpoint.command import inspect
+assert inspect(sys.argv[1], None, None, verify=False, json=True) == 0
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(peak, round(time.perf_counter() - began, 2), "torch" in sys.modules, file=sys.stderr)
+"""
+
+
+def sparse(folder: Path) -> int:
+    """A checkpoint of 8 ranks of TP with its moments, whose files hold nothing; its bytes."""
+    hidden, layers, rows, ranks = 2048, 32, 51200, 8
+    shapes: dict[str, tuple[tuple[int, ...], int]] = {
+        EMBEDDING: ((rows, hidden), 0),
+        QKV: ((layers, 3 * hidden, hidden), 1),
+        "decoder.layers.self_attention.linear_proj.weight": ((layers, hidden, hidden), 2),
+        FC1: ((layers, 4 * hidden, hidden), 1),
+        "decoder.layers.mlp.linear_fc2.weight": ((layers, hidden, 4 * hidden), 2),
+    }
+    arguments = {
+        **{
+            "hidden_size": hidden,
+            "num_layers": layers,
+            "kv_channels": 128,
+            "add_bias_linear": False,
+        },
+        **{"num_attention_heads": 16, "ffn_hidden_size": 4 * hidden, "padded_vocab_size": rows},
+        **{
+            "position_embedding_type": "rope",
+            "vocab_size": rows,
+            "tensor_model_parallel_size": ranks,
+        },
+        **{"world_size": ranks},
+    }
+    path = written(folder, {EMBEDDING: torch.ones(1)}, **arguments) / "iter_0000008"
+    tensors, end = {}, 0
+    for prefix in ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."):
+        for name, (shape, axis) in shapes.items():
+            parts, sizes = {}, {}
+            size = [*shape]
+            size[axis] //= ranks
+            size[0] = 1 if axis else size[0]
+            for layer in range(layers if axis else 1):
+                for rank in range(ranks):
+                    at = [layer, *(0 for _ in shape[1:])]
+                    at[axis] = rank * size[axis]
+                    length = 4 * torch.Size(size).numel()
+                    parts[tuple(at)], sizes[tuple(at)] = StoredPart("all", end, length), tuple(size)
+                    end += length
+            tensors[prefix + name] = StoredTensor(shape, "float32", sizes, parts)
+    write_metadata(path, StoredMetadata(tensors, (), {}))
+    with (path / "all").open("wb") as file:
+        file.truncate(end)
+    return end
+
+
+@pytest.mark.slow
+def test_20_gb_are_inspected_in_200_mb_without_reading_a_tensor(tmp_path: Path) -> None:
+    assert sparse(tmp_path) > 20 * 10**9
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    peak, _, loads_torch = done.stderr.split()
+    assert int(peak) < 200 * 10**6
+    assert loads_torch == "False"

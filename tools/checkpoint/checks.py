@@ -9,15 +9,24 @@ from pathlib import Path
 
 from tools.checkpoint.contents import TORCH_DIST, Contents
 from tools.plan.constraints import violations
+from tools.records.checkpoints import MANIFEST_FILE, Checkpoint, check
 from tools.records.torch_dist import (
     DamagedCheckpointError,
     Shape,
     finished_iteration,
+    read_box,
     read_metadata,
     verify_readable,
 )
 from tools.spec.model import ModelShape
-from tools.spec.strategy import devices_of, parse_strategy, strategy_flags, strategy_name
+from tools.spec.run import RunSpec
+from tools.spec.strategy import (
+    Parallelism,
+    devices_of,
+    parse_strategy,
+    strategy_flags,
+    strategy_name,
+)
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _STATE = re.compile(r"(?:.*\.)?optimizer\.state\.(exp_avg|exp_avg_sq)\.(.+)")
@@ -103,12 +112,41 @@ def _found(contents: Contents, reads_pieces: bool) -> Iterator[str]:
         yield f"{contents.folder.name} holds the states of iteration {contents.iteration}."
     if reads_pieces and not contents.problems:
         try:
-            verify_readable(contents.folder)
+            if (contents.folder / MANIFEST_FILE).is_file():
+                check(Checkpoint(contents.iteration or 0, contents.folder))
+            else:
+                verify_readable(contents.folder)
+            yield from _value_flaws(contents.folder)
         except DamagedCheckpointError as error:
             yield f"{error}."
     if contents.spec is not None:
         yield from _misfits(contents, contents.spec.shape)
     yield from _optimizer_flaws(contents)
+
+
+def _value_flaws(folder: Path) -> Iterator[str]:
+    """Weights that nobody has set, and main weights of the optimizer that are not the model's.
+
+    What the optimizer keeps in fp32 is, rounded, the weight: the update ends with that copy.
+    """
+    tensors = read_metadata(folder).tensors
+    for name, weight in tensors.items():
+        if "optimizer" in name or weight.dtype not in ("float32", "bfloat16", "float16"):
+            continue
+        kept = (f"optimizer.state.{main}.{name}" for main in ("param", "fp32_param"))
+        main = next((tensors[key] for key in kept if key in tensors), None)
+        for begin, size in weight.sizes.items():
+            values = read_box(folder, weight, begin, size)
+            if not values.isfinite().all():
+                yield f"{name} is not finite in the piece at {list(begin)}."
+            elif values.squeeze().ndim > 1 and not values.any():
+                yield f"{name} is 0 in the whole piece at {list(begin)}: nobody has written it."
+            elif main and not read_box(folder, main, begin, size).to(values.dtype).equal(values):
+                yield (
+                    f"The optimizer's main weights of {name} are others than the model's: it is of "
+                    "another run."
+                )
+                break
 
 
 def _misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
@@ -175,6 +213,13 @@ class Loading:
     reasons: tuple[str, ...]
 
 
+def laid(spec: RunSpec, new: Parallelism) -> RunSpec:
+    """A run under a layout, with a micro batch that its data-parallel ranks have samples for."""
+    micro = spec.batch.global_batch_size // new.data or 1
+    batch = replace(spec.batch, micro_batch_size=min(spec.batch.micro_batch_size, micro))
+    return replace(spec, parallelism=new, batch=batch)
+
+
 def loading(contents: Contents, strategy: str) -> Loading:
     """What becomes of a checkpoint under a strategy, as its arguments and Megatron's rules say it.
 
@@ -190,9 +235,7 @@ def loading(contents: Contents, strategy: str) -> Loading:
         )
     saved = spec.parallelism
     new = parse_strategy(strategy, devices_of(strategy, saved.world_size))
-    micro = spec.batch.global_batch_size // new.data or 1
-    batch = replace(spec.batch, micro_batch_size=min(spec.batch.micro_batch_size, micro))
-    refused = violations(replace(spec, parallelism=new, batch=batch))
+    refused = violations(laid(spec, new))
     if refused or contents.problems:
         return Loading("refuses", (), (*contents.problems, *refused))
     lost: dict[str, str] = {}

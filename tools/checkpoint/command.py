@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as texts
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -89,4 +89,7 @@ def _text(
         flags = f" with {' '.join(verdict.flags)}" if verdict.flags else ""
         lines += [f"Under that strategy: {verdict.verdict}{flags}.", *verdict.reasons]
     lines += [f"{one.name}: {one.relation} {one.detail}".rstrip() for one in pairs]
+    counts = Counter(one.relation for one in pairs).most_common()
+    if pairs:
+        lines.append(f"Of {len(pairs)} tensors {', '.join(f'{n} {what}' for what, n in counts)}.")
     return "\n".join(lines)

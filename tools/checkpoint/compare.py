@@ -7,20 +7,34 @@ by the table of `tools.convert.hf.families`.
 from __future__ import annotations
 
 import hashlib
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tools.checkpoint.checks import EMBEDDING, OUTPUT
-from tools.checkpoint.contents import HUGGING_FACE, TORCH_DIST, Contents, UnknownFormatError
+from tools.checkpoint.contents import (
+    FSDP,
+    HUGGING_FACE,
+    LEGACY_FILE,
+    TORCH_DIST,
+    Contents,
+    is_stacked,
+    legacy_tensors,
+)
 from tools.convert.hf.into_megatron import read_source
+from tools.records.pickles import describe_saved, read_values
 from tools.records.torch_dist import Shape, read_metadata, read_tensor
 
 EQUAL, DTYPE, PADDING = "equal", "equal but for dtype", "equal but for padding"
+ROUNDING = "equal but for rounding"
 PERMUTED, SCALED, DIFFERENT, ONE_SIDED = "permuted", "scaled", "different", "only in one"
+_ROUNDING = 1e-4
+"""Most that two tensors differ, as a part of their length: sums of other orders, a few updates on."""
 _SCALE_TOLERANCE, _LEAST_SCALE = 1e-6, 1e-4
 """What is nearer to 1 is the rounding of another layout, and no factor."""
 
@@ -37,7 +51,7 @@ class TensorRelation:
     @property
     def is_same(self) -> bool:
         """Whether it is the same weight of the same model."""
-        return self.relation in (EQUAL, DTYPE, PADDING)
+        return self.relation in (EQUAL, DTYPE, PADDING, ROUNDING)
 
 
 @dataclass(frozen=True)
@@ -50,11 +64,7 @@ class _Weights:
 
 
 def compare_weights(one: Contents, other: Contents) -> list[TensorRelation]:
-    """Every tensor of two checkpoints: weights first, then optimizer states that both hold.
-
-    Raises:
-        UnknownFormatError: One is of a format whose values are not read.
-    """
+    """Every tensor of two checkpoints: weights first, then optimizer states that both hold."""
     a, b = _weights(one), _weights(other)
     names = sorted(a.shapes.keys() | b.shapes.keys(), key=lambda name: ("optimizer" in name, name))
     found = []
@@ -67,7 +77,7 @@ def compare_weights(one: Contents, other: Contents) -> list[TensorRelation]:
 
 
 def _weights(contents: Contents) -> _Weights:
-    if contents.format == TORCH_DIST:
+    if contents.format in (TORCH_DIST, FSDP):
         stored = read_metadata(contents.folder).tensors
         return _Weights(
             contents.shapes,
@@ -81,15 +91,19 @@ def _weights(contents: Contents) -> _Weights:
             for (key, layer), pair in pairs.items()
         }
         return _Weights(shapes, lambda key, layer: source.values(pairs[key, layer]))
-    raise UnknownFormatError(
-        f"{contents.folder} is of the format {contents.format}, whose values COMPARE= does not read; "
-        "load it with Megatron and save it with --ckpt-format torch_dist."
-    )
+    # Of the format `torch`: a file a rank, under names of the rank.
+    return _Weights(contents.shapes, lambda key, _: _saved(contents.folder, key))
+
+
+def _saved(folder: Path, key: str) -> Tensor:
+    rank, _, name = key.partition(".")
+    with zipfile.ZipFile(folder / rank / LEGACY_FILE) as archive:
+        return read_values(archive, legacy_tensors(describe_saved(archive))[name])
 
 
 def _compare(name: str, a: _Weights, b: _Weights) -> TensorRelation:
     first, second = a.shapes[name], b.shapes[name]
-    if "decoder.layers." not in name:
+    if not is_stacked(name):
         return _relation(name, a.read(name, None), b.read(name, None))
     if first != second:
         return TensorRelation(name, DIFFERENT, f"shapes {list(first)} and {list(second)}")
@@ -107,8 +121,8 @@ def _compare(name: str, a: _Weights, b: _Weights) -> TensorRelation:
 
 def _order_of_layers(name: str, a: _Weights, b: _Weights, layers: int) -> list[int]:
     """Which layer of the first each of the second is; empty if they are in order or no permutation."""
-    own = [_digest(a.read(name, at)) for at in range(layers)]
-    others = [_digest(b.read(name, at)) for at in range(layers)]
+    own = [digest(a.read(name, at)) for at in range(layers)]
+    others = [digest(b.read(name, at)) for at in range(layers)]
     if own == others or sorted(own) != sorted(others):
         return []
     return _order(own, others)
@@ -117,7 +131,7 @@ def _order_of_layers(name: str, a: _Weights, b: _Weights, layers: int) -> list[i
 def _relation(name: str, a: Tensor, b: Tensor) -> TensorRelation:
     padded = a.shape != b.shape
     if padded:
-        if name.removeprefix("optimizer.state.") not in (EMBEDDING, OUTPUT) or a.ndim != b.ndim:
+        if not name.endswith((EMBEDDING, OUTPUT)) or a.ndim != b.ndim:
             return TensorRelation(name, DIFFERENT, f"shapes {list(a.shape)} and {list(b.shape)}")
         rows = min(len(a), len(b))
         a, b = a[:rows], b[:rows]
@@ -126,16 +140,17 @@ def _relation(name: str, a: Tensor, b: Tensor) -> TensorRelation:
     narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
     if a.dtype != b.dtype and torch.equal(a.to(narrow), b.to(narrow)):
         return TensorRelation(name, DTYPE, f"{a.dtype} and {b.dtype}".replace("torch.", ""))
-    if detail := _permutation(a, b):
+    if detail := _permutation(a, b, ".experts.experts." in name):
         return TensorRelation(name, PERMUTED, detail)
     return _scaled_or_different(name, a.double(), b.double())
 
 
-def _permutation(a: Tensor, b: Tensor) -> str:
-    """Which rows or columns of the first the second has where; empty if it is no permutation."""
-    for what, dimension in (("rows", 0), ("columns", 1))[: a.ndim]:
-        own = [_digest(row) for row in a.unbind(dimension)]
-        others = [_digest(row) for row in b.unbind(dimension)]
+def _permutation(a: Tensor, b: Tensor, experts: bool) -> str:
+    """Which parts of the first the second has where; empty if it is no permutation."""
+    parts = ("experts", "rows", "columns") if experts else ("rows", "columns")
+    for dimension, what in enumerate(parts[: a.ndim]):
+        own = [digest(row) for row in a.unbind(dimension)]
+        others = [digest(row) for row in b.unbind(dimension)]
         if sorted(own) != sorted(others):
             continue
         order = _order(own, others)
@@ -165,7 +180,8 @@ def _order(own: list[bytes], others: list[bytes]) -> list[int]:
     return [places[digest].pop() for digest in others]
 
 
-def _digest(values: Tensor) -> bytes:
+def digest(values: Tensor) -> bytes:
+    """Of a tensor's bits, without its shape."""
     return hashlib.blake2b(
         memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()), digest_size=16
     ).digest()
@@ -180,6 +196,8 @@ def _scaled_or_different(name: str, a: Tensor, b: Tensor) -> TensorRelation:
         return TensorRelation(name, SCALED, f"by {factor:.8g}")
     error = (a - b).abs()
     error = torch.where(error.isnan(), torch.inf, error)
+    apart = error.norm().item()
+    relation = ROUNDING if apart <= _ROUNDING * square**0.5 else DIFFERENT
     first = error.flatten().nonzero()[0].item()
     worst = error.argmax().item()
     places = (
@@ -187,4 +205,4 @@ def _scaled_or_different(name: str, a: Tensor, b: Tensor) -> TensorRelation:
         f"{a.flatten()[int(at)].item():.8g} and {b.flatten()[int(at)].item():.8g}"
         for which, at in (("first", first), ("worst", worst))
     )
-    return TensorRelation(name, DIFFERENT, "; ".join(places))
+    return TensorRelation(name, relation, "; ".join(places))

@@ -7,6 +7,7 @@ import math
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -26,14 +27,25 @@ from tools.records.torch_dist import (
     finished_iteration,
     read_metadata,
 )
+from tools.spec.huggingface import ConfigError
 from tools.spec.run import RunSpec, spec_of_printed
 
 TORCH_DIST, FSDP, LEGACY, HUGGING_FACE = "torch_dist", "fsdp_dtensor", "torch", "huggingface"
 """Megatron's names of its formats (`--ckpt-format`), and Hugging Face's safetensors."""
 
 _WEIGHTS = ("embedding.", "decoder.", "output_layer.", "encoder.", "mtp.")
-_COMMON = "common_state/"
+LEGACY_FILE = "model_optim_rng.pt"
+COMMON, COMMON_FILE = "common_state/", "common.pt"
+"""What every rank has alike: from 0.19 on an object beside the tensors, before a file."""
 _PLAIN = (str, int, float, list, tuple, type(None))
+
+
+_STACKED = re.compile(r"\blayers\.(?!\d)")
+
+
+def is_stacked(name: str) -> bool:
+    """Whether a tensor holds all layers: its name has no layer's number."""
+    return _STACKED.search(name) is not None
 
 
 class UnknownFormatError(ValueError):
@@ -108,7 +120,7 @@ def read_contents(folder: Path) -> Contents:
         )
     if (folder / METADATA).is_file() or backend:
         return _distributed(folder, backend)
-    ranks = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
+    ranks = sorted(folder.glob(f"mp_rank_*/{LEGACY_FILE}"))
     if ranks:
         return _legacy(folder, ranks)
     if (folder / "config.json").is_file() or any(folder.glob("*.safetensors")):
@@ -163,9 +175,8 @@ def _distributed(folder: Path, backend: str) -> Contents:
 
 
 def _common(folder: Path, stored: StoredMetadata) -> dict[str, Any]:
-    """What every rank has alike: `common.pt`, and from 0.19 on an object beside the tensors."""
-    path = folder / "common.pt"
-    part = next((at for name, at in stored.objects.items() if name.startswith(_COMMON)), None)
+    path = folder / COMMON_FILE
+    part = next((at for name, at in stored.objects.items() if name.startswith(COMMON)), None)
     if path.is_file():
         part = StoredPart(path.name, 0, path.stat().st_size)
     if part is None:
@@ -222,12 +233,17 @@ def _legacy(folder: Path, ranks: list[Path]) -> Contents:
         arguments = arguments or _arguments(found.get("args"))
         keys = {"optimizer": "optimizer", "opt_param_scheduler": "scheduler", "rng_state": "random"}
         states |= dict.fromkeys(state for key, state in keys.items() if found.get(key))
-        chunks = (key for key in found if re.fullmatch(r"model\d*", str(key)))
-        for name, tensor in _flattened({key: found[key] for key in chunks}):
+        for name, tensor in legacy_tensors(found).items():
             tensors.append(TensorEntry(f"{path.parent.name}.{name}", tensor.shape, tensor.dtype))
     return Contents(
         folder, LEGACY, iteration, arguments, tuple(tensors), tuple(states), tuple(problems)
     )
+
+
+def legacy_tensors(found: Mapping[str, Any]) -> dict[str, DescribedTensor]:
+    """The weights that a rank's file of the format `torch` holds."""
+    chunks = (key for key in found if re.fullmatch(r"model\d*", str(key)))
+    return dict(_flattened({key: found[key] for key in chunks}))
 
 
 def _flattened(found: Any, prefix: str = "") -> Iterator[tuple[str, DescribedTensor]]:
@@ -240,17 +256,22 @@ def _flattened(found: Any, prefix: str = "") -> Iterator[tuple[str, DescribedTen
 
 
 def _hugging_face(folder: Path) -> Contents:
+    from tools.convert.hf.into_megatron import read_source
     from tools.convert.hf.progress import ConversionError
     from tools.convert.hf.tensor_files import TensorFolder
 
+    tensors: tuple[TensorEntry, ...] = ()
+    problems: tuple[str, ...] = ()
     try:
-        described = TensorFolder(folder).tensors.values()
+        tensors = tuple(
+            TensorEntry(one.name, one.shape, str(one.dtype).removeprefix("torch."))
+            for one in TensorFolder(folder).tensors.values()
+        )
+        with suppress(ConfigError):  # A model of no family that is known.
+            read_source(folder)
     except ConversionError as error:
-        return Contents(folder, HUGGING_FACE, None, {}, (), (), (str(error),))
-    tensors = (
-        TensorEntry(one.name, one.shape, str(one.dtype).removeprefix("torch.")) for one in described
-    )
-    return Contents(folder, HUGGING_FACE, None, {}, tuple(tensors), (), ())
+        problems = (str(error),)
+    return Contents(folder, HUGGING_FACE, None, {}, tensors, (), problems)
 
 
 def _arguments(namespace: Any) -> dict[str, str]:

@@ -267,6 +267,11 @@ SECTIONS = {
              _meaning(v.VERIFY, "1 reads every piece and checks it", kind=v.SWITCH, default=False),
              v.JSON),
             required=("CKPT",), example="CKPT=runs/…/checkpoints", packages=("torch",), is_usual=True),
+        Command("reshard", "tools.checkpoint.reshard:reshard",
+            "a checkpoint as another layout would have saved it: CKPT= STRATEGY= TO=folder",
+            (v.CKPT, _meaning(v.STRATEGY, "the layout that is written"), v.TO),
+            required=("CKPT", "STRATEGY", "TO"), packages=("torch",),
+            example="CKPT=runs/…/checkpoints STRATEGY=tp2dp2-zero1 TO=folder"),
     ),
     "Working on the kit": (
         Command("test", "", "the default suite"),

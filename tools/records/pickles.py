@@ -1,15 +1,22 @@
-"""Pickles read for what they say, without running anything that they name.
+"""Pickles read for what they say, and written again, without running anything that they name.
 
 Every class becomes a stand-in that takes its arguments and state and does nothing. Of what `torch.save`
 wrote only the description is read: a tensor becomes its shape and type, and its values stay on the disk.
+What is read to be written again keeps tensors as they are named, and their values are copied.
 """
 
 from __future__ import annotations
 
+import copyreg
+import io
 import pickle
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TYPES = {
     "Float": "float32",
@@ -33,24 +40,54 @@ class DescribedTensor:
     shape: tuple[int, ...]
     dtype: str
     """torch's name of it; empty for one that its storage does not tell."""
+    storage: str = ""
+    """The member of the archive that holds its values, and where in it they lie."""
+    begin: int = 0
+    strides: tuple[int, ...] = ()
 
 
 class StandIn:
-    """Any class that a pickle names: takes its arguments and state, does nothing."""
+    """Any class that a pickle names: takes its arguments and state, does nothing, is written again."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    __slots__ = ("__dict__", "called", "elements", "given", "items", "state")
+    source: tuple[str, str]
+    """The module, and the name in it."""
+    called: bool
+    given: tuple[Any, ...]
+    state: Any
+    elements: list[Any]
+    items: dict[Any, Any]
+
+    def __new__(cls, *given: Any, **_: Any) -> StandIn:
+        """As a pickle makes an object, with or without calling its class."""
+        made = super().__new__(cls)
+        made.called, made.given, made.state = False, given, None
+        made.elements, made.items = [], {}
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.called = True
 
     def __call__(self, *_: Any, **__: Any) -> StandIn:
         """What a pickle gets by a name's attribute, and calls."""
         return self
 
     def __setstate__(self, state: Any) -> None:
+        self.state = state
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
-    def append(self, _: Any) -> None:
+    def append(self, value: Any) -> None:
         """As a list that is rebuilt."""
+        self.elements.append(value)
 
-    def __setitem__(self, _: Any, __: Any) -> None: ...
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items[key] = value
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        """As it was made."""
+        own = type(self)
+        made = (own, self.given) if self.called else (copyreg.__newobj__, (own, *self.given))  # type: ignore[attr-defined]
+        return (*made, self.state, iter(self.elements), iter(self.items.items()))
 
 
 class InertUnpickler(pickle.Unpickler):
@@ -58,11 +95,66 @@ class InertUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """A stand-in; keys are distinguished by identity, so equal ones do not coincide."""
-        return _KNOWN.get((module, name)) or type(name.rpartition(".")[2], (StandIn,), {})
+        return _KNOWN.get((module, name)) or stand_in(module, name)
 
-    def persistent_load(self, pid: Any) -> str:
-        """The type of a storage: `("storage", FloatStorage, key, device, elements)`."""
-        return _TYPES.get(pid[1].__name__.removesuffix("Storage"), "")
+    def persistent_load(self, pid: Any) -> Any:
+        """The type of a storage and its key: `("storage", FloatStorage, key, device, elements)`."""
+        return _TYPES.get(pid[1].__name__.removesuffix("Storage"), ""), pid[2]
+
+
+def stand_in(module: str, name: str) -> type[StandIn]:
+    """A class that stands for the one of that name."""
+    return type(name.rpartition(".")[2], (StandIn,), {"source": (module, name)})
+
+
+@dataclass(frozen=True, eq=False)
+class SavedStorage:
+    """The values of a tensor in an archive of `torch.save`."""
+
+    pid: tuple[Any, ...]
+    """`("storage", FloatStorage, key, device, elements)`, the class as a stand-in."""
+    data: bytes
+
+
+class _Rewritable(InertUnpickler):
+    """Keeps every name and every storage, so that the same can be written."""
+
+    def __init__(self, file: BinaryIO, storage: Callable[[str], bytes]) -> None:
+        super().__init__(file)
+        self._classes = dict[tuple[str, str], type[StandIn]]()
+        self._storage = storage
+
+    def find_class(self, module: str, name: str) -> Any:
+        """One stand-in for each name, as equal names are written once."""
+        return self._classes.setdefault((module, name), stand_in(module, name))
+
+    def persistent_load(self, pid: Any) -> SavedStorage:
+        """A storage with its values."""
+        return SavedStorage(pid, self._storage(pid[2]))
+
+
+class _Rewriter(pickle._Pickler):
+    """Writes stand-ins under the names that they stand for."""
+
+    write: Callable[[bytes], None]
+    memoize: Callable[[Any], None]
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file, 2)
+        self.storages = dict[str, bytes]()
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if not issubclass(obj, StandIn):
+            super().save_global(obj, name)  # type: ignore[misc]
+            return
+        self.write(pickle.GLOBAL + "\n".join((*obj.source, "")).encode())
+        self.memoize(obj)
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, SavedStorage):
+            return None
+        self.storages[obj.pid[2]] = obj.data
+        return obj.pid
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -88,8 +180,48 @@ def describe_saved(archive: zipfile.ZipFile) -> Any:
         return InertUnpickler(file).load()
 
 
-def _tensor(dtype: str, _: int, size: tuple[int, ...], *__: Any) -> DescribedTensor:
-    return DescribedTensor(tuple(size), dtype)
+def rewritten(saved: bytes, change: Callable[[Any], Any]) -> bytes:
+    """What `torch.save` wrote, with other content.
+
+    Args:
+        saved: All of it.
+        change: Gives the new content. In what it gets classes are stand-ins, and tensors are made of a
+            `SavedStorage`.
+
+    Raises:
+        Exception: A damaged pickle raises anything.
+    """
+    with zipfile.ZipFile(io.BytesIO(saved)) as old:
+        members = {member.partition("/")[2]: old.read(member) for member in old.namelist()}
+        root = old.namelist()[0].partition("/")[0]
+    pickled = io.BytesIO(members["data.pkl"])
+    content = change(_Rewritable(pickled, lambda key: members[f"data/{key}"]).load())
+    written = io.BytesIO()
+    writer = _Rewriter(written)
+    writer.dump(content)
+    kept = {name: data for name, data in members.items() if not name.startswith("data/")}
+    stored = {f"data/{key}": data for key, data in writer.storages.items()}
+    new = io.BytesIO()
+    with zipfile.ZipFile(new, "w") as archive:
+        for name, data in (kept | {"data.pkl": written.getvalue()} | stored).items():
+            archive.writestr(f"{root}/{name}", data)
+    return new.getvalue()
+
+
+def read_values(archive: zipfile.ZipFile, described: DescribedTensor) -> Tensor:
+    """The values of a tensor in an archive of `torch.save`."""
+    import torch
+
+    root = archive.namelist()[0].partition("/")[0]
+    data = bytearray(archive.read(f"{root}/data/{described.storage}"))
+    flat = torch.frombuffer(data, dtype=getattr(torch, described.dtype))
+    return flat.as_strided(described.shape, described.strides, described.begin).clone()
+
+
+def _tensor(
+    of: tuple[str, str], begin: int, size: tuple[int, ...], strides: tuple[int, ...], *_: Any
+) -> DescribedTensor:
+    return DescribedTensor(tuple(size), *of, begin, tuple(strides))
 
 
 def _parameter(data: Any, *_: Any) -> Any:

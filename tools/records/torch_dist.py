@@ -146,6 +146,30 @@ def describe_object(folder: Path, part: StoredPart) -> Any:
         raise DamagedCheckpointError(f"{part.file} cannot be read ({error.strerror})") from error
 
 
+def read_bytes(folder: Path, part: StoredPart) -> bytes:
+    """All that `torch.save` wrote of a piece or an object."""
+    with (folder / part.file).open("rb") as file:
+        file.seek(part.offset_bytes)
+        return file.read(part.length_bytes)
+
+
+def read_piece(folder: Path, part: StoredPart) -> Tensor:
+    """One piece of a tensor.
+
+    Raises:
+        DamagedCheckpointError: It is not what was saved.
+    """
+    import torch
+
+    try:
+        found: Tensor = torch.load(io.BytesIO(read_bytes(folder, part)), weights_only=True)
+    except RuntimeError as error:
+        raise DamagedCheckpointError(
+            f"{folder / part.file} is damaged at byte {part.offset_bytes} ({error})"
+        ) from None
+    return found
+
+
 def is_finished(folder: Path) -> bool:
     """Whether writing a checkpoint came to its end."""
     return (folder / METADATA).is_file() and (folder / FORMAT).is_file()
@@ -243,10 +267,7 @@ def read_box(
         last = [min(a + e, b + s) for a, e, b, s in ends]
         if any(low >= high for low, high in zip(first, last, strict=True)):
             continue
-        part = stored.parts[at]
-        with (folder / part.file).open("rb") as file:
-            file.seek(part.offset_bytes)
-            piece = torch.load(io.BytesIO(file.read(part.length_bytes)), weights_only=True)
+        piece = read_piece(folder, stored.parts[at])
         into = tuple(slice(a - b, z - b) for a, z, b in zip(first, last, begin, strict=True))
         box[into] = piece[
             tuple(slice(a - b, z - b) for a, z, b in zip(first, last, at, strict=True))
