@@ -31,8 +31,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tools.capture.probe import probed
-from tools.capture.sinks import Piece, Recording, Responding, Sink, StoredTensors
+from tools.capture.sinks import Piece, Recording, Responding, Sink, StoredTensors, probed
 from tools.records.capture import (
     RESPONSES_FILE,
     START_WEIGHT,

@@ -26,9 +26,7 @@ EXTRAS = {"matplotlib": "charts", "torch": "train", "megatron": "train"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is the command's own, 2 if it was refused."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    folder = str(kit_folder())
-    if sys.path[:1] != [folder]:
-        sys.path.insert(0, folder)
+    _import_the_kit()
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     from tools.cli.options import find_command
@@ -82,6 +80,12 @@ def clone_around(folder: Path) -> Path | None:
         if (place / "Makefile").is_file() and (place / "tools/cli/__main__.py").is_file():
             return place
     return None
+
+
+def _import_the_kit() -> None:
+    folder = str(kit_folder())
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
 
 
 def _run(name: str, packages: Sequence[str], words: list[str]) -> int:
