@@ -152,7 +152,7 @@ class _Step:
             self.sink.write_piece(Site(Stage.WEIGHTS, name, START_WEIGHT), value)
         for name, module in _named(self.model):
             before = partial(self._before, name)
-            handle = module.register_forward_pre_hook(before, with_kwargs=True)  # type: ignore[arg-type]
+            handle = module.register_forward_pre_hook(before, with_kwargs=True)
             self._handles += (handle, module.register_forward_hook(partial(self._after, name)))
         self._handles += (
             self.optimizer.register_step_pre_hook(self._before_update),
@@ -201,7 +201,11 @@ class _Step:
         if not value.requires_grad:
             return value
         gradient = Site(Stage.ACTIVATION_GRADIENTS, name, slot, self.micro_batch, call)
-        return probed(value, None, _Gradients(self.sink), gradient)
+
+        def taken(found: Tensor) -> None:
+            self.sink.backward(gradient, _whole(found))
+
+        return probed(value, None, taken)
 
     def _before_update(self, *_: object) -> None:
         for name, piece in self._parameters(_gradient):
@@ -237,20 +241,6 @@ class _Step:
                 _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, split)
             placement = Placement(plain, shape, tuple(offset))
             yield plain, Piece(plain, placement, _local(value).detach())
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    """A sink that sees gradients of distributed tensors whole, and replaces none."""
-
-    sink: Sink
-
-    def forward(self, _: Site, __: Tensor) -> None:
-        """Nothing: probes of plain programs see the backward pass alone."""
-
-    def backward(self, site: Site, gradient: Tensor) -> None:
-        """Hand it over."""
-        self.sink.backward(site, _whole(gradient))
 
 
 class _State:
