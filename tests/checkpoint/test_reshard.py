@@ -27,7 +27,7 @@ from tools.spec.files import ROOT
 
 ITERATION = "iter_0000008"
 LAYERS, HIDDEN, FFN, EXPERTS, ROWS = 4, 8, 4, 2, 32
-LAYOUTS = ("baseline", "dp2-zero1", "tp2", "pp2", "vpp2", "ep2", "tp2pp2dp2-zero1")
+LAYOUTS = ("baseline", "dp2-zero1", "sp2", "pp2", "vpp2", "ep2", "sp2pp2dp2-zero1")
 ARGUMENTS: dict[str, Any] = {
     "num_layers": LAYERS,
     "hidden_size": HIDDEN,
@@ -175,7 +175,7 @@ def test_weights_and_moments_are_those_that_were_saved(laid: dict[str, Path], la
 
 
 def test_a_rank_of_the_new_layout_reads_whole_pieces(laid: dict[str, Path]) -> None:
-    found = held(laid["tp2"])
+    found = held(laid["sp2"])
     fc1, _ = found["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
     # Gate and value are cut apart: a rank has a part of each.
     assert [begin for begin in fc1 if begin[:2] == (3, 1)] == [(3, 1, at, 0) for at in (0, 2, 4, 6)]
@@ -187,7 +187,7 @@ def test_a_rank_of_the_new_layout_reads_whole_pieces(laid: dict[str, Path]) -> N
 def test_the_common_state_says_the_new_layout_and_keeps_the_place_in_the_data(
     laid: dict[str, Path],
 ) -> None:
-    found = common(laid["tp2pp2dp2-zero1"])
+    found = common(laid["sp2pp2dp2-zero1"])
     arguments, optimizer = found["args"], found["optimizer"]
     assert arguments["tensor_model_parallel_size"] == 2
     assert arguments["make_vocab_size_divisible_by"] == 8  # 16 rows of two ranks, as before.
@@ -214,7 +214,7 @@ def test_a_killed_command_goes_on_behind_what_was_read_back(
 
     monkeypatch.setattr(resharding, "add_piece", counted)
     with pytest.raises(KeyboardInterrupt):
-        moved(base / ITERATION, "tp2", tmp_path / "to")
+        moved(base / ITERATION, "sp2", tmp_path / "to")
     assert not (tmp_path / "to").exists()
     finished = set(asked) - {asked[-1]}
     assert finished
@@ -222,9 +222,9 @@ def test_a_killed_command_goes_on_behind_what_was_read_back(
         moved(base / ITERATION, "pp2", tmp_path / "to")
     asked.clear()
     asked += ["counted before"] * 40
-    found = moved(base / ITERATION, "tp2", tmp_path / "to")
+    found = moved(base / ITERATION, "sp2", tmp_path / "to")
     assert not finished & set(asked)
-    assert_the_same(found, laid["tp2"])
+    assert_the_same(found, laid["sp2"])
     assert not list(found.rglob("*.distcp.json"))
 
 
@@ -234,7 +234,7 @@ def test_what_is_not_read_as_it_was_written_is_no_checkpoint(
     original = resharding.read_piece
     monkeypatch.setattr(resharding, "read_piece", lambda *where: original(*where) + 1)
     with pytest.raises(ValueError, match="is not read as it was written"):
-        moved(base / ITERATION, "tp2", tmp_path / "to")
+        moved(base / ITERATION, "sp2", tmp_path / "to")
     assert not (tmp_path / "to").exists()
 
 
@@ -259,11 +259,11 @@ def test_a_target_that_is_there_and_a_full_disk_are_refused(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="exists already; remove it"):
-        moved(base / ITERATION, "tp2", tmp_path)
+        moved(base / ITERATION, "sp2", tmp_path)
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(ValueError, match=r"needs 64\.\d+ MiB, and .* has 1 MiB free"):
-        moved(base / ITERATION, "tp2", tmp_path / "to")
+        moved(base / ITERATION, "sp2", tmp_path / "to")
 
 
 def test_a_checkpoint_that_is_damaged_or_of_another_format_is_refused(tmp_path: Path) -> None:

@@ -157,14 +157,14 @@ def _layout(contents: Contents, strategy: str) -> Parallelism:
             f"{contents.folder} holds no arguments that define a model and its layout."
         )
     new = parse_strategy(strategy, devices_of(strategy, spec.parallelism.world_size))
-    for reason in violations(laid(spec, new)):
-        raise ReshardError(f"Megatron refuses STRATEGY={strategy}: {reason}")
     for layout in (spec.parallelism, new):
         if layout.sharding not in _MAIN or layout.schedule:
             raise ReshardError(
                 f"{strategy_name(layout)} has no checkpoints in Megatron's torch_dist format; name a "
                 "product of dp, tp, sp, cp, pp, vpp and ep, with -zero1 or without."
             )
+    for reason in violations(laid(spec, new)):
+        raise ReshardError(f"Megatron refuses STRATEGY={strategy}: {reason}")
     rows = contents.shapes.get(EMBEDDING, (0,))[0]
     if rows % new.tensor:
         raise ReshardError(
