@@ -1,16 +1,12 @@
 import io
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tools.dataset.indexed import open_dataset
 from tools.preprocess import run
-from tools.preprocess.cli import sample_documents
+from tools.preprocess.cli import main, sample_documents
 from tools.preprocess.run import ProgressLine
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -55,20 +51,14 @@ def test_on_a_terminal_one_line_changes_and_sentences_stay(clock):
     assert " 50%" in after
 
 
-def test_the_sample_is_large_enough_and_made_only_once(tmp_path):
+def test_the_sample_is_large_enough_and_made_only_once(sample_prefix, capsys):
     assert sum(map(len, sample_documents())) > 400_000
-    command = [sys.executable, "-m", "tools.preprocess", "sample"]
-    command += ["--output-prefix", str(tmp_path / "sample")]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    tokens = int(first.stdout.split(" tokens")[0].split(" ")[-1].replace(",", ""))
-    assert tokens >= 100_000
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "Nothing to do" in again.stderr
+    assert open_dataset(sample_prefix).tokens >= 100_000
+    assert main(["sample", "--output-prefix", str(sample_prefix.with_name("sample"))]) == 0
+    assert "Nothing to do" in capsys.readouterr().err
 
 
 def test_help_lists_the_commands(capsys):
-    from tools.preprocess.cli import main
-
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out

@@ -64,7 +64,7 @@ def kill_until_done(process, english, folder, moments):
     assert running.returncode == 0, printed
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_twice_it_ends_in_identical_files(process, english, undisturbed, tmp_path, seed):
     pick = random.Random(seed)
     moments = [(pick.randint(0, 2), pick.uniform(0, 0.05)), (pick.randint(3, 5), 0.01)]

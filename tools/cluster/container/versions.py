@@ -7,6 +7,7 @@ metadata say the same in milliseconds.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -70,6 +71,7 @@ def _dotted(number: int | None) -> str:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
+@functools.cache
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -77,6 +79,7 @@ def _version(package: str) -> str | None:
         return None
 
 
+@functools.cache
 def _cuda_of_torch() -> str | None:
     """`torch.version.cuda`, read from its file: importing torch takes seconds."""
     torch = importlib.util.find_spec("torch")
