@@ -216,8 +216,8 @@ def _record(command: _Command) -> int:
         ):
             command.console.print(f"{name}: {len(files)} files", highlight=False)
             found = {**found, name: files}
-    in_order = {name: sorted(found[name]) for name in sorted(found)}
-    keep(command.pages, f"{command.name}.executed.json", in_order)
+            in_order = {name: sorted(found[name]) for name in sorted(found)}
+            keep(command.pages, f"{command.name}.executed.json", in_order)
     return 0
 
 
