@@ -153,7 +153,7 @@ class _Step:
             self.sink.write_piece(Site(Stage.WEIGHTS, name, START_WEIGHT), value)
         for name, module in _named(self.model):
             before = partial(self._before, name)
-            handle = module.register_forward_pre_hook(before, with_kwargs=True)  # type: ignore[arg-type]
+            handle = module.register_forward_pre_hook(before, with_kwargs=True)
             self._handles += (handle, module.register_forward_hook(partial(self._after, name)))
         self._handles += (
             self.optimizer.register_step_pre_hook(self._before_update),
