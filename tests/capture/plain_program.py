@@ -28,7 +28,7 @@ RUNS = {
     "one": ("one", "", 1),
     "fsdp": ("fsdp", "", 2),
     "tp": ("tp", "", 2),
-    "fsdp not divided": ("fsdp", "not divided", 2),
+    "fsdp divided twice": ("fsdp", "divided twice", 2),
     "tp not reduced": ("tp", "not reduced", 2),
 }
 """By name how it is split, what is wrong with it, and its ranks."""
@@ -91,8 +91,7 @@ class NotReduced(RowwiseParallel):
     """The fault: each rank goes on with its own term of the sum."""
 
     @staticmethod
-    def _prepare_output_fn(*given):  # type: ignore[no-untyped-def]
-        _layouts, _use_local, _module, output, _mesh = given
+    def _prepare_output_fn(_layouts, _local, _module, output, _mesh):  # type: ignore[no-untyped-def]
         return output.to_local()
 
 
@@ -127,8 +126,6 @@ def train(rank: int, world: int, mode: str, folder: str, fault: str, store: str)
         mesh = init_device_mesh("cpu", (world,))
         for layer in (*model.layers.values(), model):
             fully_shard(layer, mesh=mesh)
-            if fault == "not divided":
-                layer.set_gradient_divide_factor(1.0)
         groups["data"] = mesh.get_group()
     elif mode == "tp":
         mesh = init_device_mesh("cpu", (world,))
@@ -145,6 +142,8 @@ def train(rank: int, world: int, mode: str, folder: str, fault: str, store: str)
             logits = model(batch[:, :-1])
             loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
             (loss / len(batches)).backward()
+        for parameter in model.parameters() if fault == "divided twice" else ():
+            parameter.grad.div_(world)  # FSDP2 has averaged already.
         optimizer.step()
     if world > 1:
         dist.destroy_process_group()

@@ -16,6 +16,9 @@ from tools.records.verdict import Outcome, Verdict
 from tools.spec.files import ROOT
 from tools.study.captures import compared
 
+SLOW = pytest.mark.slow
+"""Nine processes that import torch's distributed tensors."""
+
 
 @pytest.fixture(scope="module")
 def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -30,6 +33,7 @@ def verdict(captures: Path, name: str) -> Verdict:
     return compared(captures / "one", captures / name).verdict
 
 
+@SLOW
 @pytest.mark.parametrize("split", ["fsdp", "tp"])
 def test_a_split_of_somebody_elses_program_holds(captures: Path, split: str) -> None:
     found = verdict(captures, split)
@@ -37,12 +41,14 @@ def test_a_split_of_somebody_elses_program_holds(captures: Path, split: str) -> 
     assert found.compared == found.seen > 200
 
 
-def test_gradients_that_fsdp_does_not_divide_are_named(captures: Path) -> None:
-    found = verdict(captures, "fsdp not divided")
+@SLOW
+def test_gradients_that_are_averaged_twice_are_named(captures: Path) -> None:
+    found = verdict(captures, "fsdp divided twice")
     assert (found.verdict, found.stage) == (Outcome.DIFFERS, Stage.REDUCED_GRADIENTS)
-    assert (found.ranks, found.factor) == ((0, 1), pytest.approx(2))
+    assert (found.ranks, found.factor) == ((0, 1), pytest.approx(0.5))
 
 
+@SLOW
 def test_a_sum_over_tensor_parallel_ranks_that_is_missing_is_named_with_its_module(
     captures: Path,
 ) -> None:
@@ -52,6 +58,7 @@ def test_a_sum_over_tensor_parallel_ranks_that_is_missing_is_named_with_its_modu
     assert "sum" in str(found.kind)
 
 
+@SLOW
 def test_the_command_says_which_and_its_code_is_the_verdicts(
     captures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

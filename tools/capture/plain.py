@@ -251,7 +251,7 @@ class _State:
         self._values = [_local(one).detach().clone() for one in self._held]
         self._optimizer = optimizer
         self._state = {one: _copied(state) for one, state in optimizer.state.items()}
-        self._random = torch.get_rng_state()
+        self._random = torch.get_rng_state(), torch.cuda.get_rng_state_all()
 
     def restore(self) -> None:
         """Put all of it back."""
@@ -260,7 +260,8 @@ class _State:
                 _local(one).copy_(value)
         self._optimizer.state.clear()
         self._optimizer.state.update({one: _copied(state) for one, state in self._state.items()})
-        torch.set_rng_state(self._random)
+        torch.set_rng_state(self._random[0])
+        torch.cuda.set_rng_state_all(self._random[1])
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tests.study.matrix.factory import DP, TP, factor, family
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.study.matrix.cell import Cell
-from tools.study.matrix.touched import RECORDER, changed_files, touched
+from tools.study.matrix.touched import RECORDER, changed_files, touched, with_one
 
 MODEL = family(factor("mlp", "dense", "experts"), factor("norm", "layer", "rms"))
 PLAIN, EXPERTS = Cell(MODEL, TP), Cell(MODEL, TP, (MODEL.level("mlp/experts"),))
@@ -20,6 +20,7 @@ NORM, UNKNOWN = Cell(MODEL, TP, (MODEL.level("norm/rms"),)), Cell(MODEL, DP)
 CELLS = [UNKNOWN, NORM, PLAIN, EXPERTS]
 ROUTER = "megatron/core/transformer/moe/router.py"
 EXECUTED = {
+    "dense": frozenset({"megatron/core/utils.py"}),
     "dense/tp2": frozenset({"megatron/core/tensor_parallel/layers.py"}),
     "dense/mlp/experts": frozenset({"megatron/core/tensor_parallel/layers.py", ROUTER}),
     "dense/norm/rms": frozenset({"megatron/core/fusions/norm.py"}),
@@ -33,6 +34,7 @@ EXECUTED = {
         ("megatron/core/transformer/moe", [EXPERTS]),
         ("megatron/core/*/layers.py", [NORM, PLAIN, EXPERTS]),
         ("megatron/core/fusions/norm.py", [NORM]),
+        ("megatron/core/utils.py", [NORM, PLAIN, EXPERTS]),
         ("README.md", []),
     ],
 )
@@ -40,6 +42,13 @@ def test_cells_that_execute_a_changed_file_come_first_and_of_others_only_the_unk
     changed: str, cells: list[Cell]
 ) -> None:
     assert touched(CELLS, [changed], EXECUTED) == [*cells, UNKNOWN]
+
+
+def test_what_all_of_a_family_execute_is_kept_once() -> None:
+    one = with_one({}, "dense/tp2", frozenset("ab"))
+    assert one == {"dense": frozenset("ab"), "dense/tp2": frozenset()}
+    two = with_one(one, "dense/dp2", frozenset("ac"))
+    assert two == dict(zip(("dense", "dense/tp2", "dense/dp2"), map(frozenset, "abc"), strict=True))
 
 
 def test_without_a_recording_every_cell_may_be_touched() -> None:

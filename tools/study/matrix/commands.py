@@ -32,7 +32,7 @@ from tools.study.matrix.definition import Family, Level, Matrix, load_matrix
 from tools.study.matrix.outcome import STORED, CellRecord, Drawn, keep, read_kept, store
 from tools.study.matrix.page import counts_of, write_pages
 from tools.study.matrix.running import CellVerifier, MatrixRun
-from tools.study.matrix.touched import Executed, changed_files, recorded, touched
+from tools.study.matrix.touched import Executed, changed_files, recorded, touched, with_one
 from tools.study.verify.verifier import ForkedRanks, Verifier
 from tools.verify.findings import Finding, Judged, findings
 
@@ -215,9 +215,9 @@ def _record(command: _Command) -> int:
             command.matrix, families, command.options, ranks, verifier.folder
         ):
             command.console.print(f"{name}: {len(files)} files", highlight=False)
-            found = {**found, name: files}
-    in_order = {name: sorted(found[name]) for name in sorted(found)}
-    keep(command.pages, f"{command.name}.executed.json", in_order)
+            found = with_one(found, name, files)
+            in_order = {name: sorted(found[name]) for name in sorted(found)}
+            keep(command.pages, f"{command.name}.executed.json", in_order)
     return 0
 
 

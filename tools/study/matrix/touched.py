@@ -22,14 +22,24 @@ from tools.study.matrix.definition import Family, Matrix
 from tools.study.verify.verifier import ForkedRanks
 
 Executed = Mapping[str, frozenset[str]]
-"""Files from the folder that holds `megatron`, by `family/strategy` and `family/factor/level`."""
+"""Files from the folder that holds `megatron`, by `family/strategy` and `family/factor/level`; what all
+of a family execute, by `family`."""
 RECORDER = Path(__file__).with_name("executed.py")
 
 
 def names_of(cell: Cell) -> list[str]:
     """By which it is known what a cell executes."""
     parts = (cell.layout.name, *(level.path for level in cell.levels))
-    return [f"{cell.family.name}/{part}" for part in parts]
+    return [cell.family.name, *(f"{cell.family.name}/{part}" for part in parts)]
+
+
+def with_one(executed: Executed, name: str, files: frozenset[str]) -> dict[str, frozenset[str]]:
+    """The same with one name more, and what all of its family execute once."""
+    family = name.partition("/")[0]
+    own = [one for one in executed if one.startswith(f"{family}/")]
+    whole = {one: executed[one] | executed[family] for one in own} | {name: files}
+    common = frozenset.intersection(*whole.values())
+    return {**executed, family: common, **{one: each - common for one, each in whole.items()}}
 
 
 def touched(cells: Sequence[Cell], changed: Sequence[str], executed: Executed) -> list[Cell]:
