@@ -426,9 +426,11 @@ def _temporary_bytes(spec: RunSpec, pipeline_rank: int) -> int:
     again = max(recomputed_bytes(spec, layers) for layers in set(spec.chunk_layers(pipeline_rank)))
     most = element * spec.tokens * width + again
     if pipeline_rank == spec.parallelism.pipeline - 1:
-        most = max(most, logits_bytes(spec), head_backward_bytes(spec))
-        if spec.sequence_shards > 1:  # Where the output layer gathers its input, kept for good.
-            most += element * spec.tokens * shape.hidden
+        most = max(most, logits_bytes(spec))
+        if spec.fused_norms:  # Without, what a dry run holds is exact so.
+            most = max(most, head_backward_bytes(spec))
+            # Where the output layer gathers its input under SP, kept for good.
+            most += element * spec.tokens * shape.hidden if spec.sequence_shards > 1 else 0
     return most + whole_output_layer_bytes(spec)
 
 
