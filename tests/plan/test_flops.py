@@ -5,12 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.conftest import TINY as TINY_OF_FOUR
-from tools.plan.readings.published import h200_figures
-from tools.plan.time.flops import mfu, model_flops, token_flops
+from tools.plan.readings.published import h200_figures, h200_spec
+from tools.plan.time.flops import counted_flops, mfu, model_flops, token_flops
 from tools.spec.files import ROOT
 from tools.spec.hardware import device_by_key
 from tools.spec.model import load_model
 from tools.spec.published import Figure
+from tools.spec.recompute import Recompute
 
 GUIDE = (ROOT / "examples/gpt3/README.md").read_text(encoding="utf-8")
 
@@ -83,3 +84,15 @@ def test_the_sum_is_the_published_closed_form(hidden64: int, layers: int, sample
     square = layers * hidden * hidden
     closed = 48 * square + 24 * square + 6 * layers * hidden * 128 + 6 * hidden * vocabulary
     assert model_flops(shape, samples) == tokens * closed
+
+
+def test_flops_as_others_count_them() -> None:
+    spec = replace(h200_spec("dp2"), recompute=Recompute.FULL)
+    found = token_flops(spec.shape)
+    layers = found.total - found.logits
+    assert counted_flops(spec, ()) == 3 * found.total
+    assert counted_flops(spec, {"whole-attention"}) == 3 * (found.total + found.attention_scores)
+    assert counted_flops(spec, {"no-vocabulary"}) == 3 * layers
+    assert counted_flops(spec, {"recomputed"}) == 3 * found.total + layers
+    scores = replace(spec, recompute=Recompute.SELECTIVE)
+    assert counted_flops(scores, {"recomputed"}) == 3 * found.total + found.attention_scores

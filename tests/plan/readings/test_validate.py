@@ -9,19 +9,21 @@ from rich.console import Console
 from tests.plan.readings.fit import fitted_readings
 from tools.cli.main import from_words
 from tools.plan.__main__ import main
+from tools.plan.memory import fullest_rank
 from tools.plan.readings import command
 from tools.plan.readings.facts import origin
 from tools.plan.readings.reading_to_spec import RefusedError, express
-from tools.plan.readings.residual import residuals
-from tools.plan.readings.summary import choices
+from tools.plan.readings.residual import Residual, residuals
+from tools.plan.readings.summary import as_data, choices
 from tools.plan.readings.table import (
     COLUMNS,
-    OF_ONES_OWN,
+    MAY_LACK,
     READINGS,
     Reading,
     ReadingsError,
     read_readings,
 )
+from tools.plan.time.flops import counted_flops
 from tools.spec.experts import BALANCED, ExpertLoad
 from tools.spec.run import Fp8Recipe, TokenDispatcher
 
@@ -48,7 +50,7 @@ ROW = {
 
 def file_of(folder: Path, *rows: dict[str, str], columns: tuple[str, ...] = COLUMNS) -> Path:
     path = folder / "mine.csv"
-    columns += tuple(name for name in OF_ONES_OWN if any(name in row for row in rows))
+    columns += tuple(name for name in MAY_LACK if any(name in row for row in rows))
     lines = [",".join(columns)]
     lines += [",".join((ROW | row).get(name, "") for name in columns) for row in rows]
     path.write_text("\n".join(lines) + "\n")
@@ -437,3 +439,66 @@ def test_layouts_of_different_releases_are_a_choice_only_where_asked_for() -> No
     assert choices(found) == []
     (mixed,) = choices(found, across_releases=True)
     assert mixed.readings == 2
+
+
+def predicted_of(folder: Path, **changes: str) -> Residual:
+    (found,) = residuals(*read_readings(file_of(folder, changes))).predicted
+    return found
+
+
+def test_virtual_stages_that_are_not_stated_are_those_of_the_fastest_run_and_give_a_range(
+    tmp_path: Path,
+) -> None:
+    split = {"tp": "1", "pp": "4", "dp": "2", "gbs": "64"}
+    stated = [predicted_of(tmp_path, **split, vpp=virtual) for virtual in ("1", "2", "4")]
+    found = predicted_of(tmp_path, **split, vpp="")
+    times = [item.predicted for item in stated]
+    assert found.unstated == ("virtual stages",)
+    assert (found.predicted, found.ranged) == (min(times), (min(times), max(times)))
+    assert all((item.unstated, item.ranged) == ((), None) for item in stated)
+
+
+def test_a_micro_batch_that_is_not_stated_is_one_that_fits(tmp_path: Path) -> None:
+    stated = [predicted_of(tmp_path, mbs=micro) for micro in ("1", "2", "4", "8")]
+    found = predicted_of(tmp_path, mbs="")
+    assert found.unstated == ("micro batch",)
+    fitting = [
+        item.predicted
+        for item in stated
+        if fullest_rank(item.expressed.spec)[1].needed <= 1.07 * 80 * 2**30
+    ]
+    assert found.predicted == min(fitting)
+    assert found.ranged == (min(fitting), max(fitting))
+
+
+def test_what_is_not_stated_is_counted_apart_and_its_interval_holds_the_range(
+    tmp_path: Path,
+) -> None:
+    path = file_of(tmp_path, {}, {"mbs": ""})
+    data = as_data(residuals(*read_readings(path)))
+    assert sorted(data["sources"]) == ["mine", "mine, micro batch not stated"]
+    stated, unstated = data["rows"]
+    assert (stated["unstated"], stated["range"]) == ([], None)
+    assert unstated["unstated"] == ["micro batch"]
+    least, most = unstated["range"]
+    assert unstated["interval_80"][0] < least <= most < unstated["interval_80"][1]
+
+
+def test_hardware_flops_count_what_is_computed_again(tmp_path: Path) -> None:
+    run = {"recompute": "full", "value": "100"}
+    model = predicted_of(tmp_path, **run, metric="model_tflops_per_gpu")
+    hardware = predicted_of(tmp_path, **run, metric="hardware_tflops_per_gpu")
+    again = counted_flops(hardware.expressed.spec, {"recomputed"})
+    assert hardware.predicted / model.predicted == pytest.approx(
+        again / counted_flops(model.expressed.spec, ())
+    )
+    assert 1.2 < hardware.predicted / model.predicted < 4 / 3
+
+
+def test_a_row_says_how_its_flops_are_counted(tmp_path: Path) -> None:
+    flops = {"metric": "model_tflops_per_gpu", "value": "100"}
+    half = predicted_of(tmp_path, **flops)
+    whole = predicted_of(tmp_path, **flops, counts="whole-attention")
+    assert whole.predicted > half.predicted
+    _, (refused,) = read_readings(file_of(tmp_path, flops, flops | {"counts": "some"}))
+    assert "column counts: 'some' is not made of" in refused.reason

@@ -55,11 +55,13 @@ class Intervals:
                 self._alike[kind[:words]].append(error)
 
     def of(self, item: Residual, level: float) -> tuple[float, float]:
-        """Least and most that may have been published, in the figure's own unit."""
+        """Least and most that may have been published, in the figure's own unit; what its source leaves
+        out may have been anything that fits."""
         low, high = self._errors(item, level)
-        if item.seconds is not None and item.reading.metric != "step_time_s":
-            return item.predicted * exp(low), item.predicted * exp(high)  # A rate: more is faster.
-        return item.predicted * exp(-high), item.predicted * exp(-low)
+        if item.seconds is None or item.reading.metric == "step_time_s":
+            low, high = -high, -low  # Not a rate: more is slower, or more memory.
+        least, most = item.ranged or (item.predicted, item.predicted)
+        return least * exp(low), most * exp(high)
 
     def covers(self, item: Residual, level: float) -> bool:
         """Whether what was published lies inside."""
@@ -74,8 +76,11 @@ class Intervals:
                 others = [error for error in self._alike[kind[:words]] if error.spec != spec]
                 if len(others) >= _ENOUGH:
                     break
-            unknown = dict.fromkeys(WIDENED, (-log(2), log(2)))
-            self._found[kind, spec] = _levels(others) if others else unknown
+            # Of a file of few rows the public ones of the kind say more than it does.
+            keys = (_key(kind[:words]) for words in range(len(kind), 0, -1))
+            public = next((_table()[key].errors for key in keys if key in _table()), None)
+            few = public or dict.fromkeys(WIDENED, (-log(2), log(2)))
+            self._found[kind, spec] = _levels(others) if len(others) >= _ENOUGH else few
         return self._found[kind, spec][level]
 
     def table(self) -> str:
