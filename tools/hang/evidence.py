@@ -64,7 +64,7 @@ class RecordedCall:
         )
 
 
-SITE_FRAMES = 5
+SITE_FRAMES = 6
 """Innermost frames that tell one call's place in the code from another's."""
 
 

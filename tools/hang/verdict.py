@@ -97,7 +97,7 @@ def _of_graph(waits: Waits) -> Verdict:
         return _of_circle(waits, roots[0])
     ranks = [rank for root in roots for rank in root]
     found = _of_roots(waits, ranks) if ranks else _without_roots(waits)
-    if found.culprits or found.kind or not waits.in_calls:
+    if found.culprits or not waits.in_calls:
         return found
     left = find_departure(waits.evidence, waits.evidence.ranks)
     return _of_departure(waits, left, found.sentence) if left else found
@@ -145,6 +145,8 @@ def _of_roots(waits: Waits, roots: Sequence[int]) -> Verdict:
         text = f"{names} left nothing, and {plural(len(waits.in_calls), 'rank')} wait for them"
         return _verdict(waits, ranks, (), None, f"{text}; which of them stopped is not known.")
     if any(_may_just_wait(waits, rank) for rank in known):
+        if {*ranks} <= {*waits.exchanges}:
+            return _of_exchange(waits)
         text = f"{names}: others wait for it, and it waits in a call that was not recorded."
         return _verdict(waits, ranks, (), None, text)
     culprits = known or ranks
@@ -268,12 +270,20 @@ def _without_roots(waits: Waits) -> Verdict:
         )
         return _verdict(waits, group.ranks, (), Kind.NOT_COMPLETED, text, call)
     apart = [r for r, one in evidence.ranks.items() if one.stack and r not in waits.in_calls]
+    if waits.exchanges and not apart:
+        return _of_exchange(waits)
     if len(apart) == 1 and len(waits.in_calls) > 0:
         place = place_of(evidence.of(apart[0]).stack)
         text = f"{evidence.name(apart[0])} is in {place}; all other ranks wait in a collective."
         return _verdict(waits, (), apart, Kind.NEVER_ENTERED, text)
     text = "Ranks wait in calls, and what is here does not say for whom."
     return _verdict(waits, apart, (), None, text)
+
+
+def _of_exchange(waits: Waits) -> Verdict:
+    ranks = _listed(waits.exchanges)
+    text = f"Ranks {ranks} are in an exchange between their stages, and nobody completed it."
+    return _verdict(waits, waits.exchanges, (), Kind.NOT_COMPLETED, text)
 
 
 def _verdict(
