@@ -302,7 +302,8 @@ def _verdict(
     places.insert(
         int(kind is not Kind.OTHER_COLLECTIVE), _placed(evidence, call) if call else Place()
     )
-    places += [place_of(evidence.of(wait.rank).stack) for wait in into[:1]]
+    exchanging = [wait.rank for wait in into] or sorted({*roots} & {*waits.exchanges})
+    places += [place_of(evidence.of(rank).stack) for rank in exchanging[:1]]
     module = next((place.module for place in places if place.module), None)
     waiting = tuple(sorted((waits.in_calls | waits.behind(roots)) - {*culprits}))
     decided = bool(culprits) or kind is Kind.NOT_COMPLETED
@@ -317,8 +318,8 @@ def _verdict(
         tuple(suspects),
         waiting,
         kind,
-        evidence.groups[call.group].label if call else "pipeline group" if into else None,
-        str(call) if call else "exchange between stages" if into else None,
+        evidence.groups[call.group].label if call else "pipeline group" if exchanging else None,
+        str(call) if call else "exchange between stages" if exchanging else None,
         module,
         tuple(chain.values())[:SHOWN_WAITS],
     )
