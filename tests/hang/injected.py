@@ -286,7 +286,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
     """A row with what is said of its evidence now, and how good that is."""
-    if "run" not in row:
+    if "run" not in row or not (folder / row["run"] / "status.json").exists():
         return row | {"outcome": "no run"}
     run = folder / row["run"]
     status = json.loads((run / "status.json").read_text())

@@ -11,8 +11,9 @@ import pytest
 from tests.hang.made import DATA, SECOND, START, TENSOR, WORLD, Job, four, step
 from tools.hang.command import why_hang
 from tools.hang.dumps import UnreadableError
-from tools.hang.evidence import Frame, Stage
+from tools.hang.evidence import Frame, RecordedCall, Stage
 from tools.hang.gather import gather
+from tools.hang.place import place_of_call
 from tools.hang.verdict import Kind, Outcome, Verdict, judge
 from tools.hang.waits import is_in_collective
 from tools.records.run import STOPPED_FILE
@@ -272,3 +273,55 @@ def test_code_that_torch_called_back_does_not_wait_but_the_kits_counting_does() 
     assert is_in_collective([Frame("counted", "/kit/tools/ledger/record.py", 3), *inside])
     assert not is_in_collective([Frame("stall", "/home/me/hook.py", 3), *inside])
     assert not is_in_collective([])
+
+
+def test_stages_that_are_in_the_same_exchange_accuse_nobody(tmp_path: Path) -> None:
+    job = Job({"0": ("PIPELINE_MODEL_PARALLEL_GROUP", (0, 1))})
+    job.call((0, 1), "0", "broadcast")
+    job.write(tmp_path)
+    (tmp_path / "rank0.txt").write_text(WAITING.format("recv_backward"))
+    (tmp_path / "rank1.txt").write_text(WAITING.format("recv_forward"))
+    found = judge(gather([tmp_path]))
+    assert (found.kind, found.culprits, found.suspects) == (Kind.NOT_COMPLETED, (), (0, 1))
+    assert (found.call, found.module) == ("exchange between stages", "pipeline exchange")
+
+
+def test_interleaved_stages_wait_for_a_handle_in_the_schedule(tmp_path: Path) -> None:
+    job = Job({"0": ("PIPELINE_MODEL_PARALLEL_GROUP", (0, 1))})
+    job.call((0, 1), "0", "broadcast")
+    job.write(tmp_path)
+    (tmp_path / "rank0.txt").write_text(WORKING)
+    (tmp_path / "rank1.txt").write_text(
+        "Current thread 0x7f (most recent call first):\n"
+        '  File "/m/megatron/core/pipeline_parallel/schedules.py", line 9 in pp_pre_forward\n'
+    )
+    assert judge(gather([tmp_path])).culprits == (0,)
+
+
+def test_the_size_that_a_rank_never_used_names_it_though_the_other_is_dead(tmp_path: Path) -> None:
+    job = four()
+    job.call((0,), "1", size=8, done=False)
+    evidence = gather([job.write(tmp_path, without=(1, 2, 3))])
+    assert judge(evidence, is_over=True).culprits == (0,)
+    job = four()
+    job.call((0,), "1", done=False)
+    evidence = gather([job.write(tmp_path / "in order", without=(1, 2, 3))])
+    assert judge(evidence, is_over=True).kind is not Kind.OTHER_COLLECTIVE
+
+
+def test_calls_of_backward_are_modules_and_layers_by_their_order() -> None:
+    frames = (
+        Frame("backward", "/x/megatron/core/tensor_parallel/layers.py", 750),
+        Frame("backward_step", "/x/megatron/core/pipeline_parallel/schedules.py", 5),
+    )
+    reduced = RecordedCall("1", TENSOR, "all_reduce", 1, ((4,),), frames=frames)
+    clipped = RecordedCall("2", "MODEL_PARALLEL_GROUP", "all_reduce", 1, ((1,),))
+    clipped = replace(clipped, frames=(Frame("clip_grad_norm", "/x/megatron/optimizer.py", 1),))
+    # Two micro batches of two layers: output layer, then MLP and attention of each.
+    calls = [*[reduced] * 10, clipped, *[reduced] * 10]
+    found = [place_of_call(calls, at, Stage(2, 2)) for at in range(11, 21)]
+    layers = [None, 2, 2, 1, 1]
+    modules = ["output_layer", "mlp", "self_attention", "mlp", "self_attention"]
+    assert [place.module for place in found] == modules * 2
+    assert [place.layer for place in found] == layers * 2
+    assert [place.micro_batch for place in found] == [1] * 5 + [2] * 5

@@ -64,7 +64,7 @@ class RecordedCall:
         )
 
 
-SITE_FRAMES = 5
+SITE_FRAMES = 6
 """Innermost frames that tell one call's place in the code from another's."""
 
 
@@ -159,8 +159,9 @@ class Evidence:
     def in_order_until(self, rank: int) -> int:
         """So many of a rank's calls were made before the last one that all ranks made and completed."""
         done = 0
+        everybody = {*self.ranks, *(one for group in self.groups.values() for one in group.ranks)}
         for group in self.groups.values():
-            if not len(group.ranks) >= len(self.ranks) > 1:
+            if len(group.ranks) < len(everybody):
                 continue
             left = [one for one in map(self.of, group.ranks) if one.calls]
             of_all = [one.collectives(group.name) for one in left]

@@ -97,7 +97,7 @@ def _of_graph(waits: Waits) -> Verdict:
         return _of_circle(waits, roots[0])
     ranks = [rank for root in roots for rank in root]
     found = _of_roots(waits, ranks) if ranks else _without_roots(waits)
-    if found.culprits or found.kind or not waits.in_calls:
+    if found.culprits or not waits.in_calls:
         return found
     left = find_departure(waits.evidence, waits.evidence.ranks)
     return _of_departure(waits, left, found.sentence) if left else found
@@ -145,6 +145,8 @@ def _of_roots(waits: Waits, roots: Sequence[int]) -> Verdict:
         text = f"{names} left nothing, and {plural(len(waits.in_calls), 'rank')} wait for them"
         return _verdict(waits, ranks, (), None, f"{text}; which of them stopped is not known.")
     if any(_may_just_wait(waits, rank) for rank in known):
+        if {*ranks} <= {*waits.exchanges}:
+            return _of_exchange(waits)
         text = f"{names}: others wait for it, and it waits in a call that was not recorded."
         return _verdict(waits, ranks, (), None, text)
     culprits = known or ranks
@@ -268,12 +270,20 @@ def _without_roots(waits: Waits) -> Verdict:
         )
         return _verdict(waits, group.ranks, (), Kind.NOT_COMPLETED, text, call)
     apart = [r for r, one in evidence.ranks.items() if one.stack and r not in waits.in_calls]
+    if waits.exchanges and not apart:
+        return _of_exchange(waits)
     if len(apart) == 1 and len(waits.in_calls) > 0:
         place = place_of(evidence.of(apart[0]).stack)
         text = f"{evidence.name(apart[0])} is in {place}; all other ranks wait in a collective."
         return _verdict(waits, (), apart, Kind.NEVER_ENTERED, text)
     text = "Ranks wait in calls, and what is here does not say for whom."
     return _verdict(waits, apart, (), None, text)
+
+
+def _of_exchange(waits: Waits) -> Verdict:
+    ranks = _listed(waits.exchanges)
+    text = f"Ranks {ranks} are in an exchange between their stages, and nobody completed it."
+    return _verdict(waits, waits.exchanges, (), Kind.NOT_COMPLETED, text)
 
 
 def _verdict(
@@ -292,7 +302,8 @@ def _verdict(
     places.insert(
         int(kind is not Kind.OTHER_COLLECTIVE), _placed(evidence, call) if call else Place()
     )
-    places += [place_of(evidence.of(wait.rank).stack) for wait in into[:1]]
+    exchanging = [wait.rank for wait in into] or sorted({*roots} & {*waits.exchanges})
+    places += [place_of(evidence.of(rank).stack) for rank in exchanging[:1]]
     module = next((place.module for place in places if place.module), None)
     waiting = tuple(sorted((waits.in_calls | waits.behind(roots)) - {*culprits}))
     decided = bool(culprits) or kind is Kind.NOT_COMPLETED
@@ -307,8 +318,8 @@ def _verdict(
         tuple(suspects),
         waiting,
         kind,
-        evidence.groups[call.group].label if call else "pipeline group" if into else None,
-        str(call) if call else "exchange between stages" if into else None,
+        evidence.groups[call.group].label if call else "pipeline group" if exchanging else None,
+        str(call) if call else "exchange between stages" if exchanging else None,
         module,
         tuple(chain.values())[:SHOWN_WAITS],
     )

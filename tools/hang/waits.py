@@ -51,6 +51,8 @@ class Waits:
     """Ranks that are in a call which is not done, whether or not it is known for whom they wait."""
     incomplete: tuple[tuple[GroupOfRanks, RecordedCall], ...]
     """Calls that every rank of the group entered and nobody finished."""
+    exchanges: tuple[int, ...] = ()
+    """Ranks that are in an exchange with another stage, which is in it, too."""
 
     @property
     def roots(self) -> list[tuple[int, ...]]:
@@ -99,6 +101,7 @@ def find_waits(evidence: Evidence) -> Waits:
     """The graph of a job."""
     edges: dict[int, tuple[Wait, ...]] = {}
     in_calls: set[int] = set()
+    exchanges: list[int] = []
     incomplete: dict[tuple[str, int], tuple[GroupOfRanks, RecordedCall]] = {}
     for rank, one in evidence.ranks.items():
         if one.is_stopped:
@@ -114,15 +117,16 @@ def find_waits(evidence: Evidence) -> Waits:
         if not waits and not one.pending:
             # By the stack: gloo's flight recorder keeps no point-to-point call. Where both are in the
             # exchange of the same two stages, neither waits for the other to come.
-            waits = {
-                other: Wait(rank, other, None)
-                for other in _neighbours(evidence, one)
-                if rank not in _neighbours(evidence, evidence.of(other))
-            }
+            for other in _neighbours(evidence, one):
+                if rank in _neighbours(evidence, evidence.of(other)):
+                    exchanges.append(rank)
+                else:
+                    waits[other] = Wait(rank, other, None)
         if one.pending or waits or is_in_collective(one.stack):
             in_calls.add(rank)
         edges[rank] = tuple(waits.values())
-    return Waits(evidence, edges, frozenset(in_calls), tuple(incomplete.values()))
+    met = tuple(sorted({*exchanges}))
+    return Waits(evidence, edges, frozenset(in_calls), tuple(incomplete.values()), met)
 
 
 def is_in_collective(stack: Iterable[Frame]) -> bool:

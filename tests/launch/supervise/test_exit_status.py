@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.hang.made import four
 from tests.patience import until
 from tests.report.factory import iteration_line
 from tools.cluster.checks.host import check_room
@@ -114,6 +115,25 @@ def test_inodes_that_are_used_up_are_a_cause_beside_bytes(
         f"{run} can take 0 more files (free inodes) and the run needs about 64; remove files that "
         "are not needed, or name another folder with RUNS=."
     )
+
+
+def test_a_failed_run_names_the_rank_whose_call_did_not_fit(folder: Path) -> None:
+    job = four()
+    job.call((0,), "1", done=False)
+    job.call((1,), "1", size=8, done=False)
+    stacks = job.write(folder / records.STACKS_FOLDER, without=(2,))
+    (folder / records.LOG_FILE).write_text(
+        iteration_line(4) + "\n" + KILLED.replace(": 1 (", ": 0 (")
+    )
+    status = exit_status.classify_exit(folder, 1, False)
+    assert (status.rank, "another size" in status.reason) == (1, True)
+    assert stacks.exists()
+
+
+def test_a_rank_that_failed_by_itself_is_named_by_the_log(folder: Path) -> None:
+    stacks = four().write(folder / records.STACKS_FOLDER)
+    assert exit_status.classify_exit(folder, 1, False).rank == 1
+    assert not stacks.exists()
 
 
 def test_the_end_frees_the_reserved_disk_space_and_drops_empty_stacks(folder: Path) -> None:

@@ -82,3 +82,13 @@ def test_a_process_that_has_just_died_is_not_asked(tmp_path: Path) -> None:
     process.wait()
     collect_stacks({0: process}, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_is_ended_says_where_it_was_and_ends_by_that_signal(
+    rank: psutil.Popen, tmp_path: Path
+) -> None:
+    rank.send_signal(signal.SIGTERM)
+    rank.communicate(timeout=PATIENCE)
+    assert rank.returncode == -signal.SIGTERM
+    assert "stuck_here" in (tmp_path / "rank3.txt").read_text()
+    assert (tmp_path / "rank3.pkl").exists()
