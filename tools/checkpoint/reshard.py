@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
@@ -278,8 +278,7 @@ class _Plan:
             parts = _written(folder, f"__0_{number}.distcp", pieces, self._contents.folder, work)
             for piece, part in zip(pieces, parts, strict=True):
                 whole = tensors.setdefault(piece.name, replace(piece.source, sizes={}, parts={}))
-                cast(dict[Shape, Shape], whole.sizes)[piece.begin] = piece.size
-                cast(dict[Shape, StoredPart], whole.parts)[piece.begin] = part
+                whole.sizes[piece.begin], whole.parts[piece.begin] = piece.size, part
         objects = self._objects(folder, f"__0_{len(files)}.distcp")
         write_metadata(folder, StoredMetadata(tensors, (), objects))
         return work.summary(self._contents.parameters)

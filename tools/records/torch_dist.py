@@ -62,9 +62,9 @@ class StoredTensor:
     shape: Shape
     dtype: str
     """torch's name of it, `bfloat16`; empty where the file does not say it in torch's way."""
-    sizes: Mapping[Shape, Shape]
+    sizes: dict[Shape, Shape]
     """Of each piece, by the place of its first element in the whole."""
-    parts: Mapping[Shape, StoredPart]
+    parts: dict[Shape, StoredPart]
     """By the same place."""
 
 
