@@ -17,6 +17,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tests.verify.bench import SMALL
-from tools.launch.compose import SMALL_SAMPLE
+from tools.launch.compose import SMALL_SAMPLE, Launch
 from tools.launch.data import make_sample
 from tools.launch.job import parse_target
 from tools.launch.options import Options
@@ -67,6 +68,20 @@ FEATURES = {
         ),
     ),
 }
+
+
+class PatientRanks(ForkedRanks):
+    """On a busy machine a run of 30 iterations is no hang."""
+
+    def run(
+        self,
+        launch: Launch,
+        log: Path,
+        also: Mapping[str, str] | None = None,
+        seconds: float = 7200,
+    ) -> str:
+        """As any ranks; arguments as theirs."""
+        return super().run(launch, log, also, seconds)
 
 
 @dataclass(frozen=True)
@@ -145,7 +160,7 @@ def main() -> int:
     known = {json.loads(line)["seed"] for line in given.file.read_text().splitlines()}
     (ROOT / "runs").mkdir(exist_ok=True)
     make_sample(SMALL_SAMPLE, Console(quiet=True))
-    ranks = ForkedRanks(Options(megatron_lm=given.megatron_lm))
+    ranks = PatientRanks(Options(megatron_lm=given.megatron_lm))
     with (
         tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".random-healthy-") as folder,
         closing(ranks),
@@ -157,17 +172,20 @@ def main() -> int:
             one, began = drawn(seed, given.megatron_lm), time.monotonic()
             verdict = verifier.verify(one.pair(given.megatron_lm)).verdict
             verifier.forget()
+            said = verdict.reason or verdict.sentence
+            print(f"{seed} {one.command}: {said}", flush=True)
+            if " ended with " in said:  # Of the machine, not of the comparison: to be tried again.
+                continue
             line = {
                 **asdict(one),
                 "verdict": verdict.verdict.value,
                 "ratio": verdict.worst_ratio,
-                "says": verdict.reason or verdict.sentence,
+                "says": said,
                 "seconds": round(time.monotonic() - began),
                 "command": one.command,
             }
             with given.file.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            print(f"{seed} {one.command}: {line['says']}", flush=True)
     wrong = [
         line
         for line in map(json.loads, given.file.read_text().splitlines())
