@@ -29,7 +29,7 @@ RECORDED_CALLS = "1000"
 """Of each rank; some iterations."""
 # The second is the name up to torch 2.8.
 _RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS, _PIECE_SECONDS = 0.5, 0.1
 _COMPILER = "torch._inductor"
 
 
@@ -58,10 +58,12 @@ def dump_stacks_on_request() -> None:
 def _answer(stacks: TextIO, path: Path, ending: int) -> None:
     is_written = False
     while True:
-        is_ending = bool(select.select([ending], [], [], _LOOK_SECONDS)[0])
-        if is_ending:
+        is_ending, seconds = False, _LOOK_SECONDS
+        # A handler writes in pieces.
+        while select.select([ending], [], [], seconds)[0]:
             stacks.write(os.read(ending, 1 << 16).decode(errors="replace"))
             stacks.flush()
+            is_ending, seconds = True, _PIECE_SECONDS
         if not is_written and os.fstat(stacks.fileno()).st_size:
             is_written = True
             write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
