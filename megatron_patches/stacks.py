@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
@@ -76,7 +77,8 @@ def _failed(path: Path, usual: Any, kind: Any, error: BaseException, trace: Any)
     """As `sys.excepthook`; what came out of a collective leaves the calls before it."""
     frames = traceback.extract_tb(trace)
     if frames and "/torch/distributed/" in frames[-1].filename:
-        write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
+        with suppress(OSError):  # The folder is gone once the run's end was written.
+            write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
     usual(kind, error, trace)
 
 
