@@ -160,7 +160,7 @@ class Bench:
             os.environ["WHY_HANG_FAULT"] = case.fault
             hang.STACK_SECONDS = 60.0
             if case.kind != "slow":
-                execution.HangWatch = PatientWatch
+                execution.HangWatch = PatientWatch  # type: ignore[attr-defined]
             if case.kind == "link":
                 os.environ["WHY_HANG_LINK"] = linked(case)
             with (launch.job.options.runs / "launcher.txt").open("w") as said:
