@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
@@ -29,7 +30,7 @@ RECORDED_CALLS = "1000"
 """Of each rank; some iterations."""
 # The second is the name up to torch 2.8.
 _RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS, _PIECE_SECONDS = 0.5, 0.1
 _COMPILER = "torch._inductor"
 
 
@@ -58,10 +59,12 @@ def dump_stacks_on_request() -> None:
 def _answer(stacks: TextIO, path: Path, ending: int) -> None:
     is_written = False
     while True:
-        is_ending = bool(select.select([ending], [], [], _LOOK_SECONDS)[0])
-        if is_ending:
+        is_ending, seconds = False, _LOOK_SECONDS
+        # A handler writes in pieces.
+        while select.select([ending], [], [], seconds)[0]:
             stacks.write(os.read(ending, 1 << 16).decode(errors="replace"))
             stacks.flush()
+            is_ending, seconds = True, _PIECE_SECONDS
         if not is_written and os.fstat(stacks.fileno()).st_size:
             is_written = True
             write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
@@ -74,7 +77,8 @@ def _failed(path: Path, usual: Any, kind: Any, error: BaseException, trace: Any)
     """As `sys.excepthook`; what came out of a collective leaves the calls before it."""
     frames = traceback.extract_tb(trace)
     if frames and "/torch/distributed/" in frames[-1].filename:
-        write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
+        with suppress(OSError):  # The folder is gone once the run's end was written.
+            write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
     usual(kind, error, trace)
 
 

@@ -57,7 +57,7 @@ def site() -> tuple[str, int | None]:
     node = torch._C._current_autograd_node()
     if node is None:
         return running[-1] if running else ("", None)
-    number = node._sequence_nr()  # type: ignore[attr-defined]
+    number = node._sequence_nr()
     inside = [each for each in spans if each[0] <= number < each[1]]
     if inside:
         return min(inside, key=lambda each: each[1] - each[0])[2:]

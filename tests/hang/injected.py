@@ -35,6 +35,7 @@ from tools.launch.supervise import hang
 from tools.launch.supervise.hang import HangWatch, collect_stacks
 from tools.launch.supervise.warm import WarmMegatron
 from tools.launch.train import compose_job
+from tools.report.read.diagnosis import diagnose
 from tools.spec.files import ROOT
 
 LAYOUTS = (
@@ -159,7 +160,7 @@ class Bench:
             os.environ["WHY_HANG_FAULT"] = case.fault
             hang.STACK_SECONDS = 60.0
             if case.kind != "slow":
-                execution.HangWatch = PatientWatch
+                execution.HangWatch = PatientWatch  # type: ignore[attr-defined]
             if case.kind == "link":
                 os.environ["WHY_HANG_LINK"] = linked(case)
             with (launch.job.options.runs / "launcher.txt").open("w") as said:
@@ -290,14 +291,17 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         return row | {"outcome": "no run"}
     run = folder / row["run"]
     status = json.loads((run / "status.json").read_text())
+    is_hang = status["reason"].startswith("Hang")
+    if not is_hang and status["status"] == "crashed":
+        ended = diagnose(run / "log.txt", 1, False)
+        status |= {"reason": ended.reason, "rank": None if "gloo" in ended.reason else ended.rank}
     row = row | {"status": status["status"], "reason": status["reason"], "named": status["rank"]}
     try:
-        row |= {"said": as_json(judge(gather([run])))}
+        row |= {"said": as_json(judge(gather([run]), is_over="gloo" in status["reason"]))}
     except UnreadableError as error:
         row |= {"said": {"culprits": [], "suspects": [], "sentence": str(error), "kind": None}}
     said, fired = row["said"], {one["rank"] for one in row["fired"]}
-    culprits = set(said["culprits"])
-    is_hang = status["reason"].startswith("Hang")
+    culprits = set(said["culprits"]) if is_hang or "gloo" in status["reason"] else set()
     if not is_hang and not culprits:
         culprits = {status["rank"]} - {None}
     if row["kind"] in (*HEALTHY, "pause"):

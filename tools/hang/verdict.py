@@ -80,7 +80,8 @@ def judge(evidence: Evidence, is_over: bool = False) -> Verdict:
     """Who stopped; of a job that is over, whose call ended it."""
     waits = find_waits(evidence)
     if stopped := [rank for rank, one in evidence.ranks.items() if one.is_stopped]:
-        return _of_roots(waits, stopped)
+        alone = [root[0] for root in waits.roots if len(root) == 1]
+        return _of_roots(waits, [*stopped, *(rank for rank in alone if rank not in waits.in_calls)])
     mismatch = find_mismatch(evidence)
     if mismatch and waits.in_calls:
         return _of_mismatch(waits, mismatch)

@@ -46,8 +46,9 @@ def rank(tmp_path: Path) -> Iterator[psutil.Popen]:
     )
     assert process.stdout.readline() == "ready\n"
     yield process
-    process.kill()
-    process.communicate()
+    if process.returncode is None:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("was_stopped", [False, True])

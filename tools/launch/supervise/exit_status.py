@@ -114,9 +114,13 @@ def classify_exit(
         return replace(status, status=Status.CRASHED, reason=reason, rank=None)
     if status.status in (Status.OK, Status.INTERRUPTED):
         return status
-    if exit_code and (found := unfit_call(folder / records.STACKS_FOLDER)):
-        rank = found.culprits[0] if found.culprits else None
-        return replace(status, reason=f"{found.sentence} {status.reason}", rank=rank)
+    found = unfit_call(folder / records.STACKS_FOLDER) if exit_code else None
+    if exit_code and "gloo" in status.reason:
+        # It ends whichever rank notices first that calls do not fit, or that a peer is gone.
+        rank = found.culprits[0] if found and found.culprits else None
+        return replace(
+            status, reason=f"{found.sentence if found else ''} {status.reason}".strip(), rank=rank
+        )
     # What was full for a moment is blamed only for a log that could not say what happened.
     lacked = find_room(folder).lacking
     if not lacked and least and least.lacking:
