@@ -181,7 +181,7 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         offload=Offload(source["offload_layers"], tuple(source["offload_modules"].split())),
         fused_loss=bool(source["fused_loss"]),
         loss_impl="te" if source["fused_loss"] == "te" else "native",
-        state_types=_state_types(source),
+        state_types=_state_types(source, parallelism.sharding),
         recompute=_recompute(reading.recompute or source["recompute"], fused),
         fused_attention=fused,
         stages=_stages_of_recipe(shape, parallelism.pipeline * virtual),
@@ -191,8 +191,10 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
     )
 
 
-def _state_types(source: dict[str, Any]) -> StateTypes:
+def _state_types(source: dict[str, Any], sharding: Sharding) -> StateTypes:
     gradients = "bf16" if source["half_gradients"] else ""
+    if not sharding:
+        return StateTypes(gradients)
     moments = "bf16" if source["half_moments"] else ""
     return StateTypes(gradients, "", moments, moments, aware=bool(source["aware"]))
 
