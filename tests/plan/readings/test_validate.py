@@ -24,6 +24,7 @@ from tools.plan.readings.table import (
     read_readings,
 )
 from tools.plan.time.flops import counted_flops
+from tools.plan.verdict import Fit
 from tools.spec.experts import BALANCED, ExpertLoad
 from tools.spec.run import Fp8Recipe, TokenDispatcher
 
@@ -189,6 +190,14 @@ def test_a_run_that_cannot_have_been_is_refused_with_the_reason(
 ) -> None:
     (refused,) = residuals(*read_readings(file_of(tmp_path, changes))).refused
     assert words in refused.reason
+
+
+def test_a_trainer_that_keeps_what_no_formula_counts_gets_no_verdict() -> None:
+    chosen = [row for row in read_readings()[0] if row.line in (425, 570)]
+    by_recipe, maxtext = as_data(residuals(chosen))["rows"]
+    assert by_recipe["fits"] in set(Fit)
+    assert maxtext["fits"] is None
+    assert maxtext["memory_bytes"]
 
 
 def test_many_layers_are_a_large_number(tmp_path: Path) -> None:

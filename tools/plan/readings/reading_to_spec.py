@@ -151,9 +151,6 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
     parallelism, batch = _layout(reading, source)
     groups, taken = source.get("groups") or facts.get("groups", (1, 1))
     capacity = source["capacity"] or None
-    gradients, moments = (
-        "bf16" * bool(source[name]) for name in ("half_gradients", "half_moments")
-    )
     dtype = reading.dtype.lower()
     if dtype and not any(known in dtype for known in _DTYPES):
         raise RefusedError(f"its dtype '{reading.dtype}' is none of {', '.join(_DTYPES)}")
@@ -172,7 +169,7 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         offload=Offload(source["offload_layers"], tuple(source["offload_modules"].split())),
         fused_loss=bool(source["fused_loss"]),
         loss_impl="te" if source["fused_loss"] == "te" else "native",
-        state_types=StateTypes(gradients, "", moments, moments, aware=bool(source["aware"])),
+        state_types=_state_types(source, parallelism.sharding),
         recompute=_recompute(reading.recompute or source["recompute"], fused),
         fused_attention=fused,
         stages=_stages_of_recipe(shape, parallelism.pipeline * parallelism.virtual_stages),
@@ -182,6 +179,14 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         token_dispatcher=TokenDispatcher(source["dispatcher"]),
         model=reading.model,
     )
+
+
+def _state_types(source: dict[str, Any], sharding: Sharding) -> StateTypes:
+    gradients = "bf16" if source["half_gradients"] else ""
+    if not sharding:
+        return StateTypes(gradients)
+    moments = "bf16" if source["half_moments"] else ""
+    return StateTypes(gradients, "", moments, moments, aware=bool(source["aware"]))
 
 
 def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
