@@ -68,11 +68,11 @@ class Expressed:
     def alternatives(self) -> Iterator[Expressed]:
         """The runs that it may have been, each as if all of it were stated."""
         spec, split, whole = self.spec, self.spec.parallelism, self.reading.gbs
-        sizes, degrees = [spec.batch.micro_batch_size], (split.virtual_stages,)
+        sizes, degrees = [spec.batch.micro_batch_size], [split.virtual_stages]
         if MICRO in self.unstated:
             sizes = divisors(whole // split.data, _MICRO_BATCHES) if whole else sizes
         if VIRTUAL in self.unstated:
-            degrees = virtual_degrees(spec.stages, spec.shape.layers, split.pipeline)
+            degrees = list(virtual_degrees(spec.stages, spec.shape.layers, split.pipeline))
         for size, virtual in product(sizes, degrees):
             batch = Batch(size, spec.batch.global_batch_size)
             laid = replace(spec, batch=batch, parallelism=replace(split, virtual_stages=virtual))

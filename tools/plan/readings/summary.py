@@ -111,7 +111,6 @@ _KINDS = (
     "peak memory, Megatron's tests",
     "layers of several kinds",
     "BigScience, 384 A100",
-    "micro batch or virtual stages not stated",
 )
 _TESTS = "NVIDIA/Megatron-LM golden values"
 _RECIPES = ("NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/dgxc-benchmarking")
@@ -123,7 +122,7 @@ _BY_SOURCE = {
     **dict.fromkeys(_FSDP, _KINDS[6]),
 }
 _BY_BYTES = {"memory_allocated_bytes": _KINDS[9], "peak_memory_allocated_bytes": _KINDS[10]}
-_NOT_FITTED = ("", _KINDS[1], _KINDS[13], *_BY_BYTES.values())
+_NOT_FITTED = ("", _KINDS[1], *_BY_BYTES.values())
 _DIRECT = ("step_time_s", "tokens_per_s_per_gpu")
 _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 
@@ -135,8 +134,8 @@ def _kind_of_run(item: Residual) -> str:
         return _BY_BYTES.get(reading.metric, "")
     if reading.metric not in _DIRECT:
         return ""
-    if item.unstated or reading.source not in _RECIPES:
-        return _KINDS[13] if item.unstated else _BY_SOURCE.get(reading.source, "")
+    if reading.source not in _RECIPES:
+        return _BY_SOURCE.get(reading.source, "")
     device, spec = item.expressed.cluster.device, item.expressed.spec
     hopper = device.generation == "hopper"
     if spec.shape.blocks:
