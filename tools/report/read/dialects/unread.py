@@ -22,7 +22,10 @@ _UNREAD = (
         r"Epoch \d{1,6}: .{0,200}(?:train_step_timing in s|reduced_train_loss)=",
     ),
     (
-        *("MLPerf's results", "it says neither the time of a step nor where its blocks begin and end"),
+        *(
+            "MLPerf's results",
+            "it says neither the time of a step nor where its blocks begin and end",
+        ),
         r':::MLLOG \{.{0,200}"key": "(?:tracked_stats|run_start)"',
     ),
     (
