@@ -6,6 +6,9 @@ A ratio to what the same Python does beside it says the same on a slow machine a
 from __future__ import annotations
 
 import io
+import resource
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -25,7 +28,7 @@ from tools.spec.model import Model, load_model
 from tools.spec.run import flags_of_spec, spec_of_model
 from tools.spec.strategy import NAMED, Batch, Parallelism, parse_strategy
 
-ROUNDS, RUNS, ITERATIONS = 3, 100, 100
+ROUNDS, RUNS, ITERATIONS = 3, 100, 200
 Work = Callable[[], object]
 
 
@@ -51,6 +54,30 @@ def of_report(folder: Path, runs: int = RUNS) -> Work:
         _write_run(folder / "runs", number)
     options = BuildOptions("many", runs_root=folder / "runs", reports_root=folder / "reports")
     return lambda: build(options, Console(file=io.StringIO()))
+
+
+def against_its_import(folder: Path, runs: int = RUNS) -> str:
+    """A report of so many runs in a process of its own, beside one that only imports what it takes."""
+    of_report(folder, runs)
+    options = f"'many', runs_root=Path('{folder}/runs'), reports_root=Path('{folder}/reports')"
+    programs = (
+        "import matplotlib.figure, tools.report.build",
+        "import io; from pathlib import Path; from rich.console import Console;"
+        "from tools.report.build import BuildOptions, build;"
+        f"build(BuildOptions({options}), Console(file=io.StringIO()))",
+    )
+    alone, whole = (median(_of_child(program) for _ in range(ROUNDS)) for program in programs)
+    return (
+        f"report of {runs} runs, {ITERATIONS} iterations each: {whole:.2f} s of processor time, "
+        f"{whole / alone:.1f} times what importing it takes ({alone:.2f} s)"
+    )
+
+
+def _of_child(program: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run((sys.executable, "-c", program), check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def _write_run(runs: Path, number: int) -> None:
@@ -89,6 +116,8 @@ def main() -> None:
         }
         for line in compared(work):
             print(line, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        print(against_its_import(Path(folder)), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ UNPROVEN = (NO_START, DROPOUT)
 
 def obstacle(reference: Run, other: Run) -> str:
     """Why two runs need not print the same losses; empty if they must."""
-    ours, theirs = _of_losses(reference), _of_losses(other)
     # Of two logs of one strategy equal seeds draw equal weights and dropout masks.
     one, two = reference.spec, other.spec
     of_one_layout = bool(
@@ -34,8 +33,10 @@ def obstacle(reference: Run, other: Run) -> str:
         and (one.parallelism, one.batch) == (two.parallelism, two.batch)
     )
     # With another seed the start is another too, which then says less.
-    if ours["seed"] == theirs["seed"] and not _share_start(reference, other, of_one_layout):
+    same_seed = (one and one.seed) == (two and two.seed)
+    if same_seed and not _share_start(reference, other, of_one_layout):
         return NO_START
+    ours, theirs = _of_losses(reference), _of_losses(other)
     differing = [name for name in ours if ours[name] != theirs[name]]
     if (reference.record is None) == (other.record is None):
         # Only where both tell their schedules in the same way.

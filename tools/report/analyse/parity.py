@@ -203,7 +203,7 @@ def _compared(row: Configuration, rows: Sequence[Configuration]) -> Parity | Non
                 (other, reference)
                 for other in rows
                 for reference in reversed(other.runs)
-                if len(loss_points(reference)[0]) and not _obstacle(reference, run)
+                if not _obstacle(reference, run) and len(loss_points(reference)[0])
             ),
             None,
         )

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
@@ -28,12 +29,13 @@ def median_interval(values: Floats) -> tuple[float, float]:
         return _drawless(values)
     # Medians of resampled circular blocks, with one seed for all.
     generator, length = np.random.default_rng(_SEED), block_length(values)
-    batch, medians = max(1, 4_000_000 // count), []
+    blocks = sliding_window_view(np.concatenate([values, values[: length - 1]]), length)
+    batch, medians, middle = max(1, 4_000_000 // count), [], ((count - 1) // 2, count // 2)
     for done in range(0, _DRAWS, batch):
-        shape = (min(batch, _DRAWS - done), -(-count // length), 1)
-        places = (generator.integers(count, size=shape) + np.arange(length)) % count
-        drawn = values[places.reshape(len(places), -1)[:, :count]]
-        medians.append(np.median(drawn, axis=-1))
+        shape = (min(batch, _DRAWS - done), -(-count // length))
+        drawn = blocks[generator.integers(count, size=shape)].reshape(shape[0], -1)[:, :count]
+        drawn.partition(middle, axis=1)  # A third of what `np.median` takes.
+        medians.append(drawn[:, middle].mean(axis=1))
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.concatenate(medians), [tail, 1 - tail])
     return float(low), float(high)

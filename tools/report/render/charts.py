@@ -36,7 +36,7 @@ MAX_DEVICES = 12
 MAX_ROUTED = 4
 
 MAX_TIMES = 40
-_MAX_DOTS = 300
+_MAX_DOTS, _FEWEST_DOTS, _ALL_DOTS = 300, 50, 3000
 MAX_RANKS = 8
 _MAX_POINTS = 1000
 
@@ -124,7 +124,9 @@ def draw_times(figure: Figure, entries: Sequence[Entry]) -> None:
     drawn, reach = [], []
     for entry in entries:
         samples = [ms for run in entry.configuration.runs for ms in run.window.samples_ms]
-        samples = [samples[place] for place in evenly(len(samples), _MAX_DOTS)]
+        # Of many rows each has fewer: a dot takes as long to draw as to read a line.
+        dots = min(_MAX_DOTS, max(_FEWEST_DOTS, _ALL_DOTS // len(entries)))
+        samples = [samples[place] for place in evenly(len(samples), dots)]
         # The axis goes as far as it must to show all but a twentieth of them.
         most = sorted(samples)[min(len(samples) - 1, int(0.95 * len(samples)))]
         reach.append(max(most, (entry.estimate.high or 0) if entry.estimate else 0))
@@ -272,9 +274,9 @@ def _draw_row(
     beyond = [(edge, y) for x, y in zip(samples, heights, strict=True) if x > edge]
     for points, marker in ((inside, "o"), (beyond, ">")):
         if points:
-            look: dict[str, Any] = {"s": 14, "alpha": 0.45, "linewidths": 0, "clip_on": False}
+            look: dict[str, Any] = {"linestyle": "none", "markersize": 3.74, "markeredgewidth": 0}
             xs, ys = zip(*points, strict=True)
-            axes.scatter(xs, ys, marker=marker, color=colour(place), **look)
+            axes.plot(xs, ys, marker=marker, color=colour(place), alpha=0.45, clip_on=False, **look)
     if found is None:
         return
     axes.vlines(found.median, place - 0.34, place + 0.34, color=INK, linewidth=1.6)

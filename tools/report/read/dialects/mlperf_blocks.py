@@ -35,7 +35,7 @@ class _Block(Result):
         value, counts = found.get("value"), _counts(found.get("metadata"))
         match found.get("key"):
             case "block_stop" if counts and isinstance(found.get("time_ms"), int | float):
-                values = {"iteration": int(counts.get("step", 0))}
+                values: dict[str, int | float] = {"iteration": int(counts.get("step", 0))}
                 if "step" not in counts and "samples_count" in counts:
                     values["consumed_samples"] = int(counts["samples_count"])
             # A `step` that is the samples' count is no step.
