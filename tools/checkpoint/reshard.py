@@ -91,7 +91,7 @@ class _Piece:
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.size) * getattr(torch, self.source.dtype).itemsize
+        return math.prod(self.size) * int(getattr(torch, self.source.dtype).itemsize)
 
 
 class _Job(msgspec.Struct, frozen=True):
@@ -119,7 +119,7 @@ def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
     done = sum(file.stat().st_size for file in unfinished.glob("iter_*/*.distcp"))
     check_room(target, max(0, plan.size_bytes - done))
     unfinished.mkdir(parents=True, exist_ok=True)
-    with (unfinished / _OWN[1]).open("w") as held:
+    with (unfinished / _OWN[1]).open("wb") as held:
         try:
             lock(held)
         except BlockingIOError:
