@@ -7,6 +7,7 @@ import pytest
 
 from tests.plan.readings.fit import BOUNDS
 from tools.plan.memory import fullest_rank
+from tools.plan.readings.facts import source_facts
 from tools.plan.readings.intervals import INTERVALS
 from tools.plan.readings.residual import Residuals, residuals
 from tools.plan.readings.summary import by_coverage, by_kind, by_split, choices, intervals_of
@@ -75,6 +76,8 @@ def test_what_has_run_is_said_to_fit(predicted: Residuals) -> None:
         run = (spec, cluster.device.key)
         if item.seconds is None or run in seen or source.startswith("VIA-Research/vTrain"):
             continue
+        if source_facts(item.reading)["unjudged"]:
+            continue
         seen.add(run)
         sharded = spec.parallelism.sharding.shards_weights
         kind = "sharded weights" if sharded else "mixtures" if spec.shape.experts else "dense"
@@ -82,7 +85,7 @@ def test_what_has_run_is_said_to_fit(predicted: Residuals) -> None:
     for kind, least, most in (
         ("dense", 500, 0.02),
         ("mixtures", 150, 0.05),
-        ("sharded weights", 150, 0.2),
+        ("sharded weights", 120, 0.05),
     ):
         said = verdicts[kind]
         wrong = said.count(Fit.DOES_NOT_FIT)
@@ -110,5 +113,5 @@ def test_intervals_cover_what_they_say(predicted: Residuals) -> None:
             str(kind.readings),
             *(f"{share:.0%}" for share in kind.shares.values()),
         ]
-        assert 0.72 <= kind.shares[0.80] <= 0.91
+        assert 0.72 <= kind.shares[0.80] <= 0.92
         assert kind.shares[0.95] >= (0.90 if kind.readings > 30 else 0.85)
