@@ -70,7 +70,14 @@ _CONTAINER = (v.DRY_RUN, v.RUNTIME, v.IMAGE)
 _PLANNED = (
     *(v.MODEL, v.GPUS, v.GPU._replace(default="h200"), v.NODES, v.GPUS_PER_NODE, v.INTRA, v.INTER),
     *(v.NICS, v.OVERSUBSCRIPTION, v.IMBALANCE, v.GLOBAL_BATCH, v.SEQ, v.DTYPE),
-    *(v.CALIBRATION, v.CALIBRATE, v.JSON),
+    v.CALIBRATION,
+    _meaning(
+        v.CALIBRATE,
+        'rates that the devices reach: "700 TFLOP/s on 4k x 4k x 4k"',
+        kind=v.TEXT,
+        default=None,
+    ),
+    v.JSON,
     _meaning(
         v.EXTRA, "Megatron flags of the planned model and strategy", kind=v.TEXT, default=None
     ),

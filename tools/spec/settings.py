@@ -174,11 +174,6 @@ IMBALANCE = Setting(
 SEQ = Setting("SEQ", "a whole number", "sequence length")
 TOKENS = Setting("TOKENS", "a number above 0", "tokens to train on")
 CALIBRATION = Setting("CALIBRATION", PATH, "file of measured constants")
-CALIBRATE = Setting(
-    "CALIBRATE",
-    TEXT,
-    'rates that the devices reach: "700 TFLOP/s on 4k x 4k x 4k" (the planner\'s)',
-)
 RECIPE = Setting(
     "RECIPE",
     "defaults, tuned or all",

@@ -112,7 +112,7 @@ def add_rows(path: Path, rows: Iterable[Row]) -> int:
         before = len(kept)
         kept |= {_configuration(row): row for row in rows}
         text = io.StringIO()
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(kept.values())
         write_whole(path, text.getvalue())
