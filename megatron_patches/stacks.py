@@ -7,6 +7,7 @@ peer's call does not fit its own, and only the calls of all tell whose is wrong.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import functools
 import os
@@ -48,6 +49,8 @@ def dump_stacks_on_request() -> None:
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
     ending, told = os.pipe()
     faulthandler.register(signal.SIGTERM, file=told, all_threads=True, chain=False)
+    # Its thread answers no more once the interpreter ends.
+    atexit.register(faulthandler.unregister, signal.SIGTERM)
     # Workers that load data are ended by it as ever.
     os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
     for name in _RECORDER:

@@ -188,6 +188,7 @@ def _report(rank: int, pid: int, code: int) -> None:
     """The failure in the lines that torchrun would print, which the report reads."""
     how = f"Signal {-code} ({signal.Signals(-code).name}) received by PID {pid}" if code < 0 else ""
     lines = (
+        "",  # What a library prints at the end of a process need not end its line.
         "Root Cause (first observed failure):",
         f"  rank      : {rank} (local_rank: {rank})",
         f"  exitcode  : {code} (pid: {pid})",
