@@ -193,9 +193,8 @@ def _link(first: int, second: int, gpu: Gpu, peer: Gpu) -> DeviceLink:
     nearest = _answer(pynvml.nvmlDeviceGetTopologyCommonAncestor, one, other)
     connected = _peer(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
     nvlinks = None if connected is None else 0
-    if (
-        connected
-    ):  # Active links of the first that lead to the second, or to the switch between them.
+    if connected:
+        # Active links of the first that lead to the second, or to the switch between them.
         bus_id = pynvml.nvmlDeviceGetPciInfo(other).busId
         links = range(pynvml.NVML_NVLINK_MAX_LINKS)
         nvlinks = sum(_leads_to(one, link, bus_id) for link in links)
