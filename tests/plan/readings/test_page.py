@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tools.plan.readings.page import write_page
 from tools.plan.readings.residual import residuals
-from tools.plan.readings.summary import by_kind, choices
+from tools.plan.readings.summary import by_kind, choices, errors_of
 from tools.plan.readings.table import read_readings
 from tools.spec.files import ROOT
 
@@ -13,7 +13,7 @@ from tools.spec.files import ROOT
 def test_the_page_holds_every_point_and_asks_no_network(tmp_path: Path) -> None:
     readings, unreadable = read_readings()
     found = residuals(readings[::40], unreadable)
-    page, picture = write_page(found, tmp_path)
+    page, picture = write_page(found, errors_of(found), tmp_path)
     text = page.read_text()
     packed = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert packed is not None

@@ -14,7 +14,7 @@ from tools.plan.readings import command
 from tools.plan.readings.facts import origin
 from tools.plan.readings.reading_to_spec import RefusedError, express
 from tools.plan.readings.residual import Residual, residuals
-from tools.plan.readings.summary import as_data, choices
+from tools.plan.readings.summary import as_data, choices, errors_of
 from tools.plan.readings.table import (
     COLUMNS,
     MAY_LACK,
@@ -194,7 +194,8 @@ def test_a_run_that_cannot_have_been_is_refused_with_the_reason(
 
 def test_a_trainer_that_keeps_what_no_formula_counts_gets_no_verdict() -> None:
     chosen = [row for row in read_readings()[0] if row.line in (425, 570)]
-    by_recipe, maxtext = as_data(residuals(chosen))["rows"]
+    found = residuals(chosen)
+    by_recipe, maxtext = as_data(found, errors_of(found))["rows"]
     assert by_recipe["fits"] in set(Fit)
     assert maxtext["fits"] is None
     assert maxtext["memory_bytes"]
@@ -484,7 +485,8 @@ def test_what_is_not_stated_is_counted_apart_and_its_interval_holds_the_range(
     tmp_path: Path,
 ) -> None:
     path = file_of(tmp_path, {}, {"mbs": ""})
-    data = as_data(residuals(*read_readings(path)))
+    found = residuals(*read_readings(path))
+    data = as_data(found, errors_of(found))
     assert sorted(data["sources"]) == ["mine", "mine, micro batch not stated"]
     stated, unstated = data["rows"]
     assert (stated["unstated"], stated["range"]) == ([], None)

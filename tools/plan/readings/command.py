@@ -12,7 +12,7 @@ from statistics import mean, median
 from rich.console import Console
 
 from tools.plan.calibration import calibration_of
-from tools.plan.readings.intervals import INTERVALS
+from tools.plan.readings.intervals import ERRORS_FILE, Errors, public_errors
 from tools.plan.readings.page import FOLDER, write_page
 from tools.plan.readings.residual import Residual, Residuals, residuals
 from tools.plan.readings.summary import (
@@ -28,7 +28,7 @@ from tools.plan.readings.summary import (
     by_split,
     cause,
     choices,
-    intervals_of,
+    errors_of,
     reasons,
     signed,
     worst,
@@ -63,14 +63,17 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
         leave_out = _source(leave_out, {reading.source for reading in (*found, *public)})
     here = () if path == READINGS else (partial(calibration_of, ROOT / "runs"),)
     predicted = residuals(found, unreadable, leave_out, *here)
+    errors = errors_of(predicted)
+    if path != READINGS:
+        errors = errors.beside(public_errors())
     if json:
-        print(dumps(as_data(predicted), indent=1))
+        print(dumps(as_data(predicted, errors), indent=1))
         return
     console = wide_console()
-    _print(predicted, console)
+    _print(predicted, errors, console)
     if readings is None and leave_out is None and FOLDER.is_dir():
-        write_whole(INTERVALS, intervals_of(predicted).table())
-        page, picture = write_page(predicted)
+        write_whole(ERRORS_FILE, errors.table())
+        page, picture = write_page(predicted, errors)
         console.print(f"{from_root(page)} and {from_root(picture)} show every reading.")
 
 
@@ -88,7 +91,7 @@ def _source(name: str, known: set[str]) -> str:
     raise ReadingsError(f"There is no one source '{name}' to leave out; name one of {near}.")
 
 
-def _print(found: Residuals, console: Console) -> None:
+def _print(found: Residuals, errors: Errors, console: Console) -> None:
     if found.predicted:
         console.print(_MEANING, highlight=False)
     kinds = [*by_kind(found), *by_split(found)]
@@ -103,8 +106,10 @@ def _print(found: Residuals, console: Console) -> None:
             Column[Coverage]("n", lambda kind: kind.readings),
             Column[Coverage]("of 80%", lambda kind: kind.shares[0.80], percent),
             Column[Coverage]("of 95%", lambda kind: kind.shares[0.95], percent),
+            Column[Coverage]("by others 80%", lambda kind: kind.elsewhere[0.80], percent),
+            Column[Coverage]("by others 95%", lambda kind: kind.elsewhere[0.95], percent),
         )
-        console.print(rich_table(Table(columns, tuple(by_coverage(found))), console.width))
+        console.print(rich_table(Table(columns, tuple(by_coverage(found, errors))), console.width))
     _print_regrets(choices(found), choices(found, across_releases=True), console)
     total = len(found.predicted) + len(found.refused)
     rest = " Not predicted:" if found.refused else ""

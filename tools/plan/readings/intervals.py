@@ -1,105 +1,155 @@
-"""Intervals of predictions at a stated level, from the errors of measurements of the same kind.
+"""Intervals of predictions at a stated level, from the errors of the nearest measurements.
 
 Each measurement is predicted with constants fitted without its source; its interval is made of the
 errors of other layouts alone, so that what it covers is a test. A source counts with the root of its
-measurements: figures of one lab have more in common than figures of several.
+measurements: figures of one lab have more in common than figures of several. Ends are by split conformal
+prediction (Lei et al., JASA 113, 2018): of n errors the next is at each of n + 1 places as likely.
 
-`intervals.csv` has those of times by kind, as `make validate` wrote them.
+`errors.csv` has what the public ones were missed by, as `make validate` wrote it.
 """
 
 from __future__ import annotations
 
 import csv
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from math import exp, log
+from functools import cache, lru_cache
+from math import exp, log, log2
 from pathlib import Path
 
 from tools.plan.readings.residual import Residual
+from tools.plan.tensors import parameters_total
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.flops import mfu, model_flops
 from tools.spec.run import RunSpec
 
-WIDENED = {0.80: 1.05, 0.95: 1.2}
-"""Levels, and how much wider than the quantiles: the next lab's scatter is not among the errors."""
-INTERVALS = Path(__file__).with_name("intervals.csv")
+LEVELS = (0.50, 0.60, 0.70, 0.80, 0.90, 0.95)
+ERRORS_FILE = Path(__file__).with_name("errors.csv")
+_NEAREST = 60
+"""Errors that an interval is made of, and all that are as near as the last of them."""
+_LESS = 1.5
+"""How much less each thing of a place tells than the one before it."""
+_OTHER_DEVICE, _DOUBLED = 2.0, 0.4
+"""Distance of two devices of a generation, and of twice the parameters or devices; the last thing of a
+place has 1."""
+_FAR = _LESS**6
+"""Distance of another generation: no interval is made of what is as far."""
+_ENOUGH = 20
+"""Errors that an interval is made of at least."""
+_COLUMNS = ("kind", "device", "parameters_log2", "devices_log2", "source", "errors")
 _BUSY = 0.15
 """Share of the dense 16-bit peak; functional tests and toy models reach less, and miss by more."""
-_NAMED = 3
-"""Words of a kind that a plan's interval needs, so that they are of one generation of devices."""
-_ENOUGH = 20
-"""Errors that quantiles are taken of; with fewer a kind is asked for less, its last words first."""
+
+Interval = tuple[float, float]
+"""Least and largest logarithm of predicted over published seconds, or bytes."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an error depends on."""
+
+    kind: tuple[str, ...]
+    """Words, the most telling first."""
+    device: str
+    parameters: float
+    """Logarithm to base 2, as of devices."""
+    devices: float
 
 
 @dataclass(frozen=True)
 class _Error:
     value: float
-    """Logarithm of predicted over published seconds, or bytes."""
-    spec: RunSpec
     source: str
+    layout: int = 0
+    """Hash of the run; 0 of what the file has."""
 
 
-class Intervals:
-    """Of any of the residuals that they are made of."""
+class Errors:
+    """Errors by their places, and intervals that follow from the nearest."""
 
-    def __init__(self, predicted: Iterable[Residual]) -> None:
-        self._alike: dict[tuple[object, ...], list[_Error]] = defaultdict(list)
-        self._found: dict[tuple[object, ...], dict[float, tuple[float, float]]] = {}
+    def __init__(self, at: Mapping[Place, list[_Error]]) -> None:
+        self._at = at
+        self._by_distance: dict[Place, list[tuple[float, Place]]] = {}
+        self._found: dict[tuple[Place, int, str], dict[float, Interval]] = {}
+
+    @staticmethod
+    def of(predicted: Iterable[Residual]) -> Errors:
+        """Of any residuals."""
+        at: dict[Place, list[_Error]] = defaultdict(list)
         for item in predicted:
-            kind = kind_of_prediction(item)
-            error = _Error(log(1 + item.error), item.expressed.spec, item.reading.source)
-            for words in range(1, len(kind) + 1):
-                self._alike[kind[:words]].append(error)
+            error = _Error(log(1 + item.error), item.reading.source, hash(item.expressed.spec))
+            at[_place_of(item)].append(error)
+        return Errors(at)
 
-    def of(self, item: Residual, level: float) -> tuple[float, float]:
+    def beside(self, others: Errors) -> Errors:
+        """These and others."""
+        both = self._at.keys() | others._at.keys()
+        return Errors({at: [*self._at.get(at, ()), *others._at.get(at, ())] for at in both})
+
+    def interval(self, item: Residual, level: float) -> tuple[float, float]:
         """Least and most that may have been published, in the figure's own unit; what its source leaves
         out may have been anything that fits."""
-        low, high = self._errors(item, level)
+        low, high = self._levels(item)[level]
         if item.seconds is None or item.reading.metric == "step_time_s":
             low, high = -high, -low  # Not a rate: more is slower, or more memory.
         least, most = item.ranged or (item.predicted, item.predicted)
         return least * exp(low), most * exp(high)
 
-    def covers(self, item: Residual, level: float) -> bool:
-        """Whether what was published lies inside."""
-        low, high = self._errors(item, level)
+    def covers(self, item: Residual, level: float, elsewhere: bool = False) -> bool:
+        """Whether what was published lies inside; `elsewhere` if other sources alone make it."""
+        low, high = self._levels(item, elsewhere)[level]
         return low <= log(1 + item.error) <= high
 
-    def _errors(self, item: Residual, level: float) -> tuple[float, float]:
-        kind, spec = kind_of_prediction(item), item.expressed.spec
-        if (kind, spec) not in self._found:
-            others: list[_Error] = []
-            for words in range(len(kind), 0, -1):
-                others = [error for error in self._alike[kind[:words]] if error.spec != spec]
-                if len(others) >= _ENOUGH:
-                    break
-            # Of a file of few rows the public ones of the kind say more than it does.
-            keys = (_key(kind[:words]) for words in range(len(kind), 0, -1))
-            public = next((_table()[key].errors for key in keys if key in _table()), None)
-            few = public or dict.fromkeys(WIDENED, (-log(2), log(2)))
-            self._found[kind, spec] = _levels(others) if len(others) >= _ENOUGH else few
-        return self._found[kind, spec][level]
+    def expected(self, spec: RunSpec, cluster: Cluster, seconds: float) -> Expected | None:
+        """Of the predicted time of an iteration; None where too few like it were measured."""
+        near = self._near(_place(spec, cluster, seconds), lambda _: True)
+        return Expected(len(near), _quantiles(near)) if near else None
 
     def table(self) -> str:
-        """`intervals.csv`: of each kind of time with enough errors, their interval at each level."""
-        columns = (f"{end}_{level:.2f}" for level in WIDENED for end in ("low", "high"))
-        lines = [",".join(("kind", "measurements", *columns))]
-        for kind, errors in sorted(self._alike.items(), key=lambda each: _key(each[0])):
-            if kind[0] == "time" and len(kind) >= _NAMED and len(errors) >= _ENOUGH:
-                ends = (f"{end:.4f}" for both in _levels(errors).values() for end in both)
-                lines.append(",".join((_key(kind), str(len(errors)), *ends)))
-        return "\n".join(lines) + "\n"
+        """`errors.csv`: a line for each place and source."""
+        lines = []
+        for at, errors in self._at.items():
+            by_source = defaultdict[str, list[float]](list)
+            for error in errors:
+                by_source[error.source].append(error.value)
+            words = ("|".join(at.kind), at.device, f"{at.parameters:g}", f"{at.devices:g}")
+            for source, values in by_source.items():
+                texts = " ".join(f"{value:.4f}" for value in sorted(values))
+                lines.append(f"{','.join(words)},{source.replace(',', ';')},{texts}")
+        return "\n".join([",".join(_COLUMNS), *sorted(lines), ""])
+
+    def _levels(self, item: Residual, elsewhere: bool = False) -> dict[float, Interval]:
+        key = (_place_of(item), hash(item.expressed.spec), item.reading.source if elsewhere else "")
+        if key not in self._found:
+            place, layout, source = key
+            near = self._near(place, lambda one: one.layout != layout and one.source != source)
+            unknown = dict.fromkeys(LEVELS, (-log(2), log(2)))
+            self._found[key] = _quantiles(near) if near else unknown
+        return self._found[key]
+
+    def _near(self, place: Place, keep: Callable[[_Error], bool]) -> list[_Error]:
+        """The nearest, and all that are as near as the last of them; none where they are too few."""
+        if place not in self._by_distance:
+            away = ((_distance(place, other), other) for other in self._at)
+            near = (each for each in away if each[0] < _FAR)
+            self._by_distance[place] = sorted(near, key=lambda each: each[0])
+        found, last = list[_Error](), 0.0
+        for distance, at in self._by_distance[place]:
+            if len(found) >= _NEAREST and distance > last:
+                break
+            found += filter(keep, self._at[at])
+            last = distance
+        return found if len(found) >= _ENOUGH else []
 
 
 @dataclass(frozen=True)
 class Expected:
-    """How far times of a kind were missed."""
+    """How far times like one were missed."""
 
     measurements: int
-    errors: dict[float, tuple[float, float]]
-    """Least and largest logarithm of predicted over published, by level."""
+    errors: Mapping[float, Interval]
+    """By level."""
 
     def seconds(self, predicted: float, level: float) -> tuple[float, float]:
         """Least and most that are to be expected."""
@@ -107,76 +157,77 @@ class Expected:
         return predicted * exp(-high), predicted * exp(-low)
 
 
-def expected(spec: RunSpec, cluster: Cluster, seconds: float) -> Expected | None:
-    """Of the predicted time of an iteration; None where too few of its kind were measured."""
-    kind, table = _kind(spec, cluster, seconds), _table()
-    keys = (_key(kind[:words]) for words in range(len(kind), _NAMED - 1, -1))
-    return next((table[key] for key in keys if key in table), None)
-
-
 @cache
-def _table() -> dict[str, Expected]:
-    with INTERVALS.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    ends = {level: (f"low_{level:.2f}", f"high_{level:.2f}") for level in WIDENED}
-    return {
-        row["kind"]: Expected(
-            int(row["measurements"]),
-            {level: (float(row[low]), float(row[high])) for level, (low, high) in ends.items()},
-        )
-        for row in rows
-    }
+def public_errors() -> Errors:
+    """Those of `errors.csv`."""
+    at: dict[Place, list[_Error]] = defaultdict(list)
+    with ERRORS_FILE.open(newline="") as file:
+        for row in csv.DictReader(file):
+            kind, device, parameters, devices, source, values = (row[name] for name in _COLUMNS)
+            place = Place(tuple(kind.split("|")), device, float(parameters), float(devices))
+            at[place] += [_Error(float(value), source) for value in values.split()]
+    return Errors(at)
 
 
-def _key(kind: tuple[object, ...]) -> str:
-    return "|".join(map(str, kind))
-
-
-def _levels(errors: list[_Error]) -> dict[float, tuple[float, float]]:
+def _quantiles(errors: list[_Error]) -> dict[float, Interval]:
     sources = Counter(error.source for error in errors)
     weighed = sorted((error.value, sources[error.source] ** -0.5) for error in errors)
-    middle = _quantile(weighed, 0.5)
-    # Of few errors the quantiles lie inside the true ones: by split conformal prediction the next of
-    # n + 1 is at each rank as likely. With weights, n is Kish's effective number.
-    count = sum(weight for _, weight in weighed) ** 2 / sum(weight**2 for _, weight in weighed)
+    whole = sum(weight for _, weight in weighed)
+    count = whole**2 / sum(weight**2 for _, weight in weighed)  # Kish's effective number.
     found = {}
-    for level, wider in WIDENED.items():
-        inside = (1 + level) / 2 * (count + 1) / count
-        low, high = (_quantile(weighed, side) for side in (max(0.0, 1 - inside), min(1.0, inside)))
-        found[level] = (middle + wider * (low - middle), middle + wider * (high - middle))
+    for level in LEVELS:
+        inside = min(1.0, (1 + level) / 2 * (count + 1) / count)
+        low, high = (_quantile(weighed, side * whole) for side in (1 - inside, inside))
+        found[level] = (low, high)
     return found
 
 
-def kind_of_prediction(item: Residual) -> tuple[object, ...]:
-    """What its error depends on, the most telling first."""
-    return _kind(item.expressed.spec, item.expressed.cluster, item.seconds)
+def _quantile(weighed: list[tuple[float, float]], rest: float) -> float:
+    """The value, of some in order, up to which that much of the weight lies."""
+    for value, weight in weighed:
+        rest -= weight
+        if rest <= 0:
+            return value
+    return weighed[-1][0]
 
 
-def _kind(spec: RunSpec, cluster: Cluster, seconds: float | None) -> tuple[object, ...]:
+def _place_of(item: Residual) -> Place:
+    return _place(item.expressed.spec, item.expressed.cluster, item.seconds)
+
+
+@lru_cache(4096)
+def _place(spec: RunSpec, cluster: Cluster, seconds: float | None) -> Place:
     shape, execution, device = spec.shape, cluster.execution, cluster.device
     layers = "experts" if shape.experts else "several kinds" if shape.blocks else "dense"
     # Devices are busy that are said to do more than wait for their host and for one another.
     peak = device.peak_flops("bf16") or device.peak_flops("fp16")
     flops = model_flops(shape, spec.batch.global_batch_size)
     is_busy = peak and seconds is not None and mfu(flops, seconds, cluster.devices, peak) >= _BUSY
-    return (
-        "time" if seconds else "memory",
-        "sharded" if layers == "dense" and spec.parallelism.sharding.shards_weights else layers,
-        device.generation,
-        bool(is_busy),
-        bool(spec.fp8_recipe),
-        execution.deterministic,
-        spec.fused_attention,
-        execution.blocking,
-        cluster.devices <= cluster.per_node,
+    return Place(
+        (
+            "time" if seconds else "memory",
+            "sharded" if layers == "dense" and spec.parallelism.sharding.shards_weights else layers,
+            device.generation,
+            "busy" if is_busy else "waiting",
+            "8 bits" if spec.fp8_recipe else "16 bits",
+            "deterministic" if execution.deterministic else "",
+            "fused attention" if spec.fused_attention else "",
+            "blocking" if execution.blocking else "",
+            "one node" if cluster.devices <= cluster.per_node else "nodes",
+        ),
+        device.key.split("-")[0],
+        round(log2(parameters_total(shape)), 1),
+        round(log2(cluster.devices), 1),
     )
 
 
-def _quantile(weighed: list[tuple[float, float]], share: float) -> float:
-    """Of values with their weights, in order."""
-    rest = share * sum(weight for _, weight in weighed)
-    for value, weight in weighed:
-        rest -= weight
-        if rest <= 0:
-            return value
-    return weighed[-1][0]
+def _distance(one: Place, other: Place) -> float:
+    apart = _apart(one.kind, other.kind) + (_OTHER_DEVICE if one.device != other.device else 0.0)
+    doubled = abs(one.parameters - other.parameters) + abs(one.devices - other.devices)
+    return apart + _DOUBLED * doubled
+
+
+@cache
+def _apart(kind: tuple[str, ...], other: tuple[str, ...]) -> float:
+    words = enumerate(zip(reversed(kind), reversed(other), strict=True))
+    return sum(_LESS**place for place, (word, others) in words if word != others)

@@ -13,7 +13,7 @@ from math import exp, log2
 from typing import Any
 
 from tools.plan.readings.facts import model_facts, source_facts
-from tools.plan.readings.intervals import Expected, expected
+from tools.plan.readings.intervals import Expected, public_errors
 from tools.plan.readings.local_readings import OwnRuns
 from tools.plan.readings.published import kit_runs
 from tools.plan.readings.reading_to_spec import Expressed, RefusedError, express
@@ -32,8 +32,8 @@ _FAR = 6.0
 """Doublings, over parameters, devices, degrees and sequence together, beyond which nothing is alike."""
 _MIXTURE = 2.0
 """Doublings that a dense model and a mixture of experts are apart."""
-_TIMED = ("step_time_s", "tokens_per_s_per_gpu")
 _LEVELS = (0.80, 0.95)
+_TIMED = ("step_time_s", "tokens_per_s_per_gpu")
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncertainty:
     """The error to expect of a predicted time; one's own runs are of the cluster's device, or none."""
     seconds = iteration_seconds(spec, cluster).total / exp(bias := own.bias(spec))
     known = (own.remaining(), len(own.residuals), tuple(near_residuals(spec, cluster)))
-    kind = expected(spec, cluster, seconds)
+    kind = public_errors().expected(spec, cluster, seconds)
     return Uncertainty(cluster.device.name, seconds, bias, *known, kind)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tools.plan.readings.intervals import LEVELS, Errors
 from tools.plan.readings.residual import Residual, Residuals
 from tools.plan.readings.summary import (
     ERRORS,
     MEMORY,
     TIME,
+    Coverage,
     ErrorGroup,
+    by_coverage,
     by_source,
     kind_of,
     runs_of,
@@ -22,11 +26,20 @@ from tools.text.svg import COLOURS, svg_figure
 from tools.text.table import Column, Table
 from tools.text.units import GIB
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 FOLDER = ROOT / "docs"
 
 
-def write_page(residuals: Residuals, folder: Path = FOLDER) -> tuple[Path, Path]:
-    """Write `residuals.html` and `residuals.svg`."""
+def write_page(residuals: Residuals, stated: Errors, folder: Path = FOLDER) -> tuple[Path, Path]:
+    """Write `residuals.html` and `residuals.svg`.
+
+    Args:
+        residuals: Of the readings.
+        stated: What their intervals are made of.
+        folder: Where to.
+    """
     from markupsafe import Markup
 
     page, picture = folder / "residuals.html", folder / "residuals.svg"
@@ -49,7 +62,7 @@ def write_page(residuals: Residuals, folder: Path = FOLDER) -> tuple[Path, Path]
         data=Markup(packed),  # noqa: S704  made above, and escaped for a script element
     )
     write_whole(page, text)
-    _draw(plotted, picture)
+    _draw(plotted, by_coverage(residuals, stated), picture)
     return page, picture
 
 
@@ -94,10 +107,11 @@ def _values(item: Residual) -> tuple[float, float]:
     return item.reading.value * unit, item.predicted * unit
 
 
-def _draw(items: list[Residual], path: Path) -> None:
+def _draw(items: list[Residual], kinds: list[Coverage], path: Path) -> None:
     generations = sorted({item.expressed.cluster.device.generation for item in items})
-    with svg_figure(path, "residuals", 9, 4.4, dpi=160) as figure:
-        for axes, kind in zip(figure.subplots(1, 2), (TIME, MEMORY), strict=True):
+    with svg_figure(path, "residuals", 13, 4.4, dpi=160) as figure:
+        *panels, reliability = figure.subplots(1, 3)
+        for axes, kind in zip(panels, (TIME, MEMORY), strict=True):
             for generation, colour in zip(generations, COLOURS, strict=False):
                 points = [
                     _values(item)
@@ -113,3 +127,19 @@ def _draw(items: list[Residual], path: Path) -> None:
             axes.plot(ends, ends, linewidth=0.8, color="#555555")
             axes.set_title("seconds an iteration" if kind == TIME else "bytes")
         figure.axes[0].legend(frameon=False, markerscale=2)
+        _draw_reliability(reliability, kinds)
+
+
+def _draw_reliability(axes: Axes, kinds: list[Coverage]) -> None:
+    """What intervals cover against what they state: a grey line a kind, coloured ones for all."""
+    colours = iter(COLOURS)
+    for kind in kinds:
+        levels, shares = zip(*kind.shares.items(), strict=True)
+        if kind.name.startswith("all "):
+            axes.plot(levels, shares, color=next(colours), marker="o", label=kind.name)
+        else:
+            axes.plot(levels, shares, color="#AAAAAA", linewidth=0.8)
+    axes.plot((LEVELS[0], 1), (LEVELS[0], 1), linewidth=0.8, color="#555555", linestyle="--")
+    axes.set(xlabel="stated level", ylabel="share of measurements inside", ylim=(0.4, 1.02))
+    axes.set_title("intervals")
+    axes.legend(frameon=False, loc="lower right")

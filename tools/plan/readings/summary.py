@@ -11,7 +11,7 @@ from typing import Any
 
 from tools.plan.memory import COMPONENTS, fullest_rank
 from tools.plan.readings.facts import release_of, source_facts
-from tools.plan.readings.intervals import WIDENED, Intervals
+from tools.plan.readings.intervals import LEVELS, Errors
 from tools.plan.readings.residual import Residual, Residuals, predicted_memory
 from tools.plan.readings.table import Refusal
 from tools.plan.time.iteration import TIME_COMPONENTS, iteration_seconds
@@ -260,9 +260,9 @@ def reasons(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:
     return [(source, reason, found) for (source, reason), found in ordered]
 
 
-def intervals_of(residuals: Residuals) -> Intervals:
+def errors_of(residuals: Residuals) -> Errors:
     """Of all times and all memory."""
-    return Intervals(runs_of(residuals))
+    return Errors.of(runs_of(residuals))
 
 
 def runs_of(residuals: Residuals) -> list[Residual]:
@@ -270,19 +270,22 @@ def runs_of(residuals: Residuals) -> list[Residual]:
     return [item for item in residuals.predicted if item.reading.metric != "matmul_tflops"]
 
 
-def by_coverage(residuals: Residuals) -> list[Coverage]:
+def by_coverage(residuals: Residuals, errors: Errors) -> list[Coverage]:
     """What intervals cover, of the kinds of `by_kind`, of all times and of all memory."""
-    intervals, found = intervals_of(residuals), []
+    found = []
     members: dict[str, list[Residual]] = defaultdict(list)
     for item in runs_of(residuals):
         for name in filter(None, (_kind_of_run(item), f"all {kind_of(item.reading.metric)}")):
             members[name].append(item)
     for name in filter(members.__contains__, (*_KINDS, f"all {TIME}", f"all {MEMORY}")):
-        shares = {
-            level: statistics.mean(intervals.covers(item, level) for item in members[name])
-            for level in WIDENED
-        }
-        found.append(Coverage(name, len(members[name]), shares))
+        own, others = (
+            {
+                level: statistics.mean(errors.covers(i, level, elsewhere) for i in members[name])
+                for level in LEVELS
+            }
+            for elsewhere in (False, True)
+        )
+        found.append(Coverage(name, len(members[name]), own, others))
     return found
 
 
@@ -294,9 +297,11 @@ class Coverage:
     readings: int
     shares: dict[float, float]
     """By the intervals' level."""
+    elsewhere: dict[float, float]
+    """Of intervals that other sources alone make."""
 
 
-def _row(item: Residual, intervals: Intervals) -> dict[str, Any]:
+def _row(item: Residual, errors: Errors) -> dict[str, Any]:
     spec, cluster = item.expressed.spec, item.expressed.cluster
     is_run = item.reading.metric != "matmul_tflops"
     is_judged = is_run and not source_facts(item.reading)["unjudged"]
@@ -308,16 +313,15 @@ def _row(item: Residual, intervals: Intervals) -> dict[str, Any]:
         "error": item.error,
         "fits": fit_of(spec, memory, cluster) if is_judged else None,
         "memory_bytes": needed_bytes(memory, cluster) if is_run else None,
-        "interval_80": intervals.of(item, 0.80) if is_run else None,
-        "interval_95": intervals.of(item, 0.95) if is_run else None,
+        "interval_80": errors.interval(item, 0.80) if is_run else None,
+        "interval_95": errors.interval(item, 0.95) if is_run else None,
         "unstated": list(item.unstated),
         "range": item.ranged,
     }
 
 
-def as_data(residuals: Residuals) -> dict[str, Any]:
+def as_data(residuals: Residuals, errors: Errors) -> dict[str, Any]:
     """The contract of `validate --json`."""
-    intervals = intervals_of(residuals)
     return {
         "sources": {
             group.name: {
@@ -330,7 +334,7 @@ def as_data(residuals: Residuals) -> dict[str, Any]:
             }
             for group in by_source(residuals)
         },
-        "rows": [_row(item, intervals) for item in residuals.predicted],
+        "rows": [_row(item, errors) for item in residuals.predicted],
         "refused": [{"line": item.line, "reason": item.reason} for item in residuals.refused],
     }
 
