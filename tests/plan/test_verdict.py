@@ -51,7 +51,7 @@ def test_a_verdict_has_the_error_of_predictions_which_are_too_low(
 
 
 @pytest.mark.parametrize(
-    ("share", "verdict"), [(0.5, Fit.FITS), (1.3, Fit.CLOSE), (1.4, Fit.DOES_NOT_FIT)]
+    ("share", "verdict"), [(0.84, Fit.FITS), (1.08, Fit.CLOSE), (1.1, Fit.DOES_NOT_FIT)]
 )
 def test_those_of_sharded_weights_may_be_too_high_as_well(share: float, verdict: Fit) -> None:
     assert _verdict(tiny(Parallelism(data=4, sharding=Sharding.ZERO3)), share) is verdict
