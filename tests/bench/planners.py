@@ -3,7 +3,8 @@ rows that they can express.
 
 Each runs in a process of its own, with the interpreter of the checkout's `.venv` where it has one, and
 is given what ours is given. Their rates stay theirs: Calculon's system for A100, SimuMax' for B200,
-measured on the machine of SimuMax' own rows. Ours are predicted without the row's source.
+measured on the machine of SimuMax' own rows. Ours are predicted without the row's source; on SimuMax'
+times also with `CALIBRATE=` of one of the products that it has measured.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from statistics import mean, median
@@ -22,6 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from tests.plan.papers import paper_runs
+from tools.plan.calibration import stated_calibration
 from tools.plan.readings.reading_to_spec import Expressed
 from tools.plan.readings.residual import Residual, left_out, residual, residuals
 from tools.plan.readings.summary import MEMORY, kind_of
@@ -34,6 +36,10 @@ from tools.text.units import GIB, percent
 SIMUMAX_ROWS = Path(__file__).with_name("simumax_b200.csv")
 """What SimuMax publishes of its own B200 (`docs/b200/b200_release_v1.2_summary.json` of 4dcaae5), with
 the flags of its scripts."""
+
+_SYSTEM = "configs/system/b200_bf16_ceperm.json"
+_PRODUCT = (4096, 57344, 8192)
+"""Rows, columns and inner dimension of the largest product of a layer in SimuMax' rows."""
 
 _DIRECT = ("step_time_s", "tokens_per_s_per_gpu")
 _TESTS = "NVIDIA/Megatron-LM golden values"
@@ -180,7 +186,7 @@ def simumax_job(row: Expressed) -> Job | None:
             "q_lora_rank": latent.query_rank,
             "kv_lora_rank": latent.key_value_rank,
         }
-    return {"system": "configs/system/b200_bf16_ceperm.json", "strategy": strategy, "model": model}
+    return {"system": _SYSTEM, "strategy": strategy, "model": model}
 
 
 _CALCULON = """
@@ -279,6 +285,17 @@ class Compared:
     errors: tuple[float, ...]
     ours: tuple[float, ...]
     """On the same rows."""
+    calibrated: tuple[float, ...] = ()
+    """Ours with one rate that was measured on their machine."""
+
+
+def stated_rate(checkout: Path) -> str:
+    """`CALIBRATE=` of one product that SimuMax has measured."""
+    rows, columns, inner = _PRODUCT
+    products = json.loads((checkout / _SYSTEM).read_text())["accelerator"]["op"]["matmul"]
+    named = f"b=1, m={rows}, k={inner}, n={columns}, layout=TN, accumulate=False, out_dtype=bf16"
+    rate = products["tflops"] * products["accurate_efficient_factor"][named]
+    return f"{rate:.0f} TFLOP/s on {rows}x{columns}x{inner}"
 
 
 def published() -> list[Residual]:
@@ -306,13 +323,23 @@ def compared(rows: Iterable[Residual], checkouts: Mapping[Planner, Path]) -> Ite
     for planner, checkout in checkouts.items():
         jobs = [(row, job) for row in rows if (job := planner.job(row.expressed))]
         answers = asked(planner, checkout, [job for _, job in jobs])
-        found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        found: dict[str, list[tuple[float, Residual]]] = defaultdict(list)
         for (row, _), answer in zip(jobs, answers, strict=True):
             if not isinstance(answer, str):
-                found[_kind(row)].append((_error(row, answer), row.error))
+                found[_kind(row)].append((_error(row, answer), row))
         for kind, errors in sorted(found.items()):
-            theirs, ours = zip(*errors, strict=True)
-            yield Compared(planner.name, kind, kinds[kind], theirs, ours)
+            theirs, own = zip(*errors, strict=True)
+            is_timed = planner is SIMUMAX and all(row.seconds for row in own)
+            rate = stated_rate(checkout) if is_timed else ""
+            again = tuple(_with_rate(row, rate).error for row in own if rate)
+            ours = tuple(row.error for row in own)
+            yield Compared(planner.name, kind, kinds[kind], theirs, ours, again)
+
+
+def _with_rate(row: Residual, text: str) -> Residual:
+    expressed, cluster = row.expressed, row.expressed.cluster
+    calibration = stated_calibration(text, cluster, expressed.spec.dtype)
+    return residual(replace(expressed, cluster=replace(cluster, calibration=calibration)))
 
 
 def _kind(row: Residual) -> str:
@@ -345,6 +372,11 @@ def table(found: Iterable[Compared]) -> Table[Compared]:
         Column[Compared]("its median |error|", lambda line: median(map(abs, line.errors)), percent),
         Column[Compared]("ours, mean", lambda line: mean(map(abs, line.ours)), percent),
         Column[Compared]("ours, median", lambda line: median(map(abs, line.ours)), percent),
+        Column[Compared](
+            "ours, CALIBRATE=",
+            lambda line: mean(map(abs, line.calibrated)) if line.calibrated else None,
+            percent,
+        ),
     )
     return Table(columns, tuple(found))
 

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.bench.planners import (
     calculon_job,
     compared,
     simumax_job,
+    stated_rate,
     table,
 )
 from tests.plan.papers import paper_runs
@@ -100,3 +102,12 @@ def test_simumax_is_asked_all_of_its_own_rows_and_none_of_an_a100(
     mixture = next(job for job in jobs if job and "expert_num" in job["model"])
     assert (mixture["model"]["dense_layers"], mixture["model"]["attention_type"]) == (1, "mla")
     assert SIMUMAX.job is simumax_job
+
+
+def test_one_rate_that_their_machine_reached_brings_ours_near(tmp_path: Path) -> None:
+    named = "b=1, m=4096, k=8192, n=57344, layout=TN, accumulate=False, out_dtype=bf16"
+    matmul = {"tflops": 2250.0, "accurate_efficient_factor": {named: 0.4}}
+    file = tmp_path / "configs" / "system" / "b200_bf16_ceperm.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"accelerator": {"op": {"matmul": matmul}}}))
+    assert stated_rate(tmp_path) == "900 TFLOP/s on 4096x57344x8192"
