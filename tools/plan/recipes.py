@@ -68,7 +68,7 @@ _LEAST, _LEAST_BYTES = 0.001, GIB // 4
 _GRADIENTS = Switch("gradients beside backward", ("--overlap-grad-reduce",))
 _WEIGHTS = Switch("weights beside forward", ("--overlap-param-gather",), _GRADIENTS.name, True)
 _TENSOR = Switch("TP's calls beside products", ("--tp-comm-overlap",))
-_LOSS = Switch("a fused loss", ("--cross-entropy-loss-fusion",))
+_LOSS = Switch("a fused loss", ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"))
 _DEEPEP = Switch(
     "DeepEP",
     ("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "deepep"),
