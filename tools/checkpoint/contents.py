@@ -121,7 +121,7 @@ def read_contents(folder: Path) -> Contents:
     if newest is not None:
         folder /= f"iter_{newest:07d}"
     if not folder.is_dir():
-        raise UnknownFormatError(f"CKPT={folder} is no folder; name one that holds a checkpoint.")
+        raise UnknownFormatError(f"{folder} is no folder; name one that holds a checkpoint.")
     backend = _backend(folder)
     if backend == "zarr" or any(folder.glob("*/.zarray")):
         raise UnknownFormatError(

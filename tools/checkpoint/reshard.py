@@ -126,7 +126,14 @@ def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
         made_of = sha256_of(contents.folder / METADATA)
         _begin(unfinished, _Job(str(contents.folder), made_of, strategy))
         folder = unfinished / f"iter_{contents.iteration or 0:07d}"
-        summary = plan.write(folder, Work(console))
+        try:
+            summary = plan.write(folder, Work(console))
+        except BaseException:  # Ctrl-C as well.
+            kept = (
+                f"{from_root(unfinished)} is kept: the same command goes on behind what is in it."
+            )
+            console.print(kept, highlight=False)
+            raise
         _check(folder, contents, new)
         (unfinished / TRACKER_FILE).write_text(str(contents.iteration))
         for left in (*unfinished.glob("iter_*/*.distcp.json"), *map(unfinished.joinpath, _OWN)):
