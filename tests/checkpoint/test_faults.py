@@ -7,6 +7,7 @@ reading it; what only another one can tell is found by comparing it with the hea
 import shutil
 import warnings
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -162,11 +163,13 @@ def save_rank(path: Path, parts: dict[str, States], extra: Extra) -> None:
         "state": {at: {"step": torch.tensor(8.0), **kept[name]} for at, name in enumerate(order)},
         "param_groups": [{"params": [order.index(name) for name in group]} for group in groups],
     }
+    model: OrderedDict[str, Tensor] = OrderedDict(parts[""])
+    model._metadata = OrderedDict()  # type: ignore[attr-defined]  # As torch's modules have it.
     main = [[parts["fp32_param"][name] for name in group] for group in groups]
     saved = {
         "args": Namespace(**{**ARGUMENTS, **extra}),
         "iteration": extra.get("iteration", 8),
-        "model": parts[""],
+        "model": model,
         "optimizer": {"optimizer": optimizer, "fp32_from_fp16_params": main},
     }
     path.mkdir(parents=True)
