@@ -1,40 +1,90 @@
-"""Verdicts against what Megatron does with its own checkpoint at two ranks."""
+"""Verdicts and copies against what Megatron does with its own checkpoints at two ranks."""
 
-import os
-import subprocess
-import sys
+import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from tests.checkpoint.forked import Runs, forked
 from tools.checkpoint.checks import loading, problems_of
 from tools.checkpoint.contents import read_contents
+from tools.checkpoint.reshard import reshard
+from tools.launch.options import Saving
+from tools.records.run import CHECKPOINTS_FOLDER, LOG_FILE
+from tools.records.torch_dist import TRACKER_FILE
+
+pytestmark = pytest.mark.slow
 
 IGNORED = "vs (2, 1) from checkpoint): RNG state will be ignored"
+SAVED, LAST = 4, 8
+PRINTED = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ")
 
 
-def made(target: str, runs: Path, **variables: str) -> str:
-    """What a target prints and logs; it must end well."""
-    environment = os.environ | variables | {"RUNS": str(runs), "PYTHONPATH": "."}
-    done = subprocess.run(
-        (sys.executable, "-m", "tools.cli", target),
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return max(runs.glob("2*/log.txt"), key=lambda log: log.stat().st_mtime).read_text()
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with forked(tmp_path_factory.mktemp("runs")) as made:
+        yield made
 
 
-@pytest.mark.slow
-def test_megatron_keeps_or_ignores_what_the_verdict_says(tmp_path: Path) -> None:
-    made("train-tp2-gpt2-tiny-2cpu", tmp_path, ITERS="4", SAVE_EVERY="4")
-    run = next(tmp_path.glob("2*"))
-    contents = read_contents(run / "checkpoints")
+def saved(runs: Runs, strategy: str, model: str = "gpt2-tiny") -> Path:
+    target = f"train-{strategy}-{model}-2cpu"
+    return runs.train(target, iterations=LAST, saving=Saving(SAVED, 2))
+
+
+def alone(run: Path, folder: Path) -> Path:
+    """The run's checkpoint of iteration 4 without the later one."""
+    name = f"iter_{SAVED:07d}"
+    shutil.copytree(run / CHECKPOINTS_FOLDER / name, folder / name)
+    (folder / TRACKER_FILE).write_text(str(SAVED))
+    return folder
+
+
+def printed(run: Path) -> dict[int, tuple[str, ...]]:
+    """Loss and gradient norm of iterations 5 to 8, as they stand in the log."""
+    found = {int(line[0]): line[1:] for line in PRINTED.findall((run / LOG_FILE).read_text())}
+    return {number: found[number] for number in range(SAVED + 1, LAST + 1)}
+
+
+def test_megatron_keeps_or_ignores_what_the_verdict_says(runs: Runs, tmp_path: Path) -> None:
+    run = saved(runs, "tp2")
+    folder = alone(run, tmp_path)
+    contents = read_contents(folder)
     assert problems_of(contents, reads_pieces=True) == ()
     assert contents.states == ("optimizer", "scheduler", "random")
-    for strategy, iterations in (("pp2", "5"), ("dp2", "6"), ("tp2", "7")):
-        log = made("resume", tmp_path, RUN=str(run), STRATEGY=strategy, ITERS=iterations)
+    for strategy in ("pp2", "dp2", "tp2"):
+        log = (runs.resume(run, strategy, folder, LAST) / LOG_FILE).read_text()
         verdict = loading(contents, strategy).verdict
         assert verdict == ("loads without random states" if IGNORED in log else "loads"), strategy
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "model"),
+    [
+        ("zero1", "tp2", "gpt2-tiny"),
+        ("tp2", "zero1", "gpt2-tiny"),
+        ("pp2", "dp2", "gpt2-tiny"),
+        ("ep2", "dp2", "moe-tiny"),
+        ("vpp2", "pp2", "gpt2-tiny"),
+    ],
+)
+def test_training_from_a_copy_prints_the_losses_to_the_last_digit(
+    runs: Runs, tmp_path: Path, first: str, second: str, model: str
+) -> None:
+    """The layout's own, from a copy there and back; else those of Megatron, which reshards as it loads.
+
+    Where Megatron cannot load it, since optimizer states are sharded in one of the two alone, losses are
+    the first layout's: both divide no sum in another way that would reach a printed digit.
+    """
+    run = saved(runs, first, model)
+    own, there, back = alone(run, tmp_path / "own"), tmp_path / "there", tmp_path / "back"
+    for source, strategy, to in ((own, second, there), (there, first, back)):
+        assert reshard(str(source), strategy, str(to), Console(quiet=True)) == 0
+    assert printed(runs.resume(run, first, back, LAST)) == printed(run)
+    copied = printed(runs.resume(run, second, there, LAST))
+    if "zero1" in (first, second):
+        assert [loss for loss, _ in copied.values()] == [loss for loss, _ in printed(run).values()]
+    else:
+        assert copied == printed(runs.resume(run, second, own, LAST))

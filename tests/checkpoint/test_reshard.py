@@ -8,6 +8,7 @@ import warnings
 from argparse import Namespace
 from itertools import permutations
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed import checkpoint
 from tests.checkpoint.test_inspect import EMBEDDING, truncate
 from tests.checkpoint.test_inspect import states as dense_states
 from tests.checkpoint.test_inspect import written as dense_written
+from tests.patience import until
 from tools.checkpoint import reshard as resharding
 from tools.checkpoint.reshard import reshard
 from tools.records.torch_dist import StoredMetadata, StoredTensor, read_metadata, read_tensor
@@ -320,9 +322,8 @@ print(peak() - before)
 """
 
 
-@pytest.mark.slow
-def test_memory_is_a_few_of_the_largest_piece(tmp_path: Path) -> None:
-    small = dense_written(tmp_path / "a", dense_states())
+def large(folder: Path) -> tuple[Path, int]:
+    """A checkpoint of 24 layers, one piece each, and the bytes of its largest piece."""
     rows, hidden, layers = 16384, 256, 24
     shapes = {
         "self_attention.linear_qkv.weight": (3 * hidden, hidden),
@@ -336,8 +337,7 @@ def test_memory_is_a_few_of_the_largest_piece(tmp_path: Path) -> None:
         **{"position_embedding_type": "rope", "max_position_embeddings": 16},
     }
     embedding = torch.randn(rows, hidden)
-    large = dense_written(tmp_path / "b", {EMBEDDING: embedding}, **arguments)
-    path = large / ITERATION
+    path = dense_written(folder, {EMBEDDING: embedding}, **arguments) / ITERATION
     tensors = dict(read_metadata(path).tensors)
     with (path / "layers").open("wb") as file:
         for name, shape in shapes.items():
@@ -351,14 +351,54 @@ def test_memory_is_a_few_of_the_largest_piece(tmp_path: Path) -> None:
             )
             tensors[f"decoder.layers.{name}"] = whole
     write_metadata(path, StoredMetadata(tensors, (), {}))
-    total = sum(file.stat().st_size for file in path.iterdir())
-    largest = embedding.nbytes
+    return folder, embedding.nbytes
+
+
+@pytest.mark.slow
+def test_memory_is_a_few_of_the_largest_piece(tmp_path: Path) -> None:
+    small = dense_written(tmp_path / "a", dense_states())
+    source, largest = large(tmp_path / "b")
     done = subprocess.run(
-        [sys.executable, "-c", _MEASURED, str(small), str(large), str(tmp_path)],
+        [sys.executable, "-c", _MEASURED, str(small), str(source), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert total > 10 * largest
+    assert sum(file.stat().st_size for file in (source / ITERATION).iterdir()) > 10 * largest
     assert int(done.stdout.split()[-1]) < 8 * largest
+
+
+_IN_SMALL_FILES = """
+import sys
+from rich.console import Console
+from tools.checkpoint import reshard
+reshard.FILE_BYTES = 1 << 20
+reshard.reshard(sys.argv[1], "pp2", sys.argv[2], Console(quiet=True))
+"""
+
+
+@pytest.mark.slow
+def test_what_was_killed_at_any_moment_is_finished_by_the_next_command(tmp_path: Path) -> None:
+    source, _ = large(tmp_path / "a")
+    whole = moved(source, "pp2", tmp_path / "whole")
+    to, unfinished = tmp_path / "to", tmp_path / ".to.resharding"
+    total = sum(file.stat().st_size for file in (source / ITERATION).iterdir())
+    command = [sys.executable, "-c", _IN_SMALL_FILES, str(source), str(to)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for part in sorted(Random(5).uniform(0, 0.9) for _ in range(6)):
+        process = subprocess.Popen(command, env=environment)
+        until(lambda least=part * total: written_bytes(unfinished) > least, "what is written")
+        process.kill()
+        process.wait()
+        assert not to.exists()
+        assert written_bytes(unfinished) > 0
+    subprocess.run(command, env=environment, check=True)
+    assert not unfinished.exists()
+    for name, (sizes, values) in held(whole).items():
+        assert (sizes, True) == (held(to)[name][0], torch.equal(values, held(to)[name][1])), name
+    assert common(to) == common(whole)
+
+
+def written_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*.distcp"))

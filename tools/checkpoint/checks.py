@@ -7,15 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.checkpoint.contents import TORCH_DIST, Contents
+from tools.checkpoint.contents import HUGGING_FACE, TORCH_DIST, Contents
 from tools.plan.constraints import violations
 from tools.records.checkpoints import MANIFEST_FILE, Checkpoint, check
 from tools.records.torch_dist import (
+    EMBEDDING,
+    OUTPUT,
+    VOCABULARY,
     DamagedCheckpointError,
     Shape,
     finished_iteration,
     read_box,
     read_metadata,
+    read_piece,
+    verify_pieces,
     verify_readable,
 )
 from tools.spec.model import ModelShape
@@ -28,7 +33,6 @@ from tools.spec.strategy import (
     strategy_name,
 )
 
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _STATE = re.compile(r"(?:.*\.)?optimizer\.state\.(exp_avg|exp_avg_sq)\.(.+)")
 _LAYERS = "decoder.layers."
 _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
@@ -105,7 +109,7 @@ def other_model_problem(folder: Path, shape: ModelShape, model: str) -> str | No
 
 
 def _found(contents: Contents, reads_pieces: bool) -> Iterator[str]:
-    if contents.format != TORCH_DIST:
+    if contents.format == HUGGING_FACE:
         return
     named = re.fullmatch(r"iter_(\d+)", contents.folder.name)
     if named and contents.iteration not in (None, int(named[1])):
@@ -114,9 +118,11 @@ def _found(contents: Contents, reads_pieces: bool) -> Iterator[str]:
         try:
             if (contents.folder / MANIFEST_FILE).is_file():
                 check(Checkpoint(contents.iteration or 0, contents.folder))
-            else:
+            elif contents.format == TORCH_DIST:
                 verify_readable(contents.folder)
-            yield from _value_flaws(contents.folder)
+            else:
+                verify_pieces(contents.folder, contents.stored)
+            yield from _value_flaws(contents)
         except DamagedCheckpointError as error:
             yield f"{error}."
     if contents.spec is not None:
@@ -124,12 +130,12 @@ def _found(contents: Contents, reads_pieces: bool) -> Iterator[str]:
     yield from _optimizer_flaws(contents)
 
 
-def _value_flaws(folder: Path) -> Iterator[str]:
-    """Weights that nobody has set, and main weights of the optimizer that are not the model's.
+def _value_flaws(contents: Contents) -> Iterator[str]:
+    """Weights that nobody has set, main weights of the optimizer and copies that are not the model's.
 
     What the optimizer keeps in fp32 is, rounded, the weight: the update ends with that copy.
     """
-    tensors = read_metadata(folder).tensors
+    folder, tensors = contents.folder, contents.stored.tensors
     for name, weight in tensors.items():
         if "optimizer" in name or weight.dtype not in ("float32", "bfloat16", "float16"):
             continue
@@ -147,6 +153,13 @@ def _value_flaws(folder: Path) -> Iterator[str]:
                     "another run."
                 )
                 break
+    for copy in contents.copies:
+        held = tensors[copy.name].parts[copy.begin]
+        if not read_piece(folder, copy.part).equal(read_piece(folder, held)):
+            yield (
+                f"{copy.name} at {list(copy.begin)} differs between {copy.part.file} and {held.file}: "
+                "ranks must hold it alike."
+            )
 
 
 def _misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
@@ -164,7 +177,7 @@ def _misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
                 f"{list(size)}."
             )
     rows = contents.arguments.get("padded_vocab_size", "")
-    for name in (EMBEDDING, OUTPUT):
+    for name in VOCABULARY:
         if name in held and rows.isdigit() and held[name] != (int(rows), shape.hidden):
             yield (
                 f"{name} has the shape {list(held[name])}, and its arguments say "

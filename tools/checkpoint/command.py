@@ -14,6 +14,7 @@ from tools.checkpoint.checks import Loading, loading, problems_of
 from tools.checkpoint.contents import Contents, read_contents
 from tools.spec.files import ROOT
 from tools.spec.strategy import strategy_name
+from tools.text.units import plural
 
 if TYPE_CHECKING:
     from tools.checkpoint.compare import TensorRelation
@@ -44,6 +45,9 @@ def inspect(
     print(texts.dumps(found, indent=2) if json else _text(contents, verdict, pairs))
     for problem in problems:
         print(problem, file=sys.stderr)
+    if not problems and not json:
+        read = "every piece was read" if verify else "VERIFY=1 reads every piece as well"
+        print(f"Nothing is missing, left over or of another model; {read}.")
     if compare and problems:
         print("Nothing was compared: both checkpoints must be whole.", file=sys.stderr)
     same = all(pair.is_same for pair in pairs)
@@ -76,6 +80,12 @@ def _text(
         f"{contents.folder}: {contents.format}{at}{layout}, {contents.parameters:,} parameters",
         f"States: {', '.join(contents.states) or 'none'}",
     ]
+    if spec := contents.spec:
+        shape = spec.shape
+        lines.append(
+            f"Arguments: {len(contents.arguments)} (JSON=1 prints them), of a model with "
+            f"{plural(shape.layers, 'layer')}, width {shape.hidden}, {plural(shape.heads, 'head')}"
+        )
     modules = defaultdict[str, list[str]](list)
     for one in contents.tensors:
         if one.kind == "weight":
@@ -87,7 +97,8 @@ def _text(
     lines.append(f"and {moments} tensors of the optimizer")
     if verdict:
         flags = f" with {' '.join(verdict.flags)}" if verdict.flags else ""
-        lines += [f"Under that strategy: {verdict.verdict}{flags}.", *verdict.reasons]
+        reasons = (reason[0].upper() + reason[1:] for reason in verdict.reasons)
+        lines += [f"Under that strategy: {verdict.verdict}{flags}.", *reasons]
     lines += [f"{one.name}: {one.relation} {one.detail}".rstrip() for one in pairs]
     counts = Counter(one.relation for one in pairs).most_common()
     if pairs:

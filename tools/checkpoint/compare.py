@@ -7,28 +7,16 @@ by the table of `tools.convert.hf.families`.
 from __future__ import annotations
 
 import hashlib
-import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tools.checkpoint.checks import EMBEDDING, OUTPUT
-from tools.checkpoint.contents import (
-    FSDP,
-    HUGGING_FACE,
-    LEGACY_FILE,
-    TORCH_DIST,
-    Contents,
-    is_stacked,
-    legacy_tensors,
-)
+from tools.checkpoint.contents import HUGGING_FACE, Contents, is_stacked
 from tools.convert.hf.into_megatron import read_source
-from tools.records.pickles import describe_saved, read_values
-from tools.records.torch_dist import Shape, read_metadata, read_tensor
+from tools.records.torch_dist import VOCABULARY, Shape, read_tensor
 
 EQUAL, DTYPE, PADDING = "equal", "equal but for dtype", "equal but for padding"
 ROUNDING = "equal but for rounding"
@@ -77,28 +65,18 @@ def compare_weights(one: Contents, other: Contents) -> list[TensorRelation]:
 
 
 def _weights(contents: Contents) -> _Weights:
-    if contents.format in (TORCH_DIST, FSDP):
-        stored = read_metadata(contents.folder).tensors
+    if contents.format != HUGGING_FACE:
+        stored = contents.stored.tensors
         return _Weights(
-            contents.shapes,
-            lambda key, layer: read_tensor(contents.folder, stored[key], layer),
+            contents.shapes, lambda key, layer: read_tensor(contents.folder, stored[key], layer)
         )
-    if contents.format == HUGGING_FACE:
-        source = read_source(contents.folder)
-        pairs = {(pair.key, pair.layer): pair for pair in source.pairs}
-        shapes = {
-            key: pair.shape if layer is None else (source.shape.layers, *pair.shape)
-            for (key, layer), pair in pairs.items()
-        }
-        return _Weights(shapes, lambda key, layer: source.values(pairs[key, layer]))
-    # Of the format `torch`: a file a rank, under names of the rank.
-    return _Weights(contents.shapes, lambda key, _: _saved(contents.folder, key))
-
-
-def _saved(folder: Path, key: str) -> Tensor:
-    rank, _, name = key.partition(".")
-    with zipfile.ZipFile(folder / rank / LEGACY_FILE) as archive:
-        return read_values(archive, legacy_tensors(describe_saved(archive))[name])
+    source = read_source(contents.folder)
+    pairs = {(pair.key, pair.layer): pair for pair in source.pairs}
+    shapes = {
+        key: pair.shape if layer is None else (source.shape.layers, *pair.shape)
+        for (key, layer), pair in pairs.items()
+    }
+    return _Weights(shapes, lambda key, layer: source.values(pairs[key, layer]))
 
 
 def _compare(name: str, a: _Weights, b: _Weights) -> TensorRelation:
@@ -131,7 +109,7 @@ def _order_of_layers(name: str, a: _Weights, b: _Weights, layers: int) -> list[i
 def _relation(name: str, a: Tensor, b: Tensor) -> TensorRelation:
     padded = a.shape != b.shape
     if padded:
-        if not name.endswith((EMBEDDING, OUTPUT)) or a.ndim != b.ndim:
+        if not name.endswith(VOCABULARY) or a.ndim != b.ndim:
             return TensorRelation(name, DIFFERENT, f"shapes {list(a.shape)} and {list(b.shape)}")
         rows = min(len(a), len(b))
         a, b = a[:rows], b[:rows]

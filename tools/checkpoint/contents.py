@@ -14,7 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tools.records.pickles import DescribedTensor, describe_saved
+from tools.checkpoint.whole import LEGACY_FILE, Copy, of_layers, of_ranks, ranks_lacking
+from tools.records.pickles import describe_saved
 from tools.records.torch_dist import (
     FORMAT,
     METADATA,
@@ -34,9 +35,9 @@ TORCH_DIST, FSDP, LEGACY, HUGGING_FACE = "torch_dist", "fsdp_dtensor", "torch", 
 """Megatron's names of its formats (`--ckpt-format`), and Hugging Face's safetensors."""
 
 _WEIGHTS = ("embedding.", "decoder.", "output_layer.", "encoder.", "mtp.")
-LEGACY_FILE = "model_optim_rng.pt"
 COMMON, COMMON_FILE = "common_state/", "common.pt"
 """What every rank has alike: from 0.19 on an object beside the tensors, before a file."""
+_OWN_OBJECTS = ("args", "iteration")
 _PLAIN = (str, int, float, list, tuple, type(None))
 
 
@@ -77,13 +78,22 @@ class Contents:
     iteration: int | None
     arguments: Mapping[str, str]
     """Those that saved it, as a log prints them; empty where there are none."""
-    tensors: tuple[TensorEntry, ...]
+    stored: StoredMetadata
+    """Whole tensors, all layers stacked; of Hugging Face's formats under their own names."""
     states: tuple[str, ...]
     """Of `optimizer`, `scheduler` and `random`, those that are there."""
     problems: tuple[str, ...]
     """What of it cannot be read, a sentence each."""
     optimizer_format: str = ""
     """Of the distributed optimizer, as Megatron calls it; empty where nothing says it."""
+    copies: tuple[Copy, ...] = ()
+    """What ranks hold beside, and which must be the same."""
+
+    @cached_property
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """By name."""
+        held = sorted(self.stored.tensors.items())
+        return tuple(TensorEntry(name, one.shape, one.dtype) for name, one in held)
 
     @cached_property
     def spec(self) -> RunSpec | None:
@@ -98,7 +108,7 @@ class Contents:
     @property
     def shapes(self) -> dict[str, Shape]:
         """Of tensors, by name."""
-        return {one.name: one.shape for one in self.tensors}
+        return {name: one.shape for name, one in self.stored.tensors.items()}
 
 
 def read_contents(folder: Path) -> Contents:
@@ -111,7 +121,7 @@ def read_contents(folder: Path) -> Contents:
     if newest is not None:
         folder /= f"iter_{newest:07d}"
     if not folder.is_dir():
-        raise UnknownFormatError(f"CKPT={folder} is no folder; name one that holds a checkpoint.")
+        raise UnknownFormatError(f"{folder} is no folder; name one that holds a checkpoint.")
     backend = _backend(folder)
     if backend == "zarr" or any(folder.glob("*/.zarray")):
         raise UnknownFormatError(
@@ -144,8 +154,8 @@ def _distributed(folder: Path, backend: str) -> Contents:
     try:
         stored = read_metadata(folder)
     except DamagedCheckpointError as error:
-        return Contents(folder, kind, _named_iteration(folder), {}, (), (), (f"{error}.",))
-    tensors = (TensorEntry(name, one.shape, one.dtype) for name, one in stored.tensors.items())
+        nothing = StoredMetadata({}, (), {})
+        return Contents(folder, kind, _named_iteration(folder), {}, nothing, (), (f"{error}.",))
     problems = list(_unreadable(folder, stored))
     if kind == FSDP and any(name.startswith(_WEIGHTS) for name in stored.tensors):
         kind = TORCH_DIST
@@ -157,17 +167,18 @@ def _distributed(folder: Path, backend: str) -> Contents:
         common = _common(folder, stored)
     except DamagedCheckpointError as error:
         problems.append(f"{error}.")
+    objects = tuple(stored.objects)
     held = {
         "optimizer": common.get("optimizer") or any("exp_avg" in name for name in stored.tensors),
-        "scheduler": common.get("opt_param_scheduler"),
-        "random": any(name.startswith("rng_state") for name in stored.objects),
+        "scheduler": any(name.startswith("opt_param_scheduler") for name in (*common, *objects)),
+        "random": any(name.startswith("rng_state") for name in objects),
     }
     return Contents(
         folder,
         kind,
         common.get("iteration", _named_iteration(folder)),
         _arguments(common.get("args")),
-        tuple(sorted(tensors, key=lambda one: one.name)),
+        stored if kind == TORCH_DIST else of_layers(stored),
         tuple(name for name, found in held.items() if found),
         tuple(problems),
         (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", ""),
@@ -179,8 +190,9 @@ def _common(folder: Path, stored: StoredMetadata) -> dict[str, Any]:
     part = next((at for name, at in stored.objects.items() if name.startswith(COMMON)), None)
     if path.is_file():
         part = StoredPart(path.name, 0, path.stat().st_size)
-    if part is None:
-        return {}
+    if part is None:  # FSDP's, an object each.
+        kept = {name: stored.objects[name] for name in _OWN_OBJECTS if name in stored.objects}
+        return {name: describe_object(folder, at) for name, at in kept.items()}
     found = describe_object(folder, part)
     found = found[0] if isinstance(found, list) and found else found
     return found if isinstance(found, dict) else {}
@@ -216,43 +228,35 @@ def _covering_flaw(tensor: StoredTensor) -> str:
 
 
 def _legacy(folder: Path, ranks: list[Path]) -> Contents:
-    """A file a model-parallel rank, each a pickle: its tensors under the rank's name."""
-    tensors, problems, states = list[TensorEntry](), list[str](), dict[str, None]()
-    arguments: dict[str, str] = {}
-    iteration = _named_iteration(folder)
+    """A file a model-parallel rank, each a pickle."""
+    problems, held = list[str](), dict[str, Any]()
     for path in ranks:
         try:
             with zipfile.ZipFile(path) as archive:
-                found = describe_saved(archive)
+                held[path.parent.name] = describe_saved(archive)
         except Exception as error:  # A damaged pickle raises anything.
             problems.append(f"{path.parent.name}/{path.name} cannot be read ({error}).")
-            continue
+    iteration = _named_iteration(folder)
+    for name, found in held.items():
         own = found.get("iteration", iteration)
         if iteration is not None and own != iteration:
-            problems.append(f"{path.parent.name} is of iteration {own}, not of {iteration}.")
-        arguments = arguments or _arguments(found.get("args"))
-        keys = {"optimizer": "optimizer", "opt_param_scheduler": "scheduler", "rng_state": "random"}
-        states |= dict.fromkeys(state for key, state in keys.items() if found.get(key))
-        for name, tensor in legacy_tensors(found).items():
-            tensors.append(TensorEntry(f"{path.parent.name}.{name}", tensor.shape, tensor.dtype))
+            problems.append(f"{name} is of iteration {own}, not of {iteration}.")
+    arguments = next(filter(None, (_arguments(one.get("args")) for one in held.values())), {})
+    stored, copies = of_ranks(folder, held, arguments)
+    lacking = ranks_lacking({path.parent.name for path in ranks}, arguments)
+    problems += (f"{name} is missing, which its arguments have." for name in lacking)
+    keys = {"optimizer": "optimizer", "opt_param_scheduler": "scheduler", "rng_state": "random"}
+    states = [state for key, state in keys.items() if any(one.get(key) for one in held.values())]
     return Contents(
-        folder, LEGACY, iteration, arguments, tuple(tensors), tuple(states), tuple(problems)
+        folder,
+        LEGACY,
+        iteration,
+        arguments,
+        stored,
+        tuple(states),
+        tuple(problems or _unreadable(folder, stored)),
+        copies=copies,
     )
-
-
-def legacy_tensors(found: Mapping[str, Any]) -> dict[str, DescribedTensor]:
-    """The weights that a rank's file of the format `torch` holds."""
-    chunks = (key for key in found if re.fullmatch(r"model\d*", str(key)))
-    return dict(_flattened({key: found[key] for key in chunks}))
-
-
-def _flattened(found: Any, prefix: str = "") -> Iterator[tuple[str, DescribedTensor]]:
-    for key, value in found.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, DescribedTensor):
-            yield name, value
-        elif isinstance(value, dict):
-            yield from _flattened(value, f"{name}.")
 
 
 def _hugging_face(folder: Path) -> Contents:
@@ -260,18 +264,17 @@ def _hugging_face(folder: Path) -> Contents:
     from tools.convert.hf.progress import ConversionError
     from tools.convert.hf.tensor_files import TensorFolder
 
-    tensors: tuple[TensorEntry, ...] = ()
+    tensors: dict[str, StoredTensor] = {}
     problems: tuple[str, ...] = ()
     try:
-        tensors = tuple(
-            TensorEntry(one.name, one.shape, str(one.dtype).removeprefix("torch."))
-            for one in TensorFolder(folder).tensors.values()
-        )
+        for one in TensorFolder(folder).tensors.values():
+            dtype = str(one.dtype).removeprefix("torch.")
+            tensors[one.name] = StoredTensor(one.shape, dtype, {}, {})
         with suppress(ConfigError):  # A model of no family that is known.
             read_source(folder)
     except ConversionError as error:
         problems = (str(error),)
-    return Contents(folder, HUGGING_FACE, None, {}, tensors, (), problems)
+    return Contents(folder, HUGGING_FACE, None, {}, StoredMetadata(tensors, (), {}), (), problems)
 
 
 def _arguments(namespace: Any) -> dict[str, str]:

@@ -32,7 +32,7 @@ import msgspec
 import torch
 from rich.console import Console
 
-from tools.checkpoint.checks import EMBEDDING, laid, problems_of
+from tools.checkpoint.checks import laid, problems_of
 from tools.checkpoint.compare import digest
 from tools.checkpoint.contents import (
     COMMON,
@@ -43,11 +43,13 @@ from tools.checkpoint.contents import (
     read_contents,
 )
 from tools.checkpoint.layout import MULTIPLE, RESHARDABLE, lay_out, padding_multiple, ranks_of
+from tools.checkpoint.whole import cut_axis
 from tools.convert.hf.progress import Work, check_room
 from tools.plan.constraints import violations
 from tools.records.io import flush_to_disk, lock, sha256_of, write_record
 from tools.records.pickles import rewritten
 from tools.records.torch_dist import (
+    EMBEDDING,
     METADATA,
     TRACKER_FILE,
     Shape,
@@ -56,7 +58,6 @@ from tools.records.torch_dist import (
     StoredTensor,
     read_box,
     read_bytes,
-    read_metadata,
     read_piece,
 )
 from tools.records.torch_dist_writer import add_piece, write_metadata
@@ -70,8 +71,6 @@ PIECE_BYTES = 1 << 28
 
 _OWN = ("job.json", "lock")
 """What an unfinished folder holds beside the checkpoint."""
-_COLUMNS = ("word_embeddings", "output_layer", "linear_qkv", "linear_fc1")
-_ROWS = ("linear_proj", "linear_fc2")
 _OPTIMIZER = "optimizer.state."
 _MAIN = {Sharding.NONE: f"{_OPTIMIZER}fp32_param.", Sharding.ZERO1: f"{_OPTIMIZER}param."}
 
@@ -127,7 +126,14 @@ def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
         made_of = sha256_of(contents.folder / METADATA)
         _begin(unfinished, _Job(str(contents.folder), made_of, strategy))
         folder = unfinished / f"iter_{contents.iteration or 0:07d}"
-        summary = plan.write(folder, Work(console))
+        try:
+            summary = plan.write(folder, Work(console))
+        except BaseException:  # Ctrl-C as well.
+            kept = (
+                f"{from_root(unfinished)} is kept: the same command goes on behind what is in it."
+            )
+            console.print(kept, highlight=False)
+            raise
         _check(folder, contents, new)
         (unfinished / TRACKER_FILE).write_text(str(contents.iteration))
         for left in (*unfinished.glob("iter_*/*.distcp.json"), *map(unfinished.joinpath, _OWN)):
@@ -223,7 +229,7 @@ class _Plan:
         assert contents.spec is not None
         self._contents, self._new, self._old = contents, new, contents.spec.parallelism
         self._spec = contents.spec
-        self._stored = read_metadata(contents.folder)
+        self._stored = contents.stored
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -313,15 +319,12 @@ class _Plan:
 
     def _ranks(self, name: str, stacked: int) -> tuple[int, int]:
         """Where the new layout cuts a tensor, and in how many."""
-        module, _, kind = name.rpartition(".")
-        module = module.rpartition(".")[2]
+        axis = cut_axis(name)
         ranks = self._new.tensor_of_experts if ".experts." in name else self._new.tensor
-        if module in _ROWS and kind == "weight":
-            return stacked + 1, ranks
-        if module in _COLUMNS and kind in ("weight", "bias"):
-            gated = module == "linear_fc1" and self._spec.shape.gated
-            return stacked, ranks * (2 if gated else 1)
-        return stacked, 1
+        if axis is None:
+            return stacked, 1
+        gated = ".linear_fc1." in name and self._spec.shape.gated
+        return stacked + axis, ranks * (2 if gated else 1)
 
     def _objects(self, folder: Path, file_name: str) -> dict[str, StoredPart]:
         """What is no tensor, written anew."""

@@ -99,15 +99,19 @@ class SelectedCheckpoint:
     """Newer ones, each with what is wrong with it."""
 
 
-def select_checkpoint(run: Path) -> SelectedCheckpoint:
+def select_checkpoint(run: Path, folder: Path | None = None) -> SelectedCheckpoint:
     """Look at a run's checkpoints from the newest on; nothing is changed but for missing manifests.
+
+    Args:
+        run: The run's folder.
+        folder: Where copies of them are; its own by default.
 
     Raises:
         LaunchError: None of them is valid, or there is none.
     """
     skipped: list[tuple[Checkpoint, str]] = []
     newest_number = last_valid_iteration(run)
-    stored = find_checkpoints(run / CHECKPOINTS_FOLDER)
+    stored = find_checkpoints(folder or run / CHECKPOINTS_FOLDER)
     for checkpoint in stored:
         if newest_number is not None and checkpoint.iteration >= newest_number:
             why_not: str | None = "the run ended in NaN before it gave a loss"

@@ -2,7 +2,8 @@
 
 In its own strategy it resumes in its own folder: log, events and checkpoints are added to, and what
 belongs to one attempt is kept in `attempts/`. In another strategy (STRATEGY=pp2) it is another run, in a
-folder of its own that names its parent, because its times and its memory are not its parent's.
+folder of its own that names its parent, because its times and its memory are not its parent's. So it is
+from a copy that `make reshard` wrote (CKPT=), which has optimizer states as the new layout shards them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tools.checkpoint.contents import read_contents
 from tools.launch.checkpoints import select_checkpoint
 from tools.launch.compose import Launch, ResumePoint, compose, entry_of, model_for
 from tools.launch.job import Job
@@ -27,6 +29,7 @@ from tools.launch.train import describe, dry_run, train_once
 from tools.records.checkpoints import find_checkpoints
 from tools.records.run import CHECKPOINTS_FOLDER, RunRecord
 from tools.spec.errors import LaunchError
+from tools.spec.files import ROOT, from_root
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, counted_vocabulary, drop_flags, merge_flags
 from tools.spec.model import imported_weights, load_model
@@ -43,8 +46,14 @@ PER_ATTEMPT_FLAGS = of_role("start", "attempt")
 """Flags that say how a run began and where it writes, not what is trained."""
 
 
-def resume(run: str | Path, strategy: str | None, options: Options, console: Console) -> int:
-    """Resume a run; 0 if it ended well.
+def resume(
+    run: str | Path,
+    strategy: str | None,
+    options: Options,
+    console: Console,
+    ckpt: str | None = None,
+) -> int:
+    """Resume a run, from a copy of its checkpoint where one is named; 0 if it ended well.
 
     Raises:
         LaunchError: It cannot be resumed; nothing was changed.
@@ -58,9 +67,11 @@ def resume(run: str | Path, strategy: str | None, options: Options, console: Con
     record = read_named_run(run)
     with ExitStack() as held:
         held.enter_context(only_attempt(run, options.nodes))
-        choice = select_checkpoint(run)
-        loaded = ResumePoint(run.name, run / CHECKPOINTS_FOLDER, choice.checkpoint.iteration)
-        launch = relaunch(record, loaded, strategy, options)
+        stored = (ROOT / Path(ckpt).expanduser()) if ckpt else run / CHECKPOINTS_FOLDER
+        choice = select_checkpoint(run, stored)
+        loaded = ResumePoint(run.name, stored, choice.checkpoint.iteration)
+        saved = _layout_of(choice.checkpoint.path) if ckpt else None
+        launch = relaunch(record, loaded, strategy, options, saved)
         if options.dry_run:
             return dry_run(launch)
         if launch.nodes is None:  # Else each node reports to the others what stops it.
@@ -73,7 +84,7 @@ def resume(run: str | Path, strategy: str | None, options: Options, console: Con
             f"{describe(launch)}",
             highlight=False,
         )
-        own_folder = launch.spec.parallelism == record.spec.parallelism
+        own_folder = ckpt is None and launch.spec.parallelism == record.spec.parallelism
         if not own_folder:  # The run itself may be resumed at the same time.
             held.close()
         there = replace(launch.job.options, run_folder=run if own_folder else None)
@@ -83,7 +94,11 @@ def resume(run: str | Path, strategy: str | None, options: Options, console: Con
 
 
 def relaunch(
-    record: RunRecord, resume_point: ResumePoint, strategy: str | None, options: Options
+    record: RunRecord,
+    resume_point: ResumePoint,
+    strategy: str | None,
+    options: Options,
+    saved: Parallelism | None = None,
 ) -> Launch:
     """The launch that resumes a run.
 
@@ -92,6 +107,7 @@ def relaunch(
         resume_point: The checkpoint.
         strategy: Another strategy; None or the run's own keeps it.
         options: What may change: ITERS=, EXTRA=, SAVE_EVERY=, KEEP=, NET=, HANG_TIMEOUT= and the like.
+        saved: The layout of the checkpoint, where it is not the run's.
 
     Raises:
         LaunchError: The run cannot be resumed here, or not so.
@@ -109,7 +125,7 @@ def relaunch(
             f"{record.run} has samples for --train-iters {sampled}, and ITERS={iterations} is beyond; "
             f'EXTRA="--train-iters {iterations}" trains on, and draws its samples in another order.'
         )
-    parallelism = _parallelism(record, strategy)
+    parallelism = _parallelism(record, strategy, saved or record.spec.parallelism)
     # The same global batch, in micro batches that divide it among the new data-parallel ranks.
     whole = record.spec.batch.global_batch_size
     micro = math.gcd(record.spec.batch.micro_batch_size, max(1, whole // parallelism.data))
@@ -201,21 +217,36 @@ def _recorded(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
     return merge_flags(kept, (multiple, str(max(1, rows // parallelism.tensor))))
 
 
-def _parallelism(record: RunRecord, strategy: str | None) -> Parallelism:
+def _layout_of(checkpoint: Path) -> Parallelism:
+    """What the arguments in a checkpoint say that saved it.
+
+    Raises:
+        LaunchError: They say nothing.
+    """
+    spec = read_contents(checkpoint).spec
+    if spec is None:
+        raise LaunchError(
+            f"CKPT={from_root(checkpoint)} does not say which layout saved it; name a folder that "
+            "'make reshard' wrote."
+        )
+    return spec.parallelism
+
+
+def _parallelism(record: RunRecord, strategy: str | None, saved: Parallelism) -> Parallelism:
     if record.spec.backend != Backend.MEGATRON:
         raise LaunchError(
             f"{record.run} was trained by BACKEND={record.spec.backend}, which saves nothing."
         )
-    if strategy is None or strategy == record.spec.name:
-        return record.spec.parallelism
-    devices = devices_of(strategy, record.spec.parallelism.world_size)
-    parallelism = parse_strategy(strategy, devices)
-    if parallelism.sharding != record.spec.parallelism.sharding:
-        saved = record.spec.parallelism.sharding or "whole optimizer states"
+    strategy = strategy or record.spec.name
+    parallelism = record.spec.parallelism
+    if strategy != record.spec.name:
+        parallelism = parse_strategy(strategy, devices_of(strategy, parallelism.world_size))
+    if parallelism.sharding != saved.sharding:
         raise LaunchError(
-            f"{record.run} was saved with {saved}, and {strategy} has "
-            f"{parallelism.sharding or 'whole ones'}: Megatron keeps the two in different formats; name "
-            "a strategy that shards as the run does."
+            f"The checkpoint was saved with {saved.sharding or 'whole optimizer states'}, and "
+            f"{strategy} has {parallelism.sharding or 'whole ones'}: Megatron keeps the two in "
+            f"different formats; 'make reshard CKPT=… STRATEGY={strategy} TO=folder' writes them anew, "
+            "and CKPT=folder resumes from there."
         )
     return parallelism
 

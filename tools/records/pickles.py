@@ -228,9 +228,13 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
+class _Dict(dict[Any, Any]):
+    """Takes attributes, which a module's state has beside its tensors."""
+
+
 _KNOWN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): _Dict,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
 }

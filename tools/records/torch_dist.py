@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tools.records.pickles import InertUnpickler, describe_saved
+from tools.records.pickles import DescribedTensor, InertUnpickler, describe_saved, read_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,14 @@ FORMAT = "metadata.json"
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 """Megatron writes the newest iteration here once a checkpoint is whole."""
+
+EMBEDDING, OUTPUT = VOCABULARY = "embedding.word_embeddings.weight", "output_layer.weight"
+"""Tensors whose rows are the vocabulary's entries, which Megatron pads."""
+NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Norms by their names here, and those of Megatron's own (local) modules."""
 
 Shape = tuple[int, ...]
 
@@ -53,6 +61,8 @@ class StoredPart:
     file: str
     offset_bytes: int
     length_bytes: int
+    tensor: DescribedTensor | None = None
+    """Which one of them, where `torch.save` wrote more than this piece."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +171,9 @@ def read_piece(folder: Path, part: StoredPart) -> Tensor:
     """
     import torch
 
+    if part.tensor is not None:
+        with (folder / part.file).open("rb") as file, _archive(file, part) as archive:
+            return read_values(archive, part.tensor)
     try:
         found: Tensor = torch.load(io.BytesIO(read_bytes(folder, part)), weights_only=True)
     except RuntimeError as error:
@@ -204,11 +217,22 @@ def verify_readable(folder: Path, keep_going: KeepGoing = lambda: True) -> None:
         raise DamagedCheckpointError(f"it was not finished and has no {FORMAT}") from None
     except ValueError as error:
         raise DamagedCheckpointError(f"{FORMAT} cannot be read ({error})") from error
-    for name, pieces in read_metadata(folder).by_file.items():
-        _check_file(folder / name, pieces, keep_going)
+    verify_pieces(folder, read_metadata(folder), keep_going)
     common = folder / "common.pt"
     if common.exists():
         _check_file(common, [StoredPart(common.name, 0, common.stat().st_size)], keep_going)
+
+
+def verify_pieces(
+    folder: Path, stored: StoredMetadata, keep_going: KeepGoing = lambda: True
+) -> None:
+    """Compare what each archive of a checkpoint of any format holds with its checksums.
+
+    Raises:
+        DamagedCheckpointError, ReadingStoppedError: As `verify_readable`.
+    """
+    for name, pieces in stored.by_file.items():
+        _check_file(folder / name, pieces, keep_going)
 
 
 def weights_hash(folder: Path) -> str:
@@ -267,7 +291,7 @@ def read_box(
         last = [min(a + e, b + s) for a, e, b, s in ends]
         if any(low >= high for low, high in zip(first, last, strict=True)):
             continue
-        piece = read_piece(folder, stored.parts[at])
+        piece = read_piece(folder, stored.parts[at]).reshape(tuple(extent))
         into = tuple(slice(a - b, z - b) for a, z, b in zip(first, last, begin, strict=True))
         box[into] = piece[
             tuple(slice(a - b, z - b) for a, z, b in zip(first, last, at, strict=True))

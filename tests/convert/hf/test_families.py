@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.convert.hf.families import EMBEDDING, TensorPair, pairs_of
+from tools.convert.hf.families import TensorPair, pairs_of
+from tools.records.torch_dist import EMBEDDING
 from tools.spec.model import ModelShape
 
 

@@ -15,22 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tools.records.torch_dist import NORMS, OUTPUT, Shape
 from tools.spec.model import ModelShape
-
-Shape = tuple[int, ...]
-
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-VOCABULARY = (EMBEDDING, OUTPUT)
-"""Keys whose rows are the vocabulary's entries, which Megatron pads."""
 
 HEAD = "lm_head.weight"
 """The only tensor without a family's prefix."""
-
-_NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
-"""Norms in a checkpoint's key, and in the name of Megatron's own (local) module."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +48,7 @@ class TensorPair:
         if self.layer is None:
             return self.key
         rest = self.key.removeprefix("decoder.layers.")
-        for norm, module in _NORMS.items():
+        for norm, module in NORMS.items():
             rest = rest.replace(norm, module)
         return f"decoder.layers.{self.layer}.{rest}"
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tools.convert.hf.families import EMBEDDING, VOCABULARY, TensorPair, pairs_of
+from tools.convert.hf.families import TensorPair, pairs_of
 from tools.convert.hf.into_megatron import CONFIG_FILE, IMPORT_FILE, copy_companions, read_import
 from tools.convert.hf.progress import ConversionError, Work, check_room
 from tools.convert.hf.tensor_files import SHARD_BYTES, Described, write_tensors
 from tools.records.io import made_whole
 from tools.records.torch_dist import (
+    EMBEDDING,
+    VOCABULARY,
     DamagedCheckpointError,
     StoredTensor,
     read_metadata,

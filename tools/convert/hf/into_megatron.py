@@ -21,9 +21,7 @@ from torch import Tensor
 
 from tools.convert.hf.checkpoint import write_checkpoint
 from tools.convert.hf.families import (
-    EMBEDDING,
     HEAD,
-    VOCABULARY,
     TensorPair,
     is_buffer,
     pairs_of,
@@ -32,6 +30,7 @@ from tools.convert.hf.families import (
 from tools.convert.hf.progress import ConversionError, Work, check_room
 from tools.convert.hf.tensor_files import TensorFolder
 from tools.records.io import made_whole, write_record
+from tools.records.torch_dist import EMBEDDING, VOCABULARY
 from tools.spec.files import args_text, from_root
 from tools.spec.flags import merge_flags
 from tools.spec.huggingface import exact_flags, read_config

@@ -1,0 +1,62 @@
+"""Real runs whose ranks are forked from a process that has imported Megatron: most of their time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tools.launch import train as training
+from tools.launch.compose import Launch
+from tools.launch.job import parse_target
+from tools.launch.options import Options
+from tools.launch.resume import resume
+from tools.launch.supervise.warm import WarmMegatron
+
+
+class Runs:
+    """Trains and resumes in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._console = Console(stderr=True)
+
+    def train(self, target: str, **options: Any) -> Path:
+        """The folder of a run that ended well."""
+        job = parse_target(target).under(replace(Options(runs=self.folder), **options))
+        return self._new(training.train(job, self._console))
+
+    def resume(self, run: Path, strategy: str, ckpt: Path, iterations: int) -> Path:
+        """As 'make resume RUN= STRATEGY= CKPT= ITERS='."""
+        options = Options(runs=self.folder, iterations=iterations)
+        return self._new(resume(run, strategy, options, self._console, str(ckpt)))
+
+    def _new(self, exit_code: int) -> Path:
+        newest = max(self.folder.glob("2*"), key=lambda run: (run / "run.json").stat().st_mtime_ns)
+        assert exit_code == 0, (newest / "log.txt").read_text()[-3000:]
+        return newest
+
+
+@contextmanager
+def forked(folder: Path) -> Iterator[Runs]:
+    """Runs in a folder."""
+    held: list[WarmMegatron] = []
+    execute = training.execute
+
+    def warm(launch: Launch, *arguments: Any, **more: Any) -> Any:
+        wanted = launch.entry.path, launch.environment
+        if not held or not held[0].serves(*wanted):
+            while held:
+                held.pop().close()
+            held.append(WarmMegatron(*wanted))
+        return execute(replace(launch, warm=held[0]), *arguments, **more)
+
+    training.execute = warm
+    try:
+        yield Runs(folder)
+    finally:
+        training.execute = execute
+        for one in held:
+            one.close()
