@@ -15,7 +15,7 @@ import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from tools.launch.job import make_command
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.start import ensure_start_checkpoint
+from tools.launch.supervise.warm import WarmMegatron
 from tools.launch.train import dry_run, other_vocabulary
 from tools.records.run import Status, utc_stamp
 from tools.records.verdict import VERIFY_FOLDER, Outcome
@@ -141,7 +142,6 @@ def carried_out(
     make_samples(launches, console)
     for launch in launches:
         check(launch, may_drop=True)  # `pairs` refuses those that drop others.
-        ensure_start_checkpoint(launch, console)
     results = folder / VERIFY_FOLDER / pair.job.name
 
     def trained(part: str, launch: Launch) -> str:
@@ -150,9 +150,13 @@ def carried_out(
         run.rename(folder / part)
         return "" if status.status is Status.OK else f"ended '{status.status}': {status.reason}"
 
-    with _scratch(folder) as scratch:
+    with ExitStack() as until:
+        forked = _forked(verification, until)
+        for launch in forked.launches:
+            ensure_start_checkpoint(launch, console)
+        scratch = until.enter_context(_scratch(folder))
         train = trained if shared is None else shared.around(trained, scratch)
-        judgement = judged(verification, scratch, train)
+        judgement = judged(forked, scratch, train)
     verdict = replace(
         judgement.verdict,
         reference=pair.other,
@@ -307,6 +311,24 @@ def _write(results: Path, judgement: Judgement) -> None:
             f"{judgement.verdict.sentence}; it could not be written to {from_root(results)} "
             f"({error.strerror}): see to it that there is room, or name another folder with RUNS=."
         ) from None
+
+
+def _forked(verification: Verification, until: ExitStack) -> Verification:
+    """The same with ranks from processes that have imported Megatron: that is most of a short run."""
+    kept: dict[tuple[object, ...], WarmMegatron] = {}
+
+    def warmed(launch: Launch) -> Launch:
+        if not launch.can_be_forked:
+            return launch
+        kind = (launch.entry.path, *sorted(launch.environment.items()))
+        if kind not in kept:
+            warm = WarmMegatron(launch.entry.path, launch.environment)
+            kept[kind] = until.enter_context(closing(warm))
+        return replace(launch, warm=kept[kind])
+
+    saving = verification.saving and warmed(verification.saving)
+    strategy, reference = warmed(verification.strategy), warmed(verification.reference)
+    return replace(verification, strategy=strategy, reference=reference, saving=saving)
 
 
 @contextmanager
