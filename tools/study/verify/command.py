@@ -151,12 +151,12 @@ def carried_out(
         return "" if status.status is Status.OK else f"ended '{status.status}': {status.reason}"
 
     with ExitStack() as until:
-        forked = _forked(verification, until)
-        for launch in forked.launches:
+        verification = forked(verification, until)
+        for launch in verification.launches:
             ensure_start_checkpoint(launch, console)
         scratch = until.enter_context(_scratch(folder))
         train = trained if shared is None else shared.around(trained, scratch)
-        judgement = judged(forked, scratch, train)
+        judgement = judged(verification, scratch, train)
     verdict = replace(
         judgement.verdict,
         reference=pair.other,
@@ -170,6 +170,29 @@ def carried_out(
         shutil.copytree(results, also / VERIFY_FOLDER / results.name, dirs_exist_ok=True)
     _print(judgement, results, console)
     return judgement
+
+
+def forked(verification: Verification, until: ExitStack) -> Verification:
+    """The same with ranks from processes that have imported Megatron: that is most of a short run.
+
+    Args:
+        verification: As composed.
+        until: Ends the processes.
+    """
+    kept: dict[tuple[object, ...], WarmMegatron] = {}
+
+    def warmed(launch: Launch) -> Launch:
+        if not launch.can_be_forked:
+            return launch
+        kind = (launch.entry.path, *sorted(launch.environment.items()))
+        if kind not in kept:
+            warm = WarmMegatron(launch.entry.path, launch.environment)
+            kept[kind] = until.enter_context(closing(warm))
+        return replace(launch, warm=kept[kind])
+
+    saving = verification.saving and warmed(verification.saving)
+    strategy, reference = warmed(verification.strategy), warmed(verification.reference)
+    return replace(verification, strategy=strategy, reference=reference, saving=saving)
 
 
 def judged(verification: Verification, scratch: Path, train: Train) -> Judgement:
@@ -311,24 +334,6 @@ def _write(results: Path, judgement: Judgement) -> None:
             f"{judgement.verdict.sentence}; it could not be written to {from_root(results)} "
             f"({error.strerror}): see to it that there is room, or name another folder with RUNS=."
         ) from None
-
-
-def _forked(verification: Verification, until: ExitStack) -> Verification:
-    """The same with ranks from processes that have imported Megatron: that is most of a short run."""
-    kept: dict[tuple[object, ...], WarmMegatron] = {}
-
-    def warmed(launch: Launch) -> Launch:
-        if not launch.can_be_forked:
-            return launch
-        kind = (launch.entry.path, *sorted(launch.environment.items()))
-        if kind not in kept:
-            warm = WarmMegatron(launch.entry.path, launch.environment)
-            kept[kind] = until.enter_context(closing(warm))
-        return replace(launch, warm=kept[kind])
-
-    saving = verification.saving and warmed(verification.saving)
-    strategy, reference = warmed(verification.strategy), warmed(verification.reference)
-    return replace(verification, strategy=strategy, reference=reference, saving=saving)
 
 
 @contextmanager
