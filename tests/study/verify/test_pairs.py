@@ -55,6 +55,16 @@ def test_a_models_dropout_is_left_out_where_the_reference_draws_other_masks(
     assert hidden(extra="--hidden-dropout 0.2") == {"0.2"}
 
 
+def test_the_reference_has_an_output_layer_of_its_own_where_the_strategy_takes_one(
+    composed: Composer,
+) -> None:
+    untied = "--untie-embeddings-and-output-weights"
+    both = composed("fsdp2-gpt2-tiny-2cpu")
+    assert all(untied in one.flags for one in both.launches)
+    assert both.strategy.start_checkpoint == both.reference.start_checkpoint
+    assert not any(untied in one.flags for one in composed("tp2-gpt2-tiny-2cpu").launches)
+
+
 def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
     target = "verify-tp2-gpt2-tiny-2cpu"
     asked = {"REFERENCE": "tp2", "EXTRA_B": "--micro-batch-size 1", "RESUMED": "1"}

@@ -27,7 +27,7 @@ from tools.spec.files import from_root
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.run import Backend, DeviceKind
-from tools.spec.strategy import devices_of, parse_strategy
+from tools.spec.strategy import UNTIED, devices_of, parse_strategy
 from tools.text.units import plural
 
 PREFIX = "verify-"
@@ -196,6 +196,8 @@ def compose_pair(pair: Pair) -> Verification:
     dropout = options.dropout
     if dropout is None and pair.other != job.strategy:
         dropout = 0.0  # Other strategies draw other masks; EXTRA= still has its own.
+    # What torch FSDP2 needs; another strategy would have other weights without.
+    untied = (UNTIED,) if UNTIED in job.flags else ()
     alike = job.under(
         replace(
             options,
@@ -207,7 +209,7 @@ def compose_pair(pair: Pair) -> Verification:
             noisy_start=True,
             ledger=False,
             saving=None,
-            extra=(*(("--bf16",) if pair.is_bf16 else ()), *options.extra),
+            extra=(*untied, *(("--bf16",) if pair.is_bf16 else ()), *options.extra),
         )
     )
     own = alike.under(
