@@ -65,6 +65,13 @@ def test_the_reference_has_an_output_layer_of_its_own_where_the_strategy_takes_o
     assert not any(untied in one.flags for one in composed("tp2-gpt2-tiny-2cpu").launches)
 
 
+def test_weights_that_megatron_fsdp_splits_beside_tensor_parallelism_are_refused(
+    composed: Composer,
+) -> None:
+    with pytest.raises(LaunchError, match="verify the two apart"):
+        composed("tp2dp2-zero2-gpt2-tiny-4cpu")
+
+
 def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
     target = "verify-tp2-gpt2-tiny-2cpu"
     asked = {"REFERENCE": "tp2", "EXTRA_B": "--micro-batch-size 1", "RESUMED": "1"}

@@ -226,6 +226,14 @@ def compose_pair(pair: Pair) -> Verification:
         there = own.laid(pair.saving, _devices(pair.saving, job))
         saving = _from_start_of(reference, compose_job(there))
     verification = Verification(pair, strategy, _padded_as(strategy, reference), saving)
+    for launch in verification.launches:
+        degrees = launch.spec.parallelism
+        if degrees.sharding.is_megatron_fsdp and degrees.tensor > 1:
+            raise LaunchError(
+                f"{launch.spec.name} splits weights by tensor parallelism and by Megatron-FSDP, whose "
+                "capture does not know where such a part lies; verify the two apart, as tp2dp2-zero1 "
+                "and zero2 do."
+            )
     _refuse_other_work(verification.strategy, verification.reference)
     return verification
 
