@@ -95,8 +95,9 @@ def _noting_initial(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load(model: Any, *args: Any, **kwargs: Any) -> Any:
         flat = any(hasattr(chunk, "param_and_grad_buffer") for chunk in model)
-        if not (_INITIAL or flat):
-            chunks = [_unwrapped(chunk) for chunk in model]
+        chunks = [_unwrapped(chunk) for chunk in model]
+        initialised = chunks[0].config.perform_initialization  # Else it is whatever memory held.
+        if initialised and not (_INITIAL or flat):
             _INITIAL.extend(initial_pieces(ParameterMap(chunks, module_names(chunks))))
         return original(model, *args, **kwargs)
 

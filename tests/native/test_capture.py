@@ -23,6 +23,7 @@ from tools.verify.captured import Capture, read_capture
 
 DENSE: tuple[str, ...] = ("--attention-dropout", "0", "--hidden-dropout", "0")
 EXPERTS = (*DENSE, "--num-experts", "4", "--moe-ffn-hidden-size", "8", "--disable-bias-linear")
+MUON = (*DENSE, "--optimizer", "muon", "--untie-embeddings-and-output-weights")
 BATCHES = [
     (torch.randint(0, 100, (2, 8), generator=torch.Generator().manual_seed(n)),) * 2
     for n in range(2)
@@ -93,6 +94,15 @@ def test_every_tensor_of_the_reference_has_a_measured_response(folder: Path) -> 
     assert responses[Stage.OUTPUTS, "decoder.layers.1", "output.0"] > 0
     assert responses[Stage.OPTIMIZER_STATE, "decoder.final_layernorm.weight", "exp_avg"] > 0
     assert read_rank(folder / "rank-0").micro_batches == 2
+
+
+def test_a_repeated_iteration_begins_with_the_states_of_both_of_muons_optimizers(
+    folder: Path,
+) -> None:
+    responses = captured(folder, *MUON).responses()
+    name = "embedding.word_embeddings.weight"
+    assert responses[Stage.OPTIMIZER_STATE, name, "step"] == 0
+    assert responses[Stage.OPTIMIZER_STATE, name, "exp_avg"] < 1e-5
 
 
 def test_how_far_a_weight_moved_is_written_with_its_response(folder: Path) -> None:

@@ -3,22 +3,25 @@
     python -m tests.verify.history CLONE [COMMIT …]
 
 The parent of each fix of docs/upstream/history.yaml must be called wrong where it was, and the fix hold.
+A parent that the kit cannot train is made of a later version, by applying the fix in reverse.
 """
 
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 
 from rich.console import Console
 
-from tests.verify.bench import Bench
+from tests.verify.bench import Bench, PatientRanks
 from tools.launch.compose import SMALL_SAMPLE
 from tools.launch.data import make_sample
 from tools.launch.options import Options
@@ -26,9 +29,10 @@ from tools.records.verdict import Outcome, Verdict
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, read_yaml
 from tools.spec.setting import SettingError
-from tools.study.verify.verifier import ForkedRanks, Verifier
+from tools.study.verify.verifier import Verifier
 
 HISTORY = ROOT / "docs" / "upstream" / "history.yaml"
+DATASETS = "megatron/core/datasets"
 HEAD = "| fix | what was wrong | before | after |\n|---|---|---|---|"
 
 
@@ -45,6 +49,9 @@ class Fix:
     devices: int = 2
     flags: str = ""
     own_flags: str = ""
+    reference: str = ""
+    resumed: str = ""
+    onto: str = ""
     patch: str = ""
     stage: str = ""
     module: str = ""
@@ -66,35 +73,81 @@ def fixes() -> tuple[Fix, ...]:
 
 def verified(clone: Path, only: Sequence[str], folder: Path) -> Iterator[tuple[str, bool]]:
     """A line of the table for each fix that can run, and whether it is as stated."""
-    for fix in fixes():
-        if fix.not_run or (only and fix.commit not in only):
-            continue
-        before, after = (_verdict(fix, clone, at, folder) for at in (f"{fix.commit}~1", fix.commit))
-        said = (str(one.reason or one.sentence).replace("|", "/") for one in (before, after))
-        right = fix.is_seen(before) and after.verdict is Outcome.HELD
-        yield f"| #{fix.pull} | {fix.says} | {' | '.join(said)} |", right
+    releases: dict[str, Bench] = {}
+    with ExitStack() as until:
+        for fix in fixes():
+            if fix.not_run or (only and fix.commit not in only):
+                continue
+            if fix.onto and fix.onto not in releases:
+                release = until.enter_context(_version(folder, clone, fix.onto))
+                releases[fix.onto] = release
+            after = _verdict(fix, clone, folder, releases.get(fix.onto), mended=True)
+            before = _verdict(fix, clone, folder, releases.get(fix.onto), mended=False)
+            said = (str(one.reason or one.sentence).replace("|", "/") for one in (before, after))
+            right = fix.is_seen(before) and after.verdict is Outcome.HELD
+            onto = f" ({fix.onto})" if fix.onto else ""
+            yield f"| #{fix.pull}{onto} | {fix.says} | {' | '.join(said)} |", right
 
 
-def _verdict(fix: Fix, clone: Path, commit: str, folder: Path) -> Verdict:
+def _verdict(
+    fix: Fix, clone: Path, folder: Path, release: Bench | None, *, mended: bool
+) -> Verdict:
+    with ExitStack() as until:
+        bench = release
+        if release is None:
+            commit = fix.commit if mended else f"{fix.commit}~1"
+            bench = until.enter_context(_version(folder, clone, commit))
+        elif not mended:
+            bench = until.enter_context(_version(folder, clone, fix.commit, release.megatron_lm))
+        assert bench is not None
+        try:
+            return bench.verify(
+                *(fix.strategy, fix.model, fix.devices, shlex.split(fix.flags)),
+                iteration=None,
+                reference=fix.reference,
+                own=shlex.split(fix.own_flags),
+                resumed=fix.resumed,
+                bug=HISTORY.parent / fix.patch if fix.patch else None,
+                both=True,
+            ).verdict
+        except LaunchError as error:
+            return Verdict(Outcome.NOT_COMPARABLE, reason=str(error))
+
+
+@contextmanager
+def _version(
+    folder: Path, clone: Path, commit: str, release: Path | None = None
+) -> Iterator[Bench]:
+    """A commit's Megatron, or that of a release without what a commit changes."""
+
+    def git(*words: str) -> bytes:
+        command = ("git", "-C", str(clone), *words)
+        return subprocess.run(command, check=True, capture_output=True).stdout
+
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         checkout = Path(scratch) / "checkout"
-        checkout.mkdir()
-        archive = ("git", "-C", str(clone), "archive", commit)
-        packed = subprocess.run(archive, check=True, capture_output=True).stdout
-        subprocess.run(("tar", "x", "-C", str(checkout)), check=True, input=packed)
+        if release is None:
+            checkout.mkdir()
+            unread = [f":!{folder}" for folder in ("tests", "docs", "examples", "tools")]
+            files = git("archive", commit, "--", ".", *unread)
+            subprocess.run(("tar", "x", "-C", checkout), check=True, input=files)
+        else:
+            shutil.copytree(release, checkout)
+            change = git("show", "--format=", commit, "--", "megatron")
+            # The lines around it have moved since, and some have changed.
+            reverse = ("patch", "--reverse", "--strip=1", "--fuzz=3", "--force", "--silent")
+            subprocess.run(reverse, cwd=checkout, check=True, input=change)
+        # Compiled helpers of data sets, which take as long to build as a verification.
+        for built in _installed(DATASETS).glob("helpers_cpp*.so"):
+            shutil.copy(built, checkout / DATASETS)
         options = Options(megatron_lm=checkout, allow_unknown_megatron=True)
-        with closing(ForkedRanks(options)) as ranks:
-            bench = Bench(SMALL_SAMPLE, Verifier(Path(scratch), ranks), checkout, small=True)
-            try:
-                return bench.verify(
-                    *(fix.strategy, fix.model, fix.devices, shlex.split(fix.flags)),
-                    iteration=None,
-                    own=shlex.split(fix.own_flags),
-                    bug=HISTORY.parent / fix.patch if fix.patch else None,
-                    both=True,
-                ).verdict
-            except LaunchError as error:
-                return Verdict(Outcome.NOT_COMPARABLE, reason=str(error))
+        with closing(PatientRanks(options)) as ranks:
+            verifier = Verifier(Path(scratch), ranks)
+            yield Bench(SMALL_SAMPLE, verifier, checkout, small=True)
+
+
+def _installed(folder: str) -> Path:
+    return Path(str(distribution("megatron-core").locate_file(folder)))
 
 
 def verify_history(megatron_lm: Path | None, only: Sequence[str] = ()) -> int:

@@ -1,31 +1,32 @@
 """Random healthy configurations, none of which may be called wrong.
 
-    python -m tests.verify.random_healthy FILE [--seeds FROM TO] [--megatron-lm CHECKOUT]
+    python -m tests.verify.random_healthy [FILE] [--seeds FROM TO] [--megatron-lm CHECKOUT]
 
 Each seed is a strategy on 2 to 8 ranks, a dense model or a mixture with some features, a learning rate
-from 1e-5 to 2e-2, 1 to 30 iterations and one of four dtypes. FILE takes a line of JSON a seed; a seed
-that has one is left out, so that a run that was stopped goes on. What Megatron or the kit refuses is
-drawn again.
+from 1e-5 to 2e-2, 1 to 30 iterations and one of four dtypes. FILE (`random_healthy.csv` beside this one)
+takes a line a seed; a seed that has one is left out, so that a run that was stopped goes on, and a later
+one adds to it. What Megatron or the kit refuses is drawn again. At the end it prints how many held, by
+dtype and by strategy.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import csv
 import random
 import shlex
 import sys
 import tempfile
-import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from tests.verify.bench import SMALL
-from tools.launch.compose import SMALL_SAMPLE, Launch
+from tests.verify.bench import SMALL, PatientRanks
+from tools.launch.compose import SMALL_SAMPLE
 from tools.launch.data import make_sample
 from tools.launch.job import parse_target
 from tools.launch.options import Options
@@ -33,7 +34,7 @@ from tools.records.verdict import Outcome
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.study.verify.pairs import Pair, compose_pair
-from tools.study.verify.verifier import ForkedRanks, Verifier
+from tools.study.verify.verifier import Verifier
 
 STRATEGIES = {
     "dense": {
@@ -70,18 +71,8 @@ FEATURES = {
 }
 
 
-class PatientRanks(ForkedRanks):
-    """On a busy machine a run of 30 iterations is no hang."""
-
-    def run(
-        self,
-        launch: Launch,
-        log: Path,
-        also: Mapping[str, str] | None = None,
-        seconds: float = 7200,
-    ) -> str:
-        """As any ranks; arguments as theirs."""
-        return super().run(launch, log, also, seconds)
+JUDGED = Path(__file__).with_suffix(".csv")
+COLUMNS = ("seed", "verdict", "share", "command")
 
 
 @dataclass(frozen=True)
@@ -149,15 +140,32 @@ def _draw(seed: int, draw: random.Random) -> Drawn:
     )
 
 
+def table(lines: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """As Markdown: how many are judged and how many held, by dtype and strategy, and the worst share."""
+    yield "| | judged | held | largest error/tolerance |\n|---|---|---|---|"
+    groups = defaultdict(list)
+    for line in lines:
+        target, words = line["command"].split()[1], line["command"]
+        strategy = parse_target(target.replace("verify-", "train-", 1), Options()).strategy
+        dtype = next((one for one in reversed(DTYPES[1:]) if one in words), "") or "fp32"
+        for name in (dtype.replace("--", ""), strategy, "all"):
+            groups[name].append(line)
+    for name, those in sorted(groups.items(), key=lambda one: (len(one[1]), one[0]), reverse=True):
+        shares = [float(one["share"]) for one in those if one["share"]]
+        held = sum(one["verdict"] == Outcome.HELD for one in those)
+        yield f"| {name} | {len(those)} | {held} | {max(shares, default=0.0):.2f} |"
+
+
 def main() -> int:
     """Verify what has no outcome yet; 1 if any of the file is called wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, nargs="?", default=JUDGED)
     parser.add_argument("--seeds", type=int, nargs=2, default=(1, 200), metavar=("FROM", "TO"))
     parser.add_argument("--megatron-lm", type=Path)
     given = parser.parse_args()
-    given.file.touch()
-    known = {json.loads(line)["seed"] for line in given.file.read_text().splitlines()}
+    lines = read_judged(given.file)
+    seeds = range(given.seeds[0], given.seeds[1] + 1)
+    missing = sorted({*seeds} - {int(line["seed"]) for line in lines})
     (ROOT / "runs").mkdir(exist_ok=True)
     make_sample(SMALL_SAMPLE, Console(quiet=True))
     ranks = PatientRanks(Options(megatron_lm=given.megatron_lm))
@@ -166,33 +174,36 @@ def main() -> int:
         closing(ranks),
     ):
         verifier = Verifier(Path(folder), ranks)
-        for seed in range(given.seeds[0], given.seeds[1] + 1):
-            if seed in known:
-                continue
-            one, began = drawn(seed, given.megatron_lm), time.monotonic()
+        for seed in missing:
+            one = drawn(seed, given.megatron_lm)
             verdict = verifier.verify(one.pair(given.megatron_lm)).verdict
             verifier.forget()
             said = verdict.reason or verdict.sentence
             print(f"{seed} {one.command}: {said}", flush=True)
             if " ended with " in said:  # Of the machine, not of the comparison: to be tried again.
                 continue
-            line = {
-                **asdict(one),
-                "verdict": verdict.verdict.value,
-                "ratio": verdict.worst_ratio,
-                "says": said,
-                "seconds": round(time.monotonic() - began),
-                "command": one.command,
-            }
-            with given.file.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-    wrong = [
-        line
-        for line in map(json.loads, given.file.read_text().splitlines())
-        if line["verdict"] != Outcome.HELD
-    ]
-    print(f"{len(wrong)} not held")
-    return int(bool(wrong))
+            share = "" if verdict.worst_ratio is None else f"{verdict.worst_ratio:.3g}"
+            values = (str(seed), str(verdict.verdict), share, one.command)
+            lines.append(dict(zip(COLUMNS, values, strict=True)))
+            write_judged(given.file, lines)
+    print("\n".join(table(lines)))
+    return int(any(line["verdict"] != Outcome.HELD for line in lines))
+
+
+def read_judged(file: Path) -> list[dict[str, str]]:
+    """The seeds' lines; none if the file is not there."""
+    if not file.is_file():
+        return []
+    with file.open(newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def write_judged(file: Path, lines: Sequence[Mapping[str, str]]) -> None:
+    """All of them, by seed."""
+    with file.open("w", newline="") as opened:
+        writer = csv.DictWriter(opened, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted(lines, key=lambda line: int(line["seed"])))
 
 
 if __name__ == "__main__":

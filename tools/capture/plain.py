@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tools.capture.sinks import Piece, Recording, Responding, Sink, StoredTensors, probed
+from tools.capture.state import WRAPPERS, State, local, perturb, plain_name
 from tools.records.capture import (
     RESPONSES_FILE,
     START_WEIGHT,
@@ -47,8 +47,6 @@ from tools.records.capture import (
 SEEDS = 3
 """Repetitions by which it is measured how far rounding alone moves each tensor."""
 _ROOT = "model"
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Parts of names that `torch.compile` and activation checkpointing add."""
 
 
 def capture(
@@ -91,17 +89,17 @@ def capture(
         )
     rank = dist.get_rank() if world > 1 else 0
     own = Path(folder) / f"rank-{rank}"
-    before = _State(model, optimizer)
+    before = State(model, optimizer)
     with CaptureWriter(own) as writer:
         step = _Step(model, optimizer, Recording(writer))
         with step:
             yield
         writer.flush()
-        after = _State(model, optimizer)
+        after = State(model, optimizer)
         responding = Responding(StoredTensors(own, writer.records))
         for seed in range(seeds):
             before.restore()
-            _perturb(model, seed)
+            perturb(model, seed)
             with _Step(model, optimizer, responding):
                 yield
         after.restore()
@@ -232,7 +230,7 @@ class _Step:
     ) -> Iterator[tuple[str, Piece]]:
         """What has each parameter's shape, such as its gradient, as this rank's part of the whole."""
         for name, parameter in self.model.named_parameters():
-            value, plain = of(parameter), _plain(name)
+            value, plain = of(parameter), plain_name(name)
             if value is None:
                 continue
             offset, shape = (0,) * parameter.ndim, tuple(parameter.shape)
@@ -240,61 +238,16 @@ class _Step:
                 mesh, split = parameter.device_mesh, parameter.placements
                 _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, split)
             placement = Placement(plain, shape, tuple(offset))
-            yield plain, Piece(plain, placement, _local(value).detach())
-
-
-class _State:
-    """Weights, buffers, optimizer state and random numbers, to begin a step again."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._held = (*model.parameters(), *model.buffers())
-        self._values = [_local(one).detach().clone() for one in self._held]
-        self._optimizer = optimizer
-        self._state = {one: _copied(state) for one, state in optimizer.state.items()}
-        self._random = torch.get_rng_state(), torch.cuda.get_rng_state_all()
-
-    def restore(self) -> None:
-        """Put all of it back."""
-        with torch.no_grad():
-            for one, value in zip(self._held, self._values, strict=True):
-                _local(one).copy_(value)
-        self._optimizer.state.clear()
-        self._optimizer.state.update({one: _copied(state) for one, state in self._state.items()})
-        torch.set_rng_state(self._random[0])
-        torch.cuda.set_rng_state_all(self._random[1])
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: one.clone() if isinstance(one, Tensor) else one for key, one in state.items()}
-
-
-def _perturb(model: nn.Module, seed: int) -> None:
-    """Multiply every weight by one plus or minus its type's epsilon, on all that hold a part alike."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            local = _local(parameter)
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {_plain(name)}".encode()))
-            signs = torch.randint(0, 2, local.shape, generator=generator) * 2 - 1
-            local.mul_(1 + torch.finfo(local.dtype).eps * signs.to(local.device))
+            yield plain, Piece(plain, placement, local(value).detach())
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that compute, by the program's names; what only wraps one has its name and is left out."""
     for name, module in model.named_modules():
-        if not f"{name}.".endswith(_WRAPPERS) and not isinstance(
+        if not f"{name}.".endswith(WRAPPERS) and not isinstance(
             module, nn.ModuleList | nn.ModuleDict
         ):
-            yield _plain(name) or _ROOT, module
-
-
-def _plain(name: str) -> str:
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name
-
-
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
+            yield plain_name(name) or _ROOT, module
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -67,7 +68,16 @@ class KnownTensors:
 
 
 def _total(tensor: torch.Tensor) -> float:
-    return float(tensor.detach().sum(dtype=torch.float64))
+    return sum(float(one.sum(dtype=torch.float64)) for one in _stretches(tensor.detach()))
+
+
+def _stretches(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A tensor in parts, so that what is computed of each stays in the cache.
+
+    All of a large tensor in another type is memory that the kernel clears first, which takes ten times
+    as long as the arithmetic.
+    """
+    return tensor.reshape(-1).split(1 << 16)
 
 
 class StoredTensors:
@@ -78,10 +88,16 @@ class StoredTensors:
             records = {record.site: record for record in read_index(folder)}
         self._records = records
         size = (folder / TENSORS_FILE).stat().st_size
-        self._bytes = numpy.memmap(folder / TENSORS_FILE, mode="r") if size else None
+        # Nothing changes it; torch warns of what cannot be written to.
+        self._bytes = numpy.memmap(folder / TENSORS_FILE, mode="c") if size else None
 
     def get(self, site: Site) -> torch.Tensor | None:
         """A copy of a tensor, on the CPU."""
+        seen = self.view(site)
+        return None if seen is None else seen.clone()
+
+    def view(self, site: Site) -> torch.Tensor | None:
+        """A tensor on the CPU, which is the file's: not to be changed."""
         record = self._records.get(site)
         if record is None:
             return None
@@ -89,7 +105,7 @@ class StoredTensors:
         if record.size_bytes == 0 or self._bytes is None:
             return torch.empty(record.shape, dtype=dtype)
         values = self._bytes[record.offset_bytes : record.offset_bytes + record.size_bytes]
-        return torch.frombuffer(bytearray(values), dtype=dtype).view(record.shape)
+        return torch.frombuffer(values, dtype=dtype).view(record.shape)
 
 
 class Recording:
@@ -175,15 +191,15 @@ class Responding:
 
     def write(self, site: Site, tensor: torch.Tensor) -> None:
         """Compare any tensor."""
-        before = self._stored.get(site) if tensor.is_floating_point() else None
+        before = self._stored.view(site) if tensor.is_floating_point() else None
         if before is None or before.shape != tensor.shape:
             return
-        held = before.double().nan_to_num()  # NaN where another rank holds the element.
-        moved = torch.linalg.vector_norm(tensor.detach().cpu().double().nan_to_num() - held)
-        size = torch.linalg.vector_norm(held)
+        both = zip(_stretches(before), _stretches(tensor.detach().cpu()), strict=True)
+        norms = [(_norm(held), _norm(_filled(now) - _filled(held))) for held, now in both]
+        size, moved = (math.hypot(*each) for each in zip(*norms, strict=True))
         key = f"{site.stage}|{site.name}|{site.slot}"
         if size > 0:
-            self.responses[key] = max(self.responses[key], float(moved / size))
+            self.responses[key] = max(self.responses[key], moved / size)
 
     def write_piece(self, site: Site, piece: Piece) -> None:
         """Compare a part of a parameter."""
@@ -218,16 +234,25 @@ class Responding:
             gradient = self.responses.get(f"{Stage.REDUCED_GRADIENTS}|{site.name}|gradient")
             if stored is None or gradient is None:
                 continue
-            now = float(torch.linalg.vector_norm(stored.double().nan_to_num()))
+            now = _norm(stored)
             if now > 0:
                 power = 2 if site.slot.endswith("_sq") else 1
                 key = f"{site.stage}|{site.name}|{site.slot}"
                 self.responses[key] += power * gradient * size / now
 
 
+def _filled(values: torch.Tensor) -> torch.Tensor:
+    """NaN, where another rank holds the element, as 0."""
+    return values.double().nan_to_num()
+
+
+def _norm(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(_filled(values)))
+
+
 def _rows(values: torch.Tensor) -> torch.Tensor:
-    """Rows of a matrix, or a vector as one; NaN, where another rank holds the element, as 0."""
-    flat = values.detach().cpu().double().nan_to_num()
+    """Rows of a matrix, or a vector as one."""
+    flat = _filled(values.detach().cpu())
     return flat.reshape(-1, flat.shape[-1]) if flat.ndim > 1 else flat.reshape(1, -1)
 
 

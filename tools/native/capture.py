@@ -7,10 +7,8 @@ stands in `taps`; the comparison lists those that have none.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tools.capture.sinks import Piece, Recording, Responding, Sink, StoredTensors, reach
+from tools.capture.state import State, perturb
 from tools.native.batches import MicroBatch
 from tools.native.engines import Engine, TorchEngine, Update
 from tools.native.hooks import Taps
@@ -98,7 +97,7 @@ class CapturingEngine:
         self._seeds = int(os.environ.get(variables.CAPTURE_SEEDS, "0"))
         self._iteration = 0
         self._batches: Sequence[MicroBatch] = ()
-        self._before: _Snapshot | None = None
+        self._before: State | None = None
         self._writer: CaptureWriter | None = None
         self._reach = [torch.zeros_like(whole.piece(_data).values) for whole in counterpart.wholes]
 
@@ -108,7 +107,7 @@ class CapturingEngine:
         if self._iteration != self._wanted:
             return self._engine.forward_backward(batches)
         self._batches = batches
-        self._before = _Snapshot(self._model, self._engine.optimizer)
+        self._before = State(self._model, self._engine.optimizer)
         self._writer = CaptureWriter(self._folder)
         recording = Recording(self._writer)
         for reached, whole in zip(self._reach, self._counterpart.wholes, strict=True):
@@ -131,11 +130,11 @@ class CapturingEngine:
         update = self._step(recording, learning_rate)
         self._write_schedule(recording)
         writer.flush()
-        after = _Snapshot(self._model, self._engine.optimizer)
+        after = State(self._model, self._engine.optimizer)
         responding = Responding(StoredTensors(self._folder, writer.records))
         for seed in range(self._seeds):
             before.restore()
-            _perturb(self._model, seed)
+            perturb(self._model, seed)
             self._pass(responding)
             self._step(responding, learning_rate)
         after.restore()
@@ -217,31 +216,3 @@ class CapturingEngine:
 
 def _data(parameter: nn.Parameter) -> Tensor:
     return parameter.data
-
-
-class _Snapshot:
-    """Weights, optimizer and random state, to begin an iteration again."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._weights = [parameter.detach().clone() for parameter in model.parameters()]
-        self._state = copy.deepcopy(optimizer.state_dict())
-        self._random = torch.get_rng_state()
-
-    def restore(self) -> None:
-        """Put all of it back; gradients are zero."""
-        with torch.no_grad():
-            for parameter, before in zip(self._model.parameters(), self._weights, strict=True):
-                parameter.copy_(before)
-        self._optimizer.load_state_dict(copy.deepcopy(self._state))
-        self._optimizer.zero_grad(set_to_none=False)
-        torch.set_rng_state(self._random)
-
-
-def _perturb(model: nn.Module, seed: int) -> None:
-    """Multiply every weight by one plus or minus its type's epsilon."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs)

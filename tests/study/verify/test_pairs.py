@@ -2,9 +2,10 @@
 
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.run import Backend
 from tools.spec.setting import SettingError
-from tools.study.verify.command import carried_out, judged
+from tools.study.verify.command import carried_out, forked, judged
 from tools.study.verify.pairs import Pair, Verification, compose_pair, pair_of
 
 Composer = Callable[..., Verification]
@@ -52,6 +53,23 @@ def test_a_models_dropout_is_left_out_where_the_reference_draws_other_masks(
     assert hidden() == {"0.0"}
     assert hidden(reference="tp2") == {""}  # Megatron's 0.1: the same masks.
     assert hidden(extra="--hidden-dropout 0.2") == {"0.2"}
+
+
+def test_the_reference_has_an_output_layer_of_its_own_where_the_strategy_takes_one(
+    composed: Composer,
+) -> None:
+    untied = "--untie-embeddings-and-output-weights"
+    both = composed("fsdp2-gpt2-tiny-2cpu")
+    assert all(untied in one.flags for one in both.launches)
+    assert both.strategy.start_checkpoint == both.reference.start_checkpoint
+    assert not any(untied in one.flags for one in composed("tp2-gpt2-tiny-2cpu").launches)
+
+
+def test_weights_that_megatron_fsdp_splits_beside_tensor_parallelism_are_refused(
+    composed: Composer,
+) -> None:
+    with pytest.raises(LaunchError, match="verify the two apart"):
+        composed("tp2dp2-zero2-gpt2-tiny-4cpu")
 
 
 def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
@@ -257,6 +275,20 @@ def test_a_training_that_fails_is_quoted_and_nothing_further_is_trained(
     verdict = judged(composed("tp2-gpt2-tiny-2cpu"), tmp_path, train).verdict
     assert verdict.reason == "The reference ended 'crashed': heads must divide"
     assert (asked, verdict.exit_code) == (["reference"], 2)
+
+
+def test_ranks_of_megatron_are_forked_from_one_process_that_ends_with_the_verification(
+    composed: Composer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+    process = mock.Mock(close=lambda: ended.append(True))
+    monkeypatch.setattr("tools.study.verify.command.WarmMegatron", lambda *_: process)
+    with ExitStack() as until:
+        both = forked(composed("tp2-gpt2-tiny-2cpu"), until)
+        assert (both.strategy.warm, both.reference.warm, ended) == (process, process, [])
+        native = forked(composed("tp2-gpt2-tiny-2cpu", reference="native"), until)
+        assert (native.strategy.warm, native.reference.warm) == (process, None)
+    assert ended == [True, True]
 
 
 def test_another_vocabulary_than_the_models_own_is_said_before_anything_is_trained(

@@ -27,7 +27,7 @@ from tools.spec.files import from_root
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.run import Backend, DeviceKind
-from tools.spec.strategy import devices_of, parse_strategy
+from tools.spec.strategy import UNTIED, devices_of, parse_strategy
 from tools.text.units import plural
 
 PREFIX = "verify-"
@@ -196,6 +196,8 @@ def compose_pair(pair: Pair) -> Verification:
     dropout = options.dropout
     if dropout is None and pair.other != job.strategy:
         dropout = 0.0  # Other strategies draw other masks; EXTRA= still has its own.
+    # What torch FSDP2 needs; another strategy would have other weights without.
+    untied = (UNTIED,) if UNTIED in job.flags else ()
     alike = job.under(
         replace(
             options,
@@ -207,7 +209,7 @@ def compose_pair(pair: Pair) -> Verification:
             noisy_start=True,
             ledger=False,
             saving=None,
-            extra=(*(("--bf16",) if pair.is_bf16 else ()), *options.extra),
+            extra=(*untied, *(("--bf16",) if pair.is_bf16 else ()), *options.extra),
         )
     )
     own = alike.under(
@@ -224,6 +226,14 @@ def compose_pair(pair: Pair) -> Verification:
         there = own.laid(pair.saving, _devices(pair.saving, job))
         saving = _from_start_of(reference, compose_job(there))
     verification = Verification(pair, strategy, _padded_as(strategy, reference), saving)
+    for launch in verification.launches:
+        degrees = launch.spec.parallelism
+        if degrees.sharding.is_megatron_fsdp and degrees.tensor > 1:
+            raise LaunchError(
+                f"{launch.spec.name} splits weights by tensor parallelism and by Megatron-FSDP, whose "
+                "capture does not know where such a part lies; verify the two apart, as tp2dp2-zero1 "
+                "and zero2 do."
+            )
     _refuse_other_work(verification.strategy, verification.reference)
     return verification
 

@@ -1,0 +1,26 @@
+"""Random healthy configurations: what their table counts, and that a seed means what its line says."""
+
+from tests.verify.random_healthy import COLUMNS, JUDGED, drawn, read_judged, table
+
+
+def test_judged_configurations_are_counted_by_dtype_and_strategy_with_the_worst_share() -> None:
+    judged = (
+        ("1", "held", "0.5", 'make verify-dp2-gpt2-tiny-2cpu EXTRA="--lr 1 --bf16"'),
+        ("2", "differs", "3", 'make verify-dp2-gpt2-tiny-2cpu EXTRA="--lr 1"'),
+        ("3", "not comparable", "", 'make verify-tp2-gpt2-tiny-2cpu EXTRA="--lr 1"'),
+    )
+    lines = list(table([dict(zip(COLUMNS, one, strict=True)) for one in judged]))
+    assert lines[1:] == [
+        "| all | 3 | 1 | 3.00 |",
+        "| fp32 | 2 | 0 | 3.00 |",
+        "| dp2 | 2 | 1 | 3.00 |",
+        "| tp2 | 1 | 0 | 0.00 |",
+        "| bf16 | 1 | 1 | 0.50 |",
+    ]
+
+
+def test_a_judged_seed_still_draws_the_configuration_of_its_line() -> None:
+    lines = read_judged(JUDGED)
+    assert lines
+    for line in lines:
+        assert drawn(int(line["seed"])).command == line["command"]
