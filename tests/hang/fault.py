@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.tensor_parallel.random import CheckpointFunction
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import training
 from torch import nn
@@ -41,6 +42,7 @@ held: list[Any] = []
 names: dict[int, str] = {}
 running: list[tuple[str, int | None]] = []
 spans: list[tuple[int, int, str, int | None]] = []
+again: list[tuple[str, int | None]] = []
 
 
 class Finished:
@@ -61,9 +63,8 @@ def site() -> tuple[str, int | None]:
     inside = [each for each in spans if each[0] <= number < each[1]]
     if inside:
         return min(inside, key=lambda each: each[1] - each[0])[2:]
-    # What is computed again, by a function that is no module: that of the module before it.
-    before = [each for each in spans if each[1] <= number]
-    return max(before, key=lambda each: each[1])[2:] if before else ("", None)
+    # What is computed again, by a function that is no module: that of the module that has it done.
+    return again[-1] if again else ("", None)
 
 
 def is_due() -> bool:
@@ -214,6 +215,16 @@ def read(original: Any) -> Any:
     return read_sample
 
 
+def computed_again(original: Any) -> Any:
+    def backward(*args: Any) -> Any:
+        again.append(site())
+        done = original(*args)
+        again.pop()
+        return done
+
+    return staticmethod(backward)
+
+
 def begin(module: nn.Module, _: Any) -> None:
     layer = module.layer_number if isinstance(module, TransformerLayer) else None
     layer = layer or (running[-1][1] if running else None)
@@ -248,6 +259,7 @@ if "WHY_HANG_LINK" in os.environ:
     move_to_a_namespace()
 if KIND != "none":
     training.train_step = counted(training.train_step)
+    CheckpointFunction.backward = computed_again(CheckpointFunction.backward)
     for name in METHODS:
         setattr(ProcessGroup, name, wrapped(getattr(ProcessGroup, name), name))
     hooks.register_module_forward_pre_hook(begin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ from tools.spec.errors import LaunchError
 
 STACK_SECONDS = 6.0
 """At most so long are stacks and calls waited for."""
+
+_C_LIBRARY = ctypes.CDLL(None)
 
 
 class EndedRunError(LaunchError):
@@ -127,7 +130,8 @@ def _is_asked(process: psutil.Process) -> bool:
     """Ask a rank, if it lives and has a handler; its signal would end another process."""
     with suppress(psutil.NoSuchProcess):
         if _answers(process):
-            process.send_signal(signal.SIGUSR1)
+            # To the main thread: a stopped one answers before it goes on from where it is.
+            _C_LIBRARY.tgkill(process.pid, process.pid, signal.SIGUSR1)
             process.send_signal(signal.SIGCONT)
             return True
     return False
