@@ -75,22 +75,27 @@ def is_due() -> bool:
     return calls >= int(NUMBER)
 
 
-def fire(method: str) -> None:
+def fire(method: str, first: dict[str, Any] | None = None) -> None:
     global has_fired  # noqa: PLW0603 - read by every method
     has_fired = True
+    said = {"rank": OWN, "step": steps, "call": calls, "held": first, **met(method)}
+    (FOLDER / f"fired{OWN}.json").write_text(json.dumps(said))
+    print(f"fault: rank {OWN}", flush=True)
+
+
+def met(method: str) -> dict[str, Any]:
+    """Where a call is made."""
     frames = []
-    frame = sys._getframe(1)
+    frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         frames.append(f"{code.co_filename}:{frame.f_lineno} {code.co_name}")
         frame = frame.f_back  # type: ignore[assignment]
     module, layer = site()
     ours = [each for each in frames if "/megatron/" in each]
-    said = {"rank": OWN, "kind": KIND, "step": steps, "call": calls, "method": method}
-    said |= {"module": module, "layer": layer, "frames": ours}
-    said |= {"is_backward": torch._C._current_autograd_node() is not None}
-    (FOLDER / f"fired{OWN}.json").write_text(json.dumps(said))
-    print(f"fault: rank {OWN}", flush=True)
+    is_backward = torch._C._current_autograd_node() is not None
+    found = {"kind": KIND, "method": method, "module": module, "layer": layer, "frames": ours}
+    return found | {"is_backward": is_backward}
 
 
 def stall() -> None:
@@ -152,9 +157,9 @@ def wrapped(original: Any, name: str) -> Any:
             return original(group, *args, **kwargs)
         calls += steps >= FIRST_STEP
         if held:
-            method_of, *rest = held.pop()
+            first, method_of, *rest = held.pop()
             if name not in POINT_TO_POINT and (rest[0], method_of) != (group, original):
-                fire(name)
+                fire(name, first)
                 done = original(group, *args, **kwargs)
                 done.wait()
                 method_of(*rest)
@@ -168,7 +173,7 @@ def wrapped(original: Any, name: str) -> Any:
             fire(name)
             stall()
         elif KIND == "swap" and name in SIZED:
-            held.append((original, group, *args))
+            held.append((met(name), original, group, *args))
             return Finished()
         elif KIND in changes and (name == "allreduce" if KIND == "group" else name in SIZED):
             fire(name)

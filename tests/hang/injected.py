@@ -177,8 +177,7 @@ class Bench:
     def run(self, cases: list[Case], slots: int) -> None:
         done = {one["case"] for one in rows(self.folder) if is_whole(self.folder, one)}
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-        todo = [case for case in cases if case.name not in done]
-        todo.sort(key=lambda case: -case.ranks)
+        todo = [case for case in reversed(cases) if case.name not in done]
         busy: dict[int, tuple[Case, float, int]] = {}
         try:
             while todo or busy:
@@ -327,13 +326,18 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
 def module_is_right(row: dict[str, Any]) -> bool:
     """Whether the module that is named is that of a fault, or holds it."""
     named = row["said"].get("module") or ""
-    truth = {truth_of(one) for one in row["fired"]}
+    # Of two calls in the other order, each is out of place.
+    truth = {truth_of(each) for one in row["fired"] for each in (one, one.get("held") or one)}
     return named in truth or any(named and each.startswith(f"{named}.") for each in truth)
 
 
 def truth_of(fired: dict[str, Any]) -> str:
     """The part of the model that a fault met, in the tool's words."""
     module = fired["module"]
+    if fired["kind"] in ("data", "raise") and any(
+        "forward_step" in each for each in fired["frames"]
+    ):
+        return "data loading"
     inside = {
         ".experts": "mlp.experts",
         ".router": "mlp.router",
@@ -343,8 +347,6 @@ def truth_of(fired: dict[str, Any]) -> str:
         "embedding": "embedding",
         "output_layer": "output_layer",
     }
-    if fired["kind"] in ("data", "raise"):
-        return "data loading"
     found = next((name for part, name in inside.items() if part in module), None)
     return found or place_in(fired["frames"])
 

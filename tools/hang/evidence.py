@@ -59,11 +59,14 @@ class RecordedCall:
     @property
     def signature(self) -> Signature:
         """What it must agree on with others', and where it was made."""
+        sizes = () if self.operation in _OF_ANY_SIZE else self.sizes
         return Signature(
-            self.description, self.operation, self.sizes, self.dtypes, self.frames[:SITE_FRAMES]
+            self.description, self.operation, sizes, self.dtypes, self.frames[:SITE_FRAMES]
         )
 
 
+_OF_ANY_SIZE = ("all_to_all",)
+"""Operations whose sizes are those of the data, such as the tokens for each expert."""
 SITE_FRAMES = 6
 """Innermost frames that tell one call's place in the code from another's."""
 

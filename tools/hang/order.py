@@ -25,6 +25,8 @@ class Departure:
     usual: RecordedCall
     meant: RecordedCall
     """The one of both that is wrong: made once more, or left out."""
+    before: tuple[RecordedCall, ...]
+    """The rank's calls before it."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,7 @@ def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None
     """The only one of these ranks that made a call which no rank ever made after such calls."""
     if not all(one.calls for one in evidence.ranks.values()):
         return None
-    names: dict[Signature, int] = {}
-    numbers = {
-        rank: [names.setdefault(call.signature, len(names)) for call in one.calls]
-        for rank, one in evidence.ranks.items()
-    }
+    numbers = _numbered(evidence, evidence.ranks)
     others: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for rank, own in numbers.items():
         for at in range(SHORTEST_CONTEXT, len(own)):
@@ -88,9 +86,35 @@ def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None
             ):
                 is_again = calls[at].signature == calls[at - 1].signature
                 meant = calls[at if is_again else usual]
-                found.append(Departure(rank, calls[at], calls[usual], meant))
+                found.append(Departure(rank, calls[at], calls[usual], meant, calls[:at]))
                 break
     return found[0] if len(found) == 1 else None
+
+
+def usual_next(evidence: Evidence, rank: int, others: Iterable[int]) -> RecordedCall | None:
+    """What follows a rank's last calls by its own and others' past; None if nothing ever did."""
+    numbers = _numbered(evidence, {rank, *others})
+    own = numbers[rank]
+    if not own:
+        return None
+    longest, found = SHORTEST_CONTEXT, None
+    for other, theirs in numbers.items():
+        for at in range(1, len(theirs)):
+            if (
+                theirs[at - 1] == own[-1]
+                and (length := _common(theirs, at, own, len(own))) >= longest
+            ):
+                longest, found = length, evidence.of(other).calls[at]
+    return found
+
+
+def _numbered(evidence: Evidence, ranks: Iterable[int]) -> dict[int, list[int]]:
+    """A number for each call: the same for those of one signature."""
+    names: dict[Signature, int] = {}
+    return {
+        rank: [names.setdefault(call.signature, len(names)) for call in evidence.of(rank).calls]
+        for rank in ranks
+    }
 
 
 def _fit(one: RecordedCall, other: RecordedCall) -> bool:

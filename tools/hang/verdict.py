@@ -8,8 +8,14 @@ from enum import StrEnum
 from itertools import pairwise
 
 from tools.hang.evidence import Evidence, RankEvidence, RecordedCall
-from tools.hang.order import Departure, Mismatch, find_departure, find_mismatch
-from tools.hang.place import Place, place_of, place_of_call
+from tools.hang.order import (
+    Departure,
+    Mismatch,
+    find_departure,
+    find_mismatch,
+    usual_next,
+)
+from tools.hang.place import EXCHANGE, Place, place_of, place_of_call
 from tools.hang.waits import Wait, Waits, find_waits, is_in_collective
 from tools.text.units import joined, plural
 
@@ -178,7 +184,7 @@ def _root_sentence(waits: Waits, rank: int) -> str:
             text += f" ({place})"
     elif into:
         text += f" never came to the exchange in which {_who_waits(into)}"
-    return f"{text}{_where(evidence, one)}. {_crowd(waits, rank)}"
+    return f"{text}{_where(waits, one)}. {_crowd(waits, rank)}"
 
 
 def _placed(evidence: Evidence, call: RecordedCall) -> Place:
@@ -193,13 +199,32 @@ def _who_waits(waits: Sequence[Wait]) -> str:
     return f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {_listed(ranks)} wait"
 
 
-def _where(evidence: Evidence, one: RankEvidence) -> str:
-    if one.stack and not one.is_stopped and (place := place_of(one.stack)).line:
+def _where(waits: Waits, one: RankEvidence) -> str:
+    if one.stack and (place := _place_of_rank(waits, one.rank)).line:
         return f"; it is in {place}"
     last = len(one.calls) - 1
-    if one.calls and (left := str(place_of_call(one.calls, last, evidence.stage))):
+    if one.calls and (left := str(place_of_call(one.calls, last, waits.evidence.stage))):
         return f"; its last call was in {left}"
     return "; it left nothing" if not one.is_known else ""
+
+
+def _place_of_rank(waits: Waits, rank: int) -> Place:
+    """By its stack; where that names no module, or none is here, by what usually follows its calls."""
+    one = waits.evidence.of(rank)
+    place = place_of(one.stack)
+    if place.is_known:
+        return place
+    usual = usual_next(waits.evidence, rank, [wait.rank for wait in waits.calls_into([rank])])
+    if usual is None:
+        return place
+    following = _place_after(waits.evidence, one.calls, usual)
+    return following if place.part in ("", following.part) else place
+
+
+def _place_after(
+    evidence: Evidence, calls: Sequence[RecordedCall], following: RecordedCall
+) -> Place:
+    return place_of_call((*calls, following), len(calls), evidence.stage)
 
 
 def _crowd(waits: Waits, root: int) -> str:
@@ -223,8 +248,9 @@ def _of_mismatch(waits: Waits, mismatch: Mismatch) -> Verdict:
     if departed is None:
         return _verdict(waits, (rank, other), (), Kind.OTHER_COLLECTIVE, text, call)
     text = f"{waits.evidence.name(departed)} left the order of calls. {text}"
-    found = call if departed == rank else another
-    return _verdict(waits, (), (departed,), Kind.OTHER_COLLECTIVE, text, found)
+    found, usual = (call, another) if departed == rank else (another, call)
+    place = _place_of_departure(waits.evidence, left) if left else _placed(waits.evidence, usual)
+    return _verdict(waits, (), (departed,), Kind.OTHER_COLLECTIVE, text, found, place)
 
 
 def _minority(evidence: Evidence, mismatch: Mismatch) -> int | None:
@@ -258,7 +284,14 @@ def _of_departure(waits: Waits, left: Departure, more: str) -> Verdict:
         f"{waits.evidence.name(left.rank)} left the order of calls: it called "
         f"{_described(left.call)} where {usual} usually follows. {more}"
     )
-    return _verdict(waits, (), (left.rank,), Kind.OTHER_COLLECTIVE, sentence, left.meant)
+    place = _place_of_departure(waits.evidence, left)
+    return _verdict(waits, (), (left.rank,), Kind.OTHER_COLLECTIVE, sentence, left.meant, place)
+
+
+def _place_of_departure(evidence: Evidence, left: Departure) -> Place:
+    if left.meant is left.call:  # Which of equal calls in a row was made twice is not seen.
+        return place_of(left.call.frames)
+    return _place_after(evidence, left.before, left.meant)
 
 
 def _without_roots(waits: Waits) -> Verdict:
@@ -294,18 +327,17 @@ def _verdict(
     kind: Kind | None,
     sentence: str,
     call: RecordedCall | None = None,
+    place: Place | None = None,
 ) -> Verdict:
     evidence, roots = waits.evidence, [*culprits, *suspects]
     into = waits.calls_into(roots)
     call = call or (into[0].call if into else None)
-    # Where the culprit is says more than what others wait in, if it was not found in a wrong call.
-    places = [place_of(evidence.of(rank).stack) for rank in culprits[:1]]
-    places.insert(
-        int(kind is not Kind.OTHER_COLLECTIVE), _placed(evidence, call) if call else Place()
-    )
     exchanging = [wait.rank for wait in into] or sorted({*roots} & {*waits.exchanges})
-    places += [place_of(evidence.of(rank).stack) for rank in exchanging[:1]]
-    module = next((place.module for place in places if place.module), None)
+    places = [place] if place else [_place_of_rank(waits, rank) for rank in culprits[:1]]
+    places += [_placed(evidence, call)] if call else []
+    module = next((place.module for place in places if place.is_known), "")
+    if not call and exchanging and not any(place.is_known for place in places):
+        module = EXCHANGE
     waiting = tuple(sorted((waits.in_calls | waits.behind(roots)) - {*culprits}))
     decided = bool(culprits) or kind is Kind.NOT_COMPLETED
     chain: dict[tuple[str, int], str] = {}
@@ -321,7 +353,7 @@ def _verdict(
         kind,
         evidence.groups[call.group].label if call else "pipeline group" if exchanging else None,
         str(call) if call else "exchange between stages" if exchanging else None,
-        module,
+        module or None,
         tuple(chain.values())[:SHOWN_WAITS],
     )
 
