@@ -319,7 +319,8 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         outcome = "exact"
     else:
         outcome = "false" if culprits - fired else "part" if culprits else "undecided"
-    module = module_is_right(row) if is_hang and row["kind"] != "link" else None
+    is_judged = row["kind"] != "link" and (is_hang or bool(said["culprits"]))
+    module = module_is_right(row) if is_judged else None
     return row | {"outcome": outcome, "is_hang": is_hang, "module": module, "counts": True}
 
 

@@ -159,19 +159,29 @@ class Evidence:
         """What a rank left; empty where it left nothing."""
         return self.ranks.get(rank, RankEvidence(rank))
 
+    @cached_property
+    def everybody(self) -> frozenset[int]:
+        """Ranks that left something, and those that are with them in a group."""
+        in_groups = (rank for group in self.groups.values() for rank in group.ranks)
+        return frozenset({*self.ranks, *in_groups})
+
     def in_order_until(self, rank: int) -> int:
-        """So many of a rank's calls were made before the last one that all ranks made and completed."""
+        """So many of a rank's calls were made before the last one that all ranks made and completed.
+
+        Where another rank left no calls, a later one of the same group shows that: one that failed
+        counts as completed, too.
+        """
         done = 0
-        everybody = {*self.ranks, *(one for group in self.groups.values() for one in group.ranks)}
         for group in self.groups.values():
-            if len(group.ranks) < len(everybody):
+            if len(group.ranks) < len(self.everybody):
                 continue
             left = [one for one in map(self.of, group.ranks) if one.calls]
             of_all = [one.collectives(group.name) for one in left]
             own = self.of(rank).collectives(group.name)
+            end = max(own, default=0) + (len(left) == len(group.ranks))
             for number, call in own.items():
                 others = [calls[number] for calls in of_all if number in calls]
-                if any(other.signature != call.signature for other in others):
+                if number >= end or any(other.signature != call.signature for other in others):
                     break
                 if len(others) == len(of_all) and all(other.is_done for other in others):
                     done = max(done, self.of(rank).calls.index(call) + 1)

@@ -91,6 +91,17 @@ def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None
     return found[0] if len(found) == 1 else None
 
 
+def is_usual(evidence: Evidence, rank: int) -> bool:
+    """Whether what a rank called since all ranks last met is what it called before in such places."""
+    own = _numbered(evidence, [rank])[rank]
+    start = max(evidence.in_order_until(rank), SHORTEST_CONTEXT)
+    pieces = [
+        tuple(own[at - SHORTEST_CONTEXT : at + 1]) for at in range(SHORTEST_CONTEXT, len(own))
+    ]
+    seen = set(pieces[: start - SHORTEST_CONTEXT])
+    return bool(seen) and seen.issuperset(pieces[start - SHORTEST_CONTEXT :])
+
+
 def usual_next(evidence: Evidence, rank: int, others: Iterable[int]) -> RecordedCall | None:
     """What follows a rank's last calls by its own and others' past; None if nothing ever did."""
     numbers = _numbered(evidence, {rank, *others})

@@ -13,6 +13,7 @@ from tools.hang.order import (
     Mismatch,
     find_departure,
     find_mismatch,
+    is_usual,
     usual_next,
 )
 from tools.hang.place import EXCHANGE, Place, place_of, place_of_call
@@ -91,11 +92,22 @@ def judge(evidence: Evidence, is_over: bool = False) -> Verdict:
     mismatch = find_mismatch(evidence)
     if mismatch and waits.in_calls:
         return _of_mismatch(waits, mismatch)
-    if is_over and (left := find_departure(evidence, evidence.ranks)):
+    if is_over:
+        return _of_misfit(waits)
+    return _at_work(waits) or _of_graph(waits)
+
+
+def _of_misfit(waits: Waits) -> Verdict:
+    """Of a call that did not fit: who left the usual order, or nothing where nobody else did."""
+    evidence = waits.evidence
+    if left := find_departure(evidence, evidence.ranks):
         return _of_departure(waits, left, "")
-    if not is_over and (at_work := _at_work(waits)):
-        return at_work
-    return _of_graph(waits)
+    silent = [rank for rank in evidence.everybody if not evidence.of(rank).calls]
+    others = evidence.everybody - {*silent}
+    if len(silent) != 1 or not all(is_usual(evidence, rank) for rank in others):
+        return _of_graph(waits)
+    text = f"{evidence.name(silent[0])} left no calls, and those of all others are the usual ones."
+    return _verdict(waits, (), silent, Kind.OTHER_COLLECTIVE, text)
 
 
 def _of_graph(waits: Waits) -> Verdict:
