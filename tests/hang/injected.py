@@ -294,18 +294,19 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
     run = folder / row["run"]
     status = json.loads((run / "status.json").read_text())
     is_hang = status["reason"].startswith("Hang")
-    if not is_hang and status["status"] == "crashed":
+    has_failed = not is_hang and status["status"] == "crashed"
+    if has_failed:
         ended = diagnose(run / "log.txt", 1, False)
-        status |= {"reason": ended.reason, "rank": None if "gloo" in ended.reason else ended.rank}
+        status |= {"reason": ended.reason, "rank": ended.rank}
     row = row | {"status": status["status"], "reason": status["reason"], "named": status["rank"]}
     try:
-        row |= {"said": as_json(judge(gather([run]), is_over="gloo" in status["reason"]))}
+        row |= {"said": as_json(judge(gather([run]), is_over=has_failed))}
     except UnreadableError as error:
         row |= {"said": {"culprits": [], "suspects": [], "sentence": str(error), "kind": None}}
     said, fired = row["said"], {one["rank"] for one in row["fired"]}
-    culprits = set(said["culprits"]) if is_hang or "gloo" in status["reason"] else set()
-    if not is_hang and not culprits:
-        culprits = {status["rank"]} - {None}
+    culprits = {status["rank"]} - {None}
+    if is_hang or status["rank"] is None:
+        culprits = set(said["culprits"])
     if row["kind"] in (*HEALTHY, "pause"):
         return row | {"outcome": "false" if culprits else "nobody"}
     if not fired:
