@@ -36,6 +36,7 @@ from tools.launch.supervise import hang
 from tools.launch.supervise.hang import HangWatch, collect_stacks
 from tools.launch.supervise.warm import WarmMegatron
 from tools.launch.train import compose_job
+from tools.records.run import HUNG
 from tools.report.read.diagnosis import diagnose
 from tools.spec.files import ROOT
 
@@ -293,14 +294,13 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         return row | {"outcome": "no run"}
     run = folder / row["run"]
     status = json.loads((run / "status.json").read_text())
-    is_hang = status["reason"].startswith("Hang")
-    has_failed = not is_hang and status["status"] == "crashed"
-    if has_failed:
+    is_hang = status["reason"].startswith(HUNG)
+    if not is_hang and status["status"] == "crashed":
         ended = diagnose(run / "log.txt", 1, False)
         status |= {"reason": ended.reason, "rank": ended.rank}
     row = row | {"status": status["status"], "reason": status["reason"], "named": status["rank"]}
     try:
-        row |= {"said": as_json(judge(gather([run]), is_over=has_failed))}
+        row |= {"said": as_json(judge(gather([run])))}
     except UnreadableError as error:
         row |= {"said": {"culprits": [], "suspects": [], "sentence": str(error), "kind": None}}
     said, fired = row["said"], {one["rank"] for one in row["fired"]}
@@ -320,7 +320,7 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         outcome = "exact"
     else:
         outcome = "false" if culprits - fired else "part" if culprits else "undecided"
-    is_judged = row["kind"] != "link" and (is_hang or bool(said["culprits"]))
+    is_judged = row["kind"] != "link" and (is_hang or status["rank"] is None)
     module = module_is_right(row) if is_judged else None
     return row | {"outcome": outcome, "is_hang": is_hang, "module": module, "counts": True}
 

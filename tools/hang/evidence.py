@@ -154,6 +154,8 @@ class Evidence:
     timed_out: tuple[str, ...] = ()
     """Watchdogs' own words, one a rank."""
     stage: Stage | None = None
+    is_over: bool = False
+    """Whether the job failed, and its ranks were ended wherever they were."""
 
     def of(self, rank: int) -> RankEvidence:
         """What a rank left; empty where it left nothing."""
@@ -164,28 +166,6 @@ class Evidence:
         """Ranks that left something, and those that are with them in a group."""
         in_groups = (rank for group in self.groups.values() for rank in group.ranks)
         return frozenset({*self.ranks, *in_groups})
-
-    def in_order_until(self, rank: int) -> int:
-        """So many of a rank's calls were made before the last one that all ranks made and completed.
-
-        Where another rank left no calls, a later one of the same group shows that: one that failed
-        counts as completed, too.
-        """
-        done = 0
-        for group in self.groups.values():
-            if len(group.ranks) < len(self.everybody):
-                continue
-            left = [one for one in map(self.of, group.ranks) if one.calls]
-            of_all = [one.collectives(group.name) for one in left]
-            own = self.of(rank).collectives(group.name)
-            end = max(own, default=0) + (len(left) == len(group.ranks))
-            for number, call in own.items():
-                others = [calls[number] for calls in of_all if number in calls]
-                if number >= end or any(other.signature != call.signature for other in others):
-                    break
-                if len(others) == len(of_all) and all(other.is_done for other in others):
-                    done = max(done, self.of(rank).calls.index(call) + 1)
-        return done
 
     def name(self, rank: int) -> str:
         """`Rank 12 (dp 1, pp 2, tp 0)`, as far as its groups tell."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tools.hang.evidence import Evidence, GroupOfRanks, RecordedCall, Signature
+from tools.hang.place import START_UP, place_of
 
 LONGEST_CONTEXT = 64
 SHORTEST_CONTEXT = 3
@@ -78,7 +79,7 @@ def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None
     found = []
     for rank in set(ranks):
         calls, own = evidence.of(rank).calls, numbers.get(rank, [])
-        for at, usual, length in _departures(own, evidence.in_order_until(rank)):
+        for at, usual, length in _departures(own, _in_order_until(evidence, rank)):
             made = others[tuple(own[at - SHORTEST_CONTEXT : at + 1])]
             if not any(
                 other != rank and _common(numbers[other], before, own, at) >= length
@@ -94,7 +95,7 @@ def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None
 def is_usual(evidence: Evidence, rank: int) -> bool:
     """Whether what a rank called since all ranks last met is what it called before in such places."""
     own = _numbered(evidence, [rank])[rank]
-    start = max(evidence.in_order_until(rank), SHORTEST_CONTEXT)
+    start = max(_in_order_until(evidence, rank), SHORTEST_CONTEXT)
     pieces = [
         tuple(own[at - SHORTEST_CONTEXT : at + 1]) for at in range(SHORTEST_CONTEXT, len(own))
     ]
@@ -117,6 +118,31 @@ def usual_next(evidence: Evidence, rank: int, others: Iterable[int]) -> Recorded
             ):
                 longest, found = length, evidence.of(other).calls[at]
     return found
+
+
+def _in_order_until(evidence: Evidence, rank: int) -> int:
+    """So many of a rank's calls were made before the last one that all ranks made and completed.
+
+    Where another rank left no calls, a later one of the same group shows that: one that failed
+    counts as completed, too.
+    """
+    done, mine = 0, evidence.of(rank)
+    for group in evidence.groups.values():
+        if len(group.ranks) < len(evidence.everybody):
+            continue
+        left = [one for one in map(evidence.of, group.ranks) if one.calls]
+        of_all = [one.collectives(group.name) for one in left]
+        own = mine.collectives(group.name)
+        end = max(own, default=0) + (len(left) == len(group.ranks))
+        for number, call in own.items():
+            others = [calls[number] for calls in of_all if number in calls]
+            is_one = all(other.signature == call.signature for other in others)
+            # At start-up ranks come to a call of all by ways of their own.
+            if number >= end or not (is_one or place_of(call.frames).part == START_UP):
+                break
+            if is_one and len(others) == len(of_all) and all(one.is_done for one in others):
+                done = max(done, mine.calls.index(call) + 1)
+    return done
 
 
 def _numbered(evidence: Evidence, ranks: Iterable[int]) -> dict[int, list[int]]:

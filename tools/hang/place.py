@@ -9,6 +9,7 @@ from tools.hang.evidence import Frame, RecordedCall, Stage
 from tools.spec.groups import Group, group_name
 
 EXCHANGE = "pipeline exchange"
+START_UP = "start-up"
 _OUTPUT = "output_layer"
 _PARTS = (
     (
@@ -29,7 +30,7 @@ _PARTS = (
     ("the optimizer's step", ("step", "clip_grad_norm", "prepare_grads")),
     ("the training step", ("train_step",)),
     ("logging", ("training_log",)),
-    ("start-up", ("initialize_megatron", "setup_model_and_optimizer", "pretrain")),
+    (START_UP, ("initialize_megatron", "setup_model_and_optimizer", "pretrain")),
 )
 """Megatron's functions by the part of the step that they are; the first that is on the stack counts."""
 

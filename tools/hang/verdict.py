@@ -25,7 +25,7 @@ QUIET_SECONDS = 5.0
 USUAL_GAPS = 3
 """So many times its longest pause between calls is no hang either."""
 
-SHOWN_WAITS = 40
+SHOWN_WAITS = 12
 
 _UNRECORDED = {"send", "recv", "batch_isend_irecv", "_p2p_ops", "_communicate"}
 _UNRECORDED |= {"new_group", "init_process_group"}
@@ -83,7 +83,7 @@ class Verdict:
         return _NEXT_STEPS[self.kind] if self.kind else ""
 
 
-def judge(evidence: Evidence, is_over: bool = False) -> Verdict:
+def judge(evidence: Evidence) -> Verdict:
     """Who stopped; of a job that is over, whose call ended it."""
     waits = find_waits(evidence)
     if stopped := [rank for rank, one in evidence.ranks.items() if one.is_stopped]:
@@ -92,7 +92,7 @@ def judge(evidence: Evidence, is_over: bool = False) -> Verdict:
     mismatch = find_mismatch(evidence)
     if mismatch and waits.in_calls:
         return _of_mismatch(waits, mismatch)
-    if is_over:
+    if evidence.is_over:
         return _of_misfit(waits)
     return _at_work(waits) or _of_graph(waits)
 
@@ -105,9 +105,13 @@ def _of_misfit(waits: Waits) -> Verdict:
     silent = [rank for rank in evidence.everybody if not evidence.of(rank).calls]
     others = evidence.everybody - {*silent}
     if len(silent) != 1 or not all(is_usual(evidence, rank) for rank in others):
-        return _of_graph(waits)
+        text = "Ranks were ended by a failure, and what is here does not say whose call it was."
+        return Verdict(Outcome.UNDECIDED, text)
     text = f"{evidence.name(silent[0])} left no calls, and those of all others are the usual ones."
-    return _verdict(waits, (), silent, Kind.OTHER_COLLECTIVE, text)
+    last = [evidence.of(rank).calls[-1] for rank in others]
+    met = [call for call in last if silent[0] in evidence.groups[call.group].ranks]
+    call = min(met, key=lambda call: call.created_ns, default=None)
+    return _verdict(waits, (), silent, Kind.OTHER_COLLECTIVE, text, call)
 
 
 def _of_graph(waits: Waits) -> Verdict:
@@ -131,7 +135,7 @@ def _at_work(waits: Waits) -> Verdict | None:
         quiet = (min(asked) - max(one.calls[-1].created_ns for one in everybody if one.calls)) / 1e9
         allowed = max(QUIET_SECONDS, USUAL_GAPS * _longest_gap(everybody))
         if quiet < allowed:
-            text = f"Nobody hangs: the last call was entered {max(quiet, 0):.1f} s before the dumps"
+            text = f"No sign of a hang: the last call was entered {max(quiet, 0):.1f} s before the dumps"
             return Verdict(Outcome.SLOW, f"{text}, and pauses of {allowed:.0f} s are usual here.")
     if waits.in_calls:
         return None
@@ -157,7 +161,7 @@ def _longest_gap(ranks: Iterable[RankEvidence]) -> float:
 
 def _of_roots(waits: Waits, roots: Sequence[int]) -> Verdict:
     ranks = sorted(set(roots))
-    names = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {_listed(ranks)}"
+    names = ranks_of(ranks).capitalize()
     known = [rank for rank in ranks if waits.evidence.of(rank).is_known]
     if not known and len(ranks) > 1:
         # Nothing of them is here, and what others wait for fits each of them.
@@ -207,8 +211,8 @@ def _placed(evidence: Evidence, call: RecordedCall) -> Place:
 
 
 def _who_waits(waits: Sequence[Wait]) -> str:
-    ranks = sorted({wait.rank for wait in waits})
-    return f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {_listed(ranks)} wait"
+    ranks = {wait.rank for wait in waits}
+    return f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)}"
 
 
 def _where(waits: Waits, one: RankEvidence) -> str:
@@ -253,8 +257,8 @@ def _of_mismatch(waits: Waits, mismatch: Mismatch) -> Verdict:
     left = find_departure(waits.evidence, mismatch.group.ranks)
     departed = left.rank if left else _minority(waits.evidence, mismatch)
     text = (
-        f"{waits.evidence.name(rank)} called {_described(call)} as no. {call.number} of its "
-        f"{mismatch.group.label} where rank {other} called {_described(another)}: another "
+        f"{waits.evidence.name(rank)} called {described(call)} as no. {call.number} of its "
+        f"{mismatch.group.label} where rank {other} called {described(another)}: another "
         f"{mismatch.differs}."
     )
     if departed is None:
@@ -276,7 +280,8 @@ def _minority(evidence: Evidence, mismatch: Mismatch) -> int | None:
     return counts[0][0] if len(counts) == 2 and len(counts[0]) == 1 < len(counts[1]) else None
 
 
-def _described(call: RecordedCall) -> str:
+def described(call: RecordedCall) -> str:
+    """What ranks must agree on: `all_reduce of [4] Float`."""
     sizes = " and ".join(str(list(size)) for size in call.sizes) or "nothing"
     return f"{call.operation} of {sizes}{' ' + '/'.join(call.dtypes) if call.dtypes else ''}"
 
@@ -294,7 +299,7 @@ def _of_departure(waits: Waits, left: Departure, more: str) -> Verdict:
     usual = f"{left.usual.operation} of {left.usual.description or 'its group'}"
     sentence = (
         f"{waits.evidence.name(left.rank)} left the order of calls: it called "
-        f"{_described(left.call)} where {usual} usually follows. {more}"
+        f"{described(left.call)} where {usual} usually follows. {more}"
     )
     place = _place_of_departure(waits.evidence, left)
     return _verdict(waits, (), (left.rank,), Kind.OTHER_COLLECTIVE, sentence, left.meant, place)
@@ -352,10 +357,6 @@ def _verdict(
         module = EXCHANGE
     waiting = tuple(sorted((waits.in_calls | waits.behind(roots)) - {*culprits}))
     decided = bool(culprits) or kind is Kind.NOT_COMPLETED
-    chain: dict[tuple[str, int], str] = {}
-    for wait in (one for each in waits.edges.values() for one in each):
-        group = wait.call.group if wait.call else ""
-        chain.setdefault((group, wait.awaited), _wait_text(evidence, wait))
     return Verdict(
         Outcome.HANG if decided or waiting else Outcome.UNDECIDED,
         sentence.strip(),
@@ -366,15 +367,36 @@ def _verdict(
         evidence.groups[call.group].label if call else "pipeline group" if exchanging else None,
         str(call) if call else "exchange between stages" if exchanging else None,
         module or None,
-        tuple(chain.values())[:SHOWN_WAITS],
+        _chain(waits, roots),
     )
 
 
+def _chain(waits: Waits, roots: Sequence[int]) -> tuple[str, ...]:
+    """Who waits for whom in a call, one line for all groups of a kind; for the roots first."""
+    found: dict[str, list[Wait]] = {}
+    for wait in (one for each in waits.edges.values() for one in each):
+        found.setdefault(_where_of(waits.evidence, wait), []).append(wait)
+    near = sorted(found, key=lambda where: not {w.awaited for w in found[where]} & {*roots})
+    return tuple(
+        f"{_who_waits(found[where])} for {ranks_of({w.awaited for w in found[where]})} in {where}"
+        for where in near[:SHOWN_WAITS]
+    )
+
+
+def _where_of(evidence: Evidence, wait: Wait) -> str:
+    if wait.call is None:
+        return "an exchange between stages"
+    return f"{wait.call} of the {evidence.groups[wait.call.group].label}"
+
+
 def _wait_text(evidence: Evidence, wait: Wait) -> str:
-    where = "an exchange between stages"
-    if wait.call is not None:
-        where = f"{wait.call} of the {evidence.groups[wait.call.group].label}"
-    return f"rank {wait.rank} waits for rank {wait.awaited} in {where}"
+    return f"rank {wait.rank} waits for rank {wait.awaited} in {_where_of(evidence, wait)}"
+
+
+def ranks_of(ranks: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 1, 2 and 5`: at most eight of them."""
+    found = sorted(ranks)
+    return f"rank {found[0]}" if len(found) == 1 else f"ranks {_listed(found)}"
 
 
 def _listed(ranks: Sequence[int]) -> str:

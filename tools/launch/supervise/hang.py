@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ import psutil
 from tools.hang.dumps import UnreadableError
 from tools.hang.gather import gather
 from tools.hang.verdict import Kind, Verdict, judge
-from tools.records.run import CALLS_SUFFIX, STOPPED_FILE, Status
+from tools.records.run import CALLS_SUFFIX, HUNG, STOPPED_FILE, Status
 from tools.spec.errors import LaunchError
 
 STACK_SECONDS = 6.0
@@ -85,7 +86,7 @@ class HangWatch:
             why = f" {found.sentence}"
             where = f" Where each rank was is in {stacks.name}/."
         seconds = f"{self._timeout_seconds:g} s"
-        return HangError(f"Hang: nothing was logged for {seconds}.{why}{where}", rank)
+        return HangError(f"{HUNG}nothing was logged for {seconds}.{why}{where}", rank)
 
 
 def unfit_call(stacks: Path) -> Verdict | None:
@@ -94,7 +95,7 @@ def unfit_call(stacks: Path) -> Verdict | None:
     What shows none is removed: a rank that failed by itself is named by the log.
     """
     with suppress(UnreadableError):
-        found = judge(gather([stacks]), is_over=True)
+        found = judge(replace(gather([stacks]), is_over=True))
         if found.kind is Kind.OTHER_COLLECTIVE:
             return found
     shutil.rmtree(stacks, ignore_errors=True)
