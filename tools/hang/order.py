@@ -3,7 +3,7 @@ own past and the other ranks are the norm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from tools.hang.evidence import Evidence, GroupOfRanks, RecordedCall, Signature
@@ -28,6 +28,8 @@ class Departure:
     """The one of both that is wrong: made once more, or left out."""
     before: tuple[RecordedCall, ...]
     """The rank's calls before it."""
+    is_alike: bool
+    """Whether it is one of equal calls in a row: which one was made again or left out is not seen."""
 
 
 @dataclass(frozen=True)
@@ -76,31 +78,33 @@ def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None
     for rank, own in numbers.items():
         for at in range(SHORTEST_CONTEXT, len(own)):
             others.setdefault(tuple(own[at - SHORTEST_CONTEXT : at + 1]), []).append((rank, at))
-    found = []
+    found, met = [], _met(evidence, numbers)
     for rank in set(ranks):
         calls, own = evidence.of(rank).calls, numbers.get(rank, [])
-        for at, usual, length in _departures(own, _in_order_until(evidence, rank)):
+        for at, usual, length in _departures(own, _in_order_until(calls, met)):
             made = others[tuple(own[at - SHORTEST_CONTEXT : at + 1])]
             if not any(
                 other != rank and _common(numbers[other], before, own, at) >= length
                 for other, before in made
             ):
-                is_again = calls[at].signature == calls[at - 1].signature
+                is_again = own[at] == own[at - 1]
                 meant = calls[at if is_again else usual]
-                found.append(Departure(rank, calls[at], calls[usual], meant, calls[:at]))
+                is_alike = is_again or own[usual] == own[at - 1]
+                found.append(Departure(rank, calls[at], calls[usual], meant, calls[:at], is_alike))
                 break
     return found[0] if len(found) == 1 else None
 
 
 def is_usual(evidence: Evidence, rank: int) -> bool:
-    """Whether what a rank called since all ranks last met is what it called before in such places."""
+    """Whether each of a rank's last calls had followed what came before it, and nothing else had."""
     own = _numbered(evidence, [rank])[rank]
-    start = max(_in_order_until(evidence, rank), SHORTEST_CONTEXT)
+    start = max(len(own) - LONGEST_CONTEXT, SHORTEST_CONTEXT)
     pieces = [
         tuple(own[at - SHORTEST_CONTEXT : at + 1]) for at in range(SHORTEST_CONTEXT, len(own))
     ]
     seen = set(pieces[: start - SHORTEST_CONTEXT])
-    return bool(seen) and seen.issuperset(pieces[start - SHORTEST_CONTEXT :])
+    is_known = seen.issuperset(pieces[start - SHORTEST_CONTEXT :])
+    return bool(seen) and is_known and not any(_departures(own, start))
 
 
 def usual_next(evidence: Evidence, rank: int, others: Iterable[int]) -> RecordedCall | None:
@@ -120,29 +124,56 @@ def usual_next(evidence: Evidence, rank: int, others: Iterable[int]) -> Recorded
     return found
 
 
-def _in_order_until(evidence: Evidence, rank: int) -> int:
-    """So many of a rank's calls were made before the last one that all ranks made and completed.
+def _met(evidence: Evidence, numbers: Mapping[int, Sequence[int]]) -> set[tuple[str, int]]:
+    """Collectives of all ranks, by group and number, that all of them made and completed in order.
 
-    Where another rank left no calls, a later one of the same group shows that: one that failed
-    counts as completed, too.
+    Of equal calls in a row only the first shows that: ranks may be one apart in the others. Where
+    another rank left no calls, it must not be the last of its group, nor the first of its kind: one
+    that failed counts as completed, too.
     """
-    done, mine = 0, evidence.of(rank)
+    found: set[tuple[str, int]] = set()
+    firsts = {
+        rank: {
+            (call.group, call.number)
+            for at, call in enumerate(evidence.of(rank).calls)
+            if at and own[at] != own[at - 1]
+        }
+        for rank, own in numbers.items()
+    }
     for group in evidence.groups.values():
         if len(group.ranks) < len(evidence.everybody):
             continue
-        left = [one for one in map(evidence.of, group.ranks) if one.calls]
-        of_all = [one.collectives(group.name) for one in left]
-        own = mine.collectives(group.name)
-        end = max(own, default=0) + (len(left) == len(group.ranks))
-        for number, call in own.items():
-            others = [calls[number] for calls in of_all if number in calls]
-            is_one = all(other.signature == call.signature for other in others)
+        of_all = {rank: evidence.of(rank).collectives(group.name) for rank in numbers}
+        end = min(max(calls, default=0) for calls in of_all.values())
+        has_all, seen = len(numbers) == len(group.ranks), set[Signature]()
+        for number in sorted({number for calls in of_all.values() for number in calls}):
+            calls = [made[number] for made in of_all.values() if number in made]
+            kinds = {call.signature for call in calls}
             # At start-up ranks come to a call of all by ways of their own.
-            if number >= end or not (is_one or place_of(call.frames).part == START_UP):
+            if len(kinds) > 1 and place_of(calls[0].frames).part != START_UP:
                 break
-            if is_one and len(others) == len(of_all) and all(one.is_done for one in others):
-                done = max(done, mine.calls.index(call) + 1)
-    return done
+            is_whole = len(calls) == len(of_all) and all(call.is_done for call in calls)
+            is_shown = has_all or (number < end and kinds <= seen)
+            key = group.name, number
+            if (
+                len(kinds) == 1
+                and is_whole
+                and is_shown
+                and all(key in each for each in firsts.values())
+            ):
+                found.add(key)
+            seen |= kinds
+    return found
+
+
+def _in_order_until(calls: Sequence[RecordedCall], met: Set[tuple[str, int]]) -> int:
+    """So many of a rank's calls were made before the last one in which all ranks met."""
+    at = [
+        index
+        for index, call in enumerate(calls)
+        if (call.group, call.number) in met and not call.is_point_to_point
+    ]
+    return at[-1] + 1 if at else 0
 
 
 def _numbered(evidence: Evidence, ranks: Iterable[int]) -> dict[int, list[int]]:

@@ -88,7 +88,8 @@ def judge(evidence: Evidence) -> Verdict:
     waits = find_waits(evidence)
     if stopped := [rank for rank, one in evidence.ranks.items() if one.is_stopped]:
         alone = [root[0] for root in waits.roots if len(root) == 1]
-        return _of_roots(waits, [*stopped, *(rank for rank in alone if rank not in waits.in_calls)])
+        apart = [rank for rank in alone if rank not in waits.in_calls]
+        return _of_roots(waits, [*stopped, *apart, *_stuck(waits)])
     mismatch = find_mismatch(evidence)
     if mismatch and waits.in_calls:
         return _of_mismatch(waits, mismatch)
@@ -119,11 +120,30 @@ def _of_graph(waits: Waits) -> Verdict:
     if len(roots) == 1 and len(roots[0]) > 1:
         return _of_circle(waits, roots[0])
     ranks = [rank for root in roots for rank in root]
+    if ranks:
+        ranks += _stuck(waits)
     found = _of_roots(waits, ranks) if ranks else _without_roots(waits)
     if found.culprits or not waits.in_calls:
         return found
     left = find_departure(waits.evidence, waits.evidence.ranks)
     return _of_departure(waits, left, found.sentence) if left else found
+
+
+def _stuck(waits: Waits) -> list[int]:
+    """Ranks in no call that made none for longer than is usual, though nobody waits for them yet."""
+    evidence = waits.evidence
+    allowed = _usual_pause(evidence)
+    return [
+        rank
+        for rank, one in evidence.ranks.items()
+        if one.stack and one.calls and one.dumped_ns and rank not in waits.in_calls
+        if rank not in waits.exchanges
+        if (one.dumped_ns - one.calls[-1].created_ns) / 1e9 > allowed
+    ]
+
+
+def _usual_pause(evidence: Evidence) -> float:
+    return max(QUIET_SECONDS, USUAL_GAPS * _longest_gap(evidence.ranks.values()))
 
 
 def _at_work(waits: Waits) -> Verdict | None:
@@ -133,7 +153,7 @@ def _at_work(waits: Waits) -> Verdict | None:
         return None
     if asked := [one.dumped_ns for one in everybody if one.dumped_ns and one.calls]:
         quiet = (min(asked) - max(one.calls[-1].created_ns for one in everybody if one.calls)) / 1e9
-        allowed = max(QUIET_SECONDS, USUAL_GAPS * _longest_gap(everybody))
+        allowed = _usual_pause(evidence)
         if quiet < allowed:
             text = f"No sign of a hang: the last call was entered {max(quiet, 0):.1f} s before the dumps"
             return Verdict(Outcome.SLOW, f"{text}, and pauses of {allowed:.0f} s are usual here.")
@@ -306,8 +326,8 @@ def _of_departure(waits: Waits, left: Departure, more: str) -> Verdict:
 
 
 def _place_of_departure(evidence: Evidence, left: Departure) -> Place:
-    if left.meant is left.call:  # Which of equal calls in a row was made twice is not seen.
-        return place_of(left.call.frames)
+    if left.is_alike:
+        return place_of(left.meant.frames)
     return _place_after(evidence, left.before, left.meant)
 
 
