@@ -65,9 +65,12 @@ def _answer(stacks: TextIO, path: Path, ending: int) -> None:
         is_ending, seconds = False, _LOOK_SECONDS
         # A handler writes in pieces.
         while select.select([ending], [], [], seconds)[0]:
-            stacks.write(os.read(ending, 1 << 16).decode(errors="replace"))
-            stacks.flush()
+            piece = os.read(ending, 1 << 16)
             is_ending, seconds = True, _PIECE_SECONDS
+            # Where a rank hung says more than where it was when it was ended for that.
+            if not is_written:
+                stacks.write(piece.decode(errors="replace"))
+                stacks.flush()
         if not is_written and os.fstat(stacks.fileno()).st_size:
             is_written = True
             write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))

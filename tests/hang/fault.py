@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.tensor_parallel.random import CheckpointFunction
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import training
 from torch import nn
@@ -41,6 +42,7 @@ held: list[Any] = []
 names: dict[int, str] = {}
 running: list[tuple[str, int | None]] = []
 spans: list[tuple[int, int, str, int | None]] = []
+again: list[tuple[str, int | None]] = []
 
 
 class Finished:
@@ -61,9 +63,8 @@ def site() -> tuple[str, int | None]:
     inside = [each for each in spans if each[0] <= number < each[1]]
     if inside:
         return min(inside, key=lambda each: each[1] - each[0])[2:]
-    # What is computed again, by a function that is no module: that of the module before it.
-    before = [each for each in spans if each[1] <= number]
-    return max(before, key=lambda each: each[1])[2:] if before else ("", None)
+    # What is computed again, by a function that is no module: that of the module that has it done.
+    return again[-1] if again else ("", None)
 
 
 def is_due() -> bool:
@@ -74,22 +75,27 @@ def is_due() -> bool:
     return calls >= int(NUMBER)
 
 
-def fire(method: str) -> None:
+def fire(method: str, first: dict[str, Any] | None = None) -> None:
     global has_fired  # noqa: PLW0603 - read by every method
     has_fired = True
+    said = {"rank": OWN, "step": steps, "call": calls, "held": first, **met(method)}
+    (FOLDER / f"fired{OWN}.json").write_text(json.dumps(said))
+    print(f"fault: rank {OWN}", flush=True)
+
+
+def met(method: str) -> dict[str, Any]:
+    """Where a call is made."""
     frames = []
-    frame = sys._getframe(1)
+    frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         frames.append(f"{code.co_filename}:{frame.f_lineno} {code.co_name}")
         frame = frame.f_back  # type: ignore[assignment]
     module, layer = site()
     ours = [each for each in frames if "/megatron/" in each]
-    said = {"rank": OWN, "kind": KIND, "step": steps, "call": calls, "method": method}
-    said |= {"module": module, "layer": layer, "frames": ours}
-    said |= {"is_backward": torch._C._current_autograd_node() is not None}
-    (FOLDER / f"fired{OWN}.json").write_text(json.dumps(said))
-    print(f"fault: rank {OWN}", flush=True)
+    is_backward = torch._C._current_autograd_node() is not None
+    found = {"kind": KIND, "method": method, "module": module, "layer": layer, "frames": ours}
+    return found | {"is_backward": is_backward}
 
 
 def stall() -> None:
@@ -151,9 +157,9 @@ def wrapped(original: Any, name: str) -> Any:
             return original(group, *args, **kwargs)
         calls += steps >= FIRST_STEP
         if held:
-            method_of, *rest = held.pop()
+            first, method_of, *rest = held.pop()
             if name not in POINT_TO_POINT and (rest[0], method_of) != (group, original):
-                fire(name)
+                fire(name, first)
                 done = original(group, *args, **kwargs)
                 done.wait()
                 method_of(*rest)
@@ -167,7 +173,7 @@ def wrapped(original: Any, name: str) -> Any:
             fire(name)
             stall()
         elif KIND == "swap" and name in SIZED:
-            held.append((original, group, *args))
+            held.append((met(name), original, group, *args))
             return Finished()
         elif KIND in changes and (name == "allreduce" if KIND == "group" else name in SIZED):
             fire(name)
@@ -214,6 +220,16 @@ def read(original: Any) -> Any:
     return read_sample
 
 
+def computed_again(original: Any) -> Any:
+    def backward(*args: Any) -> Any:
+        again.append(site())
+        done = original(*args)
+        again.pop()
+        return done
+
+    return staticmethod(backward)
+
+
 def begin(module: nn.Module, _: Any) -> None:
     layer = module.layer_number if isinstance(module, TransformerLayer) else None
     layer = layer or (running[-1][1] if running else None)
@@ -248,6 +264,7 @@ if "WHY_HANG_LINK" in os.environ:
     move_to_a_namespace()
 if KIND != "none":
     training.train_step = counted(training.train_step)
+    CheckpointFunction.backward = computed_again(CheckpointFunction.backward)
     for name in METHODS:
         setattr(ProcessGroup, name, wrapped(getattr(ProcessGroup, name), name))
     hooks.register_module_forward_pre_hook(begin)

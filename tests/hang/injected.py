@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -35,6 +36,7 @@ from tools.launch.supervise import hang
 from tools.launch.supervise.hang import HangWatch, collect_stacks
 from tools.launch.supervise.warm import WarmMegatron
 from tools.launch.train import compose_job
+from tools.records.run import HUNG
 from tools.report.read.diagnosis import diagnose
 from tools.spec.files import ROOT
 
@@ -159,6 +161,8 @@ class Bench:
         try:
             os.environ["WHY_HANG_FAULT"] = case.fault
             hang.STACK_SECONDS = 60.0
+            # What does not decide yet is judged again when the tool is better.
+            hang.shutil = SimpleNamespace(rmtree=lambda *_, **__: None)  # type: ignore[assignment]
             if case.kind != "slow":
                 execution.HangWatch = PatientWatch  # type: ignore[attr-defined]
             if case.kind == "link":
@@ -174,8 +178,7 @@ class Bench:
     def run(self, cases: list[Case], slots: int) -> None:
         done = {one["case"] for one in rows(self.folder) if is_whole(self.folder, one)}
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-        todo = [case for case in cases if case.name not in done]
-        todo.sort(key=lambda case: -case.ranks)
+        todo = [case for case in reversed(cases) if case.name not in done]
         busy: dict[int, tuple[Case, float, int]] = {}
         try:
             while todo or busy:
@@ -291,19 +294,19 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         return row | {"outcome": "no run"}
     run = folder / row["run"]
     status = json.loads((run / "status.json").read_text())
-    is_hang = status["reason"].startswith("Hang")
+    is_hang = status["reason"].startswith(HUNG)
     if not is_hang and status["status"] == "crashed":
         ended = diagnose(run / "log.txt", 1, False)
-        status |= {"reason": ended.reason, "rank": None if "gloo" in ended.reason else ended.rank}
+        status |= {"reason": ended.reason, "rank": ended.rank}
     row = row | {"status": status["status"], "reason": status["reason"], "named": status["rank"]}
     try:
-        row |= {"said": as_json(judge(gather([run]), is_over="gloo" in status["reason"]))}
+        row |= {"said": as_json(judge(gather([run])))}
     except UnreadableError as error:
         row |= {"said": {"culprits": [], "suspects": [], "sentence": str(error), "kind": None}}
     said, fired = row["said"], {one["rank"] for one in row["fired"]}
-    culprits = set(said["culprits"]) if is_hang or "gloo" in status["reason"] else set()
-    if not is_hang and not culprits:
-        culprits = {status["rank"]} - {None}
+    culprits = {status["rank"]} - {None}
+    if is_hang or status["rank"] is None:
+        culprits = set(said["culprits"])
     if row["kind"] in (*HEALTHY, "pause"):
         return row | {"outcome": "false" if culprits else "nobody"}
     if not fired:
@@ -317,20 +320,26 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         outcome = "exact"
     else:
         outcome = "false" if culprits - fired else "part" if culprits else "undecided"
-    module = module_is_right(row) if is_hang and row["kind"] != "link" else None
+    is_judged = row["kind"] != "link" and (is_hang or status["rank"] is None)
+    module = module_is_right(row) if is_judged else None
     return row | {"outcome": outcome, "is_hang": is_hang, "module": module, "counts": True}
 
 
 def module_is_right(row: dict[str, Any]) -> bool:
     """Whether the module that is named is that of a fault, or holds it."""
     named = row["said"].get("module") or ""
-    truth = {truth_of(one) for one in row["fired"]}
+    # Of two calls in the other order, each is out of place.
+    truth = {truth_of(each) for one in row["fired"] for each in (one, one.get("held") or one)}
     return named in truth or any(named and each.startswith(f"{named}.") for each in truth)
 
 
 def truth_of(fired: dict[str, Any]) -> str:
     """The part of the model that a fault met, in the tool's words."""
     module = fired["module"]
+    if fired["kind"] in ("data", "raise") and any(
+        "forward_step" in each for each in fired["frames"]
+    ):
+        return "data loading"
     inside = {
         ".experts": "mlp.experts",
         ".router": "mlp.router",
@@ -340,8 +349,6 @@ def truth_of(fired: dict[str, Any]) -> str:
         "embedding": "embedding",
         "output_layer": "output_layer",
     }
-    if fired["kind"] in ("data", "raise"):
-        return "data loading"
     found = next((name for part, name in inside.items() if part in module), None)
     return found or place_in(fired["frames"])
 

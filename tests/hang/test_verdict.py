@@ -302,11 +302,11 @@ def test_the_size_that_a_rank_never_used_names_it_though_the_other_is_dead(tmp_p
     job = four()
     job.call((0,), "1", size=8, done=False)
     evidence = gather([job.write(tmp_path, without=(1, 2, 3))])
-    assert judge(evidence, is_over=True).culprits == (0,)
+    assert judge(replace(evidence, is_over=True)).culprits == (0,)
     job = four()
     job.call((0,), "1", done=False)
     evidence = gather([job.write(tmp_path / "in order", without=(1, 2, 3))])
-    assert judge(evidence, is_over=True).kind is not Kind.OTHER_COLLECTIVE
+    assert judge(replace(evidence, is_over=True)).kind is not Kind.OTHER_COLLECTIVE
 
 
 def test_calls_of_backward_are_modules_and_layers_by_their_order() -> None:

@@ -59,11 +59,14 @@ class RecordedCall:
     @property
     def signature(self) -> Signature:
         """What it must agree on with others', and where it was made."""
+        sizes = () if self.operation in _OF_ANY_SIZE else self.sizes
         return Signature(
-            self.description, self.operation, self.sizes, self.dtypes, self.frames[:SITE_FRAMES]
+            self.description, self.operation, sizes, self.dtypes, self.frames[:SITE_FRAMES]
         )
 
 
+_OF_ANY_SIZE = ("all_to_all",)
+"""Operations whose sizes are those of the data, such as the tokens for each expert."""
 SITE_FRAMES = 6
 """Innermost frames that tell one call's place in the code from another's."""
 
@@ -151,28 +154,18 @@ class Evidence:
     timed_out: tuple[str, ...] = ()
     """Watchdogs' own words, one a rank."""
     stage: Stage | None = None
+    is_over: bool = False
+    """Whether the job failed, and its ranks were ended wherever they were."""
 
     def of(self, rank: int) -> RankEvidence:
         """What a rank left; empty where it left nothing."""
         return self.ranks.get(rank, RankEvidence(rank))
 
-    def in_order_until(self, rank: int) -> int:
-        """So many of a rank's calls were made before the last one that all ranks made and completed."""
-        done = 0
-        everybody = {*self.ranks, *(one for group in self.groups.values() for one in group.ranks)}
-        for group in self.groups.values():
-            if len(group.ranks) < len(everybody):
-                continue
-            left = [one for one in map(self.of, group.ranks) if one.calls]
-            of_all = [one.collectives(group.name) for one in left]
-            own = self.of(rank).collectives(group.name)
-            for number, call in own.items():
-                others = [calls[number] for calls in of_all if number in calls]
-                if any(other.signature != call.signature for other in others):
-                    break
-                if len(others) == len(of_all) and all(other.is_done for other in others):
-                    done = max(done, self.of(rank).calls.index(call) + 1)
-        return done
+    @cached_property
+    def everybody(self) -> frozenset[int]:
+        """Ranks that left something, and those that are with them in a group."""
+        in_groups = (rank for group in self.groups.values() for rank in group.ranks)
+        return frozenset({*self.ranks, *in_groups})
 
     def name(self, rank: int) -> str:
         """`Rank 12 (dp 1, pp 2, tp 0)`, as far as its groups tell."""

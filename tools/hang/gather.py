@@ -16,7 +16,7 @@ import psutil
 from tools.hang.dumps import UnreadableError, read_dump
 from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall, Stage
 from tools.hang.texts import is_stacks, read_stacks, watchdog_calls
-from tools.records.run import RUN_FILE, STOPPED_FILE, read_run
+from tools.records.run import HUNG, RUN_FILE, STOPPED_FILE, Status, read_run, read_status
 from tools.report.read.printed import printed_spec
 from tools.report.read.scrape import scrape_log
 from tools.spec.run import RunSpec
@@ -84,7 +84,8 @@ def gather(places: Sequence[Path]) -> Evidence:
             one.calls = tuple(call for call in one.calls if call.created_ns <= before_ns)
     words = tuple(said[0][1] for said in watched.values())
     groups = _groups(found.groups, ranks)
-    return Evidence(ranks, groups, tuple(found.refused), words, _stage(places, found.logs))
+    stage, is_over = _stage(places, found.logs), any(map(_has_failed, places))
+    return Evidence(ranks, groups, tuple(found.refused), words, stage, is_over)
 
 
 def _files(places: Sequence[Path]) -> Iterator[Path]:
@@ -165,6 +166,15 @@ def _stage(places: Sequence[Path], logs: Sequence[Path]) -> Stage | None:
     if spec is None or spec.parallelism.virtual_stages > 1 or not spec.microbatches:
         return None
     return Stage(spec.layers_a_stage, spec.microbatches)
+
+
+def _has_failed(place: Path) -> bool:
+    """Whether a run failed by itself, as its status says: ranks of one that hung are where they hung."""
+    for folder in (place, place.parent):
+        with suppress(msgspec.DecodeError, OSError):
+            status = read_status(folder)
+            return status.status is Status.CRASHED and not status.reason.startswith(HUNG)
+    return False
 
 
 @contextmanager

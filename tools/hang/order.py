@@ -3,10 +3,11 @@ own past and the other ranks are the norm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from tools.hang.evidence import Evidence, GroupOfRanks, RecordedCall, Signature
+from tools.hang.place import START_UP, place_of
 
 LONGEST_CONTEXT = 64
 SHORTEST_CONTEXT = 3
@@ -25,6 +26,10 @@ class Departure:
     usual: RecordedCall
     meant: RecordedCall
     """The one of both that is wrong: made once more, or left out."""
+    before: tuple[RecordedCall, ...]
+    """The rank's calls before it."""
+    is_alike: bool
+    """Whether it is one of equal calls in a row: which one was made again or left out is not seen."""
 
 
 @dataclass(frozen=True)
@@ -68,29 +73,116 @@ def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None
     """The only one of these ranks that made a call which no rank ever made after such calls."""
     if not all(one.calls for one in evidence.ranks.values()):
         return None
-    names: dict[Signature, int] = {}
-    numbers = {
-        rank: [names.setdefault(call.signature, len(names)) for call in one.calls]
-        for rank, one in evidence.ranks.items()
-    }
+    numbers = _numbered(evidence, evidence.ranks)
     others: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for rank, own in numbers.items():
         for at in range(SHORTEST_CONTEXT, len(own)):
             others.setdefault(tuple(own[at - SHORTEST_CONTEXT : at + 1]), []).append((rank, at))
-    found = []
+    found, met = [], _met(evidence, numbers)
     for rank in set(ranks):
         calls, own = evidence.of(rank).calls, numbers.get(rank, [])
-        for at, usual, length in _departures(own, evidence.in_order_until(rank)):
+        for at, usual, length in _departures(own, _in_order_until(calls, met)):
             made = others[tuple(own[at - SHORTEST_CONTEXT : at + 1])]
             if not any(
                 other != rank and _common(numbers[other], before, own, at) >= length
                 for other, before in made
             ):
-                is_again = calls[at].signature == calls[at - 1].signature
+                is_again = own[at] == own[at - 1]
                 meant = calls[at if is_again else usual]
-                found.append(Departure(rank, calls[at], calls[usual], meant))
+                is_alike = is_again or own[usual] == own[at - 1]
+                found.append(Departure(rank, calls[at], calls[usual], meant, calls[:at], is_alike))
                 break
     return found[0] if len(found) == 1 else None
+
+
+def is_usual(evidence: Evidence, rank: int) -> bool:
+    """Whether each of a rank's last calls had followed what came before it, and nothing else had."""
+    own = _numbered(evidence, [rank])[rank]
+    start = max(len(own) - LONGEST_CONTEXT, SHORTEST_CONTEXT)
+    pieces = [
+        tuple(own[at - SHORTEST_CONTEXT : at + 1]) for at in range(SHORTEST_CONTEXT, len(own))
+    ]
+    seen = set(pieces[: start - SHORTEST_CONTEXT])
+    is_known = seen.issuperset(pieces[start - SHORTEST_CONTEXT :])
+    return bool(seen) and is_known and not any(_departures(own, start))
+
+
+def usual_next(evidence: Evidence, rank: int, others: Iterable[int]) -> RecordedCall | None:
+    """What follows a rank's last calls by its own and others' past; None if nothing ever did."""
+    numbers = _numbered(evidence, {rank, *others})
+    own = numbers[rank]
+    if not own:
+        return None
+    longest, found = SHORTEST_CONTEXT, None
+    for other, theirs in numbers.items():
+        for at in range(1, len(theirs)):
+            if (
+                theirs[at - 1] == own[-1]
+                and (length := _common(theirs, at, own, len(own))) >= longest
+            ):
+                longest, found = length, evidence.of(other).calls[at]
+    return found
+
+
+def _met(evidence: Evidence, numbers: Mapping[int, Sequence[int]]) -> set[tuple[str, int]]:
+    """Collectives of all ranks, by group and number, that all of them made and completed in order.
+
+    Of equal calls in a row only the first shows that: ranks may be one apart in the others. Where
+    another rank left no calls, it must not be the last of its group, nor the first of its kind: one
+    that failed counts as completed, too.
+    """
+    found: set[tuple[str, int]] = set()
+    firsts = {
+        rank: {
+            (call.group, call.number)
+            for at, call in enumerate(evidence.of(rank).calls)
+            if at and own[at] != own[at - 1]
+        }
+        for rank, own in numbers.items()
+    }
+    for group in evidence.groups.values():
+        if len(group.ranks) < len(evidence.everybody):
+            continue
+        of_all = {rank: evidence.of(rank).collectives(group.name) for rank in numbers}
+        end = min(max(calls, default=0) for calls in of_all.values())
+        has_all, seen = len(numbers) == len(group.ranks), set[Signature]()
+        for number in sorted({number for calls in of_all.values() for number in calls}):
+            calls = [made[number] for made in of_all.values() if number in made]
+            kinds = {call.signature for call in calls}
+            # At start-up ranks come to a call of all by ways of their own.
+            if len(kinds) > 1 and place_of(calls[0].frames).part != START_UP:
+                break
+            is_whole = len(calls) == len(of_all) and all(call.is_done for call in calls)
+            is_shown = has_all or (number < end and kinds <= seen)
+            key = group.name, number
+            if (
+                len(kinds) == 1
+                and is_whole
+                and is_shown
+                and all(key in each for each in firsts.values())
+            ):
+                found.add(key)
+            seen |= kinds
+    return found
+
+
+def _in_order_until(calls: Sequence[RecordedCall], met: Set[tuple[str, int]]) -> int:
+    """So many of a rank's calls were made before the last one in which all ranks met."""
+    at = [
+        index
+        for index, call in enumerate(calls)
+        if (call.group, call.number) in met and not call.is_point_to_point
+    ]
+    return at[-1] + 1 if at else 0
+
+
+def _numbered(evidence: Evidence, ranks: Iterable[int]) -> dict[int, list[int]]:
+    """A number for each call: the same for those of one signature."""
+    names: dict[Signature, int] = {}
+    return {
+        rank: [names.setdefault(call.signature, len(names)) for call in evidence.of(rank).calls]
+        for rank in ranks
+    }
 
 
 def _fit(one: RecordedCall, other: RecordedCall) -> bool:

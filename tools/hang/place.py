@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from tools.hang.evidence import Frame, RecordedCall, Stage
 from tools.spec.groups import Group, group_name
 
+EXCHANGE = "pipeline exchange"
+START_UP = "start-up"
 _OUTPUT = "output_layer"
 _PARTS = (
     (
@@ -28,12 +30,15 @@ _PARTS = (
     ("the optimizer's step", ("step", "clip_grad_norm", "prepare_grads")),
     ("the training step", ("train_step",)),
     ("logging", ("training_log",)),
-    ("start-up", ("initialize_megatron", "setup_model_and_optimizer", "pretrain")),
+    (START_UP, ("initialize_megatron", "setup_model_and_optimizer", "pretrain")),
 )
 """Megatron's functions by the part of the step that they are; the first that is on the stack counts."""
 
 _MODULES = (
-    ("/moe/", "mlp.experts"),
+    ("/moe_logging", ""),
+    ("/moe/experts", "mlp.experts"),
+    ("/moe/router", "mlp.router"),
+    ("/moe/", "mlp"),
     ("/mlp.py", "mlp"),
     ("/attention.py", "self_attention"),
     ("dot_product_attention", "self_attention.core_attention"),
@@ -43,7 +48,7 @@ _MODULES = (
     ("/optimizer/", "optimizer"),
     ("param_and_grad_buffer", "gradient buffer"),
     ("finalize_model_grads", "gradient buffer"),
-    ("p2p_communication", "pipeline exchange"),
+    ("p2p_communication", EXCHANGE),
     ("gpt_model.py", _OUTPUT),
 )
 _METHODS = {
@@ -53,7 +58,9 @@ _METHODS = {
 }
 
 
-_LAST_PART = "the optimizer's step"
+_FORWARD, _BACKWARD, _LAST_PART = "forward", "backward", "the optimizer's step"
+_STEPS = ("forward_step", "backward_step")
+_IN_LAYERS = ("mlp", "self_attention")
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,11 @@ class Place:
     """Of the iteration, from 1."""
     line: str = ""
     """Megatron's, or the user's: `transformer_layer.py:512 in forward`."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it says in which module it is, or that it is in none: autograd's frames do not."""
+        return bool(self.module or self.part not in ("", _BACKWARD))
 
     def __str__(self) -> str:
         layer = f" of layer {self.layer}" if self.layer is not None else ""
@@ -97,18 +109,20 @@ def place_of_call(calls: Sequence[RecordedCall], at: int, stage: Stage | None) -
     """
     call = calls[at]
     found = place_of(call.frames)
-    if stage is None or found.part not in ("forward", "backward"):
+    if stage is None or found.part not in (_FORWARD, _BACKWARD):
         return found
-    counts = [0]
+    counts, site = [0], _site(call)
     for earlier in reversed(calls[: at + 1]):
-        if earlier.signature == call.signature:
+        if _site(earlier) == site:
             counts[-1] += 1
         elif counts[-1] and place_of(earlier.frames).part == _LAST_PART:
             counts.append(0)
     before = max(counts[1:], default=0) // stage.micro_batches
-    order = _modules_of_backward(group_name(call.description), before, stage.layers)
-    if found.part == "forward" and found.module.startswith(("mlp", "self_attention")):
+    order = []
+    if found.module.startswith(_IN_LAYERS):
         order = [found.module] * (before or stage.layers)
+    elif not found.module:
+        order = _modules_of_backward(group_name(call.description), before, stage.layers)
     if not order:
         return found
     micro_batch, number = divmod(counts[0] - 1, len(order))
@@ -118,7 +132,14 @@ def place_of_call(calls: Sequence[RecordedCall], at: int, stage: Stage | None) -
         return found
     inside = [index for index, name in enumerate(order) if name != _OUTPUT]
     layer = inside.index(number) * stage.layers // len(inside) + 1
-    return replace(found, layer=layer if found.part == "forward" else stage.layers - layer + 1)
+    return replace(found, layer=layer if found.part == _FORWARD else stage.layers - layer + 1)
+
+
+def _site(call: RecordedCall) -> tuple[object, ...]:
+    """Where in forward or backward it was made; the last micro batch's comes from another line."""
+    functions = [frame.function for frame in call.frames]
+    ends = [functions.index(name) for name in _STEPS if name in functions]
+    return call.description, call.operation, call.frames[: min(ends, default=0) + 1]
 
 
 def _modules_of_backward(group: str, calls: int, layers: int) -> list[str]:
@@ -129,7 +150,7 @@ def _modules_of_backward(group: str, calls: int, layers: int) -> list[str]:
     if group == Group.CONTEXT:
         return ["self_attention"] * (calls or 2 * layers)
     if group in (Group.EXPERT, Group.TENSOR_EXPERT, Group.EXPERT_TENSOR):
-        return ["mlp.experts"] * (calls or 2 * layers)
+        return ["mlp"] * (calls or 2 * layers)
     if group != Group.TENSOR or calls < layers:
         return []
     of_layer = ["mlp", "self_attention"] if calls >= 2 * layers else ["self_attention"]

@@ -8,8 +8,15 @@ from enum import StrEnum
 from itertools import pairwise
 
 from tools.hang.evidence import Evidence, RankEvidence, RecordedCall
-from tools.hang.order import Departure, Mismatch, find_departure, find_mismatch
-from tools.hang.place import Place, place_of, place_of_call
+from tools.hang.order import (
+    Departure,
+    Mismatch,
+    find_departure,
+    find_mismatch,
+    is_usual,
+    usual_next,
+)
+from tools.hang.place import EXCHANGE, Place, place_of, place_of_call
 from tools.hang.waits import Wait, Waits, find_waits, is_in_collective
 from tools.text.units import joined, plural
 
@@ -18,7 +25,7 @@ QUIET_SECONDS = 5.0
 USUAL_GAPS = 3
 """So many times its longest pause between calls is no hang either."""
 
-SHOWN_WAITS = 40
+SHOWN_WAITS = 12
 
 _UNRECORDED = {"send", "recv", "batch_isend_irecv", "_p2p_ops", "_communicate"}
 _UNRECORDED |= {"new_group", "init_process_group"}
@@ -76,20 +83,36 @@ class Verdict:
         return _NEXT_STEPS[self.kind] if self.kind else ""
 
 
-def judge(evidence: Evidence, is_over: bool = False) -> Verdict:
+def judge(evidence: Evidence) -> Verdict:
     """Who stopped; of a job that is over, whose call ended it."""
     waits = find_waits(evidence)
     if stopped := [rank for rank, one in evidence.ranks.items() if one.is_stopped]:
         alone = [root[0] for root in waits.roots if len(root) == 1]
-        return _of_roots(waits, [*stopped, *(rank for rank in alone if rank not in waits.in_calls)])
+        apart = [rank for rank in alone if rank not in waits.in_calls]
+        return _of_roots(waits, [*stopped, *apart, *_stuck(waits)])
     mismatch = find_mismatch(evidence)
     if mismatch and waits.in_calls:
         return _of_mismatch(waits, mismatch)
-    if is_over and (left := find_departure(evidence, evidence.ranks)):
+    if evidence.is_over:
+        return _of_misfit(waits)
+    return _at_work(waits) or _of_graph(waits)
+
+
+def _of_misfit(waits: Waits) -> Verdict:
+    """Of a call that did not fit: who left the usual order, or nothing where nobody else did."""
+    evidence = waits.evidence
+    if left := find_departure(evidence, evidence.ranks):
         return _of_departure(waits, left, "")
-    if not is_over and (at_work := _at_work(waits)):
-        return at_work
-    return _of_graph(waits)
+    silent = [rank for rank in evidence.everybody if not evidence.of(rank).calls]
+    others = evidence.everybody - {*silent}
+    if len(silent) != 1 or not all(is_usual(evidence, rank) for rank in others):
+        text = "Ranks were ended by a failure, and what is here does not say whose call it was."
+        return Verdict(Outcome.UNDECIDED, text)
+    text = f"{evidence.name(silent[0])} left no calls, and those of all others are the usual ones."
+    last = [evidence.of(rank).calls[-1] for rank in others]
+    met = [call for call in last if silent[0] in evidence.groups[call.group].ranks]
+    call = min(met, key=lambda call: call.created_ns, default=None)
+    return _verdict(waits, (), silent, Kind.OTHER_COLLECTIVE, text, call)
 
 
 def _of_graph(waits: Waits) -> Verdict:
@@ -97,11 +120,30 @@ def _of_graph(waits: Waits) -> Verdict:
     if len(roots) == 1 and len(roots[0]) > 1:
         return _of_circle(waits, roots[0])
     ranks = [rank for root in roots for rank in root]
+    if ranks:
+        ranks += _stuck(waits)
     found = _of_roots(waits, ranks) if ranks else _without_roots(waits)
     if found.culprits or not waits.in_calls:
         return found
     left = find_departure(waits.evidence, waits.evidence.ranks)
     return _of_departure(waits, left, found.sentence) if left else found
+
+
+def _stuck(waits: Waits) -> list[int]:
+    """Ranks in no call that made none for longer than is usual, though nobody waits for them yet."""
+    evidence = waits.evidence
+    allowed = _usual_pause(evidence)
+    return [
+        rank
+        for rank, one in evidence.ranks.items()
+        if one.stack and one.calls and one.dumped_ns and rank not in waits.in_calls
+        if rank not in waits.exchanges
+        if (one.dumped_ns - one.calls[-1].created_ns) / 1e9 > allowed
+    ]
+
+
+def _usual_pause(evidence: Evidence) -> float:
+    return max(QUIET_SECONDS, USUAL_GAPS * _longest_gap(evidence.ranks.values()))
 
 
 def _at_work(waits: Waits) -> Verdict | None:
@@ -111,9 +153,9 @@ def _at_work(waits: Waits) -> Verdict | None:
         return None
     if asked := [one.dumped_ns for one in everybody if one.dumped_ns and one.calls]:
         quiet = (min(asked) - max(one.calls[-1].created_ns for one in everybody if one.calls)) / 1e9
-        allowed = max(QUIET_SECONDS, USUAL_GAPS * _longest_gap(everybody))
+        allowed = _usual_pause(evidence)
         if quiet < allowed:
-            text = f"Nobody hangs: the last call was entered {max(quiet, 0):.1f} s before the dumps"
+            text = f"No sign of a hang: the last call was entered {max(quiet, 0):.1f} s before the dumps"
             return Verdict(Outcome.SLOW, f"{text}, and pauses of {allowed:.0f} s are usual here.")
     if waits.in_calls:
         return None
@@ -139,7 +181,7 @@ def _longest_gap(ranks: Iterable[RankEvidence]) -> float:
 
 def _of_roots(waits: Waits, roots: Sequence[int]) -> Verdict:
     ranks = sorted(set(roots))
-    names = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {_listed(ranks)}"
+    names = ranks_of(ranks).capitalize()
     known = [rank for rank in ranks if waits.evidence.of(rank).is_known]
     if not known and len(ranks) > 1:
         # Nothing of them is here, and what others wait for fits each of them.
@@ -178,7 +220,7 @@ def _root_sentence(waits: Waits, rank: int) -> str:
             text += f" ({place})"
     elif into:
         text += f" never came to the exchange in which {_who_waits(into)}"
-    return f"{text}{_where(evidence, one)}. {_crowd(waits, rank)}"
+    return f"{text}{_where(waits, one)}. {_crowd(waits, rank)}"
 
 
 def _placed(evidence: Evidence, call: RecordedCall) -> Place:
@@ -189,17 +231,36 @@ def _placed(evidence: Evidence, call: RecordedCall) -> Place:
 
 
 def _who_waits(waits: Sequence[Wait]) -> str:
-    ranks = sorted({wait.rank for wait in waits})
-    return f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {_listed(ranks)} wait"
+    ranks = {wait.rank for wait in waits}
+    return f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)}"
 
 
-def _where(evidence: Evidence, one: RankEvidence) -> str:
-    if one.stack and not one.is_stopped and (place := place_of(one.stack)).line:
+def _where(waits: Waits, one: RankEvidence) -> str:
+    if one.stack and (place := _place_of_rank(waits, one.rank)).line:
         return f"; it is in {place}"
     last = len(one.calls) - 1
-    if one.calls and (left := str(place_of_call(one.calls, last, evidence.stage))):
+    if one.calls and (left := str(place_of_call(one.calls, last, waits.evidence.stage))):
         return f"; its last call was in {left}"
     return "; it left nothing" if not one.is_known else ""
+
+
+def _place_of_rank(waits: Waits, rank: int) -> Place:
+    """By its stack; where that names no module, or none is here, by what usually follows its calls."""
+    one = waits.evidence.of(rank)
+    place = place_of(one.stack)
+    if place.is_known:
+        return place
+    usual = usual_next(waits.evidence, rank, [wait.rank for wait in waits.calls_into([rank])])
+    if usual is None:
+        return place
+    following = _place_after(waits.evidence, one.calls, usual)
+    return following if place.part in ("", following.part) else place
+
+
+def _place_after(
+    evidence: Evidence, calls: Sequence[RecordedCall], following: RecordedCall
+) -> Place:
+    return place_of_call((*calls, following), len(calls), evidence.stage)
 
 
 def _crowd(waits: Waits, root: int) -> str:
@@ -216,15 +277,16 @@ def _of_mismatch(waits: Waits, mismatch: Mismatch) -> Verdict:
     left = find_departure(waits.evidence, mismatch.group.ranks)
     departed = left.rank if left else _minority(waits.evidence, mismatch)
     text = (
-        f"{waits.evidence.name(rank)} called {_described(call)} as no. {call.number} of its "
-        f"{mismatch.group.label} where rank {other} called {_described(another)}: another "
+        f"{waits.evidence.name(rank)} called {described(call)} as no. {call.number} of its "
+        f"{mismatch.group.label} where rank {other} called {described(another)}: another "
         f"{mismatch.differs}."
     )
     if departed is None:
         return _verdict(waits, (rank, other), (), Kind.OTHER_COLLECTIVE, text, call)
     text = f"{waits.evidence.name(departed)} left the order of calls. {text}"
-    found = call if departed == rank else another
-    return _verdict(waits, (), (departed,), Kind.OTHER_COLLECTIVE, text, found)
+    found, usual = (call, another) if departed == rank else (another, call)
+    place = _place_of_departure(waits.evidence, left) if left else _placed(waits.evidence, usual)
+    return _verdict(waits, (), (departed,), Kind.OTHER_COLLECTIVE, text, found, place)
 
 
 def _minority(evidence: Evidence, mismatch: Mismatch) -> int | None:
@@ -238,7 +300,8 @@ def _minority(evidence: Evidence, mismatch: Mismatch) -> int | None:
     return counts[0][0] if len(counts) == 2 and len(counts[0]) == 1 < len(counts[1]) else None
 
 
-def _described(call: RecordedCall) -> str:
+def described(call: RecordedCall) -> str:
+    """What ranks must agree on: `all_reduce of [4] Float`."""
     sizes = " and ".join(str(list(size)) for size in call.sizes) or "nothing"
     return f"{call.operation} of {sizes}{' ' + '/'.join(call.dtypes) if call.dtypes else ''}"
 
@@ -256,9 +319,16 @@ def _of_departure(waits: Waits, left: Departure, more: str) -> Verdict:
     usual = f"{left.usual.operation} of {left.usual.description or 'its group'}"
     sentence = (
         f"{waits.evidence.name(left.rank)} left the order of calls: it called "
-        f"{_described(left.call)} where {usual} usually follows. {more}"
+        f"{described(left.call)} where {usual} usually follows. {more}"
     )
-    return _verdict(waits, (), (left.rank,), Kind.OTHER_COLLECTIVE, sentence, left.meant)
+    place = _place_of_departure(waits.evidence, left)
+    return _verdict(waits, (), (left.rank,), Kind.OTHER_COLLECTIVE, sentence, left.meant, place)
+
+
+def _place_of_departure(evidence: Evidence, left: Departure) -> Place:
+    if left.is_alike:
+        return place_of(left.meant.frames)
+    return _place_after(evidence, left.before, left.meant)
 
 
 def _without_roots(waits: Waits) -> Verdict:
@@ -294,24 +364,19 @@ def _verdict(
     kind: Kind | None,
     sentence: str,
     call: RecordedCall | None = None,
+    place: Place | None = None,
 ) -> Verdict:
     evidence, roots = waits.evidence, [*culprits, *suspects]
     into = waits.calls_into(roots)
     call = call or (into[0].call if into else None)
-    # Where the culprit is says more than what others wait in, if it was not found in a wrong call.
-    places = [place_of(evidence.of(rank).stack) for rank in culprits[:1]]
-    places.insert(
-        int(kind is not Kind.OTHER_COLLECTIVE), _placed(evidence, call) if call else Place()
-    )
     exchanging = [wait.rank for wait in into] or sorted({*roots} & {*waits.exchanges})
-    places += [place_of(evidence.of(rank).stack) for rank in exchanging[:1]]
-    module = next((place.module for place in places if place.module), None)
+    places = [place] if place else [_place_of_rank(waits, rank) for rank in culprits[:1]]
+    places += [_placed(evidence, call)] if call else []
+    module = next((place.module for place in places if place.is_known), "")
+    if not call and exchanging and not any(place.is_known for place in places):
+        module = EXCHANGE
     waiting = tuple(sorted((waits.in_calls | waits.behind(roots)) - {*culprits}))
     decided = bool(culprits) or kind is Kind.NOT_COMPLETED
-    chain: dict[tuple[str, int], str] = {}
-    for wait in (one for each in waits.edges.values() for one in each):
-        group = wait.call.group if wait.call else ""
-        chain.setdefault((group, wait.awaited), _wait_text(evidence, wait))
     return Verdict(
         Outcome.HANG if decided or waiting else Outcome.UNDECIDED,
         sentence.strip(),
@@ -321,16 +386,37 @@ def _verdict(
         kind,
         evidence.groups[call.group].label if call else "pipeline group" if exchanging else None,
         str(call) if call else "exchange between stages" if exchanging else None,
-        module,
-        tuple(chain.values())[:SHOWN_WAITS],
+        module or None,
+        _chain(waits, roots),
     )
 
 
+def _chain(waits: Waits, roots: Sequence[int]) -> tuple[str, ...]:
+    """Who waits for whom in a call, one line for all groups of a kind; for the roots first."""
+    found: dict[str, list[Wait]] = {}
+    for wait in (one for each in waits.edges.values() for one in each):
+        found.setdefault(_where_of(waits.evidence, wait), []).append(wait)
+    near = sorted(found, key=lambda where: not {w.awaited for w in found[where]} & {*roots})
+    return tuple(
+        f"{_who_waits(found[where])} for {ranks_of({w.awaited for w in found[where]})} in {where}"
+        for where in near[:SHOWN_WAITS]
+    )
+
+
+def _where_of(evidence: Evidence, wait: Wait) -> str:
+    if wait.call is None:
+        return "an exchange between stages"
+    return f"{wait.call} of the {evidence.groups[wait.call.group].label}"
+
+
 def _wait_text(evidence: Evidence, wait: Wait) -> str:
-    where = "an exchange between stages"
-    if wait.call is not None:
-        where = f"{wait.call} of the {evidence.groups[wait.call.group].label}"
-    return f"rank {wait.rank} waits for rank {wait.awaited} in {where}"
+    return f"rank {wait.rank} waits for rank {wait.awaited} in {_where_of(evidence, wait)}"
+
+
+def ranks_of(ranks: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 1, 2 and 5`: at most eight of them."""
+    found = sorted(ranks)
+    return f"rank {found[0]}" if len(found) == 1 else f"ranks {_listed(found)}"
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -194,6 +194,10 @@ class RunRecord:
     schema: int = 1
 
 
+HUNG = "Hang: "
+"""So begins the reason of a run that the launcher ended because nothing was logged any more."""
+
+
 @dataclass(frozen=True)
 class StatusRecord:
     """`status.json`: how the run ended and why."""

@@ -115,12 +115,9 @@ def classify_exit(
     if status.status in (Status.OK, Status.INTERRUPTED):
         return status
     found = unfit_call(folder / records.STACKS_FOLDER) if exit_code else None
-    if exit_code and "gloo" in status.reason:
-        # It ends whichever rank notices first that calls do not fit, or that a peer is gone.
-        rank = found.culprits[0] if found and found.culprits else None
-        return replace(
-            status, reason=f"{found.sentence if found else ''} {status.reason}".strip(), rank=rank
-        )
+    if found and status.rank is None:
+        rank = found.culprits[0] if found.culprits else None
+        return replace(status, reason=f"{found.sentence} {status.reason}", rank=rank)
     # What was full for a moment is blamed only for a log that could not say what happened.
     lacked = find_room(folder).lacking
     if not lacked and least and least.lacking:

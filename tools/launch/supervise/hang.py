@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -16,11 +18,13 @@ import psutil
 from tools.hang.dumps import UnreadableError
 from tools.hang.gather import gather
 from tools.hang.verdict import Kind, Verdict, judge
-from tools.records.run import CALLS_SUFFIX, STOPPED_FILE, Status
+from tools.records.run import CALLS_SUFFIX, HUNG, STOPPED_FILE, Status
 from tools.spec.errors import LaunchError
 
 STACK_SECONDS = 6.0
 """At most so long are stacks and calls waited for."""
+
+_C_LIBRARY = ctypes.CDLL(None)
 
 
 class EndedRunError(LaunchError):
@@ -82,7 +86,7 @@ class HangWatch:
             why = f" {found.sentence}"
             where = f" Where each rank was is in {stacks.name}/."
         seconds = f"{self._timeout_seconds:g} s"
-        return HangError(f"Hang: nothing was logged for {seconds}.{why}{where}", rank)
+        return HangError(f"{HUNG}nothing was logged for {seconds}.{why}{where}", rank)
 
 
 def unfit_call(stacks: Path) -> Verdict | None:
@@ -91,7 +95,7 @@ def unfit_call(stacks: Path) -> Verdict | None:
     What shows none is removed: a rank that failed by itself is named by the log.
     """
     with suppress(UnreadableError):
-        found = judge(gather([stacks]), is_over=True)
+        found = judge(replace(gather([stacks]), is_over=True))
         if found.kind is Kind.OTHER_COLLECTIVE:
             return found
     shutil.rmtree(stacks, ignore_errors=True)
@@ -127,7 +131,8 @@ def _is_asked(process: psutil.Process) -> bool:
     """Ask a rank, if it lives and has a handler; its signal would end another process."""
     with suppress(psutil.NoSuchProcess):
         if _answers(process):
-            process.send_signal(signal.SIGUSR1)
+            # To the main thread: a stopped one answers before it goes on from where it is.
+            _C_LIBRARY.tgkill(process.pid, process.pid, signal.SIGUSR1)
             process.send_signal(signal.SIGCONT)
             return True
     return False

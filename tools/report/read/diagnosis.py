@@ -23,6 +23,8 @@ _CAPACITY = re.compile(
     r"(?: of which ([\d.]{1,12} [A-Za-z]{1,6}) is free)?"
 )
 _NAN = re.compile(r"found NaN|found Inf|Unexpected result (?:nan|-?inf|NaN)|is NaN", re.IGNORECASE)
+_GLOO = "gloo"
+"""It ends whichever rank first notices that calls do not fit or a peer is gone: it accuses nobody."""
 _SILENT = (4, 7, 8, 9)
 """Signals after which a rank logs nothing; after SIGSEGV and SIGABRT it may."""
 _STOPPED = (None, 1, -2, -15, 130, 143)
@@ -123,7 +125,8 @@ def _classify_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) 
         return StatusRecord(Status.OUT_OF_MEMORY, exit_code, _allocation(error, rank), rank)
     status = Status.NAN if _NAN.search(text) else Status.CRASHED
     place = f"rank {rank}: " if rank is not None else ""
-    return StatusRecord(status, exit_code, f"{place}{text}{after_last(log)}", rank)
+    accused = None if _GLOO in text else rank
+    return StatusRecord(status, exit_code, f"{place}{text}{after_last(log)}", accused)
 
 
 def _classify_silence(log: ScrapedLog, exit_code: int | None) -> StatusRecord:

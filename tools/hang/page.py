@@ -1,0 +1,105 @@
+"""The page of `make why-hang PAGE=`: the verdict, and each group's last calls, a row a rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
+from tools.hang.place import place_of
+from tools.hang.verdict import Verdict, described, ranks_of
+from tools.text.html import environment
+
+SHOWN_CALLS, SHOWN_RANKS, SHOWN_GROUPS, OPEN_GROUPS = 12, 64, 40, 4
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+class Column(NamedTuple):
+    """One call of a group, as most of its ranks made it."""
+
+    number: int
+    operation: str
+    place: str
+
+
+class Cell(NamedTuple):
+    """What one rank did there."""
+
+    state: str
+    """`done`, `waits`, `absent`, `other`; empty where nothing is known."""
+    text: str = ""
+    tip: str = ""
+
+
+class Row(NamedTuple):
+    """A rank."""
+
+    rank: int
+    cells: list[Cell]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A group's last calls."""
+
+    title: str
+    columns: list[Column]
+    rows: list[Row]
+    more: int
+    """Ranks that have no row."""
+    is_shown: bool
+
+
+def render_page(evidence: Evidence, verdict: Verdict) -> str:
+    """The whole page: groups in which somebody waits come first."""
+    waited = {call.group for one in evidence.ranks.values() for call in one.pending}
+    found = [group for group in evidence.groups.values() if len(group.ranks) > 1]
+    found.sort(key=lambda group: (group.name not in waited, group.ranks))
+    found = [group for group in found if any(_calls(evidence, group).values())]
+    tables = [
+        _table(evidence, verdict, group, at < OPEN_GROUPS and group.name in waited)
+        for at, group in enumerate(found[:SHOWN_GROUPS])
+    ]
+    template = environment(_TEMPLATES).get_template("hang.html.j2")
+    return template.render(verdict=verdict, groups=tables, more=len(found) - len(tables))
+
+
+def _calls(evidence: Evidence, group: GroupOfRanks) -> dict[int, dict[int, RecordedCall]]:
+    return {rank: evidence.of(rank).collectives(group.name) for rank in group.ranks}
+
+
+def _table(evidence: Evidence, verdict: Verdict, group: GroupOfRanks, is_shown: bool) -> Table:
+    """Its last calls; those that are named are among the ranks that have a row."""
+    made = _calls(evidence, group)
+    usual: dict[int, RecordedCall] = {}
+    for number in sorted({number for calls in made.values() for number in calls})[-SHOWN_CALLS:]:
+        calls = [calls[number] for calls in made.values() if number in calls]
+        common, _ = Counter(call.signature for call in calls).most_common(1)[0]
+        usual[number] = next(call for call in calls if call.signature == common)
+    named = {*verdict.culprits, *verdict.suspects}
+    shown = sorted(group.ranks, key=lambda rank: rank not in named)[:SHOWN_RANKS]
+    rows = [
+        Row(rank, [_cell(evidence.of(rank), made[rank], call) for call in usual.values()])
+        for rank in sorted(shown)
+    ]
+    columns = []
+    for number, call in usual.items():
+        place = place_of(call.frames)
+        columns.append(Column(number, call.operation, place.module or place.part))
+    title = f"{group.label}: {ranks_of(group.ranks)}".capitalize()
+    return Table(title, columns, rows, len(group.ranks) - len(shown), is_shown)
+
+
+def _cell(one: RankEvidence, made: Mapping[int, RecordedCall], usual: RecordedCall) -> Cell:
+    call = made.get(usual.number)
+    if call is None:
+        is_absent = one.is_known and max(made, default=-1) < usual.number
+        return Cell("absent", "not entered") if is_absent else Cell("")
+    tip = f"{described(call)}, {place_of(call.frames)}"
+    if call.signature[:4] != usual.signature[:4]:
+        return Cell("other", described(call), tip)
+    return Cell("done", "done", tip) if call.is_done else Cell("waits", "waits", tip)
