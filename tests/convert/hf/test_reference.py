@@ -11,7 +11,7 @@ import torch
 
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
 from tests.native.small_model import settings
-from tools.convert.hf.families import OUTPUT, VOCABULARY, pairs_of
+from tools.convert.hf.families import pairs_of
 from tools.convert.hf.from_megatron import export_model
 from tools.convert.hf.into_megatron import import_model, read_source
 from tools.convert.hf.progress import Work
@@ -20,6 +20,7 @@ from tools.native.capture import Counterpart, capturing
 from tools.native.engines import TorchEngine
 from tools.native.parallel import RankLayout
 from tools.records.capture import Site, Stage
+from tools.records.torch_dist import OUTPUT, VOCABULARY
 from tools.spec import variables
 from tools.spec.model import model_of
 from tools.verify.captured import Capture, read_capture
