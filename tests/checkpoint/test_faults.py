@@ -34,7 +34,7 @@ from tests.checkpoint.test_inspect import (
     written,
 )
 from tests.convert.hf.folders import GPT2
-from tools.checkpoint.checks import problems_of
+from tools.checkpoint.checks import loading, problems_of
 from tools.checkpoint.compare import compare_weights
 from tools.checkpoint.contents import read_contents
 from tools.convert.hf.random_model import write_model
@@ -227,6 +227,22 @@ def test_stages_and_ranks_of_the_format_torch_are_put_together(tmp_path: Path) -
     other = read_contents(as_legacy(tmp_path / "b", held, {}, (range(2), range(2, 3))))
     assert problems_of(other, reads_pieces=True) == ()
     assert {each.relation for each in compare_weights(one, other)} == {"equal"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "verdict"),
+    [
+        ("tp2", "loads without random states"),
+        ("tp2dp2", "loads without random states"),
+        ("dp2", "refuses"),
+    ],
+)
+def test_a_rank_loads_its_own_file_of_the_format_torch(
+    tmp_path: Path, strategy: str, verdict: str
+) -> None:
+    found = loading(read_contents(as_legacy(tmp_path, made(SHAPES), {})), strategy)
+    assert found.verdict == verdict
+    assert ("--ckpt-format" in found.flags) == verdict.startswith("loads")
 
 
 class Fault(NamedTuple):

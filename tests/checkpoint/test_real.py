@@ -43,9 +43,12 @@ def alone(run: Path, folder: Path) -> Path:
 
 
 def printed(run: Path) -> dict[int, tuple[str, ...]]:
-    """Loss and gradient norm of iterations 5 to 8, as they stand in the log."""
+    """Loss and gradient norm of iterations 5, 7 and 8, as they stand in the log.
+
+    The second line after a start averages the first two iterations, in a run that resumes alone.
+    """
     found = {int(line[0]): line[1:] for line in PRINTED.findall((run / LOG_FILE).read_text())}
-    return {number: found[number] for number in range(SAVED + 1, LAST + 1)}
+    return {number: found[number] for number in (SAVED + 1, *range(SAVED + 3, LAST + 1))}
 
 
 def test_megatron_keeps_or_ignores_what_the_verdict_says(runs: Runs, tmp_path: Path) -> None:
@@ -73,18 +76,16 @@ def test_megatron_keeps_or_ignores_what_the_verdict_says(runs: Runs, tmp_path: P
 def test_training_from_a_copy_prints_the_losses_to_the_last_digit(
     runs: Runs, tmp_path: Path, first: str, second: str, model: str
 ) -> None:
-    """The layout's own, from a copy there and back; else those of Megatron, which reshards as it loads.
+    """Those of the run that was not stopped, from a copy, and from one there and back.
 
-    Where Megatron cannot load it, since optimizer states are sharded in one of the two alone, losses are
-    the first layout's: both divide no sum in another way that would reach a printed digit.
+    Where Megatron can load the checkpoint itself, it prints the same. It cannot where one of the two
+    layouts shards optimizer states.
     """
     run = saved(runs, first, model)
     own, there, back = alone(run, tmp_path / "own"), tmp_path / "there", tmp_path / "back"
     for source, strategy, to in ((own, second, there), (there, first, back)):
         assert reshard(str(source), strategy, str(to), Console(quiet=True)) == 0
     assert printed(runs.resume(run, first, back, LAST)) == printed(run)
-    copied = printed(runs.resume(run, second, there, LAST))
-    if "zero1" in (first, second):
-        assert [loss for loss, _ in copied.values()] == [loss for loss, _ in printed(run).values()]
-    else:
-        assert copied == printed(runs.resume(run, second, own, LAST))
+    assert printed(runs.resume(run, second, there, LAST)) == printed(run)
+    if "zero1" not in (first, second):
+        assert printed(runs.resume(run, second, own, LAST)) == printed(run)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.checkpoint.contents import HUGGING_FACE, TORCH_DIST, Contents
+from tools.checkpoint.contents import HUGGING_FACE, LEGACY, TORCH_DIST, Contents
 from tools.plan.constraints import violations
 from tools.records.checkpoints import MANIFEST_FILE, Checkpoint, check
 from tools.records.torch_dist import (
@@ -233,6 +233,11 @@ def laid(spec: RunSpec, new: Parallelism) -> RunSpec:
     return replace(spec, parallelism=new, batch=batch)
 
 
+def _files_of(layout: Parallelism) -> tuple[int, ...]:
+    """What decides which file of the format `torch` a rank has, and what is in it."""
+    return layout.tensor, layout.pipeline, layout.virtual_stages, layout.expert
+
+
 def loading(contents: Contents, strategy: str) -> Loading:
     """What becomes of a checkpoint under a strategy, as its arguments and Megatron's rules say it.
 
@@ -240,9 +245,9 @@ def loading(contents: Contents, strategy: str) -> Loading:
         StrategyError: The strategy is not in the grammar.
     """
     spec = contents.spec
-    if contents.format != TORCH_DIST or spec is None:
+    if contents.format not in (TORCH_DIST, LEGACY) or spec is None:
         why = f"a checkpoint of the format {contents.format}"
-        why = "one without arguments" if contents.format == TORCH_DIST else why
+        why = "one without arguments" if contents.format in (TORCH_DIST, LEGACY) else why
         return Loading(
             "not judged", (), (f"No verdict is given on {why}; convert it to torch_dist.",)
         )
@@ -253,6 +258,14 @@ def loading(contents: Contents, strategy: str) -> Loading:
         return Loading("refuses", (), (*contents.problems, *refused))
     lost: dict[str, str] = {}
     flags = list(strategy_flags(new))
+    if contents.format == LEGACY:
+        flags += ["--ckpt-format", LEGACY]
+        if _files_of(new) != _files_of(saved):
+            fixed = (
+                "A rank loads its own file, so TP, PP, virtual stages and EP must be those of "
+                f"{strategy_name(saved)}; load it so and save it with --ckpt-format torch_dist."
+            )
+            return Loading("refuses", (), (fixed,))
     moved = (new.tensor, new.pipeline) != (saved.tensor, saved.pipeline)
     if moved:
         lost["random states"] = "Megatron ignores random states of another TP or PP."
