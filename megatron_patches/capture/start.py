@@ -8,16 +8,15 @@ by the machine's epsilon.
 from __future__ import annotations
 
 import hashlib
-import random
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy
 import torch
 
 from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, local, optimizers
 from tools.capture.sinks import Recording, reach
+from tools.capture.state import State
 from tools.records.capture import (
     REACH,
     START_BUFFER,
@@ -114,35 +113,17 @@ class Snapshot:
     """Everything an iteration changes, to begin the same iteration again."""
 
     def __init__(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
-        self._optimizer, self._scheduler = optimizer, scheduler
-        self._tensors = [(one, one.detach().clone()) for one in _tensors(chunks, optimizer)]
-        self._groups = [
-            (group, {key: value for key, value in group.items() if key != "params"})
-            for one in optimizers(optimizer)
-            for group in one.param_groups
-        ]
-        self._keys = [(one, set(one.state)) for one in map(_inner, optimizers(optimizer))]
-        self._schedule = dict(vars(scheduler))
-        self._random = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        inner = [getattr(one, "optimizer", one) for one in optimizers(optimizer)]
+        held = [one for chunk in chunks for one in (*chunk.parameters(), *chunk.buffers())]
+        held += [one for each in inner for group in each.param_groups for one in group["params"]]
+        self._state = State(held, *inner)
+        self._scheduler, self._schedule = scheduler, dict(vars(scheduler))
         self._tracked = _tracker().get_states()
 
     def restore(self) -> None:
         """Put all of it back."""
-        with torch.no_grad():
-            for tensor, before in self._tensors:
-                tensor.copy_(before)
-        for inner, keys in self._keys:
-            for key in set(inner.state) - keys:  # The first step makes them.
-                del inner.state[key]
-        for group, values in self._groups:
-            group.update(values)
+        self._state.restore()
         vars(self._scheduler).update(self._schedule)
-        random.setstate(self._random[0])
-        numpy.random.set_state(self._random[1])
-        torch.set_rng_state(self._random[2])
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
         _tracker().set_states(self._tracked)
 
 
@@ -161,22 +142,6 @@ def perturb(parameters: ParameterMap, seed: str) -> None:
                 signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8) * 2 - 1
                 change = (1 + epsilon * signs.float()).to(piece.values.device)
                 piece.values.copy_((piece.values.float() * change).to(piece.values.dtype))
-
-
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "optimizer", optimizer)
-
-
-def _tensors(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Tensor]:
-    for chunk in chunks:
-        yield from (parameter.data for parameter in chunk.parameters())
-        yield from chunk.buffers()
-    for one in optimizers(optimizer):
-        inner = _inner(one)
-        for group in one.param_groups:
-            yield from (held.data for held in group["params"])
-        for state in inner.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _tracker() -> Any:

@@ -3,7 +3,7 @@
     python -m tests.verify.history CLONE [COMMIT …]
 
 The parent of each fix of docs/upstream/history.yaml must be called wrong where it was, and the fix hold.
-A parent that the kit cannot train is made of a later version, by applying the fix in reverse.
+In the place of a parent `onto` names a release that has the fix, to which it is applied in reverse.
 """
 
 from __future__ import annotations

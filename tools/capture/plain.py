@@ -89,13 +89,14 @@ def capture(
         )
     rank = dist.get_rank() if world > 1 else 0
     own = Path(folder) / f"rank-{rank}"
-    before = State(model, optimizer)
+    held = (*model.parameters(), *model.buffers())
+    before = State(held, optimizer)
     with CaptureWriter(own) as writer:
         step = _Step(model, optimizer, Recording(writer))
         with step:
             yield
         writer.flush()
-        after = State(model, optimizer)
+        after = State(held, optimizer)
         responding = Responding(StoredTensors(own, writer.records))
         for seed in range(seeds):
             before.restore()

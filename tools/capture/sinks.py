@@ -24,6 +24,9 @@ from tools.records.capture import (
     read_index,
 )
 
+STRETCH = 1 << 16
+"""Elements that are computed with at once."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -71,13 +74,14 @@ def _total(tensor: torch.Tensor) -> float:
     return sum(float(one.sum(dtype=torch.float64)) for one in _stretches(tensor.detach()))
 
 
-def _stretches(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _stretches(tensor: torch.Tensor) -> list[torch.Tensor]:
     """A tensor in parts, so that what is computed of each stays in the cache.
 
     All of a large tensor in another type is memory that the kernel clears first, which takes ten times
     as long as the arithmetic.
     """
-    return tensor.reshape(-1).split(1 << 16)
+    flat = tensor.reshape(-1)
+    return [flat[begin : begin + STRETCH] for begin in range(0, flat.numel(), STRETCH)]
 
 
 class StoredTensors:
@@ -196,7 +200,7 @@ class Responding:
             return
         both = zip(_stretches(before), _stretches(tensor.detach().cpu()), strict=True)
         norms = [(_norm(held), _norm(_filled(now) - _filled(held))) for held, now in both]
-        size, moved = (math.hypot(*each) for each in zip(*norms, strict=True))
+        size, moved = (math.hypot(*(each[n] for each in norms)) for n in (0, 1))
         key = f"{site.stage}|{site.name}|{site.slot}"
         if size > 0:
             self.responses[key] = max(self.responses[key], moved / size)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -15,24 +17,41 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 class State:
-    """Weights, buffers, optimizer state and random numbers, to begin a step again."""
+    """Weights, buffers, states of torch's optimizers and random numbers, to begin a step again."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._held = (*model.parameters(), *model.buffers())
-        self._values = [local(one).detach().clone() for one in self._held]
-        self._optimizer = optimizer
-        self._state = {one: _copied(state) for one, state in optimizer.state.items()}
-        self._random = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+    def __init__(self, held: Iterable[Tensor], *optimizers: Any) -> None:
+        """Of weights and buffers, and of all that the optimizers keep."""
+        kept = (
+            value for one in optimizers for state in one.state.values() for value in state.values()
+        )
+        tensors = (*held, *(value for value in kept if isinstance(value, Tensor)))
+        # What holds one of these tensors goes on holding it: their values are put back.
+        self._tensors = [(one, one.clone()) for one in (local(each).detach() for each in tensors)]
+        self._states = [
+            (one.state, {key: dict(state) for key, state in one.state.items()})
+            for one in optimizers
+        ]
+        self._groups = [
+            (group, {key: value for key, value in group.items() if key != "params"})
+            for one in optimizers
+            for group in one.param_groups
+        ]
+        self._random = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all()
 
     def restore(self) -> None:
         """Put all of it back."""
-        with torch.no_grad():
-            for one, value in zip(self._held, self._values, strict=True):
-                local(one).copy_(value)
-        self._optimizer.state.clear()
-        self._optimizer.state.update({one: _copied(state) for one, state in self._state.items()})
-        torch.set_rng_state(self._random[0])
-        torch.cuda.set_rng_state_all(self._random[1])
+        for tensor, before in self._tensors:
+            tensor.copy_(before)
+        for states, kept in self._states:
+            states.clear()  # The first step makes them.
+            states.update({key: dict(state) for key, state in kept.items()})
+        for group, values in self._groups:
+            group.update(values)
+        random.setstate(self._random[0])
+        numpy.random.set_state(self._random[1])
+        torch.set_rng_state(self._random[2])
+        torch.cuda.set_rng_state_all(self._cuda)
 
 
 def perturb(model: nn.Module, seed: int) -> None:
@@ -56,7 +75,3 @@ def plain_name(name: str) -> str:
 def local(value: Tensor) -> Tensor:
     """A rank's own part of a distributed tensor; any other as it is."""
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: one.clone() if isinstance(one, Tensor) else one for key, one in state.items()}

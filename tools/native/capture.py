@@ -107,7 +107,7 @@ class CapturingEngine:
         if self._iteration != self._wanted:
             return self._engine.forward_backward(batches)
         self._batches = batches
-        self._before = State(self._model, self._engine.optimizer)
+        self._before = State(self._model.parameters(), self._engine.optimizer)
         self._writer = CaptureWriter(self._folder)
         recording = Recording(self._writer)
         for reached, whole in zip(self._reach, self._counterpart.wholes, strict=True):
@@ -130,7 +130,7 @@ class CapturingEngine:
         update = self._step(recording, learning_rate)
         self._write_schedule(recording)
         writer.flush()
-        after = State(self._model, self._engine.optimizer)
+        after = State(self._model.parameters(), self._engine.optimizer)
         responding = Responding(StoredTensors(self._folder, writer.records))
         for seed in range(self._seeds):
             before.restore()
