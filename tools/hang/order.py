@@ -89,7 +89,7 @@ def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None
             ):
                 is_again = own[at] == own[at - 1]
                 meant = calls[at if is_again else usual]
-                is_alike = is_again or own[usual] == own[at - 1]
+                is_alike = is_again or (own[usual] == own[at - 1] and own[at] in own[:at])
                 found.append(Departure(rank, calls[at], calls[usual], meant, calls[:at], is_alike))
                 break
     return found[0] if len(found) == 1 else None
@@ -97,8 +97,12 @@ def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None
 
 def is_usual(evidence: Evidence, rank: int) -> bool:
     """Whether each of a rank's last calls had followed what came before it, and nothing else had."""
-    own = _numbered(evidence, [rank])[rank]
-    start = max(len(own) - LONGEST_CONTEXT, SHORTEST_CONTEXT)
+    numbers = _numbered(evidence, [one.rank for one in evidence.ranks.values() if one.calls])
+    own = numbers[rank]
+    start = len(own) - LONGEST_CONTEXT
+    if len(numbers) > 1:  # A rank alone does not show that it met another.
+        start = _in_order_until(evidence.of(rank).calls, _met(evidence, numbers))
+    start = max(start, SHORTEST_CONTEXT)
     pieces = [
         tuple(own[at - SHORTEST_CONTEXT : at + 1]) for at in range(SHORTEST_CONTEXT, len(own))
     ]
@@ -196,10 +200,15 @@ def _fit(one: RecordedCall, other: RecordedCall) -> bool:
 def _departures(numbers: Sequence[int], start: int) -> Iterator[tuple[int, int, int]]:
     """Calls that never followed the longest like context: place, the usual one's, and its length."""
     seen: dict[tuple[int, ...], list[int]] = {}
+    lengths: dict[int, int] = {}
     for at in range(SHORTEST_CONTEXT, len(numbers)):
         earlier = seen.setdefault(tuple(numbers[at - SHORTEST_CONTEXT : at]), [])
+        # One more than before the calls that precede both places.
+        lengths = {
+            before: min(lengths.get(before - 1, SHORTEST_CONTEXT - 1) + 1, LONGEST_CONTEXT)
+            for before in earlier
+        }
         if at >= start and earlier:
-            lengths = {before: _common(numbers, before, numbers, at) for before in earlier}
             longest = max(lengths.values())
             followers = {
                 numbers[before]: before for before in earlier if lengths[before] == longest

@@ -55,10 +55,18 @@ class Table:
 
 
 def render_page(evidence: Evidence, verdict: Verdict) -> str:
-    """The whole page: groups in which somebody waits come first."""
+    """The whole page: groups in which somebody waits come first, of them those of who is named."""
     waited = {call.group for one in evidence.ranks.values() for call in one.pending}
+    named = {*verdict.culprits, *verdict.suspects}
     found = [group for group in evidence.groups.values() if len(group.ranks) > 1]
-    found.sort(key=lambda group: (group.name not in waited, group.ranks))
+    found.sort(
+        key=lambda one: (
+            one.name not in waited,
+            named.isdisjoint(one.ranks),
+            len(one.ranks),
+            one.ranks,
+        )
+    )
     found = [group for group in found if any(_calls(evidence, group).values())]
     tables = [
         _table(evidence, verdict, group, at < OPEN_GROUPS and group.name in waited)
