@@ -95,20 +95,28 @@ def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None
     return found[0] if len(found) == 1 else None
 
 
-def is_usual(evidence: Evidence, rank: int) -> bool:
-    """Whether each of a rank's last calls had followed what came before it, and nothing else had."""
-    numbers = _numbered(evidence, [one.rank for one in evidence.ranks.values() if one.calls])
-    own = numbers[rank]
-    start = len(own) - LONGEST_CONTEXT
-    if len(numbers) > 1:  # A rank alone does not show that it met another.
-        start = _in_order_until(evidence.of(rank).calls, _met(evidence, numbers))
-    start = max(start, SHORTEST_CONTEXT)
-    pieces = [
-        tuple(own[at - SHORTEST_CONTEXT : at + 1]) for at in range(SHORTEST_CONTEXT, len(own))
-    ]
-    seen = set(pieces[: start - SHORTEST_CONTEXT])
-    is_known = seen.issuperset(pieces[start - SHORTEST_CONTEXT :])
-    return bool(seen) and is_known and not any(_departures(own, start))
+def are_usual(evidence: Evidence, ranks: Iterable[int]) -> bool:
+    """Whether each of these ranks' last calls had followed what came before it, and nothing else had."""
+    numbers = _numbered(evidence, ranks)
+    met = _met(evidence, numbers)
+    for rank, own in numbers.items():
+        # A rank alone does not show that it met another.
+        is_alone = len(numbers) == 1
+        last = (
+            len(own) - LONGEST_CONTEXT
+            if is_alone
+            else _in_order_until(evidence.of(rank).calls, met)
+        )
+        start = max(last, SHORTEST_CONTEXT)
+        pieces = [
+            tuple(own[at - SHORTEST_CONTEXT : at + 1]) for at in range(SHORTEST_CONTEXT, len(own))
+        ]
+        seen = set(pieces[: start - SHORTEST_CONTEXT])
+        if not seen or not seen.issuperset(pieces[start - SHORTEST_CONTEXT :]):
+            return False
+        if any(_departures(own, start)):
+            return False
+    return True
 
 
 def usual_next(evidence: Evidence, rank: int, others: Iterable[int]) -> RecordedCall | None:

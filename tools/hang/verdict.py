@@ -11,9 +11,9 @@ from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCa
 from tools.hang.order import (
     Departure,
     Mismatch,
+    are_usual,
     find_departure,
     find_mismatch,
-    is_usual,
     usual_next,
 )
 from tools.hang.place import EXCHANGE, Place, place_of, place_of_call
@@ -105,7 +105,7 @@ def _of_misfit(waits: Waits) -> Verdict:
         return _of_departure(waits, left, "")
     silent = [rank for rank in evidence.everybody if not evidence.of(rank).calls]
     others = evidence.everybody - {*silent}
-    if len(silent) != 1 or not all(is_usual(evidence, rank) for rank in others):
+    if len(silent) != 1 or not are_usual(evidence, others):
         text = "Ranks were ended by a failure, and what is here does not say whose call it was."
         return Verdict(Outcome.UNDECIDED, text)
     text = f"{evidence.name(silent[0])} left no calls, and those of all others are the usual ones."
