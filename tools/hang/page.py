@@ -85,9 +85,11 @@ def _table(evidence: Evidence, verdict: Verdict, group: GroupOfRanks, is_shown: 
     made = _calls(evidence, group)
     usual: dict[int, RecordedCall] = {}
     for number in sorted({number for calls in made.values() for number in calls})[-SHOWN_CALLS:]:
-        calls = [calls[number] for calls in made.values() if number in calls]
-        common, _ = Counter(call.signature for call in calls).most_common(1)[0]
-        usual[number] = next(call for call in calls if call.signature == common)
+        calls = {rank: calls[number] for rank, calls in made.items() if number in calls}
+        others = [call for rank, call in calls.items() if rank not in verdict.culprits]
+        kinds = Counter(call.signature for call in others or calls.values())
+        common, _ = kinds.most_common(1)[0]
+        usual[number] = next(call for call in calls.values() if call.signature == common)
     named = {*verdict.culprits, *verdict.suspects}
     shown = sorted(group.ranks, key=lambda rank: rank not in named)[:SHOWN_RANKS]
     rows = [
