@@ -27,6 +27,7 @@ from tests.small import SMALL, folded
 from tools.hang.command import as_json
 from tools.hang.dumps import UnreadableError
 from tools.hang.gather import gather
+from tools.hang.order import find_mismatch
 from tools.hang.verdict import judge
 from tools.launch import execute as execution
 from tools.launch.compose import Launch
@@ -299,13 +300,16 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         ended = diagnose(run / "log.txt", 1, False)
         status |= {"reason": ended.reason, "rank": ended.rank}
     row = row | {"status": status["status"], "reason": status["reason"], "named": status["rank"]}
+    is_seen = False
     try:
-        row |= {"said": as_json(judge(gather([run])))}
+        evidence = gather([run])
+        is_seen = find_mismatch(evidence) is not None
+        row |= {"said": as_json(judge(evidence))}
     except UnreadableError as error:
         row |= {"said": {"culprits": [], "suspects": [], "sentence": str(error), "kind": None}}
     said, fired = row["said"], {one["rank"] for one in row["fired"]}
     culprits = {status["rank"]} - {None}
-    if is_hang or status["rank"] is None:
+    if is_hang or status["rank"] is None or is_seen:
         culprits = set(said["culprits"])
     if row["kind"] in (*HEALTHY, "pause"):
         return row | {"outcome": "false" if culprits else "nobody"}
@@ -320,7 +324,7 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         outcome = "exact"
     else:
         outcome = "false" if culprits - fired else "part" if culprits else "undecided"
-    is_judged = row["kind"] != "link" and (is_hang or status["rank"] is None)
+    is_judged = row["kind"] != "link" and (is_hang or status["rank"] is None or is_seen)
     module = module_is_right(row) if is_judged else None
     return row | {"outcome": outcome, "is_hang": is_hang, "module": module, "counts": True}
 

@@ -13,6 +13,7 @@ from tools.hang.command import why_hang
 from tools.hang.dumps import UnreadableError
 from tools.hang.evidence import Frame, RecordedCall, Stage
 from tools.hang.gather import gather
+from tools.hang.page import render_page
 from tools.hang.place import place_of_call
 from tools.hang.verdict import Kind, Outcome, Verdict, judge
 from tools.hang.waits import is_in_collective
@@ -191,6 +192,77 @@ def test_stages_wait_for_each_other_by_their_stacks(tmp_path: Path) -> None:
     found = judge(gather([tmp_path]))
     assert (found.culprits, found.waiting) == ((2,), (0, 1))
     assert "it is in data loading, utils.py:12 in get_batch" in found.sentence
+
+
+def test_a_rank_that_nobody_waits_for_yet_is_a_root_once_it_was_silent_for_long(
+    tmp_path: Path,
+) -> None:
+    job = four()
+    job.call((0,), "1", done=False)
+    job.write(tmp_path)
+    (tmp_path / "rank2.txt").write_text(WORKING)
+    assert judge(gather([tmp_path])).culprits == (1, 2)
+
+
+def test_what_ended_ranks_that_raised_is_the_one_that_left_nothing(tmp_path: Path) -> None:
+    job = four()
+    job.call((0,), "1")
+    job.write(tmp_path, without=(1,))
+    raising = WORKING.replace("in get_batch", "in _distributed_excepthook")
+    (tmp_path / "rank0.txt").write_text(raising)
+    (tmp_path / "rank2.txt").write_text(WAITING.format("x"))
+    (tmp_path / "rank3.txt").write_text(WAITING.format("x"))
+    assert judge(gather([tmp_path])).culprits == (1,)
+
+
+def test_who_waits_for_what_all_entered_waits_for_the_network(tmp_path: Path) -> None:
+    job = four()
+    job.call((0, 1), "1", "broadcast", done=False)
+    job.entries[0][-1].update(state="completed", retired=True)
+    job.call((0,), "1", "broadcast", done=False)
+    found = verdict(job, tmp_path)
+    assert (found.kind, found.culprits) == (Kind.NOT_COMPLETED, ())
+
+
+def test_of_a_failed_run_the_one_without_calls_is_named_if_all_others_were_in_order(
+    tmp_path: Path,
+) -> None:
+    job = four()
+    step(job)
+    job.call((0, 1), "1")
+    job.call((2, 3), "2")
+    evidence = replace(gather([job.write(tmp_path, without=(1,))]), is_over=True)
+    found = judge(evidence)
+    assert (found.kind, found.culprits) == (Kind.OTHER_COLLECTIVE, (1,))
+    evidence = replace(gather([job.write(tmp_path / "two", without=(1, 3))]), is_over=True)
+    assert judge(evidence).verdict is Outcome.UNDECIDED
+
+
+def test_in_backward_the_module_is_that_of_the_call_that_usually_follows(tmp_path: Path) -> None:
+    job = four()
+    job.call((0, 1), "1")
+    job.call((0,), "1", done=False)
+    job.write(tmp_path)
+    backward = WORKING.replace("in get_batch", "in backward")
+    (tmp_path / "rank1.txt").write_text(backward.replace("training/utils", "core/layers"))
+    for rank in (0, 1):
+        calls = job.entries[rank]
+        for call in calls:
+            call["frames"][-1]["name"] = "backward_step"
+    found = judge(gather([job.write(tmp_path)]))
+    assert (found.culprits, found.module) == ((1,), "mlp")
+
+
+def test_the_page_has_a_row_a_rank_and_says_what_each_did(tmp_path: Path) -> None:
+    job = four()
+    job.call((0,), "1", done=False)
+    job.call((2,), "2", done=False)
+    job.call((3,), "2", size=8, done=False)
+    evidence = gather([job.write(tmp_path)])
+    page = render_page(evidence, judge(evidence))
+    assert "Tensor-parallel group: ranks 0 and 1" in page
+    for cell in ('class="waits"', 'class="absent"', "all_reduce of [8] Float</td>"):
+        assert cell in page
 
 
 def test_stacks_alone_name_the_one_that_is_in_no_collective(tmp_path: Path) -> None:

@@ -89,22 +89,34 @@ def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None
             ):
                 is_again = own[at] == own[at - 1]
                 meant = calls[at if is_again else usual]
-                is_alike = is_again or own[usual] == own[at - 1]
+                is_alike = is_again or (own[usual] == own[at - 1] and own[at] in own[:at])
                 found.append(Departure(rank, calls[at], calls[usual], meant, calls[:at], is_alike))
                 break
     return found[0] if len(found) == 1 else None
 
 
-def is_usual(evidence: Evidence, rank: int) -> bool:
-    """Whether each of a rank's last calls had followed what came before it, and nothing else had."""
-    own = _numbered(evidence, [rank])[rank]
-    start = max(len(own) - LONGEST_CONTEXT, SHORTEST_CONTEXT)
-    pieces = [
-        tuple(own[at - SHORTEST_CONTEXT : at + 1]) for at in range(SHORTEST_CONTEXT, len(own))
-    ]
-    seen = set(pieces[: start - SHORTEST_CONTEXT])
-    is_known = seen.issuperset(pieces[start - SHORTEST_CONTEXT :])
-    return bool(seen) and is_known and not any(_departures(own, start))
+def are_usual(evidence: Evidence, ranks: Iterable[int]) -> bool:
+    """Whether each of these ranks' last calls had followed what came before it, and nothing else had."""
+    numbers = _numbered(evidence, ranks)
+    met = _met(evidence, numbers)
+    for rank, own in numbers.items():
+        # A rank alone does not show that it met another.
+        is_alone = len(numbers) == 1
+        last = (
+            len(own) - LONGEST_CONTEXT
+            if is_alone
+            else _in_order_until(evidence.of(rank).calls, met)
+        )
+        start = max(last, SHORTEST_CONTEXT)
+        pieces = [
+            tuple(own[at - SHORTEST_CONTEXT : at + 1]) for at in range(SHORTEST_CONTEXT, len(own))
+        ]
+        seen = set(pieces[: start - SHORTEST_CONTEXT])
+        if not seen or not seen.issuperset(pieces[start - SHORTEST_CONTEXT :]):
+            return False
+        if any(_departures(own, start)):
+            return False
+    return True
 
 
 def usual_next(evidence: Evidence, rank: int, others: Iterable[int]) -> RecordedCall | None:
@@ -196,10 +208,15 @@ def _fit(one: RecordedCall, other: RecordedCall) -> bool:
 def _departures(numbers: Sequence[int], start: int) -> Iterator[tuple[int, int, int]]:
     """Calls that never followed the longest like context: place, the usual one's, and its length."""
     seen: dict[tuple[int, ...], list[int]] = {}
+    lengths: dict[int, int] = {}
     for at in range(SHORTEST_CONTEXT, len(numbers)):
         earlier = seen.setdefault(tuple(numbers[at - SHORTEST_CONTEXT : at]), [])
+        # One more than before the calls that precede both places.
+        lengths = {
+            before: min(lengths.get(before - 1, SHORTEST_CONTEXT - 1) + 1, LONGEST_CONTEXT)
+            for before in earlier
+        }
         if at >= start and earlier:
-            lengths = {before: _common(numbers, before, numbers, at) for before in earlier}
             longest = max(lengths.values())
             followers = {
                 numbers[before]: before for before in earlier if lengths[before] == longest

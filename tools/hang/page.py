@@ -55,10 +55,18 @@ class Table:
 
 
 def render_page(evidence: Evidence, verdict: Verdict) -> str:
-    """The whole page: groups in which somebody waits come first."""
+    """The whole page: groups in which somebody waits come first, of them those of who is named."""
     waited = {call.group for one in evidence.ranks.values() for call in one.pending}
+    named = {*verdict.culprits, *verdict.suspects}
     found = [group for group in evidence.groups.values() if len(group.ranks) > 1]
-    found.sort(key=lambda group: (group.name not in waited, group.ranks))
+    found.sort(
+        key=lambda one: (
+            one.name not in waited,
+            named.isdisjoint(one.ranks),
+            len(one.ranks),
+            one.ranks,
+        )
+    )
     found = [group for group in found if any(_calls(evidence, group).values())]
     tables = [
         _table(evidence, verdict, group, at < OPEN_GROUPS and group.name in waited)
@@ -77,9 +85,11 @@ def _table(evidence: Evidence, verdict: Verdict, group: GroupOfRanks, is_shown: 
     made = _calls(evidence, group)
     usual: dict[int, RecordedCall] = {}
     for number in sorted({number for calls in made.values() for number in calls})[-SHOWN_CALLS:]:
-        calls = [calls[number] for calls in made.values() if number in calls]
-        common, _ = Counter(call.signature for call in calls).most_common(1)[0]
-        usual[number] = next(call for call in calls if call.signature == common)
+        calls = {rank: calls[number] for rank, calls in made.items() if number in calls}
+        others = [call for rank, call in calls.items() if rank not in verdict.culprits]
+        kinds = Counter(call.signature for call in others or calls.values())
+        common, _ = kinds.most_common(1)[0]
+        usual[number] = next(call for call in calls.values() if call.signature == common)
     named = {*verdict.culprits, *verdict.suspects}
     shown = sorted(group.ranks, key=lambda rank: rank not in named)[:SHOWN_RANKS]
     rows = [

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
-from tools.hang.evidence import Evidence, RankEvidence, RecordedCall
+from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
 from tools.hang.order import (
     Departure,
     Mismatch,
+    are_usual,
     find_departure,
     find_mismatch,
-    is_usual,
     usual_next,
 )
 from tools.hang.place import EXCHANGE, Place, place_of, place_of_call
@@ -91,7 +91,7 @@ def judge(evidence: Evidence) -> Verdict:
         apart = [rank for rank in alone if rank not in waits.in_calls]
         return _of_roots(waits, [*stopped, *apart, *_stuck(waits)])
     mismatch = find_mismatch(evidence)
-    if mismatch and waits.in_calls:
+    if mismatch and (waits.in_calls or evidence.is_over):
         return _of_mismatch(waits, mismatch)
     if evidence.is_over:
         return _of_misfit(waits)
@@ -105,7 +105,7 @@ def _of_misfit(waits: Waits) -> Verdict:
         return _of_departure(waits, left, "")
     silent = [rank for rank in evidence.everybody if not evidence.of(rank).calls]
     others = evidence.everybody - {*silent}
-    if len(silent) != 1 or not all(is_usual(evidence, rank) for rank in others):
+    if len(silent) != 1 or not are_usual(evidence, others):
         text = "Ranks were ended by a failure, and what is here does not say whose call it was."
         return Verdict(Outcome.UNDECIDED, text)
     text = f"{evidence.name(silent[0])} left no calls, and those of all others are the usual ones."
@@ -119,7 +119,9 @@ def _of_graph(waits: Waits) -> Verdict:
     roots = waits.roots
     if len(roots) == 1 and len(roots[0]) > 1:
         return _of_circle(waits, roots[0])
-    ranks = [rank for root in roots for rank in root]
+    # What all ranks of a group entered is completed without them: they wait for the network.
+    held = {rank for group, call in waits.incomplete for rank in _held(waits, group, call)}
+    ranks = [rank for root in roots for rank in root if rank not in held]
     if ranks:
         ranks += _stuck(waits)
     found = _of_roots(waits, ranks) if ranks else _without_roots(waits)
@@ -127,6 +129,16 @@ def _of_graph(waits: Waits) -> Verdict:
         return found
     left = find_departure(waits.evidence, waits.evidence.ranks)
     return _of_departure(waits, left, found.sentence) if left else found
+
+
+def _held(waits: Waits, group: GroupOfRanks, call: RecordedCall) -> Iterator[int]:
+    """The ranks in which a call is not done, and that nobody waits for in it."""
+    key = call.group, call.number
+    for rank in group.ranks:
+        into = [wait.call for wait in waits.calls_into([rank]) if wait.call]
+        is_inside = key in [(c.group, c.number) for c in waits.evidence.of(rank).pending]
+        if is_inside and key not in [(c.group, c.number) for c in into]:
+            yield rank
 
 
 def _stuck(waits: Waits) -> list[int]:
@@ -326,9 +338,12 @@ def _of_departure(waits: Waits, left: Departure, more: str) -> Verdict:
 
 
 def _place_of_departure(evidence: Evidence, left: Departure) -> Place:
-    if left.is_alike:
-        return place_of(left.meant.frames)
-    return _place_after(evidence, left.before, left.meant)
+    place = _place_after(evidence, left.before, left.meant)
+    alike = takewhile(lambda call: call.signature == left.meant.signature, reversed(left.before))
+    ends = (len(left.before) - 1 - back for back, _ in enumerate(alike))
+    modules = {place_of_call(left.before, at, evidence.stage).module for at in ends}
+    # Which of equal calls in a row was made again or left out is not seen.
+    return place_of(left.meant.frames) if left.is_alike and modules - {place.module} else place
 
 
 def _without_roots(waits: Waits) -> Verdict:
@@ -370,10 +385,11 @@ def _verdict(
     into = waits.calls_into(roots)
     call = call or (into[0].call if into else None)
     exchanging = [wait.rank for wait in into] or sorted({*roots} & {*waits.exchanges})
-    places = [place] if place else [_place_of_rank(waits, rank) for rank in culprits[:1]]
+    places = [_place_of_rank(waits, rank) for rank in culprits[:1]]
     places += [_placed(evidence, call)] if call else []
-    module = next((place.module for place in places if place.is_known), "")
-    if not call and exchanging and not any(place.is_known for place in places):
+    places = [place] if place else places
+    module = next((one.module for one in places if one.is_known), "")
+    if not call and exchanging and not any(one.is_known for one in places):
         module = EXCHANGE
     waiting = tuple(sorted((waits.in_calls | waits.behind(roots)) - {*culprits}))
     decided = bool(culprits) or kind is Kind.NOT_COMPLETED

@@ -10,6 +10,7 @@ from tools.hang.evidence import Evidence, Frame, GroupOfRanks, RankEvidence, Rec
 _DISTRIBUTED = "/torch/distributed/"
 _CALLING = ("/torch/", "tools/ledger/", "megatron_patches/")
 _INNERMOST = 6
+_RAISING = "_distributed_excepthook"
 _STAGES_AWAITED = {
     "send_forward": {+1},
     "recv_backward": {+1},
@@ -114,6 +115,11 @@ def find_waits(evidence: Evidence) -> Waits:
                 waits.setdefault(other, Wait(rank, other, call))
             if not missing and not call.is_point_to_point:
                 incomplete.setdefault((call.group, call.number), (group, call))
+        if _has_raised(one):
+            # It lost a peer that left nothing; the call that failed counts as completed.
+            last = one.calls[-1]
+            gone = [r for r in evidence.groups[last.group].ranks if not evidence.of(r).calls]
+            waits |= {other: Wait(rank, other, last) for other in gone}
         if not waits and not one.pending:
             # By the stack: gloo's flight recorder keeps no point-to-point call. Where both are in the
             # exchange of the same two stages, neither waits for the other to come.
@@ -127,6 +133,11 @@ def find_waits(evidence: Evidence) -> Waits:
         edges[rank] = tuple(waits.values())
     met = tuple(sorted({*exchanges}))
     return Waits(evidence, edges, frozenset(in_calls), tuple(incomplete.values()), met)
+
+
+def _has_raised(one: RankEvidence) -> bool:
+    """Whether an exception is ending it."""
+    return bool(one.calls) and any(frame.function == _RAISING for frame in one.stack)
 
 
 def is_in_collective(stack: Iterable[Frame]) -> bool:

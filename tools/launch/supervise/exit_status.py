@@ -114,8 +114,8 @@ def classify_exit(
         return replace(status, status=Status.CRASHED, reason=reason, rank=None)
     if status.status in (Status.OK, Status.INTERRUPTED):
         return status
-    found = unfit_call(folder / records.STACKS_FOLDER) if exit_code else None
-    if found and status.rank is None:
+    found = unfit_call(folder / records.STACKS_FOLDER, status.rank) if exit_code else None
+    if found:
         rank = found.culprits[0] if found.culprits else None
         return replace(status, reason=f"{found.sentence} {status.reason}", rank=rank)
     # What was full for a moment is blamed only for a log that could not say what happened.

@@ -17,6 +17,7 @@ import psutil
 
 from tools.hang.dumps import UnreadableError
 from tools.hang.gather import gather
+from tools.hang.order import find_mismatch
 from tools.hang.verdict import Kind, Verdict, judge
 from tools.records.run import CALLS_SUFFIX, HUNG, STOPPED_FILE, Status
 from tools.spec.errors import LaunchError
@@ -89,14 +90,16 @@ class HangWatch:
         return HangError(f"{HUNG}nothing was logged for {seconds}.{why}{where}", rank)
 
 
-def unfit_call(stacks: Path) -> Verdict | None:
+def unfit_call(stacks: Path, named: int | None) -> Verdict | None:
     """Of a run that failed: whose call did not fit the others', if what the ranks left shows one.
 
-    What shows none is removed: a rank that failed by itself is named by the log.
+    What shows none is removed: a rank that failed by itself is named by the log. Against that rank
+    counts only a call that differs from another's of its number: what came of it may fail anywhere.
     """
     with suppress(UnreadableError):
-        found = judge(replace(gather([stacks]), is_over=True))
-        if found.kind is Kind.OTHER_COLLECTIVE:
+        evidence = replace(gather([stacks]), is_over=True)
+        found = judge(evidence)
+        if found.kind is Kind.OTHER_COLLECTIVE and (named is None or find_mismatch(evidence)):
             return found
     shutil.rmtree(stacks, ignore_errors=True)
     return None
