@@ -86,6 +86,7 @@ def bench_scrape(iterations: int = 500_000) -> BenchResult:
 
 def _build_seconds(log: Path) -> float:
     # Imported here, so that its memory is not the scraper's; matplotlib alone takes half a second.
+    import jinja2  # noqa: F401
     import matplotlib.backends.backend_svg
     import matplotlib.figure  # noqa: F401
 

@@ -10,6 +10,7 @@ import html
 import importlib.util
 import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,10 @@ def draw(name: str, title: str, text: str, painter: Callable[[Figure], None]) ->
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
+    # A clip path's id is a hash of all digits of its axes' bounds. The layout's solver goes by addresses
+    # in memory, so that the last digit differs between processes.
+    for place, clip in enumerate(re.findall(r'<clipPath id="(\w+)"', svg)):
+        svg = svg.replace(clip, f"clip{place}")
     alone = svg.replace(INK, INK_ALONE).replace(PAPER, "#ffffff")
     inline = svg[svg.index("<svg") :]
     # Ids must differ between charts of one page, and a fixed size would not follow the window.

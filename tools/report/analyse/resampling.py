@@ -6,39 +6,37 @@ import math
 from bisect import bisect_left
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
 NORMAL = 1.959964
 MIN_FOR_BOOTSTRAP = 20
-_SEED = 20250901
-_DRAWS = 2000
-_MOST_DRAWN = 10_000
-"""Samples of which all draws are affordable."""
 
 Floats = NDArray[np.float64]
 
 
 def median_interval(values: Floats) -> tuple[float, float]:
-    """Interval of a run's median by its own samples alone."""
+    """Interval of a run's median by its own samples alone.
+
+    It is what the circular block bootstrap tends to with ever more draws. A resample's median is at
+    most m if half of its values are. How many are is a sum over blocks that are drawn independently, so
+    it is normal; each block's count is a difference of cumulative sums.
+    """
     count = len(values)
     if count < MIN_FOR_BOOTSTRAP:
         return order_interval(values)
-    if count > _MOST_DRAWN:
-        return _drawless(values)
-    # Medians of resampled circular blocks, with one seed for all.
-    generator, length = np.random.default_rng(_SEED), block_length(values)
-    blocks = sliding_window_view(np.concatenate([values, values[: length - 1]]), length)
-    batch, medians, middle = max(1, 4_000_000 // count), [], ((count - 1) // 2, count // 2)
-    for done in range(0, _DRAWS, batch):
-        shape = (min(batch, _DRAWS - done), -(-count // length))
-        drawn = blocks[generator.integers(count, size=shape)].reshape(shape[0], -1)[:, :count]
-        drawn.partition(middle, axis=1)  # A third of what `np.median` takes.
-        medians.append(drawn[:, middle].mean(axis=1))
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(np.concatenate(medians), [tail, 1 - tail])
-    return float(low), float(high)
+    length, ordered = block_length(values), np.sort(values)
+
+    def certainty(middle: float) -> float:
+        """Standard errors by which more than half of a resample is at most `middle`."""
+        below = values <= middle
+        sums = np.concatenate([[0], np.cumsum(np.concatenate([below, below[: length - 1]]))])
+        error = math.sqrt(count / length * float(np.var(sums[length:] - sums[:-length])))
+        excess = float(sums[count]) - count / 2
+        return excess / error if error else math.copysign(math.inf, excess) if excess else 0.0
+
+    low, high = (bisect_left(ordered, end, key=certainty) for end in (-NORMAL, NORMAL))
+    return float(ordered[low]), float(ordered[min(high, count - 1)])
 
 
 def order_interval(values: Floats) -> tuple[float, float]:
@@ -79,24 +77,3 @@ def block_length(values: Floats) -> int:
         return 1
     length = (2 * slope**2 / (4 / 3 * total**2)) ** (1 / 3) * count ** (1 / 3)
     return int(min(max(1, round(length)), max(1, count // 3)))
-
-
-def _drawless(values: Floats) -> tuple[float, float]:
-    """What the block bootstrap of a long run's median tends to with ever more draws.
-
-    A resample's median is at most m if half of its values are. How many are is a sum over blocks that
-    are drawn independently, so it is normal; each block's count is a difference of cumulative sums.
-    """
-    count, length = len(values), block_length(values)
-    ordered = np.sort(values)
-
-    def certainty(middle: float) -> float:
-        """Standard errors by which more than half of a resample is at most `middle`."""
-        below = values <= middle
-        sums = np.concatenate([[0], np.cumsum(np.concatenate([below, below[: length - 1]]))])
-        error = math.sqrt(count / length * float(np.var(sums[length:] - sums[:-length])))
-        excess = float(sums[count]) - count / 2
-        return excess / error if error else math.copysign(math.inf, excess) if excess else 0.0
-
-    low, high = (bisect_left(ordered, end, key=certainty) for end in (-NORMAL, NORMAL))
-    return float(ordered[low]), float(ordered[min(high, count - 1)])

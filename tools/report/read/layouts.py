@@ -74,13 +74,11 @@ class LineLayout:
         """Which rows are of this kind, and their fields."""
         classes = _CLASSES[lines]
         same = classes == self.classes
-        padded = classes[:, self.pads]
-        same[:, self.pads] = (padded == _DIGIT) | (padded == _BLANK)
+        padded, following = classes[:, self.pads], classes[:, self.pads + 1]
+        # No blank follows a digit.
+        same[:, self.pads] = (padded == _BLANK) | (padded == _DIGIT) & (following == _DIGIT)
         right = same.all(axis=1)
         right &= (lines[:, self.fixed] == self.fixed_bytes).all(axis=1)
-        for number in self.numbers:
-            digit = classes[:, number.padded] == _DIGIT
-            right &= ~(digit[:, :-1] & ~digit[:, 1:]).any(axis=1)
         columns: dict[str, NDArray[Any]] = {}
         for number in self.numbers:
             columns[number.field], exact = _value(number, lines)
@@ -163,7 +161,7 @@ def _number(part: LineField, line: bytes) -> _Number | None:
 
 
 def _value(number: _Number, lines: Bytes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """A number of each line, and whether it is exact to the last bit."""
+    """A number of each line, and whether it is exact to the last bit: of each line, or of all."""
 
     def whole(digits: NDArray[np.intp]) -> NDArray[np.float64]:
         # The low four bits of a digit are its value, those of a blank are zero.
@@ -173,10 +171,10 @@ def _value(number: _Number, lines: Bytes) -> tuple[NDArray[Any], NDArray[np.bool
 
     mantissa = whole(number.digits)
     if dtype_of(number.field) is np.int64:
-        return mantissa.astype(np.int64), np.ones(len(lines), np.bool_)
-    power = np.full(len(lines), float(number.shift))
+        return mantissa.astype(np.int64), np.ones(1, np.bool_)
+    power = np.array([float(number.shift)])
     if number.exponent is not None:
-        power += number.sign * whole(number.exponent)
+        power = power + number.sign * whole(number.exponent)
     exact = np.abs(power) <= _MAX_POWER
     power = np.where(exact, power, 0)
     shift = np.abs(power).astype(np.intp)

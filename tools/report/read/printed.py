@@ -128,6 +128,7 @@ def device_named(path: Path) -> str:
     found = {
         names[match.casefold()]
         for line in islice(read_lines(path), _FIRST_LINES)
+        if "nvidia" in line.casefold()  # A twentieth of what the pattern takes.
         for match in pattern.findall(line)
     }
     return found.pop() if len(found) == 1 else ""

@@ -63,7 +63,7 @@
 
     controls() {
       const bar = html(this.place, "div", "legend");
-      if (this.plot.series.length > 1) this.plot.series.forEach((series, place) => {
+      if (this.plot.series.length > 1 || this.plot.overlap) this.plot.series.forEach((series, place) => {
         const button = html(bar, "button", this.named(series), series.label);
         button.type = "button";
         button.setAttribute("aria-pressed", "true");
