@@ -52,6 +52,9 @@ def test_what_is_stated_stands_before_what_follows_from_another_product() -> Non
     [
         ("fast", "which is no rate of a product"),
         ("700 TFLOP/s", "which is no rate of a product"),
+        ("0 TFLOP/s on 4k x 4k x 4k", "which is no rate of a product"),
+        ("1.2.3 TFLOP/s on 4k x 4k x 4k", "which is no rate of a product"),
+        ("700 TFLOP/s on 0 x 4k x 4k", "which is no rate of a product"),
         (
             "1300 TFLOP/s on 4k x 4k x 4k",
             "which H100 SXM 80 GB cannot reach on 4,096 x 4,096 x 4,096",

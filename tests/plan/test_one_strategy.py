@@ -346,6 +346,27 @@ def test_other_configs_are_refused_by_name(
         model_of(config(tmp_path, **fields))
 
 
+def test_memory_above_the_device_says_what_is_given_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "--model",
+        "gpt3-1.3b",
+        "--strategy",
+        "dp8",
+        "--micro-batch",
+        "1",
+        "--global-batch",
+        "8",
+    ]
+    assert main([*words, "--gpu", "v100", "--dtype", "fp16"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    back = r"32\.6 GiB \(\d\.\d of them in blocks that are given back before memory runs out\) on"
+    assert re.search(rf"{back} its fullest rank, which fits", text)
+    assert main([*words, "--gpu", "a100"]) == 0
+    assert "given back" not in capsys.readouterr().out
+
+
 def test_a_time_says_how_far_readings_like_it_were_missed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -50,6 +50,16 @@ def test_a_tuned_plan_is_faster_and_its_command_has_the_flags_that_make_it_so(
     assert "--fp8-format" in plans[ALL]["winner"]["command"]
 
 
+def test_a_switch_that_a_plan_needs_to_fit_is_not_said_to_need_more(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "--model dense-1b --gpus 1 --gpu rtx4090 --recipe all --json"
+    assert main(words.split()) == 0
+    chosen = {each["name"]: each for each in json.loads(capsys.readouterr().out)["recipe"]}
+    assert all(each["saved_bytes"] > 0 for each in chosen.values() if each["is_needed"])
+    assert chosen["gradients reduced in bf16"]["is_needed"]
+
+
 def test_a_strategys_switches_are_said_with_extra(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS.split(), "--recipe", "tuned", "--strategy", "dp16"]) == 2
     assert "RECIPE= is of a search" in capsys.readouterr().err

@@ -13,9 +13,9 @@ from tools.plan.time.iteration import (
     iteration_seconds,
     pipeline_seconds,
 )
-from tools.plan.time.rates import NoPeakError
+from tools.plan.time.rates import NoPeakError, rates
 from tools.spec.groups import Group
-from tools.spec.hardware import device_by_key, link_by_key
+from tools.spec.hardware import device_by_key, link_by_key, load_hardware
 from tools.spec.model import load_model
 from tools.spec.recompute import Recompute
 from tools.spec.run import RunSpec
@@ -136,6 +136,13 @@ def test_a_dtype_the_device_lacks_is_refused() -> None:
         NoPeakError, match=r"A100 SXM 80 GB has no fp8 rate; its rates are of [^8]*$"
     ):
         iteration_seconds(spec, cluster("a100", 1))
+
+
+@pytest.mark.parametrize("name", load_hardware().devices)
+def test_no_device_multiplies_faster_than_its_peak(name: str) -> None:
+    peaks = device_by_key(name).peak_tflops
+    dtype = next(iter(peaks))
+    assert rates(cluster(name, 1), dtype).flops <= peaks[dtype] * 1e12 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tools.plan.search import Candidate, Plan, Request, are_tied, evaluate
 from tools.plan.tensors import parameters_total
 from tools.plan.time.cluster import route
 from tools.plan.time.iteration import TIME_COMPONENTS
+from tools.plan.verdict import given_back
 from tools.spec.groups import Group
 from tools.spec.strategy import Parallelism
 from tools.text.units import GIB, amount, duration, gib, joined, ms, plural
@@ -157,9 +158,10 @@ def binding(plan: Plan) -> str:
 
 def binding_sentence(plan: Plan) -> str:
     """The same with its numbers."""
-    winner, device = plan.winner, plan.request.cluster.device
+    winner, cluster = plan.winner, plan.request.cluster
     assert winner is not None
-    share, seconds = 100 * winner.memory.total / device.memory_bytes, winner.seconds
+    memory, seconds = winner.memory, winner.seconds
+    share = 100 * memory.total / cluster.device.memory_bytes
     parts = sorted(TIME_COMPONENTS, key=lambda name: -getattr(seconds, name))[:3]
     shares = ", ".join(
         f"{_COMPONENT_WORDS[name]} {100 * getattr(seconds, name) / seconds.total:.0f}%"
@@ -167,7 +169,7 @@ def binding_sentence(plan: Plan) -> str:
     )
     return (
         f"Binding is {binding(plan)}: of the iteration {shares}; the fullest rank holds "
-        f"{gib(winner.memory.total)} GiB, {share:.0f}% of the device."
+        f"{gib(memory.total)} GiB, {share:.0f}% of the device{given_back(memory, cluster)}."
     )
 
 

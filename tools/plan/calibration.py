@@ -17,12 +17,13 @@ from tools.spec.hardware import Device, calibration_file
 from tools.spec.run import Fp8Recipe
 
 _STATED = re.compile(
-    r"\s*(?P<rate>[\d.]+)\s*(?P<unit>[TP])FLOPS?(?:/s)?\s+on\s+"
+    r"\s*(?P<rate>\d+\.?\d*)\s*(?P<unit>[TP])FLOPS?(?:/s)?\s+on\s+"
     r"(?P<rows>\d+)(?P<rows_k>k?)\s*[x×]\s*(?P<columns>\d+)(?P<columns_k>k?)\s*[x×]\s*"
     r"(?P<inner>\d+)(?P<inner_k>k?)"
     r"(?:\s+in\s+(?P<dtype>bf16|fp16|fp8))?\s*",
     re.IGNORECASE,
 )
+_NUMBERS = ("rate", "rows", "columns", "inner")
 _WITH_PRODUCTS = ("matmul_fp8", "attention")
 """What the tensor cores' clock decides too: a product that is slower than usual slows these as much."""
 
@@ -84,7 +85,7 @@ def stated_calibration(text: str, cluster: Cluster, dtype: str) -> Calibration:
     products = []
     for each in text.split(","):
         stated = _STATED.fullmatch(each)
-        if stated is None:
+        if stated is None or not all(float(stated[number]) for number in _NUMBERS):
             raise RequestError(
                 f"CALIBRATE has '{each.strip()}', which is no rate of a product; write it as "
                 '"700 TFLOP/s on 4096x4096x4096", with "in fp8" where it is.'

@@ -21,7 +21,7 @@ from tools.plan.request import ignored_flags, refuse_imbalance, request_from_opt
 from tools.plan.search import Candidate, Request, evaluate
 from tools.plan.show import candidate_as_data, ignored_as_data, plan_command, print_ignored
 from tools.plan.time.iteration import TIME_COMPONENTS
-from tools.plan.verdict import Fit, memory_error
+from tools.plan.verdict import Fit, given_back, memory_error
 from tools.spec import settings
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags
@@ -205,7 +205,8 @@ def _sentence(timed: TimedStrategy) -> str:
         f"micro batch {found.spec.batch.micro_batch_size}, "
         f"global batch {request.global_batch:,}: {duration(found.seconds.total)} an iteration, "
         f"{found.tokens_per_second:,.0f} tokens/s, {percent(found.mfu)} MFU; "
-        f"{gib(found.memory.total)} GiB on its fullest rank, which {fits}{beside}."
+        f"{gib(found.memory.total)} GiB{given_back(found.memory, cluster)} on its fullest rank, which "
+        f"{fits}{beside}."
     )
 
 

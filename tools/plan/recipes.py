@@ -151,6 +151,6 @@ def _chosen(switch: Switch, other: Candidate, found: Candidate) -> Chosen:
         switch.name,
         switch.flags,
         saves=1 - found.seconds.total / other.seconds.total,
-        saved_bytes=other.memory.total - found.memory.total,
+        saved_bytes=other.memory.needed - found.memory.needed,
         is_needed=found.fits and not other.fits,
     )

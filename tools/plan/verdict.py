@@ -8,6 +8,7 @@ from enum import StrEnum
 from tools.plan.memory import PredictedMemory
 from tools.plan.time.cluster import Cluster
 from tools.spec.run import RunSpec
+from tools.text.units import gib
 
 
 class Fit(StrEnum):
@@ -38,6 +39,13 @@ def needed_bytes(memory: PredictedMemory, cluster: Cluster) -> int:
     if not cluster.execution.frozen:
         return memory.needed
     return replace(memory, gradients=0, main_parameters=0, optimizer_state=0).needed
+
+
+def given_back(memory: PredictedMemory, cluster: Cluster) -> str:
+    """In brackets, what of a rank's memory the device would not hold and the rank does not need."""
+    if not memory.needed <= cluster.device.memory_bytes < memory.total:
+        return ""
+    return f" ({gib(memory.returned)} of them in blocks that are given back before memory runs out)"
 
 
 def fit_of(spec: RunSpec, memory: PredictedMemory, cluster: Cluster) -> Fit:

@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from tools.plan.readings.facts import model_facts
-from tools.plan.readings.neighbours import near_residuals
+from tools.plan.readings.intervals import Expected
+from tools.plan.readings.neighbours import Uncertainty, near_residuals
 from tools.plan.readings.published import usual_cluster
 from tools.spec.model import load_model
 from tools.spec.run import spec_of_model
@@ -37,6 +38,14 @@ def test_degrees_of_cp_and_ep_are_a_distance() -> None:
     assert distance == pytest.approx(0, abs=0.01)
     assert (nearest.reading.cp or 1) == 1
     assert near_residuals(split, cluster)[0][1].reading.cp == 2
+
+
+def test_a_prediction_outside_its_interval_is_warned_of_unless_both_are_written_alike() -> None:
+    ends = dict.fromkeys((0.80, 0.95), (-0.2, -0.1))
+    slower = Uncertainty("H100", 10.0, expected=Expected(60, ends))
+    assert "took longer than was predicted: expect 11.1 s to 12.2 s in place of" in slower.warning
+    near = replace(slower, expected=Expected(60, dict.fromkeys(ends, (-0.2, -0.001))))
+    assert not near.warning
 
 
 def test_runs_that_wait_for_every_kernel_say_nothing_of_a_plan() -> None:

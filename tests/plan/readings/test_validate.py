@@ -13,7 +13,7 @@ from tools.plan.memory import fullest_rank
 from tools.plan.readings import command
 from tools.plan.readings.facts import origin
 from tools.plan.readings.reading_to_spec import RefusedError, express
-from tools.plan.readings.residual import Residual, residuals
+from tools.plan.readings.residual import Residual, residual, residuals
 from tools.plan.readings.summary import as_data, choices, errors_of
 from tools.plan.readings.table import (
     COLUMNS,
@@ -504,6 +504,8 @@ def test_hardware_flops_count_what_is_computed_again(tmp_path: Path) -> None:
         again / counted_flops(model.expressed.spec, ())
     )
     assert 1.2 < hardware.predicted / model.predicted < 4 / 3
+    # Also where the source's own FLOPs a token are known, which are the model's.
+    assert residual(hardware.expressed, 1e9).predicted == hardware.predicted
 
 
 def test_a_row_says_how_its_flops_are_counted(tmp_path: Path) -> None:

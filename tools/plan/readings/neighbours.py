@@ -65,11 +65,13 @@ class Uncertainty:
         found = self.interval(_LEVELS[0])
         if found is None or found[0] <= self.seconds <= found[1]:
             return ""
+        *ends, predicted = map(duration, (*found, self.seconds))
+        if predicted in ends:
+            return ""
         longer = found[0] > self.seconds
         return (
             f"Four of five measurements of this kind took {'longer' if longer else 'less'} than was "
-            f"predicted: expect {' to '.join(duration(each) for each in found)} in place of the "
-            f"{duration(self.seconds)} below."
+            f"predicted: expect {' to '.join(ends)} in place of the {predicted} below."
         )
 
     def __str__(self) -> str:

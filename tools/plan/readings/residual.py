@@ -169,9 +169,10 @@ def _rate(
     tokens = spec.tokens_per_iteration / seconds / cluster.devices
     if reading.metric == "tokens_per_s_per_gpu":
         return tokens
-    if flops_a_token is None:
+    of_hardware = reading.metric == "hardware_tflops_per_gpu"
+    if flops_a_token is None or of_hardware:  # What a source prints beside tokens is the model's.
         counts = set((reading.counts or source_facts(reading)["counts"]).split())
-        if reading.metric == "hardware_tflops_per_gpu":
+        if of_hardware:
             counts.add(RECOMPUTED)
         flops_a_token = counted_flops(spec, counts)
     if reading.metric == "mfu_percent":

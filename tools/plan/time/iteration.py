@@ -243,10 +243,14 @@ def _one_layer(spec: RunSpec) -> RunSpec:
     own, layers, samples = spec.parallelism, spec.shape.layers, spec.batch.micro_batch_size
     data = max(1, own.expert // own.context)
     one = replace(own, data=data, pipeline=layers, virtual_stages=1, sharding=Sharding.NONE)
-    batch = Batch(samples, samples * data)
-    recompute = Recompute.FULL if spec.recompute.whole_layers else spec.recompute
-    plain = replace(spec, parallelism=one, batch=batch, stages=EVEN, offload=NOTHING)
-    return replace(plain, recompute=recompute)
+    return replace(
+        spec,
+        parallelism=one,
+        batch=Batch(samples, samples * data),
+        recompute=Recompute.FULL if spec.recompute.whole_layers else spec.recompute,
+        stages=EVEN,
+        offload=NOTHING,
+    )
 
 
 def _rates(spec: RunSpec, cluster: Cluster) -> DeviceRates:

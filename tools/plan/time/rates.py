@@ -117,7 +117,9 @@ def rates(cluster: Cluster, dtype: str, fp8_recipe: Fp8Recipe = Fp8Recipe.NONE) 
         )
     portable = _PORTABLE_SHARE.get(device.generation, 1.0)
     already = execution.portable_attention
-    peak *= _power_share(device) * share
+    # No clock lifts a device above its peak: processors with smaller tensor cores reach all of it.
+    power = min(_power_share(device), 1 / constants.matmul)
+    peak *= power * share
     fewer = peak * constants.matmul
     if fp8_recipe:
         name = "nvfp4" if fp8_recipe is Fp8Recipe.NVFP4 else "fp8"
@@ -127,7 +129,7 @@ def rates(cluster: Cluster, dtype: str, fp8_recipe: Fp8Recipe = Fp8Recipe.NONE) 
                 f"{device.name} has no {name} rate; plan the model without --{name[-3:]}-format, or on "
                 "another GPU."
             )
-        fewer = found * _power_share(device) * constants.matmul_fp8
+        fewer = found * power * constants.matmul_fp8
     return DeviceRates(
         flops=peak * constants.matmul,
         quantised_flops=fewer,
