@@ -323,6 +323,11 @@ def test_a_file_that_is_no_whole_dump_is_named_and_the_rest_is_used(
     assert "it ran" not in said.out
 
 
+def test_a_page_in_no_folder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableError, match=r"PAGE=.* is in no folder that exists"):
+        why_hang([str(tmp_path)], page=str(tmp_path / "none/page.html"))
+
+
 def test_json_dumps_say_the_same(tmp_path: Path) -> None:
     job = four()
     job.call((0,), "1", done=False)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tools.hang.dumps import UnreadableError
 from tools.hang.gather import gather
 from tools.hang.page import render_page
 from tools.hang.verdict import Outcome, Verdict, judge
@@ -20,8 +21,10 @@ def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) 
     """Print the verdict, and write the page if one is named; 1 where the evidence does not decide.
 
     Raises:
-        UnreadableError: Nothing there says anything of a rank; one sentence.
+        UnreadableError: Nothing there says anything of a rank, or the page has no folder; one sentence.
     """
+    if page and not (ROOT / Path(page).expanduser()).parent.is_dir():
+        raise UnreadableError(f"PAGE={page} is in no folder that exists; make it, or name another.")
     evidence = gather([ROOT / Path(text).expanduser() for text in dumps])
     found = judge(evidence)
     if json:

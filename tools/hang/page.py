@@ -84,7 +84,8 @@ def _table(evidence: Evidence, verdict: Verdict, group: GroupOfRanks, is_shown: 
     """Its last calls; those that are named are among the ranks that have a row."""
     made = _calls(evidence, group)
     usual: dict[int, RecordedCall] = {}
-    for number in sorted({number for calls in made.values() for number in calls})[-SHOWN_CALLS:]:
+    numbers = {number for calls in made.values() for number in calls}
+    for number in sorted(numbers, reverse=True)[:SHOWN_CALLS]:
         calls = {rank: calls[number] for rank, calls in made.items() if number in calls}
         others = [call for rank, call in calls.items() if rank not in verdict.culprits]
         kinds = Counter(call.signature for call in others or calls.values())
