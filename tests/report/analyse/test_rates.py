@@ -4,7 +4,9 @@ import pytest
 
 from tests.report.factory import changed, log_text, run_record, write_run
 from tools.records.run import Host
+from tools.report.analyse.entry import rows_of
 from tools.report.analyse.rates import rates_of
+from tools.report.analyse.results import RESULTS
 from tools.report.read.runs import load_folder
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
@@ -82,12 +84,22 @@ def test_megatrons_own_count_is_checked(tmp_path):
     assert note.startswith("FLOPs differ from Megatron's own count by +5.3%")
 
 
-def test_the_gap_of_a_layer_that_has_no_formula_names_it(tmp_path):
+@pytest.mark.parametrize("flag", ["--experimental-attention-variant", "--linear-attention-type"])
+def test_the_gap_of_a_layer_that_has_no_formula_names_it(tmp_path, flag):
     text = log_text([437.2] * 30)
     other = text.replace("437.2 |", "437.2 | throughput per GPU (TFLOP/s/GPU): 350.0 |")
-    argv = (*LARGE.flags, "--experimental-attention-variant", "gated_delta_net")
+    argv = (*LARGE.flags, flag, "gated_delta_net")
     (note,) = rates(tmp_path, published_dp2(run="c", argv=argv), log=other).notes
     assert note.endswith("): gated_delta_net is counted as attention")
+
+
+def test_parameters_of_a_layer_that_has_no_formula_are_not_known(tmp_path):
+    argv = (*LARGE.flags, "--experimental-attention-variant", "gated_delta_net")
+    for record in (published_dp2(run="a"), published_dp2(run="b", argv=argv)):
+        write_run(tmp_path, record, log_text([437.2] * 30))
+    total = next(column for column in RESULTS if column.name == "parameters_total")
+    rows = rows_of([[tmp_path / "a"], [tmp_path / "b"]])
+    assert [total.value(row) for row in rows] == [774_090_240, None]
 
 
 def test_without_time_there_are_no_rates(tmp_path):

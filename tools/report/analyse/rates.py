@@ -83,11 +83,20 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     )
 
 
+def attention_variant(run: Run) -> str:
+    """What stands in place of some layers' attention and has no formula here; empty of none."""
+    plain = {name.lstrip("-").replace("-", "_"): value for name, value in run.arguments.items()}
+    # The second is what it was called before 0.16.
+    found = (
+        plain.get(name) for name in ("experimental_attention_variant", "linear_attention_type")
+    )
+    return next((each for each in found if each not in (None, "", "None")), "")
+
+
 def _against_megatron(run: Run, theirs: float | None, flops: int) -> str:
     """Of what the count has no formula, and whether Megatron's own count of FLOPs differs."""
-    plain = {name.lstrip("-").replace("-", "_"): value for name, value in run.arguments.items()}
-    variant = plain.get("experimental_attention_variant", "None")
-    cause = "" if variant in ("None", "") else f"{variant} is counted as attention"
+    variant = attention_variant(run)
+    cause = variant and f"{variant} is counted as attention"
     if theirs is None or abs(flops / theirs - 1) <= DISAGREEMENT:
         return cause
     return (

@@ -11,6 +11,7 @@ from tools.report.analyse.comparability import SHARED, adam_state, shares_gpu
 from tools.report.analyse.configurations import Configuration, is_patched, patch_file_name
 from tools.report.analyse.entry import Entry, device_memory
 from tools.report.analyse.parity import REFERENCE, Parity, resumption_sentence
+from tools.report.analyse.rates import attention_variant
 from tools.report.analyse.statistics import Estimate
 from tools.report.read.runs import Run
 from tools.spec.run import RunSpec
@@ -39,6 +40,13 @@ def notes_of(entry: Entry) -> str:
     if adam_state(run) not in (None, "existed"):
         notes.append("Adam's state never existed (every step skipped), so memory reads too low")
     return "; ".join(filter(None, [*notes, *entry.rates.notes, *run.notes])).replace(".; ", "; ")
+
+
+def _parameters_total(entry: Entry) -> int | None:
+    """In closed form, which counts every layer's attention."""
+    if entry.spec is None or attention_variant(entry.run):
+        return None
+    return parameters_total(entry.spec.shape, entry.spec.parallelism.tensor)
 
 
 def _parity_notes(parity: Parity, run: Run) -> Iterator[str]:
@@ -122,10 +130,7 @@ RESULTS: tuple[Column[Entry], ...] = (
     Column("peak_memory_rank", lambda e: e.peak_rank),
     Column("device_memory_bytes", lambda e: device_memory(e.run)),
     Column("comm_bytes_per_iteration", lambda e: e.sent_bytes),
-    Column(
-        "parameters_total",
-        _of_spec(lambda spec: parameters_total(spec.shape, spec.parallelism.tensor)),
-    ),
+    Column("parameters_total", _parameters_total),
     Column("parameters_max_rank", lambda e: e.largest_parameters),
     Column("final_loss", lambda e: e.final_loss),
     Column("parity", lambda e: e.parity.verdict or None),

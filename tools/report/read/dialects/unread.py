@@ -24,7 +24,7 @@ _UNREAD = (
     (
         *(
             "MLPerf's results",
-            "it says neither the time of a step nor where its blocks begin and end",
+            "no time of a step is in it or follows from its blocks and its batch",
         ),
         r':::MLLOG \{.{0,200}"key": "(?:tracked_stats|run_start)"',
     ),
@@ -39,7 +39,8 @@ _UNREAD = (
     ),
     (
         *("DeepSpeed without Megatron", _NO_TIME),
-        r"RunningAvgSamplesPerSec=[\d.]{1,30}, CurrSamplesPerSec=",
+        r"RunningAvgSamplesPerSec=[\d.]{1,30}, CurrSamplesPerSec="
+        r"|rank=\d{1,6} time \(ms\) \| \w{1,30}: ",
     ),
 )
 DIALECT = Dialect(
