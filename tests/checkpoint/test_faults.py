@@ -302,7 +302,7 @@ COMPARED = (
         "experts in the order [2, 0, 1, 3]",
     ),
     Fault("one element", both(at_one, QKV), "in 1 of 3 layers, first in 1: first at [2, 3]"),
-    Fault("a factor", both(lambda w: w * 3, QKV), "by 3"),
+    Fault("a factor", both(lambda w: w * 1.7, QKV), "by 1.7"),
 )
 INSPECTED = (
     Fault(

@@ -79,7 +79,7 @@ def test_training_from_a_copy_prints_the_losses_to_the_last_digit(
     """Those of the run that was not stopped, from a copy, and from one there and back.
 
     Where Megatron can load the checkpoint itself, it prints the same. It cannot where one of the two
-    layouts shards optimizer states.
+    layouts alone shards optimizer states, or has experts in an optimizer of their own.
     """
     run = saved(runs, first, model)
     own, there, back = alone(run, tmp_path / "own"), tmp_path / "there", tmp_path / "back"
@@ -87,5 +87,5 @@ def test_training_from_a_copy_prints_the_losses_to_the_last_digit(
         assert reshard(str(source), strategy, str(to), Console(quiet=True)) == 0
     assert printed(runs.resume(run, first, back, LAST)) == printed(run)
     assert printed(runs.resume(run, second, there, LAST)) == printed(run)
-    if "zero1" not in (first, second):
+    if not {"zero1", "ep2"} & {first, second}:
         assert printed(runs.resume(run, second, own, LAST)) == printed(run)

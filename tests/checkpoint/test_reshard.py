@@ -199,6 +199,7 @@ def test_the_common_state_says_the_new_layout_and_keeps_the_place_in_the_data(
     experts = common(laid["ep2"])["optimizer"]
     assert [group["is_expert_parallel"] for group in experts[1]["param_groups"]] == [True]
     assert torch.equal(experts[1]["state"]["common_step"], torch.tensor(8.0))
+    assert experts[0]["state"] is not experts[1]["state"]  # Megatron merges into both.
 
 
 def test_a_killed_command_goes_on_behind_what_was_read_back(

@@ -238,6 +238,11 @@ def _files_of(layout: Parallelism) -> tuple[int, ...]:
     return layout.tensor, layout.pipeline, layout.virtual_stages, layout.expert
 
 
+def _has_own_optimizer(layout: Parallelism) -> bool:
+    """Whether experts do, as seen of states that are not sharded."""
+    return layout.expert > 1 and not layout.sharding
+
+
 def loading(contents: Contents, strategy: str) -> Loading:
     """What becomes of a checkpoint under a strategy, as its arguments and Megatron's rules say it.
 
@@ -274,6 +279,12 @@ def loading(contents: Contents, strategy: str) -> Loading:
         lost["optimizer"] = (
             f"Megatron keeps the optimizer states of {strategy_name(saved)} and {strategy} in different "
             "formats; a strategy that shards as the saved one does loads them."
+        )
+    elif _has_own_optimizer(new) != _has_own_optimizer(saved) and "optimizer" in contents.states:
+        flags.append("--no-load-optim")
+        lost["optimizer"] = (
+            "Megatron has experts under EP in an optimizer of their own, and does not load it without "
+            "EP, nor the other way round; 'make reshard' writes it so."
         )
     elif moved and new.sharding and contents.optimizer_format not in (*_RESHARDABLE, ""):
         flags.append("--no-load-optim")

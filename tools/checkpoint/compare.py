@@ -22,9 +22,9 @@ EQUAL, DTYPE, PADDING = "equal", "equal but for dtype", "equal but for padding"
 ROUNDING = "equal but for rounding"
 PERMUTED, SCALED, DIFFERENT, ONE_SIDED = "permuted", "scaled", "different", "only in one"
 _ROUNDING = 1e-4
-"""Most that two tensors differ, as a part of their length: sums of other orders, a few updates on."""
-_SCALE_TOLERANCE, _LEAST_SCALE = 1e-6, 1e-4
-"""What is nearer to 1 is the rounding of another layout, and no factor."""
+"""Most that two tensors differ, as a part of their length, and are one: sums of other orders, a few
+updates on. Measured after 4 and 8 updates of gpt2-tiny in fp32 (2-core VM): five layouts are at most
+4.7e-5 apart (a bias that began at 0; moments 7.6e-7), 4 updates of one layout at least 1.7e-3."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ def _relation(name: str, a: Tensor, b: Tensor) -> TensorRelation:
         return TensorRelation(name, DTYPE, f"{a.dtype} and {b.dtype}".replace("torch.", ""))
     if detail := _permutation(a, b, ".experts.experts." in name):
         return TensorRelation(name, PERMUTED, detail)
-    return _scaled_or_different(name, a.double(), b.double())
+    eps = max(torch.finfo(one.dtype).eps if one.is_floating_point() else 0 for one in (a, b))
+    return _scaled_or_different(name, a.double(), b.double(), eps)
 
 
 def _permutation(a: Tensor, b: Tensor, experts: bool) -> str:
@@ -165,12 +166,11 @@ def digest(values: Tensor) -> bytes:
     ).digest()
 
 
-def _scaled_or_different(name: str, a: Tensor, b: Tensor) -> TensorRelation:
+def _scaled_or_different(name: str, a: Tensor, b: Tensor, eps: float) -> TensorRelation:
+    """By a factor if every product is rounded to it and it is further from 1 than rounding goes."""
     square = (a * a).sum().item()
     factor = (a * b).sum().item() / square if square else 0.0
-    if abs(factor - 1) > _LEAST_SCALE and torch.allclose(
-        a * factor, b, rtol=_SCALE_TOLERANCE, atol=0
-    ):
+    if abs(factor - 1) > max(_ROUNDING, eps) and torch.allclose(a * factor, b, rtol=eps, atol=0):
         return TensorRelation(name, SCALED, f"by {factor:.8g}")
     error = (a - b).abs()
     error = torch.where(error.isnan(), torch.inf, error)

@@ -122,7 +122,9 @@ def _split(part: dict[str, Any], biased: bool) -> list[dict[str, Any]]:
     groups = inner["param_groups"]
     experts = [{**group, "is_expert_parallel": True} for group in groups]
     experts = [group for group in experts if biased or group.get("wd_mult", 1)]
-    own = {**inner, "param_groups": experts}
+    # A dict of their own: Megatron merges into it what each optimizer has of its parameters.
+    state = {"state": dict(inner["state"])} if "state" in inner else {}
+    own = {**inner, **state, "param_groups": experts}
     return [part, {**part, "optimizer": own} if "optimizer" in part else own]
 
 
