@@ -270,11 +270,6 @@ def _sharding_rules(spec: RunSpec) -> Iterator[str]:
             f"Megatron-FSDP ({sharding}) builds its mesh from DP, CP and TP alone, so PP "
             f"{pipeline} breaks it; use zero1, or PP 1."
         )
-    if sharding.is_megatron_fsdp and spec.dtype == "fp16":
-        yield (
-            f"Megatron-FSDP ({sharding}) ends in its first step in fp16, where a rank has no part of a "
-            "parameter; use --bf16, or zero1."
-        )
     if not sharding.is_torch_fsdp:
         return
     if pipeline > 1:
