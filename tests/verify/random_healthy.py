@@ -30,6 +30,7 @@ from tools.launch.compose import SMALL_SAMPLE
 from tools.launch.data import make_sample
 from tools.launch.job import parse_target
 from tools.launch.options import Options
+from tools.plan.constraints import violations
 from tools.records.verdict import Outcome
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
@@ -58,7 +59,12 @@ FEATURES = {
         *("--calculate-per-token-loss", "--micro-batch-size 1", "--init-method-std 0.05"),
     ),
     "moe": (
-        *("--moe-router-topk 1", "--moe-router-topk 4", "--num-experts 4", "--qk-layernorm"),
+        *(
+            "--moe-router-topk 1 --moe-router-pre-softmax",
+            "--moe-router-topk 4",
+            "--num-experts 4",
+            "--qk-layernorm",
+        ),
         *("--moe-shared-expert-intermediate-size 64", "--moe-router-score-function sigmoid"),
         *("--moe-router-load-balancing-type seq_aux_loss", "--moe-aux-loss-coeff 0.1", "--swiglu"),
         *("--moe-token-dispatcher-type alltoall", "--untie-embeddings-and-output-weights"),
@@ -115,10 +121,13 @@ def drawn(seed: int, megatron_lm: Path | None = None) -> Drawn:
         for _ in range(100):
             one = _draw(seed, draw)
             try:
-                compose_pair(one.pair(megatron_lm))
+                launches = compose_pair(one.pair(megatron_lm)).launches
             except (LaunchError, ValueError):
                 continue
-            return one
+            # There a rank ends that has no part of a parameter.
+            ends = "--fp16" in one.flags and one.strategy in ("zero2", "zero3")
+            if not ends and not any(violations(launch.spec) for launch in launches):
+                return one
         raise ValueError(f"Seed {seed}: all of 100 draws are refused.")
 
 
