@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
 from tools.hang.place import place_of
-from tools.hang.verdict import Verdict, described, ranks_of
+from tools.hang.verdict import Verdict
+from tools.hang.wording import described, ranks_of
 from tools.text.html import environment
 
 SHOWN_CALLS, SHOWN_RANKS, SHOWN_GROUPS, OPEN_GROUPS = 12, 64, 40, 4

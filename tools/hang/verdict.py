@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
+from tools.hang.location import place_of_a_call, place_of_departure, place_of_rank
 from tools.hang.order import (
     Departure,
     Mismatch,
     are_usual,
     find_departure,
     find_mismatch,
-    usual_next,
 )
 from tools.hang.place import EXCHANGE, Place, place_of, place_of_call
 from tools.hang.waits import Wait, Waits, find_waits, is_in_collective
-from tools.text.units import joined, plural
+from tools.hang.wording import described, listed, ranks_of, wait_text, where_of, who_waits
+from tools.text.units import plural
 
 QUIET_SECONDS = 5.0
 """A job that made a call less long before it was asked is at work."""
@@ -227,52 +228,21 @@ def _root_sentence(waits: Waits, rank: int) -> str:
         inside = [w for w in into if w.call and w.call.group == group.name]
         is_in = one.last.get(group.name, -1) >= call.number and not one.is_stopped
         did = "entered, and its device never began," if is_in else "never entered"
-        text += f" {did} {call} of its {group.label}, in which {_who_waits(inside)}"
-        if place := str(_placed(evidence, call)):
+        text += f" {did} {call} of its {group.label}, in which {who_waits(inside)}"
+        if place := str(place_of_a_call(evidence, call)):
             text += f" ({place})"
     elif into:
-        text += f" never came to the exchange in which {_who_waits(into)}"
+        text += f" never came to the exchange in which {who_waits(into)}"
     return f"{text}{_where(waits, one)}. {_crowd(waits, rank)}"
 
 
-def _placed(evidence: Evidence, call: RecordedCall) -> Place:
-    for one in evidence.ranks.values():
-        if at := [number for number, made in enumerate(one.calls) if made is call]:
-            return place_of_call(one.calls, at[0], evidence.stage)
-    return place_of(call.frames)
-
-
-def _who_waits(waits: Sequence[Wait]) -> str:
-    ranks = {wait.rank for wait in waits}
-    return f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)}"
-
-
 def _where(waits: Waits, one: RankEvidence) -> str:
-    if one.stack and (place := _place_of_rank(waits, one.rank)).line:
+    if one.stack and (place := place_of_rank(waits, one.rank)).line:
         return f"; it is in {place}"
     last = len(one.calls) - 1
     if one.calls and (left := str(place_of_call(one.calls, last, waits.evidence.stage))):
         return f"; its last call was in {left}"
     return "; it left nothing" if not one.is_known else ""
-
-
-def _place_of_rank(waits: Waits, rank: int) -> Place:
-    """By its stack; where that names no module, or none is here, by what usually follows its calls."""
-    one = waits.evidence.of(rank)
-    place = place_of(one.stack)
-    if place.is_known:
-        return place
-    usual = usual_next(waits.evidence, rank, [wait.rank for wait in waits.calls_into([rank])])
-    if usual is None:
-        return place
-    following = _place_after(waits.evidence, one.calls, usual)
-    return following if place.part in ("", following.part) else place
-
-
-def _place_after(
-    evidence: Evidence, calls: Sequence[RecordedCall], following: RecordedCall
-) -> Place:
-    return place_of_call((*calls, following), len(calls), evidence.stage)
 
 
 def _crowd(waits: Waits, root: int) -> str:
@@ -297,7 +267,9 @@ def _of_mismatch(waits: Waits, mismatch: Mismatch) -> Verdict:
         return _verdict(waits, (rank, other), (), Kind.OTHER_COLLECTIVE, text, call)
     text = f"{waits.evidence.name(departed)} left the order of calls. {text}"
     found, usual = (call, another) if departed == rank else (another, call)
-    place = _place_of_departure(waits.evidence, left) if left else _placed(waits.evidence, usual)
+    place = (
+        place_of_departure(waits.evidence, left) if left else place_of_a_call(waits.evidence, usual)
+    )
     return _verdict(waits, (), (departed,), Kind.OTHER_COLLECTIVE, text, found, place)
 
 
@@ -312,18 +284,12 @@ def _minority(evidence: Evidence, mismatch: Mismatch) -> int | None:
     return counts[0][0] if len(counts) == 2 and len(counts[0]) == 1 < len(counts[1]) else None
 
 
-def described(call: RecordedCall) -> str:
-    """What ranks must agree on: `all_reduce of [4] Float`."""
-    sizes = " and ".join(str(list(size)) for size in call.sizes) or "nothing"
-    return f"{call.operation} of {sizes}{' ' + '/'.join(call.dtypes) if call.dtypes else ''}"
-
-
 def _of_circle(waits: Waits, circle: tuple[int, ...]) -> Verdict:
     inside = [w for rank in circle for w in waits.edges[rank] if w.awaited in circle]
-    text = "; ".join(_wait_text(waits.evidence, wait) for wait in inside[:4])
+    text = "; ".join(wait_text(waits.evidence, wait) for wait in inside[:4])
     if left := find_departure(waits.evidence, circle):
         return _of_departure(waits, left, f"{text}.")
-    sentence = f"Ranks {_listed(circle)} wait for each other: {text}."
+    sentence = f"Ranks {listed(circle)} wait for each other: {text}."
     return _verdict(waits, circle, (), Kind.OTHER_COLLECTIVE, sentence)
 
 
@@ -333,17 +299,8 @@ def _of_departure(waits: Waits, left: Departure, more: str) -> Verdict:
         f"{waits.evidence.name(left.rank)} left the order of calls: it called "
         f"{described(left.call)} where {usual} usually follows. {more}"
     )
-    place = _place_of_departure(waits.evidence, left)
+    place = place_of_departure(waits.evidence, left)
     return _verdict(waits, (), (left.rank,), Kind.OTHER_COLLECTIVE, sentence, left.meant, place)
-
-
-def _place_of_departure(evidence: Evidence, left: Departure) -> Place:
-    place = _place_after(evidence, left.before, left.meant)
-    alike = takewhile(lambda call: call.signature == left.meant.signature, reversed(left.before))
-    ends = (len(left.before) - 1 - back for back, _ in enumerate(alike))
-    modules = {place_of_call(left.before, at, evidence.stage).module for at in ends}
-    # Which of equal calls in a row was made again or left out is not seen.
-    return place_of(left.meant.frames) if left.is_alike and modules - {place.module} else place
 
 
 def _without_roots(waits: Waits) -> Verdict:
@@ -351,7 +308,7 @@ def _without_roots(waits: Waits) -> Verdict:
     if waits.incomplete:
         group, call = min(waits.incomplete, key=lambda pair: pair[1].created_ns)
         text = (
-            f"All ranks of the {group.label} ({_listed(group.ranks)}) entered {call}, and nobody "
+            f"All ranks of the {group.label} ({listed(group.ranks)}) entered {call}, and nobody "
             "completed it."
         )
         return _verdict(waits, group.ranks, (), Kind.NOT_COMPLETED, text, call)
@@ -367,7 +324,7 @@ def _without_roots(waits: Waits) -> Verdict:
 
 
 def _of_exchange(waits: Waits) -> Verdict:
-    ranks = _listed(waits.exchanges)
+    ranks = listed(waits.exchanges)
     text = f"Ranks {ranks} are in an exchange between their stages, and nobody completed it."
     return _verdict(waits, waits.exchanges, (), Kind.NOT_COMPLETED, text)
 
@@ -385,8 +342,8 @@ def _verdict(
     into = waits.calls_into(roots)
     call = call or (into[0].call if into else None)
     exchanging = [wait.rank for wait in into] or sorted({*roots} & {*waits.exchanges})
-    places = [_place_of_rank(waits, rank) for rank in culprits[:1]]
-    places += [_placed(evidence, call)] if call else []
+    places = [place_of_rank(waits, rank) for rank in culprits[:1]]
+    places += [place_of_a_call(evidence, call)] if call else []
     places = [place] if place else places
     module = next((one.module for one in places if one.is_known), "")
     if not call and exchanging and not any(one.is_known for one in places):
@@ -411,30 +368,9 @@ def _chain(waits: Waits, roots: Sequence[int]) -> tuple[str, ...]:
     """Who waits for whom in a call, one line for all groups of a kind; for the roots first."""
     found: dict[str, list[Wait]] = {}
     for wait in (one for each in waits.edges.values() for one in each):
-        found.setdefault(_where_of(waits.evidence, wait), []).append(wait)
+        found.setdefault(where_of(waits.evidence, wait), []).append(wait)
     near = sorted(found, key=lambda where: not {w.awaited for w in found[where]} & {*roots})
     return tuple(
-        f"{_who_waits(found[where])} for {ranks_of({w.awaited for w in found[where]})} in {where}"
+        f"{who_waits(found[where])} for {ranks_of({w.awaited for w in found[where]})} in {where}"
         for where in near[:SHOWN_WAITS]
     )
-
-
-def _where_of(evidence: Evidence, wait: Wait) -> str:
-    if wait.call is None:
-        return "an exchange between stages"
-    return f"{wait.call} of the {evidence.groups[wait.call.group].label}"
-
-
-def _wait_text(evidence: Evidence, wait: Wait) -> str:
-    return f"rank {wait.rank} waits for rank {wait.awaited} in {_where_of(evidence, wait)}"
-
-
-def ranks_of(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 1, 2 and 5`: at most eight of them."""
-    found = sorted(ranks)
-    return f"rank {found[0]}" if len(found) == 1 else f"ranks {_listed(found)}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    more = [f"{len(ranks) - 8} more"] if len(ranks) > 8 else []
-    return joined([*map(str, ranks[:8]), *more])
