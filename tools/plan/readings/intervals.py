@@ -32,8 +32,8 @@ _LESS = 1.5
 """How much less each thing of a place tells than the one before it."""
 _OTHER_DEVICE, _DOUBLED = 2.0, 0.4
 """Distance of two devices of a generation, and of twice the parameters or devices; the last thing of a
-place has 1. These, the ratio above and the number of the nearest were chosen by what intervals cover, where
-72 to 88 and 90 to 98% of each kind were wanted: of 36 choices near them the best."""
+place has 1. These, the ratio above and the number of the nearest were chosen by what intervals cover:
+of 36 choices near them the best, where 72 to 88 and 90 to 98% of each kind were wanted."""
 _FAR = _LESS**6
 """Distance of another generation: no interval is made of what is as far."""
 _ENOUGH = 20
