@@ -14,6 +14,7 @@ import numpy
 import torch
 
 from tools.records.capture import (
+    STRETCH,
     TENSORS_FILE,
     UPDATE,
     CaptureWriter,
@@ -23,9 +24,6 @@ from tools.records.capture import (
     TensorRecord,
     read_index,
 )
-
-STRETCH = 1 << 16
-"""Elements that are computed with at once."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,7 @@ def _total(tensor: torch.Tensor) -> float:
 
 
 def _stretches(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor in parts, so that what is computed of each stays in the cache.
-
-    All of a large tensor in another type is memory that the kernel clears first, which takes ten times
-    as long as the arithmetic.
-    """
+    """A tensor in parts."""
     flat = tensor.reshape(-1)
     return [flat[begin : begin + STRETCH] for begin in range(0, flat.numel(), STRETCH)]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
+from tools.hang.evidence import Evidence, RankEvidence, RecordedCall
 from tools.hang.location import place_of_a_call, place_of_departure, place_of_rank
 from tools.hang.order import (
     Departure,
@@ -121,7 +121,7 @@ def _of_graph(waits: Waits) -> Verdict:
     if len(roots) == 1 and len(roots[0]) > 1:
         return _of_circle(waits, roots[0])
     # What all ranks of a group entered is completed without them: they wait for the network.
-    held = {rank for group, call in waits.incomplete for rank in _held(waits, group, call)}
+    held = _held(waits)
     ranks = [rank for root in roots for rank in root if rank not in held]
     if ranks:
         ranks += _stuck(waits)
@@ -132,14 +132,18 @@ def _of_graph(waits: Waits) -> Verdict:
     return _of_departure(waits, left, found.sentence) if left else found
 
 
-def _held(waits: Waits, group: GroupOfRanks, call: RecordedCall) -> Iterator[int]:
-    """The ranks in which a call is not done, and that nobody waits for in it."""
-    key = call.group, call.number
-    for rank in group.ranks:
-        into = [wait.call for wait in waits.calls_into([rank]) if wait.call]
-        is_inside = key in [(c.group, c.number) for c in waits.evidence.of(rank).pending]
-        if is_inside and key not in [(c.group, c.number) for c in into]:
-            yield rank
+def _held(waits: Waits) -> set[int]:
+    """The ranks in a call that all of its group entered, and that nobody waits for in it."""
+    edges = (wait for each in waits.edges.values() for wait in each)
+    awaited = {(wait.awaited, wait.call.group, wait.call.number) for wait in edges if wait.call}
+    return {
+        rank
+        for group, call in waits.incomplete
+        for rank in group.ranks
+        if (rank, call.group, call.number) not in awaited
+        and (call.group, call.number)
+        in [(one.group, one.number) for one in waits.evidence.of(rank).pending]
+    }
 
 
 def _stuck(waits: Waits) -> list[int]:

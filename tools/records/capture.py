@@ -54,6 +54,9 @@ RECOMPUTED = "recomputed."
 """Begins the slot of what a recomputed forward pass gives, which must be what the first one gave."""
 CALLED_BY = "@"
 """Ends the slot of a module that one which it is no part of calls; that one's name follows."""
+STRETCH = 1 << 16
+"""Elements of a tensor that are computed with at once: what stays in the cache. All of a large tensor in
+another type is memory that the kernel clears first, which takes ten times as long as the arithmetic."""
 
 
 class Stage(StrEnum):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tools.records.capture import Stage
+from tools.records.capture import STRETCH, Stage
 from tools.verify.captured import Array
 
 Key = tuple[Stage, str, str]
@@ -123,10 +123,6 @@ class Compared:
         return [one for one in self.comparisons if one.differs and one.key[0] in of]
 
 
-STRETCH = 1 << 16
-"""Elements that are computed with at once."""
-
-
 def relative_error(ours: Array, reference: Array) -> float:
     """Norm of the difference over the reference's norm; of integers the share that differs.
 
@@ -147,8 +143,7 @@ def relative_error(ours: Array, reference: Array) -> float:
 def _squares(ours: Array, reference: Array) -> Array:
     """The sum of squares of the difference, and of the reference.
 
-    In parts that stay in the cache: all of a large tensor in another type is memory that the kernel
-    clears first. Not by BLAS, whose threads spin for small arrays: half of a verification's time.
+    Not by BLAS, whose threads spin for small arrays: half of a verification's time.
     """
     squares = np.zeros(2)
     for begin in range(0, reference.size, STRETCH):
