@@ -8,8 +8,9 @@ from enum import StrEnum
 
 from tools.plan.candidates import base, micro_batches, recomputes, splits, variants
 from tools.plan.memory import PRECISIONS, fullest_rank
-from tools.plan.search import Candidate, Plan, Request, are_tied, evaluate
+from tools.plan.search import Candidate, Plan, Request, evaluate
 from tools.plan.tensors import parameters_total
+from tools.plan.ties import TIED
 from tools.plan.time.cluster import route
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.plan.verdict import given_back
@@ -54,8 +55,6 @@ class StrategyFamily(StrEnum):
 
 PLAIN = (StrategyFamily.SINGLE, StrategyFamily.DATA, StrategyFamily.SHARDED_DATA)
 """What PyTorch's DDP and FSDP and DeepSpeed have too."""
-NOISE = 1.05
-"""A lead below this is less than the planner's own error."""
 
 
 def family_of(parallelism: Parallelism) -> StrategyFamily:
@@ -116,11 +115,12 @@ def no_fit_sentence(plan: Plan) -> str:
 def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
     """One sentence of numbers: where the winner's lead comes from."""
     lead = second.seconds.total - winner.seconds.total
-    if are_tied(winner, second):
+    if winner.is_tied(second):
         return (
-            f"{winner.strategy} takes {duration(winner.seconds.total)} an iteration, within noise of "
-            f"{second.strategy}'s {duration(second.seconds.total)}: of tied strategies the one with the "
-            "fewest dimensions of parallelism is taken, then the one with the least memory."
+            f"{winner.strategy} takes {duration(winner.seconds.total)} an iteration, tied with "
+            f"{second.strategy}'s {duration(second.seconds.total)}: of those within {TIED - 1:.0%} the "
+            "one with the least memory is taken, and of those alike in it the one with the fewest "
+            "dimensions of parallelism."
         )
     return (
         f"{winner.strategy} takes {duration(winner.seconds.total)} an iteration, "

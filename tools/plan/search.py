@@ -31,6 +31,7 @@ from tools.plan.candidates import (
 from tools.plan.constraints import violations
 from tools.plan.memory import PredictedMemory, fullest_rank
 from tools.plan.readings.local_readings import OwnRuns
+from tools.plan.ties import TIED, are_tied, preferred
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.flops import mfu, model_flops
 from tools.plan.time.iteration import (
@@ -51,10 +52,6 @@ SECONDS_A_DAY = 86400
 WORDS = ("dp", "tp", "sp", "cp", "pp")
 _MOST_DEVICES = 65536
 _WHOLE_TOKENS = 0.97
-TIED = 1.01
-"""Times of the fastest within which strategies are tied. Of published measurements that differ in
-strategy alone, the simplest of those predicted within 1% loses as much over the fastest measured one as
-the fastest predicted does (4.3% in the mean); within 2% it loses more."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +95,10 @@ class Candidate:
         """Name in the kit's grammar."""
         return strategy_name(self.spec.parallelism)
 
+    def is_tied(self, other: Candidate) -> bool:
+        """Whether their times differ by less than is known."""
+        return are_tied(self.seconds.total, other.seconds.total)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -107,7 +108,7 @@ class Plan:
     legal: int
     """Legal combinations, all of them considered."""
     ranked: tuple[Candidate, ...]
-    """The fastest that fit, one a strategy: the simplest of those that are tied, then the others,
+    """The fastest that fit, one a strategy: the preferred one of those that are tied, then the others,
     fastest first."""
     lightest: Candidate | None
     """The one with the least memory; where nothing fits it is the closest miss."""
@@ -122,7 +123,7 @@ class Plan:
     @property
     def tied(self) -> tuple[Candidate, ...]:
         """Others that no difference to the winner is known of."""
-        return tuple(found for found in self.ranked[1:] if are_tied(found, self.ranked[0]))
+        return tuple(found for found in self.ranked[1:] if found.is_tied(self.ranked[0]))
 
 
 def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
@@ -168,9 +169,9 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
         fitting = [_corrected(request, each) for each in sorted(fitting, key=_order)[:kept]]
         examined = [_corrected(request, each) for each in examined]
     ranked = sorted(fitting, key=_order)
-    if ranked:  # Of those tied with the fastest the simplest comes first.
-        chosen = min((each for each in ranked if are_tied(each, ranked[0])), key=_simplicity)
-        ranked = [chosen, *(each for each in ranked if each is not chosen)][:kept]
+    if ranked:
+        chosen = preferred({each.spec: (each.seconds.total, each.memory.total) for each in ranked})
+        ranked = sorted(ranked, key=lambda each: each.spec != chosen)[:kept]
     closest = evaluate(request, lightest) if lightest else None
     return Plan(request, legal, tuple(ranked), closest, tuple(examined))
 
@@ -305,21 +306,6 @@ def _count(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:
     kinds = len(recomputes(template)) * len(comm_types(template, split)) * len(shardings(split))
     bases = (base(template, split, size, Recompute.NONE) for size in sizes)
     return kinds * sum(len(virtual_stages(plain)) for plain in bases)
-
-
-def are_tied(one: Candidate, other: Candidate) -> bool:
-    """Whether two times differ by less than is known."""
-    faster, slower = sorted((one.seconds.total, other.seconds.total))
-    return slower <= TIED * faster
-
-
-def _simplicity(candidate: Candidate) -> tuple[int, int, int]:
-    """Dimensions of parallelism, a sharding that wraps modules being one; those that split the model or
-    its sequence; bytes."""
-    split = candidate.spec.parallelism
-    degrees = (split.tensor, split.context, split.pipeline, split.expert)
-    splits = sum(degree > 1 for degree in degrees) + split.sharding.wraps_modules
-    return splits + (split.data > 1), splits, candidate.memory.total
 
 
 def _order(candidate: Candidate) -> tuple[float, int, str]:

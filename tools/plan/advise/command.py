@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tools.plan.advice import (
-    NOISE,
     PLAIN,
     StrategyFamily,
     best_of_each_family,
@@ -122,7 +121,7 @@ def _is_megatron_worth_it(
         return "Yes: without splitting layers or sequences the model does not fit."
     best = min(plain, key=lambda found: found.seconds.total)
     ratio = _ratio(best, winner)
-    verdict = "Yes" if ratio > NOISE else "Hardly"
+    verdict = "Hardly" if best.is_tied(winner) else "Yes"
     return (
         f"{verdict}: without it the best is {best.strategy}, which takes {ratio:.2f} times as long."
     )
@@ -156,7 +155,7 @@ def _changes(plan: Plan, winner: Candidate) -> str:
         ranked = search(request, kept=_KEPT).ranked
         if not ranked:
             changed.append(f"with {what} nothing fits")
-        elif any(_split(one) == _split(winner) for one in ranked if _ratio(one, ranked[0]) < NOISE):
+        elif any(_split(one) == _split(winner) for one in ranked if one.is_tied(ranked[0])):
             same.append(what)
         else:
             changed.append(f"with {what}: {ranked[0].strategy}")

@@ -125,7 +125,7 @@ def _print_regrets(found: list[Choice], mixed: list[Choice], console: Console) -
     if not regrets:
         return
     console.print(
-        f"Of {len(regrets)} groups of measurements that differ in strategy alone, the fastest predicted "
+        f"Of {len(regrets)} groups of measurements that differ in strategy alone, what a plan takes "
         f"loses {mean(regrets):.1%} in the mean and {max(regrets):.1%} at worst over the fastest "
         "measured one.",
         soft_wrap=True,

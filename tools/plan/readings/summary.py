@@ -14,6 +14,7 @@ from tools.plan.readings.facts import release_of, source_facts
 from tools.plan.readings.intervals import LEVELS, Errors
 from tools.plan.readings.residual import Residual, Residuals, predicted_memory
 from tools.plan.readings.table import Refusal
+from tools.plan.ties import preferred
 from tools.plan.time.iteration import TIME_COMPONENTS, iteration_seconds
 from tools.plan.verdict import fit_of, needed_bytes
 from tools.spec.run import RunSpec
@@ -223,9 +224,11 @@ def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]
             times[item.expressed.spec].append(item.published_seconds)
         if len(times) < 2:
             continue
-        chosen = min(items, key=lambda item: item.seconds or 0.0)
+        seconds = {item.expressed.spec: item.seconds or 0.0 for item in items}
+        spec = preferred({spec: (seconds[spec], fullest_rank(spec)[1].total) for spec in seconds})
+        chosen = next(item for item in items if item.expressed.spec == spec)
         medians = {spec: statistics.median(measured) for spec, measured in times.items()}
-        regret = medians[chosen.expressed.spec] / min(medians.values()) - 1
+        regret = medians[spec] / min(medians.values()) - 1
         apart = (max(measured) / min(measured) - 1 for measured in times.values() if measured[1:])
         found.append(Choice(len(items), chosen, regret, tuple(apart)))
     return found
