@@ -16,9 +16,9 @@ import msgspec
 from rich.console import Console
 
 from tools.launch.options import Options
-from tools.plan.advice import NOISE
 from tools.plan.one_strategy import TimedStrategy, time_strategy
 from tools.plan.options import PlanOptions, plan_options
+from tools.plan.ties import TIED
 from tools.spec.errors import LaunchError
 from tools.spec.files import read_yaml
 from tools.spec.model import model_of
@@ -157,7 +157,7 @@ def verdict(found: Sequence[Predicted]) -> tuple[str, str]:
     Of methods within the planner's error of the fastest the one with the least memory is to be used.
     """
     known = [(each.seconds, each) for each in found if each.seconds is not None]
-    limit = NOISE * min(seconds for seconds, _ in known)
+    limit = TIED * min(seconds for seconds, _ in known)
     close = [each for seconds, each in known if seconds <= limit]
     lightest = min(close, key=lambda each: each.peak_bytes or 0)
     if len(close) == 1:
@@ -225,7 +225,7 @@ def _judged(shares: Mapping[str, float], is_said_to_scale: bool) -> str:
     said: dict[str, list[str]] = {}
     for name, share in shares.items():
         limits = (STUDY.scales, STUDY.poorly)
-        near = [limit for limit in limits if limit / NOISE < share < limit * NOISE]
+        near = [limit for limit in limits if limit / TIED < share < limit * TIED]
         if near:
             verdict = f"within noise of {near[0]:.0%}"
         elif STUDY.poorly <= share < STUDY.scales:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from examples.studies.zero import STUDY, Predicted, over_links, predict, scaling_table
-from tools.plan.advice import NOISE, PLAIN, StrategyFamily, best_of_each_family, family_of
+from tools.plan.advice import PLAIN, StrategyFamily, best_of_each_family, family_of
 from tools.plan.options import PlanOptions
 from tools.plan.readings.neighbours import uncertainty
 from tools.plan.search import Candidate, Request, search
+from tools.plan.ties import TIED
 from tools.plan.time.cluster import Cluster
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
@@ -116,9 +117,9 @@ class SizeRow:
         """Which is faster by more than the planner's error."""
         if self.ratio is None:
             return "the only one" if self.plain or self.split else "neither fits"
-        if self.ratio > NOISE:
+        if self.ratio > TIED:
             return "data parallel"
-        return "split" if self.ratio < 1 / NOISE else "within noise"
+        return "split" if self.ratio < 1 / TIED else "within noise"
 
     def time(self, candidate: Candidate | None) -> str:
         """Strategy and time."""

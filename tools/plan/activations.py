@@ -32,15 +32,19 @@ FP8_RECIPE_BYTES = {
 """Of an operand's element, scales included."""
 
 
-@lru_cache(maxsize=4096)
 def layer_activation_bytes(spec: RunSpec) -> int:
     """Bytes that one layer saves of one micro batch, on one rank, here or on its host.
 
     Its input always; of all else what backward does not compute again. Of whole layers that are
     computed again a checkpoint's input.
     """
+    return _layer_bytes(spec.one_layer)
+
+
+@lru_cache(maxsize=4096)
+def _layer_bytes(spec: RunSpec) -> int:
     if len(spec.shape.blocks) > 1:
-        return sum(times * layer_activation_bytes(kind) for times, kind in spec.kinds)
+        return sum(times * _layer_bytes(kind) for times, kind in spec.kinds)
     if spec.recompute.whole_layers:
         return (2 if spec.shape.blocks == MTP else 1) * residual_bytes(spec)
     again = spec.recompute.again

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tools.plan.constraints import CP_COMM_TYPES, divisors
 from tools.spec.model import ModelShape
 from tools.spec.offload import NOTHING
 from tools.spec.recompute import Recompute
+from tools.spec.replacing import replace
 from tools.spec.run import DeviceKind, RunSpec
 from tools.spec.stages import EVEN, stage_split, virtual_degrees
 from tools.spec.strategy import Batch, Parallelism, Sharding
@@ -64,18 +64,20 @@ def recomputes(template: RunSpec) -> list[Recompute]:
 
 def variants(plain: RunSpec) -> Iterator[RunSpec]:
     """A base with each number of virtual stages and each sharding."""
-    for virtual in virtual_stages(plain):
-        for sharding in shardings(plain.parallelism):
-            parallelism = replace(plain.parallelism, virtual_stages=virtual, sharding=sharding)
+    split = plain.parallelism
+    for virtual in virtual_stages(plain.shape, split, plain.batch):
+        for sharding in shardings(split):
+            parallelism = replace(split, virtual_stages=virtual, sharding=sharding)
             yield replace(plain, parallelism=parallelism)
 
 
-def virtual_stages(plain: RunSpec) -> list[int]:
+def virtual_stages(shape: ModelShape, split: Parallelism, batch: Batch) -> tuple[int, ...]:
     """Numbers of virtual stages; interleaving needs micro batches in multiples of PP."""
-    pipeline = plain.parallelism.pipeline
-    if pipeline == 1 or plain.microbatches % pipeline:
-        return [1]
-    return list(virtual_degrees(plain.stages, plain.shape.layers, pipeline))
+    microbatches = batch.global_batch_size // (batch.micro_batch_size * split.data)
+    if split.pipeline == 1 or microbatches % split.pipeline:
+        return (1,)
+    stages = stage_split(shape.layers, split.pipeline) or EVEN
+    return virtual_degrees(stages, shape.layers, split.pipeline)
 
 
 def shardings(split: Parallelism) -> list[Sharding]:

@@ -161,6 +161,7 @@ PRECISIONS = {
 20, 18 and 16 bytes a parameter. bf16 accumulates gradients in fp32 unless a flag says otherwise."""
 
 
+_USUAL_TYPES = StateTypes()
 _TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
@@ -174,7 +175,7 @@ def precision_of(spec: RunSpec) -> Precision:
     updated in fp32, whatever the flags say (`hybrid_optimizer.py`: `param_update_in_fp32`).
     """
     usual, types = PRECISIONS[spec.dtype], spec.state_types
-    if types == StateTypes() or spec.dtype != "bf16":
+    if types == _USUAL_TYPES or spec.dtype != "bf16":
         return usual
     gradients = _TYPE_BYTES[types.gradients or "fp32"]
     if not types.aware or not spec.parallelism.sharding or types.offloaded:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from math import exp, inf
 from operator import itemgetter
@@ -43,6 +43,7 @@ from tools.plan.time.iteration import (
 from tools.plan.verdict import MEMORY_RESERVE, Fit, fit_of
 from tools.spec.model import Model
 from tools.spec.recompute import Recompute
+from tools.spec.replacing import replace
 from tools.spec.run import RunSpec
 from tools.spec.stages import virtual_degrees
 from tools.spec.strategy import Batch, Parallelism, batch_for, parse_strategy, strategy_name
@@ -139,17 +140,13 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
     best: dict[Parallelism, Candidate] = {}
     examined: list[Candidate] = []
     legal, queue, lightest = _bounds(request)
-    numbers = count(len(queue))
     while queue:
         bound = heapq.heappop(queue)
         if bound.seconds > limit:
             break
         if bound.left:
-            for plain, left in _choices(request, bound):
-                stage, through = pipeline_seconds(plain, request.cluster)
-                working, ramp = plain.microbatches * stage.total, through - stage.total
-                least = working + ramp / virtual_stages(plain)[-1]
-                heapq.heappush(queue, _Bound(least, next(numbers), plain, working, ramp, left))
+            for narrower in _narrowed(request, bound):
+                heapq.heappush(queue, narrower)
             continue
         for spec in variants(bound.plain):
             if bound.working + bound.ramp / spec.parallelism.virtual_stages > limit:
@@ -224,12 +221,16 @@ def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 @dataclass(frozen=True, order=True)
 class _Bound:
-    """Least seconds of a combination without sharding and schedule."""
+    """Least seconds of combinations of one split, without sharding and schedule."""
 
     seconds: float
-    number: int
+    number: int = field(default_factory=count().__next__, init=False)
     """In the order in which they were found."""
     plain: RunSpec = field(compare=False)
+    """With the largest of the micro batches, and the first recomputation with which the smallest
+    fits."""
+    sizes: tuple[int, ...] = field(compare=False)
+    """Micro batches, smallest first."""
     working: float = field(compare=False)
     """The slowest stage's, all micro batches."""
     ramp: float = field(compare=False)
@@ -256,56 +257,61 @@ def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
         bytes_needed = fullest_rank(lightest)[1].needed
         found = min(found, (bytes_needed, lightest), key=itemgetter(0))
         if bytes_needed <= request.capacity:
-            plain = next(_fitting(request, base(template, split, sizes[0], Recompute.NONE)))
-            queue.append(_bounded_split(request, plain, len(queue)))
+            plain = _fitting(request, base(template, split, sizes[0], Recompute.NONE))
+            assert plain is not None
+            unchosen = replace(plain, cp_comm_type="") if split.context > 1 else plain
+            queue.append(_bound(request, unchosen, tuple(sizes), 3))
     heapq.heapify(queue)
     return legal, queue, found[1]
 
 
-def _bounded_split(request: Request, plain: RunSpec, number: int) -> _Bound:
-    """A bound for every micro batch from the smallest on, which `plain` has: time grows with it by less
-    than in proportion, but for whole tokens of an expert."""
-    split, batch = plain.parallelism, request.global_batch
-    whole = replace(plain, batch=Batch(batch, batch))
-    if split.context > 1:
-        whole = replace(whole, cp_comm_type="")
-    stage, through = pipeline_seconds(whole, request.cluster)
-    ramp = (through - stage.total) * plain.batch.micro_batch_size / batch
-    virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)[-1]
-    seconds = stage.total / split.data + ramp / virtual
-    return _Bound(_WHOLE_TOKENS * seconds, number, whole, 0.0, 0.0, 3)
+def _bound(request: Request, plain: RunSpec, sizes: tuple[int, ...], left: int) -> _Bound:
+    """Time grows with a micro batch by less than in proportion, but for whole tokens of an expert."""
+    plain = replace(plain, batch=Batch(sizes[-1], request.global_batch))
+    stage, through = pipeline_seconds(plain, request.cluster)
+    working = plain.microbatches * stage.total
+    ramp = (through - stage.total) * sizes[0] / sizes[-1]
+    split, share = plain.parallelism, 1.0
+    if len(sizes) > 1:
+        virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)[-1]
+        share = _WHOLE_TOKENS
+    else:
+        virtual = virtual_stages(plain.shape, split, plain.batch)[-1]
+    return _Bound(share * (working + ramp / virtual), plain, sizes, working, ramp, left)
 
 
-def _choices(request: Request, bound: _Bound) -> Iterator[tuple[RunSpec, int]]:
-    """A combination with what can be chosen next, and what is left to choose then."""
-    plain, batch = bound.plain, request.global_batch
-    context = plain.parallelism.context > 1
-    if bound.left == 3:
-        for size in micro_batches(plain.parallelism, batch):
-            yield replace(plain, batch=Batch(size, batch)), 2
-    elif bound.left == 2:
-        yield from ((chosen, int(context)) for chosen in _fitting(request, plain))
+def _narrowed(request: Request, bound: _Bound) -> Iterator[_Bound]:
+    """Bounds of what is in this one, by what can be chosen next."""
+    plain, sizes, ways = bound.plain, bound.sizes, recomputes(request.template)
+    middle = len(sizes) // 2
+    if middle:
+        yield _bound(request, plain, sizes[:middle], 3)
+        larger = replace(plain, batch=Batch(sizes[middle], request.global_batch))
+        if chosen := _fitting(request, larger):
+            yield _bound(request, chosen, sizes[middle:], 3)
+    elif bound.left > 1:
+        for recompute in ways[ways.index(plain.recompute) :]:
+            chosen = replace(plain, recompute=recompute)
+            yield _bound(request, chosen, sizes, int(plain.parallelism.context > 1))
     else:
         for comm_type in comm_types(request.template, plain.parallelism):
-            yield replace(plain, cp_comm_type=comm_type), 0
+            yield _bound(request, replace(plain, cp_comm_type=comm_type), sizes, 0)
 
 
-def _fitting(request: Request, plain: RunSpec) -> Iterator[RunSpec]:
-    """With each recomputation, from this one on, with which it can fit: each needs less memory than the
-    one before, and more time."""
-    ways, fits = recomputes(request.template), False
-    for recompute in ways[ways.index(plain.recompute) :]:
-        chosen = replace(plain, recompute=recompute)
-        fits = fits or fullest_rank(min_memory_variant(chosen))[1].needed <= request.capacity
-        if fits:
-            yield chosen
+def _fitting(request: Request, plain: RunSpec) -> RunSpec | None:
+    """With the first recomputation, from this one on, with which it can fit: each needs less memory than
+    the one before, and more time."""
+    ways = recomputes(request.template)
+    chosen = (replace(plain, recompute=way) for way in ways[ways.index(plain.recompute) :])
+    lightest = ((each, fullest_rank(min_memory_variant(each))[1]) for each in chosen)
+    return next((each for each, held in lightest if held.needed <= request.capacity), None)
 
 
 def _count(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:
     """Legal combinations of one split."""
     kinds = len(recomputes(template)) * len(comm_types(template, split)) * len(shardings(split))
-    bases = (base(template, split, size, Recompute.NONE) for size in sizes)
-    return kinds * sum(len(virtual_stages(plain)) for plain in bases)
+    batches = (Batch(size, template.batch.global_batch_size) for size in sizes)
+    return kinds * sum(len(virtual_stages(template.shape, split, batch)) for batch in batches)
 
 
 def _order(candidate: Candidate) -> tuple[float, int, str]:

@@ -161,14 +161,21 @@ def unlike_weights(spec: RunSpec, pipeline_rank: int) -> int:
     shape, last = spec.trained_shape, pipeline_rank == spec.parallelism.pipeline - 1
     held = _layers_of_kind(shape, *map(sum, _held_layers(spec, pipeline_rank)))
     kinds = [kind for count, layer in held if count for _, kind in layer.kinds]
+    if last and shape.mtp_depth:
+        kinds.append(shape.only(MTP))
+    table = spec.padded_vocabulary * shape.hidden // spec.parallelism.tensor
+    return table * last + _unlike_elements(tuple(kinds), _degrees(spec))
+
+
+@lru_cache(maxsize=256)
+def _unlike_elements(kinds: tuple[ModelShape, ...], degrees: tuple[int, int, int]) -> int:
     unlike: Counter[tuple[str, int]] = Counter()
-    for kind in (*kinds, shape.only(MTP)) if last and shape.mtp_depth else kinds:
-        tensors = _layer_tensors(kind, *_degrees(spec))
+    for kind in kinds:
+        tensors = _layer_tensors(kind, *degrees)
         unlike |= Counter(
             (one.component, one.elements) for one in tensors if one.component in _LINEAR
         )
-    table = spec.padded_vocabulary * shape.hidden // spec.parallelism.tensor
-    return table * last + sum(elements * times for (_, elements), times in unlike.items())
+    return sum(elements * times for (_, elements), times in unlike.items())
 
 
 _LINEAR = ("attention", "dense_mlp", "experts")

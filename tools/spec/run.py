@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, lru_cache
 
@@ -18,10 +18,12 @@ from tools.spec.flags import Flags, flag_words, words_of
 from tools.spec.model import MTP, Model, ModelShape, dtype_of, shape_from_flags
 from tools.spec.offload import NOTHING, Offload, offload_flags, offload_of
 from tools.spec.recompute import Recompute, recompute_flags, recompute_of
+from tools.spec.replacing import replace
 from tools.spec.stages import EVEN, StageSplit, stages_of
 from tools.spec.strategy import (
     Batch,
     Parallelism,
+    Sharding,
     parallelism_from_flags,
     strategy_flags,
     strategy_name,
@@ -321,6 +323,24 @@ class RunSpec:
     def kept(self) -> RunSpec:
         """A run that computes nothing again."""
         return replace(self, recompute=Recompute.NONE)
+
+    @cached_property
+    def one_layer(self) -> RunSpec:
+        """The same micro batch with one layer a stage, recomputed if any is, and no more data
+        parallelism than EP needs: what a layer takes and keeps depends on nothing else."""
+        own, samples = self.parallelism, self.batch.micro_batch_size
+        data = max(1, own.expert // own.context)
+        one = replace(
+            own, data=data, pipeline=self.shape.layers, virtual_stages=1, sharding=Sharding.NONE
+        )
+        return replace(
+            self,
+            parallelism=one,
+            batch=Batch(samples, samples * data),
+            recompute=Recompute.FULL if self.recompute.whole_layers else self.recompute,
+            stages=EVEN,
+            offload=NOTHING,
+        )
 
     @cached_property
     def dense(self) -> RunSpec:

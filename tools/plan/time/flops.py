@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from tools.spec.model import MAMBA, MTP, ModelShape
 from tools.spec.run import RunSpec
@@ -46,6 +47,7 @@ class TokenFlops:
         return projections + self.mlp + self.router + self.logits
 
 
+@lru_cache(maxsize=4096)
 def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
     """Forward FLOPs a token, averaged over the positions of a sequence of `seq_length`.
 

@@ -7,7 +7,7 @@ computed once: a search over pipeline and data parallelism only adds them up.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from math import log
 from operator import add, attrgetter
@@ -41,11 +41,10 @@ from tools.plan.time.offload import copies_waited_for
 from tools.plan.time.rates import DeviceRates, rates
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
-from tools.spec.offload import NOTHING
 from tools.spec.recompute import Recompute
+from tools.spec.replacing import replace
 from tools.spec.run import RunSpec
-from tools.spec.stages import EVEN
-from tools.spec.strategy import Batch, Sharding
+from tools.spec.strategy import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +186,10 @@ def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[
 
 def _stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, _Pieces]:
     """What all stages are made of, and the same where layers are not computed again."""
-    pieces = _pieces(_one_layer(spec), cluster)
+    pieces = _pieces(spec.one_layer, cluster)
     if not spec.recompute.some_layers:
         return pieces, pieces
-    return pieces, _pieces(_one_layer(spec.kept), cluster)
+    return pieces, _pieces(spec.kept.one_layer, cluster)
 
 
 def _stage(
@@ -237,22 +236,6 @@ class _Pieces:
     """Of a layer's time, that of forward: its share of the arithmetic."""
 
 
-def _one_layer(spec: RunSpec) -> RunSpec:
-    """The same micro batch with one layer a stage, recomputed if any is, and no more data parallelism
-    than EP needs."""
-    own, layers, samples = spec.parallelism, spec.shape.layers, spec.batch.micro_batch_size
-    data = max(1, own.expert // own.context)
-    one = replace(own, data=data, pipeline=layers, virtual_stages=1, sharding=Sharding.NONE)
-    return replace(
-        spec,
-        parallelism=one,
-        batch=Batch(samples, samples * data),
-        recompute=Recompute.FULL if spec.recompute.whole_layers else spec.recompute,
-        stages=EVEN,
-        offload=NOTHING,
-    )
-
-
 def _rates(spec: RunSpec, cluster: Cluster) -> DeviceRates:
     return rates(cluster, spec.dtype, spec.fp8_recipe)
 
@@ -263,14 +246,16 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
     forward = sum(times * layer.forward for times, _, layer in kinds)
     backward = sum(times * layer.backward for times, _, layer in kinds)
     layers = (seconds * times for times, seconds, _ in kinds)
-    own = spec.parallelism
-    if own.expert > 1:
+    own, shape = spec.parallelism, spec.shape
+    if own.expert > 1:  # The rest does not depend on how experts are split.
         samples, alone = spec.batch.micro_batch_size, replace(own, data=1, expert=1)
         spec = replace(spec, parallelism=alone, batch=Batch(samples, samples))
-    embedding, head, dense = _without_experts(spec, cluster)
+    embedding, head = _ends(replace(spec, recompute=Recompute.NONE, cp_comm_type="p2p"), cluster)
+    if shape.mtp_depth:
+        head += _layer(spec.joining, cluster)[0] * shape.mtp_depth
     return _Pieces(
         layer=sum(layers, start=MicroBatchSeconds()),
-        dense=dense,
+        dense=_layer(spec.dense, cluster)[0] if shape.dense_layers else MicroBatchSeconds(),
         forward_share=forward / (forward + backward) if forward else 0.0,
         embedding=embedding,
         head=head,
@@ -278,24 +263,20 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
 
 
 @lru_cache(maxsize=65536)
-def _without_experts(
-    spec: RunSpec, cluster: Cluster
-) -> tuple[MicroBatchSeconds, MicroBatchSeconds, MicroBatchSeconds]:
-    """What does not depend on how experts are split: embedding, head, and a dense layer if there is one
-    among those of experts."""
-    rate, shape = _rates(spec, cluster), spec.shape
+def _ends(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, MicroBatchSeconds]:
+    """The embedding, and the output layer with the loss."""
+    rate = _rates(spec, cluster)
     head_matmul, head_memory = head_seconds(spec, rate)
     batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST))
     embedding = _seconds(spec, cluster, embedding_collectives(spec))
     head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
     embedded = MicroBatchSeconds(0.0, 0.0, embedding_seconds(spec, rate), embedding)
-    own = MicroBatchSeconds(head_matmul, 0.0, head_memory, head + batch) + embedded * shape.depths
-    if shape.mtp_depth:
-        own += _layer(spec.joining, cluster)[0] * shape.mtp_depth
-    dense = _layer(spec.dense, cluster)[0] if shape.dense_layers else MicroBatchSeconds()
-    return embedded + MicroBatchSeconds(tensor_parallel=batch), own, dense
+    own = MicroBatchSeconds(head_matmul, 0.0, head_memory, head + batch)
+    own += embedded * spec.shape.depths
+    return embedded + MicroBatchSeconds(tensor_parallel=batch), own
 
 
+@lru_cache(maxsize=65536)
 def _layer(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, LayerSeconds]:
     """One layer, never faster than the host launches its kernels, and its arithmetic alone; where the
     host does not run ahead of the device, its time adds."""

@@ -23,9 +23,9 @@ class NoPeakError(ValueError):
     """The device has no rate for this dtype, or its host none that is known."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DeviceRates:
-    """Achieved rates of one device in one dtype."""
+    """Achieved rates of one device in one dtype; compared by identity."""
 
     flops: float
     quantised_flops: float
