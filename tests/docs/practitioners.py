@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tools.plan.advice import saved
+from tools.plan.readings.published import kit_runs
 from tools.plan.readings.reading_to_spec import RefusedError, express
 from tools.plan.readings.residual import Residual, left_out, residual
 from tools.plan.readings.table import Reading, read_readings
@@ -15,20 +16,19 @@ from tools.spec.strategy import Batch, Parallelism
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import duration
 
-QUESTIONS = (
-    *(("llama3-8b", 8, "H100", "BF16"), ("llama3-8b", 8, "H100", "FP8")),
-    *(("llama3-70b", 64, "H100", "BF16"), ("llama3-70b", 64, "H100", "FP8")),
-    *(("llama3.1-405b", 512, "H100", "BF16"), ("llama3.1-405b", 1024, "H100", "FP8")),
-    ("llama3.1-405b", 256, "GB200", "FP8"),
-    *(("deepseek-v3", 1024, "H100", "bf16"), ("deepseek-v3", 256, "GB200", "MXFP8")),
-    *(("qwen3-235b-a22b", 256, "H100", "BF16"), ("qwen3-235b-a22b", 256, "GB200", "MXFP8")),
-    *(("gpt-oss-120b", 64, "H100", "BF16"), ("gpt-oss-120b", 64, "GB200", "MXFP8")),
-    ("mixtral-8x7b", 64, "GB200", "FP8"),
-    ("gpt-176b", 384, "A100-80GB", "BF16"),
+Question = tuple[str, int, str, str, int]
+QUESTIONS: tuple[Question, ...] = (
+    *(("llama3-8b", 8, "H100", "BF16", 0), ("llama3-8b", 8, "H100", "FP8", 0)),
+    *(("llama3-70b", 64, "H100", "BF16", 0), ("llama3-70b", 64, "H100", "FP8", 0)),
+    *(("llama3.1-405b", 16384, "H100", "BF16", 8192), ("deepseek-v3", 2048, "H800", "FP8", 0)),
+    *(("qwen3-235b-a22b", 128, "GB200", "MXFP8", 0), ("gpt-oss-120b", 64, "H100", "BF16", 0)),
+    *(("llama3-8b", 32, "B200", "FP8", 131072), ("llama3.1-405b", 128, "GB200", "FP8", 0)),
+    *(("mixtral-8x7b", 16, "GH200", "BF16", 0), ("mixtral-8x7b", 64, "GB200", "FP8", 0)),
+    *(("gpt2-large", 2, "H200", "FP16", 0), ("tinyllama-1.1b", 1, "RTX4090", "BF16", 0)),
+    ("gpt3-xl-1.3b", 16, "V100-16GB", "FP16", 0),
 )
-"""Model, devices and precision as they are published."""
-SAME = 0.02
-"""Times that are closer are called the same."""
+"""Model, devices and precision as they are published; where it takes, the length
+of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,10 @@ class Answer:
         """What ours saves."""
         if self.ours.spec.parallelism == self.theirs.spec.parallelism:
             return "the same"
-        if self.ratio > 1 - SAME:
-            return "tied" if self.ratio < 1 + SAME else "theirs is outside of what is searched"
+        if self.ours.is_tied(self.theirs):
+            return "tied"
+        if self.ratio > 1:
+            return "theirs is outside of what is searched"
         return f"ours {saved(self.ours, self.theirs)}"
 
 
@@ -85,7 +87,7 @@ def layout(candidate: Candidate) -> str:
     return f"{candidate.strategy}, {spec.batch.micro_batch_size} a micro batch{again}"
 
 
-def answer(question: tuple[str, int, str, str]) -> Answer:
+def answer(question: Question) -> Answer:
     """The fastest published run of a question, and the search with its batch and its execution."""
     published = min(_predicted(question), key=_seconds_a_token)
     spec, cluster = published.expressed.spec, published.expressed.cluster
@@ -102,15 +104,17 @@ def answer(question: tuple[str, int, str, str]) -> Answer:
     return Answer(published, evaluate(request, spec), ours)
 
 
-def _predicted(question: tuple[str, int, str, str]) -> list[Residual]:
-    found = []
-    for reading in read_readings()[0]:
-        asked = (reading.model, reading.gpus, reading.gpu, reading.dtype) == question
-        if asked and _is_timed(reading):
-            try:
-                found.append(residual(left_out(express(reading), reading.source)))
-            except RefusedError:
-                continue
+def _predicted(question: Question) -> list[Residual]:
+    found, own = [], [(run.reading, run) for run in kit_runs()]
+    *asked, length = question
+    for reading, known in (*((reading, None) for reading in read_readings()[0]), *own):
+        stated = [reading.model, reading.gpus, reading.gpu, reading.dtype.upper()]
+        if stated != asked or (length and reading.seq != length) or not _is_timed(reading):
+            continue
+        try:
+            found.append(residual(left_out(known or express(reading), reading.source)))
+        except RefusedError:
+            continue
     return found
 
 

@@ -2,6 +2,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import pytest
 
 from tools.spec.replacing import replace
@@ -33,6 +34,11 @@ def test_what_was_computed_of_the_old_values_is_computed_anew() -> None:
     pair = Pair(1)
     assert pair.text == "1b"
     assert replace(pair, two="c").text == "1c"
+
+
+def test_a_default_that_a_decoded_record_leaves_to_its_class_is_kept() -> None:
+    decoded = msgspec.json.decode(b'{"one": 1}', type=Pair)
+    assert replace(decoded, one=2) == Pair(2)
 
 
 def test_a_field_that_is_not_there_is_refused() -> None:

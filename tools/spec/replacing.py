@@ -25,9 +25,9 @@ else:
         kind = type(item)
         if not hasattr(item, "__dict__"):
             return dataclasses.replace(item, **changes)
-        names, held = _names(kind), item.__dict__
-        # What a cached property has put beside the fields is left out.
-        state = {name: held[name] for name in names} | changes
+        names = _names(kind)
+        # Not `__dict__`: cached properties are in it, and defaults of a decoded record are not.
+        state = {name: getattr(item, name) for name in names} | changes
         if len(state) > len(names):
             raise TypeError(f"{kind.__name__} has no {', '.join(changes.keys() - set(names))}.")
         new = object.__new__(kind)

@@ -27,7 +27,7 @@ def predicted(method: str, seconds: float, peak: int = 1, nodes: int = 2) -> Pre
 def test_a_column_has_a_winner_or_those_within_the_planners_error() -> None:
     clear = [predicted("Baseline", 2.0), predicted("Pipeline", 1.0)]
     assert verdict(clear) == ("Pipeline", "Pipeline")
-    close = [predicted("Baseline", 1.04, peak=1), predicted("Pipeline", 1.0, peak=2)]
+    close = [predicted("Baseline", 1.02, peak=1), predicted("Pipeline", 1.0, peak=2)]
     assert verdict(close) == ("within noise: Baseline and Pipeline", "Baseline")
 
 

@@ -168,10 +168,10 @@ def test_a_run_is_no_witness_of_its_own_prediction(tmp_path: Path) -> None:
 def test_where_nothing_near_was_measured_a_time_has_no_interval() -> None:
     link = link_by_key(H200.link)
     unknown = uncertainty(
-        spec("dp2"), Cluster(device_by_key("rtx4090"), 2, 2, link, link), OwnRuns()
+        spec("dp2"), Cluster(device_by_key("rtx6000ada"), 2, 2, link, link), OwnRuns()
     )
     assert unknown.interval() is None
-    assert "No published measurement on GeForce RTX 4090 is near this" in str(unknown)
+    assert "No published measurement on RTX 6000 Ada 48 GB is near this" in str(unknown)
 
 
 def test_the_published_runs_of_the_kit_are_near_what_they_trained() -> None:

@@ -36,6 +36,8 @@ place has 1. These, the ratio above and the number of the nearest were chosen by
 of 36 choices near them the best, where 72 to 88 and 90 to 98% of each kind were wanted."""
 _FAR = _LESS**6
 """Distance of another generation: no interval is made of what is as far."""
+_STRETCHED = 2.0
+"""Of normal errors 95% are within 1.5 times the interval of 80%."""
 _ENOUGH = 20
 """Errors that an interval is made of at least."""
 _COLUMNS = ("kind", "device", "parameters_log2", "devices_log2", "source", "errors")
@@ -171,6 +173,8 @@ def public_errors() -> Errors:
 
 
 def _quantiles(errors: list[_Error]) -> dict[float, Interval]:
+    """Of so few errors the ends of the highest levels would be single ones: they are no further from the
+    median than `_STRETCHED` times those of 80%."""
     sources = Counter(error.source for error in errors)
     weighed = sorted((error.value, sources[error.source] ** -0.5) for error in errors)
     whole = sum(weight for _, weight in weighed)
@@ -180,6 +184,14 @@ def _quantiles(errors: list[_Error]) -> dict[float, Interval]:
         inside = min(1.0, (1 + level) / 2 * (count + 1) / count)
         low, high = (_quantile(weighed, side * whole) for side in (1 - inside, inside))
         found[level] = (low, high)
+    middle = _quantile(weighed, whole / 2)
+    for level in LEVELS:
+        if level > 0.80:
+            (least, most), (low, high) = (
+                (end - middle for end in found[at]) for at in (0.80, level)
+            )
+            low, high = max(low, _STRETCHED * least), min(high, _STRETCHED * most)
+            found[level] = (middle + low, middle + high)
     return found
 
 

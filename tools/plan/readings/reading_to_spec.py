@@ -68,14 +68,20 @@ class Expressed:
     def alternatives(self) -> Iterator[Expressed]:
         """The runs that it may have been, each as if all of it were stated."""
         spec, split, whole = self.spec, self.spec.parallelism, self.reading.gbs
-        sizes, degrees = [spec.batch.micro_batch_size], [split.virtual_stages]
+        sizes, layers = [spec.batch.micro_batch_size], spec.shape.layers
         if MICRO in self.unstated:
             sizes = divisors(whole // split.data, _MICRO_BATCHES) if whole else sizes
+        ways = [(split.virtual_stages, spec.stages)]
         if VIRTUAL in self.unstated:
-            degrees = list(virtual_degrees(spec.stages, spec.shape.layers, split.pipeline))
-        for size, virtual in product(sizes, degrees):
+            even = layers % split.pipeline == 0
+            degrees = range(1, -(-layers // split.pipeline) + 1)
+            if even:
+                degrees = virtual_degrees(EVEN, layers, split.pipeline)
+            ways = [(v, _stages_of_recipe(spec.shape, split.pipeline * v)) for v in degrees]
+        for size, (virtual, stages) in product(sizes, ways):
             batch = Batch(size, spec.batch.global_batch_size)
-            laid = replace(spec, batch=batch, parallelism=replace(split, virtual_stages=virtual))
+            parallelism = replace(split, virtual_stages=virtual)
+            laid = replace(spec, batch=batch, parallelism=parallelism, stages=stages)
             if virtual == 1 or laid.microbatches % split.pipeline == 0:
                 yield replace(self, spec=laid, unstated=())
 

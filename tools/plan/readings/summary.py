@@ -112,18 +112,26 @@ _KINDS = (
     "peak memory, Megatron's tests",
     "layers of several kinds",
     "BigScience, 384 A100",
+    "MLPerf, dense",
+    "Zero Bubble, 8-32 A100",
 )
 _TESTS = "NVIDIA/Megatron-LM golden values"
 _RECIPES = ("NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/dgxc-benchmarking")
 _FSDP = ("mosaicml/llm-foundry", "pytorch/torchtitan", "foundation-model-stack/fms-fsdp")
+_MLPERF = tuple(
+    f"NVIDIA/NeMo MLPerf {task}" for task in ("v4.1 gpt3", "v5.0 405b", "v5.1 405b", "v5.1 8b")
+)
+_ZERO_BUBBLE = tuple(f"Zero Bubble (arXiv:2401.10241) Table {number}" for number in (4, 6))
 _BY_SOURCE = {
     "VIA-Research/vTrain multi-node": _KINDS[0],
     "VIA-Research/vTrain single-node": _KINDS[1],
     "BigScience (Jean Zay, A100)": _KINDS[12],
     **dict.fromkeys(_FSDP, _KINDS[6]),
+    **dict.fromkeys(_MLPERF, _KINDS[13]),
+    **dict.fromkeys(_ZERO_BUBBLE, _KINDS[14]),
 }
 _BY_BYTES = {"memory_allocated_bytes": _KINDS[9], "peak_memory_allocated_bytes": _KINDS[10]}
-_NOT_FITTED = ("", _KINDS[1], *_BY_BYTES.values())
+_NOT_FITTED = ("", _KINDS[1], *_KINDS[13:], *_BY_BYTES.values())
 _DIRECT = ("step_time_s", "tokens_per_s_per_gpu")
 _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 

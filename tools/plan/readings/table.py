@@ -45,7 +45,7 @@ METRICS = (
 _LONGEST = 18
 """Digits of a whole number."""
 
-_ADDED = "added 2026-11-23"
+_ADDED = ("added 2026-11-23", "added 2026-11-26")
 """How the notes of rows end that were added after the constants had been fitted."""
 
 
@@ -95,7 +95,7 @@ class Reading:
 
     @property
     def kept_back(self) -> bool:
-        """Whether no fit uses it: one of the third kept back since 2026-11-23, or a row added that day.
+        """Whether no fit uses it: one of the third kept back since 2026-11-23, or a row added since.
 
         The third by a hash of what ran and not of its figure: all readings of a strategy are on one
         side. What was added was predicted once before anything was chosen with it in sight.
