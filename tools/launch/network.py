@@ -16,13 +16,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
+from tools.launch.supervise.interruption import end
 from tools.spec.flags import flag_words
 from tools.spec.run import DeviceKind, RunSpec
 
@@ -199,12 +200,7 @@ def _end(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
     """SIGTERM, then SIGKILL: torchrun itself would wait minutes for a failed node."""
     family = [psutil.Process(node.pid) for node in nodes if node.poll() is None]
     family += [child for parent in family for child in parent.children(recursive=True)]
-    for process in family:
-        with suppress(psutil.NoSuchProcess):
-            process.terminate()
-    for process in psutil.wait_procs(family, _GRACE_SECONDS)[1]:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+    end(lambda: family, _GRACE_SECONDS)
     for node in nodes:
         node.wait()
 

@@ -13,7 +13,7 @@ from tools.launch.compose import Launch
 from tools.launch.execute import execute
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.supervise.exit_status import outcome
-from tools.launch.supervise.warm import WarmMegatron
+from tools.launch.supervise.warm import WarmPool
 from tools.records.run import Status
 from tools.spec.errors import LaunchError
 from tools.spec.run import Backend
@@ -54,7 +54,7 @@ class Runner:
     experiment: Experiment
     launches: Mapping[Cell, Launch]
     console: Console
-    _warm: WarmMegatron | None = None
+    _warm: WarmPool = field(default_factory=WarmPool)
     _longest_seconds: dict[int, float] = field(default_factory=dict)
     """Of the runs so far, by their number of iterations."""
     _began: float = field(default_factory=time.monotonic)
@@ -71,11 +71,8 @@ class Runner:
         if self.experiment.options.slurm is not None:
             submit_missing(self.launches, self.console)
             return
-        try:
+        with self._warm:
             self._train_all()
-        finally:
-            if self._warm is not None:
-                self._warm.close()
 
     def _train_all(self) -> None:
         cells, self._began = list(self.launches), time.monotonic()
@@ -125,7 +122,7 @@ class Runner:
     def _train(self, cell: Cell, launch: Launch, title: str) -> str:
         began, folder = time.monotonic(), None
         try:
-            launch = replace(launch, warm=self._warm_for(launch))
+            launch = launch.forked(self._warm) if self.experiment.warm else launch
             ensure_start_checkpoint(launch, self.console)
             limited = replace(launch, time_limit_seconds=self.seconds_left)
             folder, status = execute(limited, launch.job.options.runs, self.console, title)
@@ -142,17 +139,6 @@ class Runner:
         elif folder:
             self._made.setdefault(cell, []).append(folder)
         return said
-
-    def _warm_for(self, launch: Launch) -> WarmMegatron | None:
-        """The process that this launch's ranks may be forked from, started for the first of its kind."""
-        if not (self.experiment.warm and launch.can_be_forked):
-            return None
-        wanted = launch.entry.path, launch.environment
-        if self._warm is None or not self._warm.serves(*wanted):
-            if self._warm is not None:
-                self._warm.close()
-            self._warm = WarmMegatron(*wanted)
-        return self._warm
 
     def _title(self, cell: Cell, launch: Launch, number: int, repeat: int) -> str:
         which = f" repeat {repeat}" if cell.repeats > 1 else ""
