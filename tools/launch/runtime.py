@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from tools.cluster.checks.docker import check_container, check_engine
 from tools.cluster.checks.network import wandb_login
-from tools.cluster.checks.result import ask, image_tag
+from tools.cluster.checks.result import ask, image_tag, refusals
 from tools.cluster.container import docker
 from tools.cluster.container.image import ImagePair, find_pair
 from tools.launch.devices import visible_gpus
@@ -83,7 +84,9 @@ def host_runtime() -> Runtime:
 
 def docker_runtime(pair: ImagePair, *needed: str) -> Runtime:
     """A container of a pair's image, with `needed` variables besides those that training is given."""
-    container = docker.Container(pair.name, _caller(), inherited=docker.inherited_names(*needed))
+    # A dry run needs no engine, and a real one is refused by the preflight.
+    user, names = docker.caller(check_engine()[1]), docker.inherited_names(*needed)
+    container = docker.Container(pair.name, user, inherited=names)
     return Runtime(RuntimeName.DOCKER, True, True, pair, container)
 
 
@@ -91,11 +94,8 @@ def default_runtime() -> RuntimeName:
     """Docker where an NVIDIA GPU is and an engine that can give it to containers; else the host."""
     if inside_container() or not visible_gpus():
         return RuntimeName.HOST
-    try:
-        usable = docker.ask_engine().has_nvidia_runtime
-    except LaunchError:
-        usable = False
-    return RuntimeName.DOCKER if usable else RuntimeName.HOST
+    engine = check_engine()[1]
+    return RuntimeName.DOCKER if engine and engine.has_nvidia_runtime else RuntimeName.HOST
 
 
 def inside_container() -> bool:
@@ -111,13 +111,6 @@ def transformer_engine_imports() -> bool:
         return False
     command = [sys.executable, "-c", "import transformer_engine.pytorch"]
     return ask(command, IMPORT_SECONDS).good
-
-
-def _caller() -> str:
-    try:
-        return docker.caller(docker.ask_engine())
-    except LaunchError:  # A dry run needs no engine, and a real one is refused by the preflight.
-        return docker.caller()
 
 
 def prepare(words: Sequence[str], options: Options, target: str) -> int:
@@ -167,7 +160,8 @@ def run_module(words: Sequence[str], options: Options, text: str = "") -> int:
         _check_input(text)
     if in_docker:
         pair = find_pair(options.image)
-        docker.check_container(pair.name, pair.ngc_tag, gpus=False)
+        if problems := refusals(check_container(pair.name, pair.ngc_tag, gpus=False)):
+            raise LaunchError(problems[0])
     if options.dry_run:
         return 0
     try:
