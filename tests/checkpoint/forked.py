@@ -14,6 +14,7 @@ from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.resume import resume
 from tools.launch.supervise.warm import WarmPool
+from tools.launch.target import start
 
 
 class Runs:
@@ -26,7 +27,7 @@ class Runs:
     def train(self, target: str, **options: Any) -> Path:
         """The folder of a run that ended well."""
         job = parse_target(target).under(replace(Options(runs=self.folder), **options))
-        return self._new(training.train(job, self._console))
+        return self._new(start(job, self._console))
 
     def resume(self, run: Path, strategy: str, ckpt: Path, iterations: int) -> Path:
         """As 'make resume RUN= STRATEGY= CKPT= ITERS='."""

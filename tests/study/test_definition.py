@@ -5,11 +5,11 @@ import pytest
 
 from tools.cli.main import from_make
 from tools.launch.options import Options, options_from_texts
+from tools.launch.train import compose_job
 from tools.spec.run import DeviceKind
 from tools.study import load
 from tools.study.commands import output_of
 from tools.study.definition import FOLDER
-from tools.study.engine import compose_cell
 from tools.study.load import load_experiment
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -32,7 +32,7 @@ def test_a_default_gives_way_to_the_callers_variable_and_a_fixed_setting_does_no
 
 def test_the_demo_is_the_same_work_for_every_strategy() -> None:
     demo = load_experiment("demo", Options(data="owt-ds/any"))
-    launches = [compose_cell(cell) for cell in demo.cells]
+    launches = [compose_job(cell.job) for cell in demo.cells]
     assert {launch.spec.batch for launch in launches} == {launches[0].spec.batch}
     assert [launch.devices for launch in launches] == [1, 2, 2, 2, 2, 2]
     assert {launch.spec.device for launch in launches} == {DeviceKind.CPU}

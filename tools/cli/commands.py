@@ -322,7 +322,7 @@ INTERNAL = (
         (_meaning(v.RUN, "a run folder or a target (the newest run)", option="RUN"), _RUNS)),
     Command("idle", "tools.launch.stop:refuse_running", "refuse while a run is on, for clean",
         (_RUNS,)),
-    Command("module", "tools.launch.runtime:module", "a module of the kit, where RUNTIME= says",
+    Command("module", "tools.launch.runtime:run_module", "a module of the kit, where RUNTIME= says",
         _CONTAINER),
 )
 """What scripts, the Makefile and those who write the kit's pages call."""

@@ -19,7 +19,6 @@ from tools.checkpoint.contents import read_contents
 from tools.launch.checkpoints import select_checkpoint
 from tools.launch.compose import Launch, ResumePoint, compose, entry_of, model_for
 from tools.launch.job import Job
-from tools.launch.multi_node import train_share
 from tools.launch.network import link_of
 from tools.launch.options import Options, Saving, read_patch_file
 from tools.launch.preflight import check
@@ -89,8 +88,7 @@ def resume(
             held.close()
         there = replace(launch.job.options, run_folder=run if own_folder else None)
         launch = replace(launch, job=launch.job.under(there))
-        once = train_once if launch.nodes is None else train_share
-        return 0 if once(launch, console, launch.spec.name) else 1
+        return 0 if train_once(launch, console, launch.spec.name) else 1
 
 
 def relaunch(

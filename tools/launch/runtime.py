@@ -44,13 +44,15 @@ ON_HOST = Runtime()
 def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
     """The runtime that RUNTIME= names or that fits the machine; the preflight checks that it works.
 
-    CPU ranks need no image: they run on the host unless RUNTIME=docker asks for one.
+    CPU ranks need no image: they run on the host unless RUNTIME=docker asks for one. What Slurm starts
+    finds its runtime there.
 
     Raises:
         LaunchError: IMAGE= names no pair, or MEGATRON_LM= a checkout that the image cannot see.
     """
     on_cpu = device is DeviceKind.CPU
-    if on_cpu and (image_tag() or options.runtime is not RuntimeName.DOCKER):
+    is_plain = on_cpu and (image_tag() or options.runtime is not RuntimeName.DOCKER)
+    if is_plain or options.slurm is not None:
         return ON_HOST
     if image_tag() or (options.runtime or default_runtime()) is RuntimeName.HOST:
         return host_runtime()
@@ -130,13 +132,8 @@ def prepare_own(given: Namespace, options: Options) -> int:
     return run_module(("tools.preprocess", *flags), options, given.input)
 
 
-def module(words: Sequence[str], options: Options) -> int:
-    """A module of the kit and its arguments; as `run_module`."""
-    return run_module(words, options)
-
-
-def module_arguments(parser: ArgumentParser) -> None:
-    """Its name and arguments."""
+def run_module_arguments(parser: ArgumentParser) -> None:
+    """A module's name and its arguments."""
     parser.add_argument("words", nargs=REMAINDER)
 
 

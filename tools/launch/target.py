@@ -10,13 +10,11 @@ from rich.console import Console
 
 from tools.launch.data import make_samples
 from tools.launch.job import Job, parse_devices, parse_target
-from tools.launch.multi_node import train_share
 from tools.launch.options import Options
 from tools.launch.resume import resume_if_saved
 from tools.launch.run_folder import only_attempt
-from tools.launch.runtime import ON_HOST
 from tools.launch.submit import submit
-from tools.launch.train import announce, compose_job, titles, train, train_composed
+from tools.launch.train import compose_job, train_composed
 from tools.spec import variables
 from tools.spec.files import ROOT
 from tools.spec.model import load_model
@@ -59,10 +57,7 @@ def start(job: Job, console: Console) -> int:
     Raises:
         LaunchError: The run cannot work here; nothing was written.
     """
-    options = job.options
-    if options.slurm is None and options.nodes is None and options.run_folder is None:
-        return train(job, console)
-    launch = compose_job(job, ON_HOST if options.slurm else None)
+    options, launch = job.options, compose_job(job)
     if not options.dry_run:
         make_samples([launch], console)
     if options.slurm is not None:
@@ -70,7 +65,4 @@ def start(job: Job, console: Console) -> int:
     with only_attempt(options.run_folder, options.nodes):
         if options.run_folder is not None:  # A job's; Slurm may have requeued it.
             launch = resume_if_saved(launch, options.run_folder)
-        if launch.nodes is None or options.dry_run:
-            return train_composed(launch, console)
-        announce(launch, console)
-        return 0 if all(train_share(launch, console, title) for title in titles(job)) else 1
+        return train_composed(launch, console)

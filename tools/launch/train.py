@@ -12,9 +12,9 @@ from rich.console import Console
 from megatron_patches.context import is_known
 from tools.launch.backends import for_backend
 from tools.launch.compose import Launch, compose
-from tools.launch.data import make_samples
 from tools.launch.execute import execute
 from tools.launch.job import Job, make_command
+from tools.launch.multi_node import train_share
 from tools.launch.preflight import check
 from tools.launch.runtime import Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
@@ -48,26 +48,24 @@ _OF_VERIFY = {
 """What a verification must be given as well to train the same."""
 
 
-def train(job: Job, console: Console) -> int:
-    """Compose, check, train on this machine; return the exit code.
+def train_composed(launch: Launch, console: Console) -> int:
+    """Check and train a launch whose data are there, or this node's share of it; the exit code.
 
     Raises:
         LaunchError: The run cannot work here; nothing was written.
     """
-    launch = compose_job(job)
-    if not job.options.dry_run:
-        make_samples([launch], console)
-    return train_composed(launch, console)
-
-
-def train_composed(launch: Launch, console: Console) -> int:
-    """Check and train a launch whose data are there; as `train`."""
-    if launch.job.options.dry_run:
+    job, repeats = launch.job, launch.job.options.repeats
+    if job.options.dry_run:
         return dry_run(launch)
-    check(launch)
-    ensure_start_checkpoint(launch, console)
-    announce(launch, console)
-    return 0 if all(train_once(launch, console, title) for title in titles(launch.job)) else 1
+    if launch.nodes is None:  # Else each node reports to the others what stops it.
+        check(launch)
+        ensure_start_checkpoint(launch, console)
+    console.print(f"{job.target}: {describe(launch)}", highlight=False)
+    for sentence in differences(launch):
+        console.print(sentence, style="yellow", highlight=False)
+    numbers = [f" {number}" for number in range(1, repeats + 1)] if repeats > 1 else [""]
+    titles = (f"{job.strategy}{number}" for number in numbers)
+    return 0 if all(train_once(launch, console, title) for title in titles) else 1
 
 
 def dry_run(launch: Launch) -> int:
@@ -83,27 +81,15 @@ def dry_run(launch: Launch) -> int:
     said = (other_vocabulary(launch), _schedule_of_another_length(launch), _unknown(launch))
     for sentence in filter(None, said):
         print(f"# {sentence}", flush=True)
-    check(launch, data_is_to_come=True)
+    check(launch)
     return 0
 
 
-def announce(launch: Launch, console: Console) -> None:
-    """Say what is about to run, and how it differs from what it names."""
-    console.print(f"{launch.job.target}: {describe(launch)}", highlight=False)
-    for sentence in differences(launch):
-        console.print(sentence, style="yellow", highlight=False)
-
-
-def titles(job: Job) -> tuple[str, ...]:
-    """What each of its repeats is called while it runs."""
-    repeats = job.options.repeats
-    numbers = range(1, repeats + 1)
-    return tuple(job.strategy if repeats == 1 else f"{job.strategy} {number}" for number in numbers)
-
-
 def train_once(launch: Launch, console: Console, title: str) -> bool:
-    """Train a checked launch on this machine; True if the run ended `ok`."""
+    """Train a checked launch on this machine, or this node's share; True if the run ended `ok`."""
     options = launch.job.options
+    if launch.nodes is not None:
+        return train_share(launch, console, title)
     folder, status = execute(launch, options.runs, console, title, folder=options.run_folder)
     console.print(outcome(folder, status), highlight=False)
     if status.status is Status.OK:

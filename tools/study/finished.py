@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -27,19 +26,14 @@ ON_THE_WAY = ("queued", "running", Status.OK.value)
 """States of runs that need not be submitted again."""
 
 
-def finished_run(launch: Launch, runs: Path) -> Path | None:
-    """The newest run that did exactly this, here, and ended well."""
-    return next(iter(finished_runs(launch, runs)), None)
-
-
-def finished_runs(launch: Launch, runs: Path) -> list[Path]:
-    """All of them, newest first.
+def finished_runs(launch: Launch) -> list[Path]:
+    """Runs that did exactly this, here, and ended well, newest first.
 
     A run that was resumed in its own folder counts if each attempt was made here and asked for the
     same: its losses are an undisturbed run's, and its times leave out the first lines after a start.
     """
-    folders = _folders_like(launch, runs)
-    wanted = identity_here(launch, runs) if folders else None
+    folders = _folders_like(launch)
+    wanted = identity_here(launch, launch.job.options.runs) if folders else None
     return [folder for folder in folders if wanted and _is_same(folder, wanted)]
 
 
@@ -66,14 +60,10 @@ def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
         nodes = slurm.nodes if launch.devices % slurm.nodes == 0 else 1
         wanted = cell.repeats - len(_in_state(ON_THE_WAY, seen, launch))
         if wanted > 0:
-            spread = over_nodes(launch, replace(slurm, nodes=nodes))
+            spread = over_nodes(launch, nodes)
             groups.setdefault(launch.job.place, []).extend([spread] * wanted)
     for place, each in groups.items():
-        options, shared = each[0].job.options, each[0].nodes
-        assert options.slurm is not None
-        assert shared is not None
-        own = replace(options, slurm=replace(options.slurm, nodes=shared.count))
-        submit_array(f"sweep-{place}", each, own, console)
+        submit_array(f"sweep-{place}", each, console)
 
 
 def finished_in_slurm(launch: Launch) -> list[Path]:
@@ -85,7 +75,7 @@ def finished_in_slurm(launch: Launch) -> list[Path]:
 def _in_state(states: Container[str], seen: Mapping[str, str], launch: Launch) -> list[Path]:
     return [
         folder
-        for folder in _folders_like(launch, launch.job.options.runs)
+        for folder in _folders_like(launch)
         if seen.get(folder.name, "") in states and _was_submitted(folder, launch)
     ]
 
@@ -104,19 +94,19 @@ def _was_submitted(folder: Path, launch: Launch) -> bool:
         alike = len({identity_of(attempt).computed for attempt in _attempts_of(folder)}) == 1
     except (OSError, ValueError):
         return False
-    same_image = job.image == image_asked(launch.spec.device, launch.job.options)
+    same_image = job.image == image_asked(launch)
     same_work = identity_of(asked).computed == computed_by(launch)
     return alike and same_work and asked.entry == launch.entry and same_image
 
 
-def _folders_like(launch: Launch, runs: Path) -> list[Path]:
+def _folders_like(launch: Launch) -> list[Path]:
     """Run folders of this model and number of devices, newest first, whatever their strategy's name.
 
     A strategy has several names (`zero1` over two ranks is `dp2-zero1`); what was trained says the
     specification in `run.json`.
     """
     pattern = f"2*-{launch.model.name}-{launch.devices}{launch.spec.device}"
-    return sorted(runs.glob(pattern), reverse=True)
+    return sorted(launch.job.options.runs.glob(pattern), reverse=True)
 
 
 def _attempts_of(folder: Path) -> list[RunRecord]:

@@ -115,8 +115,8 @@ class Runner:
     def _taken(self, cell: Cell, launch: Launch) -> Sequence[Path]:
         if not self.experiment.takes_finished:
             return []
-        options = launch.job.options
-        found = finished_in_slurm(launch) if options.slurm else finished_runs(launch, options.runs)
+        in_slurm = launch.job.options.slurm is not None
+        found = finished_in_slurm(launch) if in_slurm else finished_runs(launch)
         return found[: cell.repeats]
 
     def _train(self, cell: Cell, launch: Launch, title: str) -> str:

@@ -141,7 +141,7 @@ def carried_out(
         say(console, sentence, "yellow")
     make_samples(launches, console)
     for launch in launches:
-        check(launch, may_drop=True)  # `pairs` refuses those that drop others.
+        check(launch)
     results = folder / VERIFY_FOLDER / pair.job.name
 
     def trained(part: str, launch: Launch) -> str:
