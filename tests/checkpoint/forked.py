@@ -14,7 +14,7 @@ from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.resume import resume
 from tools.launch.supervise.warm import WarmPool
-from tools.launch.target import start
+from tools.launch.train import start
 
 
 class Runs:

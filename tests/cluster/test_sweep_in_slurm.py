@@ -24,7 +24,7 @@ from tools.spec.errors import LaunchError
 from tools.spec.flags import drop_flags
 from tools.spec.run import RuntimeName
 from tools.study.engine import run_experiment
-from tools.study.finished import finished_in_slurm
+from tools.study.runner import finished_in_slurm
 from tools.study.tables.sweep import OUTPUT
 
 START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng")

@@ -11,8 +11,7 @@ from tools.launch.compose import DEFAULT_DATA
 from tools.launch.data import make_samples
 from tools.launch.job import parse_target
 from tools.launch.options import Options
-from tools.launch.target import start
-from tools.launch.train import compose_job
+from tools.launch.train import compose_job, start
 from tools.spec.errors import LaunchError
 from tools.spec.run import DeviceKind
 

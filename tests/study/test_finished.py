@@ -10,7 +10,7 @@ from tools.launch.train import compose_job
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
-from tools.study.finished import finished_runs
+from tools.study.runner import finished_runs
 
 
 @pytest.mark.parametrize(

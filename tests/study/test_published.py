@@ -23,8 +23,8 @@ from tools.spec.run import RuntimeName
 from tools.spec.strategy import NAMED
 from tools.study import runner as runner_module
 from tools.study.commands import run_named
-from tools.study.finished import finished_runs
 from tools.study.load import load_experiment
+from tools.study.runner import finished_runs
 from tools.study.tables.published import announce_published
 
 

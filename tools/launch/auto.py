@@ -19,7 +19,7 @@ from tools.launch.flags import runtime_flags
 from tools.launch.job import Job, parse_target
 from tools.launch.options import Options
 from tools.launch.runtime import choose_runtime
-from tools.launch.target import start
+from tools.launch.train import start
 from tools.plan.calibration import calibration_of
 from tools.plan.readings.local_readings import OwnRuns, own_runs
 from tools.plan.readings.neighbours import uncertainty

@@ -25,7 +25,6 @@ from tools.launch.preflight import check
 from tools.launch.run_folder import only_attempt, read_named_run
 from tools.launch.runtime import choose_runtime
 from tools.launch.train import describe, dry_run, train_once
-from tools.records.checkpoints import find_checkpoints
 from tools.records.run import CHECKPOINTS_FOLDER, RunRecord
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, from_root
@@ -178,28 +177,6 @@ def relaunch(
         start_checkpoint=start,
         environment=kept,
         resume_point=resume_point,
-    )
-
-
-def resume_if_saved(launch: Launch, folder: Path) -> Launch:
-    """A launch for a folder that an earlier attempt of the same run may have left checkpoints in.
-
-    A job that is put back into its queue starts with the same arguments: it resumes from the newest
-    valid checkpoint, and begins where there is none.
-
-    Raises:
-        LaunchError: There are checkpoints, and none is valid.
-    """
-    stored = folder / CHECKPOINTS_FOLDER
-    if not any(checkpoint.is_finished for checkpoint in find_checkpoints(stored)):
-        return launch
-    iteration = select_checkpoint(folder).checkpoint.iteration
-    if iteration >= launch.iterations:
-        raise LaunchError(f"{folder.name} has already reached iteration {iteration}.")
-    return replace(
-        launch,
-        flags=drop_flags(launch.flags, of_role("start")),
-        resume_point=ResumePoint(folder.name, stored, iteration),
     )
 
 

@@ -11,7 +11,7 @@ from tools.spec.errors import LaunchError
 from tools.spec.published import MAIN_SOURCE, load_published
 from tools.study.definition import Experiment
 from tools.study.engine import Output, Study
-from tools.study.finished import finished_runs
+from tools.study.runner import finished_runs
 from tools.text.terminal import say
 from tools.text.units import MIB
 
