@@ -97,7 +97,7 @@ def test_a_list_is_an_axis_of_fields_and_of_settings_alike(folder: Path) -> None
 
 def test_the_readme_explains_every_key_and_names_every_file() -> None:
     text = (FOLDER / "README.md").read_text()
-    for key in load._ExperimentFile.__struct_fields__:
+    for key in load.ExperimentFile.__struct_fields__:
         assert f"`{key}`" in text
     for name in NAMES:
         assert f"`{name}.yaml`" in text

@@ -23,8 +23,8 @@ from types import FrameType
 
 import psutil
 
+from tools.cluster.nodes import Nodes
 from tools.launch.supervise.interruption import end
-from tools.spec.flags import flag_words
 from tools.spec.run import DeviceKind, RunSpec
 
 NODES = 2
@@ -33,7 +33,6 @@ FASTEST_BITS_PER_SECOND = 10e9
 
 _RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[mg])bps", re.IGNORECASE)
 _UNIT_BITS = {"m": 10**6, "g": 10**9}
-_PORT = 29500
 _CONGESTION_CONTROL = "reno"
 """Fills a link that loses nothing, and every namespace may choose it. A machine's own choice may pace
 and probe, as bbr does, which slows the first megabytes after a pause and stops every ten seconds."""
@@ -170,16 +169,9 @@ def _bucket(rate: LinkRate) -> tuple[str, ...]:
 
 
 def _node(side: Side, sides: Sequence[Side], ranks: int, program: Sequence[str]) -> tuple[str, ...]:
-    flags = {
-        "--nnodes": NODES,
-        "--node-rank": side.rank,
-        "--nproc-per-node": ranks // NODES,
-        "--master-addr": sides[0].address,
-        "--master-port": _PORT,
-    }
+    flags = Nodes(NODES, side.rank, sides[0].address).torchrun_flags(ranks // NODES)
     inside = ("ip", "netns", "exec", side.namespace)
-    torchrun = (sys.executable, "-m", "torch.distributed.run")
-    return (*inside, *torchrun, *flag_words(flags), *program)
+    return (*inside, sys.executable, "-m", "torch.distributed.run", *flags, *program)
 
 
 def _environment(side: Side) -> dict[str, str]:

@@ -61,7 +61,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_request: bool = False
 
 
-class _ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file's keys; `examples/experiments/README.md` explains them."""
 
     report: str
@@ -107,7 +107,7 @@ def load_experiment(
     Raises:
         LaunchError: There is none of this name, or its file holds what is not known.
     """
-    return _Loader(name, _read(name), options, model, trained, only).experiment({})
+    return _Loader(name, experiment_file(name), options, model, trained, only).experiment({})
 
 
 def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experiment:
@@ -126,7 +126,7 @@ def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experime
     """
     if not _NAME.fullmatch(name):
         raise LaunchError(f"NAME: {name} is not a folder's name.")
-    own = _read(name) if (FOLDER / f"{name}.yaml").is_file() else None
+    own = experiment_file(name) if (FOLDER / f"{name}.yaml").is_file() else None
     names = [path.stem for path in FOLDER.glob("*.yaml")]
     near = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)
     if own is None and near and not any(axes.values()):  # It would train the default axes.
@@ -134,7 +134,7 @@ def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experime
             f"NAME={name} is no file of examples/experiments, but nearly {near[0]}.yaml; use "
             f"NAME={near[0]}, or say what to sweep: MODELS=, STRATEGIES=, BACKENDS=, DEVICES=."
         )
-    file = own if own and own.table == SWEEP else _read(SWEEP)
+    file = own if own and own.table == SWEEP else experiment_file(SWEEP)
     given = {
         field: list(dict.fromkeys(words.replace(",", " ").split()))
         for axis, field in AXES.items()
@@ -148,12 +148,17 @@ def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experime
     return replace(_Loader(name, file, options).experiment(given), report=name)
 
 
-def _read(name: str) -> _ExperimentFile:
+def experiment_file(name: str) -> ExperimentFile:
+    """A file's keys.
+
+    Raises:
+        LaunchError: There is none of this name, or it holds what is not known.
+    """
     path = FOLDER / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.yaml")))
         raise LaunchError(f"There is no experiment '{name}'; there are {known}.")
-    return _as(_ExperimentFile, read_yaml(path), name)
+    return _as(ExperimentFile, read_yaml(path), name)
 
 
 def _as[T](kind: type[T], data: object, name: str) -> T:
@@ -169,7 +174,7 @@ class _Loader:
     """One file under one caller's variables."""
 
     name: str
-    file: _ExperimentFile
+    file: ExperimentFile
     options: Options
     model: str | None = None
     trained: Job | None = None
