@@ -19,7 +19,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 def test_every_experiment_can_be_read_and_its_table_is_known(name: str) -> None:
     experiment = load_experiment(name, Options())
     assert experiment.cells
-    assert output_of(experiment.table)
+    assert output_of(experiment.file.table)
 
 
 def test_a_default_gives_way_to_the_callers_variable_and_a_fixed_setting_does_not() -> None:

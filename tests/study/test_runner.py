@@ -14,7 +14,7 @@ from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.spec.errors import LaunchError
 from tools.study import runner as module
-from tools.study.definition import Cell, Experiment
+from tools.study.definition import Cell, Experiment, ExperimentFile
 from tools.study.runner import Runner
 
 
@@ -53,7 +53,8 @@ def options(sample_prefix: Path, tmp_path: Path) -> Options:
 
 
 def runner(cells: Sequence[Cell], takes_finished: bool = False) -> Runner:
-    experiment = Experiment("r", tuple(cells), takes_finished=takes_finished)
+    file = ExperimentFile(report="r", cells=[], takes_finished=takes_finished)
+    experiment = Experiment("r", tuple(cells), file)
     return Runner(experiment, {one: compose_job(one.job) for one in cells}, Console(quiet=True))
 
 

@@ -62,7 +62,7 @@ def sweep_of_axes(given: Namespace, options: Options, console: Console) -> int:
 
 
 def _run(experiment: Experiment, console: Console) -> int:
-    return run_experiment(experiment, output_of(experiment.table), console)
+    return run_experiment(experiment, output_of(experiment.file.table), console)
 
 
 def report_of(study: Study) -> int:

@@ -148,10 +148,10 @@ def run_experiment(
         output.before(experiment)
     planned, dry_run = _composed(experiment, console), experiment.options.dry_run
     # What refuses as a whole shows its commands first, then why it would.
-    if dry_run and not experiment.skips_illegal:
+    if dry_run and not experiment.file.skips_illegal:
         print(output.shown(planned), flush=True)
     planned = _checked(planned, experiment)
-    if dry_run and experiment.skips_illegal:
+    if dry_run and experiment.file.skips_illegal:
         print(output.shown(planned), flush=True)
     if dry_run:
         return 0
@@ -176,10 +176,10 @@ def _composed(experiment: Experiment, console: Console) -> Planned:
 
     def compose(cell: Cell) -> Launch:
         launch = compose_job(cell.job, runtime(cell.job.device))
-        return replace(launch, environment={**launch.environment, **experiment.environment})
+        return replace(launch, environment={**launch.environment, **experiment.file.environment})
 
     launches, problems = _tried(compose, experiment.cells)
-    if problems and not experiment.skips_illegal:
+    if problems and not experiment.file.skips_illegal:
         raise next(iter(problems.values()))
     if not experiment.options.dry_run:
         make_samples(tuple(launches.values()), console)
@@ -198,12 +198,12 @@ def _checked(planned: Planned, experiment: Experiment) -> Planned:
         return planned.launches[cell]
 
     launches, problems = _tried(look_at, planned.launches)
-    if problems and not experiment.skips_illegal:
+    if problems and not experiment.file.skips_illegal:
         # Cells lack the same thing in other words: the number of GPUs, the target instead.
         once: dict[str, str] = {}
         for line in "\n".join(map(str, problems.values())).splitlines():
             once.setdefault(line.partition(";")[0].lstrip("0123456789"), line)
-        raise LaunchError("\n".join(filter(None, (*once.values(), experiment.instead))))
+        raise LaunchError("\n".join(filter(None, (*once.values(), experiment.file.instead))))
     said = {**planned.skipped, **{cell: str(error) for cell, error in problems.items()}}
     rules = {cell: " ".join(said[cell].split()) for cell in experiment.cells if cell in said}
     return Planned(launches, rules)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
 from functools import cached_property
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -28,7 +28,14 @@ from tools.spec.files import ROOT, read_yaml
 from tools.spec.model import Model, load_model
 from tools.spec.run import Backend, DeviceKind, OptimizerName
 from tools.spec.strategy import devices_of
-from tools.study.definition import FOLDER, SWEEP, Cell, Experiment
+from tools.study.definition import (
+    FOLDER,
+    SWEEP,
+    Cell,
+    Experiment,
+    ExperimentFile,
+    VariableValue,
+)
 
 AXES = {"MODELS": "model", "DEVICES": "devices", "STRATEGIES": "strategy", "BACKENDS": "backend"}
 """The caller's axes, and the fields of a cell for which they count; the last one is the fastest."""
@@ -36,9 +43,6 @@ AXES = {"MODELS": "model", "DEVICES": "devices", "STRATEGIES": "strategy", "BACK
 _NEAR = 0.8
 """Likeness of a mistyped name: `siz` and `size` have 0.86."""
 _NAME = re.compile(r"\w[\w.-]*")
-
-VariableValue = str | int | float | bool
-"""A make variable's value, as YAML has it."""
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,37 +63,6 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repeats: int | None = None
     needs: str = ""
     on_request: bool = False
-
-
-class ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file's keys; `examples/experiments/README.md` explains them."""
-
-    report: str
-    cells: list[str | dict[str, Any]]
-    model: str = ""
-    device: Literal["cpu", "gpu", "any"] = "any"
-    devices: int = 2
-    batch: Literal["strategy", "model", "model_each_rank"] = "strategy"
-    defaults: dict[str, VariableValue] = {}
-    on_cpu: dict[str, VariableValue] = {}
-    on_gpu: dict[str, VariableValue] = {}
-    on_models: dict[str, dict[str, VariableValue]] = {}
-    fixed: dict[str, VariableValue] = {}
-    bases: dict[str, dict[str, VariableValue]] = {}
-    environment: dict[str, str] = {}
-    warm: bool = False
-    budget_seconds: float | None = None
-    evaluation_batches: int | None = None
-    repeats: int = 1
-    repeats_change_seed: bool = False
-    apart: bool = False
-    takes_finished: bool = False
-    skips_illegal: bool = False
-    table: str = ""
-    page: str = ""
-    sentences: dict[str, str] = {}
-    instead: str = ""
-    packages: dict[str, str] = {}
 
 
 def load_experiment(
@@ -200,13 +173,8 @@ class _Loader:
         return Experiment(
             report=file.report.format(model=cells[0].job.model.name),
             cells=cells,
-            table=file.table,
-            takes_finished=file.takes_finished,
-            skips_illegal=file.skips_illegal,
-            instead=file.instead,
-            warm=file.warm,
+            file=file,
             budget_seconds=file.budget_seconds,
-            environment=file.environment,
             left_out=tuple(file.packages[package] for package in sorted(lacking)),
         )
 

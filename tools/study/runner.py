@@ -114,7 +114,7 @@ class Runner:
 
     def results(self) -> list[CellResult]:
         """One a cell, in order."""
-        found, takes = [], self.experiment.takes_finished
+        found, takes = [], self.experiment.file.takes_finished
         for cell, launch in self.launches.items():
             runs = self._taken(cell, launch) if takes else self._made.get(cell, [])[::-1]
             failure, folder = self._failed.get(cell, ("", None))
@@ -123,7 +123,7 @@ class Runner:
         return found
 
     def _taken(self, cell: Cell, launch: Launch) -> Sequence[Path]:
-        if not self.experiment.takes_finished:
+        if not self.experiment.file.takes_finished:
             return []
         in_slurm = launch.job.options.slurm is not None
         found = finished_in_slurm(launch) if in_slurm else finished_runs(launch)
@@ -132,7 +132,7 @@ class Runner:
     def _train(self, cell: Cell, launch: Launch, title: str) -> str:
         began, folder = time.monotonic(), None
         try:
-            launch = launch.forked(self._warm) if self.experiment.warm else launch
+            launch = launch.forked(self._warm) if self.experiment.file.warm else launch
             ensure_start_checkpoint(launch, self.console)
             limited = replace(launch, time_limit_seconds=self.seconds_left)
             folder, status = execute(limited, launch.job.options.runs, self.console, title)
@@ -155,7 +155,7 @@ class Runner:
         other = launch.spec.backend != Backend.MEGATRON
         short = f"{launch.spec.backend} {cell.job.strategy}" if other else cell.job.strategy
         # Cells of axes differ in more than strategy and backend.
-        name = cell.name if self.experiment.skips_illegal or cell.label else short
+        name = cell.name if self.experiment.file.skips_illegal or cell.label else short
         return f"[{number}/{len(self.launches)}]{which} {name}"
 
 
