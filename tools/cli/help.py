@@ -64,7 +64,7 @@ def variables() -> "list[tuple[list[str], str]]":
         key=lambda one: order.index(one[0]),
     )
     return [
-        ([one[0] for one in same], "{} [{}]".format(text, takers))
+        ([one[0] for one in same], f"{text} [{takers}]")
         for (text, takers), same in groupby(used, key=lambda one: one[1:])
         if takers
     ]
