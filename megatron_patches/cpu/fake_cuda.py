@@ -154,7 +154,6 @@ PATCH = cpu_patch(
     *(Replacement(f"torch.cuda:{name}", make) for name, make in _REPLACEMENTS.items()),
     *(Replacement(f"torch.cuda:{name}", _returning(None)) for name in _NO_OPERATIONS),
     # torch's own optimizers and collectives look here, and must not find a GPU.
-    # torch's own optimizers and collectives look here, and must not find a GPU.
     Replacement("torch.accelerator:is_available", _returning(False)),
     Replacement("torch.accelerator:current_accelerator", _returning(None)),
 )

@@ -68,7 +68,7 @@ def test_without_the_ledger_there_is_nothing_to_measure() -> None:
 def test_the_run_switches_the_ledger_and_lies_apart_from_others() -> None:
     experiment = load_experiment("bench_ledger", Options())
     assert [cell.job.target for cell in experiment.cells] == ["train-tp2-gpt2-tiny-2cpu"]
-    assert experiment.environment == {variables.LEDGER_ALTERNATE: "1"}
+    assert experiment.file.environment == {variables.LEDGER_ALTERNATE: "1"}
     assert experiment.options.runs == Path("runs/bench-ledger")
     mine = load_experiment("bench_ledger", Options(runs=Path("mine")))
     assert mine.options.runs == Path("mine")

@@ -13,7 +13,8 @@ from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.resume import resume
-from tools.launch.supervise.warm import WarmMegatron
+from tools.launch.supervise.warm import WarmPool
+from tools.launch.train import start
 
 
 class Runs:
@@ -26,7 +27,7 @@ class Runs:
     def train(self, target: str, **options: Any) -> Path:
         """The folder of a run that ended well."""
         job = parse_target(target).under(replace(Options(runs=self.folder), **options))
-        return self._new(training.train(job, self._console))
+        return self._new(start(job, self._console))
 
     def resume(self, run: Path, strategy: str, ckpt: Path, iterations: int) -> Path:
         """As 'make resume RUN= STRATEGY= CKPT= ITERS='."""
@@ -42,21 +43,14 @@ class Runs:
 @contextmanager
 def forked(folder: Path) -> Iterator[Runs]:
     """Runs in a folder."""
-    held: list[WarmMegatron] = []
     execute = training.execute
+    with WarmPool() as pool:
 
-    def warm(launch: Launch, *arguments: Any, **more: Any) -> Any:
-        wanted = launch.entry.path, launch.environment
-        if not held or not held[0].serves(*wanted):
-            while held:
-                held.pop().close()
-            held.append(WarmMegatron(*wanted))
-        return execute(replace(launch, warm=held[0]), *arguments, **more)
+        def warm(launch: Launch, *arguments: Any, **more: Any) -> Any:
+            return execute(launch.forked(pool), *arguments, **more)
 
-    training.execute = warm
-    try:
-        yield Runs(folder)
-    finally:
-        training.execute = execute
-        for one in held:
-            one.close()
+        training.execute = warm
+        try:
+            yield Runs(folder)
+        finally:
+            training.execute = execute

@@ -31,7 +31,7 @@ from tools.launch.rendezvous.coordinator import Coordinator
 from tools.launch.rendezvous.messages import NodeRecord
 from tools.launch.rendezvous.worker import Worker
 from tools.launch.supervise import hang
-from tools.launch.supervise.hang import HangError
+from tools.launch.supervise.hang import EndedRunError
 from tools.spec.run import DeviceKind
 
 LINES, TIMEOUT = 40, 20
@@ -107,7 +107,7 @@ def share(
     progress = RunProgress(Console(file=io.StringIO()), "share", 1)
     try:
         return run_ranks(cast(Launch, launch), log, progress, None, group, folder)
-    except HangError as error:
+    except EndedRunError as error:
         return error
 
 
@@ -149,8 +149,8 @@ def test_a_hang_is_ended_with_the_stacks_of_all_nodes_and_names_the_rank_that_wa
 
     monkeypatch.setattr(hang, "time", clock(now))
     (error, others) = shares(rank(0), rank(1, "stopped"), 3)
-    assert isinstance(error, HangError)
-    assert isinstance(others, HangError)
+    assert isinstance(error, EndedRunError)
+    assert isinstance(others, EndedRunError)
     assert error.rank == 1
     assert "was stopped by a signal" in str(error)
     for number in (0, 1):

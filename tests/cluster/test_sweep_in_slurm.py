@@ -23,8 +23,8 @@ from tools.records.run import Status, StatusRecord, read_run
 from tools.spec.errors import LaunchError
 from tools.spec.flags import drop_flags
 from tools.spec.run import RuntimeName
-from tools.study.engine import compose_cell, run_experiment
-from tools.study.finished import finished_in_slurm
+from tools.study.engine import run_experiment
+from tools.study.runner import finished_in_slurm
 from tools.study.tables.sweep import OUTPUT
 
 START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng")
@@ -41,7 +41,7 @@ def axes(**variables: str) -> dict[str, str]:
 
 def first_launch(request: dict[str, str], options: Options) -> Launch:
     """Its baseline's, which every number of devices has that is tried here."""
-    return compose_cell(swept(request, options).cells[0])
+    return compose_job(swept(request, options).cells[0].job)
 
 
 def sweep(request: dict[str, str], options: Options) -> None:

@@ -29,7 +29,7 @@ ITERATIONS = 4
 def hosts() -> Iterator[tuple[str, ...]]:
     """How a command is run on each of two hosts, whose addresses are 10.77.0.1 and 10.77.0.2."""
     with link(LinkRate(10**9), f"kit{os.getpid()}") as sides:
-        yield tuple(side.namespace for side in sides)
+        yield tuple(side.name for side in sides)
 
 
 def start(host: str, rank: int, runs: Path, data: Path, **variables: str) -> subprocess.Popen[str]:

@@ -17,7 +17,7 @@ from tests.examples.forked_launcher import forked
 from tests.patience import OF_A_RUN, until
 from tests.small import SMALL
 from tools.launch.stop import stop
-from tools.launch.supervise.ranks import alive
+from tools.launch.supervise.interruption import alive
 from tools.spec.files import ROOT
 from tools.study.verify.verifier import ForkedRanks
 

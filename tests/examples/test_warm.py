@@ -32,8 +32,6 @@ def test_a_forked_rank_that_is_killed_is_named_and_takes_the_others_with_it(
     train: Trainer,
 ) -> None:
     name = "train-tp2-gpt2-tiny-2cpu"
-    launch = train.compose(name, iterations=500)
-    assert launch.can_be_forked
     with closing(ForkedRanks()) as ranks:
         killer = threading.Thread(target=_kill_second_rank, args=(ranks.warm.pid,))
         killer.start()

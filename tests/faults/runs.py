@@ -16,7 +16,7 @@ import psutil
 
 from tests.patience import OF_A_RUN, until
 from tests.small import SMALL
-from tools.launch.supervise.ranks import alive
+from tools.launch.supervise.interruption import alive
 from tools.records import run as records
 from tools.records.run import StatusRecord
 from tools.report.analyse.parity import Curve, loss_curve

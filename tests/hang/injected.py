@@ -148,7 +148,6 @@ class Bench:
         launch = compose_job(parse_target(case.target).under(options))
         while len(self.warm) <= slot:
             self.warm.append(WarmMegatron(launch.entry.path, launch.environment))
-        assert self.warm[slot].serves(launch.entry.path, launch.environment)
         return replace(launch, warm=self.warm[slot])
 
     def begin(self, case: Case, slot: int) -> int:

@@ -16,6 +16,7 @@ from tools.launch.options import Options
 from tools.launch.runtime import Runtime
 from tools.plan.calibration import calibration_path, load_calibration
 from tools.plan.readings.local_readings import add_rows, row_of
+from tools.plan.readings.table import ReadingsError
 from tools.plan.search import search
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.compute import layer_seconds, product_seconds
@@ -228,5 +229,5 @@ def test_ones_own_runs_correct_the_plan_of_train_auto(
     assert found.seconds.total == pytest.approx(3 * measured.seconds.total, rel=0.05)
     own.write_text("hello\n")
     monkeypatch.setattr("tools.launch.auto.OWN_READINGS", own)
-    with pytest.raises(LaunchError, match="row 1 lacks "):
+    with pytest.raises(ReadingsError, match="row 1 lacks "):
         train_auto("train-auto-gpt2-tiny-2cpu", Options(runs=tmp_path, dry_run=True), QUIET)

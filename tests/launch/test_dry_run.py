@@ -11,7 +11,7 @@ from tools.launch.compose import DEFAULT_DATA
 from tools.launch.data import make_samples
 from tools.launch.job import parse_target
 from tools.launch.options import Options
-from tools.launch.train import compose_job, train
+from tools.launch.train import compose_job, start
 from tools.spec.errors import LaunchError
 from tools.spec.run import DeviceKind
 
@@ -26,7 +26,7 @@ def dry_run(sample_prefix: Path, tmp_path: Path) -> DryRun:
         options = Options(data=str(sample_prefix), runs=tmp_path / "runs", dry_run=True)
         options = replace(options, **changes)  # type: ignore[arg-type]
         target = parse_target(name, options)
-        return train(target.under(options), Console(quiet=True))
+        return start(target.under(options), Console(quiet=True))
 
     return run
 

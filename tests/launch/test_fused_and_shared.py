@@ -14,7 +14,7 @@ from tools.launch.preflight_gpu import (
     gpu_problems,
     sharing_problems,
 )
-from tools.launch.run_folder import find_provenance
+from tools.launch.run_folder import find_host
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.train import compose_job
 from tools.spec.run import Backend
@@ -99,7 +99,7 @@ def test_two_ranks_share_the_one_gpu_over_gloo(composed: Composer, one_h200: Fak
 
 def test_each_rank_names_the_gpu_it_shares(composed: Composer, one_h200: FakeNvml) -> None:
     launch = composed("train-tp2-gpt2-large-2gpu", share_gpu=True)
-    devices = find_provenance(launch, Path("unused")).host.devices
+    devices = find_host(launch).devices
     assert devices == ("NVIDIA H200", "NVIDIA H200")
 
 

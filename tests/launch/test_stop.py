@@ -16,7 +16,7 @@ from tests.cluster.conftest import program
 from tests.patience import PATIENCE
 from tests.report.factory import iteration_line
 from tools.launch.stop import refuse_running, stop
-from tools.launch.supervise.ranks import alive
+from tools.launch.supervise.interruption import alive
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import JobRecord, LauncherRecord, Status, StatusRecord

@@ -6,11 +6,11 @@ from tests.launch.test_auto import CPU, FIGURES, GLOO, TINY
 from tools.launch.auto import request_here
 from tools.launch.calibrate import from_figures
 from tools.launch.options import Options
+from tools.launch.train import compose_job
 from tools.plan.search import search
 from tools.report.analyse.statistics import estimate
 from tools.spec.run import DeviceKind
 from tools.study.bench_auto import AutoGroup, AutoRow, cell_of, chosen_candidates, render
-from tools.study.engine import compose_cell
 from tools.study.load import load_sweep
 
 QUIET = Console(quiet=True)
@@ -46,7 +46,7 @@ def test_the_best_four_and_each_dimension_alone_are_trained_as_planned() -> None
     axes = {"MODELS": "gpt2-tiny", "DEVICES": "2cpu"}
     (cell, *_) = load_sweep("auto", Options(), axes).cells
     for candidate in chosen:
-        launch = compose_cell(cell_of(cell.job, candidate))
+        launch = compose_job(cell_of(cell.job, candidate).job)
         assert launch.spec.batch == candidate.spec.batch
         assert launch.spec.parallelism == candidate.spec.parallelism
 

@@ -5,11 +5,11 @@ import pytest
 
 from tools.cli.main import from_make
 from tools.launch.options import Options, options_from_texts
+from tools.launch.train import compose_job
 from tools.spec.run import DeviceKind
 from tools.study import load
 from tools.study.commands import output_of
 from tools.study.definition import FOLDER
-from tools.study.engine import compose_cell
 from tools.study.load import load_experiment
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -19,7 +19,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 def test_every_experiment_can_be_read_and_its_table_is_known(name: str) -> None:
     experiment = load_experiment(name, Options())
     assert experiment.cells
-    assert output_of(experiment.table)
+    assert output_of(experiment.file.table)
 
 
 def test_a_default_gives_way_to_the_callers_variable_and_a_fixed_setting_does_not() -> None:
@@ -32,7 +32,7 @@ def test_a_default_gives_way_to_the_callers_variable_and_a_fixed_setting_does_no
 
 def test_the_demo_is_the_same_work_for_every_strategy() -> None:
     demo = load_experiment("demo", Options(data="owt-ds/any"))
-    launches = [compose_cell(cell) for cell in demo.cells]
+    launches = [compose_job(cell.job) for cell in demo.cells]
     assert {launch.spec.batch for launch in launches} == {launches[0].spec.batch}
     assert [launch.devices for launch in launches] == [1, 2, 2, 2, 2, 2]
     assert {launch.spec.device for launch in launches} == {DeviceKind.CPU}
@@ -97,7 +97,7 @@ def test_a_list_is_an_axis_of_fields_and_of_settings_alike(folder: Path) -> None
 
 def test_the_readme_explains_every_key_and_names_every_file() -> None:
     text = (FOLDER / "README.md").read_text()
-    for key in load._ExperimentFile.__struct_fields__:
+    for key in load.ExperimentFile.__struct_fields__:
         assert f"`{key}`" in text
     for name in NAMES:
         assert f"`{name}.yaml`" in text

@@ -10,7 +10,7 @@ from tools.launch.train import compose_job
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
-from tools.study.finished import finished_run
+from tools.study.runner import finished_runs
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_run_is_found_by_what_was_trained_and_not_by_its_folders_name(
     made, wanted = (compose_job(t.under(options)) for t in targets)
     folder = create_run_folder(made, options.runs)
     write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0))
-    assert finished_run(wanted, options.runs) == (folder if found else None)
+    assert finished_runs(wanted) == ([folder] if found else [])
 
 
 def test_a_run_of_a_megatron_that_was_edited_since_does_not_stand_for_one(
@@ -44,6 +44,6 @@ def test_a_run_of_a_megatron_that_was_edited_since_does_not_stand_for_one(
     record = records.read_run(folder)
     assert record.code is not None
     records.write_run(folder, replace(record, code=replace(record.code, kit="edited")))
-    assert finished_run(launch, options.runs) == folder
+    assert finished_runs(launch) == [folder]
     records.write_run(folder, replace(record, code=replace(record.code, megatron="edited")))
-    assert finished_run(launch, options.runs) is None
+    assert finished_runs(launch) == []

@@ -8,8 +8,8 @@ from tests.given import run
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options, options_from_texts
+from tools.launch.train import compose_job
 from tools.spec.errors import LaunchError
-from tools.study.engine import compose_cell
 from tools.study.load import load_experiment
 from tools.study.tables.loss_curve import WINDOW, distance, finish
 
@@ -19,7 +19,7 @@ ANY = Options(data="owt-ds/any", fused=("adamw",))
 def _launches(given: Options, target: str = "") -> list[Launch]:
     trained = parse_target(target) if target else None
     experiment = load_experiment("loss_curve", given, trained=trained)
-    return [compose_cell(cell) for cell in experiment.cells]
+    return [compose_job(cell.job) for cell in experiment.cells]
 
 
 def test_the_distance_is_that_of_means_over_a_window() -> None:

@@ -14,6 +14,7 @@ from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch
 from tools.launch.options import Options
 from tools.launch.run_folder import create_run_folder
+from tools.launch.train import compose_job
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
@@ -22,9 +23,8 @@ from tools.spec.run import RuntimeName
 from tools.spec.strategy import NAMED
 from tools.study import runner as runner_module
 from tools.study.commands import run_named
-from tools.study.engine import compose_cell
-from tools.study.finished import finished_run
 from tools.study.load import load_experiment
+from tools.study.runner import finished_runs
 from tools.study.tables.published import announce_published
 
 
@@ -72,7 +72,7 @@ def options(sample_prefix: Path, tmp_path: Path) -> Options:
 
 def compose_six(options: Options) -> list[Launch]:
     published = load_experiment("published", options)
-    return [compose_cell(cell) for cell in published.cells]
+    return [compose_job(cell.job) for cell in published.cells]
 
 
 def said(options: Options) -> tuple[int, str]:
@@ -138,18 +138,17 @@ def test_only_exactly_the_same_run_counts_as_made(
 ) -> None:
     said(options)
     launches = compose_six(replace(options, iterations=100))
-    assert all(finished_run(launch, options.runs) for launch in launches)
+    assert all(finished_runs(launch) for launch in launches)
     others = compose_six(replace(options, **{"iterations": 100, **changes}))  # type: ignore[arg-type]
-    assert not any(finished_run(launch, options.runs) for launch in others)
+    assert not any(finished_runs(launch) for launch in others)
 
 
 def test_damaged_run_folders_are_passed_over(machine: Machine, options: Options) -> None:
     said(options)
     launch = compose_six(replace(options, iterations=100))[0]
-    folder = finished_run(launch, options.runs)
-    assert folder is not None
+    (folder,) = finished_runs(launch)
     (folder / records.RUN_FILE).write_text("{")
-    assert finished_run(launch, options.runs) is None
+    assert finished_runs(launch) == []
     six = compose_six(replace(options, iterations=100))
     assert "1 of the 6" in announce_published(six)
 

@@ -8,13 +8,13 @@ from tests.study.factory import cell
 from tools.launch.compose import Launch
 from tools.launch.options import Options
 from tools.launch.run_folder import create_run_folder
+from tools.launch.train import compose_job
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.spec.errors import LaunchError
 from tools.study import runner as module
-from tools.study.definition import Cell, Experiment
-from tools.study.engine import compose_cell
+from tools.study.definition import Cell, Experiment, ExperimentFile
 from tools.study.runner import Runner
 
 
@@ -53,8 +53,9 @@ def options(sample_prefix: Path, tmp_path: Path) -> Options:
 
 
 def runner(cells: Sequence[Cell], takes_finished: bool = False) -> Runner:
-    experiment = Experiment("r", tuple(cells), takes_finished=takes_finished)
-    return Runner(experiment, {one: compose_cell(one) for one in cells}, Console(quiet=True))
+    file = ExperimentFile(report="r", cells=[], takes_finished=takes_finished)
+    experiment = Experiment("r", tuple(cells), file)
+    return Runner(experiment, {one: compose_job(one.job) for one in cells}, Console(quiet=True))
 
 
 def test_what_was_made_before_is_taken_only_where_the_experiment_says_so(

@@ -21,7 +21,7 @@ from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.spec.errors import LaunchError
 from tools.study import runner as module
-from tools.study.engine import compose_cell, run_experiment
+from tools.study.engine import run_experiment
 from tools.study.tables.sweep import OUTPUT
 
 LINE = (
@@ -223,5 +223,5 @@ def test_a_run_that_was_resumed_on_another_machine_is_not_the_cells(
 
 def test_cells_are_without_dropout_unless_it_is_asked_for(options: Options) -> None:
     for given, dropout in ((options, 0), (replace(options, dropout=0.1), 0.1)):
-        launch = compose_cell(sweep_of(TINY, given).cells[0])
+        launch = compose_job(sweep_of(TINY, given).cells[0].job)
         assert launch.spec.dropout == dropout

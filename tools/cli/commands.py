@@ -128,7 +128,7 @@ SECTIONS = {
     "Training, on one machine or several": (
         Command("train-auto-*", "tools.launch.auto:train_auto",
             "the strategy that the planner chooses for this machine", (*TRAIN, v.CALIBRATE)),
-        Command("train-*", "tools.launch.target:start_target",
+        Command("train-*", "tools.launch.train:start_target",
             "<strategy>-<model>-<N>cpu or gpu: ITERS= DATA= EXTRA= …", TRAIN, is_usual=True),
         Command("trace-*", f"{_HERE}:trace",
             "one iteration of such a run as a picture, and for Perfetto", (*ONE_RUN, v.MODEL)),
@@ -317,12 +317,12 @@ SECTIONS = {
 """What `make help-all` shows, in its order."""
 
 INTERNAL = (
-    Command("run", "tools.launch.target:run_strategy", "a launch script's run", TRAIN),
+    Command("run", "tools.launch.train:run_strategy", "a launch script's run", TRAIN),
     Command("trace", "tools.report.command:trace", "draw one iteration of a run",
         (_meaning(v.RUN, "a run folder or a target (the newest run)", option="RUN"), _RUNS)),
     Command("idle", "tools.launch.stop:refuse_running", "refuse while a run is on, for clean",
         (_RUNS,)),
-    Command("module", "tools.launch.runtime:module", "a module of the kit, where RUNTIME= says",
+    Command("module", "tools.launch.runtime:run_module", "a module of the kit, where RUNTIME= says",
         _CONTAINER),
 )
 """What scripts, the Makefile and those who write the kit's pages call."""

@@ -44,11 +44,14 @@ def whole_help() -> str:
     for title, section in SECTIONS.items():
         lines.append(title)
         lines += ["  {:<27} {}".format(one.name.replace("*", "%"), one.help) for one in section]
-    return "\n".join((*lines, *variables()))
+    for names, what in variables():
+        lines += ["Variables: " + HEADINGS[name] for name in names if name in HEADINGS]
+        lines.append("  {:<15}  {}".format(" ".join(names), what))
+    return "\n".join(lines)
 
 
-def variables() -> "list[str]":
-    """A line for each variable and meaning, with the commands that take it so."""
+def variables() -> "list[tuple[list[str], str]]":
+    """The names that share a meaning, and it, with the commands that take them so."""
     meanings = {}  # type: dict[tuple[str, str], list[str]]
     for name, text in ((one.name, one.help) for one in SETTINGS):
         meanings[name, text] = []
@@ -60,13 +63,11 @@ def variables() -> "list[str]":
         ((name, text, _shortened(takers)) for (name, text), takers in meanings.items()),
         key=lambda one: order.index(one[0]),
     )
-    lines = []
-    for (text, takers), same in groupby(used, key=lambda one: one[1:]):
-        names = [one[0] for one in same if takers]
-        lines += ["Variables: " + HEADINGS[name] for name in names if name in HEADINGS]
-        if names:
-            lines.append("  {:<15}  {} [{}]".format(" ".join(names), text, takers))
-    return lines
+    return [
+        ([one[0] for one in same], f"{text} [{takers}]")
+        for (text, takers), same in groupby(used, key=lambda one: one[1:])
+        if takers
+    ]
 
 
 _GROUPS = (

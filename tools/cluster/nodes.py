@@ -13,7 +13,6 @@ from tools.spec import settings
 from tools.spec.errors import LaunchError
 
 DEFAULT_PORT = 29500
-"""Variables that name the network interface between the nodes, of this machine alone."""
 
 
 class Rendezvous(StrEnum):

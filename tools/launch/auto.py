@@ -19,12 +19,11 @@ from tools.launch.flags import runtime_flags
 from tools.launch.job import Job, parse_target
 from tools.launch.options import Options
 from tools.launch.runtime import choose_runtime
-from tools.launch.target import start
+from tools.launch.train import start
 from tools.plan.calibration import calibration_of
 from tools.plan.readings.local_readings import OwnRuns, own_runs
 from tools.plan.readings.neighbours import uncertainty
 from tools.plan.readings.reading_to_spec import execution_of_flags
-from tools.plan.readings.table import ReadingsError
 from tools.plan.search import Candidate, Plan, Request, search
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.execution import Execution
@@ -64,14 +63,12 @@ def plan_here(job: Job, console: Console, own: Path | None = None) -> Plan:
         own: The file of one's own measurements, which correct every time; None takes none.
 
     Raises:
-        LaunchError: The devices are not here, or are none the planner knows; `own` is no table.
+        LaunchError: The devices are not here, or are none the planner knows.
+        ReadingsError: `own` is no table.
     """
     device = _device(job)
     request = request_here(job, device, _calibration(job, device, console))
-    try:
-        known = own_runs(own, request.cluster) if own else OwnRuns()
-    except ReadingsError as error:
-        raise LaunchError(str(error)) from None
+    known = own_runs(own, request.cluster) if own else OwnRuns()
     return search(replace(request, own=known))
 
 

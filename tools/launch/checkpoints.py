@@ -8,10 +8,11 @@ update that would use it, but the weights themselves may be damaged.
 from __future__ import annotations
 
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.launch.background import BackgroundThread
+from tools.launch.compose import Launch, ResumePoint
 from tools.launch.progress import LogFollower
 from tools.records import run as records
 from tools.records.checkpoints import Checkpoint, find_checkpoints, flaw_of, prune, verify
@@ -24,6 +25,8 @@ from tools.records.torch_dist import (
 )
 from tools.report.read.iterations import Iteration
 from tools.spec.errors import LaunchError
+from tools.spec.flag_table import of_role
+from tools.spec.flags import drop_flags
 
 LOOK_SECONDS = 0.5
 
@@ -127,6 +130,28 @@ def select_checkpoint(run: Path, folder: Path | None = None) -> SelectedCheckpoi
         )
     flaws = "; ".join(f"{checkpoint.path.name}: {flaw}" for checkpoint, flaw in skipped)
     raise LaunchError(f"No checkpoint of {run} can be resumed from ({flaws}); start the run again.")
+
+
+def resume_if_saved(launch: Launch, folder: Path) -> Launch:
+    """A launch for a folder that an earlier attempt of the same run may have left checkpoints in.
+
+    A job that is put back into its queue starts with the same arguments: it resumes from the newest
+    valid checkpoint, and begins where there is none.
+
+    Raises:
+        LaunchError: There are checkpoints, and none is valid.
+    """
+    stored = folder / CHECKPOINTS_FOLDER
+    if not any(checkpoint.is_finished for checkpoint in find_checkpoints(stored)):
+        return launch
+    iteration = select_checkpoint(folder).checkpoint.iteration
+    if iteration >= launch.iterations:
+        raise LaunchError(f"{folder.name} has already reached iteration {iteration}.")
+    return replace(
+        launch,
+        flags=drop_flags(launch.flags, of_role("start")),
+        resume_point=ResumePoint(folder.name, stored, iteration),
+    )
 
 
 def last_valid_iteration(run: Path) -> int | None:

@@ -13,6 +13,7 @@ from tools.cluster.container.image import MEGATRON_IN_IMAGE
 from tools.cluster.nodes import Nodes
 from tools.launch.code import code_of, find_entry
 from tools.launch.flags import (
+    AT_IMPORT,
     environment_for,
     optimizer_flags,
     runtime_flags,
@@ -25,7 +26,7 @@ from tools.launch.network import LinkRate, link_of
 from tools.launch.network import command as shaped
 from tools.launch.options import Options, Saving, patch_file_paths
 from tools.launch.runtime import ON_HOST, Runtime
-from tools.launch.supervise.warm import WarmMegatron
+from tools.launch.supervise.warm import WarmMegatron, WarmPool
 from tools.records.run import CHECKPOINTS_FOLDER, Code, MegatronEntry
 from tools.spec.files import ROOT, from_root
 from tools.spec.flags import (
@@ -172,12 +173,14 @@ class Launch:
         assert self.warm is not None
         return self.warm.command(self.devices, (self.entry.path, *self.arguments(run_folder)))
 
-    @property
-    def can_be_forked(self) -> bool:
-        """Whether ranks of Megatron on this machine's CPU may come from a warm process."""
+    def forked(self, pool: WarmPool) -> Launch:
+        """The same with ranks of Megatron on this machine's CPU from a process of the pool."""
         plain = self.network is None and self.nodes is None and self.runtime.container is None
         megatron = self.spec.backend == Backend.MEGATRON
-        return plain and megatron and self.spec.device is DeviceKind.CPU
+        if not (plain and megatron and self.spec.device is DeviceKind.CPU):
+            return self
+        known = {name: self.environment[name] for name in AT_IMPORT if name in self.environment}
+        return replace(self, warm=pool.process(self.entry.path, known))
 
     def _program(self) -> tuple[str, ...]:
         if self.spec.backend == Backend.MEGATRON:

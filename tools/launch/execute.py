@@ -22,7 +22,6 @@ from tools.launch.supervise import exit_status
 from tools.launch.supervise.hang import (
     EndedRunError,
     HangWatch,
-    TimeLimitError,
     collect_stacks,
     kept_if_filled,
 )
@@ -146,7 +145,8 @@ def _follow(
             stopped = group.stopped(collect_stacks(ranks.by_rank(), stacks))
             raise watch.error(stopped, stacks)
         if limit is not None and time.monotonic() - began > limit:
-            raise TimeLimitError(f"It was not done in {limit:.0f} s and was ended.")
+            reason = f"It was not done in {limit:.0f} s and was ended."
+            raise EndedRunError(reason, records.Status.INTERRUPTED)
         time.sleep(POLL_SECONDS)
 
 
@@ -159,9 +159,9 @@ def _train_in(
     exit_code: int | None = None
     interrupted = removed = False
     ended: EndedRunError | None = None
-    room = exit_status.DiskWatermark(folder)
+    disk = exit_status.DiskWatch(folder)
     try:
-        with room:
+        with disk:
             exit_code = _train(launch, folder, console, title, group)
     except EndedRunError as error:
         ended = error
@@ -174,7 +174,7 @@ def _train_in(
     finally:
         if not removed:
             status = exit_status.classify_exit(
-                folder, exit_code, interrupted, kills_before, room.least
+                folder, exit_code, interrupted, kills_before, disk.lacked
             )
             cause = group.cause
             if ended:

@@ -30,6 +30,12 @@ CPU_RANK = {
 }
 """Environment of a CPU rank; to be set before its process starts."""
 
+AT_IMPORT = (
+    *(variables.DEVICE, variables.FUSED, variables.SHARE_GPU, variables.ALLOW_UNKNOWN_MEGATRON),
+    *("HF_HUB_OFFLINE", *CPU_RANK),
+)
+"""Variables that decide what is imported and patched; the others a forked rank gets with its run."""
+
 
 def runtime_flags(
     device: DeviceKind, parallelism: Parallelism, runtime: Runtime, options: Options, model: Model

@@ -16,14 +16,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
-from tools.spec.flags import flag_words
+from tools.cluster.nodes import Nodes
+from tools.launch.supervise.interruption import end
 from tools.spec.run import DeviceKind, RunSpec
 
 NODES = 2
@@ -32,7 +33,6 @@ FASTEST_BITS_PER_SECOND = 10e9
 
 _RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[mg])bps", re.IGNORECASE)
 _UNIT_BITS = {"m": 10**6, "g": 10**9}
-_PORT = 29500
 _CONGESTION_CONTROL = "reno"
 """Fills a link that loses nothing, and every namespace may choose it. A machine's own choice may pace
 and probe, as bbr does, which slows the first megabytes after a pause and stops every ten seconds."""
@@ -108,8 +108,8 @@ class Side:
     """One end of the link: a node of its own."""
 
     rank: int
-    namespace: str
-    device: str
+    name: str
+    """Of its namespace, and of the device in it."""
     address: str
 
 
@@ -118,25 +118,24 @@ def link(rate: LinkRate, name: str) -> Iterator[tuple[Side, ...]]:
     """Two namespaces, whose names begin with `name`, connected while the block runs."""
     _remove_left_over()
     sides = tuple(
-        Side(rank, f"{name}{end}", f"{name}{end}", f"10.77.0.{rank + 1}")
-        for rank, end in enumerate("ab")
+        Side(rank, f"{name}{letter}", f"10.77.0.{rank + 1}") for rank, letter in enumerate("ab")
     )
     try:
         for side in sides:
-            _do("ip", "netns", "add", side.namespace)
-        one, two = (side.device for side in sides)
+            _do("ip", "netns", "add", side.name)
+        one, two = (side.name for side in sides)
         _do("ip", "link", "add", one, "type", "veth", "peer", "name", two)
         for side in sides:
-            _do("ip", "link", "set", side.device, "netns", side.namespace)
-            _inside(side, "ip", "addr", "add", f"{side.address}/24", "dev", side.device)
-            _inside(side, "ip", "link", "set", side.device, "up")
+            _do("ip", "link", "set", side.name, "netns", side.name)
+            _inside(side, "ip", "addr", "add", f"{side.address}/24", "dev", side.name)
+            _inside(side, "ip", "link", "set", side.name, "up")
             _inside(side, "ip", "link", "set", "lo", "up")
-            _inside(side, "tc", "qdisc", "add", "dev", side.device, "root", *_bucket(rate))
+            _inside(side, "tc", "qdisc", "add", "dev", side.name, "root", *_bucket(rate))
             _inside(side, "sh", "-c", f"echo {_CONGESTION_CONTROL} > {_SETTING}")
         yield sides
     finally:
         for side in sides:
-            subprocess.run(("ip", "netns", "del", side.namespace), check=False, capture_output=True)
+            subprocess.run(("ip", "netns", "del", side.name), check=False, capture_output=True)
 
 
 def run(rate: LinkRate, ranks: int, program: Sequence[str]) -> int:
@@ -151,7 +150,7 @@ def run(rate: LinkRate, ranks: int, program: Sequence[str]) -> int:
         finally:
             _end(nodes)
             for side in sides:
-                print(f" > network: {side.namespace} sent {_sent_bytes(side)} bytes", flush=True)
+                print(f" > network: {side.name} sent {_sent_bytes(side)} bytes", flush=True)
 
 
 def _remove_left_over() -> None:
@@ -169,21 +168,14 @@ def _bucket(rate: LinkRate) -> tuple[str, ...]:
 
 
 def _node(side: Side, sides: Sequence[Side], ranks: int, program: Sequence[str]) -> tuple[str, ...]:
-    flags = {
-        "--nnodes": NODES,
-        "--node-rank": side.rank,
-        "--nproc-per-node": ranks // NODES,
-        "--master-addr": sides[0].address,
-        "--master-port": _PORT,
-    }
-    inside = ("ip", "netns", "exec", side.namespace)
-    torchrun = (sys.executable, "-m", "torch.distributed.run")
-    return (*inside, *torchrun, *flag_words(flags), *program)
+    flags = Nodes(NODES, side.rank, sides[0].address).torchrun_flags(ranks // NODES)
+    inside = ("ip", "netns", "exec", side.name)
+    return (*inside, sys.executable, "-m", "torch.distributed.run", *flags, *program)
 
 
 def _environment(side: Side) -> dict[str, str]:
     # gloo would take the address of the machine's name, which the namespace cannot reach.
-    return {**os.environ, "GLOO_SOCKET_IFNAME": side.device, "TP_SOCKET_IFNAME": side.device}
+    return {**os.environ, "GLOO_SOCKET_IFNAME": side.name, "TP_SOCKET_IFNAME": side.name}
 
 
 def _wait(nodes: Sequence[subprocess.Popen[bytes]]) -> int:
@@ -199,23 +191,18 @@ def _end(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
     """SIGTERM, then SIGKILL: torchrun itself would wait minutes for a failed node."""
     family = [psutil.Process(node.pid) for node in nodes if node.poll() is None]
     family += [child for parent in family for child in parent.children(recursive=True)]
-    for process in family:
-        with suppress(psutil.NoSuchProcess):
-            process.terminate()
-    for process in psutil.wait_procs(family, _GRACE_SECONDS)[1]:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+    end(lambda: family, _GRACE_SECONDS)
     for node in nodes:
         node.wait()
 
 
 def _sent_bytes(side: Side) -> int:
-    answer = _inside(side, "cat", f"/sys/class/net/{side.device}/statistics/tx_bytes")
+    answer = _inside(side, "cat", f"/sys/class/net/{side.name}/statistics/tx_bytes")
     return int(answer) if answer.strip().isdigit() else 0
 
 
 def _inside(side: Side, *words: str) -> str:
-    return _do("ip", "netns", "exec", side.namespace, *words)
+    return _do("ip", "netns", "exec", side.name, *words)
 
 
 def _do(*words: str) -> str:

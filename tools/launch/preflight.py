@@ -52,42 +52,34 @@ _CAPACITY = "--moe-expert-capacity-factor"
 _GROUPED = "--moe-grouped-gemm"
 
 
-def check(launch: Launch, data_is_to_come: bool = False, may_drop: bool = False) -> None:
-    """Refuse a run that cannot work here.
-
-    Args:
-        launch: The run.
-        data_is_to_come: A data set that the kit makes by itself may be missing, as for a dry run.
-        may_drop: Experts may drop tokens: the caller sees to it that ranks drop the same.
+def check(launch: Launch) -> None:
+    """Refuse a run that cannot work here; one that Slurm starts elsewhere, if it cannot on any machine.
 
     Raises:
         LaunchError: One or more sentences, a line each.
     """
-    problems = list(_composition_problems(launch, data_is_to_come, may_drop))
+    problems = list(_composition_problems(launch))
+    if launch.job.options.slurm is None:
+        problems += _problems_here(launch, not problems)
+    else:
+        problems += _disk_problems(launch)
+    if problems:
+        raise LaunchError("\n".join(problems))
+
+
+def _problems_here(launch: Launch, is_sound: bool) -> Iterator[str]:
+    """Why this machine cannot run it; of memory and disk only where nothing else is wrong."""
+    problems: list[str] = []
     if launch.network is not None:
         problems += network_problems(launch.network, launch.devices, launch.spec.device)
     on_gpu = launch.spec.device is DeviceKind.GPU
     if on_gpu:
         problems += gpu_problems(launch)
     problems += runtime_problems(launch)
-    if not problems:
-        problems += gpu_memory_problems(launch) if on_gpu else _memory_problems(launch)
-        problems += _disk_problems(launch)
-    if problems:
-        raise LaunchError("\n".join(problems))
-
-
-def check_composition(launch: Launch, data_is_to_come: bool = False) -> None:
-    """Refuse a run that cannot work on any machine, or has no data; for one that starts elsewhere.
-
-    Arguments are those of `check`.
-
-    Raises:
-        LaunchError: One or more sentences, a line each.
-    """
-    problems = [*_composition_problems(launch, data_is_to_come), *_disk_problems(launch)]
-    if problems:
-        raise LaunchError("\n".join(problems))
+    yield from problems
+    if is_sound and not problems:
+        yield from gpu_memory_problems(launch) if on_gpu else _memory_problems(launch)
+        yield from _disk_problems(launch)
 
 
 def saving_problems(saving: Saving | None, spec: RunSpec) -> Iterator[str]:
@@ -132,8 +124,8 @@ def nodes_problems(launch: Launch) -> Iterator[str]:
         )
 
 
-def expert_problems(launch: Launch, may_drop: bool = False) -> Iterator[str]:
-    """Why its experts cannot be trained as asked, a sentence each; arguments as those of `check`."""
+def expert_problems(launch: Launch) -> Iterator[str]:
+    """Why its experts cannot be trained as asked, a sentence each."""
     shape, flags = launch.model.shape, Flags(launch.flags)
     if not shape.experts or not shape.experts_per_token:
         return
@@ -141,7 +133,8 @@ def expert_problems(launch: Launch, may_drop: bool = False) -> Iterator[str]:
     factor = None
     with suppress(ValueError):  # Megatron refuses what is no number itself.
         factor = float(flags.text(_CAPACITY))
-    compared = launch.start_checkpoint is not None and not may_drop
+    # A verification sees to it itself that its ranks drop the same.
+    compared = launch.start_checkpoint is not None and not launch.job.options.noisy_start
     if compared and factor is not None and 0 <= factor < dropless:
         yield (
             f"{_CAPACITY} {factor:g} drops tokens, and which ones depends on how ranks share them, so "
@@ -194,12 +187,10 @@ def version_problems(launch: Launch) -> Iterator[str]:
         )
 
 
-def _composition_problems(
-    launch: Launch, data_is_to_come: bool, may_drop: bool = False
-) -> Iterator[str]:
+def _composition_problems(launch: Launch) -> Iterator[str]:
     yield from version_problems(launch)
     yield from _flag_problems(launch)
-    yield from expert_problems(launch, may_drop)
+    yield from expert_problems(launch)
     yield from fp8_problems(launch)
     yield from saving_problems(launch.saving, launch.spec)
     yield from nodes_problems(launch)
@@ -213,7 +204,7 @@ def _composition_problems(
     yield from violations(launch.spec, release(launch.entry.megatron_version), patched)
     yield from backend_problems(launch)
     missing = launch.data in OWN_SAMPLES and not idx_path(launch.data_path).is_file()
-    if not (missing and data_is_to_come):
+    if not (missing and launch.job.options.dry_run):  # The kit would make it.
         yield from _data_problems(launch)
 
 

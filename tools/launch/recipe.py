@@ -60,7 +60,8 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
         console: Where it says what it wrote.
 
     Raises:
-        LaunchError: There is no such run, or no recipe says what it trains; nothing was written.
+        LaunchError, RecipeError: There is no such run, or no recipe says what it trains; nothing was
+            written.
     """
     if run.startswith("train-"):
         source = source_of_target(run, options)
@@ -76,21 +77,18 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
             f"{run} needs {ranks} GPUs, and nemo-run's entry is for one machine of "
             f"{GPUS_OF_A_MACHINE}; use TO=bridge with an executor of your own."
         )
-    try:
-        recipe = recipe_of(source)
-        text = written_recipe(recipe, source.spec, origin, from_root(folder / RECIPE_FILE))
-        files = {RECIPE_FILE: (text, _checked(recipe, text, source.spec))}
-        if to == NEMO:
-            entry = _entry(source, origin, from_root(folder / ENTRY_FILE))
-            files[ENTRY_FILE] = (entry, _started(entry, text, source.spec))
-    except RecipeError as error:
-        raise LaunchError(str(error)) from None
+    recipe = recipe_of_flags(source.words, source.spec)
+    text = written_recipe(recipe, source.spec, origin, from_root(folder / RECIPE_FILE))
+    files = {RECIPE_FILE: (text, _checked(recipe, text, source.spec))}
+    if to == NEMO:
+        entry = _entry(source, origin, from_root(folder / ENTRY_FILE))
+        files[ENTRY_FILE] = (entry, _started(entry, text, source.spec))
     folder.mkdir(parents=True, exist_ok=True)
     for name, (content, said) in files.items():
         write_whole(folder / name, content)
         say(console, f"{from_root(folder / name)}: {said}")
     for sentence in recipe.left_out:
-        _warn(console, f"Without a counterpart: {sentence}")
+        say(console, f"Without a counterpart: {sentence}", "yellow")
     return 0
 
 
@@ -104,7 +102,7 @@ def import_recipe(file: str, name: str | None, gpus: int | None, console: Consol
         console: Where it prints.
 
     Raises:
-        LaunchError: It is no recipe, or Megatron would refuse the run; nothing was written.
+        LaunchError, RecipeError: It is no recipe, or Megatron would refuse the run; nothing was written.
     """
     path = Path(file.partition(":")[0])
     name = name or model_name(
@@ -112,11 +110,8 @@ def import_recipe(file: str, name: str | None, gpus: int | None, console: Consol
     )
     if name != model_name(name):
         raise LaunchError(f"NAME={name} is no model's name; use {model_name(name)}.")
-    try:
-        reading = reading_of_fields(bridge.read_recipe(file))
-        read = imported(reading, name, gpus)
-    except RecipeError as error:
-        raise LaunchError(str(error)) from None
+    reading = reading_of_fields(bridge.read_recipe(file))
+    read = imported(reading, name, gpus)
     for reason in violations(read.spec):
         raise LaunchError(f"{file} makes a run that Megatron refuses: {reason}")
     _refuse_another_strategy(read.spec)
@@ -131,17 +126,8 @@ def import_recipe(file: str, name: str | None, gpus: int | None, console: Consol
     say(console, f"{from_root(written)}; train it with")
     say(console, make_command(read.target, read.variables))
     for sentence in reading.left_out:
-        _warn(console, f"In no flag: {sentence}")
+        say(console, f"In no flag: {sentence}", "yellow")
     return 0
-
-
-def _warn(console: Console, sentence: str) -> None:
-    say(console, sentence, "yellow")
-
-
-def recipe_of(source: RecipeRun) -> Recipe:
-    """Its recipe; raises RecipeError where none says what it trains."""
-    return recipe_of_flags(source.words, source.spec)
 
 
 def source_of_folder(run: str) -> RecipeRun:

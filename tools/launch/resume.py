@@ -19,14 +19,12 @@ from tools.checkpoint.contents import read_contents
 from tools.launch.checkpoints import select_checkpoint
 from tools.launch.compose import Launch, ResumePoint, compose, entry_of, model_for
 from tools.launch.job import Job
-from tools.launch.multi_node import train_share
 from tools.launch.network import link_of
 from tools.launch.options import Options, Saving, read_patch_file
 from tools.launch.preflight import check
 from tools.launch.run_folder import only_attempt, read_named_run
 from tools.launch.runtime import choose_runtime
 from tools.launch.train import describe, dry_run, train_once
-from tools.records.checkpoints import find_checkpoints
 from tools.records.run import CHECKPOINTS_FOLDER, RunRecord
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, from_root
@@ -89,8 +87,7 @@ def resume(
             held.close()
         there = replace(launch.job.options, run_folder=run if own_folder else None)
         launch = replace(launch, job=launch.job.under(there))
-        once = train_once if launch.nodes is None else train_share
-        return 0 if once(launch, console, launch.spec.name) else 1
+        return 0 if train_once(launch, console, launch.spec.name) else 1
 
 
 def relaunch(
@@ -180,28 +177,6 @@ def relaunch(
         start_checkpoint=start,
         environment=kept,
         resume_point=resume_point,
-    )
-
-
-def resume_if_saved(launch: Launch, folder: Path) -> Launch:
-    """A launch for a folder that an earlier attempt of the same run may have left checkpoints in.
-
-    A job that is put back into its queue starts with the same arguments: it resumes from the newest
-    valid checkpoint, and begins where there is none.
-
-    Raises:
-        LaunchError: There are checkpoints, and none is valid.
-    """
-    stored = folder / CHECKPOINTS_FOLDER
-    if not any(checkpoint.is_finished for checkpoint in find_checkpoints(stored)):
-        return launch
-    iteration = select_checkpoint(folder).checkpoint.iteration
-    if iteration >= launch.iterations:
-        raise LaunchError(f"{folder.name} has already reached iteration {iteration}.")
-    return replace(
-        launch,
-        flags=drop_flags(launch.flags, of_role("start")),
-        resume_point=ResumePoint(folder.name, stored, iteration),
     )
 
 

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -66,7 +66,7 @@ def create_run_folder(launch: Launch, runs: Path, folder: Path | None = None) ->
         return _reopen(folder, launch, launch.resume_point)
     with _refused_by_the_disk(runs):
         folder = folder or _make_folder(launch, runs)
-        record = describe(launch, folder, find_provenance(launch, runs))
+        record = describe(launch, folder)
         (folder / records.COMMAND_FILE).write_text(command_script(record))
         (folder / records.COMMAND_FILE).chmod(0o755)
         _begin(folder, record)
@@ -85,7 +85,7 @@ def _reopen(folder: Path, launch: Launch, resume_point: ResumePoint) -> Path:
             if (folder / name).exists():
                 (folder / name).rename(past / name)
         quarantine(resume_point.folder, resume_point.iteration)
-        now = describe(launch, folder, find_provenance(launch, folder.parent))
+        now = describe(launch, folder)
         resumptions = (*before.resumptions, *now.resumptions)
         record = replace(now, created_utc=before.created_utc, resumptions=resumptions)
         _begin(folder, record)
@@ -140,10 +140,10 @@ def read_named_run(folder: Path, otherwise: str = "") -> records.RunRecord:
         ) from None
 
 
-def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.RunRecord:
-    """Everything `run.json` holds."""
+def describe(launch: Launch, folder: Path) -> records.RunRecord:
+    """Everything `run.json` holds, of machine and software as they are now."""
     where, start, loaded = from_root(folder), launch.start_checkpoint, launch.resume_point
-    code = launch.code
+    (software, image), code = _find_software(launch, folder.parent), launch.code
     # Of a run that resumes also what trained until then, if that was not the same.
     if loaded and (before := records.read_run(folder.parent / loaded.run).code):
         code = before.joined(code)
@@ -159,12 +159,12 @@ def describe(launch: Launch, folder: Path, provenance: Provenance) -> records.Ru
         start_weights=verified_weights(start) if start else None,
         environment=launch.environment,
         entry=launch.entry,
-        host=provenance.host,
-        software=provenance.software,
+        host=find_host(launch),
+        software=software,
         kit_commit=kit_commit(),
         code=code,
         runtime=launch.runtime.name,
-        image=provenance.image,
+        image=image,
         save_every=launch.saving.every if launch.saving else None,
         resumptions=(records.Resumption(loaded.run, loaded.iteration),) if loaded else (),
     )
@@ -178,11 +178,10 @@ def computed_by(launch: Launch) -> Computed:
 
 def identity_here(launch: Launch, runs: Path) -> Identity:
     """The identity that a run of this launch would have on this machine."""
-    where, entry = find_provenance(launch, runs), launch.entry
+    (installed, image), entry = _find_software(launch, runs), launch.entry
     version, commit = entry.megatron_version, entry.megatron_commit
-    software = pairs(where.software)
-    code = UsedCode(version, commit, entry.path, launch.code, software, where.image)
-    return Identity(computed_by(launch), code, timed_on(where.host))
+    code = UsedCode(version, commit, entry.path, launch.code, pairs(installed), image)
+    return Identity(computed_by(launch), code, timed_on(find_host(launch)))
 
 
 def record_launcher(folder: Path) -> None:
@@ -276,26 +275,18 @@ def _make_folder(launch: Launch, runs: Path) -> Path:
             time.sleep(0.2)  # The same run was started within this second; names are by the second.
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """What `run.json` says about where."""
-
-    host: records.Host
-    software: dict[str, str]
-    image: str | None = None
-
-
-def find_provenance(launch: Launch, runs: Path) -> Provenance:
-    """Look at machine and software."""
+def _find_software(launch: Launch, runs: Path) -> tuple[dict[str, str], str | None]:
+    """The versions of what is installed, and the image they are in."""
     container = launch.runtime.container
     if container is None:
-        return Provenance(_host(launch), installed_versions(), image_tag())
+        return installed_versions(), image_tag()
     digest = image_id(container.image) or "unknown"
     software = docker.versions_of(container, runs / IMAGES_FOLDER / f"{digest}.json")
-    return Provenance(_host(launch), software, f"{container.image}@{digest}")
+    return software, f"{container.image}@{digest}"
 
 
-def _host(launch: Launch) -> records.Host:
+def find_host(launch: Launch) -> records.Host:
+    """The machines that a launch trains on, and their devices."""
     on_cpu = launch.spec.device is DeviceKind.CPU
     nodes, local = launch.nodes, launch.local_devices
     # Node 0 has seen that all have the same GPUs, or it would not have started.

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from tools.cluster.checks.docker import check_container, check_engine
 from tools.cluster.checks.network import wandb_login
-from tools.cluster.checks.result import ask, image_tag
+from tools.cluster.checks.result import ask, image_tag, refusals
 from tools.cluster.container import docker
 from tools.cluster.container.image import ImagePair, find_pair
 from tools.launch.devices import visible_gpus
@@ -43,13 +44,15 @@ ON_HOST = Runtime()
 def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
     """The runtime that RUNTIME= names or that fits the machine; the preflight checks that it works.
 
-    CPU ranks need no image: they run on the host unless RUNTIME=docker asks for one.
+    CPU ranks need no image: they run on the host unless RUNTIME=docker asks for one. What Slurm starts
+    finds its runtime there.
 
     Raises:
         LaunchError: IMAGE= names no pair, or MEGATRON_LM= a checkout that the image cannot see.
     """
     on_cpu = device is DeviceKind.CPU
-    if on_cpu and (image_tag() or options.runtime is not RuntimeName.DOCKER):
+    is_plain = on_cpu and (image_tag() or options.runtime is not RuntimeName.DOCKER)
+    if is_plain or options.slurm is not None:
         return ON_HOST
     if image_tag() or (options.runtime or default_runtime()) is RuntimeName.HOST:
         return host_runtime()
@@ -83,7 +86,9 @@ def host_runtime() -> Runtime:
 
 def docker_runtime(pair: ImagePair, *needed: str) -> Runtime:
     """A container of a pair's image, with `needed` variables besides those that training is given."""
-    container = docker.Container(pair.name, _caller(), inherited=docker.inherited_names(*needed))
+    # A dry run needs no engine, and a real one is refused by the preflight.
+    user, names = docker.caller(check_engine()[1]), docker.inherited_names(*needed)
+    container = docker.Container(pair.name, user, inherited=names)
     return Runtime(RuntimeName.DOCKER, True, True, pair, container)
 
 
@@ -91,11 +96,8 @@ def default_runtime() -> RuntimeName:
     """Docker where an NVIDIA GPU is and an engine that can give it to containers; else the host."""
     if inside_container() or not visible_gpus():
         return RuntimeName.HOST
-    try:
-        usable = docker.ask_engine().has_nvidia_runtime
-    except LaunchError:
-        usable = False
-    return RuntimeName.DOCKER if usable else RuntimeName.HOST
+    engine = check_engine()[1]
+    return RuntimeName.DOCKER if engine and engine.has_nvidia_runtime else RuntimeName.HOST
 
 
 def inside_container() -> bool:
@@ -111,13 +113,6 @@ def transformer_engine_imports() -> bool:
         return False
     command = [sys.executable, "-c", "import transformer_engine.pytorch"]
     return ask(command, IMPORT_SECONDS).good
-
-
-def _caller() -> str:
-    try:
-        return docker.caller(docker.ask_engine())
-    except LaunchError:  # A dry run needs no engine, and a real one is refused by the preflight.
-        return docker.caller()
 
 
 def prepare(words: Sequence[str], options: Options, target: str) -> int:
@@ -137,13 +132,8 @@ def prepare_own(given: Namespace, options: Options) -> int:
     return run_module(("tools.preprocess", *flags), options, given.input)
 
 
-def module(words: Sequence[str], options: Options) -> int:
-    """A module of the kit and its arguments; as `run_module`."""
-    return run_module(words, options)
-
-
-def module_arguments(parser: ArgumentParser) -> None:
-    """Its name and arguments."""
+def run_module_arguments(parser: ArgumentParser) -> None:
+    """A module's name and its arguments."""
     parser.add_argument("words", nargs=REMAINDER)
 
 
@@ -167,7 +157,8 @@ def run_module(words: Sequence[str], options: Options, text: str = "") -> int:
         _check_input(text)
     if in_docker:
         pair = find_pair(options.image)
-        docker.check_container(pair.name, pair.ngc_tag, gpus=False)
+        if problems := refusals(check_container(pair.name, pair.ngc_tag, gpus=False)):
+            raise LaunchError(problems[0])
     if options.dry_run:
         return 0
     try:

@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,14 +16,13 @@ from rich.live import Live
 
 from tools.cluster.sbatch import OUTPUT_FILE
 from tools.cluster.slurm import ENDINGS, STOPPED_BY_SLURM, JobState, job_states
+from tools.launch.progress import LogFollower
 from tools.launch.supervise.interruption import Interrupted
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.report.read.diagnosis import diagnose
-from tools.report.read.dialects import find_iterations
 from tools.report.read.iterations import Iteration
-from tools.report.read.lines import split_lines
 from tools.report.read.runs import find_run_folders
 from tools.report.read.sources import read_samples
 from tools.text.table import Column, Table, rich_table
@@ -228,13 +227,11 @@ def recorded_status(folder: Path) -> StatusRecord:
 
 def _last_iterations(log: Path) -> Sequence[Iteration]:
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
+        follower = LogFollower(log, max(0, log.stat().st_size - TAIL_BYTES))
     except OSError:
         return ()
-    lines, rest = split_lines(text)
-    return [found for line in (*lines, rest) for found in find_iterations(line)][-RECENT:]
+    with closing(follower):
+        return follower.new_iterations()[-RECENT:]
 
 
 def _printable(text: str) -> str:

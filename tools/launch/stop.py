@@ -14,7 +14,7 @@ from tools.cluster.container.docker import CONTAINER_FILE, container_of, remove_
 from tools.cluster.slurm import cancel_job, job_states
 from tools.launch.status import follow, read_job, recorded_status
 from tools.launch.supervise.exit_status import outcome
-from tools.launch.supervise.ranks import alive
+from tools.launch.supervise.interruption import alive
 from tools.records import run as records
 from tools.records.run import LauncherRecord
 from tools.spec.errors import LaunchError

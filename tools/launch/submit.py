@@ -17,10 +17,9 @@ from tools.cluster.container import docker
 from tools.cluster.container.image import find_pair
 from tools.cluster.nodes import Nodes
 from tools.cluster.sbatch import ArrayTask, BatchJob, PyxisContainer, script
-from tools.cluster.slurm import Slurm
 from tools.launch.compose import RUN_PLACEHOLDER, Launch
 from tools.launch.options import Options
-from tools.launch.preflight import check_composition
+from tools.launch.preflight import check
 from tools.launch.run_folder import create_run_folder
 from tools.records import run as records
 from tools.records.io import write_record
@@ -45,26 +44,25 @@ def submit(launch: Launch, console: Console) -> int:
     """
     options = launch.job.options
     assert options.slurm is not None
-    spread = over_nodes(launch, options.slurm)
+    spread = over_nodes(launch, options.slurm.nodes)
     each = [spread] * options.repeats
     if options.dry_run:  # The script first, then why it would be refused.
-        submit_array(launch.job.name, each, options, console)
-    check_composition(spread, data_is_to_come=options.dry_run)
+        submit_array(launch.job.name, each, console)
+    check(spread)
     if not options.dry_run:
-        submit_array(launch.job.name, each, options, console)
+        submit_array(launch.job.name, each, console)
     return 0
 
 
-def submit_array(
-    name: str, each: Sequence[Launch], options: Options, console: Console
-) -> tuple[Path, ...]:
+def submit_array(name: str, each: Sequence[Launch], console: Console) -> tuple[Path, ...]:
     """Submit runs of one size as one job, an array if there are several; their folders.
 
     Raises:
         LaunchError: Slurm is not here or refuses it, and nothing was written; or it gives no answer, and
             the run folders stay for a job that it may have taken.
     """
-    job = _job(name, each[0], options)
+    first, options = each[0], each[0].job.options
+    job = _job(name, first)
     if options.dry_run:
         cells = tuple(_cell(RUN_PLACEHOLDER, one) for one in each)
         print(script(replace(job, cells=cells)))
@@ -76,40 +74,42 @@ def submit_array(
         )
     folders = tuple(create_run_folder(one, options.runs) for one in each)
     cells = tuple(_cell(from_root(folder), one) for folder, one in zip(folders, each, strict=True))
-    image = image_asked(each[0].spec.device, options)
-    job_id = _hand_over(replace(job, cells=cells), folders, image)
+    job_id = _hand_over(replace(job, cells=cells), folders, image_asked(first))
     for folder in folders:
         say(console, f"job {job_id}: {from_root(folder)}")
     console.print("'make status' follows it.", highlight=False)
     return folders
 
 
-def over_nodes(launch: Launch, slurm: Slurm) -> Launch:
-    """The launch as it will be spread; their addresses are known once they are there."""
-    return replace(launch, nodes=Nodes(slurm.nodes, 0, "the first node's address"))
+def over_nodes(launch: Launch, count: int) -> Launch:
+    """The launch as it will be spread; the nodes' addresses are known once they are there."""
+    options = launch.job.options
+    assert options.slurm is not None
+    job = launch.job.under(replace(options, slurm=replace(options.slurm, nodes=count)))
+    return replace(launch, job=job, nodes=Nodes(count, 0, "the first node's address"))
 
 
-def image_asked(device: DeviceKind, options: Options) -> str | None:
+def image_asked(launch: Launch) -> str | None:
     """The image of the kit's that ranks are to run in if Slurm has Pyxis; None for the host.
 
     Raises:
         LaunchError: IMAGE= names no pair.
     """
-    if device is DeviceKind.CPU or options.runtime is RuntimeName.HOST:
+    options = launch.job.options
+    if launch.spec.device is DeviceKind.CPU or options.runtime is RuntimeName.HOST:
         return None
     named = options.slurm.image if options.slurm else None
     return named or find_pair(options.image).name
 
 
-def _job(name: str, launch: Launch, options: Options) -> BatchJob:
-    slurm = options.slurm
-    assert slurm is not None
-    container = _container(launch, options, slurm)
+def _job(name: str, launch: Launch) -> BatchJob:
+    options, container = launch.job.options, _container(launch)
+    assert options.slurm is not None
     return BatchJob(
         name=name,
         device=launch.spec.device,
         devices_a_node=launch.local_devices,
-        slurm=slurm,
+        slurm=options.slurm,
         cells=(),
         python=docker.PYTHON if container else sys.executable,
         inherited=inherited(options),
@@ -128,12 +128,14 @@ def inherited(options: Options) -> tuple[str, ...]:
     return tuple(name for name in names if options.wandb or name not in WANDB_NAMES)
 
 
-def _container(launch: Launch, options: Options, slurm: Slurm) -> PyxisContainer | None:
+def _container(launch: Launch) -> PyxisContainer | None:
     """The kit's image where Pyxis is, for GPU ranks; None for the host."""
-    if image_asked(launch.spec.device, options) is None:
+    options = launch.job.options
+    named = options.slurm.image if options.slurm else None
+    if image_asked(launch) is None:
         return None
     if "--container-image" not in ask(["srun", "--help"], SUBMIT_SECONDS).out:
-        if options.runtime is RuntimeName.DOCKER or slurm.image:
+        if options.runtime is RuntimeName.DOCKER or named:
             raise LaunchError(
                 "Slurm here has no Pyxis (srun knows no --container-image), so no container can be "
                 "started; set RUNTIME=host."
@@ -141,7 +143,7 @@ def _container(launch: Launch, options: Options, slurm: Slurm) -> PyxisContainer
         return None
     pair = find_pair(options.image)
     squashed = ROOT / "docker" / f"{pair.name.replace(':', '+')}.sqsh"
-    if slurm.image is None and not squashed.is_file():
+    if named is None and not squashed.is_file():
         raise LaunchError(
             f"{squashed} is not there; make it where Docker is with 'make image' and 'enroot import "
             f"--output {squashed} dockerd://{pair.name}', name another with SLURM_IMAGE=, or set "
@@ -149,7 +151,7 @@ def _container(launch: Launch, options: Options, slurm: Slurm) -> PyxisContainer
         )
     folders = (ROOT, *docker.data_folders(launch.data_path), options.runs.absolute())
     mounts = docker.Container("", "", mounts=()).mounting(*folders).mounts
-    return PyxisContainer(slurm.image or str(squashed), mounts)
+    return PyxisContainer(named or str(squashed), mounts)
 
 
 def _cell(folder: str, launch: Launch) -> ArrayTask:

@@ -1,8 +1,11 @@
-"""One job on this machine, from its variables to the last line on the terminal."""
+"""`make train-…`: one job, from its target to the last line on the terminal, wherever it trains."""
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,22 +14,29 @@ from rich.console import Console
 
 from megatron_patches.context import is_known
 from tools.launch.backends import for_backend
+from tools.launch.checkpoints import resume_if_saved
 from tools.launch.compose import Launch, compose
 from tools.launch.data import make_samples
 from tools.launch.execute import execute
-from tools.launch.job import Job, make_command
+from tools.launch.job import Job, make_command, parse_devices, parse_target
+from tools.launch.multi_node import train_share
+from tools.launch.options import Options
 from tools.launch.preflight import check
+from tools.launch.run_folder import only_attempt
 from tools.launch.runtime import Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
+from tools.launch.submit import submit
 from tools.launch.supervise.exit_status import outcome
 from tools.plan.tensors import vocabulary_sentence
 from tools.records.run import Status
 from tools.report.analyse.configurations import pooled
 from tools.report.analyse.parity import loss_curve, resumption_sentence
 from tools.report.read.runs import load_folder
-from tools.spec import settings
+from tools.spec import settings, variables
+from tools.spec.files import ROOT
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, unlisted_flags, values_by_flag
+from tools.spec.model import load_model
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.strategy import parse_strategy, scaling_sentence
 from tools.text.units import number, plural
@@ -48,26 +58,72 @@ _OF_VERIFY = {
 """What a verification must be given as well to train the same."""
 
 
-def train(job: Job, console: Console) -> int:
-    """Compose, check, train on this machine; return the exit code.
+def start_target(target: str, options: Options, console: Console) -> int:
+    """Run a target: through its launch script where the strategy has one, else directly.
+
+    Raises:
+        LaunchError: The target is not in the grammar.
+    """
+    job = parse_target(target, options)
+    if job.script is not None:
+        arguments = [job.script, job.model.name, job.place]
+        os.execve(ROOT / job.script, arguments, {**os.environ, variables.PYTHON: sys.executable})
+    return start(job, console)
+
+
+def run_strategy(given: Namespace, options: Options, console: Console) -> int:
+    """Run what a launch script says: a strategy with the Megatron flags that make it up.
 
     Raises:
         LaunchError: The run cannot work here; nothing was written.
     """
-    launch = compose_job(job)
-    if not job.options.dry_run:
+    model, place = load_model(given.of, options.model), parse_devices(given.on)
+    return start(Job(given.named, model, *place, options, tuple(given.flags)), console)
+
+
+def run_strategy_arguments(parser: ArgumentParser) -> None:
+    """The words of a launch script."""
+    parser.add_argument("named", metavar="STRATEGY")
+    parser.add_argument("of", metavar="MODEL")
+    parser.add_argument("on", metavar="DEVICES", help="such as 2gpu or 2cpu")
+    parser.add_argument("flags", nargs="*", help="after --")
+
+
+def start(job: Job, console: Console) -> int:
+    """Train a job on this machine, in Slurm's queue, or as one node's share; the exit code.
+
+    Raises:
+        LaunchError: The run cannot work here; nothing was written.
+    """
+    options, launch = job.options, compose_job(job)
+    if not options.dry_run:
         make_samples([launch], console)
-    return train_composed(launch, console)
+    if options.slurm is not None:
+        return submit(launch, console)
+    with only_attempt(options.run_folder, options.nodes):
+        if options.run_folder is not None:  # A job's; Slurm may have requeued it.
+            launch = resume_if_saved(launch, options.run_folder)
+        return train_composed(launch, console)
 
 
 def train_composed(launch: Launch, console: Console) -> int:
-    """Check and train a launch whose data are there; as `train`."""
-    if launch.job.options.dry_run:
+    """Check and train a launch whose data are there, or this node's share of it; the exit code.
+
+    Raises:
+        LaunchError: The run cannot work here; nothing was written.
+    """
+    job, repeats = launch.job, launch.job.options.repeats
+    if job.options.dry_run:
         return dry_run(launch)
-    check(launch)
-    ensure_start_checkpoint(launch, console)
-    announce(launch, console)
-    return 0 if all(train_once(launch, console, title) for title in titles(launch.job)) else 1
+    if launch.nodes is None:  # Else each node reports to the others what stops it.
+        check(launch)
+        ensure_start_checkpoint(launch, console)
+    console.print(f"{job.target}: {describe(launch)}", highlight=False)
+    for sentence in differences(launch):
+        console.print(sentence, style="yellow", highlight=False)
+    numbers = [f" {number}" for number in range(1, repeats + 1)] if repeats > 1 else [""]
+    titles = (f"{job.strategy}{number}" for number in numbers)
+    return 0 if all(train_once(launch, console, title) for title in titles) else 1
 
 
 def dry_run(launch: Launch) -> int:
@@ -83,27 +139,15 @@ def dry_run(launch: Launch) -> int:
     said = (other_vocabulary(launch), _schedule_of_another_length(launch), _unknown(launch))
     for sentence in filter(None, said):
         print(f"# {sentence}", flush=True)
-    check(launch, data_is_to_come=True)
+    check(launch)
     return 0
 
 
-def announce(launch: Launch, console: Console) -> None:
-    """Say what is about to run, and how it differs from what it names."""
-    console.print(f"{launch.job.target}: {describe(launch)}", highlight=False)
-    for sentence in differences(launch):
-        console.print(sentence, style="yellow", highlight=False)
-
-
-def titles(job: Job) -> tuple[str, ...]:
-    """What each of its repeats is called while it runs."""
-    repeats = job.options.repeats
-    numbers = range(1, repeats + 1)
-    return tuple(job.strategy if repeats == 1 else f"{job.strategy} {number}" for number in numbers)
-
-
 def train_once(launch: Launch, console: Console, title: str) -> bool:
-    """Train a checked launch on this machine; True if the run ended `ok`."""
+    """Train a checked launch on this machine, or this node's share; True if the run ended `ok`."""
     options = launch.job.options
+    if launch.nodes is not None:
+        return train_share(launch, console, title)
     folder, status = execute(launch, options.runs, console, title, folder=options.run_folder)
     console.print(outcome(folder, status), highlight=False)
     if status.status is Status.OK:

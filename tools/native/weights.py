@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from tools.native.model import GPT, mixtures
-from tools.records.torch_dist import finished_iteration, read_metadata, read_tensor
+from tools.records.torch_dist import (
+    NORMS,
+    VOCABULARY,
+    finished_iteration,
+    read_metadata,
+    read_tensor,
+)
 
 LAYER = re.compile(r"blocks\.(\d+)\.?(.*)")
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.?(.*)")
@@ -35,11 +41,6 @@ _IN_LAYER = {
     "mlp.fc1": "mlp.linear_fc1",
     "mlp.fc2": "mlp.linear_fc2",
 }
-_STORED_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-"""In checkpoints a norm is named as Transformer Engine fuses it into the linear layer behind it."""
 
 
 def megatron_name(name: str) -> str:
@@ -62,13 +63,12 @@ def source_of(name: str) -> tuple[str, tuple[int, ...]]:
     layer, _, rest = whole.removeprefix(layers).partition(".")
     if expert := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", rest):
         return f"{layers}mlp.experts.experts.{expert[2]}", (int(layer), int(expert[1]))
-    for norm, stored in _STORED_NORMS.items():
+    for stored, norm in NORMS.items():  # There named as Transformer Engine fuses them.
         rest = rest.replace(norm, stored)
     return f"{layers}{rest}", (int(layer),)
 
 
 _MULTIPLE = 128
-_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def load_start(model: GPT, checkpoint: Path) -> None:
@@ -86,7 +86,7 @@ def load_start(model: GPT, checkpoint: Path) -> None:
             value = tensors.get(source)
             if value is not None:
                 value = _at(value, places, (len(model.blocks), experts))
-                if source in _PADDED and 0 < value.shape[0] - parameter.shape[0] < _MULTIPLE:
+                if source in VOCABULARY and 0 < value.shape[0] - parameter.shape[0] < _MULTIPLE:
                     value = value[: parameter.shape[0]]  # Imported, with padding for any strategy.
             if value is None or value.shape != parameter.shape:
                 found = "nothing" if value is None else list(value.shape)

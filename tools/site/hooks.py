@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tools.cli.help import variables
+from tools.cli.help import HEADINGS, variables
 from tools.spec.files import ROOT
 
 SETTINGS_PAGE = "docs/settings.md"
@@ -22,8 +22,6 @@ STYLE = "site.css"
 SHOWN = (".md", ".svg", ".png", ".html")
 HIDDEN = ("tests/", ".github/", "tools/report/render/", "tools/verify/templates/", "tools/site/")
 
-_HEADING = re.compile(r"Variables: (.+)$")
-_VARIABLE = re.compile(r"  ([A-Z][A-Z0-9_ ]*[A-Z0-9]) +(.+)$")
 _FENCE = re.compile(r"(^```.*?^```)", re.M | re.S)
 _NESTED = re.compile(r"^ {2,3}(?=(?:[-*]|\d+\.) )", re.M)
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
@@ -88,13 +86,10 @@ def settings_page() -> str:
         "",
         "Variables of make, as `make TARGET NAME=value`. One that the target does not use is refused.",
     ]
-    for line in variables():
-        if heading := _HEADING.match(line):
-            what = heading[1]
-            lines += ["", f"## {what[0].upper()}{what[1:]}", ""]
+    for names, what in variables():
+        for title in (HEADINGS[name] for name in names if name in HEADINGS):
+            lines += ["", f"## {title[0].upper()}{title[1:]}", ""]
             lines += ["| variable | what |", "|---|---|"]
-        elif variable := _VARIABLE.match(line):
-            names = " ".join(f"`{name}`" for name in variable[1].split())
-            what = variable[2].replace("<", "&lt;").replace("*", r"\*").replace("|", r"\|")
-            lines.append(f"| {names} | {what} |")
+        shown = what.replace("<", "&lt;").replace("*", r"\*").replace("|", r"\|")
+        lines.append(f"| {' '.join(f'`{name}`' for name in names)} | {shown} |")
     return "\n".join(lines) + "\n"

@@ -47,8 +47,8 @@ def parity(options: Options, console: Console, verify: bool = False) -> int:
         LaunchError: It cannot work here.
     """
     demo = load_experiment("demo", options)
-    table = "verified parity" if verify else "parity"
-    return _run(replace(demo, report="parity", table=table), console)
+    output = Output(partial(parity_of, verifies=verify))
+    return run_experiment(replace(demo, report="parity"), output, console)
 
 
 def sweep_of_axes(given: Namespace, options: Options, console: Console) -> int:
@@ -62,7 +62,7 @@ def sweep_of_axes(given: Namespace, options: Options, console: Console) -> int:
 
 
 def _run(experiment: Experiment, console: Console) -> int:
-    return run_experiment(experiment, output_of(experiment.table), console)
+    return run_experiment(experiment, output_of(experiment.file.table), console)
 
 
 def report_of(study: Study) -> int:
@@ -105,11 +105,7 @@ def disagreements(rows: Sequence[Entry]) -> list[str]:
     ]
 
 
-_OUTPUTS = {
-    "report": Output(report_of),
-    "parity": Output(parity_of),
-    "verified parity": Output(partial(parity_of, verifies=True)),
-}
+_OUTPUTS = {"report": Output(report_of), "parity": Output(parity_of)}
 
 
 def output_of(table: str) -> Output:

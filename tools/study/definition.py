@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
 
 from tools.launch.job import Job
 from tools.launch.options import Options
@@ -13,6 +15,45 @@ FOLDER = ROOT / "examples" / "experiments"
 
 SWEEP = "sweep"
 """The file whose axes a sweep has that has no file of its own; also the table of sweeps."""
+
+
+VariableValue = str | int | float | bool
+"""A make variable's value, as YAML has it."""
+
+
+class ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file's keys; `examples/experiments/README.md` explains them."""
+
+    report: str
+    cells: list[str | dict[str, Any]]
+    model: str = ""
+    device: Literal["cpu", "gpu", "any"] = "any"
+    devices: int = 2
+    batch: Literal["strategy", "model", "model_each_rank"] = "strategy"
+    defaults: dict[str, VariableValue] = {}
+    on_cpu: dict[str, VariableValue] = {}
+    on_gpu: dict[str, VariableValue] = {}
+    on_models: dict[str, dict[str, VariableValue]] = {}
+    fixed: dict[str, VariableValue] = {}
+    bases: dict[str, dict[str, VariableValue]] = {}
+    environment: dict[str, str] = {}
+    warm: bool = False
+    """Whether ranks are forked from one process that has imported Megatron, where they can be."""
+    budget_seconds: float | None = None
+    evaluation_batches: int | None = None
+    repeats: int = 1
+    repeats_change_seed: bool = False
+    apart: bool = False
+    takes_finished: bool = False
+    """Whether a run that was made before is taken in place of another one."""
+    skips_illegal: bool = False
+    """Whether a cell that cannot work is left out; else it refuses the whole experiment."""
+    table: str = ""
+    """What is made of the runs: a kind of table, as `commands.output_of` takes it."""
+    page: str = ""
+    sentences: dict[str, str] = {}
+    instead: str = ""
+    packages: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -44,20 +85,9 @@ class Experiment:
     report: str
     """Folder of its results in `reports/`."""
     cells: tuple[Cell, ...]
-    table: str = ""
-    """What is made of the runs: a kind of table, as `commands.output_of` takes it."""
-    takes_finished: bool = False
-    """Whether a run that was made before is taken in place of another one."""
-    skips_illegal: bool = False
-    """Whether a cell that cannot work is left out; else it refuses the whole experiment."""
-    instead: str = ""
-    """What to run where this one is refused."""
-    warm: bool = False
-    """Whether ranks are forked from one process that has imported Megatron, where they can be."""
+    file: ExperimentFile
     budget_seconds: float | None = None
     """For all runs together; one that is not done by then is ended. None is no limit."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for the ranks."""
     left_out: tuple[str, ...] = ()
     """A sentence for each package that is not installed and the cells that need it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from rich.console import Console
@@ -12,13 +12,12 @@ from rich.console import Console
 from tools.dataset.indexed import open_dataset
 from tools.launch.compose import Launch
 from tools.launch.data import SAMPLE, call_module, make_samples
-from tools.launch.preflight import check, check_composition
-from tools.launch.runtime import ON_HOST, Runtime, choose_runtime
+from tools.launch.preflight import check
+from tools.launch.runtime import choose_runtime
 from tools.launch.train import command_line, compose_job
 from tools.report.analyse.entry import Entry, rows_of
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
-from tools.spec.run import DeviceKind
 from tools.study.definition import Cell, Experiment
 from tools.study.runner import CellResult, Runner
 from tools.text.terminal import say, say_markdown
@@ -149,10 +148,10 @@ def run_experiment(
         output.before(experiment)
     planned, dry_run = _composed(experiment, console), experiment.options.dry_run
     # What refuses as a whole shows its commands first, then why it would.
-    if dry_run and not experiment.skips_illegal:
+    if dry_run and not experiment.file.skips_illegal:
         print(output.shown(planned), flush=True)
     planned = _checked(planned, experiment)
-    if dry_run and experiment.skips_illegal:
+    if dry_run and experiment.file.skips_illegal:
         print(output.shown(planned), flush=True)
     if dry_run:
         return 0
@@ -173,14 +172,14 @@ def run_experiment(
 
 def _composed(experiment: Experiment, console: Console) -> Planned:
     """Compose every cell; make missing data."""
-    runtimes: dict[DeviceKind, Runtime] = {}
+    runtime = cache(partial(choose_runtime, experiment.options))
 
     def compose(cell: Cell) -> Launch:
-        launch = compose_cell(cell, runtimes)
-        return replace(launch, environment={**launch.environment, **experiment.environment})
+        launch = compose_job(cell.job, runtime(cell.job.device))
+        return replace(launch, environment={**launch.environment, **experiment.file.environment})
 
     launches, problems = _tried(compose, experiment.cells)
-    if problems and not experiment.skips_illegal:
+    if problems and not experiment.file.skips_illegal:
         raise next(iter(problems.values()))
     if not experiment.options.dry_run:
         make_samples(tuple(launches.values()), console)
@@ -193,20 +192,18 @@ def _composed(experiment: Experiment, console: Console) -> Planned:
 
 def _checked(planned: Planned, experiment: Experiment) -> Planned:
     """What of it can work here; of several nodes (`LAUNCHER=slurm`) each looks at itself."""
-    options = experiment.options
-    look = check if options.slurm is None else check_composition
 
     def look_at(cell: Cell) -> Launch:
-        look(planned.launches[cell], data_is_to_come=options.dry_run)
+        check(planned.launches[cell])
         return planned.launches[cell]
 
     launches, problems = _tried(look_at, planned.launches)
-    if problems and not experiment.skips_illegal:
+    if problems and not experiment.file.skips_illegal:
         # Cells lack the same thing in other words: the number of GPUs, the target instead.
         once: dict[str, str] = {}
         for line in "\n".join(map(str, problems.values())).splitlines():
             once.setdefault(line.partition(";")[0].lstrip("0123456789"), line)
-        raise LaunchError("\n".join(filter(None, (*once.values(), experiment.instead))))
+        raise LaunchError("\n".join(filter(None, (*once.values(), experiment.file.instead))))
     said = {**planned.skipped, **{cell: str(error) for cell, error in problems.items()}}
     rules = {cell: " ".join(said[cell].split()) for cell in experiment.cells if cell in said}
     return Planned(launches, rules)
@@ -221,19 +218,6 @@ def skipped_sentences(skipped: Mapping[Cell, str]) -> list[str]:
         f"{plural(len(names), 'cell')} skipped ({', '.join(names)}): {rule}"
         for rule, names in cells.items()
     ]
-
-
-def compose_cell(cell: Cell, runtimes: dict[DeviceKind, Runtime] | None = None) -> Launch:
-    """A cell's launch; `runtimes` keeps what was found of each kind of device.
-
-    Raises:
-        LaunchError: Strategy, backend and devices do not fit each other.
-    """
-    job, found = cell.job, {} if runtimes is None else runtimes
-    if job.device not in found:
-        on_host = job.options.slurm is not None
-        found[job.device] = ON_HOST if on_host else choose_runtime(job.options, job.device)
-    return compose_job(job, found[job.device])
 
 
 def _tried(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
 from functools import cached_property
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -28,7 +28,14 @@ from tools.spec.files import ROOT, read_yaml
 from tools.spec.model import Model, load_model
 from tools.spec.run import Backend, DeviceKind, OptimizerName
 from tools.spec.strategy import devices_of
-from tools.study.definition import FOLDER, SWEEP, Cell, Experiment
+from tools.study.definition import (
+    FOLDER,
+    SWEEP,
+    Cell,
+    Experiment,
+    ExperimentFile,
+    VariableValue,
+)
 
 AXES = {"MODELS": "model", "DEVICES": "devices", "STRATEGIES": "strategy", "BACKENDS": "backend"}
 """The caller's axes, and the fields of a cell for which they count; the last one is the fastest."""
@@ -36,9 +43,6 @@ AXES = {"MODELS": "model", "DEVICES": "devices", "STRATEGIES": "strategy", "BACK
 _NEAR = 0.8
 """Likeness of a mistyped name: `siz` and `size` have 0.86."""
 _NAME = re.compile(r"\w[\w.-]*")
-
-VariableValue = str | int | float | bool
-"""A make variable's value, as YAML has it."""
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,37 +65,6 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_request: bool = False
 
 
-class _ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file's keys; `examples/experiments/README.md` explains them."""
-
-    report: str
-    cells: list[str | dict[str, Any]]
-    model: str = ""
-    device: Literal["cpu", "gpu", "any"] = "any"
-    devices: int = 2
-    batch: Literal["strategy", "model", "model_each_rank"] = "strategy"
-    defaults: dict[str, VariableValue] = {}
-    on_cpu: dict[str, VariableValue] = {}
-    on_gpu: dict[str, VariableValue] = {}
-    on_models: dict[str, dict[str, VariableValue]] = {}
-    fixed: dict[str, VariableValue] = {}
-    bases: dict[str, dict[str, VariableValue]] = {}
-    environment: dict[str, str] = {}
-    warm: bool = False
-    budget_seconds: float | None = None
-    evaluation_batches: int | None = None
-    repeats: int = 1
-    repeats_change_seed: bool = False
-    apart: bool = False
-    takes_finished: bool = False
-    skips_illegal: bool = False
-    table: str = ""
-    page: str = ""
-    sentences: dict[str, str] = {}
-    instead: str = ""
-    packages: dict[str, str] = {}
-
-
 def load_experiment(
     name: str,
     options: Options,
@@ -107,7 +80,7 @@ def load_experiment(
     Raises:
         LaunchError: There is none of this name, or its file holds what is not known.
     """
-    return _Loader(name, _read(name), options, model, trained, only).experiment({})
+    return _Loader(name, experiment_file(name), options, model, trained, only).experiment({})
 
 
 def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experiment:
@@ -126,7 +99,7 @@ def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experime
     """
     if not _NAME.fullmatch(name):
         raise LaunchError(f"NAME: {name} is not a folder's name.")
-    own = _read(name) if (FOLDER / f"{name}.yaml").is_file() else None
+    own = experiment_file(name) if (FOLDER / f"{name}.yaml").is_file() else None
     names = [path.stem for path in FOLDER.glob("*.yaml")]
     near = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)
     if own is None and near and not any(axes.values()):  # It would train the default axes.
@@ -134,7 +107,7 @@ def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experime
             f"NAME={name} is no file of examples/experiments, but nearly {near[0]}.yaml; use "
             f"NAME={near[0]}, or say what to sweep: MODELS=, STRATEGIES=, BACKENDS=, DEVICES=."
         )
-    file = own if own and own.table == SWEEP else _read(SWEEP)
+    file = own if own and own.table == SWEEP else experiment_file(SWEEP)
     given = {
         field: list(dict.fromkeys(words.replace(",", " ").split()))
         for axis, field in AXES.items()
@@ -148,12 +121,17 @@ def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experime
     return replace(_Loader(name, file, options).experiment(given), report=name)
 
 
-def _read(name: str) -> _ExperimentFile:
+def experiment_file(name: str) -> ExperimentFile:
+    """A file's keys.
+
+    Raises:
+        LaunchError: There is none of this name, or it holds what is not known.
+    """
     path = FOLDER / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.yaml")))
         raise LaunchError(f"There is no experiment '{name}'; there are {known}.")
-    return _as(_ExperimentFile, read_yaml(path), name)
+    return _as(ExperimentFile, read_yaml(path), name)
 
 
 def _as[T](kind: type[T], data: object, name: str) -> T:
@@ -169,7 +147,7 @@ class _Loader:
     """One file under one caller's variables."""
 
     name: str
-    file: _ExperimentFile
+    file: ExperimentFile
     options: Options
     model: str | None = None
     trained: Job | None = None
@@ -195,13 +173,8 @@ class _Loader:
         return Experiment(
             report=file.report.format(model=cells[0].job.model.name),
             cells=cells,
-            table=file.table,
-            takes_finished=file.takes_finished,
-            skips_illegal=file.skips_illegal,
-            instead=file.instead,
-            warm=file.warm,
+            file=file,
             budget_seconds=file.budget_seconds,
-            environment=file.environment,
             left_out=tuple(file.packages[package] for package in sorted(lacking)),
         )
 

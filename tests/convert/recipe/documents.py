@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from tools.convert.recipe.fields import Recipe, recipe_of_flags
 from tools.convert.recipe.table import Symbol, Value
 from tools.launch.options import options_from_texts
 from tools.launch.recipe import RecipeRun, source_of_target
@@ -20,6 +21,10 @@ MEMBERS = {"flash": 1, "fused": 2, "unfused": 3, "local": 4, "auto": 5}
 def source(target: str) -> RecipeRun:
     """What a target would train, whatever is set around the tests."""
     return source_of_target(target, options_from_texts({}))
+
+
+def recipe_of(run: RecipeRun) -> Recipe:
+    return recipe_of_flags(run.words, run.spec)
 
 
 def document(fields: Mapping[str, Value]) -> dict[str, Any]:

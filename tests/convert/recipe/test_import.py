@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.convert.recipe.documents import source, write
+from tests.convert.recipe.documents import recipe_of, source, write
 from tools.convert.recipe import bridge
 from tools.convert.recipe.flags import reading_of_fields
 from tools.convert.recipe.imported import model_name
 from tools.convert.recipe.table import RecipeError, Symbol, Value
 from tools.launch import recipe as command
-from tools.launch.recipe import import_recipe, recipe_of
+from tools.launch.recipe import import_recipe
 from tools.spec.errors import LaunchError
 from tools.spec.flags import Flags
 
@@ -98,7 +98,7 @@ def test_a_recipe_that_makes_no_run_is_refused_before_anything_is_written(
     kit: Path,
 ) -> None:
     file = write(kit / "r.yaml", change(fields))
-    with pytest.raises(LaunchError, match=sentence):
+    with pytest.raises(ValueError, match=sentence):
         import_recipe(str(file), "mine", ranks, Console())
     assert not list((kit / "examples").rglob("*.args"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.convert.recipe.documents import source, write
+from tests.convert.recipe.documents import recipe_of, source, write
 from tools.convert.recipe.bridge import read_recipe
 from tools.convert.recipe.fields import recipe_of_flags
 from tools.convert.recipe.flags import RecipeFlags, reading_of_fields
@@ -16,8 +16,7 @@ from tools.convert.recipe.table import ROWS, RecipeError, Symbol
 from tools.convert.recipe.written import written_entry, written_recipe
 from tools.launch import recipe as command
 from tools.launch.options import options_from_texts
-from tools.launch.recipe import export_recipe, recipe_of, source_of_folder
-from tools.spec.errors import LaunchError
+from tools.launch.recipe import export_recipe, source_of_folder
 from tools.spec.files import ROOT
 from tools.spec.flags import Flags, merge_flags
 from tools.spec.model import model_names, training_flags
@@ -177,7 +176,7 @@ def test_a_run_that_is_none_is_refused_before_anything_is_written(
     run: str, to: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "RECIPES", tmp_path / "recipes")
-    with pytest.raises(LaunchError, match=sentence):
+    with pytest.raises(ValueError, match=sentence):
         export_recipe(run, to, options_from_texts({}), Console())
     assert not (tmp_path / "recipes").exists()
 

@@ -5,13 +5,14 @@ import pytest
 
 from tests.launch.checkpoint.conftest import Write
 from tests.report.factory import changed
+from tools.launch.checkpoints import resume_if_saved
 from tools.launch.compose import Launch, ResumePoint
 from tools.launch.flags import saving_flags
 from tools.launch.job import parse_target
 from tools.launch.network import LinkRate
 from tools.launch.options import Options, Saving, options_from_texts
 from tools.launch.preflight import saving_problems
-from tools.launch.resume import relaunch, resume_if_saved
+from tools.launch.resume import relaunch
 from tools.launch.train import compose_job
 from tools.records.run import DatasetIdentity, Host, MegatronEntry, RunRecord
 from tools.spec.flags import Flags

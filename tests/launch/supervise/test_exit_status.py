@@ -75,12 +75,11 @@ def test_a_disk_that_was_full_for_a_moment_is_a_cause_too(
     usage = lambda _: SimpleNamespace(free=next(free, 10**9))  # noqa: E731
     monkeypatch.setattr(exit_status.shutil, "disk_usage", usage)
     monkeypatch.setattr(exit_status, "LOOK_SECONDS", 0.01)
-    with exit_status.DiskWatermark(folder) as room:
-        until(lambda: room.least.free_bytes == 5, "the full disk was not seen")
-    status = exit_status.classify_exit(folder, 1, False, None, room.least)
+    with exit_status.DiskWatch(folder) as disk:
+        until(lambda: disk.lacked == "space", "the full disk was not seen")
+    status = exit_status.classify_exit(folder, 1, False, None, disk.lacked)
     assert status.reason.startswith("No space was left")
-    enough = exit_status.Room(10**9)
-    assert not exit_status.classify_exit(folder, 1, False, None, enough).reason.startswith("No ")
+    assert not exit_status.classify_exit(folder, 1, False, None).reason.startswith("No ")
 
 
 @pytest.fixture
@@ -102,13 +101,12 @@ def test_inodes_that_are_used_up_are_a_cause_beside_bytes(
 ) -> None:
     run = disk_of_few_files
     shutil.copy(folder / records.LOG_FILE, run)
-    with exit_status.DiskWatermark(run) as room:
+    with exit_status.DiskWatch(run) as disk:
         for number in range(os.statvfs(run).f_favail):
             (run / f"{number}").touch()
-        until(lambda: not room.least.free_files, "the end of inodes was not seen")
-    assert room.least.lacking == "inode"
-    assert room.least.free_bytes > 500_000
-    status = exit_status.classify_exit(run, 1, False, None, room.least)
+        until(lambda: disk.lacked == "inode", "the end of inodes was not seen")
+    assert shutil.disk_usage(run).free > 500_000
+    status = exit_status.classify_exit(run, 1, False, None, disk.lacked)
     assert status.reason.startswith("No inode was left on the disk of disk; ")
     refused = check_room(str(run), 1, "the run", "name another folder with RUNS=").refusal
     assert refused == (

@@ -6,8 +6,10 @@ import psutil
 import pytest
 
 from tests.patience import until
+from tools.launch.supervise import interruption
 from tools.launch.supervise import ranks as ranks_module
-from tools.launch.supervise.ranks import RankProcesses, alive
+from tools.launch.supervise.interruption import alive
+from tools.launch.supervise.ranks import RankProcesses
 
 STUBBORN = "trap '' TERM; RANK=0 bash -c \"trap '' TERM; while :; do sleep 0.1; done\" & wait; wait"
 
@@ -45,7 +47,7 @@ def test_a_rank_that_the_launcher_itself_has_is_nobodys_of_the_run(
 def test_processes_that_ignore_sigterm_are_ended_by_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(interruption, "GRACE_SECONDS", 0.5)
     with RankProcesses(("bash", "-c", STUBBORN), {}, tmp_path / "log.txt") as ranks:
         rank = wait_for(ranks, 0)
     until(lambda: not alive(rank), "the rank lives")
@@ -54,7 +56,7 @@ def test_processes_that_ignore_sigterm_are_ended_by_stop(
 def test_a_supervisor_whose_environment_cannot_be_seen_yet_is_ended_by_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(interruption, "GRACE_SECONDS", 0.5)
     monkeypatch.setattr(ranks_module, "_environment", lambda process: {})
     with RankProcesses(("sleep", "600"), {}, tmp_path / "log.txt") as ranks:
         assert ranks.exit_code() is None

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.patience import PATIENCE, until
-from tools.launch.supervise.ranks import alive
+from tools.launch.supervise.interruption import alive
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord

@@ -12,8 +12,8 @@ from tests.study.factory import cell
 from tools.launch import execute as execute_module
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
+from tools.launch.train import compose_job
 from tools.records.run import Status, read_status
-from tools.study.engine import compose_cell
 
 LINE = " iteration        1/      25 | elapsed time per iteration (ms): 9.0 | lm loss: 1.0E+01 |"
 
@@ -27,7 +27,7 @@ class Endless(Launch):
 
 
 def endless(runs: Path, data: Path) -> Launch:
-    launch = compose_cell(cell("dp2", data=str(data), runs=runs))
+    launch = compose_job(cell("dp2", data=str(data), runs=runs).job)
     fields: Sequence[str] = list(launch.__dataclass_fields__)
     return Endless(**{name: getattr(launch, name) for name in fields})
 

@@ -2,7 +2,7 @@
 
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from unittest import mock
@@ -16,6 +16,7 @@ from tests.verify import captures
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options
+from tools.launch.supervise.warm import WarmPool
 from tools.records.capture import START_WEIGHT, Site, Stage
 from tools.records.verdict import Outcome
 from tools.spec import variables
@@ -24,7 +25,7 @@ from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.run import Backend
 from tools.spec.setting import SettingError
-from tools.study.verify.command import carried_out, forked, judged
+from tools.study.verify.command import carried_out, judged
 from tools.study.verify.pairs import Pair, Verification, compose_pair, pair_of
 
 Composer = Callable[..., Verification]
@@ -282,13 +283,13 @@ def test_ranks_of_megatron_are_forked_from_one_process_that_ends_with_the_verifi
 ) -> None:
     ended: list[bool] = []
     process = mock.Mock(close=lambda: ended.append(True))
-    monkeypatch.setattr("tools.study.verify.command.WarmMegatron", lambda *_: process)
-    with ExitStack() as until:
-        both = forked(composed("tp2-gpt2-tiny-2cpu"), until)
+    monkeypatch.setattr("tools.launch.supervise.warm.WarmMegatron", lambda *_: process)
+    with WarmPool() as pool:
+        both = composed("tp2-gpt2-tiny-2cpu").forked(pool)
         assert (both.strategy.warm, both.reference.warm, ended) == (process, process, [])
-        native = forked(composed("tp2-gpt2-tiny-2cpu", reference="native"), until)
+        native = composed("zero1-gpt2-tiny-2cpu", reference="native").forked(pool)
         assert (native.strategy.warm, native.reference.warm) == (process, None)
-    assert ended == [True, True]
+    assert ended == [True]
 
 
 def test_another_vocabulary_than_the_models_own_is_said_before_anything_is_trained(

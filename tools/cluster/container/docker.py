@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from tools.cluster.checks import docker as checks
 from tools.cluster.checks.docker import DockerEngine
-from tools.cluster.checks.result import ask, refusals
+from tools.cluster.checks.result import ask
 from tools.records.io import write_record
 from tools.spec import variables
-from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.flags import flag_words
 
@@ -132,28 +130,6 @@ def data_folders(prefix: Path) -> tuple[Path, ...]:
     """Folders that hold a data set: its own, and those that its files link to."""
     files = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
     return tuple(dict.fromkeys((prefix.parent, *(file.resolve().parent for file in files))))
-
-
-def ask_engine() -> DockerEngine:
-    """Ask the engine what it has.
-
-    Raises:
-        LaunchError: There is no client, or the engine does not answer; with what it said.
-    """
-    result, engine = checks.check_engine()
-    if engine is None:
-        raise LaunchError(result.refusal)
-    return engine
-
-
-def check_container(image: str, tag: str, gpus: bool) -> None:
-    """See that a container of the image can be started.
-
-    Raises:
-        LaunchError: No client, no engine, for GPUs no NVIDIA runtime, or no image, in this order.
-    """
-    if problems := refusals(checks.check_container(image, tag, gpus)):
-        raise LaunchError(problems[0])
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tools.cluster.checks.docker import REPOSITORY
-from tools.cluster.container.docker import PROXIES, ask_engine
+from tools.cluster.checks.docker import REPOSITORY, check_engine
+from tools.cluster.container.docker import PROXIES
 from tools.install import pip_settings
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
@@ -134,7 +134,9 @@ def build(image: str | None, dry_run: bool = False, megatron_url: str | None = N
     command = build_command(pair, megatron_url, settings)
     if dry_run:
         print(shlex.join(command))
-    ask_engine()
+    answer, engine = check_engine()
+    if engine is None:
+        raise LaunchError(answer.refusal)
     if dry_run:
         return 0
     status = subprocess.run(command, env={**os.environ, **settings}, check=False).returncode

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tools.cluster.checks.host import free_files
 from tools.launch.background import BackgroundThread
-from tools.launch.supervise.hang import ContainerEndedError, drop_empty, unfit_call
+from tools.launch.supervise.hang import EndedRunError, drop_empty, unfit_call
 from tools.launch.supervise.ranks import RankProcesses
 from tools.ledger.collect import collect
 from tools.records import run as records
@@ -48,44 +48,28 @@ def memory_kills() -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
-@dataclass(frozen=True)
-class Room:
-    """What a disk has left."""
-
-    free_bytes: int
-    free_files: int | None = None
-    """Inodes; None where the file system has no such limit."""
-
-    @property
-    def lacking(self) -> str:
-        """What is used up: `space` or `inode`; empty if neither is."""
-        if self.free_bytes < _FULL_BYTES:
-            return "space"
-        return "inode" if self.free_files == 0 else ""
-
-
-class DiskWatermark(BackgroundThread):
-    """The least room that a disk had while the `with` block ran: at the end some may be free again."""
+class DiskWatch(BackgroundThread):
+    """What a disk lacked at some time while the `with` block ran: at the end some may be free again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.least = find_room(folder)
+        self.lacked = ""
         super().__init__()
 
     def watch(self) -> None:
         """As `BackgroundThread.watch`."""
-        while not self.done.wait(LOOK_SECONDS):
-            now, least = find_room(self._folder), self.least
-            files = [n for n in (now.free_files, least.free_files) if n is not None]
-            self.least = Room(min(now.free_bytes, least.free_bytes), min(files, default=None))
+        while not self.lacked and not self.done.wait(LOOK_SECONDS):
+            self.lacked = find_lack(self._folder)
 
 
-def find_room(folder: Path) -> Room:
-    """What is left on a folder's disk; enough where it does not say."""
+def find_lack(folder: Path) -> str:
+    """What is used up on a folder's disk: `space` or `inode`; empty if neither, or it does not say."""
     try:
-        return Room(shutil.disk_usage(folder).free, free_files(str(folder)))
+        if shutil.disk_usage(folder).free < _FULL_BYTES:
+            return "space"
+        return "inode" if free_files(str(folder)) == 0 else ""
     except OSError:
-        return Room(_FULL_BYTES)
+        return ""
 
 
 def classify_exit(
@@ -93,7 +77,7 @@ def classify_exit(
     exit_code: int | None,
     interrupted: bool,
     kills_before: int | None = None,
-    least: Room | None = None,
+    lacked: str = "",
 ) -> StatusRecord:
     """How a run ended.
 
@@ -102,7 +86,7 @@ def classify_exit(
         exit_code: The supervisor's; 128 + n if signal n ended torchrun itself, -n if the supervisor.
         interrupted: Whether the launcher was asked to stop.
         kills_before: What `memory_kills` said before it started.
-        least: Room of the folder's disk while it ran, where somebody looked.
+        lacked: What `DiskWatch` saw of the folder's disk while it ran.
     """
     status = diagnose(folder / records.LOG_FILE, exit_code, interrupted)
     if exit_code is not None and exit_code < 0 and not interrupted:
@@ -119,12 +103,11 @@ def classify_exit(
         rank = found.culprits[0] if found.culprits else None
         return replace(status, reason=f"{found.sentence} {status.reason}", rank=rank)
     # What was full for a moment is blamed only for a log that could not say what happened.
-    lacked = find_room(folder).lacking
-    if not lacked and least and least.lacking:
-        is_silent = first_error(scrape_log(folder / records.LOG_FILE)) is None
-        lacked = least.lacking if is_silent else lacked
-    if lacked:
-        reason = f"No {lacked} was left on the disk of {folder.name}; {_begin(status.reason)}"
+    lacks = find_lack(folder)
+    if not lacks and lacked and first_error(scrape_log(folder / records.LOG_FILE)) is None:
+        lacks = lacked
+    if lacks:
+        reason = f"No {lacks} was left on the disk of {folder.name}; {_begin(status.reason)}"
         return replace(status, status=Status.CRASHED, reason=reason)
     if exit_code == _SIGKILL:
         # What ranks log when they lose torchrun is not the cause.
@@ -147,11 +130,11 @@ def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int)
         exit_code: The supervisor's.
 
     Raises:
-        ContainerEndedError: The engine or its client was lost, or somebody had the engine end it.
+        EndedRunError: The engine or its client was lost, or somebody had the engine end it.
     """
     # A supervisor that was killed has a negative code, and its client is gone because of that.
     end = ranks.container_end() if exit_code > 0 else None
-    if end is None or (end.runs and find_room(folder).lacking):  # The client has nowhere to write.
+    if end is None or (end.runs and find_lack(folder)):  # The client has nowhere to write.
         return
     after, seen = _after(folder), bool(ranks.by_rank())
     ranks.stop()
@@ -173,7 +156,7 @@ def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int)
         reason = f"The container was ended by {by} through Docker's engine{after}."
     else:
         return
-    raise ContainerEndedError(reason, status)
+    raise EndedRunError(reason, status)
 
 
 def launcher_was_killed(folder: Path) -> StatusRecord:

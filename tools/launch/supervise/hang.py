@@ -29,31 +29,12 @@ _C_LIBRARY = ctypes.CDLL(None)
 
 
 class EndedRunError(LaunchError):
-    """A run that the launcher ended; the message is the reason in its status."""
+    """A run that was ended before it was done; the message is the reason in its status."""
 
-    status = Status.INTERRUPTED
-
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-
-class TimeLimitError(EndedRunError):
-    """A run that was not done within its time."""
-
-
-class ContainerEndedError(EndedRunError):
-    """A run whose container the engine ended, or lost."""
-
-    def __init__(self, message: str, status: Status) -> None:
+    def __init__(self, message: str, status: Status, rank: int | None = None) -> None:
         super().__init__(message)
         self.status = status
-
-
-class HangError(EndedRunError):
-    """A run that was stalled for as long as HANG_TIMEOUT= allows."""
-
-    status = Status.CRASHED
+        self.rank = rank
 
 
 class HangWatch:
@@ -75,7 +56,7 @@ class HangWatch:
             self._size, self._since = size, now
         return now - self._since >= self._timeout_seconds
 
-    def error(self, stopped: Sequence[int], stacks: Path) -> HangError:
+    def error(self, stopped: Sequence[int], stacks: Path) -> EndedRunError:
         """Name the rank that the others wait for, if what the ranks left shows it."""
         where = why = ""
         if stopped:
@@ -87,7 +68,8 @@ class HangWatch:
             why = f" {found.sentence}"
             where = f" Where each rank was is in {stacks.name}/."
         seconds = f"{self._timeout_seconds:g} s"
-        return HangError(f"{HUNG}nothing was logged for {seconds}.{why}{where}", rank)
+        reason = f"{HUNG}nothing was logged for {seconds}.{why}{where}"
+        return EndedRunError(reason, Status.CRASHED, rank)
 
 
 def unfit_call(stacks: Path, named: int | None) -> Verdict | None:

@@ -1,11 +1,17 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: a request to stop, once, and never in the middle of clearing up."""
+"""A request to stop (Ctrl-C, SIGTERM, SIGUSR1), once and not while clearing up; processes' end."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+import psutil
+
+GRACE_SECONDS = 4.0
+"""From SIGTERM to SIGKILL, and after that; both together stay well under the promised 10 s."""
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Slurm's `--signal=USR1@120` announces the end of a job's time."""
@@ -71,3 +77,31 @@ def raise_if_asked() -> None:
     if _Request.came:
         _Request.came = False
         raise Interrupted
+
+
+def end(find: Callable[[], Iterable[psutil.Process]], grace_seconds: float | None = None) -> None:
+    """End processes: SIGTERM to all that a search finds, then SIGKILL to all that it still finds."""
+
+    def signalled(number: signal.Signals) -> list[psutil.Process]:
+        running = [process for process in find() if alive(process)]
+        for process in running:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        return running
+
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + (grace_seconds or GRACE_SECONDS)
+        running = signalled(number)
+        while running and time.monotonic() < deadline:
+            time.sleep(0.05)
+            running = [process for process in running if alive(process)]
+            if not running and number is signal.SIGKILL:  # One may have begun another meanwhile.
+                running = signalled(number)
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether a process still runs; a zombie, which an init that does not reap leaves, does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

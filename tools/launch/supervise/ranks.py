@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -23,14 +22,12 @@ from tools.cluster.container.docker import (
     identified,
     remove_container,
 )
+from tools.launch.supervise.interruption import end
 from tools.launch.supervise.warm import WarmMegatron
 from tools.records.io import lock
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, from_root
-
-GRACE_SECONDS = 4.0
-"""From SIGTERM to SIGKILL; both together stay well under the promised 10 s."""
 
 _RANK_VARIABLE = "RANK"
 _RANK = re.compile(r"rank(\d+)")
@@ -118,14 +115,7 @@ class RankProcesses:
         Ranks in a container are processes of this machine too, unless its engine is elsewhere; where
         they are not, Docker's client passes SIGTERM on, and what SIGKILL leaves goes with the container.
         """
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            running = [process for process in self._family() if alive(process)]
-            for process in running:
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(number)
-            deadline = time.monotonic() + GRACE_SECONDS
-            while time.monotonic() < deadline and any(map(alive, running)):
-                time.sleep(0.05)
+        end(self._family)
         self._supervisor.wait()
         if self._container is not None:
             remove_container(self._container)
@@ -161,14 +151,6 @@ def _children(process: int) -> list[psutil.Process]:
         return psutil.Process(process).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-
-
-def alive(process: psutil.Process) -> bool:
-    """Whether a process still runs; a zombie, which an init that does not reap leaves, does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _lock(log: BinaryIO) -> None:

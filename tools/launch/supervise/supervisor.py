@@ -22,9 +22,9 @@ from pathlib import Path
 
 import psutil
 
+from tools.launch.supervise.interruption import end
+
 POLL_SECONDS = 0.2
-GRACE_SECONDS = 4.0
-"""From SIGTERM to SIGKILL."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -46,7 +46,7 @@ def main(folder: Path, command: Sequence[str]) -> int:
     while launcher_lives and child.poll() is None:
         readable, _, _ = select.select([sys.stdin.fileno()], [], [], POLL_SECONDS)
         launcher_lives = not readable or bool(os.read(sys.stdin.fileno(), 1))
-    end_descendants()
+    end(lambda: psutil.Process().children(recursive=True))
     code = child.wait()
     if not launcher_lives:
         from tools.cluster.container.docker import CONTAINER_FILE, remove_container
@@ -55,36 +55,6 @@ def main(folder: Path, command: Sequence[str]) -> int:
         remove_container(folder / CONTAINER_FILE)
         finish(folder, launcher_was_killed(folder), time.monotonic() - started)
     return 128 - code if code < 0 else code
-
-
-def end_descendants() -> None:
-    """SIGTERM to every process below this one, then SIGKILL until none is left."""
-    _signal_all(signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
-    while _running() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    while _running():
-        _signal_all(signal.SIGKILL)
-        time.sleep(0.05)
-
-
-def _running() -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
-def _signal_all(number: signal.Signals) -> None:
-    for process in _running():
-        try:
-            process.send_signal(number)
-        except psutil.NoSuchProcess:
-            continue
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,6 +1,6 @@
 """Ranks of several runs forked from one process that has imported Megatron (`megatron_patches.warm`).
 
-`WarmMegatron` holds that process for an experiment. In place of torchrun, the supervisor of a run starts
+`WarmPool` has such processes for an experiment. In place of torchrun, the supervisor of a run starts
 `python -m tools.launch.supervise.warm SOCKET RANKS -- ENTRY FLAGS…`, which asks for the run's ranks and
 waits for them; when it is ended, they are. `command.sh` shows torchrun, which prints the same.
 """
@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from tools.spec.files import ROOT
 
@@ -30,7 +31,6 @@ class WarmMegatron:
 
     def __init__(self, entry: str, environment: Mapping[str, str]) -> None:
         self.entry = entry
-        self.environment = dict(environment)
         self._folder = Path(tempfile.mkdtemp(prefix="kit-warm-"))
         self._socket = self._folder / "socket"
         # Bound here, so that a request may come while Megatron is still being imported.
@@ -42,7 +42,7 @@ class WarmMegatron:
             (sys.executable, "-m", self.module, str(listener.fileno()), entry),
             pass_fds=(listener.fileno(),),
             cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **self.environment},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
             stdin=subprocess.PIPE,  # Its end is this process's.
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -54,10 +54,6 @@ class WarmMegatron:
     def pid(self) -> int:
         """Of the process whose descendants are the ranks."""
         return self._process.pid
-
-    def serves(self, entry: str, environment: Mapping[str, str]) -> bool:
-        """Whether such a run may be forked: what was imported depends on entry and environment."""
-        return entry == self.entry and dict(environment) == self.environment
 
     def command(self, ranks: int, arguments: Sequence[str]) -> tuple[str, ...]:
         """What takes torchrun's place; `arguments` are the entry and its flags."""
@@ -83,6 +79,28 @@ class WarmMegatron:
         self._process.wait()
         self._log.close()
         shutil.rmtree(self._folder)
+
+
+class WarmPool:
+    """A process for each entry and environment of its import, to the end of the `with` block."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], WarmMegatron] = {}
+        self._until = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._until.close()
+
+    def process(self, entry: str, environment: Mapping[str, str]) -> WarmMegatron:
+        """The one that has imported an entry under these variables."""
+        kind = (entry, *sorted(environment.items()))
+        if kind not in self._made:
+            warm = WarmMegatron(entry, environment)
+            self._made[kind] = self._until.enter_context(closing(warm))
+        return self._made[kind]
 
 
 def ask(

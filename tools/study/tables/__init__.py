@@ -7,29 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
 
-from tools.spec.files import read_yaml
-from tools.study.definition import FOLDER
+from tools.study.load import experiment_file
 from tools.text.units import DASH
 
 
 def page(kind: str, /, **parts: str) -> str:
     """The page of a kind of table, the `page:` of the experiment of its name, with its parts."""
-    text: str = _file(kind)["page"]
-    return text.rstrip().format(**parts)
+    return _file(kind).page.rstrip().format(**parts)
 
 
 def sentence(kind: str, name: str, /, **parts: object) -> str:
     """One of the kind's `sentences:`, with its parts."""
-    text: str = _file(kind)["sentences"][name]
-    return text.format(**parts)
+    return _file(kind).sentences[name].format(**parts)
 
 
-@cache
-def _file(kind: str) -> dict[str, Any]:
-    found: dict[str, Any] = read_yaml(FOLDER / f"{kind}.yaml")
-    return found
+_file = cache(experiment_file)
 
 
 def known(shape: str) -> Callable[[float | None], str]:

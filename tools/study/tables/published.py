@@ -11,7 +11,7 @@ from tools.spec.errors import LaunchError
 from tools.spec.published import MAIN_SOURCE, load_published
 from tools.study.definition import Experiment
 from tools.study.engine import Output, Study
-from tools.study.finished import finished_run
+from tools.study.runner import finished_runs
 from tools.text.terminal import say
 from tools.text.units import MIB
 
@@ -46,7 +46,7 @@ def announce_published(launches: Sequence[Launch]) -> str:
     """
     figures = {figure.strategy: figure for figure in load_published().of(MAIN_SOURCE)}
     runs = launches[0].job.options.runs
-    left = [launch for launch in launches if finished_run(launch, runs) is None]
+    left = [launch for launch in launches if not finished_runs(launch)]
     minutes = 0.0
     for launch in left:
         figure = figures.get(launch.spec.name, figures["baseline"])

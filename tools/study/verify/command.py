@@ -15,7 +15,7 @@ import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from tools.launch.job import make_command
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.supervise.warm import WarmMegatron
+from tools.launch.supervise.warm import WarmPool
 from tools.launch.train import dry_run, other_vocabulary
 from tools.records.run import Status, utc_stamp
 from tools.records.verdict import VERIFY_FOLDER, Outcome
@@ -141,7 +141,7 @@ def carried_out(
         say(console, sentence, "yellow")
     make_samples(launches, console)
     for launch in launches:
-        check(launch, may_drop=True)  # `pairs` refuses those that drop others.
+        check(launch)
     results = folder / VERIFY_FOLDER / pair.job.name
 
     def trained(part: str, launch: Launch) -> str:
@@ -150,13 +150,13 @@ def carried_out(
         run.rename(folder / part)
         return "" if status.status is Status.OK else f"ended '{status.status}': {status.reason}"
 
-    with ExitStack() as until:
-        verification = forked(verification, until)
+    with WarmPool() as pool:
+        verification = verification.forked(pool)
         for launch in verification.launches:
             ensure_start_checkpoint(launch, console)
-        scratch = until.enter_context(_scratch(folder))
-        train = trained if shared is None else shared.around(trained, scratch)
-        judgement = judged(verification, scratch, train)
+        with _scratch(folder) as scratch:
+            train = trained if shared is None else shared.around(trained, scratch)
+            judgement = judged(verification, scratch, train)
     verdict = replace(
         judgement.verdict,
         reference=pair.other,
@@ -170,29 +170,6 @@ def carried_out(
         shutil.copytree(results, also / VERIFY_FOLDER / results.name, dirs_exist_ok=True)
     _print(judgement, results, console)
     return judgement
-
-
-def forked(verification: Verification, until: ExitStack) -> Verification:
-    """The same with ranks from processes that have imported Megatron: that is most of a short run.
-
-    Args:
-        verification: As composed.
-        until: Ends the processes.
-    """
-    kept: dict[tuple[object, ...], WarmMegatron] = {}
-
-    def warmed(launch: Launch) -> Launch:
-        if not launch.can_be_forked:
-            return launch
-        kind = (launch.entry.path, *sorted(launch.environment.items()))
-        if kind not in kept:
-            warm = WarmMegatron(launch.entry.path, launch.environment)
-            kept[kind] = until.enter_context(closing(warm))
-        return replace(launch, warm=kept[kind])
-
-    saving = verification.saving and warmed(verification.saving)
-    strategy, reference = warmed(verification.strategy), warmed(verification.reference)
-    return replace(verification, strategy=strategy, reference=reference, saving=saving)
 
 
 def judged(verification: Verification, scratch: Path, train: Train) -> Judgement:

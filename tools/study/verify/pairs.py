@@ -20,6 +20,7 @@ from tools.launch.compose import Launch
 from tools.launch.flags import saving_flags
 from tools.launch.job import Job, parse_target
 from tools.launch.options import Options, Saving
+from tools.launch.supervise.warm import WarmPool
 from tools.launch.train import compose_job
 from tools.native.settings import PADDED
 from tools.spec.errors import LaunchError
@@ -125,6 +126,12 @@ class Verification:
         """All that are trained."""
         saving = (self.saving,) if self.saving else ()
         return (self.reference, *saving, self.strategy)
+
+    def forked(self, pool: WarmPool) -> Verification:
+        """The same with ranks from a process that has imported Megatron: that is most of a short run."""
+        strategy, reference = self.strategy.forked(pool), self.reference.forked(pool)
+        saving = self.saving.forked(pool) if self.saving else None
+        return replace(self, strategy=strategy, reference=reference, saving=saving)
 
     @property
     def may_drift(self) -> bool:
