@@ -14,7 +14,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from megatron_patches.context import OLDEST_KNOWN, WHAT_IS_KNOWN, RuntimeContext
+from megatron_patches.context import WHAT_IS_KNOWN, RuntimeContext
 
 
 class PatchError(RuntimeError):
@@ -28,14 +28,15 @@ class Replacement:
     target: str
     """`package.module:Attribute.attribute`."""
     make: Callable[[Any], Any]
-    since: Version = OLDEST_KNOWN
+    since: Version | None = None
     """First Megatron version that has the target."""
     before: Version | None = None
     """First Megatron version that no longer has it."""
 
     def exists_in(self, megatron: Version) -> bool:
         """Whether this version of Megatron should have the target."""
-        return self.since <= megatron and (self.before is None or megatron < self.before)
+        is_new_enough = self.since is None or self.since <= megatron
+        return is_new_enough and (self.before is None or megatron < self.before)
 
 
 @dataclass(frozen=True)

@@ -363,7 +363,7 @@ class _Watch:
 
 def _unwrapped(chunk: Any) -> Any:
     """A model chunk without what is around it, Megatron-FSDP's inner wrapper included."""
-    from megatron.core.utils import unwrap_model
+    from megatron.training.checkpointing import unwrap_model  # Its name in every version.
 
     chunk = unwrap_model(chunk)
     while hasattr(chunk, "param_and_grad_buffer"):

@@ -12,6 +12,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from megatron_patches.context import OLDEST_KNOWN
 from megatron_patches.registry import Replacement, around, cpu_patch
 
 _own: queue.Queue[Any] = queue.Queue()
@@ -30,6 +31,7 @@ _NAMED = Version("0.17.0rc0")
 PATCH = cpu_patch(
     "results_queue",
     "a writer's report is kept by a process that imports torch for it",
-    Replacement(f"{_MODULE}:_get_write_results_queue", _within_the_process, before=_NAMED),
+    # Before, another process wrote in every case.
+    Replacement(f"{_MODULE}:_get_write_results_queue", _within_the_process, OLDEST_KNOWN, _NAMED),
     Replacement(f"{_MODULE}:get_write_results_queue", _within_the_process, since=_NAMED),
 )

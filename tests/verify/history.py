@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_patches.context import OLDEST_KNOWN, checkout_version
 from tests.verify.bench import Bench, PatientRanks
 from tools.launch.compose import SMALL_SAMPLE
 from tools.launch.data import make_sample
@@ -33,6 +34,9 @@ from tools.study.verify.verifier import Verifier
 
 HISTORY = ROOT / "docs" / "upstream" / "history.yaml"
 DATASETS = "megatron/core/datasets"
+WRITER = Path("megatron/core/dist_checkpointing/strategies/filesystem_async.py")
+BLOCK = Path("megatron/core/transformer/transformer_block.py")
+LANGUAGE = Path("megatron/core/models/common/language_module/language_module.py")
 HEAD = "| fix | what was wrong | before | after |\n|---|---|---|---|"
 
 
@@ -137,6 +141,7 @@ def _version(
             # The lines around it have moved since, and some have changed.
             reverse = ("patch", "--reverse", "--strip=1", "--fuzz=3", "--force", "--silent")
             subprocess.run(reverse, cwd=checkout, check=True, input=change)
+        _fit(checkout)
         # Compiled helpers of data sets, which take as long to build as a verification.
         for built in _installed(DATASETS).glob("helpers_cpp*.so"):
             shutil.copy(built, checkout / DATASETS)
@@ -144,6 +149,44 @@ def _version(
         with closing(PatientRanks(options)) as ranks:
             verifier = Verifier(Path(scratch), ranks)
             yield Bench(SMALL_SAMPLE, verifier, checkout, small=True)
+
+
+def _fit(checkout: Path) -> None:
+    """Let a Megatron older than those the kit knows run with today's torch, and without its engine.
+
+    None of it is what a fix changes.
+    """
+    if checkout_version(checkout) >= OLDEST_KNOWN:
+        return
+    if "serialization_format" not in (checkout / WRITER).read_text():
+        _append(
+            checkout / WRITER,
+            "from torch.distributed.checkpoint import filesystem as _torch",
+            "def _write_item(*given):",
+            "    before = () if len(given) == 5 else (_torch._StorageWriterTransforms(),)",
+            "    form = _torch.SerializationFormat.TORCH_SAVE",
+            "    return _torch._write_item(*before, *given, form)",
+        )
+    # In the summer of 2025 the engine's norm was taken for there.
+    _append(
+        checkout / BLOCK,
+        "from megatron.core.transformer.torch_norm import WrappedTorchNorm as LayerNormImpl",
+    )
+    # In the spring its version was asked for where weights in FP8 would be read again.
+    _append(
+        checkout / "megatron/training/checkpointing.py",
+        "def fix_fp8_params_lose_precision_when_loading_dist_ckpt(_):",
+        "    pass",
+    )
+    # In March of 2025 the engine's loss was imported whether it is there or not.
+    name = "te_parallel_cross_entropy"
+    unguarded = f"\nfrom megatron.core.extensions.transformer_engine import {name}\n"
+    text = (checkout / LANGUAGE).read_text()
+    (checkout / LANGUAGE).write_text(text.replace(unguarded, f"\n{name} = None\n"))
+
+
+def _append(module: Path, *lines: str) -> None:
+    module.write_text("\n".join((module.read_text(), *lines, "")))
 
 
 def _installed(folder: str) -> Path:

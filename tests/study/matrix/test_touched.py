@@ -34,11 +34,12 @@ EXECUTED = {
         ("megatron/core/transformer/moe", [EXPERTS]),
         ("megatron/core/*/layers.py", [NORM, PLAIN, EXPERTS]),
         ("megatron/core/fusions/norm.py", [NORM]),
+        ("megatron/core", [NORM, EXPERTS, PLAIN]),
         ("megatron/core/utils.py", [NORM, PLAIN, EXPERTS]),
         ("README.md", []),
     ],
 )
-def test_cells_that_execute_a_changed_file_come_first_and_of_others_only_the_unknown(
+def test_cells_that_execute_most_changed_files_come_first_and_of_others_only_the_unknown(
     changed: str, cells: list[Cell]
 ) -> None:
     assert touched(CELLS, [changed], EXECUTED) == [*cells, UNKNOWN]

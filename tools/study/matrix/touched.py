@@ -6,19 +6,23 @@ beside the cells of its version; a cell executes what its strategy and its level
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from rich.console import Console
+
 from tools.launch.options import Options, read_patch_file
-from tools.launch.train import compose_job
+from tools.launch.start import ensure_start_checkpoint
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.study.matrix.cell import Cell
 from tools.study.matrix.definition import Family, Matrix
+from tools.study.verify.pairs import compose_pair
 from tools.study.verify.verifier import ForkedRanks
 
 Executed = Mapping[str, frozenset[str]]
@@ -43,7 +47,7 @@ def with_one(executed: Executed, name: str, files: frozenset[str]) -> dict[str, 
 
 
 def touched(cells: Sequence[Cell], changed: Sequence[str], executed: Executed) -> list[Cell]:
-    """Cells that execute one of the files, those of which that is known first.
+    """Cells that execute one of the files: those that execute most of them first, the unknown last.
 
     Args:
         cells: In their order.
@@ -57,8 +61,12 @@ def touched(cells: Sequence[Cell], changed: Sequence[str], executed: Executed) -
         )
 
     known = [cell for cell in cells if executed.keys() >= {*names_of(cell)}]
-    files = {name: any(map(is_changed, found)) for name, found in executed.items()}
-    sure = [cell for cell in known if any(files[name] for name in names_of(cell))]
+    hit = frozenset(filter(is_changed, frozenset().union(*executed.values())))
+
+    def count(cell: Cell) -> int:
+        return len(hit.intersection(itertools.chain(*(executed[name] for name in names_of(cell)))))
+
+    sure = sorted(filter(count, known), key=count, reverse=True)
     return [*sure, *(cell for cell in cells if cell not in known)]
 
 
@@ -102,10 +110,14 @@ def recorded(
         for name, cell in wanted:
             scratch = folder / f"{cell.id}-executed"
             scratch.mkdir()
-            job = cell.pair(replace(options, runs=folder)).job
-            asked = replace(job.options, iterations=1, patch_file=recorder)
-            launch = compose_job(job.under(asked))
+            pair = cell.pair(replace(options, runs=folder))
+            asked = replace(pair.job.options, iterations=1, patch_file=recorder)
+            verified = compose_pair(replace(pair, job=pair.job.under(asked)))
+            try:
+                ensure_start_checkpoint(verified.reference, Console(quiet=True), ranks.exit_code)
+            except LaunchError:
+                continue
             also = {variables.EXECUTED: str(scratch)}
-            if not ranks.run(launch, folder / "executed.txt", also):
+            if not ranks.run(verified.strategy, folder / "executed.txt", also):
                 lines = (line for one in scratch.iterdir() for line in one.read_text().split())
                 yield f"{family.name}/{name}", frozenset(lines)
