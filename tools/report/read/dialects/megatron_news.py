@@ -78,6 +78,7 @@ _TELLING = re.compile(
     re.IGNORECASE,
 )
 _OLD_ARGUMENTS = {
+    "linear_attention_type": "experimental_attention_variant",
     # Of 2019 and 2020.
     "model_parallel_size": "tensor_model_parallel_size",
     "batch_size": "micro_batch_size",
