@@ -150,7 +150,7 @@ def test_logs_that_are_said_to_be_repeats_are_a_row_and_show_their_scatter(tmp_p
 
 
 def test_the_device_that_is_given_makes_an_mfu(tmp_path):
-    path = log(tmp_path / "a.log")
+    path = log(tmp_path / "a.log", arguments=given(vocab_size="50257"))
     _, _, folder = made(tmp_path, paths=(path,))
     assert read_csv(folder)["a.log"]["mfu"] == ""
     _, _, folder = made(tmp_path, paths=(path,), device=device_by_key("h100"))
@@ -174,9 +174,24 @@ def test_a_device_that_the_log_names_is_taken_from_it(tmp_path, line, device):
     assert read_csv(folder)["a.log"]["device"] == device
 
 
+def test_the_vocabulary_is_the_tokenizers_and_without_one_no_flops_are_counted(tmp_path):
+    padded = "> padded vocab (size: 128256) with 0 dummy tokens (new size: 128256)\n"
+    known, unknown = given(vocab_size="None") + padded, given(vocab_size="None")
+    paths = [log(tmp_path / f"{n}.log", arguments=each) for n, each in enumerate((known, unknown))]
+    _, _, folder = made(tmp_path, paths=tuple(paths))
+    rows = read_csv(folder)
+    with_it, without = rows["0.log"], rows["1.log"]
+    assert without["model_tflops_per_device"] == without["parameters_total"] == ""
+    assert "the log does not say the vocabulary" in without["notes"]
+    assert without["tokens_per_second"] == with_it["tokens_per_second"] != ""
+    # 36 layers of 1,280 and, tied, 128,256 tokens: GPT-2's 774 million have 50,432 where TP is 2.
+    assert int(with_it["parameters_total"]) == 774_254_080 + 1280 * (128_256 - 50_432)
+
+
 def test_printed_tflops_stand_beside_the_kits_own_count(tmp_path):
     extra = " throughput per GPU (TFLOP/s/GPU): 400.0 |"
-    _, _, folder = made(tmp_path, paths=(log(tmp_path / "a.log", extra=extra),))
+    known = given(vocab_size="50257")
+    _, _, folder = made(tmp_path, paths=(log(tmp_path / "a.log", arguments=known, extra=extra),))
     (row,) = rows_of(folder)
     assert row["rates"]["printed_tflops_per_device"] == 400.0
     ours = row["model_tflops_per_device"]

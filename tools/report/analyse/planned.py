@@ -55,10 +55,12 @@ def planned(
     found = []
     for entry in entries:
         spec, cluster = entry.run.spec, _cluster(entry.run, runs_root)
-        # A log can say less than what ran; of linear attention no time is planned.
+        # A log can say less than what ran.
         if not spec or not cluster or not _is_timed(entry) or violations(spec, NEWEST):
             continue
-        if spec.shape.linear:
+        if (
+            not spec.shape.vocabulary or spec.shape.linear
+        ):  # Of linear attention no time is planned.
             continue
         known = own_runs(own, cluster).without(spec) if own else OwnRuns()
         try:

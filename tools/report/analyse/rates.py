@@ -56,6 +56,14 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     samples, length = spec.batch.global_batch_size, spec.shape.seq_length
     per_second = spec.tokens_per_iteration / seconds
     formulas = [f"tokens/s = global batch {samples} × sequence {length} ÷ {seconds:.6g} s"]
+    if not spec.shape.vocabulary:
+        return Rates(
+            tokens_per_second=per_second,
+            tokens_per_second_per_device=per_second / devices,
+            printed_tflops_per_device=printed,
+            formulas=tuple(formulas),
+            notes=("no FLOPs and no parameters in total: the log does not say the vocabulary",),
+        )
     flops = model_flops(spec.shape, samples, length)
     done = flops + _recomputed(spec)
     per_device = flops / seconds / devices / 1e12

@@ -44,7 +44,7 @@ def notes_of(entry: Entry) -> str:
 
 def _parameters_total(entry: Entry) -> int | None:
     """In closed form, which counts every layer's attention."""
-    if entry.spec is None or attention_variant(entry.run):
+    if entry.spec is None or not entry.spec.shape.vocabulary or attention_variant(entry.run):
         return None
     return parameters_total(entry.spec.shape, entry.spec.parallelism.tensor)
 

@@ -89,6 +89,8 @@ def configuration_of_run(run: Run) -> RunSpec:
         raise NoClosedFormError(reason)
     if not spec.microbatches:
         raise NoClosedFormError("the run's micro batch is not known")
+    if not spec.shape.vocabulary:
+        raise NoClosedFormError("the run's vocabulary is not known")
     if spec.shape.linear:
         raise NoClosedFormError("of linear attention only parameters and FLOPs have a closed form")
     return spec
