@@ -510,9 +510,13 @@ def flags_of_printed(arguments: Mapping[str, str]) -> tuple[str, ...]:
         elif name == "num_query_groups" and arguments.get("group_query_attention") != "True":
             continue
         elif value not in ("None", "False", ""):
-            flag = "--" + name.replace("_", "-")
+            flag = _FLAGS_OF.get(name, "--" + name.replace("_", "-"))
             words += [flag] if value == "True" else [flag, value]
     return tuple(words)
+
+
+_FLAGS_OF = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
+"""Of arguments that go by another name than their flags (`dest` in `arguments.py`)."""
 
 
 def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:

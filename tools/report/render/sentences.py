@@ -150,7 +150,7 @@ def _speed_sentences(report: Report) -> list[str]:
         ratios = sorted(map(token_ratio, members))
         span = f"×{ratios[0]:.3f} to ×{ratios[-1]:.3f}" if len(ratios) > 1 else f"×{ratios[0]:.3f}"
         result.append(
-            f"{len(members)} rows: {verdict.against(labels[name])}, {span} the time a token"
+            f"{plural(len(members), 'row')}: {verdict.against(labels[name])}, {span} the time a token"
             f" ({some_of([entry.label for entry in members])})."
         )
     return [*result, "Each row's own verdict and interval are under 'Compared in speed'."]
