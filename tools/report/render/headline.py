@@ -39,8 +39,8 @@ def answer(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
     groups = [members for members in compared_groups(report) if len(members) > 1]
     if not groups:
         if len(timed) > 1:
-            times = some_of([f"{each.label} {number(each.time_ms)} ms" for each in timed])
-            return f"{len(timed)} rows that cannot be compared with one another, by iteration: {times}."
+            times = some_of([f"{number(each.time_ms)} ms ({each.label})" for each in timed])
+            return f"None of {len(timed)} rows compares with another. An iteration takes {times}."
         (one,) = timed
         rate = one.rates.tokens_per_second
         each = f", {number(rate)} tokens/s" if rate else ""
