@@ -72,6 +72,8 @@ class Mutant:
     """Lines that may be lost; None where the damage is to every line."""
     says_else: bool = False
     """Its numbers are others, on purpose, so that the original's say nothing."""
+    trains_else: bool = False
+    """So are its arguments."""
 
 
 def _somewhere(lines: Lines, draw: random.Random, count: int = 5) -> list[int]:
@@ -202,7 +204,7 @@ def _other_numbers(lines: Lines, draw: random.Random, values: Sequence[bytes]) -
         if found := list(number.finditer(lines[place])):
             match, value = draw.choice(found), draw.choice(values)
             lines[place] = lines[place][: match.start()] + value + lines[place][match.end() :]
-    return Mutant(b"\n".join(lines), 8, says_else=True)
+    return Mutant(b"\n".join(lines), 8, says_else=True, trains_else=True)
 
 
 def script(lines: Lines, draw: random.Random) -> Mutant:
@@ -249,7 +251,7 @@ def other_arguments(lines: Lines, draw: random.Random) -> Mutant:
     given = [place for place, line in enumerate(lines) if b" ....." in line]
     for place in draw.sample(given, len(given) // 8):
         lines[place] = lines[place].rpartition(b" ")[0] + b" " + draw.choice(values)
-    return Mutant(b"\n".join(lines), 0)
+    return Mutant(b"\n".join(lines), 0, trains_else=True)
 
 
 def unordered_arguments(lines: Lines, draw: random.Random) -> Mutant:
@@ -270,13 +272,11 @@ MUTATIONS: tuple[Callable[[Lines, random.Random], Mutant], ...] = (
 
 def problems(original: bytes, mutant: Mutant, folder: Path) -> Iterator[str]:
     """What is wrong with the reading or the report of a mutant."""
-    path = folder / "a.log"
-    path.write_bytes(mutant.content)
-    output = io.StringIO()
     try:
-        runs = scrape_runs(path)
-        options = BuildOptions("r", (path,), {}, folder / "runs", folder / "reports")
-        build(options, Console(file=output, width=120, highlight=False))
+        (folder / "whole").mkdir()
+        _, before = _reported(original, folder / "whole")
+        printed, rows = _reported(mutant.content, folder)
+        runs = scrape_runs(folder / "a.log")
     except Exception:
         yield traceback.format_exc()
         return
@@ -291,7 +291,28 @@ def problems(original: bytes, mutant: Mutant, folder: Path) -> Iterator[str]:
         read, figures(mutant.content), {} if mutant.says_else else figures(original)
     )
     yield from _lost(read, figures(mutant.content), mutant)
-    yield from _unsafe(folder / "reports/r", output.getvalue())
+    yield from _unsafe(folder / "reports/r", printed, rows)
+    if not mutant.trains_else:
+        for name in _OF_MODEL:
+            known = {row[name] for row in before} | {""}
+            yield from (f"{name} is {r[name]}, not {known}" for r in rows if r[name] not in known)
+
+
+_OF_MODEL = (
+    *("model", "world_size", "dp", "tp", "pp", "vpp", "cp", "ep", "zero_stage", "micro_batch_size"),
+    *("global_batch_size", "seq_length", "dtype", "parameters_total"),
+)
+"""Columns that no damage changes: they are right or empty."""
+
+
+def _reported(content: bytes, folder: Path) -> tuple[str, list[dict[str, str]]]:
+    """What a report of a log prints, and its rows."""
+    path, output = folder / "a.log", io.StringIO()
+    path.write_bytes(content)
+    options = BuildOptions("r", (path,), {}, folder / "runs", folder / "reports")
+    build(options, Console(file=output, width=120, highlight=False))
+    with (folder / "reports/r/results.csv").open(newline="") as file:
+        return output.getvalue(), list(csv.DictReader(file))
 
 
 def _wrong_figures(read: Figures, whole: Figures, before: Figures) -> Iterator[str]:
@@ -313,7 +334,7 @@ def _lost(read: Figures, whole: Figures, mutant: Mutant) -> Iterator[str]:
         yield f"{len(lost)} iterations are lost, {lost[:5]} among them"
 
 
-def _unsafe(folder: Path, printed: str) -> Iterator[str]:
+def _unsafe(folder: Path, printed: str, rows: Iterable[dict[str, str]]) -> Iterator[str]:
     if bad := _CONTROL.search(printed.replace("\r\n", "\n")):
         yield f"the terminal gets {bad[0]!r}: {printed[max(0, bad.start() - 60) : bad.end() + 40]!r}"
     for path in folder.iterdir():
@@ -324,15 +345,10 @@ def _unsafe(folder: Path, printed: str) -> Iterator[str]:
             if word in text:
                 where = text.index(word)
                 yield f"{path.name} has {text[max(0, where - 80) : where + 40]!r}"
-    with (folder / "results.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            for name, value in row.items():
-                if name not in ("notes", "run", "status") and value.lower() in (
-                    "nan",
-                    "inf",
-                    "-inf",
-                ):
-                    yield f"results.csv has {name} {value}"
+    for row in rows:
+        for name, value in row.items():
+            if name not in ("notes", "run", "status") and value.lower() in ("nan", "inf", "-inf"):
+                yield f"results.csv has {name} {value}"
 
 
 def mutants(paths: Sequence[Path], seed: int, count: int) -> Iterator[tuple[str, bytes, Mutant]]:
