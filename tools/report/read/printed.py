@@ -66,8 +66,8 @@ def printed_spec(arguments: Mapping[str, str], global_batch_size: int | None) ->
     printed = spec.batch.global_batch_size if "global_batch_size" in arguments else 0
     name = _known_shapes().get(_without_vocabulary(spec.shape), "")
     shape = replace(spec.shape, vocabulary=_vocabulary(arguments))
-    batch = Batch(micro, global_batch_size or printed)
-    spec = replace(spec, model=name, shape=shape, batch=batch)
+    known = Batch(micro, global_batch_size or printed)
+    spec = replace(spec, model=name, shape=shape, batch=known)
     stage = arguments.get("zero_optimization_stage")
     if stage is None and arguments.get("deepspeed") != "True":
         return spec
