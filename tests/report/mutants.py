@@ -158,7 +158,7 @@ def not_text(lines: Lines, draw: random.Random) -> Mutant:
 
 
 def eaten(lines: Lines, draw: random.Random) -> Mutant:
-    """Bytes changed, lost and copied anywhere: parts of two lines become one, and any figure is possible."""
+    """Bytes changed, lost and copied anywhere: any figure is possible then."""
     content = bytearray(original := b"\n".join(lines))
     for _ in range(draw.randrange(1, 40)):
         place = draw.randrange(len(content))
