@@ -10,7 +10,7 @@ from tools.spec.experts import ExpertLoad
 from tools.spec.files import ROOT
 from tools.spec.flag_table import FLAGS, __doc__, of_group, of_role, planned
 from tools.spec.flags import Flags, flags_in, unlisted_flags, words_of
-from tools.spec.model import LatentAttention, Mamba, ModelShape
+from tools.spec.model import LatentAttention, LinearAttention, Mamba, ModelShape
 from tools.spec.offload import Offload
 from tools.spec.recompute import Recompute
 from tools.spec.run import RunSpec, StateTypes
@@ -23,6 +23,7 @@ GROUPS = {
     "shape": ModelShape,
     "latent": LatentAttention,
     "mamba": Mamba,
+    "linear": LinearAttention,
     "parallelism": Parallelism,
     "batch": Batch,
     "stages": StageSplit,

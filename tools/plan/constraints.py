@@ -113,7 +113,7 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
         )
     if unknown := sorted(set(shape.blocks) - set(BLOCKS)):
         yield (
-            f"{model} has the blocks {shape.blocks}, of which {', '.join(unknown)} are not known; use "
+            f"{model} has the blocks {shape.blocks}, of which {', '.join(unknown)} is not planned; use "
             f"{_choices(BLOCKS)}."
         )
     if shape.blocks and pipeline > 1:

@@ -16,7 +16,7 @@ from tools.spec.experts import expert_load_of, most_imbalance
 from tools.spec.flag_table import FLAGS, of_role, planned
 from tools.spec.flags import Flags, drop_flags, merge_flags, refuse_misspelled
 from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.model import ModelShape, changed_model, model_of, training_flags
+from tools.spec.model import BLOCKS, LINEAR, ModelShape, changed_model, model_of, training_flags
 from tools.spec.run import DeviceKind, RunSpec, on_cpu_ranks, spec_of_flags
 from tools.spec.strategy import Batch, Parallelism, batch_for
 from tools.text.units import plural
@@ -36,6 +36,11 @@ def request_from_options(options: PlanOptions) -> Request:
     extra = words_of(options.extra)
     model = changed_model(model_of(options.model), extra, planned("counted"))
     refuse_misspelled((*model.flags, *extra))
+    if LINEAR in (blocks := model.shape.blocks):
+        raise RequestError(
+            f"--hybrid-layer-pattern {blocks} has linear attention ({LINEAR}), which is not planned; "
+            f"use blocks of {' '.join(BLOCKS)}."
+        )
     device = device_by_key(options.gpu)
     devices, per_node = devices_and_node(options, device.domain)
     on_cpu = device.key == "cpu"

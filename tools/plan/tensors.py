@@ -14,7 +14,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from tools.spec.model import MAMBA, MTP, LatentAttention, Mamba, ModelShape, round_up
+from tools.spec.model import (
+    EXPERTS,
+    LINEAR,
+    MAMBA,
+    MLP,
+    MTP,
+    LatentAttention,
+    LinearAttention,
+    Mamba,
+    ModelShape,
+    round_up,
+)
 from tools.spec.run import RunSpec
 
 ALIGNMENT = 64
@@ -32,7 +43,7 @@ class Parameters:
     word_embedding: int = 0
     position_embedding: int = 0
     attention: int = 0
-    """Its projections, and those of Mamba-2 mixers."""
+    """Its projections, and those of linear attention and Mamba-2 mixers."""
     dense_mlp: int = 0
     router: int = 0
     experts: int = 0
@@ -85,10 +96,9 @@ def parameters_total(shape: ModelShape, tensor: int = 1) -> int:
     """Distinct parameters of the model, with the vocabulary padded for `tensor` ranks."""
     table = shape.padded_vocabulary(tensor) * shape.hidden
     ends = _parameters(_end_tensors(shape, table, 1, 1, True, True))
-    dense = len(shape.dense_layers) + shape.mtp_layers_held * shape.mtp_is_dense
-    layers = _layers_of_kind(shape, shape.layers + shape.mtp_layers_held, dense)
     return ends.total + sum(
-        count * _parameters(_layer_tensors(kind, 1, 1, 1)).total for count, kind in layers
+        count * _parameters(_layer_tensors(kind, 1, 1, 1)).total
+        for count, kind in shape.layers_by_kind(shape.mtp_layers_held)
     )
 
 
@@ -116,9 +126,12 @@ def active_parameters(shape: ModelShape, tensor: int = 1) -> int:
     """Parameters that one token uses: of the experts only those it is routed to."""
     idle = shape.experts - shape.experts_per_token if shape.experts else 0
     expert = _parameters(_mlp_tensors(_routed(shape), "experts", shape.expert_ffn_hidden, 1))
-    layers = shape.layers - len(shape.dense_layers)
-    layers += 0 if shape.mtp_is_dense else shape.mtp_layers_held
-    layers *= sum(times for times, kind in shape.kinds if kind.experts)
+    layers = sum(
+        count * times
+        for count, layer in shape.layers_by_kind(shape.mtp_layers_held)
+        for times, kind in layer.kinds
+        if kind.experts
+    )
     return parameters_total(shape, tensor) - layers * idle * expert.total
 
 
@@ -159,8 +172,8 @@ def unlike_weights(spec: RunSpec, pipeline_rank: int) -> int:
     """Elements of one weight of each shape that linear layers of a rank have, the output layer's too;
     biases are counted with them."""
     shape, last = spec.trained_shape, pipeline_rank == spec.parallelism.pipeline - 1
-    held = _layers_of_kind(shape, *map(sum, _held_layers(spec, pipeline_rank)))
-    kinds = [kind for count, layer in held if count for _, kind in layer.kinds]
+    held = zip(_held_layers(spec, pipeline_rank), shape.layer_kinds, strict=True)
+    kinds = [kind for counts, (layer, _) in held if any(counts) for _, kind in layer.kinds]
     if last and shape.mtp_depth:
         kinds.append(shape.only(MTP))
     table = spec.padded_vocabulary * shape.hidden // spec.parallelism.tensor
@@ -189,14 +202,14 @@ def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
     tables = _shared_tables(spec)
     chunks = []
     held = zip(*_held_layers(spec, pipeline_rank), strict=True)
-    for stage, (layers, dense) in enumerate(held):
+    for stage, counts in enumerate(held):
         first = pipeline_rank == 0 and stage == 0
         last = pipeline_rank == split.pipeline - 1 and stage == split.virtual_stages - 1
         sizes: dict[bool, list[int]] = {False: [], True: []}
         for end in _end_tensors(shape, table, split.tensor, split.pipeline, first, last):
             sizes[end.component in tables].append(end.elements)
         untied, experts = buffer_of(sizes[False]), Buffer()
-        for count, kind in _layers_of_kind(shape, layers, dense):
+        for count, (kind, _) in zip(counts, shape.layer_kinds, strict=True):
             of_all, of_experts = _layer_buffers(kind, *degrees)
             untied, experts = untied + of_all * count, experts + of_experts * count
         chunks.append(ChunkBuffers(untied, buffer_of(sizes[True]), experts))
@@ -264,13 +277,18 @@ def _layer_tensors(
         return tuple(found for kind in kinds for found in kind if found.elements)
     found = [_Tensor("norms", size, partial=True) for size in _norm(shape) * shape.norms]
     if shape.blocks == MAMBA and shape.mamba:
-        return (*found, *_mamba_tensors(shape, shape.mamba, tensor))
-    if shape.blocks == MTP:
-        return (*found, _Tensor("attention", 2 * shape.hidden * shape.hidden // tensor))
-    found += _attention_tensors(shape, tensor)
-    if not shape.experts:
-        return (*found, *_mlp_tensors(shape, "dense_mlp", shape.ffn_hidden, tensor))
-    return (*found, *_expert_tensors(shape, tensor, expert, expert_tensor))
+        found += _mamba_tensors(shape, shape.mamba, tensor)
+    elif shape.blocks == LINEAR and shape.linear:
+        found += _linear_tensors(shape, shape.linear, tensor)
+    elif shape.blocks == MTP:
+        found.append(_Tensor("attention", 2 * shape.hidden * shape.hidden // tensor))
+    elif shape.blocks not in (MLP, EXPERTS):
+        found += _attention_tensors(shape, tensor)
+    if shape.blocks in ("", EXPERTS) and shape.experts:
+        found += _expert_tensors(shape, tensor, expert, expert_tensor)
+    elif shape.blocks in ("", MLP):
+        found += _mlp_tensors(shape, "dense_mlp", shape.ffn_hidden, tensor)
+    return tuple(found)
 
 
 def _attention_tensors(shape: ModelShape, tensor: int) -> Iterator[_Tensor]:
@@ -330,6 +348,17 @@ def _mamba_tensors(shape: ModelShape, mamba: Mamba, tensor: int) -> Iterator[_Te
     yield _Tensor("attention", mamba.width * shape.hidden // tensor)
 
 
+def _linear_tensors(shape: ModelShape, linear: LinearAttention, tensor: int) -> Iterator[_Tensor]:
+    """`megatron/core/ssm/gated_delta_net`: all but the output's norm is split by heads; no biases,
+    whatever other layers have."""
+    yield _Tensor("attention", shape.hidden * linear.projected // tensor)
+    yield _Tensor("norms", linear.kernel * linear.convolved // tensor)
+    for _ in ("dt_bias", "A_log"):
+        yield _Tensor("norms", linear.value_heads // tensor)
+    yield from (_Tensor("norms", size, partial=True) for size in _norm(shape, linear.value_width))
+    yield _Tensor("attention", linear.values * shape.hidden // tensor)
+
+
 def _latent_tensors(shape: ModelShape, latent: LatentAttention, tensor: int) -> Iterator[_Tensor]:
     """Down-projections are whole on each TP rank, or split, with a norm each if there are any;
     up-projections and output split; no biases but the output's."""
@@ -364,24 +393,13 @@ def _norm(shape: ModelShape, width: int = 0) -> tuple[int, ...]:
     return (width or shape.hidden,) * (1 if shape.rms_norm else 2)
 
 
-def _held_layers(spec: RunSpec, pipeline_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Layers whose weights each virtual stage of a pipeline rank holds, and the dense of them."""
-    layers, shape = spec.chunk_layers(pipeline_rank), spec.shape
-    dense = spec.chunk_dense_layers(pipeline_rank)
-    if shape.mtp_depth and pipeline_rank == spec.parallelism.pipeline - 1:
-        layers = (*layers[:-1], layers[-1] - shape.mtp_depth + shape.mtp_layers_held)
-        if shape.mtp_is_dense:
-            dense = (*dense[:-1], dense[-1] - shape.mtp_depth + shape.mtp_layers_held)
-    return layers, dense
-
-
-def _layers_of_kind(
-    shape: ModelShape, layers: int, dense: int
-) -> tuple[tuple[int, ModelShape], ...]:
-    """So many layers as those of each kind; among experts' some are dense."""
-    if not dense:
-        return ((layers, shape),)
-    return ((layers - dense, shape), (dense, shape.without_experts))
+def _held_layers(spec: RunSpec, pipeline_rank: int) -> list[list[int]]:
+    """For each kind of layer how many each virtual stage of a pipeline rank holds the weights of."""
+    shape = spec.shape
+    held = [list(spec.laid(layers, pipeline_rank)) for _, layers in shape.layer_kinds]
+    if pipeline_rank == spec.parallelism.pipeline - 1:
+        held[shape.mtp_is_dense][-1] += shape.mtp_layers_held
+    return held
 
 
 def _parameters(tensors: Iterable[_Tensor]) -> Parameters:
@@ -403,16 +421,15 @@ def _stage(spec: RunSpec, pipeline_rank: int) -> _Stage:
     split = spec.parallelism
     degrees = (*_degrees(spec), split.pipeline)
     first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
-    layers, dense = _held_layers(spec, pipeline_rank)
-    return _stage_of(spec.trained_shape, degrees, sum(layers), sum(dense), first, last)
+    held = tuple(map(sum, _held_layers(spec, pipeline_rank)))
+    return _stage_of(spec.trained_shape, degrees, held, first, last)
 
 
 @lru_cache(maxsize=1024)
 def _stage_of(
     shape: ModelShape,
     degrees: tuple[int, int, int, int],
-    layers: int,
-    dense: int,
+    held: tuple[int, ...],
     first: bool,
     last: bool,
 ) -> _Stage:
@@ -422,7 +439,7 @@ def _stage_of(
         *_end_tensors(shape, table, tensor, pipeline, first, last),
         *(
             replace(item, copies=count * item.copies)
-            for count, kind in _layers_of_kind(shape, layers, dense)
+            for count, (kind, _) in zip(held, shape.layer_kinds, strict=True)
             for item in _layer_tensors(kind, tensor, expert, expert_tensor)
         ),
     )
@@ -458,6 +475,7 @@ def _refuse_uneven(spec: RunSpec) -> None:
         ("experts", shape.experts, "EP", split.expert),
         ("columns of experts", shape.expert_ffn_hidden, "ETP", split.tensor_of_experts),
         ("Mamba groups", shape.mamba.groups if shape.mamba else 0, "TP", split.tensor),
+        ("heads of keys", shape.linear.key_heads if shape.linear else 0, "TP", split.tensor),
     ):
         if value % size:
             raise UnevenSplitError(f"{value} {what} cannot be split evenly over {degree} {size}.")

@@ -6,14 +6,14 @@ import ast
 import difflib
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from tools.spec.files import ROOT, read_args_file
-from tools.spec.flag_table import of_group, of_role
+from tools.spec.flag_table import FLAGS, of_group, of_role
 from tools.spec.flags import Flags, drop_flags, merge_flags, pick_flags
 from tools.spec.huggingface import flags_of_config
 from tools.spec.strategy import Batch
@@ -82,10 +82,41 @@ class Mamba:
         return self.width + self.convolved + self.heads
 
 
-MAMBA, ATTENTION, MLP, EXPERTS, MTP = "M", "*", "-", "E", "/"
+@dataclass(frozen=True)
+class LinearAttention:
+    """A gated delta net (arXiv:2412.06464): heads with a state that each token updates, no scores."""
+
+    key_heads: int
+    """Of queries too."""
+    key_width: int
+    value_heads: int
+    value_width: int
+    kernel: int
+    """Tokens that the short convolution looks at."""
+
+    @property
+    def values(self) -> int:
+        """Channels of all values, and of the gate on what is read of them."""
+        return self.value_heads * self.value_width
+
+    @property
+    def convolved(self) -> int:
+        """Channels that pass the short convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_width + self.values
+
+    @property
+    def projected(self) -> int:
+        """Columns of the input projection: those, the gate, and two numbers a head."""
+        return self.convolved + self.values + 2 * self.value_heads
+
+
+GATED_DELTA_NET = "gated_delta_net"
+"""Of `--experimental-attention-variant` the one that is counted."""
+MAMBA, ATTENTION, MLP, EXPERTS, MTP, LINEAR = "M", "*", "-", "E", "/", "G"
 """Blocks of a hybrid, as in `--hybrid-layer-pattern`. `MTP` begins a depth of multi-token prediction:
 it joins hidden states with the embeddings of the tokens ahead, and the output layer runs once more."""
 BLOCKS = (MAMBA, ATTENTION, MLP, EXPERTS, MTP)
+"""Those that are planned; of `LINEAR` only parameters and FLOPs are counted."""
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -140,6 +171,10 @@ class ModelShape:
     dense_layers: tuple[int, ...] = ()
     """Layers, from 0, whose MLP is dense among those of experts (`--moe-layer-freq`)."""
     latent: LatentAttention | None = None
+    linear: LinearAttention | None = None
+    """Of its blocks or layers parameters and FLOPs are counted, and no time or memory of activations."""
+    linear_layers: tuple[int, ...] = ()
+    """Layers, from 0, that have it in place of attention (`--linear-attention-freq`)."""
     blocks: str = ""
     """Of a hybrid's layer, each with a norm of its own; empty is attention, then an MLP or experts."""
     mamba: Mamba | None = None
@@ -181,6 +216,34 @@ class ModelShape:
     def without_experts(self) -> ModelShape:
         """Its layers with a dense MLP."""
         return replace(self, experts=0, experts_per_token=0, shared_expert_ffn=0, dense_layers=())
+
+    @cached_property
+    def layer_kinds(self) -> tuple[tuple[ModelShape, frozenset[int]], ...]:
+        """Shapes of layers that are alike, each with those layers, from 0: attention's before linear
+        attention's, of either those with experts before the dense."""
+        dense, linear = frozenset(self.dense_layers), frozenset(self.linear_layers)
+        rest = frozenset(range(self.layers)) - linear
+        plain = replace(self, linear_layers=()) if linear else self
+        kinds = [(plain, rest - dense)]
+        if dense:
+            kinds.append((plain.without_experts, rest & dense))
+        if linear:
+            kinds.append((plain.linearly, linear - dense))
+        if dense and linear:
+            kinds.append((plain.without_experts.linearly, linear & dense))
+        return tuple(kinds)
+
+    @property
+    def linearly(self) -> ModelShape:
+        """Its layers with linear attention."""
+        return replace(self, blocks=LINEAR + (EXPERTS if self.experts else MLP))
+
+    def layers_by_kind(self, depths: int) -> tuple[tuple[int, ModelShape], ...]:
+        """How many layers are of each kind, so many depths ahead among them: those have attention, and
+        a dense MLP where the last layer has one."""
+        counts = [len(layers) for _, layers in self.layer_kinds]
+        counts[self.mtp_is_dense] += depths
+        return tuple(zip(counts, (kind for kind, _ in self.layer_kinds), strict=True))
 
     @property
     def mtp_is_dense(self) -> bool:
@@ -386,7 +449,9 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         if not flags.has(needed):
             raise ValueError(f"Model '{name}' lacks {needed}; add it to its .args file.")
     said = flags.fields("shape")
-    for flag in (each for group in ("shape", "latent", "mamba") for each in of_group(group)):
+    for flag in (
+        each for group in ("shape", "latent", "mamba", "linear") for each in of_group(group)
+    ):
         counted = flag.kind == "whole" and flag.field not in (*_FROM_ONE, *_OF_EXPERTS)
         if counted and (value := flags.integer(flag.name)) < 0:
             raise ValueError(f"{flag.name} is {value}; use 0 or more.")
@@ -411,8 +476,21 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         router_z_loss=flags.has("--moe-z-loss-coeff"),
     )
     if shape.experts:
-        dense = _dense_layers(flags.texts("--moe-layer-freq"), shape.layers)
+        marked = _marked(
+            flags, "--moe-layer-freq", shape.layers, lambda layer, every: layer % every == 0
+        )
+        dense = tuple(layer for layer in range(shape.layers) if layer not in marked)
         shape = replace(shape, dense_layers=dense)
+    if flags.text("--experimental-attention-variant") == GATED_DELTA_NET:
+        marked = _marked(
+            flags,
+            "--linear-attention-freq",
+            shape.layers,
+            lambda layer, every: (layer + 1) % every > 0,
+        )
+        shape = replace(
+            shape, linear_layers=marked, linear=LinearAttention(**flags.fields("linear"))
+        )
     _refuse_empty(name, shape)
     return _hybrid_shape(shape, flags) if flags.has("--hybrid-layer-pattern") else shape
 
@@ -443,26 +521,27 @@ def _refuse_empty(name: str, shape: ModelShape) -> None:
         )
 
 
-def _dense_layers(given: Sequence[str], layers: int) -> tuple[int, ...]:
-    """`--moe-layer-freq`: every so manieth layer has experts, from the first on, or a list of Python's
-    with a 1 for each layer that has.
+def _marked(
+    flags: Flags, name: str, layers: int, by_number: Callable[[int, int], bool]
+) -> tuple[int, ...]:
+    """Layers, from 0, that a flag marks by a 1 in a list of Python's, or a number as `by_number` says.
 
     Raises:
         ValueError: It is neither, or its list is of another number of layers.
     """
-    text = " ".join(given) or "1"
+    text = " ".join(flags.texts(name)) or str(FLAGS[name].default or "")
     try:
         pattern = _evaluated(ast.parse(text, mode="eval").body)
     except (SyntaxError, TypeError):
         pattern = None
     if isinstance(pattern, int) and pattern > 0:
-        return tuple(layer for layer in range(layers) if layer % pattern)
+        return tuple(layer for layer in range(layers) if by_number(layer, pattern))
     if not isinstance(pattern, list) or len(pattern) != layers:
         raise ValueError(
-            f"--moe-layer-freq {text[:60]} is no number above 0 and no list of {layers} layers, "
+            f"{name} {text[:60]} is no number above 0 and no list of {layers} layers, "
             "such as [0]*1+[1]*3; correct it."
         )
-    return tuple(layer for layer, experts in enumerate(pattern) if not experts)
+    return tuple(layer for layer, mark in enumerate(pattern) if mark)
 
 
 def _evaluated(node: ast.expr) -> Any:
@@ -489,14 +568,16 @@ def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
         ValueError: It has a block that the formulas do not know.
     """
     blocks = flags.text("--hybrid-layer-pattern")
-    if strange := sorted(set(blocks) - set(BLOCKS)):
+    if strange := sorted(set(blocks) - {*BLOCKS, LINEAR}):
         raise ValueError(
-            f"--hybrid-layer-pattern {blocks} has the block '{strange[0]}', which is not planned; "
-            f"use blocks of {' '.join(BLOCKS)}."
+            f"--hybrid-layer-pattern {blocks} has the block '{strange[0]}', which is not known; "
+            f"use blocks of {' '.join((*BLOCKS, LINEAR))}."
         )
     said = flags.fields("mamba")
     mamba = Mamba(**({"heads": 2 * shape.hidden // said["head_width"]} | said))
-    return replace(shape, layers=1, blocks=blocks, mamba=mamba, mtp_depth=0, dense_layers=())
+    linear = LinearAttention(**flags.fields("linear"))
+    whole = replace(shape, mtp_depth=0, dense_layers=(), linear_layers=())
+    return replace(whole, layers=1, blocks=blocks, mamba=mamba, linear=linear)
 
 
 def _known_files() -> Iterator[tuple[str, Path]]:

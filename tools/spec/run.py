@@ -302,13 +302,18 @@ class RunSpec:
         split, shape = self.parallelism, self.shape
         if not shape.dense_layers:
             return (0,) * split.virtual_stages
-        degrees = (split.pipeline, split.virtual_stages)
-        found = _dense_layers(self.stages, shape.layers, shape.dense_layers, *degrees)[
-            pipeline_rank
-        ]
+        found = self.laid(frozenset(shape.dense_layers), pipeline_rank)
         if shape.mtp_is_dense and pipeline_rank == split.pipeline - 1:
             return (*found[:-1], found[-1] + shape.mtp_depth)
         return found
+
+    def laid(self, layers: frozenset[int], pipeline_rank: int) -> tuple[int, ...]:
+        """How many of these layers, from 0, each virtual stage of a pipeline rank has."""
+        split, all_layers = self.parallelism, self.shape.layers
+        degrees = (split.pipeline, split.virtual_stages)
+        if len(layers) == all_layers:
+            return self.stages.chunks(all_layers, *degrees, pipeline_rank)
+        return _laid(self.stages, all_layers, layers, *degrees)[pipeline_rank]
 
     def stage_layers(self, pipeline_rank: int) -> int:
         """Layers on one pipeline rank, over its virtual stages."""
@@ -403,17 +408,17 @@ class RunSpec:
 
 
 @lru_cache(maxsize=4096)
-def _dense_layers(
-    stages: StageSplit, layers: int, dense: tuple[int, ...], pipeline: int, virtual: int
+def _laid(
+    stages: StageSplit, layers: int, some: frozenset[int], pipeline: int, virtual: int
 ) -> tuple[tuple[int, ...], ...]:
-    """For each pipeline rank the dense layers of each of its virtual stages."""
+    """For each pipeline rank how many of some layers each of its virtual stages has."""
     counts = [stages.chunks(layers, pipeline, virtual, rank) for rank in range(pipeline)]
     found: list[list[int]] = [[] for _ in counts]
     first = 0
     for stage in range(virtual):
         for rank, chunks in enumerate(counts):
             behind = first + chunks[stage]
-            found[rank].append(sum(first <= layer < behind for layer in dense))
+            found[rank].append(sum(first <= layer < behind for layer in some))
             first = behind
     return tuple(tuple(chunks) for chunks in found)
 
@@ -505,9 +510,13 @@ def flags_of_printed(arguments: Mapping[str, str]) -> tuple[str, ...]:
         elif name == "num_query_groups" and arguments.get("group_query_attention") != "True":
             continue
         elif value not in ("None", "False", ""):
-            flag = "--" + name.replace("_", "-")
+            flag = _FLAGS_OF.get(name, "--" + name.replace("_", "-"))
             words += [flag] if value == "True" else [flag, value]
     return tuple(words)
+
+
+_FLAGS_OF = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
+"""Of arguments that go by another name than their flags (`dest` in `arguments.py`)."""
 
 
 def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:

@@ -150,7 +150,7 @@ def test_logs_that_are_said_to_be_repeats_are_a_row_and_show_their_scatter(tmp_p
 
 
 def test_the_device_that_is_given_makes_an_mfu(tmp_path):
-    path = log(tmp_path / "a.log")
+    path = log(tmp_path / "a.log", arguments=given(vocab_size="50257"))
     _, _, folder = made(tmp_path, paths=(path,))
     assert read_csv(folder)["a.log"]["mfu"] == ""
     _, _, folder = made(tmp_path, paths=(path,), device=device_by_key("h100"))
@@ -174,9 +174,62 @@ def test_a_device_that_the_log_names_is_taken_from_it(tmp_path, line, device):
     assert read_csv(folder)["a.log"]["device"] == device
 
 
+def test_the_vocabulary_is_the_tokenizers_and_without_one_no_flops_are_counted(tmp_path):
+    padded = "> padded vocab (size: 128256) with 0 dummy tokens (new size: 128256)\n"
+    known, unknown = given(vocab_size="None") + padded, given(vocab_size="None")
+    paths = [log(tmp_path / f"{n}.log", arguments=each) for n, each in enumerate((known, unknown))]
+    _, _, folder = made(tmp_path, paths=tuple(paths))
+    rows = read_csv(folder)
+    with_it, without = rows["0.log"], rows["1.log"]
+    assert without["model_tflops_per_device"] == without["parameters_total"] == ""
+    assert "the log does not say the vocabulary" in without["notes"]
+    assert without["tokens_per_second"] == with_it["tokens_per_second"] != ""
+    # 36 layers of 1,280 and, tied, 128,256 tokens: GPT-2's 774 million have 50,432 where TP is 2.
+    assert int(with_it["parameters_total"]) == 774_254_080 + 1280 * (128_256 - 50_432)
+
+
+def test_two_logs_in_eight_bits_are_not_said_to_be_broken(tmp_path):
+    losses = [9.0 - n / 100 for n in range(30)]
+    paths = []
+    for name, more, formats in (("a", 0.0, "e4m3"), ("b", 0.01, "e4m3"), ("c", 0.01, "None")):
+        arguments = given(fp8=formats, fp8_recipe="tensorwise")
+        shifted = [loss + more for loss in losses]
+        paths.append(log(tmp_path / f"{name}.log", arguments=arguments, losses=shifted))
+    _, _, folder = made(tmp_path, paths=tuple(paths))
+    rows = read_csv(folder)
+    assert (rows["b.log"]["parity"], rows["c.log"]["parity"]) == ("not comparable",) * 2
+    assert "products are of 8 bits or fewer" in rows["b.log"]["notes"]
+    assert "loss not comparable: different precision" in rows["c.log"]["notes"]
+
+
+def test_a_total_that_a_rank_contradicts_is_empty(tmp_path):
+    line = " > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {}\n"
+    rows = {}
+    for name, count in (("a", 387_921_920), ("b", 387_922_432)):
+        path = log(
+            tmp_path / f"{name}.log", arguments=given(vocab_size="50257") + line.format(count)
+        )
+        _, _, folder = made(tmp_path, paths=(path,))
+        rows[name] = read_csv(folder)[f"{name}.log"]
+    assert rows["a"]["parameters_total"] == "774254080"
+    assert rows["b"]["parameters_total"] == ""
+    assert (
+        "a rank prints 387,922,432 and the model of the arguments has 387,921,920"
+        in rows["b"]["notes"]
+    )
+
+
+def test_logs_that_cannot_be_compared_are_named_with_their_times(tmp_path):
+    other = given(num_layers="4")
+    paths = log(tmp_path / "a.log"), log(tmp_path / "b.log", 2.0, other)
+    _, text, _ = made(tmp_path, 300, paths=paths)
+    assert "None of 2 rows compares with another. An iteration takes 100.1 ms (" in text
+
+
 def test_printed_tflops_stand_beside_the_kits_own_count(tmp_path):
     extra = " throughput per GPU (TFLOP/s/GPU): 400.0 |"
-    _, _, folder = made(tmp_path, paths=(log(tmp_path / "a.log", extra=extra),))
+    known = given(vocab_size="50257")
+    _, _, folder = made(tmp_path, paths=(log(tmp_path / "a.log", arguments=known, extra=extra),))
     (row,) = rows_of(folder)
     assert row["rates"]["printed_tflops_per_device"] == 400.0
     ours = row["model_tflops_per_device"]

@@ -39,6 +39,7 @@ from tools.report.explain.predicted import (
 )
 from tools.report.explain.timelines import NoTraceError, scene_of
 from tools.report.read.runs import load_folder
+from tools.spec.model import LinearAttention
 from tools.spec.run import DeviceKind
 
 WORD = 50304 * 64
@@ -148,6 +149,13 @@ PRINTED = {
     "max_position_embeddings": 64,
     "padded_vocab_size": 50304,
 }
+
+
+def test_linear_attention_has_no_closed_form(tmp_path: Path) -> None:
+    run, _ = load(write(tmp_path, "dp2"))
+    shape = replace(run.spec.shape, linear=LinearAttention(2, 16, 4, 16, 4))
+    with pytest.raises(NoClosedFormError, match="of linear attention only parameters and FLOPs"):
+        configuration_of_run(replace(run, spec=replace(run.spec, shape=shape)))
 
 
 def test_without_a_micro_batch_in_the_log_nothing_is_predicted_and_nothing_fails(

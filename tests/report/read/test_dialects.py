@@ -15,6 +15,7 @@ from tests.report.factory import iteration_line
 from tools.records.run import Status
 from tools.report.read.diagnosis import classify_log
 from tools.report.read.dialects import find_iterations
+from tools.report.read.printed import readable
 from tools.report.read.runs import load_log
 from tools.report.read.scrape import scrape_log, scrape_runs
 from tools.spec.strategy import Sharding
@@ -253,6 +254,24 @@ def test_zero_stage_is_that_of_deepspeeds_configuration():
     assert run.strategy == "dp24-zero2"
     assert run.spec is not None
     assert run.spec.backend == "deepspeed"
+
+
+@pytest.mark.parametrize(("given", "strategy"), [("1", "dp24-zero1"), ("1.0", "dp24")])
+def test_without_it_the_zero_stage_is_that_which_was_given(tmp_path, given, strategy):
+    text = (
+        (DIALECTS / "megatron-deepspeed.log").read_text().replace("zero_optimization_stage", "zos")
+    )
+    stage = f"  deepspeed ...... True\n  zero_stage ..... {given}\n  hidden_size ."
+    path = tmp_path / "a.log"
+    path.write_text(text.replace("  hidden_size .", stage, 1))
+    (run,) = load_log(path)
+    assert run.spec is not None
+    assert (run.strategy, run.spec.backend) == (strategy, "deepspeed")
+
+
+def test_a_list_of_layers_is_no_argument_that_cannot_be_read():
+    arguments = {"moe_layer_freq": "[0, 1, 1, 1]", "num_layers": "4.5"}
+    assert readable(arguments) == (arguments, ["num_layers 4.5"])
 
 
 def test_timers_in_one_line_are_read_and_a_cut_one_is_not():

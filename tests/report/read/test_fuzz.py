@@ -1,7 +1,6 @@
 """Whatever is in a file, scraping it ends, soon, in bounded memory, without an exception."""
 
 import gzip
-import random
 import resource
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.report import mutants
 from tests.report.factory import iteration_line
 from tools.report.command import log_as_json
 from tools.report.read.diagnosis import classify_log
@@ -66,24 +66,20 @@ def test_pieces_of_logs_in_any_order(tmp_path_factory, pieces):
     scrape_everything(write(tmp_path_factory, text))
 
 
-@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_mutated_real_logs(tmp_path_factory, path):
-    generator = random.Random(path.stem)
-    original = path.read_bytes()
-    for _ in range(15):
-        content = bytearray(original)
-        for _ in range(generator.randrange(1, 40)):
-            place = generator.randrange(len(content))
-            match generator.randrange(4):
-                case 0:
-                    content[place] = generator.randrange(256)
-                case 1:
-                    del content[place : place + generator.randrange(200)]
-                case 2:
-                    content[place:place] = original[place : place + generator.randrange(400)]
-                case _:
-                    content[place:place] = generator.randbytes(generator.randrange(20))
-        scrape_everything(write(tmp_path_factory, bytes(content)))
+def test_damaged_logs_are_read_without_a_false_figure(capsys):
+    # python -m tests.report.mutants makes more of them.
+    assert mutants.main(["--seed", "3", "--count", "12"]) == 0, capsys.readouterr().out
+
+
+def test_a_figure_of_another_log_is_noticed(tmp_path, monkeypatch):
+    original = GOLDEN[-1].read_bytes()
+    other = tmp_path / "other.log"
+    other.write_bytes(original.replace(b"(ms): ", b"(ms): 9"))
+    (run,) = scrape_runs(other)
+    monkeypatch.setattr(mutants, "scrape_runs", lambda path: (run,))
+    found = list(mutants.problems(original, mutants.Mutant(original, 0), tmp_path))
+    assert found
+    assert all("elapsed_ms 9" in each and "stands in no line" in each for each in found)
 
 
 HOSTILE = {

@@ -51,6 +51,12 @@ def test_curves_are_of_the_newest_run_and_what_never_changes_is_left_out(tmp_pat
     assert (series.x, series.y) == ([2, 3, 4], [100.0, 101.0, 102.0])
 
 
+def test_a_line_that_averages_all_since_the_start_is_no_iterations_time(tmp_path):
+    write_run(tmp_path, run_record("a"), log_text([400.0, 250.0, 101.0, 102.0], micro=True))
+    (series,) = plots(tmp_path)["times"].series
+    assert (series.x, series.y) == ([3, 4], [101.0, 102.0])
+
+
 def test_every_point_of_a_thinned_curve_names_its_line_in_the_log(tmp_path):
     text = log_text([100.0 + n % 7 for n in range(3000)])
     write_run(tmp_path, run_record("a"), text)

@@ -9,16 +9,19 @@ divides by time.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
-from tools.spec.model import MAMBA, MTP, ModelShape
+from tools.spec.model import LINEAR, MAMBA, MTP, ModelShape
 from tools.spec.run import RunSpec
 
 _BACKWARD_AND_FORWARD = 3
 _SCAN = 7
 """FLOPs a channel and column of its state in a Mamba-2 mixer's scan, as upstream counts them
 (`num_floating_point_operations: mamba_layer_flops`)."""
+_DELTA_RULE = 4
+"""Products of a gated delta net's state a token, as upstream counts them, which takes keys for as wide
+as values (`num_floating_point_operations: gdn_layer_flops`)."""
 
 
 WHOLE_ATTENTION, NO_VOCABULARY, RECOMPUTED = "whole-attention", "no-vocabulary", "recomputed"
@@ -32,7 +35,7 @@ class TokenFlops:
     """Forward FLOPs of one token by component, over all layers."""
 
     attention_projections: int
-    """Mamba-2 mixers' too."""
+    """Mamba-2 mixers' too, and all of linear attention, which no length of a sequence changes."""
     attention_scores: int
     """Q·Kᵀ and the product with V, causal: half of the square; the scan of a Mamba-2 mixer."""
     mlp: int
@@ -54,11 +57,9 @@ def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
     Of the experts only those a token is routed to count. The vocabulary is padded as for one
     device, so that strategies are compared on equal work.
     """
-    dense = len(shape.dense_layers) + shape.mtp_depth * shape.mtp_is_dense
-    deeper = replace(shape, layers=shape.layers + shape.mtp_depth - dense)
-    joining = replace(shape.only(MTP), layers=shape.mtp_depth)
-    among_experts = replace(shape.without_experts, layers=dense)
-    every = (*deeper.kinds, (1, joining), (1, among_experts))
+    layers = shape.layers_by_kind(shape.mtp_depth)
+    every = [(count * times, kind) for count, layer in layers for times, kind in layer.kinds]
+    every.append((shape.mtp_depth, shape.only(MTP)))
     kinds = [(times, _kind_flops(kind, seq_length)) for times, kind in every]
     names = ("attention_projections", "attention_scores", "mlp", "router")
     layer = {name: sum(times * getattr(kind, name) for times, kind in kinds) for name in names}
@@ -67,7 +68,7 @@ def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
 
 
 def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
-    """The same of layers of one kind, without logits."""
+    """The same of one layer of one kind, without logits."""
     length = seq_length or shape.seq_length
     queries = shape.heads * shape.head_width
     keys_and_values = 2 * shape.query_groups * shape.head_width
@@ -89,14 +90,18 @@ def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
     if shape.blocks == MAMBA and shape.mamba:
         projections = hidden * (shape.mamba.projected + shape.mamba.width)
         scores = _SCAN * shape.mamba.width * shape.mamba.state
+    elif shape.blocks == LINEAR and (linear := shape.linear):
+        projections = hidden * (linear.projected + linear.values)
+        projections += linear.kernel * linear.convolved
+        projections += _DELTA_RULE * linear.values * linear.value_width
     elif shape.blocks == MTP:
         projections = 2 * hidden * hidden
     narrowed = 2 * hidden * shape.latent_experts if shape.experts else 0
     return TokenFlops(
-        attention_projections=shape.layers * 2 * projections,
-        attention_scores=shape.layers * scores,
-        mlp=shape.layers * 2 * matrices * mlp,
-        router=shape.layers * 2 * (hidden * shape.experts + narrowed),
+        attention_projections=2 * projections,
+        attention_scores=scores,
+        mlp=2 * matrices * mlp,
+        router=2 * (hidden * shape.experts + narrowed),
         logits=0,
     )
 

@@ -147,7 +147,7 @@ def _conditions(run: Run) -> dict[str, object]:
         "devices": spec and spec.parallelism.world_size,
         "tokens per iteration": spec and spec.tokens_per_iteration,
         "sequence length": spec and spec.shape.seq_length,
-        "padded vocabulary": spec and spec.padded_vocabulary,
+        "padded vocabulary": (spec and spec.padded_vocabulary) or None,
         "data": run.data,
         "dropout": spec and spec.dropout,
         "precision": spec and spec.dtype,

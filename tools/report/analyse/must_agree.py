@@ -18,7 +18,8 @@ _SCHEDULE = (
 
 NO_START = "no shared starting checkpoint"
 DROPOUT = "dropout is on, and its random numbers differ by strategy"
-UNPROVEN = (NO_START, DROPOUT)
+EIGHT_BITS = "products are of 8 bits or fewer, whose repeats differ by an unknown amount"
+UNPROVEN = (NO_START, DROPOUT, EIGHT_BITS)
 """Obstacles that are none where the losses of two logs agree all the same."""
 
 
@@ -45,6 +46,8 @@ def obstacle(reference: Run, other: Run) -> str:
         differing += [f"--{name.replace('_', '-')}" for name in changed]
     if differing:
         return f"different {', '.join(differing)}"
+    if one and one.fp8_recipe and reference.is_foreign and other.is_foreign:
+        return EIGHT_BITS
     if of_one_layout or all(run.spec and run.spec.dropout == 0 for run in (reference, other)):
         return ""
     return DROPOUT
@@ -69,7 +72,7 @@ def _of_losses(run: Run) -> dict[str, object]:
         "seed": spec and spec.seed,
         "global batch": run.global_batch_size,
         "sequence length": spec and spec.shape.seq_length,
-        "precision": spec and spec.dtype,
+        "precision": spec and (spec.dtype, spec.fp8_recipe),
         "optimizer": spec and spec.optimizer,
         "patch file": spec and spec.patch_file,
         # Without flushes gradients are of older weights, as old as this says.

@@ -58,6 +58,10 @@ def planned(
         # A log can say less than what ran.
         if not spec or not cluster or not _is_timed(entry) or violations(spec, NEWEST):
             continue
+        if (
+            not spec.shape.vocabulary or spec.shape.linear
+        ):  # Of linear attention no time is planned.
+            continue
         known = own_runs(own, cluster).without(spec) if own else OwnRuns()
         try:
             found.append(PlannedEntry(entry, uncertainty(spec, cluster, known)))

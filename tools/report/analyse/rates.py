@@ -9,6 +9,7 @@ import numpy as np
 from tools.plan.time.flops import model_flops, token_flops
 from tools.report.read.runs import Run
 from tools.spec.hardware import find_device
+from tools.spec.model import GATED_DELTA_NET
 from tools.spec.run import RunSpec
 
 DISAGREEMENT = 0.01
@@ -55,6 +56,14 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     samples, length = spec.batch.global_batch_size, spec.shape.seq_length
     per_second = spec.tokens_per_iteration / seconds
     formulas = [f"tokens/s = global batch {samples} × sequence {length} ÷ {seconds:.6g} s"]
+    if not spec.shape.vocabulary:
+        return Rates(
+            tokens_per_second=per_second,
+            tokens_per_second_per_device=per_second / devices,
+            printed_tflops_per_device=printed,
+            formulas=tuple(formulas),
+            notes=("no FLOPs and no parameters in total: the log does not say the vocabulary",),
+        )
     flops = model_flops(spec.shape, samples, length)
     done = flops + _recomputed(spec)
     per_device = flops / seconds / devices / 1e12
@@ -84,13 +93,10 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
 
 
 def attention_variant(run: Run) -> str:
-    """What stands in place of some layers' attention and has no formula here; empty of none."""
+    """What stands in place of attention and has no formula here; empty of none."""
     plain = {name.lstrip("-").replace("-", "_"): value for name, value in run.arguments.items()}
-    # The second is what it was called before 0.16.
-    found = (
-        plain.get(name) for name in ("experimental_attention_variant", "linear_attention_type")
-    )
-    return next((each for each in found if each not in (None, "", "None")), "")
+    variant = plain.get("experimental_attention_variant") or ""
+    return "" if variant in ("None", GATED_DELTA_NET) else variant
 
 
 def _against_megatron(run: Run, theirs: float | None, flops: int) -> str:

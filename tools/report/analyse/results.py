@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
-from tools.plan.tensors import parameters_total
+from tools.plan.tensors import UnevenSplitError, parameters_total, rank_parameters
 from tools.report.analyse.comparability import SHARED, adam_state, shares_gpu
 from tools.report.analyse.configurations import Configuration, is_patched, patch_file_name
 from tools.report.analyse.entry import Entry, device_memory
@@ -14,7 +14,7 @@ from tools.report.analyse.parity import REFERENCE, Parity, resumption_sentence
 from tools.report.analyse.rates import attention_variant
 from tools.report.analyse.statistics import Estimate
 from tools.report.read.runs import Run
-from tools.spec.run import RunSpec
+from tools.spec.run import Backend, RunSpec
 from tools.spec.strategy import Parallelism
 from tools.text.table import Column
 from tools.text.units import number
@@ -36,6 +36,8 @@ def notes_of(entry: Entry) -> str:
     notes += other_attempts(row)
     older = {"other code": row.other_code, "other versions": row.superseded - row.other_code}
     notes += [f"{count} older under {what} not shown" for what, count in older.items() if count]
+    if entry.spec and (printed := _printed_otherwise(entry.run, entry.spec)):
+        notes.append(f"parameters in total are empty: {printed}")
     notes += [*_parity_notes(entry.parity, run), resumption_sentence(run)]
     if adam_state(run) not in (None, "existed"):
         notes.append("Adam's state never existed (every step skipped), so memory reads too low")
@@ -44,9 +46,27 @@ def notes_of(entry: Entry) -> str:
 
 def _parameters_total(entry: Entry) -> int | None:
     """In closed form, which counts every layer's attention."""
-    if entry.spec is None or attention_variant(entry.run):
+    spec = entry.spec
+    if spec is None or not spec.shape.vocabulary or attention_variant(entry.run):
         return None
-    return parameters_total(entry.spec.shape, entry.spec.parallelism.tensor)
+    if _printed_otherwise(entry.run, spec):
+        return None
+    return parameters_total(spec.shape, spec.parallelism.tensor)
+
+
+def _printed_otherwise(run: Run, spec: RunSpec) -> str:
+    """Whether a rank that has all layers printed other parameters than the arguments' model has."""
+    split, printed = spec.parallelism, {found.parameters for found in run.log.parameters}
+    whole = spec.backend == Backend.MEGATRON and split.pipeline == split.expert == 1
+    if not (whole and spec.shape.vocabulary and len(printed) == 1) or attention_variant(run):
+        return ""
+    try:
+        counted = rank_parameters(spec).total
+    except UnevenSplitError:
+        return ""
+    if counted in printed:
+        return ""
+    return f"a rank prints {printed.pop():,} and the model of the arguments has {counted:,}"
 
 
 def _parity_notes(parity: Parity, run: Run) -> Iterator[str]:

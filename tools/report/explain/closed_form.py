@@ -78,7 +78,8 @@ def configuration_of_run(run: Run) -> RunSpec:
     """The planner's configuration of a run.
 
     Raises:
-        NoClosedFormError: The run is not Megatron's, or its split or batch is not known.
+        NoClosedFormError: The run is not Megatron's, its split or batch is not known, or it has linear
+            attention.
     """
     spec = run.spec
     if spec is None:
@@ -88,6 +89,10 @@ def configuration_of_run(run: Run) -> RunSpec:
         raise NoClosedFormError(reason)
     if not spec.microbatches:
         raise NoClosedFormError("the run's micro batch is not known")
+    if not spec.shape.vocabulary:
+        raise NoClosedFormError("the run's vocabulary is not known")
+    if spec.shape.linear:
+        raise NoClosedFormError("of linear attention only parameters and FLOPs have a closed form")
     return spec
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from tools.report.read.lines import read_lines
 from tools.spec.flag_table import FLAGS
 from tools.spec.hardware import load_hardware
-from tools.spec.model import ModelShape, load_model, model_names
+from tools.spec.model import GPT2_VOCABULARY, ModelShape, load_model, model_names
 from tools.spec.run import Backend, RunSpec, spec_of_printed
 from tools.spec.strategy import Batch, Sharding
 
@@ -65,12 +65,21 @@ def printed_spec(arguments: Mapping[str, str], global_batch_size: int | None) ->
     micro = spec.batch.micro_batch_size if "micro_batch_size" in arguments else 0
     printed = spec.batch.global_batch_size if "global_batch_size" in arguments else 0
     name = _known_shapes().get(_without_vocabulary(spec.shape), "")
-    spec = replace(spec, model=name, batch=Batch(micro, global_batch_size or printed))
+    shape = replace(spec.shape, vocabulary=_vocabulary(arguments))
+    known = Batch(micro, global_batch_size or printed)
+    spec = replace(spec, model=name, shape=shape, batch=known)
     stage = arguments.get("zero_optimization_stage")
-    if stage is None:
+    if stage is None and arguments.get("deepspeed") != "True":
         return spec
-    parallelism = replace(spec.parallelism, sharding=_STAGES.get(stage, Sharding.NONE))
+    parallelism = replace(spec.parallelism, sharding=_STAGES.get(stage or "", Sharding.NONE))
     return replace(spec, parallelism=parallelism, backend=Backend.DEEPSPEED)
+
+
+def _vocabulary(arguments: Mapping[str, str]) -> int:
+    """Entries of the tokenizer, else as padded; 0 where the log does not say."""
+    usual = str(GPT2_VOCABULARY) if arguments.get("tokenizer_type") == "GPT2BPETokenizer" else ""
+    said = (arguments.get("vocab_size", ""), usual, arguments.get("padded_vocab_size", ""))
+    return next((int(text) for text in said if text.isdecimal()), 0)
 
 
 def _ranks_multiply(arguments: Mapping[str, str]) -> bool:
@@ -95,6 +104,8 @@ def readable(arguments: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
         flag = FLAGS.get(f"--{name.replace('_', '-')}")
         parse = {"whole": int, "decimal": float}.get(flag.kind) if flag else None
         if flag is None or parse is None or value in ("", "None", "True", "False"):
+            continue
+        if flag.name == "--moe-layer-freq" and value.startswith("["):  # A number, or a list.
             continue
         try:
             parse(value)

@@ -38,11 +38,13 @@ def answer(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
         return sentences(report)[0]
     groups = [members for members in compared_groups(report) if len(members) > 1]
     if not groups:
-        one, more = timed[0], len(timed) - 1
+        if len(timed) > 1:
+            times = some_of([f"{number(each.time_ms)} ms ({each.label})" for each in timed])
+            return f"None of {len(timed)} rows compares with another. An iteration takes {times}."
+        (one,) = timed
         rate = one.rates.tokens_per_second
         each = f", {number(rate)} tokens/s" if rate else ""
-        alone = f"; {plural(more, 'more row')} compare with nothing" if more else ""
-        return f"{one.label} takes {number(one.time_ms)} ms an iteration{each}{alone}."
+        return f"{one.label} takes {number(one.time_ms)} ms an iteration{each}."
     told = [_fastest(members, paid) for members in groups[:_MAX_GROUPS]]
     if len(groups) > _MAX_GROUPS:
         told.append(f"{len(groups) - _MAX_GROUPS} more groups are under 'Compared in speed'.")
@@ -138,10 +140,11 @@ class BarGroup:
 
 
 def bars_of(report: Report) -> list[BarGroup]:
-    """Groups of rows that are compared, the largest first; without one the first row with a time."""
+    """Groups of rows that are compared, the largest first; of one row alone that row."""
     groups = compared_groups(report)
     several = [members for members in groups if len(members) > 1]
-    return [_group(members) for members in several[:MAX_GROUPS] or groups[:1]]
+    alone = groups if len(groups) == 1 else []
+    return [_group(members) for members in several[:MAX_GROUPS] or alone]
 
 
 def _group(members: Sequence[Entry]) -> BarGroup:

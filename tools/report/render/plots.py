@@ -81,7 +81,8 @@ def plots_of(report: Report) -> list[Plot]:
     def times(run: Run) -> Curve:
         table = run.log.iterations
         each = table.values("elapsed_ms")
-        keep = (each > 0) & ~table.known("first_of_start") & np.isfinite(each)
+        whole = ~table.known("first_of_start") & ~table.known("averaged")
+        keep = (each > 0) & whole & np.isfinite(each)
         usual = np.median(each[keep]) if apart and keep.any() else 1.0
         return table.numbers[keep], each[keep] / usual
 
@@ -168,7 +169,8 @@ _FAR = 4.0
 _ALWAYS = ("times", "losses")
 _ALIKE = ("losses", "learning-rate", "loss-scale")
 _TEXTS = {
-    "times": "Time of each iteration of the newest run of each row; without the first after a start.",
+    "times": "Time of each iteration of the newest run of each row; without the first after a start and"
+    " means of several.",
     "losses": "Training loss by iteration, of the newest run of each row.",
 }
 

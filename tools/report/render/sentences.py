@@ -150,7 +150,7 @@ def _speed_sentences(report: Report) -> list[str]:
         ratios = sorted(map(token_ratio, members))
         span = f"×{ratios[0]:.3f} to ×{ratios[-1]:.3f}" if len(ratios) > 1 else f"×{ratios[0]:.3f}"
         result.append(
-            f"{len(members)} rows: {verdict.against(labels[name])}, {span} the time a token"
+            f"{plural(len(members), 'row')}: {verdict.against(labels[name])}, {span} the time a token"
             f" ({some_of([entry.label for entry in members])})."
         )
     return [*result, "Each row's own verdict and interval are under 'Compared in speed'."]
@@ -258,7 +258,9 @@ def _ending(run: Run) -> str:
 def _parity_sentences(report: Report) -> list[str]:
     entries, result = report.entries, []
     if held := [e for e in entries if e.parity.verdict == "held"]:
-        worst = plural(round(max(e.parity.max_units or 0 for e in held)), "unit")
+        units = round(max(e.parity.max_units or 0 for e in held))
+        worst = f"no loss is more than {plural(units, 'unit')} of the last printed digit off"
+        worst = worst if units else "no printed loss differs"
         fewest = min(e.parity.compared for e in held)
         basis = "the rounding alone"
         if all(e.run.is_foreign for e in held):
@@ -267,7 +269,7 @@ def _parity_sentences(report: Report) -> list[str]:
             basis = "the spread of repeats and the rounding"
         result.append(
             f"Loss parity held for {some_of([e.label for e in held])}: over {fewest} iterations"
-            f" no loss is more than {worst} of the last printed digit off (tolerance: {basis})."
+            f" {worst} (tolerance: {basis})."
         )
     result += [
         f"Loss parity of {e.label} is {e.parity.verdict}: the largest difference is"

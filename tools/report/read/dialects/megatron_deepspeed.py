@@ -35,6 +35,9 @@ def _arguments(printed: Mapping[str, str]) -> Mapping[str, str]:
     if heads and heads != "None" and "group_query_attention" not in found:
         grouped = heads != found.get("num_attention_heads")
         found |= {"group_query_attention": str(grouped), "num_query_groups": heads}
+    # As it was given; its default, of which DeepSpeed's configuration knows nothing, is printed as 1.0.
+    if found.get("deepspeed") == "True" and found.get("zero_stage") in {"0", "1", "2", "3"}:
+        found.setdefault(_STAGE, found["zero_stage"])
     if found.get("use_rotary_position_embeddings") == "True":
         found.setdefault("position_embedding_type", "rope")
     return found

@@ -17,6 +17,7 @@ from tools.report.read.scraped import (
     Ending,
     Fact,
     MemoryReading,
+    MoreArgument,
     ParameterCount,
     Remark,
     TheoreticalMemory,
@@ -67,6 +68,7 @@ _EXIT = re.compile(
 _ARGUMENT = re.compile(r"(?<!\w)([A-Za-z_]\w{0,80}) \.{1,60} ")
 _OTHER_LINE = re.compile(r"(?<=\S)> (?=[a-z])")
 """Where another rank's `> setting …` ran into it: unbuffered, Python writes a line's end apart."""
+_PADDED = re.compile(r"> padded vocab \(size: (\d{1,9})\) with \d{1,9} dummy tokens")
 _HEADING = r"--- (?:(?!end of )[\w-]{1,40} ){0,3}(?i:arguments) ---"
 _END_OF_ARGUMENTS = re.compile(r"--- end of (?:[\w-]{1,40} ){0,3}arguments ---", re.IGNORECASE)
 """MindSpeed-LLM's are `MindSpeed-LLM Arguments`."""
@@ -78,6 +80,7 @@ _TELLING = re.compile(
     re.IGNORECASE,
 )
 _OLD_ARGUMENTS = {
+    "linear_attention_type": "experimental_attention_variant",
     # Of 2019 and 2020.
     "model_parallel_size": "tensor_model_parallel_size",
     "batch_size": "micro_batch_size",
@@ -169,6 +172,12 @@ def _argument(line: str) -> tuple[str, str] | None:
     return m[1], _IN_A_NOTEBOOK.sub("", value)
 
 
+def _vocabulary(line: str) -> Iterator[Fact]:
+    """Of the tokenizer: arguments are printed before it is built, and may have none or another."""
+    if m := _PADDED.search(line):
+        yield MoreArgument("vocab_size", m[1])
+
+
 def _arguments(line: str) -> Iterator[Fact]:
     if re.search(_HEADING, line):
         yield ArgumentList(_END_OF_ARGUMENTS, _argument)
@@ -188,6 +197,7 @@ DIALECT = Dialect(
         News("xiting", _ending),
         News("after training is done", _ending),
         News("--- ", _arguments),
+        News("padded vocab", _vocabulary),
         News("", _telling),
     ),
     starts=(_HEADING, "before the start of training step"),
