@@ -193,7 +193,11 @@ class Responding:
         if before is None or before.shape != tensor.shape:
             return
         both = zip(_stretches(before), _stretches(tensor.detach().cpu()), strict=True)
-        norms = [(_norm(held), _norm(_filled(now) - _filled(held))) for held, now in both]
+        norms = []
+        for held, now in both:
+            if (now.isfinite() < held.isfinite()).any():
+                return  # Where fp16 overflows with other weights, that is no response to rounding.
+            norms.append((_norm(held), _norm(_filled(now) - _filled(held))))
         size, moved = (math.hypot(*(each[n] for each in norms)) for n in (0, 1))
         key = f"{site.stage}|{site.name}|{site.slot}"
         if size > 0:

@@ -125,6 +125,14 @@ def test_a_response_is_the_relative_change(tmp_path):
     assert abs(response - 0.005) < 1e-6
 
 
+def test_what_overflows_with_other_weights_is_no_response(tmp_path):
+    responding = Responding(captured(tmp_path / "c", Model()))
+    for value in (float("inf"), 6.03):
+        responding.write(Site(Stage.OUTPUTS, "first", "output", 0), torch.tensor([value]))
+    (response,) = responding.responses.values()
+    assert abs(response - 0.005) < 1e-6
+
+
 def test_a_state_is_off_by_what_it_began_with_as_well(tmp_path):
     gradient = Site(Stage.REDUCED_GRADIENTS, "w", "gradient")
     average, squares = (

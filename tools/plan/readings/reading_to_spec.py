@@ -74,7 +74,7 @@ class Expressed:
         ways = [(split.virtual_stages, spec.stages)]
         if VIRTUAL in self.unstated:
             even = layers % split.pipeline == 0
-            degrees = range(1, -(-layers // split.pipeline) + 1)
+            degrees = tuple(range(1, -(-layers // split.pipeline) + 1))
             if even:
                 degrees = virtual_degrees(EVEN, layers, split.pipeline)
             ways = [(v, _stages_of_recipe(spec.shape, split.pipeline * v)) for v in degrees]
