@@ -6,7 +6,7 @@ import ast
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -218,13 +218,15 @@ class ModelShape:
         return replace(self, experts=0, experts_per_token=0, shared_expert_ffn=0, dense_layers=())
 
     @cached_property
-    def layer_kinds(self) -> tuple[tuple[ModelShape, frozenset[int]], ...]:
+    def layer_kinds(self) -> tuple[tuple[ModelShape, Collection[int]], ...]:
         """Shapes of layers that are alike, each with those layers, from 0: attention's before linear
         attention's, of either those with experts before the dense."""
         dense, linear = frozenset(self.dense_layers), frozenset(self.linear_layers)
+        if not (dense or linear):
+            return ((self, range(self.layers)),)
         rest = frozenset(range(self.layers)) - linear
         plain = replace(self, linear_layers=()) if linear else self
-        kinds = [(plain, rest - dense)]
+        kinds: list[tuple[ModelShape, Collection[int]]] = [(plain, rest - dense)]
         if dense:
             kinds.append((plain.without_experts, rest & dense))
         if linear:

@@ -7,7 +7,7 @@ and the report compute from it. Two runs train the same thing if their specs are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -307,13 +307,13 @@ class RunSpec:
             return (*found[:-1], found[-1] + shape.mtp_depth)
         return found
 
-    def laid(self, layers: frozenset[int], pipeline_rank: int) -> tuple[int, ...]:
+    def laid(self, layers: Collection[int], pipeline_rank: int) -> tuple[int, ...]:
         """How many of these layers, from 0, each virtual stage of a pipeline rank has."""
         split, all_layers = self.parallelism, self.shape.layers
         degrees = (split.pipeline, split.virtual_stages)
         if len(layers) == all_layers:
             return self.stages.chunks(all_layers, *degrees, pipeline_rank)
-        return _laid(self.stages, all_layers, layers, *degrees)[pipeline_rank]
+        return _laid(self.stages, all_layers, frozenset(layers), *degrees)[pipeline_rank]
 
     def stage_layers(self, pipeline_rank: int) -> int:
         """Layers on one pipeline rank, over its virtual stages."""
