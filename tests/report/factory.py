@@ -57,9 +57,14 @@ def iteration_line(
 
 
 def log_text(
-    times: Sequence[float], losses: Sequence[float] | None = None, *, micro: bool = False
+    times: Sequence[float],
+    losses: Sequence[float] | None = None,
+    *,
+    micro: bool = False,
+    parameters: int = 3_423_424,
 ) -> str:
     """A log of iterations 1, 2, … that ends as Megatron's do."""
+    rank = "(tensor, pipeline) model parallel rank (0, 0)"
     losses = losses or [10.8 - 0.01 * number for number in range(len(times))]
     lines = [
         iteration_line(number, ms, loss, micro=micro)
@@ -68,7 +73,7 @@ def log_text(
     end = f"[exiting program at iteration {len(times)}] datetime: 2025-09-07 23:59:47 "
     return "\n".join(
         [
-            " > number of parameters on (tensor, pipeline) model parallel rank (0, 0): 3423424",
+            f" > number of parameters on {rank}: {parameters}",
             *lines,
             end,
             "",

@@ -13,7 +13,9 @@ from tools.spec.strategy import NAMED
 
 SHAPE = {"layers": 4, "hidden": 64, "seq": 64, "ffn": 256}
 BATCH, RANKS = 8, 2
-PARAMETERS = "3,423,424"
+PARAMETERS = 3_423_616
+OF_A_RANK = {"tp2": 1_718_784, "sp2": 1_718_784, "pp2": 3_423_424}
+"""As Megatron prints them, where they are not the model's; over stages nothing is checked."""
 
 
 class Tables(HTMLParser):
@@ -88,7 +90,8 @@ def demo_page(tmp_path_factory):
     for place, name in enumerate(NAMED):
         times = [400.0, 260.0, *(80.3 + 7.1 * place + 1.7 * (k * k % 11) for k in range(23))]
         losses = [10.81 * 0.983**k for k in range(25)]
-        logs[name] = log_text(times, losses, micro=True)
+        parameters = OF_A_RANK.get(name, PARAMETERS)
+        logs[name] = log_text(times, losses, micro=True, parameters=parameters)
         write_run(root / "runs", run_record(f"run-{name}", name), logs[name])
     _, _, folder = made(root)
     chart = (folder / "iteration-time.svg").read_text()
@@ -115,7 +118,7 @@ def test_every_number_of_a_results_row_is_recomputed(demo_page, strategy):
         "Tokens/s/device": [digits(BATCH * s / seconds / ranks)],
         "TFLOP/s/device": [digits(flops / seconds / ranks / 1e12)],
         "Final loss": [f"{lines_of(logs[strategy])[-1][1]:.7g}"],
-        "Parameters/rank": [PARAMETERS],
+        "Parameters/rank": [f"{OF_A_RANK.get(strategy, PARAMETERS):,}"],
         "Parity": [],
         "Status": [],
     }
@@ -181,7 +184,7 @@ def test_every_number_of_the_summary_is_recomputed(demo_page):
             assert numbers(text) == ["23"]
         elif text.startswith("Loss parity held"):
             # Five strategies on two ranks; 25 iterations less the averaged one; nothing differs.
-            assert numbers(text) == [*["2"] * 5, "24", "0"]
+            assert numbers(text) == [*["2"] * 5, "24"]
         elif not text.startswith("6 runs"):
             assert numbers(text) == [], text
             continue
