@@ -179,19 +179,14 @@ def _quantiles(errors: list[_Error]) -> dict[float, Interval]:
     weighed = sorted((error.value, sources[error.source] ** -0.5) for error in errors)
     whole = sum(weight for _, weight in weighed)
     count = whole**2 / sum(weight**2 for _, weight in weighed)  # Kish's effective number.
-    found = {}
+    middle, found = _quantile(weighed, whole / 2), dict[float, Interval]()
     for level in LEVELS:
         inside = min(1.0, (1 + level) / 2 * (count + 1) / count)
         low, high = (_quantile(weighed, side * whole) for side in (1 - inside, inside))
-        found[level] = (low, high)
-    middle = _quantile(weighed, whole / 2)
-    for level in LEVELS:
         if level > 0.80:
-            (least, most), (low, high) = (
-                (end - middle for end in found[at]) for at in (0.80, level)
-            )
-            low, high = max(low, _STRETCHED * least), min(high, _STRETCHED * most)
-            found[level] = (middle + low, middle + high)
+            least, most = (middle + _STRETCHED * (end - middle) for end in found[0.80])
+            low, high = max(low, least), min(high, most)
+        found[level] = (low, high)
     return found
 
 
