@@ -375,5 +375,5 @@ def test_a_time_says_how_far_readings_like_it_were_missed(
     text = " ".join(capsys.readouterr().out.split())
     assert re.search(r"Expect .* to .* s \(80%; 95%: .* to .* s\), by \d+ published", text)
     assert "A100" in text.split("measured near this: ")[1]
-    assert main(["--model", "gpt2-large", "--strategy", "dp2", "--gpu", "rtx4090"]) == 0
+    assert main(["--model", "gpt2-large", "--strategy", "dp2", "--gpu", "rtx6000-ada"]) == 0
     assert "No published measurement on" in " ".join(capsys.readouterr().out.split())
