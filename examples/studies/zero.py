@@ -18,7 +18,7 @@ from rich.console import Console
 from tools.launch.options import Options
 from tools.plan.one_strategy import TimedStrategy, time_strategy
 from tools.plan.options import PlanOptions, plan_options
-from tools.plan.ties import TIED
+from tools.plan.ties import TIED, are_tied
 from tools.spec.errors import LaunchError
 from tools.spec.files import read_yaml
 from tools.spec.model import model_of
@@ -157,8 +157,8 @@ def verdict(found: Sequence[Predicted]) -> tuple[str, str]:
     Of methods within the planner's error of the fastest the one with the least memory is to be used.
     """
     known = [(each.seconds, each) for each in found if each.seconds is not None]
-    limit = TIED * min(seconds for seconds, _ in known)
-    close = [each for seconds, each in known if seconds <= limit]
+    fastest = min(seconds for seconds, _ in known)
+    close = [each for seconds, each in known if are_tied(seconds, fastest)]
     lightest = min(close, key=lambda each: each.peak_bytes or 0)
     if len(close) == 1:
         return lightest.method, lightest.method

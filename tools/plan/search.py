@@ -167,7 +167,9 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
         examined = [_corrected(request, each) for each in examined]
     ranked = sorted(fitting, key=_order)
     if ranked:
-        chosen = preferred({each.spec: (each.seconds.total, each.memory.total) for each in ranked})
+        seconds = {each.spec: each.seconds.total for each in ranked}
+        held = {each.spec: each.memory.total for each in ranked}
+        chosen = preferred(seconds, held.__getitem__)
         ranked = sorted(ranked, key=lambda each: each.spec != chosen)[:kept]
     closest = evaluate(request, lightest) if lightest else None
     return Plan(request, legal, tuple(ranked), closest, tuple(examined))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tools.plan.verdict import memory_error
 from tools.spec.run import RunSpec
@@ -18,15 +18,19 @@ def are_tied(one: float, other: float) -> bool:
     return slower <= TIED * faster
 
 
-def preferred(found: Mapping[RunSpec, tuple[float, int]]) -> RunSpec:
-    """Of some runs' predicted seconds and bytes a rank: of those tied with the fastest the one with the
-    least memory; where that too differs by less than its error, with the fewest dimensions of
-    parallelism."""
-    fastest = min(seconds for seconds, _ in found.values())
-    tied = {spec: held for spec, (seconds, held) in found.items() if are_tied(seconds, fastest)}
+def preferred(seconds: Mapping[RunSpec, float], held: Callable[[RunSpec], int]) -> RunSpec:
+    """Of runs tied with the fastest the one with the least memory; where that too differs by less than
+    its error, with the fewest dimensions of parallelism.
+
+    Args:
+        seconds: Predicted, of each run.
+        held: Bytes of a run's fullest rank; asked of those that are tied.
+    """
+    fastest = min(seconds.values())
+    tied = {spec: held(spec) for spec, time in seconds.items() if are_tied(time, fastest)}
     least = min(tied.values())
-    light = [spec for spec, held in tied.items() if held <= least * (1 + memory_error(spec))]
-    return min(light, key=lambda spec: (*_dimensions(spec), found[spec]))
+    light = [spec for spec, size in tied.items() if size <= least * (1 + memory_error(spec))]
+    return min(light, key=lambda spec: (*_dimensions(spec), seconds[spec], tied[spec]))
 
 
 def _dimensions(spec: RunSpec) -> tuple[int, int]:

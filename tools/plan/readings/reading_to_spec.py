@@ -73,10 +73,9 @@ class Expressed:
             sizes = divisors(whole // split.data, _MICRO_BATCHES) if whole else sizes
         ways = [(split.virtual_stages, spec.stages)]
         if VIRTUAL in self.unstated:
-            even = layers % split.pipeline == 0
-            degrees = tuple(range(1, -(-layers // split.pipeline) + 1))
-            if even:
-                degrees = virtual_degrees(EVEN, layers, split.pipeline)
+            is_even = layers % split.pipeline == 0
+            each = range(1, -(-layers // split.pipeline) + 1)
+            degrees = virtual_degrees(EVEN, layers, split.pipeline) if is_even else each
             ways = [(v, _stages_of_recipe(spec.shape, split.pipeline * v)) for v in degrees]
         for size, (virtual, stages) in product(sizes, ways):
             batch = Batch(size, spec.batch.global_batch_size)

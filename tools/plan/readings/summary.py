@@ -233,7 +233,7 @@ def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]
         if len(times) < 2:
             continue
         seconds = {item.expressed.spec: item.seconds or 0.0 for item in items}
-        spec = preferred({spec: (seconds[spec], fullest_rank(spec)[1].total) for spec in seconds})
+        spec = preferred(seconds, lambda spec: fullest_rank(spec)[1].total)
         chosen = next(item for item in items if item.expressed.spec == spec)
         medians = {spec: statistics.median(measured) for spec, measured in times.items()}
         regret = medians[spec] / min(medians.values()) - 1
