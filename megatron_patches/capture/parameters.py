@@ -71,17 +71,27 @@ class ParameterMap:
         self, parameter: torch.Tensor, values: torch.Tensor, start: int | None = None
     ) -> Iterator[Piece]:
         """Bring `values`, of the parameter's shape or its flat range from `start` on, to places."""
+        whole, partial = self.spread(parameter, values, start)
+        yield from self.split(parameter, whole, partial)
+
+    def spread(
+        self, parameter: torch.Tensor, values: torch.Tensor, start: int | None = None
+    ) -> tuple[torch.Tensor, bool]:
+        """Values in the parameter's shape, and whether they are a copy that has NaN for absent ones."""
         values, shape = local(values), local(parameter).shape
-        held = getattr(parameter, "megatron_fsdp_slice", None)
-        if held is not None:  # Megatron-FSDP splits its flat buffers, not the parameter's rows.
+        if held := flat_range(parameter):
             start, shape = held.start, parameter.shape
-        partial = start is not None
         if start is not None:
             absent = torch.nan if values.is_floating_point() else 0
             whole = torch.full((parameter.numel(),), absent, dtype=values.dtype)
             whole[start : start + values.numel()] = values.detach().cpu().view(-1)
             values = whole
-        values = values.detach().view(shape)
+        return values.detach().view(shape), start is not None
+
+    def split(
+        self, parameter: torch.Tensor, values: torch.Tensor, partial: bool
+    ) -> Iterator[Piece]:
+        """Views of `values`, of the parameter's shape, each with its place."""
         entry, name = self._entries[id(parameter)], self._names[id(parameter)]
         if not hasattr(entry, "build_fn"):
             yield Piece(name, _place(entry, partial), values)
@@ -193,3 +203,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that torch FSDP2 has split; any other as it is."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
+
+
+def flat_range(parameter: torch.Tensor) -> slice | None:
+    """Which of its elements this rank has, under Megatron-FSDP, which splits flat buffers, not rows."""
+    found: slice | None = getattr(parameter, "megatron_fsdp_slice", None)
+    return found

@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 
-from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, local, optimizers
+from megatron_patches.capture.parameters import (
+    OptimizerPart,
+    ParameterMap,
+    flat_range,
+    local,
+    optimizers,
+)
 from tools.capture.sinks import Recording, reach
 from tools.capture.state import State
 from tools.records.capture import (
@@ -30,8 +36,8 @@ from tools.records.capture import (
 class Start:
     """A rank's weights and buffers at the start of the captured iteration."""
 
-    def __init__(self, parameters: ParameterMap) -> None:
-        self._parameters = parameters
+    def __init__(self, model: list[Any], parameters: ParameterMap) -> None:
+        self._model, self._parameters = model, parameters
         self._last: dict[int, torch.Tensor] = {}
         """What the optimizer updates of each parameter (by id), as it was one iteration ago."""
         self._reach: dict[int, torch.Tensor] = {}
@@ -64,14 +70,25 @@ class Start:
             ]
             begins += [(START_BUFFER, one, one) for one in held.buffers]
             for slot, one, values in begins:
-                for piece in held.pieces(one, values):  # Views of the model's own memory.
+                whole, partial = held.spread(one, values)
+                for piece in held.split(one, whole, partial):
                     given = sink.begin(Site(Stage.WEIGHTS, piece.name, slot), piece)
-                    if given is None or piece.placement.partial:
-                        continue
-                    if not torch.equal(given, piece.values):
+                    if given is not None and not torch.equal(given, piece.values):
                         piece.values.copy_(given)
                         changed = True
-        if changed:  # Where an optimizer has copies of higher precision, it updates those.
+                if partial:
+                    local(values).view(-1).copy_(whole.view(-1)[flat_range(one)])
+        if changed:
+            self._carry_over(optimizer)
+
+    def _carry_over(self, optimizer: Any) -> None:
+        """Change copies of the weights as well: the optimizer's, or what Megatron-FSDP computes with."""
+        flat = [chunk for chunk in self._model if hasattr(chunk, "param_and_grad_buffer")]
+        for chunk in flat:
+            chunk.param_and_grad_buffer.copy_main_weights_to_model_weights()
+            # The optimizer's step has begun to gather the weights of before.
+            chunk.start_param_sync(force_sync=True)
+        if not flat:
             optimizer.reload_model_params()
 
 

@@ -121,7 +121,7 @@ class _Watch:
             self.writer, StoredTensors(given) if given and is_given else None
         )
         self.parameters = ParameterMap(self.chunks, self.names)
-        self.start = Start(self.parameters)
+        self.start = Start(self.model, self.parameters)
         self.begun: int | None = None
         """Micro batches, where the parts of gradients are asked for."""
         self.so_far: dict[int, torch.Tensor] = {}
@@ -157,6 +157,7 @@ class _Watch:
                     snapshot.restore()
                     if self.seeds:
                         perturb(self.parameters, str(seed))
+                        responding.round_otherwise(seed)
                     rewind()
                     self._run(call, forward_step, responding, observed=self.seeds > 0)
                 responding.carry(carried)

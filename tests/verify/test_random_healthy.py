@@ -1,6 +1,14 @@
 """Random healthy configurations: what their table counts, and that a seed means what its line says."""
 
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.patience import OF_A_RUN
 from tests.verify.random_healthy import COLUMNS, JUDGED, drawn, read_judged, table
+from tools.spec.files import ROOT
 
 
 def test_judged_configurations_are_counted_by_dtype_and_strategy_with_the_worst_share() -> None:
@@ -24,3 +32,28 @@ def test_a_judged_seed_still_draws_the_configuration_of_its_line() -> None:
     assert lines
     for line in lines:
         assert drawn(int(line["seed"])).command == line["command"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [33, 72])
+def test_what_was_called_wrong_once_is_held(seed: int, tmp_path: Path) -> None:
+    judged = tmp_path / "judged.csv"
+    ended = subprocess.run(
+        (
+            sys.executable,
+            "-m",
+            "tests.verify.random_healthy",
+            judged,
+            "--seeds",
+            f"{seed}",
+            f"{seed}",
+        ),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=OF_A_RUN,
+    )
+    assert [line["verdict"] for line in read_judged(judged)] == ["held"], (
+        ended.stdout + ended.stderr
+    )

@@ -169,23 +169,43 @@ class Recording:
 
 
 class Responding:
-    """Compares every tensor with the one written, and keeps how far it moved."""
+    """Compares every tensor with the one written, and keeps how far it moved.
+
+    What a module is given may be off by a rounding error as well, each element by its own. Weights that
+    are off move all keys alike, of which a softmax takes no notice, as it does of what rounding does.
+    """
 
     def __init__(self, stored: StoredTensors) -> None:
         self._stored = stored
+        self._rounding: torch.Generator | None = None
         self.responses: defaultdict[str, float] = defaultdict(float)
         """Largest relative change by stage, name and slot, joined by `|`."""
+
+    def round_otherwise(self, seed: int) -> None:
+        """From now on let what modules are given be off by a rounding error."""
+        self._rounding = torch.Generator().manual_seed(seed)
 
     def begin_micro_batch(self) -> None:
         """Nothing to forget."""
 
-    def forward(self, site: Site, tensor: torch.Tensor) -> None:
+    def forward(self, site: Site, tensor: torch.Tensor) -> torch.Tensor | None:
         """Compare a tensor of the forward pass."""
         self.write(site, tensor)
+        given = site.stage is Stage.OUTPUTS and "input." in site.slot
+        return self._off(tensor) if given else None
 
-    def backward(self, site: Site, gradient: torch.Tensor) -> None:
+    def backward(self, site: Site, gradient: torch.Tensor) -> torch.Tensor | None:
         """Compare a gradient."""
         self.write(site, gradient)
+        return self._off(gradient) if site.slot.startswith("output") else None
+
+    def _off(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Every element off by one rounding error, either way."""
+        if self._rounding is None or not tensor.is_floating_point():
+            return None
+        signs = torch.randint(0, 2, tensor.shape, generator=self._rounding, dtype=torch.int8)
+        off = (signs.float() - 0.5) * torch.finfo(tensor.dtype).eps
+        return (tensor + tensor * off.to(tensor.device)).to(tensor.dtype)
 
     def write(self, site: Site, tensor: torch.Tensor) -> None:
         """Compare any tensor."""

@@ -18,7 +18,7 @@ from tools.records.io import written_whole
 
 TENSORS_FILE, INDEX_FILE, RANK_FILE = "tensors.bin", "index.jsonl", "rank.json"
 RESPONSES_FILE = "responses.json"
-"""How much each tensor of the reference changes when the weights change by one rounding error."""
+"""How much each tensor of the reference changes when all that it follows from is off by rounding."""
 UNOBSERVED_FILE, UNOBSERVED = "unobserved.json", "gradient, unobserved"
 """How far each gradient is another one if the iteration is repeated without probes; that slot."""
 COUNTED = "counted over ranks "

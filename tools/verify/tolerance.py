@@ -1,9 +1,9 @@
 """How far a tensor may be off, relative: a few times its response, and never less than a sum rounds.
 
-The response is the tensor's change when every weight of the reference changes by one rounding error.
-Where that is large all else is asked: a router takes the best experts, and two of them may be equal
-within rounding; Adam divides a gradient by its size, so that an element whose gradient is all rounding
-moves as far as any other, either way.
+The response is the tensor's change when every weight of the reference, and all that its modules are
+given, changes by one rounding error. Where that is large all else is asked: a router takes the best
+experts, and two of them may be equal within rounding; Adam divides a gradient by its size, so that an
+element whose gradient is all rounding moves as far as any other, either way.
 """
 
 from __future__ import annotations

@@ -125,6 +125,50 @@ def test_a_response_is_the_relative_change(tmp_path):
     assert abs(response - 0.005) < 1e-6
 
 
+class Difference(torch.nn.Module):
+    """As a softmax, takes no notice of what all that it is given has in common."""
+
+    def forward(self, x):
+        return x[:1] - x[1:]
+
+
+def test_rounding_of_what_a_module_is_given_is_a_response_where_changed_weights_are_none(tmp_path):
+    model = torch.nn.Sequential(Inner(), Difference())
+    names = [{"": "model", "0": "first", "1": "second"}]
+    given = torch.tensor([1.0, 1.0078125])
+
+    def watched(sink):
+        probes = Probes([model], names, sink)
+        probes.begin_micro_batch(0)
+        model(given)
+        probes.remove()
+
+    with CaptureWriter(tmp_path / "c") as writer:
+        watched(Recording(writer))
+        writer.flush()
+        responding = Responding(StoredTensors(tmp_path / "c", writer.records))
+    key = "outputs|second|output"
+    epsilon = torch.finfo(torch.float32).eps
+    with torch.no_grad():
+        model[0].weight.mul_(1 + epsilon)
+    watched(responding)
+    assert responding.responses[key] < 40 * epsilon
+    responding.round_otherwise(0)
+    watched(responding)
+    assert responding.responses[key] > 60 * epsilon
+
+
+def test_integers_are_not_off_by_rounding(tmp_path):
+    responding = Responding(captured(tmp_path / "c", Model()))
+    responding.round_otherwise(0)
+    site = Site(Stage.OUTPUTS, "first", "input.ids", 0)
+    assert responding.forward(site, torch.tensor([3])) is None
+    off = responding.forward(site, torch.tensor([6.0] * 64))
+    assert off is not None
+    apart = 4 * torch.finfo(torch.float32).eps  # To the next number.
+    assert sorted(set((off - 6).tolist())) == [-apart, apart]
+
+
 def test_what_overflows_with_other_weights_is_no_response(tmp_path):
     responding = Responding(captured(tmp_path / "c", Model()))
     for value in (float("inf"), 6.03):
