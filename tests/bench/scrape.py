@@ -6,6 +6,7 @@ Beside it, the least that anybody does with a log: its lines are read, one regul
 from __future__ import annotations
 
 import io
+import multiprocessing
 import re
 import resource
 import subprocess
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 
@@ -27,6 +29,7 @@ _LINE = (
     " grad norm: {norm:.3f} | number of skipped iterations:   0 |"
     " number of nan iterations:   0 |\n"
 )
+_ROUNDS = 5
 _PLAIN = re.compile(r"iteration +(\d+)/.* lm loss: (\S+)")
 
 
@@ -126,8 +129,16 @@ def synthetic_lines(iterations: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print one measurement."""
-    print(bench_scrape())
+    """Print measurements, each of a process of its own, as a report is, and the ratios' medians."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1, maxtasksperchild=1) as pool:
+        results = [pool.apply(bench_scrape) for _ in range(_ROUNDS)]
+    print(*results, sep="\n")
+    for what, ratios in {
+        "scraping, in terms of grep -c": [one.seconds / one.counted_seconds for one in results],
+        "a report, in terms of scraping": [one.build_seconds / one.seconds for one in results],
+    }.items():
+        print(f"{what}: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
 if __name__ == "__main__":
