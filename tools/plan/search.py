@@ -53,6 +53,8 @@ SECONDS_A_DAY = 86400
 WORDS = ("dp", "tp", "sp", "cp", "pp")
 _MOST_DEVICES = 65536
 _WHOLE_TOKENS = 0.97
+_ALL = 4
+"""Of a bound for which it was not asked either which recomputation it needs to fit."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ class _Bound:
     """In the order in which they were found."""
     plain: RunSpec = field(compare=False)
     """With the largest of the micro batches, and the first recomputation with which the smallest
-    fits."""
+    fits, if that was asked."""
     sizes: tuple[int, ...] = field(compare=False)
     """Micro batches, smallest first."""
     working: float = field(compare=False)
@@ -259,10 +261,9 @@ def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
         bytes_needed = fullest_rank(lightest)[1].needed
         found = min(found, (bytes_needed, lightest), key=itemgetter(0))
         if bytes_needed <= request.capacity:
-            plain = _fitting(request, base(template, split, sizes[0], Recompute.NONE))
-            assert plain is not None
+            plain = base(template, split, sizes[0], Recompute.NONE)
             unchosen = replace(plain, cp_comm_type="") if split.context > 1 else plain
-            queue.append(_bound(request, unchosen, tuple(sizes), 3))
+            queue.append(_bound(request, unchosen, tuple(sizes), _ALL))
     heapq.heapify(queue)
     return legal, queue, found[1]
 
@@ -286,7 +287,12 @@ def _narrowed(request: Request, bound: _Bound) -> Iterator[_Bound]:
     """Bounds of what is in this one, by what can be chosen next."""
     plain, sizes, ways = bound.plain, bound.sizes, recomputes(request.template)
     middle = len(sizes) // 2
-    if middle:
+    if bound.left == _ALL:
+        fitting = _fitting(request, replace(plain, batch=Batch(sizes[0], request.global_batch)))
+        assert fitting is not None
+        same = fitting.recompute == plain.recompute
+        yield replace(bound, left=3) if same else _bound(request, fitting, sizes, 3)
+    elif middle:
         yield _bound(request, plain, sizes[:middle], 3)
         larger = replace(plain, batch=Batch(sizes[middle], request.global_batch))
         if chosen := _fitting(request, larger):
