@@ -134,13 +134,16 @@ class Snapshot:
         held = [one for chunk in chunks for one in (*chunk.parameters(), *chunk.buffers())]
         held += [one for each in inner for group in each.param_groups for one in group["params"]]
         self._state = State(held, *inner)
-        self._scheduler, self._schedule = scheduler, dict(vars(scheduler))
+        scalers = (getattr(one, "grad_scaler", None) for one in optimizers(optimizer))
+        counting = (scheduler, *(one for one in scalers if one is not None))
+        self._counted = [(one, dict(vars(one))) for one in counting]
         self._tracked = _tracker().get_states()
 
     def restore(self) -> None:
         """Put all of it back."""
         self._state.restore()
-        vars(self._scheduler).update(self._schedule)
+        for one, counted in self._counted:
+            vars(one).update(counted)
         _tracker().set_states(self._tracked)
 
 

@@ -1,0 +1,35 @@
+"""What an iteration begins with, put back so that it can be repeated."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_patches.capture.start import Snapshot
+
+# Megatron tells of what is not installed.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_an_iteration_that_overflows_is_repeated_at_its_own_loss_scale() -> None:
+    model = torch.nn.Linear(1, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = SimpleNamespace(_scale=torch.tensor([4.0]), _hysteresis_tracker=1)
+    scheduler = SimpleNamespace(num_steps=3)
+    begins = Snapshot([model], SimpleNamespace(optimizer=inner, grad_scaler=scaler), scheduler)
+    scaler._scale = scaler._scale * 0.5
+    scaler._hysteresis_tracker, scheduler.num_steps = 0, 4
+    begins.restore()
+    assert (scaler._scale.item(), scaler._hysteresis_tracker, scheduler.num_steps) == (4.0, 1, 3)
+
+
+def test_an_optimizer_without_a_loss_scale_is_put_back() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.weight.item()
+    begins = Snapshot([model], optimizer, SimpleNamespace())
+    model(torch.ones(1)).backward()
+    optimizer.step()
+    assert model.weight.item() != before
+    begins.restore()
+    assert model.weight.item() == before
