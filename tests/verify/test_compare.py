@@ -17,6 +17,7 @@ from tests.verify.captures import (
 )
 from tools.records.capture import (
     COUNTS,
+    LOSS,
     REACH,
     RESPONSES_FILE,
     START_WEIGHT,
@@ -68,6 +69,18 @@ def test_an_error_below_the_measured_tolerance_holds_and_one_above_differs(tmp_p
     assert not compare(reference, below).wrong()
     (wrong,) = compare(reference, above).wrong()
     assert (wrong.key, wrong.wrong_ranks) == ((Stage.OUTPUTS, output().name, "output"), {0})
+
+
+def test_a_loss_may_be_off_by_what_a_sum_over_its_tokens_rounds(tmp_path):
+    site = Site(Stage.LOSS, LOSS, "sum", 0)
+    epsilon = np.finfo(np.float32).eps
+
+    def losses(folder, value):
+        return write(tmp_path / folder, [(rank(), [(site, np.float32([value]))])], response=0.0)
+
+    reference = losses("r", 1.0)  # Of 16 tokens.
+    assert not compare(reference, losses("a", 1 + 5 * epsilon)).wrong()
+    assert compare(reference, losses("b", 1 + 7 * epsilon)).wrong()
 
 
 def test_shards_of_a_weight_are_compared_with_their_part(tmp_path):

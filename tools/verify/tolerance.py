@@ -55,11 +55,15 @@ class Tolerances:
         if key[0] in PARAMETERS:
             terms = first.sequence_length * first.micro_batch_size * first.micro_batches
         epsilon = EPSILON.get(first.dtype, EPSILON["float32"])
+        rounding = epsilon * float(np.sqrt(terms))
+        if key[0] is Stage.LOSS:  # A sum over tokens, of which three changes may see next to nothing.
+            tokens = first.sequence_length * first.micro_batch_size
+            rounding = max(rounding, EPSILON["float32"] * float(np.sqrt(tokens)))
         of = (key[0], key[1], _AS.get(key[2], key[2]))
         response = self._responses.get(of, 0.0)
         if key[0] is Stage.WEIGHTS and key[1] not in self._squared:
             response = max(response, self._of_matrices.get(of[2], 0.0))
-        return RESPONSES * max(response, epsilon * float(np.sqrt(terms)) / 4)
+        return RESPONSES * max(response, rounding / 4)
 
 
 def flips_within(
