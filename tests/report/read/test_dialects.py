@@ -101,6 +101,75 @@ def test_a_block_without_its_beginning_or_batch_is_no_iteration(tmp_path, lost):
     assert "looks like a log of MLPerf's results" in classify_log(log).reason
 
 
+def mllog(key, value, **about):
+    found = {"namespace": "", "time_ms": 7, "key": key, "value": value, "metadata": about}
+    return f":::MLLOG {json.dumps(found)}\n"
+
+
+def test_a_step_without_a_count_of_samples_beside_it_is_one(tmp_path):
+    """NVIDIA's Llama 3.1 405B of 5.0 counts samples, its GPT-3 of 4.1 tokens."""
+    head = mllog("init_start", None) + mllog("global_batch_size", 4)
+    head += mllog("max_sequence_length", 8)
+    steps = "".join(mllog("tracked_stats", {"train_step_time": 0.5}, step=n) for n in (32, 64, 65))
+    path = tmp_path / "a.log"
+    for benchmark, numbers in (("llama31_405b", [8, 16]), ("gpt3", [1, 2])):
+        path.write_text(head + mllog("submission_benchmark", benchmark) + steps)
+        assert [one.iteration for one in scrape_log(path).iterations] == numbers
+
+
+def test_a_time_beside_a_rate_is_a_blocks_mean(tmp_path):
+    head = mllog("init_start", None) + mllog("global_batch_size", 4)
+    means = [
+        ({"throughput": 8.0, "train_step_time": time}, step) for time, step in ((0.5, 0), (0.6, 8))
+    ]
+    path = tmp_path / "a.log"
+    path.write_text(head + "".join(mllog("tracked_stats", one, step=step) for one, step in means))
+    found = scrape_log(path).iterations
+    assert [(one.iteration, one.elapsed_ms) for one in found] == [(1, 500.0), (3, 600.0)]
+
+
+def test_a_number_that_no_step_has_stops_nothing(tmp_path):
+    path = tmp_path / "a.log"
+    text = (DIALECTS / "mlperf-samples.log").read_text()
+    path.write_text(text.replace("1759966614209", "9" * 400))
+    assert len(scrape_log(path).iterations) <= 2
+
+
+def swift(number, mean, elapsed):
+    return (
+        f"{{'loss': 2.0, 'elapsed_time': '{elapsed}', 'train_speed(s/it)': {mean},"
+        f" 'iteration': '{number}/99'}}"
+    )
+
+
+def test_a_mean_counts_from_the_resume(tmp_path):
+    path = tmp_path / "a.log"
+    steps = [(1, 20.0, "20s"), (2, 15.0, "30s"), (11, 40.0, "40s"), (12, 25.0, "50s")]
+    path.write_text("".join(swift(*step) + "\n" for step in steps))
+    found = scrape_log(path).iterations
+    assert [one.elapsed_ms for one in found] == [20000.0, 10000.0, 40000.0, 10000.0]
+
+
+def test_seconds_since_the_start_count_where_a_mean_is_rounded(tmp_path):
+    path = tmp_path / "a.log"
+    path.write_text(swift(100, 10.0, "16m 40s") + "\n" + swift(101, 10.02, "16m 51s") + "\n")
+    (_, second) = scrape_log(path).iterations
+    # 10.02 times 101 is 1,012 s: no more than half a second beyond what was printed.
+    assert second.elapsed_ms == 11_500.0
+
+
+def test_steps_that_are_glued_together_keep_their_numbers():
+    first, second = find_iterations(swift(1, 20.0, "20s") + swift(2, 15.0, "30s"))
+    assert (first.iteration, second.iteration) == (1, 2)
+    torn, whole = (
+        "step:3 - actor/grad_norm:0.5 - timing_s/gen:3",
+        "step:4 - timing_s/step:7.5 - a/b:1\n",
+    )
+    (found,) = find_iterations(torn + whole)
+    assert (found.iteration, found.elapsed_ms, found.grad_norm) == (4, 7500.0, None)
+    assert find_iterations("step:4 - timing_s/step:7") == [], "a digit may be missing"
+
+
 def test_a_policys_loss_is_no_language_models():
     (first, _) = scrape_log(DIALECTS / "verl.log").iterations
     assert first.extra_metrics["actor/pg_loss"] == -0.0125

@@ -68,6 +68,16 @@ def test_every_point_of_a_thinned_curve_names_its_line_in_the_log(tmp_path):
             assert f"iteration {iteration:8d}/" in lines[line - 1]
 
 
+@pytest.mark.parametrize(("off", "drawn"), [(0.0, False), (1e-6, True)])
+def test_differences_of_the_loss_are_drawn_where_there_are_any(tmp_path, off, drawn):
+    for name, strategy, more in (("a", "baseline", 0.0), ("b", "dp2", off)):
+        lines = [iteration_line(n, 100.0, 9 + more * (n == 4)) for n in range(1, 7)]
+        write_run(tmp_path, run_record(name, strategy), "\n".join([*lines, ""]))
+    assert ("differences" in plots(tmp_path)) is drawn
+    (parity,) = [text for text in sentences(report_of(tmp_path)) if "Loss parity" in text]
+    assert ("no printed loss differs" in parity) is not drawn
+
+
 def test_further_numbers_of_the_lines_are_curves_of_their_own(tmp_path):
     extra = " load_balancing_loss: {:.6E} | mtp_1 loss: {:.6E} |"
     lines = [iteration_line(n, extra=extra.format(1 + 1 / n, 9 - n)) for n in range(1, 6)]

@@ -269,7 +269,7 @@ def names_of(entries: Sequence[Entry]) -> list[str]:
 def loss_differences(entries: Sequence[Entry]) -> list[tuple[int, Run, list[int], list[float]]]:
     """Of each entry whose losses were judged its place, the run, and where it is off its reference's.
 
-    Iterations, and differences in units of the last printed digit.
+    Iterations, and differences in units of the last printed digit; nothing where all are 0.
     """
     runs = {run.name: run for entry in entries for run in entry.configuration.runs}
     found = []
@@ -280,7 +280,7 @@ def loss_differences(entries: Sequence[Entry]) -> list[tuple[int, Run, list[int]
             steps = sorted(ours.keys() & theirs.keys())
             units = [(ours[step] - theirs[step]) / last_digit(theirs[step]) for step in steps]
             found.append((place, judged, steps, units))
-    return found
+    return found if any(any(units) for *_, units in found) else []
 
 
 def memory_by_rank(run: Run) -> dict[int, int]:

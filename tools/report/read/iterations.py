@@ -60,6 +60,8 @@ OTHER = "other/"
 """Before the name of a number that has no field of its own."""
 MEAN_SECONDS = OTHER + "mean seconds of all iterations so far"
 """What some trainers print in place of an iteration's own time, which follows from two of them."""
+SECONDS_SO_FAR = OTHER + "seconds since the start"
+"""Whole ones, beside such a mean: both count from the start of the process, which may be a resume."""
 LOG_LINE = "log_line"
 """The column with each line's own number in its file, from 1 on; no part of what it says."""
 _BLOCK = 4096
@@ -163,15 +165,41 @@ class IterationTable(Sequence[Iteration]):
 
     def timed(self) -> IterationTable:
         """With the times that means over all iterations so far imply, where a log has only these."""
-        means = self.values(MEAN_SECONDS)
-        if self.known("elapsed_ms").any() or not np.isfinite(means).all() or not len(self):
+        if self.known("elapsed_ms").any() or MEAN_SECONDS not in self._columns.values:
             return self
-        numbers = self.numbers
-        so_far, steps = np.append(0.0, 1000 * means * numbers), np.append(0, numbers)
         values = dict(self._columns.values)
         del values[MEAN_SECONDS]
-        values["elapsed_ms"] = np.diff(so_far) / np.diff(steps)
-        return IterationTable(Columns(len(self), values, self._columns.known))
+        values.pop(SECONDS_SO_FAR, None)
+        times = self._times_of_means()
+        values["elapsed_ms"] = np.nan_to_num(times)
+        known = self._columns.known | {"elapsed_ms": ~np.isnan(times)}
+        return IterationTable(Columns(len(self), values, known))
+
+    def _times_of_means(self) -> NDArray[np.float64]:
+        """Milliseconds of an iteration; NaN where a mean is not the time so far over its iterations."""
+        times = np.full(len(self), np.nan)
+        lines = zip(
+            *(self.numbers, self.values(MEAN_SECONDS), self.values(SECONDS_SO_FAR)), strict=True
+        )
+        start = last = 0
+        before = 0.0
+        for place, (number, mean, elapsed) in enumerate(lines):
+            if not (mean > 0 and elapsed < math.inf):
+                continue
+            slack = 1 + 1e-3 * elapsed  # A mean may be printed with four digits.
+            for first in (start, 0, number - max(1, round(elapsed / mean))):
+                if abs(mean * (number - first) - elapsed) <= slack:
+                    break
+            else:
+                continue
+            if first != start:
+                start, last, before = first, first, 0.0
+            # Of many iterations the seconds say more than a rounded mean.
+            so_far = min(max(mean * (number - first), elapsed - 0.5), elapsed + 0.5)
+            if number > last and so_far > before:
+                times[place] = 1000 * (so_far - before) / (number - last)
+                last, before = number, so_far
+        return times
 
     @property
     def numbers(self) -> NDArray[np.int64]:

@@ -116,7 +116,10 @@ class RunBuilder:
         self._exit = pending._exit
 
     def completed(self, line: FoundIteration) -> FoundIteration | None:
-        """An iteration with the numbers of a line before it; None of one that needs it and has none."""
+        """An iteration with what lines before it say; None of one that needs it and has none."""
+        if line.by_arguments:
+            counted = line.by_arguments(self._listed)
+            return counted and line._replace(iteration=counted)
         found = self._ahead.complete(line, self._listed) if self._ahead else None
         if found is None:
             return line if line.at_ms is None else None

@@ -86,7 +86,7 @@ def _losses(entries: Sequence[Entry]) -> list[Chart]:
     charts = []
     for place, (model, members) in enumerate(list(cohorts.items())[:_MAX_COHORTS]):
         text = "Above the loss, below its difference from the reference in units of the last digit."
-        if not any(entry.parity.compared for entry in members):
+        if not loss_differences(members[:MAX_CURVES]):
             text = "Loss by iteration."
         title = f"Loss, {model}" if model and len(cohorts) > 1 else "Loss"
         painter = partial(draw_losses, entries=members[:MAX_CURVES])

@@ -52,6 +52,7 @@ def render_page(
 ) -> str:
     """The whole report as one HTML file."""
     explanation, plots = explanation or Explanation(), plots_of(report)
+    memory = [chart for chart in charts if chart.name == "memory"]
     return (
         environment(_TEMPLATES)
         .get_template("page.html.j2")
@@ -61,11 +62,11 @@ def render_page(
             bars=bars_of(report),
             plots=plots,
             plot_data=as_script(plots),
-            memory=[chart for chart in charts if chart.name == "memory"],
+            memory=memory,
             charts=[chart for chart in charts if not chart.name.startswith(_INTERACTIVE)],
             opened=_OPENED,
             longest=_LONGEST,
-            contents=_contents(report, plots, explanation),
+            contents=_contents(report, plots, memory, explanation),
             explanation=explanation,
             sentences=sentences(report),
             tables=tables,
@@ -84,7 +85,7 @@ def render_page(
 
 
 def _contents(
-    report: Report, plots: Sequence[Plot], explanation: Explanation
+    report: Report, plots: Sequence[Plot], memory: Sequence[Chart], explanation: Explanation
 ) -> list[tuple[str, str]]:
     """The sections that the page has, by their ids."""
     there = {
@@ -92,6 +93,7 @@ def _contents(
         "summary": True,
         "explained": explanation.topics or explanation.tables,
         "curves": plots,
+        "memory": memory,
         "measured": report.entries,
         "speed": any(entry.speed for entry in report.entries),
         "changes": report.changes,

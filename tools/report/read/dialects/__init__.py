@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 from tools.report.read.iterations import MEAN_SECONDS, OTHER, Iteration
@@ -50,6 +51,8 @@ class FoundIteration(NamedTuple):
     generation: Generation = Generation()
     at_ms: float | None = None
     """When it ended, on the trainer's clock, where a line before it is needed for its time."""
+    by_arguments: Callable[[Mapping[str, str]], Iteration | None] | None = None
+    """Makes it of the log's arguments, where its number cannot be told without; None: not of these."""
 
 
 class LineFormat(ABC):
@@ -102,27 +105,38 @@ class MetricsLine(LineFormat):
     mean_seconds: ClassVar[str] = ""
     """Name of the mean over all steps so far."""
 
+    end: ClassVar[str] = ""
+    """What ends its text before the line ends."""
+
     def find(self, line: str) -> list[FoundIteration]:
-        """The step of a line."""
-        start = self.opening.search(line)
-        count = self.number.search(line, start.start()) if start else None
-        if start is None or count is None:
-            return []
-        numbers = dict(self.metric.findall(line, start.start()))
-        if not numbers.keys() & {*self.seconds, self.mean_seconds}:
-            return []
-        found = [LineField(name, int(text), 0, 0) for name, text in count.groupdict().items()]
+        """The steps of a line, each of its own text: several lines may be glued together."""
+        starts = [match.start() for match in self.opening.finditer(line)]
+        steps = []
+        for start, stop in pairwise([*starts, len(line)]):
+            end = line.find(self.end, start, stop) if self.end else -1
+            steps.append(self._step(line[start : stop if end < 0 else end + 1], start))
+        return [step for step in steps if step]
+
+    def numbers(self, text: str) -> dict[str, str]:
+        """Every number of a step by its name."""
+        return dict(self.metric.findall(text))
+
+    def _step(self, text: str, start: int) -> FoundIteration | None:
+        count, numbers = self.number.search(text), self.numbers(text)
+        if count is None or not numbers.keys() & {*self.seconds, self.mean_seconds}:
+            return None
+        found = [LineField(name, int(digits), 0, 0) for name, digits in count.groupdict().items()]
         seconds = next((numbers[name] for name in self.seconds if name in numbers), None)
         if seconds is not None:
             found.append(LineField("elapsed_ms", 1000 * float(seconds), 0, 0))
         of_a_policy = is_of_a_policy(numbers)
-        for name, text in list(numbers.items())[:_MAX_METRICS]:
+        for name, digits in list(numbers.items())[:_MAX_METRICS]:
             field = self.fields.get(name, OTHER + name)
             field = OTHER + name if field == "lm_loss" and of_a_policy else field
             field = MEAN_SECONDS if name == self.mean_seconds else field
-            found.append(LineField(field, float(text), 0, 0))
+            found.append(LineField(field, float(digits), 0, 0))
         of = Generation(self.trainer, "steps")
-        return [FoundIteration(iteration_of(found), start.start(), found, "", of)]
+        return FoundIteration(iteration_of(found), start, found, "", of)
 
 
 _MAX_METRICS = 200

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from tools.report.read.dialects import Dialect, FoundIteration, LineField, News, iteration_of
-from tools.report.read.dialects.mlperf import GENERATION, MARK, Result, event
+from tools.report.read.dialects.mlperf import (
+    GENERATION,
+    MARK,
+    Result,
+    event,
+    is_number,
+    step_sizes,
+)
 from tools.report.read.iterations import Iteration
 from tools.report.read.scraped import Fact, NumbersAhead
 
-_TOKENS = "gpt3"
-"""The benchmark whose epochs count tokens."""
 _LOSSES = ("train_loss", "reduced_train_loss", "loss")
 
 _Counts = Mapping[str, float]
@@ -28,13 +33,16 @@ class _Block(Result):
     """The end of a block; its iteration, time and batch follow from its beginning, see `_begin`."""
 
     rank = 5
+    of_blocks: ClassVar = True
 
     def find(self, line: str) -> list[FoundIteration]:
-        """The last step of a block, or a step with its loss alone."""
+        """A block's last step, its first where its mean is printed, or a step with its loss alone."""
+        if means := super().find(line):
+            return means
         found = event(line)
         value, counts = found.get("value"), _counts(found.get("metadata"))
         match found.get("key"):
-            case "block_stop" if counts and isinstance(found.get("time_ms"), int | float):
+            case "block_stop" if counts and is_number(found.get("time_ms")):
                 values: dict[str, int | float] = {"iteration": int(counts.get("step", 0))}
                 if "step" not in counts and "samples_count" in counts:
                     values["consumed_samples"] = int(counts["samples_count"])
@@ -42,7 +50,7 @@ class _Block(Result):
             case "tracked_stats" if counts.get("step") != counts.get("samples_count"):
                 numbers = value if isinstance(value, dict) else {}
                 loss = next((numbers[name] for name in _LOSSES if name in numbers), None)
-                if not isinstance(loss, int | float) or "step" not in counts:
+                if not is_number(loss) or "step" not in counts:
                     return []
                 values = {"iteration": int(counts["step"]), "lm_loss": float(loss)}
             case _:
@@ -57,7 +65,7 @@ def _begin(line: str) -> Iterator[Fact]:
     """Where a block begins, to which its end is related."""
     found = event(line)
     counts, begun = _counts(found.get("metadata")), found.get("time_ms")
-    if found.get("key") != "block_start" or not counts or not isinstance(begun, int | float):
+    if found.get("key") != "block_start" or not counts or not is_number(begun):
         return
 
     def complete(line: FoundIteration, given: Mapping[str, str]) -> Iteration | None:
@@ -69,15 +77,15 @@ def _begin(line: str) -> Iterator[Fact]:
         ends["samples_count"] = found.consumed_samples or 0
         if "epoch_count" in counts:
             ends["first_epoch_num"] = counts.get("first_epoch_num", 0) + counts["epoch_count"]
-        batch, length = (_whole(given, name) for name in ("global_batch_size", "seq_length"))
-        tokens = batch * length if given.get("submission_benchmark") == _TOKENS else 0
+        sizes = step_sizes(given)
         # A count of what, and how many of it are a step.
-        for name, size in (("step", 1), ("samples_count", batch), ("first_epoch_num", tokens)):
+        for name, size in sizes.items():
             trained = ends.get(name, 0) - counts.get(name, math.inf)
             if size and trained > 0 and at_ms > begun:
                 number, each = round(ends[name] / size), (at_ms - begun) * size / trained
-                known = {"global_batch_size": batch, "consumed_samples": batch * number}
-                found = msgspec.structs.replace(found, **known) if batch else found
+                if batch := sizes["samples_count"]:
+                    known = {"global_batch_size": batch, "consumed_samples": batch * number}
+                    found = msgspec.structs.replace(found, **known)
                 return msgspec.structs.replace(found, iteration=number, elapsed_ms=each)
         return None
 
@@ -87,12 +95,7 @@ def _begin(line: str) -> Iterator[Fact]:
 def _counts(about: Any) -> _Counts:
     found = about if isinstance(about, dict) else {}
     names = ("step", "samples_count", "first_epoch_num", "epoch_count")
-    return {name: found[name] for name in names if isinstance(found.get(name), int | float)}
-
-
-def _whole(given: Mapping[str, str], name: str) -> int:
-    text = given.get(name, "")
-    return int(text) if text.isdigit() else 0
+    return {name: found[name] for name in names if is_number(found.get(name))}
 
 
 DIALECT = Dialect(name="MLPerf, by blocks", line=_Block, news=(News('"block_start"', _begin),))

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from tools.report.read.dialects import PAIR, Dialect, MetricsLine
+from tools.report.read.iterations import SECONDS_SO_FAR
+
+_ELAPSED = re.compile(r"""['"]elapsed_time['"]: ['"]((?:\d{1,6}[dhms] ?){1,4})['"]""")
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 class _Step(MetricsLine):
@@ -21,12 +25,22 @@ class _Step(MetricsLine):
     rank = 4
     trainer = "ms-swift"
     metric = PAIR
+    end = "}"
     mean_seconds = "train_speed(s/it)"
     fields: ClassVar[Mapping[str, str]] = {
         "loss": "lm_loss",
         "grad_norm": "grad_norm",
         "learning_rate": "learning_rate",
+        "elapsed_time": SECONDS_SO_FAR,
     }
+
+    def numbers(self, text: str) -> dict[str, str]:
+        """With the time since the start, `1h 3m 7s`, in seconds."""
+        found = super().numbers(text)
+        if elapsed := _ELAPSED.search(text):
+            parts = elapsed[1].split()
+            found["elapsed_time"] = str(sum(int(part[:-1]) * _UNITS[part[-1]] for part in parts))
+        return found
 
 
 DIALECT = Dialect(name="ms-swift", line=_Step)

@@ -13,11 +13,12 @@ class _Rollout(MetricsLine):
     """Of its two lines a rollout the one with the whole step's time."""
 
     mark = b"'perf/step_time'"
-    opening = re.compile(r"\bperf \d{1,9}: \{")
-    number = re.compile(r"\bperf (?P<iteration>\d{1,9}): \{")
+    opening = re.compile(r"perf \d{1,9}: \{")
+    number = re.compile(r"perf (?P<iteration>\d{1,9}): \{")
     rank = 3
     trainer = "slime"
     metric = PAIR
+    end = "}"
     seconds = ("perf/step_time",)
     fields: ClassVar[Mapping[str, str]] = {"perf/actor_train_tflops": "throughput_tflops_per_gpu"}
 

@@ -10,15 +10,17 @@ from tools.report.read.dialects import Dialect, MetricsLine
 
 _METRIC = re.compile(
     r"(?<= - )([a-z][\w@./-]{1,80}):(?:np\.float64\()?([-+]?\d{1,20}(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?)"
+    r"(?:(?=\)? - )|(?<=\d{12})\)?\s*\Z)"
 )
+"""Of the last number, which nothing closes, digits may be missing unless it has this many."""
 
 
 class _Step(MetricsLine):
     """Its loss is a policy's, no language model's: it stays under its own name."""
 
     mark = b"timing_s/"
-    opening = re.compile(r"\bstep:\d{1,9} - ")
-    number = re.compile(r"\bstep:(?P<iteration>\d{1,9}) - ")
+    opening = re.compile(r"(?<![A-Za-z_])step:\d{1,9} - ")
+    number = re.compile(r"step:(?P<iteration>\d{1,9}) - ")
     rank = 2
     trainer = "verl"
     metric = _METRIC
