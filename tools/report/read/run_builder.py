@@ -121,10 +121,10 @@ class RunBuilder:
             counted = line.by_arguments(self._listed)
             return counted and line._replace(iteration=counted)
         found = self._ahead.complete(line, self._listed) if self._ahead else None
-        if found is None:
-            return line if line.at_ms is None else None
+        if found is None and line.at_ms is None:
+            return line
         self._ahead = None
-        return line._replace(iteration=found)
+        return found and line._replace(iteration=found)
 
     def add_iteration(self, line: FoundIteration, log_line: int) -> None:
         """Keep an iteration of a line of the file; of two with one number the later counts."""

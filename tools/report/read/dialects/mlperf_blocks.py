@@ -66,6 +66,7 @@ def _begin(line: str) -> Iterator[Fact]:
     found = event(line)
     counts, begun = _counts(found.get("metadata")), found.get("time_ms")
     if found.get("key") != "block_start" or not counts or not is_number(begun):
+        yield NumbersAhead(lambda line, given: None)  # No end belongs to the one before it.
         return
 
     def complete(line: FoundIteration, given: Mapping[str, str]) -> Iteration | None:
