@@ -88,7 +88,7 @@ def _of_means(lines: Sequence[str]) -> Iterator[Figure]:
         mean, count = _named(line, "train_speed(s/it)"), re.search(_METRICS[2][1], line)
         since = re.search(r"""elapsed_time['"]: ['"]([\dhms ]+)['"]""", line)
         if count and mean and mean > 1e-3 and since:
-            number = int(count[1])
+            number = int(count[1][:15])
             elapsed = sum(int(part[:-1]) * _SECONDS[part[-1]] for part in since[1].split())
             steps = range(number, number + 1)
             if (

@@ -24,10 +24,11 @@ _NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 def _arguments(printed: Mapping[str, str]) -> Mapping[str, str]:
     """Experts are a list there, a single 1 in it is a dense model; heads of keys have their own name."""
-    if "num_key_value_heads" not in printed and "deepspeed" not in printed:
+    experts = re.fullmatch(r"\[(\d{1,9})\]", printed.get("num_experts", ""))
+    if not experts and not {"num_key_value_heads", "deepspeed"} & printed.keys():
         return printed
     found = dict(printed)
-    if experts := re.fullmatch(r"\[(\d{1,9})\]", found.get("num_experts", "")):
+    if experts:
         found["num_experts"] = "None" if experts[1] == "1" else experts[1]
     norm = found.get("normalization", "")
     found["normalization"] = _NORMS.get(norm, norm)
