@@ -119,12 +119,12 @@ class RunBuilder:
         """An iteration with what lines before it say; None of one that needs it and has none."""
         if line.by_arguments:
             counted = line.by_arguments(self._listed)
-            return counted and line._replace(iteration=counted)
+            return line._replace(iteration=counted) if counted else None
         found = self._ahead.complete(line, self._listed) if self._ahead else None
         if found is None and line.at_ms is None:
             return line
         self._ahead = None
-        return found and line._replace(iteration=found)
+        return line._replace(iteration=found) if found else None
 
     def add_iteration(self, line: FoundIteration, log_line: int) -> None:
         """Keep an iteration of a line of the file; of two with one number the later counts."""
