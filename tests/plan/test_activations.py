@@ -251,3 +251,14 @@ def test_what_megatrons_own_test_combines_is_taken() -> None:
     modules = Recompute.parse("layernorm mla_up_proj mlp moe_act")
     spec = tiny(fine(*GROUPS[:7]), shape=EXPERTS, recompute=modules)
     assert violations(spec) == ()
+
+
+def test_a_clamped_activation_keeps_what_it_was_before_unless_it_is_recomputed() -> None:
+    shape = replace(load_model("mixtral-8x7b").shape, seq_length=8)
+    spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), "bf16", dropout=0.0)
+    clamped = replace(spec, shape=replace(shape, clamped=True))
+    columns = 8 * 2 * 2 * 14336
+    assert layer_activation_bytes(clamped) - layer_activation_bytes(spec) == 2 * columns
+    again = Recompute(frozenset({"moe_act"}))
+    kept = [layer_activation_bytes(replace(each, recompute=again)) for each in (clamped, spec)]
+    assert kept[0] == kept[1]

@@ -96,3 +96,12 @@ def test_flops_as_others_count_them() -> None:
     assert counted_flops(spec, {"recomputed"}) == 3 * found.total + layers
     scores = replace(spec, recompute=Recompute.SELECTIVE)
     assert counted_flops(scores, {"recomputed"}) == 3 * found.total + found.attention_scores
+
+
+def test_scores_of_a_window_are_those_of_its_tokens() -> None:
+    plain = load_model("gpt2-tiny").shape
+    half = replace(plain, window=3, windowed=0.5)
+    per_key = 2 * plain.layers * plain.heads * plain.head_width
+    assert token_flops(plain, 8).attention_scores == per_key * 8
+    assert token_flops(half, 8).attention_scores == round(per_key * (8 + 5.25) / 2)
+    assert model_flops(plain, 1, 8) - model_flops(half, 1, 8) == round(3 * 8 * per_key * 1.375)

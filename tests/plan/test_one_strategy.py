@@ -262,10 +262,12 @@ def test_flags_of_a_models_own_file_that_are_not_planned_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.args"
-    own = "--window-size 128,0 --tensor-model-parallel-size 8 --lr 1e-4 --overlap-grad-reduce"
+    own = (
+        "--moe-input-jitter-eps 0.1 --tensor-model-parallel-size 8 --lr 1e-4 --overlap-grad-reduce"
+    )
     file.write_text(SMALL + own.replace(" --", "\n--") + "\n--moe-layer-freq 2\n")
     words = ["--model", str(file), "--strategy", "dp4", "--gpu", "h100", "--global-batch", "4"]
-    named = ["--window-size", "--tensor-model-parallel-size"]
+    named = ["--moe-input-jitter-eps", "--tensor-model-parallel-size"]
     assert answer(capsys, *words)["ignored_flags"] == named
 
 
@@ -274,12 +276,13 @@ def test_why_a_flag_is_no_part_of_the_prediction_is_said(
 ) -> None:
     file = tmp_path / "mine.args"
     file.write_text(f"{SMALL}--tensor-model-parallel-size 8\n")
-    extra = "--extra=--window-size 16,0 --cp-comm-type a2a --app-tag-run-name"
+    extra = "--extra=--attention-softmax-in-fp32 --cp-comm-type a2a --app-tag-run-name"
     assert main(["--model", str(file), "--gpus", "4", "--gpu", "h100", extra]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "Not part of the prediction: --tensor-model-parallel-size (STRATEGY= says it), --window-size "
-        "(no formula has it), --cp-comm-type (a search chooses it; STRATEGY= takes it), "
+        "Not part of the prediction: --tensor-model-parallel-size (STRATEGY= says it), "
+        "--attention-softmax-in-fp32 (no formula has it), "
+        "--cp-comm-type (a search chooses it; STRATEGY= takes it), "
         "--app-tag-run-name (not known to this kit)."
     ) in said
 

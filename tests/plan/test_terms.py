@@ -336,22 +336,65 @@ def test_tokens_that_come_rank_by_rank_are_put_in_order_of_the_experts() -> None
     assert (more(8), more(4)) == (0, 4 * moved)
 
 
-def test_a_bias_of_experts_is_six_more_passes_unless_it_is_part_of_the_product() -> None:
-    plain = replace(load_model("mixtral-8x7b").shape, seq_length=1024)
+def bytes_of_experts(execution: Execution, **changes: object) -> tuple[int, int]:
+    """Forward and backward, of 1,024 tokens that go to two of eight experts each."""
+    shape = replace(load_model("mixtral-8x7b").shape, seq_length=1024)
+    shape = replace(shape, **changes)  # type: ignore[arg-type]
+    spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), "bf16", dropout=0.0)
+    return layer_bytes(spec, replace(rates(on(), "bf16"), execution=execution))[:2]
+
+
+@pytest.mark.parametrize(
+    ("execution", "passes"),
+    [
+        (Execution(), (6, 8)),
+        (Execution(wide_probabilities=True), (14, 20)),
+        (Execution(deduplicated=True), (14, 20)),
+        (Execution(fused_experts=True), (0, 0)),
+    ],
+)
+def test_a_bias_of_experts_is_more_passes_unless_it_is_part_of_the_product(
+    execution: Execution, passes: tuple[int, int]
+) -> None:
+    # Queries, keys and values have one too: 6,144 columns, whose gradient is summed.
+    plain, biased = (bytes_of_experts(execution, bias=way) for way in (False, True))
+    copies, projected = 1024 * 2 * 4096 * 2, 1024 * 6144 * 2
+    assert biased[0] - plain[0] == passes[0] * copies
+    summed = projected + 2 * 2 * 1024 * 4096
+    activated = 0 if execution.fused_experts else 2 * 1024 * 2 * 14336 * 2
+    assert biased[1] - plain[1] == passes[1] * copies + summed + activated
+
+
+def test_clamped_activations_are_more_passes_which_recomputing_them_repeats() -> None:
+    columns = 1024 * 2 * 14336 * 2
+    plain, clamped = (bytes_of_experts(Execution(), clamped=way) for way in (False, True))
+    assert (clamped[0] - plain[0], clamped[1] - plain[1]) == (8 * columns, 15 * columns)
+    shape = replace(load_model("mixtral-8x7b").shape, seq_length=1024)
+    again = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), "bf16", dropout=0.0)
+    again = replace(again, recompute=Recompute(frozenset({"moe_act"})))
     rate = rates(on(), "bf16")
+    repeated = [
+        layer_bytes(replace(again, shape=replace(shape, clamped=way)), rate).again
+        for way in (False, True)
+    ]
+    assert repeated[1] - repeated[0] == 8 * columns
 
-    def bytes_of(bias: bool, fused: bool) -> int:
-        spec = RunSpec(
-            replace(plain, bias=bias),
-            Parallelism(data=8, expert=8),
-            Batch(1, 8),
-            "bf16",
-            dropout=0.0,
-        )
-        return layer_bytes(spec, replace(rate, execution=Execution(fused_experts=fused)))[0]
 
-    assert bytes_of(True, False) - bytes_of(False, False) == 6 * 1024 * 2 * plain.hidden * 2
-    assert bytes_of(True, True) == bytes_of(False, True) < bytes_of(False, False)
+def test_a_window_takes_attention_s_time_of_the_layers_that_have_it() -> None:
+    rate = rates(on(1), "bf16")
+
+    def taken(window: int, share: float) -> float:
+        shape = replace(SHAPE, seq_length=4096, window=window, windowed=share)
+        return layer_seconds(
+            RunSpec(shape, Parallelism(), Batch(1, 1), "bf16"), rate
+        ).forward_attention
+
+    whole, every = taken(0, 0.0), taken(129, 1.0)
+    # 129 - 129 * 128 / 8,192 tokens in the mean, of 2,048; and what 720 keys are worth.
+    kept = (2 * (129 - 129 * 128 / 8192) + 720) / (4096 + 720)
+    assert every / whole == pytest.approx(kept)
+    assert taken(129, 0.5) == pytest.approx((whole + every) / 2)
+    assert taken(4096, 1.0) == whole
 
 
 def test_a_scale_from_earlier_iterations_spares_a_reading_of_every_operand() -> None:

@@ -9,7 +9,8 @@ import pytest
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
 from tools.plan.tensors import parameters_total
 from tools.spec.experts import ExpertLoad, expert_load_of
-from tools.spec.flags import Flags, merge_flags
+from tools.spec.flag_table import planned
+from tools.spec.flags import Flags, drop_flags, merge_flags
 from tools.spec.huggingface import config_of_flags, exact_flags, flags_of_config
 from tools.spec.model import model_of
 
@@ -186,6 +187,15 @@ def test_gpt_oss_has_the_parameters_of_its_model_card(tmp_path: Path) -> None:
     assert parameters(tmp_path, GPT_OSS_20B) == 20_914_757_184
     larger = {**GPT_OSS_20B, "num_hidden_layers": 36, "num_local_experts": 128}
     assert parameters(tmp_path, larger) == 116_829_156_672
+
+
+def test_every_flag_of_gpt_oss_is_part_of_a_prediction(tmp_path: Path) -> None:
+    words = flags_of_config(written(tmp_path, GPT_OSS_20B))
+    of_a_run = planned("MICRO_BATCH=")
+    left = drop_flags(words, planned("counted", "neither", "parameters") | of_a_run)
+    assert left == ()
+    shape = model_of(str(tmp_path / "config.json")).shape
+    assert (shape.window, shape.windowed, shape.clamped) == (128, 0.5, True)
 
 
 @pytest.mark.parametrize(

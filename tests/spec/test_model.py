@@ -207,3 +207,45 @@ def test_a_routers_losses_are_read_from_its_coefficients(
 ) -> None:
     shape = shape_from_flags("m", Flags([*DIMENSIONS, "--num-experts", "8", *words]))
     assert (shape.load_balancing, shape.router_z_loss) == (balanced, z_loss)
+
+
+@pytest.mark.parametrize(
+    ("words", "window", "share"),
+    [
+        ("", 0, 0.0),
+        ("--window-size 127,0", 128, 1.0),
+        ("--window-size (127,0) --window-attn-skip-freq 2", 128, 0.5),
+        ("--window-size 127,0 --window-attn-skip-freq [1,0]", 128, 0.5),
+        ("--window-size 127,0 --window-attn-skip-freq 1", 128, 0.0),
+        ("--window-size -1,0", 0, 0.0),
+    ],
+)
+def test_layers_have_a_window_by_megatron_s_flags(words: str, window: int, share: float) -> None:
+    shape = shape_from_flags("m", Flags([*DIMENSIONS, *words.split()]))
+    assert (shape.window, shape.windowed) == (window, share)
+
+
+def test_a_window_of_no_two_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="--window-size 128 is no pair of numbers, such as 127,0"):
+        shape_from_flags("m", Flags([*DIMENSIONS, "--window-size", "128"]))
+
+
+def test_a_token_attends_to_those_of_its_window_alone() -> None:
+    plain = shape_from_flags("m", Flags(DIMENSIONS))
+    # Of 8 tokens with windows of 3 each sees 1, 2, 3, 3, ... tokens: 21, twice their mean is 5.25.
+    assert replace(plain, window=3, windowed=1.0).attended(8) == 5.25
+    assert replace(plain, window=3, windowed=0.5).attended(8) == (8 + 5.25) / 2
+    assert replace(plain, window=8, windowed=1.0).attended(8) == plain.attended(8) == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "clamped"),
+    [
+        ("--quick-geglu --activation-func-clamp-value 7", True),
+        ("--swiglu --activation-func-clamp-value 7", False),
+        ("--quick-geglu", False),
+        ("--quick-geglu --activation-func-clamp-value 7 --use-transformer-engine-op-fuser", False),
+    ],
+)
+def test_quick_geglu_is_clamped_by_kernels_of_its_own(words: str, clamped: bool) -> None:
+    assert shape_from_flags("m", Flags([*DIMENSIONS, *words.split()])).clamped is clamped

@@ -340,7 +340,7 @@ def _of_experts(spec: RunSpec) -> Iterator[_Tensor]:
     Dispatching, permuting and putting back in order save where each token went, and no tokens
     (Transformer Engine, `pytorch/permutation.py`: `row_id_map`; Megatron, `fused_a2a.py`: handles). An
     activation that no kernel multiplies with its probabilities is saved for their gradients
-    (`experts.py: bias_act_func`).
+    (`experts.py: bias_act_func`), and what is clamped before as well as behind.
     """
     shape, split = spec.shape, spec.parallelism.tensor_of_experts
     own, inside = spec.tokens // spec.sequence_shards, ("moe",)
@@ -352,6 +352,8 @@ def _of_experts(spec: RunSpec) -> Iterator[_Tensor]:
     permuted, wide = (fused,) * 2 if fused in spec.offload.modules else ("expert_fc1", "moe_act")
     yield _operand(spec, routed * hidden, inside, permuted)
     yield _saved(spec, routed * first, inside, wide)
+    if shape.clamped:
+        yield _saved(spec, routed * first, ("moe", "moe_act"))
     if not shape.gated:
         yield _saved(spec, routed * ffn, ("moe", "moe_act"))
     yield _operand(spec, routed * ffn, ("moe", "moe_act"), fused)

@@ -16,6 +16,7 @@ from tools.plan.activations import (
     recomputed_bytes,
     residual_bytes,
 )
+from tools.plan.dispatchers import dispatcher_bytes
 from tools.plan.tensors import Parameters, layer_parameters, rank_parameters, unlike_weights
 from tools.spec.run import DeviceKind, Fp8Recipe, RunSpec, StateTypes
 from tools.spec.stages import EVEN
@@ -206,7 +207,8 @@ class PredictedMemory:
     communication: int
     """Pipeline messages, gathered units of ZeRO-3 and FSDP2, gradient buckets of ZeRO-2."""
     allocator: int
-    """Context, workspaces, and blocks reserved but not usable; see the assumptions."""
+    """Context, workspaces, dispatchers' buffers, and blocks reserved but not usable; see the
+    assumptions."""
     returned: int = 0
     """Of the allocator's, what it gives back before it runs out: blocks that nothing is in."""
 
@@ -481,4 +483,4 @@ def _allocator_bytes(spec: RunSpec, parameters: Parameters, last: bool) -> tuple
         return CPU_PROCESS_BYTES, 0
     copies = precision_of(spec).gradient_copies * _updated_here(parameters, spec)
     logits = LOGIT_SLACK_BYTES * logit_elements(spec) if last else 0
-    return DEVICE_BASE_BYTES, copies + logits
+    return DEVICE_BASE_BYTES + dispatcher_bytes(spec), copies + logits

@@ -276,7 +276,8 @@ def _experts(config: _Config, experts: str, columns: str) -> dict[str, object]:
 
 def _gpt_oss(config: _Config) -> dict[str, object]:
     """Every other layer looks at a window of tokens alone; the limit and the offset of its activation
-    are fields of Megatron's `TransformerConfig`."""
+    are fields of Megatron's `TransformerConfig`. YaRN's positions have no fused kernel
+    (`rope_utils.py: apply_rotary_pos_emb`)."""
     return {
         **_llama(config),
         **_experts(config, "num_local_experts", "intermediate_size"),
@@ -287,8 +288,9 @@ def _gpt_oss(config: _Config) -> dict[str, object]:
         "--disable-bias-linear": False,
         "--add-qkv-bias": False,
         "--softmax-type": "learnable",
-        "--window-size": f"{config.whole('sliding_window')},0",
+        "--window-size": f"{config.whole('sliding_window') - 1},0",  # A token sees itself, too.
         "--window-attn-skip-freq": 2,
+        "--no-rope-fusion": True,
     }
 
 

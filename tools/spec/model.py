@@ -156,6 +156,12 @@ class ModelShape:
     """Attention's output is gated by columns that the QKV projection has more."""
     sink: bool = False
     """Softmax has a learned offset for each head."""
+    window: int = 0
+    """Tokens, its own among them, that one attends to in layers with a window; 0 without."""
+    windowed: float = 0.0
+    """Share of the layers that have it."""
+    clamped: bool = False
+    """Experts' activations are clamped by kernels of PyTorch's."""
     tied_embeddings: bool = True
     experts: int = 0
     """Experts in each MLP; 0 is dense."""
@@ -276,6 +282,15 @@ class ModelShape:
     def predicted(self) -> int:
         """Tokens that are predicted at each position, each with a pass through the output layer."""
         return 1 + self.depths
+
+    def attended(self, length: int) -> float:
+        """Twice the tokens that one of a sequence of `length` attends to, in the mean over positions and
+        layers: the length itself without a window (Megatron-Bridge counts so,
+        `flop_utils.py: calculate_swa_context`)."""
+        window = self.window
+        if not 0 < window < length:
+            return length
+        return length - self.windowed * (length - window * (2 - (window - 1) / length))
 
     def padded_vocabulary(self, tensor: int = 1) -> int:
         """Rows of the embedding over all TP ranks (Megatron's `_vocab_size_with_padding`)."""
@@ -473,6 +488,10 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         gated=flags.has("--swiglu") or flags.has("--quick-geglu"),
         rms_norm=flags.text("--normalization") == "RMSNorm",
         sink=flags.text("--softmax-type") == "learnable",
+        # Fused experts clamp in their products, which other activations do in their own kernel.
+        clamped=flags.has("--quick-geglu")
+        and flags.has("--activation-func-clamp-value")
+        and not flags.has("--use-transformer-engine-op-fuser"),
         latent=LatentAttention(**({"query_rank": 0} | flags.fields("latent"))) if latent else None,
         load_balancing=flags.text("--moe-aux-loss-coeff", "0").strip("[]") not in ("0", "0.0"),
         router_z_loss=flags.has("--moe-z-loss-coeff"),
@@ -493,6 +512,11 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         shape = replace(
             shape, linear_layers=marked, linear=LinearAttention(**flags.fields("linear"))
         )
+    if window := _window(flags):
+        every = shape.layers
+        if flags.has(_SKIPPED):
+            every = len(_marked(flags, _SKIPPED, every, lambda layer, skip: (layer + 1) % skip > 0))
+        shape = replace(shape, window=window, windowed=every / shape.layers)
     _refuse_empty(name, shape)
     return _hybrid_shape(shape, flags) if flags.has("--hybrid-layer-pattern") else shape
 
@@ -502,6 +526,22 @@ _FROM_ONE = (
     *("seq_length", "vocabulary", "vocabulary_multiple"),
 )
 _OF_EXPERTS = ("experts", "experts_per_token", "expert_ffn_hidden")
+
+
+_SKIPPED = "--window-attn-skip-freq"
+
+
+def _window(flags: Flags) -> int:
+    """Tokens of `--window-size`, whose second number a causal mask leaves at 0; 0 without a window.
+
+    Raises:
+        ValueError: It is no pair of numbers.
+    """
+    said = flags.text("--window-size")
+    pair = re.fullmatch(r"\(?(-?\d+),(-?\d+)\)?", said.replace(" ", ""))
+    if said and not pair:
+        raise ValueError(f"--window-size {said} is no pair of numbers, such as 127,0; correct it.")
+    return max(0, int(pair[1]) + 1) if pair else 0
 
 
 def usual_ffn(hidden: int, swiglu: bool) -> int:

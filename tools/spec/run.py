@@ -106,10 +106,12 @@ class Transport(StrEnum):
 
 
 class TokenDispatcher(StrEnum):
-    """How tokens reach their experts (`--moe-token-dispatcher-type`)."""
+    """How tokens reach their experts (`--moe-token-dispatcher-type`, and the backend of its `flex`)."""
 
     ALL_TO_ALL = "alltoall"
     ALL_GATHER = "allgather"
+    DEEP_EP = "deepep"
+    HYBRID_EP = "hybridep"
 
 
 @dataclass(frozen=True)
@@ -613,5 +615,7 @@ def _cp_comm_type(flags: Flags) -> str:
 def token_dispatcher_of(flags: Flags) -> TokenDispatcher:
     """How the flags route tokens; Megatron's own default is to gather."""
     value = flags.text("--moe-token-dispatcher-type")
+    if value == "flex":
+        value = flags.text("--moe-flex-dispatcher-backend")
     known = value in set(TokenDispatcher)
     return TokenDispatcher(value) if known else TokenDispatcher.ALL_TO_ALL

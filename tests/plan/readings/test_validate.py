@@ -436,7 +436,10 @@ def test_bits_that_a_table_does_not_name_are_its_source_s() -> None:
 def test_a_source_may_gather_tokens_and_its_optimizer_split_its_states_at_zero_0_too() -> None:
     dispatchers = {express(of_line(line)).spec.token_dispatcher for line in (3423, 3429)}
     assert dispatchers == {TokenDispatcher.ALL_GATHER}  # Qwen3 30B on 8 GH200
-    assert express(of_line(42)).spec.token_dispatcher is TokenDispatcher.ALL_TO_ALL
+    # GPT-OSS by NCCL on GB200 and by DeepEP on H100, Qwen3 by HybridEP on GB200, and on H100 as it says.
+    others = [express(of_line(line)).spec.token_dispatcher for line in (365, 687, 42, 3698)]
+    plain, hybrid = TokenDispatcher.ALL_TO_ALL, TokenDispatcher.HYBRID_EP
+    assert others == [plain, TokenDispatcher.DEEP_EP, hybrid, hybrid]
     zero = [item for item in read_readings()[0] if "Lucie" in item.source and item.gpus == 8]
     stages = [item for item in zero if item.gbs == 192 and item.tp == 2 and item.pp == 1]
     assert len(stages) == 2

@@ -30,7 +30,7 @@ _NEAREST = 60
 """Errors that an interval is made of, and all that are as near as the last of them."""
 _LESS = 1.5
 """How much less each thing of a place tells than the one before it."""
-_OTHER_DEVICE, _DOUBLED = 2.0, 0.4
+_OTHER_DEVICE, _DOUBLED = 2.0, 0.5
 """Distance of two devices of a generation, and of twice the parameters or devices; the last thing of a
 place has 1. These, the ratio above and the number of the nearest were chosen by what intervals cover:
 of 36 choices near them the best, where 72 to 88 and 90 to 98% of each kind were wanted."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.plan.constraints import NEWEST, divisors, violations
+from tools.plan.dispatchers import PEERS
 from tools.plan.readings.facts import model_facts, release_of, source_facts
 from tools.plan.readings.table import Reading
 from tools.plan.time.cluster import Cluster
@@ -181,9 +182,19 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         expert_load=ExpertLoad(
             capacity=capacity, padded=capacity is not None, groups=groups, groups_taken=taken
         ),
-        token_dispatcher=TokenDispatcher(source["dispatcher"]),
+        token_dispatcher=_dispatcher(reading, source),
         model=reading.model,
     )
+
+
+def _dispatcher(reading: Reading, source: dict[str, Any]) -> TokenDispatcher:
+    """Of those that send a token once to a rank, HybridEP where a row says so or NVLink joins more than
+    DeepEP knows, else DeepEP."""
+    if not source["deduplicated"] or reading.notes.startswith("A2A"):
+        return TokenDispatcher(source["dispatcher"])
+    domain = _cluster(reading.gpu, 1, None, None, Execution()).per_node
+    is_hybrid = domain > PEERS or "HybridEP" in reading.notes
+    return TokenDispatcher.HYBRID_EP if is_hybrid else TokenDispatcher.DEEP_EP
 
 
 def _state_types(source: dict[str, Any], sharding: Sharding) -> StateTypes:
@@ -248,6 +259,9 @@ def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
         mamba=Mamba(*facts["mamba"]) if MAMBA in blocks else None,
         latent_experts=facts.get("latent_experts", 0),
         mtp_depth=source["mtp_depth"],
+        clamped=bool(source["clamped"]),
+        window=facts.get("window", 0),
+        windowed=facts.get("windowed", 0.0),
     )
 
 

@@ -389,21 +389,22 @@ def _cast_bytes(products: Iterable[_Product], rate: DeviceRates) -> tuple[int, i
 def _attention_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     """Scores and their product with V, forward and backward; only fused attention skips what is masked.
 
-    Fused, its rate falls with the head's width, which the tensor cores' exponentials do not, and on
-    short sequences; where the device's own kernels do not take the head, FlashAttention 2 does. Unfused,
-    both are matrix products, one a head.
+    Fused, layers with a window compute that alone; the rate falls with the head's width, which the
+    tensor cores' exponentials do not, and on short sequences; where the device's own kernels do not take
+    the head, FlashAttention 2 does. Unfused, both are matrix products, one a head.
     """
     shape = spec.shape
     heads, length = shape.heads // spec.parallelism.tensor, shape.seq_length
+    attended = shape.attended(length)
     width = value = shape.head_width
     if shape.latent:
         width = shape.latent.head_width + shape.latent.rotary_width
         value = shape.latent.value_width
     if spec.fused_attention:
-        flops = spec.tokens * length * heads * (width + value)
+        flops = spec.tokens * attended * heads * (width + value)
         padded = -(-width // 32) * 32 / width
         narrow = min(1.0, padded * width / _WIDE_HEAD) ** _NARROW_HEAD if rate.narrow_heads else 1.0
-        short = length / (length + _SHORT_SEQUENCE)
+        short = attended / (attended + _SHORT_SEQUENCE)
         drawn = _DROPOUT_ATTENTION if spec.dropout else 1.0
         own_kernels = rate.wide_heads or value <= _WIDE_HEAD or width == value == _WIDEST_HEAD
         reached = rate.attention_flops * (1.0 if own_kernels else rate.portable_share)

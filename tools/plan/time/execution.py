@@ -50,6 +50,8 @@ class Execution:
     before sequence parallelism, arXiv:2104.04473 §4.1)."""
     deduplicated: bool = False
     """A token travels once to each rank that holds any of its experts (DeepEP, HybridEP)."""
+    wide_probabilities: bool = False
+    """Experts' outputs are weighed in fp32 (`--moe-router-dtype`; DeepEP and HybridEP always do)."""
     overlap_experts: bool = False
     """`--overlap-moe-expert-parallel-comm`: tokens travel beside another micro batch's arithmetic."""
     fused_experts: bool = False

@@ -3,7 +3,7 @@
 A matrix product of m×k by k×n costs 2·m·k·n; backward costs twice forward (one product for each
 operand's gradient). The sum for a dense model is the closed form of arXiv:2104.04473 §5.1 and of
 `megatron/training/training.py: num_floating_point_operations`, which Megatron's `--log-throughput`
-divides by time.
+divides by time; that one counts no windows (`ModelShape.attended`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class TokenFlops:
     attention_projections: int
     """Mamba-2 mixers' too, and all of linear attention, which no length of a sequence changes."""
     attention_scores: int
-    """Q·Kᵀ and the product with V, causal: half of the square; the scan of a Mamba-2 mixer."""
+    """Q·Kᵀ and the product with V, causal: half of the square, or what windows leave of it; the scan
+    of a Mamba-2 mixer."""
     mlp: int
     router: int
     """With the projections of tokens that are routed narrower than they are."""
@@ -69,7 +70,7 @@ def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
 
 def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
     """The same of one layer of one kind, without logits."""
-    length = seq_length or shape.seq_length
+    length = shape.attended(seq_length or shape.seq_length)
     queries = shape.heads * shape.head_width
     keys_and_values = 2 * shape.query_groups * shape.head_width
     matrices = 3 if shape.gated else 2
@@ -99,7 +100,7 @@ def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
     narrowed = 2 * hidden * shape.latent_experts if shape.experts else 0
     return TokenFlops(
         attention_projections=2 * projections,
-        attention_scores=scores,
+        attention_scores=round(scores),
         mlp=2 * matrices * mlp,
         router=2 * (hidden * shape.experts + narrowed),
         logits=0,

@@ -22,9 +22,15 @@ _PERMUTED = 4
 _SORTED = 4
 """More where a rank gets its experts' tokens rank by rank and orders them, and back
 (`token_dispatcher.py: sort_chunks_by_idxs`)."""
-_BIASED = 6
-"""More for a bias of the second product, which is multiplied with probabilities, added and
-concatenated by kernels of PyTorch's (`experts.py: TEGroupedMLP._apply_bias`)."""
+_BIASED, _WIDELY_BIASED = (6, 8), (14, 20)
+"""More, forward and backward, for a bias of the second product, which is multiplied with probabilities,
+added and concatenated by kernels of PyTorch's (`experts.py: TEGroupedMLP._apply_bias`); backward
+multiplies and sums for the gradients of both and joins those of the experts. Probabilities in fp32 make
+all of it fp32, and cast the result and its gradient."""
+_CLAMPED = 8, 15
+"""More, forward and backward, of a gated activation whose halves are clamped and joined before its fused
+kernel (`fused_bias_geglu.py: weighted_bias_quick_geglu_impl`): 4 and 4; backward compares, masks (one
+half by both limits) and joins: 4, 7 and 4."""
 _LONGEST_FUSED_SOFTMAX = 4096
 _FUSED_SOFTMAX_ROWS = 4
 _TORCH_SOFTMAX_BYTES = 33, 34
@@ -90,11 +96,16 @@ def _routed_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     gathered = spec.token_dispatcher is TokenDispatcher.ALL_GATHER
     permuted = spec.received_by_experts if gathered else spec.sent_to_experts
     sorts = not rate.execution.deduplicated and shape.experts > spec.parallelism.expert
+    wide = rate.execution.deduplicated or rate.execution.wide_probabilities
     adds = shape.bias and not rate.execution.fused_experts
-    received = _SORTED * sorts + _BIASED * adds
-    moved = round(copies * (_PERMUTED * permuted + received * spec.received_by_experts))
     scores = 6 * 4 * own * shape.experts
-    return moved + scores, moved + scores
+    forward, backward = (
+        round(copies * (_PERMUTED * permuted + received * spec.received_by_experts)) + scores
+        for received in (
+            _SORTED * sorts + more * adds for more in (_WIDELY_BIASED if wide else _BIASED)
+        )
+    )
+    return forward, backward
 
 
 def softmax_is_fused(spec: RunSpec) -> bool:
@@ -154,11 +165,14 @@ def _elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
         forward, backward = forward + _EAGER_ACTIVATION[0], backward + _EAGER_ACTIVATION[1]
     # Columns of activations for each token, and the modules that they are computed again with.
     activated: list[tuple[int, tuple[str, ...]]] = [(shape.ffn_hidden, ("mlp",))]
+    clamped = 0
     if shape.experts:
         fused = rate.execution.fused_experts
         routed = 0 if fused else shape.experts_per_token * shape.expert_ffn_hidden
         routed, shared = round(routed * spec.received_by_experts), shape.shared_expert_ffn
         activated = [(routed, ("moe", "moe_act")), (shared, ("moe", "shared_experts"))]
+        clamped = routed if shape.clamped else 0
+    yield _Part(wide * clamped * _CLAMPED[0], wide * clamped * _CLAMPED[1], ("moe", "moe_act"))
     for ffn, modules in activated:
         yield _Part(wide * ffn * forward, wide * ffn * backward, modules)
     if shape.bias:
