@@ -47,6 +47,12 @@ def test_an_updates_error_is_the_largest_of_a_row_in_terms_of_the_gradient():
     assert update_error(ours, reference, np.ones((2, 2)), np.full((2, 2), 0.5)) == 0
 
 
+def test_where_rounding_takes_in_all_moves_of_a_row_one_of_a_small_weight_is_no_error():
+    still, moved = np.zeros((1, 2)), np.array([[0.0, 0.2]])
+    scale, least = np.array([[1.0, 1e-3]]), np.array([[1.0, 0.1]])
+    assert update_error(moved, still, scale, least) == pytest.approx(1e-4)
+
+
 def test_a_weight_that_moved_where_none_should_is_infinitely_wrong():
     still, moved = np.zeros(3), np.array([0.0, 1.0, 0.0])
     assert update_error(moved, still, np.ones(3), still) == np.inf

@@ -56,7 +56,9 @@ class Tolerances:
             terms = first.sequence_length * first.micro_batch_size * first.micro_batches
         epsilon = EPSILON.get(first.dtype, EPSILON["float32"])
         rounding = epsilon * float(np.sqrt(terms))
-        if key[0] is Stage.LOSS:  # A sum over tokens, of which three changes may see next to nothing.
+        if (
+            key[0] is Stage.LOSS
+        ):  # A sum over tokens, of which three changes may see next to nothing.
             tokens = first.sequence_length * first.micro_batch_size
             rounding = max(rounding, EPSILON["float32"] * float(np.sqrt(tokens)))
         of = (key[0], key[1], _AS.get(key[2], key[2]))
@@ -118,6 +120,8 @@ def spacing(weights: Array, epsilon: float) -> Array:
 def update_error(ours: Array, reference: Array, scale: Array, least: Array) -> float:
     """The largest error of a row's update, in terms of the gradient's average that it follows.
 
+    Where a weight's rounding takes in all moves of a row, it may have moved as far as that.
+
     Args:
         ours: How far each weight moved.
         reference: The same of the reference.
@@ -126,7 +130,8 @@ def update_error(ours: Array, reference: Array, scale: Array, least: Array) -> f
     """
     off = np.maximum(np.abs(ours - reference) - least, 0) * scale
     rows = (-1, ours.shape[-1]) if ours.ndim > 1 else (1, -1)
-    wrong, size = (np.linalg.norm(one.reshape(rows), axis=1) for one in (off, reference * scale))
+    may = (np.abs(reference) + least) * scale
+    wrong, size = (np.linalg.norm(one.reshape(rows), axis=1) for one in (off, may))
     if not np.isfinite(wrong).all() or (wrong[size == 0] > 0).any():
         return np.inf
     return float((wrong[size > 0] / size[size > 0]).max(initial=0.0))
