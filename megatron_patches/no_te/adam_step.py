@@ -32,7 +32,8 @@ def count_steps_by_group(optimizer: torch.optim.Optimizer) -> None:
 
 def _lend_counts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
-        known = [parameter for parameter in group["params"] if parameter in optimizer.state]
+        # Not one whose state was asked for and is empty: torch would take it for begun.
+        known = [parameter for parameter in group["params"] if optimizer.state.get(parameter)]
         # The fused kernel reads the counts on the device; one allocation serves them all.
         device = known[0].device if known and group.get("fused") else torch.device("cpu")
         counts = torch.full((len(known),), float(group.get("step", 0)), device=device)

@@ -36,6 +36,16 @@ def test_the_count_is_in_the_groups_and_only_moments_are_in_the_state() -> None:
     assert {key for state in optimizer.state.values() for key in state} == {"exp_avg", "exp_avg_sq"}
 
 
+def test_a_state_that_was_looked_at_before_the_first_step_is_begun_by_it() -> None:
+    plain, looked_at = optimizer_of(), optimizer_of()
+    count_steps_by_group(looked_at)
+    for group in looked_at.param_groups:
+        for parameter in group["params"]:
+            assert looked_at.state[parameter] == {}
+    for one, other in zip(train(plain, range(2)), train(looked_at, range(2)), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_was_saved_resumes_as_if_it_had_not_been() -> None:
     whole, first = optimizer_of(), optimizer_of()
     for optimizer in (whole, first):
