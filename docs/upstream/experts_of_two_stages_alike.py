@@ -1,7 +1,10 @@
 """Cures experts-of-two-stages-alike: each pipeline stage seeds its experts apart from all others."""
 
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.random import (
+    CudaRNGStatesTracker,
+    get_expert_parallel_rng_tracker_name,
+)
 
 add = CudaRNGStatesTracker.add
 
