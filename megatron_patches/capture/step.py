@@ -153,10 +153,11 @@ class _Watch:
             self.writer.flush()
             if snapshot is not None:
                 responding = Responding(StoredTensors(self.folder, self.writer.records))
-                for seed in range(max(self.seeds, 1)):
+                for seed in range(1 + self.seeds):
                     snapshot.restore()
                     if self.seeds:
                         perturb(self.parameters, str(seed))
+                    if seed == self.seeds > 0:
                         responding.round_otherwise(seed)
                     rewind()
                     self._run(call, forward_step, responding, observed=self.seeds > 0)
