@@ -205,6 +205,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def is_megatron_fsdp(chunk: Any) -> bool:
+    """Whether a model chunk is wrapped by Megatron-FSDP."""
+    return hasattr(chunk, "param_and_grad_buffer")
+
+
 def flat_range(parameter: torch.Tensor) -> slice | None:
     """Which of its elements this rank has, under Megatron-FSDP, which splits flat buffers, not rows."""
     found: slice | None = getattr(parameter, "megatron_fsdp_slice", None)

@@ -18,6 +18,7 @@ from megatron_patches.capture.parameters import (
     OptimizerPart,
     ParameterMap,
     flat_range,
+    is_megatron_fsdp,
     local,
     optimizers,
 )
@@ -83,7 +84,7 @@ class Start:
 
     def _carry_over(self, optimizer: Any) -> None:
         """Change copies of the weights as well: the optimizer's, or what Megatron-FSDP computes with."""
-        flat = [chunk for chunk in self._model if hasattr(chunk, "param_and_grad_buffer")]
+        flat = [chunk for chunk in self._model if is_megatron_fsdp(chunk)]
         for chunk in flat:
             chunk.param_and_grad_buffer.copy_main_weights_to_model_weights()
             # The optimizer's step has begun to gather the weights of before.

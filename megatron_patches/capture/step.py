@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from megatron_patches.capture.norm import NormMembership
-from megatron_patches.capture.parameters import ParameterMap
+from megatron_patches.capture.parameters import ParameterMap, is_megatron_fsdp
 from megatron_patches.capture.probes import Probes
 from megatron_patches.capture.rank import captured_rank, module_names
 from megatron_patches.capture.routing import watched_routing
@@ -94,7 +94,7 @@ def _noting_initial(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load(model: Any, *args: Any, **kwargs: Any) -> Any:
-        flat = any(hasattr(chunk, "param_and_grad_buffer") for chunk in model)
+        flat = any(map(is_megatron_fsdp, model))
         chunks = [_unwrapped(chunk) for chunk in model]
         initialised = chunks[0].config.perform_initialization  # Else it is whatever memory held.
         if initialised and not (_INITIAL or flat):
@@ -143,7 +143,7 @@ class _Watch:
                 self._write_gradient(self.recording, slot, parameter)
             self.begun = 0
         other = (variables.CAPTURE_FORCED, variables.CAPTURE_DRIFT, variables.CAPTURE_PARTS)
-        flat = any(hasattr(chunk, "param_and_grad_buffer") for chunk in self.model)
+        flat = any(map(is_megatron_fsdp, self.model))
         again = self.seeds or not (flat or any(os.environ.get(name) for name in other))
         snapshot = Snapshot(self.chunks, self.optimizer, self.scheduler) if again else None
         carried = list(self._carried()) if self.seeds else []
@@ -157,8 +157,8 @@ class _Watch:
                     snapshot.restore()
                     if self.seeds:
                         perturb(self.parameters, str(seed))
-                    if seed == self.seeds > 0:
-                        responding.round_otherwise(seed)
+                        if seed == self.seeds:  # The last.
+                            responding.round_otherwise(seed)
                     rewind()
                     self._run(call, forward_step, responding, observed=self.seeds > 0)
                 responding.carry(carried)
@@ -368,7 +368,7 @@ def _unwrapped(chunk: Any) -> Any:
     from megatron.training.checkpointing import unwrap_model  # Its name in every version.
 
     chunk = unwrap_model(chunk)
-    while hasattr(chunk, "param_and_grad_buffer"):
+    while is_megatron_fsdp(chunk):
         chunk = unwrap_model(chunk.module)
     return chunk
 

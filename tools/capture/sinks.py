@@ -129,14 +129,12 @@ class Recording:
             self._writer.add_same(site, known, tuple(tensor.shape))
         else:
             self._known.note(tensor, self.write(site, tensor))
-        if site.stage is Stage.OUTPUTS and "input." in site.slot:
-            return self._stored(site, tensor)
-        return None
+        return self._stored(site, tensor) if _is_given(site) else None
 
     def backward(self, site: Site, gradient: torch.Tensor) -> torch.Tensor | None:
         """Write a gradient."""
         self.write(site, gradient)
-        return self._stored(site, gradient) if site.slot.startswith("output") else None
+        return self._stored(site, gradient) if _is_given(site) else None
 
     def write(
         self, site: Site, tensor: torch.Tensor, placement: Placement | None = None
@@ -191,13 +189,12 @@ class Responding:
     def forward(self, site: Site, tensor: torch.Tensor) -> torch.Tensor | None:
         """Compare a tensor of the forward pass."""
         self.write(site, tensor)
-        given = site.stage is Stage.OUTPUTS and "input." in site.slot
-        return self._off(tensor) if given else None
+        return self._off(tensor) if _is_given(site) else None
 
     def backward(self, site: Site, gradient: torch.Tensor) -> torch.Tensor | None:
         """Compare a gradient."""
         self.write(site, gradient)
-        return self._off(gradient) if site.slot.startswith("output") else None
+        return self._off(gradient) if _is_given(site) else None
 
     def _off(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Every element off by one rounding error, either way."""
@@ -261,6 +258,13 @@ class Responding:
                 power = 2 if site.slot.endswith("_sq") else 1
                 key = f"{site.stage}|{site.name}|{site.slot}"
                 self.responses[key] += power * gradient * size / now
+
+
+def _is_given(site: Site) -> bool:
+    """Whether a module is given it: an input in forward, the gradient of an output in backward."""
+    if site.stage is Stage.OUTPUTS:
+        return "input." in site.slot
+    return site.stage is Stage.ACTIVATION_GRADIENTS and site.slot.startswith("output")
 
 
 def _filled(values: torch.Tensor) -> torch.Tensor:

@@ -56,9 +56,8 @@ class Tolerances:
             terms = first.sequence_length * first.micro_batch_size * first.micro_batches
         epsilon = EPSILON.get(first.dtype, EPSILON["float32"])
         rounding = epsilon * float(np.sqrt(terms))
-        if (
-            key[0] is Stage.LOSS
-        ):  # A sum over tokens, of which three changes may see next to nothing.
+        if key[0] is Stage.LOSS:
+            # A sum over tokens, of which a few changes may see next to nothing.
             tokens = first.sequence_length * first.micro_batch_size
             rounding = max(rounding, EPSILON["float32"] * float(np.sqrt(tokens)))
         of = (key[0], key[1], _AS.get(key[2], key[2]))
