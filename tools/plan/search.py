@@ -1,9 +1,10 @@
 """The best configurations of a model on a cluster, found without evaluating all of them.
 
-Degrees bound an iteration's time from below by the work of the slowest stage and the bubble of the
-most virtual stages, where nothing is recomputed, context parallelism sends nothing, and a sample costs
-no more than in one micro batch of all. A size of the micro batch, recomputation, the algorithm and
-sharding only add to that, and are chosen one after the other where the bound is among the lowest. Going
+Degrees bound an iteration's time from below by the work of the slowest stage, the bubble of the most
+virtual stages, and messages and gradients in the quickest sharding, where nothing is recomputed,
+context parallelism sends nothing, and a sample costs no more than in one micro batch of all. A size of
+the micro batch, recomputation, the algorithm and sharding only add to that, and are chosen one after
+the other where the bound is among the lowest. Going
 from the lowest bound up, the search stops when none is below the tenth best time: the ranking is that
 of an exhaustive search (a test compares the two).
 """
@@ -38,7 +39,10 @@ from tools.plan.time.iteration import (
     TIME_COMPONENTS,
     IterationSeconds,
     iteration_seconds,
+    message_seconds,
     pipeline_seconds,
+    straggling,
+    synchronisation_seconds,
 )
 from tools.plan.verdict import MEMORY_RESERVE, Fit, fit_of
 from tools.spec.model import Model
@@ -151,7 +155,7 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
                 heapq.heappush(queue, narrower)
             continue
         for spec in variants(bound.plain):
-            if bound.working + bound.ramp / spec.parallelism.virtual_stages > limit:
+            if bound.fixed + bound.ramp / spec.parallelism.virtual_stages > limit:
                 continue
             fullest = fullest_rank(spec)
             if fullest[1].needed > capacity:
@@ -235,10 +239,12 @@ class _Bound:
     fits, if that was asked."""
     sizes: tuple[int, ...] = field(compare=False)
     """Micro batches, smallest first."""
-    working: float = field(compare=False)
-    """The slowest stage's, all micro batches."""
+    after: float = field(compare=False)
+    """Of `seconds`, of messages, gradients and update; 0 if that was not asked."""
+    fixed: float = field(compare=False)
+    """Of `seconds`, what virtual stages do not change."""
     ramp: float = field(compare=False)
-    """Of one micro batch in the other stages."""
+    """Of one micro batch in the other stages, which virtual stages divide."""
     left: int = field(compare=False)
     """Of micro batch, recomputation and context parallelism's algorithm the last so many, not chosen."""
 
@@ -263,24 +269,27 @@ def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
         if bytes_needed <= request.capacity:
             plain = base(template, split, sizes[0], Recompute.NONE)
             unchosen = replace(plain, cp_comm_type="") if split.context > 1 else plain
-            queue.append(_bound(request, unchosen, tuple(sizes), _ALL))
+            queue.append(_bound(request, unchosen, tuple(sizes), _ALL, 0.0))
     heapq.heapify(queue)
     return legal, queue, found[1]
 
 
-def _bound(request: Request, plain: RunSpec, sizes: tuple[int, ...], left: int) -> _Bound:
+def _bound(
+    request: Request, plain: RunSpec, sizes: tuple[int, ...], left: int, after: float
+) -> _Bound:
     """Time grows with a micro batch by less than in proportion, but for whole tokens of an expert."""
+    cluster, split = request.cluster, plain.parallelism
     plain = replace(plain, batch=Batch(sizes[-1], request.global_batch))
-    stage, through = pipeline_seconds(plain, request.cluster)
-    working = plain.microbatches * stage.total
-    ramp = (through - stage.total) * sizes[0] / sizes[-1]
-    split, share = plain.parallelism, 1.0
+    stage, through = pipeline_seconds(plain, cluster)
+    late = 1 + straggling(cluster)
     if len(sizes) > 1:
-        virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)[-1]
-        share = _WHOLE_TOKENS
+        virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)
+        share = _WHOLE_TOKENS if plain.shape.experts else 1.0
     else:
-        virtual = virtual_stages(plain.shape, split, plain.batch)[-1]
-    return _Bound(share * (working + ramp / virtual), plain, sizes, working, ramp, left)
+        virtual, share = virtual_stages(plain.shape, split, plain.batch), 1.0
+    fixed = late * (share * plain.microbatches * stage.total + after)
+    ramp = late * share * (through - stage.total) * sizes[0] / sizes[-1]
+    return _Bound(fixed + ramp / virtual[-1], plain, sizes, after, fixed, ramp, left)
 
 
 def _narrowed(request: Request, bound: _Bound) -> Iterator[_Bound]:
@@ -290,20 +299,35 @@ def _narrowed(request: Request, bound: _Bound) -> Iterator[_Bound]:
     if bound.left == _ALL:
         fitting = _fitting(request, replace(plain, batch=Batch(sizes[0], request.global_batch)))
         assert fitting is not None
-        same = fitting.recompute == plain.recompute
-        yield replace(bound, left=3) if same else _bound(request, fitting, sizes, 3)
+        yield _bound(request, fitting, sizes, 3, _after(request.cluster, plain))
     elif middle:
-        yield _bound(request, plain, sizes[:middle], 3)
+        yield _bound(request, plain, sizes[:middle], 3, bound.after)
         larger = replace(plain, batch=Batch(sizes[middle], request.global_batch))
         if chosen := _fitting(request, larger):
-            yield _bound(request, chosen, sizes[middle:], 3)
+            yield _bound(request, chosen, sizes[middle:], 3, bound.after)
     elif bound.left > 1:
         for recompute in ways[ways.index(plain.recompute) :]:
             chosen = replace(plain, recompute=recompute)
-            yield _bound(request, chosen, sizes, int(plain.parallelism.context > 1))
+            left = int(plain.parallelism.context > 1)
+            yield _bound(request, chosen, sizes, left, bound.after)
     else:
         for comm_type in comm_types(request.template, plain.parallelism):
-            yield _bound(request, replace(plain, cp_comm_type=comm_type), sizes, 0)
+            yield _bound(request, replace(plain, cp_comm_type=comm_type), sizes, 0, bound.after)
+
+
+def _after(cluster: Cluster, plain: RunSpec) -> float:
+    """Least seconds of messages between stages, of gradients and of the update: with all hidden that can
+    be, in the quickest sharding and schedule."""
+    split = plain.parallelism
+    sharded = (replace(split, sharding=sharding) for sharding in shardings(split))
+    specs = (replace(plain, parallelism=parallelism) for parallelism in sharded)
+    after = min(sum(synchronisation_seconds(spec, cluster, inf)) for spec in specs)
+    if split.pipeline == 1:
+        return after
+    virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)[:2]
+    scheduled = (replace(split, virtual_stages=each) for each in virtual)
+    specs = (replace(plain, parallelism=parallelism) for parallelism in scheduled)
+    return after + min(message_seconds(spec, cluster) for spec in specs)
 
 
 def _fitting(request: Request, plain: RunSpec) -> RunSpec | None:

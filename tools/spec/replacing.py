@@ -7,7 +7,7 @@ their other thirty. For frozen data classes that have no `__post_init__`.
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 __all__ = ["replace"]
@@ -25,16 +25,23 @@ else:
         kind = type(item)
         if not hasattr(item, "__dict__"):
             return dataclasses.replace(item, **changes)
-        names = _names(kind)
-        # Not `__dict__`: cached properties are in it, and defaults of a decoded record are not.
-        state = {name: getattr(item, name) for name in names} | changes
-        if len(state) > len(names):
-            raise TypeError(f"{kind.__name__} has no {', '.join(changes.keys() - set(names))}.")
+        names, cached = _names(kind)
+        if not changes.keys() <= names:
+            raise TypeError(f"{kind.__name__} has no {', '.join(changes.keys() - names)}.")
+        state = item.__dict__ | changes
+        for name in cached:
+            state.pop(name, None)
         new = object.__new__(kind)
         object.__setattr__(new, "__dict__", state)
         return new
 
 
 @cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
+def _names(kind: type) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Of fields, and of what is computed once and kept beside them."""
+    held = {name for each in kind.__mro__ for name, what in vars(each).items() if _is_cached(what)}
+    return frozenset(field.name for field in dataclasses.fields(kind)), tuple(held)
+
+
+def _is_cached(what: object) -> bool:
+    return isinstance(what, cached_property)

@@ -132,16 +132,11 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
     """
     slowest, through = pipeline_seconds(spec, cluster)
     working, virtual = spec.microbatches * slowest.total, spec.parallelism.virtual_stages
-    sync, optimizer = _synchronisation_seconds(spec, cluster, slowest.total)
+    sync, optimizer = synchronisation_seconds(spec, cluster, slowest.total)
     beside = _overlapped_sync_seconds(spec, cluster, working)
-    # Stage to stage: 1F1B hides nothing, the interleaved schedule overlaps its messages.
-    messages = _seconds(spec, cluster, _of_group(pipeline_collectives(spec, 0), Group.PIPELINE))
-    if cluster.execution.scatter_gather:
-        messages /= spec.parallelism.tensor // spec.sequence_shards
-    messages *= cluster.constants.contention if virtual > 1 else 1
+    messages = message_seconds(spec, cluster)
     bubble = (through - slowest.total) / virtual
     steady = working + messages + bubble + sync + beside + optimizer
-    spread = (2 * log(max(1.0, cluster.devices * cluster.share))) ** 0.5
     host = MicroBatchSeconds(memory_bound=iteration_host_seconds(spec, cluster))
     return IterationSeconds(
         **asdict(slowest * spec.microbatches + host),
@@ -149,8 +144,22 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
         bubble=bubble,
         gradient_sync=sync + beside,
         optimizer=optimizer,
-        stragglers=cluster.constants.jitter * spread * steady,
+        stragglers=straggling(cluster) * steady,
     )
+
+
+def straggling(cluster: Cluster) -> float:
+    """Share of an iteration by which the slowest of all devices is expected to be late."""
+    spread = float((2 * log(max(1.0, cluster.devices * cluster.share))) ** 0.5)
+    return cluster.constants.jitter * spread
+
+
+def message_seconds(spec: RunSpec, cluster: Cluster) -> float:
+    """Stage to stage: 1F1B hides nothing, the interleaved schedule overlaps its messages."""
+    messages = _seconds(spec, cluster, _of_group(pipeline_collectives(spec, 0), Group.PIPELINE))
+    if cluster.execution.scatter_gather:
+        messages /= spec.parallelism.tensor // spec.sequence_shards
+    return messages * (cluster.constants.contention if spec.parallelism.virtual_stages > 1 else 1)
 
 
 def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, float]:
@@ -339,7 +348,7 @@ def _of_phase(calls: Iterable[CollectiveCall], phase: Phase) -> list[CollectiveC
     return [call for call in calls if call.phase is phase]
 
 
-def _synchronisation_seconds(
+def synchronisation_seconds(
     spec: RunSpec, cluster: Cluster, micro_batch: float
 ) -> tuple[float, float]:
     """Gradient synchronisation and optimizer of the rank where they take longest.
@@ -349,13 +358,19 @@ def _synchronisation_seconds(
     """
     if cluster.execution.frozen:
         return 0.0, 0.0
-    # Virtual stages change nothing here, and without them fewer layouts are looked at.
+    # Of what changes nothing here none is looked at.
     parallelism = spec.parallelism
     if not spec.stages.layout:
         parallelism = replace(parallelism, virtual_stages=1)
     overlapped = parallelism.sharding.overlaps
     samples = (spec.microbatches if overlapped else 1) * parallelism.data
-    plain = replace(spec, parallelism=parallelism, batch=Batch(1, samples))
+    plain = replace(
+        spec,
+        parallelism=parallelism,
+        batch=Batch(1, samples),
+        recompute=Recompute.NONE,
+        cp_comm_type="p2p",
+    )
     bucket, reduced, gathered, rest, update = _slowest_update(plain, cluster)
     execution, contention = cluster.execution, cluster.constants.contention
     if execution.overlap_gradients:
