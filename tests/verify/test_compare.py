@@ -355,6 +355,19 @@ def test_an_update_that_one_weight_misses_is_wrong_though_the_weight_hardly_diff
     assert wrong.ratio > 1000
 
 
+@pytest.mark.parametrize(
+    ("response", "times", "differs"),
+    [(0.1, -1, True), (0.3, -1, False), (0.3, -5, False), (0.3, 10, True)],
+)
+def test_an_update_that_is_all_rounding_may_point_anywhere_but_not_be_far_larger(
+    tmp_path, response, times, differs
+):
+    moved = np.full_like(WHOLE, 0.01)
+    reference = write(tmp_path / "reference", [(rank(), updated(moved))], response)
+    layout = write(tmp_path / "layout", [(rank(), updated(times * moved))])
+    assert bool(compare(reference, layout).wrong()) is differs
+
+
 def test_a_weight_that_began_at_zero_may_end_where_an_update_of_rounding_brought_it(tmp_path):
     one_is_rounding = np.where(np.arange(12).reshape(4, 3) == 7, 1e-9, 1).astype(np.float32)
     moved = np.full_like(WHOLE, 0.01)
