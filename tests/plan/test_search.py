@@ -1,14 +1,15 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 
 from tools.plan.advice import runner_up_sentence
-from tools.plan.candidates import variants, virtual_stages
+from tools.plan.candidates import base, micro_batches, splits, variants, virtual_stages
 from tools.plan.constraints import divisors, violations
 from tools.plan.memory import fullest_rank
 from tools.plan.search import (
+    WHOLE_TILES,
     Request,
     devices_needed,
     evaluate,
@@ -20,6 +21,7 @@ from tools.plan.search import (
 )
 from tools.plan.show import make_command, trained_vocabulary_sentence
 from tools.plan.ties import TIED
+from tools.plan.time.iteration import pipeline_seconds
 from tools.spec.model import ModelShape
 from tools.spec.recompute import Recompute
 from tools.spec.run import RunSpec
@@ -84,6 +86,28 @@ def test_the_search_finds_what_trying_everything_finds(
     assert times[1:] == sorted(times[1:])
     assert min(times) == pytest.approx(fastest)
     assert all(not violations(candidate.spec) for candidate in plan.ranked)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "batch", "gpu"),
+    [
+        ("gpt2-large", 4, 48, "rtx4090"),
+        ("gpt3-175b", 512, 768, "a100"),
+        ("mixtral-8x7b", 16, 96, "h100"),
+    ],
+)
+def test_a_sample_takes_no_less_in_a_micro_batch_than_in_several_of_them_at_once(
+    make_request: MakeRequest, model: str, devices: int, batch: int, gpu: str
+) -> None:
+    request = make_request(model, devices, gpu, batch)
+    template = request.template
+    for split in list(splits(template.shape, devices))[::7]:
+        sizes = micro_batches(split, batch)
+        specs = (base(template, split, size, Recompute.NONE) for size in sizes)
+        each = [pipeline_seconds(spec, request.cluster)[0].total for spec in specs]
+        for (small, less), (large, more) in combinations(zip(sizes, each, strict=True), 2):
+            share = 1 - 1e-9 if large % small == 0 else WHOLE_TILES
+            assert less / small >= share * more / large
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf
 
 from tools.plan.activations import (
     FP8_RECIPE_BYTES,
@@ -346,12 +346,16 @@ def host_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     return found + _in_flight(spec, pipeline_rank, copies)
 
 
-def fullest_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
+def fullest_rank(spec: RunSpec, limit: float = inf) -> tuple[int, PredictedMemory]:
     """The pipeline rank with the highest peak: the first, or the last with its logits.
 
-    Where stages are unequal one between may hold more.
+    Where stages are unequal one between may hold more. One that needs more than `limit` bytes is enough.
     """
-    by_rank = {rank: memory_of_rank(spec, rank) for rank in ranks_apart(spec)}
+    by_rank = {}
+    for rank in ranks_apart(spec):
+        by_rank[rank] = memory_of_rank(spec, rank)
+        if by_rank[rank].needed > limit:
+            break
     return max(by_rank.items(), key=lambda item: item[1].needed)
 
 

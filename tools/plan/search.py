@@ -4,9 +4,8 @@ Degrees bound an iteration's time from below by the work of the slowest stage, t
 virtual stages, and messages and gradients in the quickest sharding, where nothing is recomputed,
 context parallelism sends nothing, and a sample costs no more than in one micro batch of all. A size of
 the micro batch, recomputation, the algorithm and sharding only add to that, and are chosen one after
-the other where the bound is among the lowest. Going
-from the lowest bound up, the search stops when none is below the tenth best time: the ranking is that
-of an exhaustive search (a test compares the two).
+the other where the bound is among the lowest. Going from the lowest bound up, the search stops when
+none is below the tenth best time: the ranking is that of an exhaustive search (a test compares the two).
 """
 
 from __future__ import annotations
@@ -56,7 +55,9 @@ KEPT = 10
 SECONDS_A_DAY = 86400
 WORDS = ("dp", "tp", "sp", "cp", "pp")
 _MOST_DEVICES = 65536
-_WHOLE_TOKENS = 0.97
+WHOLE_TILES = 0.96
+"""Least time of a sample in a micro batch over that in a larger one, which it does not divide: products
+are computed in whole tiles."""
 _ALL = 4
 """Of a bound for which it was not asked either which recomputation it needs to fit."""
 
@@ -157,7 +158,7 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
         for spec in variants(bound.plain):
             if bound.fixed + bound.ramp / spec.parallelism.virtual_stages > limit:
                 continue
-            fullest = fullest_rank(spec)
+            fullest = fullest_rank(spec, capacity)
             if fullest[1].needed > capacity:
                 continue
             examined.append(candidate := _predicted(request, spec, fullest))
@@ -264,7 +265,7 @@ def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
             continue
         legal += _count(template, split, sizes)
         lightest = min_memory_variant(base(template, split, sizes[0], Recompute.FULL))
-        bytes_needed = fullest_rank(lightest)[1].needed
+        bytes_needed = fullest_rank(lightest, max(request.capacity, found[0]))[1].needed
         found = min(found, (bytes_needed, lightest), key=itemgetter(0))
         if bytes_needed <= request.capacity:
             plain = base(template, split, sizes[0], Recompute.NONE)
@@ -277,16 +278,16 @@ def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
 def _bound(
     request: Request, plain: RunSpec, sizes: tuple[int, ...], left: int, after: float
 ) -> _Bound:
-    """Time grows with a micro batch by less than in proportion, but for whole tokens of an expert."""
+    """A sample takes no less in a micro batch than in one of several times as many."""
     cluster, split = request.cluster, plain.parallelism
     plain = replace(plain, batch=Batch(sizes[-1], request.global_batch))
     stage, through = pipeline_seconds(plain, cluster)
-    late = 1 + straggling(cluster)
     if len(sizes) > 1:
         virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)
-        share = _WHOLE_TOKENS if plain.shape.experts else 1.0
     else:
-        virtual, share = virtual_stages(plain.shape, split, plain.batch), 1.0
+        virtual = virtual_stages(plain.shape, split, plain.batch)
+    share = WHOLE_TILES if any(sizes[-1] % size for size in sizes) else 1.0
+    late = 1 + straggling(cluster)
     fixed = late * (share * plain.microbatches * stage.total + after)
     ramp = late * share * (through - stage.total) * sizes[0] / sizes[-1]
     return _Bound(fixed + ramp / virtual[-1], plain, sizes, after, fixed, ramp, left)
@@ -335,8 +336,11 @@ def _fitting(request: Request, plain: RunSpec) -> RunSpec | None:
     the one before, and more time."""
     ways = recomputes(request.template)
     chosen = (replace(plain, recompute=way) for way in ways[ways.index(plain.recompute) :])
-    lightest = ((each, fullest_rank(min_memory_variant(each))[1]) for each in chosen)
-    return next((each for each, held in lightest if held.needed <= request.capacity), None)
+    for each in chosen:
+        lightest = min_memory_variant(each)
+        if fullest_rank(lightest, request.capacity)[1].needed <= request.capacity:
+            return each
+    return None
 
 
 def _count(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:
