@@ -66,6 +66,7 @@ def captured_rank(
     parameters: ParameterMap,
     norm_groups: tuple[tuple[int, ...], ...],
     optimizer: Any,
+    loss_scales: tuple[float, ...],
 ) -> CapturedRank:
     """What `rank.json` says of this rank: its place in every group, the batch, the modules."""
     from megatron.core import mpu
@@ -103,6 +104,7 @@ def captured_rank(
         attention_dropout=float(args.attention_dropout),
         vocabulary=int(getattr(args, "vocab_size", None) or args.padded_vocab_size),
         dtype=str(args.params_dtype).removeprefix("torch."),
+        loss_scales=loss_scales,
         modules=dict(described_modules(chunks, names)),
         functions=_functions(chunks[0].config, optimizer),
         router_groups=groups if all(groups) else None,

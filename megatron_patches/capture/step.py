@@ -72,6 +72,8 @@ def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
         if not watches:
             watches.append(_Watch(model, *args[:2]))
         watch = watches[0]
+        if watch.chunks[0].config.fp16:
+            watch.scales += (float(watch.optimizer.get_loss_scale()),)
         if watch.seeds:  # A reference; of it alone it is asked how far updates reach.
             watch.start.follow(watch.optimizer)
         if iteration == wanted:
@@ -122,6 +124,8 @@ class _Watch:
         )
         self.parameters = ParameterMap(self.chunks, self.names)
         self.start = Start(self.model, self.parameters)
+        self.scales: tuple[float, ...] = ()
+        """Of losses, in fp16, of each iteration."""
         self.begun: int | None = None
         """Micro batches, where the parts of gradients are asked for."""
         self.so_far: dict[int, torch.Tensor] = {}
@@ -164,7 +168,9 @@ class _Watch:
                 responding.carry(carried)
                 file = RESPONSES_FILE if self.seeds else UNOBSERVED_FILE
                 (self.folder / file).write_text(json.dumps(responding.responses))
-        described = captured_rank(self.chunks, self.names, self.parameters, groups, self.optimizer)
+        described = captured_rank(
+            self.chunks, self.names, self.parameters, groups, self.optimizer, self.scales
+        )
         self.writer.close(described)
         return answer
 

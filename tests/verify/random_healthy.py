@@ -198,7 +198,7 @@ def main() -> int:
             lines.append(dict(zip(COLUMNS, values, strict=True)))
             write_judged(given.file, lines)
     print("\n".join(table(lines)))
-    return int(any(line["verdict"] != Outcome.HELD for line in lines))
+    return int(any(line["verdict"] == Outcome.DIFFERS for line in lines))
 
 
 def read_judged(file: Path) -> list[dict[str, str]]:

@@ -368,6 +368,16 @@ def test_an_update_that_is_all_rounding_may_point_anywhere_but_not_be_far_larger
     assert bool(compare(reference, layout).wrong()) is differs
 
 
+@pytest.mark.parametrize(("reached", "differs"), [(0.0, True), (1.0, False)])
+def test_an_update_that_is_all_rounding_is_measured_by_those_before_it(tmp_path, reached, differs):
+    moved = np.full_like(WHOLE, 0.01)
+    reach = (weights(slot=REACH), np.full_like(WHOLE, reached), place((0, 0, 0)))
+    theirs = [(rank(), [*updated(moved), reach])]
+    reference = write(tmp_path / "reference", theirs, response=0.3)
+    layout = write(tmp_path / "layout", [(rank(), updated(10 * moved))])
+    assert bool(compare(reference, layout).wrong()) is differs
+
+
 def test_a_weight_that_began_at_zero_may_end_where_an_update_of_rounding_brought_it(tmp_path):
     one_is_rounding = np.where(np.arange(12).reshape(4, 3) == 7, 1e-9, 1).astype(np.float32)
     moved = np.full_like(WHOLE, 0.01)

@@ -315,3 +315,31 @@ def test_of_routing_alone_the_choices_are_forced_and_nothing_else(tmp_path):
     (given,) = read_capture(tmp_path / "given").ranks
     assert [record.site for record in given.records] == sites[2:]
     assert np.array_equal(given.values(given.records[0]), first)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "largest", "said"),
+    [
+        ((64.0, 64.0), (64.0, 64.0), 1.0, None),
+        ((64.0, 32.0), (64.0, 64.0), 1.0, "in iteration 1 gradients overflow in one of them alone"),
+        ((64.0, 64.0), (32.0, 32.0), 1.0, "the first loss scale is"),
+        ((64.0, 64.0), (64.0, 64.0), 40_000.0, "in iteration 2 gradients overflow"),
+    ],
+)
+def test_steps_that_one_run_alone_skips_in_fp16_are_not_compared(
+    tmp_path, ours, theirs, largest, said
+):
+    """Where a gradient is far from fp16's largest number, one that is infinite is wrong."""
+
+    def run(name, scales, values):
+        site = Site(Stage.REDUCED_GRADIENTS, WEIGHT, "gradient")
+        gradient = (site, np.full((4, 3), values, np.float32), place((0, 0, 0)))
+        described = rank(dtype="float16", loss_scales=scales)
+        return write(tmp_path / name, [(described, [(output(), WHOLE), gradient])])
+
+    reference, layout = run("reference", theirs, largest), run("layout", ours, np.inf)
+    if said is None:
+        assert judge(reference, layout).verdict.kind == "not finite"
+        return
+    with pytest.raises(VerifyError, match=said):
+        judge(reference, layout)

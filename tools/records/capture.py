@@ -177,6 +177,8 @@ class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int
     """Tokens without padding."""
     dtype: str
+    loss_scales: tuple[float, ...] = ()
+    """In fp16, what each iteration from the first to the captured one multiplied losses by."""
     modules: dict[str, CapturedModule] = {}
     functions: dict[str, str] = {}
     """By stage or slot, file and line of what computes it where no module does; of the loss' stages

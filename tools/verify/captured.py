@@ -186,6 +186,17 @@ def units(capture: Capture, stage: Stage, slot: str = "") -> dict[Unit, list[Par
     return dict(found)
 
 
+def largest_gradient(capture: Capture) -> float:
+    """Absolute value, of all reduced gradients; infinite if one is not finite."""
+    found = 0.0
+    for pieces in units(capture, Stage.REDUCED_GRADIENTS).values():
+        for piece in pieces:
+            values = piece.values()
+            most = float(np.abs(values[piece.held(values)]).max(initial=0.0))
+            found = max(found, most if np.isfinite(most) else np.inf)
+    return found
+
+
 def assembled(pieces: list[Part], capture: Capture) -> Array:
     """The whole parameter from its pieces; of local gradients what their reduction should give."""
     first, shape = pieces[0], pieces[0].whole_shape

@@ -41,6 +41,7 @@ from tools.verify.captured import (
     RankCapture,
     Unit,
     assembled,
+    largest_gradient,
     local_gradients,
     sites_in_order,
     units,
@@ -280,11 +281,8 @@ class _Comparer:
     @cached_property
     def _overflows(self) -> bool:
         """Whether the reference's gradients do, at its loss scale."""
-        return self._reference.first.dtype == "float16" and not all(
-            np.isfinite(piece.values()[piece.held(piece.values())]).all()
-            for pieces in units(self._reference, Stage.REDUCED_GRADIENTS).values()
-            for piece in pieces
-        )
+        in_fp16 = self._reference.first.dtype == "float16"
+        return in_fp16 and not np.isfinite(largest_gradient(self._reference))
 
     def _error_of_part(self, found: Comparison, pair: Pair, site: Site, scale: float) -> float:
         """The relative error of a rank's part; of one of small elements in terms of the whole's.
@@ -408,6 +406,15 @@ class _Comparer:
     def _second_moments(self) -> dict[Unit, list[Part]]:
         return units(self._reference, Stage.OPTIMIZER_STATE, "exp_avg_sq")
 
+    @cached_property
+    def _reached(self) -> dict[Unit, list[Part]]:
+        return units(self._reference, Stage.WEIGHTS, REACH)
+
+    @property
+    def _updates(self) -> int:
+        """That were before the captured iteration, or 1."""
+        return max(self._reference.first.iteration - 1, 1)
+
     def _update(
         self, found: Comparison, unit: Unit, pieces: list[Part], theirs: dict[Unit, list[Part]]
     ) -> None:
@@ -422,6 +429,10 @@ class _Comparer:
         scale = np.sqrt(assembled(squares, self._reference))
         least = spacing(assembled(weights, self._reference), EPSILON[weights[0].record.dtype])
         moved = assembled(theirs[unit], self._reference)
+        reached = self._reached.get((*unit[:2], REACH))
+        if reached and found.tolerance >= 1:
+            # All of a row may be rounding, and its update by chance less than those before it.
+            least = np.maximum(least, assembled(reached, self._reference) / self._updates)
         for piece in pieces:
             values, region = piece.values(), piece.region()
             there = piece.held(values)
@@ -434,13 +445,12 @@ class _Comparer:
     ) -> None:
         """Where earlier updates have brought a weight, if rounding of gradients lets it be seen."""
         whole = assembled(theirs[unit], self._reference)
-        reached = theirs.get((*unit[:2], REACH))
+        reached = self._reached.get((*unit[:2], REACH))
         if reached is None and (*unit[:2], "exp_avg_sq") not in self._second_moments:
             self._copies(found, pieces, whole)
             return
         reach = assembled(reached, self._reference) if reached else np.zeros_like(whole)
-        updates = max(self._reference.first.iteration - 1, 1)
-        least = updates * spacing(whole, EPSILON[theirs[unit][0].record.dtype])
+        least = self._updates * spacing(whole, EPSILON[theirs[unit][0].record.dtype])
         first: _Copies = {}
         for piece in pieces:
             values, region = piece.values(), piece.region()

@@ -20,12 +20,21 @@ from tools.records.capture import (
 from tools.records.io import write_record, written_whole
 from tools.records.verdict import VERDICT_FILE, Outcome, Verdict
 from tools.verify.align import ActivationAligner
-from tools.verify.captured import Capture, Part, VerifyError, as_stored, assembled, units
+from tools.verify.captured import (
+    Capture,
+    Part,
+    VerifyError,
+    as_stored,
+    assembled,
+    largest_gradient,
+    units,
+)
 from tools.verify.compare import Drift, compare
 from tools.verify.comparison import Compared, Comparison
 from tools.verify.locate import LOCAL, also_wrong, located
 
 TENSOR_FILE, JUNIT_FILE = "first.npz", "junit.xml"
+_LARGEST_FP16 = float(np.finfo(np.float16).max)
 _EDGE = 2.0
 """Errors over tolerance up to which modules' errors, each within its own tolerance, may add up."""
 _FAR = 1e4
@@ -91,6 +100,7 @@ def check_same_work(reference: Capture, strategy: Capture) -> None:
         ),
         "dtype": (ours.dtype, theirs.dtype),
         "loss per token": (ours.per_token_loss, theirs.per_token_loss),
+        "the first loss scale": (ours.loss_scales[:1], theirs.loss_scales[:1]),
         "gradient clipping": (ours.clip_gradient, theirs.clip_gradient),
     }
     for name, (mine, other) in fields.items():
@@ -100,6 +110,7 @@ def check_same_work(reference: Capture, strategy: Capture) -> None:
                 f"{other} in {reference.folder.name}; compare runs of the same."
             )
     _check_same_masks(theirs, ours)
+    _check_same_scales(reference, strategy)
     if ours.micro_batch_size != theirs.micro_batch_size and not theirs.per_token_loss:
         _check_equal_weights(reference)
         _check_equal_weights(strategy)
@@ -118,6 +129,26 @@ def _check_equal_weights(capture: Capture) -> None:
             f"The two runs did different work: micro batches have from {min(tokens):.0f} to "
             f"{max(tokens):.0f} tokens, and without --calculate-per-token-loss each of them counts "
             "the same whatever its size; add that flag, or compare the same micro batches."
+        )
+
+
+def _check_same_scales(reference: Capture, strategy: Capture) -> None:
+    """Refuse fp16 where one run alone skips a step: of gradients near the largest number, parts or sums
+    overflow in one layout and not in another."""
+    runs = (strategy, reference)
+    scales = [(1.0, 1.0), *zip(*(run.first.loss_scales for run in runs), strict=False)]
+    found = (iteration for iteration, (ours, theirs) in enumerate(scales[1:]) if ours != theirs)
+    skipped = next(found, None)
+    if skipped is None and strategy.first.dtype == "float16":
+        least, most = sorted(map(largest_gradient, runs))
+        ranks = max(run.first.data[1] * run.first.context[1] for run in runs)
+        if least < np.inf == most and max(2, ranks) * least > _LARGEST_FP16:
+            skipped = strategy.first.iteration
+    if skipped is not None:
+        raise VerifyError(
+            f"The two runs did different work: in iteration {skipped} gradients overflow in one of them "
+            "alone, which skips that step; set a smaller loss scale, for example "
+            f'EXTRA="--initial-loss-scale {max(1.0, min(scales[-1]) / 16):g}".'
         )
 
 
