@@ -5,7 +5,7 @@ from itertools import combinations, product
 import pytest
 
 from tools.plan.advice import runner_up_sentence
-from tools.plan.candidates import base, micro_batches, splits, variants, virtual_stages
+from tools.plan.candidates import base, comm_types, micro_batches, splits, variants, virtual_stages
 from tools.plan.constraints import divisors, violations
 from tools.plan.memory import fullest_rank
 from tools.plan.search import (
@@ -265,6 +265,18 @@ def test_the_command_names_the_parameters_that_it_does_not_train(make_request: M
     own = make_request("gpt2-large", 2, "h200", 64)
     assert trained_vocabulary_sentence(own.template) == ""
     assert 637_534_208 == 2 * 4096 * (128_256 - 50_432)
+
+
+def test_layers_with_windows_are_searched_without_a_ring(make_request: MakeRequest) -> None:
+    request = make_request("gpt2-large", 2, "h200", 4)
+    split = Parallelism(context=2)
+    assert comm_types(request.template, split) == ("p2p", "all_gather", "a2a")
+    shape = replace(request.template.shape, window=128, windowed=0.5)
+    windowed = replace(request, template=replace(request.template, shape=shape))
+    assert comm_types(windowed.template, split) == ("all_gather", "a2a")
+    found = [one.spec for one in search(windowed).ranked if one.spec.parallelism.context > 1]
+    assert found
+    assert all(spec.cp_comm_type != "p2p" for spec in found)
 
 
 def test_interleaving_needs_micro_batches_in_multiples_of_the_stages() -> None:

@@ -102,7 +102,10 @@ def comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]:
     if template.device is DeviceKind.CPU or not template.fused_norms:
         return ("all_gather",)
     exchange = (template.shape.query_groups // split.tensor) % split.context == 0
-    return CP_COMM_TYPES if exchange else CP_COMM_TYPES[:2]
+    known = CP_COMM_TYPES if exchange else CP_COMM_TYPES[:2]
+    # Most releases of Transformer Engine refuse a ring over windows (`context_parallel.py:
+    # attn_forward_func_with_cp`).
+    return known[1:] if template.shape.window else known
 
 
 def _with_experts(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelism]:
