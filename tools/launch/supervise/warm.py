@@ -15,13 +15,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from random import SystemRandom
 from typing import IO, Self
 
 from tools.spec.files import ROOT
 
 FAILED = 1
+_UNASSIGNED = range(15000, 32768)
+"""Below Linux' `net.ipv4.ip_local_port_range`."""
 
 
 class WarmMegatron:
@@ -139,9 +142,12 @@ def ask(
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on now."""
-    with socket.create_server(("", 0)) as free:
-        return int(free.getsockname()[1])
+    """A port of this machine that nothing listens on now, and that the kernel gives to no socket that
+    names none: gloo's listen on such, and one of another run could take it before rank 0 does."""
+    for port in SystemRandom().sample(_UNASSIGNED, 100):
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise OSError(f"No port from {_UNASSIGNED[0]} to {_UNASSIGNED[-1]} was free in 100 tries.")
 
 
 if __name__ == "__main__":
