@@ -1,9 +1,12 @@
 import csv
 
+import pytest
+
 from tests.bench.plan import compared, of_report, of_search
 from tools.spec.model import load_model
 
 
+@pytest.mark.slow
 def test_each_piece_of_work_has_its_line_with_a_ratio(tmp_path):
     work = {
         "a search": of_search(load_model("gpt2-tiny"), 2, "a100", 8),

@@ -116,7 +116,9 @@ def clock(now: Callable[[], float]) -> SimpleNamespace:
     return SimpleNamespace(monotonic=now, sleep=time.sleep)
 
 
-@pytest.mark.parametrize("commands", [(SPEAKING, SILENT), (SILENT, SPEAKING)])
+@pytest.mark.parametrize(
+    "commands", [(SPEAKING, SILENT), pytest.param((SILENT, SPEAKING), marks=pytest.mark.slow)]
+)
 def test_a_node_whose_log_never_grows_is_not_ended_while_anothers_grows(
     shares: Shares,
     commands: tuple[Sequence[str], Sequence[str]],

@@ -348,6 +348,7 @@ def test_the_others_stop_when_node_0s_machine_no_longer_answers(
     never.set()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_slow_to_answer_loses_no_node(
     first: Coordinator, join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

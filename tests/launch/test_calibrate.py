@@ -32,6 +32,7 @@ def test_devices_that_are_not_here_are_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_one_rank_is_measured_shown_beside_what_is_shipped_and_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,7 +52,13 @@ SPLITS = (
 
 
 @pytest.mark.parametrize(
-    ("attention", "mlp", "end", "split"), [(3, 5, 3, 3), (6, 7, 1, 1), (4, 2, 4, 2), (1, 4, 2, 4)]
+    ("attention", "mlp", "end", "split"),
+    [
+        (3, 5, 3, 3),
+        pytest.param(6, 7, 1, 1, marks=pytest.mark.slow),
+        pytest.param(4, 2, 4, 2, marks=pytest.mark.slow),
+        pytest.param(1, 4, 2, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_flags_of_the_shape_together_have_megatrons_parameters(
     dry_runner: DryRunner, attention: int, mlp: int, end: int, split: int

@@ -15,8 +15,9 @@ from tools.plan.activations import FP8_RECIPE_BYTES
 from tools.plan.memory import held_parameters, logit_elements, offloaded_parameters, precision_of
 from tools.plan.tensors import rank_tensors
 from tools.plan.time.rates import DeviceRates
-from tools.plan.time.traffic import CHUNK, layer_bytes, scores_bytes
+from tools.plan.time.traffic import CHUNK, context_bytes, layer_bytes, scores_bytes
 from tools.spec.model import MAMBA, MTP, LatentAttention, Mamba
+from tools.spec.replacing import replace
 from tools.spec.run import Fp8Recipe, RunSpec
 
 _BY_ROW = 1.4
@@ -92,6 +93,22 @@ class LayerSeconds:
 
 def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> LayerSeconds:
     """Times of a layer of one kind; a frozen one computes no gradients of weights."""
+    alone = _without_context(replace(spec, cp_comm_type=""), rate, frozen)
+    forward, backward = (moved / rate.bytes_per_second for moved in context_bytes(spec))
+    if not backward:
+        return alone
+    again = forward if spec.recompute.again("core_attn") else 0.0
+    return replace(
+        alone,
+        forward_memory=alone.forward_memory + forward,
+        memory_again=alone.memory_again + again,
+        backward_memory=alone.backward_memory + backward,
+    )
+
+
+@lru_cache(maxsize=65536)
+def _without_context(spec: RunSpec, rate: DeviceRates, frozen: bool) -> LayerSeconds:
+    """Without what context parallelism adds to attention's memory traffic."""
     moved = layer_bytes(spec, rate)
     scores_forward, scores_backward = scores_bytes(spec)
     products = tuple(_products(spec))

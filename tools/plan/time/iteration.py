@@ -290,22 +290,32 @@ def _layer(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, LayerSec
     """One layer, never faster than the host launches its kernels, and its arithmetic alone; where the
     host does not run ahead of the device, its time adds."""
     layer = layer_seconds(spec, _rates(spec, cluster), cluster.execution.frozen)
-    tensor_calls, expert_calls = list(layer_collectives(spec)), list(expert_collectives(spec))
-    products = layer.forward_matmul + layer.matmul_again + layer.input_gradients
-    hides = layer.weight_gradients
-    if cluster.execution.overlap_tensor and spec.parallelism.sequence_parallel:
-        hides += products
-        tensor_calls = [replace(call, hideable=True) for call in tensor_calls]
+    tensor_parallel, launches, exchanged = _layer_calls(replace(spec, cp_comm_type=""), cluster)
     found = MicroBatchSeconds(
-        matmul=products + layer.weight_gradients,
+        matmul=_products(layer) + layer.weight_gradients,
         attention=layer.forward_attention + layer.attention_again + layer.backward_attention,
         memory_bound=layer.forward_memory + layer.memory_again + layer.backward_memory,
-        tensor_parallel=_tensor_seconds(spec, cluster, tensor_calls, hides),
+        tensor_parallel=tensor_parallel,
         context_parallel=_context_seconds(spec, cluster, layer),
     )
-    launches = launch_seconds(spec, cluster, (*tensor_calls, *expert_calls)) / cluster.share
     waiting = max(0.0, launches - found.total) if runs_ahead(spec, cluster) else launches
     found = replace(found, memory_bound=found.memory_bound + waiting)
+    if cluster.execution.overlap_experts:
+        exchanged = after_hiding(exchanged, found.total, cluster.constants.contention)
+    return replace(found, expert_parallel=exchanged), layer
+
+
+@lru_cache(maxsize=65536)
+def _layer_calls(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float]:
+    """Of a layer's collectives but context parallelism's, tensor-parallel ones that are waited for, the
+    host's launches with all kernels, and exchanges between experts alone on their links."""
+    layer = layer_seconds(spec, _rates(spec, cluster), cluster.execution.frozen)
+    tensor_calls, expert_calls = list(layer_collectives(spec)), list(expert_collectives(spec))
+    hides = layer.weight_gradients
+    if cluster.execution.overlap_tensor and spec.parallelism.sequence_parallel:
+        hides += _products(layer)
+        tensor_calls = [replace(call, hideable=True) for call in tensor_calls]
+    launches = launch_seconds(spec, cluster, (*tensor_calls, *expert_calls)) / cluster.share
     exchanged = _seconds(spec, cluster, expert_calls)
     if expert_calls and cluster.execution.deduplicated:
         # A token goes once to a rank, or once over the network to a node, that has any of its experts.
@@ -313,9 +323,11 @@ def _layer(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, LayerSec
         places = nodes if nodes > 1 else spec.parallelism.expert
         reached = spec.expert_load.reached(spec.shape, places)
         exchanged *= min(1.0, reached / spec.shape.experts_per_token)
-    if cluster.execution.overlap_experts:
-        exchanged = after_hiding(exchanged, found.total, cluster.constants.contention)
-    return replace(found, expert_parallel=exchanged), layer
+    return _tensor_seconds(spec, cluster, tensor_calls, hides), launches, exchanged
+
+
+def _products(layer: LayerSeconds) -> float:
+    return layer.forward_matmul + layer.matmul_again + layer.input_gradients
 
 
 def _tensor_seconds(

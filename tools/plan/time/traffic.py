@@ -69,12 +69,11 @@ class _Part(NamedTuple):
 
 
 def layer_bytes(spec: RunSpec, rate: DeviceRates) -> LayerBytes:
-    """Without unfused attention's scores and casts to fewer bits."""
+    """Without unfused attention's scores, casts to fewer bits, and `context_bytes`."""
     times = rate.elementwise
     portable = _elementwise_parts(spec, rate)
     parts = [
         *(_Part(times * part.forward, times * part.backward, part.modules) for part in portable),
-        _Part(*_context_bytes(spec), ("core_attn",)),
         _Part(*_routed_bytes(spec, rate), ("moe",)),
         _Part(*_scan_bytes(spec)),
     ]
@@ -205,7 +204,7 @@ def _laid_out_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     return forward * turned + taken, backward * turned + moved * (queries + 2 * keys)
 
 
-def _context_bytes(spec: RunSpec) -> tuple[int, int]:
+def context_bytes(spec: RunSpec) -> tuple[int, int]:
     """Memory traffic that context parallelism adds to attention, forward and backward.
 
     Ring: K and V are packed, the first step's result is read and written; of each further step's,
