@@ -335,11 +335,11 @@ def _fitting(request: Request, plain: RunSpec) -> RunSpec | None:
     """With the first recomputation, from this one on, with which it can fit: each needs less memory than
     the one before, and more time."""
     ways = recomputes(request.template)
-    chosen = (replace(plain, recompute=way) for way in ways[ways.index(plain.recompute) :])
-    for each in chosen:
-        lightest = min_memory_variant(each)
-        if fullest_rank(lightest, request.capacity)[1].needed <= request.capacity:
-            return each
+    for way in ways[ways.index(plain.recompute) :]:
+        chosen = replace(plain, recompute=way)
+        _, held = fullest_rank(min_memory_variant(chosen), request.capacity)
+        if held.needed <= request.capacity:
+            return chosen
     return None
 
 

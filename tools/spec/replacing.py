@@ -39,9 +39,10 @@ else:
 @cache
 def _names(kind: type) -> tuple[frozenset[str], tuple[str, ...]]:
     """Of fields, and of what is computed once and kept beside them."""
-    held = {name for each in kind.__mro__ for name, what in vars(each).items() if _is_cached(what)}
-    return frozenset(field.name for field in dataclasses.fields(kind)), tuple(held)
-
-
-def _is_cached(what: object) -> bool:
-    return isinstance(what, cached_property)
+    cached = {
+        name
+        for each in kind.__mro__
+        for name, value in vars(each).items()
+        if isinstance(value, cached_property)
+    }
+    return frozenset(field.name for field in dataclasses.fields(kind)), tuple(cached)

@@ -117,6 +117,17 @@ class Capture:
                 found[of_whole] = max(value, found.get(of_whole, 0.0))
         return found
 
+    @cached_property
+    def largest_gradient(self) -> float:
+        """Absolute value, of all reduced gradients; infinite if one is not finite."""
+        found = 0.0
+        for pieces in units(self, Stage.REDUCED_GRADIENTS).values():
+            for piece in pieces:
+                values = piece.values()
+                most = float(np.abs(values[piece.held(values)]).max(initial=0.0))
+                found = max(found, most if np.isfinite(most) else np.inf)
+        return found
+
     def notes(self) -> Iterator[str]:
         """What ranks could not capture, each once."""
         yield from dict.fromkeys(note for one in self.ranks for note in one.rank.notes)
@@ -184,17 +195,6 @@ def units(capture: Capture, stage: Stage, slot: str = "") -> dict[Unit, list[Par
                 part = Part(one, record)
                 found[part.unit].append(part)
     return dict(found)
-
-
-def largest_gradient(capture: Capture) -> float:
-    """Absolute value, of all reduced gradients; infinite if one is not finite."""
-    found = 0.0
-    for pieces in units(capture, Stage.REDUCED_GRADIENTS).values():
-        for piece in pieces:
-            values = piece.values()
-            most = float(np.abs(values[piece.held(values)]).max(initial=0.0))
-            found = max(found, most if np.isfinite(most) else np.inf)
-    return found
 
 
 def assembled(pieces: list[Part], capture: Capture) -> Array:

@@ -41,7 +41,6 @@ from tools.verify.captured import (
     RankCapture,
     Unit,
     assembled,
-    largest_gradient,
     local_gradients,
     sites_in_order,
     units,
@@ -282,7 +281,7 @@ class _Comparer:
     def _overflows(self) -> bool:
         """Whether the reference's gradients do, at its loss scale."""
         in_fp16 = self._reference.first.dtype == "float16"
-        return in_fp16 and not np.isfinite(largest_gradient(self._reference))
+        return in_fp16 and not np.isfinite(self._reference.largest_gradient)
 
     def _error_of_part(self, found: Comparison, pair: Pair, site: Site, scale: float) -> float:
         """The relative error of a rank's part; of one of small elements in terms of the whole's.

@@ -20,15 +20,7 @@ from tools.records.capture import (
 from tools.records.io import write_record, written_whole
 from tools.records.verdict import VERDICT_FILE, Outcome, Verdict
 from tools.verify.align import ActivationAligner
-from tools.verify.captured import (
-    Capture,
-    Part,
-    VerifyError,
-    as_stored,
-    assembled,
-    largest_gradient,
-    units,
-)
+from tools.verify.captured import Capture, Part, VerifyError, as_stored, assembled, units
 from tools.verify.compare import Drift, compare
 from tools.verify.comparison import Compared, Comparison
 from tools.verify.locate import LOCAL, also_wrong, located
@@ -140,7 +132,7 @@ def _check_same_scales(reference: Capture, strategy: Capture) -> None:
     found = (iteration for iteration, (ours, theirs) in enumerate(scales[1:]) if ours != theirs)
     skipped = next(found, None)
     if skipped is None and strategy.first.dtype == "float16":
-        least, most = sorted(map(largest_gradient, runs))
+        least, most = sorted(run.largest_gradient for run in runs)
         ranks = max(run.first.data[1] * run.first.context[1] for run in runs)
         if least < np.inf == most and max(2, ranks) * least > _LARGEST_FP16:
             skipped = strategy.first.iteration

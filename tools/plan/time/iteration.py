@@ -370,7 +370,8 @@ def synchronisation_seconds(
     """
     if cluster.execution.frozen:
         return 0.0, 0.0
-    # Of what changes nothing here none is looked at.
+    # Virtual stages, recomputation and context parallelism's algorithm change nothing here, and without
+    # them fewer layouts are looked at.
     parallelism = spec.parallelism
     if not spec.stages.layout:
         parallelism = replace(parallelism, virtual_stages=1)
