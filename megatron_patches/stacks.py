@@ -1,4 +1,4 @@
-"""What a rank is doing, on request: SIGUSR1 writes its Python stacks, even while it waits in C code.
+"""What a rank is doing, on request: a signal writes its Python stacks, even while it waits in C code.
 
 A thread sees that they were written and adds the last calls that torch's flight recorder kept. It does
 the same before SIGTERM ends the rank, as it does the others when one has failed: gloo ends a rank whose
@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import importlib.metadata
 import os
 import pickle
 import select
@@ -19,24 +20,25 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
 from tools.records.io import write_whole
-from tools.records.run import CALLS_SUFFIX
+from tools.records.run import CALLS_SUFFIX, STACKS_SIGNAL
 from tools.spec import variables
 
 RECORDED_CALLS = "1000"
 """Of each rank; some iterations."""
-# The second is the name up to torch 2.8.
-_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_FIRST_NAMED_FR = (2, 9)
+"""The torch from which on its variables are not named after NCCL; it warns of the older names."""
 _LOOK_SECONDS, _PIECE_SECONDS = 0.5, 0.1
 _COMPILER = "torch._inductor"
 
 
 def dump_stacks_on_request() -> None:
-    """From now on SIGUSR1 adds the stacks of all threads to `rank<N>.txt` in the folder.
+    """From now on `STACKS_SIGNAL` adds the stacks of all threads to `rank<N>.txt` in the folder.
 
     The last calls follow in `rank<N>.pkl`. To be called before torch makes a group.
     """
@@ -46,17 +48,33 @@ def dump_stacks_on_request() -> None:
     path = Path(folder) / f"rank{os.environ.get('RANK', '0')}.txt"
     # Stays open for as long as the process lives: the handler may not open files.
     file = path.open("a")
-    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
     ending, told = os.pipe()
     faulthandler.register(signal.SIGTERM, file=told, all_threads=True, chain=False)
     # Its thread answers no more once the interpreter ends.
     atexit.register(faulthandler.unregister, signal.SIGTERM)
     # Workers that load data are ended by it as ever.
     os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
-    for name in _RECORDER:
-        os.environ.setdefault(name, RECORDED_CALLS)
+    for name, value in _recorder(path.with_name("watchdog-rank")).items():
+        os.environ.setdefault(name, value)
     threading.Thread(target=_answer, args=(file, path, ending), daemon=True).start()
     sys.excepthook = functools.partial(_failed, path, sys.excepthook)
+
+
+def _recorder(dumps: Path) -> dict[str, str]:
+    """torch's variables for its flight recorder, and for NCCL's watchdog, which dumps it on a timeout."""
+    release = tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
+    is_new = release >= _FIRST_NAMED_FR
+    found = {f"TORCH_{'FR_BUFFER' if is_new else 'NCCL_TRACE_BUFFER'}_SIZE": RECORDED_CALLS}
+    if os.environ.get(variables.DEVICE) == "gpu":
+        # By itself Megatron 0.19 has the dumps leave out what is done, and where calls were made.
+        found |= {
+            f"TORCH_{'FR_DUMP' if is_new else 'NCCL_DEBUG_INFO'}_TEMP_FILE": str(dumps),
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            "TORCH_INCLUDE_ONLY_ACTIVE": "0",
+            "TORCH_INCLUDE_STACK_TRACE": "1",
+        }
+    return found
 
 
 def _answer(stacks: TextIO, path: Path, ending: int) -> None:
@@ -89,7 +107,10 @@ def _failed(path: Path, usual: Any, kind: Any, error: BaseException, trace: Any)
 
 
 def _recorded_calls() -> dict[str, Any]:
-    """The flight recorder's dump, with what gloo leaves out: the ranks of every group."""
+    """The flight recorders' dump, with what gloo leaves out: the ranks of every group.
+
+    gloo's calls and NCCL's are in recorders of their own, each with its own numbers of records.
+    """
     if "torch.distributed" not in sys.modules:
         return {"entries": [], "dumped_ns": time.time_ns()}
     from torch._C import _distributed_c10d as c10d
@@ -99,6 +120,10 @@ def _recorded_calls() -> dict[str, Any]:
     none = ModuleType(_COMPILER)
     is_ours = sys.modules.setdefault(_COMPILER, none) is none
     found: dict[str, Any] = pickle.loads(c10d._dump_fr_trace())  # noqa: S301 - this process made it
+    if dump_nccl := getattr(c10d, "_dump_nccl_trace", None):  # Not in torch's builds for CPUs.
+        of_nccl = pickle.loads(dump_nccl())  # noqa: S301
+        entries = sorted(found["entries"] + of_nccl["entries"], key=itemgetter("time_created_ns"))
+        found["entries"] = [{**entry, "record_id": at} for at, entry in enumerate(entries)]
     if is_ours:
         del sys.modules[_COMPILER]
     world = distributed_c10d._world

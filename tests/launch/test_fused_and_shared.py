@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
+from tools.launch import preflight_gpu
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options, options_from_texts
@@ -17,7 +18,7 @@ from tools.launch.preflight_gpu import (
 from tools.launch.run_folder import find_host
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.train import compose_job
-from tools.spec.run import Backend
+from tools.spec.run import Backend, Transport
 from tools.spec.strategy import Batch
 
 Composer = Callable[..., Launch]
@@ -88,13 +89,14 @@ def test_documents_masked_from_one_another_need_transformer_engine(composed: Com
     assert list(attention_problems(composed(target, with_it, **masked))) == []
 
 
-def test_two_ranks_share_the_one_gpu_over_gloo(composed: Composer, one_h200: FakeNvml) -> None:
+def test_two_ranks_share_the_one_gpu_over_nccl(composed: Composer, one_h200: FakeNvml) -> None:
     launch = composed("train-tp2-gpt2-large-2gpu", share_gpu=True)
     assert list(sharing_problems(launch)) == []
     assert list(gpu_problems(launch)) == []
     assert launch.environment["KIT_SHARE_GPU"] == "1"
-    place = launch.flags.index("--distributed-backend")
-    assert launch.flags[place + 1] == "gloo"
+    assert launch.environment["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert "--distributed-backend" not in launch.flags
+    assert launch.spec.transport is Transport.NCCL
 
 
 def test_each_rank_names_the_gpu_it_shares(composed: Composer, one_h200: FakeNvml) -> None:
@@ -122,6 +124,16 @@ def test_sharing_is_refused_with_one_rank_or_on_cpu_ranks(
     assert "this run has one rank" in one
     (cpu,) = sharing_problems(composed("train-tp2-gpt2-tiny-2cpu", share_gpu=True))
     assert "leave it out for CPU ranks" in cpu
+
+
+def test_sharing_is_refused_with_an_nccl_that_knows_no_sharing(
+    composed: Composer, one_h200: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = composed("train-tp2-gpt2-large-2gpu", share_gpu=True)
+    for version, refused in (("2.29.7", True), ("2.30.3", False)):
+        monkeypatch.setattr(preflight_gpu, "_nccl", lambda version=version: version)
+        found = list(sharing_problems(launch))
+        assert (f"needs NCCL 2.30, found {version}" in "".join(found)) == refused
 
 
 def test_sharing_is_refused_where_there_are_two_gpus_or_none(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.hang.evidence import Frame, GroupOfRanks, RankEvidence, RecordedCall
+from tools.hang.evidence import Frame, GroupOfRanks, Progress, RankEvidence, RecordedCall
 from tools.records.pickles import PlainUnpickler
 
 KEPT_CALLS = 600
@@ -23,6 +23,7 @@ _OPERATIONS = {
     "allgather": "all_gather",
     "reducescatter": "reduce_scatter",
     "alltoall": "all_to_all",
+    "allreducecoalesced": "all_reduce_coalesced",
     "receive": "recv",
 }
 _NOT_OURS = ("/torch/", "c10d_logger", "/tools/ledger/")
@@ -45,8 +46,9 @@ def read_dump(path: Path, one: RankEvidence) -> list[GroupOfRanks]:
         if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
             raise ValueError("it has no list of entries")
         groups = _groups(found.get("pg_config") or {})
+        progress = _progress(found.get("pg_status") or {}, groups)
         entries = sorted(found["entries"], key=lambda one: int(one["record_id"]))[-KEPT_CALLS:]
-        calls = tuple(_call(entry) for entry in entries)
+        calls = tuple(_call(entry) for entry in _with_ends(entries))
         taken = int(found.get("dumped_ns") or path.stat().st_mtime_ns)
     except Exception as error:  # A hostile pickle raises anything.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -54,6 +56,7 @@ def read_dump(path: Path, one: RankEvidence) -> list[GroupOfRanks]:
             f"{path} is no whole flight recorder dump ({reason}); it was left out."
         ) from error
     # Archives and copies change a file's time.
+    one.progress = progress
     one.calls, one.dumped_ns = calls, taken if not calls or taken >= calls[-1].created_ns else None
     return groups
 
@@ -68,6 +71,53 @@ def _groups(config: Mapping[str, Mapping[str, Any]]) -> list[GroupOfRanks]:
         description = str(one.get("desc") or ("default_pg" if not key else ""))
         found.append(GroupOfRanks(name, description, tuple(int(rank) for rank in listed)))
     return found
+
+
+def _with_ends(entries: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of a batch of messages NCCL's recorder keeps each and then the end, which alone says how far they
+    are. Those of a batch that was not ended were not sent."""
+    found: list[dict[str, Any]] = []
+    batches: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for entry in map(dict, entries):
+        key = str(entry["process_group"][0]), int(entry["p2p_seq_id"])
+        is_end = str(entry["profiling_name"]).endswith(":coalesced")
+        if entry.get("is_p2p") and not is_end:
+            batches.setdefault(key, []).append(entry)
+        elif is_end and not entry["collective_seq_id"]:
+            entry["is_p2p"] = True
+            for one in batches.pop(key, ()):
+                one |= {name: entry.get(name) for name in ("state", "retired")}
+        found.append(entry)
+    unsent = {id(one) for batch in batches.values() for one in batch if _is_of_a_batch(one)}
+    return [one for one in found if id(one) not in unsent]
+
+
+def _is_of_a_batch(entry: Mapping[str, Any]) -> bool:
+    return any(frame["name"] == "batch_isend_irecv" for frame in entry.get("frames") or ())
+
+
+def _progress(
+    status: Mapping[str, Mapping[str, Any]], groups: list[GroupOfRanks]
+) -> dict[str, Progress]:
+    """NCCL's count by group. It has numbers of its own for them, and both are in the order of creation.
+
+    Where stages exchange it counts their messages as well, whose numbers are of another sequence.
+    """
+    names = [group for group in groups if group.name.isdecimal()]
+    if len(names) != len(status):
+        return {}
+    ordered = sorted(names, key=lambda group: int(group.name))
+    return {
+        group.name: Progress(
+            int(one["last_enqueued_collective"]), int(one["last_completed_collective"])
+        )
+        for group, (_, one) in zip(ordered, sorted(status.items(), key=_number), strict=True)
+        if not group.description.startswith("PIPELINE_MODEL_PARALLEL_GROUP")
+    }
+
+
+def _number(status: tuple[str, Any]) -> int:
+    return int(status[0])
 
 
 def _call(entry: Mapping[str, Any]) -> RecordedCall:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -65,6 +65,14 @@ class RecordedCall:
         )
 
 
+class Progress(NamedTuple):
+    """How far a rank came in a group, as NCCL counts it: its dumps may leave out what is done."""
+
+    entered: int
+    completed: int
+    """The number of the last collective."""
+
+
 _OF_ANY_SIZE = ("all_to_all",)
 """Operations whose sizes are those of the data, such as the tokens for each expert."""
 SITE_FRAMES = 6
@@ -83,11 +91,13 @@ class RankEvidence:
     dumped_ns: int | None = None
     is_stopped: bool = False
     """Whether a signal had stopped its process."""
+    progress: Mapping[str, Progress] = field(default_factory=dict)
+    """By group, where NCCL counts it."""
 
     @property
     def is_known(self) -> bool:
         """Whether it left anything that says where it was."""
-        return bool(self.calls or self.stack or self.is_stopped)
+        return bool(self.calls or self.stack or self.is_stopped or self.progress)
 
     def collectives(self, group: str) -> dict[int, RecordedCall]:
         """Those of a group, by number."""
@@ -96,13 +106,24 @@ class RankEvidence:
     @cached_property
     def last(self) -> Mapping[str, int]:
         """By group, the number of the last collective that it entered."""
-        return {c.group: c.number for c in self.calls if not c.is_point_to_point}
+        found = {c.group: c.number for c in self.calls if not c.is_point_to_point}
+        for group, one in self.progress.items():
+            found[group] = max(one.entered, found.get(group, -1))
+        return found
+
+    @cached_property
+    def completed(self) -> Mapping[str, int]:
+        """By group, the number of the last collective that it completed."""
+        found = {c.group: c.number for c in self.calls if c.is_done and not c.is_point_to_point}
+        for group, one in self.progress.items():
+            found[group] = max(one.completed, found.get(group, -1))
+        return found
 
     @cached_property
     def pending(self) -> tuple[RecordedCall, ...]:
         """Calls entered and not done; a later one of the same group that is done ends them."""
         made = [call for call in self.calls if not call.is_done]
-        done = {c.group: c.number for c in self.calls if c.is_done and not c.is_point_to_point}
+        done = self.completed
         return tuple(c for c in made if c.is_point_to_point or c.number > done.get(c.group, -1))
 
 
@@ -113,6 +134,8 @@ class GroupOfRanks:
     name: str
     description: str
     ranks: tuple[int, ...]
+    is_whole: bool = True
+    """Whether a dump lists its ranks; else those whose calls are here."""
 
     @property
     def label(self) -> str:

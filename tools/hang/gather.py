@@ -14,8 +14,8 @@ import msgspec
 import psutil
 
 from tools.hang.dumps import UnreadableError, read_dump
-from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall, Stage
-from tools.hang.texts import is_stacks, read_stacks, watchdog_calls
+from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, Stage
+from tools.hang.texts import TimedOut, is_stacks, read_stacks, watchdog_calls
 from tools.records.run import HUNG, RUN_FILE, STOPPED_FILE, Status, read_run, read_status
 from tools.report.read.printed import printed_spec
 from tools.report.read.scrape import scrape_log
@@ -60,13 +60,17 @@ def gather(places: Sequence[Path]) -> Evidence:
                 _read(path, found)
             except (UnreadableError, OSError) as error:
                 found.refused.append(str(error))
-    watched: dict[int, list[tuple[RecordedCall, str]]] = {}
+    watched: dict[int, list[TimedOut]] = {}
     for log in found.logs:
         with log.open(errors="replace") as lines:
-            for rank, call, text in watchdog_calls(lines):
-                watched.setdefault(rank, []).append((call, text))
-    for rank, said in watched.items():
-        found.of(rank).calls = found.of(rank).calls or tuple(call for call, _ in said)
+            for said in watchdog_calls(lines):
+                watched.setdefault(said.rank, []).append(said)
+    for rank, all_said in watched.items():
+        one = found.of(rank)
+        if not one.calls:
+            one.calls = tuple(said.call for said in all_said)
+            counted = {said.call.group: said.progress for said in all_said if said.progress}
+            one.progress = {**counted, **one.progress}
     # What a refused file began says nothing.
     known = (one for one in found.ranks.values() if one.is_known or one.dumped_ns)
     ranks = {one.rank: one for one in sorted(known, key=lambda one: one.rank)}
@@ -82,7 +86,7 @@ def gather(places: Sequence[Path]) -> Evidence:
     for one in ranks.values():
         if one.is_stopped:
             one.calls = tuple(call for call in one.calls if call.created_ns <= before_ns)
-    words = tuple(said[0][1] for said in watched.values())
+    words = tuple(said[0].words for said in watched.values())
     groups = _groups(found.groups, ranks)
     stage, is_over = _stage(places, found.logs), any(map(_has_failed, places))
     return Evidence(ranks, groups, tuple(found.refused), words, stage, is_over)
@@ -149,7 +153,8 @@ def _groups(
             members.setdefault((call.group, call.description), set()).add(rank)
     for (name, description), seen in members.items():
         known = listed[name].ranks if name in listed else ()
-        listed[name] = GroupOfRanks(name, description, tuple(sorted({*seen, *known})))
+        ranks_of_it = tuple(sorted({*seen, *known}))
+        listed[name] = GroupOfRanks(name, description, ranks_of_it, is_whole=name in listed)
     return listed
 
 

@@ -87,7 +87,7 @@ def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None
                 other != rank and _common(numbers[other], before, own, at) >= length
                 for other, before in made
             ):
-                is_again = own[at] == own[at - 1]
+                is_again = own[at] == own[at - 1] and not _goes_on_without(own, at, usual)
                 meant = calls[at if is_again else usual]
                 is_alike = is_again or (own[usual] == own[at - 1] and own[at] in own[:at])
                 found.append(Departure(rank, calls[at], calls[usual], meant, calls[:at], is_alike))
@@ -224,6 +224,18 @@ def _departures(numbers: Sequence[int], start: int) -> Iterator[tuple[int, int, 
             if numbers[at] not in followers:
                 yield at, max(followers.values()), longest
         earlier.append(at)
+
+
+def _goes_on_without(own: Sequence[int], at: int, usual: int) -> bool:
+    """Whether what follows fits a call that was left out better than one that was made again."""
+    left_out = _common_after(own[at:], own[usual + 1 : at])
+    return left_out > 1 + _common_after(own[at + 1 :], own[usual:at])
+
+
+def _common_after(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many calls from the beginning on are alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _common(one: Sequence[int], at: int, other: Sequence[int], there: int) -> int:

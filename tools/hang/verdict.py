@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from tools.hang.evidence import Evidence, RankEvidence, RecordedCall
+from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
 from tools.hang.location import place_of_a_call, place_of_departure, place_of_rank
 from tools.hang.order import (
     Departure,
@@ -309,11 +309,21 @@ def _of_departure(waits: Waits, left: Departure, more: str) -> Verdict:
 
 def _without_roots(waits: Waits) -> Verdict:
     evidence = waits.evidence
-    if waits.incomplete:
-        group, call = min(waits.incomplete, key=lambda pair: pair[1].created_ns)
+    for group, call in waits.incomplete:
+        # Another call under that number; one that fits is recorded where the whole order is.
+        done = [
+            rank
+            for rank in _completed_by(evidence, group, call)
+            if call.number not in evidence.of(rank).collectives(group.name)
+        ]
+        if done:
+            return _of_unlike_ends(waits, group, call, done)
+    if whole := [pair for pair in waits.incomplete if pair[0].is_whole]:
+        group, call = min(whole, key=lambda pair: pair[1].created_ns)
+        done = _completed_by(evidence, group, call)
         text = (
-            f"All ranks of the {group.label} ({listed(group.ranks)}) entered {call}, and nobody "
-            "completed it."
+            f"All ranks of the {group.label} ({listed(group.ranks)}) entered {call}, and "
+            f"{f'only {ranks_of(done)}' if done else 'nobody'} completed it."
         )
         return _verdict(waits, group.ranks, (), Kind.NOT_COMPLETED, text, call)
     apart = [r for r, one in evidence.ranks.items() if one.stack and r not in waits.in_calls]
@@ -325,6 +335,25 @@ def _without_roots(waits: Waits) -> Verdict:
         return _verdict(waits, (), apart, Kind.NEVER_ENTERED, text)
     text = "Ranks wait in calls, and what is here does not say for whom."
     return _verdict(waits, apart, (), None, text)
+
+
+def _of_unlike_ends(
+    waits: Waits, group: GroupOfRanks, call: RecordedCall, done: Sequence[int]
+) -> Verdict:
+    evidence = waits.evidence
+    others = [rank for rank in group.ranks if rank not in done]
+    counts = ", ".join(f"rank {r} {evidence.of(r).last.get(group.name, 0)}" for r in group.ranks)
+    text = (
+        f"{ranks_of(done).capitalize()} completed {call} of the {group.label}, and {ranks_of(others)} "
+        f"entered it and did not: what they called does not fit, or a message was lost. Calls entered "
+        f"there: {counts}. Dumps with every call (TORCH_INCLUDE_ONLY_ACTIVE=0) say who left the order."
+    )
+    return _verdict(waits, group.ranks, (), None, text, call)
+
+
+def _completed_by(evidence: Evidence, group: GroupOfRanks, call: RecordedCall) -> list[int]:
+    ranks = group.ranks
+    return [r for r in ranks if evidence.of(r).completed.get(group.name, -1) >= call.number]
 
 
 def _of_exchange(waits: Waits) -> Verdict:

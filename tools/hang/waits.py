@@ -51,7 +51,7 @@ class Waits:
     in_calls: frozenset[int]
     """Ranks that are in a call which is not done, whether or not it is known for whom they wait."""
     incomplete: tuple[tuple[GroupOfRanks, RecordedCall], ...]
-    """Calls that every rank of the group entered and nobody finished."""
+    """Calls that every known rank of the group entered and not all finished."""
     exchanges: tuple[int, ...] = ()
     """Ranks that are in an exchange with another stage, which is in it, too."""
 

@@ -42,7 +42,7 @@ def runtime_flags(
 ) -> tuple[str, ...]:
     """Flags that the device needs; none for most models where NVIDIA's image has every library.
 
-    `FUSED=` leaves out those that would disable its patches; SHARE_GPU=1 adds gloo.
+    `FUSED=` leaves out those that would disable its patches.
     """
     flags: tuple[str, ...] = ()
     if device is DeviceKind.CPU:
@@ -58,11 +58,10 @@ def runtime_flags(
     # Only with the fusion has Megatron's core GELU's tanh approximation.
     tanh = (EXACT_GELU,) if TANH_GELU in model.flags else ()
     dropped = (*dropped_flags(options.fused), *tanh)
-    gloo = ("--distributed-backend", "gloo") if options.share_gpu else ()
     # Grouped GEMM is Transformer Engine's, and f4fa7d6b has it in bf16 only.
     on_te = device is DeviceKind.GPU and runtime.transformer_engine and model.dtype == "bf16"
     grouped = ("--moe-grouped-gemm",) if model.shape.experts and on_te else ()
-    return (*(flag for flag in flags if flag not in dropped), *gloo, *grouped)
+    return (*(flag for flag in flags if flag not in dropped), *grouped)
 
 
 def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str, ...]:
@@ -127,6 +126,8 @@ def environment_for(
         environment |= CPU_RANK
     if options.wandb:
         environment |= options.wandb.environment
+    if options.share_gpu:
+        environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     patch_file = options.patch_file
     asked = {
         variables.FUSED: ",".join(options.fused),

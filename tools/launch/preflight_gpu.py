@@ -12,6 +12,7 @@ import re
 import shutil
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,12 +25,15 @@ from tools.plan.constraints import divisors
 from tools.plan.memory import memory_of_rank
 from tools.records.run import MegatronEntry
 from tools.spec import variables
+from tools.spec.flag_table import release
 from tools.spec.hardware import find_device
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.strategy import Batch
 from tools.text.units import gib
 
 OLDEST_TORCH = (2, 9)
+FIRST_NCCL_TO_SHARE = (2, 30)
+"""Older ones refuse two ranks on a device (`NCCL_MULTI_RANK_GPU_ENABLE`)."""
 CUDA_FOLDER = Path("/usr/local/cuda")
 """Where torch looks for the toolkit last."""
 
@@ -151,14 +155,27 @@ def sharing_problems(launch: Launch) -> Iterator[str]:
     elif launch.nodes is not None:
         yield "SHARE_GPU=1 is for one machine; leave NNODES= and LAUNCHER= out."
     elif launch.runtime.container is not None:
-        yield "SHARE_GPU=1 stages transfers in the patches of the host runtime; set RUNTIME=host."
+        yield "SHARE_GPU=1 needs NCCL 2.30, and NVIDIA's image has an older one; set RUNTIME=host."
     elif len(visible_gpus()) != 1:
         yield (
             f"SHARE_GPU=1 needs one visible GPU, found {len(visible_gpus())}{_chosen()}; "
             "choose one with CUDA_VISIBLE_DEVICES=, or leave it out."
         )
+    elif (version := _nccl()) and release(version) < FIRST_NCCL_TO_SHARE:
+        yield f"SHARE_GPU=1 needs NCCL 2.30, found {version}; install a newer torch, or leave it out."
     if launch.spec.backend is not Backend.MEGATRON:
-        yield f"SHARE_GPU=1 patches Megatron's groups, and BACKEND={launch.spec.backend} has its own."
+        yield (
+            f"SHARE_GPU=1 is for Megatron's ranks, and BACKEND={launch.spec.backend} gives each a GPU of "
+            "its own."
+        )
+
+
+def _nccl() -> str | None:
+    """The version of the NCCL that pip installed with torch; None where it came otherwise."""
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return None
 
 
 def torch_problem() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -35,6 +36,9 @@ LEDGER_FOLDER = "ledger"
 STACKS_FOLDER = "stacks"
 """Where each rank was when a hang was noticed, `rank<N>.txt`, and its last calls, `rank<N>.pkl`."""
 CALLS_SUFFIX = ".pkl"
+STACKS_SIGNAL = signal.SIGRTMIN + 3
+"""Asks a rank for both. LLVM, by which Triton compiles, takes SIGUSR1 and SIGUSR2 for itself in every process
+(its `lib/Support/Unix/Signals.inc`)."""
 STOPPED_FILE = "stopped.txt"
 """In the same folder, the ranks that a signal had stopped; absent if none was."""
 CHECKPOINTS_FOLDER = "checkpoints"

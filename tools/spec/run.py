@@ -197,8 +197,7 @@ class RunSpec:
     @property
     def transport(self) -> Transport:
         """The library that moves the bytes."""
-        on_gloo = self.device is DeviceKind.CPU or self.shares_gpu
-        return Transport.GLOO if on_gloo else Transport.NCCL
+        return Transport.GLOO if self.device is DeviceKind.CPU else Transport.NCCL
 
     @property
     def flagged_parallelism(self) -> Parallelism:

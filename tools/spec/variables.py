@@ -47,6 +47,6 @@ CAPTURE_PARTS = "KIT_CAPTURE_PARTS"
 """Set, gradients are also written as what each micro batch, and the iteration before, gave of them."""
 
 STACKS = "KIT_STACKS"
-"""Folder that ranks write their Python stacks to, on SIGUSR1."""
+"""Folder that ranks write their Python stacks to, on `STACKS_SIGNAL`."""
 RUN_MARK = "KIT_RUN_MARK"
 """Tells the processes of one run from all others."""

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,20 @@ def stuck_here():
 stuck_here()
 """
 
+COMPILES = """
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+@triton.jit
+def kernel(x, n: tl.constexpr):
+    tl.store(x + tl.arange(0, n), 1.0)
+
+source = ASTSource(kernel, {"x": "*fp32", "n": "constexpr"}, {"n": 128})
+"""
+"""Needs no GPU."""
+
 
 def test_a_log_that_grows_is_no_hang_and_one_that_stalls_is(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
@@ -38,17 +53,30 @@ def test_a_log_that_grows_is_no_hang_and_one_that_stalls_is(tmp_path: Path) -> N
     assert watch.is_hanging(log)
 
 
+@contextmanager
+def started(program: Path | str, folder: Path) -> Iterator[psutil.Popen]:
+    own = {"KIT_STACKS": str(folder), "RANK": "3", "TRITON_CACHE_DIR": str(folder / "triton")}
+    command = (str(program),) if isinstance(program, Path) else ("-c", program)
+    process = psutil.Popen(
+        (sys.executable, *command),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **own},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            process.communicate()
+
+
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[psutil.Popen]:
-    environment = {**os.environ, "KIT_STACKS": str(tmp_path), "RANK": "3"}
-    process = psutil.Popen(
-        (sys.executable, "-c", RANK), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "ready\n"
-    yield process
-    if process.returncode is None:
-        process.kill()
-        process.communicate()
+    with started(RANK, tmp_path) as process:
+        yield process
 
 
 @pytest.mark.parametrize("was_stopped", [False, True])
@@ -66,6 +94,20 @@ def test_ranks_say_where_they_are_also_when_they_were_stopped(
     assert error.rank == (3 if was_stopped else None)
     assert "nothing was logged for 5 s" in str(error)
     assert ("Rank 3 was stopped" in str(error)) == was_stopped
+
+
+def test_a_rank_answers_also_after_triton_has_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(hang, "STACK_SECONDS", PATIENCE)
+    begun, waits = RANK.split("def stuck_here")
+    compiled = "triton.compile(source, GPUTarget('cuda', 90, 32))\n"
+    program = tmp_path / "rank.py"
+    program.write_text(f"{COMPILES}{begun}{compiled}def stuck_here{waits}")
+    with started(program, tmp_path) as process:
+        collect_stacks({3: process}, tmp_path)
+    assert "stuck_here" in (tmp_path / "rank3.txt").read_text()
 
 
 def test_a_process_that_would_die_of_the_question_is_not_asked(tmp_path: Path) -> None:

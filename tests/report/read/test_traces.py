@@ -49,6 +49,30 @@ def test_each_group_gets_the_time_of_its_kernels_and_the_rest_is_gaps() -> None:
     }
 
 
+def test_two_iterations_of_a_real_gpu_are_split_whole() -> None:
+    """gpt2-tiny on one H200 (torch 2.11), where the host is so late that the device mostly waits."""
+    events = read_trace_events(Path(__file__).parent / "h200_gpt2_tiny.json.gz")
+    found = milliseconds_by_group(events)
+    assert {group: round(ms, 3) for group, ms in found.items()} == {
+        "attention": 0.11,
+        "GEMM": 0.502,
+        "cross entropy": 0.204,
+        "layer norm": 0.075,
+        "GELU and bias": 0.07,
+        "embedding": 0.025,
+        "gradient handling": 0.189,
+        "optimizer": 0.14,
+        "copies": 0.228,
+        "other": 0.125,
+        GAPS: 114.608,
+    }
+    steps = [e.dur for e in events if e.name.startswith("ProfilerStep#") and e.tid == e.pid]
+    on_device = [e.dur for e in events if e.cat in ("kernel", "gpu_memcpy", "gpu_memset")]
+    busy = sum(found.values()) - found[GAPS]
+    assert busy == pytest.approx(sum(on_device) / 2000, rel=0.001)
+    assert sum(found.values()) == pytest.approx(sum(steps) / 2000, rel=0.001)
+
+
 def test_elementwise_kernels_are_identified_by_the_operators_around_their_launch() -> None:
     kernel = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>"
     events = [

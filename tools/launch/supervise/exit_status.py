@@ -10,13 +10,14 @@ from pathlib import Path
 
 from tools.cluster.checks.host import free_files
 from tools.launch.background import BackgroundThread
-from tools.launch.supervise.hang import EndedRunError, drop_empty, unfit_call
+from tools.launch.supervise.hang import EndedRunError, awaited, drop_empty, unfit_call
 from tools.launch.supervise.ranks import RankProcesses
 from tools.ledger.collect import collect
 from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.report.read.diagnosis import after_last, diagnose, first_error
+from tools.report.read.failures import NCCL_TIMEOUT
 from tools.report.read.scrape import scrape_log
 from tools.spec.files import from_root
 
@@ -98,10 +99,14 @@ def classify_exit(
         return replace(status, status=Status.CRASHED, reason=reason, rank=None)
     if status.status in (Status.OK, Status.INTERRUPTED):
         return status
-    found = unfit_call(folder / records.STACKS_FOLDER, status.rank) if exit_code else None
+    timed_out = NCCL_TIMEOUT in status.reason
+    found = awaited(folder) if timed_out else None
+    if exit_code and not timed_out:
+        found = unfit_call(folder / records.STACKS_FOLDER, status.rank)
     if found:
         rank = found.culprits[0] if found.culprits else None
-        return replace(status, reason=f"{found.sentence} {status.reason}", rank=rank)
+        hung = records.HUNG if timed_out else ""
+        return replace(status, reason=f"{hung}{found.sentence} {status.reason}", rank=rank)
     # What was full for a moment is blamed only for a log that could not say what happened.
     lacks = find_lack(folder)
     if not lacks and lacked and first_error(scrape_log(folder / records.LOG_FILE)) is None:

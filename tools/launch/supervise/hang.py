@@ -18,8 +18,16 @@ import psutil
 from tools.hang.dumps import UnreadableError
 from tools.hang.gather import gather
 from tools.hang.order import find_mismatch
-from tools.hang.verdict import Kind, Verdict, judge
-from tools.records.run import CALLS_SUFFIX, HUNG, STOPPED_FILE, Status
+from tools.hang.verdict import Kind, Outcome, Verdict, judge
+from tools.records.run import (
+    CALLS_SUFFIX,
+    HUNG,
+    LOG_FILE,
+    STACKS_FOLDER,
+    STACKS_SIGNAL,
+    STOPPED_FILE,
+    Status,
+)
 from tools.spec.errors import LaunchError
 
 STACK_SECONDS = 6.0
@@ -87,6 +95,15 @@ def unfit_call(stacks: Path, named: int | None) -> Verdict | None:
     return None
 
 
+def awaited(folder: Path) -> Verdict | None:
+    """Of a run that NCCL's watchdog ended: for whom its ranks waited, if what they left shows it."""
+    with suppress(UnreadableError, FileNotFoundError):
+        found = judge(gather([folder / STACKS_FOLDER, folder / LOG_FILE]))
+        if found.verdict is Outcome.HANG:
+            return found
+    return None
+
+
 def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[int]:
     """Ask every rank of this machine for its stacks and wait until they are there.
 
@@ -117,7 +134,7 @@ def _is_asked(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         if _answers(process):
             # To the main thread: a stopped one answers before it goes on from where it is.
-            _C_LIBRARY.tgkill(process.pid, process.pid, signal.SIGUSR1)
+            _C_LIBRARY.tgkill(process.pid, process.pid, STACKS_SIGNAL)
             process.send_signal(signal.SIGCONT)
             return True
     return False
@@ -160,10 +177,10 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 
 def _answers(process: psutil.Process) -> bool:
-    """Whether it handles SIGUSR1; one that does not, or not yet, would die of it."""
+    """Whether it handles the signal; one that does not, or not yet, would die of it."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):  # It has just died.
         return False
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    return caught is not None and bool(int(caught[1], 16) >> (STACKS_SIGNAL - 1) & 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tools.records.run import Status, StatusRecord
-from tools.report.read.failures import SCHEDULER, signal_name
+from tools.report.read.failures import NCCL_TIMEOUT, SCHEDULER, signal_name
 from tools.report.read.scrape import scrape_log
 from tools.report.read.scraped import LoggedError, ScrapedLog
 
@@ -125,7 +125,7 @@ def _classify_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) 
         return StatusRecord(Status.OUT_OF_MEMORY, exit_code, _allocation(error, rank), rank)
     status = Status.NAN if _NAN.search(text) else Status.CRASHED
     place = f"rank {rank}: " if rank is not None else ""
-    accused = None if _GLOO in text else rank
+    accused = None if _GLOO in text or error.kind == NCCL_TIMEOUT else rank
     return StatusRecord(status, exit_code, f"{place}{text}{after_last(log)}", accused)
 
 

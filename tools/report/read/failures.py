@@ -10,6 +10,7 @@ from tools.report.read.scraped import ErrorTrace, LoggedError
 FAILURES = re.compile(
     "rror|Patch '|Segmentation|terminate|memory|Traceback|Unexpected result|Failures:|Root Cause"
     "|ignal|SIG|Exception ignored|srun|slurm|CANCELLED|OUT_OF_ME|Terminated|Killed"
+    "|atchdog|exiting via 9"
 )
 """What every line holds that begins to tell of a failure."""
 
@@ -37,7 +38,7 @@ _UNEXPECTED_RESULT = re.compile(
 """Megatron's `rerun_state_machine`, which then ends with exit code 16 or 17 and no traceback."""
 
 _FAILED_RANK = re.compile(r"rank\s{1,12}: (\d{1,6}) \(local_rank")
-_FAILED_EXIT = re.compile(r"exitcode\s{1,12}: (-?\d{1,4})")
+_FAILED_EXIT = re.compile(r"exitcode\s{1,12}: (-?\d{1,4})(?: \(pid: (\d{1,9})\))?")
 _SIGNAL = re.compile(
     r"got signal: (\d{1,3})|exiting program after receiving (SIG[A-Z]{2,8})"
     r"|[Rr]eceived (?:Signals\.)?(?:(SIG[A-Z]{2,8})|(\d{1,2})) death signal"
@@ -68,6 +69,14 @@ _SECONDARY = re.compile(
     r"|NCCL error|heartbeat monitor",
     re.IGNORECASE,
 )
+_NCCL_TIMEOUT = re.compile(
+    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,12}), OpType=(\w{1,40}),"
+    r".{0,200}?ran for (\d{1,12}) milliseconds"
+)
+NCCL_TIMEOUT = "NCCL timeout"
+"""Kind of an error that NCCL's watchdog reports. The device then goes on with what was not received,
+until the watchdog ends the process: a NaN in between is no news."""
+_ENDED_BY_TORCHRUN = re.compile(r"Unable to shutdown process (\d{1,9}) via 15, forcefully exiting via 9")
 _LAUNCHER_KINDS = ("ChildFailedError", "SignalException", "RendezvousClosedError")
 _EPILOGUE = ("Failures:", "Root Cause (first observed failure):")
 _HOST_MEMORY = (
@@ -92,6 +101,8 @@ class ErrorCollector:
         self._ignored = False
         self._listed_rank: int | None = None
         self._failures: list[tuple[int | None, int]] = []
+        self._ended_by_torchrun: set[str] = set()
+        self._timed_out: set[int | None] = set()
         self._interrupted_by: str | None = None
         self._killed_by_shell = False
         self._task_failed = False
@@ -114,11 +125,16 @@ class ErrorCollector:
             self._feed_untraced(line)
         elif "Unexpected result" in line and (found := _UNEXPECTED_RESULT.search(line)):
             self._add(found[1], f"{found[4]}, at iteration {found[3]}", int(found[2]), False)
+        if "atchdog" in line and (found := _NCCL_TIMEOUT.search(line)):
+            self._add_timeout(_split_prefix(line)[0], found)
+        if "exiting via 9" in line and (found := _ENDED_BY_TORCHRUN.search(line)):
+            self._ended_by_torchrun.add(found[1])
         if self._in_epilogue:
             if rank_of := _FAILED_RANK.search(line):
                 self._listed_rank = int(rank_of[1])
             elif (code := _FAILED_EXIT.search(line)) and len(self._failures) < _MAX_ERRORS:
-                self._failures.append((self._listed_rank, int(code[1])))
+                if code[2] not in self._ended_by_torchrun:
+                    self._failures.append((self._listed_rank, int(code[1])))
         elif line.strip() in _EPILOGUE:
             self._in_epilogue = True
         signalled = "ignal" in line or "SIG" in line or "Terminated" in line
@@ -198,8 +214,18 @@ class ErrorCollector:
         if self._interrupted_by is None and all(error.secondary for error in self._errors):
             self._interrupted_by = by
 
+    def _add_timeout(self, rank: int | None, found: re.Match[str]) -> None:
+        if rank not in self._timed_out:
+            seconds = int(found[3]) / 1000
+            message = f"it waited {seconds:.0f} s in {found[2]} no. {found[1]}"
+            self._add(NCCL_TIMEOUT, message, rank, any(not e.secondary for e in self._errors))
+            self._timed_out.add(rank)
+
     def _add(self, kind: str, message: str, rank: int | None, secondary: bool = False) -> None:
-        secondary = secondary or self._ignored or bool(_SECONDARY.search(message[:_MAX_MESSAGE]))
+        follows = self._ignored or (
+            bool(self._timed_out) and kind not in (NCCL_TIMEOUT, SCHEDULER)
+        )
+        secondary = secondary or follows or bool(_SECONDARY.search(message[:_MAX_MESSAGE]))
         self._ignored = False
         if len(self._errors) < _MAX_ERRORS:
             self._errors.append(LoggedError(kind, message[:_MAX_MESSAGE], rank, secondary))

@@ -1,0 +1,81 @@
+"""What real NCCL left of hangs: two and four ranks of gpt2-tiny on one H200 (torch 2.11, NCCL 2.30.7), whose
+dumps, stacks and logs `nccl.tar.xz` holds, without torch's own frames."""
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tools.hang.gather import gather
+from tools.hang.verdict import Kind, Verdict, judge
+from tools.launch.supervise.exit_status import classify_exit
+from tools.records.run import LOG_FILE, Status
+from tools.report.read.diagnosis import diagnose
+
+RECORDED = Path(__file__).parent / "nccl.tar.xz"
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nccl")
+    with tarfile.open(RECORDED) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def verdict(*places: Path) -> Verdict:
+    return judge(gather(places))
+
+
+@pytest.mark.parametrize(
+    ("case", "culprit", "kind", "module"),
+    [
+        # A rank of tp2 leaves out a reduction of its MLP.
+        ("skip", 1, Kind.OTHER_COLLECTIVE, "mlp"),
+        # The first stage of pp2 stops in a batch of messages, after the first of them.
+        ("sleep", 0, Kind.NEVER_ENTERED, "pipeline exchange"),
+        ("loop", 1, Kind.NEVER_ENTERED, "gradient buffer"),
+        # The same until NCCL's watchdog ends them: tp2dp2, and tp2 in backward.
+        ("skip-watchdog", 2, Kind.OTHER_COLLECTIVE, "mlp"),
+        ("sleep-watchdog", 1, Kind.NEVER_ENTERED, "mlp"),
+    ],
+)
+def test_the_rank_that_hung_is_named(
+    cases: Path, case: str, culprit: int, kind: Kind, module: str
+) -> None:
+    found = verdict(cases / case)
+    assert (found.culprits, found.suspects, found.kind) == ((culprit,), (), kind)
+    assert found.module == module
+
+
+def test_dumps_without_what_is_done_still_say_how_far_each_rank_came(cases: Path) -> None:
+    slept, skipped = (verdict(cases / f"{kind}-active-only") for kind in ("sleep", "skip"))
+    assert slept.culprits == (1,)
+    assert "left nothing" not in slept.sentence
+    assert (skipped.culprits, skipped.suspects, skipped.kind) == ((), (2, 3), None)
+    assert "Rank 2 completed all_reduce no. 113" in skipped.sentence
+    assert "rank 2 115, rank 3 116" in skipped.sentence
+
+
+def test_of_a_log_alone_no_group_is_taken_for_whole(cases: Path) -> None:
+    slept = verdict(cases / "sleep-active-only" / LOG_FILE)
+    assert (slept.culprits, slept.kind) == ((), None)
+    assert verdict(cases / "skip-active-only" / LOG_FILE).suspects == (2, 3)
+
+
+@pytest.mark.parametrize("case", ["skip-active-only", "sleep-active-only"])
+def test_what_the_watchdog_brought_about_is_not_taken_for_the_cause(cases: Path, case: str) -> None:
+    """After a timeout the loss was NaN, and torchrun killed a rank that did not end."""
+    found = diagnose(cases / case / LOG_FILE, 1, interrupted=False)
+    assert (found.status, found.rank) == (Status.CRASHED, None)
+    assert "NCCL timeout: it waited 60 s in ALLREDUCE no. " in found.reason
+
+
+def test_a_run_that_the_watchdog_ended_says_who_hung(cases: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(cases / "skip-watchdog", folder)
+    found = classify_exit(folder, 1, interrupted=False)
+    assert (found.status, found.rank) == (Status.CRASHED, 2)
+    assert found.reason.startswith("Hang: Rank 2 (dp 1, tp 0) left the order of calls.")
+    assert found.reason.endswith("it waited 60 s in ALLREDUCE no. 113 after iteration 2")
