@@ -62,7 +62,7 @@ def dump_stacks_on_request() -> None:
 
 
 def _recorder(dumps: Path) -> dict[str, str]:
-    """torch's variables for its flight recorder, and for NCCL's watchdog, which dumps it on a timeout."""
+    """torch's variables for its flight recorder and for NCCL's watchdog, which dumps it."""
     release = tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
     is_new = release >= _FIRST_NAMED_FR
     found = {f"TORCH_{'FR_BUFFER' if is_new else 'NCCL_TRACE_BUFFER'}_SIZE": RECORDED_CALLS}

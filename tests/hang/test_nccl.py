@@ -1,5 +1,7 @@
-"""What real NCCL left of hangs: two and four ranks of gpt2-tiny on one H200 (torch 2.11, NCCL 2.30.7), whose
-dumps, stacks and logs `nccl.tar.xz` holds, without torch's own frames."""
+"""What real NCCL left of hangs: two and four ranks of gpt2-tiny on one H200 (torch 2.11, NCCL 2.30.7).
+
+`nccl.tar.xz` holds dumps, stacks and logs, without torch's own frames.
+"""
 
 import shutil
 import tarfile

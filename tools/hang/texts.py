@@ -22,8 +22,8 @@ _TIMEOUT = re.compile(
 
 
 _DETECTED = re.compile(
-    r"\[rank(?P<rank>\d+)\]:.*?\[PG ID \d+ PG GUID (?P<guid>[^\s(]*)\((?P<description>[^)]*)\) Rank \d+\]"
-    r"\s+failure detected by watchdog at work sequence id: (?P<number>\d+) PG status: "
+    r"\[rank(?P<rank>\d+)\]:.*?\[PG ID \d+ PG GUID (?P<guid>[^\s(]*)\((?P<description>[^)]*)\) "
+    r"Rank \d+\]\s+failure detected by watchdog at work sequence id: (?P<number>\d+) PG status: "
     r"last enqueued work: (?P<entered>\d+), last completed work: (?P<completed>\d+)"
 )
 """The line after a timeout; in torch 2.11 it alone has the group."""

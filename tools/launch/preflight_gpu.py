@@ -165,8 +165,8 @@ def sharing_problems(launch: Launch) -> Iterator[str]:
         yield f"SHARE_GPU=1 needs NCCL 2.30, found {version}; install a newer torch, or leave it out."
     if launch.spec.backend is not Backend.MEGATRON:
         yield (
-            f"SHARE_GPU=1 is for Megatron's ranks, and BACKEND={launch.spec.backend} gives each a GPU of "
-            "its own."
+            f"SHARE_GPU=1 is for Megatron's ranks, and BACKEND={launch.spec.backend} gives each its own "
+            "GPU."
         )
 
 

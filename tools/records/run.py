@@ -37,7 +37,7 @@ STACKS_FOLDER = "stacks"
 """Where each rank was when a hang was noticed, `rank<N>.txt`, and its last calls, `rank<N>.pkl`."""
 CALLS_SUFFIX = ".pkl"
 STACKS_SIGNAL = signal.SIGRTMIN + 3
-"""Asks a rank for both. LLVM, by which Triton compiles, takes SIGUSR1 and SIGUSR2 for itself in every process
+"""Asks a rank for both. LLVM, by which Triton compiles, takes SIGUSR1 and SIGUSR2 for itself
 (its `lib/Support/Unix/Signals.inc`)."""
 STOPPED_FILE = "stopped.txt"
 """In the same folder, the ranks that a signal had stopped; absent if none was."""

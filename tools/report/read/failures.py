@@ -10,7 +10,7 @@ from tools.report.read.scraped import ErrorTrace, LoggedError
 FAILURES = re.compile(
     "rror|Patch '|Segmentation|terminate|memory|Traceback|Unexpected result|Failures:|Root Cause"
     "|ignal|SIG|Exception ignored|srun|slurm|CANCELLED|OUT_OF_ME|Terminated|Killed"
-    "|atchdog|exiting via 9"
+    "|Watchdog caught|exiting via 9"
 )
 """What every line holds that begins to tell of a failure."""
 
@@ -76,7 +76,9 @@ _NCCL_TIMEOUT = re.compile(
 NCCL_TIMEOUT = "NCCL timeout"
 """Kind of an error that NCCL's watchdog reports. The device then goes on with what was not received,
 until the watchdog ends the process: a NaN in between is no news."""
-_ENDED_BY_TORCHRUN = re.compile(r"Unable to shutdown process (\d{1,9}) via 15, forcefully exiting via 9")
+_ENDED_BY_TORCHRUN = re.compile(
+    r"Unable to shutdown process (\d{1,9}) via 15, forcefully exiting via 9"
+)
 _LAUNCHER_KINDS = ("ChildFailedError", "SignalException", "RendezvousClosedError")
 _EPILOGUE = ("Failures:", "Root Cause (first observed failure):")
 _HOST_MEMORY = (
@@ -125,18 +127,9 @@ class ErrorCollector:
             self._feed_untraced(line)
         elif "Unexpected result" in line and (found := _UNEXPECTED_RESULT.search(line)):
             self._add(found[1], f"{found[4]}, at iteration {found[3]}", int(found[2]), False)
-        if "atchdog" in line and (found := _NCCL_TIMEOUT.search(line)):
-            self._add_timeout(_split_prefix(line)[0], found)
-        if "exiting via 9" in line and (found := _ENDED_BY_TORCHRUN.search(line)):
-            self._ended_by_torchrun.add(found[1])
-        if self._in_epilogue:
-            if rank_of := _FAILED_RANK.search(line):
-                self._listed_rank = int(rank_of[1])
-            elif (code := _FAILED_EXIT.search(line)) and len(self._failures) < _MAX_ERRORS:
-                if code[2] not in self._ended_by_torchrun:
-                    self._failures.append((self._listed_rank, int(code[1])))
-        elif line.strip() in _EPILOGUE:
-            self._in_epilogue = True
+        if "Watchdog caught" in line:
+            self._feed_timeout(line)
+        self._feed_torchrun(line)
         signalled = "ignal" in line or "SIG" in line or "Terminated" in line
         if signalled and (found := _SIGNAL.search(line)):
             number = found[1] or found[4]
@@ -214,17 +207,31 @@ class ErrorCollector:
         if self._interrupted_by is None and all(error.secondary for error in self._errors):
             self._interrupted_by = by
 
-    def _add_timeout(self, rank: int | None, found: re.Match[str]) -> None:
-        if rank not in self._timed_out:
-            seconds = int(found[3]) / 1000
-            message = f"it waited {seconds:.0f} s in {found[2]} no. {found[1]}"
-            self._add(NCCL_TIMEOUT, message, rank, any(not e.secondary for e in self._errors))
+    def _feed_timeout(self, line: str) -> None:
+        rank, text = _split_prefix(line)
+        if rank not in self._timed_out and (found := _NCCL_TIMEOUT.search(text)):
+            message = f"it waited {int(found[3]) / 1000:.0f} s in {found[2]} no. {found[1]}"
+            causes = (error.kind for error in self._errors if not error.secondary)
+            self._add(NCCL_TIMEOUT, message, rank, any(kind != NCCL_TIMEOUT for kind in causes))
             self._timed_out.add(rank)
 
+    def _feed_torchrun(self, line: str) -> None:
+        if self._in_epilogue:
+            if rank_of := _FAILED_RANK.search(line):
+                self._listed_rank = int(rank_of[1])
+            elif (
+                (code := _FAILED_EXIT.search(line))
+                and code[2] not in self._ended_by_torchrun
+                and len(self._failures) < _MAX_ERRORS
+            ):
+                self._failures.append((self._listed_rank, int(code[1])))
+        elif line.strip() in _EPILOGUE:
+            self._in_epilogue = True
+        elif "exiting via 9" in line and (found := _ENDED_BY_TORCHRUN.search(line)):
+            self._ended_by_torchrun.add(found[1])
+
     def _add(self, kind: str, message: str, rank: int | None, secondary: bool = False) -> None:
-        follows = self._ignored or (
-            bool(self._timed_out) and kind not in (NCCL_TIMEOUT, SCHEDULER)
-        )
+        follows = self._ignored or (bool(self._timed_out) and kind not in (NCCL_TIMEOUT, SCHEDULER))
         secondary = secondary or follows or bool(_SECONDARY.search(message[:_MAX_MESSAGE]))
         self._ignored = False
         if len(self._errors) < _MAX_ERRORS:
