@@ -22,7 +22,7 @@ _UNITS = {"µs": 1e-6}
 
 
 ADDED_LAST = ("MLPerf, dense", "Zero Bubble, 8-32 A100")
-"""Kinds that were unknown when it was chosen what is near: their shares are a test of new sources."""
+"""Kinds that were unknown when it was chosen what is near, but for that brief iterations are apart."""
 
 
 def cells(line: str) -> list[str]:

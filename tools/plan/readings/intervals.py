@@ -35,7 +35,8 @@ _OTHER_DEVICE, _DOUBLED = 2.0, 0.5
 place has 1. These, the ratio above and the number of the nearest were chosen by what intervals cover:
 of 36 choices near them the best, where 72 to 88 and 90 to 98% of each kind were wanted."""
 _FAR = _LESS**6
-"""Distance of another generation: no interval is made of what is as far."""
+"""Distance of busy devices from waiting ones, and less than that of another generation: no interval is
+made of what is as far."""
 _STRETCHED = 2.0
 """Of normal errors 95% are within 1.5 times the interval of 80%."""
 _ENOUGH = 20
@@ -43,6 +44,8 @@ _ENOUGH = 20
 _COLUMNS = ("kind", "device", "parameters_log2", "devices_log2", "source", "errors")
 _BUSY = 0.15
 """Share of the dense 16-bit peak; functional tests and toy models reach less, and miss by more."""
+_BRIEF_SECONDS = 1.0
+"""Of an iteration. In less of it, what no formula knows weighs more; 1.25 covers the same."""
 
 Interval = tuple[float, float]
 """Least and largest logarithm of predicted over published seconds, or bytes."""
@@ -211,12 +214,14 @@ def _place(spec: RunSpec, cluster: Cluster, seconds: float | None) -> Place:
     peak = device.peak_flops("bf16") or device.peak_flops("fp16")
     flops = model_flops(shape, spec.batch.global_batch_size)
     is_busy = peak and seconds is not None and mfu(flops, seconds, cluster.devices, peak) >= _BUSY
+    is_brief = seconds is not None and seconds < _BRIEF_SECONDS
     return Place(
         (
             "time" if seconds else "memory",
             "sharded" if layers == "dense" and spec.parallelism.sharding.shards_weights else layers,
             device.generation,
             "busy" if is_busy else "waiting",
+            "brief" if is_brief else "",
             "8 bits" if spec.fp8_recipe else "16 bits",
             "deterministic" if execution.deterministic else "",
             "fused attention" if spec.fused_attention else "",
