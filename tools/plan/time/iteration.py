@@ -111,7 +111,8 @@ ASSUMPTIONS = (
 
 _BACKWARD_SHARE = 2 / 3
 _BUCKET_ELEMENTS = 40_000_000
-"""Megatron's `--ddp-bucket-size` by default, or a million a data-parallel rank if that is more."""
+"""Megatron's `--ddp-bucket-size` by default, or a million a rank that gradients are reduced over if that is
+more (`resolve_ddp_bucket_size` in 0.19's `training.py`)."""
 _COLLECTIVE_KERNEL_SECONDS = 5e-6
 """Start and end of a collective's kernel, and of the event that others wait for (an estimate)."""
 _UNFUSED_PASSES = 5
@@ -398,7 +399,8 @@ def synchronisation_seconds(
 @lru_cache(maxsize=65536)
 def _slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float, float, float]:
     """Of a rank's gradients the share in the bucket that is ready last, and what follows backward."""
-    bucket = max(_BUCKET_ELEMENTS, 1_000_000 * spec.parallelism.data)
+    ranks = spec.parallelism.data * spec.parallelism.context
+    bucket = max(_BUCKET_ELEMENTS, 1_000_000 * ranks)
     share = min(1.0, bucket / max(1, rank_parameters(spec).total))
     ends = ranks_apart(spec)
     return share, *max((_after_backward(spec, cluster, rank) for rank in ends), key=sum)
