@@ -294,8 +294,9 @@ def test_every_reading_of_the_file_is_predicted_or_refused_with_a_reason(
 
 def test_a_third_is_kept_from_every_fit_whole_layouts_at_a_time_and_what_was_added_later() -> None:
     readings, _ = read_readings()
-    added = [reading for reading in readings if reading.notes.endswith("added 2026-11-23")]
-    before = [reading for reading in readings if reading not in added]
+    added, before = [], []
+    for reading in readings:
+        (added if reading.notes.endswith("added 2026-11-23") else before).append(reading)
     kept = [reading for reading in before if reading.kept_back]
     assert len(kept) / len(before) == pytest.approx(1 / 3, abs=0.03)
     assert all(replace(item, value=1.0, where="", notes="").kept_back for item in kept[:50])
