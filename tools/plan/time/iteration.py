@@ -111,8 +111,8 @@ ASSUMPTIONS = (
 
 _BACKWARD_SHARE = 2 / 3
 _BUCKET_ELEMENTS = 40_000_000
-"""Megatron's `--ddp-bucket-size` by default, or a million a rank that gradients are reduced over if that is
-more (`resolve_ddp_bucket_size` in 0.19's `training.py`)."""
+"""Megatron's `--ddp-bucket-size` by default, or a million a rank that gradients are reduced over if that
+is more (`resolve_ddp_bucket_size` in 0.19's `training.py`)."""
 _COLLECTIVE_KERNEL_SECONDS = 5e-6
 """Start and end of a collective's kernel, and of the event that others wait for (an estimate)."""
 _UNFUSED_PASSES = 5
