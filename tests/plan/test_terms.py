@@ -7,12 +7,13 @@ import pytest
 from tests.plan.readings.fit import BOUNDS, FITTED, start_of
 from tools.plan.collectives.call import CollectiveCall
 from tools.plan.readings.published import usual_cluster
+from tools.plan.tensors import rank_parameters
 from tools.plan.time.cluster import Cluster, route
 from tools.plan.time.compute import layer_seconds, product_seconds
 from tools.plan.time.constants import constants_of
 from tools.plan.time.execution import Execution
 from tools.plan.time.host import launch_seconds
-from tools.plan.time.iteration import IterationSeconds, iteration_seconds
+from tools.plan.time.iteration import IterationSeconds, _slowest_update, iteration_seconds
 from tools.plan.time.rates import rates
 from tools.plan.time.traffic import layer_bytes, softmax_is_fused
 from tools.records.measurements import Operation, Phase
@@ -95,6 +96,15 @@ def test_overlapped_gradients_and_weights_leave_one_bucket_and_their_contention(
     after = seconds(split, on(64))
     beside = seconds(split, on(64, overlap_gradients=True, overlap_parameters=True))
     assert 0 < beside.gradient_sync < 0.7 * after.gradient_sync
+
+
+def test_a_bucket_grows_with_all_ranks_that_reduce_it() -> None:
+    splits = [
+        Parallelism(data=d, context=c, sharding=Sharding.ZERO1) for d, c in ((256, 1), (32, 8))
+    ]
+    specs = [RunSpec(SHAPE, split, Batch(1, split.data), dropout=0.0) for split in splits]
+    shares = {_slowest_update(spec, on(256))[0] for spec in specs}
+    assert shares == {256_000_000 / rank_parameters(specs[0]).total}
 
 
 def test_user_buffers_hide_tensor_parallel_calls() -> None:
