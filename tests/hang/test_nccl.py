@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.hang.gather import gather
+from tools.hang.texts import watchdog_calls
 from tools.hang.verdict import Kind, Verdict, judge
 from tools.launch.supervise.exit_status import classify_exit
 from tools.records.run import LOG_FILE, Status
@@ -66,6 +67,40 @@ def test_of_a_log_alone_no_group_is_taken_for_whole(cases: Path) -> None:
     assert verdict(cases / "skip-active-only" / LOG_FILE).suspects == (2, 3)
 
 
+CAUGHT = (
+    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=610, OpType=ALLREDUCE, NumelIn=4, "
+    "NumelOut=4, Timeout(ms)=600000) ran for 600018 milliseconds before timing out."
+)
+LATER = {
+    "": None,
+    "[PG ID 2 PG GUID 9(TP) Rank 3] Exception (either an error or timeout) detected by watchdog at "
+    "work: 610, last enqueued NCCL work: 612, last completed NCCL work: 609.": (
+        "9",
+        "TP",
+        (612, 609),
+    ),
+    "[PG ID 1 PG GUID 5 Rank 3]  failure detected by watchdog at work sequence id: 610 PG status: last "
+    "enqueued work: 611, last completed work: 609": ("5", "", (611, 609)),
+}
+
+
+@pytest.mark.parametrize("later", LATER)
+def test_the_group_of_a_timeout_is_what_a_later_line_says_or_is_not_known(later: str) -> None:
+    """torch 2.4 and 2.7 to 2.11; ranks are counted within the group."""
+    lines = [f"[rank7]:[E ProcessGroupNCCL.cpp:607] [Rank 3] {CAUGHT}", f"[rank7]:[E] {later}"]
+    (found,) = watchdog_calls(lines)
+    known = (found.call.group, found.call.description, found.progress)
+    assert (found.rank, found.call.number) == (7, 610)
+    assert known == (LATER[later] or ("unknown to rank 7", "", None))
+
+
+def test_a_timeouts_line_that_counts_within_a_group_accuses_no_rank() -> None:
+    assert list(watchdog_calls([f"[E ProcessGroupNCCL.cpp:475] [Rank 3] {CAUGHT}"])) == []
+    assert list(watchdog_calls([f"[E] [PG ID 2 PG GUID 9 Rank 3] {CAUGHT}"])) == []
+    (of_all,) = watchdog_calls([f"[E] [PG ID 0 PG GUID 0(default_pg) Rank 3] {CAUGHT}"])
+    assert of_all.rank == 3
+
+
 @pytest.mark.parametrize("case", ["skip-active-only", "sleep-active-only"])
 def test_what_the_watchdog_brought_about_is_not_taken_for_the_cause(cases: Path, case: str) -> None:
     """After a timeout the loss was NaN, and torchrun killed a rank that did not end."""
@@ -81,3 +116,31 @@ def test_a_run_that_the_watchdog_ended_says_who_hung(cases: Path, tmp_path: Path
     assert (found.status, found.rank) == (Status.CRASHED, 2)
     assert found.reason.startswith("Hang: Rank 2 (dp 1, tp 0) left the order of calls.")
     assert found.reason.endswith("it waited 60 s in ALLREDUCE no. 113 after iteration 2")
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        # torch up to 1.12 numbers no calls; what terminated the process is in the line after.
+        (
+            ("terminate called after throwing an instance of 'c10::DistBackendError'",),
+            "NCCL timeout",
+        ),
+        (
+            (
+                "[rank3]:[E] [PG ID 0 Rank 3] Process group watchdog thread terminated with exception: "
+                "CUDA error: an illegal memory access was encountered",
+            ),
+            "rank 3: fatal: CUDA error: an illegal memory access was encountered",
+        ),
+    ],
+)
+def test_what_came_before_a_timeout_is_its_cause(
+    tmp_path: Path, before: tuple[str, ...], reason: str
+) -> None:
+    log = tmp_path / LOG_FILE
+    what = f"  what():  [Rank 1] {CAUGHT.replace('SeqNum=610, ', '')}"
+    log.write_text("\n".join((*before, what, "")))
+    found = diagnose(log, 1, interrupted=False)
+    assert found.status is Status.CRASHED
+    assert reason in found.reason

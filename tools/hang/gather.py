@@ -78,7 +78,8 @@ def gather(places: Sequence[Path]) -> Evidence:
         where = " ".join(map(str, places))
         why = f" {found.refused[0]}" if found.refused else ""
         raise UnreadableError(
-            f"DUMPS={where} has no flight recorder dump, no stack and no watchdog's line of a rank.{why}"
+            f"DUMPS={where} has no flight recorder dump, no stack and no line of NCCL's watchdog that "
+            f"says of which rank it is.{why}"
         )
     # A stopped rank went on for its dump, after the others' dumps.
     running = [one.dumped_ns for one in ranks.values() if not one.is_stopped]

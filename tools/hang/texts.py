@@ -13,18 +13,20 @@ from tools.hang.evidence import Frame, Progress, RecordedCall
 _FAULTHANDLER = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _PY_SPY = re.compile(r"^\s+(?P<function>\S+) \((?P<file>.+?):(?P<line>\d+)\)")
 _THREAD = re.compile(r"^(?:Current thread|Thread) ")
-_TIMEOUT = re.compile(
-    r"(?:\[rank(?P<rank>\d+)\]:.*?)?"
-    r"(?:\[PG ID \d+ PG GUID (?P<guid>[^\s(]*)(?:\((?P<description>[^)]*)\))? Rank (?P<place>\d+)\]"
-    r"|\[Rank (?P<alone>\d+)\]).*?Watchdog caught collective operation timeout: "
-    r"WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<operation>\w+), NumelIn=(?P<elements>\d+)"
+_GROUP = (
+    r"\[PG (?:ID \d+ PG GUID )?(?P<guid>[^\s(\]]+)(?:\((?P<description>[^)]*)\))?"
+    r" Rank (?P<place>\d+)\]"
 )
-
-
+"""As torch 2.3, 2.4 and 2.7 write it."""
+_TIMEOUT = re.compile(
+    r"(?:\[rank(?P<rank>\d+)\]:.*?)?(?:" + _GROUP + r"|\[Rank \d+\]).*?"
+    r"Watchdog caught collective operation timeout: WorkNCCL\("
+    r"SeqNum=(?P<number>\d+), OpType=(?P<operation>\w+)(?:, NumelIn=(?P<elements>\d+))?"
+)
 _DETECTED = re.compile(
-    r"\[rank(?P<rank>\d+)\]:.*?\[PG ID \d+ PG GUID (?P<guid>[^\s(]*)\((?P<description>[^)]*)\) "
-    r"Rank \d+\]\s+failure detected by watchdog at work sequence id: (?P<number>\d+) PG status: "
-    r"last enqueued work: (?P<entered>\d+), last completed work: (?P<completed>\d+)"
+    r"\[rank(?P<rank>\d+)\]:.*?" + _GROUP + r".*? detected by watchdog at work(?: sequence id)?: "
+    r"(?P<number>\d+).*?last enqueued (?:NCCL )?work: (?P<entered>\d+), "
+    r"last completed (?:NCCL )?work: (?P<completed>\d+)"
 )
 """The line after a timeout; in torch 2.11 it alone has the group."""
 
@@ -70,42 +72,49 @@ class TimedOut(NamedTuple):
 def watchdog_calls(lines: Iterable[str]) -> Iterator[TimedOut]:
     """The calls that timed out, each once.
 
-    A line without torchrun's prefix of the rank is of no use where it counts ranks within a group.
+    A line says of which rank it is in torchrun's prefix, or where its group is that of all ranks: else
+    it counts ranks within a group.
     """
     told: set[tuple[str, str | None, str]] = set()
-    # Its group is in a later line; in none of an old torch, where it is taken for that of all ranks.
+    # Its group is in a later line; in none of an old torch.
     unnamed: dict[tuple[str, str], re.Match[str]] = {}
     for line in lines:
         if "atchdog" not in line:
             continue
         found, group = _TIMEOUT.search(line), None
-        if found and found["guid"] is None and found["rank"]:
-            unnamed.setdefault((found["rank"], found["number"]), found)
+        if found and found["guid"] is None:
+            if found["rank"]:
+                unnamed.setdefault((found["rank"], found["number"]), found)
             continue
         if not found and (group := _DETECTED.search(line)):
             found = unnamed.pop((group["rank"], group["number"]), None)
         if found:
             guid = (group or found)["guid"]
-            key = (found["rank"] or found["alone"] or found["place"], guid, found["number"])
+            key = (found["rank"] or found["place"], guid, found["number"])
             if key not in told:
                 told.add(key)
-                yield from _timed_out(found, group)
+                yield from _timed_out(found, group or found)
     for found in unnamed.values():
         yield from _timed_out(found, None)
 
 
 def _timed_out(found: re.Match[str], group: re.Match[str] | None) -> Iterator[TimedOut]:
-    description = (group or found)["description"] or "default_pg"
-    in_world = found["place"] if description == "default_pg" else None
-    if (rank := found["rank"] or found["alone"] or in_world) is None:
+    rank, name, description, progress = found["rank"], f"unknown to rank {found['rank']}", "", None
+    if group:
+        name = group["guid"]
+        description = group["description"] or ("default_pg" if name == "0" else "")
+        if description == "default_pg":
+            rank = rank or found["place"]
+        if group is not found:
+            progress = Progress(int(group["entered"]), int(group["completed"]))
+    if rank is None:
         return
     call = RecordedCall(
-        group=(group or found)["guid"] or "0",
+        group=name,
         description=description,
         operation=operation_of(found["operation"]),
         number=int(found["number"]),
-        sizes=((int(found["elements"]),),),
+        sizes=((int(found["elements"]),),) if found["elements"] else (),
     )
-    progress = Progress(int(group["entered"]), int(group["completed"])) if group else None
     words = found.string[found.string.index("Watchdog caught") :].strip()
     yield TimedOut(int(rank), call, progress, words)

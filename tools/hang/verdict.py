@@ -278,7 +278,9 @@ def _of_mismatch(waits: Waits, mismatch: Mismatch) -> Verdict:
 
 
 def _minority(evidence: Evidence, mismatch: Mismatch) -> int | None:
-    """The one rank of three or more whose call is not the others'."""
+    """The one rank of three or more whose call is not the others', if all of them are known."""
+    if not mismatch.group.is_whole:
+        return None
     by_call: dict[object, list[int]] = {}
     for rank in mismatch.group.ranks:
         calls = evidence.of(rank).collectives(mismatch.group.name)

@@ -26,8 +26,10 @@ _USAGE = re.compile(r"(\S{1,200}): error: (.{1,2000})")
 _FATAL = re.compile(
     r"(Fatal Python error: .{1,200}|Segmentation fault.{0,40}"
     r"|terminate called after throwing .{1,200}"
-    r"|torch\.OutOfMemoryError: .{1,400}|CUDA out of memory\. .{1,400})"
+    r"|torch\.OutOfMemoryError: .{1,400}|CUDA out of memory\. .{1,400}"
+    r"|(?<=watchdog thread terminated with exception: )CUDA error: .{1,200})"
 )
+_OUT_OF_MEMORY = re.compile("out ?of ?memory", re.IGNORECASE)
 _OUTSIDE = re.compile(
     r"(Error response from daemon): (.{1,1000})|Patch '\S{1,80}' \(.{1,400}?\) expects .{1,1000}"
 )
@@ -70,9 +72,10 @@ _SECONDARY = re.compile(
     re.IGNORECASE,
 )
 _NCCL_TIMEOUT = re.compile(
-    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d{1,12}), OpType=(\w{1,40}),"
-    r".{0,200}?ran for (\d{1,12}) milliseconds"
+    r"Watchdog caught collective operation timeout: WorkNCCL\((?:SeqNum=(\d{1,12}), )?"
+    r"OpType=(\w{1,40}),.{0,200}?ran for (\d{1,12}) milliseconds"
 )
+_TERMINATED = "terminate called after throwing"
 NCCL_TIMEOUT = "NCCL timeout"
 """Kind of an error that NCCL's watchdog reports. The device then goes on with what was not received,
 until the watchdog ends the process: a NaN in between is no news."""
@@ -187,7 +190,7 @@ class ErrorCollector:
         elif fatal := _FATAL.search(line):
             known = fatal[1].split(": ", 1)[-1]
             if not any(known in error.message for error in self._errors):
-                kind = "OutOfMemoryError" if "emory" in fatal[1] else "fatal"
+                kind = "OutOfMemoryError" if _OUT_OF_MEMORY.search(fatal[1]) else "fatal"
                 message = fatal[1].removeprefix("torch.OutOfMemoryError: ")
                 self._add(kind, message, _split_prefix(line)[0])
 
@@ -210,7 +213,10 @@ class ErrorCollector:
     def _feed_timeout(self, line: str) -> None:
         rank, text = _split_prefix(line)
         if rank not in self._timed_out and (found := _NCCL_TIMEOUT.search(text)):
-            message = f"it waited {int(found[3]) / 1000:.0f} s in {found[2]} no. {found[1]}"
+            number = f" no. {found[1]}" if found[1] else ""
+            message = f"it waited {int(found[3]) / 1000:.0f} s in {found[2]}{number}"
+            if self._errors and self._errors[-1].message.startswith(_TERMINATED):
+                self._errors.pop()  # Its next line says by what, and this is that.
             causes = (error.kind for error in self._errors if not error.secondary)
             self._add(NCCL_TIMEOUT, message, rank, any(kind != NCCL_TIMEOUT for kind in causes))
             self._timed_out.add(rank)
