@@ -55,8 +55,8 @@ def read_dump(path: Path, one: RankEvidence) -> list[GroupOfRanks]:
         raise UnreadableError(
             f"{path} is no whole flight recorder dump ({reason}); it was left out."
         ) from error
-    # Archives and copies change a file's time.
     one.progress = progress
+    # Archives and copies change a file's time.
     one.calls, one.dumped_ns = calls, taken if not calls or taken >= calls[-1].created_ns else None
     return groups
 

@@ -184,7 +184,8 @@ def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRec
     (folder / RESERVE_FILE).unlink(missing_ok=True)
     if (folder / records.STATUS_FILE).exists():
         write_record(folder / records.STATUS_FILE, status)
-    if status.status is Status.INTERRUPTED:  # Ranks that are asked to end leave what they did.
+    # Ranks that are asked to end leave what they did, and NCCL some of those that end by themselves.
+    if status.status in (Status.OK, Status.INTERRUPTED):
         shutil.rmtree(folder / records.STACKS_FOLDER, ignore_errors=True)
     drop_empty(folder / records.STACKS_FOLDER)
     collect(folder)
