@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tools.plan.constraints import CP_COMM_TYPES, divisors
 from tools.spec.model import ModelShape
@@ -80,12 +80,15 @@ def virtual_stages(shape: ModelShape, split: Parallelism, batch: Batch) -> tuple
     return virtual_degrees(stages, shape.layers, split.pipeline)
 
 
-def shardings(split: Parallelism) -> list[Sharding]:
+_FLAT = [sharding for sharding in Sharding if not sharding.is_torch_fsdp]
+_UNWRAPPED = [sharding for sharding in _FLAT if not sharding.wraps_modules]
+
+
+def shardings(split: Parallelism) -> Sequence[Sharding]:
     """Shardings that change anything; FSDP2 trains another (untied) model and is left out."""
     if split.data * split.context == 1:
         return [Sharding.NONE]
-    flat = [sharding for sharding in Sharding if not sharding.is_torch_fsdp]
-    return [each for each in flat if split.pipeline == 1 or not each.wraps_modules]
+    return _UNWRAPPED if split.pipeline > 1 else _FLAT
 
 
 def min_memory_variant(plain: RunSpec) -> RunSpec:

@@ -227,8 +227,7 @@ def _degrees(spec: RunSpec) -> tuple[int, int, int]:
     return split.tensor, split.expert, split.tensor_of_experts
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """A parameter, or so many equal ones."""
 
     component: str
@@ -438,7 +437,7 @@ def _stage_of(
     found = (
         *_end_tensors(shape, table, tensor, pipeline, first, last),
         *(
-            replace(item, copies=count * item.copies)
+            item._replace(copies=count * item.copies)
             for count, (kind, _) in zip(held, shape.layer_kinds, strict=True)
             for item in _layer_tensors(kind, tensor, expert, expert_tensor)
         ),

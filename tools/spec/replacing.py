@@ -23,26 +23,28 @@ else:
             TypeError: There is no such field.
         """
         kind = type(item)
-        if not hasattr(item, "__dict__"):
-            return dataclasses.replace(item, **changes)
         names, cached = _names(kind)
-        if not changes.keys() <= names:
+        if not names:
+            return dataclasses.replace(item, **changes)
+        if not names.issuperset(changes):
             raise TypeError(f"{kind.__name__} has no {', '.join(changes.keys() - names)}.")
         state = item.__dict__ | changes
-        for name in cached:
-            state.pop(name, None)
+        for name in cached.intersection(state):
+            del state[name]
         new = object.__new__(kind)
         object.__setattr__(new, "__dict__", state)
         return new
 
 
 @cache
-def _names(kind: type) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Of fields, and of what is computed once and kept beside them."""
+def _names(kind: type) -> tuple[frozenset[str], frozenset[str]]:
+    """Of fields, and of what is computed once and kept beside them; none of a class with slots."""
+    if kind.__dictoffset__ == 0:
+        return frozenset(), frozenset()
     cached = {
         name
         for each in kind.__mro__
         for name, value in vars(each).items()
         if isinstance(value, cached_property)
     }
-    return frozenset(field.name for field in dataclasses.fields(kind)), tuple(cached)
+    return frozenset(field.name for field in dataclasses.fields(kind)), frozenset(cached)

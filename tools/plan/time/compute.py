@@ -123,10 +123,9 @@ def _without_context(spec: RunSpec, rate: DeviceRates, frozen: bool) -> LayerSec
     drawing = numbers * _DRAWING_SECONDS / rate.processors if drawn else 0.0
     trained = () if frozen else products
     added = sum(p.copies * p.inner * p.columns for p in trained) * _adding_seconds(spec, rate)
-    fuses = not rate.execution.unfused_gradients
+    fuses, element = not rate.execution.unfused_gradients, spec.element_bytes
 
     def seconds(p: _Product, rows: int, inner: int, columns: int, adds: bool = False) -> float:
-        element = spec.element_bytes
         return product_seconds(rows, inner, columns, element, rate, p.copies, p.quantized, adds)
 
     return LayerSeconds(
@@ -297,8 +296,13 @@ def _tiled(rows: int, columns: int, copies: int, rate: DeviceRates) -> float:
     if rate.processors == 1:
         return rows * columns * copies
     return min(
-        -(-copies * -(-rows // high) * -(-columns // wide) // rate.processors) * high * wide / share
-        for high, wide, share in rate.tiles
+        [
+            -(-copies * -(-rows // high) * -(-columns // wide) // rate.processors)
+            * high
+            * wide
+            / share
+            for high, wide, share in rate.tiles
+        ]
     )
 
 

@@ -70,7 +70,7 @@ class MicroBatchSeconds:
         return MicroBatchSeconds(*map(add, _in_order(self), _in_order(other)))
 
     def __mul__(self, times: float) -> MicroBatchSeconds:
-        return MicroBatchSeconds(*(times * part for part in _in_order(self)))
+        return MicroBatchSeconds(*[times * part for part in _in_order(self)])
 
 
 _in_order: Callable[[MicroBatchSeconds], tuple[float, ...]] = attrgetter(
@@ -300,10 +300,10 @@ def _layer(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, LayerSec
         context_parallel=_context_seconds(spec, cluster, layer),
     )
     waiting = max(0.0, launches - found.total) if runs_ahead(spec, cluster) else launches
-    found = replace(found, memory_bound=found.memory_bound + waiting)
+    found += MicroBatchSeconds(memory_bound=waiting)
     if cluster.execution.overlap_experts:
         exchanged = after_hiding(exchanged, found.total, cluster.constants.contention)
-    return replace(found, expert_parallel=exchanged), layer
+    return found + MicroBatchSeconds(expert_parallel=exchanged), layer
 
 
 @lru_cache(maxsize=65536)
