@@ -33,7 +33,7 @@ def test_a_stopped_rank_is_named_its_stacks_are_kept_and_the_run_can_be_resumed(
     stacks = ended.folder / records.STACKS_FOLDER
     left = ["rank0.pkl", "rank0.txt", "rank1.pkl", "rank1.txt", records.STOPPED_FILE]
     assert sorted(path.name for path in stacks.iterdir()) == left
-    assert all("train" in path.read_text() for path in stacks.glob("*.txt"))
+    assert all("train" in path.read_text() for path in stacks.glob("rank*.txt"))
     assert ended.run.log.iterations
     resumed = kit.resume(ended.folder)
     assert resumed.exit_code == 0, resumed.output

@@ -90,7 +90,7 @@ def run_ranks(
         Interrupted: A request to stop came, and they were ended.
     """
     folder = folder or log.parent
-    logged_before = log.stat().st_size if log.exists() else 0
+    log.touch()
     stacks = folder / records.STACKS_FOLDER
     own = {**launch.environment, **(also or {}), variables.STACKS: from_root(stacks)}
     start = launch.warm_command if launch.warm else launch.command
@@ -99,11 +99,12 @@ def run_ranks(
         try:
             with (
                 kept_if_filled(stacks, clear_up=folder == log.parent),
+                # Before there is anybody who might remove it.
+                closing(LogFollower(log, log.stat().st_size)) as follower,
                 RankProcesses(
                     start(from_root(folder)), own, log, in_container, launch.warm
                 ) as ranks,
                 Sampler(_source(launch, ranks), log.with_name(records.SAMPLES_FILE)),
-                closing(LogFollower(log, logged_before)) as follower,
             ):
                 exit_code = _follow(launch, log, folder, ranks, follower, progress, group)
         except BaseException as error:
