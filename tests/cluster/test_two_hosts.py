@@ -137,7 +137,7 @@ def test_a_rank_that_stalls_on_the_other_host_is_named_and_all_stacks_are_kept(
     status = read_status(folder)
     assert (status.status, status.rank) == (Status.CRASHED, 1), said
     assert "was stopped by a signal" in status.reason
-    stacks = sorted((folder / "stacks").glob("*.txt"))
+    stacks = sorted((folder / "stacks").glob("rank*.txt"))
     assert [path.name for path in stacks] == ["rank0.txt", "rank1.txt"]
     assert all("train" in path.read_text() for path in stacks)
 

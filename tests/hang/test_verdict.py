@@ -275,6 +275,15 @@ def test_stacks_alone_name_the_one_that_is_in_no_collective(tmp_path: Path) -> N
     assert judge(gather([tmp_path])).culprits == (2,)
 
 
+def test_a_wait_that_the_kit_counts_is_one() -> None:
+    counting = Frame("wait", "tools/ledger/process_groups.py", 1)
+    exchange = Frame("_communicate", "/megatron/core/pipeline_parallel/p2p_communication.py", 413)
+    layer = Frame("forward", "/megatron/core/transformer/mlp.py", 300)
+    assert is_in_collective((counting, exchange))
+    assert not is_in_collective((counting, layer))
+    assert not is_in_collective((counting,))
+
+
 def test_watchdogs_lines_stand_for_dumps_that_are_not_there(tmp_path: Path) -> None:
     job = Job({"1": (TENSOR, (0, 1)), "2": (DATA, (0,))})
     job.call((0, 1), "1")

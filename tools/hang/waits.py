@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import dropwhile
 
 from tools.hang.evidence import Evidence, Frame, GroupOfRanks, RankEvidence, RecordedCall
 
 _DISTRIBUTED = "/torch/distributed/"
-_CALLING = ("/torch/", "tools/ledger/", "megatron_patches/")
+_CALLING = ("/torch/", "megatron_patches/")
+_COUNTING = "tools/ledger/"
 _INNERMOST = 6
 _RAISING = "_distributed_excepthook"
 _STAGES_AWAITED = {
@@ -142,13 +144,18 @@ def _has_raised(one: RankEvidence) -> bool:
 
 def is_in_collective(stack: Iterable[Frame]) -> bool:
     """Whether the innermost frames are torch.distributed's, or Megatron's that wait for an exchange."""
-    innermost = tuple(stack)[:_INNERMOST]
+    innermost = tuple(dropwhile(_counts, stack))[:_INNERMOST]
     # A request's wait is C++: the innermost Python frame is Megatron's.
     if not innermost or any(file in innermost[0].file for file in _EXCHANGES):
         return bool(innermost)
-    # What torch called back is at work by itself, unless it is this kit's counting of calls.
+    # What torch called back is at work by itself.
     waits = any(folder in innermost[0].file for folder in _CALLING)
     return waits and any(_DISTRIBUTED in frame.file for frame in innermost)
+
+
+def _counts(frame: Frame) -> bool:
+    """Whether it is of this kit's counting of calls, through which they and their waits go."""
+    return _COUNTING in frame.file
 
 
 def _not_in(
