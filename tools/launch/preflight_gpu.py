@@ -97,14 +97,14 @@ def runtime_problems(launch: Launch) -> Iterator[str]:
 
 
 def peak_bytes(launch: Launch, batch: Batch) -> int:
-    """What the fullest rank of the run needs on a GPU with this batch.
+    """What the fullest rank of the run runs out of a GPU's memory without, with this batch.
 
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
     """
     # Attention is fused: Transformer Engine's, or the kit's on SDPA.
     spec = replace(launch.spec, batch=batch, fused_attention=True)
-    return max(memory_of_rank(spec, rank).total for rank in range(spec.parallelism.pipeline))
+    return max(memory_of_rank(spec, rank).needed for rank in range(spec.parallelism.pipeline))
 
 
 RESET_MASK = "--reset-attention-mask"
