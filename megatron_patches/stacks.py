@@ -28,6 +28,7 @@ from typing import Any, TextIO
 from tools.records.io import write_whole
 from tools.records.run import CALLS_SUFFIX, STACKS_SIGNAL
 from tools.spec import variables
+from tools.spec.flag_table import release
 
 RECORDED_CALLS = "1000"
 """Of each rank; some iterations."""
@@ -63,8 +64,7 @@ def dump_stacks_on_request() -> None:
 
 def _recorder(dumps: Path) -> dict[str, str]:
     """torch's variables for its flight recorder and for NCCL's watchdog, which dumps it."""
-    release = tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
-    is_new = release >= _FIRST_NAMED_FR
+    is_new = release(importlib.metadata.version("torch")) >= _FIRST_NAMED_FR
     found = {f"TORCH_{'FR_BUFFER' if is_new else 'NCCL_TRACE_BUFFER'}_SIZE": RECORDED_CALLS}
     if os.environ.get(variables.DEVICE) == "gpu":
         # By itself Megatron 0.19 has the dumps leave out what is done, and where calls were made.

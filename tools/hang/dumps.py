@@ -103,21 +103,18 @@ def _progress(
 
     Where stages exchange it counts their messages as well, whose numbers are of another sequence.
     """
-    names = [group for group in groups if group.name.isdecimal()]
-    if len(names) != len(status):
+    numbered = [group for group in groups if group.name.isdecimal()]
+    if len(numbered) != len(status):
         return {}
-    ordered = sorted(names, key=lambda group: int(group.name))
+    numbered.sort(key=lambda group: int(group.name))
+    counts = (status[number] for number in sorted(status, key=int))
     return {
         group.name: Progress(
-            int(one["last_enqueued_collective"]), int(one["last_completed_collective"])
+            int(count["last_enqueued_collective"]), int(count["last_completed_collective"])
         )
-        for group, (_, one) in zip(ordered, sorted(status.items(), key=_number), strict=True)
-        if not group.description.startswith("PIPELINE_MODEL_PARALLEL_GROUP")
+        for group, count in zip(numbered, counts, strict=True)
+        if not group.is_pipeline
     }
-
-
-def _number(status: tuple[str, Any]) -> int:
-    return int(status[0])
 
 
 def _call(entry: Mapping[str, Any]) -> RecordedCall:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -106,18 +106,14 @@ class RankEvidence:
     @cached_property
     def last(self) -> Mapping[str, int]:
         """By group, the number of the last collective that it entered."""
-        found = {c.group: c.number for c in self.calls if not c.is_point_to_point}
-        for group, one in self.progress.items():
-            found[group] = max(one.entered, found.get(group, -1))
-        return found
+        counted = {group: one.entered for group, one in self.progress.items()}
+        return _furthest(self.calls, counted)
 
     @cached_property
     def completed(self) -> Mapping[str, int]:
         """By group, the number of the last collective that it completed."""
-        found = {c.group: c.number for c in self.calls if c.is_done and not c.is_point_to_point}
-        for group, one in self.progress.items():
-            found[group] = max(one.completed, found.get(group, -1))
-        return found
+        counted = {group: one.completed for group, one in self.progress.items()}
+        return _furthest((call for call in self.calls if call.is_done), counted)
 
     @cached_property
     def pending(self) -> tuple[RecordedCall, ...]:
@@ -125,6 +121,12 @@ class RankEvidence:
         made = [call for call in self.calls if not call.is_done]
         done = self.completed
         return tuple(c for c in made if c.is_point_to_point or c.number > done.get(c.group, -1))
+
+
+def _furthest(calls: Iterable[RecordedCall], counted: Mapping[str, int]) -> dict[str, int]:
+    """By group, the number of the last collective among these calls, or NCCL's count if that is more."""
+    found = {call.group: call.number for call in calls if not call.is_point_to_point}
+    return found | {group: max(n, found.get(group, n)) for group, n in counted.items()}
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,11 @@ class GroupOfRanks:
     ranks: tuple[int, ...]
     is_whole: bool = True
     """Whether a dump lists its ranks; else those whose calls are here."""
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether its ranks are the stages of a pipeline, which exchange messages in it."""
+        return self.description.startswith("PIPELINE_MODEL_PARALLEL_GROUP")
 
     @property
     def label(self) -> str:

@@ -75,46 +75,49 @@ def watchdog_calls(lines: Iterable[str]) -> Iterator[TimedOut]:
     A line says of which rank it is in torchrun's prefix, or where its group is that of all ranks: else
     it counts ranks within a group.
     """
-    told: set[tuple[str, str | None, str]] = set()
+    told: set[tuple[int, str, int]] = set()
+    for said in _all_said(lines):
+        key = (said.rank, said.call.group, said.call.number)
+        if key not in told:
+            told.add(key)
+            yield said
+
+
+def _all_said(lines: Iterable[str]) -> Iterator[TimedOut]:
     # Its group is in a later line; in none of an old torch.
     unnamed: dict[tuple[str, str], re.Match[str]] = {}
     for line in lines:
         if "atchdog" not in line:
             continue
-        found, group = _TIMEOUT.search(line), None
-        if found and found["guid"] is None:
-            if found["rank"]:
+        if found := _TIMEOUT.search(line):
+            name, description = found["guid"], _description(found)
+            in_world = found["place"] if description == "default_pg" else None
+            if name and (rank := found["rank"] or in_world):
+                yield _timed_out(found, rank, name, description)
+            elif not name and found["rank"]:
                 unnamed.setdefault((found["rank"], found["number"]), found)
-            continue
-        if not found and (group := _DETECTED.search(line)):
-            found = unnamed.pop((group["rank"], group["number"]), None)
-        if found:
-            guid = (group or found)["guid"]
-            key = (found["rank"] or found["place"], guid, found["number"])
-            if key not in told:
-                told.add(key)
-                yield from _timed_out(found, group or found)
-    for found in unnamed.values():
-        yield from _timed_out(found, None)
-
-
-def _timed_out(found: re.Match[str], group: re.Match[str] | None) -> Iterator[TimedOut]:
-    rank, name, description, progress = found["rank"], f"unknown to rank {found['rank']}", "", None
-    if group:
-        name = group["guid"]
-        description = group["description"] or ("default_pg" if name == "0" else "")
-        if description == "default_pg":
-            rank = rank or found["place"]
-        if group is not found:
+        elif (group := _DETECTED.search(line)) and (
+            found := unnamed.pop((group["rank"], group["number"]), None)
+        ):
             progress = Progress(int(group["entered"]), int(group["completed"]))
-    if rank is None:
-        return
+            yield _timed_out(found, group["rank"], group["guid"], _description(group), progress)
+    for (rank, _), found in unnamed.items():
+        yield _timed_out(found, rank, f"unknown to rank {rank}", "")
+
+
+def _description(group: re.Match[str]) -> str:
+    return group["description"] or ("default_pg" if group["guid"] == "0" else "")
+
+
+def _timed_out(
+    found: re.Match[str], rank: str, group: str, description: str, progress: Progress | None = None
+) -> TimedOut:
     call = RecordedCall(
-        group=name,
+        group=group,
         description=description,
         operation=operation_of(found["operation"]),
         number=int(found["number"]),
         sizes=((int(found["elements"]),),) if found["elements"] else (),
     )
     words = found.string[found.string.index("Watchdog caught") :].strip()
-    yield TimedOut(int(rank), call, progress, words)
+    return TimedOut(int(rank), call, progress, words)

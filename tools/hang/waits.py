@@ -144,18 +144,15 @@ def _has_raised(one: RankEvidence) -> bool:
 
 def is_in_collective(stack: Iterable[Frame]) -> bool:
     """Whether the innermost frames are torch.distributed's, or Megatron's that wait for an exchange."""
-    innermost = tuple(dropwhile(_counts, stack))[:_INNERMOST]
+    # Calls and their waits go through this kit's counting of them.
+    inner = dropwhile(lambda frame: _COUNTING in frame.file, stack)
+    innermost = tuple(inner)[:_INNERMOST]
     # A request's wait is C++: the innermost Python frame is Megatron's.
     if not innermost or any(file in innermost[0].file for file in _EXCHANGES):
         return bool(innermost)
     # What torch called back is at work by itself.
     waits = any(folder in innermost[0].file for folder in _CALLING)
     return waits and any(_DISTRIBUTED in frame.file for frame in innermost)
-
-
-def _counts(frame: Frame) -> bool:
-    """Whether it is of this kit's counting of calls, through which they and their waits go."""
-    return _COUNTING in frame.file
 
 
 def _not_in(
@@ -193,8 +190,7 @@ def _neighbours(evidence: Evidence, one: RankEvidence) -> tuple[int, ...]:
     names = {frame.function.rpartition(".")[2] for frame in inside}
     steps = next((steps for name, steps in _STAGES_AWAITED.items() if name in names), ())
     for group in evidence.groups.values():
-        is_pipeline = group.description.startswith("PIPELINE_MODEL_PARALLEL_GROUP")
-        if is_pipeline and one.rank in group.ranks:
+        if group.is_pipeline and one.rank in group.ranks:
             at, size = group.ranks.index(one.rank), len(group.ranks)
             return tuple(sorted({group.ranks[(at + step) % size] for step in steps} - {one.rank}))
     return ()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import re
 import shutil
 import sysconfig
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from tools.cluster.checks.result import refusals
 from tools.launch.compose import Launch
 from tools.launch.devices import all_gpus, gpu_use, visible_gpus
 from tools.plan.constraints import divisors
-from tools.plan.memory import memory_of_rank
+from tools.plan.memory import fullest_rank
 from tools.records.run import MegatronEntry
 from tools.spec import variables
 from tools.spec.flag_table import release
@@ -104,7 +103,7 @@ def peak_bytes(launch: Launch, batch: Batch) -> int:
     """
     # Attention is fused: Transformer Engine's, or the kit's on SDPA.
     spec = replace(launch.spec, batch=batch, fused_attention=True)
-    return max(memory_of_rank(spec, rank).needed for rank in range(spec.parallelism.pipeline))
+    return fullest_rank(spec)[1].needed
 
 
 RESET_MASK = "--reset-attention-mask"
@@ -184,8 +183,7 @@ def torch_problem() -> str | None:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return "torch is not installed; the bench uses the machine's own, 2.9 or newer, with CUDA."
-    major, minor = (int(number) for number in re.findall(r"\d+", version)[:2])
-    if (major, minor) < OLDEST_TORCH:
+    if release(version) < OLDEST_TORCH:
         return f"torch {version} is too old; the bench needs 2.9 or newer."
     return None
 

@@ -118,7 +118,7 @@ def _default(kind: str, text: str) -> Default:
 
 
 def release(version: str) -> tuple[int, int]:
-    """Major and minor of a Megatron version such as `0.15.0rc2`."""
+    """Major and minor of a version such as Megatron's `0.15.0rc2` or torch's `2.11.0+cu130`."""
     major, minor = re.findall(r"\d+", version)[:2]
     return int(major), int(minor)
 

@@ -44,7 +44,7 @@ class Sharding(StrEnum):
     @property
     def wraps_modules(self) -> bool:
         """FSDP takes the place of DDP, Megatron's or torch's; the distributed optimizer keeps DDP."""
-        return self in (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP2)
+        return self.is_megatron_fsdp or self.is_torch_fsdp
 
     @property
     def overlaps(self) -> bool:

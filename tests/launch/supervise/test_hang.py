@@ -54,11 +54,13 @@ def test_a_log_that_grows_is_no_hang_and_one_that_stalls_is(tmp_path: Path) -> N
 
 
 @contextmanager
-def started(program: Path | str, folder: Path) -> Iterator[psutil.Popen]:
+def started(code: str, folder: Path) -> Iterator[psutil.Popen]:
+    """A rank, from a file: Triton reads the source of what it compiles."""
     own = {"KIT_STACKS": str(folder), "RANK": "3", "TRITON_CACHE_DIR": str(folder / "triton")}
-    command = (str(program),) if isinstance(program, Path) else ("-c", program)
+    program = folder / "program.py"
+    program.write_text(code)
     process = psutil.Popen(
-        (sys.executable, *command),
+        (sys.executable, str(program)),
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **own},
         stdout=subprocess.PIPE,
@@ -103,9 +105,7 @@ def test_a_rank_answers_also_after_triton_has_compiled(
     monkeypatch.setattr(hang, "STACK_SECONDS", PATIENCE)
     begun, waits = RANK.split("def stuck_here")
     compiled = "triton.compile(source, GPUTarget('cuda', 90, 32))\n"
-    program = tmp_path / "rank.py"
-    program.write_text(f"{COMPILES}{begun}{compiled}def stuck_here{waits}")
-    with started(program, tmp_path) as process:
+    with started(f"{COMPILES}{begun}{compiled}def stuck_here{waits}", tmp_path) as process:
         collect_stacks({3: process}, tmp_path)
     assert "stuck_here" in (tmp_path / "rank3.txt").read_text()
 

@@ -99,14 +99,14 @@ def classify_exit(
         return replace(status, status=Status.CRASHED, reason=reason, rank=None)
     if status.status in (Status.OK, Status.INTERRUPTED):
         return status
-    timed_out = NCCL_TIMEOUT in status.reason
-    found = awaited(folder) if timed_out else None
-    if exit_code and not timed_out:
+    found, kind = None, ""
+    if NCCL_TIMEOUT in status.reason:
+        found, kind = awaited(folder), records.HUNG
+    elif exit_code:
         found = unfit_call(folder / records.STACKS_FOLDER, status.rank)
     if found:
         rank = found.culprits[0] if found.culprits else None
-        hung = records.HUNG if timed_out else ""
-        return replace(status, reason=f"{hung}{found.sentence} {status.reason}", rank=rank)
+        return replace(status, reason=f"{kind}{found.sentence} {status.reason}", rank=rank)
     # What was full for a moment is blamed only for a log that could not say what happened.
     lacks = find_lack(folder)
     if not lacks and lacked and first_error(scrape_log(folder / records.LOG_FILE)) is None:

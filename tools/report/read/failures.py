@@ -23,9 +23,10 @@ _EXCEPTION = re.compile(
     r"(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Fault|Abort|NotFound|Failed))(?::\s?(.*))?\Z"
 )
 _USAGE = re.compile(r"(\S{1,200}): error: (.{1,2000})")
+_TERMINATED = "terminate called after throwing"
 _FATAL = re.compile(
     r"(Fatal Python error: .{1,200}|Segmentation fault.{0,40}"
-    r"|terminate called after throwing .{1,200}"
+    rf"|{_TERMINATED} .{{1,200}}"
     r"|torch\.OutOfMemoryError: .{1,400}|CUDA out of memory\. .{1,400}"
     r"|(?<=watchdog thread terminated with exception: )CUDA error: .{1,200})"
 )
@@ -75,7 +76,6 @@ _NCCL_TIMEOUT = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\((?:SeqNum=(\d{1,12}), )?"
     r"OpType=(\w{1,40}),.{0,200}?ran for (\d{1,12}) milliseconds"
 )
-_TERMINATED = "terminate called after throwing"
 NCCL_TIMEOUT = "NCCL timeout"
 """Kind of an error that NCCL's watchdog reports. The device then goes on with what was not received,
 until the watchdog ends the process: a NaN in between is no news."""
