@@ -84,8 +84,7 @@ def test_shares_are_over_what_an_even_router_would_give() -> None:
     rows = (layer((3, 1)), layer((1, 3), number=2), layer((0, 0), iteration=2))
     found = iterations_of(record(rows))
     assert shares(found[:1], 1) == [(1.5, 0.5)]
-    assert shares(found[:1]) == [(1.0, 1.0)]
-    assert shares(found[1:]) == [(0.0, 0.0)]
+    assert shares(found[1:], 1) == [(0.0, 0.0)]
 
 
 def test_a_rank_computes_what_all_ranks_of_its_group_route_to_its_experts() -> None:

@@ -134,21 +134,22 @@ def _rank(row: Configuration) -> tuple[bool, bool, bool]:
     return not run.counts, is_patched(run.spec), not (run.is_baseline or run.is_foreign)
 
 
-def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def whole_steps(lines: IterationTable) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Iterations and losses; averaged lines and losses that are not numbers are left out."""
-    numbers, losses = _points_of(run.log.iterations)
-    if not run.before:
-        return numbers, losses
-    earlier, before = _points_of(IterationTable.of(run.before))
-    alone = ~np.isin(earlier, numbers)
-    return np.concatenate([earlier[alone], numbers]), np.concatenate([before[alone], losses])
-
-
-def _points_of(lines: IterationTable) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     losses = lines.values("lm_loss")
     left_out = lines.known("averaged") | (lines.values("skipped_iterations") > 0)
     kept = np.isfinite(losses) & ~left_out
     return lines.numbers[kept], losses[kept]
+
+
+def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The same of a run, with what it resumed from."""
+    numbers, losses = whole_steps(run.log.iterations)
+    if not run.before:
+        return numbers, losses
+    earlier, before = whole_steps(IterationTable.of(run.before))
+    alone = ~np.isin(earlier, numbers)
+    return np.concatenate([earlier[alone], numbers]), np.concatenate([before[alone], losses])
 
 
 def loss_curve(run: Run) -> Curve:
@@ -278,7 +279,7 @@ def resumption_sentence(run: Run) -> str:
     """
     if not run.replaced:
         return ""
-    numbers, losses = _points_of(IterationTable.of(run.replaced))
+    numbers, losses = whole_steps(IterationTable.of(run.replaced))
     before, after = dict(zip(numbers.tolist(), losses.tolist(), strict=True)), loss_curve(run)
     common = sorted(before.keys() & after.keys())
     if not common:

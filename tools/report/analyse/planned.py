@@ -78,9 +78,9 @@ def readings_of(entries: Iterable[Entry]) -> list[Row]:
         device = _device(run)
         if run.record is None or run.spec is None or estimate is None or device is None:
             continue
-        low, high = estimate.low, estimate.high
-        if not _is_timed(entry) or run.record.resumptions or low is None or high is None:
+        if not _is_timed(entry) or run.record.resumptions or entry.interval is None:
             continue
+        low, high = entry.interval
         if (high - low) / 2 >= _UNSTEADY * estimate.median:
             continue
         try:

@@ -15,7 +15,7 @@ from tools.report.analyse.configurations import (
     with_distinct_names,
 )
 from tools.report.analyse.earlier import Change
-from tools.report.analyse.entry import Entry, entry_of
+from tools.report.analyse.entry import Entry
 from tools.report.analyse.gpu_bench import Bench
 from tools.report.analyse.parity import parity_of
 from tools.report.analyse.planned import PlannedEntry
@@ -62,7 +62,7 @@ def build_report(
     """Turn runs into a report."""
     rows = configurations(with_distinct_names(runs), all_conditions)
     made = zip(labels(rows), rows, parity_of(rows), strict=True)
-    entries = _with_speeds([entry_of(*each, published) for each in made])
+    entries = _with_speeds([Entry(*each, published) for each in made])
     used = {entry.figure.source.key for entry in entries if entry.figure}
     sets = [essential(entry.run.arguments) for entry in entries]
     known = [arguments for arguments in sets if arguments]

@@ -31,7 +31,7 @@ from tools.spec.published import load_published
 from tools.text.table import TextTable, markdown_table, markdown_text, readable_table
 from tools.text.units import DASH, amount, count, ms, percent, signed, signed_percent
 
-_QUESTIONS: tuple[tuple[str, Callable[[Sequence[Subject]], list[str]]], ...] = (
+_QUESTIONS: tuple[tuple[str, Callable[[Subject, Sequence[Subject]], Iterable[str]]], ...] = (
     ("Which cost separates each strategy from baseline?", cost_sentences),
     ("What does each strategy send?", traffic_sentences),
     ("How does context parallelism compare with tensor parallelism?", context_sentences),
@@ -70,7 +70,10 @@ def explain(report: Report) -> Explanation:
     kept = ((each.run.ledgers, each.evidence.times) for each in subjects)
     if not any(held.communication or held.memory or times for held, times in kept):
         return Explanation(tables=bench)
-    topics = (Topic(question, tuple(answer(subjects))) for question, answer in _QUESTIONS)
+    topics = (
+        Topic(question, tuple(said for each in subjects for said in answer(each, subjects)))
+        for question, answer in _QUESTIONS
+    )
     return Explanation(
         tuple(topic for topic in topics if topic.sentences),
         bench + tables(subjects) + routing_tables(subjects),

@@ -299,8 +299,6 @@ def find(
 ) -> Subject | None:
     """The subject that is split so in the cohort of another, and of its batch if asked."""
     batch = like.run.spec and like.run.spec.batch
-    for other in subjects:
-        same = not same_batch or (other.run.spec and other.run.spec.batch) == batch
-        if other.split == split and other.cohort == like.cohort and same:
-            return other
-    return None
+    alike = (o for o in subjects if o.split == split and o.cohort == like.cohort)
+    mine = (o for o in alike if not same_batch or (o.run.spec and o.run.spec.batch) == batch)
+    return next(mine, None)

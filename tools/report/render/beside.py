@@ -31,7 +31,7 @@ def page_matches(report: Report) -> Table[MatchOf]:
     def against_baseline(pair: MatchOf) -> str | None:
         """Time a sample over baseline's, here and as published."""
         entry, match = pair
-        token = entry.speed.per_token if entry.speed else None
+        token = entry.per_token
         if match.quantity != "iteration time" or not (token or entry.published_ratio):
             return None
         ratios = (token.ratio if token else None, entry.published_ratio)

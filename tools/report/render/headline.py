@@ -67,7 +67,7 @@ def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> s
     """The fastest row of a group, by how much, and what the others pay for."""
     reference, *others = members
     best = min(others, key=token_ratio)
-    verdicts = [e.speed.per_token.verdict for e in others if e.speed and e.speed.per_token]
+    verdicts = [e.per_token.verdict for e in others if e.per_token]
     if TimeVerdict.FASTER in verdicts:
         # Rows that the runs do not show to be slower than the one of the lowest time.
         rest = [entry for entry in members if entry is not best]
@@ -151,7 +151,7 @@ def _group(members: Sequence[Entry]) -> BarGroup:
     reference, spans = members[0], []
     for entry in members:
         # For as many tokens as the reference's.
-        found, pair = entry.estimate, entry.speed.per_token if entry.speed else None
+        found, pair = entry.estimate, entry.per_token
         assert found is not None  # Of timed rows only.
         weight = pair.ratio * (reference.time_ms or 0) / found.median if pair else 1.0
         low, high = (end and weight * end for end in (found.low, found.high))

@@ -31,9 +31,7 @@ def sentences(report: Report) -> list[str]:
         return ["There is no run to report on: train one (make demo), or name logs with LOGS=."]
     rows = [entry.configuration for entry in entries]
     runs = sum(len((*row.runs, *row.failed_before, *row.running)) for row in rows)
-    ended = [said for entry in entries for said in _endings(entry)]
-    if (more := len(ended) - _MAX_SENTENCES) > 0:
-        ended = [*ended[:_MAX_SENTENCES], f"{more} more did not end well"]
+    ended = _first([said for entry in entries for said in _endings(entry)], "did not end well")
     told = f"; {'; '.join(ended)}." if ended else ", all ended well."
     result = [f"{plural(runs, 'run')} in {plural(len(rows), 'configuration')}{told}"]
     timed = [(entry, entry.estimate) for entry in entries if entry.estimate]
@@ -50,9 +48,7 @@ def sentences(report: Report) -> list[str]:
         )
     result += [*_speed_sentences(report), *_uncompared(report)]
     within = [f"Within {e.label}, {shift.text}." for e in entries for shift in e.shifts]
-    result += within[:_MAX_SENTENCES]
-    if (more := len(within) - _MAX_SENTENCES) > 0:
-        result.append(f"{more} more changes within runs are in the notes of their rows.")
+    result += _first(within, "changes within runs are in the notes of their rows.")
     result += _power_sentences(report)
     result += [
         f"Repeats of {entry.label} disagree: {disagreement(entry)}."
@@ -70,6 +66,12 @@ def sentences(report: Report) -> list[str]:
         if match.verdict != "not comparable"
     ]
     return [*result, *_beside_others(report)]
+
+
+def _first(texts: list[str], others: str) -> list[str]:
+    """As many as are told of one kind, then how many more there are."""
+    more = len(texts) - _MAX_SENTENCES
+    return [*texts[:_MAX_SENTENCES], f"{more} more {others}"] if more > 0 else texts
 
 
 def _beside_others(report: Report) -> Iterator[str]:
@@ -90,21 +92,16 @@ def _beside_others(report: Report) -> Iterator[str]:
 
 def compared_groups(report: Report) -> list[list[Entry]]:
     """Timed rows that are compared with one another, a reference first; the largest group first."""
-    timed = {e.run.name: [e] for e in report.entries if e.estimate and not _is_compared(e)}
+    timed = {e.run.name: [e] for e in report.entries if e.estimate and not e.per_token}
     for entry in report.entries:
-        if entry.speed and _is_compared(entry):
+        if entry.speed and entry.per_token:
             timed[entry.speed.reference].append(entry)
     return sorted(timed.values(), key=len, reverse=True)
 
 
-def _is_compared(entry: Entry) -> bool:
-    return entry.speed is not None and entry.speed.per_token is not None
-
-
 def token_ratio(entry: Entry) -> float:
     """Time a token over the reference's; 1 where nothing is compared."""
-    found = entry.speed.per_token if entry.speed else None
-    return found.ratio if found else 1.0
+    return entry.per_token.ratio if entry.per_token else 1.0
 
 
 def some_of(names: Sequence[str]) -> str:
@@ -141,8 +138,8 @@ def _speed_sentences(report: Report) -> list[str]:
         return texts
     groups: dict[tuple[str, TimeVerdict], list[Entry]] = {}
     for entry in report.entries:
-        if entry.speed and entry.speed.per_token:
-            key = entry.speed.reference, entry.speed.per_token.verdict
+        if entry.speed and entry.per_token:
+            key = entry.speed.reference, entry.per_token.verdict
             groups.setdefault(key, []).append(entry)
     result = []
     labels = {entry.run.name: entry.label for entry in report.entries}

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tools.report.analyse.entry import Entry, device_memory
+from tools.report.analyse.entry import Entry
 from tools.report.analyse.report import ArgumentDifference, Report
 from tools.report.analyse.results import notes_of, other_attempts
 from tools.report.analyse.statistics import Estimate, TimeComparison
@@ -30,16 +30,6 @@ def ratio(found: TimeComparison) -> str:
 def time_text(found: Estimate | None, shape: str = ".1f") -> str:
     """`157.8 [140.5, 175.2]`, by the format specification."""
     return DASH if found is None else bracketed(found.median, found.low, found.high, shape)
-
-
-def _interval(entry: Entry) -> tuple[float, float] | None:
-    found = entry.estimate
-    known = found is not None and found.low is not None and found.high is not None
-    return (found.low, found.high) if known else None  # type: ignore[union-attr,return-value]
-
-
-def _of_pair(entry: Entry) -> TimeComparison | None:
-    return entry.speed.per_token if entry.speed else None
 
 
 def _published(entry: Entry) -> tuple[float, str] | None:
@@ -88,13 +78,13 @@ _TIME = Column[Entry](
 )
 _INTERVAL = Column[Entry](
     "95% interval",
-    _interval,
+    lambda e: e.interval,
     lambda value: " – ".join(map(number, value)) if value else DASH,
     why="fewer than 6 iterations count",
 )
 _SPEED = Column[Entry](
     "Time a token",
-    lambda e: (found.ratio, ratio(found)) if (found := _of_pair(e)) else None,
+    lambda e: (e.per_token.ratio, ratio(e.per_token)) if e.per_token else None,
     _said,
     why=lambda e: (
         (e.speed.caution or "not comparable")
@@ -144,9 +134,7 @@ _OF_PAGE = (
     _PARITY,
     _PARAMETERS,
     _MEMORY,
-    Column[Entry](
-        "Device memory", lambda e: device_memory(e.run), size, why="no reading of a device"
-    ),
+    Column[Entry]("Device memory", lambda e: e.device_bytes, size, why="no reading of a device"),
     _SENT,
     Column[Entry](
         "Tokens/s/device", lambda e: e.rates.tokens_per_second_per_device, number, why=_no_tokens
@@ -162,8 +150,8 @@ _OF_PAGE = (
 
 
 def _time_and_interval(entry: Entry) -> str:
-    found = _interval(entry)
-    return f"{number(entry.time_ms)} [{interval(*found)}]" if found else number(entry.time_ms)
+    span = f" [{interval(*entry.interval)}]" if entry.interval else ""
+    return number(entry.time_ms) + span
 
 
 def _status_and_attempts(entry: Entry) -> str:
@@ -245,14 +233,14 @@ def windows(report: Report, *, notes: bool = False) -> Table[Entry]:
 
 def speeds(report: Report) -> Table[Entry]:
     """Each configuration beside its cohort's reference."""
-    compared = tuple(entry for entry in report.entries if _of_pair(entry))
+    compared = tuple(entry for entry in report.entries if entry.per_token)
 
     def per_iteration(entry: Entry) -> str:
         found = entry.speed.per_iteration if entry.speed else None
         return ratio(found) if found else "refused: different work"
 
     def span(entry: Entry) -> str | None:
-        found = _of_pair(entry)
+        found = entry.per_token
         known = found is not None and found.low is not None and found.high is not None
         return f"{found.low:.3f} – {found.high:.3f}" if found and known else None
 
