@@ -21,7 +21,7 @@ from tools.spec.run import RunSpec
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One thing that is not the same on both sides; None is unknown."""
+    """One thing that is not the same on both sides."""
 
     what: str
     reference: str
@@ -110,21 +110,17 @@ def differences(reference: Run, other: Run) -> list[Mismatch]:
 
     Of two of which one is a foreign log also the printed arguments that differ.
     """
-    ours, theirs = _conditions(reference), _conditions(other)
-    texts = (
-        {w: "unknown" if v is None else str(v) for w, v in of.items()} for of in (ours, theirs)
-    )
-    here, there = texts
+    theirs = _conditions(other)
     found = [
-        Mismatch(what, here[what], there[what], what in _OF_STRATEGY)
-        for what in ours
-        if ours[what] != theirs[what]
+        Mismatch(what, value, theirs[what], what in _OF_STRATEGY)
+        for what, value in _conditions(reference).items()
+        if value != theirs[what]
     ]
     one, two = essential(reference.arguments), essential(other.arguments)
     if one and two and (reference.is_foreign or other.is_foreign):
         for name in sorted({*one, *two} - _SAID):
-            if one.get(name) != two.get(name):
-                mine, its = one.get(name, "not given"), two.get(name, "not given")
+            mine, its = one.get(name, "not given"), two.get(name, "not given")
+            if mine != its:
                 flag = f"--{name.replace('_', '-')}"
                 found.append(Mismatch(flag, mine, its, name in _OF_LAYOUT))
     return found
@@ -140,10 +136,10 @@ _OF_LAYOUT = argument_names(of_role("parallelism")) | {
 _OF_STRATEGY = ("devices", "padded vocabulary")
 
 
-def _conditions(run: Run) -> dict[str, object]:
-    """What should be the same on both sides, by its name; None is unknown."""
+def _conditions(run: Run) -> dict[str, str]:
+    """What should be the same on both sides, by its name."""
     spec, record = run.spec, run.record
-    return {
+    known = {
         "devices": spec and spec.parallelism.world_size,
         "tokens per iteration": spec and spec.tokens_per_iteration,
         "sequence length": spec and spec.shape.seq_length,
@@ -163,6 +159,7 @@ def _conditions(run: Run) -> dict[str, object]:
         "patch file": patch_file_name(spec),
         "ranks on one GPU": shares_gpu(spec),
     }
+    return {what: "unknown" if value is None else str(value) for what, value in known.items()}
 
 
 SHARED = (

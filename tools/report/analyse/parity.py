@@ -158,6 +158,12 @@ def loss_curve(run: Run) -> Curve:
     return dict(zip(numbers.tolist(), losses.tolist(), strict=True))
 
 
+def _apart(one: Curve, two: Curve) -> list[tuple[int, float, float]]:
+    """How far losses are apart in each iteration that both have, and the larger of them."""
+    common = sorted(one.keys() & two.keys())
+    return [(n, abs(one[n] - two[n]), max(abs(one[n]), abs(two[n]))) for n in common]
+
+
 def last_digit(value: float) -> float:
     """One unit of the last digit that Megatron prints of a loss (`{:.6E}`)."""
     if value == 0:
@@ -170,11 +176,10 @@ def _obstacle(reference: Run, other: Run) -> str:
     reason = _stated_obstacle(reference, other)
     if reason not in UNPROVEN or not (reference.is_foreign and other.is_foreign):
         return reason
-    ours, theirs = loss_curve(reference), loss_curve(other)
-    common = ours.keys() & theirs.keys()
+    common = _apart(loss_curve(reference), loss_curve(other))
     if len(common) < _FEWEST_OF_LOGS:
         return reason
-    worst = max(abs(ours[n] - theirs[n]) / max(abs(ours[n]), abs(theirs[n]), 1e-30) for n in common)
+    worst = max(difference / max(largest, 1e-30) for _, difference, largest in common)
     return "" if worst <= LOGS_AGREE else f"{reason}, and the losses differ by up to {worst:.2g}"
 
 
@@ -235,14 +240,14 @@ def _without_baseline(row: Configuration, parity: Parity, rows: Sequence[Configu
 
 
 def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> Parity:
-    ours, theirs = loss_curve(reference), loss_curve(other)
     dtype = other.spec.dtype if other.spec else ""
     one, two = reference.ledgers.routing, other.ledgers.routing
     diverged = first_other_choice(choices(one), choices(two), dtype) if one and two else None
     until = HALF_ITERATIONS if dtype in ("bf16", "fp16") else None
-    common = sorted(i for i in ours.keys() & theirs.keys() if i < (diverged or math.inf))
-    if until and common and common[-1] > until:
-        common = [number for number in common if number <= until]
+    common = _apart(loss_curve(reference), loss_curve(other))
+    common = [each for each in common if each[0] < (diverged or math.inf)]
+    if until and common and common[-1][0] > until:
+        common = [each for each in common if each[0] <= until]
     else:
         until = None
     if not common:
@@ -258,11 +263,9 @@ def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> P
     between_logs = LOGS_AGREE if reference.is_foreign and other.is_foreign else 0.0
     repeated, broken = 0.0, None
     worst, worst_units = 0.0, 0.0
-    for number in common:
+    for number, difference, largest in common:
         repeated = max(repeated, spread.get(number, 0.0))
-        largest = max(abs(ours[number]), abs(theirs[number]))
         unit = last_digit(largest)
-        difference = abs(ours[number] - theirs[number])
         worst, worst_units = max(worst, difference), max(worst_units, difference / unit)
         allowed = repeated + unit + max(rate * number, between_logs) * largest
         if broken is None and difference > allowed * _SLACK:
@@ -301,10 +304,8 @@ def _difference_of_repeats(row: Configuration) -> float | None:
                 continue
             # A run that was resumed in another strategy may be off by one until then.
             allowed = 1.5 if one.restarts or two.restarts else 0.5
-            ours, theirs = loss_curve(one), loss_curve(two)
-            for number in ours.keys() & theirs.keys():
-                unit = last_digit(max(abs(ours[number]), abs(theirs[number])))
-                units = abs(ours[number] - theirs[number]) / unit
+            for _, difference, largest in _apart(loss_curve(one), loss_curve(two)):
+                units = difference / last_digit(largest)
                 worst = max(worst, units if units > allowed else 0.0)
     return worst or None
 
@@ -322,7 +323,6 @@ def _spread(rows: Sequence[Configuration], reference: Run) -> tuple[Curve, int]:
         curves = [loss_curve(run) for run in may if not _obstacle(reference, run)]
         for theirs in curves[1:]:
             pairs += 1
-            for number in curves[0].keys() & theirs.keys():
-                difference = abs(curves[0][number] - theirs[number])
+            for number, difference, _ in _apart(curves[0], theirs):
                 spread[number] = max(spread.get(number, 0.0), difference)
     return spread, pairs

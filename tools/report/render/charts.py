@@ -142,19 +142,15 @@ def draw_times(figure: Figure, entries: Sequence[Entry]) -> None:
         samples = [samples[place] for place in evenly(len(samples), dots)]
         # The axis goes as far as it must to show all but a twentieth of them.
         most = sorted(samples)[min(len(samples) - 1, int(0.95 * len(samples)))]
-        reach.append(max(most, (entry.estimate.high or 0) if entry.estimate else 0))
+        reach.append(max(most, entry.interval[1] if entry.interval else 0))
         drawn.append(samples)
     edge = 1.05 * max(reach)
     for place, samples in enumerate(drawn):
         _draw_dots(axes, place, samples, edge)
     # All rows at once: an artist of matplotlib's for each takes as long as a hundred dots.
-    found = [(place, entry.estimate) for place, entry in enumerate(entries) if entry.estimate]
-    rows, medians = zip(*((place, each.median) for place, each in found), strict=True)
+    rows, medians = range(len(entries)), [entry.time_ms or 0.0 for entry in entries]
     axes.vlines(medians, np.subtract(rows, 0.34), np.add(rows, 0.34), color=INK, linewidth=1.6)
-    ends = [
-        (place, e.low, e.high) for place, e in found if e.low is not None and e.high is not None
-    ]
-    if ends:
+    if ends := [(place, *e.interval) for place, e in enumerate(entries) if e.interval]:
         axes.hlines(*zip(*ends, strict=True), color=INK, linewidth=4.5, alpha=0.7)
     for place, median in zip(rows, medians, strict=True):
         axes.text(1.02, place, number(median), va="center", transform=axes.get_yaxis_transform())

@@ -241,8 +241,7 @@ def speeds(report: Report) -> Table[Entry]:
 
     def span(entry: Entry) -> str | None:
         found = entry.per_token
-        known = found is not None and found.low is not None and found.high is not None
-        return f"{found.low:.3f} – {found.high:.3f}" if found and known else None
+        return f"{found.low:.3f} – {found.high:.3f}" if found and found.low and found.high else None
 
     def differences(entry: Entry) -> str:
         found = entry.speed.differences if entry.speed else ()
