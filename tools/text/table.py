@@ -34,8 +34,8 @@ class Column[R]:
     name: str
     value: Callable[[R], Any]
     """The value of a row; None is unknown."""
-    text: Callable[[Any], str] = lambda value: DASH if value is None else str(value)
-    """How the value is written for people (`tools.text.units`)."""
+    text: Callable[[Any], str] = str
+    """How a known value is written for people (`tools.text.units`)."""
     right: bool = True
     """Numbers align right."""
     style: Callable[[R], str] | None = None
@@ -49,7 +49,8 @@ class Column[R]:
 
     def cell(self, subject: R) -> str:
         """The text of one row."""
-        return self.text(self.value(subject))
+        value = self.value(subject)
+        return DASH if value is None else self.text(value)
 
 
 @dataclass(frozen=True)

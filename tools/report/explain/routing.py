@@ -24,7 +24,7 @@ from tools.report.canvas import WIDTH_INCHES, colour, grid
 from tools.report.explain.predicted import Subject
 from tools.spec.strategy import Parallelism
 from tools.text.table import TextTable
-from tools.text.units import DASH, count, milliseconds, percent
+from tools.text.units import DASH, count, known, milliseconds, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -150,6 +150,7 @@ def _work(record: RoutingRecord, split: Parallelism) -> dict[int, dict[tuple[int
     return work
 
 
+_figure = known("{:.3f}")
 _LAST = 10
 """Iterations at the end whose mean is shown."""
 
@@ -269,10 +270,6 @@ def _loads(subject: Subject, record: RoutingRecord) -> tuple[RankLoad, ...]:
         replace(load, wait_seconds=load.wait_seconds and scale * load.wait_seconds)
         for load in loads(record, subject.split, subject.run.ledgers.communication)
     )
-
-
-def _figure(value: float | None) -> str:
-    return DASH if value is None else f"{value:.3f}"
 
 
 MAX_LAYERS = 4

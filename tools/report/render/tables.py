@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.report import ArgumentDifference, Report
@@ -47,10 +48,6 @@ def _printed(entry: Entry) -> tuple[float, str] | None:
     return None if rate is None else (rate, number(rate) + over)
 
 
-def _said(value: tuple[float, str] | None) -> str:
-    return value[1] if value else DASH
-
-
 _NO_MODEL = "no time, or no model that a rate follows from"
 
 
@@ -79,13 +76,13 @@ _TIME = Column[Entry](
 _INTERVAL = Column[Entry](
     "95% interval",
     lambda e: e.interval,
-    lambda value: " – ".join(map(number, value)) if value else DASH,
+    lambda value: " – ".join(map(number, value)),
     why="fewer than 6 iterations count",
 )
 _SPEED = Column[Entry](
     "Time a token",
     lambda e: (e.per_token.ratio, ratio(e.per_token)) if e.per_token else None,
-    _said,
+    itemgetter(1),
     why=lambda e: (
         (e.speed.caution or "not comparable")
         if e.speed
@@ -116,10 +113,10 @@ _MEMORY = Column[Entry](
 _SENT = Column[Entry]("Sent/iteration", lambda e: e.sent_bytes, size, why="no communication ledger")
 _MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent, why=_no_mfu)
 _PUBLISHED = Column[Entry](
-    "Published ms", _published, _said, why="nothing of this model and strategy"
+    "Published ms", _published, itemgetter(1), why="nothing of this model and strategy"
 )
 _NOTES = Column[Entry]("Notes", notes_of, right=False)
-_PARITY_OR_BLANK = replace(_PARITY, text=lambda verdict: verdict or "")
+_PARITY_OR_BLANK = replace(_PARITY, value=lambda e: e.parity.verdict)
 
 _OF_PAGE = (
     _LABEL,
@@ -142,7 +139,7 @@ _OF_PAGE = (
     Column[Entry](
         "TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number, why=_NO_MODEL
     ),
-    Column[Entry]("Printed TFLOP/s", _printed, _said, why="no line has it"),
+    Column[Entry]("Printed TFLOP/s", _printed, itemgetter(1), why="no line has it"),
     _MFU,
     Column[Entry]("HFU", lambda e: e.rates.hfu, percent, why=_no_mfu),
     _PUBLISHED,
@@ -178,7 +175,7 @@ _OF_TERMINAL = (
     replace(_LABEL, name="strategy", rank=0),
     replace(_STATUS, name="status", rank=5, value=_status_and_attempts),
     replace(_TIME, rank=1),
-    replace(_INTERVAL, name="95%", rank=7, text=lambda found: interval(*found) if found else DASH),
+    replace(_INTERVAL, name="95%", rank=7, text=lambda found: interval(*found)),
     replace(_SPEED, name="time a token", rank=8, right=False),
     replace(_RATE, name="tokens/s", rank=4),
     replace(_MFU, rank=12),
