@@ -109,6 +109,13 @@ def test_ranks_that_share_experts_or_hold_copies_are_distinguished_as_megatron_n
     assert [load.tokens for load in shared] == [12, 12, 4, 4]
 
 
+def test_ranks_of_a_stage_without_a_router_compute_nothing() -> None:
+    split = Parallelism(data=2, expert=2, pipeline=2)
+    found = loads(record((), (), (layer((6, 2)),), (layer((2, 4)),)), split, None)
+    assert [(load.tokens, load.of_mean) for load in found[:2]] == [(0, 1.0)] * 2
+    assert [load.tokens for load in found[2:]] == [8, 6]
+
+
 def test_ranks_that_are_busy_in_turn_are_waited_for_in_turn() -> None:
     turns = record(
         (layer((3, 1)), layer((1, 3), number=2)), (layer((3, 1)), layer((1, 3), number=2))

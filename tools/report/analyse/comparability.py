@@ -16,7 +16,6 @@ from tools.report.analyse.statistics import TimeComparison, compare
 from tools.report.read.runs import Run
 from tools.spec.flag_table import argument_names, of_role
 from tools.spec.offload import offload_flags
-from tools.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
     With them stands what is taken to be equal, since logs do not print it.
     """
     runs, (one, two) = (reference, other), (reference.spec, other.spec)
-    if shares_gpu(one) or shares_gpu(two):
+    if any(spec and spec.shares_gpu for spec in (one, two)):
         return None, SHARED
     if one and two:
         return (one.tokens_per_iteration, two.tokens_per_iteration), ""
@@ -157,7 +156,7 @@ def _conditions(run: Run) -> dict[str, str]:
         "link between the ranks": record and link_rate(record.spec),
         "patches": fused_patches(spec),
         "patch file": patch_file_name(spec),
-        "ranks on one GPU": shares_gpu(spec),
+        "ranks on one GPU": bool(spec and spec.shares_gpu),
     }
     return {what: "unknown" if value is None else str(value) for what, value in known.items()}
 
@@ -165,11 +164,6 @@ def _conditions(run: Run) -> dict[str, str]:
 SHARED = (
     "its ranks shared one GPU: memory and losses are true, times say nothing about the strategy"
 )
-
-
-def shares_gpu(spec: RunSpec | None) -> bool:
-    """Whether all ranks were on one GPU."""
-    return spec is not None and spec.shares_gpu
 
 
 def adam_state(run: Run) -> str | None:

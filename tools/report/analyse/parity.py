@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.records.measurements import choices, first_other_choice
-from tools.report.analyse.configurations import Configuration, is_patched
+from tools.report.analyse.configurations import Configuration
 from tools.report.analyse.must_agree import UNPROVEN
 from tools.report.analyse.must_agree import obstacle as _stated_obstacle
 from tools.report.read.iterations import IterationTable
@@ -131,7 +131,8 @@ def parity_of(rows: Sequence[Configuration]) -> list[Parity]:
 
 def _rank(row: Configuration) -> tuple[bool, bool, bool]:
     run = row.newest
-    return not run.counts, is_patched(run.spec), not (run.is_baseline or run.is_foreign)
+    is_patched = bool(run.spec and run.spec.patch_file)
+    return not run.counts, is_patched, not (run.is_baseline or run.is_foreign)
 
 
 def whole_steps(lines: IterationTable) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

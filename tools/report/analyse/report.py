@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from tools.records.identity import essential
 from tools.report.analyse.comparability import compare_speed
-from tools.report.analyse.configurations import (
-    configurations,
-    is_patched,
-    labels,
-    with_distinct_names,
-)
+from tools.report.analyse.configurations import configurations, labels, with_distinct_names
 from tools.report.analyse.earlier import Change
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.gpu_bench import Bench
@@ -43,7 +38,7 @@ class Report:
     problems: tuple[str, ...] = ()
     arguments: tuple[ArgumentDifference, ...] = ()
     corrections: tuple[Correction, ...] = ()
-    changes: tuple[Change, ...] = field(default=())
+    changes: tuple[Change, ...] = ()
     baseline: str = ""
     """The earlier report that `changes` compares with."""
     gpu_bench: Bench | None = None
@@ -115,7 +110,7 @@ def _reference(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
     if any(other.run.is_foreign for other in entries):
         return next(other for other in timed if _are_comparable(other.run, run))
     cohort = [o for o in timed if (o.run.model, o.run.device) == (run.model, run.device)]
-    first = min(cohort, key=lambda o: (is_patched(o.run.spec), not o.run.is_baseline))
+    first = min(cohort, key=lambda o: (bool(o.spec and o.spec.patch_file), not o.run.is_baseline))
     return first if run.model else None
 
 

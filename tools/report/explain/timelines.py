@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FORWARD, BACKWARD, IDLE = ("#4c86c6", "#9cc0e7"), ("#3e9c6b", "#98d3b2"), "#c9c9c9"
 """Dark and light by virtual stage, as in the planner's schedules."""
-_PHASES = {Phase.GRADIENT_SYNC: "#d9822b", Phase.OPTIMIZER: "#8c6bb1"}
+_PHASES: dict[str, str] = {Phase.GRADIENT_SYNC: "#d9822b", Phase.OPTIMIZER: "#8c6bb1"}
 _CALL = "#b2182b"
 MAX_RANKS = 16
 _WIDTH_INCHES = 9.0
@@ -224,7 +224,7 @@ def _panel(
             axes.broken_barh([(start - origin, end - start)], lane, facecolor=IDLE, linewidth=0)
     for piece in pieces:
         # Waiting is the grey behind, and outer spans hold inner ones.
-        colour = next((hue for phase, hue in _PHASES.items() if piece.category == phase), None)
+        colour = _PHASES.get(piece.category)
         if piece.step:
             shades = FORWARD if piece.step.direction is Pass.FORWARD else BACKWARD
             colour = shades[piece.step.chunk % 2]
@@ -266,7 +266,7 @@ def _legend(figure: Figure, pieces: Sequence[TraceSpan]) -> None:
     kinds = {"forward": FORWARD[0], "backward": BACKWARD[0]}
     if any(piece.step and piece.step.chunk for piece in pieces):
         kinds |= {"forward, 2nd part": FORWARD[1], "backward, 2nd part": BACKWARD[1]}
-    kinds |= {phase.value.replace("_", " "): colour for phase, colour in _PHASES.items()}
+    kinds |= {phase.replace("_", " "): colour for phase, colour in _PHASES.items()}
     kinds |= {"communication": _CALL, "idle": IDLE}
     handles = [Patch(color=colour, label=label) for label, colour in kinds.items()]
     look: dict[str, Any] = {"fontsize": 8, "handlelength": 1, "columnspacing": 1}

@@ -85,8 +85,8 @@ def render_page(
 
 def _contents(
     report: Report, plots: Sequence[Plot], memory: Sequence[Chart], explanation: Explanation
-) -> list[tuple[str, str]]:
-    """The sections that the page has, by their ids."""
+) -> dict[str, str]:
+    """The sections that the page has and lists, by their ids."""
     there = {
         "results": report.entries,
         "summary": True,
@@ -101,7 +101,7 @@ def _contents(
         "provenance": report.entries,
     }
     names = {"summary": "In words", "measured": "How it was measured", "changes": "Changes"}
-    return [(id, names.get(id, id.capitalize())) for id, has in there.items() if has]
+    return {id: names.get(id, id.capitalize()) for id, has in there.items() if has}
 
 
 def cells_of[R](table: Table[R]) -> list[list[PageCell]]:

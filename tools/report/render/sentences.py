@@ -202,20 +202,15 @@ def speed_sentence(entry: Entry, report: Report) -> str:
 
 def _flaws(comparison: SpeedComparison) -> str:
     """What differs and is no part of the strategy, the first few by name and value."""
-    named: list[str] = []
-    paths = more = 0
-    for found in comparison.differences:
+    flaws = [found for found in comparison.differences if not found.part_of_strategy]
+    told = [found for found in flaws if "/" not in found.reference + found.other]
+    named = []
+    for found in told[:_MAX_FLAWS]:
         sides = (found.reference, found.other)
-        if found.part_of_strategy:
-            continue
-        if any("/" in side for side in sides):
-            paths += 1
-        elif len(named) < _MAX_FLAWS:
-            cut = [s if len(s) <= _MAX_VALUE else f"{s[: _MAX_VALUE - 1]}…" for s in sides]
-            named.append(f"{found.what} ({' | '.join(cut)})")
-        else:
-            more += 1
-    named += [f"{more} more"] * bool(more) + [plural(paths, "path")] * bool(paths)
+        cut = [s if len(s) <= _MAX_VALUE else f"{s[: _MAX_VALUE - 1]}…" for s in sides]
+        named.append(f"{found.what} ({' | '.join(cut)})")
+    more, paths = len(told) - _MAX_FLAWS, len(flaws) - len(told)
+    named += [f"{more} more"] * (more > 0) + [plural(paths, "path")] * bool(paths)
     return f"; not the same: {joined(named)}" if named else ""
 
 
