@@ -30,9 +30,9 @@ from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.published import Correction, Figure, load_published
 from tools.study.engine import Study, comparison
-from tools.study.tables import bullets, known, page, sentence
+from tools.study.tables import bullets, page, sentence
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, bracketed, rounded
+from tools.text.units import DASH, bracketed, known, rounded
 
 SOURCE = "000"
 TOLERANCE = 1e-5

@@ -10,9 +10,9 @@ from tools.report.analyse.statistics import compare
 from tools.report.render.tables import time_text
 from tools.spec.published import Figure, load_published
 from tools.study.engine import comparison, losses_broke
-from tools.study.tables import bullets, known, page, sentence
+from tools.study.tables import bullets, page, sentence
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, change, joined, megabytes, ms, percent, rounded, times
+from tools.text.units import DASH, change, joined, known, megabytes, ms, percent, rounded, times
 
 SOURCE = "002"
 
