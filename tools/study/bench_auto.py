@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 
@@ -36,21 +37,13 @@ TIME_LIMIT, CHOICE_LIMIT = 0.15, 0.05
 class AutoRow:
     """One strategy, predicted and measured."""
 
-    strategy: str
-    micro_batch_size: int
+    model: str
+    ranks: int
+    name: str
+    """The strategy, with its micro batch."""
     predicted_ms: float
     measured: Estimate | None
     """None where the run did not end well."""
-
-    @property
-    def name(self) -> str:
-        """With its micro batch."""
-        return f"{self.strategy}, {self.micro_batch_size}"
-
-    @property
-    def measured_ms(self) -> float:
-        """Infinite where it was not measured."""
-        return self.measured.median if self.measured else float("inf")
 
     @property
     def error(self) -> float | None:
@@ -58,26 +51,20 @@ class AutoRow:
         return self.predicted_ms / self.measured.median - 1 if self.measured else None
 
 
-@dataclass(frozen=True)
-class AutoGroup:
-    """The strategies of one model on so many ranks."""
+Group = Sequence[AutoRow]
+"""The strategies of one model on so many ranks, the planner's choice first."""
 
-    model: str
-    ranks: int
-    rows: tuple[AutoRow, ...]
-    """The planner's choice first."""
 
-    @property
-    def best(self) -> AutoRow | None:
-        """The fastest that was measured."""
-        best = min(self.rows, key=lambda row: row.measured_ms)
-        return best if best.measured else None
+def best_of(group: Group) -> AutoRow | None:
+    """The fastest that was measured."""
+    timed = [(row.measured.median, row) for row in group if row.measured]
+    return min(timed, key=itemgetter(0), default=(0.0, None))[1]
 
-    @property
-    def loss(self) -> float | None:
-        """Time that the choice takes beyond the best's, as a share."""
-        choice, best = self.rows[0], self.best
-        return choice.measured_ms / best.measured_ms - 1 if best and choice.measured else None
+
+def loss_of(group: Group) -> float | None:
+    """Time that the choice takes beyond the best's, as a share."""
+    choice, best = group[0].measured, best_of(group)
+    return choice.median / best.measured.median - 1 if choice and best and best.measured else None
 
 
 def bench_auto(
@@ -106,18 +93,16 @@ def bench_auto(
 
 def finish(candidates: Mapping[Cell, Candidate], study: Study) -> int:
     """The table of what was trained, also after Ctrl-C; 0 if every run ended well."""
-    rows: dict[tuple[str, int], list[AutoRow]] = {}
+    groups: dict[tuple[str, int], list[AutoRow]] = {}
     found = rows_of([result.folders for result in study.results])
     for result, entry in zip(study.results, found, strict=True):
         job, candidate = result.cell.job, candidates[result.cell]
-        micro_batch, planned_ms = (
-            candidate.spec.batch.micro_batch_size,
-            candidate.seconds.total * 1e3,
-        )
-        row = AutoRow(job.strategy, micro_batch, planned_ms, entry.estimate if entry else None)
-        rows.setdefault((job.model.name, job.devices), []).append(row)
-    study.write(render([AutoGroup(*place, tuple(each)) for place, each in rows.items()]))
-    return int(not all(row.measured for each in rows.values() for row in each))
+        name = f"{job.strategy}, {candidate.spec.batch.micro_batch_size}"
+        times = candidate.seconds.total * 1e3, entry.estimate if entry else None
+        place = job.model.name, job.devices
+        groups.setdefault(place, []).append(AutoRow(*place, name, *times))
+    study.write(render(list(groups.values())))
+    return int(not all(row.measured for group in groups.values() for row in group))
 
 
 def chosen_candidates(plan: Plan) -> tuple[Candidate, ...]:
@@ -138,11 +123,11 @@ def cell_of(job: Job, candidate: Candidate) -> Cell:
     return Cell(job.laid(candidate.strategy).under(options), label, repeats=options.repeats)
 
 
-def render(groups: Sequence[AutoGroup]) -> str:
+def render(groups: Sequence[Group]) -> str:
     """Markdown: a line for each group, one for each strategy, and the sums."""
-    lines = [(group, row) for group in groups for row in group.rows]
-    errors = [abs(row.error) for _, row in lines if row.error is not None]
-    losses = [group.loss for group in groups if group.loss is not None]
+    rows = tuple(row for group in groups for row in group)
+    errors = [abs(row.error) for row in rows if row.error is not None]
+    losses = [loss for group in groups if (loss := loss_of(group)) is not None]
     within = sum(error <= TIME_LIMIT for error in errors)
     right = sum(loss <= CHOICE_LIMIT for loss in losses)
     sums = (
@@ -158,23 +143,23 @@ def render(groups: Sequence[AutoGroup]) -> str:
         "## Strategies",
         "The first of each model and number of ranks is the choice. Errors are positive where a "
         "time was predicted too slow.",
-        markdown_table(Table(_ROWS, tuple(lines))),
+        markdown_table(Table(_ROWS, rows)),
     )
     return "\n\n".join(parts)
 
 
-_GROUPS: tuple[Column[AutoGroup], ...] = (
-    Column("model", lambda group: group.model),
-    Column("ranks", lambda group: group.ranks),
-    Column("chosen, micro batch", lambda group: group.rows[0].name),
-    Column("best measured", lambda group: group.best and group.best.name),
-    Column("lost by the choice", lambda group: group.loss, percent),
+_GROUPS: tuple[Column[Group], ...] = (
+    Column("model", lambda group: group[0].model),
+    Column("ranks", lambda group: group[0].ranks),
+    Column("chosen, micro batch", lambda group: group[0].name),
+    Column("best measured", lambda group: (best := best_of(group)) and best.name),
+    Column("lost by the choice", loss_of, percent),
 )
-_ROWS: tuple[Column[tuple[AutoGroup, AutoRow]], ...] = (
-    Column("model", lambda line: line[0].model),
-    Column("ranks", lambda line: line[0].ranks),
-    Column("layout, micro batch", lambda line: line[1].name),
-    Column("predicted, ms", lambda line: line[1].predicted_ms, "{:.0f}".format),
-    Column("measured, ms [95%]", lambda line: line[1].measured, partial(time_text, shape=".0f")),
-    Column("error", lambda line: line[1].error, partial(signed_percent, decimals=0)),
+_ROWS: tuple[Column[AutoRow], ...] = (
+    Column("model", lambda row: row.model),
+    Column("ranks", lambda row: row.ranks),
+    Column("layout, micro batch", lambda row: row.name),
+    Column("predicted, ms", lambda row: row.predicted_ms, "{:.0f}".format),
+    Column("measured, ms [95%]", lambda row: row.measured, partial(time_text, shape=".0f")),
+    Column("error", lambda row: row.error, partial(signed_percent, decimals=0)),
 )
