@@ -40,13 +40,11 @@ def check_devices() -> "list[CheckResult]":
     python = kit_python()
     if python is None:
         return [_before_setup()]
-    answer = ask([python, "-m", "tools.launch.devices"])
-    try:
-        return check_description(json.loads(answer.out.splitlines()[-1]))
-    except (ValueError, IndexError):
-        found = "cannot be asked: " + (answer.problem or "it printed nothing")
+    described, problem = _printed(python, "tools.launch.devices")
+    if problem:
         fix = "see '.venv/bin/python -m tools.launch.devices'"
-        return [CheckResult(FAIL, "Driver", found, fix)]
+        return [CheckResult(FAIL, "Driver", "cannot be asked: " + problem, fix)]
+    return check_description(described)
 
 
 def check_description(described: "dict[str, Any]") -> "list[CheckResult]":
@@ -84,20 +82,26 @@ def check_exchange() -> "list[CheckResult]":
     python = kit_python()
     if python is None:
         return [CheckResult(WARN, "All-reduce", "not measured before setup", "run 'make setup'")]
-    answer = ask([python, "-m", "tools.launch.exchange"], seconds=EXCHANGE_SECONDS)
-    try:
-        measured = json.loads(answer.out.splitlines()[-1])
-    except (ValueError, IndexError):
-        measured = {"problem": answer.problem or "it printed nothing"}
-    if "problem" in measured:
+    measured, problem = _printed(python, "tools.launch.exchange", EXCHANGE_SECONDS)
+    problem = problem or measured.get("problem")
+    if problem:
         fix = "see '.venv/bin/python -m tools.launch.exchange'"
-        return [CheckResult(FAIL, "All-reduce", "fails: " + measured["problem"], fix)]
+        return [CheckResult(FAIL, "All-reduce", "fails: " + problem, fix)]
     return check_rates(measured)
 
 
 def check_rates(measured: "dict[str, Any]") -> "list[CheckResult]":
     """Rows for what `tools.launch.exchange` printed."""
     return [_rate(measured)] + [_clock(clock) for clock in measured["clocks"]]
+
+
+def _printed(python: str, module: str, seconds: float = 20.0) -> "tuple[dict[str, Any], str]":
+    """What a module prints as JSON in its last line; or nothing, and why."""
+    answer = ask([python, "-m", module], seconds)
+    try:
+        return json.loads(answer.out.splitlines()[-1]), ""
+    except (ValueError, IndexError):
+        return {}, answer.problem or "it printed nothing"
 
 
 def _before_setup() -> CheckResult:

@@ -22,7 +22,7 @@ from rich.console import Console
 from tools.cluster.checks.devices import check_rates
 from tools.cluster.checks.result import FAIL, PASS, WARN, CheckResult, ask
 from tools.cluster.sbatch import FIRST_NODE, MASTER_PORT
-from tools.cluster.slurm import SLURM_SETTINGS, argv_of_directives, slurm_of
+from tools.cluster.slurm import argv_of_directives, slurm_of
 from tools.spec import settings
 from tools.spec.errors import LaunchError
 from tools.spec.setting import values
@@ -134,7 +134,7 @@ def srun_command(environment: Mapping[str, str]) -> tuple[str, ...]:
     count = ("--nodes", str(_node_count(environment)), "--ntasks-per-node=1")
     if "SLURM_JOB_ID" in environment:
         return ("srun", "--overlap", *count)
-    slurm = slurm_of(Namespace(**values(SLURM_SETTINGS, environment)))
+    slurm = slurm_of(Namespace(**values(settings.OF_SLURM, environment)))
     return ("srun", *count, *argv_of_directives(slurm.directives if slurm else ()))
 
 
