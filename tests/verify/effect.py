@@ -31,8 +31,6 @@ from tools.study.verify.verifier import ForkedRanks, losses_in
 from tools.verify.captured import Array, assembled, read_capture, units
 from tools.verify.findings import Effect, Finding, Judged, findings
 
-SECONDS_AN_ITERATION = 20
-"""After which a training hangs, on a machine that does much else."""
 _Weights = dict[tuple[object, ...], Array]
 
 
@@ -88,7 +86,7 @@ class _Trainer:
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             capture, log = Path(scratch, "capture"), Path(scratch, "log.txt")
             also = {variables.CAPTURE: str(capture), variables.CAPTURE_ITERATION: str(iteration)}
-            if failure := self.ranks.run(launch, log, also, SECONDS_AN_ITERATION * iteration + 300):
+            if failure := self.ranks.run(launch, log, also):
                 raise RuntimeError(f"{failure}\n{log.read_text()[-2000:]}")
             read = read_capture(capture)
             weights = {

@@ -53,8 +53,7 @@ class Cell:
     @property
     def target(self) -> str:
         """The make target."""
-        name = f"{self.layout.strategy}-{self.family.model}-{self.layout.devices}cpu"
-        return f"{PREFIX}{name}"
+        return f"{PREFIX}{self.layout.strategy}-{self.family.model}-{self.layout.devices}cpu"
 
     @property
     def flags(self) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ def draws(
         layout = order.choice(family.layouts)
         levels = [
             order.choice(drawn)
-            for given in (*family.factors.values(), *family.fuzzed.values())
+            for given in family.features.values()
             if (drawn := [one for one in given[1:] if not one.alone]) and order.random() < SHARE
         ]
         cell = patched(Cell(family, layout, matrix.fitting(family, layout, levels)), known)

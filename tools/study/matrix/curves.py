@@ -23,7 +23,6 @@ from tools.study.verify.pairs import MICRO_BATCH
 from tools.study.verify.verifier import ForkedRanks, losses_in
 
 ITERATIONS = 200
-SECONDS = 1200.0
 ONE_RANK = Layout("one rank", "baseline", 1)
 
 
@@ -78,7 +77,7 @@ def _losses(
         model = load_model(family.model)
         launch = compose_job(Job(layout.strategy, model, layout.devices, DeviceKind.CPU, own))
         ensure_start_checkpoint(launch, Console(quiet=True), ranks.exit_code)
-        if failure := ranks.run(launch, log, seconds=SECONDS):
+        if failure := ranks.run(launch, log):
             raise LaunchError(f"{layout.name} {flag}: the run {failure}")
         found[dtype] = losses_in(log)
     return found

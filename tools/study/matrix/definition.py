@@ -23,14 +23,24 @@ SAMPLES = 8
 """In an iteration, unless a strategy has its own: the same for nearly all, which so share references."""
 
 
+class Words(tuple[str, ...]):
+    """Of a command line; a text in the file."""
+
+    def __new__(cls, text: str = "") -> Words:
+        """Split as a shell does."""
+        if not isinstance(text, str):
+            raise TypeError(f"{text} is no text")
+        return super().__new__(cls, shlex.split(text))
+
+
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One choice of one feature."""
 
     factor: str
     name: str
-    flags: tuple[str, ...] = ()
+    flags: Words = Words()
     """Megatron's, of strategy and reference."""
-    own: tuple[str, ...] = ()
+    own: Words = Words()
     """Of the strategy alone."""
     needs: tuple[str, ...] = msgspec.field(default=(), name="with")
     """Names of levels of the family without which it is refused."""
@@ -60,9 +70,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     strategy: str
     devices: int = 2
-    flags: tuple[str, ...] = ()
+    flags: Words = Words()
     """Of strategy and reference."""
-    own: tuple[str, ...] = ()
+    own: Words = Words()
     """Of the strategy alone."""
     samples: int = msgspec.field(default=SAMPLES, name="global_batch")
     """In an iteration."""
@@ -77,28 +87,32 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     factors: dict[str, tuple[Level, ...]]
     """Levels by feature; the first is the model as it is."""
-    base: tuple[str, ...] = ()
+    base: Words = Words()
     """Flags of all its cells."""
     fuzzed: dict[str, tuple[Level, ...]] = msgspec.field(default_factory=dict, name="fuzz")
     """Further ones, which only a draw has."""
-    smaller: tuple[tuple[str, ...], ...] = ()
+    smaller: tuple[Words, ...] = ()
     """Flags that may make its model smaller, in the order in which they are tried."""
     layouts: tuple[Layout, ...] = ()
 
     @property
+    def features(self) -> dict[str, tuple[Level, ...]]:
+        """All levels by feature."""
+        return self.factors | self.fuzzed
+
+    @property
     def levels(self) -> tuple[Level, ...]:
         """All that are not a feature's first."""
-        every = (*self.factors.values(), *self.fuzzed.values())
-        return tuple(level for levels in every for level in levels[1:])
+        return tuple(level for levels in self.features.values() for level in levels[1:])
 
     def is_first(self, level: Level) -> bool:
         """Whether it is the model as it is."""
-        return {**self.factors, **self.fuzzed}[level.factor][0] == level
+        return self.features[level.factor][0] == level
 
     def row(self, levels: Iterable[Level], with_fuzzed: bool = False) -> tuple[Level, ...]:
         """A level of each feature: these, and the first of the others."""
         chosen = {level.factor: level for level in levels}
-        features = {**self.factors, **(self.fuzzed if with_fuzzed else {})}
+        features = self.features if with_fuzzed else self.factors
         return tuple(chosen.get(name, given[0]) for name, given in features.items())
 
     def level(self, path: str) -> Level:
@@ -193,33 +207,25 @@ def load_matrix(path: Path = FILE) -> Matrix:
 
 
 def _named(file: dict[str, Any]) -> dict[str, Any]:
-    """The file with what its keys name, and texts of flags as words; a level that is a text is flags."""
-    families = {name: _words(one, name=name) for name, one in file["families"].items()}
-    for one in families.values():
-        one["smaller"] = [shlex.split(flags) for flags in one.get("smaller", ())]
-        for key in {"factors", "fuzz"} & one.keys():
-            one[key] = {
-                factor: [
-                    _words(
-                        each if isinstance(each, dict) else {"flags": each},
-                        factor=factor,
-                        name=name,
-                    )
-                    for name, each in levels.items()
-                ]
+    """The file with the names that its keys give."""
+    families = {}
+    for name, one in file["families"].items():
+        features = {
+            key: {
+                factor: [_level(factor, *given) for given in levels.items()]
                 for factor, levels in one[key].items()
             }
-    layouts = {name: _words(one, name=name) for name, one in file["layouts"].items()}
+            for key in {"factors", "fuzz"} & one.keys()
+        }
+        families[name] = {**one, **features, "name": name}
+    layouts = {name: {**one, "name": name} for name, one in file["layouts"].items()}
     return {**file, "families": families, "layouts": layouts}
 
 
-def _words(given: Mapping[str, Any], **names: str) -> dict[str, Any]:
-    split = {
-        key: shlex.split(text)
-        for key, text in given.items()
-        if key in ("base", "flags", "own") and isinstance(text, str)
-    }
-    return {**given, **split, **names}
+def _level(factor: str, name: str, given: str | dict[str, Any]) -> dict[str, Any]:
+    """One that is a text is flags."""
+    fields = given if isinstance(given, dict) else {"flags": given}
+    return {**fields, "factor": factor, "name": name}
 
 
 def _apart(names: Sequence[str], layouts: Mapping[str, Layout]) -> Apart:

@@ -119,7 +119,7 @@ def pair_of(
     A wrong cell counts against the levels that are to blame for it; until these are known it counts
     against none that is right in another cell.
     """
-    first = family.factors[level.factor][0] == level
+    first = family.is_first(level)
 
     def has(record: CellRecord) -> bool:
         own = [path for path in record.levels if path.startswith(f"{level.factor}/")]
