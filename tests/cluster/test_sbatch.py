@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.given import read_of
-from tools.cluster.sbatch import CPUS, ArrayTask, BatchJob, PyxisContainer, script
+from tools.cluster.sbatch import CPUS, ArrayTask, BatchJob, pyxis_flags, script
 from tools.cluster.slurm import Slurm, argv_of_directives, slurm_of
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind
@@ -50,7 +50,7 @@ JOBS = {
         slurm=SITE,
         python="python3",
         inherited=("NCCL_DEBUG", "WANDB_API_KEY"),
-        container=PyxisContainer("/shared/kit.sqsh", (ROOT, Path("/data"))),
+        container=pyxis_flags("/shared/kit.sqsh", (ROOT, Path("/data"))),
     ),
 }
 
@@ -256,7 +256,7 @@ def test_a_wrong_variable_is_named(name: str, value: str, message: str) -> None:
 
 def test_a_folder_that_pyxis_would_misread_is_refused() -> None:
     with pytest.raises(ValueError, match="/a:b cannot be mounted by Pyxis"):
-        PyxisContainer("image", (Path("/a:b"),)).flags()
+        pyxis_flags("image", (Path("/a:b"),))
 
 
 def test_a_slurm_job_is_for_training_targets_alone() -> None:

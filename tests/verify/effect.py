@@ -16,12 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options, read_patch_file
-from tools.launch.start import ensure_start_checkpoint
 from tools.records.capture import Stage
 from tools.spec import variables
 from tools.spec.files import ROOT
@@ -77,8 +75,7 @@ class _Trainer:
         target = f"train-{finding.strategies[0]}-{finding.model}-{finding.devices}cpu"
         pair = Pair(parse_target(target, options), finding.reference, finding.own_flags)
         composed = compose_pair(pair)
-        quiet = Console(quiet=True)
-        ensure_start_checkpoint(composed.reference, quiet, self.ranks.exit_code)
+        self.ranks.ensure_start(composed.reference)
         return composed
 
     def _trained(self, launch: Launch, iteration: int) -> tuple[_Weights, float]:

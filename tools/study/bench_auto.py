@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from statistics import mean
 
 from rich.console import Console
@@ -18,7 +17,6 @@ from tools.plan.search import Candidate, Plan
 from tools.report.analyse.entry import rows_of
 from tools.report.analyse.statistics import Estimate
 from tools.report.render.tables import time_text
-from tools.spec.files import ROOT
 from tools.study.definition import Cell
 from tools.study.engine import Output, Study, run_experiment
 from tools.study.load import load_sweep
@@ -67,13 +65,7 @@ def loss_of(group: Group) -> float | None:
     return choice.median / best.measured.median - 1 if choice and best and best.measured else None
 
 
-def bench_auto(
-    models: str | None,
-    devices: str | None,
-    options: Options,
-    console: Console,
-    reports: Path = ROOT / "reports",
-) -> int:
+def bench_auto(models: str | None, devices: str | None, options: Options, console: Console) -> int:
     """Measure and plan for each model and number of ranks, then train; 0 if every run ended well.
 
     Raises:
@@ -88,7 +80,7 @@ def bench_auto(
         candidates |= {cell_of(job, each): each for each in chosen}
     planned = replace(experiment, cells=tuple(candidates), report="bench-auto")
     output = Output(partial(finish, candidates), also_interrupted=True)
-    return run_experiment(planned, output, console, reports)
+    return run_experiment(planned, output, console)
 
 
 def finish(candidates: Mapping[Cell, Candidate], study: Study) -> int:

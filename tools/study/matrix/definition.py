@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -138,7 +137,7 @@ class Apart:
     release: str = ""
     """`major.minor` of the only Megatron in which it is so; empty for all."""
 
-    def forbids(self, family: str, paths: Iterable[str], layout: str = "") -> bool:
+    def forbids(self, family: str, paths: Iterable[str], layout: str) -> bool:
         """Whether these are some that it names."""
         if self.layout and not fnmatchcase(layout, self.layout):
             return False
@@ -185,7 +184,7 @@ class _File(msgspec.Struct):
     apart: list[list[str]]
 
 
-def load_matrix(path: Path = FILE) -> Matrix:
+def load_matrix() -> Matrix:
     """Read the file.
 
     Raises:
@@ -193,10 +192,10 @@ def load_matrix(path: Path = FILE) -> Matrix:
     """
     try:
         file = msgspec.convert(
-            _named(read_yaml(path)), _File, dec_hook=lambda kind, text: kind(text)
+            _named(read_yaml(FILE)), _File, dec_hook=lambda kind, text: kind(text)
         )
     except msgspec.ValidationError as error:
-        raise LaunchError(f"{from_root(path)}: {error}; correct it.") from None
+        raise LaunchError(f"{from_root(FILE)}: {error}; correct it.") from None
     families = []
     for family in file.families.values():
         suited = (

@@ -206,10 +206,6 @@ def fewest[T](parts: Sequence[T], shows: Callable[[tuple[T, ...]], bool]) -> tup
 
     Zeller and Hildebrandt's ddmin (IEEE TSE 28, 2002): halves first, so that one guilty part of n is
     found in about 2·log2(n) tries.
-
-    Args:
-        parts: What shows it together.
-        shows: Whether some of the parts, in their order, show it as well.
     """
     if not parts or shows(()):
         return ()

@@ -13,10 +13,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from rich.console import Console
-
 from tools.launch.options import Options, read_patch_file
-from tools.launch.start import ensure_start_checkpoint
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
@@ -114,7 +111,7 @@ def recorded(
             asked = replace(pair.job.options, iterations=1, patch_file=recorder)
             verified = compose_pair(replace(pair, job=pair.job.under(asked)))
             try:
-                ensure_start_checkpoint(verified.reference, Console(quiet=True), ranks.exit_code)
+                ranks.ensure_start(verified.reference)
             except LaunchError:
                 continue
             also = {variables.EXECUTED: str(scratch)}

@@ -86,13 +86,13 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
     rows = tuple(map(_Row, kinds.values(), found))
     published = load_published()
     wrong = tuple(each for each in published.corrections if each.source == SOURCE)
-    below = Table(_FIGURES, published.of(SOURCE)), Table(_CORRECTIONS, wrong)
+    figures = markdown_table(Table(_FIGURES, published.of(SOURCE)))
     return page(
         "moe",
         model=model,
         table=markdown_table(Table(_COLUMNS, rows)),
         said=bullets(said),
-        published="\n\n".join(map(markdown_table, below)),
+        published=f"{figures}\n\n{markdown_table(Table(_CORRECTIONS, wrong))}",
     )
 
 

@@ -61,6 +61,14 @@ class ForkedRanks:
             arguments = (self.warm.entry, *launch.flags)
             return self.warm.run(launch.devices, arguments, environment, file, seconds)
 
+    def ensure_start(self, launch: Launch) -> None:
+        """Write the weights that a launch starts from where they are not there yet.
+
+        Raises:
+            LaunchError: Megatron did not write them.
+        """
+        ensure_start_checkpoint(launch, Console(quiet=True), self.exit_code)
+
     def close(self) -> None:
         """End the process that forks."""
         self.warm.close()
@@ -88,8 +96,7 @@ class Verifier:
         """
         job = pair.job.under(replace(pair.job.options, runs=self.folder))
         verification = compose_pair(replace(pair, job=job))
-        quiet = Console(quiet=True)
-        ensure_start_checkpoint(verification.reference, quiet, self.ranks.exit_code)
+        self.ranks.ensure_start(verification.reference)
         if not both:
             of_patch_files = (variables.PATCH_FILE, variables.PATCH_FILE_SHA256)
             reference = verification.reference
