@@ -43,7 +43,7 @@ JOBS = {
     "two-cpu-nodes": job(),
     "repeats-are-an-array": job(CELL, ArrayTask("runs/R2", CELL.argv, CELL.settings)),
     "gpus-in-the-image": job(
-        ArrayTask("runs/R3", ("run", "tp8dp4", "gpt2-large", "32gpu", "--", *TP8)),
+        ArrayTask("runs/R3", ("run", "tp8dp4", "gpt2-large", "32gpu", "--", *TP8), {}),
         name="tp8dp4-gpt2-large-32gpu",
         device=DeviceKind.GPU,
         devices_a_node=8,

@@ -52,15 +52,14 @@ def check_engine() -> "tuple[CheckResult, DockerEngine | None]":
         described = json.loads(answer.out) if answer.good else {}
     except ValueError:
         described = {}
-    # It calls itself docker in `--version` where it is called so.
-    if described.get("runtimes") is None and "Podman" in ask(["docker", "version"]).out:
-        found = "'docker' is Podman here, which the kit does not know"
-        fix = "put Docker Engine's client before it on PATH, or set RUNTIME=host"
-        return judged("Docker", found, fix), None
     if described.get("runtimes") is None:
         reason = "no answer" if answer.good else answer.problem.rstrip(".?!") or "no answer"
         found = f"Docker's engine does not answer ({reason})"
         fix = "start it, see that you may use it (group 'docker'), or set RUNTIME=host"
+        # It calls itself docker in `--version` where it is called so.
+        if "Podman" in ask(["docker", "version"]).out:
+            found = "'docker' is Podman here, which the kit does not know"
+            fix = "put Docker Engine's client before it on PATH, or set RUNTIME=host"
         return judged("Docker", found, fix), None
     rootless = any("name=rootless" in option for option in described.get("is") or ())
     engine = DockerEngine("nvidia" in described["runtimes"], rootless)

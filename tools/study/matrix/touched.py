@@ -101,9 +101,8 @@ def recorded(
         wanted = [(layout.name, Cell(family, layout)) for layout in family.layouts]
         for level in family.levels:
             fitting = ((one, matrix.fitting(family, one, [level])) for one in family.layouts)
-            wanted += [(level.path, Cell(family, *each)) for each in fitting if level in each[1]][
-                :1
-            ]
+            if found := next((each for each in fitting if level in each[1]), None):
+                wanted.append((level.path, Cell(family, *found)))
         for name, cell in wanted:
             scratch = folder / f"{cell.id}-executed"
             scratch.mkdir()

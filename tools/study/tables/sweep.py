@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tools.records.io import write_record
 from tools.report.analyse.comparability import conditions
 from tools.report.analyse.entry import rows_of
 from tools.report.analyse.statistics import Estimate
@@ -77,8 +78,7 @@ def finish(study: Study) -> int:
         (folder / PICTURE_FILE).write_text(chart.svg)
     text = render(folder.name, results, study.planned.skipped, bool(chart))
     (folder / TEXT_FILE).write_text(text + "\n")
-    data = msgspec.json.encode([_as_data(result) for result in results])
-    (folder / DATA_FILE).write_bytes(msgspec.json.format(data, indent=2) + b"\n")
+    write_record(folder / DATA_FILE, list(map(_as_data, results)))
     say_markdown(study.console, text)
     say(study.console, f"Sweep: {folder / TEXT_FILE}")
     return int(not study.all_well)
@@ -108,7 +108,7 @@ def _sentences(results: Sequence[Swept]) -> list[str]:
         said += [f"By processor time: {text}" for text in verdicts(processor)]
     if any(result.job.device is DeviceKind.CPU for result in results):
         said.append("Times on CPU ranks are illustrative: no GPU's balance is in them.")
-    if missing := sum(not result.result.complete for result in results):
+    if missing := sum(not one.result.complete for one in results):
         said.append(
             f"{missing} of {len(results)} cells are not complete; the same command resumes."
         )
@@ -160,14 +160,14 @@ def _columns(results: Sequence[Swept]) -> tuple[Column[Swept], ...]:
     )
 
 
-def _as_data(result: Swept) -> dict[str, object]:
-    job, found, made = result.job, result.estimate, result.result
-    batch, processor = made.launch.spec.batch, _by_processor(result).estimate
+def _as_data(one: Swept) -> dict[str, object]:
+    job, found, result = one.job, one.estimate, one.result
+    batch, processor = result.launch.spec.batch, _by_processor(one).estimate
     return {
         "model": job.model.name,
-        "parameters": result.parameters,
+        "parameters": one.parameters,
         "strategy": job.strategy,
-        "backend": result.backend,
+        "backend": one.backend,
         "devices": job.devices,
         "micro_batch": batch.micro_batch_size,
         "global_batch": batch.global_batch_size,
@@ -177,12 +177,12 @@ def _as_data(result: Swept) -> dict[str, object]:
         "iteration_ms_ci_high": found.high if found else None,
         "processor_ms_median": processor.median if processor else None,
         "samples": found.count if found else 0,
-        "tokens_per_iteration": result.tokens_per_iteration,
-        "tokens_per_second": result.tokens_per_second,
-        "final_loss": result.row and result.row.final_loss,
-        "runs": [folder.name for folder in made.runs],
-        "complete": made.complete,
-        "failure": made.failure or None,
+        "tokens_per_iteration": one.tokens_per_iteration,
+        "tokens_per_second": one.tokens_per_second,
+        "final_loss": one.row and one.row.final_loss,
+        "runs": [folder.name for folder in result.runs],
+        "complete": result.complete,
+        "failure": result.failure or None,
     }
 
 
