@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
 from statistics import mean
 
 from rich.console import Console
@@ -44,9 +43,14 @@ class AutoRow:
     """None where the run did not end well."""
 
     @property
+    def measured_ms(self) -> float:
+        """Infinite where it was not measured."""
+        return self.measured.median if self.measured else float("inf")
+
+    @property
     def error(self) -> float | None:
         """Positive where predicted too slow."""
-        return self.predicted_ms / self.measured.median - 1 if self.measured else None
+        return self.predicted_ms / self.measured_ms - 1 if self.measured else None
 
 
 Group = Sequence[AutoRow]
@@ -55,14 +59,14 @@ Group = Sequence[AutoRow]
 
 def best_of(group: Group) -> AutoRow | None:
     """The fastest that was measured."""
-    timed = [(row.measured.median, row) for row in group if row.measured]
-    return min(timed, key=itemgetter(0), default=(0.0, None))[1]
+    best = min(group, key=lambda row: row.measured_ms)
+    return best if best.measured else None
 
 
 def loss_of(group: Group) -> float | None:
     """Time that the choice takes beyond the best's, as a share."""
-    choice, best = group[0].measured, best_of(group)
-    return choice.median / best.measured.median - 1 if choice and best and best.measured else None
+    choice, best = group[0], best_of(group)
+    return choice.measured_ms / best.measured_ms - 1 if best and choice.measured else None
 
 
 def bench_auto(models: str | None, devices: str | None, options: Options, console: Console) -> int:

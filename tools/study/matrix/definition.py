@@ -23,13 +23,11 @@ SAMPLES = 8
 
 
 class Words(tuple[str, ...]):
-    """Of a command line; a text in the file."""
+    """Of a command line."""
 
-    def __new__(cls, text: str = "") -> Words:
-        """Split as a shell does."""
-        if not isinstance(text, str):
-            raise TypeError(f"{text} is no text")
-        return super().__new__(cls, shlex.split(text))
+    def __new__(cls, given: str | Sequence[str] = ()) -> Words:
+        """Of a text as a shell splits it, or words already."""
+        return super().__new__(cls, shlex.split(given) if isinstance(given, str) else given)
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

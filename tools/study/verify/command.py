@@ -96,7 +96,7 @@ class SharedReferences:
 def verify(
     target: str, given: Namespace, options: Options, console: Console, also: Path | None = None
 ) -> int:
-    """Run a verification; 0 held, 1 differs, 2 not comparable. `also` gets the results as well.
+    """Run a verification; 0 held, 1 differs, 2 not comparable. `also` is a run folder for the results.
 
     Raises:
         LaunchError: It cannot run here; nothing was written.
