@@ -20,13 +20,14 @@ from dataclasses import asdict, dataclass
 
 import psutil
 
-from tools.cluster.nodes import NODES_SETTINGS, Nodes, nodes_of
+from tools.cluster.nodes import Nodes, nodes_of
 from tools.launch import microbenchmark
 from tools.launch.background import BackgroundThread
 from tools.launch.devices import Gpu, clock_limit_mhz, find_links, visible_gpus
 from tools.launch.microbenchmark import Workload
 from tools.launch.rendezvous.messages import interface_of
 from tools.launch.sampler import GpuRanks, Reading
+from tools.spec import settings
 from tools.spec.hardware import find_device, link_by_key
 from tools.spec.run import DeviceKind
 from tools.spec.setting import values
@@ -186,7 +187,7 @@ def _interface(nodes: Nodes) -> str | None:
 
 if __name__ == "__main__":
     try:
-        measured = measure(nodes_of(Namespace(**values(NODES_SETTINGS, os.environ))))
+        measured = measure(nodes_of(Namespace(**values(settings.OF_NODES, os.environ))))
     except ValueError as error:
         print(json.dumps({"problem": str(error)}))
         sys.exit(1)
