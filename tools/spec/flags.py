@@ -42,15 +42,9 @@ def pick_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
 
 
 def drop_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
-    """The words without the flags in `names` and their values, in order."""
-    kept: list[str] = []
-    keeping = True
-    for word in words:
-        if word.startswith("--"):
-            keeping = word not in names
-        if keeping:
-            kept.append(word)
-    return tuple(kept)
+    """The other flags, with their values."""
+    given = values_by_flag(words).items()
+    return tuple(word for name, values in given if name not in names for word in (name, *values))
 
 
 def unlisted_flags(words: Sequence[str]) -> tuple[str, ...]:
