@@ -72,11 +72,7 @@ def wire_bytes(
 ) -> int:
     """Bytes one rank sends for one call, rounded down; nothing in a group of one rank.
 
-    Args:
-        operation: What is called.
-        payload_bytes: The whole tensor: gathered, before scattering, or as sent.
-        ranks: Ranks of the group.
-        transport: What moves it.
+    The payload is the whole tensor: gathered, before scattering, or as sent.
     """
     if ranks == 1 or operation in (Operation.RECEIVE, Operation.BARRIER):
         return 0

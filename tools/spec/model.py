@@ -232,14 +232,13 @@ class ModelShape:
             return ((self, range(self.layers)),)
         rest = frozenset(range(self.layers)) - linear
         plain = replace(self, linear_layers=()) if linear else self
-        kinds: list[tuple[ModelShape, Collection[int]]] = [(plain, rest - dense)]
-        if dense:
-            kinds.append((plain.without_experts, rest & dense))
-        if linear:
-            kinds.append((plain.linearly, linear - dense))
-        if dense and linear:
-            kinds.append((plain.without_experts.linearly, linear & dense))
-        return tuple(kinds)
+        kinds = (
+            (True, plain, rest - dense),
+            (dense, plain.without_experts, rest & dense),
+            (linear, plain.linearly, linear - dense),
+            (dense and linear, plain.without_experts.linearly, linear & dense),
+        )
+        return tuple((kind, layers) for is_there, kind, layers in kinds if is_there)
 
     @property
     def linearly(self) -> ModelShape:
@@ -329,11 +328,8 @@ def model_names() -> tuple[str, ...]:
 
 
 def load_model(name: str, file: str | None = None) -> Model:
-    """Read a model by name: a file of one's own if it has that name, else one of `examples/` or `hub/`.
-
-    Args:
-        name: As targets have it.
-        file: `MODEL=` of a training target: the path of an `.args` file or a `config.json`.
+    """Read a model by name: a target's `MODEL=`, the path of a file, if it has that name, else a file
+    of `examples/` or `hub/`.
 
     Raises:
         UnknownModelError: There is no such `.args` file.

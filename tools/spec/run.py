@@ -433,13 +433,7 @@ def spec_of_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSp
 def spec_of_flags(
     words: Sequence[str], devices: int, device: DeviceKind, model: str = ""
 ) -> RunSpec:
-    """What a command line makes Megatron train.
-
-    Args:
-        words: Megatron's flags, the model's own among them.
-        devices: Ranks over all nodes.
-        device: What they run on.
-        model: The name that the model goes by.
+    """What a command line, the model's own flags in it, makes Megatron train on so many ranks.
 
     Raises:
         ValueError: A flag that defines the shape is missing; the message names it.
@@ -474,11 +468,8 @@ def spec_of_flags(
 
 
 def spec_of_printed(arguments: Mapping[str, str]) -> RunSpec | None:
-    """What a log's printed arguments say; None where they do not define a model and its layout.
-
-    Args:
-        arguments: Names as Megatron prints them (`num_layers`), values as text.
-    """
+    """What a log's printed arguments (`num_layers`) say; None where they do not define a model and its
+    layout."""
     words = flags_of_printed(arguments)
     flags = Flags(words)
     degrees = flags.fields("parallelism")

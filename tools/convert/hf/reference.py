@@ -11,6 +11,7 @@ copies of its last row.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,8 +53,8 @@ _LAYER = IN_LAYER[""]
 _FIRST, _SECOND = (Point((), IN_LAYER[norm].gives) for norm in ("norm1", "norm2"))
 _IN_LAYER = dict.fromkeys(("ln_1", "input_layernorm"), _FIRST)
 _IN_LAYER |= dict.fromkeys(("ln_2", "post_attention_layernorm"), _SECOND)
-_LISTS = ("h", "layers")
-"""What a family calls its layers."""
+_IN_LAYERS = re.compile(r"(?:.+\.)?(?:h|layers)\.(\d+)(?:\.(.+))?")
+"""What families call their layers: `transformer.h.0`, `model.layers.0.mlp`."""
 
 
 class Causal(nn.Module):
@@ -74,19 +75,16 @@ class ReferenceTaps(Taps):
 
     def point(self, name: str, module: nn.Module) -> tuple[Point | None, Form]:  # noqa: ARG002
         """What a module is of Megatron's, and the form of its tensors."""
-        parts = name.split(".")
-        own = parts[-1]
-        place = next((at for at, part in enumerate(parts) if part in _LISTS), None)
-        if place is None or place + 1 == len(parts):
+        in_layers = _IN_LAYERS.fullmatch(name)
+        if in_layers is None:
+            own = name.rpartition(".")[2]
             return _OUTSIDE.get(own), as_it_is if own in ("wte", "embed_tokens") else sequence_first
-        layer = parts[place + 1]
-        is_layer = place + 2 == len(parts)
-        inside = _IN_LAYER.get(own) if place + 3 == len(parts) else None
-        point = _LAYER if is_layer else inside
+        layer, inside = in_layers.groups()
+        point = _IN_LAYER.get(inside) if inside else _LAYER
         if point is None:
             return None, sequence_first
         whole = prefixed(point, f"decoder.layers.{layer}")
-        if is_layer and layer == "0":
+        if layer == "0" and not inside:
             whole = Point((ENTRY + whole.takes[0],), whole.gives)
         return whole, sequence_first
 

@@ -51,12 +51,9 @@ class ImportedRecipe:
 
 
 def imported(reading: RecipeFlags, name: str, ranks: int | None = None) -> ImportedRecipe:
-    """A recipe's flags as a model, a target and variables.
+    """A recipe's flags as a model of that name, a target and variables.
 
-    Args:
-        reading: Its flags.
-        name: What the model is to be called.
-        ranks: GPUs to train on, which no recipe says; the fewest that its strategy allows without.
+    No recipe says how many GPUs train it: without `ranks` the fewest that its strategy allows.
 
     Raises:
         RecipeError: The strategy does not multiply to `ranks`, or a flag is missing.
