@@ -509,10 +509,9 @@ def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
         "--hidden-dropout": spec.dropout,
         f"--{spec.dtype}": spec.dtype != "fp32",
     }
-    layout = strategy_flags(spec.flagged_parallelism)
-    own = (*recompute_flags(spec.recompute), *cp_comm_flags(spec), *spec.stages.flags)
+    layout = (*strategy_flags(spec.flagged_parallelism), *chosen_flags(spec))
     run = (*words_of(spec.batch, "batch"), *flag_words(rest), *words_of(spec, "run"))
-    return (*layout, *own, *run, *_state_flags(spec.state_types), *offload_flags(spec.offload))
+    return (*layout, *run, *_state_flags(spec.state_types), *offload_flags(spec.offload))
 
 
 _OFFLOAD, _OFFLOADED = "--optimizer-cpu-offload", "--optimizer-offload-fraction"
@@ -553,14 +552,14 @@ def state_types_of(flags: Flags) -> StateTypes:
     return StateTypes(**given)
 
 
-def cp_comm_flags(spec: RunSpec) -> tuple[str, ...]:
-    """Megatron's flags for context parallelism's algorithm, where it is not its default.
-
-    CPU ranks gather keys and values whatever it says.
-    """
+def chosen_flags(spec: RunSpec) -> tuple[str, ...]:
+    """Megatron's flags for what a search chooses and no strategy's name says: what is computed again,
+    context parallelism's algorithm, and how layers are laid on stages."""
     differs = spec.parallelism.context > 1 and spec.cp_comm_type != "p2p"
-    on_gpu = spec.device is DeviceKind.GPU
-    return ("--cp-comm-type", spec.cp_comm_type) if differs and on_gpu else ()
+    # CPU ranks gather keys and values whatever it says.
+    is_said = differs and spec.device is DeviceKind.GPU
+    context = ("--cp-comm-type", spec.cp_comm_type) if is_said else ()
+    return (*recompute_flags(spec.recompute), *context, *spec.stages.flags)
 
 
 def on_cpu_ranks(spec: RunSpec) -> RunSpec:
