@@ -339,9 +339,6 @@ class _Part(io.RawIOBase):
         self._length = length
         self._position = 0
 
-    def readable(self) -> bool:
-        return True
-
     def seekable(self) -> bool:
         return True
 

@@ -465,9 +465,7 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         if not flags.has(needed):
             raise ValueError(f"Model '{name}' lacks {needed}; add it to its .args file.")
     said = flags.fields("shape")
-    for flag in (
-        each for group in ("shape", "latent", "mamba", "linear") for each in of_group(group)
-    ):
+    for flag in of_group("shape", "latent", "mamba", "linear"):
         counted = flag.kind == "whole" and flag.field not in (*_FROM_ONE, *_OF_EXPERTS)
         if counted and (value := flags.integer(flag.name)) < 0:
             raise ValueError(f"{flag.name} is {value}; use 0 or more.")
