@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 
 from tools.spec.experts import BALANCED, ExpertLoad, expert_load_of
 from tools.spec.flag_table import of_group
-from tools.spec.flags import Flags, flag_words, words_of
+from tools.spec.flags import Flags, flag_words, refuse_unknown, words_of
 from tools.spec.model import MTP, Model, ModelShape, batch_of, dtype_of, shape_from_flags
 from tools.spec.offload import NOTHING, Offload, offload_flags, offload_of
 from tools.spec.recompute import Recompute, recompute_flags, recompute_of
@@ -542,10 +542,7 @@ def state_types_of(flags: Flags) -> StateTypes:
     for flag in (each for each in texts if each.field in given):
         kind = given[flag.field].removeprefix("torch.")
         kind = _TORCHS_NAMES.get(kind, kind)
-        if kind not in _STATE_TYPES:
-            raise ValueError(
-                f"{flag.name} {kind} is not one of Megatron's; use {', '.join(_STATE_TYPES)}."
-            )
+        refuse_unknown(flag.name, [kind], _STATE_TYPES)
         given[flag.field] = kind if kind != "fp32" else ""
     if flags.has("--grad-reduce-in-bf16"):
         given["gradients"] = "bf16"
@@ -580,9 +577,7 @@ def fp8_recipe_of(flags: Flags) -> Fp8Recipe:
     if not flags.has("--fp8-format"):
         return Fp8Recipe.NONE
     recipe = flags.text("--fp8-recipe")
-    if recipe not in _FP8_RECIPES:
-        known = ", ".join(_FP8_RECIPES)
-        raise ValueError(f"--fp8-recipe {recipe} is not one of Megatron's; use {known}.")
+    refuse_unknown("--fp8-recipe", [recipe], _FP8_RECIPES)
     return Fp8Recipe(recipe) if recipe in set(Fp8Recipe) else Fp8Recipe.TENSORWISE
 
 
