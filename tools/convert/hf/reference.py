@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tools.capture.sinks import Sink
 from tools.convert.hf.families import TensorPair, pairs_of
 from tools.convert.hf.into_megatron import ImportSource, read_import, read_source
-from tools.native.batches import MicroBatch, SplitSamples
+from tools.native.batches import SplitSamples
 from tools.native.capture import Counterpart, Whole, capturing
 from tools.native.engines import TorchEngine
 from tools.native.hooks import (
@@ -94,16 +93,12 @@ def counterpart_of(model: Causal, pairs: Sequence[TensorPair], layers: int) -> C
     named = dict(model.model.named_parameters())
 
     def whole(pair: TensorPair) -> Whole:
-        stacked = pair.layer is not None
-        shape = (*(layers,) * stacked, *pair.shape)
-        offset = (*((pair.layer,) if pair.layer is not None else ()), *(0 for _ in pair.shape))
+        stacked, layer = ((), ()) if pair.layer is None else ((layers,), (pair.layer,))
+        shape, offset = (*stacked, *pair.shape), (*layer, *(0 for _ in pair.shape))
         parameters = tuple(named[name] for name in pair.names)
         return Whole(pair.parameter, Placement(pair.key, shape, offset), parameters, pair.form.join)
 
-    def taps(sink: Sink, batches: Sequence[MicroBatch]) -> ReferenceTaps:
-        return ReferenceTaps(model, sink, batches)
-
-    return Counterpart(model, tuple(map(whole, pairs)), taps)
+    return Counterpart(model, tuple(map(whole, pairs)), partial(ReferenceTaps, model))
 
 
 def load(source: ImportSource, settings: Settings, rows: int) -> Causal:
