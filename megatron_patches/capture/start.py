@@ -29,7 +29,6 @@ from tools.records.capture import (
     START_BUFFER,
     START_WEIGHT,
     InitialPiece,
-    Site,
     Stage,
 )
 
@@ -60,7 +59,7 @@ class Start:
             if id(parameter) in self._reach:
                 reached = self._reach[id(parameter)]
                 for piece in self._parameters.pieces(parameter, reached, part.start):
-                    sink.write_piece(Site(Stage.WEIGHTS, piece.name, REACH), piece)
+                    sink.write_piece(Stage.WEIGHTS, REACH, piece)
         self._last.clear()
         self._reach.clear()
         changed = False
@@ -73,7 +72,7 @@ class Start:
             for slot, one, values in begins:
                 whole, partial = held.spread(one, values)
                 for piece in held.split(one, whole, partial):
-                    given = sink.begin(Site(Stage.WEIGHTS, piece.name, slot), piece)
+                    given = sink.begin(slot, piece)
                     if given is not None and not torch.equal(given, piece.values):
                         piece.values.copy_(given)
                         changed = True

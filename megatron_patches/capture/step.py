@@ -27,7 +27,7 @@ from megatron_patches.capture.start import (
     perturb,
 )
 from megatron_patches.registry import Patch, Replacement
-from tools.capture.sinks import Recording, Responding, Sink, StoredTensors
+from tools.capture.sinks import Recording, Responding, Sink, StoredTensors, norm_of, number
 from tools.records.capture import (
     BUFFER,
     COUNTED,
@@ -215,15 +215,13 @@ class _Watch:
                     stage, values = Stage.REDUCED_GRADIENTS, part.gradient
                     self._write(sink, stage, "gradient", parameter, values, part.start)
             stepped = step(*args, **kwargs)
-            for number, norm in enumerate((stepped[1], *norms)):
-                slot = f"used for clipping, call {number}" if number else "returned"
+            for clip_call, norm in enumerate((stepped[1], *norms)):
+                slot = f"used for clipping, call {clip_call}" if clip_call else "returned"
                 # Where nothing is clipped some of Megatron's optimizers compute no norm, and return 0.
                 if norm is not None and (norms or float(norm) > 0):
-                    value = torch.tensor([float(norm)]).double()
-                    sink.write(Site(Stage.NORM, "grad_norm", slot), value)
+                    sink.write(Site(Stage.NORM, "grad_norm", slot), number(float(norm)))
             for ranks, piece in membership.pieces():
-                slot = COUNTED + " ".join(map(str, ranks))
-                sink.write_piece(Site(Stage.NORM, piece.name, slot), piece)
+                sink.write_piece(Stage.NORM, COUNTED + " ".join(map(str, ranks)), piece)
             return stepped
 
         with (
@@ -309,7 +307,7 @@ class _Watch:
         start: int | None = None,
     ) -> None:
         for piece in self.parameters.pieces(parameter, values, start):
-            sink.write_piece(Site(stage, piece.name, slot), piece)
+            sink.write_piece(stage, slot, piece)
 
     def _write_counts(self, sink: Sink) -> None:
         """How many tokens routers gave each expert, before Megatron's last reduction resets it."""
@@ -327,7 +325,7 @@ class _Watch:
                     self._write(sink, stage, name, parameter, values, part.start)
                 else:  # The number of steps.
                     site = Site(stage, self.parameters.name(parameter), name)
-                    sink.write(site, values.detach().reshape(1).double())
+                    sink.write(site, number(values))
                 old = before.get((id(parameter), name))
                 if old is not None:
                     moved = values.detach().float() - old.float()
@@ -346,7 +344,7 @@ class _Watch:
         for parameter, part in self.parameters.parts(self.optimizer):
             for key, slot in _RATES.items():
                 site = Site(Stage.OPTIMIZER_STATE, self.parameters.name(parameter), slot)
-                self.recording.write(site, torch.tensor([float(part.group[key])]).double())
+                self.recording.write(site, number(float(part.group[key])))
 
     def _carried(self) -> Iterator[tuple[Site, float]]:
         """States that earlier iterations left, with their norms."""
@@ -354,8 +352,8 @@ class _Watch:
             for name, values in part.states.items():
                 if name != "param" and values.numel() > 1:
                     for piece in self.parameters.pieces(parameter, values, part.start):
-                        size = torch.linalg.vector_norm(piece.values.double().nan_to_num())
-                        yield Site(Stage.OPTIMIZER_STATE, piece.name, name), float(size)
+                        site = Site(Stage.OPTIMIZER_STATE, piece.name, name)
+                        yield site, norm_of(piece.values)
 
     def _before_update(self) -> dict[tuple[int, str], torch.Tensor]:
         """Copies of what an update changes: weights and master copies of them."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from tools.capture.sinks import Sink, probed
+from tools.capture.sinks import Sink, tap
 from tools.native.batches import MicroBatch
 from tools.native.model import MixtureOfExperts
 from tools.native.weights import EXPERT, LAYER
@@ -167,20 +167,12 @@ class Taps:
     def _tap(
         self, tensor: Tensor, names: Sequence[str], form: Form, value: Tensor | None = None
     ) -> Tensor:
-        """Give a tensor, or `value` for it, to the sink, and later its gradient."""
-        formed = form(tensor.detach() if value is None else value).contiguous()
-        for name in names:
-            self.sink.forward(self._site(Stage.OUTPUTS, name), formed)
-        if not tensor.requires_grad:
-            return tensor
-        sites = [self._site(Stage.ACTIVATION_GRADIENTS, name) for name in reversed(names)]
-
-        def taken(gradient: Tensor) -> None:  # It is several of Megatron's.
-            made = form(gradient).contiguous()
-            for site in sites:
-                self.sink.backward(site, made)
-
-        return probed(tensor, None, taken)
+        """`tap` under Megatron's names."""
+        sites = [
+            (self._site(Stage.OUTPUTS, name), self._site(Stage.ACTIVATION_GRADIENTS, name))
+            for name in names
+        ]
+        return tap(self.sink, tensor, sites, lambda one: form(one).contiguous(), value)
 
     def _site(self, stage: Stage, name: str) -> Site:
         module, _, slot = name.partition(" ")
