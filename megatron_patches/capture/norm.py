@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.distributed import get_process_group_ranks
 
-from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, local
+from megatron_patches.capture.parameters import OptimizerPart, ParameterMap
 from tools.capture.sinks import Piece
+from tools.capture.state import local
 
 
 class NormMembership:

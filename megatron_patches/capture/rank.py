@@ -13,6 +13,7 @@ import torch
 
 from megatron_patches.capture.parameters import ParameterMap
 from megatron_patches.capture.probes import described_modules, global_names, source_of
+from tools.ledger.model_state import optimizers
 from tools.records.capture import (
     BUCKETS,
     CLIPPING,
@@ -116,7 +117,7 @@ def captured_rank(
 def _functions(config: Any, optimizer: Any) -> dict[str, str]:
     fused = getattr(config, "cross_entropy_loss_fusion", False)
     place = "fusions.fused_cross_entropy" if fused else "tensor_parallel.cross_entropy"
-    update = type(getattr(optimizer, "chained_optimizers", [optimizer])[0])
+    update = type(optimizers(optimizer)[0])
     name = f"{update.__module__.removeprefix('megatron.core.')}:{update.__name__}"
     found = {
         Stage.LOSS: f"{place}:_VocabParallelCrossEntropy.forward",

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from megatron_patches.capture.norm import NormMembership
-from megatron_patches.capture.parameters import ParameterMap, is_megatron_fsdp
+from megatron_patches.capture.parameters import ParameterMap
 from megatron_patches.capture.probes import Probes
 from megatron_patches.capture.rank import captured_rank, module_names
 from megatron_patches.capture.routing import watched_routing
@@ -24,10 +24,11 @@ from megatron_patches.capture.start import (
     Start,
     gather_weights,
     initial_pieces,
-    perturb,
+    perturb_weights,
 )
 from megatron_patches.registry import Patch, Replacement
 from tools.capture.sinks import Recording, Responding, Sink, StoredTensors, norm_of, number
+from tools.ledger.model_state import is_megatron_fsdp
 from tools.records.capture import (
     BUFFER,
     COUNTED,
@@ -79,7 +80,7 @@ def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
         if iteration == wanted:
             return watch.capture(call, forward_step, data)
         if drift := os.environ.get(variables.CAPTURE_DRIFT):
-            perturb(watch.parameters, f"{drift} {iteration}")
+            perturb_weights(watch.parameters, f"{drift} {iteration}")
         # What a router chose otherwise is in the optimizer's state.
         earlier = f"{EARLIER}{iteration} "
         with watched_routing(watch.chunks, watch.names, watch.recording, earlier):
@@ -160,7 +161,7 @@ class _Watch:
                 for seed in range(1 + self.seeds):
                     snapshot.restore()
                     if self.seeds:
-                        perturb(self.parameters, str(seed))
+                        perturb_weights(self.parameters, str(seed))
                         if seed == self.seeds:  # The last.
                             responding.round_otherwise(seed)
                     rewind()

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tools.capture.sinks import Piece, Recording, Responding, Sink, StoredTensors, number, tap
-from tools.capture.state import WRAPPERS, State, local, perturb, plain_name
+from tools.capture.state import State, local, perturb
 from tools.records.capture import (
     RESPONSES_FILE,
     START_WEIGHT,
@@ -47,6 +47,8 @@ from tools.records.capture import (
 SEEDS = 3
 """Repetitions by which it is measured how far rounding alone moves each tensor."""
 _ROOT = "model"
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""Parts of names that `torch.compile` and activation checkpointing add."""
 
 
 def capture(
@@ -100,8 +102,9 @@ def capture(
         responding = Responding(StoredTensors(own, writer.records))
         for seed in range(seeds):
             before.restore()
-            perturb(model, seed)
-            with _Step(model, optimizer, responding):
+            again = _Step(model, optimizer, responding)
+            perturb((f"{seed} {one.name}", one.values) for one in again.pieces(lambda w: w))
+            with again:
                 yield
         after.restore()
         (own / RESPONSES_FILE).write_text(json.dumps(responding.responses))
@@ -147,7 +150,7 @@ class _Step:
 
     def __enter__(self) -> None:
         self.optimizer.zero_grad()
-        for weight in self._parameters(lambda one: one):
+        for weight in self.pieces(lambda one: one):
             self.sink.write_piece(Stage.WEIGHTS, START_WEIGHT, weight)
         for name, module in _named(self.model):
             before = partial(self._before, name)
@@ -202,29 +205,29 @@ class _Step:
         return tap(self.sink, value, [(seen, gradient)], _whole)
 
     def _before_update(self, *_: object) -> None:
-        for gradient in self._parameters(_gradient):
+        for gradient in self.pieces(_gradient):
             self.sink.write_piece(Stage.REDUCED_GRADIENTS, "gradient", gradient)
-        self._weights = {one.name: one.values.clone() for one in self._parameters(lambda p: p)}
+        self._weights = {one.name: one.values.clone() for one in self.pieces(lambda p: p)}
 
     def _after_update(self, *_: object) -> None:
         state = self.optimizer.state
         for slot in dict.fromkeys(slot for one in state.values() for slot in one):
             of_slot = {p: s[slot] for p, s in state.items() if isinstance(s.get(slot), Tensor)}
-            for kept in self._parameters(of_slot.get):
+            for kept in self.pieces(of_slot.get):
                 if kept.values.ndim == 0:  # The number of steps.
                     site = Site(Stage.OPTIMIZER_STATE, kept.name, slot)
                     self.sink.write(site, number(kept.values))
                 else:
                     self.sink.write_piece(Stage.OPTIMIZER_STATE, slot, kept)
-        for weight in self._parameters(lambda one: one):
+        for weight in self.pieces(lambda one: one):
             moved = replace(weight, values=weight.values - self._weights[weight.name])
             self.sink.write_piece(Stage.WEIGHTS, UPDATE, moved)
             self.sink.write_piece(Stage.WEIGHTS, "weight", weight)
 
-    def _parameters(self, of: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Piece]:
+    def pieces(self, of: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Piece]:
         """What has each parameter's shape, such as its gradient, as this rank's part of the whole."""
         for name, parameter in self.model.named_parameters():
-            value, plain = of(parameter), plain_name(name)
+            value, plain = of(parameter), _plain_name(name)
             if value is None:
                 continue
             offset, shape = (0,) * parameter.ndim, tuple(parameter.shape)
@@ -238,10 +241,17 @@ class _Step:
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that compute, by the program's names; what only wraps one has its name and is left out."""
     for name, module in model.named_modules():
-        if not f"{name}.".endswith(WRAPPERS) and not isinstance(
+        if not f"{name}.".endswith(_WRAPPERS) and not isinstance(
             module, nn.ModuleList | nn.ModuleDict
         ):
-            yield plain_name(name) or _ROOT, module
+            yield _plain_name(name) or _ROOT, module
+
+
+def _plain_name(name: str) -> str:
+    """The name that the program gave, without what wraps it."""
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class CapturingEngine:
         responding = Responding(StoredTensors(self._folder, writer.records))
         for seed in range(self._seeds):
             before.restore()
-            perturb(self._model, seed)
+            perturb((f"{seed} {name}", one) for name, one in self._model.named_parameters())
             self._pass(responding)
             self._step(responding, learning_rate)
         after.restore()
