@@ -57,7 +57,9 @@ def perturb(weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, values in weights:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             signs = torch.randint(0, 2, values.shape, generator=generator, dtype=torch.int8) * 2 - 1
-            values.mul_(1 + torch.finfo(values.dtype).eps * signs.to(values.device))
+            # In fp32 at least; one plus the epsilon of fp64 is one in fp32.
+            signed = signs.to(values.device, torch.promote_types(values.dtype, torch.float32))
+            values.mul_(1 + torch.finfo(values.dtype).eps * signed)
 
 
 def local(value: Tensor) -> Tensor:
