@@ -28,30 +28,17 @@ from tools.convert.hf.into_megatron import ImportSource, read_import, read_sourc
 from tools.native.batches import MicroBatch, SplitSamples
 from tools.native.capture import Counterpart, Whole, capturing
 from tools.native.engines import TorchEngine
-from tools.native.hooks import (
-    ENTRY,
-    IN_LAYER,
-    POINTS,
-    Form,
-    Point,
-    Taps,
-    as_it_is,
-    prefixed,
-    sequence_first,
-)
+from tools.native.hooks import Point, Taps, point_of
 from tools.native.parallel import RankLayout
 from tools.native.settings import FROM_CONFIG, IMPORTED, PADDED, Settings, parse_settings
 from tools.native.training import parameters_line, train
 from tools.records.capture import Placement
 from tools.spec.flags import drop_flags
 
-_NORMS = Point((), POINTS["norm"].gives)
-_OUTSIDE = dict.fromkeys(("wte", "embed_tokens"), POINTS["word_embeddings"])
-_OUTSIDE |= {"ln_f": _NORMS, "norm": _NORMS, "lm_head": POINTS["output_layer"]}
-_LAYER = IN_LAYER[""]
-_FIRST, _SECOND = (Point((), IN_LAYER[norm].gives) for norm in ("norm1", "norm2"))
-_IN_LAYER = dict.fromkeys(("ln_1", "input_layernorm"), _FIRST)
-_IN_LAYER |= dict.fromkeys(("ln_2", "post_attention_layernorm"), _SECOND)
+_OUTSIDE = dict.fromkeys(("wte", "embed_tokens"), "embedding.word_embeddings")
+_OUTSIDE |= dict.fromkeys(("ln_f", "norm"), "decoder.final_layernorm") | {"lm_head": "output_layer"}
+_IN_LAYER = dict.fromkeys(("ln_1", "input_layernorm"), ".input_layernorm") | {"": ""}
+_IN_LAYER |= dict.fromkeys(("ln_2", "post_attention_layernorm"), ".pre_mlp_layernorm")
 _LISTS = ("h", "layers")
 """What a family calls its layers."""
 
@@ -72,23 +59,20 @@ class Causal(nn.Module):
 class ReferenceTaps(Taps):
     """Megatron's names of what both models have: embeddings, layers, norms, logits."""
 
-    def point(self, name: str, module: nn.Module) -> tuple[Point | None, Form]:  # noqa: ARG002
-        """What a module is of Megatron's, and the form of its tensors."""
+    def place(self, name: str, module: nn.Module) -> tuple[str, Point] | None:  # noqa: ARG002
+        """Megatron's name of a module, and what it is there."""
         parts = name.split(".")
-        own = parts[-1]
-        place = next((at for at, part in enumerate(parts) if part in _LISTS), None)
-        if place is None or place + 1 == len(parts):
-            return _OUTSIDE.get(own), as_it_is if own in ("wte", "embed_tokens") else sequence_first
-        layer = parts[place + 1]
-        is_layer = place + 2 == len(parts)
-        inside = _IN_LAYER.get(own) if place + 3 == len(parts) else None
-        point = _LAYER if is_layer else inside
-        if point is None:
-            return None, sequence_first
-        whole = prefixed(point, f"decoder.layers.{layer}")
-        if is_layer and layer == "0":
-            whole = Point((ENTRY + whole.takes[0],), whole.gives)
-        return whole, sequence_first
+        at = next((at for at, part in enumerate(parts, start=1) if part in _LISTS), len(parts))
+        if inside := parts[at:]:
+            own = _IN_LAYER.get(".".join(inside[1:]))
+            whole = None if own is None else f"decoder.layers.{inside[0]}{own}"
+        else:
+            whole = _OUTSIDE.get(parts[-1])
+        point = point_of(whole) if whole else None
+        if whole is None or point is None:
+            return None
+        # Arguments of norms have other names in each family.
+        return whole, replace(point, takes=()) if whole.endswith("layernorm") else point
 
 
 def counterpart_of(model: Causal, pairs: Sequence[TensorPair], layers: int) -> Counterpart:
