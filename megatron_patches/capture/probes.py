@@ -170,14 +170,18 @@ def global_names(
     ]
 
 
-def described_modules(
+def modules_of(
     chunks: list[torch.nn.Module], names: list[dict[str, str]]
-) -> Iterator[tuple[str, CapturedModule]]:
-    """Every module with its class and where its forward pass stands."""
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Every module of a rank with its global name."""
     for chunk, names_of_chunk in zip(chunks, names, strict=True):
         for own, module in chunk.named_modules():
-            source = source_of(type(module).forward)
-            yield names_of_chunk[own], CapturedModule(type(module).__name__, source)
+            yield names_of_chunk[own], module
+
+
+def described(module: torch.nn.Module) -> CapturedModule:
+    """Its class, and where its forward pass stands."""
+    return CapturedModule(type(module).__name__, source_of(type(module).forward))
 
 
 def source_of(function: Callable[..., Any]) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from megatron_patches.capture.norm import NormMembership
 from megatron_patches.capture.parameters import ParameterMap
-from megatron_patches.capture.probes import Probes
+from megatron_patches.capture.probes import Probes, modules_of
 from megatron_patches.capture.rank import captured_rank, module_names
 from megatron_patches.capture.routing import watched_routing
 from megatron_patches.capture.start import (
@@ -26,7 +26,7 @@ from megatron_patches.capture.start import (
     initial_pieces,
     perturb_weights,
 )
-from megatron_patches.registry import Patch, Replacement
+from megatron_patches.registry import Patch, Replacement, around
 from tools.capture.sinks import Recording, Responding, Sink, StoredTensors, norm_of, number
 from tools.ledger.model_state import is_megatron_fsdp
 from tools.records.capture import (
@@ -56,55 +56,57 @@ _RATES = dict(zip(("lr", "weight_decay"), RATE_SLOTS, strict=True))
 """Keys of a parameter group, and their slots."""
 
 
-def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
+_WATCHES: list[_Watch] = []
+
+
+@around
+def _capturing(
+    original: Callable[..., Any],
+    forward_step: Any,
+    data: Any,
+    model: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`train_step`."""
+    from megatron.training import get_args
+
+    def call(step: Callable[..., Any]) -> Any:
+        return original(step, data, model, *args, **kwargs)
+
     wanted = int(os.environ.get(variables.CAPTURE_ITERATION, "1"))
-    watches: list[_Watch] = []
-
-    @functools.wraps(original)
-    def train_step(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
-        def call(step: Callable[..., Any]) -> Any:
-            return original(step, data, model, *args, **kwargs)
-
-        iteration = get_args().curr_iteration + 1
-        if iteration > wanted:
-            return call(forward_step)
-        if not watches:
-            watches.append(_Watch(model, *args[:2]))
-        watch = watches[0]
-        if watch.chunks[0].config.fp16:
-            watch.scales += (float(watch.optimizer.get_loss_scale()),)
-        if watch.seeds:  # A reference; of it alone it is asked how far updates reach.
-            watch.start.follow(watch.optimizer)
-        if iteration == wanted:
-            return watch.capture(call, forward_step, data)
-        if drift := os.environ.get(variables.CAPTURE_DRIFT):
-            perturb_weights(watch.parameters, f"{drift} {iteration}")
-        # What a router chose otherwise is in the optimizer's state.
-        earlier = f"{EARLIER}{iteration} "
-        with watched_routing(watch.chunks, watch.names, watch.recording, earlier):
-            return call(forward_step)
-
-    return train_step
+    iteration = get_args().curr_iteration + 1
+    if iteration > wanted:
+        return call(forward_step)
+    if not _WATCHES:
+        _WATCHES.append(_Watch(model, *args[:2]))
+    watch = _WATCHES[0]
+    if watch.chunks[0].config.fp16:
+        watch.scales += (float(watch.optimizer.get_loss_scale()),)
+    if watch.seeds:  # A reference; of it alone it is asked how far updates reach.
+        watch.start.follow(watch.optimizer)
+    if iteration == wanted:
+        return watch.capture(call, forward_step, data)
+    if drift := os.environ.get(variables.CAPTURE_DRIFT):
+        perturb_weights(watch.parameters, f"{drift} {iteration}")
+    # What a router chose otherwise is in the optimizer's state.
+    earlier = f"{EARLIER}{iteration} "
+    with watched_routing(watch.chunks, watch.names, watch.recording, earlier):
+        return call(forward_step)
 
 
 _INITIAL: list[InitialPiece] = []
 
 
-def _noting_initial(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _noting_initial(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """`load_checkpoint`, before which it is noted what the layout begins with by itself."""
-
-    @functools.wraps(original)
-    def load(model: Any, *args: Any, **kwargs: Any) -> Any:
-        flat = any(map(is_megatron_fsdp, model))
-        chunks = [_unwrapped(chunk) for chunk in model]
-        initialised = chunks[0].config.perform_initialization  # Else it is whatever memory held.
-        if initialised and not (_INITIAL or flat):
-            _INITIAL.extend(initial_pieces(ParameterMap(chunks, module_names(chunks))))
-        return original(model, *args, **kwargs)
-
-    return load
+    flat = any(map(is_megatron_fsdp, model))
+    chunks = [_unwrapped(chunk) for chunk in model]
+    initialised = chunks[0].config.perform_initialization  # Else it is whatever memory held.
+    if initialised and not (_INITIAL or flat):
+        _INITIAL.extend(initial_pieces(ParameterMap(chunks, module_names(chunks))))
+    return original(model, *args, **kwargs)
 
 
 class _Watch:
@@ -118,11 +120,9 @@ class _Watch:
         self.names = module_names(self.chunks)
         self.writer = CaptureWriter(self.folder)
         forced = os.environ.get(variables.CAPTURE_FORCED)
-        given = Path(forced) / self.folder.name if forced else None
-        is_given = given is not None and (given / INDEX_FILE).is_file()
-        self.recording = Recording(
-            self.writer, StoredTensors(given) if given and is_given else None
-        )
+        given = Path(forced, self.folder.name) if forced else None
+        stored = StoredTensors(given) if given and (given / INDEX_FILE).is_file() else None
+        self.recording = Recording(self.writer, stored)
         self.parameters = ParameterMap(self.chunks, self.names)
         self.start = Start(self.model, self.parameters)
         self.scales: tuple[float, ...] = ()
@@ -312,11 +312,10 @@ class _Watch:
 
     def _write_counts(self, sink: Sink) -> None:
         """How many tokens routers gave each expert, before Megatron's last reduction resets it."""
-        for chunk, names in zip(self.chunks, self.names, strict=True):
-            for own, module in chunk.named_modules():
-                counts = getattr(module, "local_tokens_per_expert", None)
-                if isinstance(counts, torch.Tensor):
-                    sink.write(Site(Stage.OUTPUTS, names[own], COUNTS), counts)
+        for name, module in modules_of(self.chunks, self.names):
+            counts = getattr(module, "local_tokens_per_expert", None)
+            if isinstance(counts, torch.Tensor):
+                sink.write(Site(Stage.OUTPUTS, name, COUNTS), counts)
 
     def _write_states(self, sink: Sink, before: dict[tuple[int, str], torch.Tensor]) -> None:
         stage = Stage.OPTIMIZER_STATE
