@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -237,7 +238,7 @@ def spread_experts(model: nn.Module, ranks: ExpertRanks) -> list[nn.Parameter]:
             local = layer.count // ranks.parallel.size()
             first = ranks.parallel.rank() * local
             layer.experts = layer.experts[first : first + local]
-            layer.dispatch = AllToAll(ranks.parallel)
+            layer.dispatch = partial(_run_there, ranks.parallel)
             kept += layer.experts.parameters()
     for parameter in kept:
         setattr(parameter, COPIES, ranks.replicas.size())
@@ -258,27 +259,22 @@ def average_experts(parameters: Sequence[nn.Parameter], ranks: ExpertRanks) -> N
         gradient.copy_(part.view_as(gradient))
 
 
-class AllToAll:
-    """Sends each row to the rank that holds its expert, and the result back; a `Dispatch`."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def __call__(self, rows: Tensor, counts: Tensor, experts: Sequence[nn.Module]) -> Tensor:
-        """Rows in the order of all ranks' experts, back in the same order."""
-        local = len(experts)
-        sent = counts.view(-1, local)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._group)
-        there, here = sent.sum(1).tolist(), received.sum(1).tolist()
-        arrived: Tensor = _Exchange.apply(rows, here, there, self._group)
-        # Rows arrive sorted by rank, then by expert; an expert needs its own together.
-        numbers = torch.arange(local, device=rows.device).repeat(len(received))
-        order = numbers.repeat_interleave(received.flatten()).argsort(stable=True)
-        done = run_here(arrived[order], received.sum(0), experts)
-        back = done[order.argsort()]
-        answer: Tensor = _Exchange.apply(back, there, here, self._group)
-        return answer
+def _run_there(
+    group: dist.ProcessGroup, rows: Tensor, counts: Tensor, experts: Sequence[nn.Module]
+) -> Tensor:
+    """Send each row to the rank that holds its expert, and the result back; of a group a `Dispatch`."""
+    local = len(experts)
+    sent = counts.view(-1, local)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    there, here = sent.sum(1).tolist(), received.sum(1).tolist()
+    arrived: Tensor = _Exchange.apply(rows, here, there, group)
+    # Rows arrive sorted by rank, then by expert; an expert needs its own together.
+    numbers = torch.arange(local, device=rows.device).repeat(len(received))
+    order = numbers.repeat_interleave(received.flatten()).argsort(stable=True)
+    done = run_here(arrived[order], received.sum(0), experts)
+    answer: Tensor = _Exchange.apply(done[order.argsort()], there, here, group)
+    return answer
 
 
 class _Exchange(torch.autograd.Function):
