@@ -51,6 +51,7 @@ class RoutingLedger:
         self._kept_iterations = kept_iterations
         self._stride = 1
         self._sums: dict[int, torch.Tensor] = {}
+        self._micro_batches: dict[int, int] = {}
         self._rows: dict[int, tuple[LayerRouting, ...]] = {}
 
     def install(self) -> None:
@@ -61,6 +62,7 @@ class RoutingLedger:
         """Add one micro batch's figures of a layer."""
         before = self._sums.get(layer)
         self._sums[layer] = figures if before is None else before + figures
+        self._micro_batches[layer] = self._micro_batches.get(layer, 0) + 1
 
     def end_iteration(self, iteration: int) -> None:
         """Keep what was added since the last iteration ended."""
@@ -68,9 +70,11 @@ class RoutingLedger:
             layers = sorted(self._sums)
             figures = torch.stack([self._sums[layer] for layer in layers]).tolist()
             self._rows[iteration] = tuple(
-                _row(iteration, layer, own) for layer, own in zip(layers, figures, strict=True)
+                _row(iteration, layer, own, self._micro_batches[layer])
+                for layer, own in zip(layers, figures, strict=True)
             )
         self._sums.clear()
+        self._micro_batches.clear()
         if len(self._rows) > self._kept_iterations:
             self._stride *= 2
             self._rows = {i: row for i, row in self._rows.items() if (i - 1) % self._stride == 0}
@@ -88,24 +92,24 @@ def _figures(
     dropped: torch.Tensor | int,
     load_balancing_loss: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Tokens of each expert, dropped, losses (0 or 1), loss, z-loss, entropy, 1; fp64, [experts + 6]."""
+    """Tokens of each expert, dropped, losses (0 or 1), loss, z-loss, entropy; fp64, [experts + 5]."""
     logits = logits.detach().float()
     log_shares = torch.log_softmax(logits, dim=-1)
+    has_loss = load_balancing_loss is not None
     numbers = (
         dropped,
-        load_balancing_loss is not None,
+        float(has_loss),
         load_balancing_loss.detach() if load_balancing_loss is not None else 0.0,
         torch.logsumexp(logits, dim=-1).square().mean(),
         -(log_shares.exp() * log_shares).sum(dim=-1).mean(),
-        1,
     )
     tokens = chosen.detach().sum(dim=0).double()
     others = [torch.as_tensor(n, dtype=torch.float64, device=tokens.device) for n in numbers]
     return torch.cat((tokens, torch.stack([number.reshape(()) for number in others])))
 
 
-def _row(iteration: int, layer: int, sums: list[float]) -> LayerRouting:
-    *tokens, dropped, losses, loss, z_loss, entropy, micro_batches = sums
+def _row(iteration: int, layer: int, sums: list[float], micro_batches: int) -> LayerRouting:
+    *tokens, dropped, losses, loss, z_loss, entropy = sums
     return LayerRouting(
         iteration=iteration,
         layer=layer,
