@@ -58,19 +58,17 @@ class Start:
         changed = False
         with torch.no_grad():
             held = self._parameters
-            begins: list[tuple[str, torch.Tensor, torch.Tensor]] = [
-                (START_WEIGHT, one, one.data) for one in held.parameters
-            ]
-            begins += [(START_BUFFER, one, one) for one in held.buffers]
-            for slot, one, values in begins:
-                whole, partial = held.spread(one, values)
+            begins: list[tuple[str, torch.Tensor]] = [(START_WEIGHT, w) for w in held.parameters]
+            begins += [(START_BUFFER, one) for one in held.buffers]
+            for slot, one in begins:
+                whole, partial = held.spread(one, one.data)
                 for piece in held.split(one, whole, partial):
                     given = sink.begin(slot, piece)
                     if given is not None and not torch.equal(given, piece.values):
                         piece.values.copy_(given)
                         changed = True
                 if partial:
-                    local(values).view(-1).copy_(whole.view(-1)[flat_range(one)])
+                    local(one.data).view(-1).copy_(whole.view(-1)[flat_range(one)])
         if changed:
             self._carry_over(optimizer)
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -194,7 +195,8 @@ class _Watch:
             _ParamAndGradBucketGroup.start_grad_sync,
             of_norms.clip_grad_by_total_norm_fp32,
         )
-        counted, config = membership.noting(of_norms.get_grad_norm_fp32), self.chunks[0].config
+        counted = around(membership.note)(of_norms.get_grad_norm_fp32)
+        config = self.chunks[0].config
         step, finalize = self.optimizer.step, config.finalize_model_grads_func
 
         @functools.wraps(clip)
@@ -377,41 +379,31 @@ def _unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-class _Batches:
-    """The micro batches that an iteration takes, and the same again."""
-
-    def __init__(self, iterator: Any) -> None:
-        self.source, self.position = iterator, 0
-        self._taken: list[Any] = []
-
-    def __iter__(self) -> _Batches:
-        return self
-
-    def __next__(self) -> Any:
-        if self.position == len(self._taken):
-            self._taken.append(next(self.source))
-        batch = self._taken[self.position]
-        self.position += 1
-        return dict(batch) if isinstance(batch, dict) else batch
+def _again(source: Iterator[Any], taken: list[Any]) -> Iterator[Any]:
+    """The micro batches that were taken, then further ones, which are taken too; each a copy."""
+    for batch in tuple(taken):
+        yield copy(batch)
+    for batch in source:
+        taken.append(batch)
+        yield copy(batch)
 
 
 @contextmanager
 def _replayed(data: Any) -> Iterator[Callable[[], None]]:
     """Let data iterators give the same micro batches again, once what is yielded is called."""
     iterators = [one for one in (data if isinstance(data, list) else [data]) if one is not None]
-    batches = [_Batches(one.iterable) for one in iterators]
-    for one, batch in zip(iterators, batches, strict=True):
-        one.iterable = batch
+    sources: list[tuple[Any, Any, list[Any]]] = [(one, one.iterable, []) for one in iterators]
 
     def rewind() -> None:
-        for batch in batches:
-            batch.position = 0
+        for one, source, taken in sources:
+            one.iterable = _again(source, taken)
 
+    rewind()
     try:
         yield rewind
     finally:
-        for one, batch in zip(iterators, batches, strict=True):
-            one.iterable = batch.source
+        for one, source, _ in sources:
+            one.iterable = source
 
 
 PATCH = Patch(

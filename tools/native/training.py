@@ -94,7 +94,9 @@ def train(settings: Settings, ranks: RankLayout, engine: Engine, samples: SplitS
             if ranks.writes:
                 print(validation_lines(iteration, loss, accuracy), flush=True)
     if ranks.writes:
-        print(exit_line(settings.exit_interval), flush=True)
+        # Megatron's last line at `--exit-interval`.
+        end = f"[exiting program at iteration {settings.exit_interval}] datetime: {_now()}"
+        print(end, flush=True)
 
 
 class Evaluator:
@@ -187,11 +189,6 @@ def validation_lines(iteration: int, loss: float, accuracy: float) -> str:
     )
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
-
-
-def exit_line(iteration: int) -> str:
-    """Megatron's last line at `--exit-interval`."""
-    return f"[exiting program at iteration {iteration}] datetime: {_now()}"
 
 
 def _now() -> str:
