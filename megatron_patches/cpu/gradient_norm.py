@@ -8,7 +8,7 @@ diverge. GPU kernels reduce in blocks and have no such error.
 
 from __future__ import annotations
 
-from megatron_patches.fused.multi_tensor import l2_norm
+from megatron_patches.l2_norm import l2_norm
 from megatron_patches.registry import Replacement, cpu_patch
 
 PATCH = cpu_patch(
