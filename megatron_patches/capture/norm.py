@@ -6,7 +6,6 @@ that computes the norm, and over which ranks that function sums.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,8 +13,9 @@ from typing import Any
 import torch
 from torch.distributed import get_process_group_ranks
 
-from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, local
+from megatron_patches.capture.parameters import OptimizerPart, ParameterMap
 from tools.capture.sinks import Piece
+from tools.capture.state import local
 
 
 class NormMembership:
@@ -31,33 +31,24 @@ class NormMembership:
         """Ranks over which norms were summed."""
         return tuple(self._counted)
 
-    def noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`get_grad_norm_fp32`, which says what it is given."""
-
-        @functools.wraps(original)
-        def norm(gradients: Any, *args: Any, **kwargs: Any) -> Any:
-            given = [gradients] if isinstance(gradients, torch.Tensor) else gradients
-            ranks = tuple(get_process_group_ranks(kwargs.get("grad_stats_parallel_group")))
-            mesh = next((one.device_mesh for one in given if hasattr(one, "device_mesh")), None)
-            if mesh is not None:  # Under FSDP those of the gradients' shards, too.
-                shards, here = (
-                    get_process_group_ranks(mesh.get_group()),
-                    torch.distributed.get_rank(),
-                )
-                ranks = tuple(sorted({rank + shard - here for rank in ranks for shard in shards}))
-            times = Counter(id(one) for one in given)
-            # The most of all calls, not their sum: a norm may be computed twice to be used once.
-            self._counted[ranks] = self._counted.get(ranks, Counter()) | Counter(
-                {
-                    id(parameter): times[id(gradient)]
-                    for parameter, part in self._parameters.parts(self._optimizer)
-                    for gradient in _gradients(part)
-                    if times[id(gradient)]
-                }
-            )
-            return original(gradients, *args, **kwargs)
-
-        return norm
+    def note(self, original: Callable[..., Any], gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        """`get_grad_norm_fp32`, of which it is noted what it is given."""
+        given = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+        ranks = tuple(get_process_group_ranks(kwargs.get("grad_stats_parallel_group")))
+        mesh = next((one.device_mesh for one in given if hasattr(one, "device_mesh")), None)
+        if mesh is not None:  # Under FSDP those of the gradients' shards, too.
+            shards, here = get_process_group_ranks(mesh.get_group()), torch.distributed.get_rank()
+            ranks = tuple(sorted({rank + shard - here for rank in ranks for shard in shards}))
+        times = Counter(id(one) for one in given)
+        counted = {
+            id(parameter): times[id(gradient)]
+            for parameter, part in self._parameters.parts(self._optimizer)
+            for gradient in _gradients(part)
+            if times[id(gradient)]
+        }
+        # The most of all calls, not their sum: a norm may be computed twice to be used once.
+        self._counted[ranks] = self._counted.get(ranks, Counter()) | Counter(counted)
+        return original(gradients, *args, **kwargs)
 
     def pieces(self) -> Iterator[tuple[tuple[int, ...], Piece]]:
         """How often each element is counted: a group's ranks, and the parameter's part."""

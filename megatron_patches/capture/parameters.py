@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from tools.capture.sinks import Piece
+from tools.capture.state import local
+from tools.ledger.model_state import gradient_of, optimizers
 from tools.records.capture import Placement
 
 
@@ -114,11 +116,6 @@ class OptimizerPart:
     """The optimizer's parameter group, with its learning rate and weight decay."""
 
 
-def optimizers(optimizer: Any) -> list[Any]:
-    """Those that Megatron has chained, or the one."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
 def _optimizer_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPart | None:
     """The states and the reduced gradient of a parameter; None if this rank holds nothing of it."""
     for one in optimizers(optimizer):
@@ -131,7 +128,7 @@ def _optimizer_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerP
                 states = one._get_main_param_and_optimizer_states(parameter)
             except KeyError:
                 return None  # Another rank's shard has all of it.
-            gradient = _gradient(parameter)
+            gradient = gradient_of(parameter)
             if gradient is not None:
                 gradient = gradient.view(-1)[held.start : held.end]
             group, place = one.model_param_group_index_map[parameter]
@@ -144,7 +141,7 @@ def _optimizer_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerP
             if any(main is held for held in group["params"]):
                 inner = getattr(one, "optimizer", one)
                 states = _kept({**inner.state.get(main, {}), "param": main}, parameter)
-                return OptimizerPart(None, main, states, _gradient(parameter), group)
+                return OptimizerPart(None, main, states, gradient_of(parameter), group)
     return None
 
 
@@ -172,11 +169,6 @@ def _place(entry: Any, partial: bool) -> Placement:
     return Placement(entry.key, tuple(entry.global_shape), tuple(entry.global_offset), partial)
 
 
-def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    gradient = getattr(parameter, "main_grad", None)
-    return parameter.grad if gradient is None else gradient
-
-
 def _kept(states: dict[str, Any], parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """States that are tensors, among them the master copy where it is more than the weight itself."""
     return {
@@ -197,17 +189,6 @@ def _entries(state: Any) -> Iterator[Any]:
             yield from _entries(value)
     elif hasattr(state, "replica_id") and isinstance(state.data, torch.Tensor):
         yield state
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that torch FSDP2 has split; any other as it is."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
-
-
-def is_megatron_fsdp(chunk: Any) -> bool:
-    """Whether a model chunk is wrapped by Megatron-FSDP."""
-    return hasattr(chunk, "param_and_grad_buffer")
 
 
 def flat_range(parameter: torch.Tensor) -> slice | None:

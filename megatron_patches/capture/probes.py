@@ -5,7 +5,6 @@ What a probe is stands in `tools.capture.sinks`.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tools.capture.sinks import Sink, probed
+from tools.capture.sinks import Sink, tap
 from tools.records.capture import (
     CALLED_BY,
     LOSS,
@@ -144,16 +143,11 @@ class Probes:
         if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
             return value
         slot += CALLED_BY + call.caller if call.caller else ""
-        micro_batch, number, seen = call.micro_batch, call.number, slot
+        backward, of_call = Stage.ACTIVATION_GRADIENTS, (call.micro_batch, call.number)
+        gradient, seen = Site(backward, name, slot, *of_call), Site(stage, name, slot, *of_call)
         if call.recomputed:  # That is a part of the backward pass.
-            stage, seen = Stage.ACTIVATION_GRADIENTS, f"{RECOMPUTED}{slot}"
-        replaced = self._sink.forward(Site(stage, name, seen, micro_batch, number), value.detach())
-        if not value.is_floating_point():
-            return value if replaced is None else replaced
-        gradient = Site(Stage.ACTIVATION_GRADIENTS, name, slot, micro_batch, number)
-        if value.requires_grad and torch.is_grad_enabled():
-            return probed(value, replaced, functools.partial(self._sink.backward, gradient))
-        return value if replaced is None else replaced
+            seen = Site(backward, name, f"{RECOMPUTED}{slot}", *of_call)
+        return tap(self._sink, value, [(seen, gradient)])
 
 
 def global_names(
@@ -176,14 +170,18 @@ def global_names(
     ]
 
 
-def described_modules(
+def modules_of(
     chunks: list[torch.nn.Module], names: list[dict[str, str]]
-) -> Iterator[tuple[str, CapturedModule]]:
-    """Every module with its class and where its forward pass stands."""
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Every module of a rank with its global name."""
     for chunk, names_of_chunk in zip(chunks, names, strict=True):
         for own, module in chunk.named_modules():
-            source = source_of(type(module).forward)
-            yield names_of_chunk[own], CapturedModule(type(module).__name__, source)
+            yield names_of_chunk[own], module
+
+
+def described(module: torch.nn.Module) -> CapturedModule:
+    """Its class, and where its forward pass stands."""
+    return CapturedModule(type(module).__name__, source_of(type(module).forward))
 
 
 def source_of(function: Callable[..., Any]) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from megatron_patches.capture.parameters import ParameterMap
-from megatron_patches.capture.probes import described_modules, global_names, source_of
+from megatron_patches.capture.probes import described, global_names, modules_of, source_of
+from tools.ledger.model_state import optimizers
 from tools.records.capture import (
     BUCKETS,
     CLIPPING,
@@ -105,7 +106,7 @@ def captured_rank(
         vocabulary=int(getattr(args, "vocab_size", None) or args.padded_vocab_size),
         dtype=str(args.params_dtype).removeprefix("torch."),
         loss_scales=loss_scales,
-        modules=dict(described_modules(chunks, names)),
+        modules={name: described(module) for name, module in modules_of(chunks, names)},
         functions=_functions(chunks[0].config, optimizer),
         router_groups=groups if all(groups) else None,
         norm_groups=norm_groups,
@@ -116,7 +117,7 @@ def captured_rank(
 def _functions(config: Any, optimizer: Any) -> dict[str, str]:
     fused = getattr(config, "cross_entropy_loss_fusion", False)
     place = "fusions.fused_cross_entropy" if fused else "tensor_parallel.cross_entropy"
-    update = type(getattr(optimizer, "chained_optimizers", [optimizer])[0])
+    update = type(optimizers(optimizer)[0])
     name = f"{update.__module__.removeprefix('megatron.core.')}:{update.__name__}"
     found = {
         Stage.LOSS: f"{place}:_VocabParallelCrossEntropy.forward",

@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 
+from megatron_patches.capture.probes import modules_of
 from tools.capture.sinks import Sink
 from tools.records.capture import CHOICE, SCORES, Site, Stage
 
@@ -32,35 +33,22 @@ def watched_routing(
         sink: What becomes of the choices.
         earlier: Begins the slots of an iteration before the one that is captured.
     """
-    modules = [
-        (module, names_of_chunk[own])
-        for chunk, names_of_chunk in zip(chunks, names, strict=True)
-        for own, module in chunk.named_modules()
-    ]
-    routers = [
-        (module, name)
-        for module, name in modules
-        if "router_replay" in vars(module) and module.router_replay is None
-    ]
-    for router, name in routers:
-        router.router_replay = _Choices(name, sink, earlier)
-    older = [
-        (module, name)
-        for module, name in modules
-        if hasattr(module, "routing")
-        and hasattr(module, "topk")
-        and not hasattr(module, "router_replay")
-        and getattr(module, "routing_type", "") != "sinkhorn"
-    ]
-    for router, name in older:
-        router.routing = _asking(router.routing, _Choices(name, sink, earlier))
-    try:
+    with ExitStack() as replaced:
+        for name, module in modules_of(chunks, names):
+            choices = _Choices(name, sink, earlier)
+            if "router_replay" in vars(module) and module.router_replay is None:
+                replaced.enter_context(patch.object(module, "router_replay", choices))
+            elif _is_older(module):
+                asking = _asking(cast(Any, module.routing), choices)
+                replaced.enter_context(patch.object(module, "routing", asking))
         yield
-    finally:
-        for router, _ in routers:
-            router.router_replay = None
-        for router, _ in older:
-            del router.routing
+
+
+def _is_older(module: torch.nn.Module) -> bool:
+    """Whether it is a router of a Megatron without a replay, and chooses the best."""
+    is_router = hasattr(module, "routing") and hasattr(module, "topk")
+    has_replay = hasattr(module, "router_replay")
+    return is_router and not has_replay and getattr(module, "routing_type", "") != "sinkhorn"
 
 
 def _asking(routing: Callable[..., Any], choices: _Choices) -> Callable[..., Any]:

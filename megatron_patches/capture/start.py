@@ -8,28 +8,20 @@ by the machine's epsilon.
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from megatron_patches.capture.parameters import (
-    OptimizerPart,
-    ParameterMap,
-    flat_range,
-    is_megatron_fsdp,
-    local,
-    optimizers,
-)
+from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, flat_range
 from tools.capture.sinks import Recording, reach
-from tools.capture.state import State
+from tools.capture.state import State, local, perturb
+from tools.ledger.model_state import is_megatron_fsdp, optimizers
 from tools.records.capture import (
     REACH,
     START_BUFFER,
     START_WEIGHT,
     InitialPiece,
-    Site,
     Stage,
 )
 
@@ -60,25 +52,23 @@ class Start:
             if id(parameter) in self._reach:
                 reached = self._reach[id(parameter)]
                 for piece in self._parameters.pieces(parameter, reached, part.start):
-                    sink.write_piece(Site(Stage.WEIGHTS, piece.name, REACH), piece)
+                    sink.write_piece(Stage.WEIGHTS, REACH, piece)
         self._last.clear()
         self._reach.clear()
         changed = False
         with torch.no_grad():
             held = self._parameters
-            begins: list[tuple[str, torch.Tensor, torch.Tensor]] = [
-                (START_WEIGHT, one, one.data) for one in held.parameters
-            ]
-            begins += [(START_BUFFER, one, one) for one in held.buffers]
-            for slot, one, values in begins:
-                whole, partial = held.spread(one, values)
+            begins: list[tuple[str, torch.Tensor]] = [(START_WEIGHT, w) for w in held.parameters]
+            begins += [(START_BUFFER, one) for one in held.buffers]
+            for slot, one in begins:
+                whole, partial = held.spread(one, one.data)
                 for piece in held.split(one, whole, partial):
-                    given = sink.begin(Site(Stage.WEIGHTS, piece.name, slot), piece)
+                    given = sink.begin(slot, piece)
                     if given is not None and not torch.equal(given, piece.values):
                         piece.values.copy_(given)
                         changed = True
                 if partial:
-                    local(values).view(-1).copy_(whole.view(-1)[flat_range(one)])
+                    local(one.data).view(-1).copy_(whole.view(-1)[flat_range(one)])
         if changed:
             self._carry_over(optimizer)
 
@@ -148,21 +138,13 @@ class Snapshot:
         _tracker().set_states(self._tracked)
 
 
-def perturb(parameters: ParameterMap, seed: str) -> None:
-    """Multiply every weight by one plus or minus its type's epsilon.
-
-    Copies of a weight on several ranks change alike: signs follow from its place in the whole model.
-    """
-    with torch.no_grad():
-        for parameter in parameters.parameters:
-            epsilon = torch.finfo(parameter.dtype).eps
-            for piece in parameters.pieces(parameter, parameter.data):
-                name = f"{seed} {piece.placement.key} {piece.placement.global_offset}"
-                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                shape = piece.values.shape
-                signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8) * 2 - 1
-                change = (1 + epsilon * signs.float()).to(piece.values.device)
-                piece.values.copy_((piece.values.float() * change).to(piece.values.dtype))
+def perturb_weights(parameters: ParameterMap, seed: str) -> None:
+    """Let every weight be off by a rounding error, its copies on several ranks alike."""
+    perturb(
+        (f"{seed} {piece.placement.key} {piece.placement.global_offset}", piece.values)
+        for parameter in parameters.parameters
+        for piece in parameters.pieces(parameter, parameter.data)
+    )
 
 
 def _tracker() -> Any:

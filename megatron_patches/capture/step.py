@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +16,8 @@ import msgspec
 import torch
 
 from megatron_patches.capture.norm import NormMembership
-from megatron_patches.capture.parameters import ParameterMap, is_megatron_fsdp
-from megatron_patches.capture.probes import Probes
+from megatron_patches.capture.parameters import ParameterMap
+from megatron_patches.capture.probes import Probes, modules_of
 from megatron_patches.capture.rank import captured_rank, module_names
 from megatron_patches.capture.routing import watched_routing
 from megatron_patches.capture.start import (
@@ -24,10 +25,11 @@ from megatron_patches.capture.start import (
     Start,
     gather_weights,
     initial_pieces,
-    perturb,
+    perturb_weights,
 )
-from megatron_patches.registry import Patch, Replacement
-from tools.capture.sinks import Recording, Responding, Sink, StoredTensors
+from megatron_patches.registry import Patch, Replacement, around
+from tools.capture.sinks import Recording, Responding, Sink, StoredTensors, norm_of, number
+from tools.ledger.model_state import is_megatron_fsdp
 from tools.records.capture import (
     BUFFER,
     COUNTED,
@@ -55,55 +57,57 @@ _RATES = dict(zip(("lr", "weight_decay"), RATE_SLOTS, strict=True))
 """Keys of a parameter group, and their slots."""
 
 
-def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
+_WATCHES: list[_Watch] = []
+
+
+@around
+def _capturing(
+    original: Callable[..., Any],
+    forward_step: Any,
+    data: Any,
+    model: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`train_step`."""
+    from megatron.training import get_args
+
+    def call(step: Callable[..., Any]) -> Any:
+        return original(step, data, model, *args, **kwargs)
+
     wanted = int(os.environ.get(variables.CAPTURE_ITERATION, "1"))
-    watches: list[_Watch] = []
-
-    @functools.wraps(original)
-    def train_step(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
-        def call(step: Callable[..., Any]) -> Any:
-            return original(step, data, model, *args, **kwargs)
-
-        iteration = get_args().curr_iteration + 1
-        if iteration > wanted:
-            return call(forward_step)
-        if not watches:
-            watches.append(_Watch(model, *args[:2]))
-        watch = watches[0]
-        if watch.chunks[0].config.fp16:
-            watch.scales += (float(watch.optimizer.get_loss_scale()),)
-        if watch.seeds:  # A reference; of it alone it is asked how far updates reach.
-            watch.start.follow(watch.optimizer)
-        if iteration == wanted:
-            return watch.capture(call, forward_step, data)
-        if drift := os.environ.get(variables.CAPTURE_DRIFT):
-            perturb(watch.parameters, f"{drift} {iteration}")
-        # What a router chose otherwise is in the optimizer's state.
-        earlier = f"{EARLIER}{iteration} "
-        with watched_routing(watch.chunks, watch.names, watch.recording, earlier):
-            return call(forward_step)
-
-    return train_step
+    iteration = get_args().curr_iteration + 1
+    if iteration > wanted:
+        return call(forward_step)
+    if not _WATCHES:
+        _WATCHES.append(_Watch(model, *args[:2]))
+    watch = _WATCHES[0]
+    if watch.chunks[0].config.fp16:
+        watch.scales += (float(watch.optimizer.get_loss_scale()),)
+    if watch.seeds:  # A reference; of it alone it is asked how far updates reach.
+        watch.start.follow(watch.optimizer)
+    if iteration == wanted:
+        return watch.capture(call, forward_step, data)
+    if drift := os.environ.get(variables.CAPTURE_DRIFT):
+        perturb_weights(watch.parameters, f"{drift} {iteration}")
+    # What a router chose otherwise is in the optimizer's state.
+    earlier = f"{EARLIER}{iteration} "
+    with watched_routing(watch.chunks, watch.names, watch.recording, earlier):
+        return call(forward_step)
 
 
 _INITIAL: list[InitialPiece] = []
 
 
-def _noting_initial(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _noting_initial(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """`load_checkpoint`, before which it is noted what the layout begins with by itself."""
-
-    @functools.wraps(original)
-    def load(model: Any, *args: Any, **kwargs: Any) -> Any:
-        flat = any(map(is_megatron_fsdp, model))
-        chunks = [_unwrapped(chunk) for chunk in model]
-        initialised = chunks[0].config.perform_initialization  # Else it is whatever memory held.
-        if initialised and not (_INITIAL or flat):
-            _INITIAL.extend(initial_pieces(ParameterMap(chunks, module_names(chunks))))
-        return original(model, *args, **kwargs)
-
-    return load
+    flat = any(map(is_megatron_fsdp, model))
+    chunks = [_unwrapped(chunk) for chunk in model]
+    initialised = chunks[0].config.perform_initialization  # Else it is whatever memory held.
+    if initialised and not (_INITIAL or flat):
+        _INITIAL.extend(initial_pieces(ParameterMap(chunks, module_names(chunks))))
+    return original(model, *args, **kwargs)
 
 
 class _Watch:
@@ -117,11 +121,9 @@ class _Watch:
         self.names = module_names(self.chunks)
         self.writer = CaptureWriter(self.folder)
         forced = os.environ.get(variables.CAPTURE_FORCED)
-        given = Path(forced) / self.folder.name if forced else None
-        is_given = given is not None and (given / INDEX_FILE).is_file()
-        self.recording = Recording(
-            self.writer, StoredTensors(given) if given and is_given else None
-        )
+        given = Path(forced, self.folder.name) if forced else None
+        stored = StoredTensors(given) if given and (given / INDEX_FILE).is_file() else None
+        self.recording = Recording(self.writer, stored)
         self.parameters = ParameterMap(self.chunks, self.names)
         self.start = Start(self.model, self.parameters)
         self.scales: tuple[float, ...] = ()
@@ -160,7 +162,7 @@ class _Watch:
                 for seed in range(1 + self.seeds):
                     snapshot.restore()
                     if self.seeds:
-                        perturb(self.parameters, str(seed))
+                        perturb_weights(self.parameters, str(seed))
                         if seed == self.seeds:  # The last.
                             responding.round_otherwise(seed)
                     rewind()
@@ -193,7 +195,8 @@ class _Watch:
             _ParamAndGradBucketGroup.start_grad_sync,
             of_norms.clip_grad_by_total_norm_fp32,
         )
-        counted, config = membership.noting(of_norms.get_grad_norm_fp32), self.chunks[0].config
+        counted = around(membership.note)(of_norms.get_grad_norm_fp32)
+        config = self.chunks[0].config
         step, finalize = self.optimizer.step, config.finalize_model_grads_func
 
         @functools.wraps(clip)
@@ -215,15 +218,13 @@ class _Watch:
                     stage, values = Stage.REDUCED_GRADIENTS, part.gradient
                     self._write(sink, stage, "gradient", parameter, values, part.start)
             stepped = step(*args, **kwargs)
-            for number, norm in enumerate((stepped[1], *norms)):
-                slot = f"used for clipping, call {number}" if number else "returned"
+            for clip_call, norm in enumerate((stepped[1], *norms)):
+                slot = f"used for clipping, call {clip_call}" if clip_call else "returned"
                 # Where nothing is clipped some of Megatron's optimizers compute no norm, and return 0.
                 if norm is not None and (norms or float(norm) > 0):
-                    value = torch.tensor([float(norm)]).double()
-                    sink.write(Site(Stage.NORM, "grad_norm", slot), value)
+                    sink.write(Site(Stage.NORM, "grad_norm", slot), number(float(norm)))
             for ranks, piece in membership.pieces():
-                slot = COUNTED + " ".join(map(str, ranks))
-                sink.write_piece(Site(Stage.NORM, piece.name, slot), piece)
+                sink.write_piece(Stage.NORM, COUNTED + " ".join(map(str, ranks)), piece)
             return stepped
 
         with (
@@ -309,15 +310,14 @@ class _Watch:
         start: int | None = None,
     ) -> None:
         for piece in self.parameters.pieces(parameter, values, start):
-            sink.write_piece(Site(stage, piece.name, slot), piece)
+            sink.write_piece(stage, slot, piece)
 
     def _write_counts(self, sink: Sink) -> None:
         """How many tokens routers gave each expert, before Megatron's last reduction resets it."""
-        for chunk, names in zip(self.chunks, self.names, strict=True):
-            for own, module in chunk.named_modules():
-                counts = getattr(module, "local_tokens_per_expert", None)
-                if isinstance(counts, torch.Tensor):
-                    sink.write(Site(Stage.OUTPUTS, names[own], COUNTS), counts)
+        for name, module in modules_of(self.chunks, self.names):
+            counts = getattr(module, "local_tokens_per_expert", None)
+            if isinstance(counts, torch.Tensor):
+                sink.write(Site(Stage.OUTPUTS, name, COUNTS), counts)
 
     def _write_states(self, sink: Sink, before: dict[tuple[int, str], torch.Tensor]) -> None:
         stage = Stage.OPTIMIZER_STATE
@@ -327,7 +327,7 @@ class _Watch:
                     self._write(sink, stage, name, parameter, values, part.start)
                 else:  # The number of steps.
                     site = Site(stage, self.parameters.name(parameter), name)
-                    sink.write(site, values.detach().reshape(1).double())
+                    sink.write(site, number(values))
                 old = before.get((id(parameter), name))
                 if old is not None:
                     moved = values.detach().float() - old.float()
@@ -346,7 +346,7 @@ class _Watch:
         for parameter, part in self.parameters.parts(self.optimizer):
             for key, slot in _RATES.items():
                 site = Site(Stage.OPTIMIZER_STATE, self.parameters.name(parameter), slot)
-                self.recording.write(site, torch.tensor([float(part.group[key])]).double())
+                self.recording.write(site, number(float(part.group[key])))
 
     def _carried(self) -> Iterator[tuple[Site, float]]:
         """States that earlier iterations left, with their norms."""
@@ -354,8 +354,8 @@ class _Watch:
             for name, values in part.states.items():
                 if name != "param" and values.numel() > 1:
                     for piece in self.parameters.pieces(parameter, values, part.start):
-                        size = torch.linalg.vector_norm(piece.values.double().nan_to_num())
-                        yield Site(Stage.OPTIMIZER_STATE, piece.name, name), float(size)
+                        site = Site(Stage.OPTIMIZER_STATE, piece.name, name)
+                        yield site, norm_of(piece.values)
 
     def _before_update(self) -> dict[tuple[int, str], torch.Tensor]:
         """Copies of what an update changes: weights and master copies of them."""
@@ -379,41 +379,31 @@ def _unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-class _Batches:
-    """The micro batches that an iteration takes, and the same again."""
-
-    def __init__(self, iterator: Any) -> None:
-        self.source, self.position = iterator, 0
-        self._taken: list[Any] = []
-
-    def __iter__(self) -> _Batches:
-        return self
-
-    def __next__(self) -> Any:
-        if self.position == len(self._taken):
-            self._taken.append(next(self.source))
-        batch = self._taken[self.position]
-        self.position += 1
-        return dict(batch) if isinstance(batch, dict) else batch
+def _again(source: Iterator[Any], taken: list[Any]) -> Iterator[Any]:
+    """The micro batches that were taken, then further ones, which are taken too; each a copy."""
+    for batch in tuple(taken):
+        yield copy(batch)
+    for batch in source:
+        taken.append(batch)
+        yield copy(batch)
 
 
 @contextmanager
 def _replayed(data: Any) -> Iterator[Callable[[], None]]:
     """Let data iterators give the same micro batches again, once what is yielded is called."""
     iterators = [one for one in (data if isinstance(data, list) else [data]) if one is not None]
-    batches = [_Batches(one.iterable) for one in iterators]
-    for one, batch in zip(iterators, batches, strict=True):
-        one.iterable = batch
+    sources: list[tuple[Any, Any, list[Any]]] = [(one, one.iterable, []) for one in iterators]
 
     def rewind() -> None:
-        for batch in batches:
-            batch.position = 0
+        for one, source, taken in sources:
+            one.iterable = _again(source, taken)
 
+    rewind()
     try:
         yield rewind
     finally:
-        for one, batch in zip(iterators, batches, strict=True):
-            one.iterable = batch.source
+        for one, source, _ in sources:
+            one.iterable = source
 
 
 PATCH = Patch(

@@ -6,7 +6,6 @@ torch pops it while it dispatches `Tensor.backward`, and Megatron allocates ther
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,16 +50,13 @@ def to_cpu(device: Any) -> Any:
     return torch.device("cpu") if by_number or by_name else device
 
 
-def _on_cpu(original: Function) -> Function:
-    @functools.wraps(original, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs:
-            kwargs["device"] = to_cpu(kwargs["device"])
-        # Rotary embeddings under context parallelism pin an index; pinning needs a driver.
-        kwargs.pop("pin_memory", None)
-        return original(*args, **kwargs)
-
-    return call
+@around
+def _on_cpu(original: Function, *args: Any, **kwargs: Any) -> Any:
+    if "device" in kwargs:
+        kwargs["device"] = to_cpu(kwargs["device"])
+    # Rotary embeddings under context parallelism pin an index; pinning needs a driver.
+    kwargs.pop("pin_memory", None)
+    return original(*args, **kwargs)
 
 
 @around

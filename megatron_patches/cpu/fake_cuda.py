@@ -100,6 +100,8 @@ _PROPERTIES = SimpleNamespace(
 
 _STREAM = CpuStream()
 
+_FIGURES = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+_TENSOR_TYPES = ("FloatTensor", "HalfTensor", "BFloat16Tensor", "LongTensor", "IntTensor")
 _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "is_available": _returning(True),
     "is_initialized": _returning(True),
@@ -124,16 +126,9 @@ _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "_lazy_call": lambda _: lambda function, **kwargs: function(),
     "is_current_stream_capturing": _returning(False),
     "mem_get_info": _returning((0, 0)),
-    "memory_allocated": _returning(0),
-    "memory_reserved": _returning(0),
-    "max_memory_allocated": _returning(0),
-    "max_memory_reserved": _returning(0),
+    **dict.fromkeys(_FIGURES, _returning(0)),
     "memory_stats": _returning(Counter()),
-    "FloatTensor": _replaced_by(torch.FloatTensor),
-    "HalfTensor": _replaced_by(torch.HalfTensor),
-    "BFloat16Tensor": _replaced_by(torch.BFloat16Tensor),
-    "LongTensor": _replaced_by(torch.LongTensor),
-    "IntTensor": _replaced_by(torch.IntTensor),
+    **{name: _replaced_by(getattr(torch, name)) for name in _TENSOR_TYPES},
 }
 _NO_OPERATIONS = (
     "_lazy_init",

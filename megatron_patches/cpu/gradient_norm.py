@@ -8,29 +8,8 @@ diverge. GPU kernels reduce in blocks and have no such error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
-
+from megatron_patches.l2_norm import l2_norm
 from megatron_patches.registry import Replacement, cpu_patch
-
-
-def l2_norm(
-    chunk_size: int,  # noqa: ARG001 - the signature of amp_C.multi_tensor_l2norm
-    overflow: torch.Tensor,  # noqa: ARG001
-    tensor_lists: Sequence[Sequence[torch.Tensor]],
-    per_tensor: bool,  # noqa: ARG001
-    *_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Norm over all tensors, shape [1], fp32, and None for the norms of each, which nothing uses."""
-    norms = [
-        torch.linalg.vector_norm(tensor, dtype=torch.float64)
-        for tensors in tensor_lists
-        for tensor in tensors
-    ]
-    return torch.linalg.vector_norm(torch.stack(norms)).float().view(1), None
-
 
 PATCH = cpu_patch(
     "gradient_norm",

@@ -14,20 +14,12 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from megatron_patches.l2_norm import l2_norm
 from megatron_patches.registry import Replacement, around, fused_patch
 
 Lists = Sequence[Sequence[Tensor]]
 _CLIPPING = "megatron.core.optimizer.clip_grads"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
-
-
-def l2_norm(_: int, __: Any, lists: Lists, *___: Any) -> tuple[Tensor, None]:
-    """Norm over all tensors, shape [1], fp32, on their device; replaces multi_tensor_l2norm."""
-    tensors = [tensor for tensors in lists for tensor in tensors]
-    # torch's CPU norm loses small squares in fp32 (cpu/gradient_norm.py); GPU kernels reduce in blocks.
-    dtype = torch.float32 if tensors[0].is_cuda else torch.float64
-    norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
-    return torch.linalg.vector_norm(norms).float().view(1), None
 
 
 def scale(_: int, __: Any, lists: Lists, factor: float | Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 
 from tests.given import run
+from tools.capture.state import perturb
 from tools.cli import parakit
 from tools.records.capture import Stage
 from tools.records.verdict import Outcome, Verdict
@@ -74,6 +75,14 @@ def test_the_command_says_which_and_its_code_is_the_verdicts(
     assert json.loads(capsys.readouterr().out)["verdict"] == "differs"
     with pytest.raises(ValueError, match="name its reference, such as COMPARE="):
         run("inspect", {"CKPT": str(captures / "tp")})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_every_weight_is_off_by_its_own_types_rounding_error(dtype: torch.dtype) -> None:
+    weight = torch.ones(64, dtype=dtype)
+    perturb([("a name", weight)])
+    found = set((weight.double() - 1).tolist())
+    assert found == {sign * torch.finfo(dtype).eps for sign in (-1, 1)}
 
 
 def test_groups_that_are_not_all_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def train_alone(of: Settings, schedule: PipelineSchedule) -> tuple[list[float], 
     """
     model = whole_model(of)
     newest = dict(model.named_parameters())
-    optimizer = adamw(model, of)
+    optimizer = adamw(model.parameters(), of)
     versions = [{name: p.detach().clone() for name, p in newest.items()}]
     losses = []
     for batch in range(ITERATIONS):

@@ -18,7 +18,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tools.capture.sinks import Piece, Recording, Responding, Sink, StoredTensors, probed
-from tools.capture.state import WRAPPERS, State, local, perturb, plain_name
+from tools.capture.sinks import Piece, Recording, Responding, Sink, StoredTensors, number, tap
+from tools.capture.state import State, local, perturb
 from tools.records.capture import (
     RESPONSES_FILE,
     START_WEIGHT,
@@ -47,6 +47,8 @@ from tools.records.capture import (
 SEEDS = 3
 """Repetitions by which it is measured how far rounding alone moves each tensor."""
 _ROOT = "model"
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""Parts of names that `torch.compile` and activation checkpointing add."""
 
 
 def capture(
@@ -100,8 +102,9 @@ def capture(
         responding = Responding(StoredTensors(own, writer.records))
         for seed in range(seeds):
             before.restore()
-            perturb(model, seed)
-            with _Step(model, optimizer, responding):
+            again = _Step(model, optimizer, responding)
+            perturb((f"{seed} {one.name}", one.values) for one in again.pieces(lambda w: w))
+            with again:
                 yield
         after.restore()
         (own / RESPONSES_FILE).write_text(json.dumps(responding.responses))
@@ -147,8 +150,8 @@ class _Step:
 
     def __enter__(self) -> None:
         self.optimizer.zero_grad()
-        for name, value in self._parameters(lambda one: one):
-            self.sink.write_piece(Site(Stage.WEIGHTS, name, START_WEIGHT), value)
+        for weight in self.pieces(lambda one: one):
+            self.sink.write_piece(Stage.WEIGHTS, START_WEIGHT, weight)
         for name, module in _named(self.model):
             before = partial(self._before, name)
             handle = module.register_forward_pre_hook(before, with_kwargs=True)
@@ -195,43 +198,36 @@ class _Step:
         """Hand over a tensor and, later, its gradient; anything else is left as it is."""
         if not isinstance(value, Tensor):
             return value
-        call = self._calls[name]
-        self.sink.forward(Site(stage, name, slot, self.micro_batch, call), _whole(value.detach()))
-        if not value.requires_grad:
-            return value
-        gradient = Site(Stage.ACTIVATION_GRADIENTS, name, slot, self.micro_batch, call)
-
-        def taken(found: Tensor) -> None:
-            self.sink.backward(gradient, _whole(found))
-
-        return probed(value, None, taken)
+        seen, gradient = (
+            Site(one, name, slot, self.micro_batch, self._calls[name])
+            for one in (stage, Stage.ACTIVATION_GRADIENTS)
+        )
+        return tap(self.sink, value, [(seen, gradient)], _whole)
 
     def _before_update(self, *_: object) -> None:
-        for name, piece in self._parameters(_gradient):
-            self.sink.write_piece(Site(Stage.REDUCED_GRADIENTS, name, "gradient"), piece)
-        self._weights = {name: one.values.clone() for name, one in self._parameters(lambda p: p)}
+        for gradient in self.pieces(_gradient):
+            self.sink.write_piece(Stage.REDUCED_GRADIENTS, "gradient", gradient)
+        self._weights = {one.name: one.values.clone() for one in self.pieces(lambda p: p)}
 
     def _after_update(self, *_: object) -> None:
         state = self.optimizer.state
         for slot in dict.fromkeys(slot for one in state.values() for slot in one):
             of_slot = {p: s[slot] for p, s in state.items() if isinstance(s.get(slot), Tensor)}
-            for name, piece in self._parameters(lambda p, held=of_slot: held.get(p)):  # type: ignore[misc]
-                site = Site(Stage.OPTIMIZER_STATE, name, slot)
-                if piece.values.ndim == 0:  # The number of steps.
-                    self.sink.write(site, piece.values.reshape(1).double())
+            for kept in self.pieces(of_slot.get):
+                if kept.values.ndim == 0:  # The number of steps.
+                    site = Site(Stage.OPTIMIZER_STATE, kept.name, slot)
+                    self.sink.write(site, number(kept.values))
                 else:
-                    self.sink.write_piece(site, piece)
-        for name, piece in self._parameters(lambda one: one):
-            moved = Piece(name, piece.placement, piece.values - self._weights[name])
-            self.sink.write_piece(Site(Stage.WEIGHTS, name, UPDATE), moved)
-            self.sink.write_piece(Site(Stage.WEIGHTS, name, "weight"), piece)
+                    self.sink.write_piece(Stage.OPTIMIZER_STATE, slot, kept)
+        for weight in self.pieces(lambda one: one):
+            moved = replace(weight, values=weight.values - self._weights[weight.name])
+            self.sink.write_piece(Stage.WEIGHTS, UPDATE, moved)
+            self.sink.write_piece(Stage.WEIGHTS, "weight", weight)
 
-    def _parameters(
-        self, of: Callable[[nn.Parameter], Tensor | None]
-    ) -> Iterator[tuple[str, Piece]]:
+    def pieces(self, of: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Piece]:
         """What has each parameter's shape, such as its gradient, as this rank's part of the whole."""
         for name, parameter in self.model.named_parameters():
-            value, plain = of(parameter), plain_name(name)
+            value, plain = of(parameter), _plain_name(name)
             if value is None:
                 continue
             offset, shape = (0,) * parameter.ndim, tuple(parameter.shape)
@@ -239,16 +235,23 @@ class _Step:
                 mesh, split = parameter.device_mesh, parameter.placements
                 _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, split)
             placement = Placement(plain, shape, tuple(offset))
-            yield plain, Piece(plain, placement, local(value).detach())
+            yield Piece(plain, placement, local(value).detach())
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that compute, by the program's names; what only wraps one has its name and is left out."""
     for name, module in model.named_modules():
-        if not f"{name}.".endswith(WRAPPERS) and not isinstance(
+        if not f"{name}.".endswith(_WRAPPERS) and not isinstance(
             module, nn.ModuleList | nn.ModuleDict
         ):
-            yield plain_name(name) or _ROOT, module
+            yield _plain_name(name) or _ROOT, module
+
+
+def _plain_name(name: str) -> str:
+    """The name that the program gave, without what wraps it."""
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,11 +90,6 @@ class StoredTensors:
         self._bytes = numpy.memmap(folder / TENSORS_FILE, mode="c") if size else None
 
     def get(self, site: Site) -> torch.Tensor | None:
-        """A copy of a tensor, on the CPU."""
-        seen = self.view(site)
-        return None if seen is None else seen.clone()
-
-    def view(self, site: Site) -> torch.Tensor | None:
         """A tensor on the CPU, which is the file's: not to be changed."""
         record = self._records.get(site)
         if record is None:
@@ -143,9 +138,9 @@ class Recording:
         name = str(tensor.dtype).removeprefix("torch.")
         return self._writer.add(site, name, tuple(tensor.shape), _bytes_of(tensor), placement)
 
-    def write_piece(self, site: Site, piece: Piece) -> None:
-        """Write a part of a parameter."""
-        self.write(site, piece.values, piece.placement)
+    def write_piece(self, stage: Stage, slot: str, piece: Piece) -> None:
+        """Write a part of a parameter, or of what has its shape."""
+        self.write(Site(stage, piece.name, slot), piece.values, piece.placement)
 
     def _stored(self, site: Site, like: torch.Tensor) -> torch.Tensor | None:
         if self._forced is None:
@@ -153,12 +148,12 @@ class Recording:
         stored = self._forced.get(site)
         if stored is None or stored.shape != like.shape:
             return None
-        return stored.to(device=like.device, dtype=like.dtype)
+        return stored.to(device=like.device, dtype=like.dtype, copy=True)
 
-    def begin(self, site: Site, piece: Piece) -> torch.Tensor | None:
+    def begin(self, slot: str, piece: Piece) -> torch.Tensor | None:
         """Write a part of what the iteration begins with; return what it shall, if that is forced."""
-        self.write_piece(site, piece)
-        return self._stored(site, piece.values)
+        self.write_piece(Stage.WEIGHTS, slot, piece)
+        return self._stored(Site(Stage.WEIGHTS, piece.name, slot), piece.values)
 
     def choose(self, site: Site, chosen: torch.Tensor) -> torch.Tensor | None:
         """Write which experts a router would choose; return which it shall, if that is forced."""
@@ -206,7 +201,7 @@ class Responding:
 
     def write(self, site: Site, tensor: torch.Tensor) -> None:
         """Compare any tensor."""
-        before = self._stored.view(site) if tensor.is_floating_point() else None
+        before = self._stored.get(site) if tensor.is_floating_point() else None
         if before is None or before.shape != tensor.shape:
             return
         both = zip(_stretches(before), _stretches(tensor.detach().cpu()), strict=True)
@@ -214,16 +209,17 @@ class Responding:
         for held, now in both:
             if (now.isfinite() < held.isfinite()).any():
                 return  # Where fp16 overflows with other weights, that is no response to rounding.
-            norms.append((_norm(held), _norm(_filled(now) - _filled(held))))
+            norms.append((norm_of(held), norm_of(_filled(now) - _filled(held))))
         size, moved = (math.hypot(*(each[n] for each in norms)) for n in (0, 1))
         key = f"{site.stage}|{site.name}|{site.slot}"
         if size > 0:
             self.responses[key] = max(self.responses[key], moved / size)
 
-    def write_piece(self, site: Site, piece: Piece) -> None:
-        """Compare a part of a parameter."""
+    def write_piece(self, stage: Stage, slot: str, piece: Piece) -> None:
+        """Compare a part of a parameter, or of what has its shape."""
+        site = Site(stage, piece.name, slot)
         self.write(site, piece.values)
-        before = self._stored.get(site) if site.slot == "exp_avg" else None
+        before = self._stored.get(site) if slot == "exp_avg" else None
         if before is None:
             return
         # How far a row of the average gradient moves, which an update follows, as a part of itself.
@@ -231,8 +227,8 @@ class Responding:
         moved, size = (one.norm(dim=1) for one in (_rows(piece.values) - held, held))
         if (size > 0).any():
             most = float((moved / size)[size > 0].max())
-            copy = f"{Stage.OPTIMIZER_STATE}|{site.name}|param {UPDATE}"
-            for key in (f"{Stage.WEIGHTS}|{site.name}|{UPDATE}", copy):
+            copy = f"{Stage.OPTIMIZER_STATE}|{piece.name}|param {UPDATE}"
+            for key in (f"{Stage.WEIGHTS}|{piece.name}|{UPDATE}", copy):
                 self.responses[key] = max(self.responses[key], most)
 
     def choose(self, site: Site, chosen: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
@@ -253,7 +249,7 @@ class Responding:
             gradient = self.responses.get(f"{Stage.REDUCED_GRADIENTS}|{site.name}|gradient")
             if stored is None or gradient is None:
                 continue
-            now = _norm(stored)
+            now = norm_of(stored)
             if now > 0:
                 power = 2 if site.slot.endswith("_sq") else 1
                 key = f"{site.stage}|{site.name}|{site.slot}"
@@ -272,8 +268,14 @@ def _filled(values: torch.Tensor) -> torch.Tensor:
     return values.double().nan_to_num()
 
 
-def _norm(values: torch.Tensor) -> float:
+def norm_of(values: torch.Tensor) -> float:
+    """Of the elements that this rank holds, in fp64."""
     return float(torch.linalg.vector_norm(_filled(values)))
+
+
+def number(value: float | torch.Tensor) -> torch.Tensor:
+    """A number as captures hold it: fp64, shape [1]."""
+    return torch.as_tensor(value).detach().reshape(1).double()
 
 
 def _rows(values: torch.Tensor) -> torch.Tensor:
@@ -300,18 +302,39 @@ def reach(moved: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
 Sink = Recording | Responding
 
 
-def probed(
+def tap(
+    sink: Sink,
     tensor: torch.Tensor,
-    value: torch.Tensor | None,
-    taken: Callable[[torch.Tensor], torch.Tensor | None],
+    sites: Sequence[tuple[Site, Site]],
+    form: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+    value: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A copy of a tensor, or of `value` in its place, whose gradient `taken` gets and may replace.
+    """Hand a tensor to a sink, and later its gradient; what the sink gives is put in their place.
 
-    The copy's gradient is what this module alone contributes, while the original's may be a sum over
-    several users. A copy, not a view, because Megatron's pipeline schedule frees a stage's output and
-    refuses to do that with views.
+    A copy of the tensor is returned, whose gradient is what this module alone contributes, while the
+    original's may be a sum over several users. A copy, not a view, because Megatron's pipeline schedule
+    frees a stage's output and refuses to do that with views.
+
+    Args:
+        sink: It may replace what it gets as it is, at one site.
+        tensor: What a module takes or gives.
+        sites: Of the tensor and of its gradient; several where another model has several modules.
+        form: Brings both into the form in which they are compared.
+        value: What is handed over instead of the tensor.
     """
-    copied: torch.Tensor = _Probe.apply(tensor, value, taken)
+    seen, given = form(tensor.detach() if value is None else value), None
+    for site, _ in sites:
+        given = sink.forward(site, seen)
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor if given is None else given
+
+    def taken(gradient: torch.Tensor) -> torch.Tensor | None:
+        formed, replaced = form(gradient), None
+        for _, site in reversed(sites):
+            replaced = sink.backward(site, formed)
+        return replaced
+
+    copied: torch.Tensor = _Probe.apply(tensor, given, taken)
     return copied
 
 

@@ -9,11 +9,8 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Parts of names that `torch.compile` and activation checkpointing add."""
 
 
 class State:
@@ -54,24 +51,17 @@ class State:
         torch.cuda.set_rng_state_all(self._cuda)
 
 
-def perturb(model: nn.Module, seed: int) -> None:
-    """Multiply every weight by one plus or minus its type's epsilon, on all that hold a part alike."""
+def perturb(weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Multiply weights by one plus or minus their type's epsilon; signs follow from a weight's name."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            values = local(parameter)
-            signed = f"{seed} {plain_name(name)}".encode()
-            generator = torch.Generator().manual_seed(zlib.crc32(signed))
-            signs = torch.randint(0, 2, values.shape, generator=generator) * 2 - 1
-            values.mul_(1 + torch.finfo(values.dtype).eps * signs.to(values.device))
-
-
-def plain_name(name: str) -> str:
-    """The name that the program gave, without what wraps it."""
-    for part in WRAPPERS:
-        name = name.replace(part, "")
-    return name
+        for name, values in weights:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            signs = torch.randint(0, 2, values.shape, generator=generator, dtype=torch.int8) * 2 - 1
+            # In fp32 at least; one plus the epsilon of fp64 is one in fp32.
+            signed = signs.to(values.device, torch.promote_types(values.dtype, torch.float32))
+            values.mul_(1 + torch.finfo(values.dtype).eps * signed)
 
 
 def local(value: Tensor) -> Tensor:
     """A rank's own part of a distributed tensor; any other as it is."""
-    return value.to_local() if isinstance(value, DTensor) else value
+    return value._local_tensor if isinstance(value, DTensor) else value

@@ -142,20 +142,21 @@ class _Tracker:
             known = self._live[key] = _Storage(size, category, category, weakref.ref(storage))
             self._bytes[category] += size
             weakref.finalize(storage, self._forget, key)
-        elif known is not None and size != known.size:
+        elif known is not None:
             # Megatron frees a stage's output by resizing its storage to nothing.
-            self._bytes[known.category] += size - known.size
-            known.size = size
+            self._resize(known, size)
         return known
+
+    def _resize(self, known: _Storage, size: int) -> None:
+        self._bytes[known.category] += size - known.size
+        known.size = size
 
     def _update_resized(self) -> None:
         """Find storages that were resized in place without an operator, as FSDP's gathered weights."""
         for known in list(self._live.values()):
             storage = known.handle()
-            size = storage.nbytes() if storage is not None else known.size
-            if size != known.size:
-                self._bytes[known.category] += size - known.size
-                known.size = size
+            if storage is not None:
+                self._resize(known, storage.nbytes())
 
     def _forget(self, key: int) -> None:
         storage = self._live.pop(key, None)

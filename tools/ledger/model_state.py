@@ -15,7 +15,7 @@ def weights_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
     What FSDP has gathered at the moment is not counted: it is temporary.
     """
     for model in models:
-        if _is_megatron_fsdp(model):
+        if is_megatron_fsdp(model):
             yield from _fsdp_buffers(model, "model_weight_buffer")
         else:
             yield from (parameter.detach() for parameter in model.parameters())
@@ -24,14 +24,19 @@ def weights_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def gradients_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Gradients: Megatron's `main_grad`, which views one buffer of the replica, or `grad`."""
+    """Gradients; Megatron's view one buffer of the replica, or are Megatron-FSDP's buffers."""
     for model in models:
         yield from _fsdp_buffers(model, "main_grad_buffer")
-        for parameter in () if _is_megatron_fsdp(model) else model.parameters():
-            gradient = getattr(parameter, "main_grad", None)
-            gradient = parameter.grad if gradient is None else gradient
+        for parameter in () if is_megatron_fsdp(model) else model.parameters():
+            gradient = gradient_of(parameter)
             if gradient is not None:
                 yield gradient
+
+
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """What the optimizer is given: Megatron's `main_grad`, or `grad`."""
+    gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if gradient is None else gradient
 
 
 def master_weights_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
@@ -45,7 +50,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     for inner in _plain_optimizers(optimizer):
         for state in inner.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-    for wrapper in _chain(optimizer):
+    for wrapper in optimizers(optimizer):
         for groups in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
             for group in getattr(wrapper, groups, ()):
                 yield from (copy for copy in group if copy is not None)
@@ -56,7 +61,8 @@ def has_state(optimizer: Any) -> bool:
     return any(inner.state for inner in _plain_optimizers(optimizer))
 
 
-def _is_megatron_fsdp(model: torch.nn.Module) -> bool:
+def is_megatron_fsdp(model: torch.nn.Module) -> bool:
+    """Whether Megatron-FSDP wraps it."""
     return hasattr(model, "param_and_grad_buffer")
 
 
@@ -69,12 +75,13 @@ def _fsdp_buffers(model: torch.nn.Module, name: str) -> Iterator[torch.Tensor]:
             yield buffer.data
 
 
-def _chain(optimizer: Any) -> tuple[Any, ...]:
+def optimizers(optimizer: Any) -> tuple[Any, ...]:
+    """Those that Megatron has chained, or the one."""
     return tuple(getattr(optimizer, "chained_optimizers", (optimizer,)))
 
 
 def _plain_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    for wrapper in _chain(optimizer):
+    for wrapper in optimizers(optimizer):
         inner = getattr(wrapper, "optimizer", wrapper)
         if isinstance(inner, torch.optim.Optimizer):
             yield inner

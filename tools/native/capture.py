@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from tools.capture.sinks import Piece, Recording, Responding, Sink, StoredTensors, reach
+from tools.capture.sinks import Piece, Recording, Responding, Sink, StoredTensors, number, reach
 from tools.capture.state import State, perturb
 from tools.native.batches import MicroBatch
 from tools.native.engines import Engine, TorchEngine, Update
@@ -112,9 +112,8 @@ class CapturingEngine:
         recording = Recording(self._writer)
         for reached, whole in zip(self._reach, self._counterpart.wholes, strict=True):
             weight = whole.piece(_data)
-            recording.write_piece(Site(Stage.WEIGHTS, whole.name, START_WEIGHT), weight)
-            piece = Piece(whole.name, whole.placement, reached)
-            recording.write_piece(Site(Stage.WEIGHTS, whole.name, REACH), piece)
+            recording.write_piece(Stage.WEIGHTS, START_WEIGHT, weight)
+            recording.write_piece(Stage.WEIGHTS, REACH, replace(weight, values=reached))
         return self._pass(recording)
 
     def update(self, learning_rate: float) -> Update:
@@ -134,7 +133,7 @@ class CapturingEngine:
         responding = Responding(StoredTensors(self._folder, writer.records))
         for seed in range(self._seeds):
             before.restore()
-            perturb(self._model, seed)
+            perturb((f"{seed} {name}", one) for name, one in self._model.named_parameters())
             self._pass(responding)
             self._step(responding, learning_rate)
         after.restore()
@@ -166,25 +165,25 @@ class CapturingEngine:
         for stage in (Stage.LOCAL_GRADIENTS, Stage.REDUCED_GRADIENTS):
             for whole in self._counterpart.wholes:
                 gradient = whole.piece(lambda one: cast(Tensor, one.grad))
-                sink.write_piece(Site(stage, whole.name, "gradient"), gradient)
+                sink.write_piece(stage, "gradient", gradient)
         return losses
 
     def _step(self, sink: Sink, learning_rate: float) -> Update:
         before = self._weights()
         update = self._engine.update(learning_rate)
-        norm = torch.tensor([update.gradient_norm or 0.0]).double()
+        norm = number(update.gradient_norm or 0.0)
         sink.write(Site(Stage.NORM, "grad_norm", "returned"), norm)
         state = self._engine.optimizer.state
         for whole in self._counterpart.wholes:
             for slot, values in state[whole.parameters[0]].items():
-                site = Site(Stage.OPTIMIZER_STATE, whole.name, slot)
                 if values.numel() == 1:  # The number of steps.
-                    sink.write(site, values.detach().reshape(1).double())
+                    sink.write(Site(Stage.OPTIMIZER_STATE, whole.name, slot), number(values))
                 else:
-                    sink.write_piece(site, whole.piece(lambda one, slot=slot: state[one][slot]))  # type: ignore[misc]
+                    kept = whole.piece(lambda one, slot=slot: state[one][slot])  # type: ignore[misc]
+                    sink.write_piece(Stage.OPTIMIZER_STATE, slot, kept)
         for whole in self._counterpart.wholes:
             for slot, values in ((UPDATE, lambda one: one.data - before[one]), ("weight", _data)):
-                sink.write_piece(Site(Stage.WEIGHTS, whole.name, slot), whole.piece(values))
+                sink.write_piece(Stage.WEIGHTS, slot, whole.piece(values))
         return update
 
     def _follow(self, before: dict[nn.Parameter, Tensor]) -> None:
@@ -207,8 +206,7 @@ class CapturingEngine:
         }
         for whole in self._counterpart.wholes:
             for slot, rate in rates[id(whole.parameters[0])].items():
-                site = Site(Stage.OPTIMIZER_STATE, whole.name, slot)
-                sink.write(site, torch.tensor([rate]).double())
+                sink.write(Site(Stage.OPTIMIZER_STATE, whole.name, slot), number(rate))
 
     def _weights(self) -> dict[nn.Parameter, Tensor]:
         return {one: one.detach().clone() for one in self._model.parameters()}

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
+from tools.capture.state import local
 from tools.ledger.recorder import Recorder
 from tools.native.batches import MicroBatch
 from tools.native.model import GPT, mean_loss, mixtures
@@ -77,8 +78,11 @@ class TorchEngine:
         self._expert_ranks = expert_ranks(size) if size > 1 else None
         self._experts = spread_experts(model, self._expert_ranks) if self._expert_ranks else []
         self._model = parallelise(model, settings, ranks)
-        make_optimizer = muon_adamw if settings.optimizer == "muon" else adamw
-        self.optimizer: torch.optim.Optimizer = make_optimizer(self._model, settings)
+        self.optimizer: torch.optim.Optimizer = (
+            muon_adamw(self._model, settings)
+            if settings.optimizer == "muon"
+            else adamw(self._model.parameters(), settings)
+        )
         if ranks.device.type == "cuda" and not self._mixtures:
             # Not with experts: their numbers of tokens change, and each would be compiled anew.
             self._model.compile()
@@ -153,7 +157,7 @@ class TorchEngine:
 
 def count_parameters(model: nn.Module) -> int:
     """Elements of the parameters that this rank holds now; tied ones once."""
-    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    return sum(local(parameter).numel() for parameter in model.parameters())
 
 
 class DeepSpeedEngine:
@@ -170,7 +174,7 @@ class DeepSpeedEngine:
         micro_batches = settings.global_batch_size // (settings.micro_batch_size * ranks.data_size)
         self._engine: Any = deepspeed.initialize(
             model=model,
-            optimizer=adamw(model, settings),
+            optimizer=adamw(model.parameters(), settings),
             config=_deepspeed_configuration(
                 settings, micro_batches, count_parameters(model), own_clipping=self._clips
             ),

@@ -1,15 +1,15 @@
 """Hooks on the model's modules that hand each tensor, under Megatron's name and in its order, to a sink.
 
-`POINTS` is the whole correspondence: what a module of this backend takes and gives, as Megatron's
-modules and slots. Megatron has the sequence first, keeps the biases of output projections apart, and
-orders an expert's rows by its own order of tokens.
+`_POINTS` is the whole correspondence: what modules take and give, as Megatron's modules and slots.
+Megatron has the sequence first, keeps the biases of output projections apart, and orders an expert's
+rows by its own order of tokens.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,37 +17,55 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from tools.capture.sinks import Sink, probed
+from tools.capture.sinks import Sink, tap
 from tools.native.batches import MicroBatch
 from tools.native.model import MixtureOfExperts
-from tools.native.weights import EXPERT, LAYER
+from tools.native.weights import IN_LAYER, megatron_name
 from tools.records.capture import Site, Stage
 
 Form = Callable[[Tensor], Tensor]
 """Brings a tensor, or its gradient, into Megatron's order."""
 
 
+def sequence_first(tensor: Tensor) -> Tensor:
+    """[batch, sequence, …] as [sequence, batch, …]."""
+    return tensor.transpose(0, 1)
+
+
 @dataclass(frozen=True)
 class Point:
-    """What a module takes, argument by argument, and gives: Megatron's `module slot`, in its order."""
+    """A module of Megatron's: the slots of what it takes, argument by argument, and gives."""
 
-    takes: tuple[tuple[str, ...], ...] = ()
-    gives: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    """`*` is the argument's name in the module of this backend."""
+    gives: str = ""
     bias_apart: bool = False
     """Megatron gives the product alone and adds the bias elsewhere."""
+    is_last: bool = False
+    """What it gives is what the module around it gives."""
+    form: Form = sequence_first
 
 
-POINTS = {
-    "word_embeddings": Point(
-        (("embedding.word_embeddings input.input_",),), ("embedding.word_embeddings output",)
-    ),
-    "norm": Point(
-        (("decoder.final_layernorm input.*",),),
-        ("decoder.final_layernorm output", "decoder output"),
-    ),
-    "output_layer": Point((("output_layer input.input_",),), ("output_layer output.0",)),
+_NORM, _LINEAR = Point(("*",), "output"), Point(("input_",), "output.0")
+_POINTS = {
+    "word_embeddings": Point(("input_",), "output", form=lambda tensor: tensor),
+    "layers.N": Point(("hidden_states",), "output.0"),
+    "input_layernorm": _NORM,
+    "self_attention": Point(("hidden_states",)),
+    "linear_qkv": _LINEAR,
+    # [batch, heads, sequence, width] as [sequence, batch, heads, width].
+    "core_attention": Point(("*",) * 3, form=lambda tensor: tensor.permute(2, 0, 1, 3)),
+    "linear_proj": replace(_LINEAR, bias_apart=True, is_last=True),
+    "pre_mlp_layernorm": _NORM,
+    "mlp": Point(("hidden_states",)),
+    "router": Point(("*",)),
+    "local_experts.N": Point(("hidden_states",)),
+    "linear_fc1": replace(_LINEAR, bias_apart=True),
+    "linear_fc2": replace(_LINEAR, bias_apart=True, is_last=True),
+    "final_layernorm": replace(_NORM, is_last=True),
+    "output_layer": _LINEAR,
 }
-ENTRY = (
+_ENTRY = (
     "embedding.embedding_dropout input.input",
     "embedding.embedding_dropout output",
     "embedding output",
@@ -55,40 +73,11 @@ ENTRY = (
 )
 """What the first layer takes is more than its own input."""
 
-_CORE = "self_attention.core_attention"
-IN_LAYER = {
-    "": Point(((" input.hidden_states",),), (" output.0",)),
-    "norm1": Point((("input_layernorm input.*",),), ("input_layernorm output",)),
-    "attention": Point((("self_attention input.hidden_states",),)),
-    "attention.qkv": Point(
-        (("self_attention.linear_qkv input.input_",),), ("self_attention.linear_qkv output.0",)
-    ),
-    "attention.core": Point(
-        ((f"{_CORE} input.query",), (f"{_CORE} input.key",), (f"{_CORE} input.value",))
-    ),
-    "attention.proj": Point(
-        ((f"{_CORE} output", "self_attention.linear_proj input.input_"),),
-        ("self_attention.linear_proj output.0", "self_attention output.0"),
-        bias_apart=True,
-    ),
-    "norm2": Point((("pre_mlp_layernorm input.*",),), ("pre_mlp_layernorm output",)),
-    "mlp": Point((("mlp input.hidden_states",),)),
-    "mlp.fc1": Point(
-        (("mlp.linear_fc1 input.input_",),), ("mlp.linear_fc1 output.0",), bias_apart=True
-    ),
-    "mlp.fc2": Point(
-        (("mlp.linear_fc2 input.input_",),),
-        ("mlp.linear_fc2 output.0", "mlp output.0"),
-        bias_apart=True,
-    ),
-    "mlp.router": Point((("mlp.router input.input",),)),
-}
-_MIXTURE = Point((("mlp input.hidden_states",),), ("mlp output.0",))
-_IN_EXPERT = {
-    "": Point(((" input.hidden_states",),)),
-    # Megatron multiplies by the router's weight before the second matrix, this backend after it.
-    "fc1": Point((("linear_fc1 input.input_",),), ("linear_fc1 output.0",), bias_apart=True),
-}
+
+def point_of(whole: str) -> Point | None:
+    """What a module is, by the last part of Megatron's name."""
+    *_, around, own = ("", *whole.split("."))
+    return _POINTS.get(f"{around}.N" if own.isdigit() else own)
 
 
 @dataclass
@@ -121,66 +110,53 @@ class Taps:
             layer = int(name.split(".")[1])
             routed = partial(self._routed, layer, module)
             self._handles.append(module.router.register_forward_hook(routed))
-        point, form = self.point(name, module)
-        if point is None:
+        if (place := self.place(name, module)) is None:
             return
-        own = f"input.{_argument(module)}"
-        takes = [[n.replace("input.*", own) for n in names] for names in point.takes]
+        whole, point = place
+        takes, gives = _names(whole, point, module)
 
         def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             pairs = zip(args, takes, strict=False)
-            tapped = [self._tap(value, names, form) for value, names in pairs]
+            tapped = [self._tap(value, names, point.form) for value, names in pairs]
             return (*tapped, *args[len(tapped) :])
 
         def after(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             value = output.detach()
             if point.bias_apart and isinstance(module, nn.Linear) and module.bias is not None:
                 value = linear(args[0].detach(), module.weight.detach())
-            return self._tap(output, point.gives, form, value)
+            return self._tap(output, gives, point.form, value)
 
         self._handles.append(module.register_forward_pre_hook(before))
-        if point.gives:
+        if gives:
             self._handles.append(module.register_forward_hook(after))
 
-    def point(self, name: str, module: nn.Module) -> tuple[Point | None, Form]:
-        """What a module is of Megatron's, with whole names, and the form of its tensors."""
-        in_layer = LAYER.fullmatch(name)
-        if in_layer is None:
-            return POINTS.get(name), as_it_is if name == "word_embeddings" else sequence_first
-        layer, rest = int(in_layer[1]), in_layer[2]
-        prefix, form = f"decoder.layers.{layer}", sequence_first
-        point = _MIXTURE if isinstance(module, MixtureOfExperts) else IN_LAYER.get(rest)
-        if rest == "attention.core":
-            form = _heads_last
-        elif rest == "mlp.router":
-            form = self._by_token
-        elif in_expert := EXPERT.fullmatch(rest):
-            expert = int(in_expert[1])
-            prefix += f".mlp.experts.local_experts.{expert}"
-            point = _IN_EXPERT.get(in_expert[2])
-            form = partial(self._by_row, layer, expert)
-        whole = prefixed(point, prefix) if point else None
-        if whole and name == "blocks.0":
-            whole = Point((ENTRY + whole.takes[0],), whole.gives)
-        return whole, form
+    def place(self, name: str, module: nn.Module) -> tuple[str, Point] | None:
+        """Megatron's name of a module, and what it is there; None where it is nothing."""
+        whole = megatron_name(name)
+        point, in_layer = point_of(whole), IN_LAYER.fullmatch(whole)
+        if point is None:
+            return None
+        if isinstance(module, MixtureOfExperts):
+            point = replace(point, gives="output.0")
+        elif whole.endswith(".router"):
+            point = replace(point, form=self._by_token)
+        elif in_layer and in_layer[2]:
+            # Megatron multiplies by the router's weight before the second matrix, this backend after it.
+            if in_layer[3] == "linear_fc2":
+                return None
+            by_row = partial(self._by_row, int(in_layer[1]), int(in_layer[2]))
+            point = replace(point, form=by_row)
+        return whole, point
 
     def _tap(
         self, tensor: Tensor, names: Sequence[str], form: Form, value: Tensor | None = None
     ) -> Tensor:
-        """Give a tensor, or `value` for it, to the sink, and later its gradient."""
-        formed = form(tensor.detach() if value is None else value).contiguous()
-        for name in names:
-            self.sink.forward(self._site(Stage.OUTPUTS, name), formed)
-        if not tensor.requires_grad:
-            return tensor
-        sites = [self._site(Stage.ACTIVATION_GRADIENTS, name) for name in reversed(names)]
-
-        def taken(gradient: Tensor) -> None:  # It is several of Megatron's.
-            made = form(gradient).contiguous()
-            for site in sites:
-                self.sink.backward(site, made)
-
-        return probed(tensor, None, taken)
+        """`tap` under Megatron's names."""
+        sites = [
+            (self._site(Stage.OUTPUTS, name), self._site(Stage.ACTIVATION_GRADIENTS, name))
+            for name in names
+        ]
+        return tap(self.sink, tensor, sites, lambda one: form(one).contiguous(), value)
 
     def _site(self, stage: Stage, name: str) -> Site:
         module, _, slot = name.partition(" ")
@@ -238,31 +214,15 @@ class Taps:
         return tensor[self._rows[layer, expert]]
 
 
-def prefixed(point: Point, prefix: str) -> Point:
-    """The point of a module that lies in another one."""
-
-    def whole(name: str) -> str:
-        return f"{prefix}{name}" if name.startswith(" ") else f"{prefix}.{name}"
-
-    takes = tuple(tuple(map(whole, names)) for names in point.takes)
-    return Point(takes, tuple(map(whole, point.gives)), point.bias_apart)
-
-
-def _argument(module: nn.Module) -> str:
-    """Name of the first argument of a module's forward pass, which is a part of Megatron's slot."""
-    return next(iter(inspect.signature(module.forward).parameters))
-
-
-def as_it_is(tensor: Tensor) -> Tensor:
-    """Megatron's order already."""
-    return tensor
-
-
-def sequence_first(tensor: Tensor) -> Tensor:
-    """[batch, sequence, …] as [sequence, batch, …]."""
-    return tensor.transpose(0, 1)
-
-
-def _heads_last(tensor: Tensor) -> Tensor:
-    """[batch, heads, sequence, width] as [sequence, batch, heads, width]."""
-    return tensor.permute(2, 0, 1, 3)
+def _names(whole: str, point: Point, module: nn.Module) -> tuple[list[list[str]], list[str]]:
+    """Megatron's `module slot` of each argument and of the output, several where they are the same."""
+    own = inspect.signature(module.forward).parameters
+    slots = zip(point.takes, own, strict=False)
+    takes = [[f"{whole} input.{slot.replace('*', argument)}"] for slot, argument in slots]
+    around = whole.rpartition(".")[0]
+    if whole == "decoder.layers.0":
+        takes[0][:0] = _ENTRY
+    elif whole.endswith(".linear_proj"):
+        takes[0][:0] = [f"{around}.core_attention output"]
+    gives = (whole, around) if point.is_last else (whole,)
+    return takes, [f"{one} {point.gives}" for one in gives if point.gives]

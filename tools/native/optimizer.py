@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tools.capture.state import local
 from tools.native.parallel import COPIES
 from tools.native.settings import Settings
 
@@ -25,22 +26,14 @@ RATE = "rate"
 """Key of a parameter group: its rate as a share of the schedule's."""
 
 
-def adamw(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """AdamW at Megatron's defaults."""
-    return torch.optim.AdamW(
-        adam_groups(list(model.parameters()), settings),
-        lr=0.0,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=1e-8,
-    )
-
-
-def adam_groups(parameters: Sequence[nn.Parameter], settings: Settings) -> list[dict[str, Any]]:
-    """Weight decay spares biases and norms: all tensors of fewer than two dimensions."""
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+def adamw(parameters: Iterable[nn.Parameter], settings: Settings) -> torch.optim.AdamW:
+    """AdamW at Megatron's defaults; biases and norms, of fewer than two dimensions, do not decay."""
+    own = list(parameters)
+    groups = [
+        {"params": [p for p in own if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in own if p.dim() < 2], "weight_decay": 0.0},
     ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2))
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
@@ -58,11 +51,11 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
     """Euclidean norm over all ranks' gradients, each part once, summed in double precision."""
     whole, parts = 0.0, None
     for parameter in parameters:
-        local = _gradient(parameter)
-        square = float(torch.linalg.vector_norm(local, dtype=torch.float64) ** 2)
+        own = _gradient(parameter)
+        square = float(torch.linalg.vector_norm(own, dtype=torch.float64) ** 2)
         if copies := _ranks_with_it(parameter):
             if parts is None:
-                parts = torch.zeros((), dtype=torch.float64, device=local.device)
+                parts = torch.zeros((), dtype=torch.float64, device=own.device)
             parts += square / copies
         else:
             whole += square
@@ -74,8 +67,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
-    gradient = parameter.grad
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local(parameter.grad)
 
 
 def _ranks_with_it(parameter: nn.Parameter) -> int:
@@ -123,13 +115,10 @@ def muon_adamw(model: nn.Module, settings: Settings) -> MuonAdamW:
         adjust_lr_fn="original",
     )
     chosen = set(map(id, hidden))
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
-    adamw = torch.optim.AdamW(
-        adam_groups(rest, settings), lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2)
-    )
-    for group in adamw.param_groups:
+    rest = adamw((p for p in model.parameters() if id(p) not in chosen), settings)
+    for group in rest.param_groups:
         group[RATE] = settings.adamw_rate
-    return MuonAdamW(muon, adamw)
+    return MuonAdamW(muon, rest)
 
 
 def _megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
@@ -155,13 +144,9 @@ def _megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
         num_ns_steps=5,
         scale_mode="shape_scaling",
     )
-    groups: list[dict[str, Any]] = [
-        {"params": ends, "weight_decay": settings.weight_decay},
-        {"params": [p for p in rest if p.dim() != 2], "weight_decay": 0.0},
-    ]
-    groups[0][RATE] = settings.adamw_rate
-    betas = (settings.adam_beta1, settings.adam_beta2)
-    return MuonAdamW(muon, torch.optim.AdamW(groups, lr=0.0, betas=betas))
+    others = adamw([*ends, *(p for p in rest if p.dim() != 2)], settings)
+    others.param_groups[0][RATE] = settings.adamw_rate
+    return MuonAdamW(muon, others)
 
 
 def muon_parameters(model: nn.Module) -> list[nn.Parameter]:

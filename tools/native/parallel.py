@@ -10,7 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -206,20 +207,13 @@ def end_ranks(settings: Settings) -> None:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class ExpertRanks:
-    """The two groups of this rank, and the number of data-parallel ranks."""
+class ExpertRanks(NamedTuple):
+    """The two groups of this rank."""
 
     parallel: dist.ProcessGroup
     """Its ranks hold different experts."""
     replicas: dist.ProcessGroup
     """Its ranks hold the same experts."""
-    data_size: int
-
-    @property
-    def size(self) -> int:
-        """Ranks that the experts are spread over."""
-        return self.parallel.size()
 
 
 def expert_ranks(size: int) -> ExpertRanks:
@@ -227,19 +221,13 @@ def expert_ranks(size: int) -> ExpertRanks:
 
     Named as Megatron names them, so that the ledger calls them `ep` and `expert_dp`.
     """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    found: dict[str, Any] = {}
-    for name, members in (
-        ("EXPERT_MODEL_PARALLEL_GROUP", [range(a, a + size) for a in range(0, world, size)]),
-        ("EXPERT_DATA_PARALLEL_GROUP", [range(a, world, size) for a in range(size)]),
-    ):
-        for ranks in members:
-            group = dist.new_group(list(ranks), group_desc=name)
-            if rank in ranks:
-                found[name] = group
-    return ExpertRanks(
-        found["EXPERT_MODEL_PARALLEL_GROUP"], found["EXPERT_DATA_PARALLEL_GROUP"], world
-    )
+    ranks = torch.arange(dist.get_world_size()).view(-1, size)
+    members = {"EXPERT_MODEL_PARALLEL_GROUP": ranks, "EXPERT_DATA_PARALLEL_GROUP": ranks.t()}
+    groups: list[Any] = [
+        dist.new_subgroups_by_enumeration(each.tolist(), group_desc=name)[0]
+        for name, each in members.items()
+    ]
+    return ExpertRanks(*groups)
 
 
 def spread_experts(model: nn.Module, ranks: ExpertRanks) -> list[nn.Parameter]:
@@ -247,10 +235,10 @@ def spread_experts(model: nn.Module, ranks: ExpertRanks) -> list[nn.Parameter]:
     kept: list[nn.Parameter] = []
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
-            local = layer.count // ranks.size
+            local = layer.count // ranks.parallel.size()
             first = ranks.parallel.rank() * local
             layer.experts = layer.experts[first : first + local]
-            layer.dispatch = AllToAll(ranks.parallel)
+            layer.dispatch = partial(_run_there, ranks.parallel)
             kept += layer.experts.parameters()
     for parameter in kept:
         setattr(parameter, COPIES, ranks.replicas.size())
@@ -265,33 +253,28 @@ def average_experts(parameters: Sequence[nn.Parameter], ranks: ExpertRanks) -> N
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     if ranks.replicas.size() > 1:
         dist.all_reduce(flat, group=ranks.replicas)
-    flat /= ranks.data_size
+    flat /= dist.get_world_size()
     sizes = [gradient.numel() for gradient in gradients]
     for gradient, part in zip(gradients, torch.split(flat, sizes), strict=True):
         gradient.copy_(part.view_as(gradient))
 
 
-class AllToAll:
-    """Sends each row to the rank that holds its expert, and the result back; a `Dispatch`."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def __call__(self, rows: Tensor, counts: Tensor, experts: Sequence[nn.Module]) -> Tensor:
-        """Rows in the order of all ranks' experts, back in the same order."""
-        local = len(experts)
-        sent = counts.view(-1, local)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._group)
-        there, here = sent.sum(1).tolist(), received.sum(1).tolist()
-        arrived: Tensor = _Exchange.apply(rows, here, there, self._group)
-        # Rows arrive sorted by rank, then by expert; an expert needs its own together.
-        numbers = torch.arange(local, device=rows.device).repeat(len(received))
-        order = numbers.repeat_interleave(received.flatten()).argsort(stable=True)
-        done = run_here(arrived[order], received.sum(0), experts)
-        back = done[order.argsort()]
-        answer: Tensor = _Exchange.apply(back, there, here, self._group)
-        return answer
+def _run_there(
+    group: dist.ProcessGroup, rows: Tensor, counts: Tensor, experts: Sequence[nn.Module]
+) -> Tensor:
+    """Send each row to the rank that holds its expert, and the result back; of a group a `Dispatch`."""
+    local = len(experts)
+    sent = counts.view(-1, local)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    there, here = sent.sum(1).tolist(), received.sum(1).tolist()
+    arrived: Tensor = _Exchange.apply(rows, here, there, group)
+    # Rows arrive sorted by rank, then by expert; an expert needs its own together.
+    numbers = torch.arange(local, device=rows.device).repeat(len(received))
+    order = numbers.repeat_interleave(received.flatten()).argsort(stable=True)
+    done = run_here(arrived[order], received.sum(0), experts)
+    answer: Tensor = _Exchange.apply(done[order.argsort()], there, here, group)
+    return answer
 
 
 class _Exchange(torch.autograd.Function):

@@ -85,9 +85,9 @@ class _Pipeline:
         # The first and the last stage, which hold a tied matrix; None on the others.
         ends = [0, ranks.world_size - 1]
         group = dist.new_group(ends, group_desc="EMBEDDING_GROUP")
-        self._ends = group if isinstance(group, dist.ProcessGroup) and ranks.rank in ends else None
+        self._ends = group if isinstance(group, dist.ProcessGroup) else None
         self._ledger = ledger()
-        self.optimizer: torch.optim.Optimizer = adamw(stages, settings)
+        self.optimizer: torch.optim.Optimizer = adamw(stages.parameters(), settings)
         self._first = ranks.pipeline_rank == 0
         self._last = ranks.pipeline_rank == ranks.pipeline_size - 1
 
@@ -155,7 +155,7 @@ class ScheduledPipeline(_Pipeline):
                 with span("backward-compute"):
                     return super().backward_one_chunk(*args, **options)
 
-        count, group = len(stages) * ranks.pipeline_size, _group(ranks)
+        count, group = len(stages) * ranks.pipeline_size, _group()
         places = range(ranks.pipeline_rank, count, ranks.pipeline_size)
         own: Any = [
             TimedStage(stage, place, count, ranks.device, group=group)
@@ -228,7 +228,7 @@ class StashingPipeline(_Pipeline):
             for place in range(self._staleness + 1)
         ]
         stages.weight_versions = self._versions
-        self._forwards, self._backwards = _group(ranks), _group(ranks)
+        self._forwards, self._backwards = _group(), _group()
         """Messages of one direction are in order; NCCL would let two directions of a pair block."""
         self._sends: dict[int, deque[tuple[dist.Work, Tensor]]] = {1: deque(), -1: deque()}
         self._weights: dict[int, dict[str, Tensor]] = {}
@@ -334,10 +334,8 @@ def _no_loss(like: Tensor) -> Tensor:
     return torch.zeros(1, device=like.device)
 
 
-def _group(ranks: RankLayout) -> dist.ProcessGroup:
+def _group() -> dist.ProcessGroup:
     """All stages, under Megatron's name for them, which the ledger knows."""
-    group = dist.new_group(
-        list(range(ranks.world_size)), group_desc="PIPELINE_MODEL_PARALLEL_GROUP"
-    )
+    group = dist.new_group(group_desc="PIPELINE_MODEL_PARALLEL_GROUP")
     assert isinstance(group, dist.ProcessGroup)
     return group

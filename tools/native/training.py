@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -93,7 +94,9 @@ def train(settings: Settings, ranks: RankLayout, engine: Engine, samples: SplitS
             if ranks.writes:
                 print(validation_lines(iteration, loss, accuracy), flush=True)
     if ranks.writes:
-        print(exit_line(settings.exit_interval), flush=True)
+        # Megatron's last line at `--exit-interval`.
+        end = f"[exiting program at iteration {settings.exit_interval}] datetime: {_now()}"
+        print(end, flush=True)
 
 
 class Evaluator:
@@ -137,32 +140,23 @@ def _samples(settings: Settings, part: Split, count: int) -> SplitSamples:
 
 @dataclass
 class Log:
-    """Adds iterations up and writes a line every `--log-interval`, and after the first."""
+    """Keeps iterations and writes a line every `--log-interval`, and after the first."""
 
     settings: Settings
-    _milliseconds: float = 0.0
-    _losses: list[float] = field(default_factory=list)
-    _updates: int = 0
-    _skipped: int = 0
-    _not_numbers: int = 0
+    _kept: list[tuple[float, Sequence[float], Update]] = field(default_factory=list)
 
     def add(self, milliseconds: float, losses: Sequence[float], update: Update) -> None:
-        """Add one iteration; a skipped one has no loss."""
-        self._milliseconds += milliseconds
-        self._skipped += update.skipped
-        self._not_numbers += math.isnan(losses[0])
-        if not update.skipped:
-            self._updates += 1
-            before = self._losses or [0.0] * len(losses)
-            self._losses = [old + new for old, new in zip(before, losses, strict=True)]
+        """Keep one iteration; the loss of a skipped one does not count."""
+        self._kept.append((milliseconds, losses, update))
 
     def line(self, iteration: int, rate: float, update: Update) -> str | None:
         """The line of this iteration, if it has one; `rate` is the next update's, as Megatron's is."""
         if iteration > 1 and iteration % self.settings.log_interval:
             return None
         batch = self.settings.global_batch_size
-        elapsed = self._milliseconds / (self._updates + self._skipped)
-        means = [total / max(1, self._updates) for total in self._losses or [0.0]]
+        elapsed = fmean(milliseconds for milliseconds, _, _ in self._kept)
+        trained = [losses for _, losses, update in self._kept if not update.skipped]
+        means = [fmean(each) for each in zip(*trained, strict=True)] or [0.0]
         losses = "".join(f" {name}: {mean:.6E} |" for name, mean in zip(NAMES, means, strict=False))
         norm = "" if update.gradient_norm is None else f" grad norm: {update.gradient_norm:.3f} |"
         text = (
@@ -171,12 +165,11 @@ class Log:
             f" elapsed time per iteration (ms): {elapsed:.1f} | learning rate: {rate:.6E} |"
             f" global batch size: {batch:5d} |{losses}"
             f" loss scale: {update.loss_scale:.1f} |{norm}"
-            f" number of skipped iterations: {self._skipped:3d} |"
-            f" number of nan iterations: {self._not_numbers:3d} |"
+            f" number of skipped iterations: {len(self._kept) - len(trained):3d} |"
+            f" number of nan iterations: {sum(math.isnan(one[0]) for _, one, _ in self._kept):3d} |"
         )
         if iteration > 1:
-            self._milliseconds, self._losses = 0.0, []
-            self._updates = self._skipped = self._not_numbers = 0
+            self._kept.clear()
         return text
 
 
@@ -196,11 +189,6 @@ def validation_lines(iteration: int, loss: float, accuracy: float) -> str:
     )
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
-
-
-def exit_line(iteration: int) -> str:
-    """Megatron's last line at `--exit-interval`."""
-    return f"[exiting program at iteration {iteration}] datetime: {_now()}"
 
 
 def _now() -> str:

@@ -23,49 +23,43 @@ from tools.records.torch_dist import (
     read_tensor,
 )
 
-LAYER = re.compile(r"blocks\.(\d+)\.?(.*)")
-EXPERT = re.compile(r"mlp\.experts\.(\d+)\.?(.*)")
-
-_OUTSIDE = {
+IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d+)\.?)?(.*)")
+"""Of Megatron's names: the number of the layer, that of the expert, and what is in them."""
+_PARTS = {
     "word_embeddings": "embedding.word_embeddings",
     "position_embeddings": "embedding.position_embeddings",
-    "norm": "decoder.final_layernorm",
-    "output_layer": "output_layer",
-}
-_IN_LAYER = {
+    "blocks": "decoder.layers",
     "norm1": "input_layernorm",
-    "attention.qkv": "self_attention.linear_qkv",
-    "attention.proj": "self_attention.linear_proj",
+    "attention": "self_attention",
+    "qkv": "linear_qkv",
+    "core": "core_attention",
+    "proj": "linear_proj",
     "norm2": "pre_mlp_layernorm",
-    "mlp.router": "mlp.router",
-    "mlp.fc1": "mlp.linear_fc1",
-    "mlp.fc2": "mlp.linear_fc2",
+    "experts": "experts.local_experts",
+    "fc1": "linear_fc1",
+    "fc2": "linear_fc2",
+    "norm": "decoder.final_layernorm",
 }
+"""Parts of this backend's names, as Megatron has them."""
 
 
 def megatron_name(name: str) -> str:
-    """Megatron's name of a parameter of this backend, with the layer's number from 0."""
-    module, _, own = name.rpartition(".")
-    in_layer = LAYER.fullmatch(module)
-    if in_layer is None:
-        return f"{_OUTSIDE[module]}.{own}"
-    layer = f"decoder.layers.{in_layer[1]}"
-    if in_expert := EXPERT.fullmatch(in_layer[2]):
-        return f"{layer}.mlp.experts.local_experts.{in_expert[1]}.linear_{in_expert[2]}.{own}"
-    return f"{layer}.{_IN_LAYER[in_layer[2]]}.{own}"
+    """Megatron's name of a module or parameter of this backend, with the layer's number from 0."""
+    return ".".join(_PARTS.get(part, part) for part in name.split("."))
 
 
 def source_of(name: str) -> tuple[str, tuple[int, ...]]:
     """A checkpoint's key for one of ours, and the layer and the expert where they are stacked."""
-    whole, layers = megatron_name(name), "decoder.layers."
-    if not whole.startswith(layers):
+    whole = megatron_name(name)
+    in_layer = IN_LAYER.fullmatch(whole)
+    if in_layer is None:
         return whole, ()
-    layer, _, rest = whole.removeprefix(layers).partition(".")
-    if expert := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", rest):
-        return f"{layers}mlp.experts.experts.{expert[2]}", (int(layer), int(expert[1]))
+    layer, expert, own = in_layer.groups()
+    if expert:
+        return f"decoder.layers.mlp.experts.experts.{own}", (int(layer), int(expert))
     for stored, norm in NORMS.items():  # There named as Transformer Engine fuses them.
-        rest = rest.replace(norm, stored)
-    return f"{layers}{rest}", (int(layer),)
+        own = own.replace(norm, stored)
+    return f"decoder.layers.{own}", (int(layer),)
 
 
 _MULTIPLE = 128

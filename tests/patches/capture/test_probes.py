@@ -1,7 +1,7 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_patches.capture.probes import Probes, described_modules, global_names
+from megatron_patches.capture.probes import Probes, described, global_names
 from tests.verify.captures import rank
 from tools.capture.sinks import KnownTensors, Recording, Responding, StoredTensors
 from tools.records.capture import CaptureWriter, Site, Stage
@@ -206,9 +206,9 @@ def test_layers_and_experts_have_their_global_numbers():
     (names,) = global_names([stage], [2], 4)
     own = "decoder.layers.0.experts.local_experts.0"
     assert (names[own], names[""]) == ("decoder.layers.2.experts.local_experts.4", "model")
-    described = dict(described_modules([stage], [names]))
-    assert described[names[own]].kind == "Inner"
-    assert described[names[own]].source.endswith(f":{Inner.forward.__code__.co_firstlineno}")
+    found = described(stage.get_submodule(own))
+    assert found.kind == "Inner"
+    assert found.source.endswith(f":{Inner.forward.__code__.co_firstlineno}")
 
 
 class Borrower(torch.nn.Module):

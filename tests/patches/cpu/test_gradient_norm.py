@@ -1,6 +1,6 @@
 import torch
 
-from megatron_patches.cpu.gradient_norm import l2_norm
+from megatron_patches.l2_norm import l2_norm
 
 
 def norm(*tensors: torch.Tensor) -> float:

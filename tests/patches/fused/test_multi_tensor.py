@@ -7,10 +7,10 @@ import torch
 from megatron_patches.fused.multi_tensor import (
     _copying_gradients_at_once,
     copy_all,
-    l2_norm,
     scale,
     wide_gradients,
 )
+from megatron_patches.l2_norm import l2_norm
 
 
 def tensors(dtype: torch.dtype, device: str) -> list[torch.Tensor]:

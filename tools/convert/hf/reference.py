@@ -23,35 +23,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tools.capture.sinks import Sink
 from tools.convert.hf.families import TensorPair, pairs_of
 from tools.convert.hf.into_megatron import ImportSource, read_import, read_source
-from tools.native.batches import SplitSamples
+from tools.native.batches import MicroBatch, SplitSamples
 from tools.native.capture import Counterpart, Whole, capturing
 from tools.native.engines import TorchEngine
-from tools.native.hooks import (
-    ENTRY,
-    IN_LAYER,
-    POINTS,
-    Form,
-    Point,
-    Taps,
-    as_it_is,
-    prefixed,
-    sequence_first,
-)
+from tools.native.hooks import Point, Taps, point_of
 from tools.native.parallel import RankLayout
 from tools.native.settings import FROM_CONFIG, IMPORTED, PADDED, Settings, parse_settings
 from tools.native.training import parameters_line, train
 from tools.records.capture import Placement
 from tools.spec.flags import drop_flags
 
-_NORMS = Point((), POINTS["norm"].gives)
-_OUTSIDE = dict.fromkeys(("wte", "embed_tokens"), POINTS["word_embeddings"])
-_OUTSIDE |= {"ln_f": _NORMS, "norm": _NORMS, "lm_head": POINTS["output_layer"]}
-_LAYER = IN_LAYER[""]
-_FIRST, _SECOND = (Point((), IN_LAYER[norm].gives) for norm in ("norm1", "norm2"))
-_IN_LAYER = dict.fromkeys(("ln_1", "input_layernorm"), _FIRST)
-_IN_LAYER |= dict.fromkeys(("ln_2", "post_attention_layernorm"), _SECOND)
+_OUTSIDE = dict.fromkeys(("wte", "embed_tokens"), "embedding.word_embeddings")
+_OUTSIDE |= dict.fromkeys(("ln_f", "norm"), "decoder.final_layernorm") | {"lm_head": "output_layer"}
+_IN_LAYER = dict.fromkeys(("ln_1", "input_layernorm"), ".input_layernorm") | {"": ""}
+_IN_LAYER |= dict.fromkeys(("ln_2", "post_attention_layernorm"), ".pre_mlp_layernorm")
 _IN_LAYERS = re.compile(r"(?:.+\.)?(?:h|layers)\.(\d+)(?:\.(.+))?")
 """What families call their layers: `transformer.h.0`, `model.layers.0.mlp`."""
 
@@ -72,20 +60,19 @@ class Causal(nn.Module):
 class ReferenceTaps(Taps):
     """Megatron's names of what both models have: embeddings, layers, norms, logits."""
 
-    def point(self, name: str, module: nn.Module) -> tuple[Point | None, Form]:  # noqa: ARG002
-        """What a module is of Megatron's, and the form of its tensors."""
-        in_layers = _IN_LAYERS.fullmatch(name)
-        if in_layers is None:
-            own = name.rpartition(".")[2]
-            return _OUTSIDE.get(own), as_it_is if own in ("wte", "embed_tokens") else sequence_first
-        layer, inside = in_layers.groups()
-        point = _IN_LAYER.get(inside) if inside else _LAYER
-        if point is None:
-            return None, sequence_first
-        whole = prefixed(point, f"decoder.layers.{layer}")
-        if layer == "0" and not inside:
-            whole = Point((ENTRY + whole.takes[0],), whole.gives)
-        return whole, sequence_first
+    def place(self, name: str, module: nn.Module) -> tuple[str, Point] | None:  # noqa: ARG002
+        """Megatron's name of a module, and what it is there."""
+        if in_layers := _IN_LAYERS.fullmatch(name):
+            layer, inside = in_layers.groups()
+            own = _IN_LAYER.get(inside or "")
+            whole = None if own is None else f"decoder.layers.{layer}{own}"
+        else:
+            whole = _OUTSIDE.get(name.rpartition(".")[2])
+        point = point_of(whole) if whole else None
+        if whole is None or point is None:
+            return None
+        # Arguments of norms have other names in each family.
+        return whole, replace(point, takes=()) if whole.endswith("layernorm") else point
 
 
 def counterpart_of(model: Causal, pairs: Sequence[TensorPair], layers: int) -> Counterpart:
@@ -93,12 +80,16 @@ def counterpart_of(model: Causal, pairs: Sequence[TensorPair], layers: int) -> C
     named = dict(model.model.named_parameters())
 
     def whole(pair: TensorPair) -> Whole:
-        stacked, layer = ((), ()) if pair.layer is None else ((layers,), (pair.layer,))
-        shape, offset = (*stacked, *pair.shape), (*layer, *(0 for _ in pair.shape))
+        stacked = pair.layer is not None
+        shape = (*(layers,) * stacked, *pair.shape)
+        offset = (*((pair.layer,) if pair.layer is not None else ()), *(0 for _ in pair.shape))
         parameters = tuple(named[name] for name in pair.names)
         return Whole(pair.parameter, Placement(pair.key, shape, offset), parameters, pair.form.join)
 
-    return Counterpart(model, tuple(map(whole, pairs)), partial(ReferenceTaps, model))
+    def taps(sink: Sink, batches: Sequence[MicroBatch]) -> ReferenceTaps:
+        return ReferenceTaps(model, sink, batches)
+
+    return Counterpart(model, tuple(map(whole, pairs)), taps)
 
 
 def load(source: ImportSource, settings: Settings, rows: int) -> Causal:
