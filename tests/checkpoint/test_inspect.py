@@ -305,6 +305,12 @@ def test_a_strategy_loads_it_loads_it_in_part_or_refuses(
     assert reason in " ".join(found.reasons)
 
 
+def test_two_degrees_of_one_number_are_both_among_the_flags(healthy: Path) -> None:
+    found = loading(read_contents(healthy), "tp2cp2")
+    degrees = "--tensor-model-parallel-size 2 --context-parallel-size 2"
+    assert " ".join(found.flags) == f"{degrees} --no-load-rng"
+
+
 def test_a_legacy_checkpoint_is_read_and_nothing_in_its_pickle_is_run(tmp_path: Path) -> None:
     target = tmp_path / "touched"
 

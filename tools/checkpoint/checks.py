@@ -294,11 +294,12 @@ def loading(contents: Contents, strategy: str) -> Loading:
         )
     for state, reason in (("optimizer", "--no-save-optim"), ("random", "--no-save-rng")):
         if state not in contents.states:
-            flags.append("--no-load-optim" if state == "optimizer" else "--no-load-rng")
+            flag = "--no-load-optim" if state == "optimizer" else "--no-load-rng"
+            flags += [] if flag in flags else [flag]
             name = "optimizer" if state == "optimizer" else "random states"
             lost.setdefault(name, f"It holds none: it was saved with {reason} or converted.")
     rows = contents.shapes.get(EMBEDDING, (0,))[0]
     if spec.padded_vocabulary and rows % new.tensor == 0 and new.tensor != saved.tensor:
         flags += ["--make-vocab-size-divisible-by", str(rows // new.tensor)]
     verdict = f"loads without {' and '.join(sorted(lost))}" if lost else "loads"
-    return Loading(verdict, tuple(dict.fromkeys(flags)), tuple(lost.values()))
+    return Loading(verdict, tuple(flags), tuple(lost.values()))
