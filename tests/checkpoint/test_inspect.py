@@ -328,7 +328,7 @@ def test_a_legacy_checkpoint_is_read_and_nothing_in_its_pickle_is_run(tmp_path: 
     }
     torch.save(saved, folder / "model_optim_rng.pt", pickle_module=pickle)
     found = read_contents(folder.parent)
-    assert [(one.name, one.shape, one.dtype) for one in found.tensors] == [
+    assert [(name, one.shape, one.dtype) for name, one in found.weights.items()] == [
         ("mp_rank_00.embedding.weight", (3, 2), "bfloat16")
     ]
     assert found.states == ("optimizer",)
