@@ -158,6 +158,11 @@ class Part:
         """Of the parameter that it is a part of, of which stacked layers are no dimension."""
         return self.placement.global_shape[-len(self.record.shape) :]
 
+    @property
+    def name(self) -> str:
+        """Of the whole parameter."""
+        return whole_name(self.record.site.name)
+
     def values(self) -> Array:
         """Its values; NaN for elements of another rank's shard."""
         return self.one.values(self.record)
@@ -215,6 +220,15 @@ def assembled(pieces: list[Part], capture: Capture) -> Array:
         there = piece.held(values)
         whole[region][there] = values[there]
     return whole
+
+
+def region_of(
+    pieces: list[Part], capture: Capture, region: tuple[slice, ...], shape: tuple[int, ...]
+) -> Array | None:
+    """A region of the whole parameter; None where it has not this shape."""
+    whole = assembled(pieces, capture)
+    found = whole[region] if whole.ndim == len(shape) else whole
+    return found if found.shape == shape else None
 
 
 def local_gradients(pieces: list[Part], capture: Capture) -> list[list[tuple[Part, Array]]]:
