@@ -274,6 +274,14 @@ def test_values_that_no_training_leaves_are_named(
     assert (named in " ".join(found)) if named else found == ()
 
 
+def test_what_is_not_finite_is_equal_to_itself(tmp_path: Path) -> None:
+    held = states()
+    not_finite(held)
+    held[EMBEDDING][0] = torch.nan
+    found = read_contents(written(tmp_path, held))
+    assert {one.relation for one in compare_weights(found, found)} == {"equal"}
+
+
 def test_fsdps_checkpoints_are_compared_by_their_own_names(tmp_path: Path) -> None:
     name = "model.module.decoder.layers.0.mlp.linear_fc1.weight"
     folders = []
