@@ -50,9 +50,7 @@ _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
 def problems_of(contents: Contents, reads_pieces: bool = False) -> tuple[str, ...]:
     """Every sentence that says what is wrong; empty for a healthy checkpoint.
 
-    Args:
-        contents: What it says of itself.
-        reads_pieces: Reads every piece and compares it with its checksum.
+    If it `reads_pieces`, every piece is compared with its checksum.
     """
     return tuple(_problems(contents, reads_pieces))
 

@@ -10,8 +10,6 @@ what it loads (`training/checkpointing.py: load_checkpoint`), and in the form of
   `optimizer.state.param.…`, of fp32 models as well.
 * Experts under EP have an optimizer of their own, so there are two such parts, 0 and 1. Without EP
   their groups are among the others.
-
-The place in the data is no part of a layout: `consumed_train_samples` counts samples.
 """
 
 from __future__ import annotations

@@ -90,13 +90,7 @@ def of_layers(stored: StoredMetadata) -> StoredMetadata:
 def of_ranks(
     folder: Path, ranks: Mapping[str, Any], arguments: Mapping[str, str]
 ) -> tuple[StoredMetadata, tuple[Copy, ...]]:
-    """What the files of the format `torch` hold together.
-
-    Args:
-        folder: The checkpoint's.
-        ranks: What each rank's file holds, by the name of its folder.
-        arguments: That saved them.
-    """
+    """What the files of the format `torch` hold together, each of a rank by the name of its folder."""
     files = {
         rank: StoredPart(file := f"{rank}/{LEGACY_FILE}", 0, (folder / file).stat().st_size)
         for rank in ranks

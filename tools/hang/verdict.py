@@ -12,7 +12,7 @@ from tools.hang.location import place_of_a_call, place_of_departure, place_of_ra
 from tools.hang.order import Departure, Mismatch, are_usual, find_departure, find_mismatch
 from tools.hang.place import EXCHANGE, Place, place_of, place_of_call
 from tools.hang.waits import Wait, Waits, find_waits, is_in_collective
-from tools.hang.wording import described, listed, ranks_of, wait_text, where_of, who_waits
+from tools.hang.wording import described, listed, ranks_of, where_of, who_waits
 from tools.text.units import plural
 
 QUIET_SECONDS = 5.0
@@ -282,7 +282,10 @@ def _minority(evidence: Evidence, mismatch: Mismatch) -> int | None:
 
 def _of_circle(waits: Waits, circle: tuple[int, ...]) -> Verdict:
     inside = [w for rank in circle for w in waits.edges[rank] if w.awaited in circle]
-    text = "; ".join(wait_text(waits.evidence, wait) for wait in inside[:4])
+    text = "; ".join(
+        f"rank {wait.rank} waits for rank {wait.awaited} in {where_of(waits.evidence, wait)}"
+        for wait in inside[:4]
+    )
     if left := find_departure(waits.evidence, circle):
         return _of_departure(waits, left, f"{text}.")
     sentence = f"Ranks {listed(circle)} wait for each other: {text}."

@@ -185,10 +185,7 @@ class Part:
 def units(capture: Capture, stage: Stage, slot: str = "") -> dict[Unit, list[Part]]:
     """Pieces of every parameter (a layer's own where layers are stacked), by key, layer and slot.
 
-    Args:
-        capture: Of all ranks.
-        stage: Of the pieces.
-        slot: What the slot begins with.
+    Those whose slot begins so.
     """
     found: defaultdict[Unit, list[Part]] = defaultdict(list)
     for one in capture.ranks:

@@ -118,13 +118,7 @@ def drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
 def compare(
     reference: Capture, strategy: Capture, drifted: Drift = MappingProxyType({})
 ) -> Compared:
-    """Compare every tensor that both have.
-
-    Args:
-        reference: With measured responses.
-        strategy: The run in question.
-        drifted: Of the reference, where that was measured.
-    """
+    """Compare every tensor that both have; the reference has measured responses, and maybe its drift."""
     comparer = _Comparer(reference, strategy, drifted)
     comparer.lacking()
     comparer.activations()
@@ -294,10 +288,7 @@ class _Comparer:
     def _choice(self, one: RankCapture, record: TensorRecord) -> None:
         """What a router chose, exactly, but for experts whose scores are equal within rounding."""
         site = record.site
-        scored = Site(
-            site.stage, site.name, site.slot.replace(CHOICE, SCORES), site.micro_batch, site.call
-        )
-        by = one.by_site[scored]
+        by = one.by_site[msgspec.structs.replace(site, slot=site.slot.replace(CHOICE, SCORES))]
         choice, scores = (self._aligner.align(one, each) for each in (record, by))
         earlier = site.slot.startswith(EARLIER)
         self._seen += not earlier

@@ -149,12 +149,7 @@ def kind_of_parts(
 ) -> Kind | None:
     """Say by what the parts are multiplied that a tensor is a sum of; None if that is not what is wrong.
 
-    Args:
-        pair: The tensor and the reference's.
-        tolerance: Of its relative error.
-        parts: What the reference's is the sum of, by name.
-        rank: Any rank of the strategy, for its degrees.
-        extra: A part that is not in the reference's sum, such as what should have been forgotten.
+    The reference's is the sum of the parts, but for `extra`, such as what should have been forgotten.
     """
     if pair.ours.size * len(parts) > _MOST_FITTED:
         return None

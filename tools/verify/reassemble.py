@@ -58,13 +58,8 @@ _Place = tuple[int, int]
 
 
 def as_one_rank(reference: Capture, strategy: Capture, folder: Path) -> Capture:
-    """The reference as one rank would have it; itself if it is one, or split as the strategy is.
-
-    Args:
-        reference: With measured responses.
-        strategy: What will be compared with it.
-        folder: Takes the capture.
-    """
+    """The reference as one rank would have it, written to a folder; itself if it is one, or split as the
+    strategy is that will be compared with it."""
     if len(reference.ranks) == 1 or as_split(reference.first) == as_split(strategy.first):
         return reference
     target = folder / "rank-0"
