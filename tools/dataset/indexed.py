@@ -93,7 +93,6 @@ class Manifest:
     tokens: int
     dtype: str
     text_bytes: int
-    """UTF-8 bytes of the documents themselves."""
     bin_sha256: str
     idx_sha256: str
     engine: str
