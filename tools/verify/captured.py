@@ -252,12 +252,14 @@ def whole_name(name: str) -> str:
     return name.partition("[")[0]
 
 
-def as_stored(values: Array, dtype: str) -> Array:
-    """A tensor's values in a type of the capture, one after another."""
+def as_stored(values: Array, dtype: str) -> memoryview:
+    """A tensor's bytes in a type of the capture, as a `CaptureWriter` takes them."""
     if dtype == "bfloat16":
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).ravel()
-    return np.ascontiguousarray(values, np.dtype(dtype)).ravel()
+        stored: Array = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    else:
+        stored = np.ascontiguousarray(values, np.dtype(dtype))
+    return memoryview(stored.ravel().view(np.uint8))
 
 
 def sites_in_order(capture: Capture) -> list[Site]:

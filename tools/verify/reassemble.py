@@ -303,8 +303,7 @@ class _Joiner:
     def _add(
         self, site: Site, dtype: str, whole: Array, placement: Placement | None = None
     ) -> TensorRecord:
-        stored = memoryview(as_stored(whole, dtype).view(np.uint8))
-        return self._writer.add(site, dtype, whole.shape, stored, placement)
+        return self._writer.add(site, dtype, whole.shape, as_stored(whole, dtype), placement)
 
     def _leave(self, site: Site, why: str) -> None:
         self._left[why].append(f"{site.name} {site.slot}")

@@ -233,7 +233,7 @@ def write_forced(
                 elif site.slot.endswith(CHOICE) or (given and not start_alone):
                     values = aligner.align(one, record).reference
                 if values is not None:
-                    stored = memoryview(as_stored(values, record.dtype).view(np.uint8))
+                    stored = as_stored(values, record.dtype)
                     writer.add(record.site, record.dtype, record.shape, stored)
             writer.close(one.rank)
 
