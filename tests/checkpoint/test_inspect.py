@@ -274,6 +274,14 @@ def test_values_that_no_training_leaves_are_named(
     assert (named in " ".join(found)) if named else found == ()
 
 
+def test_what_is_not_finite_is_equal_to_itself(tmp_path: Path) -> None:
+    held = states()
+    not_finite(held)
+    held[EMBEDDING][0] = torch.nan
+    found = read_contents(written(tmp_path, held))
+    assert {one.relation for one in compare_weights(found, found)} == {"equal"}
+
+
 def test_fsdps_checkpoints_are_compared_by_their_own_names(tmp_path: Path) -> None:
     name = "model.module.decoder.layers.0.mlp.linear_fc1.weight"
     folders = []
@@ -305,6 +313,12 @@ def test_a_strategy_loads_it_loads_it_in_part_or_refuses(
     assert reason in " ".join(found.reasons)
 
 
+def test_two_degrees_of_one_number_are_both_among_the_flags(healthy: Path) -> None:
+    found = loading(read_contents(healthy), "tp2cp2")
+    degrees = "--tensor-model-parallel-size 2 --context-parallel-size 2"
+    assert " ".join(found.flags) == f"{degrees} --no-load-rng"
+
+
 def test_a_legacy_checkpoint_is_read_and_nothing_in_its_pickle_is_run(tmp_path: Path) -> None:
     target = tmp_path / "touched"
 
@@ -322,7 +336,7 @@ def test_a_legacy_checkpoint_is_read_and_nothing_in_its_pickle_is_run(tmp_path: 
     }
     torch.save(saved, folder / "model_optim_rng.pt", pickle_module=pickle)
     found = read_contents(folder.parent)
-    assert [(one.name, one.shape, one.dtype) for one in found.tensors] == [
+    assert [(name, one.shape, one.dtype) for name, one in found.weights.items()] == [
         ("mp_rank_00.embedding.weight", (3, 2), "bfloat16")
     ]
     assert found.states == ("optimizer",)

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.checkpoint.contents import HUGGING_FACE, LEGACY, TORCH_DIST, Contents
+from tools.checkpoint.contents import (
+    HUGGING_FACE,
+    LEGACY,
+    TORCH_DIST,
+    Contents,
+    named_iteration,
+)
+from tools.checkpoint.layout import moves_ranks
 from tools.plan.constraints import violations
 from tools.records.checkpoints import MANIFEST_FILE, Checkpoint, check
 from tools.records.torch_dist import (
@@ -35,6 +42,7 @@ from tools.spec.strategy import (
 
 _STATE = re.compile(r"(?:.*\.)?optimizer\.state\.(exp_avg|exp_avg_sq)\.(.+)")
 _LAYERS = "decoder.layers."
+_NONE = "It holds none: it was saved with {} or converted."
 _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
 """Of the distributed optimizer's formats those that any TP and PP loads (Megatron 0.19)."""
 
@@ -42,11 +50,9 @@ _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
 def problems_of(contents: Contents, reads_pieces: bool = False) -> tuple[str, ...]:
     """Every sentence that says what is wrong; empty for a healthy checkpoint.
 
-    Args:
-        contents: What it says of itself.
-        reads_pieces: Reads every piece and compares it with its checksum.
+    If it `reads_pieces`, every piece is compared with its checksum.
     """
-    return (*contents.problems, *_found(contents, reads_pieces))
+    return tuple(_problems(contents, reads_pieces))
 
 
 def wanted_tensors(shape: ModelShape) -> dict[str, Shape]:
@@ -108,11 +114,12 @@ def other_model_problem(folder: Path, shape: ModelShape, model: str) -> str | No
     return None
 
 
-def _found(contents: Contents, reads_pieces: bool) -> Iterator[str]:
+def _problems(contents: Contents, reads_pieces: bool) -> Iterator[str]:
+    yield from contents.problems
     if contents.format == HUGGING_FACE:
         return
-    named = re.fullmatch(r"iter_(\d+)", contents.folder.name)
-    if named and contents.iteration not in (None, int(named[1])):
+    named = named_iteration(contents.folder)
+    if named is not None and contents.iteration not in (None, named):
         yield f"{contents.folder.name} holds the states of iteration {contents.iteration}."
     if reads_pieces and not contents.problems:
         try:
@@ -198,11 +205,11 @@ def _misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
 
 def _optimizer_flaws(contents: Contents) -> Iterator[str]:
     """Moments that weights lack, and moments of other shapes or of no weight."""
-    weights = {one.name: one.shape for one in contents.tensors if one.kind == "weight"}
+    weights = {name: one.shape for name, one in contents.weights.items()}
     moments: dict[str, dict[str, Shape]] = {}
-    for one in contents.tensors:
-        if match := _STATE.fullmatch(one.name):
-            moments.setdefault(match[1], {})[match[2]] = one.shape
+    for name, shape in sorted(contents.shapes.items()):
+        if match := _STATE.fullmatch(name):
+            moments.setdefault(match[1], {})[match[2]] = shape
     for moment, held in moments.items():
         for name in sorted(weights.keys() - held.keys()):
             yield f"The optimizer has no {moment} of {name}."
@@ -249,56 +256,58 @@ def loading(contents: Contents, strategy: str) -> Loading:
     Raises:
         StrategyError: The strategy is not in the grammar.
     """
-    spec = contents.spec
-    if contents.format not in (TORCH_DIST, LEGACY) or spec is None:
-        why = f"a checkpoint of the format {contents.format}"
-        why = "one without arguments" if contents.format in (TORCH_DIST, LEGACY) else why
-        return Loading(
-            "not judged", (), (f"No verdict is given on {why}; convert it to torch_dist.",)
+    spec, is_legacy = contents.spec, contents.format == LEGACY
+    is_known = is_legacy or contents.format == TORCH_DIST
+    if spec is None or not is_known:
+        what = (
+            "one without arguments" if is_known else f"a checkpoint of the format {contents.format}"
         )
+        why = f"No verdict is given on {what}; convert it to torch_dist."
+        return Loading("not judged", (), (why,))
     saved = spec.parallelism
     new = parse_strategy(strategy, devices_of(strategy, saved.world_size))
-    refused = violations(laid(spec, new))
-    if refused or contents.problems:
-        return Loading("refuses", (), (*contents.problems, *refused))
+    refused = [*contents.problems, *violations(laid(spec, new))]
+    if not refused and is_legacy and _files_of(new) != _files_of(saved):
+        refused = [
+            "A rank loads its own file, so TP, PP, virtual stages and EP must be those of "
+            f"{strategy_name(saved)}; load it so and save it with --ckpt-format torch_dist."
+        ]
+    if refused:
+        return Loading("refuses", (), tuple(refused))
     lost: dict[str, str] = {}
-    flags = list(strategy_flags(new))
-    if contents.format == LEGACY:
-        flags += ["--ckpt-format", LEGACY]
-        if _files_of(new) != _files_of(saved):
-            fixed = (
-                "A rank loads its own file, so TP, PP, virtual stages and EP must be those of "
-                f"{strategy_name(saved)}; load it so and save it with --ckpt-format torch_dist."
-            )
-            return Loading("refuses", (), (fixed,))
-    moved = (new.tensor, new.pipeline) != (saved.tensor, saved.pipeline)
-    if moved:
+    flags = [*strategy_flags(new), *(("--ckpt-format", LEGACY) if is_legacy else ())]
+    if moves_ranks(new, saved):
         lost["random states"] = "Megatron ignores random states of another TP or PP."
-    if new.sharding != saved.sharding and "optimizer" in contents.states:
+    if why := _lost_optimizer(contents, saved, new, strategy):
+        lost["optimizer"] = why
         flags.append("--no-load-optim")
-        lost["optimizer"] = (
+    if "random" not in contents.states:
+        lost.setdefault("random states", _NONE.format("--no-save-rng"))
+        flags.append("--no-load-rng")
+    if spec.padded_vocabulary and contents.rows % new.tensor == 0 and new.tensor != saved.tensor:
+        flags += ["--make-vocab-size-divisible-by", str(contents.rows // new.tensor)]
+    verdict = f"loads without {' and '.join(sorted(lost))}" if lost else "loads"
+    return Loading(verdict, tuple(flags), tuple(lost.values()))
+
+
+def _lost_optimizer(contents: Contents, saved: Parallelism, new: Parallelism, strategy: str) -> str:
+    """Why the optimizer's states are not loaded; empty where they are."""
+    if "optimizer" not in contents.states:
+        return _NONE.format("--no-save-optim")
+    if new.sharding != saved.sharding:
+        return (
             f"Megatron keeps the optimizer states of {strategy_name(saved)} and {strategy} in different "
             "formats; a strategy that shards as the saved one does loads them."
         )
-    elif _has_own_optimizer(new) != _has_own_optimizer(saved) and "optimizer" in contents.states:
-        flags.append("--no-load-optim")
-        lost["optimizer"] = (
+    if _has_own_optimizer(new) != _has_own_optimizer(saved):
+        return (
             "Megatron has experts under EP in an optimizer of their own, and does not load it without "
             "EP, nor the other way round; 'make reshard' writes it so."
         )
-    elif moved and new.sharding and contents.optimizer_format not in (*_RESHARDABLE, ""):
-        flags.append("--no-load-optim")
-        lost["optimizer"] = (
-            f"Its optimizer states are {contents.optimizer_format}, which Megatron loads under the same "
+    form = contents.optimizer_format
+    if moves_ranks(new, saved) and new.sharding and form not in (*_RESHARDABLE, ""):
+        return (
+            f"Its optimizer states are {form}, which Megatron loads under the same "
             "TP and PP alone; save with --dist-ckpt-optim-fully-reshardable."
         )
-    for state, reason in (("optimizer", "--no-save-optim"), ("random", "--no-save-rng")):
-        if state not in contents.states:
-            flags.append("--no-load-optim" if state == "optimizer" else "--no-load-rng")
-            name = "optimizer" if state == "optimizer" else "random states"
-            lost.setdefault(name, f"It holds none: it was saved with {reason} or converted.")
-    rows = contents.shapes.get(EMBEDDING, (0,))[0]
-    if spec.padded_vocabulary and rows % new.tensor == 0 and new.tensor != saved.tensor:
-        flags += ["--make-vocab-size-divisible-by", str(rows // new.tensor)]
-    verdict = f"loads without {' and '.join(sorted(lost))}" if lost else "loads"
-    return Loading(verdict, tuple(dict.fromkeys(flags)), tuple(lost.values()))
+    return ""

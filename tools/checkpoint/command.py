@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.checkpoint.checks import Loading, loading, problems_of
-from tools.checkpoint.contents import Contents, read_contents
+from tools.checkpoint.contents import Contents, kind_of, read_contents
 from tools.spec.files import ROOT
 from tools.spec.strategy import strategy_name
 from tools.text.units import plural
@@ -64,7 +64,10 @@ def described(contents: Contents, problems: tuple[str, ...]) -> dict[str, object
         "parameters": contents.parameters,
         "states": contents.states,
         "arguments": dict(contents.arguments),
-        "tensors": [{**asdict(one), "kind": one.kind} for one in contents.tensors],
+        "tensors": [
+            {"name": name, "shape": one.shape, "dtype": one.dtype, "kind": kind_of(name)}
+            for name, one in sorted(contents.stored.tensors.items())
+        ],
         "problems": problems,
     }
 
@@ -87,13 +90,12 @@ def _text(
             f"{plural(shape.layers, 'layer')}, width {shape.hidden}, {plural(shape.heads, 'head')}"
         )
     modules = defaultdict[str, list[str]](list)
-    for one in contents.tensors:
-        if one.kind == "weight":
-            module, _, name = one.name.rpartition(".")
-            modules[module].append(f"  {name} {list(one.shape)} {one.dtype}")
+    for name, weight in contents.weights.items():
+        module, _, own = name.rpartition(".")
+        modules[module].append(f"  {own} {list(weight.shape)} {weight.dtype}")
     for module, tensors in modules.items():
         lines += [module, *tensors]
-    moments = sum(one.kind == "optimizer" for one in contents.tensors)
+    moments = len(contents.stored.tensors) - len(contents.weights)
     lines.append(f"and {moments} tensors of the optimizer")
     if verdict:
         flags = f" with {' '.join(verdict.flags)}" if verdict.flags else ""

@@ -85,7 +85,8 @@ def _compare(name: str, a: _Weights, b: _Weights) -> TensorRelation:
         return _relation(name, a.read(name, None), b.read(name, None))
     if first != second:
         return TensorRelation(name, DIFFERENT, f"shapes {list(first)} and {list(second)}")
-    if order := _order_of_layers(name, a, b, first[0]):
+    digests = ([digest(one.read(name, at)) for at in range(first[0])] for one in (a, b))
+    if order := _order(*digests):
         return TensorRelation(name, PERMUTED, f"the second has the layers in the order {order}")
     found = [_relation(name, a.read(name, at), b.read(name, at)) for at in range(first[0])]
     wrong = [(at, one) for at, one in enumerate(found) if not one.is_same]
@@ -97,15 +98,6 @@ def _compare(name: str, a: _Weights, b: _Weights) -> TensorRelation:
     )
 
 
-def _order_of_layers(name: str, a: _Weights, b: _Weights, layers: int) -> list[int]:
-    """Which layer of the first each of the second is; empty if they are in order or no permutation."""
-    own = [digest(a.read(name, at)) for at in range(layers)]
-    others = [digest(b.read(name, at)) for at in range(layers)]
-    if own == others or sorted(own) != sorted(others):
-        return []
-    return _order(own, others)
-
-
 def _relation(name: str, a: Tensor, b: Tensor) -> TensorRelation:
     padded = a.shape != b.shape
     if padded:
@@ -113,7 +105,8 @@ def _relation(name: str, a: Tensor, b: Tensor) -> TensorRelation:
             return TensorRelation(name, DIFFERENT, f"shapes {list(a.shape)} and {list(b.shape)}")
         rows = min(len(a), len(b))
         a, b = a[:rows], b[:rows]
-    if a.dtype == b.dtype and torch.equal(a, b):
+    # What is not finite is equal by its bits alone.
+    if a.dtype == b.dtype and (torch.equal(a, b) or digest(a) == digest(b)):
         return TensorRelation(name, PADDING if padded else EQUAL)
     narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
     if a.dtype != b.dtype and torch.equal(a.to(narrow), b.to(narrow)):
@@ -128,31 +121,28 @@ def _permutation(a: Tensor, b: Tensor, experts: bool) -> str:
     """Which parts of the first the second has where; empty if it is no permutation."""
     parts = ("experts", "rows", "columns") if experts else ("rows", "columns")
     for dimension, what in enumerate(parts[: a.ndim]):
-        own = [digest(row) for row in a.unbind(dimension)]
-        others = [digest(row) for row in b.unbind(dimension)]
-        if sorted(own) != sorted(others):
-            continue
-        order = _order(own, others)
-        width = max(w for w in range(1, len(order)) if _moves_whole(order, w))
-        blocks = [at // width for at in order[::width]]
-        shown = f"{blocks[:16]}{'…' if len(blocks) > 16 else ''}"
-        return f"the second has blocks of {width} {what} in the order {shown}"
+        digests = ([digest(row) for row in one.unbind(dimension)] for one in (a, b))
+        if order := _order(*digests):
+            width = max(w for w in range(1, len(order)) if _moves_whole(order, w))
+            blocks = [at // width for at in order[::width]]
+            shown = f"{blocks[:16]}{'…' if len(blocks) > 16 else ''}"
+            return f"the second has blocks of {width} {what} in the order {shown}"
     return ""
 
 
 def _moves_whole(order: list[int], width: int) -> bool:
     """Whether a permutation moves blocks of so many places."""
-    return (
-        len(order) % width == 0
-        and all(
-            order[at] % width == 0
-            and order[at : at + width] == list(range(order[at], order[at] + width))
-            for at in range(0, len(order), width)
-        )
-    ) or width == 1
+    return len(order) % width == 0 and all(
+        order[at] % width == 0
+        and order[at : at + width] == list(range(order[at], order[at] + width))
+        for at in range(0, len(order), width)
+    )
 
 
 def _order(own: list[bytes], others: list[bytes]) -> list[int]:
+    """Which part of the first each of the second is; empty if they are in order or no permutation."""
+    if own == others or sorted(own) != sorted(others):
+        return []
     places = defaultdict[bytes, list[int]](list)
     for at in reversed(range(len(own))):
         places[own[at]].append(at)

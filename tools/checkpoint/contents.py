@@ -17,6 +17,7 @@ from typing import Any
 from tools.checkpoint.whole import LEGACY_FILE, Copy, of_layers, of_ranks, ranks_lacking
 from tools.records.pickles import describe_saved
 from tools.records.torch_dist import (
+    EMBEDDING,
     FORMAT,
     METADATA,
     DamagedCheckpointError,
@@ -53,20 +54,9 @@ class UnknownFormatError(ValueError):
     """A folder that is no checkpoint, or one of a format that is not read."""
 
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor, all layers stacked where the format stacks them."""
-
-    name: str
-    shape: Shape
-    dtype: str
-
-    @property
-    def kind(self) -> str:
-        """`weight` or `optimizer`."""
-        if "optimizer" in self.name.split(".") or "exp_avg" in self.name:
-            return "optimizer"
-        return "weight"
+def kind_of(name: str) -> str:
+    """Of a tensor: `weight` or `optimizer`."""
+    return "optimizer" if "optimizer" in name.split(".") or "exp_avg" in name else "weight"
 
 
 @dataclass(frozen=True)
@@ -90,10 +80,10 @@ class Contents:
     """What ranks hold beside, and which must be the same."""
 
     @cached_property
-    def tensors(self) -> tuple[TensorEntry, ...]:
-        """By name."""
+    def weights(self) -> dict[str, StoredTensor]:
+        """All but the optimizer's tensors, in the order of their names."""
         held = sorted(self.stored.tensors.items())
-        return tuple(TensorEntry(name, one.shape, one.dtype) for name, one in held)
+        return {name: one for name, one in held if kind_of(name) == "weight"}
 
     @cached_property
     def spec(self) -> RunSpec | None:
@@ -103,12 +93,17 @@ class Contents:
     @property
     def parameters(self) -> int:
         """Elements of its weights."""
-        return sum(math.prod(one.shape) for one in self.tensors if one.kind == "weight")
+        return sum(math.prod(one.shape) for one in self.weights.values())
 
     @property
     def shapes(self) -> dict[str, Shape]:
         """Of tensors, by name."""
         return {name: one.shape for name, one in self.stored.tensors.items()}
+
+    @property
+    def rows(self) -> int:
+        """Of the padded vocabulary; 0 where no tensor says it."""
+        return self.shapes.get(EMBEDDING, (0,))[0]
 
 
 def read_contents(folder: Path) -> Contents:
@@ -155,7 +150,7 @@ def _distributed(folder: Path, backend: str) -> Contents:
         stored = read_metadata(folder)
     except DamagedCheckpointError as error:
         nothing = StoredMetadata({}, (), {})
-        return Contents(folder, kind, _named_iteration(folder), {}, nothing, (), (f"{error}.",))
+        return Contents(folder, kind, named_iteration(folder), {}, nothing, (), (f"{error}.",))
     problems = list(_unreadable(folder, stored))
     if kind == FSDP and any(name.startswith(_WEIGHTS) for name in stored.tensors):
         kind = TORCH_DIST
@@ -176,7 +171,7 @@ def _distributed(folder: Path, backend: str) -> Contents:
     return Contents(
         folder,
         kind,
-        common.get("iteration", _named_iteration(folder)),
+        common.get("iteration", named_iteration(folder)),
         _arguments(common.get("args")),
         stored if kind == TORCH_DIST else of_layers(stored),
         tuple(name for name, found in held.items() if found),
@@ -236,7 +231,7 @@ def _legacy(folder: Path, ranks: list[Path]) -> Contents:
                 held[path.parent.name] = describe_saved(archive)
         except Exception as error:  # A damaged pickle raises anything.
             problems.append(f"{path.parent.name}/{path.name} cannot be read ({error}).")
-    iteration = _named_iteration(folder)
+    iteration = named_iteration(folder)
     for name, found in held.items():
         own = found.get("iteration", iteration)
         if iteration is not None and own != iteration:
@@ -283,6 +278,7 @@ def _arguments(namespace: Any) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if isinstance(value, _PLAIN)}
 
 
-def _named_iteration(folder: Path) -> int | None:
+def named_iteration(folder: Path) -> int | None:
+    """Which iteration a checkpoint's own folder (`iter_…`) says that it is of."""
     match = re.fullmatch(r"iter_(\d+)", folder.name)
     return int(match[1]) if match else None

@@ -10,8 +10,6 @@ what it loads (`training/checkpointing.py: load_checkpoint`), and in the form of
   `optimizer.state.param.…`, of fp32 models as well.
 * Experts under EP have an optimizer of their own, so there are two such parts, 0 and 1. Without EP
   their groups are among the others.
-
-The place in the data is no part of a layout: `consumed_train_samples` counts samples.
 """
 
 from __future__ import annotations
@@ -71,13 +69,12 @@ def lay_out(common: dict[str, Any], new: Parallelism, old: Parallelism, rows: in
     arguments.update({name: value for name, value in known.items() if name in arguments})
     if rows and (multiple := arguments.get(MULTIPLE)):
         arguments[MULTIPLE] = padding_multiple(multiple, rows, new, old)
-    if (new.tensor, new.pipeline) != (old.tensor, old.pipeline):
+    if moves_ranks(new, old):
         # Masks of dropout are drawn per rank. Without it Megatron keeps the states that it has seeded.
         arguments["no_save_rng"] = True
     if ranks_of(new) != ranks_of(old):
-        common.pop(
-            "rerun_state_machine", None
-        )  # As many entries as ranks; Megatron ignores them then.
+        # As many entries as ranks; Megatron ignores them then.
+        common.pop("rerun_state_machine", None)
     if "optimizer" not in common:
         return
     parts = _parts(common["optimizer"])
@@ -96,6 +93,11 @@ def lay_out(common: dict[str, Any], new: Parallelism, old: Parallelism, rows: in
         if to_zero:
             common["content_metadata"] |= dict(zip(_METADATA, (RESHARDABLE, False), strict=True))
     common["optimizer"] = parts[0] if len(parts) == 1 else dict(enumerate(parts))
+
+
+def moves_ranks(new: Parallelism, old: Parallelism) -> bool:
+    """Whether a rank of TP and PP is another one, so that Megatron ignores its random states."""
+    return (new.tensor, new.pipeline) != (old.tensor, old.pipeline)
 
 
 def ranks_of(layout: Parallelism) -> tuple[int, ...]:

@@ -42,14 +42,20 @@ from tools.checkpoint.contents import (
     is_stacked,
     read_contents,
 )
-from tools.checkpoint.layout import MULTIPLE, RESHARDABLE, lay_out, padding_multiple, ranks_of
+from tools.checkpoint.layout import (
+    MULTIPLE,
+    RESHARDABLE,
+    lay_out,
+    moves_ranks,
+    padding_multiple,
+    ranks_of,
+)
 from tools.checkpoint.whole import cut_axis
 from tools.convert.hf.progress import Work, check_room
 from tools.plan.constraints import violations
 from tools.records.io import flush_to_disk, lock, sha256_of, write_record
 from tools.records.pickles import rewritten
 from tools.records.torch_dist import (
-    EMBEDDING,
     METADATA,
     TRACKER_FILE,
     Shape,
@@ -171,11 +177,10 @@ def _layout(contents: Contents, strategy: str) -> Parallelism:
             )
     for reason in violations(laid(spec, new)):
         raise ReshardError(f"Megatron refuses STRATEGY={strategy}: {reason}")
-    rows = contents.shapes.get(EMBEDDING, (0,))[0]
-    if rows % new.tensor:
+    if contents.rows % new.tensor:
         raise ReshardError(
-            f"{contents.folder} holds {rows} rows of the vocabulary, which TP {new.tensor} does not "
-            "divide; name another TP."
+            f"{contents.folder} holds {contents.rows} rows of the vocabulary, which TP {new.tensor} "
+            "does not divide; name another TP."
         )
     _refuse_fixed_states(contents, spec.parallelism, new)
     return new
@@ -215,7 +220,10 @@ def _check(folder: Path, source: Contents, new: Parallelism) -> None:
     """
     made = read_contents(folder)
     said = made.spec.parallelism if made.spec else None
-    weights = [{one for one in each.tensors if one.kind == "weight"} for each in (source, made)]
+    weights = [
+        {name: (one.shape, one.dtype) for name, one in each.weights.items()}
+        for each in (source, made)
+    ]
     flaws = problems_of(made)
     if flaws or said != new or weights[0] != weights[1]:
         why = flaws[0] if flaws else f"it says {strategy_name(said) if said else 'no layout'}."
@@ -265,13 +273,11 @@ class _Plan:
     def sentences(self) -> Iterator[str]:
         """What whoever loads it has to know."""
         old, new = self._old, self._new
-        rows = self._contents.shapes.get(EMBEDDING, (0,))[0]
-        if new.tensor != old.tensor and rows:
+        if new.tensor != old.tensor and (rows := self._contents.rows):
             given = int(self._contents.arguments.get(MULTIPLE, rows))
             multiple = padding_multiple(given, rows, new, old)
             yield f"Load it with --make-vocab-size-divisible-by {multiple}: its rows are padded so."
-        moved = (new.tensor, new.pipeline) != (old.tensor, old.pipeline)
-        if moved and "random" in self._contents.states:
+        if moves_ranks(new, old) and "random" in self._contents.states:
             yield "Without random states: masks of dropout are those of a fresh start."
 
     def write(self, folder: Path, work: Work) -> str:
@@ -329,13 +335,12 @@ class _Plan:
     def _objects(self, folder: Path, file_name: str) -> dict[str, StoredPart]:
         """What is no tensor, written anew."""
         old, new = self._old, self._new
-        dropped = ["rng_state"] if (new.tensor, new.pipeline) != (old.tensor, old.pipeline) else []
+        dropped = ["rng_state"] if moves_ranks(new, old) else []
         dropped += ["rerun_state_machine"] if ranks_of(new) != ranks_of(old) else []
-        rows = self._contents.shapes.get(EMBEDDING, (0,))[0]
 
         def change(content: Any) -> Any:
             common = content[0] if isinstance(content, list) else content
-            lay_out(common, new, old, rows)
+            lay_out(common, new, old, self._contents.rows)
             return content
 
         held: dict[str, StoredPart] = {}

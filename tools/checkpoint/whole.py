@@ -90,13 +90,7 @@ def of_layers(stored: StoredMetadata) -> StoredMetadata:
 def of_ranks(
     folder: Path, ranks: Mapping[str, Any], arguments: Mapping[str, str]
 ) -> tuple[StoredMetadata, tuple[Copy, ...]]:
-    """What the files of the format `torch` hold together.
-
-    Args:
-        folder: The checkpoint's.
-        ranks: What each rank's file holds, by the name of its folder.
-        arguments: That saved them.
-    """
+    """What the files of the format `torch` hold together, each of a rank by the name of its folder."""
     files = {
         rank: StoredPart(file := f"{rank}/{LEGACY_FILE}", 0, (folder / file).stat().st_size)
         for rank in ranks
@@ -190,49 +184,32 @@ def _pieces_of_ranks(
             first = (layers[_chunk(raw), p], e * experts)
             at = tuple(n + more for n, more in zip(stacked, first, strict=False))
             halves = 2 if arguments.get("swiglu") == "True" and ".linear_fc1." in name else 1
-            cut = _Cut(axis, t % count, count, halves)
-            yield from _cut_pieces(name, at, tensors[raw], files[rank], cut)
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """Which part of a tensor a rank has."""
-
-    axis: int | None
-    rank: int
-    ranks: int
-    halves: int
-    """2 of gate and value one after the other, else 1."""
+            shape, part = tensors[raw].shape, replace(files[rank], tensor=tensors[raw])
+            zeros = tuple(0 for _ in shape)
+            uncut = _Piece(name, at, zeros, shape, shape, tensors[raw].dtype, part)
+            if axis is None or axis >= len(shape):
+                yield uncut
+            else:
+                yield from _cut_pieces(uncut, tensors[raw], axis, t % count, count, halves)
 
 
 def _cut_pieces(
-    name: str, at: Shape, described: DescribedTensor, part: StoredPart, cut: _Cut
+    uncut: _Piece, described: DescribedTensor, axis: int, rank: int, ranks: int, halves: int
 ) -> Iterator[_Piece]:
-    """A rank's tensor; with gate and value it is two pieces."""
+    """What a rank has of a tensor that TP cuts; with gate and value it is two pieces."""
     shape = described.shape
-    if cut.axis is None or cut.axis >= len(shape):
-        yield _Piece(
-            name,
-            at,
-            tuple(0 for _ in shape),
-            shape,
-            shape,
-            described.dtype,
-            replace(part, tensor=described),
-        )
-        return
-    axis, own = cut.axis, shape[cut.axis] // cut.halves
+    own = shape[axis] // halves
 
     def along(length: int) -> Shape:
         return (*shape[:axis], length, *shape[axis + 1 :])
 
-    for half in range(cut.halves):
+    for half in range(halves):
         begin = [0 for _ in shape]
-        begin[axis] = (half * cut.ranks + cut.rank) * own
+        begin[axis] = (half * ranks + rank) * own
         skipped = described.begin + half * own * described.strides[axis]
-        piece = replace(part, tensor=replace(described, shape=along(own), begin=skipped))
-        whole = along(shape[axis] * cut.ranks)
-        yield _Piece(name, at, tuple(begin), along(own), whole, described.dtype, piece)
+        part = replace(uncut.part, tensor=replace(described, shape=along(own), begin=skipped))
+        whole = along(shape[axis] * ranks)
+        yield replace(uncut, begin=tuple(begin), size=along(own), whole=whole, part=part)
 
 
 def _first_layers(

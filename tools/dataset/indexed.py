@@ -93,7 +93,6 @@ class Manifest:
     tokens: int
     dtype: str
     text_bytes: int
-    """UTF-8 bytes of the documents themselves."""
     bin_sha256: str
     idx_sha256: str
     engine: str
@@ -229,10 +228,7 @@ class DocumentIndex:
 def write_index(path: Path, dtype: str, pieces: Callable[[], Iterable[DocumentIndex]]) -> None:
     """Write the index of all pieces in order, in bounded memory, and have it on the disk.
 
-    Args:
-        path: The `.idx`.
-        dtype: Of the tokens.
-        pieces: The same ones each time it is called.
+    `pieces` gives the same ones each time it is called.
     """
     itemsize = np.dtype(dtype).itemsize
     sequences = sum(len(piece.lengths) for piece in pieces())
@@ -258,9 +254,6 @@ def write_index(path: Path, dtype: str, pieces: Callable[[], Iterable[DocumentIn
 
 def open_dataset(prefix: Path) -> Dataset:
     """Check a data set in a fraction of a second and describe it.
-
-    Args:
-        prefix: Path without suffix, such as `owt-ds/sample_text_document`.
 
     Raises:
         DatasetError: A file is missing or cut, the files do not fit each other or the manifest.

@@ -30,10 +30,7 @@ _KEY = "data"
 def join(datasets: Sequence[Dataset], prefix: Path, identity: RunIdentity | None) -> None:
     """Write the data set at `prefix` that holds `datasets`, at least one, in order.
 
-    Args:
-        datasets: What to join.
-        prefix: Path without suffix.
-        identity: For the manifest, which sums up those of `datasets`; without one, none is written.
+    Its manifest sums up theirs under `identity`; without one, none is written.
 
     Raises:
         DatasetError: A data set's tokens are not those of its manifest.

@@ -88,14 +88,10 @@ def samples_of(epochs: int, tokens: int, seq_length: int) -> int:
 def draws(
     dataset: Dataset, split: str, seq_length: int, samples: int, *others: int
 ) -> tuple[Draw, ...]:
-    """What each part holds, and what a run draws from it.
+    """What each part holds, and what a run draws from it; `--split` cuts by sequences.
 
-    Args:
-        dataset: The data set.
-        split: Megatron's `--split`, such as `949,50,1`; it cuts by sequences.
-        seq_length: Tokens of a sample.
-        samples: To be drawn for training: iterations times global batch.
-        *others: The same for validation and test; 0 if not given.
+    So many samples are asked for training (iterations times global batch), and so many `others` for
+    validation and test, 0 if not given.
     """
     bounds = split_bounds(split, dataset.sequences)
     sizes = np.diff(dataset.tokens_before(np.array(bounds))).tolist()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,30 +19,11 @@ from tools.dataset.indexed import (
 from tools.records.io import sha256_of
 
 
-@dataclass(frozen=True)
-class DatasetCheck:
-    """What was checked and what was found."""
+class DatasetCheck(NamedTuple):
+    """What is wrong with a data set; and if nothing is, what it has passed."""
 
-    dataset: Dataset | None
-    """None if the two files do not even fit each other."""
-    vocabulary: int | None
-    """Which the token ids were checked against."""
     problems: tuple[str, ...]
-
-    def describe(self) -> str:
-        """What a data set without problems has passed."""
-        assert self.dataset is not None
-        how = (
-            "every byte is the manifest's (sha256), and the structure is sound"
-            if self.dataset.manifest
-            else "the structure is sound; without a manifest, changed tokens inside the vocabulary "
-            "cannot be told"
-        )
-        ids = "vocabulary unknown, so ids unchecked (give --vocabulary)"
-        if self.vocabulary:
-            ids = f"ids below {self.vocabulary:,}"
-        counts = f"{self.dataset.documents:,} documents, {self.dataset.tokens:,} tokens"
-        return f"{how}. {counts}, {ids}."
+    passed: str = ""
 
 
 def verify(prefix: Path, vocabulary: int | None = None) -> DatasetCheck:
@@ -50,7 +31,7 @@ def verify(prefix: Path, vocabulary: int | None = None) -> DatasetCheck:
     try:
         dataset = open_dataset(prefix)
     except DatasetError as error:
-        return DatasetCheck(None, vocabulary, (str(error),))
+        return DatasetCheck((str(error),))
     vocabulary = vocabulary or dataset.vocabulary
     problems = []
     path, manifest = dataset.idx_path, dataset.manifest
@@ -59,7 +40,15 @@ def verify(prefix: Path, vocabulary: int | None = None) -> DatasetCheck:
     problems += [*_check_pointers(dataset), *_check_tokens(dataset, vocabulary)]
     if not problems:
         problems += _check_boundaries(dataset)
-    return DatasetCheck(dataset, vocabulary, tuple(problems))
+    how = "every byte is the manifest's (sha256), and the structure is sound"
+    if not manifest:
+        lacks = "without a manifest, changed tokens inside the vocabulary cannot be told"
+        how = f"the structure is sound; {lacks}"
+    ids = "vocabulary unknown, so ids unchecked (give --vocabulary)"
+    if vocabulary:
+        ids = f"ids below {vocabulary:,}"
+    counts = f"{dataset.documents:,} documents, {dataset.tokens:,} tokens"
+    return DatasetCheck(tuple(problems), f"{how}. {counts}, {ids}.")
 
 
 def common_end(dataset: Dataset) -> int | None:

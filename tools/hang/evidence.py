@@ -18,15 +18,8 @@ class Frame(NamedTuple):
     line: int
 
 
-class Signature(NamedTuple):
-    """What ranks of a group must agree on in a call, and where it was made."""
-
-    group: str
-    """Its description: the same over groups that split the same way."""
-    operation: str
-    sizes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    site: tuple[Frame, ...]
+Signature = tuple[object, ...]
+"""What ranks of a group must agree on in a call, and at its end where it was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +51,9 @@ class RecordedCall:
 
     @property
     def signature(self) -> Signature:
-        """What it must agree on with others', and where it was made."""
+        """Of its group the description, which groups that split the same way share."""
         sizes = () if self.operation in _OF_ANY_SIZE else self.sizes
-        return Signature(
-            self.description, self.operation, sizes, self.dtypes, self.frames[:SITE_FRAMES]
-        )
+        return self.description, self.operation, sizes, self.dtypes, self.frames[:SITE_FRAMES]
 
 
 class Progress(NamedTuple):

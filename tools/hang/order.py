@@ -240,10 +240,5 @@ def _common_after(one: Sequence[int], other: Sequence[int]) -> int:
 
 def _common(one: Sequence[int], at: int, other: Sequence[int], there: int) -> int:
     """How many calls before the two places are alike."""
-    length = 0
-    while (
-        length < min(at, there, LONGEST_CONTEXT)
-        and one[at - 1 - length] == other[there - 1 - length]
-    ):
-        length += 1
-    return length
+    most = min(at, there, LONGEST_CONTEXT)
+    return next((n for n in range(most) if one[at - 1 - n] != other[there - 1 - n]), most)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
-from tools.hang.place import place_of
+from tools.hang.place import Place, place_of
 from tools.hang.verdict import Verdict
 from tools.hang.wording import described, ranks_of
 from tools.text.html import environment
@@ -19,16 +18,8 @@ SHOWN_CALLS, SHOWN_RANKS, SHOWN_GROUPS, OPEN_GROUPS = 12, 64, 40, 4
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-class Column(NamedTuple):
-    """One call of a group, as most of its ranks made it."""
-
-    number: int
-    operation: str
-    place: str
-
-
 class Cell(NamedTuple):
-    """What one rank did there."""
+    """What one rank did in a call of a group."""
 
     state: str
     """`done`, `waits`, `absent`, `other`; empty where nothing is known."""
@@ -36,20 +27,13 @@ class Cell(NamedTuple):
     tip: str = ""
 
 
-class Row(NamedTuple):
-    """A rank."""
-
-    rank: int
-    cells: list[Cell]
-
-
-@dataclass(frozen=True)
-class Table:
-    """A group's last calls."""
+class Table(NamedTuple):
+    """A group's last calls, of each the one that most of its ranks made."""
 
     title: str
-    columns: list[Column]
-    rows: list[Row]
+    columns: list[tuple[RecordedCall, Place]]
+    rows: list[tuple[int, list[Cell]]]
+    """By rank."""
     more: int
     """Ranks that have no row."""
     is_shown: bool
@@ -59,7 +43,11 @@ def render_page(evidence: Evidence, verdict: Verdict) -> str:
     """The whole page: groups in which somebody waits come first, of them those of who is named."""
     waited = {call.group for one in evidence.ranks.values() for call in one.pending}
     named = {*verdict.culprits, *verdict.suspects}
-    found = [group for group in evidence.groups.values() if len(group.ranks) > 1]
+    found = [
+        group
+        for group in evidence.groups.values()
+        if len(group.ranks) > 1 and any(_calls(evidence, group).values())
+    ]
     found.sort(
         key=lambda one: (
             one.name not in waited,
@@ -68,7 +56,6 @@ def render_page(evidence: Evidence, verdict: Verdict) -> str:
             one.ranks,
         )
     )
-    found = [group for group in found if any(_calls(evidence, group).values())]
     tables = [
         _table(evidence, verdict, group, at < OPEN_GROUPS and group.name in waited)
         for at, group in enumerate(found[:SHOWN_GROUPS])
@@ -84,24 +71,21 @@ def _calls(evidence: Evidence, group: GroupOfRanks) -> dict[int, dict[int, Recor
 def _table(evidence: Evidence, verdict: Verdict, group: GroupOfRanks, is_shown: bool) -> Table:
     """Its last calls; those that are named are among the ranks that have a row."""
     made = _calls(evidence, group)
-    usual: dict[int, RecordedCall] = {}
+    usual: list[RecordedCall] = []
     numbers = {number for calls in made.values() for number in calls}
     for number in sorted(numbers, reverse=True)[:SHOWN_CALLS]:
         calls = {rank: calls[number] for rank, calls in made.items() if number in calls}
         others = [call for rank, call in calls.items() if rank not in verdict.culprits]
         kinds = Counter(call.signature for call in others or calls.values())
         common, _ = kinds.most_common(1)[0]
-        usual[number] = next(call for call in calls.values() if call.signature == common)
+        usual.append(next(call for call in calls.values() if call.signature == common))
     named = {*verdict.culprits, *verdict.suspects}
     shown = sorted(group.ranks, key=lambda rank: rank not in named)[:SHOWN_RANKS]
     rows = [
-        Row(rank, [_cell(evidence.of(rank), made[rank], call) for call in usual.values()])
+        (rank, [_cell(evidence.of(rank), made[rank], call) for call in usual])
         for rank in sorted(shown)
     ]
-    columns = []
-    for number, call in usual.items():
-        place = place_of(call.frames)
-        columns.append(Column(number, call.operation, place.module or place.part))
+    columns = [(call, place_of(call.frames)) for call in usual]
     title = f"{group.label}: {ranks_of(group.ranks)}".capitalize()
     return Table(title, columns, rows, len(group.ranks) - len(shown), is_shown)
 
@@ -112,6 +96,6 @@ def _cell(one: RankEvidence, made: Mapping[int, RecordedCall], usual: RecordedCa
         is_absent = one.is_known and max(made, default=-1) < usual.number
         return Cell("absent", "not entered") if is_absent else Cell("")
     tip = f"{described(call)}, {place_of(call.frames)}"
-    if call.signature[:4] != usual.signature[:4]:
+    if call.signature[:-1] != usual.signature[:-1]:
         return Cell("other", described(call), tip)
     return Cell("done", "done", tip) if call.is_done else Cell("waits", "waits", tip)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
 from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
 from tools.hang.location import place_of_a_call, place_of_departure, place_of_rank
-from tools.hang.order import (
-    Departure,
-    Mismatch,
-    are_usual,
-    find_departure,
-    find_mismatch,
-)
+from tools.hang.order import Departure, Mismatch, are_usual, find_departure, find_mismatch
 from tools.hang.place import EXCHANGE, Place, place_of, place_of_call
 from tools.hang.waits import Wait, Waits, find_waits, is_in_collective
-from tools.hang.wording import described, listed, ranks_of, wait_text, where_of, who_waits
+from tools.hang.wording import described, listed, ranks_of, where_of, who_waits
 from tools.text.units import plural
 
 QUIET_SECONDS = 5.0
@@ -160,7 +154,15 @@ def _stuck(waits: Waits) -> list[int]:
 
 
 def _usual_pause(evidence: Evidence) -> float:
-    return max(QUIET_SECONDS, USUAL_GAPS * _longest_gap(evidence.ranks.values()))
+    """Seconds, by pauses between a rank's calls that came twice at one place: start-up's come once."""
+    longest = 0.0
+    for one in evidence.ranks.values():
+        gaps: dict[object, list[float]] = {}
+        for before, after in pairwise(call for call in one.calls if call.created_ns):
+            gap = (after.created_ns - before.created_ns) / 1e9
+            gaps.setdefault(after.signature, []).append(gap)
+        longest = max([longest, *(sorted(each)[-2] for each in gaps.values() if len(each) > 1)])
+    return max(QUIET_SECONDS, USUAL_GAPS * longest)
 
 
 def _at_work(waits: Waits) -> Verdict | None:
@@ -182,18 +184,6 @@ def _at_work(waits: Waits) -> Verdict | None:
             return Verdict(Outcome.NONE, "Nobody hangs: every recorded call was completed.")
     text = "No rank is in a call that is not done; what is here does not show a hang."
     return Verdict(Outcome.UNDECIDED, text)
-
-
-def _longest_gap(ranks: Iterable[RankEvidence]) -> float:
-    """Seconds between a rank's calls, of pauses that came twice at one place: start-up's come once."""
-    longest = 0.0
-    for one in ranks:
-        gaps: dict[object, list[float]] = {}
-        for before, after in pairwise(call for call in one.calls if call.created_ns):
-            gap = (after.created_ns - before.created_ns) / 1e9
-            gaps.setdefault(after.signature, []).append(gap)
-        longest = max([longest, *(sorted(each)[-2] for each in gaps.values() if len(each) > 1)])
-    return longest
 
 
 def _of_roots(waits: Waits, roots: Sequence[int]) -> Verdict:
@@ -292,7 +282,10 @@ def _minority(evidence: Evidence, mismatch: Mismatch) -> int | None:
 
 def _of_circle(waits: Waits, circle: tuple[int, ...]) -> Verdict:
     inside = [w for rank in circle for w in waits.edges[rank] if w.awaited in circle]
-    text = "; ".join(wait_text(waits.evidence, wait) for wait in inside[:4])
+    text = "; ".join(
+        f"rank {wait.rank} waits for rank {wait.awaited} in {where_of(waits.evidence, wait)}"
+        for wait in inside[:4]
+    )
     if left := find_departure(waits.evidence, circle):
         return _of_departure(waits, left, f"{text}.")
     sentence = f"Ranks {listed(circle)} wait for each other: {text}."

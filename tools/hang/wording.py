@@ -28,11 +28,6 @@ def where_of(evidence: Evidence, wait: Wait) -> str:
     return f"{wait.call} of the {evidence.groups[wait.call.group].label}"
 
 
-def wait_text(evidence: Evidence, wait: Wait) -> str:
-    """`rank 0 waits for rank 1 in all_reduce no. 3 of the tensor-parallel group`."""
-    return f"rank {wait.rank} waits for rank {wait.awaited} in {where_of(evidence, wait)}"
-
-
 def ranks_of(ranks: Iterable[int]) -> str:
     """`rank 3`, or `ranks 1, 2 and 5`: at most eight of them."""
     found = sorted(ranks)

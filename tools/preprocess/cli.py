@@ -250,7 +250,7 @@ def _verify(flags: Flags) -> int:
             print(f"damaged: {problem}")
             status = 1
         if not verdict.problems:
-            print(f"{prefix}: {verdict.describe()}")
+            print(f"{prefix}: {verdict.passed}")
     return status
 
 

@@ -29,6 +29,8 @@ Say = Callable[[str], None]
 
 _HF_BATCH_CHARACTERS = 1 << 19
 """Text given to `tokenizers` at a time: it keeps over 100 bytes for each token of a batch."""
+_PIECES = 1 << 16
+"""Words given to it at a time where `regex` has cut a text."""
 _CHECKED_CHARACTERS = 1 << 14
 """Of each document that is encoded twice, this much from its start."""
 _STRIDE = 1 << 20
@@ -108,35 +110,29 @@ class HuggingFaceEncoder:
         return _flat(rows)
 
 
-class RegexEncoder:
-    """GPT-2 cut by the package `regex`, as Megatron's `GPT2BPETokenizer` does: slow, for few texts."""
+@functools.cache
+def megatrons_own(spec: TokenizerSpec) -> Callable[[str], Ids]:
+    """What Megatron encodes a text with: GPT-2's it cuts by the package `regex`. Slow, for few texts."""
+    if spec.name != GPT2:
+        return lambda text: _hugging_face(spec).encode([text])[0]
+    import regex
+    from tokenizers import pre_tokenizers
 
-    name = "regex"
-    _PIECES = 1 << 16
+    cuts = regex.compile(
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    )
+    merges = _load_hugging_face(spec)
+    merges.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
-    def __init__(self, spec: TokenizerSpec) -> None:
-        import regex
-        from tokenizers import pre_tokenizers
-
-        self._cuts = regex.compile(
-            r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-        )
-        self._merges = _load_hugging_face(spec)
-        self._merges.pre_tokenizer = pre_tokenizers.ByteLevel(
-            add_prefix_space=False, use_regex=False
-        )
-
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """See `Encoder.encode`."""
-        return _flat([self._encode(text) for text in texts])
-
-    def _encode(self, text: str) -> Ids:
-        pieces = (match.group() for match in self._cuts.finditer(text))
+    def encode(text: str) -> Ids:
+        pieces = (match.group() for match in cuts.finditer(text))
         ids = [
-            np.array(self._merges.encode(batch, is_pretokenized=True).ids, np.uint32)
-            for batch in batched(pieces, self._PIECES)
+            np.array(merges.encode(some, is_pretokenized=True).ids, np.uint32)
+            for some in batched(pieces, _PIECES)
         ]
         return np.concatenate([np.empty(0, np.uint32), *ids])
+
+    return encode
 
 
 class ExactEncoder:
@@ -154,10 +150,8 @@ class ExactEncoder:
         if not rare:
             return ids, offsets
         rows = _rows(ids, offsets)
-        # What Megatron encodes with.
-        reference = (_regex if self._spec.name == GPT2 else _hugging_face)(self._spec)
         for index in rare:
-            rows[index] = reference.encode([texts[index]])[0]
+            rows[index] = megatrons_own(self._spec)(texts[index])
         return _flat(rows)
 
 
@@ -250,7 +244,6 @@ def _template(spec: TokenizerSpec) -> tuple[Ids, Ids]:
 
 _gigatoken = functools.cache(GigatokenEncoder)
 _hugging_face = functools.cache(HuggingFaceEncoder)
-_regex = functools.cache(RegexEncoder)
 
 
 def _load_hugging_face(spec: TokenizerSpec) -> Any:

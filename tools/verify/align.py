@@ -26,7 +26,6 @@ from tools.verify.captured import Array, Capture, RankCapture
 
 EXPERTS = ".experts"
 GATED = ".linear_fc1"
-ROUTED = f"{EXPERTS}.local_experts."
 
 
 @dataclass(frozen=True)
@@ -191,18 +190,16 @@ class ActivationAligner:
         self, rows: Array, rank: CapturedRank, name: str, number: int, place: tuple[int, int]
     ) -> Array | None:
         """Those rows of an expert whose tokens a context- and tensor-parallel rank has."""
-        layer, _, expert = name.partition(ROUTED)
-        router = Site(Stage.OUTPUTS, f"{layer}.router", "output.1")
+        router, expert = router_of(name)
         found = self._holders.get((router, number))
-        if not found or not expert:
+        if not found or expert is None:
             return None
         holder, record = found
-        routed = holder.values(record)[:, int(expert.partition(".")[0])].astype(bool)
-        length, batch = rank.sequence_length, rank.micro_batch_size
-        if len(routed) != length * batch or len(rows) != routed.sum():
+        routed = holder.values(record)[:, expert].astype(bool)
+        every = rank.sequence_length * rank.micro_batch_size
+        if len(routed) != every or len(rows) != routed.sum():
             return None
-        positions = positions_of(rank, *place)
-        tokens = (positions[:, None] * batch + np.arange(batch)).ravel()
+        tokens = tokens_of(rank, *place)
         row_of_token = np.cumsum(routed) - 1
         return np.asarray(rows[row_of_token[tokens[routed[tokens]]]])
 
@@ -245,6 +242,13 @@ def recomputed(site: Site) -> bool:
 def of_experts(name: str) -> bool:
     """Whether a module is in an expert."""
     return EXPERTS in name
+
+
+def router_of(name: str) -> tuple[Site, int | None]:
+    """What the router of an expert's layer chose, and the expert's number; None if it has none."""
+    layer, _, expert = name.partition(f"{EXPERTS}.local_experts.")
+    number = int(expert.partition(".")[0]) if expert else None
+    return Site(Stage.OUTPUTS, f"{layer}.router", "output.1"), number
 
 
 def scale_of(rank: CapturedRank) -> float:
@@ -336,6 +340,12 @@ def positions_of(rank: CapturedRank, context: int, tensor: int | None = None) ->
     if tensor is not None and rank.sequence_parallel:
         positions = np.split(positions, rank.tensor[1])[tensor]
     return positions
+
+
+def tokens_of(rank: CapturedRank, context: int, tensor: int) -> Array:
+    """Numbers in a micro batch of the tokens that a context- and sequence-parallel rank has."""
+    samples = rank.micro_batch_size
+    return (positions_of(rank, context, tensor)[:, None] * samples + np.arange(samples)).ravel()
 
 
 def _context_part(whole: Array, axis: int, context: tuple[int, int]) -> Array:

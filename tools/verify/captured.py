@@ -158,6 +158,11 @@ class Part:
         """Of the parameter that it is a part of, of which stacked layers are no dimension."""
         return self.placement.global_shape[-len(self.record.shape) :]
 
+    @property
+    def name(self) -> str:
+        """Of the whole parameter."""
+        return whole_name(self.record.site.name)
+
     def values(self) -> Array:
         """Its values; NaN for elements of another rank's shard."""
         return self.one.values(self.record)
@@ -180,10 +185,7 @@ class Part:
 def units(capture: Capture, stage: Stage, slot: str = "") -> dict[Unit, list[Part]]:
     """Pieces of every parameter (a layer's own where layers are stacked), by key, layer and slot.
 
-    Args:
-        capture: Of all ranks.
-        stage: Of the pieces.
-        slot: What the slot begins with.
+    Those whose slot begins so.
     """
     found: defaultdict[Unit, list[Part]] = defaultdict(list)
     for one in capture.ranks:
@@ -217,6 +219,15 @@ def assembled(pieces: list[Part], capture: Capture) -> Array:
     return whole
 
 
+def region_of(
+    pieces: list[Part], capture: Capture, region: tuple[slice, ...], shape: tuple[int, ...]
+) -> Array | None:
+    """A region of the whole parameter; None where it has not this shape."""
+    whole = assembled(pieces, capture)
+    found = whole[region] if whole.ndim == len(shape) else whole
+    return found if found.shape == shape else None
+
+
 def local_gradients(pieces: list[Part], capture: Capture) -> list[list[tuple[Part, Array]]]:
     """Of each region the means over data-parallel copies, by the other ranks that have copies of it.
 
@@ -241,12 +252,14 @@ def whole_name(name: str) -> str:
     return name.partition("[")[0]
 
 
-def as_stored(values: Array, dtype: str) -> Array:
-    """A tensor's values in a type of the capture, one after another."""
+def as_stored(values: Array, dtype: str) -> memoryview:
+    """A tensor's bytes in a type of the capture, as a `CaptureWriter` takes them."""
     if dtype == "bfloat16":
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).ravel()
-    return np.ascontiguousarray(values, np.dtype(dtype)).ravel()
+        stored: Array = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    else:
+        stored = np.ascontiguousarray(values, np.dtype(dtype))
+    return memoryview(stored.ravel().view(np.uint8))
 
 
 def sites_in_order(capture: Capture) -> list[Site]:

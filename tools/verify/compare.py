@@ -42,6 +42,7 @@ from tools.verify.captured import (
     Unit,
     assembled,
     local_gradients,
+    region_of,
     sites_in_order,
     units,
     whole_name,
@@ -117,13 +118,7 @@ def drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
 def compare(
     reference: Capture, strategy: Capture, drifted: Drift = MappingProxyType({})
 ) -> Compared:
-    """Compare every tensor that both have.
-
-    Args:
-        reference: With measured responses.
-        strategy: The run in question.
-        drifted: Of the reference, where that was measured.
-    """
+    """Compare every tensor that both have; the reference has measured responses, and maybe its drift."""
     comparer = _Comparer(reference, strategy, drifted)
     comparer.lacking()
     comparer.activations()
@@ -210,24 +205,19 @@ class _Comparer:
             yield from self._elsewhere(found.key, pair)
         if stage not in PARAMETERS or pair is None:
             return
-        candidates = units(self._reference, stage, slot)
-        if stage is Stage.OPTIMIZER_STATE:
-            candidates |= units(self._reference, Stage.REDUCED_GRADIENTS)
+        # What it is compared with, in which slot, whether of the same parameter, and how that is called.
+        candidates = [(stage, slot, False, "")]
         if slot == _WEIGHT:
-            for unit, pieces in units(self._reference, stage, START_WEIGHT).items():
-                if whole_name(pieces[0].record.site.name) == name and unit[2] == START_WEIGHT:
-                    values = assembled(pieces, self._reference)[pair.region]
-                    if values.shape == pair.reference.shape:
-                        yield "the iteration before", values
-        for unit, pieces in candidates.items():
-            other = whole_name(pieces[0].record.site.name)
-            own = pieces[0].record.site.stage is not stage
-            if unit[2] == (_GRADIENT if own else slot) and (other == name) == own:
-                values = assembled(pieces, self._reference)
-                if values.ndim == pair.reference.ndim:
-                    values = values[pair.region]
-                    if values.shape == pair.reference.shape:
-                        yield other, values
+            candidates.insert(0, (stage, START_WEIGHT, True, "the iteration before"))
+        if stage is Stage.OPTIMIZER_STATE:
+            candidates.append((Stage.REDUCED_GRADIENTS, _GRADIENT, True, ""))
+        for of, in_slot, own, called in candidates:
+            for unit, pieces in units(self._reference, of, in_slot).items():
+                if unit[2] == in_slot and (pieces[0].name == name) == own:
+                    shape = pair.reference.shape
+                    values = region_of(pieces, self._reference, pair.region, shape)
+                    if values is not None:
+                        yield called or pieces[0].name, values
 
     def _elsewhere(self, key: Key, pair: Pair) -> Iterator[tuple[str, Array]]:
         """What other micro batches of a rank are to have, and other ranks in this one."""
@@ -298,10 +288,7 @@ class _Comparer:
     def _choice(self, one: RankCapture, record: TensorRecord) -> None:
         """What a router chose, exactly, but for experts whose scores are equal within rounding."""
         site = record.site
-        scored = Site(
-            site.stage, site.name, site.slot.replace(CHOICE, SCORES), site.micro_batch, site.call
-        )
-        by = one.by_site[scored]
+        by = one.by_site[msgspec.structs.replace(site, slot=site.slot.replace(CHOICE, SCORES))]
         choice, scores = (self._aligner.align(one, each) for each in (record, by))
         earlier = site.slot.startswith(EARLIER)
         self._seen += not earlier
@@ -330,7 +317,7 @@ class _Comparer:
                     name = pieces[0].record.site.name
                     self._skip("the reference has no such parameter", name, len(pieces))
                     continue
-                name = whole_name(theirs[unit][0].record.site.name)
+                name = theirs[unit][0].name
                 whole = assembled(theirs[unit], self._reference)
                 if self._beyond_scale(stage, whole, *(piece.values() for piece in pieces)):
                     self._skip(_OVERFLOW, name, len(pieces))
@@ -377,7 +364,7 @@ class _Comparer:
                 if unit in ours or unit[2] == REACH:
                     continue
                 self._seen += 1
-                record, name = pieces[0].record, whole_name(pieces[0].record.site.name)
+                record, name = pieces[0].record, pieces[0].name
                 if unit[:2] not in known or unit[2] not in slots:
                     self._skip(_HELD_BY_NONE, f"{name} ({stage} {unit[2]})")
                     continue
@@ -474,11 +461,9 @@ class _Comparer:
                 place = (record.site, rank.data[0], rank.context[0], rank.pipeline[0])
                 other, known = first.setdefault(place, (one, record))
                 if one.stored(record) != other.stored(known):
-                    mine, theirs = (
-                        Pair(a.rank.rank, record.site.micro_batch, a.values(b), a.values(b))
-                        for a, b in ((one, record), (other, known))
-                    )
-                    self._comparison(_key(record.site), record).add_copies(theirs, mine)
+                    ours, theirs = one.values(record), other.values(known)
+                    pair = Pair(rank.rank, record.site.micro_batch, ours, theirs)
+                    self._comparison(_key(record.site), record).add_copies(pair, other.rank.rank)
 
     def scalars(self) -> None:
         """The numbers of steps, and the norm that each rank clips by, against the reference's own."""

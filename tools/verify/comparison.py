@@ -54,12 +54,12 @@ class Comparison:
         """Whether it is wrong."""
         return self.error > self.tolerance or bool(self.replicas_differ) or self.uncovered > 0
 
-    def add_copies(self, one: Pair, other: Pair) -> None:
-        """Note that two ranks' tensors, which should be equal bit for bit, are not."""
-        self.replicas_differ = tuple(sorted({*self.replicas_differ, one.rank, other.rank}))
+    def add_copies(self, pair: Pair, other: int) -> None:
+        """Note that a tensor is not that of another rank, which should be equal bit for bit."""
+        self.replicas_differ = tuple(sorted({*self.replicas_differ, pair.rank, other}))
         if self.worst is None:
-            self.worst = Pair(other.rank, other.micro_batch, other.ours, one.ours)
-            self.error = max(self.error, relative_error(other.ours, one.ours))
+            self.worst = pair
+            self.error = max(self.error, relative_error(pair.ours, pair.reference))
 
     @property
     def ratio(self) -> float:

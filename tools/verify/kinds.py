@@ -78,7 +78,7 @@ def _kinds(
         return
     if not np.isfinite(pair.ours).all():
         yield Kind("not finite")
-    limit = min(max(2 * found.tolerance, 1e-3 * found.error), _LEFT * found.error)
+    limit = _limit(found.error, found.tolerance)
     if found.key[0] is Stage.NORM:
         yield from _norms(pairs, limit)
     yield from _factor(pair, limit, rank)
@@ -93,6 +93,11 @@ def _kinds(
         yield Kind("copies differ between ranks")
     if found.wrong_ranks and found.right_ranks:
         yield Kind(_SOME_RANKS)
+
+
+def _limit(error: float, tolerance: float) -> float:
+    """What a fit may leave of an error."""
+    return min(max(2 * tolerance, 1e-3 * error), _LEFT * error)
 
 
 def _norms(pairs: Sequence[Pair], limit: float) -> Iterator[Kind]:
@@ -144,19 +149,13 @@ def kind_of_parts(
 ) -> Kind | None:
     """Say by what the parts are multiplied that a tensor is a sum of; None if that is not what is wrong.
 
-    Args:
-        pair: The tensor and the reference's.
-        tolerance: Of its relative error.
-        parts: What the reference's is the sum of, by name.
-        rank: Any rank of the strategy, for its degrees.
-        extra: A part that is not in the reference's sum, such as what should have been forgotten.
+    The reference's is the sum of the parts, but for `extra`, such as what should have been forgotten.
     """
     if pair.ours.size * len(parts) > _MOST_FITTED:
         return None
     columns = np.stack([_flat(part) for part in parts.values()], axis=1)
     found, _, independent, _ = np.linalg.lstsq(columns, _flat(pair.ours), rcond=1e-9)
-    error = relative_error(pair.ours, pair.reference)
-    limit = min(max(2 * tolerance, 1e-3 * error), _LEFT * error)
+    limit = _limit(relative_error(pair.ours, pair.reference), tolerance)
     if independent < len(parts) or relative_error(columns @ found, _flat(pair.ours)) > limit:
         return None
     said, lost, factor = [], [], None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tools.records.capture import RECOMPUTED, Stage
+from tools.verify.captured import PARAMETERS
 from tools.verify.compare import STAGES
 from tools.verify.comparison import Compared, Comparison, Key
 
@@ -41,7 +42,6 @@ COLUMNS = (
 _SIDED = (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS)
 _SLOT = re.compile(r"(?:recomputed\.)?(input|output)(?:\.\w+)?(?:@[\w.]+)?")
 _LEAVES = (".weight", ".bias")
-_PARAMETERS = tuple(c.stage for c in COLUMNS[6:] if c.stage is not Stage.NORM)
 
 
 @dataclass
@@ -122,7 +122,7 @@ def rows_of(compared: Compared, first: Key | None) -> list[MapRow]:
     members: defaultdict[str, list[Comparison]] = defaultdict(list)
     for one in compared.comparisons:
         stage, name, _ = one.key
-        module = name.rpartition(".")[0] if stage in _PARAMETERS else ""
+        module = name.rpartition(".")[0] if stage in PARAMETERS else ""
         members[module or name].append(one)
     skipped = _not_compared(compared.not_aligned)
     roots = _tree(members, skipped)
@@ -159,7 +159,7 @@ def _not_compared(lines: Sequence[str]) -> dict[str, set[int]]:
             found[name] |= {place for place, column in enumerate(COLUMNS) if column.side == side}
     for word in words:
         if word.endswith(_LEAVES):
-            stages = (COLUMNS.index(MapColumn(stage)) for stage in _PARAMETERS)
+            stages = (COLUMNS.index(MapColumn(stage)) for stage in PARAMETERS)
             found[word.rpartition(".")[0]] |= {*stages}
     return found
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from tools.records.capture import COUNTED, Stage
-from tools.verify.captured import Array, Capture, Part, Unit, units, whole_name
+from tools.verify.captured import Array, Capture, Part, Unit, units
 from tools.verify.comparison import Said
 
 Groups = tuple[tuple[int, ...], ...]
@@ -55,7 +55,7 @@ def _membership(
             if part.one.rank.rank in group and part.record.site.slot == slot:
                 times[part.region()] += part.values()
     wrong = times != 1
-    name, share = whole_name(held[0].record.site.name), float(wrong.mean())
+    name, share = held[0].name, float(wrong.mean())
     if not wrong.any():
         return Said(name, (), "", share)
     missing = times == 0

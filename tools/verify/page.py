@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -164,21 +165,14 @@ def _legend() -> list[tuple[int, str]]:
 def _bars(compared: Compared) -> list[Bar]:
     """Tensors by error over tolerance: those without an error, then by powers of ten up to 1."""
     most = _BARS_A_DECADE * _DECADES
-    found = [0] * (most + 1)
-    for one in compared.comparisons:
-        place = 0
-        if one.ratio > 0:
-            place = math.floor(_BARS_A_DECADE * (math.log10(one.ratio) + _DECADES)) + 1
-            place = min(max(place, 1), most)
-        found[place] += 1
-    highest = max(found, default=0) or 1
-    bars = []
-    for place, tensors in enumerate(found):
-        above = 10 ** ((place - 1) / _BARS_A_DECADE - _DECADES)
-        upto = 10 ** (place / _BARS_A_DECADE - _DECADES)
-        text = f"{above:.2g} to {upto:.2g}" if place else "no error"
-        middle = math.sqrt(above * upto) if place else 0.0
-        bars.append(Bar(text, tensors, tensors / highest, level_of(middle, differs=False)))
+    edges = [10 ** (place / _BARS_A_DECADE - _DECADES) for place in range(most + 1)]
+    ratios = (one.ratio for one in compared.comparisons)
+    found = Counter(min(max(bisect_right(edges, r), 1), most) if r > 0 else 0 for r in ratios)
+    highest = max(found.values(), default=1)
+    bars = [Bar("no error", found[0], found[0] / highest, 0)]
+    for place, (above, upto) in enumerate(pairwise(edges), start=1):
+        level = level_of(math.sqrt(above * upto), differs=False)
+        bars.append(Bar(f"{above:.2g} to {upto:.2g}", found[place], found[place] / highest, level))
     return bars
 
 

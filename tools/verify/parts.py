@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tools.records.capture import PART, Stage
 from tools.verify.align import ActivationAligner
-from tools.verify.captured import Array, Capture, assembled, units, whole_name
+from tools.verify.captured import Array, Capture, region_of, units
 from tools.verify.comparison import Key, Pair
 from tools.verify.kinds import kind_of_parts
 from tools.verify.verdict import Judgement
@@ -73,15 +73,15 @@ def _sums(
             f"rank {part.one.rank.rank}": part.values() / part.one.rank.data[1]
             for pieces in units(strategy, Stage.LOCAL_GRADIENTS, key[2]).values()
             for part in pieces
-            if whole_name(part.record.site.name) == key[1] and part.record.shape == pair.ours.shape
+            if part.name == key[1] and part.record.shape == pair.ours.shape
         }
         if len(ranks) > 1:
             yield ranks, ""
     found = {
-        unit[2].removeprefix(PART): whole
+        unit[2].removeprefix(PART): values
         for unit, pieces in units(parts, Stage.LOCAL_GRADIENTS, PART).items()
-        if whole_name(pieces[0].record.site.name) == key[1]
-        and (whole := assembled(pieces, parts)[pair.region]).shape == pair.ours.shape
+        if pieces[0].name == key[1]
+        and (values := region_of(pieces, parts, pair.region, pair.ours.shape)) is not None
     }
     before = found.pop(BEFORE, None)
     if len(found) > 1:
@@ -94,9 +94,8 @@ def _same(key: Key, pair: Pair, strategy: Capture, other: Capture) -> Array | No
     """Of another run of the reference what the pair has of it; None if it has nothing like it."""
     if pair.micro_batch is None:
         for unit, pieces in units(other, key[0], key[2]).items():
-            if unit[2] == key[2] and whole_name(pieces[0].record.site.name) == key[1]:
-                whole = assembled(pieces, other)[pair.region]
-                return whole if whole.shape == pair.ours.shape else None
+            if unit[2] == key[2] and pieces[0].name == key[1]:
+                return region_of(pieces, other, pair.region, pair.ours.shape)
         return None
     aligner, one = ActivationAligner(other, strategy), strategy.ranks[pair.rank]
     for record in one.records:

@@ -12,6 +12,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,14 +30,18 @@ _SIDE, _THIN = 560, 64
 """CSS pixels: the longer side of a picture, and the least of the shorter."""
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """One side of a picture."""
 
     text: str
     length: int
     """Rows or columns of the tensor."""
-    ticks: tuple[int, ...]
+
+    @property
+    def ticks(self) -> tuple[int, ...]:
+        """Where the side is halved and quartered: where a rank's part would begin or end."""
+        parts = min(4, self.length)
+        return tuple(dict.fromkeys(self.length * part // parts for part in range(parts + 1)))
 
 
 @dataclass(frozen=True)
@@ -115,8 +120,8 @@ class Picture:
         if self._swapped:
             leading = [names[1], names[0]]
         return (
-            Axis(" × ".join(leading) or "one row", rows, _ticks(rows)),
-            Axis(names[-1] if names else "one element", columns, _ticks(columns)),
+            Axis(" × ".join(leading) or "one row", rows),
+            Axis(names[-1] if names else "one element", columns),
         )
 
     @property
@@ -182,9 +187,3 @@ def _coloured(matrix: Array, tolerance: float, largest: float) -> Array:
     found[..., :3] = np.where(wrong[..., None], _RED, _CALM)
     found[..., 3] = np.round(np.round(opacity * 48) / 48 * 255)
     return found
-
-
-def _ticks(length: int) -> tuple[int, ...]:
-    """Where the side is halved and quartered: where a rank's part would begin or end."""
-    parts = min(4, length)
-    return tuple(dict.fromkeys(length * part // parts for part in range(parts + 1)))

@@ -29,13 +29,14 @@ from tools.records.capture import (
 )
 from tools.verify.align import (
     GATED,
-    ROUTED,
     as_split,
     of_experts,
     positions_of,
     recomputed,
+    router_of,
     routes,
     scale_of,
+    tokens_of,
 )
 from tools.verify.captured import (
     PARAMETERS,
@@ -47,7 +48,6 @@ from tools.verify.captured import (
     read_capture,
     sites_in_order,
     units,
-    whole_name,
 )
 
 _SPLIT_IN_EXPERTS = ("linear_fc1 output.0", "linear_fc2 input.input_")
@@ -58,13 +58,8 @@ _Place = tuple[int, int]
 
 
 def as_one_rank(reference: Capture, strategy: Capture, folder: Path) -> Capture:
-    """The reference as one rank would have it; itself if it is one, or split as the strategy is.
-
-    Args:
-        reference: With measured responses.
-        strategy: What will be compared with it.
-        folder: Takes the capture.
-    """
+    """The reference as one rank would have it, written to a folder; itself if it is one, or split as the
+    strategy is that will be compared with it."""
     if len(reference.ranks) == 1 or as_split(reference.first) == as_split(strategy.first):
         return reference
     target = folder / "rank-0"
@@ -150,9 +145,7 @@ class _Joiner:
         for stage in PARAMETERS:
             for (key, stacked, _), pieces in units(self._reference, stage).items():
                 like = pieces[0]
-                site = msgspec.structs.replace(
-                    like.record.site, name=whole_name(like.record.site.name)
-                )
+                site = msgspec.structs.replace(like.record.site, name=like.name)
                 whole = assembled(pieces, self._reference)
                 shape = like.placement.global_shape
                 place = Placement(key, shape, (*stacked, *[0] * whole.ndim))
@@ -275,18 +268,16 @@ class _Joiner:
         self, site: Site, micro_batch: int, holder: RankCapture, values: Array
     ) -> Iterator[tuple[int, Array, Array]]:
         """Each sender's data-parallel rank, the numbers of its tokens, and their rows."""
-        layer, _, expert = site.name.partition(ROUTED)
-        router = Site(Stage.OUTPUTS, f"{layer}.router", "output.1", micro_batch)
+        router, expert = router_of(site.name)
+        router = msgspec.structs.replace(router, micro_batch=micro_batch)
         found, begin = [], 0
         for data, context, tensor in holder.rank.expert_sources:
             sender = self._by_place[data, context, tensor, holder.rank.pipeline[0]]
             record = sender.by_site.get(router)
-            if record is None or not expert:
+            if record is None or expert is None:
                 return
-            routed = sender.values(record)[:, int(expert.partition(".")[0])].astype(bool)
-            samples = self._rank.micro_batch_size
-            positions = positions_of(sender.rank, context, tensor)
-            tokens = (positions[:, None] * samples + np.arange(samples)).ravel()
+            routed = sender.values(record)[:, expert].astype(bool)
+            tokens = tokens_of(sender.rank, context, tensor)
             if len(tokens) != len(routed):
                 return
             tokens = tokens[routed]
@@ -312,8 +303,7 @@ class _Joiner:
     def _add(
         self, site: Site, dtype: str, whole: Array, placement: Placement | None = None
     ) -> TensorRecord:
-        stored = memoryview(as_stored(whole, dtype).view(np.uint8))
-        return self._writer.add(site, dtype, whole.shape, stored, placement)
+        return self._writer.add(site, dtype, whole.shape, as_stored(whole, dtype), placement)
 
     def _leave(self, site: Site, why: str) -> None:
         self._left[why].append(f"{site.name} {site.slot}")

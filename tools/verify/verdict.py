@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from xml.etree.ElementTree import Element, SubElement, tostring
@@ -163,12 +164,7 @@ def _check_same_masks(theirs: CapturedRank, ours: CapturedRank) -> None:
 def judge(
     reference: Capture, strategy: Capture, drifted: Drift = MappingProxyType({})
 ) -> Judgement:
-    """Compare two captures.
-
-    Args:
-        reference: With measured responses.
-        strategy: The run in question.
-        drifted: Of the reference, where that was measured.
+    """Compare two captures, as `compare` does.
 
     Raises:
         VerifyError: They are of different work, or none of the activations could be aligned.
@@ -217,16 +213,12 @@ def write_forced(
 ) -> None:
     """Write the reference's tensors as the strategy's ranks would have them, to take their place.
 
-    Weights at the start, inputs of modules, gradients of their outputs, and what routers choose.
-
-    Args:
-        reference: Whose tensors are used.
-        strategy: Whose ranks shall use them.
-        folder: Takes them.
-        start_alone: Write weights at the start and routers' choices, and no other tensor.
+    Weights at the start and what routers choose; unless `start_alone`, inputs of modules and gradients
+    of their outputs, too.
     """
     aligner = ActivationAligner(reference, strategy)
-    pieces, wholes = units(reference, Stage.WEIGHTS), {}
+    pieces = units(reference, Stage.WEIGHTS)
+    whole = cache(lambda unit: assembled(pieces[unit], reference))
     for one in strategy.ranks:
         with CaptureWriter(folder / one.folder.name) as writer:
             for record in one.by_site.values():
@@ -236,14 +228,12 @@ def write_forced(
                 given = of_outputs or (backward and site.slot.startswith("output"))
                 if site.slot in STARTS:
                     part = Part(one, record)
-                    if part.unit in pieces and part.unit not in wholes:
-                        wholes[part.unit] = assembled(pieces[part.unit], reference)
-                    if part.unit in wholes:
-                        values = wholes[part.unit][part.region()]
+                    if part.unit in pieces:
+                        values = whole(part.unit)[part.region()]
                 elif site.slot.endswith(CHOICE) or (given and not start_alone):
                     values = aligner.align(one, record).reference
                 if values is not None:
-                    stored = memoryview(as_stored(values, record.dtype).view(np.uint8))
+                    stored = as_stored(values, record.dtype)
                     writer.add(record.site, record.dtype, record.shape, stored)
             writer.close(one.rank)
 
@@ -251,10 +241,7 @@ def write_forced(
 def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgement:
     """Name the first module that is wrong by itself.
 
-    Args:
-        judgement: Of the strategy's own run.
-        reference: What it was compared with.
-        forced: The strategy's run with the reference's tensors in the place of its own.
+    It is so in `forced`, the strategy's run with the reference's tensors in the place of its own.
     """
     compared = compare(reference, forced)
     own = compared.wrong(*LOCAL)
