@@ -146,7 +146,7 @@ def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residu
         return Residual(expressed, predicted, value / predicted - 1)
     predicted, measured = (seconds := _seconds(spec, cluster)), value
     if metric != "step_time_s":
-        predicted = _rate(expressed, cluster, seconds, flops_a_token)
+        predicted = _rate(expressed, seconds, flops_a_token)
         measured = seconds * predicted / value
     peak = cluster.devices * max(cluster.device.peak_tflops.values()) * 1e12
     used = model_flops(spec.shape, spec.batch.global_batch_size) / peak / max(measured, 1e-30)
@@ -161,11 +161,9 @@ def _fits(expressed: Expressed) -> bool:
     return fit_of(expressed.spec, memory, expressed.cluster) is not Fit.DOES_NOT_FIT
 
 
-def _rate(
-    expressed: Expressed, cluster: Cluster, seconds: float, flops_a_token: float | None
-) -> float:
+def _rate(expressed: Expressed, seconds: float, flops_a_token: float | None) -> float:
     """Tokens, FLOP or the share of peak, a second and device."""
-    reading, spec = expressed.reading, expressed.spec
+    reading, spec, cluster = expressed.reading, expressed.spec, expressed.cluster
     tokens = spec.tokens_per_iteration / seconds / cluster.devices
     if reading.metric == "tokens_per_s_per_gpu":
         return tokens

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from tools.plan.memory import COMPONENTS, fullest_rank
@@ -80,8 +79,7 @@ def by_source(residuals: Residuals) -> list[ErrorGroup]:
             return f"{source}, {' and '.join(residual.unstated)} not stated"
         return f"{source}, memory" if kind == MEMORY and TIME in kinds[source] else source
 
-    refused = Counter(item.source for item in residuals.refused)
-    return _groups(residuals.predicted, name, refused)
+    return _groups(residuals.predicted, name, residuals.refused)
 
 
 def by_gpu(residuals: Residuals) -> list[ErrorGroup]:
@@ -94,44 +92,39 @@ def by_gpu(residuals: Residuals) -> list[ErrorGroup]:
 
 def by_kind(residuals: Residuals) -> list[ErrorGroup]:
     """A group for each kind of run that the README names, times in seconds or tokens and bytes."""
-    groups = _groups(filter(_kind_of_run, residuals.predicted), _kind_of_run)
-    return sorted(groups, key=lambda group: _KINDS.index(group.name))
+    found = _groups(filter(_kind_of_run, residuals.predicted), _kind_of_run)
+    groups = {group.name: group for group in found}
+    return [groups[kind] for kind in _KINDS if kind in groups]
 
 
-_KINDS = (
-    "vTrain 64-512",
-    "vTrain 2-8",
-    "H100 BF16 recipes",
-    "H100 FP8 recipes",
-    "B200, GB200 dense",
-    "B300, GB300 dense",
-    "FSDP, dense",
-    "MoE, H100",
-    "MoE, Blackwell",
-    "memory allocated between iterations, Megatron's tests",
-    "peak memory, Megatron's tests",
-    "layers of several kinds",
-    "BigScience, 384 A100",
-    "MLPerf, dense",
-    "Zero Bubble, 8-32 A100",
-)
+_KINDS: dict[str, tuple[str, ...]] = {
+    "vTrain 64-512": ("VIA-Research/vTrain multi-node",),
+    "vTrain 2-8": ("VIA-Research/vTrain single-node",),
+    "H100 BF16 recipes": (),
+    "H100 FP8 recipes": (),
+    "B200, GB200 dense": (),
+    "B300, GB300 dense": (),
+    "FSDP, dense": (
+        *("mosaicml/llm-foundry", "pytorch/torchtitan", "foundation-model-stack/fms-fsdp"),
+    ),
+    "MoE, H100": (),
+    "MoE, Blackwell": (),
+    "memory allocated between iterations, Megatron's tests": ("memory_allocated_bytes",),
+    "peak memory, Megatron's tests": ("peak_memory_allocated_bytes",),
+    "layers of several kinds": (),
+    "BigScience, 384 A100": ("BigScience (Jean Zay, A100)",),
+    "MLPerf, dense": tuple(
+        f"NVIDIA/NeMo MLPerf {task}" for task in ("v4.1 gpt3", "v5.0 405b", "v5.1 405b", "v5.1 8b")
+    ),
+    "Zero Bubble, 8-32 A100": tuple(
+        f"Zero Bubble (arXiv:2401.10241) Table {number}" for number in (4, 6)
+    ),
+}
+"""In the README's order, with sources of one kind alone; of Megatron's tests the metrics."""
+_KIND_OF = {known: kind for kind, found in _KINDS.items() for known in found}
+_NOT_FITTED = ("", "vTrain 2-8", "MLPerf, dense", "Zero Bubble, 8-32 A100")
 _TESTS = "NVIDIA/Megatron-LM golden values"
 _RECIPES = ("NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/dgxc-benchmarking")
-_FSDP = ("mosaicml/llm-foundry", "pytorch/torchtitan", "foundation-model-stack/fms-fsdp")
-_MLPERF = tuple(
-    f"NVIDIA/NeMo MLPerf {task}" for task in ("v4.1 gpt3", "v5.0 405b", "v5.1 405b", "v5.1 8b")
-)
-_ZERO_BUBBLE = tuple(f"Zero Bubble (arXiv:2401.10241) Table {number}" for number in (4, 6))
-_BY_SOURCE = {
-    "VIA-Research/vTrain multi-node": _KINDS[0],
-    "VIA-Research/vTrain single-node": _KINDS[1],
-    "BigScience (Jean Zay, A100)": _KINDS[12],
-    **dict.fromkeys(_FSDP, _KINDS[6]),
-    **dict.fromkeys(_MLPERF, _KINDS[13]),
-    **dict.fromkeys(_ZERO_BUBBLE, _KINDS[14]),
-}
-_BY_BYTES = {"memory_allocated_bytes": _KINDS[9], "peak_memory_allocated_bytes": _KINDS[10]}
-_NOT_FITTED = ("", _KINDS[1], *_KINDS[13:], *_BY_BYTES.values())
 _DIRECT = ("step_time_s", "tokens_per_s_per_gpu")
 _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 
@@ -139,25 +132,26 @@ _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 def _kind_of_run(item: Residual) -> str:
     """Empty where the README names none."""
     reading = item.reading
-    if reading.source == _TESTS:
-        return _BY_BYTES.get(reading.metric, "")
-    if reading.metric not in _DIRECT:
+    of_tests = reading.source == _TESTS
+    if reading.metric not in _DIRECT and not of_tests:
         return ""
     if reading.source not in _RECIPES:
-        return _BY_SOURCE.get(reading.source, "")
+        return _KIND_OF.get(reading.metric if of_tests else reading.source, "")
     device, spec = item.expressed.cluster.device, item.expressed.spec
     hopper = device.generation == "hopper"
     if spec.shape.blocks:
-        return _KINDS[11]
+        return "layers of several kinds"
     if spec.shape.experts:
-        return _KINDS[7 if hopper else 8]
-    dense = (3 if spec.fp8_recipe else 2) if hopper else 5 if "B300" in device.name else 4
-    return _KINDS[dense]
+        return "MoE, H100" if hopper else "MoE, Blackwell"
+    if hopper:
+        return "H100 FP8 recipes" if spec.fp8_recipe else "H100 BF16 recipes"
+    return "B300, GB300 dense" if "B300" in device.name else "B200, GB200 dense"
 
 
 def by_split(residuals: Residuals) -> list[ErrorGroup]:
     """Of the kinds that constants are fitted to: the third that fits do not use, and the others."""
-    fitted = [item for item in residuals.predicted if _kind_of_run(item) not in _NOT_FITTED]
+    timed = [item for item in residuals.predicted if item.seconds]
+    fitted = [item for item in timed if _kind_of_run(item) not in _NOT_FITTED]
     names = ("the other two thirds", "kept back from the fit")
     return _groups(fitted, lambda item: names[item.reading.kept_back])
 
@@ -353,14 +347,15 @@ def as_data(residuals: Residuals, errors: Errors) -> dict[str, Any]:
 def _groups(
     predicted: Iterable[Residual],
     name: Callable[[Residual], str],
-    refused: Mapping[str, int] = MappingProxyType({}),
+    refused: Iterable[Refusal] = (),
 ) -> list[ErrorGroup]:
-    members: dict[str, list[Residual]] = {source: [] for source in refused}
+    lacking = Counter(item.source for item in refused)
+    members: dict[str, list[Residual]] = {source: [] for source in lacking}
     for item in predicted:
         members.setdefault(name(item), []).append(item)
     groups = []
     for title, items in sorted(members.items()):
         metrics = dict.fromkeys(item.reading.metric for item in items)
-        errors, readings = tuple(item.error for item in items), len(items) + refused.get(title, 0)
+        errors, readings = tuple(item.error for item in items), len(items) + lacking[title]
         groups.append(ErrorGroup(title, "+".join(metrics), readings, errors))
     return groups

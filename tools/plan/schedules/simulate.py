@@ -141,20 +141,21 @@ def _order(
     backwards = [_virtual_step(Pass.BACKWARD, k, pipeline, virtual) for k in range(count * virtual)]
     if schedule is PipelineSchedule.GPIPE:
         return forwards + backwards[::-1]
-    warmup = pipeline - worker - 1
-    if schedule is PipelineSchedule.INTERLEAVED and virtual > 1:
-        warmup = 2 * warmup + (virtual - 1) * pipeline
-    warmup = min(warmup, len(forwards))
+    warmup = min(_warmup(worker, pipeline, virtual), len(forwards))
     steps = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         steps += [forward, backward]
     return steps + backwards[len(forwards) - warmup :]
 
 
+def _warmup(worker: int, pipeline: int, virtual: int) -> int:
+    """Forwards of 1F1B before the first backward may come."""
+    stages = pipeline - worker - 1
+    return 2 * stages + (virtual - 1) * pipeline if virtual > 1 else stages
+
+
 def _virtual_step(direction: Pass, index: int, pipeline: int, virtual: int) -> Step:
     """Megatron's order: groups of `pipeline` micro batches go through each chunk in turn."""
-    if virtual == 1:
-        return Step(direction, index)
     group, place = divmod(index, pipeline * virtual)
     chunk = place // pipeline
     if direction is Pass.BACKWARD:
@@ -255,11 +256,7 @@ def closed_form_activations(timeline: SimulatedSchedule) -> tuple[float, ...]:
         return (float(microbatches),) * pipeline
     if timeline.schedule.is_asynchronous:
         microbatches *= timeline.iterations
-    if virtual == 1:
-        return tuple(float(min(pipeline - worker, microbatches)) for worker in range(pipeline))
-    chunks = (
-        2 * (pipeline - worker - 1) + (virtual - 1) * pipeline + 1 for worker in range(pipeline)
-    )
+    chunks = (_warmup(worker, pipeline, virtual) + 1 for worker in range(pipeline))
     return tuple(min(count, microbatches * virtual) / virtual for count in chunks)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tools.plan.calibration import calibration_of
 from tools.plan.constraints import NEWEST, violations
-from tools.plan.readings.local_readings import OwnRuns, Row, own_runs, row_of
+from tools.plan.readings.local_readings import Row, own_runs, row_of
 from tools.plan.readings.neighbours import Uncertainty, uncertainty
 from tools.plan.readings.reading_to_spec import RefusedError, execution_of_flags
 from tools.plan.tensors import UnevenSplitError
@@ -62,7 +62,7 @@ def planned(
             not spec.shape.vocabulary or spec.shape.linear
         ):  # Of linear attention no time is planned.
             continue
-        known = own_runs(own, cluster).without(spec) if own else OwnRuns()
+        known = own_runs(own, cluster).without(spec)
         try:
             found.append(PlannedEntry(entry, uncertainty(spec, cluster, known)))
         except (UnevenSplitError, NoPeakError):
