@@ -35,30 +35,19 @@ class ErrorGroup:
     """Of those predicted."""
 
     @property
-    def mean_abs_error(self) -> float | None:
-        """None where nothing is predicted, as below."""
-        return statistics.mean(map(abs, self.errors)) if self.errors else None
-
-    @property
-    def median_error(self) -> float | None:
-        """The sign shows the bias."""
-        return statistics.median(self.errors) if self.errors else None
-
-    @property
-    def median_abs_error(self) -> float | None:
-        """Half of the readings are missed by less."""
-        return statistics.median(map(abs, self.errors)) if self.errors else None
-
-    @property
-    def p90_abs_error(self) -> float | None:
-        """Nine of ten readings are missed by less."""
-        ordered = sorted(map(abs, self.errors))
-        return ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))] if ordered else None
-
-    def within(self, bound: float) -> float | None:
-        """Share of the readings missed by at most `bound`."""
-        near = (abs(error) <= bound for error in self.errors)
-        return statistics.mean(near) if self.errors else None
+    def figures(self) -> dict[str, float]:
+        """Of the errors' sizes; the median's sign shows the bias. Empty where nothing is predicted."""
+        sizes = sorted(map(abs, self.errors))
+        if not sizes:
+            return {}
+        return {
+            "median_abs_error": statistics.median(sizes),
+            "mean_abs_error": statistics.mean(sizes),
+            "median_error": statistics.median(self.errors),
+            "p90_abs_error": sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))],
+            "within_10%": statistics.mean(size <= 0.10 for size in sizes),
+            "within_15%": statistics.mean(size <= 0.15 for size in sizes),
+        }
 
 
 def kind_of(metric: str) -> str:
@@ -181,7 +170,6 @@ def cause(residual: Residual) -> str:
 class Choice:
     """Readings that differ in strategy alone, and the one that the planner would take."""
 
-    readings: int
     chosen: Residual
     regret: float
     """Time lost by it over the fastest that was measured, as a share."""
@@ -232,7 +220,7 @@ def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]
         medians = {spec: statistics.median(measured) for spec, measured in times.items()}
         regret = medians[spec] / min(medians.values()) - 1
         apart = (max(measured) / min(measured) - 1 for measured in times.values() if measured[1:])
-        found.append(Choice(len(items), chosen, regret, tuple(apart)))
+        found.append(Choice(chosen, regret, tuple(apart)))
     return found
 
 
@@ -245,13 +233,17 @@ def _whole(share: float | None) -> str:
     return DASH if share is None else f"{share:.0%}"
 
 
+def _errors(name: str, figure: str, text: Callable[[Any], str]) -> Column[ErrorGroup]:
+    return Column(name, lambda group: group.figures.get(figure), text)
+
+
 ERRORS = (
-    Column[ErrorGroup]("median |error|", lambda group: group.median_abs_error, percent),
-    Column[ErrorGroup]("mean |error|", lambda group: group.mean_abs_error, percent),
-    Column[ErrorGroup]("median error", lambda group: group.median_error, signed),
-    Column[ErrorGroup]("p90 |error|", lambda group: group.p90_abs_error, percent),
-    Column[ErrorGroup]("within 10%", lambda group: group.within(0.10), _whole),
-    Column[ErrorGroup]("within 15%", lambda group: group.within(0.15), _whole),
+    _errors("median |error|", "median_abs_error", percent),
+    _errors("mean |error|", "mean_abs_error", percent),
+    _errors("median error", "median_error", signed),
+    _errors("p90 |error|", "p90_abs_error", percent),
+    _errors("within 10%", "within_10%", _whole),
+    _errors("within 15%", "within_15%", _whole),
 )
 """How far a group is predicted off."""
 
@@ -325,6 +317,9 @@ def _row(item: Residual, errors: Errors) -> dict[str, Any]:
     }
 
 
+_SAID = ("mean_abs_error", "median_error", "p90_abs_error")
+
+
 def as_data(residuals: Residuals, errors: Errors) -> dict[str, Any]:
     """The contract of `validate --json`."""
     return {
@@ -333,9 +328,7 @@ def as_data(residuals: Residuals, errors: Errors) -> dict[str, Any]:
                 "metric": group.metric,
                 "readings": group.readings,
                 "predicted": len(group.errors),
-                "mean_abs_error": group.mean_abs_error,
-                "median_error": group.median_error,
-                "p90_abs_error": group.p90_abs_error,
+                **{name: group.figures.get(name) for name in _SAID},
             }
             for group in by_source(residuals)
         },
