@@ -394,17 +394,14 @@ def _golden_spec(reading: Reading, case: list[str]) -> RunSpec:
     spec = _spec_of_flags(reading, case)
     if pattern and max(spec.parallelism.pipeline, spec.parallelism.context) > 1:
         raise RefusedError(_UNLAID.format(reading.model))
-    pipeline, virtual = spec.parallelism.pipeline, spec.parallelism.virtual_stages
     local = flags.text("--transformer-impl") == "local"
     unfused = local or flags.text("--attention-backend") == "unfused"
-    batch, stages = spec.batch, spec.stages
+    batch = spec.batch
     if batch.global_batch_size % (batch.micro_batch_size * spec.parallelism.data):
         raise RefusedError(
             f"its global batch of {batch.global_batch_size} is no multiple of its steps"
         )
-    if stages.problem(spec.shape.layers, pipeline, virtual):
-        stages = _stages_of_recipe(spec.shape, pipeline * virtual)
-    return replace(spec, fused_attention=not unfused, stages=stages)
+    return replace(spec, fused_attention=not unfused)
 
 
 def execution_of_flags(flags: Flags) -> Execution:

@@ -157,8 +157,9 @@ def cause(residual: Residual) -> str:
         return ""
     spec, cluster = residual.expressed.spec, residual.expressed.cluster
     if kind_of(reading.metric) == MEMORY:
-        held, names = predicted_memory(spec, reading.metric), set(COMPONENTS) - {"allocator"}
-        parts = {name: getattr(held, name) / held.live for name in COMPONENTS if name in names}
+        held = predicted_memory(spec, reading.metric)
+        live = (name for name in COMPONENTS if name != "allocator")
+        parts = {name: getattr(held, name) / held.live for name in live}
     else:
         seconds = iteration_seconds(spec, cluster)
         parts = {name: getattr(seconds, name) / seconds.total for name in TIME_COMPONENTS}
