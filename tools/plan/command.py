@@ -25,7 +25,7 @@ from tools.plan.picture import draw_plan
 from tools.plan.readings.neighbours import uncertainty
 from tools.plan.recipes import DEFAULTS, Chosen, recipe_sentence, search_recipes
 from tools.plan.request import request_from_options
-from tools.plan.search import Candidate, Plan, devices_needed, scaling, training_days
+from tools.plan.search import Plan, devices_needed, scaling, training_days
 from tools.plan.show import plan_as_data, print_plan
 from tools.spec.flags import Flags
 from tools.spec.stages import LAYOUT_FLAG
@@ -74,17 +74,17 @@ def _plan(options: PlanOptions) -> int:
     if plan.winner is None:
         print(_refusal(plan), file=sys.stderr)
         return 1
-    _show(options, plan, plan.winner, chosen)
+    _show(options, plan, chosen)
     if options.svg:
         draw_plan(plan, options.svg)
     return 0
 
 
-def _show(options: PlanOptions, plan: Plan, winner: Candidate, chosen: Sequence[Chosen]) -> None:
+def _show(options: PlanOptions, plan: Plan, chosen: Sequence[Chosen]) -> None:
     days = training_days(plan, options.tokens) if options.tokens else None
     scaled = scaling(plan) if options.tokens else None
     verified = verify(plan, options.verify) if options.verify else []
-    known = uncertainty(winner.spec, plan.request.cluster, plan.request.own)
+    known = uncertainty(plan.ranked[0].spec, plan.request.cluster, plan.request.own)
     # A study of a survey's method: by name, because tools import no examples.
     solved = import_module("examples.studies.alpa").beside(plan) if options.alpa else ""
     if options.json:
@@ -101,7 +101,7 @@ def _show(options: PlanOptions, plan: Plan, winner: Candidate, chosen: Sequence[
         console.print(known.warning, style="bold yellow", highlight=False)
     if options.recipe:
         console.print(recipe_sentence(options.recipe, chosen), highlight=False)
-    print_plan(plan, winner, console, days, scaled, str(known))
+    print_plan(plan, console, days, scaled, str(known))
     if solved:
         console.print(solved, highlight=False)
     if verified:

@@ -100,14 +100,9 @@ def _communication(spec: RunSpec) -> dict[str, int]:
 
 
 def print_plan(
-    plan: Plan,
-    winner: Candidate,
-    console: Console,
-    days: float | None,
-    scaled: Scaling | None,
-    error: str,
+    plan: Plan, console: Console, days: float | None, scaled: Scaling | None, error: str
 ) -> None:
-    """Print a plan; `error` says how far predictions like the winner's were missed."""
+    """Print a plan that has a winner; `error` says how far predictions like its were missed."""
     sentences, devices = advice(plan), plan.request.cluster.devices
     if scaled and scaled.devices == devices:
         sentences.append(f"Fewer than {devices} devices do not hold it.")
@@ -120,6 +115,7 @@ def print_plan(
         sentences.append(f"Training takes {days:,.1f} days.")
     for sentence in (*sentences, error):
         console.print(sentence, highlight=False)
+    winner = plan.ranked[0]
     best = f"The best of {plan.legal:,} legal configurations"
     if tied := [found.strategy for found in plan.tied]:
         more = [f"{len(tied) - _NAMED} more"] if len(tied) > _NAMED else []
