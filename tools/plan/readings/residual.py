@@ -118,11 +118,8 @@ def with_constants(cluster: Cluster, constants: Constants) -> Cluster:
 
 
 def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residual:
-    """One reading beside its prediction.
-
-    Args:
-        expressed: The reading.
-        flops_a_token: The source's own, where it also prints the run's tokens; else the closed form's.
+    """One reading beside its prediction, with its source's FLOPs a token where it also prints the run's
+    tokens, else those of the closed form.
 
     Raises:
         UnevenSplitError: A degree does not divide what it splits.

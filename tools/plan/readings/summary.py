@@ -186,13 +186,9 @@ class Choice:
 
 
 def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]:
-    """Every group of two or more strategies of one model, batch, device and source; one that was
-    measured more than once counts with its median.
-
-    Args:
-        residuals: Of all readings.
-        across_releases: Whether a group may hold runs of several releases of a container.
-    """
+    """Every group of two or more strategies of one model, batch, device and source, and, unless it may
+    lie `across_releases`, of one release of a container; what was measured more than once counts with
+    its median."""
     groups: dict[tuple[object, ...], list[Residual]] = defaultdict(list)
     for item in residuals.predicted:
         reading, spec = item.reading, item.expressed.spec

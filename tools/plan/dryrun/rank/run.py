@@ -61,7 +61,7 @@ def run_rank(entry: ModuleType, job: Job) -> RankReport:
     watch = IterationWatch(job.rank)
     apply_patches((watch.patch(),), find_context(ENTRY, "cpu"))
     entry.build_datasets = _fake_data  # type: ignore[attr-defined]
-    with FakeTensorMode(), AnswerForContents():
+    with FakeTensorMode(), AnswerForContents():  # type: ignore[no-untyped-call]
         entry.main()
     return watch.report(time.monotonic() - started)
 
