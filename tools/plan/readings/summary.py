@@ -171,6 +171,7 @@ def cause(residual: Residual) -> str:
 class Choice:
     """Readings that differ in strategy alone, and the one that the planner would take."""
 
+    readings: int
     chosen: Residual
     regret: float
     """Time lost by it over the fastest that was measured, as a share."""
@@ -217,7 +218,7 @@ def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]
         medians = {spec: statistics.median(measured) for spec, measured in times.items()}
         regret = medians[spec] / min(medians.values()) - 1
         apart = (max(measured) / min(measured) - 1 for measured in times.values() if measured[1:])
-        found.append(Choice(chosen, regret, tuple(apart)))
+        found.append(Choice(len(items), chosen, regret, tuple(apart)))
     return found
 
 

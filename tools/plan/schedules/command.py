@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from tools.plan.schedules.simulate import (
     COMPARED,
-    Durations,
     Pass,
     ScheduleFigures,
     SimulatedSchedule,
@@ -43,7 +42,6 @@ def schedules(given: Namespace) -> int:
     Raises:
         ValueError: What cannot be; one sentence.
     """
-    durations = Durations(given.forward, given.backward, given.transfer)
     timelines = [
         simulate(
             schedule,
@@ -51,7 +49,9 @@ def schedules(given: Namespace) -> int:
             given.microbatches,
             iterations=given.iterations,
             virtual=given.vpp,
-            durations=durations,
+            forward=given.forward,
+            backward=given.backward,
+            transfer=given.transfer,
         )
         for schedule in COMPARED
         # One micro batch is too few for two versions, and enough to see what the others do.
