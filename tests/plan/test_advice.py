@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,10 @@ from tools.plan.advice import (
     family_of,
     no_fit_sentence,
     runner_up_sentence,
+    saved,
 )
 from tools.plan.search import Request, search
+from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec.strategy import Parallelism, Sharding
 
 MakeRequest = Callable[..., Request]
@@ -57,6 +60,14 @@ def test_the_runner_up_is_compared_in_numbers(make_request: MakeRequest) -> None
     assert first.strategy in advice(plan)[4]
     assert second.strategy in advice(plan)[4]
     assert "ms of" in runner_up_sentence(first, slower)
+
+
+def test_every_part_of_a_time_can_be_what_is_saved(make_request: MakeRequest) -> None:
+    winner = search(make_request("gpt2-large", 2, "h200", 64)).ranked[0]
+    for part in TIME_COMPONENTS:
+        longer: dict[str, Any] = {part: getattr(winner.seconds, part) + 1.0}
+        slower = replace(winner, seconds=replace(winner.seconds, **longer))
+        assert saved(winner, slower).startswith("saves 1,000.0 ms of ")
 
 
 def test_a_slow_network_is_what_binds(make_request: MakeRequest) -> None:

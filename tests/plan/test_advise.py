@@ -6,7 +6,7 @@ import pytest
 
 from tests.given import asked_of_plan
 from tools.plan.__main__ import main
-from tools.plan.advise.command import answers
+from tools.plan.advise import answers
 from tools.plan.request import request_from_options
 from tools.plan.search import search
 

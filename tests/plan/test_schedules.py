@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from tools.plan.schedules.simulate import (
     COMPARED,
-    Durations,
     Pass,
     SimulatedSchedule,
     closed_form_activations,
@@ -31,7 +30,7 @@ def timelines(draw: st.DrawFn) -> SimulatedSchedule:
         pipeline * groups,
         iterations=iterations,
         virtual=virtual,
-        durations=Durations(backward=backward),
+        backward=backward,
     )
 
 
@@ -87,7 +86,7 @@ def test_the_published_pp2_run_idles_as_long_as_it_works() -> None:
 
 def test_messages_lengthen_the_pipeline() -> None:
     quick = simulate(PipelineSchedule.ONE_F_ONE_B, 4, 8)
-    slow = simulate(PipelineSchedule.ONE_F_ONE_B, 4, 8, durations=Durations(transfer=0.5))
+    slow = simulate(PipelineSchedule.ONE_F_ONE_B, 4, 8, transfer=0.5)
     assert slow.length > quick.length
 
 

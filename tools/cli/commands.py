@@ -209,7 +209,7 @@ SECTIONS = {
             required=("NAME",), example="NAME=blueberry"),
     ),
     "Planning, without devices": (
-        Command("advise", "tools.plan.advise.command:advise",
+        Command("advise", "tools.plan.advise:advise",
             "what to use, second, avoid, why, what would change it: MODEL= GPUS= GPU=", _PLANNED,
             required=("MODEL",), example=_A_PLAN, in_clone=f"{_HERE}:own_measurements", packages=()),
         Command("plan", "tools.plan.command:plan",

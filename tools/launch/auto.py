@@ -21,7 +21,7 @@ from tools.launch.options import Options
 from tools.launch.runtime import choose_runtime
 from tools.launch.train import start
 from tools.plan.calibration import calibration_of
-from tools.plan.readings.local_readings import OwnRuns, own_runs
+from tools.plan.readings.local_readings import own_runs
 from tools.plan.readings.neighbours import uncertainty
 from tools.plan.readings.reading_to_spec import execution_of_flags
 from tools.plan.search import Candidate, Plan, Request, search
@@ -67,8 +67,7 @@ def plan_here(job: Job, console: Console, own: Path | None = None) -> Plan:
     """
     device = _device(job)
     request = request_here(job, device, _calibration(job, device, console))
-    known = own_runs(own, request.cluster) if own else OwnRuns()
-    return search(replace(request, own=known))
+    return search(replace(request, own=own_runs(own, request.cluster)))
 
 
 def request_here(job: Job, device: Device, calibration: Calibration) -> Request:

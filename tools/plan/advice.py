@@ -20,7 +20,6 @@ from tools.text.units import GIB, amount, duration, gib, joined, ms, plural
 
 _COMPONENT_WORDS = {
     "matmul": "matrix products",
-    "attention": "attention",
     "memory_bound": "memory-bound kernels",
     "tensor_parallel": "exposed tensor-parallel communication",
     "context_parallel": "exposed context-parallel communication",
@@ -30,6 +29,7 @@ _COMPONENT_WORDS = {
     "gradient_sync": "gradient synchronisation",
     "optimizer": "the optimizer",
 }
+"""The others' names say it."""
 _OVERHEADS = {
     "tensor_parallel": Group.TENSOR,
     "context_parallel": Group.CONTEXT,
@@ -134,10 +134,14 @@ def saved(winner: Candidate, second: Candidate) -> str:
     slow, fast = second.seconds, winner.seconds
     gaps = {name: getattr(slow, name) - getattr(fast, name) for name in TIME_COMPONENTS}
     most, least = max(gaps, key=gaps.__getitem__), min(gaps, key=gaps.__getitem__)
-    text = f"saves {ms(gaps[most])} ms of {_COMPONENT_WORDS[most]}"
+    text = f"saves {ms(gaps[most])} ms of {_called(most)}"
     if gaps[least] < -0.001:
-        text += f" and gives back {ms(-gaps[least])} ms of {_COMPONENT_WORDS[least]}"
+        text += f" and gives back {ms(-gaps[least])} ms of {_called(least)}"
     return text
+
+
+def _called(component: str) -> str:
+    return _COMPONENT_WORDS.get(component, component.replace("_", " "))
 
 
 def binding(plan: Plan) -> str:
@@ -147,7 +151,7 @@ def binding(plan: Plan) -> str:
         return "memory"
     largest = max(_OVERHEADS, key=lambda name: getattr(winner.seconds, name))
     if getattr(winner.seconds, largest) > 0.1 * winner.seconds.total:
-        words, group = _COMPONENT_WORDS[largest].removeprefix("the "), _OVERHEADS[largest]
+        words, group = _called(largest).removeprefix("the "), _OVERHEADS[largest]
         if group is None:
             return words
         return f"{route(plan.request.cluster, winner.spec.parallelism, group).link} ({words})"
@@ -164,8 +168,7 @@ def binding_sentence(plan: Plan) -> str:
     share = 100 * memory.total / cluster.device.memory_bytes
     parts = sorted(TIME_COMPONENTS, key=lambda name: -getattr(seconds, name))[:3]
     shares = ", ".join(
-        f"{_COMPONENT_WORDS[name]} {100 * getattr(seconds, name) / seconds.total:.0f}%"
-        for name in parts
+        f"{_called(name)} {100 * getattr(seconds, name) / seconds.total:.0f}%" for name in parts
     )
     return (
         f"Binding is {binding(plan)}: of the iteration {shares}; the fullest rank holds "

@@ -69,11 +69,8 @@ def calibration_of(runs: Path, device: Device) -> Calibration:
 def stated_calibration(text: str, cluster: Cluster, dtype: str) -> Calibration:
     """The cluster's constants with those that stated products imply (`CALIBRATE=`).
 
-    Args:
-        text: One product, or several with commas between: `700 TFLOP/s on 4k x 4k x 4k in fp8`: rows,
-            columns and inner dimension, 1k being 1,024; in the run's dtype if no other is said.
-        cluster: The devices that reach it.
-        dtype: The run's.
+    The text is one product, or several with commas between: `700 TFLOP/s on 4k x 4k x 4k in fp8`: rows,
+    columns and inner dimension, 1k being 1,024; in the run's dtype if no other is said.
 
     The share of the peak is found with which `product_seconds` gives the stated rate. A product in the
     run's dtype changes attention and fp8 products by the same factor, but for what is stated itself.

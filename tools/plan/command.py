@@ -9,10 +9,24 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
 
+from tools.plan.advice import no_fit_sentence
+from tools.plan.dryrun.command import print_verified, verified_as_data
+from tools.plan.dryrun.comparison import verify
+from tools.plan.largest import show_largest
+from tools.plan.one_strategy import (
+    changed_options,
+    draw_layout,
+    print_layout,
+    time_strategy,
+    timed_as_data,
+)
 from tools.plan.options import PlanOptions, RequestError, plan_options
+from tools.plan.picture import draw_plan
+from tools.plan.readings.neighbours import uncertainty
 from tools.plan.recipes import DEFAULTS, Chosen, recipe_sentence, search_recipes
 from tools.plan.request import request_from_options
-from tools.plan.search import Plan
+from tools.plan.search import Plan, devices_needed, scaling, training_days
+from tools.plan.show import plan_as_data, print_plan
 from tools.spec.flags import Flags
 from tools.spec.stages import LAYOUT_FLAG
 from tools.text.terminal import wide_console
@@ -26,31 +40,22 @@ def plan(given: Namespace) -> int:
     """
     options = plan_options(given)
     if options.largest:
-        from tools.plan.largest import show_largest
-
         return show_largest(options)
     return _layout(options) if options.strategy else _plan(options)
 
 
 def _layout(options: PlanOptions) -> int:
-    from tools.plan.one_strategy import (
-        changed_options,
-        draw_layout,
-        print_layout,
-        time_strategy,
-        timed_as_data,
-    )
-
     if options.recipe:
         raise RequestError("RECIPE= is of a search; give STRATEGY= its flags with EXTRA=.")
-    timed = time_strategy(options)
-    other = time_strategy(changed_options(options, options.what_if)) if options.what_if else None
+    every = [time_strategy(options)]
+    if options.what_if:
+        every.append(time_strategy(changed_options(options, options.what_if)))
     if options.json:
-        print(json.dumps(timed_as_data(timed, other), indent=2))
+        print(json.dumps(timed_as_data(*every), indent=2))
     else:
-        print_layout(timed, other, wide_console())
+        print_layout(every, wide_console())
     if options.svg:
-        draw_layout([timed, *([other] if other else [])], options.svg)
+        draw_layout(every, options.svg)
     return 0
 
 
@@ -71,45 +76,32 @@ def _plan(options: PlanOptions) -> int:
         return 1
     _show(options, plan, chosen)
     if options.svg:
-        from tools.plan.picture import draw_plan
-
         draw_plan(plan, options.svg)
     return 0
 
 
 def _show(options: PlanOptions, plan: Plan, chosen: Sequence[Chosen]) -> None:
-    from tools.plan.dryrun.command import print_verified, verified_as_data
-    from tools.plan.dryrun.comparison import verify
-    from tools.plan.readings.neighbours import uncertainty
-    from tools.plan.search import scaling, training_days
-
     days = training_days(plan, options.tokens) if options.tokens else None
     scaled = scaling(plan) if options.tokens else None
     verified = verify(plan, options.verify) if options.verify else []
-    request, winner = plan.request, plan.winner
-    known = uncertainty(winner.spec, request.cluster, request.own) if winner else None
+    known = uncertainty(plan.ranked[0].spec, plan.request.cluster, plan.request.own)
     # A study of a survey's method: by name, because tools import no examples.
     solved = import_module("examples.studies.alpa").beside(plan) if options.alpa else ""
     if options.json:
-        from tools.plan.show import plan_as_data
-
         data = plan_as_data(plan, days, scaled)
         if options.recipe:
             data["recipe"] = [asdict(each) for each in chosen]
-        if known:
-            data["uncertainty"] = known.as_data()
+        data["uncertainty"] = known.as_data()
         if solved:
             data["alpa"] = solved
         print(json.dumps(data | {"verified": verified_as_data(verified)}, indent=2))
         return
-    from tools.plan.show import print_plan
-
     console = wide_console()
-    if known and known.warning:
+    if known.warning:
         console.print(known.warning, style="bold yellow", highlight=False)
     if options.recipe:
         console.print(recipe_sentence(options.recipe, chosen), highlight=False)
-    print_plan(plan, console, days, scaled, str(known or ""))
+    print_plan(plan, console, days, scaled, str(known))
     if solved:
         console.print(solved, highlight=False)
     if verified:
@@ -118,9 +110,6 @@ def _show(options: PlanOptions, plan: Plan, chosen: Sequence[Chosen]) -> None:
 
 def _refusal(plan: Plan) -> str:
     """Why nothing fits, and on how many devices it would."""
-    from tools.plan.advice import no_fit_sentence
-    from tools.plan.search import devices_needed
-
     sentence, cluster = no_fit_sentence(plan), plan.request.cluster
     needed = devices_needed(plan.request) if plan.lightest else None
     if needed is None:

@@ -34,8 +34,11 @@ from tools.text.table import Column, Table, rich_table
 from tools.text.terminal import say
 from tools.text.units import duration, gib, ms, percent
 
-_COLOURS = ("#0072B2", "#56B4E9", "#7BC8A4", "#D55E00", "#CC79A7", "#E69F00", "#009E73")
-_MORE_COLOURS = ("#555555", "#8C6BB1", "#B8A13A", "#B00020", "#C9C9C9")
+_COLOURS = (
+    *("#0072B2", "#56B4E9", "#7BC8A4", "#D55E00", "#CC79A7", "#E69F00", "#009E73"),
+    *("#555555", "#8C6BB1", "#B8A13A", "#B00020", "#C9C9C9"),
+)
+"""Of `TIME_COMPONENTS`."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ _NOT_COMPARED = {"WHAT_IF", "SVG", "JSON", "TOKENS", "VERIFY", "ALPA", "LARGEST"
 """Variables of `make plan` that are not of one strategy of two."""
 
 
-def timed_as_data(timed: TimedStrategy, other: TimedStrategy | None) -> dict[str, Any]:
+def timed_as_data(timed: TimedStrategy, other: TimedStrategy | None = None) -> dict[str, Any]:
     """Both as data; bytes and seconds."""
     return {
         "model": timed.request.model.name,
@@ -144,21 +147,21 @@ def timed_as_data(timed: TimedStrategy, other: TimedStrategy | None) -> dict[str
         "layout": candidate_as_data(timed.request, timed.candidate),
         "uncertainty": timed.uncertainty.as_data(),
         **ignored_as_data(timed.ignored),
-        "what_if": timed_as_data(other, None) if other else None,
+        "what_if": timed_as_data(other) if other else None,
     }
 
 
-def print_layout(timed: TimedStrategy, other: TimedStrategy | None, console: Console) -> None:
-    """Sentences, the breakdown, and the command that trains it."""
-    every = [timed, *([other] if other else [])]
+def print_layout(every: Sequence[TimedStrategy], console: Console) -> None:
+    """Sentences, the breakdown, and the command that trains the first."""
     for each in every:
         if warning := each.uncertainty.warning:
             console.print(warning, style="bold yellow", highlight=False)
         console.print(_sentence(each), highlight=False)
         console.print(str(each.uncertainty), highlight=False)
-    if other:
-        ratio = timed.candidate.tokens_per_second / other.candidate.tokens_per_second
-        console.print(f"The second trains {1 / ratio:.2f} times as fast.", highlight=False)
+    timed, *others = every
+    for other in others:
+        ratio = other.candidate.tokens_per_second / timed.candidate.tokens_per_second
+        console.print(f"The second trains {ratio:.2f} times as fast.", highlight=False)
     print_ignored(timed.ignored, console)
     console.print(rich_table(_breakdown(every), console.width))
     say(console, plan_command(timed.request, timed.candidate.spec))
@@ -170,10 +173,8 @@ def draw_layout(every: Sequence[TimedStrategy], path: Path) -> None:
     with svg_figure(path, "plan", 10, height, bbox_inches="tight") as figure:
         axes = figure.subplots()
         starts = [0.0] * len(every)
-        colours = iter((*_COLOURS, *_MORE_COLOURS) * 2)
-        for name in TIME_COMPONENTS:
+        for name, colour in zip(TIME_COMPONENTS, _COLOURS, strict=True):
             widths = [getattr(each.candidate.seconds, name) for each in every]
-            colour = next(colours)
             if any(widths):
                 axes.barh(range(len(every)), widths, 0.6, starts, color=colour, label=_called(name))
             starts = [start + width for start, width in zip(starts, widths, strict=True)]

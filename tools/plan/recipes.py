@@ -30,11 +30,6 @@ class Switch:
     is_of_shards: bool = False
     """Megatron refuses it without a distributed optimizer."""
 
-    @property
-    def named_flags(self) -> list[str]:
-        """Without their values."""
-        return [word for word in self.flags if word.startswith("--")]
-
 
 @dataclass(frozen=True)
 class Chosen:
@@ -92,7 +87,7 @@ def switches(recipe: str, request: Request) -> tuple[Switch, ...]:
         known.append(_HALF)
         if "fp8" in device.peak_tflops:
             known += [_MICROSCALED if device.generation == "blackwell" else _EIGHT, _GATHERED]
-    found = [each for each in known if not any(map(said.has, each.named_flags))]
+    found = [each for each in known if not any(map(said.has, each.flags))]
     names = {switch.name for switch in found}
     return tuple(switch for switch in found if not switch.needs or switch.needs in names)
 

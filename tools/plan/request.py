@@ -8,7 +8,7 @@ from dataclasses import replace
 from tools.plan.calibration import load_calibration, stated_calibration
 from tools.plan.memory import PRECISIONS
 from tools.plan.options import PlanOptions, RequestError
-from tools.plan.readings.local_readings import OwnRuns, own_runs
+from tools.plan.readings.local_readings import own_runs
 from tools.plan.readings.reading_to_spec import execution_of_flags
 from tools.plan.search import Request
 from tools.plan.time.cluster import Cluster
@@ -33,7 +33,7 @@ def request_from_options(options: PlanOptions) -> Request:
         UnknownHardwareError: No such device or link.
         ReadingsError: The file of one's own measurements is none.
     """
-    extra = words_of(options.extra)
+    extra = _words_of(options.extra)
     model = changed_model(model_of(options.model), extra, planned("counted"))
     refuse_misspelled((*model.flags, *extra))
     if LINEAR in (blocks := model.shape.blocks):
@@ -92,7 +92,7 @@ def request_from_options(options: PlanOptions) -> Request:
             f"There are no measurements in {options.readings}; 'make report' writes readings/mine.csv, "
             "which plans use by themselves."
         )
-    own = own_runs(options.readings, cluster) if options.readings else OwnRuns()
+    own = own_runs(options.readings, cluster)
     return Request(model, cluster, batch, replace(template, dtype=dtype), own, tuple(extra))
 
 
@@ -116,12 +116,8 @@ def why_ignored(name: str) -> str:
     return f"{flag.planned} says it" if flag.planned.endswith("=") else "no formula has it"
 
 
-def words_of(extra: str | None) -> list[str]:
-    """The words of EXTRA.
-
-    Raises:
-        RequestError: They are no flags, contradict one another, or are said by another variable.
-    """
+def _words_of(extra: str | None) -> list[str]:
+    """Refuses what are no flags, contradict one another, or are said by another variable."""
     try:
         words = shlex.split(extra or "")
     except ValueError as error:

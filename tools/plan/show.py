@@ -32,10 +32,8 @@ _NAMED = 3
 """Of tied strategies, those that a heading names."""
 
 
-def plan_as_data(
-    plan: Plan, days: float | None = None, scaled: Scaling | None = None
-) -> dict[str, Any]:
-    """Everything a reader may want of a plan; bytes, seconds, tokens a second."""
+def plan_as_data(plan: Plan, days: float | None, scaled: Scaling | None) -> dict[str, Any]:
+    """Everything a reader may want of a plan that has a winner; bytes, seconds, tokens a second."""
     request, lightest = plan.request, plan.lightest
     cluster, template = request.cluster, request.template
     return {
@@ -57,7 +55,7 @@ def plan_as_data(
         "legal_configurations": plan.legal,
         "advice": advice(plan),
         "binding": binding(plan),
-        "winner": candidate_as_data(request, plan.winner) if plan.winner else None,
+        "winner": candidate_as_data(request, plan.ranked[0]),
         "ranked": [candidate_as_data(request, candidate) for candidate in plan.ranked],
         "tied": [candidate.strategy for candidate in plan.tied],
         "lightest": candidate_as_data(request, lightest) if lightest else None,
@@ -101,30 +99,22 @@ def _communication(spec: RunSpec) -> dict[str, int]:
 
 
 def print_plan(
-    plan: Plan,
-    console: Console,
-    days: float | None = None,
-    scaled: Scaling | None = None,
-    error: str = "",
+    plan: Plan, console: Console, days: float | None, scaled: Scaling | None, error: str
 ) -> None:
-    """Print a plan; `error` says how far predictions like the winner's were missed."""
-    for sentence in advice(plan):
-        console.print(sentence, highlight=False)
-    devices = plan.request.cluster.devices
-    if scaled and plan.winner and scaled.devices == devices:
-        console.print(f"Fewer than {devices} devices do not hold it.", highlight=False)
-    elif scaled and plan.winner:
-        console.print(
+    """Print a plan that has a winner; `error` says how far predictions like its were missed."""
+    sentences, devices = advice(plan), plan.request.cluster.devices
+    if scaled and scaled.devices == devices:
+        sentences.append(f"Fewer than {devices} devices do not hold it.")
+    elif scaled:
+        sentences.append(
             f"Against {plural(scaled.devices, 'device')} ({scaled.strategy}), the fewest that hold it, "
-            f"{devices} work at {100 * scaled.efficiency:.0f}% of the efficiency a device.",
-            highlight=False,
+            f"{devices} work at {100 * scaled.efficiency:.0f}% of the efficiency a device."
         )
     if days is not None:
-        console.print(f"Training takes {days:,.1f} days.", highlight=False)
-    if error:
-        console.print(error, highlight=False)
-    if not plan.winner:
-        return
+        sentences.append(f"Training takes {days:,.1f} days.")
+    for sentence in (*sentences, error):
+        console.print(sentence, highlight=False)
+    winner = plan.ranked[0]
     best = f"The best of {plan.legal:,} legal configurations"
     if tied := [found.strategy for found in plan.tied]:
         more = [f"{len(tied) - _NAMED} more"] if len(tied) > _NAMED else []
@@ -136,10 +126,10 @@ def print_plan(
         rankings.append(_ranking(named, "As make train-<strategy> runs them"))
     for ranking in rankings:
         console.print(rich_table(ranking.fitting(console.width)))
-    console.print(rich_table(_details(plan.winner)))
+    console.print(rich_table(_details(winner)))
     print_ignored(ignored_flags(plan.request, laid=False), console)
-    command = plan_command(plan.request, plan.winner.spec)
-    if difference := trained_vocabulary_sentence(plan.winner.spec):
+    command = plan_command(plan.request, winner.spec)
+    if difference := trained_vocabulary_sentence(winner.spec):
         console.print(difference, style="bold yellow", highlight=False)
     console.print(f"[bold]{command}[/bold]", highlight=False, soft_wrap=True)
 

@@ -54,11 +54,8 @@ def fit_of(spec: RunSpec, memory: PredictedMemory, cluster: Cluster) -> Fit:
     Where weights are not sharded, 19 of 20 published peaks are not below their prediction by 1%: what is
     predicted not to fit does not.
     """
-    usable, needed = (
-        cluster.device.memory_bytes * (1 - MEMORY_RESERVE),
-        needed_bytes(memory, cluster),
-    )
-    error = memory_error(spec)
+    usable = cluster.device.memory_bytes * (1 - MEMORY_RESERVE)
+    needed, error = needed_bytes(memory, cluster), memory_error(spec)
     above = error if spec.parallelism.sharding.shards_weights else 0.0
     if needed > usable * (1 + above):
         return Fit.DOES_NOT_FIT

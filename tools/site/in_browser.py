@@ -21,8 +21,6 @@ OWN_MODEL = "mine/config.json"
 def choices() -> str:
     """Models, devices and links to choose from; memory in bytes, links in bytes a second of a device."""
     hardware = load_hardware()
-    devices = hardware.devices.values()
-    links = hardware.links.values()
     return json.dumps(
         {
             "own_model": OWN_MODEL,
@@ -31,11 +29,12 @@ def choices() -> str:
                 for name in model_names()
             ],
             "devices": [
-                {"key": d.key, "name": d.name, "memory_bytes": d.memory_bytes} for d in devices
+                {"key": key, "name": device.name, "memory_bytes": device.memory_bytes}
+                for key, device in hardware.devices.items()
             ],
             "links": [
-                {"key": link.key, "name": link.name, "bytes_per_second": link.bytes_per_second}
-                for link in links
+                {"key": key, "name": link.name, "bytes_per_second": link.bytes_per_second}
+                for key, link in hardware.links.items()
             ],
         }
     )

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from importlib.util import find_spec
+from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -96,10 +96,7 @@ def _pack_kit(path: Path) -> None:
                 if file.suffix in (".py", ".yaml", ".args", ".csv", ".gz", ".json"):
                     packed.write(file, file.relative_to(ROOT))
         for name in PURE:
-            spec = find_spec(name)
-            assert spec is not None
-            assert spec.origin is not None
-            package = Path(spec.origin).parent
+            package = Path(str(files(name)))
             for file in sorted(package.rglob("*.py")):
                 packed.write(file, file.relative_to(package.parent))
 

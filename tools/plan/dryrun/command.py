@@ -46,7 +46,7 @@ def dryrun(given: Namespace) -> int:
     """
     model = model_of(given.model)
     refuse_misspelled(model.flags)
-    spec = spec_from(given, model)
+    spec = _spec(given, model)
     ranks = ranks_named(given.ranks, spec)
     check(spec)
     with DryRunner(verbose=given.verbose) as runner:
@@ -63,12 +63,7 @@ def dryrun_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="also what Megatron prints")
 
 
-def spec_from(given: Namespace, model: Model) -> RunSpec:
-    """The run that is asked for.
-
-    Raises:
-        DryRunError: An unknown dtype.
-    """
+def _spec(given: Namespace, model: Model) -> RunSpec:
     parallelism = Parallelism(
         data=given.dp,
         tensor=given.tp,
@@ -122,14 +117,14 @@ def print_comparisons(model: Model, spec: RunSpec, comparisons: list[CheckedRank
     if difference := trained_vocabulary_sentence(spec):
         console.print(difference, highlight=False, style="bold yellow")
     for comparison in comparisons:
-        console.print(rich_table(figures_table(comparison)))
+        console.print(rich_table(_figures_table(comparison)))
         console.print(rich_table(_calls_table(comparison).fitting(console.width)))
         console.print(verdict(comparison), highlight=False)
     for note in NOTES:
         console.print(f"[dim]{note}[/dim]", highlight=False)
 
 
-def figures_table(comparison: CheckedRank) -> Table[tuple[str, str, str]]:
+def _figures_table(comparison: CheckedRank) -> Table[tuple[str, str, str]]:
     """Parameters, bytes and micro batches of one rank: dry run, closed form."""
     report = comparison.report
     where = report.memory.peak_module.removeprefix("module.module.")

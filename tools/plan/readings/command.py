@@ -124,28 +124,24 @@ def _print_regrets(found: list[Choice], mixed: list[Choice], console: Console) -
     regrets = [choice.regret for choice in found]
     if not regrets:
         return
-    console.print(
+    sentences = [
         f"Of {len(regrets)} groups of measurements that differ in strategy alone, what a plan takes "
-        f"loses {mean(regrets):.1%} in the mean and {max(regrets):.1%} at worst over the fastest "
-        "measured one.",
-        soft_wrap=True,
-    )
+        f"loses {_lost(regrets)} over the fastest measured one."
+    ]
     known = [choice.regret for choice in found if choice.decidable]
     if known and len(known) < len(regrets):
-        console.print(
+        sentences.append(
             f"In {len(regrets) - len(known)} of them that is less than repeated runs of one strategy "
-            f"differ by; over the other {len(known)} it is {mean(known):.1%} in the mean and "
-            f"{max(known):.1%} at worst.",
-            soft_wrap=True,
+            f"differ by; over the other {len(known)} it is {_lost(known)}."
         )
     more = [choice.regret for choice in mixed]
     if len(more) > len(regrets):
-        console.print(
+        sentences.append(
             f"With {len(more) - len(regrets)} more groups whose strategies were run by different "
-            f"releases of the software it is {mean(more):.1%} in the mean and {max(more):.1%} at worst.",
-            soft_wrap=True,
+            f"releases of the software it is {_lost(more)}."
         )
-    console.print("By source:")
+    for sentence in (*sentences, "By source:"):
+        console.print(sentence, soft_wrap=True)
     for source in sorted({choice.chosen.reading.source for choice in found}):
         of_it = [choice for choice in found if choice.chosen.reading.source == source]
         own = [choice.regret for choice in of_it]
@@ -156,6 +152,10 @@ def _print_regrets(found: list[Choice], mixed: list[Choice], console: Console) -
                 f"{max(apart):.1%} at most"
             )
         say(console, sentence)
+
+
+def _lost(regrets: list[float]) -> str:
+    return f"{mean(regrets):.1%} in the mean and {max(regrets):.1%} at worst"
 
 
 def _table(title: str, groups: list[ErrorGroup]) -> Table[ErrorGroup]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ def source_facts(reading: Reading) -> dict[str, Any]:
         ):
             facts |= {name: value for name, value in case.items() if name not in _CONDITIONS}
     return facts
+
+
+def of_fields(kind: type, *facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that set a field of a data class, by its name; of two the later."""
+    names = {field.name for field in fields(kind)}
+    return {name: value for each in facts for name, value in each.items() if name in names}
 
 
 def origin(source: str) -> str:

@@ -170,7 +170,7 @@ _REACH = 4.0
 """Doublings over which likeness falls to a third."""
 
 
-def own_runs(path: Path, cluster: Cluster) -> OwnRuns:
+def own_runs(path: Path | None, cluster: Cluster) -> OwnRuns:
     """The rows of a file on the cluster's kind of device, predicted with its constants and cores.
 
     CPU ranks count on this machine alone, whose cores they were. A file that is not there has none.
@@ -178,7 +178,7 @@ def own_runs(path: Path, cluster: Cluster) -> OwnRuns:
     Raises:
         ReadingsError: The file is no table of measurements.
     """
-    if not path.is_file():
+    if path is None or not path.is_file():
         return OwnRuns()
     found = []
     for reading in read_readings(path)[0]:

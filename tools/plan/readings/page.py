@@ -33,13 +33,7 @@ FOLDER = ROOT / "docs"
 
 
 def write_page(residuals: Residuals, stated: Errors, folder: Path = FOLDER) -> tuple[Path, Path]:
-    """Write `residuals.html` and `residuals.svg`.
-
-    Args:
-        residuals: Of the readings.
-        stated: What their intervals are made of.
-        folder: Where to.
-    """
+    """Write `residuals.html` and `residuals.svg`; intervals are made of `stated`."""
     from markupsafe import Markup
 
     page, picture = folder / "residuals.html", folder / "residuals.svg"

@@ -8,15 +8,17 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tools.plan.constraints import NEWEST, divisors, violations
 from tools.plan.dispatchers import PEERS
-from tools.plan.readings.facts import model_facts, release_of, source_facts
+from tools.plan.readings.facts import model_facts, of_fields, release_of, source_facts
 from tools.plan.readings.table import Reading
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.execution import Execution
@@ -24,7 +26,7 @@ from tools.spec.experts import ExpertLoad
 from tools.spec.flag_table import of_group
 from tools.spec.flags import Flags
 from tools.spec.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
-from tools.spec.model import GPT2_VOCABULARY, MAMBA, LatentAttention, Mamba, ModelShape
+from tools.spec.model import GPT2_VOCABULARY, ModelShape
 from tools.spec.offload import Offload
 from tools.spec.recompute import RECOMPUTED_MODULES, Recompute
 from tools.spec.run import (
@@ -95,7 +97,7 @@ def express(reading: Reading) -> Expressed:
     if reading.metric == "matmul_tflops":
         shape = ModelShape(1, 16384, 128, 128, 128, 16384, 8192, 0)
         spec = RunSpec(shape, Parallelism(), Batch(1, 1), dtype=reading.dtype.lower() or "bf16")
-        return Expressed(reading, spec, _cluster(reading.gpu, 1, None, None, Execution()))
+        return Expressed(reading, spec, _cluster(reading.gpu, 1))
     source = source_facts(reading)
     if refused := source.get("refused"):
         raise RefusedError(f"{reading.model}: {refused}")
@@ -110,11 +112,12 @@ def express(reading: Reading) -> Expressed:
         raise RefusedError(f"its flags cannot be read: {error}") from None
     golden = _CASE.search(reading.where)
     case = _cases().get(golden[1], "").split() if golden and not own else []
+    ran = _as_run(reading, source)
     if own or case:
         execution = execution_of_flags(Flags(own or case))
         spec = _golden_spec(reading, case) if case else _spec_of_flags(reading, own)
     else:
-        spec, execution = _stated_spec(reading, source), _stated_execution(reading, source)
+        spec, execution = _stated_spec(ran, source), _stated_execution(ran, source)
     # What a test of Megatron's ran is possible, by flags that its case does not list here. The rules
     # are those of every Megatron, and today's gives experts biases.
     bias = spec.shape.bias and not spec.shape.experts
@@ -123,9 +126,8 @@ def express(reading: Reading) -> Expressed:
         raise RefusedError(problems[0])
     links = (source.get("network_gb_per_second"), source.get("per_node"))
     cluster = _cluster(reading.gpu, reading.gpus or 1, *links, execution)
-    virtual, micro = source.get("virtual", reading.vpp), source.get("micro", reading.mbs)
-    interleaves = spec.parallelism.pipeline > 1 and not (virtual or source["says_virtual"])
-    blanks = ((MICRO, not micro), (VIRTUAL, interleaves))
+    interleaves = spec.parallelism.pipeline > 1 and not (ran.vpp or source["says_virtual"])
+    blanks = ((MICRO, not ran.mbs), (VIRTUAL, interleaves))
     unstated = () if own or case else tuple(name for name, is_blank in blanks if is_blank)
     return Expressed(reading, spec, cluster, unstated)
 
@@ -137,9 +139,21 @@ def _cases() -> dict[str, str]:
     return dict(json.loads(gzip.decompress(packed)))
 
 
+def _as_run(reading: Reading, source: dict[str, Any]) -> Reading:
+    """With its model's sizes where it states none, and the degrees that its source says it had."""
+    sizes = of_fields(Reading, model_facts(reading.model))
+    lacking = {name: size for name, size in sizes.items() if getattr(reading, name) is None}
+    degrees = ("tp", "pp", "vpp", "ep", "mbs")
+    return replace(reading, **lacking, **{name: source[name] for name in degrees if name in source})
+
+
 @cache
 def _cluster(
-    gpu: str, gpus: int, network: float | None, per_node: int | None, execution: Execution
+    gpu: str,
+    gpus: int,
+    network: float | None = None,
+    per_node: int | None = None,
+    execution: Execution = Execution(),  # noqa: B008  frozen
 ) -> Cluster:
     try:
         device = device_by_key(_WORDS_IN_BRACKETS.sub("", gpu).replace(" ", "-").replace("_", "-"))
@@ -160,24 +174,20 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
     dtype = reading.dtype.lower()
     if dtype and not any(known in dtype for known in _DTYPES):
         raise RefusedError(f"its dtype '{reading.dtype}' is none of {', '.join(_DTYPES)}")
-    fused, fp8_recipe = bool(source["fused_attention"]), _fp8_recipe(reading.dtype, source)
+    said, fp8_recipe = of_fields(RunSpec, source), _fp8_recipe(reading.dtype, source)
+    said["recompute"] = _recompute(reading.recompute or said["recompute"], said["fused_attention"])
     if shape.blocks and (parallelism.pipeline > 1 or parallelism.context > 1):
         raise RefusedError(_UNLAID.format(reading.model))
     return RunSpec(
+        **said,
         shape=shape,
         parallelism=parallelism,
         batch=batch,
         dtype="fp16" if dtype.startswith("fp16") else "fp32" if dtype == "fp32" else "bf16",
         fp8_recipe=fp8_recipe,
         half_blocks=facts.get("half_blocks", {}).get(fp8_recipe.value, ""),
-        dropout=source["dropout"],
-        quantised_weights=bool(source["quantised_weights"]),
         offload=Offload(source["offload_layers"], tuple(source["offload_modules"].split())),
-        fused_loss=bool(source["fused_loss"]),
-        loss_impl="te" if source["fused_loss"] == "te" else "native",
         state_types=_state_types(source, parallelism.sharding),
-        recompute=_recompute(reading.recompute or source["recompute"], fused),
-        fused_attention=fused,
         stages=_stages_of_recipe(shape, parallelism.pipeline * parallelism.virtual_stages),
         expert_load=ExpertLoad(
             capacity=capacity, padded=capacity is not None, groups=groups, groups_taken=taken
@@ -192,8 +202,7 @@ def _dispatcher(reading: Reading, source: dict[str, Any]) -> TokenDispatcher:
     DeepEP knows, else DeepEP."""
     if not source["deduplicated"] or reading.notes.startswith("A2A"):
         return TokenDispatcher(source["dispatcher"])
-    domain = _cluster(reading.gpu, 1, None, None, Execution()).per_node
-    is_hybrid = domain > PEERS or "HybridEP" in reading.notes
+    is_hybrid = _cluster(reading.gpu, 1).per_node > PEERS or "HybridEP" in reading.notes
     return TokenDispatcher.HYBRID_EP if is_hybrid else TokenDispatcher.DEEP_EP
 
 
@@ -217,60 +226,33 @@ def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
     facts = model_facts(reading.model)
     if refused := facts.get("refused"):
         raise RefusedError(f"{reading.model} {refused}")
-
-    def known(name: str) -> Any:
-        stated = getattr(reading, name)
-        return facts.get(name) if stated is None else stated
-
-    sizes = {name: known(name) for name in ("layers", "hidden", "heads", "seq")}
-    if blocks := facts.get("blocks", ""):
+    sizes = {name: getattr(reading, name) for name in ("layers", "hidden", "heads", "seq")}
+    if "blocks" in facts:
         sizes["layers"] = facts.get("layers", 1)  # Repetitions of the blocks.
     if missing := [name for name, value in sizes.items() if value is None]:
         raise RefusedError(f"the source does not state {', '.join(missing)}")
-    layers, hidden, heads, seq = sizes.values()
-    experts = facts.get("experts", 0)
-    if reading.expert_ffn and not experts:
+    if reading.expert_ffn and "experts" not in facts:
         raise RefusedError(f"how many experts {reading.model} has is not known")
-    gated, latent = facts.get("gated", False), facts.get("latent")
-    usual = int(4 * hidden * 2 / 3) // _GATED_COLUMNS * _GATED_COLUMNS if gated else 4 * hidden
-    width = latent[2] if latent else facts.get("head_width") or hidden // heads
-    return ModelShape(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        query_groups=facts.get("query_groups") or heads,
-        head_width=width,
-        ffn_hidden=known("ffn") or usual,
-        seq_length=seq,
-        positions=0 if facts.get("rotary") else seq,
-        vocabulary=reading.vocab or facts.get("vocab") or source.get("vocab") or GPT2_VOCABULARY,
-        gated=gated,
-        bias=facts.get("bias", True),
-        rms_norm=facts.get("rms_norm", False),
-        tied_embeddings=facts.get("tied", True),
-        experts=experts,
-        experts_per_token=facts.get("experts_per_token", 0),
-        expert_ffn_hidden=reading.expert_ffn or facts.get("expert_ffn", 0),
-        shared_expert_ffn=facts.get("shared_ffn", 0),
-        dense_layers=tuple(range(facts.get("dense_first", 0))),
-        latent=LatentAttention(*latent) if latent else None,
-        qk_norm=bool(latent),  # As every published model with latent attention.
-        blocks=blocks,
-        mamba=Mamba(*facts["mamba"]) if MAMBA in blocks else None,
-        latent_experts=facts.get("latent_experts", 0),
-        mtp_depth=source["mtp_depth"],
-        clamped=bool(source["clamped"]),
-        window=facts.get("window", 0),
-        windowed=facts.get("windowed", 0.0),
-    )
+    seq, hidden, heads = sizes.pop("seq"), sizes["hidden"], sizes["heads"]
+    gated = int(4 * hidden * 2 / 3) // _GATED_COLUMNS * _GATED_COLUMNS
+    usual = {
+        "query_groups": heads,
+        "head_width": hidden // heads,
+        "ffn_hidden": reading.ffn or (gated if facts.get("gated") else 4 * hidden),
+        "seq_length": seq,
+        "positions": 0 if facts.get("rotary") else seq,
+        "vocabulary": reading.vocab or source.get("vocab") or GPT2_VOCABULARY,
+        "expert_ffn_hidden": reading.expert_ffn or 0,
+    }
+    return msgspec.convert(usual | of_fields(ModelShape, facts, source) | sizes, ModelShape)
 
 
 def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batch]:
     gpus = reading.gpus
     if gpus is None:
         raise RefusedError("the source does not state the number of GPUs")
-    tensor: Any = source.get("tensor", reading.tp)
-    pipeline: Any = source.get("pipeline", reading.pp)
+    tensor: Any = reading.tp
+    pipeline: Any = reading.pp
     context = reading.cp or 1
     pipeline = source.get("misprinted_pipeline", {}).get(f"{reading.where} {pipeline}", pipeline)
     sharding = Sharding(source["sharding"])
@@ -286,10 +268,10 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
         raise RefusedError(
             f"TP {tensor} x PP {pipeline} x CP {context} does not divide {gpus} GPUs: wrong as published"
         )
-    data, expert = gpus // ranks, source.get("expert", reading.ep) or 1
+    data, expert = gpus // ranks, reading.ep or 1
     if (
         reading.dp is not None
-        and not {"tensor", "pipeline"} & source.keys()
+        and not {"tp", "pp"} & source.keys()
         and reading.dp * ranks != gpus
         and reading.dp * ranks * expert != gpus
     ):
@@ -297,7 +279,7 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
             f"TP {tensor} x PP {pipeline} x CP {context} x DP {reading.dp} is not {gpus} GPUs: "
             "wrong as published"
         )
-    micro = source.get("micro", reading.mbs) or 1
+    micro = reading.mbs or 1
     batch = reading.gbs
     if batch is None:
         if pipeline > 1:
@@ -313,7 +295,7 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
                 f"a global batch of {batch} is no multiple of micro batch {micro} x DP {data}"
             )
         micro = 1
-    virtual = source.get("virtual", reading.vpp) or 1
+    virtual = reading.vpp or 1
     expert_tensor = source.get("expert_tensor", 1 if expert > 1 else tensor)
     parallelism = Parallelism(
         data=data,
@@ -362,15 +344,12 @@ def _fp8_recipe(dtype: str, source: dict[str, Any]) -> Fp8Recipe:
 
 
 def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
-    stated = {
-        each.name: bool(source[each.name]) for each in fields(Execution) if each.name in source
-    }
-    eager, notes = bool(source["eager"]), reading.notes.lower()
+    stated, eager, notes = of_fields(Execution, source), source["eager"], reading.notes.lower()
     return Execution(
         **stated
         | {
-            "overlap_gradients": bool(source["overlap"]),
-            "overlap_parameters": bool(source["overlap"]),
+            "overlap_gradients": source["overlap"],
+            "overlap_parameters": source["overlap"],
             "overlap_tensor": stated["overlap_tensor"] or "async" in notes,
             "graphs": release_of(reading, source) >= source["graphs_since"]
             and model_facts(reading.model).get("whole_graph", True),
@@ -415,17 +394,14 @@ def _golden_spec(reading: Reading, case: list[str]) -> RunSpec:
     spec = _spec_of_flags(reading, case)
     if pattern and max(spec.parallelism.pipeline, spec.parallelism.context) > 1:
         raise RefusedError(_UNLAID.format(reading.model))
-    pipeline, virtual = spec.parallelism.pipeline, spec.parallelism.virtual_stages
     local = flags.text("--transformer-impl") == "local"
     unfused = local or flags.text("--attention-backend") == "unfused"
-    batch, stages = spec.batch, spec.stages
+    batch = spec.batch
     if batch.global_batch_size % (batch.micro_batch_size * spec.parallelism.data):
         raise RefusedError(
             f"its global batch of {batch.global_batch_size} is no multiple of its steps"
         )
-    if stages.problem(spec.shape.layers, pipeline, virtual):
-        stages = _stages_of_recipe(spec.shape, pipeline * virtual)
-    return replace(spec, fused_attention=not unfused, stages=stages)
+    return replace(spec, fused_attention=not unfused)
 
 
 def execution_of_flags(flags: Flags) -> Execution:

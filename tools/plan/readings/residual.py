@@ -118,11 +118,8 @@ def with_constants(cluster: Cluster, constants: Constants) -> Cluster:
 
 
 def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residual:
-    """One reading beside its prediction.
-
-    Args:
-        expressed: The reading.
-        flops_a_token: The source's own, where it also prints the run's tokens; else the closed form's.
+    """One reading beside its prediction, with its source's FLOPs a token where it also prints the run's
+    tokens, else those of the closed form.
 
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
@@ -146,7 +143,7 @@ def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residu
         return Residual(expressed, predicted, value / predicted - 1)
     predicted, measured = (seconds := _seconds(spec, cluster)), value
     if metric != "step_time_s":
-        predicted = _rate(expressed, cluster, seconds, flops_a_token)
+        predicted = _rate(expressed, seconds, flops_a_token)
         measured = seconds * predicted / value
     peak = cluster.devices * max(cluster.device.peak_tflops.values()) * 1e12
     used = model_flops(spec.shape, spec.batch.global_batch_size) / peak / max(measured, 1e-30)
@@ -161,11 +158,9 @@ def _fits(expressed: Expressed) -> bool:
     return fit_of(expressed.spec, memory, expressed.cluster) is not Fit.DOES_NOT_FIT
 
 
-def _rate(
-    expressed: Expressed, cluster: Cluster, seconds: float, flops_a_token: float | None
-) -> float:
+def _rate(expressed: Expressed, seconds: float, flops_a_token: float | None) -> float:
     """Tokens, FLOP or the share of peak, a second and device."""
-    reading, spec = expressed.reading, expressed.spec
+    reading, spec, cluster = expressed.reading, expressed.spec, expressed.cluster
     tokens = spec.tokens_per_iteration / seconds / cluster.devices
     if reading.metric == "tokens_per_s_per_gpu":
         return tokens

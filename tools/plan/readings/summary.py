@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from tools.plan.memory import COMPONENTS, fullest_rank
@@ -36,30 +35,19 @@ class ErrorGroup:
     """Of those predicted."""
 
     @property
-    def mean_abs_error(self) -> float | None:
-        """None where nothing is predicted, as below."""
-        return statistics.mean(map(abs, self.errors)) if self.errors else None
-
-    @property
-    def median_error(self) -> float | None:
-        """The sign shows the bias."""
-        return statistics.median(self.errors) if self.errors else None
-
-    @property
-    def median_abs_error(self) -> float | None:
-        """Half of the readings are missed by less."""
-        return statistics.median(map(abs, self.errors)) if self.errors else None
-
-    @property
-    def p90_abs_error(self) -> float | None:
-        """Nine of ten readings are missed by less."""
-        ordered = sorted(map(abs, self.errors))
-        return ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))] if ordered else None
-
-    def within(self, bound: float) -> float | None:
-        """Share of the readings missed by at most `bound`."""
-        near = (abs(error) <= bound for error in self.errors)
-        return statistics.mean(near) if self.errors else None
+    def figures(self) -> dict[str, float]:
+        """Of the errors' sizes; the median's sign shows the bias. Empty where nothing is predicted."""
+        sizes = sorted(map(abs, self.errors))
+        if not sizes:
+            return {}
+        return {
+            "median_abs_error": statistics.median(sizes),
+            "mean_abs_error": statistics.mean(sizes),
+            "median_error": statistics.median(self.errors),
+            "p90_abs_error": sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))],
+            "within_10%": statistics.mean(size <= 0.10 for size in sizes),
+            "within_15%": statistics.mean(size <= 0.15 for size in sizes),
+        }
 
 
 def kind_of(metric: str) -> str:
@@ -80,8 +68,7 @@ def by_source(residuals: Residuals) -> list[ErrorGroup]:
             return f"{source}, {' and '.join(residual.unstated)} not stated"
         return f"{source}, memory" if kind == MEMORY and TIME in kinds[source] else source
 
-    refused = Counter(item.source for item in residuals.refused)
-    return _groups(residuals.predicted, name, refused)
+    return _groups(residuals.predicted, name, residuals.refused)
 
 
 def by_gpu(residuals: Residuals) -> list[ErrorGroup]:
@@ -94,44 +81,39 @@ def by_gpu(residuals: Residuals) -> list[ErrorGroup]:
 
 def by_kind(residuals: Residuals) -> list[ErrorGroup]:
     """A group for each kind of run that the README names, times in seconds or tokens and bytes."""
-    groups = _groups(filter(_kind_of_run, residuals.predicted), _kind_of_run)
-    return sorted(groups, key=lambda group: _KINDS.index(group.name))
+    found = _groups(filter(_kind_of_run, residuals.predicted), _kind_of_run)
+    groups = {group.name: group for group in found}
+    return [groups[kind] for kind in _KINDS if kind in groups]
 
 
-_KINDS = (
-    "vTrain 64-512",
-    "vTrain 2-8",
-    "H100 BF16 recipes",
-    "H100 FP8 recipes",
-    "B200, GB200 dense",
-    "B300, GB300 dense",
-    "FSDP, dense",
-    "MoE, H100",
-    "MoE, Blackwell",
-    "memory allocated between iterations, Megatron's tests",
-    "peak memory, Megatron's tests",
-    "layers of several kinds",
-    "BigScience, 384 A100",
-    "MLPerf, dense",
-    "Zero Bubble, 8-32 A100",
-)
+_KINDS: dict[str, tuple[str, ...]] = {
+    "vTrain 64-512": ("VIA-Research/vTrain multi-node",),
+    "vTrain 2-8": ("VIA-Research/vTrain single-node",),
+    "H100 BF16 recipes": (),
+    "H100 FP8 recipes": (),
+    "B200, GB200 dense": (),
+    "B300, GB300 dense": (),
+    "FSDP, dense": (
+        *("mosaicml/llm-foundry", "pytorch/torchtitan", "foundation-model-stack/fms-fsdp"),
+    ),
+    "MoE, H100": (),
+    "MoE, Blackwell": (),
+    "memory allocated between iterations, Megatron's tests": ("memory_allocated_bytes",),
+    "peak memory, Megatron's tests": ("peak_memory_allocated_bytes",),
+    "layers of several kinds": (),
+    "BigScience, 384 A100": ("BigScience (Jean Zay, A100)",),
+    "MLPerf, dense": tuple(
+        f"NVIDIA/NeMo MLPerf {task}" for task in ("v4.1 gpt3", "v5.0 405b", "v5.1 405b", "v5.1 8b")
+    ),
+    "Zero Bubble, 8-32 A100": tuple(
+        f"Zero Bubble (arXiv:2401.10241) Table {number}" for number in (4, 6)
+    ),
+}
+"""In the README's order, with sources of one kind alone; of Megatron's tests the metrics."""
+_KIND_OF = {known: kind for kind, found in _KINDS.items() for known in found}
+_NOT_FITTED = ("", "vTrain 2-8", "MLPerf, dense", "Zero Bubble, 8-32 A100")
 _TESTS = "NVIDIA/Megatron-LM golden values"
 _RECIPES = ("NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/dgxc-benchmarking")
-_FSDP = ("mosaicml/llm-foundry", "pytorch/torchtitan", "foundation-model-stack/fms-fsdp")
-_MLPERF = tuple(
-    f"NVIDIA/NeMo MLPerf {task}" for task in ("v4.1 gpt3", "v5.0 405b", "v5.1 405b", "v5.1 8b")
-)
-_ZERO_BUBBLE = tuple(f"Zero Bubble (arXiv:2401.10241) Table {number}" for number in (4, 6))
-_BY_SOURCE = {
-    "VIA-Research/vTrain multi-node": _KINDS[0],
-    "VIA-Research/vTrain single-node": _KINDS[1],
-    "BigScience (Jean Zay, A100)": _KINDS[12],
-    **dict.fromkeys(_FSDP, _KINDS[6]),
-    **dict.fromkeys(_MLPERF, _KINDS[13]),
-    **dict.fromkeys(_ZERO_BUBBLE, _KINDS[14]),
-}
-_BY_BYTES = {"memory_allocated_bytes": _KINDS[9], "peak_memory_allocated_bytes": _KINDS[10]}
-_NOT_FITTED = ("", _KINDS[1], *_KINDS[13:], *_BY_BYTES.values())
 _DIRECT = ("step_time_s", "tokens_per_s_per_gpu")
 _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 
@@ -139,25 +121,26 @@ _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 def _kind_of_run(item: Residual) -> str:
     """Empty where the README names none."""
     reading = item.reading
-    if reading.source == _TESTS:
-        return _BY_BYTES.get(reading.metric, "")
-    if reading.metric not in _DIRECT:
+    of_tests = reading.source == _TESTS
+    if reading.metric not in _DIRECT and not of_tests:
         return ""
     if reading.source not in _RECIPES:
-        return _BY_SOURCE.get(reading.source, "")
+        return _KIND_OF.get(reading.metric if of_tests else reading.source, "")
     device, spec = item.expressed.cluster.device, item.expressed.spec
     hopper = device.generation == "hopper"
     if spec.shape.blocks:
-        return _KINDS[11]
+        return "layers of several kinds"
     if spec.shape.experts:
-        return _KINDS[7 if hopper else 8]
-    dense = (3 if spec.fp8_recipe else 2) if hopper else 5 if "B300" in device.name else 4
-    return _KINDS[dense]
+        return "MoE, H100" if hopper else "MoE, Blackwell"
+    if hopper:
+        return "H100 FP8 recipes" if spec.fp8_recipe else "H100 BF16 recipes"
+    return "B300, GB300 dense" if "B300" in device.name else "B200, GB200 dense"
 
 
 def by_split(residuals: Residuals) -> list[ErrorGroup]:
     """Of the kinds that constants are fitted to: the third that fits do not use, and the others."""
-    fitted = [item for item in residuals.predicted if _kind_of_run(item) not in _NOT_FITTED]
+    timed = [item for item in residuals.predicted if item.seconds]
+    fitted = [item for item in timed if _kind_of_run(item) not in _NOT_FITTED]
     names = ("the other two thirds", "kept back from the fit")
     return _groups(fitted, lambda item: names[item.reading.kept_back])
 
@@ -174,8 +157,9 @@ def cause(residual: Residual) -> str:
         return ""
     spec, cluster = residual.expressed.spec, residual.expressed.cluster
     if kind_of(reading.metric) == MEMORY:
-        held, names = predicted_memory(spec, reading.metric), set(COMPONENTS) - {"allocator"}
-        parts = {name: getattr(held, name) / held.live for name in COMPONENTS if name in names}
+        held = predicted_memory(spec, reading.metric)
+        live = (name for name in COMPONENTS if name != "allocator")
+        parts = {name: getattr(held, name) / held.live for name in live}
     else:
         seconds = iteration_seconds(spec, cluster)
         parts = {name: getattr(seconds, name) / seconds.total for name in TIME_COMPONENTS}
@@ -203,13 +187,9 @@ class Choice:
 
 
 def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]:
-    """Every group of two or more strategies of one model, batch, device and source; one that was
-    measured more than once counts with its median.
-
-    Args:
-        residuals: Of all readings.
-        across_releases: Whether a group may hold runs of several releases of a container.
-    """
+    """Every group of two or more strategies of one model, batch, device and source, and, unless it may
+    lie `across_releases`, of one release of a container; what was measured more than once counts with
+    its median."""
     groups: dict[tuple[object, ...], list[Residual]] = defaultdict(list)
     for item in residuals.predicted:
         reading, spec = item.reading, item.expressed.spec
@@ -251,13 +231,17 @@ def _whole(share: float | None) -> str:
     return DASH if share is None else f"{share:.0%}"
 
 
+def _errors(name: str, figure: str, text: Callable[[Any], str]) -> Column[ErrorGroup]:
+    return Column(name, lambda group: group.figures.get(figure), text)
+
+
 ERRORS = (
-    Column[ErrorGroup]("median |error|", lambda group: group.median_abs_error, percent),
-    Column[ErrorGroup]("mean |error|", lambda group: group.mean_abs_error, percent),
-    Column[ErrorGroup]("median error", lambda group: group.median_error, signed),
-    Column[ErrorGroup]("p90 |error|", lambda group: group.p90_abs_error, percent),
-    Column[ErrorGroup]("within 10%", lambda group: group.within(0.10), _whole),
-    Column[ErrorGroup]("within 15%", lambda group: group.within(0.15), _whole),
+    _errors("median |error|", "median_abs_error", percent),
+    _errors("mean |error|", "mean_abs_error", percent),
+    _errors("median error", "median_error", signed),
+    _errors("p90 |error|", "p90_abs_error", percent),
+    _errors("within 10%", "within_10%", _whole),
+    _errors("within 15%", "within_15%", _whole),
 )
 """How far a group is predicted off."""
 
@@ -331,6 +315,9 @@ def _row(item: Residual, errors: Errors) -> dict[str, Any]:
     }
 
 
+_SAID = ("mean_abs_error", "median_error", "p90_abs_error")
+
+
 def as_data(residuals: Residuals, errors: Errors) -> dict[str, Any]:
     """The contract of `validate --json`."""
     return {
@@ -339,9 +326,7 @@ def as_data(residuals: Residuals, errors: Errors) -> dict[str, Any]:
                 "metric": group.metric,
                 "readings": group.readings,
                 "predicted": len(group.errors),
-                "mean_abs_error": group.mean_abs_error,
-                "median_error": group.median_error,
-                "p90_abs_error": group.p90_abs_error,
+                **{name: group.figures.get(name) for name in _SAID},
             }
             for group in by_source(residuals)
         },
@@ -353,14 +338,15 @@ def as_data(residuals: Residuals, errors: Errors) -> dict[str, Any]:
 def _groups(
     predicted: Iterable[Residual],
     name: Callable[[Residual], str],
-    refused: Mapping[str, int] = MappingProxyType({}),
+    refused: Iterable[Refusal] = (),
 ) -> list[ErrorGroup]:
-    members: dict[str, list[Residual]] = {source: [] for source in refused}
+    lacking = Counter(item.source for item in refused)
+    members: dict[str, list[Residual]] = {source: [] for source in lacking}
     for item in predicted:
         members.setdefault(name(item), []).append(item)
     groups = []
     for title, items in sorted(members.items()):
         metrics = dict.fromkeys(item.reading.metric for item in items)
-        errors, readings = tuple(item.error for item in items), len(items) + refused.get(title, 0)
+        errors, readings = tuple(item.error for item in items), len(items) + lacking[title]
         groups.append(ErrorGroup(title, "+".join(metrics), readings, errors))
     return groups

@@ -127,7 +127,7 @@ def read_readings(path: Path = READINGS) -> tuple[tuple[Reading, ...], tuple[Ref
     for line, row in read_rows(path)[1]:
         try:
             found.append(_reading(line, row))
-        except _CellError as error:
+        except ReadingsError as error:
             unreadable.append(Refusal(line, row["source"].strip(), str(error)))
     if unreadable and not found:
         raise ReadingsError(f"{path}: {unreadable[0].reason}")
@@ -165,15 +165,11 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
     ]
 
 
-class _CellError(ValueError):
-    pass
-
-
 def _reading(line: int, row: Mapping[str, str]) -> Reading:
     cells = {name: row[name].strip() for name in (*COLUMNS, *MAY_LACK)}
 
-    def wrong(column: str, wanted: str) -> _CellError:
-        return _CellError(
+    def wrong(column: str, wanted: str) -> ReadingsError:
+        return ReadingsError(
             f"row {line}, column {column}: '{cells[column]:.40}' is not {wanted}; correct the cell, or "
             "leave it empty where it is not known"
         )
@@ -195,7 +191,7 @@ def _reading(line: int, row: Mapping[str, str]) -> Reading:
         raise wrong(column, "a number above 0")
 
     if (value := number("value")) is None:
-        raise _CellError(
+        raise ReadingsError(
             f"row {line}, column value: it is empty; name the figure, or leave the row out"
         )
     if cells["metric"] not in METRICS:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from tools.plan.schedules.simulate import (
     COMPARED,
-    Durations,
     Pass,
     ScheduleFigures,
     SimulatedSchedule,
@@ -43,7 +42,6 @@ def schedules(given: Namespace) -> int:
     Raises:
         ValueError: What cannot be; one sentence.
     """
-    durations = Durations(given.forward, given.backward, given.transfer)
     timelines = [
         simulate(
             schedule,
@@ -51,18 +49,20 @@ def schedules(given: Namespace) -> int:
             given.microbatches,
             iterations=given.iterations,
             virtual=given.vpp,
-            durations=durations,
+            forward=given.forward,
+            backward=given.backward,
+            transfer=given.transfer,
         )
         for schedule in COMPARED
         # One micro batch is too few for two versions, and enough to see what the others do.
         if schedule is not PipelineSchedule.PIPEDREAM_2BW or given.microbatches >= given.pp
     ]
     if given.json:
-        print(json.dumps([timeline_as_data(timeline) for timeline in timelines], indent=2))
+        print(json.dumps([_as_data(timeline) for timeline in timelines], indent=2))
     else:
         _print(timelines)
     if given.svg:
-        draw_schedules(timelines, given.svg)
+        _draw_all(timelines, given.svg)
     return 0
 
 
@@ -74,8 +74,8 @@ def schedules_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--transfer", type=float, default=0.0, help="time of a message")
 
 
-def timeline_as_data(timeline: SimulatedSchedule) -> dict[str, Any]:
-    """One schedule's figures, measured and in closed form."""
+def _as_data(timeline: SimulatedSchedule) -> dict[str, Any]:
+    """Figures, measured and in closed form."""
     measured = figures(timeline)
     return {
         "schedule": timeline.schedule.paper_name,
@@ -118,8 +118,7 @@ def _listed(values: Sequence[float]) -> str:
     return " ".join(f"{value:g}" for value in values)
 
 
-def draw_schedules(timelines: Sequence[SimulatedSchedule], path: Path) -> None:
-    """Write the picture."""
+def _draw_all(timelines: Sequence[SimulatedSchedule], path: Path) -> None:
     from matplotlib.patches import Patch
 
     pipeline = timelines[0].pipeline
@@ -164,13 +163,12 @@ def _draw(axes: Axes, timeline: SimulatedSchedule, longest: float) -> None:
     axes.set_yticks(range(timeline.pipeline), [f"stage {i}" for i in range(timeline.pipeline)])
     axes.invert_yaxis()
     axes.set_xlim(0, longest)
-    axes.set_title(caption(timeline), loc="left", fontsize=9)
+    axes.set_title(_caption(timeline), loc="left", fontsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
 
 
-def caption(timeline: SimulatedSchedule) -> str:
-    """The schedule's name and what it costs, in one line."""
+def _caption(timeline: SimulatedSchedule) -> str:
     measured = figures(timeline)
     held = max(measured.activations)
     text = (

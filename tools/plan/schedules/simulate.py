@@ -9,6 +9,7 @@ stashing), with two versions arXiv:2006.09503; 1F1B with flushes and interleavin
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -56,15 +57,6 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Durations:
-    """Time of a whole stage's pass, and of one message."""
-
-    forward: float = 1.0
-    backward: float = 2.0
-    transfer: float = 0.0
-
-
-@dataclass(frozen=True)
 class SimulatedSchedule:
     """A simulated schedule."""
 
@@ -89,9 +81,11 @@ def simulate(
     *,
     iterations: int = 1,
     virtual: int = 2,
-    durations: Durations | None = None,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    transfer: float = 0.0,
 ) -> SimulatedSchedule:
-    """Run a schedule.
+    """Run a schedule, whose whole stages take so long for a pass, and a message so long.
 
     GPipe and both 1F1B flush: the next iteration starts when all stages have finished this one.
     PipeDream updates after every backward, PipeDream-2BW once in an iteration; neither ever flushes.
@@ -109,7 +103,6 @@ def simulate(
             f"{iterations:,} iterations are {steps:,} steps; use at most {MOST_STEPS:,} "
             "(2 x stages x micro batches x virtual stages x iterations)."
         )
-    durations = durations or Durations()
     if schedule is not PipelineSchedule.INTERLEAVED:
         virtual = 1
     elif microbatches % pipeline:
@@ -125,11 +118,12 @@ def simulate(
     rounds = [(0, microbatches * iterations)]
     if not schedule.is_asynchronous:
         rounds = [(i * microbatches, microbatches) for i in range(iterations)]
+    seconds = {Pass.FORWARD: forward / virtual, Pass.BACKWARD: backward / virtual}
     events: list[Event] = []
     start = 0.0
     for first, count in rounds:
         orders = [_order(schedule, worker, pipeline, count, virtual) for worker in range(pipeline)]
-        events += _run(orders, first, start, virtual, durations)
+        events += _run(orders, first, start, virtual, seconds, transfer)
         start = max(event.end for event in events)
     return SimulatedSchedule(schedule, pipeline, microbatches, iterations, virtual, tuple(events))
 
@@ -141,20 +135,21 @@ def _order(
     backwards = [_virtual_step(Pass.BACKWARD, k, pipeline, virtual) for k in range(count * virtual)]
     if schedule is PipelineSchedule.GPIPE:
         return forwards + backwards[::-1]
-    warmup = pipeline - worker - 1
-    if schedule is PipelineSchedule.INTERLEAVED and virtual > 1:
-        warmup = 2 * warmup + (virtual - 1) * pipeline
-    warmup = min(warmup, len(forwards))
+    warmup = min(_warmup(worker, pipeline, virtual), len(forwards))
     steps = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         steps += [forward, backward]
     return steps + backwards[len(forwards) - warmup :]
 
 
+def _warmup(worker: int, pipeline: int, virtual: int) -> int:
+    """Forwards of 1F1B before the first backward may come."""
+    stages = pipeline - worker - 1
+    return 2 * stages + (virtual - 1) * pipeline if virtual > 1 else stages
+
+
 def _virtual_step(direction: Pass, index: int, pipeline: int, virtual: int) -> Step:
     """Megatron's order: groups of `pipeline` micro batches go through each chunk in turn."""
-    if virtual == 1:
-        return Step(direction, index)
     group, place = divmod(index, pipeline * virtual)
     chunk = place // pipeline
     if direction is Pass.BACKWARD:
@@ -163,7 +158,12 @@ def _virtual_step(direction: Pass, index: int, pipeline: int, virtual: int) -> S
 
 
 def _run(
-    orders: list[list[Step]], first: int, start: float, virtual: int, durations: Durations
+    orders: list[list[Step]],
+    first: int,
+    start: float,
+    virtual: int,
+    seconds: Mapping[Pass, float],
+    transfer: float,
 ) -> list[Event]:
     """Start every step when its worker is free and its input is there."""
     pipeline = len(orders)
@@ -180,10 +180,9 @@ def _run(
                 if source is not None:
                     if source not in done:
                         break
-                    ready = done[source] + durations.transfer * (source[0] != worker)
+                    ready = done[source] + transfer * (source[0] != worker)
                 begin = max(free[worker], ready)
-                whole = durations.forward if step.direction is Pass.FORWARD else durations.backward
-                end = begin + whole / virtual
+                end = begin + seconds[step.direction]
                 done[worker, step] = free[worker] = end
                 shown = Step(step.direction, step.microbatch + first, step.chunk)
                 events.append(Event(worker, shown, begin, end))
@@ -255,11 +254,7 @@ def closed_form_activations(timeline: SimulatedSchedule) -> tuple[float, ...]:
         return (float(microbatches),) * pipeline
     if timeline.schedule.is_asynchronous:
         microbatches *= timeline.iterations
-    if virtual == 1:
-        return tuple(float(min(pipeline - worker, microbatches)) for worker in range(pipeline))
-    chunks = (
-        2 * (pipeline - worker - 1) + (virtual - 1) * pipeline + 1 for worker in range(pipeline)
-    )
+    chunks = (_warmup(worker, pipeline, virtual) + 1 for worker in range(pipeline))
     return tuple(min(count, microbatches * virtual) / virtual for count in chunks)
 
 

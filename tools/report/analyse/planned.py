@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tools.plan.calibration import calibration_of
 from tools.plan.constraints import NEWEST, violations
-from tools.plan.readings.local_readings import OwnRuns, Row, own_runs, row_of
+from tools.plan.readings.local_readings import Row, own_runs, row_of
 from tools.plan.readings.neighbours import Uncertainty, uncertainty
 from tools.plan.readings.reading_to_spec import RefusedError, execution_of_flags
 from tools.plan.tensors import UnevenSplitError
@@ -62,7 +62,7 @@ def planned(
         # Of linear attention no time is planned.
         if not spec.shape.vocabulary or spec.shape.linear:
             continue
-        known = own_runs(own, cluster).without(spec) if own else OwnRuns()
+        known = own_runs(own, cluster).without(spec)
         with suppress(UnevenSplitError, NoPeakError):
             found.append(PlannedEntry(entry, uncertainty(spec, cluster, known)))
     return tuple(found)

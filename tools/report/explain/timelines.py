@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from tools.plan.schedules.simulate import Durations, Pass, SimulatedSchedule, Step, simulate
+from tools.plan.schedules.simulate import Pass, SimulatedSchedule, Step, simulate
 from tools.records.measurements import Phase
 from tools.records.run import TRACE_FILE
 from tools.report.analyse.entry import Entry
@@ -151,7 +151,8 @@ class Scene:
         return simulate(
             *(split.run_schedule, split.pipeline, self.microbatches),
             virtual=split.virtual_stages,
-            durations=Durations(forward, backward),
+            forward=forward,
+            backward=backward,
         )
 
 

@@ -100,7 +100,6 @@ class Rank(NamedTuple):
 
 def shown_ranks(split: Parallelism) -> list[Rank]:
     """All ranks, if a drawing has room for them; else the first and the last along a dimension."""
-    strides = (split.tensor, split.context, split.data, split.pipeline)
     if split.world_size <= MOST_SHOWN:
         return [rank_at(split, number) for number in range(split.world_size)]
     ends, room = [], MOST_SHOWN
@@ -108,12 +107,10 @@ def shown_ranks(split: Parallelism) -> list[Rank]:
         two = degree > 1 and room > 1
         room //= 2 if two else 1
         ends.append((0, degree - 1) if two else (0,))
-    numbers = []
-    for tensor, stage, data, context in product(*ends):
-        number = 0
-        for degree, place in zip(reversed(strides), (stage, data, context, tensor), strict=True):
-            number = number * degree + place
-        numbers.append(number)
+    numbers = (
+        tensor + split.tensor * (context + split.context * (data + split.data * stage))
+        for tensor, stage, data, context in product(*ends)
+    )
     return [rank_at(split, number) for number in sorted(numbers)]
 
 

@@ -88,16 +88,10 @@ function row(layout, room, slowest, times, parts, tied) {
   if (tied) name.append(", tied with the first");
   const number = (text, more = "") => element("td", text, { class: `number ${more}`.trim() });
   const full = layout.memory_bytes > room;
-  made.append(name, number(interval(layout)), number(Math.round(layout.tokens_per_second).toLocaleString("en")),
-    number(layout.mfu === null ? "" : `${(100 * layout.mfu).toFixed(1)}%`), bar(layout.time, slowest, times, (s) => `${(1000 * s).toFixed(1)} ms`),
+  made.append(name, number((1000 * layout.iteration_seconds).toFixed(0)), number(Math.round(layout.tokens_per_second).toLocaleString("en")),
+    number(`${(100 * layout.mfu).toFixed(1)}%`), bar(layout.time, slowest, times, (s) => `${(1000 * s).toFixed(1)} ms`),
     number((layout.memory_bytes / GIB).toFixed(1), full ? "full" : ""), bar(layout.memory, room, parts, (b) => `${(b / GIB).toFixed(1)} GiB`));
   return made;
-}
-
-function interval(layout) {
-  const middle = (1000 * layout.iteration_seconds).toFixed(0);
-  const [low, high] = [layout.iteration_seconds_low, layout.iteration_seconds_high];
-  return low === undefined || low === null ? middle : `${middle} (${(1000 * low).toFixed(0)}–${(1000 * high).toFixed(0)})`;
 }
 
 function bar(shares, whole, colours, format) {

@@ -240,9 +240,6 @@ class AnswerForContents(TorchDispatchMode):  # type: ignore[no-untyped-call]
     (was the update made everywhere, tokens of a loss): 1.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

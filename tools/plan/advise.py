@@ -1,4 +1,4 @@
-"""The questions of somebody who has to choose, answered by searches over the same model.
+"""`make advise`: ten questions of somebody who has to choose, answered by searches over the same model.
 
 What is changed to see what would change the choice is said in the answer; every figure is a prediction,
 and the last answer says how far predictions like these were off.
