@@ -49,8 +49,7 @@ class Keeper(BackgroundThread):
         self.problems: list[str] = []
         """Checkpoints that could not be read back, a sentence each."""
 
-    def watch(self) -> None:
-        """As `BackgroundThread.watch`."""
+    def _watch(self) -> None:
         with closing(self._follower), suppress(ReadingStoppedError):
             while not self.done.wait(LOOK_SECONDS):
                 self._look()

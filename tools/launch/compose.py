@@ -22,7 +22,6 @@ from tools.launch.flags import (
     start_flags,
 )
 from tools.launch.job import Job
-from tools.launch.network import LinkRate, link_of
 from tools.launch.network import command as shaped
 from tools.launch.options import Options, Saving, patch_file_paths
 from tools.launch.runtime import ON_HOST, Runtime
@@ -135,11 +134,6 @@ class Launch:
         return self.spec.parallelism.world_size
 
     @property
-    def network(self) -> LinkRate | None:
-        """Limit of the link between the two halves of the ranks."""
-        return link_of(self.spec)
-
-    @property
     def local_devices(self) -> int:
         """Number of ranks on this machine."""
         return self.devices // self.nodes.count if self.nodes else self.devices
@@ -160,8 +154,8 @@ class Launch:
         """The whole command, from the repository root; in a container, with what starts it."""
         container = self.runtime.container
         program = (*self._program(), *self.arguments(run_folder))
-        if self.network is not None:
-            return shaped(self.network, self.devices, _python(), program)
+        if self.spec.link_bits_per_second:
+            return shaped(self.spec.link_bits_per_second, self.devices, _python(), program)
         python = docker.PYTHON if container else _python()
         ranks = (*torchrun(self.local_devices, python, self.nodes), *program)
         if container is None:
@@ -175,9 +169,9 @@ class Launch:
 
     def forked(self, pool: WarmPool) -> Launch:
         """The same with ranks of Megatron on this machine's CPU from a process of the pool."""
-        plain = self.network is None and self.nodes is None and self.runtime.container is None
+        elsewhere = self.spec.link_bits_per_second or self.nodes or self.runtime.container
         megatron = self.spec.backend == Backend.MEGATRON
-        if not (plain and megatron and self.spec.device is DeviceKind.CPU):
+        if elsewhere or not megatron or self.spec.device is not DeviceKind.CPU:
             return self
         known = {name: self.environment[name] for name in AT_IMPORT if name in self.environment}
         return replace(self, warm=pool.process(self.entry.path, known))
@@ -246,7 +240,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
             counted_vocabulary(flags, entry.megatron_version), job.devices, device, model.name
         ),
         fused=options.fused,
-        link_bits_per_second=options.network.bits_per_second if options.network else None,
+        link_bits_per_second=options.link_bits_per_second,
         shares_gpu=options.share_gpu,
         patch_file=options.patch_file,
         strategy=job.strategy,

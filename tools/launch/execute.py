@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from tools.cluster.nodes import SINGLE_NODE, NodeGroup
+from tools.launch.background import BackgroundThread
 from tools.launch.checkpoints import Keeper
 from tools.launch.compose import Launch
-from tools.launch.devices import visible_gpus
+from tools.launch.devices import Reading, cpu_readings, gpu_readings, visible_gpus
 from tools.launch.progress import LogFollower, RunProgress
 from tools.launch.run_folder import create_run_folder, record_launcher
-from tools.launch.sampler import CpuRanks, GpuRanks, Sampler, SampleSource
 from tools.launch.supervise import exit_status
 from tools.launch.supervise.hang import (
     EndedRunError,
@@ -34,6 +35,7 @@ from tools.spec.files import from_root
 from tools.spec.run import DeviceKind
 
 POLL_SECONDS = 0.2
+SAMPLE_SECONDS = 1.0
 ENDED_EARLY = 1
 """Exit code of a share that was ended before its torchrun did."""
 
@@ -104,7 +106,7 @@ def run_ranks(
                 RankProcesses(
                     start(from_root(folder)), own, log, in_container, launch.warm
                 ) as ranks,
-                Sampler(_source(launch, ranks), log.with_name(records.SAMPLES_FILE)),
+                Sampler(_readings(launch, ranks), log.with_name(records.SAMPLES_FILE)),
             ):
                 exit_code = _follow(launch, log, folder, ranks, follower, progress, group)
         except BaseException as error:
@@ -215,13 +217,37 @@ def _print_problems(keeper: Keeper, console: Console) -> None:
         console.print(problem, style="yellow", highlight=False)
 
 
-def _source(launch: Launch, ranks: RankProcesses) -> SampleSource:
+class Sampler(BackgroundThread):
+    """Writes to a file, every second while the `with` block runs, what each rank's device reports."""
+
+    def __init__(self, read: Callable[[], Iterator[tuple[int, Reading]]], path: Path) -> None:
+        self._read = read
+        self._path = path
+        super().__init__()
+
+    def _watch(self) -> None:
+        start = time.monotonic()
+        # A full disk ends the samples, not the run.
+        with suppress(OSError), self._path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, records.SAMPLE_COLUMNS)
+            writer.writeheader()
+            while not self.done.wait(SAMPLE_SECONDS):
+                for rank, reading in self._read():
+                    seconds = f"{time.monotonic() - start:.1f}"
+                    writer.writerow({"seconds": seconds, "rank": rank, **reading})
+                file.flush()
+
+
+def _readings(launch: Launch, ranks: RankProcesses) -> Callable[[], Iterator[tuple[int, Reading]]]:
+    """What reads the devices of this machine's ranks."""
     if launch.spec.device is not DeviceKind.GPU:
-        return CpuRanks(ranks)
+        return cpu_readings(ranks.by_rank)
     nodes, local = launch.nodes, launch.local_devices
+    gpus = visible_gpus()[:local]
 
-    def first_rank() -> int:
-        # As its processes say, or as nodes are numbered where none is seen.
-        return min(ranks.by_rank(), default=nodes.rank * local) if nodes else 0
+    def read() -> Iterator[tuple[int, Reading]]:
+        # As its processes say, or as nodes are numbered where none is seen: torchrun decides it.
+        first = min(ranks.by_rank(), default=nodes.rank * local) if nodes else 0
+        return gpu_readings(gpus, first)
 
-    return GpuRanks(visible_gpus()[:local], first_rank)
+    return read

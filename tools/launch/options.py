@@ -14,7 +14,7 @@ from megatron_patches.patch_file import SEPARATOR, patch_file_sha256
 from tools.cluster.checks.network import wandb_login
 from tools.cluster.nodes import NODES_SETTINGS, Nodes, nodes_of
 from tools.cluster.slurm import SLURM_SETTINGS, Slurm, slurm_of
-from tools.launch.network import LinkRate, parse_rate
+from tools.launch.network import parse_rate, rate_text
 from tools.spec import settings
 from tools.spec.files import ROOT, from_root
 from tools.spec.run import Backend, OptimizerName, PatchFile, RuntimeName
@@ -97,7 +97,8 @@ class Options:
     """Count what ranks send, hold and wait for."""
     backend: Annotated[Backend, settings.BACKEND] = Backend.MEGATRON
     optimizer: Annotated[OptimizerName, settings.OPTIMIZER] = OptimizerName.ADAMW
-    network: LinkRate | None = None
+    link_bits_per_second: int | None = None
+    """Limit of the link between the two halves of the ranks, each way."""
     repeats: Annotated[int, settings.REPEATS] = 1
     """Runs of the same launch; the report pools them."""
     calibrate: Annotated[bool, settings.CALIBRATE] = False
@@ -140,7 +141,7 @@ def options_of(given: Namespace) -> Options:
         slurm=slurm_of(given),
         wandb=wandb_of(given) if value(settings.WANDB) else None,
         saving=_saving(*map(value, (settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE))),
-        network=_parsed(given, settings.NET, parse_rate),
+        link_bits_per_second=_parsed(given, settings.NET, parse_rate),
         fused=_parsed(given, settings.FUSED, parse_fusions, _FUSIONS) or (),
         patch_file=_parsed(given, settings.PATCH_FILE, read_patch_file),
     )
@@ -158,13 +159,14 @@ def options_from_texts(texts: Mapping[str, str]) -> Options:
 def variables_of(options: Options) -> dict[str, str]:
     """The options as variables of make: those that are not their defaults, but for Slurm's."""
     unset, saving, wandb, nodes = Options(), options.saving, options.wandb, options.nodes
+    bits = options.link_bits_per_second
     found: dict[Setting, object] = {
         setting: value
         for field, setting in _PLAIN.items()
         if (value := getattr(options, field)) != getattr(unset, field)
     }
     found |= {
-        settings.NET: options.network.text if options.network else None,
+        settings.NET: rate_text(bits) if bits else None,
         settings.FUSED: ",".join(options.fused),
         settings.PATCH_FILE: options.patch_file.path if options.patch_file else None,
     }

@@ -70,8 +70,8 @@ def check(launch: Launch) -> None:
 def _problems_here(launch: Launch, is_sound: bool) -> Iterator[str]:
     """Why this machine cannot run it; of memory and disk only where nothing else is wrong."""
     problems: list[str] = []
-    if launch.network is not None:
-        problems += network_problems(launch.network, launch.devices, launch.spec.device)
+    if bits := launch.spec.link_bits_per_second:
+        problems += network_problems(bits, launch.devices, launch.spec.device)
     on_gpu = launch.spec.device is DeviceKind.GPU
     if on_gpu:
         problems += gpu_problems(launch)
@@ -114,7 +114,7 @@ def nodes_problems(launch: Launch) -> Iterator[str]:
             f"{plural(launch.devices, 'rank')} cannot be shared evenly by {nodes.count} nodes; name a "
             "target whose number of devices they divide."
         )
-    if launch.network is not None:
+    if launch.spec.link_bits_per_second:
         yield "NET= connects CPU ranks of one machine by a shaped link; leave it out with several nodes."
     container = launch.runtime.container
     if container is not None and not container.host_network:

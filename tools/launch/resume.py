@@ -19,7 +19,6 @@ from tools.checkpoint.contents import read_contents
 from tools.launch.checkpoints import select_checkpoint
 from tools.launch.compose import Launch, ResumePoint, compose, entry_of, model_for
 from tools.launch.job import Job
-from tools.launch.network import link_of
 from tools.launch.options import Options, Saving, read_patch_file
 from tools.launch.preflight import check
 from tools.launch.run_folder import only_attempt, read_named_run
@@ -158,7 +157,7 @@ def relaunch(
                 options.extra,
             ),
             saving=options.saving or Saving(record.save_every or iterations),
-            network=options.network or link_of(record.spec),
+            link_bits_per_second=options.link_bits_per_second or record.spec.link_bits_per_second,
             patch_file=_patch_file(record, options),
             fused=record.spec.fused,
             share_gpu=record.spec.shares_gpu,

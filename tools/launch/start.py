@@ -173,7 +173,7 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
         dropout=None,
         backend=Backend.MEGATRON,
         optimizer=OptimizerName.ADAMW,
-        network=None,
+        link_bits_per_second=None,
         nodes=None,
         saving=None,
         wandb=None,
