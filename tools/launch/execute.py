@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -50,41 +50,39 @@ def execute(
     console: Console,
     title: str,
     group: NodeGroup = SINGLE_NODE,
-    folder: Path | None = None,
 ) -> tuple[Path, records.StatusRecord]:
-    """Train; return the run folder, a new one unless it is given, and how it ended.
+    """Train; return the run folder, in `runs` unless RUN_FOLDER= is another, and how it ended.
 
     Raises:
         LaunchError: The run folder could not be written, and nothing was started; or it was removed
             meanwhile, and the ranks were ended.
         Interrupted: After the ranks were ended and the status was written.
     """
-    made = create_run_folder(launch, runs, folder)
-    record_launcher(made)
+    given = launch.job.options.run_folder
+    folder = create_run_folder(launch, runs, given)
+    record_launcher(folder)
     try:
-        group.announce(made)
+        group.announce(folder)
     except LaunchError:
-        if folder is None:
-            shutil.rmtree(made)
+        if given is None:
+            shutil.rmtree(folder)
         raise
     # A run that ended by itself gets the status of that, whatever is asked meanwhile.
     with deferred():
-        status = _train_in(made, launch, console, title, group)
-    return made, status
+        return folder, _train_in(folder, launch, console, title, group)
 
 
 def run_ranks(
     launch: Launch,
     log: Path,
     progress: RunProgress,
-    also: Mapping[str, str] | None = None,
     group: NodeGroup = SINGLE_NODE,
     folder: Path | None = None,
 ) -> int:
     """Start a launch's ranks, follow their log, return torchrun's exit code; none is left running.
 
-    The log's folder is the run folder unless it is given; `also` is set for the ranks beside the
-    launch's environment. The end is reported to the other nodes once this one's processes are gone.
+    The log's folder is the run folder unless it is given. The end is reported to the other nodes once
+    this one's processes are gone.
 
     Raises:
         EndedRunError: The log did not grow for the launch's timeout, or the launch's time was over.
@@ -94,7 +92,9 @@ def run_ranks(
     folder = folder or log.parent
     log.touch()
     stacks = folder / records.STACKS_FOLDER
-    own = {**launch.environment, **(also or {}), variables.STACKS: from_root(stacks)}
+    own = {**launch.environment, variables.STACKS: from_root(stacks)}
+    if launch.job.options.ledger:
+        own[variables.LEDGER] = from_root(folder / records.LEDGER_FOLDER)
     start = launch.warm_command if launch.warm else launch.command
     in_container = launch.runtime.container is not None
     with deferred():
@@ -195,8 +195,6 @@ def _train_in(
 
 
 def _train(launch: Launch, folder: Path, console: Console, title: str, group: NodeGroup) -> int:
-    place = f"{from_root(folder)}/{records.LEDGER_FOLDER}"
-    ledger = {variables.LEDGER: place} if launch.job.options.ledger else {}
     log = folder / records.LOG_FILE
     with ExitStack() as around:
         keeper = None
@@ -206,7 +204,7 @@ def _train(launch: Launch, folder: Path, console: Console, title: str, group: No
             around.callback(_print_problems, keeper, console)
             around.enter_context(keeper)
         progress = around.enter_context(RunProgress(console, title, launch.iterations))
-        exit_code = run_ranks(launch, log, progress, ledger, group)
+        exit_code = run_ranks(launch, log, progress, group)
         if keeper is not None and exit_code == 0:
             keeper.ended_well()
         return exit_code

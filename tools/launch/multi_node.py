@@ -22,9 +22,7 @@ from tools.launch.rendezvous.coordinator import Coordinator
 from tools.launch.rendezvous.messages import NodeRecord
 from tools.launch.rendezvous.worker import Worker
 from tools.launch.start import ensure_start_checkpoint
-from tools.launch.supervise.exit_status import outcome
-from tools.records.run import LEDGER_FOLDER, LOG_FILE, Status, StatusRecord
-from tools.spec import variables
+from tools.records.run import LOG_FILE, StatusRecord
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.spec.run import DeviceKind
@@ -32,26 +30,12 @@ from tools.spec.variables import INTERFACES
 from tools.text.units import plural
 
 
-def train_share(launch: Launch, console: Console, title: str) -> bool:
-    """Train this node's ranks of a run on several machines; True if the run ended `ok`.
-
-    Each node reports what stops it to the others, so nothing is checked before.
-    """
-    nodes = launch.nodes
-    assert nodes is not None
-    if nodes.rank > 0:
-        folder, code = _train_other(launch, nodes, console, title)
-        console.print(f"node {nodes.rank} ended with {code} → {from_root(folder)}", highlight=False)
-        return code == 0
-    folder, status = _train_first(launch, nodes, console, title)
-    console.print(outcome(folder, status), highlight=False)
-    return status.status is Status.OK
-
-
-def _train_first(
+def train_first(
     launch: Launch, nodes: Nodes, console: Console, title: str
 ) -> tuple[Path, StatusRecord]:
     """Node 0: wait for the others, train, record the run; its folder and how it ended.
+
+    Each node reports what stops it to the others, so nothing is checked before.
 
     Raises:
         LaunchError: A node is missing, differs, or cannot run its share; nothing was written.
@@ -70,12 +54,11 @@ def _train_first(
             ensure_start_checkpoint(launch, console)
         except LaunchError as error:
             coordinator.refuse(f"Node 0: {error}")
-        options = launch.job.options
-        return execute(launch, options.runs, console, title, coordinator, options.run_folder)
+        return execute(launch, launch.job.options.runs, console, title, coordinator)
 
 
-def _train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> tuple[Path, int]:
-    """Any other node: join node 0's run, train this share; the run's folder and this node's exit code.
+def train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> bool:
+    """Any other node: join node 0's run, train this share; True if it ended well.
 
     Raises:
         LaunchError: Node 0 was not reached or refuses, or this machine cannot run its share.
@@ -90,13 +73,11 @@ def _train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> 
         folder, nodes = worker.join()
         mine = node_folder(folder, nodes.rank)
         mine.mkdir(parents=True, exist_ok=True)
-        ledger = (
-            {variables.LEDGER: str(folder / LEDGER_FOLDER)} if launch.job.options.ledger else {}
-        )
         launch = _among(launch, nodes)
         with RunProgress(console, title, launch.iterations) as progress:
-            code = run_ranks(launch, mine / LOG_FILE, progress, ledger, worker, folder)
-        return folder, code
+            code = run_ranks(launch, mine / LOG_FILE, progress, worker, folder)
+    console.print(f"node {nodes.rank} ended with {code} → {from_root(folder)}", highlight=False)
+    return code == 0
 
 
 def node_record(launch: Launch, nodes: int) -> NodeRecord:

@@ -167,6 +167,7 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
     alone = replace(
         launch.job.options,
         shared_start=False,
+        ledger=False,
         extra=save,
         micro_batch_size=1,
         global_batch_size=1,

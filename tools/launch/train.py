@@ -19,7 +19,7 @@ from tools.launch.compose import Launch, compose
 from tools.launch.data import make_samples
 from tools.launch.execute import execute
 from tools.launch.job import Job, make_command, parse_devices, parse_target
-from tools.launch.multi_node import train_share
+from tools.launch.multi_node import train_first, train_other
 from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.run_folder import only_attempt
@@ -145,12 +145,15 @@ def dry_run(launch: Launch) -> int:
 
 def train_once(launch: Launch, console: Console, title: str) -> bool:
     """Train a checked launch on this machine, or this node's share; True if the run ended `ok`."""
-    options = launch.job.options
-    if launch.nodes is not None:
-        return train_share(launch, console, title)
-    folder, status = execute(launch, options.runs, console, title, folder=options.run_folder)
+    nodes = launch.nodes
+    if nodes is not None and nodes.rank > 0:
+        return train_other(launch, nodes, console, title)
+    if nodes is None:
+        folder, status = execute(launch, launch.job.options.runs, console, title)
+    else:
+        folder, status = train_first(launch, nodes, console, title)
     console.print(outcome(folder, status), highlight=False)
-    if status.status is Status.OK:
+    if status.status is Status.OK and nodes is None:
         console.print("\n".join(result_lines(launch, folder)), highlight=False)
     return status.status is Status.OK
 
