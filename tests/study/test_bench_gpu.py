@@ -227,7 +227,7 @@ class Machine:
         monkeypatch.setattr(runner, "execute", self._execute)
         monkeypatch.setattr(runner, "ensure_start_checkpoint", lambda *_: None)
         monkeypatch.setattr(engine, "check", self._check)
-        monkeypatch.setattr(engine, "make_samples", lambda *_: None)
+        monkeypatch.setattr(engine, "make_sample", lambda *_: None)
 
     def _check(self, launch: Launch, **_: bool) -> None:
         if "attention_flash" in launch.spec.fused:

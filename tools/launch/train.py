@@ -16,7 +16,7 @@ from megatron_patches.context import is_known
 from tools.launch.backends import for_backend
 from tools.launch.checkpoints import resume_if_saved
 from tools.launch.compose import Launch, compose
-from tools.launch.data import make_samples
+from tools.launch.data import make_sample
 from tools.launch.execute import execute
 from tools.launch.job import Job, make_command, parse_devices, parse_target
 from tools.launch.multi_node import train_first, train_other
@@ -97,33 +97,23 @@ def start(job: Job, console: Console) -> int:
     """
     options, launch = job.options, compose_job(job)
     if not options.dry_run:
-        make_samples([launch], console)
+        make_sample(launch.data, console)
     if options.slurm is not None:
         return submit(launch, console)
     with only_attempt(options.run_folder, options.nodes):
         if options.run_folder is not None:  # A job's; Slurm may have requeued it.
             launch = resume_if_saved(launch, options.run_folder)
-        return train_composed(launch, console)
-
-
-def train_composed(launch: Launch, console: Console) -> int:
-    """Check and train a launch whose data are there, or this node's share of it; the exit code.
-
-    Raises:
-        LaunchError: The run cannot work here; nothing was written.
-    """
-    job, repeats = launch.job, launch.job.options.repeats
-    if job.options.dry_run:
-        return dry_run(launch)
-    if launch.nodes is None:  # Else each node reports to the others what stops it.
-        check(launch)
-        ensure_start_checkpoint(launch, console)
-    console.print(f"{job.target}: {describe(launch)}", highlight=False)
-    for sentence in differences(launch):
-        console.print(sentence, style="yellow", highlight=False)
-    numbers = [f" {number}" for number in range(1, repeats + 1)] if repeats > 1 else [""]
-    titles = (f"{job.strategy}{number}" for number in numbers)
-    return 0 if all(train_once(launch, console, title) for title in titles) else 1
+        if options.dry_run:
+            return dry_run(launch)
+        if launch.nodes is None:  # Else each node reports to the others what stops it.
+            check(launch)
+            ensure_start_checkpoint(launch, console)
+        console.print(f"{job.target}: {describe(launch)}", highlight=False)
+        for sentence in differences(launch):
+            console.print(sentence, style="yellow", highlight=False)
+        each = range(1, options.repeats + 1)
+        titles = (f"{job.strategy} {one}" if len(each) > 1 else job.strategy for one in each)
+        return 0 if all(train_once(launch, console, title) for title in titles) else 1
 
 
 def dry_run(launch: Launch) -> int:
