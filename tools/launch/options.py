@@ -18,15 +18,14 @@ from tools.launch.network import parse_rate, rate_text
 from tools.spec import settings
 from tools.spec.files import ROOT, from_root
 from tools.spec.run import Backend, OptimizerName, PatchFile, RuntimeName
-from tools.spec.setting import SettingError, text_of, values
+from tools.spec.setting import SettingError, read, text_of, values
 from tools.spec.settings import Setting
 
 HANG_TIMEOUT_SECONDS = 900.0
 """Longer than NCCL's own timeout of a collective (600 s), so that NCCL reports its error first."""
 
 
-_FUSIONS = f"a list with commas of {', '.join(NAMES)}"
-
+_FUSED = settings.FUSED._replace(kind=f"a list with commas of {', '.join(NAMES)}")
 
 WANDB_PROJECT = "megatron-parallelism"
 
@@ -142,7 +141,7 @@ def options_of(given: Namespace) -> Options:
         wandb=wandb_of(given) if value(settings.WANDB) else None,
         saving=_saving(*map(value, (settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE))),
         link_bits_per_second=_parsed(given, settings.NET, parse_rate),
-        fused=_parsed(given, settings.FUSED, parse_fusions, _FUSIONS) or (),
+        fused=_parsed(given, _FUSED, parse_fusions) or (),
         patch_file=_parsed(given, settings.PATCH_FILE, read_patch_file),
     )
 
@@ -192,19 +191,10 @@ _PLAIN: dict[str, Setting] = {
 """Fields that are one variable's value."""
 
 
-def _parsed[T](
-    given: Namespace, setting: Setting, parse: Callable[[str], T], kind: str = ""
-) -> T | None:
-    """A value whose kind this package knows alone."""
+def _parsed(given: Namespace, setting: Setting, parse: Callable[[str], Any]) -> Any:
+    """A value whose kind this package knows alone; None where it was not given."""
     text = getattr(given, setting.name.lower(), None)
-    if not text:
-        return None
-    try:
-        return parse(text)
-    except SettingError:  # A reader that has a sentence of its own.
-        raise
-    except ValueError:
-        raise SettingError(f"{setting.name}={text} is not {kind or setting.kind}.") from None
+    return read(setting, text, parse) if text else None
 
 
 def _saving(every: int | None, keep: int | None, asynchronous: bool | None) -> Saving | None:
