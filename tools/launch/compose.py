@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.cluster.container import docker
-from tools.cluster.container.image import MEGATRON_IN_IMAGE
 from tools.cluster.nodes import Nodes
 from tools.launch.code import code_of, find_entry
 from tools.launch.flags import (
@@ -28,6 +28,7 @@ from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.supervise.warm import WarmMegatron, WarmPool
 from tools.records.run import CHECKPOINTS_FOLDER, Code, MegatronEntry
 from tools.spec.files import ROOT, from_root
+from tools.spec.flag_table import of_role
 from tools.spec.flags import (
     Flags,
     counted_vocabulary,
@@ -46,6 +47,7 @@ from tools.spec.model import (
 )
 from tools.spec.run import Backend, DeviceKind, RunSpec, spec_of_flags
 from tools.spec.strategy import UNTIED, batch_for, parallelism_from_flags
+from tools.spec.variables import INTERFACES
 
 TINY_ITERATIONS, ITERATIONS = 25, 100
 DEFAULT_DATA = {
@@ -167,6 +169,20 @@ class Launch:
         assert self.warm is not None
         return self.warm.command(self.devices, (self.entry.path, *self.arguments(run_folder)))
 
+    def resumed(self, point: ResumePoint) -> Launch:
+        """The same from a saved checkpoint, and not from its start."""
+        return replace(self, flags=drop_flags(self.flags, of_role("start")), resume_point=point)
+
+    def among(self, nodes: Nodes) -> Launch:
+        """The same with gloo on the interface that joins the nodes, unless the caller has chosen one.
+
+        gloo would take the address of the machine's name, which is often 127.0.1.1.
+        """
+        if nodes.interface is None:
+            return replace(self, nodes=nodes)
+        chosen = {name: os.environ.get(name) or nodes.interface for name in INTERFACES}
+        return replace(self, nodes=nodes, environment={**self.environment, **chosen})
+
     def forked(self, pool: WarmPool) -> Launch:
         """The same with ranks of Megatron on this machine's CPU from a process of the pool."""
         elsewhere = self.spec.link_bits_per_second or self.nodes or self.runtime.container
@@ -194,7 +210,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     parallelism = parallelism_from_flags((*job.flags, *options.extra), job.devices)
     data = options.data or DEFAULT_DATA[device]
     model = model_for(job.model, options.extra, data)
-    entry = entry_of(runtime, options)
+    entry = find_entry(options.megatron_lm, runtime.pair)
     own = batch_for(model.batch, parallelism)
     shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
     shared = shared or imported_weights(model) is not None
@@ -268,19 +284,6 @@ def model_for(model: Model, words: Sequence[str], data: str) -> Model:
     model = changed_model(model, words)
     fixed = data not in GPT2_DATA or imported_weights(model) is not None
     return model if fixed else with_vocabulary(model, GPT2_VOCABULARY)
-
-
-def entry_of(runtime: Runtime, options: Options) -> MegatronEntry:
-    """Which Megatron trains: in a container the checkout of its image.
-
-    Raises:
-        LaunchError: No Megatron is there.
-    """
-    pair = runtime.pair
-    if pair is None:
-        return find_entry(options.megatron_lm)
-    entry = f"{MEGATRON_IN_IMAGE}/pretrain_gpt.py"
-    return MegatronEntry(entry, pair.megatron_version, pair.megatron_commit[:12])
 
 
 def start_checkpoint_path(

@@ -81,9 +81,7 @@ def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str,
     )
 
 
-def start_flags(
-    checkpoint: Path, parallelism: Parallelism, padded_to: int = 128
-) -> tuple[str, ...]:
+def start_flags(checkpoint: Path, parallelism: Parallelism, padded_to: int) -> tuple[str, ...]:
     """Begin iteration 1 from the checkpoint's weights, resharded to this strategy.
 
     Megatron pads the vocabulary to a multiple of 128·TP, and padding rows take part in the softmax;

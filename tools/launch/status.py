@@ -151,16 +151,15 @@ def _see(
     in_hand = state is not None and (state.waits or state.runs)
     if job and states is not None and not in_hand and folder.stat().st_uid == os.getuid():
         status = _settled(folder, job, state, status)
+    note = f"job {job.job_id}" if job else ""
     if state and state.waits:
-        shown, note = "queued", f"job {job.job_id if job else ''}: {state.reason}"
-    elif (state and state.runs) or (
-        state is None and records.looks_alive(folder) and _open(status)
-    ):
-        shown, note = "running", f"job {job.job_id}" if job else ""
+        shown, note = "queued", f"{note}: {state.reason}"
+    elif in_hand or (state is None and records.looks_alive(folder) and _open(status)):
+        shown = "running"
+    elif job and states is None and _open(status):
+        shown, note = status.status.value, f"{note}: Slurm does not answer."
     else:
         shown, note = status.status.value, status.reason if status.status is not Status.OK else ""
-        if job and states is None and _open(status):
-            note = f"job {job.job_id}: Slurm does not answer."
     newest, left = last[-1] if last else None, None
     memory: tuple[float, ...] = ()
     if shown == "running":

@@ -200,7 +200,7 @@ def test_a_run_of_an_older_megatron_resumes_with_its_vocabulary(
     """Its `--vocab-size` does not count the end of a document."""
     for module in ("compose", "resume"):
         older = MegatronEntry("e.py", "0.17.1")
-        monkeypatch.setattr(f"tools.launch.{module}.entry_of", lambda *_, older=older: older)
+        monkeypatch.setattr(f"tools.launch.{module}.find_entry", lambda *_, older=older: older)
     record = record_of(composed("tp2", data="owt-ds/mine_text_document"))
     resumed = relaunch(record, FROM, None, Options())
     assert resumed.model.shape.vocabulary == resumed.spec.shape.vocabulary == 50257
