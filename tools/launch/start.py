@@ -57,7 +57,7 @@ def ensure_start_checkpoint(
         LaunchError: Megatron did not write it; the message names its log.
     """
     path = launch.start_checkpoint
-    if path is None:
+    if path is None or launch.resume_point:  # Which loads what it saved.
         return None
     is_there = path.is_dir()
     if is_there:
