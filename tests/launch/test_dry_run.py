@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tools.launch.compose import DEFAULT_DATA
-from tools.launch.data import make_sample
+from tools.launch.data import DEFAULT_DATA, make_sample
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.train import compose_job, start

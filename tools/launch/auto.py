@@ -14,7 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.calibrate import calibrate, conditions, device_here
-from tools.launch.compose import DEFAULT_DATA, model_for
+from tools.launch.compose import model_for
+from tools.launch.data import DEFAULT_DATA
 from tools.launch.flags import runtime_flags
 from tools.launch.job import Job, parse_target
 from tools.launch.options import Options

@@ -12,6 +12,7 @@ from pathlib import Path
 from tools.cluster.container import docker
 from tools.cluster.nodes import Nodes
 from tools.launch.code import code_of, find_entry
+from tools.launch.data import DEFAULT_DATA, GPT2_DATA
 from tools.launch.flags import (
     AT_IMPORT,
     environment_for,
@@ -50,23 +51,6 @@ from tools.spec.strategy import UNTIED, batch_for, parallelism_from_flags
 from tools.spec.variables import INTERFACES
 
 TINY_ITERATIONS, ITERATIONS = 25, 100
-DEFAULT_DATA = {
-    DeviceKind.CPU: "owt-ds/sample_text_document",
-    DeviceKind.GPU: "owt-ds/openwebtext-10k_text_document",
-}
-UNIQUE_SAMPLE = "owt-ds/sample-unique_text_document"
-"""The sample with every paragraph once."""
-
-SMALL_SAMPLE = "owt-ds/sample-1k_text_document"
-"""The sample in a vocabulary of 1,024: what a verification computes is then mostly the layers."""
-SMALL_VOCABULARY = 1024
-
-OWN_SAMPLES = (DEFAULT_DATA[DeviceKind.CPU], UNIQUE_SAMPLE, SMALL_SAMPLE)
-"""Data sets that the kit makes by itself where a run needs them."""
-
-GPT2_DATA = (*DEFAULT_DATA.values(), UNIQUE_SAMPLE)
-"""The kit's own data sets hold GPT-2 tokens: a model trained on them gets GPT-2's vocabulary."""
-
 START_FOLDER, DATA_CACHE = ".start", ".data"
 """Beside the runs: weights that runs share, and Megatron's index of samples in their order."""
 

@@ -1,4 +1,4 @@
-"""The data sets that the kit makes by itself, from text that comes with Python."""
+"""The kit's data sets, and those that it makes by itself, from text that comes with Python."""
 
 from __future__ import annotations
 
@@ -13,25 +13,33 @@ import numpy as np
 from rich.console import Console
 
 from tools.dataset.indexed import DatasetError, bin_path, idx_path, open_dataset
-from tools.launch.compose import (
-    DEFAULT_DATA,
-    OWN_SAMPLES,
-    SMALL_SAMPLE,
-    SMALL_VOCABULARY,
-    UNIQUE_SAMPLE,
-)
 from tools.records.io import lock, write_whole
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.model import GPT2_VOCABULARY
 from tools.spec.run import DeviceKind
 
-SAMPLE = DEFAULT_DATA[DeviceKind.CPU]
+SAMPLE = "owt-ds/sample_text_document"
+UNIQUE_SAMPLE = "owt-ds/sample-unique_text_document"
+"""The sample with every paragraph once."""
+
+SMALL_SAMPLE = "owt-ds/sample-1k_text_document"
+"""The sample in a vocabulary of 1,024: what a verification computes is then mostly the layers."""
+SMALL_VOCABULARY = 1024
+
+PUBLISHED = "owt-ds/openwebtext-10k_text_document"
+DEFAULT_DATA = {DeviceKind.CPU: SAMPLE, DeviceKind.GPU: PUBLISHED}
+GPT2_DATA = (SAMPLE, PUBLISHED, UNIQUE_SAMPLE)
+"""The kit's own data sets hold GPT-2 tokens: a model trained on them gets GPT-2's vocabulary."""
+
 _WHAT: Mapping[str, tuple[str, tuple[str, ...]]] = {
     SAMPLE: ("the sample data set from this Python's own documentation", ()),
     UNIQUE_SAMPLE: ("the sample data set, each paragraph once", ("--unique",)),
 }
 """What is said of each, and the flags that make it."""
+
+OWN_SAMPLES = (*_WHAT, SMALL_SAMPLE)
+"""Data sets that the kit makes by itself where a run needs them."""
 
 WAIT_SECONDS = 0.2
 

@@ -123,7 +123,7 @@ def environment_for(
     if device is DeviceKind.CPU:
         environment |= CPU_RANK
     if options.wandb:
-        environment |= options.wandb.environment
+        environment["WANDB_MODE"] = options.wandb.mode  # W&B's client reads it there.
     if options.share_gpu:
         environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     patch_file = options.patch_file

@@ -21,10 +21,6 @@ from tools.spec.run import Backend, OptimizerName, PatchFile, RuntimeName
 from tools.spec.setting import SettingError, read, text_of, values
 from tools.spec.settings import Setting
 
-HANG_TIMEOUT_SECONDS = 900.0
-"""Longer than NCCL's own timeout of a collective (600 s), so that NCCL reports its error first."""
-
-
 _FUSED = settings.FUSED._replace(kind=f"a list with commas of {', '.join(NAMES)}")
 
 WANDB_PROJECT = "megatron-parallelism"
@@ -44,11 +40,6 @@ class Wandb:
         """Megatron's flags, except those that name the run folder (`compose.Launch.arguments`)."""
         entity = ("--wandb-entity", self.entity) if self.entity else ()
         return ("--wandb-project", self.project, *entity)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables for the ranks: W&B's client reads its mode from the environment."""
-        return {"WANDB_MODE": self.mode}
 
 
 KEEP = 2
@@ -110,8 +101,9 @@ class Options:
     slurm: Slurm | None = None
     """Submit a job instead of training here."""
     saving: Saving | None = None
-    hang_timeout_seconds: Annotated[float, settings.HANG_TIMEOUT] = HANG_TIMEOUT_SECONDS
-    """A run whose log does not grow for this long is ended, and the stacks of its ranks are written."""
+    hang_timeout_seconds: Annotated[float, settings.HANG_TIMEOUT] = 900.0
+    """A run whose log does not grow for this long is ended, and the stacks of its ranks are written.
+    NCCL's own timeout of a collective, 600 s, is shorter, so that it reports its error first."""
     fused: tuple[str, ...] = ()
     """Patches of `megatron_patches/fused` by name; none unless asked for."""
     share_gpu: Annotated[bool, settings.SHARE_GPU] = False

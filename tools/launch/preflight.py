@@ -18,7 +18,8 @@ from tools.cluster.checks.result import refusals
 from tools.dataset.indexed import DatasetError, idx_path, largest_token, open_dataset
 from tools.dataset.split import empty_splits
 from tools.launch.backends import backend_problems, optimizer_problems
-from tools.launch.compose import DEFAULT_DATA, OWN_SAMPLES, Launch
+from tools.launch.compose import Launch
+from tools.launch.data import OWN_SAMPLES, PUBLISHED
 from tools.launch.network import network_problems
 from tools.launch.options import Saving
 from tools.launch.preflight_gpu import (
@@ -218,12 +219,12 @@ def _flag_problems(launch: Launch) -> Iterator[str]:
 
 
 def _data_problems(launch: Launch) -> Iterator[str]:
-    published, missing = DEFAULT_DATA[DeviceKind.GPU], not idx_path(launch.data_path).is_file()
+    missing = not idx_path(launch.data_path).is_file()
     if missing and launch.data in OWN_SAMPLES and launch.job.options.dry_run:
         return  # The kit would make it.
-    if missing and launch.data == published:
+    if missing and launch.data == PUBLISHED:
         yield (
-            f"The published data set {published} is not there; run 'make prepare-ds-openwebtext-10k', "
+            f"The published data set {PUBLISHED} is not there; run 'make prepare-ds-openwebtext-10k', "
             "or name another with DATA=."
         )
         return

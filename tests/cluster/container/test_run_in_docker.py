@@ -125,7 +125,7 @@ def test_no_file_of_a_run_holds_the_callers_key(
     monkeypatch.setenv("WANDB_API_KEY", "s3cret-key")
     docker.answer("run", LOG)
     wandb = Wandb(project="mine", mode="online")
-    environment = {**launch.environment, **wandb.environment}
+    environment = {**launch.environment, "WANDB_MODE": wandb.mode}
     logged = replace(launch, flags=(*launch.flags, *wandb.flags), environment=environment)
     folder, _ = run(logged, tmp_path)
     texts = [path.read_text() for path in folder.rglob("*") if path.is_file()]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from tools.launch.compose import SMALL_SAMPLE
+from tools.launch.data import SMALL_SAMPLE
 from tools.launch.job import Job
 from tools.launch.options import Options
 from tools.launch.start import ensure_start_checkpoint
