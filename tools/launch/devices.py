@@ -248,9 +248,12 @@ def cpu_readings(
             # cpu_percent measures since its last call, so the process object must be kept.
             same = known.setdefault(rank, process)
             with suppress(psutil.Error):
-                used = same.cpu_percent(), same.memory_info().rss
-                columns = ("device", "utilisation_percent", "memory_bytes")
-                yield rank, dict(zip(columns, (processor_name(), *used), strict=True))
+                reading = {
+                    "device": processor_name(),
+                    "utilisation_percent": same.cpu_percent(),
+                    "memory_bytes": same.memory_info().rss,
+                }
+                yield rank, reading
 
     return read
 
