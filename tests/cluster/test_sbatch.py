@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.given import read_of
-from tools.cluster.sbatch import CPUS, ArrayTask, BatchJob, PyxisContainer, script
-from tools.cluster.slurm import SLURM_SETTINGS, Slurm, argv_of_directives, slurm_of
+from tools.cluster.sbatch import CPUS, ArrayTask, BatchJob, pyxis_flags, script
+from tools.cluster.slurm import Slurm, argv_of_directives, slurm_of
 from tools.spec.files import ROOT
 from tools.spec.run import DeviceKind
+from tools.spec.settings import OF_SLURM
 
 GOLDEN = Path(__file__).parent / "golden"
 CELL = ArrayTask("runs/R1", ("run", "dp2", "gpt2-tiny", "2cpu", "--"), {"ITERS": "5"})
@@ -42,14 +43,14 @@ JOBS = {
     "two-cpu-nodes": job(),
     "repeats-are-an-array": job(CELL, ArrayTask("runs/R2", CELL.argv, CELL.settings)),
     "gpus-in-the-image": job(
-        ArrayTask("runs/R3", ("run", "tp8dp4", "gpt2-large", "32gpu", "--", *TP8)),
+        ArrayTask("runs/R3", ("run", "tp8dp4", "gpt2-large", "32gpu", "--", *TP8), {}),
         name="tp8dp4-gpt2-large-32gpu",
         device=DeviceKind.GPU,
         devices_a_node=8,
         slurm=SITE,
         python="python3",
         inherited=("NCCL_DEBUG", "WANDB_API_KEY"),
-        container=PyxisContainer("/shared/kit.sqsh", (ROOT, Path("/data"))),
+        container=pyxis_flags("/shared/kit.sqsh", (ROOT, Path("/data"))),
     ),
 }
 
@@ -147,7 +148,7 @@ def test_no_value_is_anything_but_itself_in_the_script(value: str) -> None:
 
 def test_a_value_with_spaces_stays_one_word_in_a_directive_and_for_srun() -> None:
     asked = {"LAUNCHER": "slurm", "SLURM_LINES": "--comment='a \"b\" c' --mem=0"}
-    slurm = slurm_of(read_of(SLURM_SETTINGS, asked))
+    slurm = slurm_of(read_of(OF_SLURM, asked))
     assert slurm is not None
     assert [shlex.split(line) for line in slurm.directives] == [['--comment=a "b" c'], ["--mem=0"]]
 
@@ -179,7 +180,7 @@ def test_a_step_gets_the_cpus_that_its_job_asked_for() -> None:
 
 
 def test_without_launcher_slurm_nothing_is_submitted() -> None:
-    assert slurm_of(read_of(SLURM_SETTINGS, {"NODES": "2"})) is None
+    assert slurm_of(read_of(OF_SLURM, {"NODES": "2"})) is None
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_a_line_of_the_users_is_quoted_where_sbatch_would_take_it_apart(
     value: str, line: str
 ) -> None:
     asked = {"LAUNCHER": "slurm", "SLURM_LINES": shlex.quote(f"--comment={value}")}
-    slurm = slurm_of(read_of(SLURM_SETTINGS, asked))
+    slurm = slurm_of(read_of(OF_SLURM, asked))
     assert slurm is not None
     assert slurm.directives == (line,)
     assert argv_of_directives(slurm.directives) == (f"--comment={value}",)
@@ -207,7 +208,7 @@ def test_a_site_line_whose_quotes_do_not_end_is_named(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.write_text("#SBATCH --comment='a b\n")
     with pytest.raises(ValueError, match=r"site has a wrong #SBATCH line \(No closing quotation"):
-        slurm_of(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm", "SLURM_SITE": str(site)}))
+        slurm_of(read_of(OF_SLURM, {"LAUNCHER": "slurm", "SLURM_SITE": str(site)}))
 
 
 def test_variables_add_to_the_site_file_and_come_after_it(tmp_path: Path) -> None:
@@ -217,7 +218,7 @@ def test_variables_add_to_the_site_file_and_come_after_it(tmp_path: Path) -> Non
     )
     slurm = slurm_of(
         read_of(
-            SLURM_SETTINGS,
+            OF_SLURM,
             {
                 "LAUNCHER": "slurm",
                 "NODES": "3",
@@ -250,12 +251,12 @@ def test_variables_add_to_the_site_file_and_come_after_it(tmp_path: Path) -> Non
 )
 def test_a_wrong_variable_is_named(name: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        slurm_of(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm", name: value}))
+        slurm_of(read_of(OF_SLURM, {"LAUNCHER": "slurm", name: value}))
 
 
 def test_a_folder_that_pyxis_would_misread_is_refused() -> None:
     with pytest.raises(ValueError, match="/a:b cannot be mounted by Pyxis"):
-        PyxisContainer("image", (Path("/a:b"),)).flags()
+        pyxis_flags("image", (Path("/a:b"),))
 
 
 def test_a_slurm_job_is_for_training_targets_alone() -> None:

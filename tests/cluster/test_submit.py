@@ -113,7 +113,7 @@ def test_a_job_that_slurm_may_have_taken_keeps_its_folder(
     folder = tmp_path / "R1"
     folder.mkdir()
     job = BatchJob(
-        "dp2", DeviceKind.CPU, 1, Slurm(nodes=2), (ArrayTask(str(folder), ("run",)),), "python"
+        "dp2", DeviceKind.CPU, 1, Slurm(nodes=2), (ArrayTask(str(folder), ("run",), {}),), "python"
     )
     with pytest.raises(LaunchError, match=f"may have taken the job: look for dp2 .*{folder}"):
         _hand_over(job, (folder,), None)

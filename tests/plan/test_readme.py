@@ -21,7 +21,6 @@ MEASUREMENTS = (ROOT / "tools" / "plan" / "readings" / "README.md").read_text()
 _UNITS = {"µs": 1e-6}
 
 
-ADDED_LAST = ("MLPerf, dense", "Zero Bubble, 8-32 A100")
 """Kinds that were unknown when it was chosen what is near, but for that brief iterations are apart."""
 
 
@@ -115,7 +114,7 @@ def test_intervals_cover_what_they_say(predicted: Residuals) -> None:
         )
         shares = [each[level] for each in (kind.shares, kind.elsewhere) for level in (0.80, 0.95)]
         assert cells(line)[1:] == [str(kind.readings), *(f"{share:.0%}" for share in shares)]
-        if kind.name in ADDED_LAST:
+        if kind.readings < 20:
             continue
-        assert 0.72 <= kind.shares[0.80] <= 0.89
-        assert 0.90 <= kind.shares[0.95] <= (0.99 if kind.readings > 30 else 1.0)
+        assert 0.72 <= kind.shares[0.80] <= 0.88
+        assert 0.90 <= kind.shares[0.95] <= 0.98

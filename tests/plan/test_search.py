@@ -283,8 +283,8 @@ def test_interleaving_needs_micro_batches_in_multiples_of_the_stages() -> None:
     shape = small_shape()
     odd = RunSpec(shape, Parallelism(pipeline=2), Batch(1, 3))
     even = replace(odd, batch=Batch(1, 4))
-    assert virtual_stages(odd.shape, odd.parallelism, odd.batch) == (1,)
-    assert virtual_stages(even.shape, even.parallelism, even.batch) == (1, 2, 3, 6)
+    assert virtual_stages(odd.shape, odd.parallelism, odd.microbatches) == (1,)
+    assert virtual_stages(even.shape, even.parallelism, even.microbatches) == (1, 2, 3, 6)
     assert len(list(variants(even))) == 4
 
 

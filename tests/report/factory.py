@@ -14,12 +14,12 @@ from tools.records.run import Host, MegatronEntry, RunRecord, Status, StatusReco
 from tools.report.analyse.configurations import Configuration, pooled
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.parity import Parity
-from tools.report.analyse.rates import Rates
 from tools.report.read.runs import Run
 from tools.report.read.scraped import ScrapedLog
 from tools.report.read.window import Window
 from tools.spec.flags import merge_flags
 from tools.spec.model import load_model
+from tools.spec.published import Published
 from tools.spec.run import DeviceKind, RunSpec, spec_of_flags, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, parse_strategy, strategy_flags
 
@@ -167,7 +167,7 @@ def report_row(
         window=Window(tuple(samples_ms)),
         record=replace(run_record(strategy), spec=trained),
     )
-    row = Entry(strategy, Configuration((run,), pooled([run])), Rates(), Parity(parity))
+    row = Entry(strategy, Configuration((run,), pooled([run])), Parity(parity), Published())
     assert all(isinstance(getattr(Entry, name), cached_property) for name in figures), figures
     vars(row).update(figures)
     return row

@@ -1,15 +1,17 @@
 """Cells with times as a test wants them."""
 
+import functools
 from dataclasses import replace
+from pathlib import Path
 
 from tests.report.factory import report_row
 from tools.launch.job import Job
 from tools.launch.options import NO_OPTIONS, Options
-from tools.plan.tensors import parameters_total
+from tools.launch.train import compose_job
 from tools.spec.model import load_model
 from tools.spec.run import Backend, DeviceKind
-from tools.spec.strategy import Batch
 from tools.study.definition import Cell
+from tools.study.runner import CellResult
 from tools.study.tables.overtaking import Swept
 
 
@@ -26,6 +28,7 @@ def cell(
 
 
 SIZES = ("gpt2-tiny", "gpt3-64m", "gpt3-355m")
+LAUNCHED = functools.cache(compose_job)
 
 
 def measured(
@@ -33,20 +36,19 @@ def measured(
     milliseconds: float | None,
     model: str = "gpt2-tiny",
     devices: int = 1,
-    strategy: str = "baseline",
+    strategy: str = "",
+    failure: str = "",
     **changes: object,
 ) -> Swept:
     """Times of one percent's scatter about a median; None was never measured."""
+    strategy = strategy or ("baseline" if devices == 1 else f"dp{devices}")
     samples = [milliseconds * (1 + 0.001 * n) for n in range(-10, 11)] if milliseconds else []
-    row = report_row(strategy, backend=backend, samples_ms=samples)
-    values: dict[str, object] = {
-        "cell": cell(strategy, devices, model, backend=backend),
-        "parameters": parameters_total(load_model(model).shape),
-        "batch": Batch(1, 4),
-        "tokens_per_iteration": 512,
-        "row": row if samples else None,
-    }
-    return Swept(**{**values, **changes})  # type: ignore[arg-type]
+    row = report_row(strategy, backend=backend, samples_ms=samples) if samples else None
+    one = cell(strategy, devices, model, backend=backend, **changes)
+    # What was launched says how large the model and the batch are: Megatron's is soonest composed.
+    launch = LAUNCHED(cell(strategy, devices, model, **changes).job)
+    result = CellResult(one, launch, () if failure else (Path("run"),), failure=failure)
+    return Swept(result, row, row.estimate if row else None)
 
 
 def pair(*milliseconds: tuple[float, float], devices: int = 1) -> list[Swept]:

@@ -10,7 +10,14 @@ from tools.launch.train import compose_job
 from tools.plan.search import search
 from tools.report.analyse.statistics import estimate
 from tools.spec.run import DeviceKind
-from tools.study.bench_auto import AutoGroup, AutoRow, cell_of, chosen_candidates, render
+from tools.study.bench_auto import (
+    AutoRow,
+    best_of,
+    cell_of,
+    chosen_candidates,
+    loss_of,
+    render,
+)
 from tools.study.load import load_sweep
 
 QUIET = Console(quiet=True)
@@ -18,13 +25,13 @@ QUIET = Console(quiet=True)
 
 def row(strategy: str, predicted: float, measured: float | None) -> AutoRow:
     found = None if measured is None else estimate([[measured] * 8])
-    return AutoRow(strategy, 2, predicted, found)
+    return AutoRow("gpt2-tiny", 2, f"{strategy}, 2", predicted, found)
 
 
 def test_the_loss_of_a_choice_is_over_the_fastest_that_was_measured() -> None:
-    group = AutoGroup("gpt2-tiny", 2, (row("tp2", 100, 110), row("dp2", 105, 100)))
-    assert group.best == group.rows[1]
-    assert round(group.loss or 0, 6) == 0.1
+    group = [row("tp2", 100, 110), row("dp2", 105, 100)]
+    assert best_of(group) == group[1]
+    assert round(loss_of(group) or 0, 6) == 0.1
     text = render([group])
     assert "Times within 15% of the measured: 2 of 2, mean |error| 7.0%" in text
     assert "Choice within 5% of the best measured: 0 of 1, mean loss 10.0%, worst 10.0%" in text
@@ -32,8 +39,8 @@ def test_the_loss_of_a_choice_is_over_the_fastest_that_was_measured() -> None:
 
 
 def test_a_run_that_failed_has_no_error_and_a_failed_choice_no_loss() -> None:
-    group = AutoGroup("gpt2-tiny", 2, (row("tp2", 100, None), row("dp2", 50, 100)))
-    assert group.loss is None
+    group = [row("tp2", 100, None), row("dp2", 50, 100)]
+    assert loss_of(group) is None
     assert "0 of 1, mean |error| 50.0%" in render([group])
 
 

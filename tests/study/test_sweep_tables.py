@@ -22,8 +22,7 @@ def test_a_crossover_is_where_ratio_and_both_ends_of_its_interval_pass_one() -> 
     # A ratio that falls with the size from 4 to 1/4 within [ratio / 2, 2 ratio].
     found = crossover([point(10, 4.0), point(1000, 0.25)])
     # In logarithms the way from 10 to 1000 is 4 halvings of 10^0.5 each: one for the interval's end.
-    assert found.at == pytest.approx(100)
-    assert [found.low, found.high] == pytest.approx([10**1.5, 10**2.5])
+    assert found == pytest.approx((100, 10**1.5, 10**2.5))
 
 
 def test_dense_models_and_mixtures_are_two_axes_of_size() -> None:
@@ -84,7 +83,7 @@ def test_a_backend_that_was_never_measured_is_not_compared() -> None:
 
 def test_batches_of_another_size_are_compared_by_the_token() -> None:
     small = measured(Backend.MEGATRON, 100)
-    large = measured(Backend.NATIVE, 150, tokens_per_iteration=1024)
+    large = measured(Backend.NATIVE, 150, global_batch_size=16)
     assert "native is faster" in verdicts([small, large])[0]
 
 
@@ -101,11 +100,11 @@ def test_the_table_names_ratio_and_verdict_against_the_first_backend() -> None:
     assert "×0.500" in rows[1]
     assert "the time: faster" in rows[1]
     assert "the time" not in rows[0]
-    assert "10,240" in rows[1]  # 512 tokens in 50 ms
+    assert "5,120" in rows[1]  # 256 tokens in 50 ms
 
 
 def test_a_failed_cell_is_in_the_table_with_its_reason_and_the_sweep_is_incomplete() -> None:
-    failed = measured(Backend.NATIVE, None, complete=False, failure="oom: too large")
+    failed = measured(Backend.NATIVE, None, failure="oom: too large")
     text = render("s", [measured(Backend.MEGATRON, 100), failed], [])
     assert "oom: too large" in text
     assert "1 of 2 cells are not complete; the same command resumes." in text

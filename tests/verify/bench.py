@@ -15,7 +15,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -26,7 +26,6 @@ from rich.console import Console
 
 from tests.verify.injected_bugs.check import FOLDER, InjectedBug, injected_bugs
 from tools.launch.code import find_entry
-from tools.launch.compose import Launch
 from tools.launch.data import SMALL_SAMPLE, SMALL_VOCABULARY, make_sample
 from tools.launch.job import parse_target
 from tools.launch.options import Options, read_patch_file
@@ -50,15 +49,7 @@ SMALL = ("--vocab-size", str(SMALL_VOCABULARY))
 class PatientRanks(ForkedRanks):
     """On a busy machine a run of 30 iterations is no hang."""
 
-    def exit_code(
-        self,
-        launch: Launch,
-        log: Path,
-        also: Mapping[str, str] | None = None,
-        seconds: float = 7200,
-    ) -> int:
-        """As any ranks; arguments as theirs."""
-        return super().exit_code(launch, log, also, max(seconds, 7200))
+    start_seconds = 7200.0
 
 
 @dataclass(frozen=True)

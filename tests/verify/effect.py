@@ -16,12 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options, read_patch_file
-from tools.launch.start import ensure_start_checkpoint
 from tools.records.capture import Stage
 from tools.spec import variables
 from tools.spec.files import ROOT
@@ -31,8 +29,6 @@ from tools.study.verify.verifier import ForkedRanks, losses_in
 from tools.verify.captured import Array, assembled, read_capture, units
 from tools.verify.findings import Effect, Finding, Judged, findings
 
-SECONDS_AN_ITERATION = 20
-"""After which a training hangs, on a machine that does much else."""
 _Weights = dict[tuple[object, ...], Array]
 
 
@@ -79,8 +75,7 @@ class _Trainer:
         target = f"train-{finding.strategies[0]}-{finding.model}-{finding.devices}cpu"
         pair = Pair(parse_target(target, options), finding.reference, finding.own_flags)
         composed = compose_pair(pair)
-        quiet = Console(quiet=True)
-        ensure_start_checkpoint(composed.reference, quiet, self.ranks.exit_code)
+        self.ranks.ensure_start(composed.reference)
         return composed
 
     def _trained(self, launch: Launch, iteration: int) -> tuple[_Weights, float]:
@@ -88,7 +83,7 @@ class _Trainer:
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             capture, log = Path(scratch, "capture"), Path(scratch, "log.txt")
             also = {variables.CAPTURE: str(capture), variables.CAPTURE_ITERATION: str(iteration)}
-            if failure := self.ranks.run(launch, log, also, SECONDS_AN_ITERATION * iteration + 300):
+            if failure := self.ranks.run(launch, log, also):
                 raise RuntimeError(f"{failure}\n{log.read_text()[-2000:]}")
             read = read_capture(capture)
             weights = {

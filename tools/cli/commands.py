@@ -41,14 +41,13 @@ def _meaning(setting: Setting, text: str, **more: object) -> Setting:
 
 
 _BATCH = (v.MICRO_BATCH, v.GLOBAL_BATCH)
-_WANDB = (v.WANDB, v.WANDB_PROJECT, v.WANDB_ENTITY, v.WANDB_MODE)
 _MEGATRON = (v.MEGATRON_LM, v.ALLOW_UNKNOWN_MEGATRON)
 _WHERE = (v.DRY_RUN, v.RUNS, v.RUNTIME, v.IMAGE, v.HOST_NETWORK, v.SHARE_GPU, v.NET)
 LASTING = (
     *(v.SEED, v.DROPOUT, v.OPTIMIZER, v.DATA, v.EXTRA, v.PATCH_FILE, v.SHARED_START, v.FUSED),
     *_MEGATRON,
     *_WHERE,
-    *_WANDB,
+    *v.OF_WANDB,
     *(v.LEDGER, v.HANG_TIMEOUT),
 )
 """Of whatever trains."""
@@ -56,12 +55,7 @@ _COMPARED = (v.ITERS, *LASTING, v.REPEATS)
 TRAINING = (*_COMPARED, *_BATCH)
 _SAVING = (v.SAVE_EVERY, v.KEEP, v.ASYNC_SAVE)
 ONE_RUN = (*TRAINING, v.BACKEND, *_SAVING)
-_NODES = (v.NNODES, v.NODE_RANK, v.MASTER_ADDR, v.MASTER_PORT, v.RENDEZVOUS)
-_SLURM = (
-    *(v.LAUNCHER, v.NODES, v.SLURM_PARTITION, v.SLURM_ACCOUNT, v.SLURM_QOS, v.SLURM_TIME),
-    *(v.SLURM_LINES, v.SLURM_IMAGE, v.SLURM_SITE),
-)
-TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *_NODES, *_SLURM)
+TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.OF_NODES, *v.OF_SLURM)
 """Of a training target: everything that can be said of one run."""
 _OF_MATRIX = _meaning(v.STRATEGIES, "strategies of the matrix (all)", kind="words", default=())
 _CELLS = (v.FEATURES, _OF_MATRIX, v.PAGE, v.MINUTES, v.SEED, *_MEGATRON, v.DRY_RUN, v.RUNS)
@@ -104,7 +98,7 @@ SECTIONS = {
              default=False)),
             is_usual=True),
         Command("doctor", "", "what this machine can do, and fixes: LAUNCHER=slurm",
-            (*_SLURM, v.HF_ENDPOINT), is_usual=True),
+            (*v.OF_SLURM, v.HF_ENDPOINT), is_usual=True),
         Command("list", "tools.launch.listing:show_list",
             "models, strategies, and what this machine can run", (v.MEGATRON_LM,), is_usual=True),
     ),
@@ -160,7 +154,7 @@ SECTIONS = {
             "a run from its newest checkpoint: RUN=runs/… STRATEGY=pp2",
             (_meaning(v.RUN, "the run folder to resume", option="RUN"), _meaning(v.STRATEGY,
              "resume in another strategy"), _meaning(v.CKPT, "a copy of 'make reshard' to resume from"),
-             *(*ONE_RUN, v.MODEL, *_NODES)),
+             *(*ONE_RUN, v.MODEL, *v.OF_NODES)),
             required=("RUN",), example="RUN=runs/…", is_usual=True),
         Command("soak", "tests.faults.soak:soak_strategy",
             "HOURS= of a STRATEGY=: what grows or slows, and losses after random kills",
@@ -209,7 +203,7 @@ SECTIONS = {
             (*_COMPARED, v.MODEL), fixed=(("name", "pipelines"),)),
         Command("sweep", "tools.study.commands:sweep_of_axes",
             "MODELS × STRATEGIES × BACKENDS × DEVICES; resumable",
-            (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *_SLURM)),
+            (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *v.OF_SLURM)),
         Command("experiment", _EXPERIMENT, "one of examples/experiments: NAME=blueberry",
             (*TRAINING, _meaning(v.NAME, "name of its file", option="NAME"), v.MODEL),
             required=("NAME",), example="NAME=blueberry"),

@@ -9,7 +9,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from tools.records.run import LOG_FILE, NODES_FOLDER, SAMPLES_FILE, StatusRecord
-from tools.spec import settings
 from tools.spec.errors import LaunchError
 
 DEFAULT_PORT = 29500
@@ -84,12 +83,6 @@ class NodeGroup:
 
 
 SINGLE_NODE = NodeGroup()
-
-
-NODES_SETTINGS = (
-    *(settings.NNODES, settings.NODE_RANK, settings.MASTER_ADDR),
-    *(settings.MASTER_PORT, settings.RENDEZVOUS),
-)
 
 
 def nodes_of(given: Namespace) -> Nodes | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tools.cluster.slurm import Slurm
@@ -44,37 +44,8 @@ class ArrayTask:
     """The run folder, as seen from the repository root."""
     argv: tuple[str, ...]
     """Arguments of `python -m tools.cli`."""
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str]
     """Make variables as they were given; never a secret."""
-
-
-@dataclass(frozen=True)
-class PyxisContainer:
-    """The kit's image through Pyxis and Enroot."""
-
-    image: str
-    mounts: tuple[Path, ...]
-
-    def flags(self) -> tuple[str, ...]:
-        """srun's, by Pyxis: the caller's user, nothing mounted but what the run needs, root read-only.
-
-        Raises:
-            LaunchError: A folder's name would end a mount.
-        """
-        for path in self.mounts:
-            if "," in str(path) or ":" in str(path):
-                raise LaunchError(
-                    f"{path} cannot be mounted by Pyxis, which takes ',' and ':' for its own; move it."
-                )
-        mounts = ",".join(f"{path}:{path}" for path in self.mounts)
-        return (
-            f"--container-image={self.image}",
-            f"--container-mounts={mounts}",
-            f"--container-workdir={ROOT}",
-            "--no-container-mount-home",
-            "--no-container-remap-root",
-            "--container-readonly",
-        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +60,29 @@ class BatchJob:
     python: str
     inherited: tuple[str, ...] = ()
     """Names of the submitter's variables that ranks use."""
-    container: PyxisContainer | None = None
+    container: tuple[str, ...] = ()
+    """srun's flags of the kit's image; none on the host."""
+
+
+def pyxis_flags(image: str, mounts: Sequence[Path]) -> tuple[str, ...]:
+    """srun's, by Pyxis: the caller's user, nothing mounted but what the run needs, root read-only.
+
+    Raises:
+        LaunchError: A folder's name would end a mount.
+    """
+    for path in mounts:
+        if "," in str(path) or ":" in str(path):
+            raise LaunchError(
+                f"{path} cannot be mounted by Pyxis, which takes ',' and ':' for its own; move it."
+            )
+    return (
+        f"--container-image={image}",
+        f"--container-mounts={','.join(f'{path}:{path}' for path in mounts)}",
+        f"--container-workdir={ROOT}",
+        "--no-container-mount-home",
+        "--no-container-remap-root",
+        "--container-readonly",
+    )
 
 
 def script(job: BatchJob) -> str:
@@ -143,8 +136,7 @@ def _devices(job: BatchJob) -> str:
 def _srun(job: BatchJob) -> tuple[str, ...]:
     # srun no longer takes the CPUs of a task from the job, and needs the option again.
     cpus = (f"--{_devices(job)}",) if job.device is DeviceKind.CPU else ()
-    container = job.container.flags() if job.container else ()
-    return ("--ntasks-per-node=1", *cpus, "--export=ALL", "--kill-on-bad-exit=0", *container)
+    return ("--ntasks-per-node=1", *cpus, "--export=ALL", "--kill-on-bad-exit=0", *job.container)
 
 
 def _redirect(cells: Sequence[ArrayTask]) -> Sequence[str]:

@@ -21,19 +21,6 @@ from tools.spec.files import ROOT
 SITE_FILE = "site.slurm"
 """Of the repository's root; taken if it is there. `SLURM_SITE=` names another."""
 
-RESOURCES = {
-    "partition": settings.SLURM_PARTITION,
-    "account": settings.SLURM_ACCOUNT,
-    "qos": settings.SLURM_QOS,
-    "time": settings.SLURM_TIME,
-}
-"""sbatch's options, and our variables."""
-
-SLURM_SETTINGS = (
-    *(settings.LAUNCHER, settings.NODES, *RESOURCES.values()),
-    *(settings.SLURM_LINES, settings.SLURM_IMAGE, settings.SLURM_SITE),
-)
-
 ASK_SECONDS = 30.0
 
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SUSPENDED")
@@ -80,8 +67,8 @@ def slurm_of(given: Namespace) -> Slurm | None:
         return None
     site, setup = _read_site(given.slurm_site)
     own = tuple(
-        f"--{option}={_checked(setting.name, value)}"
-        for option, setting in RESOURCES.items()
+        f"--{setting.name.removeprefix('SLURM_').lower()}={_checked(setting.name, value)}"
+        for setting in settings.SLURM_RESOURCES
         if (value := getattr(given, setting.name.lower()))
     )
     return Slurm(

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from tools.cluster.nodes import NODES_SETTINGS, Nodes, nodes_of
+from tools.cluster.nodes import Nodes, nodes_of
 from tools.launch import microbenchmark
 from tools.launch.background import BackgroundThread
 from tools.launch.devices import (
@@ -33,6 +33,7 @@ from tools.launch.devices import (
 )
 from tools.launch.microbenchmark import Workload
 from tools.launch.rendezvous.messages import interface_of
+from tools.spec import settings
 from tools.spec.hardware import find_device, link_by_key
 from tools.spec.run import DeviceKind
 from tools.spec.setting import values
@@ -164,7 +165,7 @@ def _interface(nodes: Nodes) -> str | None:
 
 if __name__ == "__main__":
     try:
-        measured = measure(nodes_of(Namespace(**values(NODES_SETTINGS, os.environ))))
+        measured = measure(nodes_of(Namespace(**values(settings.OF_NODES, os.environ))))
     except ValueError as error:
         print(json.dumps({"problem": str(error)}))
         sys.exit(1)

@@ -12,8 +12,8 @@ from typing import Annotated, Any, get_origin, get_type_hints
 from megatron_patches.fusions import NAMES, parse_fusions
 from megatron_patches.patch_file import SEPARATOR, patch_file_sha256
 from tools.cluster.checks.network import wandb_login
-from tools.cluster.nodes import NODES_SETTINGS, Nodes, nodes_of
-from tools.cluster.slurm import SLURM_SETTINGS, Slurm, slurm_of
+from tools.cluster.nodes import Nodes, nodes_of
+from tools.cluster.slurm import Slurm, slurm_of
 from tools.launch.network import parse_rate, rate_text
 from tools.spec import settings
 from tools.spec.files import ROOT, from_root
@@ -167,10 +167,10 @@ def variables_of(options: Options) -> dict[str, str]:
         found[settings.ASYNC_SAVE] = saving.asynchronous or None
     if wandb:
         names = (True, wandb.project, wandb.entity, wandb.mode)
-        found |= dict(zip((settings.WANDB, *WANDB_SETTINGS), names, strict=True))
+        found |= dict(zip(settings.OF_WANDB, names, strict=True))
     if nodes:
         place = (nodes.count, nodes.rank, nodes.address, nodes.port, nodes.rendezvous)
-        found |= dict(zip(NODES_SETTINGS, place, strict=True))
+        found |= dict(zip(settings.OF_NODES, place, strict=True))
     ordered = (setting for setting in OF_A_RUN if found.get(setting) not in (None, ""))
     return {setting.name: text_of(found[setting]) for setting in ordered}
 
@@ -229,14 +229,11 @@ def _compiled(path: Path, text: str) -> bytes:
     return code
 
 
-WANDB_SETTINGS = (settings.WANDB_PROJECT, settings.WANDB_ENTITY, settings.WANDB_MODE)
-
-
 OF_A_RUN = (
     *_PLAIN.values(),
-    *(settings.WANDB, *WANDB_SETTINGS, settings.NET),
+    *(*settings.OF_WANDB, settings.NET),
     *(settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE, settings.FUSED, settings.PATCH_FILE),
-    *(*NODES_SETTINGS, *SLURM_SETTINGS),
+    *(*settings.OF_NODES, *settings.OF_SLURM),
 )
 """Every variable of a training target."""
 

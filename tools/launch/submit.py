@@ -16,7 +16,7 @@ from tools.cluster.checks.result import ask
 from tools.cluster.container import docker
 from tools.cluster.container.image import find_pair
 from tools.cluster.nodes import Nodes
-from tools.cluster.sbatch import ArrayTask, BatchJob, PyxisContainer, script
+from tools.cluster.sbatch import ArrayTask, BatchJob, pyxis_flags, script
 from tools.launch.compose import RUN_PLACEHOLDER, Launch
 from tools.launch.options import Options
 from tools.launch.preflight import check
@@ -127,19 +127,19 @@ def inherited(options: Options) -> tuple[str, ...]:
     return tuple(name for name in names if options.wandb or name not in WANDB_NAMES)
 
 
-def _container(launch: Launch) -> PyxisContainer | None:
-    """The kit's image where Pyxis is, for GPU ranks; None for the host."""
+def _container(launch: Launch) -> tuple[str, ...]:
+    """srun's flags of the kit's image where Pyxis is, for GPU ranks; none for the host."""
     options = launch.job.options
     named = options.slurm.image if options.slurm else None
     if image_asked(launch) is None:
-        return None
+        return ()
     if "--container-image" not in ask(["srun", "--help"], SUBMIT_SECONDS).out:
         if options.runtime is RuntimeName.DOCKER or named:
             raise LaunchError(
                 "Slurm here has no Pyxis (srun knows no --container-image), so no container can be "
                 "started; set RUNTIME=host."
             )
-        return None
+        return ()
     pair = find_pair(options.image)
     squashed = ROOT / "docker" / f"{pair.name.replace(':', '+')}.sqsh"
     if named is None and not squashed.is_file():
@@ -150,7 +150,7 @@ def _container(launch: Launch) -> PyxisContainer | None:
         )
     folders = (ROOT, *docker.data_folders(launch.data_path), options.runs.absolute())
     mounts = docker.Container("", "", mounts=()).mounting(*folders).mounts
-    return PyxisContainer(named or str(squashed), mounts)
+    return pyxis_flags(named or str(squashed), mounts)
 
 
 def _cell(folder: str, launch: Launch) -> ArrayTask:

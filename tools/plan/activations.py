@@ -38,6 +38,9 @@ def layer_activation_bytes(spec: RunSpec) -> int:
     Its input always; of all else what backward does not compute again. Of whole layers that are
     computed again a checkpoint's input.
     """
+    if spec.recompute.whole_layers:
+        inputs = [times * (2 if kind.shape.blocks == MTP else 1) for times, kind in spec.kinds]
+        return sum(inputs) * residual_bytes(spec)
     return _layer_bytes(spec.one_layer)
 
 
@@ -45,10 +48,8 @@ def layer_activation_bytes(spec: RunSpec) -> int:
 def _layer_bytes(spec: RunSpec) -> int:
     if len(spec.shape.blocks) > 1:
         return sum(times * _layer_bytes(kind) for times, kind in spec.kinds)
-    if spec.recompute.whole_layers:
-        return (2 if spec.shape.blocks == MTP else 1) * residual_bytes(spec)
-    again = spec.recompute.again
-    return sum(tensor.size for tensor in _tensors(spec) if not again(*tensor.modules))
+    again = spec.recompute.modules
+    return sum(tensor.size for tensor in _tensors(spec) if again.isdisjoint(tensor.modules))
 
 
 def chunk_activation_bytes(spec: RunSpec, layers: int, dense: int = 0) -> int:
@@ -82,11 +83,11 @@ def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
     kept, checkpoints = layer_activation_bytes(spec), spec.recompute.checkpoints(layers)
     if not checkpoints:
         return 0 if spec.recompute.whole_layers else whole - kept
-    freed, most = (layers - sum(checkpoints)) * whole, 0
-    for together in reversed(checkpoints):
-        most = max(most, together * whole - kept - freed)
-        freed += kept
-    return most
+    freed = (layers - sum(checkpoints)) * whole
+    # Of checkpoints of one size the last needs most: nothing of the others is free then.
+    backward = checkpoints[::-1]
+    needed = (size * whole - (1 + backward.index(size)) * kept for size in set(checkpoints))
+    return max(0, max(needed) - freed)
 
 
 class Offloaded(NamedTuple):

@@ -65,15 +65,14 @@ def recomputes(template: RunSpec) -> list[Recompute]:
 def variants(plain: RunSpec) -> Iterator[RunSpec]:
     """A base with each number of virtual stages and each sharding."""
     split = plain.parallelism
-    for virtual in virtual_stages(plain.shape, split, plain.batch):
+    for virtual in virtual_stages(plain.shape, split, plain.microbatches):
         for sharding in shardings(split):
             parallelism = replace(split, virtual_stages=virtual, sharding=sharding)
             yield replace(plain, parallelism=parallelism)
 
 
-def virtual_stages(shape: ModelShape, split: Parallelism, batch: Batch) -> tuple[int, ...]:
+def virtual_stages(shape: ModelShape, split: Parallelism, microbatches: int) -> tuple[int, ...]:
     """Numbers of virtual stages; interleaving needs micro batches in multiples of PP."""
-    microbatches = batch.global_batch_size // (batch.micro_batch_size * split.data)
     if split.pipeline == 1 or microbatches % split.pipeline:
         return (1,)
     stages = stage_split(shape.layers, split.pipeline) or EVEN

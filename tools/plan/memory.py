@@ -257,30 +257,46 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
     """
-    parallelism = spec.parallelism
-    parameters = rank_parameters(spec, pipeline_rank)
-    precision = precision_of(spec)
-    sharding, updated = parallelism.sharding, _updated_here(parameters, spec)
-    last = pipeline_rank == parallelism.pipeline - 1
-    base, blocks = _allocator_bytes(spec, parameters, last)
-    activations = activation_bytes(spec, pipeline_rank)
+    found = _memory_within(spec, pipeline_rank, inf)
+    assert found is not None
+    return found
+
+
+def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> PredictedMemory | None:
+    """The same, or nothing where it needs more than `limit` bytes: its first parts often say so."""
+    parameters, precision = rank_parameters(spec, pipeline_rank), precision_of(spec)
+    updated = _updated_here(parameters, spec)
+    state = _state_bytes(spec, parameters, precision, updated)
+    last = pipeline_rank == spec.parallelism.pipeline - 1
+    base, blocks = _allocator_bytes(spec, precision.gradient_copies * updated, last)
+    room = limit - sum(state) - base
+    if room < 0 or (activations := activation_bytes(spec, pipeline_rank)) > room:
+        return None
+    communication = _communication_bytes(spec, precision)
+    whole = whole_output_layer_bytes(spec)
     temporaries = max(
-        _temporary_bytes(spec, pipeline_rank), _update_bytes(spec, parameters) - activations
+        _temporary_bytes(spec, pipeline_rank) + whole, _update_bytes(spec, updated) - activations
     )
+    temporaries += placeholder_bytes(spec, pipeline_rank)
+    if activations + temporaries + communication > room:
+        return None
     return PredictedMemory(
-        weights=precision.weights * _held(parameters, spec, sharding.shards_weights)
-        + _quantised_weight_bytes(spec, parameters, precision.weights),
-        gradients=precision.gradients * _held(parameters, spec, sharding.shards_gradients),
-        # Megatron-FSDP's optimizer updates an fp32 copy of the weights also where they are fp32
-        # (`param_and_grad_buffer.py: main_weight_buffer`).
-        main_parameters=(precision.main_parameters or 4 * sharding.is_megatron_fsdp) * updated,
-        optimizer_state=precision.adam * updated,
-        activations=activations,
-        temporaries=temporaries + placeholder_bytes(spec, pipeline_rank),
-        communication=_communication_bytes(spec),
-        allocator=base + blocks,
-        returned=blocks,
+        *state, activations, temporaries, communication, base + blocks, returned=blocks
     )
+
+
+def _state_bytes(
+    spec: RunSpec, parameters: Parameters, precision: Precision, updated: int
+) -> tuple[int, int, int, int]:
+    """Weights, gradients, main parameters and optimizer state."""
+    sharding = spec.parallelism.sharding
+    weights = precision.weights * _held(parameters, spec, sharding.shards_weights)
+    weights += _quantised_weight_bytes(spec, parameters, precision.weights)
+    gradients = precision.gradients * _held(parameters, spec, sharding.shards_gradients)
+    # Megatron-FSDP's optimizer updates an fp32 copy of the weights also where they are fp32
+    # (`param_and_grad_buffer.py: main_weight_buffer`).
+    main_parameters = precision.main_parameters or 4 * sharding.is_megatron_fsdp
+    return weights, gradients, main_parameters * updated, precision.adam * updated
 
 
 def keeps_quantised_weights(spec: RunSpec) -> bool:
@@ -348,16 +364,23 @@ def host_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     return found + _in_flight(spec, pipeline_rank, copies)
 
 
-def fullest_rank(spec: RunSpec, limit: float = inf) -> tuple[int, PredictedMemory]:
+def fullest_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
     """The pipeline rank with the highest peak: the first, or the last with its logits.
 
-    Where stages are unequal one between may hold more. One that needs more than `limit` bytes is enough.
+    Where stages are unequal one between may hold more.
     """
+    found = fullest_within(spec, inf)
+    assert found is not None
+    return found
+
+
+def fullest_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMemory] | None:
+    """The same, or nothing where a rank needs more than `limit` bytes."""
     by_rank = {}
     for rank in ranks_apart(spec):
-        by_rank[rank] = memory_of_rank(spec, rank)
-        if by_rank[rank].needed > limit:
-            break
+        if not (memory := _memory_within(spec, rank, limit)):
+            return None
+        by_rank[rank] = memory
     return max(by_rank.items(), key=lambda item: item[1].needed)
 
 
@@ -374,16 +397,17 @@ def middle_ranks(spec: RunSpec) -> dict[int, int]:
     between = range(1, spec.parallelism.pipeline - 1)
     if not (spec.stages.layout or spec.shape.dense_layers):
         return {1: len(between)} if between else {}
-    split = Parallelism(
-        pipeline=spec.parallelism.pipeline, virtual_stages=spec.parallelism.virtual_stages
-    )
-    return _unlike_ranks(spec.shape, split, spec.stages)
+    split = spec.parallelism
+    return _unlike_ranks(spec.shape, split.pipeline, split.virtual_stages, spec.stages)
 
 
 @lru_cache(maxsize=4096)
-def _unlike_ranks(shape: ModelShape, split: Parallelism, stages: StageSplit) -> dict[int, int]:
+def _unlike_ranks(
+    shape: ModelShape, pipeline: int, virtual: int, stages: StageSplit
+) -> dict[int, int]:
+    split = Parallelism(pipeline=pipeline, virtual_stages=virtual)
     spec = RunSpec(shape, split, Batch(1, 1), stages=stages)
-    between = range(1, split.pipeline - 1)
+    between = range(1, pipeline - 1)
     layers = [(spec.stage_layers(rank), sum(spec.chunk_dense_layers(rank))) for rank in between]
     return {1 + layers.index(number): times for number, times in Counter(layers).items()}
 
@@ -409,18 +433,14 @@ def _updated_here(parameters: Parameters, spec: RunSpec) -> int:
     return held - offloaded_parameters(spec, held)
 
 
-def _update_bytes(spec: RunSpec, parameters: Parameters) -> int:
+def _update_bytes(spec: RunSpec, updated: int) -> int:
     """fp32 copies of what is kept of each parameter in fewer bits, all alive in the update (Transformer
     Engine, `pytorch/optimizers/fused_adam.py: get_unscaled_state`)."""
     types = spec.state_types
     if not types.aware or not spec.parallelism.sharding or types.offloaded:
         return 0
     kept = (types.main_parameters, types.first_moment, types.second_moment)
-    return (
-        _FP32_BYTES
-        * sum(each not in ("", "fp32") for each in kept)
-        * _updated_here(parameters, spec)
-    )
+    return _FP32_BYTES * sum(each not in ("", "fp32") for each in kept) * updated
 
 
 def _held(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
@@ -450,7 +470,7 @@ def _temporary_bytes(spec: RunSpec, pipeline_rank: int) -> int:
             most = max(most, head_backward_bytes(spec))
             # Where the output layer gathers its input under SP, kept for good.
             most += element * spec.tokens * shape.hidden if spec.sequence_shards > 1 else 0
-    return most + whole_output_layer_bytes(spec)
+    return most
 
 
 def placeholder_bytes(spec: RunSpec, pipeline_rank: int) -> int:
@@ -463,8 +483,8 @@ def placeholder_bytes(spec: RunSpec, pipeline_rank: int) -> int:
     return spec.element_bytes * unlike_weights(spec, pipeline_rank)
 
 
-def _communication_bytes(spec: RunSpec) -> int:
-    parallelism, precision = spec.parallelism, precision_of(spec)
+def _communication_bytes(spec: RunSpec, precision: Precision) -> int:
+    parallelism = spec.parallelism
     pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
     if not parallelism.sharding.wraps_modules:
         return pipeline
@@ -480,23 +500,23 @@ def whole_output_layer_bytes(spec: RunSpec) -> int:
     None of those is whole then. Megatron-FSDP gathers the weights once an iteration
     (`collectives/data.py: _fully_sharded`).
     """
-    sharding, precision = spec.parallelism.sharding, precision_of(spec)
+    sharding = spec.parallelism.sharding
     if not sharding.shards_weights:
         return 0
+    precision = precision_of(spec)
     table = spec.padded_vocabulary // spec.parallelism.tensor * spec.shape.hidden
     weights, gradient = precision.weights * table, precision.gradients * table
-    layers = _communication_bytes(spec)
+    layers = _communication_bytes(spec, precision)
     if sharding.is_torch_fsdp:
         return max(0, weights + gradient - layers)
     return weights + max(0, gradient - layers)
 
 
-def _allocator_bytes(spec: RunSpec, parameters: Parameters, last: bool) -> tuple[int, int]:
-    """What is never given back, and blocks that are free at the peak: those of the update's copies of
+def _allocator_bytes(spec: RunSpec, copies: int, last: bool) -> tuple[int, int]:
+    """What is never given back, and blocks that are free at the peak: those of the update's `copies` of
     gradients and of the logits. The caching allocator returns them to the device before it runs out
     (`c10/cuda/CUDACachingAllocator.cpp: release_cached_blocks`)."""
     if spec.device is DeviceKind.CPU:
         return CPU_PROCESS_BYTES, 0
-    copies = precision_of(spec).gradient_copies * _updated_here(parameters, spec)
     logits = LOGIT_SLACK_BYTES * logit_elements(spec) if last else 0
     return DEVICE_BASE_BYTES + dispatcher_bytes(spec), copies + logits

@@ -11,11 +11,11 @@ none is below the tenth best time: the ranking is that of an exhaustive search (
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import exp, inf
-from operator import itemgetter
+from typing import NamedTuple
 
 from tools.plan.candidates import (
     base,
@@ -29,7 +29,7 @@ from tools.plan.candidates import (
     virtual_stages,
 )
 from tools.plan.constraints import violations
-from tools.plan.memory import PredictedMemory, fullest_rank
+from tools.plan.memory import PredictedMemory, fullest_rank, fullest_within
 from tools.plan.readings.local_readings import OwnRuns
 from tools.plan.ties import TIED, are_tied, preferred
 from tools.plan.time.cluster import Cluster
@@ -39,7 +39,7 @@ from tools.plan.time.iteration import (
     IterationSeconds,
     iteration_seconds,
     message_seconds,
-    pipeline_seconds,
+    slowest_stage,
     straggling,
     synchronisation_seconds,
 )
@@ -158,8 +158,7 @@ def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
         for spec in variants(bound.plain):
             if bound.fixed + bound.ramp / spec.parallelism.virtual_stages > limit:
                 continue
-            fullest = fullest_rank(spec, capacity)
-            if fullest[1].needed > capacity:
+            if not (fullest := fullest_within(spec, capacity)):
                 continue
             examined.append(candidate := _predicted(request, spec, fullest))
             # Strategies that differ in the number of virtual stages count as one.
@@ -228,26 +227,28 @@ def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
     return kept
 
 
-@dataclass(frozen=True, order=True)
-class _Bound:
+class _Bound(NamedTuple):
     """Least seconds of combinations of one split, without sharding and schedule."""
 
     seconds: float
-    number: int = field(default_factory=count().__next__, init=False)
-    """In the order in which they were found."""
-    plain: RunSpec = field(compare=False)
+    number: int
+    """In the order in which they were found, so that no two are equal."""
+    plain: RunSpec
     """With the largest of the micro batches, and the first recomputation with which the smallest
     fits, if that was asked."""
-    sizes: tuple[int, ...] = field(compare=False)
+    sizes: tuple[int, ...]
     """Micro batches, smallest first."""
-    after: float = field(compare=False)
+    after: float
     """Of `seconds`, of messages, gradients and update; 0 if that was not asked."""
-    fixed: float = field(compare=False)
+    fixed: float
     """Of `seconds`, what virtual stages do not change."""
-    ramp: float = field(compare=False)
+    ramp: float
     """Of one micro batch in the other stages, which virtual stages divide."""
-    left: int = field(compare=False)
+    left: int
     """Of micro batch, recomputation and context parallelism's algorithm the last so many, not chosen."""
+
+
+_numbers = count()
 
 
 def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
@@ -258,21 +259,24 @@ def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
     """
     template, legal = request.template, 0
     queue: list[_Bound] = []
-    found: tuple[float, RunSpec | None] = (inf, None)
+    least, lightest = inf, None
     for split in splits(template.shape, request.cluster.devices):
         sizes = micro_batches(split, request.global_batch)
         if not sizes:
             continue
         legal += _count(template, split, sizes)
-        lightest = min_memory_variant(base(template, split, sizes[0], Recompute.FULL))
-        bytes_needed = fullest_rank(lightest, max(request.capacity, found[0]))[1].needed
-        found = min(found, (bytes_needed, lightest), key=itemgetter(0))
-        if bytes_needed <= request.capacity:
+        smallest = min_memory_variant(base(template, split, sizes[0], Recompute.FULL))
+        if not (fullest := fullest_within(smallest, max(request.capacity, least))):
+            continue
+        needed = fullest[1].needed
+        if needed < least:
+            least, lightest = needed, smallest
+        if needed <= request.capacity:
             plain = base(template, split, sizes[0], Recompute.NONE)
             unchosen = replace(plain, cp_comm_type="") if split.context > 1 else plain
             queue.append(_bound(request, unchosen, tuple(sizes), _ALL, 0.0))
     heapq.heapify(queue)
-    return legal, queue, found[1]
+    return legal, queue, lightest
 
 
 def _bound(
@@ -281,16 +285,17 @@ def _bound(
     """A sample takes no less in a micro batch than in one of several times as many."""
     cluster, split = request.cluster, plain.parallelism
     plain = replace(plain, batch=Batch(sizes[-1], request.global_batch))
-    stage, through = pipeline_seconds(plain, cluster)
+    _, slowest, through = slowest_stage(plain, cluster)
     if len(sizes) > 1:
         virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)
     else:
-        virtual = virtual_stages(plain.shape, split, plain.batch)
+        virtual = virtual_stages(plain.shape, split, plain.microbatches)
     share = WHOLE_TILES if any(sizes[-1] % size for size in sizes) else 1.0
     late = 1 + straggling(cluster)
-    fixed = late * (share * plain.microbatches * stage.total + after)
-    ramp = late * share * (through - stage.total) * sizes[0] / sizes[-1]
-    return _Bound(fixed + ramp / virtual[-1], plain, sizes, after, fixed, ramp, left)
+    fixed = late * (share * plain.microbatches * slowest + after)
+    ramp = late * share * (through - slowest) * sizes[0] / sizes[-1]
+    seconds = fixed + ramp / virtual[-1]
+    return _Bound(seconds, next(_numbers), plain, sizes, after, fixed, ramp, left)
 
 
 def _narrowed(request: Request, bound: _Bound) -> Iterator[_Bound]:
@@ -298,18 +303,20 @@ def _narrowed(request: Request, bound: _Bound) -> Iterator[_Bound]:
     plain, sizes, ways = bound.plain, bound.sizes, recomputes(request.template)
     middle = len(sizes) // 2
     if bound.left == _ALL:
-        fitting = _fitting(request, replace(plain, batch=Batch(sizes[0], request.global_batch)))
-        assert fitting is not None
+        smallest = replace(plain, batch=Batch(sizes[0], request.global_batch))
+        fitting = _fitting(request, smallest, ways[:-1])
+        fitting = fitting or replace(plain, recompute=ways[-1])  # Which is known to fit.
         yield _bound(request, fitting, sizes, 3, _after(request.cluster, plain))
     elif middle:
         yield _bound(request, plain, sizes[:middle], 3, bound.after)
         larger = replace(plain, batch=Batch(sizes[middle], request.global_batch))
-        if chosen := _fitting(request, larger):
+        if chosen := _fitting(request, larger, ways[ways.index(plain.recompute) :]):
             yield _bound(request, chosen, sizes[middle:], 3, bound.after)
     elif bound.left > 1:
-        for recompute in ways[ways.index(plain.recompute) :]:
+        left = int(plain.parallelism.context > 1)
+        yield bound._replace(left=left, number=next(_numbers))
+        for recompute in ways[ways.index(plain.recompute) + 1 :]:
             chosen = replace(plain, recompute=recompute)
-            left = int(plain.parallelism.context > 1)
             yield _bound(request, chosen, sizes, left, bound.after)
     else:
         for comm_type in comm_types(request.template, plain.parallelism):
@@ -331,14 +338,12 @@ def _after(cluster: Cluster, plain: RunSpec) -> float:
     return after + min(message_seconds(spec, cluster) for spec in specs)
 
 
-def _fitting(request: Request, plain: RunSpec) -> RunSpec | None:
-    """With the first recomputation, from this one on, with which it can fit: each needs less memory than
-    the one before, and more time."""
-    ways = recomputes(request.template)
-    for way in ways[ways.index(plain.recompute) :]:
+def _fitting(request: Request, plain: RunSpec, ways: Sequence[Recompute]) -> RunSpec | None:
+    """With the first recomputation with which it can fit: each needs less memory than the one before,
+    and more time."""
+    for way in ways:
         chosen = replace(plain, recompute=way)
-        _, held = fullest_rank(min_memory_variant(chosen), request.capacity)
-        if held.needed <= request.capacity:
+        if fullest_within(min_memory_variant(chosen), request.capacity):
             return chosen
     return None
 
@@ -346,8 +351,9 @@ def _fitting(request: Request, plain: RunSpec) -> RunSpec | None:
 def _count(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:
     """Legal combinations of one split."""
     kinds = len(recomputes(template)) * len(comm_types(template, split)) * len(shardings(split))
-    batches = (Batch(size, template.batch.global_batch_size) for size in sizes)
-    return kinds * sum(len(virtual_stages(template.shape, split, batch)) for batch in batches)
+    samples = template.batch.global_batch_size // split.data
+    each = (virtual_stages(template.shape, split, samples // size) for size in sizes)
+    return kinds * sum(map(len, each))
 
 
 def _order(candidate: Candidate) -> tuple[float, int, str]:

@@ -27,6 +27,8 @@ from tools.spec.model import (
     round_up,
 )
 from tools.spec.run import RunSpec
+from tools.spec.stages import StageSplit
+from tools.spec.strategy import Batch, Parallelism
 
 ALIGNMENT = 64
 """The distributed optimizer starts every tensor at a multiple of this many elements."""
@@ -392,13 +394,23 @@ def _norm(shape: ModelShape, width: int = 0) -> tuple[int, ...]:
     return (width or shape.hidden,) * (1 if shape.rms_norm else 2)
 
 
-def _held_layers(spec: RunSpec, pipeline_rank: int) -> list[list[int]]:
+def _held_layers(spec: RunSpec, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
     """For each kind of layer how many each virtual stage of a pipeline rank holds the weights of."""
-    shape = spec.shape
-    held = [list(spec.laid(layers, pipeline_rank)) for _, layers in shape.layer_kinds]
-    if pipeline_rank == spec.parallelism.pipeline - 1:
+    split = spec.parallelism
+    degrees = (split.pipeline, split.virtual_stages)
+    return _layers_held(spec.shape, spec.stages, *degrees, pipeline_rank)
+
+
+@lru_cache(maxsize=4096)
+def _layers_held(
+    shape: ModelShape, stages: StageSplit, pipeline: int, virtual: int, rank: int
+) -> tuple[tuple[int, ...], ...]:
+    split = Parallelism(pipeline=pipeline, virtual_stages=virtual)
+    spec = RunSpec(shape, split, Batch(1, 1), stages=stages)
+    held = [list(spec.laid(layers, rank)) for _, layers in shape.layer_kinds]
+    if rank == pipeline - 1:
         held[shape.mtp_is_dense][-1] += shape.mtp_layers_held
-    return held
+    return tuple(map(tuple, held))
 
 
 def _parameters(tensors: Iterable[_Tensor]) -> Parameters:

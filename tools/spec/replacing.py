@@ -29,7 +29,7 @@ else:
         if not names.issuperset(changes):
             raise TypeError(f"{kind.__name__} has no {', '.join(changes.keys() - names)}.")
         state = item.__dict__ | changes
-        for name in cached.intersection(state):
+        for name in state.keys() & cached:
             del state[name]
         new = object.__new__(kind)
         object.__setattr__(new, "__dict__", state)

@@ -331,6 +331,11 @@ class RunSpec:
         return replace(self, recompute=Recompute.NONE)
 
     @cached_property
+    def without_cp_comm_type(self) -> RunSpec:
+        """A run whose context-parallel algorithm is not chosen: for what does not depend on it."""
+        return replace(self, cp_comm_type="") if self.cp_comm_type else self
+
+    @cached_property
     def one_layer(self) -> RunSpec:
         """The same micro batch with one layer a stage, recomputed if any is, and no more data
         parallelism than EP needs: what a layer takes and keeps depends on nothing else."""

@@ -236,6 +236,12 @@ TOKENIZER = Setting("TOKENIZER", TEXT, "gpt2, or a folder with tokenizer.json", 
 HF_ENDPOINT = Setting("HF_ENDPOINT", TEXT, "mirror of the Hugging Face hub")
 MEGATRON_URL = Setting("MEGATRON_URL", TEXT, "mirror of Megatron-LM's repository")
 
+OF_WANDB = (WANDB, WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE)
+OF_NODES = (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, RENDEZVOUS)
+SLURM_RESOURCES = (SLURM_PARTITION, SLURM_ACCOUNT, SLURM_QOS, SLURM_TIME)
+"""sbatch's options, by their names without `SLURM_`."""
+OF_SLURM = (LAUNCHER, NODES, *SLURM_RESOURCES, SLURM_LINES, SLURM_IMAGE, SLURM_SITE)
+
 SETTINGS = tuple(value for value in list(globals().values()) if isinstance(value, Setting))
 """All of them, in the order of `make help-all`."""
 

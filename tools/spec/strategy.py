@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
 from tools.spec.flags import Flags, flag_words, words_of
 from tools.spec.stages import stages_of
@@ -136,6 +137,16 @@ class Parallelism:
     sequence_parallel: bool = False
     sharding: Sharding = Sharding.NONE
     schedule: PipelineSchedule = PipelineSchedule.MEGATRON
+
+    def __hash__(self) -> int:
+        """Of all fields: routes and runs are looked up by it more often than it is made."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        degrees = (self.data, self.tensor, self.pipeline, self.context, self.expert)
+        inside = (self.expert_tensor, self.virtual_stages, self.sequence_parallel)
+        return hash((*degrees, *inside, self.sharding, self.schedule))
 
     @property
     def world_size(self) -> int:

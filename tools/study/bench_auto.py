@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import mean
 
 from rich.console import Console
@@ -17,7 +16,6 @@ from tools.plan.search import Candidate, Plan
 from tools.report.analyse.entry import rows_of
 from tools.report.analyse.statistics import Estimate
 from tools.report.render.tables import time_text
-from tools.spec.files import ROOT
 from tools.study.definition import Cell
 from tools.study.engine import Output, Study, run_experiment
 from tools.study.load import load_sweep
@@ -36,16 +34,13 @@ TIME_LIMIT, CHOICE_LIMIT = 0.15, 0.05
 class AutoRow:
     """One strategy, predicted and measured."""
 
-    strategy: str
-    micro_batch_size: int
+    model: str
+    ranks: int
+    name: str
+    """The strategy, with its micro batch."""
     predicted_ms: float
     measured: Estimate | None
     """None where the run did not end well."""
-
-    @property
-    def name(self) -> str:
-        """With its micro batch."""
-        return f"{self.strategy}, {self.micro_batch_size}"
 
     @property
     def measured_ms(self) -> float:
@@ -55,38 +50,26 @@ class AutoRow:
     @property
     def error(self) -> float | None:
         """Positive where predicted too slow."""
-        return self.predicted_ms / self.measured.median - 1 if self.measured else None
+        return self.predicted_ms / self.measured_ms - 1 if self.measured else None
 
 
-@dataclass(frozen=True)
-class AutoGroup:
-    """The strategies of one model on so many ranks."""
-
-    model: str
-    ranks: int
-    rows: tuple[AutoRow, ...]
-    """The planner's choice first."""
-
-    @property
-    def best(self) -> AutoRow | None:
-        """The fastest that was measured."""
-        best = min(self.rows, key=lambda row: row.measured_ms)
-        return best if best.measured else None
-
-    @property
-    def loss(self) -> float | None:
-        """Time that the choice takes beyond the best's, as a share."""
-        choice, best = self.rows[0], self.best
-        return choice.measured_ms / best.measured_ms - 1 if best and choice.measured else None
+Group = Sequence[AutoRow]
+"""The strategies of one model on so many ranks, the planner's choice first."""
 
 
-def bench_auto(
-    models: str | None,
-    devices: str | None,
-    options: Options,
-    console: Console,
-    reports: Path = ROOT / "reports",
-) -> int:
+def best_of(group: Group) -> AutoRow | None:
+    """The fastest that was measured."""
+    best = min(group, key=lambda row: row.measured_ms)
+    return best if best.measured else None
+
+
+def loss_of(group: Group) -> float | None:
+    """Time that the choice takes beyond the best's, as a share."""
+    choice, best = group[0], best_of(group)
+    return choice.measured_ms / best.measured_ms - 1 if best and choice.measured else None
+
+
+def bench_auto(models: str | None, devices: str | None, options: Options, console: Console) -> int:
     """Measure and plan for each model and number of ranks, then train; 0 if every run ended well.
 
     Raises:
@@ -101,23 +84,21 @@ def bench_auto(
         candidates |= {cell_of(job, each): each for each in chosen}
     planned = replace(experiment, cells=tuple(candidates), report="bench-auto")
     output = Output(partial(finish, candidates), also_interrupted=True)
-    return run_experiment(planned, output, console, reports)
+    return run_experiment(planned, output, console)
 
 
 def finish(candidates: Mapping[Cell, Candidate], study: Study) -> int:
     """The table of what was trained, also after Ctrl-C; 0 if every run ended well."""
-    rows: dict[tuple[str, int], list[AutoRow]] = {}
+    groups: dict[tuple[str, int], list[AutoRow]] = {}
     found = rows_of([result.folders for result in study.results])
     for result, entry in zip(study.results, found, strict=True):
         job, candidate = result.cell.job, candidates[result.cell]
-        micro_batch, planned_ms = (
-            candidate.spec.batch.micro_batch_size,
-            candidate.seconds.total * 1e3,
-        )
-        row = AutoRow(job.strategy, micro_batch, planned_ms, entry.estimate if entry else None)
-        rows.setdefault((job.model.name, job.devices), []).append(row)
-    study.write(render([AutoGroup(*place, tuple(each)) for place, each in rows.items()]))
-    return int(not all(row.measured for each in rows.values() for row in each))
+        name = f"{job.strategy}, {candidate.spec.batch.micro_batch_size}"
+        times = candidate.seconds.total * 1e3, entry.estimate if entry else None
+        place = job.model.name, job.devices
+        groups.setdefault(place, []).append(AutoRow(*place, name, *times))
+    study.write(render(list(groups.values())))
+    return int(not all(row.measured for group in groups.values() for row in group))
 
 
 def chosen_candidates(plan: Plan) -> tuple[Candidate, ...]:
@@ -138,11 +119,11 @@ def cell_of(job: Job, candidate: Candidate) -> Cell:
     return Cell(job.laid(candidate.strategy).under(options), label, repeats=options.repeats)
 
 
-def render(groups: Sequence[AutoGroup]) -> str:
+def render(groups: Sequence[Group]) -> str:
     """Markdown: a line for each group, one for each strategy, and the sums."""
-    lines = [(group, row) for group in groups for row in group.rows]
-    errors = [abs(row.error) for _, row in lines if row.error is not None]
-    losses = [group.loss for group in groups if group.loss is not None]
+    rows = tuple(row for group in groups for row in group)
+    errors = [abs(row.error) for row in rows if row.error is not None]
+    losses = [loss for group in groups if (loss := loss_of(group)) is not None]
     within = sum(error <= TIME_LIMIT for error in errors)
     right = sum(loss <= CHOICE_LIMIT for loss in losses)
     sums = (
@@ -158,23 +139,23 @@ def render(groups: Sequence[AutoGroup]) -> str:
         "## Strategies",
         "The first of each model and number of ranks is the choice. Errors are positive where a "
         "time was predicted too slow.",
-        markdown_table(Table(_ROWS, tuple(lines))),
+        markdown_table(Table(_ROWS, rows)),
     )
     return "\n\n".join(parts)
 
 
-_GROUPS: tuple[Column[AutoGroup], ...] = (
-    Column("model", lambda group: group.model),
-    Column("ranks", lambda group: group.ranks),
-    Column("chosen, micro batch", lambda group: group.rows[0].name),
-    Column("best measured", lambda group: group.best and group.best.name),
-    Column("lost by the choice", lambda group: group.loss, percent),
+_GROUPS: tuple[Column[Group], ...] = (
+    Column("model", lambda group: group[0].model),
+    Column("ranks", lambda group: group[0].ranks),
+    Column("chosen, micro batch", lambda group: group[0].name),
+    Column("best measured", lambda group: (best := best_of(group)) and best.name),
+    Column("lost by the choice", loss_of, percent),
 )
-_ROWS: tuple[Column[tuple[AutoGroup, AutoRow]], ...] = (
-    Column("model", lambda line: line[0].model),
-    Column("ranks", lambda line: line[0].ranks),
-    Column("layout, micro batch", lambda line: line[1].name),
-    Column("predicted, ms", lambda line: line[1].predicted_ms, "{:.0f}".format),
-    Column("measured, ms [95%]", lambda line: line[1].measured, partial(time_text, shape=".0f")),
-    Column("error", lambda line: line[1].error, partial(signed_percent, decimals=0)),
+_ROWS: tuple[Column[AutoRow], ...] = (
+    Column("model", lambda row: row.model),
+    Column("ranks", lambda row: row.ranks),
+    Column("layout, micro batch", lambda row: row.name),
+    Column("predicted, ms", lambda row: row.predicted_ms, "{:.0f}".format),
+    Column("measured, ms [95%]", lambda row: row.measured, partial(time_text, shape=".0f")),
+    Column("error", lambda row: row.error, partial(signed_percent, decimals=0)),
 )

@@ -66,7 +66,10 @@ def bench_gpu(
         raise LaunchError(f"{own[0]}= is the settings' own in bench-gpu; leave it out.")
     if options.runtime not in (None, RuntimeName.HOST):
         raise LaunchError(f"bench-gpu measures RUNTIME=host, not {options.runtime}.")
-    experiment = settings(only or "", options)
+    # The published data set where it was prepared, else the sample.
+    published, sample = DEFAULT_DATA[DeviceKind.GPU], DEFAULT_DATA[DeviceKind.CPU]
+    here = published if idx_path(ROOT / published).is_file() else sample
+    experiment = settings(only or "", replace(options, data=options.data or here))
     seconds = budget or experiment.budget_seconds or 0.0
     if options.dry_run:
         print(describe(experiment.cells, seconds, options.data))
@@ -81,10 +84,6 @@ def bench_gpu(
         raise LaunchError(problem)
     if ceilings := _ceilings(console):
         write_ceilings(options.runs, ceilings)
-    # The published data set where it was prepared, else the sample.
-    published, sample = DEFAULT_DATA[DeviceKind.GPU], DEFAULT_DATA[DeviceKind.CPU]
-    here = published if idx_path(ROOT / published).is_file() else sample
-    experiment = settings(only or "", replace(options, data=options.data or here))
     left = seconds - (time.monotonic() - began)
     return run_experiment(replace(experiment, budget_seconds=left), OUTPUT, console)
 

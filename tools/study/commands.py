@@ -65,17 +65,12 @@ def _run(experiment: Experiment, console: Console) -> int:
     return run_experiment(experiment, output_of(experiment.file.table), console)
 
 
-def report_of(study: Study) -> int:
-    """The report of all runs; 0 if it was written and all ended well."""
-    return study.build_report() or int(not study.all_well)
-
-
 def parity_of(study: Study, verifies: bool = False) -> int:
     """The report, and a sentence for each strategy whose losses do not agree with baseline's.
 
     With `verifies` such a strategy is verified tensor by tensor, and the report says where it begins.
     """
-    code = report_of(study)
+    code = study.report()
     wrong = [row.strategy for row in study.rows if row.parity.verdict.startswith("broken")]
     if verifies and wrong:
         for result in study.results:
@@ -87,7 +82,7 @@ def parity_of(study: Study, verifies: bool = False) -> int:
                 verify(
                     f"{PREFIX}{job.name}", Namespace(), plain, study.console, also=result.runs[0]
                 )
-        code = report_of(study)
+        code = study.report()
     broken = disagreements(study.rows)
     for sentence in broken:
         say(study.console, sentence, "red")
@@ -105,7 +100,7 @@ def disagreements(rows: Sequence[Entry]) -> list[str]:
     ]
 
 
-_OUTPUTS = {"report": Output(report_of), "parity": Output(parity_of)}
+_OUTPUTS = {"report": Output(Study.report), "parity": Output(parity_of)}
 
 
 def output_of(table: str) -> Output:

@@ -23,8 +23,6 @@ from tools.study.runner import CellResult, Runner
 from tools.text.terminal import say, say_markdown
 from tools.text.units import plural
 
-COMPARISON_FILE = "comparison.md"
-
 
 @dataclass(frozen=True)
 class Planned:
@@ -69,16 +67,17 @@ class Study:
         """Every run that was wanted is there."""
         return all(result.complete for result in self.results)
 
-    def build_report(self) -> int:
-        """`python -m tools.report build` of all runs; its exit code, 1 where there is no run."""
+    def report(self) -> int:
+        """`python -m tools.report build` of all runs; 0 if it was written and all ended well."""
         folders = [str(folder) for result in self.results for folder in result.folders]
         if not folders:
             return 1
-        return call_module("tools.report", "build", *folders, "--name", self.experiment.report)
+        name = ("--name", self.experiment.report)
+        return call_module("tools.report", "build", *folders, *name) or int(not self.all_well)
 
     def write(self, text: str) -> None:
         """`comparison.md` in the report's folder, and on the terminal."""
-        path = self.folder / COMPARISON_FILE
+        path = self.folder / "comparison.md"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
         say_markdown(self.console, text)
@@ -123,7 +122,7 @@ def comparison(text: Callable[[Study], str], is_wrong: Callable[[Study], bool]) 
     """
 
     def finish(study: Study) -> int:
-        study.build_report()
+        study.report()
         if page := text(study):
             study.write(page)
         return int(not page or not study.all_well or is_wrong(study))

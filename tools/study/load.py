@@ -86,12 +86,8 @@ def load_experiment(
 def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experiment:
     """The cells of `NAME.yaml`, or of `sweep.yaml` where that is no sweep, over the caller's axes.
 
-    Words may be apart by spaces or commas. The first backend is the one the others are compared with.
-
-    Args:
-        name: Of the file, and of the report's folder.
-        options: The caller's.
-        axes: By the names of `AXES`; they count in place of the file's.
+    Axes are by the names of `AXES` and count in place of the file's. Words may be apart by spaces or
+    commas. The first backend is the one the others are compared with.
 
     Raises:
         LaunchError: A word is no model, strategy, backend or number of devices, or the name is nearly a
@@ -99,8 +95,8 @@ def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experime
     """
     if not _NAME.fullmatch(name):
         raise LaunchError(f"NAME: {name} is not a folder's name.")
-    own = experiment_file(name) if (FOLDER / f"{name}.yaml").is_file() else None
     names = [path.stem for path in FOLDER.glob("*.yaml")]
+    own = experiment_file(name) if name in names else None
     near = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)
     if own is None and near and not any(axes.values()):  # It would train the default axes.
         raise LaunchError(

@@ -92,9 +92,9 @@ class Runner:
             title = self._title(cell, launch, cells.index(cell) + 1, repeat)
             if cell in self._failed:
                 continue
-            made = self._taken(cell, launch)
-            if len(made) >= repeat:
-                say(self.console, f"{title}: made before → {made[-repeat].name}")
+            runs = self._runs(cell, launch)
+            if len(runs) >= repeat:
+                say(self.console, f"{title}: made before → {runs[-repeat].name}")
                 continue
             expected = self._longest_seconds.get(launch.iterations, cell.expected_seconds)
             if self.seconds_left is not None and expected > self.seconds_left:
@@ -114,17 +114,18 @@ class Runner:
 
     def results(self) -> list[CellResult]:
         """One a cell, in order."""
-        found, takes = [], self.experiment.file.takes_finished
+        found = []
         for cell, launch in self.launches.items():
-            runs = self._taken(cell, launch) if takes else self._made.get(cell, [])[::-1]
             failure, folder = self._failed.get(cell, ("", None))
             failed = (folder,) if folder else ()
-            found.append(CellResult(cell, launch, tuple(runs), failed, failure))
+            runs = tuple(self._runs(cell, launch))
+            found.append(CellResult(cell, launch, runs, failed, failure))
         return found
 
-    def _taken(self, cell: Cell, launch: Launch) -> Sequence[Path]:
+    def _runs(self, cell: Cell, launch: Launch) -> list[Path]:
+        """Those that count by now, newest first."""
         if not self.experiment.file.takes_finished:
-            return []
+            return self._made.get(cell, [])[::-1]
         in_slurm = launch.job.options.slurm is not None
         found = finished_in_slurm(launch) if in_slurm else finished_runs(launch)
         return found[: cell.repeats]

@@ -34,8 +34,8 @@ class Column[R]:
     name: str
     value: Callable[[R], Any]
     """The value of a row; None is unknown."""
-    text: Callable[[Any], str] = lambda value: DASH if value is None else str(value)
-    """How the value is written for people (`tools.text.units`)."""
+    text: Callable[[Any], str] = str
+    """How a known value is written for people (`tools.text.units`)."""
     right: bool = True
     """Numbers align right."""
     style: Callable[[R], str] | None = None
@@ -49,7 +49,8 @@ class Column[R]:
 
     def cell(self, subject: R) -> str:
         """The text of one row."""
-        return self.text(self.value(subject))
+        value = self.value(subject)
+        return DASH if value is None else self.text(value)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Table[R]:
         """Texts, row by row: what HTML templates take."""
         return [[column.cell(row) for column in self.columns] for row in self.rows]
 
-    def widths(self, width: int | None = None) -> list[int]:
+    def widths(self, width: int | None) -> list[int]:
         """Characters of each column in a terminal that has `width`, with two between columns.
 
         Columns that wrap share what the others leave. Each has room for its longest word; where that
@@ -105,18 +106,16 @@ class Table[R]:
 
         A column that wraps needs `WRAPPED_WIDTH`; the first in rank stays in any case.
         """
-        chosen: set[int] = set()
-        order = sorted(range(len(self.columns)), key=lambda index: self.columns[index].rank)
         texts = self._texts
-        for index in order:
-            longest = max(map(len, texts[index]))
-            needed = min(longest, WRAPPED_WIDTH if self.columns[index].wraps else longest) + 2
-            known = any(text not in ("", DASH) for text in texts[index][1:])
-            if index == order[0] or (needed <= width and known):
+        kept: list[int] = []
+        places = sorted(range(len(self.columns)), key=lambda place: self.columns[place].rank)
+        for place in places:
+            longest = max(map(len, texts[place]))
+            needed = min(longest, WRAPPED_WIDTH if self.columns[place].wraps else longest) + 2
+            if not kept or (needed <= width and {*texts[place][1:]} - {"", DASH}):
                 width -= needed
-                chosen.add(index)
-        kept = (column for index, column in enumerate(self.columns) if index in chosen)
-        return replace(self, columns=tuple(kept))
+                kept.append(place)
+        return replace(self, columns=tuple(self.columns[place] for place in sorted(kept)))
 
     @property
     def _texts(self) -> list[tuple[str, ...]]:
@@ -182,7 +181,7 @@ def csv_table[R](table: Table[R]) -> str:
     return buffer.getvalue()
 
 
-def rich_table(table: Table[Any] | TextTable, width: int | None = None) -> RichTable:
+def rich_table(table: Table[Any], width: int | None = None) -> RichTable:
     """For a terminal; columns that wrap share what the others leave, which are never cut.
 
     Their words are broken only where so many characters (`width`) are too few for them.
@@ -191,8 +190,6 @@ def rich_table(table: Table[Any] | TextTable, width: int | None = None) -> RichT
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    if isinstance(table, TextTable):
-        table = table.wrapping()
     shown = RichTable(
         title=Text(table.title, style="bold") if table.title else None,
         title_justify="left",
@@ -226,7 +223,7 @@ def readable_table(table: TextTable, width: int) -> RenderableType:
     cells = ((cell, room) for line in table.lines for cell, room in zip(line, found, strict=True))
     cramped = any(room < NARROW and len(cell) > 3 * room for cell, room in cells)
     if whole_words <= width and not cramped:
-        return rich_table(table, width)
+        return rich_table(wrapping, width)
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text

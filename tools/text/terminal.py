@@ -28,15 +28,15 @@ def say(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def say_markdown(console: Console, text: str, columns: int = 200) -> None:
+def say_markdown(console: Console, text: str) -> None:
     """Print a page of Markdown as headings, lists and tables; its pictures are left out.
 
-    Tables take the terminal's width; where there is none, such as in a file, so many columns.
+    Tables take the terminal's width; where there is none, such as in a file, 200 columns.
     """
     from rich.markdown import Markdown
 
     page = re.sub(r"^!\[.*\n+", "", text, flags=re.MULTILINE)
-    console.print(Markdown(page), width=None if console.is_terminal else columns)
+    console.print(Markdown(page), width=None if console.is_terminal else 200)
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:

@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 DASH = "–"
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
-def number(value: float | None, digits: int = 4) -> str:
+def number(value: float | None) -> str:
     """Four significant digits, no exponent for usual magnitudes."""
     if value is None:
         return DASH
     if value != 0 and (abs(value) >= 1e7 or abs(value) < 1e-3):
-        return f"{value:.{digits - 1}e}"
+        return f"{value:.3e}"
     magnitude = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    return f"{value:,.{max(0, digits - magnitude)}f}"
+    return f"{value:,.{max(0, 4 - magnitude)}f}"
 
 
-def count(value: int | None) -> str:
-    """An exact count with separators."""
-    return DASH if value is None else f"{value:,}"
+def known(shape: str) -> Callable[[float | None], str]:
+    """How a number is written, such as `{:.4f}`; a dash for one that is not known."""
+    return lambda value: DASH if value is None else shape.format(value)
+
+
+count = known("{:,}")
+"""An exact count with separators."""
+loss = known("{:.7g}")
+"""A loss with all seven digits that Megatron prints."""
+percent = known("{:.1%}")
+"""A share of 1."""
+times = known("{:.2f}x")
+"""A factor: `1.23x`."""
 
 
 def plural(number: int, noun: str) -> str:
     """`1 rank`, `2,048 ranks`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-def loss(value: float | None) -> str:
-    """A loss with all seven digits that Megatron prints."""
-    return DASH if value is None else f"{value:.7g}"
-
-
-def percent(value: float | None) -> str:
-    """A share of 1."""
-    return DASH if value is None else f"{value:.1%}"
 
 
 def size(size_bytes: float | None) -> str:
@@ -63,9 +63,9 @@ def gb(size_bytes: float, decimals: int = 2) -> str:
     return f"{size_bytes / 1e9:,.{decimals}f}"
 
 
-def ms(seconds: float, decimals: int = 1) -> str:
+def ms(seconds: float) -> str:
     """Seconds as a number of milliseconds, for a heading or a sentence that names the unit."""
-    return f"{1e3 * seconds:,.{decimals}f}"
+    return f"{1e3 * seconds:,.1f}"
 
 
 def milliseconds(seconds: float) -> str:
@@ -103,24 +103,17 @@ def joined(parts: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
 
 
-def bracketed(
-    value: float, low: float | None, high: float | None, shape: str, joint: str = ", "
-) -> str:
+def bracketed(value: float, low: float | None, high: float | None, shape: str) -> str:
     """`12.3 [12.1, 12.9]`, each by the format specification; without an interval the value alone."""
     text = format(value, shape)
     if low is None or high is None:
         return text
-    return f"{text} [{format(low, shape)}{joint}{format(high, shape)}]"
+    return f"{text} [{format(low, shape)}, {format(high, shape)}]"
 
 
 def rounded(value: float | None) -> str:
     """Three significant digits without trailing zeros, all digits from a thousand on."""
     return DASH if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
-def times(value: float | None) -> str:
-    """A factor: `1.23x`."""
-    return DASH if value is None else f"{value:.2f}x"
 
 
 def signed_percent(share: float | None, decimals: int = 1) -> str:

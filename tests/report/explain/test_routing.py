@@ -84,8 +84,7 @@ def test_shares_are_over_what_an_even_router_would_give() -> None:
     rows = (layer((3, 1)), layer((1, 3), number=2), layer((0, 0), iteration=2))
     found = iterations_of(record(rows))
     assert shares(found[:1], 1) == [(1.5, 0.5)]
-    assert shares(found[:1]) == [(1.0, 1.0)]
-    assert shares(found[1:]) == [(0.0, 0.0)]
+    assert shares(found[1:], 1) == [(0.0, 0.0)]
 
 
 def test_a_rank_computes_what_all_ranks_of_its_group_route_to_its_experts() -> None:
@@ -108,6 +107,13 @@ def test_ranks_that_share_experts_or_hold_copies_are_distinguished_as_megatron_n
     shared = loads(record(*rows), split, None)
     assert [load.experts for load in shared] == [range(1), range(1), range(1, 2), range(1, 2)]
     assert [load.tokens for load in shared] == [12, 12, 4, 4]
+
+
+def test_ranks_of_a_stage_without_a_router_compute_nothing() -> None:
+    split = Parallelism(data=2, expert=2, pipeline=2)
+    found = loads(record((), (), (layer((6, 2)),), (layer((2, 4)),)), split, None)
+    assert [(load.tokens, load.of_mean) for load in found[:2]] == [(0, 1.0)] * 2
+    assert [load.tokens for load in found[2:]] == [8, 6]
 
 
 def test_ranks_that_are_busy_in_turn_are_waited_for_in_turn() -> None:

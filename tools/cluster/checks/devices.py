@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.cluster.checks.result import FAIL, GIB, PASS, WARN, CheckResult, ask, kit_python
+from tools.cluster.checks.result import FAIL, GIB, CheckResult, ask, judged, kit_python
 
 BUSY_BYTES = 2 * GIB
 """More than a desktop or an idle driver holds; published measurements began at 3 MiB."""
@@ -40,13 +40,11 @@ def check_devices() -> "list[CheckResult]":
     python = kit_python()
     if python is None:
         return [_before_setup()]
-    answer = ask([python, "-m", "tools.launch.devices"])
-    try:
-        return check_description(json.loads(answer.out.splitlines()[-1]))
-    except (ValueError, IndexError):
-        found = "cannot be asked: " + (answer.problem or "it printed nothing")
+    described, problem = _printed(python, "tools.launch.devices")
+    if problem:
         fix = "see '.venv/bin/python -m tools.launch.devices'"
-        return [CheckResult(FAIL, "Driver", found, fix)]
+        return [CheckResult(FAIL, "Driver", "cannot be asked: " + problem, fix)]
+    return check_description(described)
 
 
 def check_description(described: "dict[str, Any]") -> "list[CheckResult]":
@@ -57,11 +55,10 @@ def check_description(described: "dict[str, Any]") -> "list[CheckResult]":
         return [_without_gpus()]
     gpus = [GpuUse(**gpu) for gpu in described["gpus"]]
     shown = "; ".join(f"{gpu.number}: {gpu.name}, {gpu.memory_bytes >> 20} MiB" for gpu in gpus)
-    fix = "five of the six published runs need two; -2cpu targets show them"
     one = len(gpus) == 1
-    row = CheckResult(WARN, "GPUs", shown, fix) if one else CheckResult(PASS, "GPUs", shown)
-    driver = CheckResult(PASS, "Driver", described["driver"])
-    return [driver, row, *check_busy(gpus, gpus), *([] if one else [_topology(described)])]
+    fix = "five of the six published runs need two; -2cpu targets show them" if one else ""
+    rows = [judged("Driver", described["driver"]), judged("GPUs", shown, fix)]
+    return [*rows, *check_busy(gpus, gpus), *([] if one else [_topology(described)])]
 
 
 def check_busy(gpus: "list[GpuUse]", machine: "list[GpuUse]") -> "list[CheckResult]":
@@ -75,7 +72,7 @@ def check_busy(gpus: "list[GpuUse]", machine: "list[GpuUse]") -> "list[CheckResu
             by = " by process " + ", ".join(map(str, gpu.processes)) if gpu.processes else ""
             used = f"{gpu.used_bytes / GIB:.1f} GiB are in use{by}"
             found = f"GPU {gpu.number} ({gpu.name}) is busy: {used}"
-            results.append(CheckResult(WARN, f"GPU {gpu.number}", found, fix))
+            results.append(judged(f"GPU {gpu.number}", found, fix))
     return results
 
 
@@ -83,21 +80,27 @@ def check_exchange() -> "list[CheckResult]":
     """Rows for the all-reduce between this machine's devices, and for the GPUs' clocks."""
     python = kit_python()
     if python is None:
-        return [CheckResult(WARN, "All-reduce", "not measured before setup", "run 'make setup'")]
-    answer = ask([python, "-m", "tools.launch.exchange"], seconds=EXCHANGE_SECONDS)
-    try:
-        measured = json.loads(answer.out.splitlines()[-1])
-    except (ValueError, IndexError):
-        measured = {"problem": answer.problem or "it printed nothing"}
-    if "problem" in measured:
+        return [judged("All-reduce", "not measured before setup", "run 'make setup'")]
+    measured, problem = _printed(python, "tools.launch.exchange", EXCHANGE_SECONDS)
+    problem = problem or measured.get("problem", "")
+    if problem:
         fix = "see '.venv/bin/python -m tools.launch.exchange'"
-        return [CheckResult(FAIL, "All-reduce", "fails: " + measured["problem"], fix)]
+        return [CheckResult(FAIL, "All-reduce", "fails: " + problem, fix)]
     return check_rates(measured)
 
 
 def check_rates(measured: "dict[str, Any]") -> "list[CheckResult]":
     """Rows for what `tools.launch.exchange` printed."""
     return [_rate(measured)] + [_clock(clock) for clock in measured["clocks"]]
+
+
+def _printed(python: str, module: str, seconds: float = 20.0) -> "tuple[dict[str, Any], str]":
+    """What a module prints as JSON in its last line; or nothing, and why."""
+    answer = ask([python, "-m", module], seconds)
+    try:
+        return json.loads(answer.out.splitlines()[-1]), ""
+    except (ValueError, IndexError):
+        return {}, answer.problem or "it printed nothing"
 
 
 def _before_setup() -> CheckResult:
@@ -107,25 +110,23 @@ def _before_setup() -> CheckResult:
     if not answer.good:
         return CheckResult(FAIL, "Driver", "nvidia-smi fails: " + answer.problem, _DRIVER_FIX)
     found = f"{len(answer.out.splitlines())} GPU(s), not examined before setup"
-    return CheckResult(WARN, "Driver", found, "run 'make setup'")
+    return judged("Driver", found, "run 'make setup'")
 
 
 def _without_gpus() -> CheckResult:
     if Path("/dev/nvidiactl").exists():
         fix = "give the container NVIDIA's utilities (NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
-        return CheckResult(WARN, "Driver", "loaded, but NVML is missing", fix)
-    return CheckResult(WARN, "Driver", "no NVIDIA driver", "install it for GPU targets; " + ON_CPU)
+        return judged("Driver", "loaded, but NVML is missing", fix)
+    return judged("Driver", "no NVIDIA driver", "install it for GPU targets; " + ON_CPU)
 
 
 def _topology(described: "dict[str, Any]") -> CheckResult:
     links = described["links"]
     if all(link["nvlinks"] is link["topology"] is None for link in links):
-        return CheckResult(WARN, "Topology", "NVML does not report it", "see 'nvidia-smi topo -m'")
-    shown = described["connection"] + ", between GPUs"
-    if all(link["nvlinks"] for link in links):
-        return CheckResult(PASS, "Topology", shown)
+        return judged("Topology", "NVML does not report it", "see 'nvidia-smi topo -m'")
     fix = "the published numbers were made over NVLink; here TP, SP and CP will take longer"
-    return CheckResult(WARN, "Topology", shown, fix)
+    linked = all(link["nvlinks"] for link in links)
+    return judged("Topology", described["connection"] + ", between GPUs", "" if linked else fix)
 
 
 def _rate(measured: "dict[str, Any]") -> CheckResult:
@@ -133,29 +134,25 @@ def _rate(measured: "dict[str, Any]") -> CheckResult:
     who = "GPUs" if measured["backend"] == "NCCL" else "CPU ranks"
     between = "{} between {} {}".format(measured["backend"], measured["ranks"], who)
     if measured["ranks"] < 2:
-        return CheckResult(PASS, "All-reduce", between + ": nothing to send", "", None)
+        return judged("All-reduce", between + ": nothing to send")
     found = f"{between}: {rate / 1e9:.2f} GB/s"
     if full is None:
-        found = "{} over {}".format(found, measured["link"])
-        return CheckResult(PASS, "All-reduce", found, "", rate)
+        return judged("All-reduce", "{} over {}".format(found, measured["link"]), "", rate)
     found += ", {:.0%} of {} ({:.2f} GB/s)".format(rate / full, measured["link"], full / 1e9)
-    if rate < GOOD_SHARE * full:
-        fix = "see that nothing else uses the devices; NCCL_DEBUG=INFO names the path NCCL takes"
-        return CheckResult(WARN, "All-reduce", found, fix, rate)
-    return CheckResult(PASS, "All-reduce", found, "", rate)
+    fix = "see that nothing else uses the devices; NCCL_DEBUG=INFO names the path NCCL takes"
+    return judged("All-reduce", found, fix if rate < GOOD_SHARE * full else "", rate)
 
 
 def _clock(clock: "dict[str, Any]") -> CheckResult:
     what = "Clock of GPU {}".format(clock["gpu"])
     highest, limit, why = clock["highest_mhz"], clock["limit_mhz"], clock["throttling"]
     if highest is None:
-        return CheckResult(WARN, what, "NVML does not report it", "see 'nvidia-smi -q -d CLOCK'")
+        return judged(what, "NVML does not report it", "see 'nvidia-smi -q -d CLOCK'")
     of = f" of {limit}" if limit else ""
     found = f"{highest} MHz under load{of}, throttling: {why}"
+    fix = ""
     if why != "none":
         fix = "see 'nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER'; cool it, or raise its power limit"
-        return CheckResult(WARN, what, found, fix, highest)
-    if limit and highest < GOOD_CLOCK * limit:
+    elif limit and highest < GOOD_CLOCK * limit:
         fix = "a lower clock may be set: 'nvidia-smi -q -d CLOCK', 'sudo nvidia-smi --reset-gpu-clocks'"
-        return CheckResult(WARN, what, found, fix, highest)
-    return CheckResult(PASS, what, found, "", highest)
+    return judged(what, found, fix, highest)

@@ -4,7 +4,7 @@ import json
 import shutil
 from typing import NamedTuple
 
-from tools.cluster.checks.result import PASS, WARN, CheckResult, ask, image_tag
+from tools.cluster.checks.result import CheckResult, ask, image_tag, judged
 
 REPOSITORY = "megatron-parallelism-kit"
 """Of the kit's images; a pair of `docker/versions.env` is a tag."""
@@ -15,19 +15,15 @@ DESCRIBE = '{"runtimes":{{json .Runtimes}},"is":{{json .SecurityOptions}}}'
 class DockerEngine(NamedTuple):
     """What Docker's engine reports."""
 
-    runtimes: "tuple[str, ...]"
+    has_nvidia_runtime: bool
+    """Whether containers can be given GPUs."""
     rootless: bool
-
-    @property
-    def has_nvidia_runtime(self) -> bool:
-        """Whether containers can be given GPUs."""
-        return "nvidia" in self.runtimes
 
 
 def check_docker() -> "list[CheckResult]":
     """Rows for client, engine, NVIDIA runtime and image, up to the first that is missing."""
     if image_tag():
-        return [CheckResult(PASS, "Docker", "inside the kit's image, where targets run directly")]
+        return [judged("Docker", "inside the kit's image, where targets run directly")]
     return check_container()
 
 
@@ -41,7 +37,7 @@ def check_container(image: str = "", tag: str = "", gpus: bool = True) -> "list[
             "install the NVIDIA container toolkit and run 'sudo nvidia-ctk runtime configure "
             "--runtime=docker && sudo systemctl restart docker', or set RUNTIME=host"
         )
-        return [row, CheckResult(WARN, "NVIDIA runtime", "Docker has no NVIDIA runtime", fix)]
+        return [row, judged("NVIDIA runtime", "Docker has no NVIDIA runtime", fix)]
     return [row, _check_image(image, tag)]
 
 
@@ -50,25 +46,24 @@ def check_engine() -> "tuple[CheckResult, DockerEngine | None]":
     if shutil.which("docker") is None:
         found = "Docker is not installed (no 'docker' on PATH)"
         fix = "install Docker Engine with the NVIDIA container toolkit, or set RUNTIME=host"
-        return CheckResult(WARN, "Docker", found, fix), None
+        return judged("Docker", found, fix), None
     answer = ask(["docker", "info", "--format", DESCRIBE])
     try:
         described = json.loads(answer.out) if answer.good else {}
     except ValueError:
         described = {}
-    # It calls itself docker in `--version` where it is called so.
-    if described.get("runtimes") is None and "Podman" in ask(["docker", "version"]).out:
-        found = "'docker' is Podman here, which the kit does not know"
-        fix = "put Docker Engine's client before it on PATH, or set RUNTIME=host"
-        return CheckResult(WARN, "Docker", found, fix), None
     if described.get("runtimes") is None:
         reason = "no answer" if answer.good else answer.problem.rstrip(".?!") or "no answer"
         found = f"Docker's engine does not answer ({reason})"
         fix = "start it, see that you may use it (group 'docker'), or set RUNTIME=host"
-        return CheckResult(WARN, "Docker", found, fix), None
+        # It calls itself docker in `--version` where it is called so.
+        if "Podman" in ask(["docker", "version"]).out:
+            found = "'docker' is Podman here, which the kit does not know"
+            fix = "put Docker Engine's client before it on PATH, or set RUNTIME=host"
+        return judged("Docker", found, fix), None
     rootless = any("name=rootless" in option for option in described.get("is") or ())
-    engine = DockerEngine(tuple(described["runtimes"]), rootless)
-    return CheckResult(PASS, "Docker", "its engine answers"), engine
+    engine = DockerEngine("nvidia" in described["runtimes"], rootless)
+    return judged("Docker", "its engine answers"), engine
 
 
 def image_id(image: str) -> "str | None":
@@ -80,11 +75,11 @@ def image_id(image: str) -> "str | None":
 def _check_image(image: str, tag: str) -> CheckResult:
     if image:
         if image_id(image):
-            return CheckResult(PASS, "Image", image)
+            return judged("Image", image)
         fix = f"run 'make image IMAGE={tag}', or set RUNTIME=host"
-        return CheckResult(WARN, "Image", f"Image {image} is not built", fix)
+        return judged("Image", f"Image {image} is not built", fix)
     listed = ask(["docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}"]).out
     built = [name for name in listed.splitlines() if name.startswith(REPOSITORY + ":")]
     if not built:
-        return CheckResult(WARN, "Image", "not built", "run 'make image', or set RUNTIME=host")
-    return CheckResult(PASS, "Image", ", ".join(built))
+        return judged("Image", "not built", "run 'make image', or set RUNTIME=host")
+    return judged("Image", ", ".join(built))

@@ -16,10 +16,10 @@ from tools.cluster.checks.result import (
     PASS,
     ROOT,
     SETUP_STAMP,
-    WARN,
     CheckResult,
     ask,
     image_tag,
+    judged,
     kit_python,
 )
 
@@ -48,33 +48,33 @@ LIST_PACKAGES = (
 def check_python() -> CheckResult:
     """Whether there is a Python that setup can use, by setup's own search."""
     if image_tag():
-        return CheckResult(PASS, "Python", f"of the image {image_tag()}")
+        return judged("Python", f"of the image {image_tag()}")
     answer = ask(["tools/setup.sh", "--python"])
     if not answer.good:
         fix = "install one, for example 'uv python install 3.12' or 'pyenv install 3.12'"
         return CheckResult(FAIL, "Python", "no CPython 3.12 or 3.13 with venv", fix)
     version = ask([answer.out, "-c", "import platform; print(platform.python_version())"]).out
-    return CheckResult(PASS, "Python", f"{version} at {answer.out}")
+    return judged("Python", f"{version} at {answer.out}")
 
 
 def check_packages() -> CheckResult:
     """Whether `.venv` holds what requirements.txt pins."""
     if image_tag():
-        return CheckResult(PASS, "Packages", "those of the image")
+        return judged("Packages", "those of the image")
     requirements = Path(ROOT, "requirements.txt").read_bytes()
     python = kit_python()
     if python is None:
         fix = "'make setup', or any other target, installs them"
-        return CheckResult(WARN, "Packages", "not installed yet", fix)
+        return judged("Packages", "not installed yet", fix)
     installed = Path(ROOT, ".venv", SETUP_STAMP).read_text()
     if hashlib.sha256(requirements).hexdigest() not in installed:
         found = "requirements.txt has changed since"
-        return CheckResult(WARN, "Packages", found, "run 'make setup'")
+        return judged("Packages", found, "run 'make setup'")
     wrong = differing_packages(python, requirements.decode())
     if wrong is None or wrong:
         found = "not as pinned: " + ", ".join(wrong) if wrong else ".venv's Python does not run"
         return CheckResult(FAIL, "Packages", found, "rm -r .venv && make setup")
-    return CheckResult(PASS, "Packages", "as pinned in requirements.txt")
+    return judged("Packages", "as pinned in requirements.txt")
 
 
 def differing_packages(python: str, requirements: str) -> "list[str] | None":
@@ -96,8 +96,8 @@ def check_programs() -> CheckResult:
     missing = [name for name in ("git", "make", "g++") if shutil.which(name) is None]
     if missing:
         fix = "install them; git records the commit, make and g++ build a Megatron-LM checkout's helpers"
-        return CheckResult(WARN, "Programs", "missing: " + ", ".join(missing), fix)
-    return CheckResult(PASS, "Programs", "git, make, g++")
+        return judged("Programs", "missing: " + ", ".join(missing), fix)
+    return judged("Programs", "git, make, g++")
 
 
 def check_shared_memory() -> CheckResult:
@@ -105,12 +105,10 @@ def check_shared_memory() -> CheckResult:
     try:
         size = shutil.disk_usage("/dev/shm").total
     except OSError:
-        return CheckResult(WARN, "Shared memory", "no /dev/shm", "mount a tmpfs there")
+        return judged("Shared memory", "no /dev/shm", "mount a tmpfs there")
+    fix = "sudo mount -o remount,size=8G /dev/shm; of a container: --ipc=host"
     found = f"{size / GIB:.1f} GiB in /dev/shm"
-    if size < GIB:
-        fix = "sudo mount -o remount,size=8G /dev/shm; of a container: --ipc=host"
-        return CheckResult(WARN, "Shared memory", found, fix)
-    return CheckResult(PASS, "Shared memory", found)
+    return judged("Shared memory", found, fix if size < GIB else "")
 
 
 def check_limits() -> CheckResult:
@@ -120,13 +118,12 @@ def check_limits() -> CheckResult:
     found = "locked memory {}, open files {}".format(
         _limit(locked, 2**20, " MiB"), _limit(files, 1, "")
     )
+    fix = ""
     if locked != resource.RLIM_INFINITY and Path("/dev/infiniband").is_dir():
         fix = "NCCL pins what InfiniBand reads: 'memlock unlimited' in /etc/security/limits.conf"
-        return CheckResult(WARN, "Limits", found, fix)
-    if files != resource.RLIM_INFINITY and files < OPEN_FILES:
+    elif files != resource.RLIM_INFINITY and files < OPEN_FILES:
         fix = f"'nofile {OPEN_FILES}' in /etc/security/limits.conf"
-        return CheckResult(WARN, "Limits", found, fix)
-    return CheckResult(PASS, "Limits", found)
+    return judged("Limits", found, fix)
 
 
 def check_disk(folder: str = ROOT) -> CheckResult:
@@ -144,12 +141,8 @@ def check_disk(folder: str = ROOT) -> CheckResult:
         found = f"{folder} cannot be written: {error.strerror}"
         return CheckResult(FAIL, "Disk", found, "clone the kit where you may write")
     found = f"{free / GIB:.0f} GiB free, writes {rate / 1e6:.0f} MB/s"
-    if rate < SLOW_BYTES_PER_SECOND:
-        fix = (
-            "slow for checkpoints and data sets; put runs elsewhere with RUNS= and data with DATA="
-        )
-        return CheckResult(WARN, "Disk", found, fix, rate)
-    return CheckResult(PASS, "Disk", found, "", rate)
+    fix = "slow for checkpoints and data sets; put runs elsewhere with RUNS= and data with DATA="
+    return judged("Disk", found, fix if rate < SLOW_BYTES_PER_SECOND else "", rate)
 
 
 def check_room(
@@ -161,15 +154,15 @@ def check_room(
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         found = f"{folder} has {_size(free)} free and {needed_by} needs about {_size(needed_bytes)}"
-        return CheckResult(WARN, "Disk", found, "free some room, or " + elsewhere)
+        return judged("Disk", found, "free some room, or " + elsewhere)
     files = free_files(folder)
     if files is not None and files < needed_files:
         found = (
             f"{folder} can take {files} more files (free inodes) and {needed_by} needs about "
             f"{needed_files}"
         )
-        return CheckResult(WARN, "Disk", found, "remove files that are not needed, or " + elsewhere)
-    return CheckResult(PASS, "Disk", _size(free) + " free")
+        return judged("Disk", found, "remove files that are not needed, or " + elsewhere)
+    return judged("Disk", _size(free) + " free")
 
 
 def free_files(folder: str) -> "int | None":

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlparse
 
-from tools.cluster.checks.result import PASS, ROOT, WARN, CheckResult, ask, kit_python
+from tools.cluster.checks.result import ROOT, CheckResult, ask, judged, kit_python
 
 SECONDS = 8.0
 SMALL_PACKAGE = "six"
@@ -24,8 +24,8 @@ def check_hub() -> CheckResult:
     problem = unreachable(address)
     if problem:
         fix = "name a mirror with HF_ENDPOINT=; 'make prepare-ds-sample' and prepare-ds need none"
-        return CheckResult(WARN, "Hub", f"{address} is out of reach: {problem}", fix)
-    return CheckResult(PASS, "Hub", address)
+        return judged("Hub", f"{address} is out of reach: {problem}", fix)
+    return judged("Hub", address)
 
 
 def check_package_index() -> CheckResult:
@@ -37,12 +37,12 @@ def check_package_index() -> CheckResult:
         download = ["download", "--no-deps", "--dest", folder, SMALL_PACKAGE]
         answer = ask([python, "-m", "pip", *download, *quiet, *timeout], seconds=6 * SECONDS)
     if answer.good:
-        return CheckResult(PASS, "Package index", "pip gets packages")
+        return judged("Package index", "pip gets packages")
     if "No module named pip" in answer.problem:
         found = "not asked: this Python has no pip"
-        return CheckResult(WARN, "Package index", found, "run 'make setup'")
+        return judged("Package index", found, "run 'make setup'")
     fix = "set PIP_INDEX_URL to a mirror, or the proxy in HTTPS_PROXY; needed by 'make setup' alone"
-    return CheckResult(WARN, "Package index", "pip gets no packages: " + answer.problem[:120], fix)
+    return judged("Package index", "pip gets no packages: " + answer.problem[:120], fix)
 
 
 def check_image_registry() -> CheckResult:
@@ -51,23 +51,23 @@ def check_image_registry() -> CheckResult:
     match = re.search(r"^FROM ([^/\s]+)/", dockerfile, re.MULTILINE)
     if match is None:
         fix = "write FROM <registry>/…"
-        return CheckResult(WARN, "Image registry", "docker/Dockerfile names none", fix)
+        return judged("Image registry", "docker/Dockerfile names none", fix)
     problem = unreachable(f"https://{match.group(1)}/v2/")
     if problem:
         fix = "'make image' needs it; RUNTIME=host does not"
         found = f"{match.group(1)} is out of reach: {problem}"
-        return CheckResult(WARN, "Image registry", found, fix)
-    return CheckResult(PASS, "Image registry", match.group(1))
+        return judged("Image registry", found, fix)
+    return judged("Image registry", match.group(1))
 
 
 def check_wandb() -> CheckResult:
     """Whether WANDB=1 would log online; only the key's presence is looked at."""
     if os.environ.get("WANDB_API_KEY"):
-        return CheckResult(PASS, "W&B", "a key in WANDB_API_KEY: WANDB=1 logs online")
+        return judged("W&B", "a key in WANDB_API_KEY: WANDB=1 logs online")
     if wandb_login(os.environ):
-        return CheckResult(PASS, "W&B", "logged in ('wandb login'): WANDB=1 logs online")
+        return judged("W&B", "logged in ('wandb login'): WANDB=1 logs online")
     fix = "run '.venv/bin/wandb login' or set WANDB_API_KEY; 'wandb sync' uploads a run later"
-    return CheckResult(WARN, "W&B", "not logged in: WANDB=1 logs offline", fix)
+    return judged("W&B", "not logged in: WANDB=1 logs offline", fix)
 
 
 def wandb_login(environment: "Mapping[str, str]") -> str:

@@ -33,6 +33,11 @@ class CheckResult(NamedTuple):
         return self.found + "; " + self.fix + "."
 
 
+def judged(what: str, found: str, fix: str = "", value: "float | None" = None) -> CheckResult:
+    """A pass, or a warning where there is something to fix."""
+    return CheckResult(WARN if fix else PASS, what, found, fix, value)
+
+
 class CommandOutput(NamedTuple):
     """Of another program; `code` is None where it is missing or timed out."""
 

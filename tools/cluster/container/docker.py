@@ -175,9 +175,7 @@ def container_of(file: Path) -> str | None:
 def end_of(container: str, since: float) -> ContainerEnd:
     """How a container ended, of which nothing but the engine's events of a run is left.
 
-    Args:
-        container: Its id.
-        since: When it began, or before, in seconds of the epoch.
+    It began at `since`, in seconds of the epoch, or later.
     """
     state = ask(["docker", "inspect", "--format", "{{.State.Running}}", container])
     if state.out == "true":

@@ -22,7 +22,7 @@ from rich.console import Console
 from tools.cluster.checks.devices import check_rates
 from tools.cluster.checks.result import FAIL, PASS, WARN, CheckResult, ask
 from tools.cluster.sbatch import FIRST_NODE, MASTER_PORT
-from tools.cluster.slurm import SLURM_SETTINGS, argv_of_directives, slurm_of
+from tools.cluster.slurm import argv_of_directives, slurm_of
 from tools.spec import settings
 from tools.spec.errors import LaunchError
 from tools.spec.setting import values
@@ -134,7 +134,7 @@ def srun_command(environment: Mapping[str, str]) -> tuple[str, ...]:
     count = ("--nodes", str(_node_count(environment)), "--ntasks-per-node=1")
     if "SLURM_JOB_ID" in environment:
         return ("srun", "--overlap", *count)
-    slurm = slurm_of(Namespace(**values(SLURM_SETTINGS, environment)))
+    slurm = slurm_of(Namespace(**values(settings.OF_SLURM, environment)))
     return ("srun", *count, *argv_of_directives(slurm.directives if slurm else ()))
 
 
@@ -164,28 +164,25 @@ def outliers(answers: Answers) -> list[Outlier]:
     for what, rows in by_what.items():
         missing = [node for node in answers if node not in rows]
         rows |= {node: CheckResult(WARN, what, "no such row") for node in missing}
-        found += _outliers_of(what, rows)
+        off, usual = _off(rows)
+        for node in sorted(off):
+            others = (f"{each}: {rows[each].found}" for each in sorted(rows) if each != node)
+            found.append(Outlier(node, what, rows[node].found, usual or "; ".join(others)))
     return found
 
 
-def _outliers_of(what: str, rows: Mapping[str, CheckResult]) -> list[Outlier]:
+def _off(rows: Mapping[str, CheckResult]) -> tuple[list[str], str]:
+    """The nodes that differ, and what the others have; empty where all differ."""
     values = [result.value for result in rows.values()]
     if all(value is not None for value in values):
         middle = statistics.median(value for value in values if value is not None)
-        off = [
-            n for n, f in rows.items() if abs((f.value or 0) - middle) > OUTLIER_SHARE * abs(middle)
-        ]
-        usual = next((f.found for n, f in rows.items() if n not in off), "differ as well")
+        far = OUTLIER_SHARE * abs(middle)
+        off = [node for node, each in rows.items() if abs((each.value or 0) - middle) > far]
     else:
         (usual, count), *_ = Counter(result.found for result in rows.values()).most_common()
         alone = 2 * count <= len(rows)
-        off = [node for node, result in rows.items() if alone or result.found != usual]
-        usual = "differ as well" if alone and len(off) == len(rows) else usual
-    others = dict.fromkeys(sorted(off), usual)
-    if len(off) == len(rows):
-        said = {node: f"{node}: {result.found}" for node, result in sorted(rows.items())}
-        others = {node: "; ".join(said[each] for each in said if each != node) for node in others}
-    return [Outlier(node, what, rows[node].found, usual) for node, usual in others.items()]
+        off = [node for node, each in rows.items() if alone or each.found != usual]
+    return off, next((each.found for node, each in rows.items() if node not in off), "")
 
 
 def _table(answers: Answers, differing: Sequence[Outlier]) -> Table[str]:

@@ -6,8 +6,8 @@ Operations, phases and the bytes an algorithm sends are those of the ledgers (`t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from tools.records.measurements import Operation, Phase, wire_bytes
 from tools.spec.groups import Group, group_ranks
@@ -25,8 +25,7 @@ class Megatron(StrEnum):
 LATEST = Megatron.V0_19
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveCall:
+class CollectiveCall(NamedTuple):
     """Equal calls of one rank in one iteration."""
 
     group: Group

@@ -11,7 +11,6 @@ the model's dtype (`--moe-router-dtype` is not modelled).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tools.plan.collectives.call import CollectiveCall, collective, layer_passes
 from tools.records.measurements import Operation, Phase
@@ -32,7 +31,7 @@ def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     if len(spec.shape.blocks) > 1:
         for times, kind in spec.kinds:
             yield from (
-                replace(call, calls=times * call.calls) for call in expert_collectives(kind)
+                call._replace(calls=times * call.calls) for call in expert_collectives(kind)
             )
         return
     if not spec.shape.experts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tools.plan.collectives.call import CollectiveCall, Megatron, collective, layer_passes
 from tools.plan.memory import precision_of
@@ -115,7 +114,7 @@ def _joining(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def _times(times: int, calls: Iterator[CollectiveCall]) -> Iterator[CollectiveCall]:
-    return (replace(call, calls=times * call.calls) for call in calls)
+    return (call._replace(calls=times * call.calls) for call in calls)
 
 
 def _matrix_pairs(shape: ModelShape) -> Iterator[tuple[str, ...]]:

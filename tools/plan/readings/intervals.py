@@ -34,7 +34,7 @@ _OTHER_DEVICE, _DOUBLED = 2.0, 0.5
 """Distance of two devices of a generation, and of twice the parameters or devices; the last thing of a
 place has 1. These, the ratio above and the number of the nearest were chosen by what intervals cover:
 of 36 choices near them the best, where 72 to 88 and 90 to 98% of each kind were wanted."""
-_FAR = _LESS**6
+_FAR = _LESS**7
 """Distance of busy devices from waiting ones, and less than that of another generation: no interval is
 made of what is as far."""
 _STRETCHED = 2.0
@@ -223,6 +223,7 @@ def _place(spec: RunSpec, cluster: Cluster, seconds: float | None) -> Place:
             "busy" if is_busy else "waiting",
             "brief" if is_brief else "",
             "8 bits" if spec.fp8_recipe else "16 bits",
+            "context parallel" if spec.parallelism.context > 1 else "",
             "deterministic" if execution.deterministic else "",
             "fused attention" if spec.fused_attention else "",
             "blocking" if execution.blocking else "",

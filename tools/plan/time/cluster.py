@@ -59,11 +59,11 @@ class Calibration:
 
     def share_of(self, operation: Operation) -> float:
         """Of the link's rate, what a collective's bytes move at inside a node."""
-        return {
-            Operation.REDUCE_SCATTER: self.reduce_scatter_share,
-            Operation.ALL_GATHER: self.all_gather_share,
-            Operation.ALL_TO_ALL: self.all_to_all_share,
-        }.get(operation, 1.0)
+        if operation is Operation.REDUCE_SCATTER:
+            return self.reduce_scatter_share
+        if operation is Operation.ALL_GATHER:
+            return self.all_gather_share
+        return self.all_to_all_share if operation is Operation.ALL_TO_ALL else 1.0
 
 
 @dataclass(frozen=True, eq=False)

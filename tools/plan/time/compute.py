@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
+from typing import NamedTuple
 
 from tools.plan.activations import FP8_RECIPE_BYTES
 from tools.plan.memory import held_parameters, logit_elements, offloaded_parameters, precision_of
@@ -93,7 +95,7 @@ class LayerSeconds:
 
 def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> LayerSeconds:
     """Times of a layer of one kind; a frozen one computes no gradients of weights."""
-    alone = _without_context(replace(spec, cp_comm_type=""), rate, frozen)
+    alone = _without_context(spec.without_cp_comm_type, rate, frozen)
     forward, backward = (moved / rate.bytes_per_second for moved in context_bytes(spec))
     if not backward:
         return alone
@@ -112,9 +114,9 @@ def _without_context(spec: RunSpec, rate: DeviceRates, frozen: bool) -> LayerSec
     moved = layer_bytes(spec, rate)
     scores_forward, scores_backward = scores_bytes(spec)
     products = tuple(_products(spec))
-    repeated = tuple(p for p in products if spec.recompute.again(*p.modules))
+    again = [spec.recompute.again(*p.modules) for p in products]
     cast_forward, cast_backward = _cast_bytes(products, rate)
-    cast_again, _ = _cast_bytes(repeated, rate)
+    cast_again, _ = _cast_bytes(compress(products, again), rate)
     attention, attention_backward = _attention_seconds(spec, rate)
     attention += scores_forward / rate.bytes_per_second
     # Random numbers of both hidden dropouts; backward reads the masks.
@@ -128,9 +130,10 @@ def _without_context(spec: RunSpec, rate: DeviceRates, frozen: bool) -> LayerSec
     def seconds(p: _Product, rows: int, inner: int, columns: int, adds: bool = False) -> float:
         return product_seconds(rows, inner, columns, element, rate, p.copies, p.quantized, adds)
 
+    forward = [seconds(p, p.rows, p.inner, p.columns) for p in products]
     return LayerSeconds(
-        forward_matmul=sum(seconds(p, p.rows, p.inner, p.columns) for p in products),
-        matmul_again=sum(seconds(p, p.rows, p.inner, p.columns) for p in repeated),
+        forward_matmul=sum(forward),
+        matmul_again=sum(compress(forward, again)),
         input_gradients=sum(seconds(p, p.rows, p.columns, p.inner) for p in products),
         weight_gradients=sum(seconds(p, p.inner, p.rows, p.columns, fuses) for p in trained),
         forward_attention=attention,
@@ -227,8 +230,7 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
     return everywhere / rate.bytes_per_second + beside
 
 
-@dataclass(frozen=True, slots=True)
-class _Product:
+class _Product(NamedTuple):
     """`copies` products of rows×inner by inner×columns."""
 
     rows: int

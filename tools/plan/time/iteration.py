@@ -6,9 +6,9 @@ computed once: a search over pipeline and data parallelism only adds them up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import log
 from operator import add, attrgetter
 
@@ -47,7 +47,7 @@ from tools.spec.run import RunSpec
 from tools.spec.strategy import Batch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MicroBatchSeconds:
     """Part of one micro batch on one rank; communication is what arithmetic does not hide."""
 
@@ -61,7 +61,7 @@ class MicroBatchSeconds:
     host_copies: float = 0.0
     """Waiting for activations on their way to the host and back."""
 
-    @property
+    @cached_property
     def total(self) -> float:
         """Forward and backward."""
         return sum(_in_order(self))
@@ -73,12 +73,14 @@ class MicroBatchSeconds:
         return MicroBatchSeconds(*[times * part for part in _in_order(self)])
 
 
+_Parts = Sequence[tuple[int, MicroBatchSeconds]]
+"""What a stage is made of, with how many of each."""
 _in_order: Callable[[MicroBatchSeconds], tuple[float, ...]] = attrgetter(
     *(field.name for field in fields(MicroBatchSeconds))
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class IterationSeconds(MicroBatchSeconds):
     """Where an iteration's time goes: all its micro batches, and what is beside them."""
 
@@ -90,7 +92,7 @@ class IterationSeconds(MicroBatchSeconds):
     stragglers: float = 0.0
     """Waiting for the slowest of all devices that work at once, whose times differ by chance."""
 
-    @property
+    @cached_property
     def total(self) -> float:
         """Seconds of an iteration."""
         return sum(_all_in_order(self))
@@ -169,29 +171,39 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
     Where ranks share cores, those of a stage that waits are the others': m micro batches then take no
     less than the work of all stages on all cores, nor than the slowest stage and the way through alone.
     """
+    parts, slowest, through = slowest_stage(spec, cluster)
+    found = _added(parts)
+    if spec.parallelism.pipeline == 1:
+        return found, found.total
+    alone = cluster.share == 1 or not slowest
+    return found if alone else found * (slowest / found.total), through
+
+
+def slowest_stage(spec: RunSpec, cluster: Cluster) -> tuple[_Parts, float, float]:
+    """What the slowest stage is made of, one micro batch on it in seconds, and its way through all."""
     pipeline, pieces = spec.parallelism.pipeline, _stage_pieces(spec, cluster)
-    stages = [_stage(spec, cluster, 0, pieces)]
-    if pipeline == 1:
-        return stages[0], stages[0].total
-    stages.append(_stage(spec, cluster, pipeline - 1, pieces))
-    through = stages[0].total + stages[1].total
-    for rank, times in middle_ranks(spec).items():
-        stages.append(_stage(spec, cluster, rank, pieces))
-        through += times * stages[-1].total
-    slowest, share = max(stages, key=lambda stage: stage.total), cluster.share
-    if share == 1 or not slowest.total:
-        return slowest, through
-    least = max(through / pipeline, share * slowest.total)
-    whole = share * ((spec.microbatches - 1) * slowest.total + through)
-    slowest *= least / slowest.total
-    return slowest, least + max(0.0, whole - spec.microbatches * least)
+    alike = {0: 1, pipeline - 1: 1} | (middle_ranks(spec) if pipeline > 1 else {})
+    parts: _Parts = ()
+    slowest = through = 0.0
+    for rank, times in alike.items():
+        stage = _stage(spec, cluster, rank, pieces)
+        seconds = sum([count * piece.total for count, piece in stage])
+        through += times * seconds
+        if seconds > slowest:
+            parts, slowest = stage, seconds
+    share = cluster.share
+    if share == 1 or pipeline == 1:
+        return parts, slowest, through
+    least = max(through / pipeline, share * slowest)
+    whole = share * ((spec.microbatches - 1) * slowest + through)
+    return parts, least, least + max(0.0, whole - spec.microbatches * least)
 
 
 def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[float, float]:
     """One micro batch on a pipeline rank, and what follows its last: gradients, weights, update."""
     once = replace(spec, batch=Batch(1, spec.parallelism.data))
     found = _stage(spec, cluster, pipeline_rank, _stage_pieces(spec, cluster))
-    return found.total, sum(_after_backward(once, cluster, pipeline_rank))
+    return _added(found).total, sum(_after_backward(once, cluster, pipeline_rank))
 
 
 def _stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, _Pieces]:
@@ -204,26 +216,32 @@ def _stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, _Pieces]:
 
 def _stage(
     spec: RunSpec, cluster: Cluster, pipeline_rank: int, made_of: tuple[_Pieces, _Pieces]
-) -> MicroBatchSeconds:
+) -> _Parts:
     """One micro batch on a pipeline rank: its layers, some computed again, and what the ends have."""
     (pieces, kept), layers = made_of, spec.stage_layers(pipeline_rank)
     again = spec.layers_again(pipeline_rank) if spec.recompute.some_layers else layers
     dense, dense_again = spec.dense_layers_of(pipeline_rank)
     dense_again = dense_again if spec.recompute.some_layers else dense
-    found = pieces.layer * (again - dense_again)
+    parts: list[tuple[int, MicroBatchSeconds]] = [(again - dense_again, pieces.layer)]
     if again < layers:
-        found += kept.layer * (layers - again - dense + dense_again)
+        parts.append((layers - again - dense + dense_again, kept.layer))
     if dense:
-        found += pieces.dense * dense_again + kept.dense * (dense - dense_again)
+        parts += [(dense_again, pieces.dense), (dense - dense_again, kept.dense)]
     if spec.offload:
-        passes = found.total * pieces.forward_share, found.total * (1 - pieces.forward_share)
-        host = _rates(spec, cluster).known_host
-        found = replace(found, host_copies=copies_waited_for(spec, pipeline_rank, passes, host))
+        alone, host = _added(parts).total, _rates(spec, cluster).known_host
+        passes = alone * pieces.forward_share, alone * (1 - pieces.forward_share)
+        copies = copies_waited_for(spec, pipeline_rank, passes, host)
+        parts.append((1, MicroBatchSeconds(host_copies=copies)))
     if pipeline_rank == 0:
-        found += pieces.embedding
+        parts.append((1, pieces.embedding))
     if pipeline_rank == spec.parallelism.pipeline - 1:
-        found += pieces.head
-    return found
+        parts.append((1, pieces.head))
+    return parts
+
+
+def _added(parts: _Parts) -> MicroBatchSeconds:
+    taken = [[times * value for value in _in_order(each)] for times, each in parts]
+    return MicroBatchSeconds(*map(sum, zip(*taken, strict=True)))
 
 
 def after_hiding(seconds: float, behind: float, contention: float) -> float:
@@ -291,19 +309,18 @@ def _layer(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, LayerSec
     """One layer, never faster than the host launches its kernels, and its arithmetic alone; where the
     host does not run ahead of the device, its time adds."""
     layer = layer_seconds(spec, _rates(spec, cluster), cluster.execution.frozen)
-    tensor_parallel, launches, exchanged = _layer_calls(replace(spec, cp_comm_type=""), cluster)
-    found = MicroBatchSeconds(
-        matmul=_products(layer) + layer.weight_gradients,
-        attention=layer.forward_attention + layer.attention_again + layer.backward_attention,
-        memory_bound=layer.forward_memory + layer.memory_again + layer.backward_memory,
-        tensor_parallel=tensor_parallel,
-        context_parallel=_context_seconds(spec, cluster, layer),
-    )
-    waiting = max(0.0, launches - found.total) if runs_ahead(spec, cluster) else launches
-    found += MicroBatchSeconds(memory_bound=waiting)
+    tensor_parallel, launches, exchanged = _layer_calls(spec.without_cp_comm_type, cluster)
+    matmul = _products(layer) + layer.weight_gradients
+    attention = layer.forward_attention + layer.attention_again + layer.backward_attention
+    memory_bound = layer.forward_memory + layer.memory_again + layer.backward_memory
+    context_parallel = _context_seconds(spec, cluster, layer)
+    beside = matmul + attention + memory_bound + tensor_parallel + context_parallel
+    waiting = max(0.0, launches - beside) if runs_ahead(spec, cluster) else launches
     if cluster.execution.overlap_experts:
-        exchanged = after_hiding(exchanged, found.total, cluster.constants.contention)
-    return found + MicroBatchSeconds(expert_parallel=exchanged), layer
+        exchanged = after_hiding(exchanged, beside + waiting, cluster.constants.contention)
+    memory_bound += waiting
+    parts = (matmul, attention, memory_bound, tensor_parallel, context_parallel, exchanged)
+    return MicroBatchSeconds(*parts), layer
 
 
 @lru_cache(maxsize=65536)
@@ -315,7 +332,7 @@ def _layer_calls(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float]:
     hides = layer.weight_gradients
     if cluster.execution.overlap_tensor and spec.parallelism.sequence_parallel:
         hides += _products(layer)
-        tensor_calls = [replace(call, hideable=True) for call in tensor_calls]
+        tensor_calls = [call._replace(hideable=True) for call in tensor_calls]
     launches = launch_seconds(spec, cluster, (*tensor_calls, *expert_calls)) / cluster.share
     exchanged = _seconds(spec, cluster, expert_calls)
     if expert_calls and cluster.execution.deduplicated:

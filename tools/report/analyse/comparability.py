@@ -16,12 +16,11 @@ from tools.report.analyse.statistics import TimeComparison, compare
 from tools.report.read.runs import Run
 from tools.spec.flag_table import argument_names, of_role
 from tools.spec.offload import offload_flags
-from tools.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One thing that is not the same on both sides; None is unknown."""
+    """One thing that is not the same on both sides."""
 
     what: str
     reference: str
@@ -77,7 +76,7 @@ def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
     With them stands what is taken to be equal, since logs do not print it.
     """
     runs, (one, two) = (reference, other), (reference.spec, other.spec)
-    if shares_gpu(one) or shares_gpu(two):
+    if any(spec and spec.shares_gpu for spec in (one, two)):
         return None, SHARED
     if one and two:
         return (one.tokens_per_iteration, two.tokens_per_iteration), ""
@@ -110,21 +109,17 @@ def differences(reference: Run, other: Run) -> list[Mismatch]:
 
     Of two of which one is a foreign log also the printed arguments that differ.
     """
-    ours, theirs = _conditions(reference), _conditions(other)
-    texts = (
-        {w: "unknown" if v is None else str(v) for w, v in of.items()} for of in (ours, theirs)
-    )
-    here, there = texts
+    theirs = _conditions(other)
     found = [
-        Mismatch(what, here[what], there[what], what in _OF_STRATEGY)
-        for what in ours
-        if ours[what] != theirs[what]
+        Mismatch(what, value, theirs[what], what in _OF_STRATEGY)
+        for what, value in _conditions(reference).items()
+        if value != theirs[what]
     ]
     one, two = essential(reference.arguments), essential(other.arguments)
     if one and two and (reference.is_foreign or other.is_foreign):
         for name in sorted({*one, *two} - _SAID):
-            if one.get(name) != two.get(name):
-                mine, its = one.get(name, "not given"), two.get(name, "not given")
+            mine, its = one.get(name, "not given"), two.get(name, "not given")
+            if mine != its:
                 flag = f"--{name.replace('_', '-')}"
                 found.append(Mismatch(flag, mine, its, name in _OF_LAYOUT))
     return found
@@ -140,10 +135,10 @@ _OF_LAYOUT = argument_names(of_role("parallelism")) | {
 _OF_STRATEGY = ("devices", "padded vocabulary")
 
 
-def _conditions(run: Run) -> dict[str, object]:
-    """What should be the same on both sides, by its name; None is unknown."""
+def _conditions(run: Run) -> dict[str, str]:
+    """What should be the same on both sides, by its name."""
     spec, record = run.spec, run.record
-    return {
+    known = {
         "devices": spec and spec.parallelism.world_size,
         "tokens per iteration": spec and spec.tokens_per_iteration,
         "sequence length": spec and spec.shape.seq_length,
@@ -161,18 +156,14 @@ def _conditions(run: Run) -> dict[str, object]:
         "link between the ranks": record and link_rate(record.spec),
         "patches": fused_patches(spec),
         "patch file": patch_file_name(spec),
-        "ranks on one GPU": shares_gpu(spec),
+        "ranks on one GPU": bool(spec and spec.shares_gpu),
     }
+    return {what: "unknown" if value is None else str(value) for what, value in known.items()}
 
 
 SHARED = (
     "its ranks shared one GPU: memory and losses are true, times say nothing about the strategy"
 )
-
-
-def shares_gpu(spec: RunSpec | None) -> bool:
-    """Whether all ranks were on one GPU."""
-    return spec is not None and spec.shares_gpu
 
 
 def adam_state(run: Run) -> str | None:

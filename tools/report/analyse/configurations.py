@@ -140,18 +140,14 @@ def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
     code = group[-1].record and group[-1].record.code
     codes = [run.record and run.record.code for run in older]
     superseded = (len(older), sum(bool(code and each and each != code) for each in codes))
-    counting = [run for run in group if run.counts]
-    failed = [run for run in group if not run.counts]
+    end = 1 + max((place for place, run in enumerate(group) if run.counts), default=-1)
+    counting = tuple(run for run in group[:end] if run.counts)
     rows = []
     if counting:
-        newest = group.index(counting[-1])
-        before = [run for run in failed if group.index(run) < newest]
-        time = pooled(counting)
-        rows.append(Configuration(tuple(counting), time, tuple(before), (), *superseded))
-        failed = [run for run in failed if group.index(run) > newest]
-    if failed:
-        earlier = tuple(failed[:-1])
-        rows.append(Configuration((failed[-1],), None, earlier, (), *superseded))
+        failed = tuple(run for run in group[:end] if not run.counts)
+        rows.append(Configuration(counting, pooled(counting), failed, (), *superseded))
+    if since := tuple(group[end:]):
+        rows.append(Configuration(since[-1:], None, since[:-1], (), *superseded))
     return rows
 
 
@@ -202,11 +198,6 @@ def link_rate(spec: RunSpec) -> str:
 def fused_patches(spec: RunSpec | None) -> str:
     """The names of `FUSED=`, or `none`."""
     return (",".join(spec.fused) if spec else "") or "none"
-
-
-def is_patched(spec: RunSpec | None) -> bool:
-    """Whether every rank executed a file that may have changed Megatron (`PATCH_FILE=`)."""
-    return spec is not None and spec.patch_file is not None
 
 
 def patch_file_name(spec: RunSpec | None) -> str:

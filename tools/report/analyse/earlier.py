@@ -26,6 +26,7 @@ JSON_FILE = "results.json"
 _EXACT = ("parameters_total", "peak_memory_bytes", "comm_bytes_per_iteration")
 """Columns that hardly scatter."""
 _TOLERANCE = 0.01
+REGRESSION, IMPROVEMENT = "regression", "unexpected improvement"
 UNDECIDED = "undecided"
 """A time that is further off than repeats usually are, and not so far that these runs can show it."""
 
@@ -77,41 +78,38 @@ def compare_with_baseline(
     old: Sequence[Mapping[str, Any]], entries: Sequence[Entry]
 ) -> list[Change]:
     """Compare a report's entries with the rows of an earlier one (`read_baseline`)."""
-    before = list(old)
     changes: list[Change] = []
-    for entry, earlier in zip(entries, _counterparts(before, entries), strict=True):
+    counterparts = _counterparts(old, entries)
+    for place, entry in enumerate(entries):
         name = entry.run.name if entry.run.is_foreign else entry.run.strategy or entry.run.name
-        if earlier is None:
+        if place not in counterparts:
             changes.append(Change(name, "new", "not in the earlier report"))
             continue
+        earlier = old[counterparts[place]]
         changes += [*_status_changes(name, earlier, entry), *_time_changes(name, earlier, entry)]
-    for earlier in before:
-        name = str(earlier.get("strategy") or earlier.get("run"))
-        changes.append(Change(name, "missing", "in the earlier report, but not in this one"))
+    for at, earlier in enumerate(old):
+        if at not in counterparts.values():
+            name = str(earlier.get("strategy") or earlier.get("run"))
+            changes.append(Change(name, "missing", "in the earlier report, but not in this one"))
     return changes
 
 
-def _counterparts(
-    before: list[Mapping[str, Any]], entries: Sequence[Entry]
-) -> list[Mapping[str, Any] | None]:
-    """The earlier row of each entry, taken out of `before`: of its identity, first those of its run.
+def _counterparts(old: Sequence[Mapping[str, Any]], entries: Sequence[Entry]) -> dict[int, int]:
+    """By the places of entries those of their earlier rows: of its identity, first those of its run.
 
     Rows may share an identity: by other code, or a failure beside what ended well.
     """
-    identities = {id(row): _identity_of_row(row) for row in before}
-    found: dict[int, Mapping[str, Any]] = {}
+    left = {at: (_identity_of_row(row), row.get("run")) for at, row in enumerate(old)}
+    found: dict[int, int] = {}
     for same_run in (True, False):
         for place, entry in enumerate(entries):
             wanted, name = identity_of_run(entry.run), entry.run.name
-            own = (
-                row
-                for row in before
-                if identities[id(row)] == wanted and (not same_run or row.get("run") == name)
-            )
-            if place not in found and (row := next(own, None)) is not None:
-                found[place] = row
-                before[:] = [other for other in before if other is not row]
-    return [found.get(place) for place in range(len(entries))]
+            for at, (identity, run) in left.items() if place not in found else ():
+                if identity == wanted and (not same_run or run == name):
+                    found[place] = at
+                    del left[at]
+                    break
+    return found
 
 
 def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
@@ -128,7 +126,7 @@ def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Chang
     text = (
         f"{now.median:.1f} ms, was {then.median:.1f} ms: ×{found.ratio:.3f}{span}, {found.verdict}"
     )
-    kind = {TimeVerdict.SLOWER: "regression", TimeVerdict.FASTER: "unexpected improvement"}
+    kind = {TimeVerdict.SLOWER: REGRESSION, TimeVerdict.FASTER: IMPROVEMENT}
     if found.verdict is not TimeVerdict.NOISE or not found.smallest:
         return [Change(name, kind.get(found.verdict, "same"), text)]
     usual = smallest_difference(min(then.runs, now.runs), now.scatter.typical)
@@ -140,20 +138,19 @@ def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Chang
 
 def _status_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
     changes = []
-    status = entry.status
-    if old.get("status") != status and not entry.run.is_running:
-        kind = "regression" if old.get("status") == "ok" else "unexpected improvement"
-        changes.append(Change(name, kind, f"status {status}, was {old.get('status')}"))
+    before, status = old.get("status"), entry.status
+    if before != status and not entry.run.is_running:
+        kind = REGRESSION if before == "ok" else IMPROVEMENT
+        changes.append(Change(name, kind, f"status {status}, was {before}"))
     was, now = old.get("parity") or "", entry.parity.verdict
     if was != now:
         good = ("held", "reference", "")
-        kind = "regression" if now not in good else "unexpected improvement"
-        kind = "same" if was in good and now in good else kind
+        kind = REGRESSION if now not in good else "same" if was in good else IMPROVEMENT
         changes.append(Change(name, kind, f"parity {now or 'empty'}, was {was or 'empty'}"))
     for column in (column for column in RESULTS if column.name in _EXACT):
         then, here = old.get(column.name), column.value(entry)
         if then and here and abs(here / then - 1) > _TOLERANCE:
-            kind = "regression" if here > then else "unexpected improvement"
+            kind = REGRESSION if here > then else IMPROVEMENT
             changes.append(Change(name, kind, f"{column.name} {here:,}, was {then:,}"))
     return changes
 

@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
 from tools.native.settings import MUON_RULE_FLAG
 from tools.records.measurements import Counts, MemoryCategory, TimeRecord, choices
 from tools.report.analyse.comparability import SpeedComparison
 from tools.report.analyse.configurations import Configuration, configurations, pooled, scatter_of
-from tools.report.analyse.parity import Parity, last_digit, loss_curve, parity_of
+from tools.report.analyse.parity import Parity, last_digit, loss_curve, parity_of, whole_steps
 from tools.report.analyse.published import Match, figure_for, match_figure, relative_to_baseline
 from tools.report.analyse.rates import Rates, rates_of
-from tools.report.analyse.statistics import Estimate, estimate
+from tools.report.analyse.statistics import Estimate, TimeComparison, estimate
 from tools.report.analyse.time_shares import (
     alone_seconds,
     busy_seconds,
@@ -53,16 +51,11 @@ class Entry:
     label: str
     """How it is called in tables and charts."""
     configuration: Configuration
-    rates: Rates
     parity: Parity
+    published: Published
+    """Figures of write-ups, of which one may be of such a run."""
     speed: SpeedComparison | None = None
     """Against the cohort's reference; None for the reference itself."""
-    figure: Figure | None = None
-    matches: tuple[Match, ...] = ()
-    shifts: tuple[Shift, ...] = ()
-    """What changes in the newest run's iteration times while it is on."""
-    published_ratio: float | None = None
-    """The figure's time a sample over its own baseline's; beside `speed.per_token`."""
 
     @property
     def run(self) -> Run:
@@ -134,6 +127,44 @@ class Entry:
         return self.estimate.median if self.estimate else None
 
     @property
+    def interval(self) -> tuple[float, float] | None:
+        """Of that, with 95%."""
+        found = self.estimate
+        known = found and found.low is not None and found.high is not None
+        return (found.low, found.high) if known else None  # type: ignore[union-attr,return-value]
+
+    @property
+    def per_token(self) -> TimeComparison | None:
+        """Its time a token over the reference's; None where nothing is compared."""
+        return self.speed.per_token if self.speed else None
+
+    @cached_property
+    def rates(self) -> Rates:
+        """Of the newest run at the row's time."""
+        return rates_of(self.run, self.time_ms)
+
+    @cached_property
+    def shifts(self) -> tuple[Shift, ...]:
+        """What changes in the newest run's iteration times while it is on."""
+        return changes_within(self.run)
+
+    @cached_property
+    def figure(self) -> Figure | None:
+        """What was published of such a run."""
+        return figure_for(self.run, self.published)
+
+    @cached_property
+    def matches(self) -> tuple[Match, ...]:
+        """The figure's quantities beside the row's."""
+        measured = self.time_ms, self.device_bytes
+        return match_figure(self.run, self.figure, *measured) if self.figure else ()
+
+    @property
+    def published_ratio(self) -> float | None:
+        """The figure's time a sample over its own baseline's; beside `per_token`."""
+        return relative_to_baseline(self.figure, self.published) if self.figure else None
+
+    @property
     def samples_per_second(self) -> float | None:
         """Over all devices."""
         samples = self.run.global_batch_size or 0
@@ -155,11 +186,8 @@ class Entry:
     @cached_property
     def final_loss(self) -> float | None:
         """Loss of the last line that is of a whole step alone."""
-        lines = self.run.log.iterations
-        losses = lines.values("lm_loss")
-        left_out = lines.known("averaged") | (lines.values("skipped_iterations") > 0)
-        kept = losses[np.isfinite(losses) & ~left_out]
-        return float(kept[-1]) if len(kept) else None
+        _, losses = whole_steps(self.run.log.iterations)
+        return float(losses[-1]) if len(losses) else None
 
     @cached_property
     def validation_loss(self) -> float | None:
@@ -181,14 +209,35 @@ class Entry:
         return choices(self.run.ledgers.routing) if self.run.ledgers.routing else {}
 
     @cached_property
+    def memory_by_rank(self) -> Mapping[int, int]:
+        """Peak bytes, by the memory ledger or the device's allocator.
+
+        Megatron prints the allocator's only on ranks that are first of their DP group.
+        """
+        if peaks := self.run.ledgers.peak_memory_bytes_by_rank:
+            return peaks
+        found: dict[int, int] = {}
+        for reading in self.run.log.memory:
+            # Ranks without a device's allocator print zeros.
+            if math.isfinite(reading.max_allocated_mib) and reading.max_allocated_mib > 0:
+                size = round(reading.max_allocated_mib * MIB)
+                found[reading.rank] = max(found.get(reading.rank, 0), size)
+        return found
+
+    @property
+    def device_bytes(self) -> int | None:
+        """The device's own largest reading; a CPU rank's resident memory is no such reading."""
+        return None if self.run.device == "cpu" else self.run.samples.peak_memory_bytes
+
+    @cached_property
     def peak_bytes(self) -> int | None:
-        """Of the rank that holds most, by the memory ledger or the device's allocator."""
-        return max(memory_by_rank(self.run).values(), default=None)
+        """Of the rank that holds most."""
+        return max(self.memory_by_rank.values(), default=None)
 
     @property
     def peak_rank(self) -> int | None:
         """The rank that holds most, of several the first."""
-        by_rank = memory_by_rank(self.run)
+        by_rank = self.memory_by_rank
         return max(by_rank, key=lambda rank: (by_rank[rank], -rank), default=None)
 
     @cached_property
@@ -283,40 +332,6 @@ def loss_differences(entries: Sequence[Entry]) -> list[tuple[int, Run, list[int]
     return found if any(any(units) for *_, units in found) else []
 
 
-def memory_by_rank(run: Run) -> dict[int, int]:
-    """Peak bytes by rank. Megatron prints them only on ranks that are first of their DP group."""
-    if run.ledgers.peak_memory_bytes_by_rank:
-        return dict(run.ledgers.peak_memory_bytes_by_rank)
-    peaks: dict[int, int] = {}
-    for reading in run.log.memory:
-        # Ranks without a device's allocator print zeros.
-        if math.isfinite(reading.max_allocated_mib) and reading.max_allocated_mib > 0:
-            size = round(reading.max_allocated_mib * MIB)
-            peaks[reading.rank] = max(peaks.get(reading.rank, 0), size)
-    return peaks
-
-
-def device_memory(run: Run) -> int | None:
-    """The device's own largest reading; a CPU rank's resident memory is no such reading."""
-    return None if run.device == "cpu" else run.samples.peak_memory_bytes
-
-
-def entry_of(label: str, row: Configuration, parity: Parity, published: Published) -> Entry:
-    """A configuration's row, not yet compared with others in speed."""
-    run, time = row.newest, row.estimate.median if row.estimate else None
-    figure = figure_for(run, published)
-    return Entry(
-        label=label,
-        configuration=row,
-        rates=rates_of(run, time),
-        parity=parity,
-        shifts=changes_within(run),
-        figure=figure,
-        matches=tuple(match_figure(run, figure, time, device_memory(run)) if figure else ()),
-        published_ratio=relative_to_baseline(figure, published) if figure else None,
-    )
-
-
 def rows_of(groups: Sequence[Sequence[Path]]) -> list[Entry | None]:
     """A row for each group of run folders, newest first, whatever a report would pool.
 
@@ -336,5 +351,5 @@ def rows_of_runs(groups: Sequence[Sequence[Run]]) -> list[Entry | None]:
             rows.append(None)
             continue
         name, row = runs[0].name, Configuration(tuple(reversed(runs)), pooled(runs))
-        rows.append(entry_of(name, row, parities.get(name, Parity()), Published()))
+        rows.append(Entry(name, row, parities.get(name, Parity()), Published()))
     return rows

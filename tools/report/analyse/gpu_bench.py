@@ -10,7 +10,7 @@ from statistics import median
 from tools.records.gpu_bench import FOLDER, MARK_MS, Ceilings, read_ceilings, timed_iterations
 from tools.records.run import Status
 from tools.report.analyse.configurations import identity_of_run
-from tools.report.analyse.entry import Entry, device_memory, rows_of_runs
+from tools.report.analyse.entry import Entry, rows_of_runs
 from tools.report.read.runs import Run, find_run_folders, load_runs
 from tools.report.read.traces import split_of
 from tools.report.read.window import Window
@@ -166,7 +166,7 @@ def _line(row: BenchRow, floor: float | None) -> tuple[str, ...]:
         f"×{entry.time_ms / floor:.3f}" if floor else DASH,
         f"{flops:.1f}" if flops else DASH,
         size(entry.peak_bytes),
-        size(device_memory(entry.run)),
+        size(entry.device_bytes),
         f"{loss:.4f}" if loss is not None else DASH,
         row.note,
     )

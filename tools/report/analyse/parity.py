@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.records.measurements import choices, first_other_choice
-from tools.report.analyse.configurations import Configuration, is_patched
+from tools.report.analyse.configurations import Configuration
 from tools.report.analyse.must_agree import UNPROVEN
 from tools.report.analyse.must_agree import obstacle as _stated_obstacle
 from tools.report.read.iterations import IterationTable
@@ -131,30 +131,38 @@ def parity_of(rows: Sequence[Configuration]) -> list[Parity]:
 
 def _rank(row: Configuration) -> tuple[bool, bool, bool]:
     run = row.newest
-    return not run.counts, is_patched(run.spec), not (run.is_baseline or run.is_foreign)
+    is_patched = bool(run.spec and run.spec.patch_file)
+    return not run.counts, is_patched, not (run.is_baseline or run.is_foreign)
 
 
-def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def whole_steps(lines: IterationTable) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Iterations and losses; averaged lines and losses that are not numbers are left out."""
-    numbers, losses = _points_of(run.log.iterations)
-    if not run.before:
-        return numbers, losses
-    earlier, before = _points_of(IterationTable.of(run.before))
-    alone = ~np.isin(earlier, numbers)
-    return np.concatenate([earlier[alone], numbers]), np.concatenate([before[alone], losses])
-
-
-def _points_of(lines: IterationTable) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     losses = lines.values("lm_loss")
     left_out = lines.known("averaged") | (lines.values("skipped_iterations") > 0)
     kept = np.isfinite(losses) & ~left_out
     return lines.numbers[kept], losses[kept]
 
 
+def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The same of a run, with what it resumed from."""
+    numbers, losses = whole_steps(run.log.iterations)
+    if not run.before:
+        return numbers, losses
+    earlier, before = whole_steps(IterationTable.of(run.before))
+    alone = ~np.isin(earlier, numbers)
+    return np.concatenate([earlier[alone], numbers]), np.concatenate([before[alone], losses])
+
+
 def loss_curve(run: Run) -> Curve:
     """Loss by iteration, of what `loss_points` gives."""
     numbers, losses = loss_points(run)
     return dict(zip(numbers.tolist(), losses.tolist(), strict=True))
+
+
+def _apart(one: Curve, two: Curve) -> list[tuple[int, float, float]]:
+    """How far losses are apart in each iteration that both have, and the larger of them."""
+    common = sorted(one.keys() & two.keys())
+    return [(n, abs(one[n] - two[n]), max(abs(one[n]), abs(two[n]))) for n in common]
 
 
 def last_digit(value: float) -> float:
@@ -169,11 +177,10 @@ def _obstacle(reference: Run, other: Run) -> str:
     reason = _stated_obstacle(reference, other)
     if reason not in UNPROVEN or not (reference.is_foreign and other.is_foreign):
         return reason
-    ours, theirs = loss_curve(reference), loss_curve(other)
-    common = ours.keys() & theirs.keys()
+    common = _apart(loss_curve(reference), loss_curve(other))
     if len(common) < _FEWEST_OF_LOGS:
         return reason
-    worst = max(abs(ours[n] - theirs[n]) / max(abs(ours[n]), abs(theirs[n]), 1e-30) for n in common)
+    worst = max(difference / max(largest, 1e-30) for _, difference, largest in common)
     return "" if worst <= LOGS_AGREE else f"{reason}, and the losses differ by up to {worst:.2g}"
 
 
@@ -234,14 +241,14 @@ def _without_baseline(row: Configuration, parity: Parity, rows: Sequence[Configu
 
 
 def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> Parity:
-    ours, theirs = loss_curve(reference), loss_curve(other)
     dtype = other.spec.dtype if other.spec else ""
     one, two = reference.ledgers.routing, other.ledgers.routing
     diverged = first_other_choice(choices(one), choices(two), dtype) if one and two else None
     until = HALF_ITERATIONS if dtype in ("bf16", "fp16") else None
-    common = sorted(i for i in ours.keys() & theirs.keys() if i < (diverged or math.inf))
-    if until and common and common[-1] > until:
-        common = [number for number in common if number <= until]
+    common = _apart(loss_curve(reference), loss_curve(other))
+    common = [each for each in common if each[0] < (diverged or math.inf)]
+    if until and common and common[-1][0] > until:
+        common = [each for each in common if each[0] <= until]
     else:
         until = None
     if not common:
@@ -257,11 +264,9 @@ def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> P
     between_logs = LOGS_AGREE if reference.is_foreign and other.is_foreign else 0.0
     repeated, broken = 0.0, None
     worst, worst_units = 0.0, 0.0
-    for number in common:
+    for number, difference, largest in common:
         repeated = max(repeated, spread.get(number, 0.0))
-        largest = max(abs(ours[number]), abs(theirs[number]))
         unit = last_digit(largest)
-        difference = abs(ours[number] - theirs[number])
         worst, worst_units = max(worst, difference), max(worst_units, difference / unit)
         allowed = repeated + unit + max(rate * number, between_logs) * largest
         if broken is None and difference > allowed * _SLACK:
@@ -278,7 +283,7 @@ def resumption_sentence(run: Run) -> str:
     """
     if not run.replaced:
         return ""
-    numbers, losses = _points_of(IterationTable.of(run.replaced))
+    numbers, losses = whole_steps(IterationTable.of(run.replaced))
     before, after = dict(zip(numbers.tolist(), losses.tolist(), strict=True)), loss_curve(run)
     common = sorted(before.keys() & after.keys())
     if not common:
@@ -300,10 +305,8 @@ def _difference_of_repeats(row: Configuration) -> float | None:
                 continue
             # A run that was resumed in another strategy may be off by one until then.
             allowed = 1.5 if one.restarts or two.restarts else 0.5
-            ours, theirs = loss_curve(one), loss_curve(two)
-            for number in ours.keys() & theirs.keys():
-                unit = last_digit(max(abs(ours[number]), abs(theirs[number])))
-                units = abs(ours[number] - theirs[number]) / unit
+            for _, difference, largest in _apart(loss_curve(one), loss_curve(two)):
+                units = difference / last_digit(largest)
                 worst = max(worst, units if units > allowed else 0.0)
     return worst or None
 
@@ -321,7 +324,6 @@ def _spread(rows: Sequence[Configuration], reference: Run) -> tuple[Curve, int]:
         curves = [loss_curve(run) for run in may if not _obstacle(reference, run)]
         for theirs in curves[1:]:
             pairs += 1
-            for number in curves[0].keys() & theirs.keys():
-                difference = abs(curves[0][number] - theirs[number])
+            for number, difference, _ in _apart(curves[0], theirs):
                 spread[number] = max(spread.get(number, 0.0), difference)
     return spread, pairs

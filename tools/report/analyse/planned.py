@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +36,8 @@ class PlannedEntry:
     @property
     def error(self) -> float | None:
         """Of the predicted time, a ratio less 1; None without a measurement."""
-        found = self.entry.estimate
-        return _MILLISECONDS * self.known.seconds / found.median - 1 if found else None
+        measured = self.entry.time_ms
+        return _MILLISECONDS * self.known.seconds / measured - 1 if measured else None
 
 
 def planned(
@@ -58,15 +59,12 @@ def planned(
         # A log can say less than what ran.
         if not spec or not cluster or not _is_timed(entry) or violations(spec, NEWEST):
             continue
-        if (
-            not spec.shape.vocabulary or spec.shape.linear
-        ):  # Of linear attention no time is planned.
+        # Of linear attention no time is planned.
+        if not spec.shape.vocabulary or spec.shape.linear:
             continue
         known = own_runs(own, cluster).without(spec) if own else OwnRuns()
-        try:
+        with suppress(UnevenSplitError, NoPeakError):
             found.append(PlannedEntry(entry, uncertainty(spec, cluster, known)))
-        except (UnevenSplitError, NoPeakError):
-            continue
     return tuple(found)
 
 
@@ -74,20 +72,15 @@ def readings_of(entries: Iterable[Entry]) -> list[Row]:
     """The rows that the kit trained, as one's own measurements; not those whose times scatter widely."""
     rows = []
     for entry in entries:
-        run, estimate = entry.run, entry.estimate
-        device = _device(run)
-        if run.record is None or run.spec is None or estimate is None or device is None:
+        run, time, span, device = entry.run, entry.time_ms, entry.interval, _device(entry.run)
+        if run.record is None or run.spec is None or time is None or span is None or device is None:
             continue
-        low, high = estimate.low, estimate.high
-        if not _is_timed(entry) or run.record.resumptions or low is None or high is None:
+        unsteady = (span[1] - span[0]) / 2 >= _UNSTEADY * time
+        if unsteady or not _is_timed(entry) or run.record.resumptions:
             continue
-        if (high - low) / 2 >= _UNSTEADY * estimate.median:
-            continue
-        try:
-            seconds = estimate.median / _MILLISECONDS
-            rows.append(row_of(run.spec, run.record.argv, device, run.name, seconds))
-        except RefusedError:
-            continue
+        with suppress(RefusedError):
+            row = row_of(run.spec, run.record.argv, device, run.name, time / _MILLISECONDS)
+            rows.append(row)
     return rows
 
 

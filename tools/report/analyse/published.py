@@ -50,7 +50,7 @@ def relative_to_baseline(figure: Figure, published: Published) -> float | None:
 
 def match_figure(
     run: Run, figure: Figure, iteration_ms: float | None, memory_bytes: int | None
-) -> list[Match]:
+) -> tuple[Match, ...]:
     """The figure's quantities beside the measured ones."""
     differs = _differences(run, figure)
     memory = memory_bytes / MIB if memory_bytes else None
@@ -72,7 +72,7 @@ def match_figure(
             matches.append(
                 Match(figure, quantity, unit, values, measured, low, high, verdict, texts)
             )
-    return matches
+    return tuple(matches)
 
 
 def _differences(run: Run, figure: Figure) -> list[tuple[bool, str]]:

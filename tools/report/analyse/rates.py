@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,14 +56,10 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     samples, length = spec.batch.global_batch_size, spec.shape.seq_length
     per_second = spec.tokens_per_iteration / seconds
     formulas = [f"tokens/s = global batch {samples} × sequence {length} ÷ {seconds:.6g} s"]
+    found = Rates(per_second, per_second / devices, printed_tflops_per_device=printed)
     if not spec.shape.vocabulary:
-        return Rates(
-            tokens_per_second=per_second,
-            tokens_per_second_per_device=per_second / devices,
-            printed_tflops_per_device=printed,
-            formulas=tuple(formulas),
-            notes=("no FLOPs and no parameters in total: the log does not say the vocabulary",),
-        )
+        lacking = "no FLOPs and no parameters in total: the log does not say the vocabulary"
+        return replace(found, formulas=tuple(formulas), notes=(lacking,))
     flops = model_flops(spec.shape, samples, length)
     done = flops + _recomputed(spec)
     per_device = flops / seconds / devices / 1e12
@@ -75,11 +71,9 @@ def rates_of(run: Run, iteration_ms: float | None) -> Rates:
     if peak:
         formulas.append(f"MFU = {per_device:.5g} ÷ {peak:g} TFLOP/s dense {spec.dtype}")
     theirs = theirs and theirs * devices
-    return Rates(
-        printed_tflops_per_device=printed,
+    return replace(
+        found,
         printed_over_counted=theirs / flops if theirs else None,
-        tokens_per_second=per_second,
-        tokens_per_second_per_device=per_second / devices,
         model_flops_per_iteration=flops,
         hardware_flops_per_iteration=done,
         model_tflops_per_device=per_device,

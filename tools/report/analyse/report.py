@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from tools.records.identity import essential
 from tools.report.analyse.comparability import compare_speed
-from tools.report.analyse.configurations import (
-    configurations,
-    is_patched,
-    labels,
-    with_distinct_names,
-)
+from tools.report.analyse.configurations import configurations, labels, with_distinct_names
 from tools.report.analyse.earlier import Change
-from tools.report.analyse.entry import Entry, entry_of
+from tools.report.analyse.entry import Entry
 from tools.report.analyse.gpu_bench import Bench
 from tools.report.analyse.parity import parity_of
 from tools.report.analyse.planned import PlannedEntry
@@ -43,7 +38,7 @@ class Report:
     problems: tuple[str, ...] = ()
     arguments: tuple[ArgumentDifference, ...] = ()
     corrections: tuple[Correction, ...] = ()
-    changes: tuple[Change, ...] = field(default=())
+    changes: tuple[Change, ...] = ()
     baseline: str = ""
     """The earlier report that `changes` compares with."""
     gpu_bench: Bench | None = None
@@ -62,7 +57,7 @@ def build_report(
     """Turn runs into a report."""
     rows = configurations(with_distinct_names(runs), all_conditions)
     made = zip(labels(rows), rows, parity_of(rows), strict=True)
-    entries = _with_speeds([entry_of(*each, published) for each in made])
+    entries = _with_speeds([Entry(*each, published) for each in made])
     used = {entry.figure.source.key for entry in entries if entry.figure}
     sets = [essential(entry.run.arguments) for entry in entries]
     known = [arguments for arguments in sets if arguments]
@@ -115,7 +110,7 @@ def _reference(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
     if any(other.run.is_foreign for other in entries):
         return next(other for other in timed if _are_comparable(other.run, run))
     cohort = [o for o in timed if (o.run.model, o.run.device) == (run.model, run.device)]
-    first = min(cohort, key=lambda o: (is_patched(o.run.spec), not o.run.is_baseline))
+    first = min(cohort, key=lambda o: (bool(o.spec and o.spec.patch_file), not o.run.is_baseline))
     return first if run.model else None
 
 

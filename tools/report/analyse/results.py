@@ -7,9 +7,9 @@ from statistics import median
 from typing import Any
 
 from tools.plan.tensors import UnevenSplitError, parameters_total, rank_parameters
-from tools.report.analyse.comparability import SHARED, adam_state, shares_gpu
-from tools.report.analyse.configurations import Configuration, is_patched, patch_file_name
-from tools.report.analyse.entry import Entry, device_memory
+from tools.report.analyse.comparability import SHARED, adam_state
+from tools.report.analyse.configurations import Configuration, patch_file_name
+from tools.report.analyse.entry import Entry
 from tools.report.analyse.parity import REFERENCE, Parity, resumption_sentence
 from tools.report.analyse.rates import attention_variant
 from tools.report.analyse.statistics import Estimate
@@ -24,8 +24,8 @@ def notes_of(entry: Entry) -> str:
     """What a reader of the entry's row must know, most important first."""
     run, row, spec = entry.run, entry.configuration, entry.spec
     notes = [
-        f"changed by PATCH_FILE={patch_file_name(spec)}" if is_patched(spec) else "",
-        SHARED if shares_gpu(spec) else "",
+        f"changed by PATCH_FILE={patch_file_name(spec)}" if spec and spec.patch_file else "",
+        SHARED if spec and spec.shares_gpu else "",
         f"patches: {', '.join(spec.fused)}" if spec and spec.fused else "",
         run.status.reason,
         f"{len(row.runs)} runs pooled" if len(row.runs) > 1 else "",
@@ -148,7 +148,7 @@ RESULTS: tuple[Column[Entry], ...] = (
     Column("peak_tflops", lambda e: e.rates.peak_tflops),
     Column("peak_memory_bytes", lambda e: e.peak_bytes),
     Column("peak_memory_rank", lambda e: e.peak_rank),
-    Column("device_memory_bytes", lambda e: device_memory(e.run)),
+    Column("device_memory_bytes", lambda e: e.device_bytes),
     Column("comm_bytes_per_iteration", lambda e: e.sent_bytes),
     Column("parameters_total", _parameters_total),
     Column("parameters_max_rank", lambda e: e.largest_parameters),

@@ -21,20 +21,12 @@ PREDICTED_BITS_PER_SECOND = (100e9, 400e9)
 
 
 @dataclass(frozen=True)
-class RatePoint:
-    """One measured configuration at one rate."""
-
-    bits_per_second: float
-    milliseconds: float
-
-
-@dataclass(frozen=True)
 class RateCurve:
     """One strategy over all rates it ran at."""
 
     name: str
-    points: tuple[RatePoint, ...]
-    """Measured behind a shaped link, slowest first."""
+    points: tuple[tuple[float, float], ...]
+    """Bits a second and milliseconds, measured behind a shaped link, slowest first."""
     unshaped: float | None
     """Milliseconds without a limit, where the ranks' own processors are the limit."""
     sent_seconds: float | None
@@ -44,10 +36,8 @@ class RateCurve:
         """Milliseconds at a rate, from the fastest measured point and the bytes alone."""
         if self.sent_seconds is None:
             return None
-        fastest = self.points[-1]
-        link = self.sent_seconds / fastest.bits_per_second
-        rate = fastest.bits_per_second
-        return 1e3 * at_other_rate(fastest.milliseconds / 1e3, link, rate, bits_per_second)
+        rate, fastest = self.points[-1]
+        return 1e3 * at_other_rate(fastest / 1e3, self.sent_seconds / rate, rate, bits_per_second)
 
 
 def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
@@ -59,14 +49,14 @@ def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
         spec = entry.run.spec
         if entry.estimate is None or spec is None:
             continue
-        timed = [(_rate(e.run), e.estimate) for e in entries if _same(e) == same]
-        points = [RatePoint(rate, found.median) for rate, found in timed if rate and found]
-        unshaped = [found.median for rate, found in timed if not rate and found]
+        timed = [(_rate(e.run), e.time_ms) for e in entries if _same(e) == same]
+        points = [(rate, time) for rate, time in timed if rate and time is not None]
+        unshaped = [time for rate, time in timed if not rate and time is not None]
         backend = "" if spec.backend == Backend.MEGATRON else f"{spec.backend} "
         curves.append(
             RateCurve(
                 name=f"{backend}{spec.name} ×{spec.parallelism.world_size}",
-                points=tuple(sorted(points, key=lambda point: point.bits_per_second)),
+                points=tuple(sorted(points)),
                 unshaped=unshaped[-1] if unshaped else None,
                 sent_seconds=busy_seconds_at_one_bit(entry.run),
             )
@@ -105,22 +95,20 @@ def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
     axes = figure.add_subplot()
     for place, curve in enumerate(curves):
         hue = colour(place)
-        dots = [(point.bits_per_second / _GIGA, point.milliseconds) for point in curve.points]
+        dots = [(rate / _GIGA, time) for rate, time in curve.points]
         look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5}
         axes.plot(*zip(*dots, strict=True), color=hue, label=curve.name, **look)
         if curve.unshaped is not None:
             # At the edge, because there is no rate: the processors are the limit.
             axes.axhline(curve.unshaped, xmin=0.985, color=hue, linewidth=2.4)
-        slowest, last = curve.points[0].bits_per_second, PREDICTED_BITS_PER_SECOND[-1]
+        slowest, last = curve.points[0][0], PREDICTED_BITS_PER_SECOND[-1]
         steps = [slowest * (last / slowest) ** (k / _STEPS) for k in range(_STEPS + 1)]
         if line := _predicted(curve, steps):
             axes.plot(*zip(*line, strict=True), color=hue, linewidth=1, linestyle=(0, (4, 3)))
         for rate, ms in _predicted(curve, PREDICTED_BITS_PER_SECOND):
             axes.plot(rate, ms, marker="o", markersize=6, markerfacecolor="none", color=hue)
     axes.set_xscale("log")
-    rates = sorted(
-        {p.bits_per_second for c in curves for p in c.points} | {*PREDICTED_BITS_PER_SECOND}
-    )
+    rates = sorted({rate for c in curves for rate, _ in c.points} | {*PREDICTED_BITS_PER_SECOND})
     axes.set_xticks([rate / _GIGA for rate in rates], [f"{rate / _GIGA:g}" for rate in rates])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)

@@ -24,13 +24,10 @@ Costs = dict[str, float]
 """Seconds of each part of an iteration above baseline's share; negative if below."""
 
 
-def cost_sentences(subjects: Sequence[Subject]) -> list[str]:
-    """A sentence for every configuration that is not a baseline."""
-    return [
-        _cost_sentence(subject, find(subjects, subject, Parallelism()))
-        for subject in subjects
-        if subject.split != Parallelism()
-    ]
+def cost_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
+    """What a configuration that is not a baseline pays beyond baseline's share."""
+    if subject.split != Parallelism():
+        yield _cost_sentence(subject, find(subjects, subject, Parallelism()))
 
 
 def costs_above(reference: TimeRecord, other: TimeRecord, share: float) -> Costs:
@@ -52,14 +49,11 @@ def fair_share(reference: Subject, other: Subject) -> float | None:
     return work * one.parallelism.world_size / two.parallelism.world_size
 
 
-def bubble_sentences(subjects: Sequence[Subject]) -> list[str]:
-    """Sentences for every pipeline; none without one."""
-    pipelines = (subject for subject in subjects if subject.split.pipeline > 1)
-    return [sentence for subject in pipelines for sentence in _bubble_sentences(subject)]
-
-
-def _bubble_sentences(subject: Subject) -> Iterator[str]:
+def bubble_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
+    """What the stages of a pipeline wait for; nothing without one."""
     configuration, evidence = subject.evidence.configuration, subject.evidence
+    if subject.split.pipeline == 1:
+        return
     if configuration is None:
         yield f"{subject.label}: its micro batches are not known, so its bubble is not known."
         return

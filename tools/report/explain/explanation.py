@@ -5,9 +5,10 @@ Equal ranks are one line of a table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -31,7 +32,7 @@ from tools.spec.published import load_published
 from tools.text.table import TextTable, markdown_table, markdown_text, readable_table
 from tools.text.units import DASH, amount, count, ms, percent, signed, signed_percent
 
-_QUESTIONS: tuple[tuple[str, Callable[[Sequence[Subject]], list[str]]], ...] = (
+_QUESTIONS: tuple[tuple[str, Callable[[Subject, Sequence[Subject]], Iterable[str]]], ...] = (
     ("Which cost separates each strategy from baseline?", cost_sentences),
     ("What does each strategy send?", traffic_sentences),
     ("How does context parallelism compare with tensor parallelism?", context_sentences),
@@ -70,10 +71,13 @@ def explain(report: Report) -> Explanation:
     kept = ((each.run.ledgers, each.evidence.times) for each in subjects)
     if not any(held.communication or held.memory or times for held, times in kept):
         return Explanation(tables=bench)
-    topics = (Topic(question, tuple(answer(subjects))) for question, answer in _QUESTIONS)
+    topics = (
+        Topic(question, tuple(said for each in subjects for said in answer(each, subjects)))
+        for question, answer in _QUESTIONS
+    )
     return Explanation(
         tuple(topic for topic in topics if topic.sentences),
-        bench + tables(subjects) + routing_tables(subjects),
+        (*bench, *tables(subjects), *routing_tables(subjects)),
         {subject.run.name: subject.evidence for subject in subjects},
         largest_costs(subjects),
     )
@@ -137,6 +141,8 @@ _PHASES = (
 _EXACT = ("parameters", "weights", "gradients")
 
 type Cells[T] = tuple[tuple[str, Callable[[T], str]], ...]
+type Item = tuple[int | str, Any]
+"""A rank, and what a line of it is of."""
 
 
 _TIME: Cells[TimeShares] = (
@@ -190,55 +196,48 @@ _BUBBLE: Cells[ComponentResidual] = (
 )
 
 
-def tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
-    """Every table that has a line."""
-    missing = tuple((s.label, "", note) for s in subjects for note in s.evidence.notes)
-    found = (
-        _table(
-            *("time-shares", "Where each rank's iteration goes", subjects, _TIME),
-            lambda each: ((shares.rank, shares) for shares in each.shares),
+_MISSING: Cells[str] = (("Missing", str),)
+_TABLES: tuple[tuple[str, str, Cells[Any], Callable[[Evidence], Iterable[Item]]], ...] = (
+    (
+        *("time-shares", "Where each rank's iteration goes", _TIME),
+        lambda each: ((shares.rank, shares) for shares in each.shares),
+    ),
+    (
+        *("calls", "Calls of an iteration, predicted and measured", _CALLS),
+        lambda each: ((c.rank, row) for c in each.calls for row in c.rows),
+    ),
+    (
+        *("unattributed", "Calls that only one side has", _UNATTRIBUTED),
+        lambda each: ((c.rank, item) for c in each.calls for item in c.unattributed),
+    ),
+    (
+        *("memory", "Parameters and memory at the peak, predicted and measured", _MEMORY),
+        lambda each: (
+            (found.rank, found)
+            for found in (*each.parameters, *each.memory)
+            if found.measured or found.predicted
         ),
-        _table(
-            *("calls", "Calls of an iteration, predicted and measured", subjects, _CALLS),
-            lambda each: ((c.rank, row) for c in each.calls for row in c.rows),
-        ),
-        _table(
-            *("unattributed", "Calls that only one side has", subjects, _UNATTRIBUTED),
-            lambda each: ((c.rank, item) for c in each.calls for item in c.unattributed),
-        ),
-        _table(
-            *("memory", "Parameters and memory at the peak, predicted and measured"),
-            *(subjects, _MEMORY),
-            lambda each: (
-                (found.rank, found)
-                for found in (*each.parameters, *each.memory)
-                if found.measured or found.predicted
-            ),
-        ),
-        _table(
-            *("bubble", "The pipeline's idle time over its working time", subjects, _BUBBLE),
-            lambda each: ((found.rank, found) for found in each.bubble),
-        ),
-        TextTable("missing", "What is missing", ("Strategy", "Rank", "Missing"), missing),
-    )
-    return tuple(table for table in found if table.lines)
+    ),
+    (
+        *("bubble", "The pipeline's idle time over its working time", _BUBBLE),
+        lambda each: ((found.rank, found) for found in each.bubble),
+    ),
+    ("missing", "What is missing", _MISSING, lambda each: (("", note) for note in each.notes)),
+)
 
 
-def _table[T](
-    name: str,
-    title: str,
-    subjects: Sequence[Subject],
-    cells: Cells[T],
-    items: Callable[[Evidence], Iterable[tuple[int, T]]],
-) -> TextTable:
-    """Items by rank as lines; those that are alike on several ranks, once."""
-    lines: list[tuple[str, ...]] = []
-    for subject in subjects:
-        ranks: dict[tuple[str, ...], list[int]] = {}
-        for rank, item in items(subject.evidence):
-            ranks.setdefault(tuple(cell(item) for _, cell in cells), []).append(rank)
-        lines += ((subject.label, ", ".join(map(str, of)), *line) for line, of in ranks.items())
-    return TextTable(name, title, ("Strategy", "Rank", *(head for head, _ in cells)), tuple(lines))
+def tables(subjects: Sequence[Subject]) -> Iterator[TextTable]:
+    """Every table that has a line: items by rank, those that are alike on several ranks once."""
+    for name, title, cells, items in _TABLES:
+        lines: list[tuple[str, ...]] = []
+        for subject in subjects:
+            ranks: dict[tuple[str, ...], list[object]] = {}
+            for rank, item in items(subject.evidence):
+                ranks.setdefault(tuple(cell(item) for _, cell in cells), []).append(rank)
+            lines += ((subject.label, ", ".join(map(str, of)), *line) for line, of in ranks.items())
+        if lines:
+            header = ("Strategy", "Rank", *(head for head, _ in cells))
+            yield TextTable(name, title, header, tuple(lines))
 
 
 def _amount_of(found: ComponentResidual) -> Callable[[int], str]:

@@ -21,12 +21,10 @@ _LOSS = "loss"
 _NO_LEDGER = "a memory ledger is missing, so what it saves is not known."
 
 
-def pipeline_memory_sentences(subjects: Sequence[Subject]) -> list[str]:
-    """Why first and last stage differ, for every pipeline."""
-    pipelines = (subject for subject in subjects if subject.split.pipeline > 1)
-    return [
-        f"{subject.label}: {sentence}" for subject in pipelines for sentence in _stages(subject)
-    ]
+def pipeline_memory_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
+    """Why first and last stage of a pipeline differ."""
+    if subject.split.pipeline > 1:
+        yield from (f"{subject.label}: {sentence}" for sentence in _stages(subject))
 
 
 def _stages(subject: Subject) -> Iterator[str]:
@@ -92,18 +90,14 @@ def _in_flight(spec: RunSpec, rank: RankMemory) -> str:
     )
 
 
-def sequence_parallel_sentences(subjects: Sequence[Subject]) -> list[str]:
+def sequence_parallel_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
     """What SP keeps less than the TP it is added to."""
-    found = []
-    for subject in subjects:
-        # Megatron trains no experts under TP without SP, so there is nothing to compare those with.
-        if not subject.split.sequence_parallel or subject.split.expert > 1:
-            continue
+    # Megatron trains no experts under TP without SP, so there is nothing to compare those with.
+    if subject.split.sequence_parallel and subject.split.expert == 1:
         without = replace(subject.split, sequence_parallel=False)
         plain = find(subjects, subject, without, same_batch=True)
         said = f"there is no {strategy_name(without)} run of this batch to see its saving against."
-        found.append(f"{subject.label}: {_saving(subject, plain) if plain else said}")
-    return found
+        yield f"{subject.label}: {_saving(subject, plain) if plain else said}"
 
 
 def _saving(subject: Subject, plain: Subject) -> str:
@@ -137,28 +131,25 @@ def _saving(subject: Subject, plain: Subject) -> str:
     )
 
 
-def sharding_sentences(subjects: Sequence[Subject]) -> list[str]:
+def sharding_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
     """What sharding the optimizer saves against plain data parallelism."""
-    found = []
-    for subject in subjects:
-        whole = replace(subject.split, sharding=Sharding.NONE)
-        plain = find(subjects, subject, whole, same_batch=True) if subject.split.sharding else None
-        if plain is None:
-            continue
-        one, two = _ranks(plain), _ranks(subject)
-        if not one or not two:
-            found.append(f"{subject.label}: {_NO_LEDGER}")
-            continue
-        changes = [
-            f"{category.value.replace('_', ' ')} {amount(one[0].categories.get(category, 0))} to "
-            f"{amount(two[0].categories.get(category, 0))}"
-            for category in _STATE
-        ]
-        found.append(
-            f"{subject.label} against {plain.label}, rank 0: {joined(changes)}; the peak "
-            f"{amount(one[0].peak_bytes)} to {amount(two[0].peak_bytes)}."
-        )
-    return found
+    whole = replace(subject.split, sharding=Sharding.NONE)
+    plain = find(subjects, subject, whole, same_batch=True) if subject.split.sharding else None
+    if plain is None:
+        return
+    one, two = _ranks(plain), _ranks(subject)
+    if not one or not two:
+        yield f"{subject.label}: {_NO_LEDGER}"
+        return
+    changes = [
+        f"{category.value.replace('_', ' ')} {amount(one[0].categories.get(category, 0))} to "
+        f"{amount(two[0].categories.get(category, 0))}"
+        for category in _STATE
+    ]
+    yield (
+        f"{subject.label} against {plain.label}, rank 0: {joined(changes)}; the peak "
+        f"{amount(one[0].peak_bytes)} to {amount(two[0].peak_bytes)}."
+    )
 
 
 def _ranks(subject: Subject) -> tuple[RankMemory, ...]:

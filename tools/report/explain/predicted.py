@@ -43,7 +43,7 @@ from tools.text.units import ms
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
 """They send nothing; a receive is its sender's call."""
 
-_ROUTED = (Group.EXPERT.value, Group.EXPERT_TENSOR.value)
+_ROUTED = (Group.EXPERT, Group.EXPERT_TENSOR)
 """How many tokens these calls move is the router's choice; the closed form has the mean."""
 
 
@@ -102,7 +102,6 @@ def compare_calls(
     """Compare a rank's steady iteration with the closed form, call by call."""
     stage = configuration.parallelism.pipeline_rank(rank.rank)
     made, named = defaultdict(list), defaultdict(list)
-    # How many tokens these calls move is the router's choice; the closed form has the mean.
     left: Counter[tuple[str, str, int]] = Counter()
     for call in rank.calls:
         if call.ranks > 1 and call.operation not in _SILENT:
@@ -299,8 +298,6 @@ def find(
 ) -> Subject | None:
     """The subject that is split so in the cohort of another, and of its batch if asked."""
     batch = like.run.spec and like.run.spec.batch
-    for other in subjects:
-        same = not same_batch or (other.run.spec and other.run.spec.batch) == batch
-        if other.split == split and other.cohort == like.cohort and same:
-            return other
-    return None
+    alike = (o for o in subjects if o.split == split and o.cohort == like.cohort)
+    mine = (o for o in alike if not same_batch or (o.run.spec and o.run.spec.batch) == batch)
+    return next(mine, None)

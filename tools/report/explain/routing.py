@@ -6,7 +6,8 @@ In sentences, tables and a picture: experts × iterations, and the router's loss
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,13 +17,14 @@ from tools.records.measurements import (
     LayerRouting,
     Phase,
     RoutingRecord,
+    choices,
 )
 from tools.report.analyse.time_shares import mean
 from tools.report.canvas import WIDTH_INCHES, colour, grid
 from tools.report.explain.predicted import Subject
 from tools.spec.strategy import Parallelism
 from tools.text.table import TextTable
-from tools.text.units import DASH, count, milliseconds, percent
+from tools.text.units import DASH, count, known, milliseconds, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,37 +65,30 @@ class RankLoad:
 
 def iterations_of(record: RoutingRecord) -> tuple[IterationRouting, ...]:
     """Sum counts and average losses over the ranks, iteration by iteration."""
-    rows: dict[int, list[LayerRouting]] = {}
-    for rank in record.ranks:
-        for row in rank.layers:
-            rows.setdefault(row.iteration, []).append(row)
+    rows: dict[int, list[LayerRouting]] = defaultdict(list)
+    for row in (row for rank in record.ranks for row in rank.layers):
+        rows[row.iteration].append(row)
     found = []
-    for number, of_it in sorted(rows.items()):
-        tokens: dict[int, tuple[int, ...]] = {}
-        for row in of_it:
-            before = tokens.get(row.layer, (0,) * len(row.tokens_per_expert))
-            tokens[row.layer] = tuple(map(sum, zip(before, row.tokens_per_expert, strict=True)))
+    for number, counts in choices(record).items():
+        of_it = rows[number]
+        tokens = dict(zip(sorted({row.layer for row in of_it}), counts, strict=True))
         columns = ([getattr(row, name) for row in of_it] for name in _MEANS)
         known = ([value for value in column if value is not None] for column in columns)
         dropped = sum(row.dropped_tokens for row in of_it)
         means = (mean(values) if values else None for values in known)
-        found.append(IterationRouting(number, dict(sorted(tokens.items())), dropped, *means))
+        found.append(IterationRouting(number, tokens, dropped, *means))
     return tuple(found)
 
 
 _MEANS = ("load_balancing_loss", "z_loss", "entropy_nats")
 
 
-def shares(
-    iterations: Sequence[IterationRouting], layer: int | None = None
-) -> list[tuple[float, ...]]:
-    """Each expert's tokens over its even share, by iteration; of one layer or of all together."""
+def shares(iterations: Sequence[IterationRouting], layer: int) -> list[tuple[float, ...]]:
+    """Each expert's tokens of a layer over its even share, by iteration."""
     result = []
-    for found in iterations:
-        counts = [found.tokens[layer]] if layer is not None else list(found.tokens.values())
-        totals = [sum(expert) for expert in zip(*counts, strict=True)]
-        even = sum(totals) / len(totals) or 1.0
-        result.append(tuple(total / even for total in totals))
+    for counts in (found.tokens[layer] for found in iterations):
+        even = sum(counts) / len(counts) or 1.0
+        result.append(tuple(tokens / even for tokens in counts))
     return result
 
 
@@ -105,15 +100,8 @@ def loads(
     Megatron numbers ranks by ETP first, then EP, then copies, then stages
     (`parallel_state.RankGenerator`).
     """
-    experts = len(record.ranks[0].layers[0].tokens_per_expert) if record.ranks else 0
-    if split.expert == 1 or not experts:
+    if split.expert == 1:
         return ()
-    # Copies that a rank's own tokens send to each expert in a mean iteration.
-    routed: dict[int, list[float]] = {}
-    for each in record.ranks:
-        count_of = len({row.iteration for row in each.layers}) or 1
-        sums = [sum(row.tokens_per_expert[e] for row in each.layers) for e in range(experts)]
-        routed[each.rank] = [tokens / count_of for tokens in sums]
     inside = (Phase.FORWARD, Phase.BACKWARD)
     waits = {
         rank.rank: sum(
@@ -123,16 +111,18 @@ def loads(
         )
         for rank in (communication.ranks if communication else ())
     }
-    own, block = experts // split.expert, split.expert * split.tensor_of_experts
-    result = []
-    for number in sorted(routed):
-        first = number // block * block
-        members = [routed[r] for r in range(first, first + block) if r in routed]
-        place = (number - first) // split.tensor_of_experts
-        held = range(place * own, (place + 1) * own)
-        tokens = sum(member[expert] for member in members for expert in held)
-        even = sum(map(sum, members)) / split.expert
-        of_mean = tokens / even if even else 1.0
+    rows = (row for rank in record.ranks for row in rank.layers)
+    own = max((len(row.tokens_per_expert) for row in rows), default=0) // split.expert
+    work, result = _work(record, split), []
+    for number in sorted(rank.rank for rank in record.ranks):
+        block, within = divmod(number, split.expert * split.tensor_of_experts)
+        place = within // split.tensor_of_experts
+        # A stage may have no router.
+        iterations = len({iteration for iteration, _ in work[block]}) or 1
+        by_place = list(map(sum, zip(*work[block].values(), strict=True))) or [0] * split.expert
+        even = sum(by_place) / split.expert
+        of_mean = by_place[place] / even if even else 1.0
+        held, tokens = range(place * own, (place + 1) * own), by_place[place] / iterations
         result.append(RankLoad(number, held, tokens, of_mean, waits.get(number)))
     return tuple(result)
 
@@ -142,31 +132,37 @@ def busiest(record: RoutingRecord, split: Parallelism) -> float:
 
     A rank that is busiest in one layer and idle in the next is even on the whole, and still waited for.
     """
-    tokens: dict[tuple[int, int, int], list[int]] = {}
+    tokens = [each for found in _work(record, split).values() for each in found.values()]
+    even = sum(map(sum, tokens)) / split.expert
+    return sum(map(max, tokens)) / even if even else 1.0
+
+
+def _work(record: RoutingRecord, split: Parallelism) -> dict[int, dict[tuple[int, int], list[int]]]:
+    """Tokens of each place's experts, by block of ranks that exchange them, iteration and layer."""
+    work: dict[int, dict[tuple[int, int], list[int]]] = defaultdict(dict)
     for rank in record.ranks:
-        block = rank.rank // (split.expert * split.tensor_of_experts)
+        found = work[rank.rank // (split.expert * split.tensor_of_experts)]
         for row in rank.layers:
             own = len(row.tokens_per_expert) // split.expert
-            by_place = tokens.setdefault((row.iteration, row.layer, block), [0] * split.expert)
+            by_place = found.setdefault((row.iteration, row.layer), [0] * split.expert)
             for place in range(split.expert):
                 by_place[place] += sum(row.tokens_per_expert[place * own : (place + 1) * own])
-    even = sum(map(sum, tokens.values())) / split.expert
-    return sum(map(max, tokens.values())) / even if even else 1.0
+    return work
 
 
+_figure = known("{:.3f}")
 _LAST = 10
 """Iterations at the end whose mean is shown."""
 
 
-def routing_sentences(subjects: Sequence[Subject]) -> list[str]:
-    """Two sentences on every run whose routers were watched: their choice, and its cost."""
-    found = []
-    for subject in subjects:
-        if iterations := _iterations(subject):
-            found.append(f"{subject.label}: {_choice(iterations)}")
-            if ranks := _loads(subject):
-                found.append(f"{subject.label}: {_cost(subject, ranks)}")
-    return found
+def routing_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
+    """Of a run whose routers were watched their choice, and its cost."""
+    record = subject.run.ledgers.routing
+    if record and (iterations := iterations_of(record)):
+        yield f"{subject.label}: {_choice(iterations)}"
+        if ranks := _loads(subject, record):
+            busy = busiest(record, subject.split)
+            yield f"{subject.label}: {_cost(subject, ranks, busy)}"
 
 
 def _choice(iterations: Sequence[IterationRouting]) -> str:
@@ -192,10 +188,8 @@ def _late_shares(late: Sequence[IterationRouting], layer: int) -> list[float]:
     return [mean(column) for column in zip(*shares(late, layer), strict=True)]
 
 
-def _cost(subject: Subject, ranks: Sequence[RankLoad]) -> str:
+def _cost(subject: Subject, ranks: Sequence[RankLoad], most: float) -> str:
     works = [load.of_mean for load in ranks]
-    record = subject.run.ledgers.routing
-    most = busiest(record, subject.split) if record else 1.0
     text = (
         f"the ranks' experts compute ×{min(works):.3f} to ×{max(works):.3f} of the mean on the whole; "
         f"the busiest of each layer, which the others wait for, ×{most:.3f}"
@@ -222,21 +216,24 @@ def routing_tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
     ranks: list[tuple[str, ...]] = []
     losses: list[tuple[str, ...]] = []
     for subject in subjects:
-        iterations = _iterations(subject)
+        record = subject.run.ledgers.routing
+        iterations = iterations_of(record) if record else ()
+        if not record or not iterations:
+            continue
         late = iterations[-_LAST:]
-        for layer in late[0].tokens if late else ():
+        for layer in late[0].tokens:
             each = _late_shares(late, layer)
             tokens = count(round(mean(sum(found.tokens[layer]) for found in late)))
             top = max(range(len(each)), key=each.__getitem__)
             text = " ".join(f"{share:.2f}" for share in each)
             experts.append((subject.label, str(layer), tokens, text, f"{top}: ×{each[top]:.2f}"))
-        for load in _loads(subject):
+        for load in _loads(subject, record):
             wait = DASH if load.wait_seconds is None else milliseconds(load.wait_seconds)
             first, last = load.experts[0], load.experts[-1]
             held = f"{first}–{last}" if len(load.experts) > 1 else str(first)
             work = count(round(load.tokens)), f"×{load.of_mean:.3f}"
             ranks.append((subject.label, str(load.rank), held, *work, wait))
-        for place in sorted({0, len(iterations) // 2, len(iterations) - 1}) if iterations else ():
+        for place in sorted({0, len(iterations) // 2, len(iterations) - 1}):
             now = iterations[place]
             figures = map(_figure, (now.load_balancing_loss, now.z_loss, now.entropy_nats))
             lost = percent(now.dropped / ((now.computed + now.dropped) or 1))
@@ -267,22 +264,12 @@ _TABLES = (
 )
 
 
-def _iterations(subject: Subject) -> tuple[IterationRouting, ...]:
-    record = subject.run.ledgers.routing
-    return iterations_of(record) if record else ()
-
-
-def _loads(subject: Subject) -> tuple[RankLoad, ...]:
-    record, scale = subject.run.ledgers.routing, subject.evidence.scale
-    found = loads(record, subject.split, subject.run.ledgers.communication) if record else ()
+def _loads(subject: Subject, record: RoutingRecord) -> tuple[RankLoad, ...]:
+    scale = subject.evidence.scale
     return tuple(
         replace(load, wait_seconds=load.wait_seconds and scale * load.wait_seconds)
-        for load in found
+        for load in loads(record, subject.split, subject.run.ledgers.communication)
     )
-
-
-def _figure(value: float | None) -> str:
-    return DASH if value is None else f"{value:.3f}"
 
 
 MAX_LAYERS = 4

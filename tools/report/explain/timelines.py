@@ -7,10 +7,11 @@ command line.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 FORWARD, BACKWARD, IDLE = ("#4c86c6", "#9cc0e7"), ("#3e9c6b", "#98d3b2"), "#c9c9c9"
 """Dark and light by virtual stage, as in the planner's schedules."""
-_PHASES = {Phase.GRADIENT_SYNC: "#d9822b", Phase.OPTIMIZER: "#8c6bb1"}
+_PHASES: dict[str, str] = {Phase.GRADIENT_SYNC: "#d9822b", Phase.OPTIMIZER: "#8c6bb1"}
 _CALL = "#b2182b"
 MAX_RANKS = 16
 _WIDTH_INCHES = 9.0
@@ -113,14 +114,17 @@ def passes(pieces: Iterable[TraceSpan]) -> list[TraceSpan]:
 
 def idle_over_work(pieces: Sequence[TraceSpan]) -> dict[int, float]:
     """Idle over working time of each rank, from the first forward to the last backward."""
-    found = passes(pieces)
-    if not found:
-        return {}
-    length = max(p.end_ms for p in found) - min(p.start_ms for p in found)
-    busy: dict[int, float] = {}
+    found, busy = passes(pieces), defaultdict[int, float](float)
     for piece in found:
-        busy[piece.rank] = busy.get(piece.rank, 0.0) + piece.milliseconds
-    return {rank: length / worked - 1 for rank, worked in sorted(busy.items()) if worked}
+        busy[piece.rank] += piece.milliseconds
+    start, end = _span(found)
+    return {rank: (end - start) / work - 1 for rank, work in sorted(busy.items()) if work}
+
+
+def _span(pieces: Sequence[TraceSpan]) -> tuple[float, float]:
+    """When the first begins and the last ends, in ms."""
+    starts, ends = [p.start_ms for p in pieces], [p.end_ms for p in pieces]
+    return min(starts, default=0.0), max(ends, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,23 @@ class Scene:
     pieces: tuple[TraceSpan, ...]
     split: Parallelism
     microbatches: int
-    on_gpu: bool = False
+    on_gpu: bool
     """Then the trace, taken on the host, shows when kernels were launched."""
+
+    @cached_property
+    def ideal(self) -> SimulatedSchedule:
+        """The same schedule with equal stages of the measured mean duration."""
+        split = self.split
+        worked = [(piece.step, piece.milliseconds) for piece in passes(self.pieces)]
+        forward, backward = (
+            split.virtual_stages * mean(ms for step, ms in worked if step and step.direction is way)
+            for way in (Pass.FORWARD, Pass.BACKWARD)
+        )
+        return simulate(
+            *(split.run_schedule, split.pipeline, self.microbatches),
+            virtual=split.virtual_stages,
+            durations=Durations(forward, backward),
+        )
 
 
 def draw_iteration(scene: Scene) -> Chart:
@@ -153,27 +172,11 @@ def caption(scene: Scene) -> str:
     if scene.split.pipeline == 1 or not idle:
         return text
     measured = ", ".join(f"rank {rank} {share:.0%}" for rank, share in idle.items())
-    ideal = ideal_timeline(scene)
-    bubble = mean(idle_over_work(_ideal_pieces(ideal)).values())
+    bubble = mean(idle_over_work(_ideal_pieces(scene.ideal)).values())
     return (
         f"{text} Idle between the first forward and the last backward, over the work: {measured}; with "
-        f"equal stages and free messages the bubble of {ideal.schedule.paper_name} is {bubble:.0%} of "
-        "the work."
-    )
-
-
-def ideal_timeline(scene: Scene) -> SimulatedSchedule:
-    """The same schedule with equal stages of the measured mean duration."""
-    split = scene.split
-    worked = [(piece.step, piece.milliseconds) for piece in passes(scene.pieces)]
-    forward, backward = (
-        split.virtual_stages * mean(ms for step, ms in worked if step and step.direction is way)
-        for way in (Pass.FORWARD, Pass.BACKWARD)
-    )
-    return simulate(
-        *(split.run_schedule, split.pipeline, scene.microbatches),
-        virtual=split.virtual_stages,
-        durations=Durations(forward, backward),
+        f"equal stages and free messages the bubble of {scene.ideal.schedule.paper_name} is "
+        f"{bubble:.0%} of the work."
     )
 
 
@@ -188,12 +191,12 @@ def _ideal_pieces(timeline: SimulatedSchedule) -> tuple[TraceSpan, ...]:
 def _paint(figure: Figure, scene: Scene) -> None:
     ranks = sorted({piece.rank for piece in scene.pieces})[:MAX_RANKS]
     shown = [piece for piece in scene.pieces if piece.rank in ranks]
-    origin = min(piece.start_ms for piece in shown)
-    length = max(piece.end_ms for piece in shown) - origin
-    has_ideal = scene.split.pipeline > 1
+    origin, end = _span(shown)
+    length = end - origin
+    rows, has_ideal = [len(ranks)], scene.split.pipeline > 1
     if has_ideal:  # Longer than what was traced if passes are missing from the trace.
-        length = max(length, ideal_timeline(scene).length)
-    rows = [len(ranks), scene.split.pipeline] if has_ideal else [len(ranks)]
+        length = max(length, scene.ideal.length)
+        rows.append(scene.split.pipeline)
     figure.set_size_inches(_WIDTH_INCHES, 0.75 + sum(0.32 + 0.42 * count for count in rows))
     panels = figure.subplots(
         len(rows), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows}
@@ -202,12 +205,10 @@ def _paint(figure: Figure, scene: Scene) -> None:
     _panel(panels[0], shown, origin, length, names)
     panels[0].set_title("measured", fontsize=9)
     if has_ideal:
-        ideal = ideal_timeline(scene)
         stages = [f"stage {stage}" for stage in range(scene.split.pipeline)]
-        _panel(panels[1], _ideal_pieces(ideal), 0.0, length, stages)
-        panels[1].set_title(
-            f"ideal {ideal.schedule.paper_name}, equal stages, free messages", fontsize=9
-        )
+        _panel(panels[1], _ideal_pieces(scene.ideal), 0.0, length, stages)
+        title = f"ideal {scene.ideal.schedule.paper_name}, equal stages, free messages"
+        panels[1].set_title(title, fontsize=9)
     panels[-1].set_xlabel("ms")
     _legend(figure, shown)
 
@@ -217,13 +218,13 @@ def _panel(
 ) -> None:
     places = {rank: place for place, rank in enumerate(sorted({p.rank for p in pieces}))}
     if worked := passes(pieces):
-        start, end = min(p.start_ms for p in worked), max(p.end_ms for p in worked)
+        start, end = _span(worked)
         for place in places.values():
             lane = (place - _LANE / 2, _LANE)
             axes.broken_barh([(start - origin, end - start)], lane, facecolor=IDLE, linewidth=0)
     for piece in pieces:
         # Waiting is the grey behind, and outer spans hold inner ones.
-        colour = next((hue for phase, hue in _PHASES.items() if piece.category == phase), None)
+        colour = _PHASES.get(piece.category)
         if piece.step:
             shades = FORWARD if piece.step.direction is Pass.FORWARD else BACKWARD
             colour = shades[piece.step.chunk % 2]
@@ -265,7 +266,7 @@ def _legend(figure: Figure, pieces: Sequence[TraceSpan]) -> None:
     kinds = {"forward": FORWARD[0], "backward": BACKWARD[0]}
     if any(piece.step and piece.step.chunk for piece in pieces):
         kinds |= {"forward, 2nd part": FORWARD[1], "backward, 2nd part": BACKWARD[1]}
-    kinds |= {phase.value.replace("_", " "): colour for phase, colour in _PHASES.items()}
+    kinds |= {phase.replace("_", " "): colour for phase, colour in _PHASES.items()}
     kinds |= {"communication": _CALL, "idle": IDLE}
     handles = [Patch(color=colour, label=label) for label, colour in kinds.items()]
     look: dict[str, Any] = {"fontsize": 8, "handlelength": 1, "columnspacing": 1}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tools.records.measurements import Phase
@@ -18,9 +18,10 @@ _NAMED = 3
 _INSIDE = (Phase.FORWARD, Phase.BACKWARD)
 
 
-def traffic_sentences(subjects: Sequence[Subject]) -> list[str]:
-    """What every configuration of several ranks sends, beside its closed form."""
-    return [f"{s.label}: {_sent(s.evidence.calls)}" for s in subjects if s.split.world_size > 1]
+def traffic_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
+    """What a configuration of several ranks sends, beside its closed form."""
+    if subject.split.world_size > 1:
+        yield f"{subject.label}: {_sent(subject.evidence.calls)}"
 
 
 def _sent(calls: Sequence[CallComparison]) -> str:
@@ -56,32 +57,28 @@ def _sent(calls: Sequence[CallComparison]) -> str:
     )
 
 
-def context_sentences(subjects: Sequence[Subject]) -> list[str]:
+def context_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
     """Context parallelism beside tensor parallelism of the same ranks and batch."""
-    found = []
-    for subject in subjects:
-        split, spec = subject.split, subject.evidence.configuration
-        if split.context == 1:
-            continue
-        tensor = replace(split, context=1, tensor=split.tensor * split.context)
-        wanted = [replace(tensor, sequence_parallel=sequence) for sequence in (False, True)]
-        others = [find(subjects, subject, other, same_batch=True) for other in wanted]
-        against = [
-            f"{subject.label} against {other.label}{_against(subject, other)}"
-            for other in others
-            if other
-        ]
+    split, spec = subject.split, subject.evidence.configuration
+    if split.context == 1:
+        return
+    tensor = replace(split, context=1, tensor=split.tensor * split.context)
+    wanted = [replace(tensor, sequence_parallel=sequence) for sequence in (False, True)]
+    found = [find(subjects, subject, other, same_batch=True) for other in wanted]
+    others = list(filter(None, found))
+    for other in others:
+        yield f"{subject.label} against {other.label}{_against(subject, other)}"
+    limits = (
+        "the ledger counts what the ring sends; whether it hides behind attention "
+        "shows only in a trace of the device."
+    )
+    if spec is not None and spec.cp_comm_type == "all_gather":
         limits = (
-            "the ledger counts what the ring sends; whether it hides behind attention "
-            "shows only in a trace of the device."
+            "keys and values are gathered here before attention starts; that a ring "
+            "hides behind attention cannot be seen in this run."
         )
-        if spec is not None and spec.cp_comm_type == "all_gather":
-            limits = (
-                "keys and values are gathered here before attention starts; that a ring "
-                "hides behind attention cannot be seen in this run."
-            )
-        found += [*against, f"{subject.label}: {limits}"] if against else []
-    return found
+    if others:
+        yield f"{subject.label}: {limits}"
 
 
 def _against(subject: Subject, other: Subject) -> str:

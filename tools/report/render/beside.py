@@ -31,7 +31,7 @@ def page_matches(report: Report) -> Table[MatchOf]:
     def against_baseline(pair: MatchOf) -> str | None:
         """Time a sample over baseline's, here and as published."""
         entry, match = pair
-        token = entry.speed.per_token if entry.speed else None
+        token = entry.per_token
         if match.quantity != "iteration time" or not (token or entry.published_ratio):
             return None
         ratios = (token.ratio if token else None, entry.published_ratio)
@@ -88,17 +88,16 @@ _OF_MATCH = (
 def planned(report: Report) -> Table[PlannedEntry]:
     """What the planner predicts of each row, and how far predictions like it are off."""
 
-    def interval(value: tuple[float, float] | None) -> str:
-        if value is None:
-            return "nothing near was measured"
-        return " – ".join(number(_MS * seconds) for seconds in value)
+    def interval(row: PlannedEntry) -> str:
+        ends = row.known.interval() or ()
+        return " – ".join(number(_MS * end) for end in ends) or "nothing near was measured"
 
     columns = (
         Column[PlannedEntry]("Strategy", lambda p: p.entry.label, right=False),
         Column[PlannedEntry]("ms/iteration", lambda p: p.entry.time_ms, number),
         Column[PlannedEntry]("Predicted", lambda p: _MS * p.known.seconds, number),
         Column[PlannedEntry]("Error", lambda p: p.error, signed_percent),
-        Column[PlannedEntry]("80% interval", lambda p: p.known.interval(), interval),
+        Column[PlannedEntry]("80% interval", interval),
         Column[PlannedEntry]("By", lambda p: str(p.known), right=False),
     )
     return Table(columns, report.planned)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tools.records.measurements import MemoryCategory
-from tools.report.analyse.entry import Entry, loss_differences, memory_by_rank
+from tools.report.analyse.entry import Entry, loss_differences
 from tools.report.analyse.parity import loss_points
 from tools.report.analyse.report import Report
 from tools.report.canvas import (
@@ -44,38 +44,49 @@ _MAX_POINTS = 1000
 
 def draw_charts(report: Report) -> list[Chart]:
     """Draw every chart that the runs have data for; the charts' texts name the limits."""
-    charts, entries = [], report.entries
-    if timed := [entry for entry in entries if entry.estimate]:
-        text = (
-            "Each dot is an iteration that counts, an arrow one far beyond; the bar is the median with"
-            " its 95% interval."
-        )
-        painter = partial(draw_times, entries=timed[:MAX_TIMES])
-        text = _limited(text, timed, MAX_TIMES)
-        charts.append(draw("iteration-time", "Iteration time", text, painter))
-    if curves := rate_curves(entries):
-        text = (
-            "Dots were measured between CPU ranks behind a link shaped to that rate (NET=), bars at the"
-            " right edge without a limit. Dashed lines and rings are not measured: the formula of"
-            " tools/plan takes the fastest dot and changes only the time its bytes need on the link."
-        )
-        painter = partial(draw_bandwidth, curves=curves[:MAX_CURVES])
-        charts.append(draw("bandwidth", "Iteration time against bandwidth", text, painter))
-    charts += [*_losses(entries), *_routing(entries)]
-    if measured := [entry for entry in entries if memory_by_rank(entry.run)]:
-        text = "Peak memory of each rank, as the allocator or the ledger counts it."
-        most = max(len(memory_by_rank(entry.run)) for entry in measured)
-        if most > MAX_RANKS:
-            text += f" Of a row with more ranks the heaviest {MAX_RANKS}, of {most} at most."
-        painter = partial(draw_memory, entries=measured[:MAX_TIMES])
-        text = _limited(text, measured, MAX_TIMES)
-        charts.append(draw("memory", "Memory by rank", text, painter))
-    if sampled := [e for e in entries if any(len(s.seconds) > 1 for s in e.run.samples.series)]:
-        text = "The devices' own readings during the newest run, once a second."
-        painter = partial(draw_devices, entries=sampled[:MAX_DEVICES])
-        text = _limited(text, sampled, MAX_DEVICES)
-        charts.append(draw("devices", "Devices over time", text, painter))
-    return charts
+    entries = report.entries
+    timed = [entry for entry in entries if entry.estimate]
+    text = (
+        "Each dot is an iteration that counts, an arrow one far beyond; the bar is the median with"
+        " its 95% interval."
+    )
+    charts = _chart("iteration-time", "Iteration time", text, draw_times, timed, MAX_TIMES)
+    charts += [*_bandwidth(entries), *_losses(entries), *_routing(entries)]
+    measured = [entry for entry in entries if entry.memory_by_rank]
+    text = "Peak memory of each rank, as the allocator or the ledger counts it."
+    most = max((len(entry.memory_by_rank) for entry in measured), default=0)
+    if most > MAX_RANKS:
+        text += f" Of a row with more ranks the heaviest {MAX_RANKS}, of {most} at most."
+    charts += _chart("memory", "Memory by rank", text, draw_memory, measured, MAX_TIMES)
+    sampled = [e for e in entries if any(len(s.seconds) > 1 for s in e.run.samples.series)]
+    text = "The devices' own readings during the newest run, once a second."
+    return charts + _chart("devices", "Devices over time", text, draw_devices, sampled, MAX_DEVICES)
+
+
+def _chart(
+    name: str,
+    title: str,
+    text: str,
+    painter: Callable[[Figure, Sequence[Entry]], None],
+    entries: Sequence[Entry],
+    limit: int,
+) -> list[Chart]:
+    """Of the first entries; nothing of none."""
+    if not entries:
+        return []
+    text = _limited(text, entries, limit)
+    return [draw(name, title, text, lambda figure: painter(figure, entries[:limit]))]
+
+
+def _bandwidth(entries: Sequence[Entry]) -> list[Chart]:
+    text = (
+        "Dots were measured between CPU ranks behind a link shaped to that rate (NET=), bars at the"
+        " right edge without a limit. Dashed lines and rings are not measured: the formula of"
+        " tools/plan takes the fastest dot and changes only the time its bytes need on the link."
+    )
+    curves = rate_curves(entries)
+    painter = partial(draw_bandwidth, curves=curves[:MAX_CURVES])
+    return [draw("bandwidth", "Iteration time against bandwidth", text, painter)] if curves else []
 
 
 def _losses(entries: Sequence[Entry]) -> list[Chart]:
@@ -89,33 +100,34 @@ def _losses(entries: Sequence[Entry]) -> list[Chart]:
         if not loss_differences(members[:MAX_CURVES]):
             text = "Loss by iteration."
         title = f"Loss, {model}" if model and len(cohorts) > 1 else "Loss"
-        painter = partial(draw_losses, entries=members[:MAX_CURVES])
-        name = "loss" if place == 0 else f"loss-{place + 1}"
-        charts.append(draw(name, title, _limited(text, members, MAX_CURVES), painter))
+        charts += _chart(_numbered("loss", place), title, text, draw_losses, members, MAX_CURVES)
     return charts
 
 
 def _routing(entries: Sequence[Entry]) -> list[Chart]:
     """A picture for each run that has routers; the first of a strategy stands for those like it."""
-    watched = [entry for entry in entries if entry.run.ledgers.routing]
+    text = (
+        "How many tokens each expert computed, over its even share, layer by layer; below the"
+        " router's losses before their coefficients, and its entropy."
+    )
+    watched = [(entry, entry.run.ledgers.routing) for entry in entries]
+    found = [(entry, record) for entry, record in watched if record]
+    text = _limited(text, found, MAX_ROUTED)
     charts = []
-    for place, entry in enumerate(watched[:MAX_ROUTED]):
-        assert entry.run.ledgers.routing is not None
-        text = (
-            "How many tokens each expert computed, over its even share, layer by layer; below the"
-            " router's losses before their coefficients, and its entropy."
-        )
-        painter = partial(draw_routing, iterations=iterations_of(entry.run.ledgers.routing))
-        name = "routing" if place == 0 else f"routing-{place + 1}"
-        title = f"Routing, {entry.label}"
-        charts.append(draw(name, title, _limited(text, watched, MAX_ROUTED), painter))
+    for place, (entry, record) in enumerate(found[:MAX_ROUTED]):
+        painter = partial(draw_routing, iterations=iterations_of(record))
+        charts.append(draw(_numbered("routing", place), f"Routing, {entry.label}", text, painter))
     return charts
 
 
-def _limited(text: str, entries: Sequence[Entry], limit: int) -> str:
-    if len(entries) <= limit:
+def _numbered(name: str, place: int) -> str:
+    return f"{name}-{place + 1}" if place else name
+
+
+def _limited(text: str, drawn: Sequence[object], limit: int) -> str:
+    if len(drawn) <= limit:
         return text
-    return f"{text} Of {len(entries)} the first {limit} are drawn; results.json has all."
+    return f"{text} Of {len(drawn)} the first {limit} are drawn; results.json has all."
 
 
 def draw_times(figure: Figure, entries: Sequence[Entry]) -> None:
@@ -130,19 +142,15 @@ def draw_times(figure: Figure, entries: Sequence[Entry]) -> None:
         samples = [samples[place] for place in evenly(len(samples), dots)]
         # The axis goes as far as it must to show all but a twentieth of them.
         most = sorted(samples)[min(len(samples) - 1, int(0.95 * len(samples)))]
-        reach.append(max(most, (entry.estimate.high or 0) if entry.estimate else 0))
+        reach.append(max(most, entry.interval[1] if entry.interval else 0))
         drawn.append(samples)
     edge = 1.05 * max(reach)
     for place, samples in enumerate(drawn):
         _draw_dots(axes, place, samples, edge)
     # All rows at once: an artist of matplotlib's for each takes as long as a hundred dots.
-    found = [(place, entry.estimate) for place, entry in enumerate(entries) if entry.estimate]
-    rows, medians = zip(*((place, each.median) for place, each in found), strict=True)
+    rows, medians = range(len(entries)), [entry.time_ms or 0.0 for entry in entries]
     axes.vlines(medians, np.subtract(rows, 0.34), np.add(rows, 0.34), color=INK, linewidth=1.6)
-    ends = [
-        (place, e.low, e.high) for place, e in found if e.low is not None and e.high is not None
-    ]
-    if ends:
+    if ends := [(place, *e.interval) for place, e in enumerate(entries) if e.interval]:
         axes.hlines(*zip(*ends, strict=True), color=INK, linewidth=4.5, alpha=0.7)
     for place, median in zip(rows, medians, strict=True):
         axes.text(1.02, place, number(median), va="center", transform=axes.get_yaxis_transform())
@@ -160,12 +168,12 @@ def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
     Bars are split by category where every configuration has a ledger, else coloured by strategy.
     """
     axes = figure.add_subplot()
-    largest = max(max(memory_by_rank(entry.run).values()) for entry in entries)
+    largest = max(max(entry.memory_by_rank.values()) for entry in entries)
     unit, scale = ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
     split = all(entry.run.ledgers.memory for entry in entries)
     ticks, height = [], 0.0
     for place, entry in enumerate(entries):
-        peaks = memory_by_rank(entry.run)
+        peaks = entry.memory_by_rank
         ranks = sorted(sorted(peaks, key=peaks.__getitem__, reverse=True)[:MAX_RANKS])
         heights = [height + 0.8 * k for k in range(len(ranks))]
         for y, rank in zip(heights, ranks, strict=True):

@@ -67,7 +67,7 @@ def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> s
     """The fastest row of a group, by how much, and what the others pay for."""
     reference, *others = members
     best = min(others, key=token_ratio)
-    verdicts = [e.speed.per_token.verdict for e in others if e.speed and e.speed.per_token]
+    verdicts = [e.per_token.verdict for e in others if e.per_token]
     if TimeVerdict.FASTER in verdicts:
         # Rows that the runs do not show to be slower than the one of the lowest time.
         rest = [entry for entry in members if entry is not best]
@@ -117,14 +117,13 @@ MAX_GROUPS = 6
 
 @dataclass(frozen=True)
 class Bar:
-    """One row; places are in percent of the axis."""
+    """One row, in milliseconds for as many tokens as the reference's."""
 
     label: str
     verdict: str
     """`reference`, `faster`, `slower`, `within noise` or `too few samples`."""
-    length: float
-    low: float | None
-    high: float | None
+    time: float
+    interval: tuple[float, float] | None
     text: str
 
 
@@ -135,8 +134,8 @@ class BarGroup:
     title: str
     bars: tuple[Bar, ...]
     left_out: int
-    spoken: str
-    """The same in words."""
+    axis: float
+    """Its length in milliseconds."""
 
 
 def bars_of(report: Report) -> list[BarGroup]:
@@ -148,26 +147,19 @@ def bars_of(report: Report) -> list[BarGroup]:
 
 
 def _group(members: Sequence[Entry]) -> BarGroup:
-    reference, spans = members[0], []
+    reference, equal, bars = members[0], True, []
     for entry in members:
-        # For as many tokens as the reference's.
-        found, pair = entry.estimate, entry.speed.per_token if entry.speed else None
-        assert found is not None  # Of timed rows only.
-        weight = pair.ratio * (reference.time_ms or 0) / found.median if pair else 1.0
-        low, high = (end and weight * end for end in (found.low, found.high))
-        spans.append((entry, pair, weight, weight * found.median, low, high))
-    axis = 1.02 * max(high or middle for *_, middle, _, high in spans)
-    bars = []
-    for entry, pair, _, middle, low, high in spans[:MAX_ROWS]:
-        text = f"{number(middle)} ms"
-        text += f" [{interval(low, high)}]" if low is not None and high is not None else ""
+        pair, own = entry.per_token, entry.time_ms or 0.0
+        weight = token_ratio(entry) * (reference.time_ms or 0.0) / own
+        equal = equal and abs(weight - 1) < 1e-9
+        span = entry.interval and (weight * entry.interval[0], weight * entry.interval[1])
+        text = f"{number(weight * own)} ms"
+        text += f" [{interval(*span)}]" if span else ""
         text += f", {ratio(pair)}" if pair else ""
         verdict = pair.verdict.value if pair else "reference"
-        left, right = (end and 100 * end / axis for end in (low, high))
-        bars.append(Bar(entry.label, verdict, 100 * middle / axis, left, right, text))
-    equal = all(abs(weight - 1) < 1e-9 for _, _, weight, *_ in spans)
+        bars.append(Bar(entry.label, verdict, weight * own, span, text))
     many = f"for as many tokens as an iteration of {reference.label}"
     where = " · ".join(filter(None, (reference.run.size, reference.run.device)))
     title = f"Time {'of an iteration' if equal else many}{f', {where}' if where else ''}"
-    spoken = "; ".join(f"{bar.label}: {bar.text}" for bar in bars)
-    return BarGroup(title, tuple(bars), max(0, len(members) - MAX_ROWS), spoken)
+    axis = 1.02 * max(bar.interval[1] if bar.interval else bar.time for bar in bars)
+    return BarGroup(title, tuple(bars[:MAX_ROWS]), max(0, len(bars) - MAX_ROWS), axis)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from tools.report.analyse.entry import Entry, memory_by_rank
+from tools.report.analyse.entry import Entry
 from tools.report.analyse.report import Report
 from tools.report.canvas import Chart
 from tools.report.explain.explanation import Explanation
@@ -74,7 +74,6 @@ def render_page(
             results=tables.page_results(report),
             arguments=tables.arguments(report, _MAX_ARGUMENTS),
             arguments_left=max(0, len(report.arguments) - _MAX_ARGUMENTS),
-            memory_by_rank=memory_by_rank,
             provenance=provenance,
             cells_of=cells_of,
             # A heading may be broken after a slash.
@@ -86,8 +85,8 @@ def render_page(
 
 def _contents(
     report: Report, plots: Sequence[Plot], memory: Sequence[Chart], explanation: Explanation
-) -> list[tuple[str, str]]:
-    """The sections that the page has, by their ids."""
+) -> dict[str, str]:
+    """The sections that the page has and lists, by their ids."""
     there = {
         "results": report.entries,
         "summary": True,
@@ -102,7 +101,7 @@ def _contents(
         "provenance": report.entries,
     }
     names = {"summary": "In words", "measured": "How it was measured", "changes": "Changes"}
-    return [(id, names.get(id, id.capitalize())) for id, has in there.items() if has]
+    return {id: names.get(id, id.capitalize()) for id, has in there.items() if has}
 
 
 def cells_of[R](table: Table[R]) -> list[list[PageCell]]:

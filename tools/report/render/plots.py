@@ -133,13 +133,15 @@ def _plot(
         series.append(_series(labels[place] + said, place, entries[place].run, *curves[place]))
     marks: list[Mark] = []
     if name == "times":
-        rows = [(entries[place], f"{entries[place].label}: ") for place in drawn]
-        for row, of in rows:
-            told = [(each.iteration, of * (len(labels) > 1) + each.text) for each in row.shifts]
-            marks += [Mark(*each) for each in told]
-        for row, _ in rows:
-            told = [(at, f"{row.label} was resumed at iteration {at}") for at in row.run.restarts]
-            marks += [Mark(*each) for each in told]
+        rows = [(entries[place].label, entries[place]) for place in drawn]
+        several = len(labels) > 1
+        marks = [
+            Mark(shift.iteration, f"{label}: {shift.text}" if several else shift.text)
+            for label, row in rows
+            for shift in row.shifts
+        ]
+        resumed = ((label, at) for label, row in rows for at in row.run.restarts)
+        marks += [Mark(at, f"{label} was resumed at iteration {at}") for label, at in resumed]
         marks = sorted(marks[:MAX_MARKS], key=lambda mark: mark.x)
     picked = f" The first {len(drawn)} of {len(shown)} rows." if len(shown) > len(drawn) else ""
     text = f"{_TEXTS.get(name, f'{title} by iteration, of the newest run of each row.')}{picked}"

@@ -31,9 +31,7 @@ def sentences(report: Report) -> list[str]:
         return ["There is no run to report on: train one (make demo), or name logs with LOGS=."]
     rows = [entry.configuration for entry in entries]
     runs = sum(len((*row.runs, *row.failed_before, *row.running)) for row in rows)
-    ended = [said for entry in entries for said in _endings(entry)]
-    if (more := len(ended) - _MAX_SENTENCES) > 0:
-        ended = [*ended[:_MAX_SENTENCES], f"{more} more did not end well"]
+    ended = _first([said for entry in entries for said in _endings(entry)], "did not end well")
     told = f"; {'; '.join(ended)}." if ended else ", all ended well."
     result = [f"{plural(runs, 'run')} in {plural(len(rows), 'configuration')}{told}"]
     timed = [(entry, entry.estimate) for entry in entries if entry.estimate]
@@ -50,9 +48,7 @@ def sentences(report: Report) -> list[str]:
         )
     result += [*_speed_sentences(report), *_uncompared(report)]
     within = [f"Within {e.label}, {shift.text}." for e in entries for shift in e.shifts]
-    result += within[:_MAX_SENTENCES]
-    if (more := len(within) - _MAX_SENTENCES) > 0:
-        result.append(f"{more} more changes within runs are in the notes of their rows.")
+    result += _first(within, "changes within runs are in the notes of their rows.")
     result += _power_sentences(report)
     result += [
         f"Repeats of {entry.label} disagree: {disagreement(entry)}."
@@ -70,6 +66,12 @@ def sentences(report: Report) -> list[str]:
         if match.verdict != "not comparable"
     ]
     return [*result, *_beside_others(report)]
+
+
+def _first(texts: list[str], others: str) -> list[str]:
+    """As many as are told of one kind, then how many more there are."""
+    more = len(texts) - _MAX_SENTENCES
+    return [*texts[:_MAX_SENTENCES], f"{more} more {others}"] if more > 0 else texts
 
 
 def _beside_others(report: Report) -> Iterator[str]:
@@ -90,21 +92,16 @@ def _beside_others(report: Report) -> Iterator[str]:
 
 def compared_groups(report: Report) -> list[list[Entry]]:
     """Timed rows that are compared with one another, a reference first; the largest group first."""
-    timed = {e.run.name: [e] for e in report.entries if e.estimate and not _is_compared(e)}
+    timed = {e.run.name: [e] for e in report.entries if e.estimate and not e.per_token}
     for entry in report.entries:
-        if entry.speed and _is_compared(entry):
+        if entry.speed and entry.per_token:
             timed[entry.speed.reference].append(entry)
     return sorted(timed.values(), key=len, reverse=True)
 
 
-def _is_compared(entry: Entry) -> bool:
-    return entry.speed is not None and entry.speed.per_token is not None
-
-
 def token_ratio(entry: Entry) -> float:
     """Time a token over the reference's; 1 where nothing is compared."""
-    found = entry.speed.per_token if entry.speed else None
-    return found.ratio if found else 1.0
+    return entry.per_token.ratio if entry.per_token else 1.0
 
 
 def some_of(names: Sequence[str]) -> str:
@@ -141,8 +138,8 @@ def _speed_sentences(report: Report) -> list[str]:
         return texts
     groups: dict[tuple[str, TimeVerdict], list[Entry]] = {}
     for entry in report.entries:
-        if entry.speed and entry.speed.per_token:
-            key = entry.speed.reference, entry.speed.per_token.verdict
+        if entry.speed and entry.per_token:
+            key = entry.speed.reference, entry.per_token.verdict
             groups.setdefault(key, []).append(entry)
     result = []
     labels = {entry.run.name: entry.label for entry in report.entries}
@@ -205,20 +202,15 @@ def speed_sentence(entry: Entry, report: Report) -> str:
 
 def _flaws(comparison: SpeedComparison) -> str:
     """What differs and is no part of the strategy, the first few by name and value."""
-    named: list[str] = []
-    paths = more = 0
-    for found in comparison.differences:
+    flaws = [found for found in comparison.differences if not found.part_of_strategy]
+    told = [found for found in flaws if "/" not in found.reference + found.other]
+    named = []
+    for found in told[:_MAX_FLAWS]:
         sides = (found.reference, found.other)
-        if found.part_of_strategy:
-            continue
-        if any("/" in side for side in sides):
-            paths += 1
-        elif len(named) < _MAX_FLAWS:
-            cut = [s if len(s) <= _MAX_VALUE else f"{s[: _MAX_VALUE - 1]}…" for s in sides]
-            named.append(f"{found.what} ({' | '.join(cut)})")
-        else:
-            more += 1
-    named += [f"{more} more"] * bool(more) + [plural(paths, "path")] * bool(paths)
+        cut = [s if len(s) <= _MAX_VALUE else f"{s[: _MAX_VALUE - 1]}…" for s in sides]
+        named.append(f"{found.what} ({' | '.join(cut)})")
+    more, paths = len(told) - _MAX_FLAWS, len(flaws) - len(told)
+    named += [f"{more} more"] * (more > 0) + [plural(paths, "path")] * bool(paths)
     return f"; not the same: {joined(named)}" if named else ""
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 
-from tools.report.analyse.entry import Entry, device_memory
+from tools.report.analyse.entry import Entry
 from tools.report.analyse.report import ArgumentDifference, Report
 from tools.report.analyse.results import notes_of, other_attempts
 from tools.report.analyse.statistics import Estimate, TimeComparison
@@ -32,16 +33,6 @@ def time_text(found: Estimate | None, shape: str = ".1f") -> str:
     return DASH if found is None else bracketed(found.median, found.low, found.high, shape)
 
 
-def _interval(entry: Entry) -> tuple[float, float] | None:
-    found = entry.estimate
-    known = found is not None and found.low is not None and found.high is not None
-    return (found.low, found.high) if known else None  # type: ignore[union-attr,return-value]
-
-
-def _of_pair(entry: Entry) -> TimeComparison | None:
-    return entry.speed.per_token if entry.speed else None
-
-
 def _published(entry: Entry) -> tuple[float, str] | None:
     """The published time of the strategy and the same model."""
     figure = entry.figure
@@ -55,10 +46,6 @@ def _printed(entry: Entry) -> tuple[float, str] | None:
     rate, factor = entry.rates.printed_tflops_per_device, entry.rates.printed_over_counted
     over = f" (×{factor:.3g})" if factor else ""
     return None if rate is None else (rate, number(rate) + over)
-
-
-def _said(value: tuple[float, str] | None) -> str:
-    return value[1] if value else DASH
 
 
 _NO_MODEL = "no time, or no model that a rate follows from"
@@ -88,14 +75,14 @@ _TIME = Column[Entry](
 )
 _INTERVAL = Column[Entry](
     "95% interval",
-    _interval,
-    lambda value: " – ".join(map(number, value)) if value else DASH,
+    lambda e: e.interval,
+    lambda value: " – ".join(map(number, value)),
     why="fewer than 6 iterations count",
 )
 _SPEED = Column[Entry](
     "Time a token",
-    lambda e: (found.ratio, ratio(found)) if (found := _of_pair(e)) else None,
-    _said,
+    lambda e: (e.per_token.ratio, ratio(e.per_token)) if e.per_token else None,
+    itemgetter(1),
     why=lambda e: (
         (e.speed.caution or "not comparable")
         if e.speed
@@ -126,10 +113,10 @@ _MEMORY = Column[Entry](
 _SENT = Column[Entry]("Sent/iteration", lambda e: e.sent_bytes, size, why="no communication ledger")
 _MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent, why=_no_mfu)
 _PUBLISHED = Column[Entry](
-    "Published ms", _published, _said, why="nothing of this model and strategy"
+    "Published ms", _published, itemgetter(1), why="nothing of this model and strategy"
 )
 _NOTES = Column[Entry]("Notes", notes_of, right=False)
-_PARITY_OR_BLANK = replace(_PARITY, text=lambda verdict: verdict or "")
+_PARITY_OR_BLANK = replace(_PARITY, value=lambda e: e.parity.verdict)
 
 _OF_PAGE = (
     _LABEL,
@@ -144,9 +131,7 @@ _OF_PAGE = (
     _PARITY,
     _PARAMETERS,
     _MEMORY,
-    Column[Entry](
-        "Device memory", lambda e: device_memory(e.run), size, why="no reading of a device"
-    ),
+    Column[Entry]("Device memory", lambda e: e.device_bytes, size, why="no reading of a device"),
     _SENT,
     Column[Entry](
         "Tokens/s/device", lambda e: e.rates.tokens_per_second_per_device, number, why=_no_tokens
@@ -154,7 +139,7 @@ _OF_PAGE = (
     Column[Entry](
         "TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number, why=_NO_MODEL
     ),
-    Column[Entry]("Printed TFLOP/s", _printed, _said, why="no line has it"),
+    Column[Entry]("Printed TFLOP/s", _printed, itemgetter(1), why="no line has it"),
     _MFU,
     Column[Entry]("HFU", lambda e: e.rates.hfu, percent, why=_no_mfu),
     _PUBLISHED,
@@ -162,8 +147,8 @@ _OF_PAGE = (
 
 
 def _time_and_interval(entry: Entry) -> str:
-    found = _interval(entry)
-    return f"{number(entry.time_ms)} [{interval(*found)}]" if found else number(entry.time_ms)
+    span = f" [{interval(*entry.interval)}]" if entry.interval else ""
+    return number(entry.time_ms) + span
 
 
 def _status_and_attempts(entry: Entry) -> str:
@@ -190,7 +175,7 @@ _OF_TERMINAL = (
     replace(_LABEL, name="strategy", rank=0),
     replace(_STATUS, name="status", rank=5, value=_status_and_attempts),
     replace(_TIME, rank=1),
-    replace(_INTERVAL, name="95%", rank=7, text=lambda found: interval(*found) if found else DASH),
+    replace(_INTERVAL, name="95%", rank=7, text=lambda found: interval(*found)),
     replace(_SPEED, name="time a token", rank=8, right=False),
     replace(_RATE, name="tokens/s", rank=4),
     replace(_MFU, rank=12),
@@ -245,16 +230,15 @@ def windows(report: Report, *, notes: bool = False) -> Table[Entry]:
 
 def speeds(report: Report) -> Table[Entry]:
     """Each configuration beside its cohort's reference."""
-    compared = tuple(entry for entry in report.entries if _of_pair(entry))
+    compared = tuple(entry for entry in report.entries if entry.per_token)
 
     def per_iteration(entry: Entry) -> str:
         found = entry.speed.per_iteration if entry.speed else None
         return ratio(found) if found else "refused: different work"
 
     def span(entry: Entry) -> str | None:
-        found = _of_pair(entry)
-        known = found is not None and found.low is not None and found.high is not None
-        return f"{found.low:.3f} – {found.high:.3f}" if found and known else None
+        found = entry.per_token
+        return f"{found.low:.3f} – {found.high:.3f}" if found and found.low and found.high else None
 
     def differences(entry: Entry) -> str:
         found = entry.speed.differences if entry.speed else ()

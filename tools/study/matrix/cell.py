@@ -53,14 +53,18 @@ class Cell:
     @property
     def target(self) -> str:
         """The make target."""
-        name = f"{self.layout.strategy}-{self.family.model}-{self.layout.devices}cpu"
-        return f"{PREFIX}{name}"
+        return f"{PREFIX}{self.layout.strategy}-{self.family.model}-{self.layout.devices}cpu"
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Of strategy and reference."""
-        of_levels = (word for level in self.levels for word in level.flags)
-        return (*self.family.base, *self._first_flags, *self.layout.flags, *of_levels, *self.more)
+        family, chosen = self.family, {level.factor for level in self.levels}
+        # First levels may have flags too, where no other takes their place.
+        firsts = (levels[0] for name, levels in family.factors.items() if name not in chosen)
+        of_firsts, of_levels = (
+            [word for level in levels for word in level.flags] for levels in (firsts, self.levels)
+        )
+        return (*family.base, *of_firsts, *self.layout.flags, *of_levels, *self.more)
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -72,13 +76,6 @@ class Cell:
         """What its reference follows from: cells in which this is the same share one."""
         flags = shlex.join(self.flags)
         return (self.family.name, flags, self.samples, self.optimizer, self.patch)
-
-    @property
-    def _first_flags(self) -> tuple[str, ...]:
-        """Of first levels that have flags, where no other level takes their place."""
-        chosen = {level.factor for level in self.levels}
-        firsts = (levels[0] for name, levels in self.family.factors.items() if name not in chosen)
-        return tuple(word for level in firsts for word in level.flags)
 
     @property
     def samples(self) -> int:

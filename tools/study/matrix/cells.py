@@ -31,13 +31,7 @@ def cells_of(matrix: Matrix, family: Family, known: Sequence[Finding], seed: int
     Those that cover a pair of a strategy and a level come first, those that pair two levels last: where
     the time ends early, few of the tables' entries are missing. A finding that is known is verified once
     by itself in each strategy, with the patches of the others; in all other cells its patch is applied
-    as well, so that it hides nothing.
-
-    Args:
-        matrix: What may not be drawn together.
-        family: Its features and strategies.
-        known: Bugs of this Megatron.
-        seed: Of the order of the levels, so that another seed gives other combinations.
+    as well, so that it hides nothing. Another seed gives other combinations of levels.
     """
     rows = rows_of(matrix, family, seed)
     drawn = [cell for layout in family.layouts for cell in _cover(matrix, family, layout, rows)]
@@ -69,11 +63,7 @@ def draws(
 ) -> Iterator[Cell]:
     """Legal cells without end, each once; the same for the same seed, and for the first n of any number.
 
-    Args:
-        matrix: What is not drawn together.
-        families: Of which features and strategies are drawn.
-        known: Bugs whose patches are applied where they would be seen.
-        seed: Of the draw; weights and samples are the same for all.
+    The seed is the draw's alone: weights and samples are the same for all.
     """
     order, seen = random.Random(seed), set[str]()
     while True:
@@ -81,7 +71,7 @@ def draws(
         layout = order.choice(family.layouts)
         levels = [
             order.choice(drawn)
-            for given in (*family.factors.values(), *family.fuzzed.values())
+            for given in family.features.values()
             if (drawn := [one for one in given[1:] if not one.alone]) and order.random() < SHARE
         ]
         cell = patched(Cell(family, layout, matrix.fitting(family, layout, levels)), known)
@@ -159,9 +149,10 @@ def _cover(matrix: Matrix, family: Family, layout: Layout, rows: Sequence[Row]) 
     """Cells of one strategy with every level: rows, rows without what does not fit, levels alone."""
     left = {level for levels in family.factors.values() for level in levels}
     cells: list[Cell] = []
-    fitting = [row for row in rows if matrix.legal(family, row, layout.name)]
-    adapted = [_adapted(matrix, family, layout, row) for row in rows]
-    for choice in (fitting, [row for row in adapted if row is not None]):
+    # Of what does not fit, the first levels take the place.
+    adapted = [family.row(matrix.fitting(family, layout, _not_first(family, row))) for row in rows]
+    for some in (rows, adapted):
+        choice = [row for row in some if matrix.legal(family, row, layout.name)]
         while choice:
             best = max(choice, key=lambda row: len(left & set(row)))
             if not left & set(best):
@@ -172,10 +163,3 @@ def _cover(matrix: Matrix, family: Family, layout: Layout, rows: Sequence[Row]) 
         if not family.is_first(level):
             cells.append(Cell(family, layout, family.with_needs([level])))
     return cells
-
-
-def _adapted(matrix: Matrix, family: Family, layout: Layout, row: Row) -> Row | None:
-    """A row with first levels in the place of those that do not fit a strategy; None if there are
-    none."""
-    whole = family.row(matrix.fitting(family, layout, _not_first(family, row)))
-    return whole if matrix.legal(family, whole, layout.name) else None

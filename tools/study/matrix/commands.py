@@ -33,6 +33,7 @@ from tools.study.matrix.page import counts_of, write_pages
 from tools.study.matrix.running import CellVerifier, MatrixRun
 from tools.study.matrix.touched import Executed, changed_files, recorded, touched, with_one
 from tools.study.verify.verifier import ForkedRanks, Verifier
+from tools.text.terminal import say
 from tools.verify.findings import Finding, Judged, findings
 
 FOLDER = "matrix"
@@ -143,7 +144,7 @@ class _Command:
     def show(self, cells: Iterable[Cell]) -> None:
         """Print their commands."""
         for cell in cells:
-            self.console.print(cell.command(), highlight=False, markup=False, soft_wrap=True)
+            say(self.console, cell.command())
 
     @contextmanager
     def verifier(self) -> Iterator[Verifier]:

@@ -7,12 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from tools.launch.data import SMALL_SAMPLE
 from tools.launch.job import Job
 from tools.launch.options import Options
-from tools.launch.start import ensure_start_checkpoint
 from tools.launch.train import compose_job
 from tools.spec.errors import LaunchError
 from tools.spec.model import load_model
@@ -23,7 +21,6 @@ from tools.study.verify.pairs import MICRO_BATCH
 from tools.study.verify.verifier import ForkedRanks, losses_in
 
 ITERATIONS = 200
-SECONDS = 1200.0
 ONE_RANK = Layout("one rank", "baseline", 1)
 
 
@@ -77,8 +74,8 @@ def _losses(
         )
         model = load_model(family.model)
         launch = compose_job(Job(layout.strategy, model, layout.devices, DeviceKind.CPU, own))
-        ensure_start_checkpoint(launch, Console(quiet=True), ranks.exit_code)
-        if failure := ranks.run(launch, log, seconds=SECONDS):
+        ranks.ensure_start(launch)
+        if failure := ranks.run(launch, log):
             raise LaunchError(f"{layout.name} {flag}: the run {failure}")
         found[dtype] = losses_in(log)
     return found

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,14 +22,22 @@ SAMPLES = 8
 """In an iteration, unless a strategy has its own: the same for nearly all, which so share references."""
 
 
+class Words(tuple[str, ...]):
+    """Of a command line."""
+
+    def __new__(cls, given: str | Sequence[str] = ()) -> Words:
+        """Of a text as a shell splits it, or words already."""
+        return super().__new__(cls, shlex.split(given) if isinstance(given, str) else given)
+
+
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One choice of one feature."""
 
     factor: str
     name: str
-    flags: tuple[str, ...] = ()
+    flags: Words = Words()
     """Megatron's, of strategy and reference."""
-    own: tuple[str, ...] = ()
+    own: Words = Words()
     """Of the strategy alone."""
     needs: tuple[str, ...] = msgspec.field(default=(), name="with")
     """Names of levels of the family without which it is refused."""
@@ -60,9 +67,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     strategy: str
     devices: int = 2
-    flags: tuple[str, ...] = ()
+    flags: Words = Words()
     """Of strategy and reference."""
-    own: tuple[str, ...] = ()
+    own: Words = Words()
     """Of the strategy alone."""
     samples: int = msgspec.field(default=SAMPLES, name="global_batch")
     """In an iteration."""
@@ -77,28 +84,32 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     factors: dict[str, tuple[Level, ...]]
     """Levels by feature; the first is the model as it is."""
-    base: tuple[str, ...] = ()
+    base: Words = Words()
     """Flags of all its cells."""
     fuzzed: dict[str, tuple[Level, ...]] = msgspec.field(default_factory=dict, name="fuzz")
     """Further ones, which only a draw has."""
-    smaller: tuple[tuple[str, ...], ...] = ()
+    smaller: tuple[Words, ...] = ()
     """Flags that may make its model smaller, in the order in which they are tried."""
     layouts: tuple[Layout, ...] = ()
 
     @property
+    def features(self) -> dict[str, tuple[Level, ...]]:
+        """All levels by feature."""
+        return self.factors | self.fuzzed
+
+    @property
     def levels(self) -> tuple[Level, ...]:
         """All that are not a feature's first."""
-        every = (*self.factors.values(), *self.fuzzed.values())
-        return tuple(level for levels in every for level in levels[1:])
+        return tuple(level for levels in self.features.values() for level in levels[1:])
 
     def is_first(self, level: Level) -> bool:
         """Whether it is the model as it is."""
-        return {**self.factors, **self.fuzzed}[level.factor][0] == level
+        return self.features[level.factor][0] == level
 
     def row(self, levels: Iterable[Level], with_fuzzed: bool = False) -> tuple[Level, ...]:
         """A level of each feature: these, and the first of the others."""
         chosen = {level.factor: level for level in levels}
-        features = {**self.factors, **(self.fuzzed if with_fuzzed else {})}
+        features = self.features if with_fuzzed else self.factors
         return tuple(chosen.get(name, given[0]) for name, given in features.items())
 
     def level(self, path: str) -> Level:
@@ -124,7 +135,7 @@ class Apart:
     release: str = ""
     """`major.minor` of the only Megatron in which it is so; empty for all."""
 
-    def forbids(self, family: str, paths: Iterable[str], layout: str = "") -> bool:
+    def forbids(self, family: str, paths: Iterable[str], layout: str) -> bool:
         """Whether these are some that it names."""
         if self.layout and not fnmatchcase(layout, self.layout):
             return False
@@ -171,7 +182,7 @@ class _File(msgspec.Struct):
     apart: list[list[str]]
 
 
-def load_matrix(path: Path = FILE) -> Matrix:
+def load_matrix() -> Matrix:
     """Read the file.
 
     Raises:
@@ -179,10 +190,10 @@ def load_matrix(path: Path = FILE) -> Matrix:
     """
     try:
         file = msgspec.convert(
-            _named(read_yaml(path)), _File, dec_hook=lambda kind, text: kind(text)
+            _named(read_yaml(FILE)), _File, dec_hook=lambda kind, text: kind(text)
         )
     except msgspec.ValidationError as error:
-        raise LaunchError(f"{from_root(path)}: {error}; correct it.") from None
+        raise LaunchError(f"{from_root(FILE)}: {error}; correct it.") from None
     families = []
     for family in file.families.values():
         suited = (
@@ -193,33 +204,25 @@ def load_matrix(path: Path = FILE) -> Matrix:
 
 
 def _named(file: dict[str, Any]) -> dict[str, Any]:
-    """The file with what its keys name, and texts of flags as words; a level that is a text is flags."""
-    families = {name: _words(one, name=name) for name, one in file["families"].items()}
-    for one in families.values():
-        one["smaller"] = [shlex.split(flags) for flags in one.get("smaller", ())]
-        for key in {"factors", "fuzz"} & one.keys():
-            one[key] = {
-                factor: [
-                    _words(
-                        each if isinstance(each, dict) else {"flags": each},
-                        factor=factor,
-                        name=name,
-                    )
-                    for name, each in levels.items()
-                ]
+    """The file with the names that its keys give."""
+    families = {}
+    for name, one in file["families"].items():
+        features = {
+            key: {
+                factor: [_level(factor, *given) for given in levels.items()]
                 for factor, levels in one[key].items()
             }
-    layouts = {name: _words(one, name=name) for name, one in file["layouts"].items()}
+            for key in {"factors", "fuzz"} & one.keys()
+        }
+        families[name] = {**one, **features, "name": name}
+    layouts = {name: {**one, "name": name} for name, one in file["layouts"].items()}
     return {**file, "families": families, "layouts": layouts}
 
 
-def _words(given: Mapping[str, Any], **names: str) -> dict[str, Any]:
-    split = {
-        key: shlex.split(text)
-        for key, text in given.items()
-        if key in ("base", "flags", "own") and isinstance(text, str)
-    }
-    return {**given, **split, **names}
+def _level(factor: str, name: str, given: str | dict[str, Any]) -> dict[str, Any]:
+    """One that is a text is flags."""
+    fields = given if isinstance(given, dict) else {"flags": given}
+    return {**fields, "factor": factor, "name": name}
 
 
 def _apart(names: Sequence[str], layouts: Mapping[str, Layout]) -> Apart:

@@ -36,8 +36,6 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 _NAMED_KITS = 3
 """Commits that a title names."""
-UNEXPLAINED, UNTRIED = "not known which level", "in no cell"
-"""Of pairs that are only in cells of which it is not known what is wrong, and of those left."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,8 @@ class MatrixOfVersion:
         return {
             "pairs": len(found),
             **{str(status): pairs.count(status) for status in STATUSES},
-            UNEXPLAINED: len(found) - len(pairs),
-            UNTRIED: pairs.count(None),
+            "not known which level": len(found) - len(pairs),
+            "in no cell": pairs.count(None),
         }
 
     @cached_property

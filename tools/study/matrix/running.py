@@ -25,6 +25,7 @@ from tools.study.matrix.cell import Cell, uncured
 from tools.study.matrix.definition import Level
 from tools.study.matrix.outcome import CellRecord, CellStatus, of_judgement, read_kept
 from tools.study.verify.verifier import Verifier
+from tools.text.terminal import say
 from tools.verify.findings import Finding
 from tools.verify.verdict import refused
 
@@ -148,9 +149,7 @@ class MatrixRun:
         style = {CellStatus.HELD: "green", CellStatus.DIFFERS: "red"}.get(record.status, "yellow")
         levels = " ".join(path.partition("/")[2] for path in record.levels) or "as it is"
         line = f"{record.status}: {record.layout} {record.family}, {levels}: {record.sentence}"
-        self.console.print(
-            f"{line} ({record.seconds:.0f} s)", style=style, highlight=False, soft_wrap=True
-        )
+        say(self.console, f"{line} ({record.seconds:.0f} s)", style)
         return record
 
     def draw(self, cells: Iterator[Cell]) -> Iterator[CellRecord]:
@@ -206,10 +205,6 @@ def fewest[T](parts: Sequence[T], shows: Callable[[tuple[T, ...]], bool]) -> tup
 
     Zeller and Hildebrandt's ddmin (IEEE TSE 28, 2002): halves first, so that one guilty part of n is
     found in about 2·log2(n) tries.
-
-    Args:
-        parts: What shows it together.
-        shows: Whether some of the parts, in their order, show it as well.
     """
     if not parts or shows(()):
         return ()

@@ -119,7 +119,7 @@ def pair_of(
     A wrong cell counts against the levels that are to blame for it; until these are known it counts
     against none that is right in another cell.
     """
-    first = family.factors[level.factor][0] == level
+    first = family.is_first(level)
 
     def has(record: CellRecord) -> bool:
         own = [path for path in record.levels if path.startswith(f"{level.factor}/")]
@@ -159,20 +159,19 @@ def _is_to_blame(record: CellRecord, level: Level, first: bool) -> bool:
     )
 
 
-def bf16_costs(
-    records: Iterable[CellRecord], layouts: Sequence[str], epsilon: float = 2.0**-8
-) -> dict[str, list[float | None]]:
-    """By stage and strategy the largest relative error of cells in bf16 that held, over bf16's rounding.
+EPSILON = 2.0**-8
+"""bf16's rounding, half the distance from 1 to the next number: it keeps 8 bits."""
 
-    Args:
-        records: Of one family.
-        layouts: The columns.
-        epsilon: Half the distance from 1 to the next number: bf16 keeps 8 bits.
-    """
+
+def bf16_costs(
+    records: Iterable[CellRecord], layouts: Sequence[str]
+) -> dict[str, list[float | None]]:
+    """By stage and strategy the largest relative error of a family's cells in bf16 that held, over
+    `EPSILON`."""
     found: dict[str, dict[str, float]] = {}
     for one in records:
         if one.is_right and BF16 in one.levels:
             for stage, error in one.stages.items():
                 before = found.setdefault(stage, {}).get(one.layout, 0.0)
-                found[stage][one.layout] = max(before, error.error / epsilon)
+                found[stage][one.layout] = max(before, error.error / EPSILON)
     return {stage: [row.get(name) for name in layouts] for stage, row in found.items()}

@@ -13,10 +13,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from rich.console import Console
-
 from tools.launch.options import Options, read_patch_file
-from tools.launch.start import ensure_start_checkpoint
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
@@ -104,9 +101,8 @@ def recorded(
         wanted = [(layout.name, Cell(family, layout)) for layout in family.layouts]
         for level in family.levels:
             fitting = ((one, matrix.fitting(family, one, [level])) for one in family.layouts)
-            wanted += [(level.path, Cell(family, *each)) for each in fitting if level in each[1]][
-                :1
-            ]
+            if found := next((each for each in fitting if level in each[1]), None):
+                wanted.append((level.path, Cell(family, *found)))
         for name, cell in wanted:
             scratch = folder / f"{cell.id}-executed"
             scratch.mkdir()
@@ -114,7 +110,7 @@ def recorded(
             asked = replace(pair.job.options, iterations=1, patch_file=recorder)
             verified = compose_pair(replace(pair, job=pair.job.under(asked)))
             try:
-                ensure_start_checkpoint(verified.reference, Console(quiet=True), ranks.exit_code)
+                ranks.ensure_start(verified.reference)
             except LaunchError:
                 continue
             also = {variables.EXECUTED: str(scratch)}

@@ -5,11 +5,10 @@ What their pages say around the tables, and their sentences, are in `examples/ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 
 from tools.study.load import experiment_file
-from tools.text.units import DASH
 
 
 def page(kind: str, /, **parts: str) -> str:
@@ -23,11 +22,6 @@ def sentence(kind: str, name: str, /, **parts: object) -> str:
 
 
 _file = cache(experiment_file)
-
-
-def known(shape: str) -> Callable[[float | None], str]:
-    """How a column writes a number, such as `{:.4f}`; a dash for one that is not known."""
-    return lambda value: DASH if value is None else shape.format(value)
 
 
 def bullets(sentences: Iterable[str]) -> str:

@@ -10,10 +10,10 @@ from tools.report.analyse.statistics import compare
 from tools.report.render.tables import time_text
 from tools.spec.run import Backend
 from tools.study.engine import comparison, losses_broke
-from tools.study.tables import bullets, known, page
+from tools.study.tables import bullets, page
 from tools.study.tables.zero import in_ms, ratio
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import change, megabytes, rounded, signed_percent
+from tools.text.units import change, known, megabytes, rounded, signed_percent
 
 _PAIRS = (
     (("megatron", "dp2"), ("native", "dp2")),

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,9 @@ from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.published import Correction, Figure, load_published
 from tools.study.engine import Study, comparison
-from tools.study.tables import bullets, known, page, sentence
+from tools.study.tables import bullets, page, sentence
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, bracketed, rounded
+from tools.text.units import DASH, bracketed, known, rounded
 
 SOURCE = "000"
 TOLERANCE = 1e-5
@@ -79,21 +79,20 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
             until="" if diverged is None else f" {sentence('moe', 'diverged', diverged=diverged)}",
             tolerance=TOLERANCE,
         ),
-        *_scores(kinds),
+        *_scores(runs),
         *notes,
         *conditions(_runs(runs)),
     ]
-    rows = tuple(map(_GroupRow, kinds.values(), found))
+    rows = tuple(map(_Row, kinds.values(), found))
     published = load_published()
     wrong = tuple(each for each in published.corrections if each.source == SOURCE)
-    figures = Table(_PUBLISHED_COLUMNS, published.of(SOURCE))
-    corrections = Table(_CORRECTIONS, wrong)
+    figures = markdown_table(Table(_FIGURES, published.of(SOURCE)))
     return page(
         "moe",
         model=model,
         table=markdown_table(Table(_COLUMNS, rows)),
         said=bullets(said),
-        published=f"{markdown_table(figures)}\n\n{markdown_table(corrections)}",
+        published=f"{figures}\n\n{markdown_table(Table(_CORRECTIONS, wrong))}",
     )
 
 
@@ -127,21 +126,20 @@ def is_well(row: Entry) -> bool:
     return row.status == Status.OK and row.validation_loss is not None
 
 
-@dataclass(frozen=True)
-class _GroupRow:
+class _Row(NamedTuple):
     group: Group
     parity: RoutedParity
 
-    @property
-    def runs(self) -> str:
-        well = sum(map(is_well, self.group))
-        return f"{well} of {len(self.group)}" if well < len(self.group) else str(well)
 
-    @property
-    def losses_against_the_first(self) -> str:
-        diverged = self.parity.diverged
-        until = f" to iteration {diverged - 1}" if diverged else ""
-        return f"{self.parity.difference:.1e}{until}"
+def _well(row: _Row) -> str:
+    well = sum(map(is_well, row.group))
+    return f"{well} of {len(row.group)}" if well < len(row.group) else str(well)
+
+
+def _against_the_first(row: _Row) -> str:
+    diverged = row.parity.diverged
+    until = f" to iteration {diverged - 1}" if diverged else ""
+    return f"{row.parity.difference:.1e}{until}"
 
 
 def _seed(row: Entry) -> int:
@@ -205,14 +203,13 @@ def _speeds(kinds: Mapping[Kind, Group]) -> list[str]:
     return sentences
 
 
-def _scores(kinds: Mapping[Kind, Group]) -> list[str]:
+def _scores(runs: Group) -> list[str]:
     """Whether the optimizers differ by more than seeds and strategies do."""
     ours, theirs = (
         [
-            run.validation_loss
-            for kind, group in kinds.items()
-            for run in group
-            if kind[2] == name and run.validation_loss is not None
+            loss
+            for run in runs
+            if run.optimizer == name and (loss := run.validation_loss) is not None
         ]
         for name in ("AdamW", "Muon + AdamW")
     )
@@ -224,13 +221,11 @@ def _scores(kinds: Mapping[Kind, Group]) -> list[str]:
     return [sentence("moe", "scores", apart=apart, where=where, scatter=scatter)]
 
 
-def _scores_column(
-    name: str, value: Callable[[Entry], float | None], shape: str
-) -> Column[_GroupRow]:
+def _scores_column(name: str, value: Callable[[Entry], float | None], shape: str) -> Column[_Row]:
     return Column(name, lambda row: _range(row.group, value, shape))
 
 
-_COLUMNS: tuple[Column[_GroupRow], ...] = (
+_COLUMNS: tuple[Column[_Row], ...] = (
     Column("Backend", lambda row: row.group[0].backend),
     Column("Strategy", lambda row: row.group[0].strategy),
     Column("Optimizer", lambda row: row.group[0].optimizer),
@@ -240,10 +235,10 @@ _COLUMNS: tuple[Column[_GroupRow], ...] = (
     _scores_column("Validation loss", lambda run: run.validation_loss, "{:.4f}"),
     _scores_column("Accuracy", lambda run: run.accuracy, "{:.2%}"),
     _scores_column("Perplexity", _perplexity, "{:.0f}"),
-    Column("Losses against the first", lambda row: row.losses_against_the_first),
-    Column("Runs", lambda row: row.runs),
+    Column("Losses against the first", _against_the_first),
+    Column("Runs", _well),
 )
-_PUBLISHED_COLUMNS: tuple[Column[Figure], ...] = (
+_FIGURES: tuple[Column[Figure], ...] = (
     Column("Path", lambda figure: figure.published_as),
     Column("Micro batches/s", lambda figure: figure.micro_batches_per_second, known("{:.2f}")),
     Column("Time", lambda figure: figure.wall_seconds, known("{:.0f} s")),
@@ -259,22 +254,12 @@ _CORRECTIONS = (
 
 
 _BASE = 0x9E3779B97F4A7C15
-_MODULUS = 2**64
 
 
-@dataclass(frozen=True)
-class Shared:
-    """How many of the validation windows are somewhere in the training part."""
+def shared_windows(prefix: Path, split: str, seq_length: int) -> dict[str, int]:
+    """How many windows of the validation documents are, at any offset, in the training documents too.
 
-    windows: int
-    shared: int
-    length: int
-    """Tokens of a window: a sample and its last label."""
-
-
-def shared_windows(prefix: Path, split: str, seq_length: int) -> Shared:
-    """Compare every window of the validation documents, at any offset, with every one of training.
-
+    A window of `length` tokens is a sample and its last label.
     Windows are compared by a 64-bit hash: different hashes prove that windows differ, so none shared
     is certain; a few shared may be one too many, once in 2^64 pairs.
 
@@ -287,7 +272,7 @@ def shared_windows(prefix: Path, split: str, seq_length: int) -> Shared:
     )
     ours = window_hashes(validation, length)
     shared = np.isin(ours, window_hashes(training, length))
-    return Shared(len(ours), int(shared.sum()), length)
+    return {"windows": len(ours), "shared": int(shared.sum()), "length": length}
 
 
 def window_hashes(tokens: NDArray[Any], length: int) -> NDArray[np.uint64]:
@@ -297,7 +282,7 @@ def window_hashes(tokens: NDArray[Any], length: int) -> NDArray[np.uint64]:
     powers = _powers(_BASE, len(tokens) + 1)
     sums = np.concatenate(([np.uint64(0)], np.cumsum((tokens.astype(np.uint64) + 1) * powers[:-1])))
     # Each window's sum is divided by the power it starts with, so that its place does not count.
-    inverse = _powers(pow(_BASE, -1, _MODULUS), len(tokens) - length + 1)
+    inverse = _powers(pow(_BASE, -1, 2**64), len(tokens) - length + 1)
     hashes: NDArray[np.uint64] = (sums[length:] - sums[:-length]) * inverse
     return hashes
 
@@ -329,7 +314,7 @@ def _text(study: Study) -> str:
     prefix, split = ROOT / launch.data, Flags(launch.flags).text("--split")
     shared = shared_windows(prefix, split, launch.model.shape.seq_length)
     notes = (
-        sentence("moe", "shared", **asdict(shared)),
+        sentence("moe", "shared", **shared),
         sentence("moe", "commonest", share=commonest_share(prefix, split)),
     )
     return render(study.model, study.rows, (*notes, *study.experiment.left_out))

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, pairwise
 from math import exp, log
 
+from tools.launch.job import Job
+from tools.plan.tensors import parameters_total
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.statistics import Estimate, TimeComparison, TimeVerdict, compare
-from tools.spec.model import Model
 from tools.spec.run import Backend, DeviceKind
-from tools.spec.strategy import Batch
-from tools.study.definition import Cell
+from tools.study.runner import CellResult
 from tools.text.units import joined, parameters, plural
 
 Devices = tuple[int, DeviceKind]
@@ -23,46 +24,40 @@ Devices = tuple[int, DeviceKind]
 class Swept:
     """One cell of a sweep, with what was measured of its repeats together."""
 
-    cell: Cell
-    parameters: int
-    batch: Batch
-    tokens_per_iteration: int
+    result: CellResult
     row: Entry | None
-    runs: tuple[str, ...] = ()
-    """Names of the run folders, newest first."""
-    complete: bool = True
-    """All repeats are there."""
-    failure: str = ""
-    by_processor: bool = False
-    """Whether times are of the processor: those of the threads that train, over all ranks."""
+    estimate: Estimate | None
+    """Of an iteration, in milliseconds: by the clock, or of the processors, over all ranks."""
+
+    @property
+    def job(self) -> Job:
+        """What is trained, and where."""
+        return self.result.cell.job
 
     @property
     def backend(self) -> Backend:
         """Who trains it."""
-        return self.cell.job.options.backend
-
-    @property
-    def model(self) -> Model:
-        """What is trained."""
-        return self.cell.job.model
+        return self.job.options.backend
 
     @property
     def devices(self) -> Devices:
         """How many, and of which kind."""
-        return self.cell.job.devices, self.cell.job.device
+        return self.job.devices, self.job.device
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the model as it is trained."""
+        return parameters_total(self.result.launch.model.shape)
 
     @property
-    def estimate(self) -> Estimate | None:
-        """Of iteration times, in milliseconds."""
-        if self.row is None:
-            return None
-        return self.row.processor if self.by_processor else self.row.estimate
+    def tokens_per_iteration(self) -> int:
+        """Over all devices."""
+        return self.result.launch.spec.tokens_per_iteration
 
     @property
     def tokens_per_second(self) -> float | None:
         """Over all devices, at the median iteration."""
-        found = self.estimate
-        return self._rate(found.median) if found else None
+        return self._rate(self.estimate.median) if self.estimate else None
 
     @property
     def rate_interval(self) -> tuple[float, float] | None:
@@ -86,34 +81,15 @@ class SizePoint:
     """The second side's time a token over the first's."""
 
     @property
-    def verdict(self) -> TimeVerdict:
-        """On the second side against the first."""
-        return self.found.verdict
-
-    @property
     def text(self) -> str:
         """`gpt3-64m (63.8M)`."""
         return f"{self.model} ({parameters(self.parameters)})"
 
 
-@dataclass(frozen=True)
-class Crossover:
-    """Parameters at which both sides are as fast, with the 95% interval."""
+def crossover(points: Sequence[SizePoint]) -> tuple[float, float, float]:
+    """Parameters at which the ratio of two sides passes 1, with the 95% interval.
 
-    at: float
-    low: float
-    high: float
-
-    @property
-    def text(self) -> str:
-        """`61.2M parameters [40.1M, 88.9M]`."""
-        at, low, high = (parameters(round(value)) for value in (self.at, self.low, self.high))
-        return f"{at} parameters [{low}, {high}]"
-
-
-def crossover(points: Sequence[SizePoint]) -> Crossover:
-    """Where the ratio of two sides passes 1, between a size at which one is clearly faster and a larger
-    one at which the other is.
+    At the first of the sizes one side is clearly faster, at the last one the other.
 
     Ratio and both ends of its interval are interpolated between sizes, all in logarithms. Each of the
     three passes 1, because the interval of neither end holds it.
@@ -123,7 +99,7 @@ def crossover(points: Sequence[SizePoint]) -> Crossover:
     """
     curves = [[getattr(point.found, end) for point in points] for end in ("ratio", "low", "high")]
     at, *ends = (_passes_one([point.parameters for point in points], each) for each in curves)
-    return Crossover(at, min(ends), max(ends))
+    return at, min(ends), max(ends)
 
 
 def _passes_one(sizes: Sequence[int], ratios: Sequence[float]) -> float:
@@ -145,18 +121,13 @@ def compare_tokens(reference: Swept, other: Swept) -> TimeComparison | None:
 
 def fastest(results: Sequence[Swept]) -> dict[tuple[Devices, Backend], list[Swept]]:
     """For each number of devices and backend its fastest strategy at every size, small ones first."""
-    best: dict[tuple[Devices, Backend, str], Swept] = {}
-    for result in results:
-        rate = result.tokens_per_second
-        if rate is None:
-            continue
-        key = result.devices, result.backend, result.model.name
-        if key not in best or rate > (best[key].tokens_per_second or 0):
-            best[key] = result
-    lines: dict[tuple[Devices, Backend], list[Swept]] = {}
-    for (devices, backend, _), result in best.items():
-        lines.setdefault((devices, backend), []).append(result)
-    return {key: sorted(line, key=lambda one: one.parameters) for key, line in lines.items()}
+    known = [result for result in results if result.estimate]
+    lines: dict[tuple[Devices, Backend], dict[str, Swept]] = {}
+    for result in known:
+        lines[result.devices, result.backend] = {}
+    for result in sorted(known, key=lambda one: (one.parameters, -(one.tokens_per_second or 0))):
+        lines[result.devices, result.backend].setdefault(result.job.model.name, result)
+    return {key: list(line.values()) for key, line in lines.items()}
 
 
 def verdicts(results: Sequence[Swept]) -> list[str]:
@@ -164,7 +135,7 @@ def verdicts(results: Sequence[Swept]) -> list[str]:
 
     Dense models and mixtures of experts are two axes of size.
     """
-    kinds = list(dict.fromkeys(map(_kind, results)))
+    kinds = dict.fromkeys(map(_kind, results))
     sentences = []
     for devices in dict.fromkeys(result.devices for result in results):
         for kind in kinds:
@@ -177,8 +148,7 @@ def verdicts(results: Sequence[Swept]) -> list[str]:
 
 
 def _kind(result: Swept) -> str:
-    experts = result.model.shape.experts
-    return "mixtures of experts" if experts else "dense models"
+    return "mixtures of experts" if result.job.model.shape.experts else "dense models"
 
 
 def _pairs(results: Sequence[Swept]) -> Iterator[tuple[tuple[str, list[Swept]], ...]]:
@@ -190,15 +160,15 @@ def _pairs(results: Sequence[Swept]) -> Iterator[tuple[tuple[str, list[Swept]], 
         lines: dict[str, list[Swept]] = {}
         for result in results:
             if result.backend is backend:
-                lines.setdefault(f"{backend} {result.cell.job.strategy}", []).append(result)
+                lines.setdefault(f"{backend} {result.job.strategy}", []).append(result)
         yield from combinations(lines.items(), 2)
 
 
 def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> str:
     """What the sizes, small to large, allow to say of the pair."""
-    clear = [p for p in points if p.verdict.is_clear]
-    unclear = joined([p.text for p in points if p.verdict is TimeVerdict.NOISE])
-    unknown = joined([p.text for p in points if p.verdict is TimeVerdict.UNKNOWN])
+    clear = [p for p in points if p.found.verdict.is_clear]
+    unclear = joined([p.text for p in points if p.found.verdict is TimeVerdict.NOISE])
+    unknown = joined([p.text for p in points if p.found.verdict is TimeVerdict.UNKNOWN])
     few = f"too few samples at {unknown}" if unknown else ""
     if not clear and not unclear:
         return f"{where} nothing can be said of {two} against {one}: {few or 'no size has both'}."
@@ -208,13 +178,14 @@ def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> s
     tail = f"; within noise of each other at {unclear}{tail}" if unclear else tail
     crossings = []
     for small, big in pairwise(clear):
-        if small.verdict is not big.verdict:
+        if small.found.verdict is not big.found.verdict:
             winner, loser = _in_order(big, one, two)
-            known = [p for p in points if p.verdict is not TimeVerdict.UNKNOWN]
+            known = [p for p in points if p.found.verdict is not TimeVerdict.UNKNOWN]
             between = [p for p in known if small.parameters <= p.parameters <= big.parameters]
+            at, low, high = (parameters(round(value)) for value in crossover(between))
             crossings.append(
-                f"{winner} overtakes {loser} at {crossover(between).text}, between {small.text} and "
-                f"{big.text}"
+                f"{winner} overtakes {loser} at {at} parameters [{low}, {high}], between {small.text} "
+                f"and {big.text}"
             )
     if crossings:
         return f"{where} {' and '.join(crossings)}{tail}."
@@ -224,16 +195,15 @@ def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> s
 
 
 def _points(one: Sequence[Swept], two: Sequence[Swept]) -> list[SizePoint]:
-    others = {result.model.name: result for result in two}
-    points = []
-    for result in one:
-        other = others.get(result.model.name)
-        found = compare_tokens(result, other) if other else None
-        if found:
-            points.append(SizePoint(result.model.name, result.parameters, found))
-    return points
+    others = {result.job.model.name: result for result in two}
+    return [
+        SizePoint(name, result.parameters, found)
+        for result in one
+        if (other := others.get(name := result.job.model.name))
+        and (found := compare_tokens(result, other))
+    ]
 
 
 def _in_order(point: SizePoint, one: str, two: str) -> tuple[str, str]:
     """The faster and the slower."""
-    return (two, one) if point.verdict is TimeVerdict.FASTER else (one, two)
+    return (two, one) if point.found.verdict is TimeVerdict.FASTER else (one, two)

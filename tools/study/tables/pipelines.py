@@ -10,10 +10,10 @@ from tools.report.explain.predicted import ideal_bubble
 from tools.report.render.tables import time_text
 from tools.spec.strategy import PipelineSchedule
 from tools.study.engine import Study, comparison
-from tools.study.tables import bullets, known, page, sentence
+from tools.study.tables import bullets, page, sentence
 from tools.text.table import Column, Table, markdown_table
 from tools.text.terminal import say
-from tools.text.units import DASH, joined, megabytes, percent
+from tools.text.units import DASH, joined, known, megabytes, percent
 
 CLOSE = 1e-3
 """Losses of runs that compute the same differ by rounding, far less than this share."""

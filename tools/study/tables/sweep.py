@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tools.plan.tensors import parameters_total
+from tools.records.io import write_record
 from tools.report.analyse.comparability import conditions
 from tools.report.analyse.entry import rows_of
 from tools.report.analyse.statistics import Estimate
@@ -70,16 +70,7 @@ def finish(study: Study) -> int:
     """Write what there is and say it; 0 if all is there."""
     rows = rows_of([result.runs for result in study.results])
     results = [
-        Swept(
-            cell=result.cell,
-            parameters=parameters_total(result.launch.model.shape),
-            batch=result.launch.spec.batch,
-            tokens_per_iteration=result.launch.spec.tokens_per_iteration,
-            row=row,
-            runs=tuple(folder.name for folder in result.runs),
-            complete=result.complete,
-            failure=result.failure,
-        )
+        Swept(result, row, row.estimate if row else None)
         for result, row in zip(study.results, rows, strict=True)
     ]
     folder, chart = study.folder, draw_sweep(results)
@@ -87,8 +78,7 @@ def finish(study: Study) -> int:
         (folder / PICTURE_FILE).write_text(chart.svg)
     text = render(folder.name, results, study.planned.skipped, bool(chart))
     (folder / TEXT_FILE).write_text(text + "\n")
-    data = msgspec.json.encode([_as_data(result) for result in results])
-    (folder / DATA_FILE).write_bytes(msgspec.json.format(data, indent=2) + b"\n")
+    write_record(folder / DATA_FILE, list(map(_as_data, results)))
     say_markdown(study.console, text)
     say(study.console, f"Sweep: {folder / TEXT_FILE}")
     return int(not study.all_well)
@@ -116,12 +106,11 @@ def _sentences(results: Sequence[Swept]) -> list[str]:
     processor = [_by_processor(result) for result in results]
     if any(result.estimate for result in processor):
         said += [f"By processor time: {text}" for text in verdicts(processor)]
-    if any(result.cell.job.device is DeviceKind.CPU for result in results):
+    if any(result.job.device is DeviceKind.CPU for result in results):
         said.append("Times on CPU ranks are illustrative: no GPU's balance is in them.")
-    missing = [result for result in results if not result.complete]
-    if missing:
+    if missing := sum(not one.result.complete for one in results):
         said.append(
-            f"{len(missing)} of {len(results)} cells are not complete; the same command resumes."
+            f"{missing} of {len(results)} cells are not complete; the same command resumes."
         )
     rows = [result.row for result in results if result.row]
     return [*said, *conditions(run for row in rows for run in row.configuration.runs)]
@@ -129,8 +118,8 @@ def _sentences(results: Sequence[Swept]) -> list[str]:
 
 def _by_processor(result: Swept) -> Swept:
     """On CPU ranks the same cell by processor time, which other work on the machine hardly changes."""
-    known = result.row if result.cell.job.device is DeviceKind.CPU else None
-    return replace(result, row=known, by_processor=True)
+    known = result.row if result.job.device is DeviceKind.CPU else None
+    return replace(result, estimate=known.processor if known else None)
 
 
 def _time(found: Estimate | None) -> str:
@@ -143,11 +132,11 @@ def _time(found: Estimate | None) -> str:
 
 def _columns(results: Sequence[Swept]) -> tuple[Column[Swept], ...]:
     first = results[0].backend
-    references = {one.cell.job.name: one for one in results[::-1] if one.backend is first}
+    references = {one.job.name: one for one in results[::-1] if one.backend is first}
 
     def against(result: Swept) -> str:
         """The same cell under the sweep's first backend."""
-        reference = references.get(result.cell.job.name) if result.backend is not first else None
+        reference = references.get(result.job.name) if result.backend is not first else None
         found = compare_tokens(reference, result) if reference else None
         if found is None:
             return ""
@@ -155,46 +144,43 @@ def _columns(results: Sequence[Swept]) -> tuple[Column[Swept], ...]:
         return f"×{found.ratio:.3f}{span} the time: {found.verdict}"
 
     return (
-        Column("Model", lambda one: one.model.name),
+        Column("Model", lambda one: one.job.model.name),
         Column("Parameters", lambda one: one.parameters, parameters),
-        Column("Devices", lambda one: one.cell.job.place),
-        Column("Strategy", lambda one: one.cell.job.strategy),
-        Column(
-            "Batch (micro/global)",
-            lambda one: f"{one.batch.micro_batch_size}/{one.batch.global_batch_size}",
-        ),
+        Column("Devices", lambda one: one.job.place),
+        Column("Strategy", lambda one: one.job.strategy),
+        Column("Batch (micro/global)", lambda one: str(one.result.launch.spec.batch)),
         Column("Backend", lambda one: one.backend),
         Column("ms/iteration [95%]", lambda one: one.estimate, _time),
         Column("Processor ms, all ranks [95%]", lambda one: _by_processor(one).estimate, _time),
         Column("Tokens/s", lambda one: one.tokens_per_second, number),
         Column("Against the first backend", against),
         Column("Loss", lambda one: one.row and one.row.final_loss, loss),
-        Column("Runs", lambda one: len(one.runs), count),
-        Column("Notes", lambda one: one.failure),
+        Column("Runs", lambda one: len(one.result.runs), count),
+        Column("Notes", lambda one: one.result.failure),
     )
 
 
-def _as_data(result: Swept) -> dict[str, object]:
-    job, found = result.cell.job, result.estimate
-    processor = _by_processor(result).estimate
+def _as_data(one: Swept) -> dict[str, object]:
+    job, found, result = one.job, one.estimate, one.result
+    batch, processor = result.launch.spec.batch, _by_processor(one).estimate
     return {
         "model": job.model.name,
-        "parameters": result.parameters,
+        "parameters": one.parameters,
         "strategy": job.strategy,
-        "backend": result.backend,
+        "backend": one.backend,
         "devices": job.devices,
-        "micro_batch": result.batch.micro_batch_size,
-        "global_batch": result.batch.global_batch_size,
+        "micro_batch": batch.micro_batch_size,
+        "global_batch": batch.global_batch_size,
         "device": job.device,
         "iteration_ms_median": found.median if found else None,
         "iteration_ms_ci_low": found.low if found else None,
         "iteration_ms_ci_high": found.high if found else None,
         "processor_ms_median": processor.median if processor else None,
         "samples": found.count if found else 0,
-        "tokens_per_iteration": result.tokens_per_iteration,
-        "tokens_per_second": result.tokens_per_second,
-        "final_loss": result.row and result.row.final_loss,
-        "runs": result.runs,
+        "tokens_per_iteration": one.tokens_per_iteration,
+        "tokens_per_second": one.tokens_per_second,
+        "final_loss": one.row and one.row.final_loss,
+        "runs": [folder.name for folder in result.runs],
         "complete": result.complete,
         "failure": result.failure or None,
     }
@@ -231,7 +217,7 @@ def _paint(figure: Figure, results: Sequence[Swept]) -> None:
             capsize=3,
             linewidth=1.4,
         )
-    sizes = {one.parameters: one.model.name for one in results if one.estimate}
+    sizes = {one.parameters: one.job.model.name for one in results if one.estimate}
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(

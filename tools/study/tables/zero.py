@@ -10,9 +10,9 @@ from tools.report.analyse.statistics import compare
 from tools.report.render.tables import time_text
 from tools.spec.published import Figure, load_published
 from tools.study.engine import comparison, losses_broke
-from tools.study.tables import bullets, known, page, sentence
+from tools.study.tables import bullets, page, sentence
 from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, change, joined, megabytes, ms, percent, rounded, times
+from tools.text.units import DASH, change, joined, known, megabytes, ms, percent, rounded, times
 
 SOURCE = "002"
 
@@ -94,8 +94,8 @@ def _name(row: Entry) -> str:
     return _NAMES.get(row.strategy, row.strategy)
 
 
-def _first(values: Sequence[float]) -> float | None:
-    return values[0] if values else None
+def _peak(figure: Figure | None) -> float | None:
+    return figure.peak_memory_gb[0] if figure and figure.peak_memory_gb else None
 
 
 def _speedup(method: _Method) -> str:
@@ -110,12 +110,9 @@ def _speedup(method: _Method) -> str:
 
 
 def _saved(method: _Method) -> str:
-    baseline, theirs = method.baseline, method.published_baseline
-    mine = ratio(method.row.peak_bytes, baseline.peak_bytes if baseline else None)
-    published = ratio(
-        _first(method.figure.peak_memory_gb) if method.figure else None,
-        _first(theirs.peak_memory_gb) if theirs else None,
-    )
+    baseline = method.baseline.peak_bytes if method.baseline else None
+    mine = ratio(method.row.peak_bytes, baseline)
+    published = ratio(_peak(method.figure), _peak(method.published_baseline))
     return change(mine) + (f" ({change(published)})" if published else "")
 
 
@@ -149,13 +146,13 @@ _PERFORMANCE = (
     _beside(
         "Peak memory",
         lambda method: megabytes(method.row.peak_bytes),
-        lambda figure: _first(figure.peak_memory_gb),
+        _peak,
         known("{:g} GB"),
     ),
     _beside(
         "ms/iteration [95%]",
         lambda method: time_text(method.row.estimate),
-        lambda figure: _first(figure.iteration_ms),
+        lambda figure: next(iter(figure.iteration_ms), None),
         known("{:g}"),
     ),
     _beside(

@@ -31,7 +31,7 @@ from tools.launch.start import ensure_start_checkpoint
 from tools.launch.supervise.warm import WarmPool
 from tools.launch.train import dry_run, other_vocabulary
 from tools.records.run import Status, utc_stamp
-from tools.records.verdict import VERIFY_FOLDER, Outcome
+from tools.records.verdict import VERIFY_FOLDER, Outcome, Verdict
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
@@ -96,24 +96,15 @@ class SharedReferences:
 def verify(
     target: str, given: Namespace, options: Options, console: Console, also: Path | None = None
 ) -> int:
-    """Run a verification; 0 held, 1 differs, 2 not comparable.
-
-    Args:
-        target: Its name.
-        given: What make was given beside the options.
-        options: The make variables.
-        console: The terminal.
-        also: A run folder that gets the results as well.
+    """Run a verification; 0 held, 1 differs, 2 not comparable. `also` is a run folder for the results.
 
     Raises:
         LaunchError: It cannot run here; nothing was written.
     """
     verification = compose_pair(pair_of(target, given, options))
-    launches = verification.launches
     if options.dry_run:
-        return max(map(dry_run, launches))
-    stamp = utc_stamp()
-    folder = options.runs / f"{stamp}-{verification.pair.target}"
+        return max(map(dry_run, verification.launches))
+    folder = options.runs / f"{utc_stamp()}-{verification.pair.target}"
     return carried_out(verification, console, folder, also).verdict.exit_code
 
 
@@ -127,8 +118,6 @@ def carried_out(
     """Say if another model is verified, check that it can run here, train, judge, print the verdict.
 
     Args:
-        verification: What is compared.
-        console: The terminal.
         folder: It gets the run folders and the verdict.
         also: A run folder that gets the results as well.
         shared: References of other strategies, of which this one's may be one.
@@ -176,11 +165,6 @@ def judged(verification: Verification, scratch: Path, train: Train) -> Judgement
     """Train both with `train`, compare their tensors; where errors spread, train the strategy again.
 
     Where the iteration begins with wrong weights, the one in which they became wrong is looked for.
-
-    Args:
-        verification: What is compared.
-        scratch: A folder for the tensors.
-        train: Trains a launch.
     """
     judgement = _At(verification.iteration, verification, scratch, train).judged()
     right, wrong = 0, verification.iteration
@@ -329,17 +313,23 @@ def _scratch(folder: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _print(judgement: Judgement, results: Path, console: Console) -> None:
-    verdict = judgement.verdict
+def say_outcome(console: Console, verdict: Verdict) -> None:
+    """A line in its colour."""
     if verdict.verdict is Outcome.NOT_COMPARABLE:
         say(console, f"not comparable: {verdict.reason}", "red")
     elif verdict.verdict is Outcome.HELD:
         ratio = verdict.worst_ratio or 0.0
         say(console, f"held: no error is above {ratio:.2f} of its tolerance", "green")
-        if verdict.routing_flips:
-            say(console, f"  {verdict.routing_flips} routing choices within rounding differ")
     else:
         say(console, f"differs at: {verdict.line}", "red")
+
+
+def _print(judgement: Judgement, results: Path, console: Console) -> None:
+    verdict = judgement.verdict
+    say_outcome(console, verdict)
+    if verdict.verdict is Outcome.HELD and verdict.routing_flips:
+        say(console, f"  {verdict.routing_flips} routing choices within rounding differ")
+    if verdict.verdict is Outcome.DIFFERS:
         path, _, line = (verdict.source or "").rpartition(":")
         if path and os.environ.get("GITHUB_ACTIONS"):  # On the pull request's line.
             say(console, f"::error file={path},line={line}::{verdict.line}")

@@ -11,7 +11,6 @@ import importlib.util
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -83,14 +82,15 @@ def verify_hf(
     if importlib.util.find_spec("transformers") is None:
         raise LaunchError(NO_TRANSFORMERS)
     folder = options.runs / f"{utc_stamp()}-verify-hf"
-    prover = _Prover(folder, laid, extra_b, options, console)
+    shared = SharedReferences(folder / "references")
+    prover = _Prover(folder, laid, extra_b, options, console, shared)
     proofs: list[Proof] = []
     try:
         for source, name in _sources(hf, folder / "sources"):
             proofs += prover.proofs(source, name)
-            prover.shared.forget()
+            shared.forget()
     finally:
-        prover.shared.forget()
+        shared.forget()
         shutil.rmtree(folder / "models", ignore_errors=True)
     console.print(rich_table(Table(_COLUMNS, tuple(proofs), "Against transformers"), console.width))
     console.print(f"→ {from_root(folder)}", highlight=False)
@@ -117,10 +117,7 @@ class _Prover:
     extra_b: tuple[str, ...]
     options: Options
     console: Console
-
-    @cached_property
-    def shared(self) -> SharedReferences:
-        return SharedReferences(self.folder / "references")
+    shared: SharedReferences
 
     def proofs(self, source: Path, name: str) -> Iterator[Proof]:
         """Of a folder of Hugging Face's, under a model's name."""

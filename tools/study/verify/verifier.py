@@ -29,12 +29,13 @@ from tools.verify.verdict import Judgement
 
 START = {variables.DEVICE: "cpu", "HF_HUB_OFFLINE": "1", **CPU_RANK}
 """What must be set before torch is imported."""
-SECONDS = 300.0
-"""After which a run of a few iterations hangs."""
 
 
 class ForkedRanks:
     """Runs launches on CPU ranks of one Megatron, without a run folder."""
+
+    start_seconds, iteration_seconds = 300.0, 20.0
+    """Longer than these a run hangs."""
 
     def __init__(self, options: Options | None = None) -> None:
         """Of the Megatron that the options name; the installed one's without."""
@@ -42,38 +43,31 @@ class ForkedRanks:
         allowed = {variables.ALLOW_UNKNOWN_MEGATRON: "1"} if options.allow_unknown_megatron else {}
         self.warm = WarmMegatron(find_entry(options.megatron_lm).path, {**START, **allowed})
 
-    def run(
-        self,
-        launch: Launch,
-        log: Path,
-        also: Mapping[str, str] | None = None,
-        seconds: float = SECONDS,
-    ) -> str:
-        """Train; returns how it failed, empty if it did not.
-
-        Args:
-            launch: Of CPU ranks; its arguments are used without those that name the run folder.
-            log: Takes what the ranks print.
-            also: Variables beside the launch's.
-            seconds: After which it is ended.
-        """
-        if code := self.exit_code(launch, log, also, seconds):
+    def run(self, launch: Launch, log: Path, also: Mapping[str, str] | None = None) -> str:
+        """Train as `exit_code`; returns how it failed, empty if it did not."""
+        if code := self.exit_code(launch, log, also):
             return f"ended with {code}: {diagnose(log, code, False).reason} The log is {log}"
         return ""
 
-    def exit_code(
-        self,
-        launch: Launch,
-        log: Path,
-        also: Mapping[str, str] | None = None,
-        seconds: float = SECONDS,
-    ) -> int:
-        """Train; arguments as those of `run`."""
+    def exit_code(self, launch: Launch, log: Path, also: Mapping[str, str] | None = None) -> int:
+        """Train a launch without what names its run folder, with `also` beside its variables.
+
+        What the ranks print is in the log.
+        """
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **START, **launch.environment, **(also or {})}
+        seconds = self.start_seconds + self.iteration_seconds * launch.iterations
         with log.open("wb") as file:
             arguments = (self.warm.entry, *launch.flags)
             return self.warm.run(launch.devices, arguments, environment, file, seconds)
+
+    def ensure_start(self, launch: Launch) -> None:
+        """Write the weights that a launch starts from where they are not there yet.
+
+        Raises:
+            LaunchError: Megatron did not write them.
+        """
+        ensure_start_checkpoint(launch, Console(quiet=True), self.exit_code)
 
     def close(self) -> None:
         """End the process that forks."""
@@ -102,8 +96,7 @@ class Verifier:
         """
         job = pair.job.under(replace(pair.job.options, runs=self.folder))
         verification = compose_pair(replace(pair, job=job))
-        quiet = Console(quiet=True)
-        ensure_start_checkpoint(verification.reference, quiet, self.ranks.exit_code)
+        self.ranks.ensure_start(verification.reference)
         if not both:
             of_patch_files = (variables.PATCH_FILE, variables.PATCH_FILE_SHA256)
             reference = verification.reference

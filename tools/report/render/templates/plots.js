@@ -3,8 +3,7 @@
 (() => {
   const NS = "http://www.w3.org/2000/svg";
   const PAD = { left: 74, right: 14, top: 28, bottom: 40 }, HEIGHT = 300, DOTS = 90;
-  const holder = document.getElementById("plot-data");
-  const plots = holder ? JSON.parse(holder.textContent) : {};
+  const plots = JSON.parse(document.getElementById("plot-data").textContent);
 
   const add = (parent, name, attributes = {}, text = "") => {
     const node = document.createElementNS(NS, name);
@@ -243,8 +242,7 @@
     marks() {
       let last = -99, level = 0;
       const shown = this.plot.marks.map((mark, place) => ({ ...mark, number: place + 1 }))
-        .filter((mark) => mark.x >= this.range[0] && mark.x <= this.range[1])
-        .sort((one, two) => one.x - two.x);
+        .filter((mark) => mark.x >= this.range[0] && mark.x <= this.range[1]);
       for (const mark of shown) {
         const x = this.at(mark.x);
         level = x - last < 20 ? level + 1 : 0;
