@@ -63,9 +63,9 @@ def gb(size_bytes: float, decimals: int = 2) -> str:
     return f"{size_bytes / 1e9:,.{decimals}f}"
 
 
-def ms(seconds: float) -> str:
+def ms(seconds: float, decimals: int = 1) -> str:
     """Seconds as a number of milliseconds, for a heading or a sentence that names the unit."""
-    return f"{1e3 * seconds:,.1f}"
+    return f"{1e3 * seconds:,.{decimals}f}"
 
 
 def milliseconds(seconds: float) -> str:
