@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from examples.studies import backends_table as backends
+from examples.studies import moe_table as moe
+from examples.studies import zero_table as zero
 from tools.report.analyse.entry import Entry, rows_of
-from tools.study.tables import backends, moe, zero
 
 
 def render_zero(folders: Sequence[Path]) -> str:

@@ -26,6 +26,7 @@ from tools.spec.errors import LaunchError
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import ModelShape, load_model
 from tools.spec.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags
+from tools.spec.stages import StageSplit
 from tools.spec.strategy import Batch, Parallelism
 
 CPU, GLOO = device_by_key("cpu"), link_by_key("gloo")
@@ -161,6 +162,9 @@ def test_what_was_planned_is_what_is_trained() -> None:
     assert options.micro_batch_size == batch.micro_batch_size
     assert options.global_batch_size == batch.global_batch_size == 8
     assert options.extra[-2:] == ("--lr", "1e-3")
+    uneven = replace(plan.winner.spec, stages=StageSplit(loss=True))
+    extra = as_options(replace(plan.winner, spec=uneven), Options()).extra
+    assert "--account-for-loss-in-pipeline-split" in extra
 
 
 def test_the_target_says_why_and_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

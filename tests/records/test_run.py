@@ -1,9 +1,18 @@
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from tools.records.io import write_record
-from tools.records.run import Status, StatusRecord, read_status
+from tools.records.run import (
+    RunRecord,
+    Status,
+    StatusRecord,
+    encode_run,
+    read_run,
+    read_status,
+)
+from tools.spec.files import ROOT
 
 
 def test_two_nodes_that_write_the_same_record_at_once_do_not_disturb_each_other(
@@ -29,3 +38,9 @@ def test_a_record_that_cannot_be_put_in_place_leaves_nothing_behind(tmp_path: Pa
     with pytest.raises(OSError, match="directory"):
         write_record(tmp_path / "status.json", StatusRecord(Status.OK, 0))
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_every_field_of_a_run_stands_in_its_file() -> None:
+    folder = next((ROOT / "tests/golden/runs").glob("*-tp2-*"))
+    written = encode_run(read_run(folder))
+    assert {field.name for field in fields(RunRecord)} - {"spec"} <= written.keys()

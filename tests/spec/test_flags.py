@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.spec.files import read_args_file
-from tools.spec.flags import Flags, flag_words, merge_flags
+from tools.spec.flags import Flags, drop_flags, flag_words, merge_flags
 
 WORDS = st.text("abc0", min_size=1, max_size=4)
 GROUP = st.lists(st.tuples(WORDS.map("--{}".format), st.lists(WORDS, max_size=3)), max_size=6)
@@ -31,6 +31,10 @@ def test_an_unclosed_quote_is_named_by_file_and_line(tmp_path: Path) -> None:
 def test_a_later_flag_replaces_an_earlier_one_with_all_its_values() -> None:
     merged = merge_flags(["--lr", "1", "--betas", "0.9", "0.95"], ["--lr=2"], ["--betas", "0.8"])
     assert merged == ("--lr", "2", "--betas", "0.8")
+
+
+def test_a_flag_goes_however_its_value_is_written() -> None:
+    assert drop_flags(["--lr=2", "--on", "--lr", "3"], ["--lr"]) == ("--on",)
 
 
 @given(GROUP, GROUP)

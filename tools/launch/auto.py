@@ -32,8 +32,7 @@ from tools.spec.errors import LaunchError
 from tools.spec.files import OWN_READINGS
 from tools.spec.flags import Flags
 from tools.spec.hardware import Device, link_by_key
-from tools.spec.recompute import recompute_flags
-from tools.spec.run import DeviceKind, cp_comm_flags, on_cpu_ranks, spec_of_model
+from tools.spec.run import DeviceKind, chosen_flags, on_cpu_ranks, spec_of_model
 from tools.spec.strategy import Batch, Parallelism, batch_for, strategy_flags
 from tools.text.units import ms
 
@@ -50,7 +49,7 @@ def train_auto(target: str, options: Options, console: Console) -> int:
     chosen = plan.winner
     if chosen is None:
         raise LaunchError(f"There is no plan for '{target}'; see the sentences above.")
-    flags = strategy_flags(chosen.spec.parallelism)
+    flags = strategy_flags(chosen.spec.flagged_parallelism)
     job = replace(baseline, strategy=chosen.strategy, script_flags=flags)
     return start(job.under(as_options(chosen, options)), console)
 
@@ -123,7 +122,7 @@ def as_options(chosen: Candidate, options: Options) -> Options:
         options,
         micro_batch_size=options.micro_batch_size or batch.micro_batch_size,
         global_batch_size=batch.global_batch_size,
-        extra=(*recompute_flags(spec.recompute), *cp_comm_flags(spec), *options.extra),
+        extra=(*chosen_flags(spec), *options.extra),
     )
 
 

@@ -178,9 +178,8 @@ def computed_by(launch: Launch) -> Computed:
 
 def identity_here(launch: Launch, runs: Path) -> Identity:
     """The identity that a run of this launch would have on this machine."""
-    (installed, image), entry = _find_software(launch, runs), launch.entry
-    version, commit = entry.megatron_version, entry.megatron_commit
-    code = UsedCode(version, commit, entry.path, launch.code, pairs(installed), image)
+    installed, image = _find_software(launch, runs)
+    code = UsedCode(launch.entry, launch.code, pairs(installed), image)
     return Identity(computed_by(launch), code, timed_on(find_host(launch)))
 
 

@@ -23,8 +23,7 @@ from tools.plan.time import iteration
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.spec.flags import merge_flags, unlisted_flags
 from tools.spec.model import GPT2_VOCABULARY, Model
-from tools.spec.recompute import recompute_flags
-from tools.spec.run import RunSpec, cp_comm_flags
+from tools.spec.run import RunSpec, chosen_flags
 from tools.spec.strategy import batch_for, strategy_name
 from tools.text.table import Column, Table, rich_table
 from tools.text.units import gb, gib, joined, ms, percent, plural
@@ -82,7 +81,7 @@ def candidate_as_data(request: Request, candidate: Candidate) -> dict[str, Any]:
         "microbatches": spec.microbatches,
         "recompute": str(spec.recompute),
         "cp_comm_type": spec.cp_comm_type,
-        "extra_flags": list(_extra_flags(spec)),
+        "extra_flags": list(chosen_flags(spec)),
         "fits": candidate.fits,
         "verdict": candidate.verdict,
         "iteration_seconds": candidate.seconds.total,
@@ -192,11 +191,6 @@ def _sorted(values: Mapping[str, float], written: Callable[..., str]) -> list[tu
     ]
 
 
-def _extra_flags(spec: RunSpec) -> tuple[str, ...]:
-    """Megatron's flags beyond those of the strategy."""
-    return (*recompute_flags(spec.recompute), *cp_comm_flags(spec), *spec.stages.flags)
-
-
 def trained_vocabulary_sentence(spec: RunSpec) -> str:
     """How the model that the command trains, on the kit's own data, differs from the planned one."""
     return vocabulary_sentence(spec.trained_shape, GPT2_VOCABULARY, spec.parallelism.tensor)
@@ -232,7 +226,7 @@ def make_command(model: Model, spec: RunSpec, extra: Sequence[str] = ()) -> str:
         words.append(f"MICRO_BATCH={batch.micro_batch_size}")
     if batch.global_batch_size != usual.global_batch_size:
         words.append(f"GLOBAL_BATCH={batch.global_batch_size}")
-    flags = [*extra, *_extra_flags(spec)]
+    flags = [*extra, *chosen_flags(spec)]
     if spec.dtype not in {model.dtype, "fp32"}:
         flags.append(f"--{spec.dtype}")
     if spec.shape.seq_length != model.shape.seq_length:

@@ -169,12 +169,10 @@ def quarantine(folder: Path, iteration: int) -> None:
     Unfinished ones go, damaged ones get another name.
     """
     for checkpoint in find_checkpoints(folder):
-        if checkpoint.iteration <= iteration:
-            continue
-        if not checkpoint.is_finished:
+        if checkpoint.iteration > iteration and checkpoint.is_finished:
+            rename_damaged(checkpoint.path)
+        elif checkpoint.iteration > iteration:
             shutil.rmtree(checkpoint.path)
-            continue
-        rename_damaged(checkpoint.path)
 
 
 def rename_damaged(path: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tools.records.run import Code, Host, RunRecord
+from tools.records.run import Code, Host, MegatronEntry, RunRecord
 from tools.spec.flag_table import argument_names, of_role
 from tools.spec.flags import values_by_flag
 from tools.spec.run import RunSpec
@@ -46,9 +46,7 @@ class Computed:
 class UsedCode:
     """With which code."""
 
-    megatron_version: str
-    megatron_commit: str | None
-    entry: str
+    entry: MegatronEntry
     code: Code | None
     """None in records of before it was kept."""
     software: Pairs
@@ -90,7 +88,6 @@ class Identity:
 
 def identity_of(record: RunRecord) -> Identity:
     """The identity of a run that was made."""
-    entry = record.entry
     return Identity(
         computed(
             record.spec,
@@ -98,14 +95,7 @@ def identity_of(record: RunRecord) -> Identity:
             record.exit_interval,
             record.environment,
         ),
-        UsedCode(
-            entry.megatron_version,
-            entry.megatron_commit,
-            entry.path,
-            record.code,
-            pairs(record.software),
-            record.image,
-        ),
+        UsedCode(record.entry, record.code, pairs(record.software), record.image),
         timed_on(record.host),
     )
 

@@ -72,11 +72,7 @@ def wire_bytes(
 ) -> int:
     """Bytes one rank sends for one call, rounded down; nothing in a group of one rank.
 
-    Args:
-        operation: What is called.
-        payload_bytes: The whole tensor: gathered, before scattering, or as sent.
-        ranks: Ranks of the group.
-        transport: What moves it.
+    The payload is the whole tensor: gathered, before scattering, or as sent.
     """
     if ranks == 1 or operation in (Operation.RECEIVE, Operation.BARRIER):
         return 0
@@ -163,14 +159,6 @@ class RankCommunication:
 
 
 @dataclass(frozen=True)
-class CommunicationRecord:
-    """`comm.json`: the ranks whose ledgers were found, in order."""
-
-    ranks: tuple[RankCommunication, ...]
-    schema: int = 1
-
-
-@dataclass(frozen=True)
 class RankTime:
     """One rank's part of `time.json`: mean seconds of a steady iteration."""
 
@@ -183,14 +171,6 @@ class RankTime:
     processor_seconds: tuple[float, ...] = ()
     """Of the thread that trains, in each steady iteration: on a machine with other work its iterations
     take longer, and hardly more of the processor."""
-
-
-@dataclass(frozen=True)
-class TimeRecord:
-    """`time.json`."""
-
-    ranks: tuple[RankTime, ...]
-    schema: int = 1
 
 
 class MemoryCategory(StrEnum):
@@ -245,14 +225,6 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class MemoryRecord:
-    """`memory.json`."""
-
-    ranks: tuple[RankMemory, ...]
-    schema: int = 1
-
-
-@dataclass(frozen=True)
 class LayerRouting:
     """One layer's router in one iteration, over a rank's own tokens of all its micro batches.
 
@@ -288,12 +260,23 @@ class RankRouting:
 
 
 @dataclass(frozen=True)
-class RoutingRecord:
-    """`routing.json`: the ranks whose routers were watched, in order."""
+class RanksRecord[Rank]:
+    """A ledger in a run's folder: the ranks that were watched, in order."""
 
-    ranks: tuple[RankRouting, ...]
+    ranks: tuple[Rank, ...]
     schema: int = 1
 
+
+CommunicationRecord = RanksRecord[RankCommunication]
+TimeRecord = RanksRecord[RankTime]
+MemoryRecord = RanksRecord[RankMemory]
+RoutingRecord = RanksRecord[RankRouting]
+_FILES: dict[Any, str] = {
+    CommunicationRecord: COMMUNICATION_FILE,
+    MemoryRecord: MEMORY_FILE,
+    TimeRecord: TIME_FILE,
+    RoutingRecord: ROUTING_FILE,
+}
 
 Counts = tuple[tuple[int, ...], ...]
 """Tokens of each expert, layer by layer."""
@@ -335,14 +318,6 @@ def _moved(one: Counts, two: Counts) -> float:
     """Share of the choices that are another's."""
     pairs = [(a, b) for x, y in zip(one, two, strict=True) for a, b in zip(x, y, strict=True)]
     return sum(abs(a - b) for a, b in pairs) / 2 / max(1, sum(a for a, _ in pairs))
-
-
-_FILES: dict[type[Any], str] = {
-    CommunicationRecord: COMMUNICATION_FILE,
-    MemoryRecord: MEMORY_FILE,
-    TimeRecord: TIME_FILE,
-    RoutingRecord: ROUTING_FILE,
-}
 
 
 def read_ledger[T](folder: Path, kind: type[T]) -> T:

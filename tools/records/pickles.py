@@ -181,12 +181,8 @@ def describe_saved(archive: zipfile.ZipFile) -> Any:
 
 
 def rewritten(saved: bytes, change: Callable[[Any], Any]) -> bytes:
-    """What `torch.save` wrote, with other content.
-
-    Args:
-        saved: All of it.
-        change: Gives the new content. In what it gets classes are stand-ins, and tensors are made of a
-            `SavedStorage`.
+    """What `torch.save` wrote, with the content that `change` makes of its own: in that, classes are
+    stand-ins, and tensors are made of a `SavedStorage`.
 
     Raises:
         Exception: A damaged pickle raises anything.
@@ -224,10 +220,6 @@ def _tensor(
     return DescribedTensor(tuple(size), *of, begin, tuple(strides))
 
 
-def _parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
 class _Dict(dict[Any, Any]):
     """Takes attributes, which a module's state has beside its tensors."""
 
@@ -236,5 +228,5 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): _Dict,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
 }

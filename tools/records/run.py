@@ -269,7 +269,7 @@ def encode_run(record: RunRecord) -> dict[str, Any]:
     known = msgspec.to_builtins(spec) | {"strategy": spec.name, "seq_length": spec.shape.seq_length}
     # One by one: msgspec leaves out defaults that it filled in itself, of a file of before they were.
     known |= {each.name: msgspec.to_builtins(getattr(record, each.name)) for each in fields(record)}
-    return {name: known[name] for name in _InFile.__struct_fields__}
+    return {name: known[name] for name in _NAMES}
 
 
 _RENAMED = {"plant": "patch_file"}
@@ -283,56 +283,46 @@ def decode_run(data: Mapping[str, Any]) -> RunRecord:
         msgspec.ValidationError: It is not of this shape, or its arguments define no model.
     """
     data = {_RENAMED.get(name, name): value for name, value in data.items()}
-    spec_names = {field.name for field in fields(RunSpec)}
-    own = {name: value for name, value in data.items() if name not in spec_names}
-    said = msgspec.convert(data, _InFile)
+    said = msgspec.convert(data, _Said)
     try:
         argv = counted_vocabulary(said.argv, said.entry.megatron_version)
         spec = spec_of_flags(argv, said.parallelism.world_size, said.device, said.model)
     except (ValueError, ZeroDivisionError) as error:
         raise msgspec.ValidationError(str(error)) from None
     fused = tuple(filter(None, said.environment.get(variables.FUSED, "").split(",")))
-    known = {name: getattr(said, name) for name in spec_names & set(said.__struct_fields__)}
-    spec = replace(spec, fused=fused, **known)
-    return msgspec.convert(own | {"spec": msgspec.to_builtins(spec)}, RunRecord)
+    in_spec = {field.name for field in fields(RunSpec)}.intersection(said.__struct_fields__)
+    spec = replace(spec, fused=fused, **{name: getattr(said, name) for name in in_spec})
+    return msgspec.convert(data | {"spec": msgspec.to_builtins(spec)}, RunRecord)
 
 
-class _InFile(msgspec.Struct, kw_only=True):
-    """Fields of `run.json` in their order; with their types those of the spec, and those that its others
-    are read from. The others are `RunRecord`'s own."""
+_NAMES = (
+    *("run", "created_utc", "backend", "strategy", "model", "device", "parallelism", "batch"),
+    *("seq_length", "dtype", "dropout", "seed", "exit_interval", "argv", "command", "environment"),
+    *("entry", "host", "software", "dataset", "start_checkpoint", "start_weights", "kit_commit"),
+    *("code", "runtime", "image", "link_bits_per_second", "save_every", "resumptions"),
+    *("shares_gpu", "patch_file", "schema"),
+)
+"""Fields of `run.json`, in their order."""
 
-    run: Any = None
-    created_utc: Any = None
+
+class _Said(msgspec.Struct, kw_only=True):
+    """What of the spec is among them, and what its other fields are read from."""
+
     backend: str
     strategy: str
     model: str
     device: DeviceKind
     parallelism: Parallelism
     batch: Batch
-    seq_length: Any = None
     dtype: str
     dropout: float
     seed: int
-    exit_interval: Any = None
     argv: tuple[str, ...]
-    command: Any = None
     environment: dict[str, str]
     entry: MegatronEntry
-    host: Any = None
-    software: Any = None
-    dataset: Any = None
-    start_checkpoint: Any = None
-    start_weights: Any = None
-    kit_commit: Any = None
-    code: Any = None
-    runtime: Any = None
-    image: Any = None
     link_bits_per_second: int | None = None
-    save_every: Any = None
-    resumptions: Any = None
     shares_gpu: bool = False
     patch_file: PatchFile | None = None
-    schema: Any = None
 
 
 def read_run(folder: Path) -> RunRecord:

@@ -261,14 +261,8 @@ def _checksums(folder: Path, piece: StoredPart) -> list[tuple[str, int, int]]:
 def read_tensor(
     folder: Path, stored: StoredTensor, layer: int | None = None, rows: int | None = None
 ) -> Tensor:
-    """A tensor, put together of the pieces that ranks saved.
-
-    Args:
-        folder: The checkpoint's.
-        stored: Which tensor.
-        layer: The one that is wanted of a stacked tensor, from 0; all by default.
-        rows: How many of its rows are wanted; all by default.
-    """
+    """A tensor, put together of the pieces that ranks saved: all of it, or a layer of a stacked one,
+    from 0, or so many of its first rows."""
     begin, size = [0] * len(stored.shape), list(stored.shape)
     if layer is not None:
         begin[0], size[0] = layer, 1
@@ -344,9 +338,6 @@ class _Part(io.RawIOBase):
         self._offset = offset
         self._length = length
         self._position = 0
-
-    def readable(self) -> bool:
-        return True
 
     def seekable(self) -> bool:
         return True

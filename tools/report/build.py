@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from tools.plan.options import RequestError
@@ -20,7 +19,6 @@ from tools.report.analyse.earlier import (
     compare_with_baseline,
     read_baseline,
 )
-from tools.report.analyse.gpu_bench import read_bench
 from tools.report.analyse.planned import planned, readings_of
 from tools.report.analyse.report import Report, build_report
 from tools.report.canvas import can_draw
@@ -99,7 +97,7 @@ def build(options: BuildOptions, console: Console) -> int:
         console.print("It has no charts: matplotlib is not installed (pip install matplotlib).")
     # Not wrapped: a path in two lines can be neither clicked nor copied.
     say(console, f"Report: {options.reports_root / name / 'report.html'}")
-    if not report.entries and report.gpu_bench is None:
+    if not report.entries:
         return 1
     if options.strict and any(change.fails_strict for change in report.changes):
         return 1
@@ -119,16 +117,10 @@ def _report(name: str, options: BuildOptions) -> Report:
         runs[place] = replace(run, device=device, repeats=options.repeats.get(run.path, ""))
     # Runs that were named are all wanted, whatever versions they were made with.
     all_conditions = options.all_conditions or bool(options.paths)
-    bench = None
-    try:
-        # Runs that were named are the report's only subject.
-        bench = None if options.paths else read_bench(options.runs_root)
-    except (OSError, msgspec.DecodeError) as error:
-        problems.append(f"The results of bench-gpu cannot be read ({error}); they are left out.")
     report = build_report(name, runs, load_published(), problems, all_conditions)
     try:
         predicted = planned(report.entries, options.runs_root, options.readings)
     except (ReadingsError, RequestError) as error:
         predicted = ()
         report = replace(report, problems=(*report.problems, str(error)))
-    return replace(report, gpu_bench=bench, planned=predicted)
+    return replace(report, planned=predicted)

@@ -143,9 +143,9 @@ def planned(*ways: str) -> frozenset[str]:
 
 
 @cache
-def of_group(group: str) -> tuple[KnownFlag, ...]:
-    """Flags that set a field of this, in order."""
-    return tuple(flag for flag in FLAGS.values() if flag.group == group)
+def of_group(*groups: str) -> tuple[KnownFlag, ...]:
+    """Flags that set a field of these, in order."""
+    return tuple(flag for flag in FLAGS.values() if flag.group in groups)
 
 
 def of_native(way: str) -> frozenset[str]:

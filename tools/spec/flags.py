@@ -6,7 +6,8 @@ Kinds and defaults are those of the table (`tools/spec/flag_table.py`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Container, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -42,15 +43,9 @@ def pick_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
 
 
 def drop_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
-    """The words without the flags in `names` and their values, in order."""
-    kept: list[str] = []
-    keeping = True
-    for word in words:
-        if word.startswith("--"):
-            keeping = word not in names
-        if keeping:
-            kept.append(word)
-    return tuple(kept)
+    """The other flags, with their values."""
+    given = values_by_flag(words).items()
+    return tuple(word for name, values in given if name not in names for word in (name, *values))
 
 
 def unlisted_flags(words: Sequence[str]) -> tuple[str, ...]:
@@ -78,6 +73,12 @@ def refuse_misspelled(words: Sequence[str]) -> None:
     """
     if found := misspelled(words):
         raise ValueError("\n".join(found.values()))
+
+
+def refuse_unknown(name: str, values: Iterable[str], known: Collection[str]) -> None:
+    """Refuse values of a flag that Megatron does not have: a ValueError names the first of them."""
+    if unknown := sorted(set(values).difference(known)):
+        raise ValueError(f"{name} {unknown[0]} is not one of Megatron's; use {', '.join(known)}.")
 
 
 def flags_in(words: Sequence[str], megatron_version: str) -> tuple[str, ...]:
@@ -128,6 +129,10 @@ class Flags:
     def texts(self, name: str) -> list[str]:
         """All of the flag's values; none where it does not occur."""
         return self._values.get(name, [])
+
+    def names(self, name: str) -> list[str]:
+        """All of the flag's values, also of a list of Python's in a log, of YAML's in a recipe."""
+        return re.sub(r"[][',\"]", " ", " ".join(self.texts(name))).split()
 
     def integer(self, name: str, default: int | None = None) -> int:
         """The flag's first value as an integer.

@@ -108,11 +108,8 @@ def exact_flags(path: Path) -> tuple[str, ...]:
 
 
 def config_of_flags(words: Sequence[str], dtype: str) -> dict[str, Any]:
-    """The `config.json` of a model that is trained with these flags of Megatron's.
-
-    Args:
-        words: Megatron's arguments, the vocabulary among them.
-        dtype: torch's name of the stored weights' type.
+    """The `config.json` of a model that is trained with these flags of Megatron's, the vocabulary
+    among them; its weights are stored in the type that torch calls `dtype`.
 
     Raises:
         ConfigError: It is neither GPT-2 nor Llama; the message names the flag.
@@ -121,9 +118,9 @@ def config_of_flags(words: Sequence[str], dtype: str) -> dict[str, Any]:
     for flag, why in _NO_COUNTERPART.items():
         if flags.has(flag):
             raise ConfigError(f"{flag} {why}, so the model is neither GPT-2 nor Llama.")
-    if flags.text("--position-embedding-type") == "rope":
-        return {**_llama_config(flags), "dtype": dtype, "torch_dtype": dtype}
-    return {**_gpt2_config(flags), "dtype": dtype, "torch_dtype": dtype}
+    is_llama = flags.text("--position-embedding-type") == "rope"
+    config = _llama_config(flags) if is_llama else _gpt2_config(flags)
+    return {**config, "dtype": dtype, "torch_dtype": dtype}
 
 
 @dataclass(frozen=True)

@@ -232,14 +232,13 @@ class ModelShape:
             return ((self, range(self.layers)),)
         rest = frozenset(range(self.layers)) - linear
         plain = replace(self, linear_layers=()) if linear else self
-        kinds: list[tuple[ModelShape, Collection[int]]] = [(plain, rest - dense)]
-        if dense:
-            kinds.append((plain.without_experts, rest & dense))
-        if linear:
-            kinds.append((plain.linearly, linear - dense))
-        if dense and linear:
-            kinds.append((plain.without_experts.linearly, linear & dense))
-        return tuple(kinds)
+        kinds = (
+            (True, plain, rest - dense),
+            (dense, plain.without_experts, rest & dense),
+            (linear, plain.linearly, linear - dense),
+            (dense and linear, plain.without_experts.linearly, linear & dense),
+        )
+        return tuple((kind, layers) for is_there, kind, layers in kinds if is_there)
 
     @property
     def linearly(self) -> ModelShape:
@@ -329,11 +328,8 @@ def model_names() -> tuple[str, ...]:
 
 
 def load_model(name: str, file: str | None = None) -> Model:
-    """Read a model by name: a file of one's own if it has that name, else one of `examples/` or `hub/`.
-
-    Args:
-        name: As targets have it.
-        file: `MODEL=` of a training target: the path of an `.args` file or a `config.json`.
+    """Read a model by name: a target's `MODEL=`, the path of a file, if it has that name, else a file
+    of `examples/` or `hub/`.
 
     Raises:
         UnknownModelError: There is no such `.args` file.
@@ -406,14 +402,17 @@ def model_from_flags(name: str, family: str, words: Sequence[str]) -> Model:
         family=family,
         flags=tuple(words),
         shape=shape_from_flags(name, flags),
-        batch=Batch(
-            flags.integer("--micro-batch-size", 1),
-            flags.integer("--global-batch-size", flags.integer("--micro-batch-size", 1)),
-        ),
+        batch=batch_of(flags),
         dtype=dtype_of(flags),
         # A family may train all its models without.
         dropout=Flags((*training_flags(family), *words)).number("--hidden-dropout"),
     )
+
+
+def batch_of(flags: Flags, replicas: int = 1) -> Batch:
+    """What the flags say; a sample a rank, and a micro batch a replica, where they do not."""
+    micro = flags.integer("--micro-batch-size", 1)
+    return Batch(micro, flags.integer("--global-batch-size", micro * replicas))
 
 
 def dtype_of(flags: Flags) -> str:
@@ -466,13 +465,11 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         if not flags.has(needed):
             raise ValueError(f"Model '{name}' lacks {needed}; add it to its .args file.")
     said = flags.fields("shape")
-    for flag in (
-        each for group in ("shape", "latent", "mamba", "linear") for each in of_group(group)
-    ):
+    for flag in of_group("shape", "latent", "mamba", "linear"):
         counted = flag.kind == "whole" and flag.field not in (*_FROM_ONE, *_OF_EXPERTS)
         if counted and (value := flags.integer(flag.name)) < 0:
             raise ValueError(f"{flag.name} is {value}; use 0 or more.")
-    hidden, heads = said["hidden"], said["heads"]
+    hidden, heads, layers = said["hidden"], said["heads"], said["layers"]
     learned = flags.text("--position-embedding-type") == "learned_absolute"
     latent = flags.has("--multi-latent-attention")
     columns = said.get("ffn_hidden", usual_ffn(hidden, flags.has("--swiglu")))
@@ -482,6 +479,12 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         "ffn_hidden": columns,
         "expert_ffn_hidden": columns,
     }
+    experts = said.get("experts", 0)
+    with_experts = _marked(flags, "--moe-layer-freq", layers, _each) if experts else range(layers)
+    linear = flags.text("--experimental-attention-variant") == GATED_DELTA_NET
+    window, windowed = _window(flags), 1.0
+    if window and flags.has(_SKIPPED):
+        windowed = len(_marked(flags, _SKIPPED, layers, _others)) / layers
     shape = ModelShape(
         **(derived | said),
         positions=flags.integer("--max-position-embeddings") if learned else 0,
@@ -495,28 +498,12 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         latent=LatentAttention(**({"query_rank": 0} | flags.fields("latent"))) if latent else None,
         load_balancing=flags.text("--moe-aux-loss-coeff", "0").strip("[]") not in ("0", "0.0"),
         router_z_loss=flags.has("--moe-z-loss-coeff"),
+        dense_layers=tuple(layer for layer in range(layers) if layer not in with_experts),
+        linear=LinearAttention(**flags.fields("linear")) if linear else None,
+        linear_layers=_marked(flags, "--linear-attention-freq", layers, _others) if linear else (),
+        window=window,
+        windowed=windowed if window else 0.0,
     )
-    if shape.experts:
-        marked = _marked(
-            flags, "--moe-layer-freq", shape.layers, lambda layer, every: layer % every == 0
-        )
-        dense = tuple(layer for layer in range(shape.layers) if layer not in marked)
-        shape = replace(shape, dense_layers=dense)
-    if flags.text("--experimental-attention-variant") == GATED_DELTA_NET:
-        marked = _marked(
-            flags,
-            "--linear-attention-freq",
-            shape.layers,
-            lambda layer, every: (layer + 1) % every > 0,
-        )
-        shape = replace(
-            shape, linear_layers=marked, linear=LinearAttention(**flags.fields("linear"))
-        )
-    if window := _window(flags):
-        every = shape.layers
-        if flags.has(_SKIPPED):
-            every = len(_marked(flags, _SKIPPED, every, lambda layer, skip: (layer + 1) % skip > 0))
-        shape = replace(shape, window=window, windowed=every / shape.layers)
     _refuse_empty(name, shape)
     return _hybrid_shape(shape, flags) if flags.has("--hybrid-layer-pattern") else shape
 
@@ -561,6 +548,14 @@ def _refuse_empty(name: str, shape: ModelShape) -> None:
             f"Model '{name}' has {shape.heads} attention heads, which {shape.query_groups} query "
             "groups do not divide; use another --num-query-groups."
         )
+
+
+def _each(layer: int, every: int) -> bool:
+    return layer % every == 0
+
+
+def _others(layer: int, every: int) -> bool:
+    return (layer + 1) % every > 0
 
 
 def _marked(

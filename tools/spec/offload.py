@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
-from tools.spec.flags import Flags, flag_words, words_of
+from tools.spec.flags import Flags, flag_words, refuse_unknown, words_of
 
 GROUPS = (
     "attn_norm",
@@ -64,13 +63,10 @@ def offload_of(flags: Flags) -> Offload:
         raise ValueError(f"{_LAYERS} is {found.layers}; use 0 or more.")
     if not flags.has(_FINE):
         return found
-    words = re.sub(r"[][',\"]", " ", " ".join(found.modules)).split()
+    words = flags.names(_MODULES)
     if not words:
         raise ValueError(f"{_FINE} needs {_MODULES}; use some of {', '.join(GROUPS)}.")
-    if unknown := sorted(set(words) - set(GROUPS)):
-        raise ValueError(
-            f"{_MODULES} {unknown[0]} is not one of Megatron's; use {', '.join(GROUPS)}."
-        )
+    refuse_unknown(_MODULES, words, GROUPS)
     if _FUSED in words and not flags.has(_FUSER):
         raise ValueError(f"{_MODULES} {_FUSED} needs {_FUSER}; add it.")
     if min(found.smallest, found.kept_by_stage) < 0 or not 0 <= found.fraction <= 1:

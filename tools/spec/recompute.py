@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tools.spec.flags import Flags, words_of
+from tools.spec.flags import Flags, refuse_unknown, words_of
 
 _SCORES = "core_attn"
 RECOMPUTED_MODULES = frozenset(
@@ -135,10 +134,6 @@ def recompute_of(flags: Flags) -> Recompute:
     experts = flags.has(_EXPERTS_TOO)
     if not (granularity == "selective" or flags.has("--recompute-activations") or experts):
         return Recompute.NONE
-    # A log prints a list of Python's, a recipe one of YAML's.
-    named = " ".join(flags.texts(_MODULES)) if flags.has(_MODULES) else _SCORES
-    modules = frozenset(re.sub(r"[][',\"]", " ", named).split() + ["moe"] * experts)
-    if unknown := sorted(modules - RECOMPUTED_MODULES):
-        known = ", ".join(sorted(RECOMPUTED_MODULES))
-        raise ValueError(f"{_MODULES} {unknown[0]} is not one of Megatron's; use {known}.")
-    return Recompute(modules)
+    named = flags.names(_MODULES) if flags.has(_MODULES) else [_SCORES]
+    refuse_unknown(_MODULES, named, sorted(RECOMPUTED_MODULES))
+    return Recompute(frozenset(named + ["moe"] * experts))

@@ -14,8 +14,8 @@ from functools import cached_property, lru_cache
 
 from tools.spec.experts import BALANCED, ExpertLoad, expert_load_of
 from tools.spec.flag_table import of_group
-from tools.spec.flags import Flags, flag_words, words_of
-from tools.spec.model import MTP, Model, ModelShape, dtype_of, shape_from_flags
+from tools.spec.flags import Flags, flag_words, refuse_unknown, words_of
+from tools.spec.model import MTP, Model, ModelShape, batch_of, dtype_of, shape_from_flags
 from tools.spec.offload import NOTHING, Offload, offload_flags, offload_of
 from tools.spec.recompute import Recompute, recompute_flags, recompute_of
 from tools.spec.replacing import replace
@@ -290,21 +290,17 @@ class RunSpec:
 
     def chunk_layers(self, pipeline_rank: int) -> tuple[int, ...]:
         """Layers of each virtual stage of a pipeline rank; depths ahead are the last one's."""
-        split = self.parallelism
-        chunks = self.stages.chunks(
-            self.shape.layers, split.pipeline, split.virtual_stages, pipeline_rank
-        )
-        if self.shape.mtp_depth and pipeline_rank == split.pipeline - 1:
-            return (*chunks[:-1], chunks[-1] + self.shape.mtp_depth)
-        return chunks
+        return self._with_depths(range(self.shape.layers), pipeline_rank)
 
     def chunk_dense_layers(self, pipeline_rank: int) -> tuple[int, ...]:
         """Of the layers of each virtual stage of a pipeline rank those that are dense among experts'."""
-        split, shape = self.parallelism, self.shape
-        if not shape.dense_layers:
-            return (0,) * split.virtual_stages
-        found = self.laid(frozenset(shape.dense_layers), pipeline_rank)
-        if shape.mtp_is_dense and pipeline_rank == split.pipeline - 1:
+        return self._with_depths(self.shape.dense_layers, pipeline_rank)
+
+    def _with_depths(self, layers: Sequence[int], pipeline_rank: int) -> tuple[int, ...]:
+        """These layers, and the depths ahead where they are alike: those are as the last layer is."""
+        found, shape = self.laid(layers, pipeline_rank), self.shape
+        is_last = pipeline_rank == self.parallelism.pipeline - 1
+        if shape.mtp_depth and is_last and shape.layers - 1 in layers:
             return (*found[:-1], found[-1] + shape.mtp_depth)
         return found
 
@@ -312,6 +308,8 @@ class RunSpec:
         """How many of these layers, from 0, each virtual stage of a pipeline rank has."""
         split, all_layers = self.parallelism, self.shape.layers
         degrees = (split.pipeline, split.virtual_stages)
+        if not layers:
+            return (0,) * split.virtual_stages
         if len(layers) == all_layers:
             return self.stages.chunks(all_layers, *degrees, pipeline_rank)
         return _laid(self.stages, all_layers, frozenset(layers), *degrees)[pipeline_rank]
@@ -322,8 +320,8 @@ class RunSpec:
 
     def layers_again(self, pipeline_rank: int) -> int:
         """Layers of one pipeline rank that are computed again whole."""
-        chunks = self.chunk_layers(pipeline_rank)
-        return sum(sum(self.recompute.checkpoints(layers)) for layers in chunks)
+        chunks = map(self.recompute.checkpoints, self.chunk_layers(pipeline_rank))
+        return sum(map(sum, chunks))
 
     @cached_property
     def kept(self) -> RunSpec:
@@ -363,15 +361,9 @@ class RunSpec:
         stage they come before the others."""
         if not self.shape.dense_layers:
             return 0, 0
-        chunks = list(
-            zip(
-                self.chunk_layers(pipeline_rank),
-                self.chunk_dense_layers(pipeline_rank),
-                strict=True,
-            )
-        )
-        again = (min(dense, sum(self.recompute.checkpoints(layers))) for layers, dense in chunks)
-        return sum(dense for _, dense in chunks), sum(again)
+        dense = self.chunk_dense_layers(pipeline_rank)
+        chunks = map(self.recompute.checkpoints, self.chunk_layers(pipeline_rank))
+        return sum(dense), sum(map(min, dense, map(sum, chunks)))
 
     def stage_runs(self, pipeline_rank: int) -> tuple[RunSpec, ...]:
         """Even runs whose stages together have as many layers of each kind as this one's and compute as
@@ -446,13 +438,7 @@ def spec_of_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSp
 def spec_of_flags(
     words: Sequence[str], devices: int, device: DeviceKind, model: str = ""
 ) -> RunSpec:
-    """What a command line makes Megatron train.
-
-    Args:
-        words: Megatron's flags, the model's own among them.
-        devices: Ranks over all nodes.
-        device: What they run on.
-        model: The name that the model goes by.
+    """What a command line, the model's own flags in it, makes Megatron train on so many ranks.
 
     Raises:
         ValueError: A flag that defines the shape is missing; the message names it.
@@ -460,7 +446,6 @@ def spec_of_flags(
     """
     flags = Flags(words)
     parallelism = parallelism_from_flags(words, devices)
-    micro = flags.integer("--micro-batch-size", 1)
     # Of Megatron's own layers, for hosts without Transformer Engine, CPU ranks keep scores and
     # GPUs use SDPA; their context parallelism gathers K and V (megatron_patches/no_te).
     on_cpu = device is DeviceKind.CPU
@@ -469,7 +454,7 @@ def spec_of_flags(
         **flags.fields("run"),
         shape=shape_from_flags(model, flags),
         parallelism=parallelism,
-        batch=Batch(micro, flags.integer("--global-batch-size", micro * parallelism.data)),
+        batch=batch_of(flags, parallelism.data),
         dtype=dtype_of(flags),
         fp8_recipe=fp8_recipe_of(flags),
         state_types=state_types_of(flags),
@@ -488,11 +473,8 @@ def spec_of_flags(
 
 
 def spec_of_printed(arguments: Mapping[str, str]) -> RunSpec | None:
-    """What a log's printed arguments say; None where they do not define a model and its layout.
-
-    Args:
-        arguments: Names as Megatron prints them (`num_layers`), values as text.
-    """
+    """What a log's printed arguments (`num_layers`) say; None where they do not define a model and its
+    layout."""
     words = flags_of_printed(arguments)
     flags = Flags(words)
     degrees = flags.fields("parallelism")
@@ -532,10 +514,9 @@ def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
         "--hidden-dropout": spec.dropout,
         f"--{spec.dtype}": spec.dtype != "fp32",
     }
-    layout = strategy_flags(spec.flagged_parallelism)
-    own = (*recompute_flags(spec.recompute), *cp_comm_flags(spec), *spec.stages.flags)
+    layout = (*strategy_flags(spec.flagged_parallelism), *chosen_flags(spec))
     run = (*words_of(spec.batch, "batch"), *flag_words(rest), *words_of(spec, "run"))
-    return (*layout, *own, *run, *_state_flags(spec.state_types), *offload_flags(spec.offload))
+    return (*layout, *run, *_state_flags(spec.state_types), *offload_flags(spec.offload))
 
 
 _OFFLOAD, _OFFLOADED = "--optimizer-cpu-offload", "--optimizer-offload-fraction"
@@ -562,29 +543,25 @@ def state_types_of(flags: Flags) -> StateTypes:
         raise ValueError(f"{_OFFLOADED} {offloaded:g} is no share of the optimizer; use 0 to 1.")
     if offloaded and not aware:
         raise ValueError(f"{_OFFLOAD} needs --use-precision-aware-optimizer; add it.")
-    if not aware:
-        return StateTypes(gradients="bf16" if flags.has("--grad-reduce-in-bf16") else "")
-    for flag in (each for each in of_group("state_types") if each.kind == "text"):
+    texts = (flag for flag in of_group("state_types") if flag.kind == "text")
+    for flag in (each for each in texts if each.field in given):
         kind = given[flag.field].removeprefix("torch.")
         kind = _TORCHS_NAMES.get(kind, kind)
-        if kind not in _STATE_TYPES:
-            raise ValueError(
-                f"{flag.name} {kind} is not one of Megatron's; use {', '.join(_STATE_TYPES)}."
-            )
+        refuse_unknown(flag.name, [kind], _STATE_TYPES)
         given[flag.field] = kind if kind != "fp32" else ""
     if flags.has("--grad-reduce-in-bf16"):
         given["gradients"] = "bf16"
     return StateTypes(**given)
 
 
-def cp_comm_flags(spec: RunSpec) -> tuple[str, ...]:
-    """Megatron's flags for context parallelism's algorithm, where it is not its default.
-
-    CPU ranks gather keys and values whatever it says.
-    """
+def chosen_flags(spec: RunSpec) -> tuple[str, ...]:
+    """Megatron's flags for what a search chooses and no strategy's name says: what is computed again,
+    context parallelism's algorithm, and how layers are laid on stages."""
     differs = spec.parallelism.context > 1 and spec.cp_comm_type != "p2p"
-    on_gpu = spec.device is DeviceKind.GPU
-    return ("--cp-comm-type", spec.cp_comm_type) if differs and on_gpu else ()
+    # CPU ranks gather keys and values whatever it says.
+    is_said = differs and spec.device is DeviceKind.GPU
+    context = ("--cp-comm-type", spec.cp_comm_type) if is_said else ()
+    return (*recompute_flags(spec.recompute), *context, *spec.stages.flags)
 
 
 def on_cpu_ranks(spec: RunSpec) -> RunSpec:
@@ -605,9 +582,7 @@ def fp8_recipe_of(flags: Flags) -> Fp8Recipe:
     if not flags.has("--fp8-format"):
         return Fp8Recipe.NONE
     recipe = flags.text("--fp8-recipe")
-    if recipe not in _FP8_RECIPES:
-        known = ", ".join(_FP8_RECIPES)
-        raise ValueError(f"--fp8-recipe {recipe} is not one of Megatron's; use {known}.")
+    refuse_unknown("--fp8-recipe", [recipe], _FP8_RECIPES)
     return Fp8Recipe(recipe) if recipe in set(Fp8Recipe) else Fp8Recipe.TENSORWISE
 
 

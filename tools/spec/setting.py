@@ -128,13 +128,9 @@ def _prefix(text: str) -> str:
     """A data set by its prefix, or by the name that it was made with; one of neither as it is."""
     plain = text.removesuffix(".bin").removesuffix(".idx")
     named = plain if "/" in plain else _DATA + plain
-    found = (each for each in (plain, plain + _MADE, named, named + _MADE) if _is_there(each))
+    known = (plain, plain + _MADE, named, named + _MADE)
     unmade = plain if "/" in plain or plain.endswith(_MADE) else named + _MADE
-    return next(found, unmade)
-
-
-def _is_there(prefix: str) -> bool:
-    return Path(f"{ROOT / prefix}.idx").is_file()
+    return next((each for each in known if Path(f"{ROOT / each}.idx").is_file()), unmade)
 
 
 _NO_MEGATRON_DEEPSPEED = (

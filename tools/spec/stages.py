@@ -186,15 +186,11 @@ def uneven_stages(layers: int, pipeline: int, virtual: int) -> StageSplit | None
         StageSplit(loss=True),
         StageSplit(embedding=True),
     ):
-        if not counted.problem(layers, pipeline, virtual) and _layered(counted, layers, pipeline):
+        ends = (counted.chunks(layers, pipeline, 1, rank) for rank in (0, pipeline - 1))
+        if not counted.problem(layers, pipeline, virtual) and all(map(sum, ends)):
             return counted
     others = -(-layers // (pipeline * virtual)) * virtual
     shorter = StageSplit(last=layers - (pipeline - 1) * others)
     if shorter.last > 0 and not shorter.problem(layers, pipeline, virtual):
         return shorter
     return None
-
-
-def _layered(stages: StageSplit, layers: int, pipeline: int) -> bool:
-    """Whether both ends have a layer."""
-    return all(sum(stages.chunks(layers, pipeline, 1, rank)) for rank in (0, pipeline - 1))

@@ -231,6 +231,7 @@ EXAMPLES = (
 )
 
 _FACTOR = re.compile(r"(vpp|dp|tp|sp|cp|pp|ep)(\d+)(?:x(\d+))?")
+_PRODUCT = re.compile(f"(?:{_FACTOR.pattern})+")
 _SCHEDULED = re.compile(r"(gpipe|1f1b|interleaved|pipedream-flush|pipedream)(\d+)(bw)?(?:x(\d+))?")
 _SHARDED = tuple(s.value for s in Sharding if s)
 
@@ -438,10 +439,7 @@ def _scheduled(text: str) -> Parallelism | None:
 
 def _degrees(product: str, text: str) -> dict[str, int]:
     factors = _FACTOR.findall(product)
-    spelled = "".join(
-        f"{name}{degree}{stages and f'x{stages}'}" for name, degree, stages in factors
-    )
-    if not factors or spelled != product or any(s and n != "vpp" for n, _, s in factors):
+    if not _PRODUCT.fullmatch(product) or any(s and n != "vpp" for n, _, s in factors):
         raise StrategyError(
             _sharding_inside(product)
             or f"Unknown strategy '{text}'; known are {', '.join(EXAMPLES)} and products of them."

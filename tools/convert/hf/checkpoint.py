@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 
 from tools.convert.hf.families import TensorPair
-from tools.records.torch_dist import (
-    TRACKER_FILE,
-    Shape,
-    StoredMetadata,
-    StoredPart,
-    StoredTensor,
-)
+from tools.records.torch_dist import TRACKER_FILE, StoredMetadata, StoredTensor
 from tools.records.torch_dist_writer import add_piece, write_metadata
 
 ITERATION = 1
@@ -41,13 +35,7 @@ _FILE = "__0_0.distcp"
 def write_checkpoint(
     folder: Path, layers: int, tensors: Iterable[tuple[TensorPair, Tensor]]
 ) -> None:
-    """Write a folder that `--load` takes.
-
-    Args:
-        folder: It is made.
-        layers: Of the model.
-        tensors: All of the model's; each is written before the next one is asked for.
-    """
+    """Make a folder that `--load` takes; each tensor is written before the next one is asked for."""
     target = folder / FOLDER
     target.mkdir(parents=True)
     args = Namespace(
@@ -60,7 +48,7 @@ def write_checkpoint(
     )
     common = {"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}
     torch.save({**common, "num_floating_point_operations_so_far": 0}, target / "common.pt")
-    held: dict[str, tuple[Shape, str, dict[Shape, Shape], dict[Shape, StoredPart]]] = {}
+    held: dict[str, StoredTensor] = {}
     with (target / _FILE).open("wb") as file:
         states = {
             f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}": add_piece(
@@ -74,10 +62,9 @@ def write_checkpoint(
             piece = values.unsqueeze(0) if stacked else values
             whole = (layers, *values.shape) if stacked else tuple(values.shape)
             dtype = str(values.dtype).removeprefix("torch.")
-            _, _, sizes, parts = held.setdefault(pair.key, (whole, dtype, {}, {}))
+            stored = held.setdefault(pair.key, StoredTensor(whole, dtype, {}, {}))
             at = (pair.layer or 0, *(0 for _ in whole[1:]))
-            sizes[at] = tuple(piece.shape)
-            parts[at] = add_piece(file, _FILE, piece.contiguous())
-    tensors_of = {name: StoredTensor(*one) for name, one in held.items()}
-    write_metadata(target, StoredMetadata(tensors_of, (), states))
+            stored.sizes[at] = tuple(piece.shape)
+            stored.parts[at] = add_piece(file, _FILE, piece.contiguous())
+    write_metadata(target, StoredMetadata(held, (), states))
     (folder / TRACKER_FILE).write_text(str(ITERATION))

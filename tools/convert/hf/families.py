@@ -68,10 +68,7 @@ def prefix_of(family: str, names: Collection[str]) -> str:
 def pairs_of(family: str, shape: ModelShape, prefix: str | None = None) -> tuple[TensorPair, ...]:
     """Every tensor of a model, outside of the layers first, then layer by layer, then the output.
 
-    Args:
-        family: `gpt2` or `llama`.
-        shape: The model's.
-        prefix: What Hugging Face's names begin with; the family's own by default.
+    Hugging Face's names begin with the prefix, by default the family's own.
     """
     prefix = _PREFIXES[family] if prefix is None else prefix
     sizes = {

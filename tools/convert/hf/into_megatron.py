@@ -116,14 +116,8 @@ def read_source(folder: Path) -> ImportSource:
 def import_model(
     source: ImportSource, name: str, work: Work, hub: Path = HUB, known_as: str = ""
 ) -> str:
-    """Write `hub/NAME`; returns the closing line.
-
-    Args:
-        source: What is imported.
-        name: The model's name in targets.
-        work: Shows progress.
-        hub: The folder of imported models.
-        known_as: How the source was named; its folder by default.
+    """Write `hub/NAME`, where the source is named as it is `known_as`, or else by its folder; returns
+    the closing line.
 
     Raises:
         ConversionError: The name is taken, or there is no room; nothing was written.

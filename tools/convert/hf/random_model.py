@@ -28,15 +28,7 @@ def write_model(
     shard_bytes: int = SHARD_BYTES,
     prefix: str | None = None,
 ) -> Path:
-    """Make the folder; every element of every tensor is random, norms and biases too.
-
-    Args:
-        folder: It is made.
-        config: Its `config.json`.
-        dtype: Of all tensors.
-        shard_bytes: Most of a file.
-        prefix: What names begin with; the family's own by default.
-    """
+    """Make the folder; every element of every tensor is random, norms and biases too."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     shape = model_from_flags(folder.name, "gpt3", exact_flags(folder / "config.json")).shape

@@ -11,6 +11,7 @@ copies of its last row.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tools.capture.sinks import Sink
 from tools.convert.hf.families import TensorPair, pairs_of
 from tools.convert.hf.into_megatron import ImportSource, read_import, read_source
-from tools.native.batches import MicroBatch, SplitSamples
+from tools.native.batches import SplitSamples
 from tools.native.capture import Counterpart, Whole, capturing
 from tools.native.engines import TorchEngine
 from tools.native.hooks import (
@@ -52,8 +52,8 @@ _LAYER = IN_LAYER[""]
 _FIRST, _SECOND = (Point((), IN_LAYER[norm].gives) for norm in ("norm1", "norm2"))
 _IN_LAYER = dict.fromkeys(("ln_1", "input_layernorm"), _FIRST)
 _IN_LAYER |= dict.fromkeys(("ln_2", "post_attention_layernorm"), _SECOND)
-_LISTS = ("h", "layers")
-"""What a family calls its layers."""
+_IN_LAYERS = re.compile(r"(?:.+\.)?(?:h|layers)\.(\d+)(?:\.(.+))?")
+"""What families call their layers: `transformer.h.0`, `model.layers.0.mlp`."""
 
 
 class Causal(nn.Module):
@@ -74,19 +74,16 @@ class ReferenceTaps(Taps):
 
     def point(self, name: str, module: nn.Module) -> tuple[Point | None, Form]:  # noqa: ARG002
         """What a module is of Megatron's, and the form of its tensors."""
-        parts = name.split(".")
-        own = parts[-1]
-        place = next((at for at, part in enumerate(parts) if part in _LISTS), None)
-        if place is None or place + 1 == len(parts):
+        in_layers = _IN_LAYERS.fullmatch(name)
+        if in_layers is None:
+            own = name.rpartition(".")[2]
             return _OUTSIDE.get(own), as_it_is if own in ("wte", "embed_tokens") else sequence_first
-        layer = parts[place + 1]
-        is_layer = place + 2 == len(parts)
-        inside = _IN_LAYER.get(own) if place + 3 == len(parts) else None
-        point = _LAYER if is_layer else inside
+        layer, inside = in_layers.groups()
+        point = _IN_LAYER.get(inside) if inside else _LAYER
         if point is None:
             return None, sequence_first
         whole = prefixed(point, f"decoder.layers.{layer}")
-        if is_layer and layer == "0":
+        if layer == "0" and not inside:
             whole = Point((ENTRY + whole.takes[0],), whole.gives)
         return whole, sequence_first
 
@@ -96,16 +93,12 @@ def counterpart_of(model: Causal, pairs: Sequence[TensorPair], layers: int) -> C
     named = dict(model.model.named_parameters())
 
     def whole(pair: TensorPair) -> Whole:
-        stacked = pair.layer is not None
-        shape = (*(layers,) * stacked, *pair.shape)
-        offset = (*((pair.layer,) if pair.layer is not None else ()), *(0 for _ in pair.shape))
+        stacked, layer = ((), ()) if pair.layer is None else ((layers,), (pair.layer,))
+        shape, offset = (*stacked, *pair.shape), (*layer, *(0 for _ in pair.shape))
         parameters = tuple(named[name] for name in pair.names)
         return Whole(pair.parameter, Placement(pair.key, shape, offset), parameters, pair.form.join)
 
-    def taps(sink: Sink, batches: Sequence[MicroBatch]) -> ReferenceTaps:
-        return ReferenceTaps(model, sink, batches)
-
-    return Counterpart(model, tuple(map(whole, pairs)), taps)
+    return Counterpart(model, tuple(map(whole, pairs)), partial(ReferenceTaps, model))
 
 
 def load(source: ImportSource, settings: Settings, rows: int) -> Causal:

@@ -128,14 +128,8 @@ def write_tensors(
     values: Iterable[Tensor],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write tensors, each when it is made.
-
-    Args:
-        folder: It gets the files.
-        described: All tensors, in order.
-        values: Their values, in the same order.
-        shard_bytes: Most of a file, unless one tensor is more.
-    """
+    """Write tensors, whose values come in their order, each when it is made, to files of at most
+    `shard_bytes`, unless one tensor is more."""
     shards: list[list[Described]] = [[]]
     for one in described:
         held = sum(each.size_bytes for each in shards[-1])

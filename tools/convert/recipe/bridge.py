@@ -57,11 +57,8 @@ def read_recipe(text: str) -> Fields:
 
 
 def built(recipe: str, ranks: int | None = None) -> Fields:
-    """The fields of the container that a Python file makes, in a process of Bridge's environment.
-
-    Args:
-        recipe: `path.py` or `path.py:function`.
-        ranks: Let Bridge validate it as well, as at the start of training on that many.
+    """The fields of the container that a Python file (`path.py`, `path.py:function`) makes in a process
+    of Bridge's environment, which validates it as at the start of training on so many ranks, if any.
 
     Raises:
         RecipeError: It makes none, or Bridge refuses it.
@@ -73,11 +70,7 @@ def built(recipe: str, ranks: int | None = None) -> Fields:
 
 
 def check_entry(entry: Path, ranks: int) -> None:
-    """Let nemo-run say what an entry would start.
-
-    Args:
-        entry: nemo-run's file, with the recipe beside it.
-        ranks: That torchrun is to start.
+    """Let nemo-run say that an entry would start the recipe beside it on so many ranks.
 
     Raises:
         RecipeError: nemo-run refuses it, or would start something else.
@@ -108,13 +101,8 @@ def _evaluate(file: str, out: Path, *options: str) -> None:
 
 
 def differences(recipe: Recipe, fields: Fields, spec: RunSpec) -> Iterable[str]:
-    """Where a container is not the run, a sentence each; empty if every field says the same.
-
-    Args:
-        recipe: As it was written.
-        fields: Of the container that was built from it.
-        spec: The run.
-    """
+    """Where the fields of a container that was built from the run's recipe are not the run, a sentence
+    each; empty if every field says the same."""
     for place, value in recipe.fields.items():
         if fields.get(place) != value:
             built_as = shown(fields.get(place))

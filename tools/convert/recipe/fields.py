@@ -25,7 +25,7 @@ from tools.convert.recipe.table import (
     implied,
 )
 from tools.spec.flag_table import FLAGS, KnownFlag
-from tools.spec.flags import Flags, drop_flags, merge_flags, pick_flags
+from tools.spec.flags import Flags, drop_flags, merge_flags, pick_flags, values_by_flag
 from tools.spec.model import SHAPE_FLAGS
 from tools.spec.run import Backend, DeviceKind, RunSpec
 
@@ -74,11 +74,7 @@ _HALVES = {"--fp16": Symbol("torch.float16"), "--bf16": Symbol("torch.bfloat16")
 
 
 def recipe_of_flags(given: Iterable[str], spec: RunSpec) -> Recipe:
-    """A run as a recipe.
-
-    Args:
-        given: The flags it was started with.
-        spec: What they mean.
+    """A run as a recipe: the flags that it was started with, and what they mean.
 
     Raises:
         RecipeError: A recipe cannot say what the run trains.
@@ -139,7 +135,7 @@ def _canonical(words: tuple[str, ...], spec: RunSpec) -> tuple[str, ...]:
     for short, meant in _ABBREVIATIONS.items():
         if short in merged:
             merged = merge_flags(drop_flags(merged, (short,)), meant)
-    merged = (*merged, *(flag for flag in implied(Flags(merged)) if flag not in merged))
+    merged = merge_flags(merged, implied(Flags(merged)))
     stages = spec.parallelism.virtual_stages
     merged = drop_flags(merged, (*_OTHER_STAGES, _STAGES))
     if not spec.parallelism.sequence_parallel:
@@ -216,8 +212,8 @@ def _beyond_flags(spec: RunSpec, words: Sequence[str], kept: Sequence[str]) -> I
 
 def _without_counterpart(words: Sequence[str]) -> Iterable[str]:
     unknown = drop_flags(words, {flag.name for flag in FLAGS.values() if flag.recipe})
-    for flag in (word for word in unknown if word.startswith("--")):
-        said = " ".join(pick_flags(unknown, (flag,)))
+    for flag, values in values_by_flag(unknown).items():
+        said = " ".join((flag, *values))
         if flag in SHAPE_FLAGS:
             raise RecipeError(
                 f"The run's {said} makes a model for which no field of Megatron-Bridge is known; train "

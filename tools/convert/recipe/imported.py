@@ -51,12 +51,9 @@ class ImportedRecipe:
 
 
 def imported(reading: RecipeFlags, name: str, ranks: int | None = None) -> ImportedRecipe:
-    """A recipe's flags as a model, a target and variables.
+    """A recipe's flags as a model of that name, a target and variables.
 
-    Args:
-        reading: Its flags.
-        name: What the model is to be called.
-        ranks: GPUs to train on, which no recipe says; the fewest that its strategy allows without.
+    No recipe says how many GPUs train it: without `ranks` the fewest that its strategy allows.
 
     Raises:
         RecipeError: The strategy does not multiply to `ranks`, or a flag is missing.
@@ -79,16 +76,14 @@ def imported(reading: RecipeFlags, name: str, ranks: int | None = None) -> Impor
     own = drop_flags(reading.flags, {word for word in (*layout, *of_run) if word.startswith("--")})
     batch = pick_flags(reading.flags, ("--micro-batch-size", "--global-batch-size"))
     extra = [*drop_flags(pick_flags(reading.flags, _OF_A_RUN), layout)]
-    variables = {
-        variable: words[1]
-        for flag, variable in _VARIABLES.items()
-        if len(words := pick_flags(reading.flags, (flag,))) == 2
-    }
-    blended = pick_flags(reading.flags, ("--data-path",))
-    extra += blended if len(blended) > 2 else []
-    own = _over_the_familys(merge_flags(own, batch), family)
+    given = ((each, pick_flags(reading.flags, (flag,))) for flag, each in _VARIABLES.items())
+    variables = {variable: words[1] for variable, words in given if len(words) == 2}
+    if "DATA" not in variables:  # None, or several with weights.
+        extra += pick_flags(reading.flags, ("--data-path",))
+    if extra:
+        variables["EXTRA"] = shlex.join(extra)
     return ImportedRecipe(
-        spec, family, own, variables | ({"EXTRA": shlex.join(extra)} if extra else {})
+        spec, family, _over_the_familys(merge_flags(own, batch), family), variables
     )
 
 

@@ -26,14 +26,7 @@ _WIDTH = 100
 
 
 def written_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str:
-    """The Python file.
-
-    Args:
-        recipe: The run as a recipe.
-        spec: The run.
-        origin: The command that makes the file.
-        path: Where the file will be, from the repository's root.
-    """
+    """The Python file that the command `origin` makes, at a path from the repository's root."""
     used: dict[str, dict[str, Value]] = {}
     for name in _SECTIONS:
         begin = f"{name}."
@@ -66,15 +59,8 @@ def written_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str
 def written_entry(
     spec: RunSpec, name: str, variables: Mapping[str, str], origin: str, path: str
 ) -> str:
-    """nemo-run's entry, which trains the recipe beside it on this machine.
-
-    Args:
-        spec: The run.
-        name: Of nemo-run's experiment.
-        variables: Of the environment, that the run's ranks need on GPUs.
-        origin: The command that makes the file.
-        path: Where the file will be, from the repository's root.
-    """
+    """nemo-run's entry, an experiment of that name, which trains the recipe beside it on this machine
+    with the variables of the environment that its ranks need; `origin` and path as above."""
     return _rendered(
         ENTRY_FILE,
         spec,

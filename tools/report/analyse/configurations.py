@@ -156,8 +156,8 @@ def _conditions(run: Run) -> tuple[object, ...]:
         return ()
     code, host = identity_of(run.record).code, run.record.host
     # Commits stand for the code in records of before its hash was kept.
-    commits = (run.record.kit_commit, code.megatron_commit) if code.code is None else None
-    code = replace(code, megatron_commit=None, entry="")
+    commits = (run.record.kit_commit, code.entry.megatron_commit) if code.code is None else None
+    code = replace(code, entry=replace(code.entry, path="", megatron_commit=None))
     return code, commits, host.name, host.driver, host.interconnect
 
 

@@ -11,7 +11,6 @@ from tools.report.analyse.comparability import compare_speed
 from tools.report.analyse.configurations import configurations, labels, with_distinct_names
 from tools.report.analyse.earlier import Change
 from tools.report.analyse.entry import Entry
-from tools.report.analyse.gpu_bench import Bench
 from tools.report.analyse.parity import parity_of
 from tools.report.analyse.planned import PlannedEntry
 from tools.report.analyse.statistics import TimeComparison, adjusted
@@ -41,8 +40,6 @@ class Report:
     changes: tuple[Change, ...] = ()
     baseline: str = ""
     """The earlier report that `changes` compares with."""
-    gpu_bench: Bench | None = None
-    """What `make bench-gpu` left beside the runs."""
     planned: tuple[PlannedEntry, ...] = ()
     """What the planner predicts of the rows that it can predict."""
 

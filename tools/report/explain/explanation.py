@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.text import Text
 
 from tools.records.measurements import Phase
-from tools.report.analyse.gpu_bench import bench_tables
 from tools.report.analyse.report import Report, build_report
 from tools.report.analyse.time_shares import TimeShares
 from tools.report.explain.closed_form import ComponentResidual
@@ -65,19 +64,18 @@ class Explanation:
 
 
 def explain(report: Report) -> Explanation:
-    """Explain the runs of a report whose ledgers were kept, and what `make bench-gpu` measured."""
+    """Explain the runs of a report whose ledgers were kept."""
     subjects = subjects_of(report)
-    bench = bench_tables(report.gpu_bench)
     kept = ((each.run.ledgers, each.evidence.times) for each in subjects)
     if not any(held.communication or held.memory or times for held, times in kept):
-        return Explanation(tables=bench)
+        return Explanation()
     topics = (
         Topic(question, tuple(said for each in subjects for said in answer(each, subjects)))
         for question, answer in _QUESTIONS
     )
     return Explanation(
         tuple(topic for topic in topics if topic.sentences),
-        (*bench, *tables(subjects), *routing_tables(subjects)),
+        (*tables(subjects), *routing_tables(subjects)),
         {subject.run.name: subject.evidence for subject in subjects},
         largest_costs(subjects),
     )

@@ -34,7 +34,7 @@ START = {variables.DEVICE: "cpu", "HF_HUB_OFFLINE": "1", **CPU_RANK}
 class ForkedRanks:
     """Runs launches on CPU ranks of one Megatron, without a run folder."""
 
-    start_seconds, iteration_seconds = 300.0, 20.0
+    start_seconds, iteration_seconds = 300.0, 5.0
     """Longer than these a run hangs."""
 
     def __init__(self, options: Options | None = None) -> None:

@@ -1,11 +1,11 @@
 import pytest
 
+from examples.studies import backends_table as compare_backends
+from examples.studies import zero_table as compare_zero
 from tests.report.factory import report_row
 from tools.launch.options import Options
 from tools.report.analyse.entry import Entry
 from tools.study.load import load_experiment
-from tools.study.tables import backends as compare_backends
-from tools.study.tables import zero as compare_zero
 
 
 def measured(backend: str, strategy: str, milliseconds: float, **changes: object) -> Entry:

@@ -2,12 +2,12 @@ import math
 
 import pytest
 
+from examples.studies.moe_table import RoutedParity, parity, render
 from tests.report.factory import report_row
 from tools.launch.options import Options
 from tools.report.analyse.entry import Entry
 from tools.study import load
 from tools.study.load import load_experiment
-from tools.study.tables.moe import RoutedParity, parity, render
 
 
 def run(

@@ -1,13 +1,17 @@
-"""`make bench-gpu`'s runs as rows, repeats of a setting under equal conditions, and as tables."""
+"""What `make bench-gpu` measured, as rows, repeats of a setting under equal conditions, and as tables:
+`python -m tests.bench.gpu_runs runs`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from tools.records.gpu_bench import FOLDER, MARK_MS, Ceilings, read_ceilings, timed_iterations
+import msgspec
+
+from tools.records.io import write_record
 from tools.records.run import Status
 from tools.report.analyse.configurations import identity_of_run
 from tools.report.analyse.entry import Entry, rows_of_runs
@@ -18,6 +22,50 @@ from tools.spec.flags import Flags
 from tools.spec.run import DeviceKind
 from tools.text.table import TextTable
 from tools.text.units import DASH, size
+
+FOLDER, FILE = "bench-gpu", "ceilings.json"
+"""`runs/bench-gpu/ceilings.json`; a setting's runs lie beside it in a folder of its name."""
+
+MARK_MS = 438.0
+"""The H200 notes: gpt2-large, micro batch 32, one H200, Transformer Engine in NVIDIA's container."""
+
+WARM_UP = 12
+"""Iterations that are not timed: compilers work, and the first updates allocate Adam's state."""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reaches at best, measured beside the runs."""
+
+    matmul_flops: float
+    """FLOP/s of a large bf16 matrix product."""
+    copy_bytes_per_second: float
+    """Read and written by a large copy."""
+
+
+def timed_iterations(flags: Sequence[str], iterations: int) -> range:
+    """Those between the warm-up and the profiler, which follows them."""
+    given = Flags(flags)
+    profiled = given.integer("--profile-step-start") if given.has("--profile") else None
+    return range(WARM_UP + 1, profiled - 1 if profiled else iterations + 1)
+
+
+def read_ceilings(runs: Path) -> Ceilings | None:
+    """Those of a folder of runs; None if they were not measured.
+
+    Raises:
+        msgspec.DecodeError: The file is not JSON of this shape.
+    """
+    path = runs / FOLDER / FILE
+    return msgspec.json.decode(path.read_bytes(), type=Ceilings) if path.is_file() else None
+
+
+def write_ceilings(runs: Path, ceilings: Ceilings) -> None:
+    """Write them, whole or not at all."""
+    path = runs / FOLDER / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_record(path, ceilings)
+
 
 FEWEST = 0.8
 """Share of the timed iterations that must count: fp16 skips an update now and then."""
@@ -198,3 +246,8 @@ def _kernel_table(rows: Sequence[BenchRow]) -> TextTable | None:
     header = ("Kernels", *(f"{name}, ms" for name in split))
     title = "GPU bench: milliseconds an iteration by kernels"
     return TextTable("gpu-bench-kernels", title, header, lines)
+
+
+if __name__ == "__main__":
+    if measured := read_bench(Path(sys.argv[1])):
+        print(bench_text(measured))

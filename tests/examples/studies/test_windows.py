@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.studies.moe_table import shared_windows, window_hashes
 from tools.dataset.split import Split, split_documents
 from tools.spec.files import ROOT
-from tools.study.tables.moe import shared_windows, window_hashes
 
 SPLIT = "949,50,1"
 

@@ -1,7 +1,6 @@
 """`make bench-gpu`: Megatron on one GPU without Transformer Engine, measured against the published time.
 
-Ceilings of the device first, then the cells of `bench_gpu.yaml` while time lasts; the report reads the
-same table from their run folders.
+Ceilings of the device first, then the cells of `bench_gpu.yaml` while time lasts.
 """
 
 from __future__ import annotations
@@ -15,6 +14,17 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from tests.bench.gpu_runs import (
+    FOLDER,
+    MARK_MS,
+    Bench,
+    BenchRow,
+    Ceilings,
+    bench_text,
+    read_bench,
+    timed_iterations,
+    write_ceilings,
+)
 from tools.dataset.indexed import idx_path
 from tools.launch import microbenchmark
 from tools.launch.data import DEFAULT_DATA
@@ -22,8 +32,6 @@ from tools.launch.devices import visible_gpus
 from tools.launch.microbenchmark import Workload
 from tools.launch.options import Options
 from tools.launch.preflight_gpu import compiler_problem, torch_problem
-from tools.records.gpu_bench import FOLDER, MARK_MS, Ceilings, timed_iterations, write_ceilings
-from tools.report.analyse.gpu_bench import Bench, BenchRow, bench_text, read_bench
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
@@ -180,7 +188,8 @@ def finish(study: Study) -> int:
         rows.append(replace(row, note=row.note or ("" if row.entry else reasons[cell])))
     bench = replace(bench, rows=(*rows, *before.values()))
     study.console.print(bench_text(bench), markup=False, highlight=False)
-    study.console.print(f"Results: {runs}; 'make report' shows them.", highlight=False)
+    again = f"'.venv/bin/python -m tests.bench.gpu_runs {runs.parent}' shows this again."
+    study.console.print(f"Results: {runs}; {again}", highlight=False)
     labels = {cell.label for cell in study.planned.launches}
     noted = any(row.note not in ("", NO_TIME) for row in bench.rows if row.name in labels)
     return int(bool(noted or study.planned.skipped))

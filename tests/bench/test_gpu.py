@@ -2,7 +2,7 @@ import io
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain, pairwise, repeat
+from itertools import chain, count, pairwise, repeat
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +10,9 @@ import pytest
 from rich.console import Console
 
 from megatron_patches.fusions import NAMES
+from tests.bench import gpu as bench_gpu
+from tests.bench.gpu import OUTPUT, describe, fitting, settings
+from tests.bench.gpu_runs import FOLDER, WARM_UP, Bench, read_bench
 from tests.given import run as make
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
 from tests.launch.megatron_parser import MegatronParser
@@ -20,16 +23,14 @@ from tools.launch.options import Options
 from tools.launch.run_folder import create_run_folder
 from tools.launch.runtime import ON_HOST
 from tools.launch.train import compose_job
-from tools.records.gpu_bench import FOLDER, WARM_UP
+from tools.records import run as records
 from tools.records.io import write_record
 from tools.records.run import LOG_FILE, STATUS_FILE, Status, StatusRecord
-from tools.report.analyse.gpu_bench import Bench, read_bench
 from tools.report.read.traces import GAPS
 from tools.spec.errors import LaunchError
 from tools.spec.model import load_model
 from tools.spec.run import DeviceKind
-from tools.study import bench_gpu, engine, runner
-from tools.study.bench_gpu import OUTPUT, describe, fitting, settings
+from tools.study import engine, runner
 from tools.study.definition import Cell, Experiment
 from tools.study.engine import run_experiment
 from tools.study.runner import NO_TIME, in_turn
@@ -228,6 +229,8 @@ class Machine:
         monkeypatch.setattr(runner, "ensure_start_checkpoint", lambda *_: None)
         monkeypatch.setattr(engine, "check", self._check)
         monkeypatch.setattr(engine, "make_sample", lambda *_: None)
+        seconds = count()  # Folders are named by the second that they are made in.
+        monkeypatch.setattr(records, "utc_stamp", lambda: f"20260101T{next(seconds):06}Z")
 
     def _check(self, launch: Launch, **_: bool) -> None:
         if "attention_flash" in launch.spec.fused:
@@ -239,9 +242,9 @@ class Machine:
         if folder.name == self.refused:
             raise LaunchError("it fell over")
         usual = launch.iterations, StatusRecord(Status.OK, 0)
-        count, status = self.ends.get(folder.name, usual)
+        length, status = self.ends.get(folder.name, usual)
         made = create_run_folder(launch, folder)
-        (made / LOG_FILE).write_text(log_text([400.0 + n % 3 for n in range(count)]))
+        (made / LOG_FILE).write_text(log_text([400.0 + n % 3 for n in range(length)]))
         write_record(made / STATUS_FILE, status)
         return made, status
 

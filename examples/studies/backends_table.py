@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from examples.studies.zero_table import in_ms, ratio
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.statistics import compare
 from tools.report.render.tables import time_text
 from tools.spec.run import Backend
 from tools.study.engine import comparison, losses_broke
 from tools.study.tables import bullets, page
-from tools.study.tables.zero import in_ms, ratio
 from tools.text.table import Column, Table, markdown_table
 from tools.text.units import change, known, megabytes, rounded, signed_percent
 

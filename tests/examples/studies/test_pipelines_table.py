@@ -1,6 +1,7 @@
 from dataclasses import replace
 
-from tests.study.test_zero_and_backends import cells, measured
+from examples.studies.pipelines_table import claims, disagreements, render
+from tests.examples.studies.test_zero_and_backends_tables import cells, measured
 from tools.launch.options import Options
 from tools.plan.tensors import rank_parameters
 from tools.report.analyse.entry import Entry
@@ -8,7 +9,6 @@ from tools.spec.model import load_model
 from tools.spec.run import spec_of_model
 from tools.spec.strategy import Batch, parse_strategy
 from tools.study.load import load_experiment
-from tools.study.tables.pipelines import claims, disagreements, render
 
 ITERATIONS = range(1, 6)
 BYTES = 4

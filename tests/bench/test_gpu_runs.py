@@ -1,18 +1,22 @@
-"""What the report makes of `make bench-gpu`'s run folders."""
+"""What is made of `make bench-gpu`'s run folders."""
 
 import gzip
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from tests.bench.gpu_runs import (
+    FOLDER,
+    BenchRow,
+    Ceilings,
+    bench_tables,
+    read_bench,
+    write_ceilings,
+)
 from tests.report.factory import log_text, run_record, write_run
-from tools.records.gpu_bench import FILE, FOLDER, Ceilings, write_ceilings
 from tools.records.io import write_record
 from tools.records.run import STATUS_FILE, Status, StatusRecord
-from tools.report.analyse.gpu_bench import BenchRow, bench_tables, read_bench
-from tools.report.build import BuildOptions, build
 from tools.report.read.traces import TRACE
 from tools.spec import variables
 from tools.spec.run import DeviceKind
@@ -146,23 +150,3 @@ def test_settings_are_next_to_mark_and_floor(tmp_path: Path) -> None:
 def test_no_bench_no_table(tmp_path: Path) -> None:
     assert read_bench(tmp_path) is None
     assert bench_tables(None) == ()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_report_shows_the_bench_of_its_runs_folder(tmp_path: Path) -> None:
-    made(tmp_path / "runs", "published", 438.0)
-    options = BuildOptions(name="r", runs_root=tmp_path / "runs", reports_root=tmp_path / "reports")
-    assert build(options, Console(quiet=True)) == 0
-    for name in ("report.md", "report.html"):
-        text = (tmp_path / "reports" / "r" / name).read_text()
-        assert "GPU bench: gpt2-large on one" in text
-        assert "×1.000" in text
-
-
-def test_damaged_ceilings_are_reported_and_left_out(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / FOLDER
-    folder.mkdir(parents=True)
-    (folder / FILE).write_text("{")
-    options = BuildOptions(name="r", runs_root=tmp_path / "runs", reports_root=tmp_path / "reports")
-    assert build(options, Console(quiet=True)) == 1
-    assert "bench-gpu cannot be read" in (tmp_path / "reports" / "r" / "report.md").read_text()

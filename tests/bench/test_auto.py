@@ -2,6 +2,14 @@
 
 from rich.console import Console
 
+from tests.bench.auto import (
+    AutoRow,
+    best_of,
+    cell_of,
+    chosen_candidates,
+    loss_of,
+    render,
+)
 from tests.launch.test_auto import CPU, FIGURES, GLOO, TINY
 from tools.launch.auto import request_here
 from tools.launch.calibrate import from_figures
@@ -10,14 +18,6 @@ from tools.launch.train import compose_job
 from tools.plan.search import search
 from tools.report.analyse.statistics import estimate
 from tools.spec.run import DeviceKind
-from tools.study.bench_auto import (
-    AutoRow,
-    best_of,
-    cell_of,
-    chosen_candidates,
-    loss_of,
-    render,
-)
 from tools.study.load import load_sweep
 
 QUIET = Console(quiet=True)
