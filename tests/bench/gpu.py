@@ -27,7 +27,7 @@ from tests.bench.gpu_runs import (
 )
 from tools.dataset.indexed import idx_path
 from tools.launch import microbenchmark
-from tools.launch.compose import DEFAULT_DATA
+from tools.launch.data import DEFAULT_DATA
 from tools.launch.devices import visible_gpus
 from tools.launch.microbenchmark import Workload
 from tools.launch.options import Options

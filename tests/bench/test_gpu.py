@@ -228,7 +228,7 @@ class Machine:
         monkeypatch.setattr(runner, "execute", self._execute)
         monkeypatch.setattr(runner, "ensure_start_checkpoint", lambda *_: None)
         monkeypatch.setattr(engine, "check", self._check)
-        monkeypatch.setattr(engine, "make_samples", lambda *_: None)
+        monkeypatch.setattr(engine, "make_sample", lambda *_: None)
         seconds = count()  # Folders are named by the second that they are made in.
         monkeypatch.setattr(records, "utc_stamp", lambda: f"20260101T{next(seconds):06}Z")
 

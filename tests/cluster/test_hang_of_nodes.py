@@ -106,7 +106,7 @@ def share(
     )
     progress = RunProgress(Console(file=io.StringIO()), "share", 1)
     try:
-        return run_ranks(cast(Launch, launch), log, progress, None, group, folder)
+        return run_ranks(cast(Launch, launch), log, progress, group, folder)
     except EndedRunError as error:
         return error
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.patience import OF_A_RUN, until
-from tools.launch.network import LinkRate, link
+from tools.launch.network import link
 from tools.records.run import Status, read_run, read_status
 from tools.report.read.scrape import scrape_log
 from tools.spec.files import ROOT
@@ -28,7 +28,7 @@ ITERATIONS = 4
 @pytest.fixture
 def hosts() -> Iterator[tuple[str, ...]]:
     """How a command is run on each of two hosts, whose addresses are 10.77.0.1 and 10.77.0.2."""
-    with link(LinkRate(10**9), f"kit{os.getpid()}") as sides:
+    with link(10**9, f"kit{os.getpid()}") as sides:
         yield tuple(side.name for side in sides)
 
 

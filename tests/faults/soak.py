@@ -27,7 +27,7 @@ from tests.faults.runs import Victim, kill, launch, processes_of
 from tests.faults.soak_verdict import DISTURBED, UNDISTURBED, Fault, ProcessReading, judge
 from tests.patience import OF_A_RUN
 from tools.launch.compose import Launch
-from tools.launch.data import make_samples
+from tools.launch.data import make_sample
 from tools.launch.job import Job, parse_target
 from tools.launch.options import KEEP, Options, Saving, variables_of
 from tools.launch.preflight import check
@@ -109,7 +109,7 @@ def soak(what: Soak, console: Console) -> int:
     options = what.job.options
     if options.dry_run:
         return dry_run(what.launch)
-    make_samples([what.launch], console)
+    make_sample(what.launch.data, console)
     check(what.launch)
     ensure_start_checkpoint(what.launch, console)
     folder = options.runs / f"{utc_stamp()}-soak-{what.job.name}"

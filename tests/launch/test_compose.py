@@ -100,7 +100,7 @@ def test_cpu_runs_share_their_start_by_default_and_gpu_runs_do_not() -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 def test_a_shared_start_keeps_the_padded_vocabulary_whatever_the_tensor_degree(tensor: int) -> None:
-    flags = Flags(start_flags(Path("c"), Parallelism(tensor=tensor)))
+    flags = Flags(start_flags(Path("c"), Parallelism(tensor=tensor), 128))
     multiple = flags.integer("--make-vocab-size-divisible-by", 0)
     shape = replace(load_model("gpt2-tiny").shape, vocabulary_multiple=multiple)
     assert shape.padded_vocabulary(tensor) == 50304
@@ -120,7 +120,7 @@ def test_a_run_of_an_older_megatron_has_the_models_vocabulary(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     older = MegatronEntry("e.py", "0.17.1")
-    monkeypatch.setattr("tools.launch.compose.entry_of", lambda *_: older)
+    monkeypatch.setattr("tools.launch.compose.find_entry", lambda *_: older)
     launch = composed("train-tp2-gpt2-tiny-2cpu")
     assert Flags(launch.flags).integer("--vocab-size", 0) == 50256
     assert launch.spec.shape.vocabulary == 50257

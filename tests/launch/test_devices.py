@@ -7,11 +7,12 @@ from tools.launch.devices import (
     describe_links,
     driver_version,
     find_links,
+    gpu_readings,
     memory_used_bytes,
     process_ids,
+    throttle_reasons,
     visible_gpus,
 )
-from tools.launch.sampler import GpuRanks, throttle_reasons
 from tools.records.run import SAMPLE_COLUMNS, DeviceLink
 
 
@@ -57,7 +58,7 @@ def test_memory_in_use_is_nvidia_smis_without_what_the_driver_reserves(two_h200:
 
 def test_a_reading_has_every_column_and_the_rank_of_its_gpu(two_h200: FakeNvml) -> None:
     two_h200.gpus[1].throttle = 0x4 | 0x40 | 0x1
-    readings = dict(GpuRanks(visible_gpus({"CUDA_VISIBLE_DEVICES": "1,0"})).read())
+    readings = dict(gpu_readings(visible_gpus({"CUDA_VISIBLE_DEVICES": "1,0"})))
     assert list(readings) == [0, 1]
     assert {"seconds", "rank", *readings[0]} == set(SAMPLE_COLUMNS)
     assert readings[0] == {
@@ -73,7 +74,7 @@ def test_a_reading_has_every_column_and_the_rank_of_its_gpu(two_h200: FakeNvml) 
 
 
 def test_on_a_later_node_readings_carry_the_ranks_of_that_node(two_h200: FakeNvml) -> None:
-    assert [rank for rank, _ in GpuRanks(visible_gpus({}), lambda: 2).read()] == [2, 3]
+    assert [rank for rank, _ in gpu_readings(visible_gpus({}), 2)] == [2, 3]
 
 
 def test_what_a_gpu_does_not_report_is_left_out_and_a_lost_gpu_gives_nothing(
@@ -81,9 +82,9 @@ def test_what_a_gpu_does_not_report_is_left_out_and_a_lost_gpu_gives_nothing(
 ) -> None:
     two_h200.gpus[0].refuses = {"nvmlDeviceGetPowerUsage", "nvmlDeviceGetUtilizationRates"}
     two_h200.gpus[0].refuses |= {"nvmlDeviceGetCurrentClocksEventReasons"}
-    source = GpuRanks(visible_gpus({}))
+    gpus = visible_gpus({})
     two_h200.lost = {1}
-    readings = dict(source.read())
+    readings = dict(gpu_readings(gpus))
     assert list(readings) == [0]
     assert "power_watts" not in readings[0]
     assert readings[0]["temperature_celsius"] == 60

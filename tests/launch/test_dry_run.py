@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tools.launch.compose import DEFAULT_DATA
-from tools.launch.data import make_samples
+from tools.launch.data import DEFAULT_DATA, make_sample
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.train import compose_job, start
@@ -168,7 +167,7 @@ def test_a_run_makes_the_sample_where_it_is_missing(
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
     launch = compose_job(target.under(Options(shared_start=False)))
     for _ in range(2):
-        make_samples([launch], Console(quiet=True))
+        make_sample(launch.data, Console(quiet=True))
     assert made == ["owt-ds/sample"]
     assert (fresh_clone / f"{SAMPLE}.idx").is_file()
     assert not list(fresh_clone.glob("owt-ds/*.lock"))
@@ -181,4 +180,4 @@ def test_a_sample_that_cannot_be_made_is_a_sentence(
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
     launch = compose_job(target)
     with pytest.raises(LaunchError, match=f"{SAMPLE} could not be made, for the reason above; try"):
-        make_samples([launch], Console(quiet=True))
+        make_sample(launch.data, Console(quiet=True))

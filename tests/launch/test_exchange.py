@@ -10,9 +10,10 @@ from tests.launch.fake_nvml import FakeNvml
 from tools.cluster.checks.devices import check_rates
 from tools.cluster.checks.result import PASS, WARN
 from tools.launch.devices import visible_gpus
-from tools.launch.exchange import ClockWatch, GpuClock, link_here, loopback_bytes_per_second
+from tools.launch.exchange import ClockWatch, link_here, loopback_bytes_per_second
 from tools.spec.files import ROOT
 
+CLOCK, CAP = ("gpu", "highest_mhz", "limit_mhz", "throttling"), "software power cap"
 RATE = {"backend": "NCCL", "ranks": 2, "link": "NVLink 4", "clocks": []}
 
 
@@ -22,8 +23,8 @@ def test_the_highest_clock_and_every_throttle_reason_are_kept(two_h200: FakeNvml
     with ClockWatch(visible_gpus()) as watch:
         pass
     assert watch.clocks() == [
-        GpuClock(0, 1980, 1980, "none"),
-        GpuClock(1, 1200, 1980, "software power cap + hardware thermal slowdown"),
+        dict(zip(CLOCK, (0, 1980, 1980, "none"), strict=True)),
+        dict(zip(CLOCK, (1, 1200, 1980, f"{CAP} + hardware thermal slowdown"), strict=True)),
     ]
 
 
@@ -32,7 +33,7 @@ def test_a_gpu_that_reports_nothing_is_no_error(two_h200: FakeNvml) -> None:
     two_h200.lost.add(0)
     with ClockWatch(gpus) as watch:
         pass
-    assert watch.clocks()[0] == GpuClock(0, None, None, "none")
+    assert watch.clocks()[0] == dict(zip(CLOCK, (0, None, None, "none"), strict=True))
 
 
 def test_gpus_over_nvlink_are_compared_with_its_rate_and_others_with_nothing(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch.compose import DEFAULT_DATA, Launch
+from tools.launch.compose import Launch
+from tools.launch.data import DEFAULT_DATA
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.preflight import check

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from tools.launch.job import parse_target
-from tools.launch.network import LinkRate, network_problems, parse_rate, run
+from tools.launch.network import network_problems, parse_rate, rate_text, run
 from tools.launch.options import options_from_texts
 from tools.launch.train import compose_job
 from tools.spec.run import DeviceKind
+from tools.text.units import bit_rate
 
 CAN_SHAPE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 
@@ -33,10 +34,9 @@ sys.exit(int(sys.argv[1]))
     ],
 )
 def test_rates_are_read_and_shown(text: str, bits: int, shown: str) -> None:
-    rate = parse_rate(text)
-    assert rate.bits_per_second == bits
-    assert str(rate) == shown
-    assert parse_rate(rate.text) == rate
+    assert parse_rate(text) == bits
+    assert bit_rate(bits) == shown
+    assert parse_rate(rate_text(bits)) == bits
 
 
 @pytest.mark.parametrize("text", ["fast", "1", "1gb", "0gbps", "-1gbps"])
@@ -48,7 +48,7 @@ def test_what_is_no_rate_is_refused_with_an_example(text: str) -> None:
 def test_each_obstacle_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda tool: None)
-    problems = "\n".join(network_problems(LinkRate(10**11), 3, DeviceKind.GPU))
+    problems = "\n".join(network_problems(10**11, 3, DeviceKind.GPU))
     assert "name a target that ends in cpu" in problems
     assert "3 is odd" in problems
     assert "use 10gbps or less, and 'make plan' for faster links" in problems
@@ -73,7 +73,7 @@ def test_ranks_connect_across_the_link_and_leave_nothing_behind(
 ) -> None:
     script = tmp_path / "all_reduce.py"
     script.write_text(ALL_REDUCE)
-    ended = run(LinkRate(10**9), 2, (str(script), str(code)))
+    ended = run(10**9, 2, (str(script), str(code)))
     assert (ended == 0) == (code == 0)
     sent = [int(line.split()[-2]) for line in capfd.readouterr().out.splitlines() if "sent" in line]
     # Each side sends the million bytes once, and some tens of kB of headers and of the rendezvous.

@@ -12,7 +12,7 @@ from tests.launch.checkpoint.conftest import Write, damage
 from tests.launch.checkpoint.conftest import saved as saved  # noqa: PLC0414 - a fixture
 from tests.launch.checkpoint.conftest import write as write  # noqa: PLC0414 - a fixture
 from tools.launch import start
-from tools.launch.compose import Launch
+from tools.launch.compose import Launch, ResumePoint
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.launch.train import compose_job
@@ -86,6 +86,12 @@ def test_one_that_was_overwritten_is_kept_aside_and_written_anew_with_a_sentence
     assert "is kept as damaged-" in said.getvalue()
     assert weights is not None
     assert verified_weights(path) == weights
+
+
+def test_a_run_that_resumes_needs_none(launch: Launch, tmp_path: Path, written: list[Path]) -> None:
+    resumed = launch.resumed(ResumePoint("before", tmp_path, 4))
+    assert ensure(resumed, tmp_path) is None
+    assert written == []
 
 
 def test_one_without_a_manifest_is_read_back_against_its_own_checksums(

@@ -26,8 +26,7 @@ from rich.console import Console
 
 from tests.verify.injected_bugs.check import FOLDER, InjectedBug, injected_bugs
 from tools.launch.code import find_entry
-from tools.launch.compose import SMALL_SAMPLE, SMALL_VOCABULARY
-from tools.launch.data import make_sample
+from tools.launch.data import SMALL_SAMPLE, SMALL_VOCABULARY, make_sample
 from tools.launch.job import parse_target
 from tools.launch.options import Options, read_patch_file
 from tools.records.verdict import Outcome, Verdict

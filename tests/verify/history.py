@@ -23,8 +23,7 @@ from rich.console import Console
 
 from megatron_patches.context import OLDEST_KNOWN, checkout_version
 from tests.verify.bench import Bench, PatientRanks
-from tools.launch.compose import SMALL_SAMPLE
-from tools.launch.data import make_sample
+from tools.launch.data import SMALL_SAMPLE, make_sample
 from tools.launch.options import Options
 from tools.records.verdict import Outcome, Verdict
 from tools.spec.errors import LaunchError

@@ -26,8 +26,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tests.verify.bench import SMALL, PatientRanks
-from tools.launch.compose import SMALL_SAMPLE
-from tools.launch.data import make_sample
+from tools.launch.data import SMALL_SAMPLE, make_sample
 from tools.launch.job import parse_target
 from tools.launch.options import Options
 from tools.plan.constraints import violations

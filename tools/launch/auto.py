@@ -13,8 +13,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.launch.calibrate import calibrate, conditions, cpu_core, gpu_here
-from tools.launch.compose import DEFAULT_DATA, model_for
+from tools.launch.calibrate import calibrate, conditions, device_here
+from tools.launch.compose import model_for
+from tools.launch.data import DEFAULT_DATA
 from tools.launch.flags import runtime_flags
 from tools.launch.job import Job, parse_target
 from tools.launch.options import Options
@@ -125,14 +126,12 @@ def as_options(chosen: Candidate, options: Options) -> Options:
 
 
 def _device(job: Job) -> Device:
-    if job.device is DeviceKind.CPU:
-        return cpu_core(job.devices)
     instead = (
         f"run 'make plan MODEL={job.model.name} GPUS={job.devices} GPU=h200' for a plan without "
         f"them, or 'make train-auto-gpt2-tiny-{job.devices}cpu'"
     )
     named = f"'make train-dp{job.devices}-{job.model.name}-{job.devices}gpu'"
-    return gpu_here(job.devices, instead, f", or name a strategy: {named}")
+    return device_here(job.device, job.devices, instead, f", or name a strategy: {named}")
 
 
 def _calibration(job: Job, device: Device, console: Console) -> Calibration:

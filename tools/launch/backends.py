@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tools.launch.compose import Launch, start_checkpoint_path
-from tools.launch.options import Options
 from tools.native.settings import (
     FROM_CONFIG,
     IMPORTED,
@@ -23,7 +22,7 @@ from tools.native.settings import (
 from tools.spec import variables
 from tools.spec.files import from_root
 from tools.spec.flag_table import release
-from tools.spec.flags import Flags, drop_flags, merge_flags
+from tools.spec.flags import Flags, drop_flags, flag_words, merge_flags
 from tools.spec.model import LOADING, imported_weights
 from tools.spec.run import Backend, DeviceKind, OptimizerName
 from tools.spec.strategy import UNTIED, strategy_flags
@@ -70,13 +69,14 @@ def for_backend(launch: Launch) -> Launch:
     layout = () if parallelism.schedule else strategy_flags(parallelism)
     dropped = (*_ONLY_MEGATRON, *(word for word in layout if word.startswith("--")))
     multiple = launch.model.shape.vocabulary_multiple // parallelism.tensor
+    megatrons = options.optimizer is OptimizerName.MEGATRON_MUON
     flags = merge_flags(
         drop_flags(launch.flags, dropped),
         backend_flags(launch, options.backend),
         ("--vocab-size", str(launch.model.shape.vocabulary)),
         ("--make-vocab-size-divisible-by", str(max(1, multiple))),
         ("--start-weights", from_root(start)) if start else (),
-        _muon_rule(options),
+        (MUON_RULE_FLAG, "megatron") if megatrons else (),
     )
     environment = {k: v for k, v in launch.environment.items() if k != variables.START_WEIGHTS}
     if options.backend is Backend.DEEPSPEED:
@@ -129,11 +129,6 @@ def _transformers_problems(launch: Launch) -> Iterator[str]:
         yield "BACKEND=transformers has AdamW alone; leave OPTIMIZER= out."
 
 
-def _muon_rule(options: Options) -> tuple[str, ...]:
-    megatrons = options.optimizer is OptimizerName.MEGATRON_MUON
-    return (MUON_RULE_FLAG, "megatron") if megatrons else ()
-
-
 def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
     """The backend's flags for its parallelism; data parallelism takes the remaining ranks.
 
@@ -147,12 +142,7 @@ def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
     if parallelism.sharding.is_torch_fsdp:
         return ("--use-torch-fsdp2",)
     degrees = {"tensor": parallelism.tensor, "expert": parallelism.expert}
-    return tuple(
-        word
-        for name, degree in degrees.items()
-        if degree > 1
-        for word in (f"--{name}-model-parallel-size", str(degree))
-    )
+    return flag_words({f"--{n}-model-parallel-size": of for n, of in degrees.items() if of > 1})
 
 
 def backend_problems(launch: Launch) -> Iterator[str]:
@@ -223,13 +213,12 @@ def optimizer_problems(launch: Launch) -> Iterator[str]:
     """Why the optimizer cannot be used here, each in one sentence."""
     if Flags(launch.flags).text("--optimizer") != "muon":
         return
-    sharding = launch.spec.parallelism.sharding
+    sharding, backend = launch.spec.parallelism.sharding, launch.spec.backend
     if sharding:
         yield f"Muon needs whole matrices, which {sharding} shards; use dp2, or OPTIMIZER=adamw."
-    if launch.spec.backend in ("deepspeed", "bare"):
-        yield f"BACKEND={launch.spec.backend} has AdamW alone; use BACKEND=native for Muon."
-    flags, backend = Flags(launch.flags), launch.spec.backend
-    uses_package = backend == Backend.MEGATRON or flags.has(MUON_RULE_FLAG)
+    if backend in (Backend.DEEPSPEED, Backend.BARE):
+        yield f"BACKEND={backend} has AdamW alone; use BACKEND=native for Muon."
+    uses_package = backend == Backend.MEGATRON or MUON_RULE_FLAG in launch.flags
     if backend == Backend.MEGATRON and release(launch.entry.megatron_version) < FIRST_MUON_RELEASE:
         yield (
             f"Megatron {launch.entry.megatron_version} has no Muon with the published coefficients, "

@@ -7,16 +7,16 @@ from typing import Self
 
 
 class BackgroundThread:
-    """Runs `watch` while a `with` block runs; at its end `done` is set, and the block waits."""
+    """Runs `_watch` while a `with` block runs; at its end `done` is set, and the block waits."""
 
     stop_seconds: float | None = None
-    """For `watch` to return, where it may wait for something that never comes; None is no limit."""
+    """For `_watch` to return, where it may wait for something that never comes; None is no limit."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
-        self._thread = threading.Thread(target=self.watch, daemon=True)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def watch(self) -> None:
+    def _watch(self) -> None:
         """The work; must return soon after `done` is set."""
         raise NotImplementedError
 

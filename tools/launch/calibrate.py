@@ -92,35 +92,31 @@ def calibrate_here(devices: str | None, runs: Path, console: Console) -> int:
     ranks, kind = (gpus, DeviceKind.GPU) if gpus else (cores, DeviceKind.CPU)
     if devices is not None:
         ranks, kind = parse_devices(devices.strip(), "DEVICES")
-    on_cpu, instead = kind is DeviceKind.CPU, "DEVICES=2cpu measures CPU ranks"
-    device = cpu_core(ranks) if on_cpu else gpu_here(ranks, instead)
+    device = device_here(kind, ranks, "DEVICES=2cpu measures CPU ranks")
     measured = calibrate(runs, kind, ranks, device, console)
     console.print(rich_table(_compared(measured, device)))
-    kept = from_root(calibration_path(runs, device))
-    say(
-        console,
-        f"Kept in {kept}: 'make plan GPU={device.key}', 'make report' and train-auto-… use them.",
-    )
+    kept, key = from_root(calibration_path(runs, device)), device.key
+    said = f"Kept in {kept}: 'make plan GPU={key}', 'make report' and train-auto-… use them."
+    say(console, said)
     return 0
 
 
-def cpu_core(ranks: int) -> Device:
-    """A core as one of so many ranks has it: with its share of the memory that is free."""
-    share = psutil.virtual_memory().available // ranks
-    return replace(device_by_key("cpu"), memory_bytes=share)
-
-
-def gpu_here(ranks: int, instead: str, otherwise: str = "") -> Device:
-    """The kind of this machine's GPUs.
+def device_here(kind: DeviceKind, ranks: int, instead: str, otherwise: str = "") -> Device:
+    """What each of so many ranks has of this machine: one of its GPUs, or a core with its share of the
+    memory that is free.
 
     Args:
-        ranks: GPUs that are wanted.
-        instead: What to do where there are fewer; the end of a sentence.
+        kind: Of the ranks.
+        ranks: How many.
+        instead: What to do where there are fewer GPUs; the end of a sentence.
         otherwise: What to do about a GPU without rates, beside adding it.
 
     Raises:
-        LaunchError: There are not so many, or the planner knows no rates of them.
+        LaunchError: There are not so many GPUs, or the planner knows no rates of them.
     """
+    if kind is DeviceKind.CPU:
+        share = psutil.virtual_memory().available // ranks
+        return replace(device_by_key("cpu"), memory_bytes=share)
     names = [gpu.name for gpu in visible_gpus()]
     if len(names) < ranks:
         raise LaunchError(f"Needs {ranks} GPU{'s' * (ranks > 1)}, found {len(names)}; {instead}.")
@@ -150,8 +146,8 @@ def calibrate(
     Raises:
         LaunchError: The measurement failed; with the last error of a rank.
     """
-    console.print(f"Measuring {plural(ranks, f'{kind} rank')}{why} …", highlight=False)
     place = plural(ranks, f"{kind} rank")
+    console.print(f"Measuring {place}{why} …", highlight=False)
     try:
         work = WORKLOADS[kind]
         figures = microbenchmark.measure(work, kind, ranks, timeout_seconds=TIMEOUT_SECONDS)
@@ -160,9 +156,8 @@ def calibrate(
     assert figures is not None  # There is one node.
     calibration = from_figures(figures, kind, device, link_by_key(device.link))
     calibration = replace(calibration, made_with=conditions(kind, ranks))
-    path = calibration_path(runs, device)
     runs.mkdir(parents=True, exist_ok=True)
-    write_record(path, calibration)
+    write_record(calibration_path(runs, device), calibration)
     return calibration
 
 
@@ -243,10 +238,11 @@ def _compared(measured: Calibration, device: Device) -> Table[str]:
             return DASH
         return f"{1e6 * value:,.0f} µs" if name.endswith("_seconds") else f"{value:.2f}"
 
+    def title(name: str) -> str:
+        return name.removesuffix("_seconds").replace("_", " ")
+
     columns = (
-        Column[str](
-            "constant", lambda name: name.removesuffix("_seconds").replace("_", " "), right=False
-        ),
+        Column[str]("constant", title, right=False),
         Column[str]("shipped", lambda name: text(name, shipped[name])),
         Column[str]("measured", lambda name: text(name, found[name])),
     )

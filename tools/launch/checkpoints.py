@@ -8,7 +8,7 @@ update that would use it, but the weights themselves may be damaged.
 from __future__ import annotations
 
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from tools.launch.background import BackgroundThread
@@ -25,8 +25,6 @@ from tools.records.torch_dist import (
 )
 from tools.report.read.iterations import Iteration
 from tools.spec.errors import LaunchError
-from tools.spec.flag_table import of_role
-from tools.spec.flags import drop_flags
 
 LOOK_SECONDS = 0.5
 
@@ -49,8 +47,7 @@ class Keeper(BackgroundThread):
         self.problems: list[str] = []
         """Checkpoints that could not be read back, a sentence each."""
 
-    def watch(self) -> None:
-        """As `BackgroundThread.watch`."""
+    def _watch(self) -> None:
         with closing(self._follower), suppress(ReadingStoppedError):
             while not self.done.wait(LOOK_SECONDS):
                 self._look()
@@ -147,11 +144,7 @@ def resume_if_saved(launch: Launch, folder: Path) -> Launch:
     iteration = select_checkpoint(folder).checkpoint.iteration
     if iteration >= launch.iterations:
         raise LaunchError(f"{folder.name} has already reached iteration {iteration}.")
-    return replace(
-        launch,
-        flags=drop_flags(launch.flags, of_role("start")),
-        resume_point=ResumePoint(folder.name, stored, iteration),
-    )
+    return launch.resumed(ResumePoint(folder.name, stored, iteration))
 
 
 def last_valid_iteration(run: Path) -> int | None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_patches.context import checkout_version, commit_of
+from tools.cluster.container.image import MEGATRON_IN_IMAGE, ImagePair
 from tools.records.run import Code, MegatronEntry
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
@@ -25,12 +26,15 @@ SOURCES = (".py", ".sh", ".args", ".cpp", ".cu", ".h")
 """What is run or compiled; not what that gives: a checkout compiles its helpers in its first run."""
 
 
-def find_entry(megatron_lm: Path | None) -> MegatronEntry:
-    """The entry, and the version and commit of the Megatron it runs.
+def find_entry(megatron_lm: Path | None, pair: ImagePair | None = None) -> MegatronEntry:
+    """The entry, and the version and commit of the Megatron it runs: a pair's is in its image.
 
     Raises:
         LaunchError: No checkout was named and the wheel is not installed.
     """
+    if pair is not None:
+        entry = f"{MEGATRON_IN_IMAGE}/pretrain_gpt.py"
+        return MegatronEntry(entry, pair.megatron_version, pair.megatron_commit[:12])
     if megatron_lm is None:
         try:
             return MegatronEntry(KIT_ENTRY, importlib.metadata.version("megatron-core"))
@@ -56,7 +60,18 @@ def kit_commit() -> str | None:
 def code_of(entry: MegatronEntry | None) -> Code:
     """The kit, and the Megatron of an entry; None for one in an image, which its digest identifies, or
     where none trains. What `PATCH_FILE=` adds to them is part of a run's specification."""
-    return Code(tree_hash(ROOT, KIT_FOLDERS), _megatron_of(entry) if entry else None)
+    kit = tree_hash(ROOT, KIT_FOLDERS)
+    if entry is None:
+        return Code(kit)
+    beside = (ROOT / entry.path).parent
+    if (beside / "megatron").is_dir():
+        # A checkout: also its entry, and what that imports from beside it.
+        own = ("megatron", *(path.name for path in beside.glob("*.py")))
+        return Code(kit, tree_hash(beside, own))
+    found = importlib.util.find_spec("megatron")  # A namespace: nothing is imported.
+    folders = found.submodule_search_locations if found else None
+    hashes = [tree_hash(Path(folder), (".",)) for folder in sorted(folders or ())]
+    return Code(kit, "+".join(hashes) or None)
 
 
 def tree_hash(root: Path, names: Iterable[str]) -> str:
@@ -79,14 +94,3 @@ def tree_hash(root: Path, names: Iterable[str]) -> str:
         digest.update(f"{path.relative_to(root)}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()[:16]
-
-
-def _megatron_of(entry: MegatronEntry) -> str | None:
-    beside = (ROOT / entry.path).parent
-    if (beside / "megatron").is_dir():
-        # A checkout: also its entry, and what that imports from beside it.
-        return tree_hash(beside, ("megatron", *(path.name for path in beside.glob("*.py"))))
-    found = importlib.util.find_spec("megatron")  # A namespace: nothing is imported.
-    folders = found.submodule_search_locations if found else None
-    hashes = [tree_hash(Path(folder), (".",)) for folder in sorted(folders or ())]
-    return "+".join(hashes) or None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.cluster.container import docker
-from tools.cluster.container.image import MEGATRON_IN_IMAGE
 from tools.cluster.nodes import Nodes
 from tools.launch.code import code_of, find_entry
+from tools.launch.data import DEFAULT_DATA, GPT2_DATA
 from tools.launch.flags import (
     AT_IMPORT,
     environment_for,
@@ -22,13 +23,13 @@ from tools.launch.flags import (
     start_flags,
 )
 from tools.launch.job import Job
-from tools.launch.network import LinkRate, link_of
 from tools.launch.network import command as shaped
 from tools.launch.options import Options, Saving, patch_file_paths
 from tools.launch.runtime import ON_HOST, Runtime
 from tools.launch.supervise.warm import WarmMegatron, WarmPool
 from tools.records.run import CHECKPOINTS_FOLDER, Code, MegatronEntry
 from tools.spec.files import ROOT, from_root
+from tools.spec.flag_table import of_role
 from tools.spec.flags import (
     Flags,
     counted_vocabulary,
@@ -47,25 +48,9 @@ from tools.spec.model import (
 )
 from tools.spec.run import Backend, DeviceKind, RunSpec, spec_of_flags
 from tools.spec.strategy import UNTIED, batch_for, parallelism_from_flags
+from tools.spec.variables import INTERFACES
 
 TINY_ITERATIONS, ITERATIONS = 25, 100
-DEFAULT_DATA = {
-    DeviceKind.CPU: "owt-ds/sample_text_document",
-    DeviceKind.GPU: "owt-ds/openwebtext-10k_text_document",
-}
-UNIQUE_SAMPLE = "owt-ds/sample-unique_text_document"
-"""The sample with every paragraph once."""
-
-SMALL_SAMPLE = "owt-ds/sample-1k_text_document"
-"""The sample in a vocabulary of 1,024: what a verification computes is then mostly the layers."""
-SMALL_VOCABULARY = 1024
-
-OWN_SAMPLES = (DEFAULT_DATA[DeviceKind.CPU], UNIQUE_SAMPLE, SMALL_SAMPLE)
-"""Data sets that the kit makes by itself where a run needs them."""
-
-GPT2_DATA = (*DEFAULT_DATA.values(), UNIQUE_SAMPLE)
-"""The kit's own data sets hold GPT-2 tokens: a model trained on them gets GPT-2's vocabulary."""
-
 START_FOLDER, DATA_CACHE = ".start", ".data"
 """Beside the runs: weights that runs share, and Megatron's index of samples in their order."""
 
@@ -135,11 +120,6 @@ class Launch:
         return self.spec.parallelism.world_size
 
     @property
-    def network(self) -> LinkRate | None:
-        """Limit of the link between the two halves of the ranks."""
-        return link_of(self.spec)
-
-    @property
     def local_devices(self) -> int:
         """Number of ranks on this machine."""
         return self.devices // self.nodes.count if self.nodes else self.devices
@@ -160,8 +140,8 @@ class Launch:
         """The whole command, from the repository root; in a container, with what starts it."""
         container = self.runtime.container
         program = (*self._program(), *self.arguments(run_folder))
-        if self.network is not None:
-            return shaped(self.network, self.devices, _python(), program)
+        if self.spec.link_bits_per_second:
+            return shaped(self.spec.link_bits_per_second, self.devices, _python(), program)
         python = docker.PYTHON if container else _python()
         ranks = (*torchrun(self.local_devices, python, self.nodes), *program)
         if container is None:
@@ -173,11 +153,25 @@ class Launch:
         assert self.warm is not None
         return self.warm.command(self.devices, (self.entry.path, *self.arguments(run_folder)))
 
+    def resumed(self, point: ResumePoint) -> Launch:
+        """The same from a saved checkpoint, and not from its start."""
+        return replace(self, flags=drop_flags(self.flags, of_role("start")), resume_point=point)
+
+    def among(self, nodes: Nodes) -> Launch:
+        """The same with gloo on the interface that joins the nodes, unless the caller has chosen one.
+
+        gloo would take the address of the machine's name, which is often 127.0.1.1.
+        """
+        if nodes.interface is None:
+            return replace(self, nodes=nodes)
+        chosen = {name: os.environ.get(name) or nodes.interface for name in INTERFACES}
+        return replace(self, nodes=nodes, environment={**self.environment, **chosen})
+
     def forked(self, pool: WarmPool) -> Launch:
         """The same with ranks of Megatron on this machine's CPU from a process of the pool."""
-        plain = self.network is None and self.nodes is None and self.runtime.container is None
+        elsewhere = self.spec.link_bits_per_second or self.nodes or self.runtime.container
         megatron = self.spec.backend == Backend.MEGATRON
-        if not (plain and megatron and self.spec.device is DeviceKind.CPU):
+        if elsewhere or not megatron or self.spec.device is not DeviceKind.CPU:
             return self
         known = {name: self.environment[name] for name in AT_IMPORT if name in self.environment}
         return replace(self, warm=pool.process(self.entry.path, known))
@@ -200,7 +194,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     parallelism = parallelism_from_flags((*job.flags, *options.extra), job.devices)
     data = options.data or DEFAULT_DATA[device]
     model = model_for(job.model, options.extra, data)
-    entry = entry_of(runtime, options)
+    entry = find_entry(options.megatron_lm, runtime.pair)
     own = batch_for(model.batch, parallelism)
     shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
     shared = shared or imported_weights(model) is not None
@@ -246,7 +240,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
             counted_vocabulary(flags, entry.megatron_version), job.devices, device, model.name
         ),
         fused=options.fused,
-        link_bits_per_second=options.network.bits_per_second if options.network else None,
+        link_bits_per_second=options.link_bits_per_second,
         shares_gpu=options.share_gpu,
         patch_file=options.patch_file,
         strategy=job.strategy,
@@ -274,19 +268,6 @@ def model_for(model: Model, words: Sequence[str], data: str) -> Model:
     model = changed_model(model, words)
     fixed = data not in GPT2_DATA or imported_weights(model) is not None
     return model if fixed else with_vocabulary(model, GPT2_VOCABULARY)
-
-
-def entry_of(runtime: Runtime, options: Options) -> MegatronEntry:
-    """Which Megatron trains: in a container the checkout of its image.
-
-    Raises:
-        LaunchError: No Megatron is there.
-    """
-    pair = runtime.pair
-    if pair is None:
-        return find_entry(options.megatron_lm)
-    entry = f"{MEGATRON_IN_IMAGE}/pretrain_gpt.py"
-    return MegatronEntry(entry, pair.megatron_version, pair.megatron_commit[:12])
 
 
 def start_checkpoint_path(

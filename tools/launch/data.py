@@ -1,11 +1,11 @@
-"""The data sets that the kit makes by itself, from text that comes with Python."""
+"""The kit's data sets, and those that it makes by itself, from text that comes with Python."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,59 +13,55 @@ import numpy as np
 from rich.console import Console
 
 from tools.dataset.indexed import DatasetError, bin_path, idx_path, open_dataset
-from tools.launch.compose import (
-    DEFAULT_DATA,
-    OWN_SAMPLES,
-    SMALL_SAMPLE,
-    SMALL_VOCABULARY,
-    UNIQUE_SAMPLE,
-    Launch,
-)
 from tools.records.io import lock, write_whole
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 from tools.spec.model import GPT2_VOCABULARY
 from tools.spec.run import DeviceKind
 
-SAMPLE = DEFAULT_DATA[DeviceKind.CPU]
-_SUFFIX = "_text_document"
+SAMPLE = "owt-ds/sample_text_document"
+UNIQUE_SAMPLE = "owt-ds/sample-unique_text_document"
+"""The sample with every paragraph once."""
+
+SMALL_SAMPLE = "owt-ds/sample-1k_text_document"
+"""The sample in a vocabulary of 1,024: what a verification computes is then mostly the layers."""
+SMALL_VOCABULARY = 1024
+
+PUBLISHED = "owt-ds/openwebtext-10k_text_document"
+DEFAULT_DATA = {DeviceKind.CPU: SAMPLE, DeviceKind.GPU: PUBLISHED}
+GPT2_DATA = (SAMPLE, PUBLISHED, UNIQUE_SAMPLE)
+"""The kit's own data sets hold GPT-2 tokens: a model trained on them gets GPT-2's vocabulary."""
+
 _WHAT: Mapping[str, tuple[str, tuple[str, ...]]] = {
     SAMPLE: ("the sample data set from this Python's own documentation", ()),
     UNIQUE_SAMPLE: ("the sample data set, each paragraph once", ("--unique",)),
 }
 """What is said of each, and the flags that make it."""
 
+OWN_SAMPLES = (*_WHAT, SMALL_SAMPLE)
+"""Data sets that the kit makes by itself where a run needs them."""
+
 WAIT_SECONDS = 0.2
 
 
-def make_samples(launches: Sequence[Launch], console: Console) -> None:
-    """Make those of the kit's own samples that these launches train on and that are not there, whole.
-
-    Raises:
-        LaunchError: One could not be made.
-    """
-    for prefix in sorted({launch.data for launch in launches}.intersection(OWN_SAMPLES)):
-        make_sample(prefix, console)
-
-
 def make_sample(prefix: str, console: Console) -> None:
-    """Make one of them unless it is there, or another launcher makes it meanwhile.
+    """Make a data set if it is one of the kit's own samples, and is not there, whole, or made meanwhile.
 
     Raises:
         LaunchError: It could not be made.
     """
-    if _is_whole(prefix):
+    if prefix not in OWN_SAMPLES or _is_whole(prefix):
         return
     if prefix == SMALL_SAMPLE:
         make_sample(SAMPLE, console)
-        with _alone(ROOT / f"{prefix}.lock"):
-            fold(ROOT / SAMPLE, ROOT / prefix)
-        return
-    what, flags = _WHAT[prefix]
-    output = prefix.removesuffix(_SUFFIX)
+    output = prefix.removesuffix("_text_document")
     with _alone(ROOT / f"{output}.lock"):
         if _is_whole(prefix):
             return
+        if prefix == SMALL_SAMPLE:
+            fold(ROOT / SAMPLE, ROOT / prefix)
+            return
+        what, flags = _WHAT[prefix]
         console.print(f"Making {what} …", highlight=False)
         if call_module("tools.preprocess", "sample", *flags, "--output-prefix", output):
             raise LaunchError(

@@ -1,7 +1,7 @@
-"""The devices of this machine and how they are connected, read through NVML.
+"""The devices of this machine, how they are connected, and what each reports while its rank trains.
 
-A machine without an NVIDIA driver has no GPUs. What NVML does not report is None.
-`python -m tools.launch.devices` prints all of it as JSON, for `make doctor`.
+GPUs are read through NVML: a machine without an NVIDIA driver has none, and what NVML does not report is
+None. `python -m tools.launch.devices` prints what they are as JSON, for `make doctor`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pynvml
 
 from tools.cluster.checks.devices import GpuUse
@@ -35,6 +37,24 @@ P2P_READ = 0
 """`NVML_P2P_CAPS_INDEX_READ`; pynvml's own constant is the tuple (0,), which NVML's call refuses."""
 
 
+THROTTLE_REASONS = {
+    0x2: "applications clocks setting",
+    0x4: "software power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+    0x100: "display clocks setting",
+    0x200: "board limit",
+    0x400: "reliability voltage",
+}
+"""Bits of `nvmlClocksEventReasons`. Bit 0, an idle GPU, is no throttling and is left out."""
+
+Reading = Mapping[str, Any]
+"""Of one device: values by column of `samples.csv`; what the device does not report is left out."""
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One GPU, by NVML's number (that of the PCI bus, with CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA's too)."""
@@ -43,6 +63,11 @@ class Gpu:
     uuid: str
     name: str
     memory_bytes: int
+
+    @property
+    def handle(self) -> Any:
+        """NVML's; raises NVMLError where the GPU has fallen off the bus."""
+        return pynvml.nvmlDeviceGetHandleByIndex(self.index)
 
 
 @cache
@@ -72,35 +97,23 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]
     return tuple(found)
 
 
-def gpu_names() -> tuple[str, ...]:
-    """Names of the visible GPUs; empty without a driver."""
-    return tuple(gpu.name for gpu in visible_gpus())
-
-
 def memory_used_bytes(gpu: Gpu) -> int:
     """Memory in use by all processes, as nvidia-smi shows it: without what the driver reserves."""
-    handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
-    try:
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-    except pynvml.NVMLError:
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    ask, handle = pynvml.nvmlDeviceGetMemoryInfo, gpu.handle
+    memory = _answer(partial(ask, handle, version=pynvml.nvmlMemory_v2)) or ask(handle)
     return int(memory.used)
 
 
 def process_ids(gpu: Gpu) -> tuple[int, ...]:
     """Processes that compute on it, as far as NVML sees them (in a container often none)."""
-    handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
-    running = _answer(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
+    running = _answer(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu.handle)
     return tuple(process.pid for process in running or ())
 
 
 def clock_limit_mhz(gpu: Gpu) -> int | None:
     """The highest clock that its multiprocessors can reach."""
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
-        return int(pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM))
-    except pynvml.NVMLError:
-        return None
+    limit = _answer(lambda: pynvml.nvmlDeviceGetMaxClockInfo(gpu.handle, pynvml.NVML_CLOCK_SM))
+    return None if limit is None else int(limit)
 
 
 def gpu_use(gpu: Gpu) -> GpuUse:
@@ -187,7 +200,7 @@ def _named(word: str) -> Gpu | None:
 
 def _link(first: int, second: int, gpu: Gpu, peer: Gpu) -> DeviceLink:
     try:
-        one, other = (pynvml.nvmlDeviceGetHandleByIndex(each.index) for each in (gpu, peer))
+        one, other = gpu.handle, peer.handle
     except pynvml.NVMLError:
         return DeviceLink(first, second)
     nearest = _answer(pynvml.nvmlDeviceGetTopologyCommonAncestor, one, other)
@@ -197,7 +210,7 @@ def _link(first: int, second: int, gpu: Gpu, peer: Gpu) -> DeviceLink:
         # Active links of the first that lead to the second, or to the switch between them.
         bus_id = pynvml.nvmlDeviceGetPciInfo(other).busId
         links = range(pynvml.NVML_NVLINK_MAX_LINKS)
-        nvlinks = sum(_leads_to(one, link, bus_id) for link in links)
+        nvlinks = sum(bool(_answer(_leads_to, one, link, bus_id)) for link in links)
     topology = None if nearest is None else TOPOLOGY.get(nearest)
     return DeviceLink(first, second, topology, nvlinks, _peer(one, other, P2P_READ))
 
@@ -216,15 +229,69 @@ def _answer(question: Callable[..., Any], *of: Any) -> Any:
 
 
 def _leads_to(handle: Any, link: int, bus_id: str) -> bool:
-    try:
-        if not pynvml.nvmlDeviceGetNvLinkState(handle, link):
-            return False
-        kind = pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
-        if kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
-            return True
-        return bool(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId == bus_id)
-    except pynvml.NVMLError:
+    if not pynvml.nvmlDeviceGetNvLinkState(handle, link):
         return False
+    kind = pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
+    if kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+        return True
+    return bool(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId == bus_id)
+
+
+def cpu_readings(
+    by_rank: Callable[[], Mapping[int, psutil.Process]],
+) -> Callable[[], Iterator[tuple[int, Reading]]]:
+    """What reads CPU ranks: each process's share of a core and resident memory."""
+    known: dict[int, psutil.Process] = {}
+
+    def read() -> Iterator[tuple[int, Reading]]:
+        for rank, process in sorted(by_rank().items()):
+            # cpu_percent measures since its last call, so the process object must be kept.
+            same = known.setdefault(rank, process)
+            with suppress(psutil.Error):
+                reading = {
+                    "device": processor_name(),
+                    "utilisation_percent": same.cpu_percent(),
+                    "memory_bytes": same.memory_info().rss,
+                }
+                yield rank, reading
+
+    return read
+
+
+def gpu_readings(gpus: Sequence[Gpu], first: int = 0) -> Iterator[tuple[int, Reading]]:
+    """One reading a rank, the r-th from `first` on of the r-th GPU; none of one that was lost."""
+    for rank, gpu in enumerate(gpus, start=first):
+        if (handle := _answer(lambda gpu=gpu: gpu.handle)) is not None:
+            yield rank, {"device": gpu.name, **_reported(gpu, handle)}
+
+
+def throttle_reasons(bits: int) -> str:
+    """Names of the reasons in a bit mask, `none` if there are none."""
+    names = [name for bit, name in THROTTLE_REASONS.items() if bits & bit]
+    unknown = bits & ~(0x1 | sum(THROTTLE_REASONS))
+    return " + ".join((*names, *((f"{unknown:#x}",) if unknown else ()))) or "none"
+
+
+def _reported(gpu: Gpu, handle: Any) -> Reading:
+    """Not every GPU and driver answers every question."""
+    questions: dict[str, Callable[[], object]] = {
+        "utilisation_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+        "memory_bytes": lambda: memory_used_bytes(gpu),
+        "power_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "temperature_celsius": lambda: pynvml.nvmlDeviceGetTemperature(
+            handle, pynvml.NVML_TEMPERATURE_GPU
+        ),
+        "sm_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+        "throttle_reasons": lambda: throttle_reasons(_event_reasons(handle)),
+    }
+    answers = {column: _answer(ask) for column, ask in questions.items()}
+    return {column: answer for column, answer in answers.items() if answer is not None}
+
+
+def _event_reasons(handle: Any) -> Any:
+    bits = _answer(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+    # Drivers before 535 know the older name alone.
+    return pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) if bits is None else bits
 
 
 if __name__ == "__main__":

@@ -16,17 +16,23 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from typing import Any
 
 import psutil
 
 from tools.cluster.nodes import Nodes, nodes_of
 from tools.launch import microbenchmark
 from tools.launch.background import BackgroundThread
-from tools.launch.devices import Gpu, clock_limit_mhz, find_links, visible_gpus
+from tools.launch.devices import (
+    Gpu,
+    Reading,
+    clock_limit_mhz,
+    find_links,
+    gpu_readings,
+    visible_gpus,
+)
 from tools.launch.microbenchmark import Workload
 from tools.launch.rendezvous.messages import interface_of
-from tools.launch.sampler import GpuRanks, Reading
 from tools.spec import settings
 from tools.spec.hardware import find_device, link_by_key
 from tools.spec.run import DeviceKind
@@ -44,37 +50,7 @@ WORKLOADS = {
 }
 
 
-@dataclass(frozen=True)
-class GpuClock:
-    """The clock of one GPU's multiprocessors while it worked; None is what NVML does not report."""
-
-    gpu: int
-    highest_mhz: int | None
-    limit_mhz: int | None
-    """What the GPU can reach."""
-    throttling: str
-    """Every reason that was seen, `none` if there was none."""
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What was measured between the devices."""
-
-    backend: str
-    ranks: int
-    bytes_per_second: float | None
-    """That each rank sends in a ring all-reduce; None for a rank alone."""
-    link: str
-    """What connects them."""
-    link_bytes_per_second: float | None
-    """Of one direction; None where it is not known."""
-    nodes: tuple[str, ...] = ()
-    pairs: tuple[float, ...] = ()
-    """Bytes a second of each node with the next, alone."""
-    clocks: tuple[GpuClock, ...] = ()
-
-
-def measure(nodes: Nodes | None = None) -> Exchange | None:
+def measure(nodes: Nodes | None = None) -> dict[str, Any] | None:
     """Measure between this machine's devices, or one device of each node; None on later nodes.
 
     Raises:
@@ -90,16 +66,19 @@ def measure(nodes: Nodes | None = None) -> Exchange | None:
     if figures is None:
         return None
     link, rate = _link_between(interface) if nodes else link_here(gpus[:ranks])
-    return Exchange(
-        backend="NCCL" if gpus else "gloo",
-        ranks=ranks * (nodes.count if nodes else 1),
-        bytes_per_second=figures.all_reduce_bytes_per_second,
-        link=link,
-        link_bytes_per_second=rate,
-        nodes=figures.nodes,
-        pairs=figures.pair_bytes_per_second,
-        clocks=tuple(watch.clocks()),
-    )
+    return {
+        "backend": "NCCL" if gpus else "gloo",
+        "ranks": ranks * (nodes.count if nodes else 1),
+        # That each rank sends in a ring; None for a rank alone.
+        "bytes_per_second": figures.all_reduce_bytes_per_second,
+        "link": link,
+        # Of one direction; None where it is not known.
+        "link_bytes_per_second": rate,
+        "nodes": figures.nodes,
+        # Of each node with the next, alone.
+        "pairs": figures.pair_bytes_per_second,
+        "clocks": watch.clocks(),
+    }
 
 
 def link_here(gpus: Sequence[Gpu]) -> tuple[str, float | None]:
@@ -133,34 +112,33 @@ class ClockWatch(BackgroundThread):
     """Samples GPUs while the `with` block runs: their highest clocks, reasons for throttling."""
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
-        self._gpus = tuple(gpus)
-        self._readings: list[tuple[int, Reading]] = []
+        self._gpus = gpus
+        self._readings: list[list[Reading]] = [[] for _ in gpus]
         super().__init__()
 
-    def clocks(self) -> list[GpuClock]:
-        """What was seen, by GPU."""
-        return [self._clock(place, gpu) for place, gpu in enumerate(self._gpus)]
+    def clocks(self) -> list[dict[str, Any]]:
+        """What was seen, by GPU; None is what NVML does not report."""
+        return list(map(_clock, self._gpus, self._readings))
 
-    def watch(self) -> None:
-        """As `BackgroundThread.watch`."""
-        source = GpuRanks(self._gpus)
+    def _watch(self) -> None:
         while True:
-            self._readings += source.read()
+            for place, reading in gpu_readings(self._gpus):
+                self._readings[place].append(reading)
             if self.done.wait(CLOCK_INTERVAL_SECONDS):
                 return
 
-    def _clock(self, place: int, gpu: Gpu) -> GpuClock:
-        mine = [reading for rank, reading in self._readings if rank == place]
-        clocks = [int(str(each["sm_clock_mhz"])) for each in mine if "sm_clock_mhz" in each]
-        texts = [str(each.get("throttle_reasons", "none")) for each in mine]
-        reasons = dict.fromkeys(reason for text in texts for reason in text.split(" + "))
-        reasons.pop("none", None)
-        return GpuClock(
-            gpu=gpu.index,
-            highest_mhz=max(clocks, default=None),
-            limit_mhz=clock_limit_mhz(gpu),
-            throttling=" + ".join(reasons) or "none",
-        )
+
+def _clock(gpu: Gpu, readings: Sequence[Reading]) -> dict[str, Any]:
+    clocks = (each["sm_clock_mhz"] for each in readings if "sm_clock_mhz" in each)
+    texts = (each.get("throttle_reasons", "none") for each in readings)
+    reasons = dict.fromkeys(reason for text in texts for reason in text.split(" + "))
+    reasons.pop("none", None)
+    return {
+        "gpu": gpu.index,
+        "highest_mhz": max(clocks, default=None),
+        "limit_mhz": clock_limit_mhz(gpu),
+        "throttling": " + ".join(reasons) or "none",
+    }
 
 
 def _send(address: tuple[str, int]) -> None:
@@ -192,4 +170,4 @@ if __name__ == "__main__":
         print(json.dumps({"problem": str(error)}))
         sys.exit(1)
     if measured is not None:
-        print(json.dumps(asdict(measured)))
+        print(json.dumps(measured))

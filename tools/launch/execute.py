@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from tools.cluster.nodes import SINGLE_NODE, NodeGroup
+from tools.launch.background import BackgroundThread
 from tools.launch.checkpoints import Keeper
 from tools.launch.compose import Launch
-from tools.launch.devices import visible_gpus
+from tools.launch.devices import Reading, cpu_readings, gpu_readings, visible_gpus
 from tools.launch.progress import LogFollower, RunProgress
 from tools.launch.run_folder import create_run_folder, record_launcher
-from tools.launch.sampler import CpuRanks, GpuRanks, Sampler, SampleSource
 from tools.launch.supervise import exit_status
 from tools.launch.supervise.hang import (
     EndedRunError,
@@ -34,6 +35,7 @@ from tools.spec.files import from_root
 from tools.spec.run import DeviceKind
 
 POLL_SECONDS = 0.2
+SAMPLE_SECONDS = 1.0
 ENDED_EARLY = 1
 """Exit code of a share that was ended before its torchrun did."""
 
@@ -48,41 +50,39 @@ def execute(
     console: Console,
     title: str,
     group: NodeGroup = SINGLE_NODE,
-    folder: Path | None = None,
 ) -> tuple[Path, records.StatusRecord]:
-    """Train; return the run folder, a new one unless it is given, and how it ended.
+    """Train; return the run folder, in `runs` unless RUN_FOLDER= is another, and how it ended.
 
     Raises:
         LaunchError: The run folder could not be written, and nothing was started; or it was removed
             meanwhile, and the ranks were ended.
         Interrupted: After the ranks were ended and the status was written.
     """
-    made = create_run_folder(launch, runs, folder)
-    record_launcher(made)
+    given = launch.job.options.run_folder
+    folder = create_run_folder(launch, runs, given)
+    record_launcher(folder)
     try:
-        group.announce(made)
+        group.announce(folder)
     except LaunchError:
-        if folder is None:
-            shutil.rmtree(made)
+        if given is None:
+            shutil.rmtree(folder)
         raise
     # A run that ended by itself gets the status of that, whatever is asked meanwhile.
     with deferred():
-        status = _train_in(made, launch, console, title, group)
-    return made, status
+        return folder, _train_in(folder, launch, console, title, group)
 
 
 def run_ranks(
     launch: Launch,
     log: Path,
     progress: RunProgress,
-    also: Mapping[str, str] | None = None,
     group: NodeGroup = SINGLE_NODE,
     folder: Path | None = None,
 ) -> int:
     """Start a launch's ranks, follow their log, return torchrun's exit code; none is left running.
 
-    The log's folder is the run folder unless it is given; `also` is set for the ranks beside the
-    launch's environment. The end is reported to the other nodes once this one's processes are gone.
+    The log's folder is the run folder unless it is given. The end is reported to the other nodes once
+    this one's processes are gone.
 
     Raises:
         EndedRunError: The log did not grow for the launch's timeout, or the launch's time was over.
@@ -92,7 +92,9 @@ def run_ranks(
     folder = folder or log.parent
     log.touch()
     stacks = folder / records.STACKS_FOLDER
-    own = {**launch.environment, **(also or {}), variables.STACKS: from_root(stacks)}
+    own = {**launch.environment, variables.STACKS: from_root(stacks)}
+    if launch.job.options.ledger:
+        own[variables.LEDGER] = from_root(folder / records.LEDGER_FOLDER)
     start = launch.warm_command if launch.warm else launch.command
     in_container = launch.runtime.container is not None
     with deferred():
@@ -104,7 +106,7 @@ def run_ranks(
                 RankProcesses(
                     start(from_root(folder)), own, log, in_container, launch.warm
                 ) as ranks,
-                Sampler(_source(launch, ranks), log.with_name(records.SAMPLES_FILE)),
+                Sampler(_readings(launch, ranks), log.with_name(records.SAMPLES_FILE)),
             ):
                 exit_code = _follow(launch, log, folder, ranks, follower, progress, group)
         except BaseException as error:
@@ -193,8 +195,6 @@ def _train_in(
 
 
 def _train(launch: Launch, folder: Path, console: Console, title: str, group: NodeGroup) -> int:
-    place = f"{from_root(folder)}/{records.LEDGER_FOLDER}"
-    ledger = {variables.LEDGER: place} if launch.job.options.ledger else {}
     log = folder / records.LOG_FILE
     with ExitStack() as around:
         keeper = None
@@ -204,7 +204,7 @@ def _train(launch: Launch, folder: Path, console: Console, title: str, group: No
             around.callback(_print_problems, keeper, console)
             around.enter_context(keeper)
         progress = around.enter_context(RunProgress(console, title, launch.iterations))
-        exit_code = run_ranks(launch, log, progress, ledger, group)
+        exit_code = run_ranks(launch, log, progress, group)
         if keeper is not None and exit_code == 0:
             keeper.ended_well()
         return exit_code
@@ -215,13 +215,37 @@ def _print_problems(keeper: Keeper, console: Console) -> None:
         console.print(problem, style="yellow", highlight=False)
 
 
-def _source(launch: Launch, ranks: RankProcesses) -> SampleSource:
+class Sampler(BackgroundThread):
+    """Writes to a file, every second while the `with` block runs, what each rank's device reports."""
+
+    def __init__(self, read: Callable[[], Iterator[tuple[int, Reading]]], path: Path) -> None:
+        self._read = read
+        self._path = path
+        super().__init__()
+
+    def _watch(self) -> None:
+        start = time.monotonic()
+        # A full disk ends the samples, not the run.
+        with suppress(OSError), self._path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, records.SAMPLE_COLUMNS)
+            writer.writeheader()
+            while not self.done.wait(SAMPLE_SECONDS):
+                for rank, reading in self._read():
+                    seconds = f"{time.monotonic() - start:.1f}"
+                    writer.writerow({"seconds": seconds, "rank": rank, **reading})
+                file.flush()
+
+
+def _readings(launch: Launch, ranks: RankProcesses) -> Callable[[], Iterator[tuple[int, Reading]]]:
+    """What reads the devices of this machine's ranks."""
     if launch.spec.device is not DeviceKind.GPU:
-        return CpuRanks(ranks)
+        return cpu_readings(ranks.by_rank)
     nodes, local = launch.nodes, launch.local_devices
+    gpus = visible_gpus()[:local]
 
-    def first_rank() -> int:
-        # As its processes say, or as nodes are numbered where none is seen.
-        return min(ranks.by_rank(), default=nodes.rank * local) if nodes else 0
+    def read() -> Iterator[tuple[int, Reading]]:
+        # As its processes say, or as nodes are numbered where none is seen: torchrun decides it.
+        first = min(ranks.by_rank(), default=nodes.rank * local) if nodes else 0
+        return gpu_readings(gpus, first)
 
-    return GpuRanks(visible_gpus()[:local], first_rank)
+    return read

@@ -81,9 +81,7 @@ def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str,
     )
 
 
-def start_flags(
-    checkpoint: Path, parallelism: Parallelism, padded_to: int = 128
-) -> tuple[str, ...]:
+def start_flags(checkpoint: Path, parallelism: Parallelism, padded_to: int) -> tuple[str, ...]:
     """Begin iteration 1 from the checkpoint's weights, resharded to this strategy.
 
     Megatron pads the vocabulary to a multiple of 128·TP, and padding rows take part in the softmax;
@@ -125,7 +123,7 @@ def environment_for(
     if device is DeviceKind.CPU:
         environment |= CPU_RANK
     if options.wandb:
-        environment |= options.wandb.environment
+        environment["WANDB_MODE"] = options.wandb.mode  # W&B's client reads it there.
     if options.share_gpu:
         environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     patch_file = options.patch_file

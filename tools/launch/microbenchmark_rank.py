@@ -70,11 +70,6 @@ def _round(workload: Workload, device: str) -> FiguresByName:
     return asdict(own) | _collective_figures(workload, device) | spread
 
 
-def _has_a_core(device: str) -> bool:
-    """Of more ranks than cores so many have one."""
-    return device == "cuda" or int(os.environ["LOCAL_RANK"]) < len(os.sched_getaffinity(0))
-
-
 def local_figures(workload: Workload, device: str) -> Figures:
     """Rates of this rank's device, without communication."""
     timer = _Timer(workload, device)
@@ -255,52 +250,44 @@ def _other_work(timer: _Timer) -> Work:
 
 def _collective_figures(workload: Workload, device: str) -> dict[str, float]:
     found: dict[str, float] = {}
+    ranks, typical = dist.get_world_size(), _Timer(workload, device).typical
     if workload.all_reduce_bytes:
-        tensor = torch.zeros(workload.all_reduce_bytes // 4, device=device)
-        typical = _Timer(workload, device).typical
-        found["all_reduce_bytes_per_second"] = _ring_rate(
-            tensor, None, dist.get_world_size(), typical
-        )
+        whole = torch.zeros(workload.all_reduce_bytes // 4, device=device)
+        works: dict[Operation, Work] = {Operation.ALL_REDUCE: lambda: dist.all_reduce(whole)}
         if workload.other_collectives:
-            found |= _other_rates(tensor, typical)
+            part, arrived = torch.zeros_like(whole[: len(whole) // ranks]), torch.zeros_like(whole)
+            works |= {
+                Operation.REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(part, whole),
+                Operation.ALL_GATHER: lambda: dist.all_gather_into_tensor(whole, part),
+                Operation.ALL_TO_ALL: lambda: dist.all_to_all_single(arrived, whole),
+            }
+        found = {
+            f"{operation}_bytes_per_second": _rate(operation, work, whole, ranks, typical)
+            for operation, work in works.items()
+        }
     if workload.latency:
         rate = found.get("all_reduce_bytes_per_second")
         found["all_reduce_latency_seconds"] = _latency(device, rate)
     return found
 
 
-def _other_rates(whole: torch.Tensor, typical: Callable[[list[float]], float]) -> dict[str, float]:
-    """Of collectives that gloo does not move as it moves an all-reduce."""
-    ranks = dist.get_world_size()
-    part, arrived = torch.zeros_like(whole[: len(whole) // ranks]), torch.zeros_like(whole)
-    works: dict[Operation, Work] = {
-        Operation.REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(part, whole),
-        Operation.ALL_GATHER: lambda: dist.all_gather_into_tensor(whole, part),
-        Operation.ALL_TO_ALL: lambda: dist.all_to_all_single(arrived, whole),
-    }
-    return {
-        f"{operation}_bytes_per_second": wire_bytes(operation, whole.nbytes, ranks, Transport.GLOO)
-        / typical(_counted(work, whole.device.type, LARGE_CALLS))
-        for operation, work in works.items()
-    }
-
-
-def _ring_rate(
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup | None,
+def _rate(
+    operation: Operation,
+    work: Work,
+    whole: torch.Tensor,
     ranks: int,
     typical: Callable[[list[float]], float] = min,
 ) -> float:
-    work: Work = lambda: dist.all_reduce(tensor, group=group)  # noqa: E731
-    seconds = typical(_counted(work, tensor.device.type, LARGE_CALLS))
-    return 2 * (ranks - 1) / ranks * tensor.nbytes / seconds
+    """Bytes that a rank puts on the wire for it, which gloo does as NCCL but for a reduce-scatter."""
+    sent = wire_bytes(operation, whole.nbytes, ranks, Transport.GLOO)
+    return sent / typical(_counted(work, whole.device.type, LARGE_CALLS))
 
 
 def _latency(device: str, bytes_per_second: float | None) -> float:
     """What a tensor of a layer's size takes beyond its bytes at the rate of large ones."""
     small = torch.zeros(SMALL_BYTES // 4, device=device)
-    ranks = dist.get_world_size()
-    moving = 2 * (ranks - 1) / ranks * SMALL_BYTES / bytes_per_second if bytes_per_second else 0.0
+    sent = wire_bytes(Operation.ALL_REDUCE, SMALL_BYTES, dist.get_world_size())
+    moving = sent / bytes_per_second if bytes_per_second else 0.0
     matrix = torch.randn(256, 256, device=device)
 
     def compute() -> None:
@@ -333,7 +320,8 @@ def _spread(workload: Workload, device: str) -> dict[str, float]:
     """
     times: list[float] = []
     dist.barrier()
-    if _has_a_core(device):
+    # Of more ranks than cores so many have one.
+    if device == "cuda" or int(os.environ["LOCAL_RANK"]) < len(os.sched_getaffinity(0)):
         timer = _Timer(workload, device)
         others, matrix = _other_work(timer), torch.randn(512, 512, device=device)
 
@@ -374,7 +362,8 @@ def _pair(tensor: torch.Tensor, one: int, other: int) -> float:
     group = dist.new_group([one, other])
     rate = torch.zeros(1, device=tensor.device)
     if isinstance(group, dist.ProcessGroup):  # Outsiders are given a placeholder.
-        rate[0] = _ring_rate(tensor, group, 2)
+        work: Work = lambda: dist.all_reduce(tensor, group=group)  # noqa: E731
+        rate[0] = _rate(Operation.ALL_REDUCE, work, tensor, 2)
     dist.all_reduce(rate, op=dist.ReduceOp.MAX)
     return float(rate)
 

@@ -25,7 +25,8 @@ import psutil
 
 from tools.cluster.nodes import Nodes
 from tools.launch.supervise.interruption import end
-from tools.spec.run import DeviceKind, RunSpec
+from tools.spec.run import DeviceKind
+from tools.spec.variables import INTERFACES
 
 NODES = 2
 FASTEST_BITS_PER_SECOND = 10e9
@@ -42,34 +43,14 @@ _GRACE_SECONDS = 3.0
 """Less than the launcher's own, so that the namespaces are removed before it forces anything."""
 
 
-@dataclass(frozen=True)
-class LinkRate:
-    """A link's limit, each way."""
-
-    bits_per_second: int
-
-    def __str__(self) -> str:
-        for name, bits in (("Gbit/s", 10**9), ("Mbit/s", 10**6)):
-            if self.bits_per_second >= bits:
-                return f"{self.bits_per_second / bits:g} {name}"
-        return f"{self.bits_per_second} bit/s"
-
-    @property
-    def text(self) -> str:
-        """As it is asked for: `NET=2.5gbps`."""
-        gigabits = self.bits_per_second >= _UNIT_BITS["g"]
-        unit = "g" if gigabits else "m"
-        return f"{self.bits_per_second / _UNIT_BITS[unit]:g}{unit}bps"
+def rate_text(bits_per_second: int) -> str:
+    """As it is asked for: `NET=2.5gbps`."""
+    unit = "g" if bits_per_second >= _UNIT_BITS["g"] else "m"
+    return f"{bits_per_second / _UNIT_BITS[unit]:g}{unit}bps"
 
 
-def link_of(spec: RunSpec) -> LinkRate | None:
-    """The link between the two halves of a run's ranks; None where it is not limited."""
-    bits = spec.link_bits_per_second
-    return LinkRate(bits) if bits else None
-
-
-def parse_rate(text: str) -> LinkRate:
-    """Read `1gbps`, `2.5gbps` or `200mbps`.
+def parse_rate(text: str) -> int:
+    """Bits a second, each way, of `1gbps`, `2.5gbps` or `200mbps`.
 
     Raises:
         ValueError: It is none.
@@ -77,19 +58,20 @@ def parse_rate(text: str) -> LinkRate:
     match = _RATE.fullmatch(text.strip())
     if match is None or float(match["number"]) == 0:
         raise ValueError(f"{text} is not a rate such as 1gbps or 200mbps")
-    return LinkRate(round(float(match["number"]) * _UNIT_BITS[match["unit"].lower()]))
+    return round(float(match["number"]) * _UNIT_BITS[match["unit"].lower()])
 
 
-def network_problems(rate: LinkRate, ranks: int, device: DeviceKind) -> Iterator[str]:
+def network_problems(bits_per_second: int, ranks: int, device: DeviceKind) -> Iterator[str]:
     """Why this machine cannot shape this run's traffic."""
+    asked = f"NET={rate_text(bits_per_second)}"
     if device is not DeviceKind.CPU:
-        yield f"NET={rate.text} shapes traffic between CPU ranks; name a target that ends in cpu."
+        yield f"{asked} shapes traffic between CPU ranks; name a target that ends in cpu."
     if ranks % NODES:
-        yield f"NET={rate.text} puts half of the ranks on each side of a link, and {ranks} is odd."
-    if rate.bits_per_second > FASTEST_BITS_PER_SECOND:
+        yield f"{asked} puts half of the ranks on each side of a link, and {ranks} is odd."
+    if bits_per_second > FASTEST_BITS_PER_SECOND:
         yield (
-            f"NET={rate.text} is more than CPU ranks reach unshaped (12 to 14 Gbit/s), so it would "
-            "measure gloo; use 10gbps or less, and 'make plan' for faster links."
+            f"{asked} is more than CPU ranks reach unshaped (12 to 14 Gbit/s), so it would measure "
+            "gloo; use 10gbps or less, and 'make plan' for faster links."
         )
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
@@ -98,9 +80,9 @@ def network_problems(rate: LinkRate, ranks: int, device: DeviceKind) -> Iterator
         yield "NET= needs root to make network namespaces; run as root, or leave NET= out."
 
 
-def command(rate: LinkRate, ranks: int, python: str, program: Sequence[str]) -> tuple[str, ...]:
-    """What runs a program's ranks on both sides of a shaped link."""
-    return (python, "-m", "tools.launch.network", rate.text, str(ranks), "--", *program)
+def command(bits: int, ranks: int, python: str, program: Sequence[str]) -> tuple[str, ...]:
+    """What runs a program's ranks on both sides of a link of so many bits a second."""
+    return (python, "-m", "tools.launch.network", rate_text(bits), str(ranks), "--", *program)
 
 
 @dataclass(frozen=True)
@@ -114,8 +96,11 @@ class Side:
 
 
 @contextmanager
-def link(rate: LinkRate, name: str) -> Iterator[tuple[Side, ...]]:
+def link(bits_per_second: int, name: str) -> Iterator[tuple[Side, ...]]:
     """Two namespaces, whose names begin with `name`, connected while the block runs."""
+    # A millisecond's worth, and never less than a segment of 64 KiB, which veth passes on undivided.
+    burst = max(bits_per_second // 8 // 1000, 128 << 10)
+    limit = ("rate", f"{bits_per_second}bit", "burst", str(burst), "latency", "50ms")
     _remove_left_over()
     sides = tuple(
         Side(rank, f"{name}{letter}", f"10.77.0.{rank + 1}") for rank, letter in enumerate("ab")
@@ -130,7 +115,7 @@ def link(rate: LinkRate, name: str) -> Iterator[tuple[Side, ...]]:
             _inside(side, "ip", "addr", "add", f"{side.address}/24", "dev", side.name)
             _inside(side, "ip", "link", "set", side.name, "up")
             _inside(side, "ip", "link", "set", "lo", "up")
-            _inside(side, "tc", "qdisc", "add", "dev", side.name, "root", *_bucket(rate))
+            _inside(side, "tc", "qdisc", "add", "dev", side.name, "root", "tbf", *limit)
             _inside(side, "sh", "-c", f"echo {_CONGESTION_CONTROL} > {_SETTING}")
         yield sides
     finally:
@@ -138,13 +123,10 @@ def link(rate: LinkRate, name: str) -> Iterator[tuple[Side, ...]]:
             subprocess.run(("ip", "netns", "del", side.name), check=False, capture_output=True)
 
 
-def run(rate: LinkRate, ranks: int, program: Sequence[str]) -> int:
+def run(bits_per_second: int, ranks: int, program: Sequence[str]) -> int:
     """One torchrun in each namespace; the first exit code that is not 0."""
-    with link(rate, f"kit{os.getpid()}") as sides:
-        nodes = [
-            subprocess.Popen(_node(side, sides, ranks, program), env=_environment(side))
-            for side in sides
-        ]
+    with link(bits_per_second, f"kit{os.getpid()}") as sides:
+        nodes = [_started(side, sides[0].address, ranks, program) for side in sides]
         try:
             return _wait(nodes)
         finally:
@@ -161,21 +143,15 @@ def _remove_left_over() -> None:
             _do("ip", "netns", "del", line.split()[0])
 
 
-def _bucket(rate: LinkRate) -> tuple[str, ...]:
-    # A millisecond's worth, and never less than a segment of 64 KiB, which veth passes on undivided.
-    burst = max(rate.bits_per_second // 8 // 1000, 128 << 10)
-    return ("tbf", "rate", f"{rate.bits_per_second}bit", "burst", str(burst), "latency", "50ms")
-
-
-def _node(side: Side, sides: Sequence[Side], ranks: int, program: Sequence[str]) -> tuple[str, ...]:
-    flags = Nodes(NODES, side.rank, sides[0].address).torchrun_flags(ranks // NODES)
+def _started(
+    side: Side, master: str, ranks: int, program: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    flags = Nodes(NODES, side.rank, master).torchrun_flags(ranks // NODES)
     inside = ("ip", "netns", "exec", side.name)
-    return (*inside, sys.executable, "-m", "torch.distributed.run", *flags, *program)
-
-
-def _environment(side: Side) -> dict[str, str]:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", *flags)
     # gloo would take the address of the machine's name, which the namespace cannot reach.
-    return {**os.environ, "GLOO_SOCKET_IFNAME": side.name, "TP_SOCKET_IFNAME": side.name}
+    environment = {**os.environ, **dict.fromkeys(INTERFACES, side.name)}
+    return subprocess.Popen((*inside, *torchrun, *program), env=environment)
 
 
 def _wait(nodes: Sequence[subprocess.Popen[bytes]]) -> int:

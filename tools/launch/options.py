@@ -14,19 +14,14 @@ from megatron_patches.patch_file import SEPARATOR, patch_file_sha256
 from tools.cluster.checks.network import wandb_login
 from tools.cluster.nodes import Nodes, nodes_of
 from tools.cluster.slurm import Slurm, slurm_of
-from tools.launch.network import LinkRate, parse_rate
+from tools.launch.network import parse_rate, rate_text
 from tools.spec import settings
 from tools.spec.files import ROOT, from_root
 from tools.spec.run import Backend, OptimizerName, PatchFile, RuntimeName
-from tools.spec.setting import SettingError, text_of, values
+from tools.spec.setting import SettingError, read, text_of, values
 from tools.spec.settings import Setting
 
-HANG_TIMEOUT_SECONDS = 900.0
-"""Longer than NCCL's own timeout of a collective (600 s), so that NCCL reports its error first."""
-
-
-_FUSIONS = f"a list with commas of {', '.join(NAMES)}"
-
+_FUSED = settings.FUSED._replace(kind=f"a list with commas of {', '.join(NAMES)}")
 
 WANDB_PROJECT = "megatron-parallelism"
 
@@ -45,11 +40,6 @@ class Wandb:
         """Megatron's flags, except those that name the run folder (`compose.Launch.arguments`)."""
         entity = ("--wandb-entity", self.entity) if self.entity else ()
         return ("--wandb-project", self.project, *entity)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables for the ranks: W&B's client reads its mode from the environment."""
-        return {"WANDB_MODE": self.mode}
 
 
 KEEP = 2
@@ -97,7 +87,8 @@ class Options:
     """Count what ranks send, hold and wait for."""
     backend: Annotated[Backend, settings.BACKEND] = Backend.MEGATRON
     optimizer: Annotated[OptimizerName, settings.OPTIMIZER] = OptimizerName.ADAMW
-    network: LinkRate | None = None
+    link_bits_per_second: int | None = None
+    """Limit of the link between the two halves of the ranks, each way."""
     repeats: Annotated[int, settings.REPEATS] = 1
     """Runs of the same launch; the report pools them."""
     calibrate: Annotated[bool, settings.CALIBRATE] = False
@@ -110,8 +101,9 @@ class Options:
     slurm: Slurm | None = None
     """Submit a job instead of training here."""
     saving: Saving | None = None
-    hang_timeout_seconds: Annotated[float, settings.HANG_TIMEOUT] = HANG_TIMEOUT_SECONDS
-    """A run whose log does not grow for this long is ended, and the stacks of its ranks are written."""
+    hang_timeout_seconds: Annotated[float, settings.HANG_TIMEOUT] = 900.0
+    """A run whose log does not grow for this long is ended, and the stacks of its ranks are written.
+    NCCL's own timeout of a collective, 600 s, is shorter, so that it reports its error first."""
     fused: tuple[str, ...] = ()
     """Patches of `megatron_patches/fused` by name; none unless asked for."""
     share_gpu: Annotated[bool, settings.SHARE_GPU] = False
@@ -140,8 +132,8 @@ def options_of(given: Namespace) -> Options:
         slurm=slurm_of(given),
         wandb=wandb_of(given) if value(settings.WANDB) else None,
         saving=_saving(*map(value, (settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE))),
-        network=_parsed(given, settings.NET, parse_rate),
-        fused=_parsed(given, settings.FUSED, parse_fusions, _FUSIONS) or (),
+        link_bits_per_second=_parsed(given, settings.NET, parse_rate),
+        fused=_parsed(given, _FUSED, parse_fusions) or (),
         patch_file=_parsed(given, settings.PATCH_FILE, read_patch_file),
     )
 
@@ -158,13 +150,14 @@ def options_from_texts(texts: Mapping[str, str]) -> Options:
 def variables_of(options: Options) -> dict[str, str]:
     """The options as variables of make: those that are not their defaults, but for Slurm's."""
     unset, saving, wandb, nodes = Options(), options.saving, options.wandb, options.nodes
+    bits = options.link_bits_per_second
     found: dict[Setting, object] = {
         setting: value
         for field, setting in _PLAIN.items()
         if (value := getattr(options, field)) != getattr(unset, field)
     }
     found |= {
-        settings.NET: options.network.text if options.network else None,
+        settings.NET: rate_text(bits) if bits else None,
         settings.FUSED: ",".join(options.fused),
         settings.PATCH_FILE: options.patch_file.path if options.patch_file else None,
     }
@@ -190,19 +183,10 @@ _PLAIN: dict[str, Setting] = {
 """Fields that are one variable's value."""
 
 
-def _parsed[T](
-    given: Namespace, setting: Setting, parse: Callable[[str], T], kind: str = ""
-) -> T | None:
-    """A value whose kind this package knows alone."""
+def _parsed(given: Namespace, setting: Setting, parse: Callable[[str], Any]) -> Any:
+    """A value whose kind this package knows alone; None where it was not given."""
     text = getattr(given, setting.name.lower(), None)
-    if not text:
-        return None
-    try:
-        return parse(text)
-    except SettingError:  # A reader that has a sentence of its own.
-        raise
-    except ValueError:
-        raise SettingError(f"{setting.name}={text} is not {kind or setting.kind}.") from None
+    return read(setting, text, parse) if text else None
 
 
 def _saving(every: int | None, keep: int | None, asynchronous: bool | None) -> Saving | None:

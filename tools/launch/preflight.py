@@ -18,7 +18,8 @@ from tools.cluster.checks.result import refusals
 from tools.dataset.indexed import DatasetError, idx_path, largest_token, open_dataset
 from tools.dataset.split import empty_splits
 from tools.launch.backends import backend_problems, optimizer_problems
-from tools.launch.compose import DEFAULT_DATA, OWN_SAMPLES, Launch
+from tools.launch.compose import Launch
+from tools.launch.data import OWN_SAMPLES, PUBLISHED
 from tools.launch.network import network_problems
 from tools.launch.options import Saving
 from tools.launch.preflight_gpu import (
@@ -31,7 +32,7 @@ from tools.launch.preflight_gpu import (
 )
 from tools.plan.constraints import violations
 from tools.plan.memory import fullest_rank
-from tools.plan.tensors import UnevenSplitError, parameters_total
+from tools.plan.tensors import parameters_total
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
@@ -67,19 +68,18 @@ def check(launch: Launch) -> None:
         raise LaunchError("\n".join(problems))
 
 
-def _problems_here(launch: Launch, is_sound: bool) -> Iterator[str]:
+def _problems_here(launch: Launch, is_sound: bool) -> list[str]:
     """Why this machine cannot run it; of memory and disk only where nothing else is wrong."""
     problems: list[str] = []
-    if launch.network is not None:
-        problems += network_problems(launch.network, launch.devices, launch.spec.device)
+    if bits := launch.spec.link_bits_per_second:
+        problems += network_problems(bits, launch.devices, launch.spec.device)
     on_gpu = launch.spec.device is DeviceKind.GPU
-    if on_gpu:
-        problems += gpu_problems(launch)
+    problems += gpu_problems(launch) if on_gpu else ()
     problems += runtime_problems(launch)
-    yield from problems
     if is_sound and not problems:
-        yield from gpu_memory_problems(launch) if on_gpu else _memory_problems(launch)
-        yield from _disk_problems(launch)
+        problems += gpu_memory_problems(launch) if on_gpu else _memory_problems(launch)
+        problems += _disk_problems(launch)
+    return problems
 
 
 def saving_problems(saving: Saving | None, spec: RunSpec) -> Iterator[str]:
@@ -114,7 +114,7 @@ def nodes_problems(launch: Launch) -> Iterator[str]:
             f"{plural(launch.devices, 'rank')} cannot be shared evenly by {nodes.count} nodes; name a "
             "target whose number of devices they divide."
         )
-    if launch.network is not None:
+    if launch.spec.link_bits_per_second:
         yield "NET= connects CPU ranks of one machine by a shaped link; leave it out with several nodes."
     container = launch.runtime.container
     if container is not None and not container.host_network:
@@ -203,9 +203,7 @@ def _composition_problems(launch: Launch) -> Iterator[str]:
     patched = variables.PATCH_FILE in launch.environment
     yield from violations(launch.spec, release(launch.entry.megatron_version), patched)
     yield from backend_problems(launch)
-    missing = launch.data in OWN_SAMPLES and not idx_path(launch.data_path).is_file()
-    if not (missing and launch.job.options.dry_run):  # The kit would make it.
-        yield from _data_problems(launch)
+    yield from _data_problems(launch)
 
 
 def _flag_problems(launch: Launch) -> Iterator[str]:
@@ -221,10 +219,12 @@ def _flag_problems(launch: Launch) -> Iterator[str]:
 
 
 def _data_problems(launch: Launch) -> Iterator[str]:
-    published = DEFAULT_DATA[DeviceKind.GPU]
-    if launch.data == published and not idx_path(launch.data_path).is_file():
+    missing = not idx_path(launch.data_path).is_file()
+    if missing and launch.data in OWN_SAMPLES and launch.job.options.dry_run:
+        return  # The kit would make it.
+    if missing and launch.data == PUBLISHED:
         yield (
-            f"The published data set {published} is not there; run 'make prepare-ds-openwebtext-10k', "
+            f"The published data set {PUBLISHED} is not there; run 'make prepare-ds-openwebtext-10k', "
             "or name another with DATA=."
         )
         return
@@ -267,11 +267,7 @@ def _vocabulary_problems(launch: Launch, vocabulary: int | None, largest: int) -
 
 
 def _memory_problems(launch: Launch) -> Iterator[str]:
-    try:
-        needed = fullest_rank(launch.spec)[1].total * launch.local_devices
-    except UnevenSplitError as error:
-        yield str(error)
-        return
+    needed = fullest_rank(launch.spec)[1].total * launch.local_devices
     available = psutil.virtual_memory().available
     if needed > available:
         yield (

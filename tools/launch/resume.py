@@ -17,9 +17,9 @@ from rich.console import Console
 
 from tools.checkpoint.contents import read_contents
 from tools.launch.checkpoints import select_checkpoint
-from tools.launch.compose import Launch, ResumePoint, compose, entry_of, model_for
+from tools.launch.code import find_entry
+from tools.launch.compose import START_FOLDER, Launch, ResumePoint, compose, model_for
 from tools.launch.job import Job
-from tools.launch.network import link_of
 from tools.launch.options import Options, Saving, read_patch_file
 from tools.launch.preflight import check
 from tools.launch.run_folder import only_attempt, read_named_run
@@ -132,7 +132,7 @@ def relaunch(
     lm = options.megatron_lm or checkout
     asked = replace(options, runtime=RuntimeName(record.runtime), megatron_lm=lm)
     runtime = choose_runtime(asked, record.spec.device)
-    entry = entry_of(runtime, asked)
+    entry = find_entry(asked.megatron_lm, runtime.pair)
     if entry.megatron_version != record.entry.megatron_version:
         raise LaunchError(
             f"{record.run} was trained by Megatron {record.entry.megatron_version}, and "
@@ -158,7 +158,7 @@ def relaunch(
                 options.extra,
             ),
             saving=options.saving or Saving(record.save_every or iterations),
-            network=options.network or link_of(record.spec),
+            link_bits_per_second=options.link_bits_per_second or record.spec.link_bits_per_second,
             patch_file=_patch_file(record, options),
             fused=record.spec.fused,
             share_gpu=record.spec.shares_gpu,
@@ -168,16 +168,10 @@ def relaunch(
     )
     start = imported_weights(model)
     if start is None and record.start_checkpoint:
-        start = options.runs / ".start" / record.start_checkpoint
+        start = options.runs / START_FOLDER / record.start_checkpoint
     kept = {name: text for name, text in record.environment.items() if name not in INTERFACES}
-    composed = compose(job, runtime)
-    return replace(
-        composed,
-        flags=drop_flags(composed.flags, of_role("start")),
-        start_checkpoint=start,
-        environment=kept,
-        resume_point=resume_point,
-    )
+    resumed = compose(job, runtime).resumed(resume_point)
+    return replace(resumed, start_checkpoint=start, environment=kept)
 
 
 def _recorded(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:

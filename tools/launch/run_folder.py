@@ -27,7 +27,6 @@ from tools.launch.devices import (
     describe_links,
     driver_version,
     find_links,
-    gpu_names,
     processor_name,
     visible_gpus,
 )
@@ -47,6 +46,7 @@ from tools.records.io import lock, write_record
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, from_root
 from tools.spec.run import DeviceKind
+from tools.text.units import bit_rate
 
 LOCK_FILE = ".lock"
 IMAGES_FOLDER = ".images"
@@ -289,10 +289,12 @@ def find_host(launch: Launch) -> records.Host:
     on_cpu = launch.spec.device is DeviceKind.CPU
     nodes, local = launch.nodes, launch.local_devices
     # Node 0 has seen that all have the same GPUs, or it would not have started.
-    own = gpu_names()[:1] * local if launch.spec.shares_gpu else gpu_names()[:local]
-    names = (processor_name(),) * local if on_cpu else own
-    links = () if on_cpu else find_links(visible_gpus()[:local])
-    over = f"a link shaped to {launch.network}" if launch.network else "loopback"
+    gpus = () if on_cpu else visible_gpus()[: 1 if launch.spec.shares_gpu else local]
+    names = tuple(gpu.name for gpu in gpus) * (local if launch.spec.shares_gpu else 1)
+    links = find_links(gpus)
+    over = "loopback"
+    if launch.spec.link_bits_per_second:
+        over = f"a link shaped to {bit_rate(launch.spec.link_bits_per_second)}"
     if nodes is not None:
         over = f"{nodes.count} nodes, which connect at {nodes.address}"
     loopback = f"gloo over {over}" if on_cpu and launch.devices > 1 else None
@@ -301,7 +303,7 @@ def find_host(launch: Launch) -> records.Host:
         cpu=processor_name(),
         cores=psutil.cpu_count() or 1,
         memory_bytes=psutil.virtual_memory().total,
-        devices=names * (nodes.count if nodes else 1),
+        devices=((processor_name(),) * local if on_cpu else names) * (nodes.count if nodes else 1),
         driver=driver_version(),
         interconnect=describe_links(links) or loopback,
         links=links,

@@ -8,7 +8,7 @@ import shlex
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -55,7 +55,9 @@ def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
     if is_plain or options.slurm is not None:
         return ON_HOST
     if image_tag() or (options.runtime or default_runtime()) is RuntimeName.HOST:
-        return host_runtime()
+        # Inside the kit's image, too, where Transformer Engine and Apex are.
+        apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+        return Runtime(transformer_engine=transformer_engine_imports(), apex=apex)
     if options.megatron_lm is not None:
         raise LaunchError(
             f"MEGATRON_LM={options.megatron_lm} is a checkout of this machine, but in a container the "
@@ -63,10 +65,7 @@ def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
         )
     if options.wandb and options.wandb.mode == "online":
         _hand_in_wandb_login()
-    runtime = docker_runtime(find_pair(options.image))
-    assert runtime.container is not None
-    container = replace(runtime.container, gpus=not on_cpu, host_network=options.host_network)
-    return replace(runtime, container=container)
+    return docker_runtime(find_pair(options.image), not on_cpu, options.host_network)
 
 
 def _hand_in_wandb_login() -> None:
@@ -76,19 +75,11 @@ def _hand_in_wandb_login() -> None:
         os.environ["WANDB_API_KEY"] = key
 
 
-def host_runtime() -> Runtime:
-    """Ranks on this machine; also inside the kit's image, where Transformer Engine and Apex are."""
-    return Runtime(
-        transformer_engine=transformer_engine_imports(),
-        apex=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-    )
-
-
-def docker_runtime(pair: ImagePair, *needed: str) -> Runtime:
-    """A container of a pair's image, with `needed` variables besides those that training is given."""
+def docker_runtime(pair: ImagePair, gpus: bool = True, host_network: bool = False) -> Runtime:
+    """A container of a pair's image."""
     # A dry run needs no engine, and a real one is refused by the preflight.
-    user, names = docker.caller(check_engine()[1]), docker.inherited_names(*needed)
-    container = docker.Container(pair.name, user, inherited=names)
+    user, names = docker.caller(check_engine()[1]), docker.inherited_names()
+    container = docker.Container(pair.name, user, (ROOT,), names, gpus, host_network)
     return Runtime(RuntimeName.DOCKER, True, True, pair, container)
 
 
@@ -148,10 +139,8 @@ def run_module(words: Sequence[str], options: Options, text: str = "") -> int:
     Raises:
         LaunchError: The container cannot be started, or a dry run finds no input.
     """
-    command = (sys.executable, "-m", *words)
     in_docker = not image_tag() and (options.runtime or default_runtime()) is RuntimeName.DOCKER
-    if in_docker:
-        command = docker_command(words, options)
+    command = docker_command(words, options) if in_docker else (sys.executable, "-m", *words)
     if options.dry_run:
         print(shlex.join(command))
         _check_input(text)
@@ -184,12 +173,11 @@ def docker_command(words: Sequence[str], options: Options) -> tuple[str, ...]:
     cache of the hub."""
     from tools.preprocess.hub import CACHES  # What trains needs none.
 
-    container = docker_runtime(find_pair(options.image), *docker.HUB, *CACHES).container
-    assert container is not None
-    command = (docker.PYTHON, "-m", *words)
+    user, names = docker.caller(check_engine()[1]), docker.inherited_names(*docker.HUB, *CACHES)
     caches = [Path(name) for each in CACHES if (name := os.environ.get(each))]
+    container = docker.Container(find_pair(options.image).name, user, inherited=names, gpus=False)
     mounted = container.mounting(*folders_named(words), *filter(Path.is_dir, caches))
-    return replace(mounted, gpus=False).wrap(command, ())
+    return mounted.wrap((docker.PYTHON, "-m", *words), ())
 
 
 def folders_named(words: Sequence[str]) -> Iterator[Path]:

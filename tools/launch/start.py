@@ -36,8 +36,6 @@ from tools.spec.model import imported_weights
 from tools.spec.run import Backend, OptimizerName
 from tools.spec.strategy import UNTIED, Batch
 
-_IMPORT_AGAIN = "remove the model's folder and run 'make import-hf' again."
-
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
 """Ways to balance a router that refuse a loss for it."""
 
@@ -59,21 +57,21 @@ def ensure_start_checkpoint(
         LaunchError: Megatron did not write it; the message names its log.
     """
     path = launch.start_checkpoint
-    if path is None:
+    if path is None or launch.resume_point:  # Which loads what it saved.
         return None
-    imported = path == imported_weights(launch.model)
-    if imported and not path.is_dir():
-        raise LaunchError(f"The weights {from_root(path)} are not there; {_IMPORT_AGAIN}")
-    if path.is_dir():
+    is_there = path.is_dir()
+    if is_there:
         check_owner(path)
         flaw = _flaw(path)
         if flaw is None:
             return path
-        if imported:
-            raise LaunchError(
-                f"The weights {from_root(path)} have changed since they were imported ({flaw}); "
-                f"{_IMPORT_AGAIN}"
-            )
+    if path == imported_weights(launch.model):
+        why = f"have changed since they were imported ({flaw})" if is_there else "are not there"
+        raise LaunchError(
+            f"The weights {from_root(path)} {why}; remove the model's folder and run 'make import-hf' "
+            "again."
+        )
+    if is_there:
         aside = rename_damaged(path)
         console.print(
             f"The starting checkpoint {from_root(path)} has changed since it was written ({flaw}); it "
@@ -86,10 +84,11 @@ def ensure_start_checkpoint(
         with RunProgress(console, "starting checkpoint", 1) as progress:
             return run_ranks(writer, log, progress)
 
-    return _write(path, launch, run or supervised)
+    _write(path, launch, run or supervised)
+    return path
 
 
-def _write(path: Path, launch: Launch, run: Run) -> Path:
+def _write(path: Path, launch: Launch, run: Run) -> None:
     try:
         with made_whole(path) as partial:
             log = partial / LOG_FILE
@@ -111,7 +110,6 @@ def _write(path: Path, launch: Launch, run: Run) -> Path:
         # Another run wrote the same meanwhile, such as an element of the same Slurm array.
         if not path.is_dir():
             raise
-    return path
 
 
 def _flaw(folder: Path) -> str | None:
@@ -167,13 +165,14 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
     alone = replace(
         launch.job.options,
         shared_start=False,
+        ledger=False,
         extra=save,
         micro_batch_size=1,
         global_batch_size=1,
         dropout=None,
         backend=Backend.MEGATRON,
         optimizer=OptimizerName.ADAMW,
-        network=None,
+        link_bits_per_second=None,
         nodes=None,
         saving=None,
         wandb=None,

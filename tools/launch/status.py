@@ -23,6 +23,7 @@ from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.report.read.diagnosis import diagnose
 from tools.report.read.iterations import Iteration
+from tools.report.read.lines import printable
 from tools.report.read.runs import find_run_folders
 from tools.report.read.sources import read_samples
 from tools.text.table import Column, Table, rich_table
@@ -62,10 +63,10 @@ def _memory_of(seen: RunStatus) -> str | None:
 
 
 _NOTE = Column[RunStatus](
-    "note", lambda seen: _printable(seen.note), right=False, wraps=True, rank=5
+    "note", lambda seen: printable(seen.note), right=False, wraps=True, rank=5
 )
 _COLUMNS = (
-    Column[RunStatus]("run", lambda seen: _printable(seen.run), right=False),
+    Column[RunStatus]("run", lambda seen: printable(seen.run), right=False),
     Column[RunStatus]("state", lambda seen: seen.state, right=False, rank=1),
     Column[RunStatus](
         "iteration",
@@ -117,7 +118,7 @@ def show_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None
     if _NOTE not in table.columns:
         for seen in rows:
             if seen.note:
-                line = _printable(f"{seen.run}: {seen.note}")
+                line = printable(f"{seen.run}: {seen.note}")
                 say(console, line)
 
 
@@ -150,16 +151,15 @@ def _see(
     in_hand = state is not None and (state.waits or state.runs)
     if job and states is not None and not in_hand and folder.stat().st_uid == os.getuid():
         status = _settled(folder, job, state, status)
+    note = f"job {job.job_id}" if job else ""
     if state and state.waits:
-        shown, note = "queued", f"job {job.job_id if job else ''}: {state.reason}"
-    elif (state and state.runs) or (
-        state is None and records.looks_alive(folder) and _open(status)
-    ):
-        shown, note = "running", f"job {job.job_id}" if job else ""
+        shown, note = "queued", f"{note}: {state.reason}"
+    elif in_hand or (state is None and records.looks_alive(folder) and _open(status)):
+        shown = "running"
+    elif job and states is None and _open(status):
+        shown, note = status.status.value, f"{note}: Slurm does not answer."
     else:
         shown, note = status.status.value, status.reason if status.status is not Status.OK else ""
-        if job and states is None and _open(status):
-            note = f"job {job.job_id}: Slurm does not answer."
     newest, left = last[-1] if last else None, None
     memory: tuple[float, ...] = ()
     if shown == "running":
@@ -232,8 +232,3 @@ def _last_iterations(log: Path) -> Sequence[Iteration]:
         return ()
     with closing(follower):
         return follower.new_iterations()[-RECENT:]
-
-
-def _printable(text: str) -> str:
-    """Without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)

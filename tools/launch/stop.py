@@ -42,23 +42,21 @@ def stop(run: str | Path, console: Console) -> int:
     state = (job_states([job.job_id]) or {}).get(job.job_id) if job else None
     if job and state and (state.waits or state.runs):
         _cancel(run, job.job_id)
-    elif (left := container_of(run / CONTAINER_FILE)) and not records.is_running(
-        run / records.LOG_FILE
-    ):
+    elif records.is_running(run / records.LOG_FILE):
+        launcher = _launcher_here(run)
+        if launcher is not None:  # Else it died, and the supervisor is ending the ranks already.
+            launcher.terminate()
+        _wait_for_the_end(run, launcher)
+    elif left := container_of(run / CONTAINER_FILE):
         if not remove_container(run / CONTAINER_FILE):  # Its launcher had lost Docker's engine.
             raise LaunchError(
                 f"The container of {from_root(run)} may still run, and Docker's engine does not "
                 f"answer; start it, then repeat this, or use 'docker rm --force {left[:12]}'."
             )
-    elif not records.is_running(run / records.LOG_FILE):
+    else:
         status = recorded_status(run)
         ended = f" at {status.finished_utc}" if status.finished_utc else ""
         raise LaunchError(f"{from_root(run)} is not running: it ended '{status.status}'{ended}.")
-    else:
-        launcher = _launcher_here(run)
-        if launcher is not None:  # Else it died, and the supervisor is ending the ranks already.
-            launcher.terminate()
-        _wait_for_the_end(run, launcher)
     say(console, outcome(run, records.read_status(run)))
     return 0
 

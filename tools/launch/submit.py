@@ -54,8 +54,8 @@ def submit(launch: Launch, console: Console) -> int:
     return 0
 
 
-def submit_array(name: str, each: Sequence[Launch], console: Console) -> tuple[Path, ...]:
-    """Submit runs of one size as one job, an array if there are several; their folders.
+def submit_array(name: str, each: Sequence[Launch], console: Console) -> None:
+    """Submit runs of one size as one job, an array if there are several; a dry run prints the script.
 
     Raises:
         LaunchError: Slurm is not here or refuses it, and nothing was written; or it gives no answer, and
@@ -66,7 +66,7 @@ def submit_array(name: str, each: Sequence[Launch], console: Console) -> tuple[P
     if options.dry_run:
         cells = tuple(_cell(RUN_PLACEHOLDER, one) for one in each)
         print(script(replace(job, cells=cells)))
-        return ()
+        return
     if shutil.which("sbatch") is None:
         raise LaunchError(
             "LAUNCHER=slurm needs Slurm's client (no 'sbatch' on PATH); run this on the cluster's login "
@@ -78,7 +78,6 @@ def submit_array(name: str, each: Sequence[Launch], console: Console) -> tuple[P
     for folder in folders:
         say(console, f"job {job_id}: {from_root(folder)}")
     console.print("'make status' follows it.", highlight=False)
-    return folders
 
 
 def over_nodes(launch: Launch, count: int) -> Launch:
@@ -163,32 +162,29 @@ def _cell(folder: str, launch: Launch) -> ArrayTask:
 
 def _hand_over(job: BatchJob, folders: Sequence[Path], image: str | None) -> str:
     """Write the script into every run folder and submit it; the job's number."""
-    refused = True
+    said = "Waits in Slurm's queue."
+    waiting = records.StatusRecord(records.Status.INCOMPLETE, None, said)
     try:
         text = script(job)
         for folder in folders:
             (folder / SCRIPT_FILE).write_text(text)
-            said = "Waits in Slurm's queue."
-            waiting = records.StatusRecord(records.Status.INCOMPLETE, None, said)
             write_record(folder / records.STATUS_FILE, waiting)
         slurm_job = _sbatch(folders[0] / SCRIPT_FILE)
-        refused = False
-        for element, folder in enumerate(folders):
-            own = slurm_job if len(folders) == 1 else f"{slurm_job}_{element}"
-            submitted = records.encode_run(records.read_run(folder))
-            record = records.JobRecord(own, job.slurm.nodes, records.utc_now(), image, submitted)
-            write_record(folder / records.JOB_FILE, record)
     except subprocess.TimeoutExpired:
-        refused = False
         names = ", ".join(map(str, folders))
         raise LaunchError(
             f"sbatch gave no answer within {SUBMIT_SECONDS:.0f} s, so Slurm may have taken the job: "
             f"look for {job.name} with 'squeue --me', and remove {names} if it is not there."
         ) from None
-    finally:
-        if refused:
-            for folder in folders:
-                shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    for element, folder in enumerate(folders):
+        own = slurm_job if len(folders) == 1 else f"{slurm_job}_{element}"
+        submitted = records.encode_run(records.read_run(folder))
+        record = records.JobRecord(own, job.slurm.nodes, records.utc_now(), image, submitted)
+        write_record(folder / records.JOB_FILE, record)
     return slurm_job
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
@@ -13,27 +15,35 @@ from packaging.version import Version
 from rich.console import Console
 
 from megatron_patches.context import is_known
+from tools.cluster.container.versions import installed_versions
+from tools.cluster.nodes import Nodes, node_folder
+from tools.dataset.indexed import DatasetError, open_dataset
 from tools.launch.backends import for_backend
 from tools.launch.checkpoints import resume_if_saved
 from tools.launch.compose import Launch, compose
-from tools.launch.data import make_samples
-from tools.launch.execute import execute
+from tools.launch.data import make_sample
+from tools.launch.devices import visible_gpus
+from tools.launch.execute import execute, run_ranks
 from tools.launch.job import Job, make_command, parse_devices, parse_target
-from tools.launch.multi_node import train_share
 from tools.launch.options import Options
 from tools.launch.preflight import check
+from tools.launch.progress import RunProgress
+from tools.launch.rendezvous.coordinator import Coordinator
+from tools.launch.rendezvous.messages import NodeRecord
+from tools.launch.rendezvous.worker import Worker
 from tools.launch.run_folder import only_attempt
 from tools.launch.runtime import Runtime, choose_runtime
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.submit import submit
 from tools.launch.supervise.exit_status import outcome
 from tools.plan.tensors import vocabulary_sentence
-from tools.records.run import Status
+from tools.records.run import LOG_FILE, Status, StatusRecord
 from tools.report.analyse.configurations import pooled
 from tools.report.analyse.parity import loss_curve, resumption_sentence
 from tools.report.read.runs import load_folder
 from tools.spec import settings, variables
-from tools.spec.files import ROOT
+from tools.spec.errors import LaunchError
+from tools.spec.files import ROOT, from_root
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, unlisted_flags, values_by_flag
 from tools.spec.model import load_model
@@ -97,33 +107,23 @@ def start(job: Job, console: Console) -> int:
     """
     options, launch = job.options, compose_job(job)
     if not options.dry_run:
-        make_samples([launch], console)
+        make_sample(launch.data, console)
     if options.slurm is not None:
         return submit(launch, console)
     with only_attempt(options.run_folder, options.nodes):
         if options.run_folder is not None:  # A job's; Slurm may have requeued it.
             launch = resume_if_saved(launch, options.run_folder)
-        return train_composed(launch, console)
-
-
-def train_composed(launch: Launch, console: Console) -> int:
-    """Check and train a launch whose data are there, or this node's share of it; the exit code.
-
-    Raises:
-        LaunchError: The run cannot work here; nothing was written.
-    """
-    job, repeats = launch.job, launch.job.options.repeats
-    if job.options.dry_run:
-        return dry_run(launch)
-    if launch.nodes is None:  # Else each node reports to the others what stops it.
-        check(launch)
-        ensure_start_checkpoint(launch, console)
-    console.print(f"{job.target}: {describe(launch)}", highlight=False)
-    for sentence in differences(launch):
-        console.print(sentence, style="yellow", highlight=False)
-    numbers = [f" {number}" for number in range(1, repeats + 1)] if repeats > 1 else [""]
-    titles = (f"{job.strategy}{number}" for number in numbers)
-    return 0 if all(train_once(launch, console, title) for title in titles) else 1
+        if options.dry_run:
+            return dry_run(launch)
+        if launch.nodes is None:  # Else each node reports to the others what stops it.
+            check(launch)
+            ensure_start_checkpoint(launch, console)
+        console.print(f"{job.target}: {describe(launch)}", highlight=False)
+        for sentence in differences(launch):
+            console.print(sentence, style="yellow", highlight=False)
+        each = range(1, options.repeats + 1)
+        titles = (f"{job.strategy} {one}" if len(each) > 1 else job.strategy for one in each)
+        return 0 if all(train_once(launch, console, title) for title in titles) else 1
 
 
 def dry_run(launch: Launch) -> int:
@@ -145,14 +145,94 @@ def dry_run(launch: Launch) -> int:
 
 def train_once(launch: Launch, console: Console, title: str) -> bool:
     """Train a checked launch on this machine, or this node's share; True if the run ended `ok`."""
-    options = launch.job.options
-    if launch.nodes is not None:
-        return train_share(launch, console, title)
-    folder, status = execute(launch, options.runs, console, title, folder=options.run_folder)
+    nodes = launch.nodes
+    if nodes is not None and nodes.rank > 0:
+        return _train_other(launch, nodes, console, title)
+    if nodes is None:
+        folder, status = execute(launch, launch.job.options.runs, console, title)
+    else:
+        folder, status = _train_first(launch, nodes, console, title)
     console.print(outcome(folder, status), highlight=False)
-    if status.status is Status.OK:
+    if status.status is Status.OK and nodes is None:
         console.print("\n".join(result_lines(launch, folder)), highlight=False)
     return status.status is Status.OK
+
+
+def _train_first(
+    launch: Launch, nodes: Nodes, console: Console, title: str
+) -> tuple[Path, StatusRecord]:
+    """Node 0: wait for the others, train, record the run; its folder and how it ended.
+
+    Each node reports what stops it to the others, so nothing is checked before.
+
+    Raises:
+        LaunchError: A node is missing, differs, or cannot run its share; nothing was written.
+    """
+    with Coordinator(nodes, _node_record(launch, nodes.count)) as coordinator:
+        try:
+            check(launch)
+        except LaunchError as error:
+            coordinator.gather()
+            coordinator.refuse(f"Node 0: {error}")
+        console.print(
+            f"{title}: waiting for {plural(nodes.count - 1, 'more node')}", highlight=False
+        )
+        launch = launch.among(coordinator.gather())
+        try:
+            ensure_start_checkpoint(launch, console)
+        except LaunchError as error:
+            coordinator.refuse(f"Node 0: {error}")
+        return execute(launch, launch.job.options.runs, console, title, coordinator)
+
+
+def _train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> bool:
+    """Any other node: join node 0's run, train this share; True if it ended well.
+
+    Raises:
+        LaunchError: Node 0 was not reached or refuses, or this machine cannot run its share.
+    """
+    own = _node_record(launch, nodes.count)
+    try:
+        check(launch)
+    except LaunchError as error:
+        own = replace(own, problem=str(error))
+    console.print(f"{title}: waiting for node 0 at {nodes.address}", highlight=False)
+    with Worker(nodes, own) as worker:
+        folder, nodes = worker.join()
+        mine = node_folder(folder, nodes.rank)
+        mine.mkdir(parents=True, exist_ok=True)
+        launch = launch.among(nodes)
+        with RunProgress(console, title, launch.iterations) as progress:
+            code = run_ranks(launch, mine / LOG_FILE, progress, worker, folder)
+    console.print(f"node {nodes.rank} ended with {code} → {from_root(folder)}", highlight=False)
+    return code == 0
+
+
+def _node_record(launch: Launch, nodes: int) -> NodeRecord:
+    """This node, with what must be the same on all."""
+    try:
+        data = open_dataset(launch.data_path).bin_sha256 or "without a record"
+    except DatasetError:
+        data = "missing"
+    entry = launch.entry
+    patch_file = launch.spec.patch_file
+    flags = hashlib.sha256("\0".join(launch.flags).encode()).hexdigest()[:12]
+    has = {
+        "NNODES=": str(nodes),
+        "the kit's code": f"{launch.code.kit} (a hash)",
+        "Megatron": f"{entry.megatron_version} {entry.megatron_commit or ''}".strip(),
+        "torch": installed_versions().get("torch", "none"),
+        "flags": f"{flags} (a hash)",
+        "data set": data,
+        "PATCH_FILE=": patch_file.sha256[:12] if patch_file else "none",
+        "its first iteration after": str(
+            launch.resume_point.iteration if launch.resume_point else 0
+        ),
+    }
+    if launch.spec.device is DeviceKind.GPU:
+        names = [gpu.name for gpu in visible_gpus()[: launch.local_devices]]
+        has["GPUs"] = ", ".join(names) or "none"
+    return NodeRecord(platform.node(), has)
 
 
 def result_lines(launch: Launch, folder: Path) -> list[str]:

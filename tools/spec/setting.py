@@ -30,14 +30,14 @@ def refuse_renamed(name: str) -> None:
         raise SettingError(f"{name}= is {RENAMED[name]}= now.")
 
 
-def read(setting: Setting, text: str) -> Any:
-    """A variable's value from text.
+def read(setting: Setting, text: str, reader: Callable[[str], Any] | None = None) -> Any:
+    """A variable's value from text, by a reader that only the caller knows where there is one.
 
     Raises:
         SettingError: The text is not of its kind.
     """
     try:
-        return _reader(setting.kind)(text)
+        return (reader or _reader(setting.kind))(text)
     except SettingError:  # A reader that has a sentence of its own.
         raise
     except ValueError:

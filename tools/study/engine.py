@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tools.dataset.indexed import open_dataset
 from tools.launch.compose import Launch
-from tools.launch.data import SAMPLE, call_module, make_samples
+from tools.launch.data import SAMPLE, call_module, make_sample
 from tools.launch.preflight import check
 from tools.launch.runtime import choose_runtime
 from tools.launch.train import command_line, compose_job
@@ -181,7 +181,8 @@ def _composed(experiment: Experiment, console: Console) -> Planned:
     if problems and not experiment.file.skips_illegal:
         raise next(iter(problems.values()))
     if not experiment.options.dry_run:
-        make_samples(tuple(launches.values()), console)
+        for launch in launches.values():
+            make_sample(launch.data, console)
         if SAMPLE in {launch.data for launch in launches.values()}:
             data = open_dataset(ROOT / SAMPLE)
             sentence = f"Data: {data.tokens:,} GPT-2 tokens in {data.documents} documents."

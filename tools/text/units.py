@@ -63,9 +63,9 @@ def gb(size_bytes: float, decimals: int = 2) -> str:
     return f"{size_bytes / 1e9:,.{decimals}f}"
 
 
-def ms(seconds: float) -> str:
+def ms(seconds: float, decimals: int = 1) -> str:
     """Seconds as a number of milliseconds, for a heading or a sentence that names the unit."""
-    return f"{1e3 * seconds:,.1f}"
+    return f"{1e3 * seconds:,.{decimals}f}"
 
 
 def milliseconds(seconds: float) -> str:
@@ -134,3 +134,9 @@ def megabytes(size_bytes: float | None) -> str:
 def parameters(count: int) -> str:
     """The size of a model: `3.4M`, `1.3B`."""
     return f"{count / 1e9:.1f}B" if count >= 1_000_000_000 else f"{count / 1e6:.1f}M"
+
+
+def bit_rate(bits_per_second: float) -> str:
+    """A link's, as networks are named by: `2.5 Gbit/s`, `200 Mbit/s`."""
+    giga = bits_per_second >= 1e9
+    return f"{bits_per_second / (1e9 if giga else 1e6):g} {'G' if giga else 'M'}bit/s"

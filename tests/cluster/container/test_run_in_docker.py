@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.launch.fake_nvml import DRIVER, FakeNvml
 from tests.machines import FakeDocker
-from tools.launch import sampler
+from tools.launch import execute as execution
 from tools.launch.compose import Launch
 from tools.launch.execute import execute
 from tools.launch.job import parse_target
@@ -105,7 +105,7 @@ def test_samples_are_of_the_gpus_although_the_ranks_are_out_of_sight(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sampler, "INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr(execution, "SAMPLE_SECONDS", 0.02)
     docker.answer("run", LOG)
     folder, _ = run(launch, tmp_path)
     with (folder / records.SAMPLES_FILE).open() as file:
@@ -125,7 +125,7 @@ def test_no_file_of_a_run_holds_the_callers_key(
     monkeypatch.setenv("WANDB_API_KEY", "s3cret-key")
     docker.answer("run", LOG)
     wandb = Wandb(project="mine", mode="online")
-    environment = {**launch.environment, **wandb.environment}
+    environment = {**launch.environment, "WANDB_MODE": wandb.mode}
     logged = replace(launch, flags=(*launch.flags, *wandb.flags), environment=environment)
     folder, _ = run(logged, tmp_path)
     texts = [path.read_text() for path in folder.rglob("*") if path.is_file()]

@@ -9,7 +9,6 @@ from tools.launch.checkpoints import resume_if_saved
 from tools.launch.compose import Launch, ResumePoint
 from tools.launch.flags import saving_flags
 from tools.launch.job import parse_target
-from tools.launch.network import LinkRate
 from tools.launch.options import Options, Saving, options_from_texts
 from tools.launch.preflight import saving_problems
 from tools.launch.resume import relaunch
@@ -201,7 +200,7 @@ def test_a_run_of_an_older_megatron_resumes_with_its_vocabulary(
     """Its `--vocab-size` does not count the end of a document."""
     for module in ("compose", "resume"):
         older = MegatronEntry("e.py", "0.17.1")
-        monkeypatch.setattr(f"tools.launch.{module}.entry_of", lambda *_, older=older: older)
+        monkeypatch.setattr(f"tools.launch.{module}.find_entry", lambda *_, older=older: older)
     record = record_of(composed("tp2", data="owt-ds/mine_text_document"))
     resumed = relaunch(record, FROM, None, Options())
     assert resumed.model.shape.vocabulary == resumed.spec.shape.vocabulary == 50257
@@ -209,8 +208,10 @@ def test_a_run_of_an_older_megatron_resumes_with_its_vocabulary(
 
 def test_a_shaped_link_stays_unless_another_is_named() -> None:
     record = changed(record_of(composed("dp2")), link_bits_per_second=10**9)
-    assert relaunch(record, FROM, None, Options()).network == LinkRate(10**9)
-    assert relaunch(record, FROM, None, Options(network=LinkRate(5))).network == LinkRate(5)
+    assert relaunch(record, FROM, None, Options()).spec.link_bits_per_second == 10**9
+    assert (
+        relaunch(record, FROM, None, Options(link_bits_per_second=5)).spec.link_bits_per_second == 5
+    )
 
 
 def test_ranks_that_shared_a_gpu_share_it_again() -> None:

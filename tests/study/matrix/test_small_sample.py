@@ -11,7 +11,8 @@ from rich.console import Console
 
 from tools.dataset.indexed import DocumentIndex, open_dataset, write_index
 from tools.launch import data
-from tools.launch.compose import SMALL_SAMPLE, compose
+from tools.launch.compose import compose
+from tools.launch.data import SMALL_SAMPLE
 from tools.launch.job import Job
 from tools.launch.options import Options
 from tools.spec.flags import Flags

@@ -298,7 +298,7 @@ def test_another_vocabulary_than_the_models_own_is_said_before_anything_is_train
     def stop(*_: object) -> None:
         raise LaunchError("far enough")
 
-    monkeypatch.setattr("tools.study.verify.command.make_samples", stop)
+    monkeypatch.setattr("tools.study.verify.command.make_sample", stop)
     file, text = tmp_path / "mine.args", StringIO()
     tiny = ROOT / "examples" / "gpt3" / "models" / "gpt2-tiny.args"
     file.write_text(f"{tiny.read_text()}--vocab-size 4096\n")

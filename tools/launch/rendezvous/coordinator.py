@@ -73,8 +73,7 @@ class Coordinator(BackgroundThread, NodeGroup):
         # It listens as long as it is referred to, such as by an error's traceback.
         del self._store
 
-    def watch(self) -> None:
-        """As `BackgroundThread.watch`."""
+    def _watch(self) -> None:
         store, last = self._store, False
         while not last:
             last = self.done.wait(messages.BEAT_SECONDS)

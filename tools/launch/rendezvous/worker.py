@@ -63,8 +63,7 @@ class Worker(BackgroundThread, NodeGroup):
             self._record = replace(self._record, exit_code=1, cause=_GONE)
         super().stop()
 
-    def watch(self) -> None:
-        """As `BackgroundThread.watch`."""
+    def _watch(self) -> None:
         try:
             store = messages.open_store(self._nodes.address, self._nodes.port)
             self._refused = self._claim(store) or self._record.problem

@@ -57,8 +57,7 @@ class DiskWatch(BackgroundThread):
         self.lacked = ""
         super().__init__()
 
-    def watch(self) -> None:
-        """As `BackgroundThread.watch`."""
+    def _watch(self) -> None:
         while not self.lacked and not self.done.wait(LOOK_SECONDS):
             self.lacked = find_lack(self._folder)
 

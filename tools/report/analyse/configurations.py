@@ -13,6 +13,7 @@ from tools.report.read.runs import Run
 from tools.spec.offload import offload_flags
 from tools.spec.run import RunSpec
 from tools.spec.strategy import EXAMPLES
+from tools.text.units import bit_rate
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def link_rate(spec: RunSpec) -> str:
     bits = spec.link_bits_per_second
     if bits is None:
         return "unshaped"
-    return f"at {bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"at {bits / 1e6:g} Mbit/s"
+    return f"at {bit_rate(bits)}"
 
 
 def fused_patches(spec: RunSpec | None) -> str:

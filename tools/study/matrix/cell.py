@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_patches.patch_file import SEPARATOR
-from tools.launch.compose import SMALL_SAMPLE
+from tools.launch.data import SMALL_SAMPLE
 from tools.launch.job import Job, make_command
 from tools.launch.options import NO_OPTIONS, Options, read_patch_file
 from tools.spec.files import from_root

@@ -19,8 +19,7 @@ from packaging.version import Version
 from rich.console import Console
 
 from tools.launch.code import find_entry
-from tools.launch.compose import SMALL_SAMPLE
-from tools.launch.data import make_sample
+from tools.launch.data import SMALL_SAMPLE, make_sample
 from tools.launch.options import Options
 from tools.records.run import MegatronEntry
 from tools.spec.errors import LaunchError

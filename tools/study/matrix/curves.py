@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.launch.compose import SMALL_SAMPLE
+from tools.launch.data import SMALL_SAMPLE
 from tools.launch.job import Job
 from tools.launch.options import Options
 from tools.launch.train import compose_job

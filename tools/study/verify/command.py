@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.compose import Launch
-from tools.launch.data import make_samples
+from tools.launch.data import make_sample
 from tools.launch.execute import execute
 from tools.launch.job import make_command
 from tools.launch.options import Options
@@ -128,8 +128,8 @@ def carried_out(
     launches, pair = verification.launches, verification.pair
     if sentence := other_vocabulary(verification.strategy):
         say(console, sentence, "yellow")
-    make_samples(launches, console)
     for launch in launches:
+        make_sample(launch.data, console)
         check(launch)
     results = folder / VERIFY_FOLDER / pair.job.name
 
