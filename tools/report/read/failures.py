@@ -117,7 +117,7 @@ class ErrorCollector:
         """Look at one line."""
         if self._frames:
             self._follow_traceback(line)
-        if not self._in_epilogue and not any(word in line for word in _WORDS):
+        if not self._in_epilogue and not any(map(line.__contains__, _WORDS)):
             return
         if _TRACEBACK in line:
             rank, _ = _split_prefix(line)
@@ -131,9 +131,10 @@ class ErrorCollector:
             self._feed_timeout(line)
         self._feed_torchrun(line)
         if found := _SIGNAL.search(line):
-            number = found[1] or found[4]
-            name = found[2] or found[3] or found[5] or ("SIGTERM" if found[6] else None)
-            self._note_interruption(name or signal_name(int(number)) or f"signal {number}")
+            name = next(filter(None, found.groups())).replace("Terminated", "SIGTERM")
+            if name.isdecimal():
+                name = signal_name(int(name)) or f"signal {name}"
+            self._note_interruption(name)
         if any(word in line for word in _OF_SLURM):
             self._feed_slurm(line)
         if _SHELL_KILLED.search(line):

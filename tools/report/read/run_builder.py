@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from tools.report.read.dialects import FoundIteration, dialects
 from tools.report.read.failures import ErrorCollector
@@ -56,9 +56,7 @@ class RunBuilder:
     """Feed it the lines of one run; `build` gives the result."""
 
     def __init__(self) -> None:
-        news = [one for each in dialects() for one in each.news]
-        self._marked = [(one.mark, one.read) for one in news if one.mark]
-        self._unmarked = [one.read for one in news if not one.mark]
+        self._news = [(one.mark, one.read) for each in dialects() for one in each.news]
         self._unread = [one for each in dialects() for one in each.unread]
         self.iterations = TableBuilder()
         self._lines_since_start = 0
@@ -96,9 +94,9 @@ class RunBuilder:
         if pending is None:
             return
         self._errors = pending._errors  # What ended the earlier start is no longer news.
-        for kind, facts in pending._facts.items():
+        for facts in pending._facts.values():
             for fact in facts.values():
-                self._keep(kind, fact)
+                self._keep(fact)
         self._listed |= pending._listed
 
     def completed(self, line: FoundIteration) -> FoundIteration | None:
@@ -161,15 +159,12 @@ class RunBuilder:
                 self._list = None
             elif (found := self._list.read(line)) and len(self._listed) < _MAX_NAMES:
                 self._listed[found[0]] = found[1]
-        for mark, read in self._marked:
-            if mark in line:
+        began = self.iterations.last is not None
+        for mark, read in self._news:
+            if mark in line and (mark or began):
                 for fact in read(line):
                     self._take(fact)
-        if self.iterations.last is not None:
-            for read in self._unmarked:
-                for fact in read(line):
-                    self._take(fact)
-        elif self._trainer is None:
+        if not began and self._trainer is None:
             for trainer, why, only in self._unread:
                 if only.search(line):
                     self._trainer = f"{trainer}, of which no iteration is read: {why}"
@@ -189,7 +184,7 @@ class RunBuilder:
         more = {found.name: found.value for found in self._all(MoreArgument)}
         arguments = self._listed | more if self._listed else {}
         given = arguments.get("log_interval", "")
-        steps = Counter(b - a for a, b in pairwise(line.iteration for line in iterations[:1000]))
+        steps = Counter(np.diff(iterations.numbers[:1000]).tolist())
         usual = steps.most_common(1)[0][0] if steps else None
         return ScrapedLog(
             path=path,
@@ -244,12 +239,13 @@ class RunBuilder:
             case NumbersAhead():
                 self._ahead = fact
             case _:
-                self._keep(type(fact), fact)
+                self._keep(fact)
                 # A checkpoint is loaded before training.
                 wrote = isinstance(fact, CheckpointEvent) and fact.action != "loaded"
                 self._paused |= wrote or isinstance(fact, Validation)
 
-    def _keep(self, kind: type[Fact], fact: Fact) -> None:
+    def _keep(self, fact: Fact) -> None:
+        kind = type(fact)
         kept = self._facts[kind]
         key = _KEYS[kind](fact) if kind in _KEYS else len(kept)
         if key in kept or len(kept) < _MAX_FACTS:
