@@ -209,7 +209,7 @@ class RunBuilder:
             remarks=tuple(self._remarks.values()),
             arguments=arguments,
             other_trainer=None if iterations else self._trainer,
-            log_interval=int(given) if given.isdigit() else usual,
+            log_interval=int(given) if given.isdecimal() else usual,
             exit_reason=next((found.reason for found in self._all(Ending)), None),
             trace=self._errors.trace(),
             first_seen=self._first_seen,

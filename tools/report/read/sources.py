@@ -74,7 +74,7 @@ def read_samples(path: Path) -> DeviceSamples:
         try:
             for row in csv.DictReader(line.replace("\0", "") for line in file):
                 rank = row.get("rank") or ""
-                if rank.isdigit() and _column([row], "seconds") != (None,):
+                if rank.isdecimal() and _column([row], "seconds") != (None,):
                     by_rank.setdefault(int(rank), []).append(row)
         except csv.Error:
             pass  # A damaged line ends the file; what came before it counts.
