@@ -11,7 +11,7 @@ import pkgutil
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from itertools import islice, pairwise
@@ -20,8 +20,8 @@ from typing import ClassVar, NamedTuple
 from tools.report.read.iterations import MEAN_SECONDS, OTHER, Iteration
 from tools.report.read.scraped import Fact, Generation
 
-Names = tuple[tuple[str, int, tuple[str, ...]], ...]
-"""Field of an `Iteration`, power of ten that its unit takes, what it is called in a line."""
+Names = Mapping[str, tuple[str, int]]
+"""By a number's name in a line: its field of an `Iteration`, and the power of ten of its unit."""
 
 
 class LineField(NamedTuple):
@@ -101,10 +101,6 @@ class MetricsLine(LineFormat):
     end: ClassVar[str] = "}"
     """What ends its text before the line ends."""
 
-    def __init__(self, names: Names) -> None:
-        super().__init__(names)
-        self._fields = {text: (field, power) for field, power, texts in names for text in texts}
-
     def find(self, line: str) -> list[FoundIteration]:
         """The steps of a line, each of its own text: several lines may be glued together."""
         starts = [match.start() for match in self.opening.finditer(line)]
@@ -122,17 +118,17 @@ class MetricsLine(LineFormat):
         count, numbers = (self.number or self.opening).search(text), self.numbers(text)
         times = [
             LineField(field, float(numbers[name]) * 10**power)
-            for name, (field, power) in self._fields.items()
+            for name, (field, power) in self.names.items()
             if name in numbers and field in ("elapsed_ms", MEAN_SECONDS)
         ]
         if count is None or not times:
             return None
         found = [LineField(name, int(digits)) for name, digits in count.groupdict().items()]
         found.append(times[0])
-        # Another time is one of its parts, and the loss of a policy is no language model's.
+        # Times are kept as printed too, and so is the loss of a policy, which is no language model's.
         own = {"elapsed_ms", "lm_loss"} if is_of_a_policy(numbers) else {"elapsed_ms"}
         for name, digits in islice(numbers.items(), _MAX_METRICS):
-            field, power = self._fields.get(name, (OTHER + name, 0))
+            field, power = self.names.get(name, (OTHER + name, 0))
             if field in own:
                 field, power = OTHER + name, 0
             found.append(LineField(field, float(digits) * 10**power))
@@ -171,7 +167,7 @@ class Dialect:
 
     name: str
     line: type[LineFormat] | None = None
-    names: Names = ()
+    names: Names = field(default_factory=dict)
     """What it calls the numbers of that line."""
     news: tuple[News, ...] = ()
     starts: tuple[str, ...] = ()
@@ -194,7 +190,7 @@ def line_formats() -> tuple[LineFormat, ...]:
     """Every format with its names; of several in one log the first is read."""
     lines = dict.fromkeys(each.line for each in dialects() if each.line)
     return tuple(
-        line(tuple(name for each in dialects() if each.line is line for name in each.names))
+        line({k: v for each in dialects() if each.line is line for k, v in each.names.items()})
         for line in sorted(lines, key=lambda line: line.rank)
     )
 

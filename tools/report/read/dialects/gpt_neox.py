@@ -44,6 +44,6 @@ def _arguments(printed: Mapping[str, str]) -> Mapping[str, str]:
 DIALECT = Dialect(
     name="GPT-NeoX",
     line=BarLine,
-    names=(("throughput_tflops_per_gpu", 0, ("approx flops per GPU",)),),
+    names={"approx flops per GPU": ("throughput_tflops_per_gpu", 0)},
     arguments=_arguments,
 )

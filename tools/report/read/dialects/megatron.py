@@ -53,23 +53,23 @@ _START = re.compile(r"iteration(?:\s{1,12}|= {0,12})(\d{1,12})\s{0,4}/\s{0,12}(\
 _STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d{1,6})?\]")
 _STAMP_WITHIN = 64
 """Characters before the iteration."""
-_NAMES: Names = (
-    ("consumed_samples", 0, ("consumed samples",)),
-    ("skipped_samples", 0, ("skipped samples",)),
-    ("elapsed_ms", 0, ("elapsed time per iteration (ms)",)),
-    ("throughput_tflops_per_gpu", 0, ("throughput per GPU (TFLOP/s/GPU)",)),
-    ("energy_joules_per_gpu", 0, ("energy per GPU (J/iter/GPU)",)),
-    ("power_watts_per_gpu", 0, ("power per GPU (W/GPU)",)),
-    ("learning_rate", 0, ("learning rate",)),
-    ("global_batch_size", 0, ("global batch size",)),
-    ("lm_loss", 0, ("lm loss",)),
-    ("loss_scale", 0, ("loss scale",)),
-    ("grad_norm", 0, ("grad norm",)),
-    ("params_norm", 0, ("params norm",)),
-    ("num_zeros", 0, ("num zeros",)),
-    ("skipped_iterations", 0, ("number of skipped iterations",)),
-    ("nan_iterations", 0, ("number of nan iterations",)),
-)
+_NAMES: Names = {
+    "consumed samples": ("consumed_samples", 0),
+    "skipped samples": ("skipped_samples", 0),
+    "elapsed time per iteration (ms)": ("elapsed_ms", 0),
+    "throughput per GPU (TFLOP/s/GPU)": ("throughput_tflops_per_gpu", 0),
+    "energy per GPU (J/iter/GPU)": ("energy_joules_per_gpu", 0),
+    "power per GPU (W/GPU)": ("power_watts_per_gpu", 0),
+    "learning rate": ("learning_rate", 0),
+    "global batch size": ("global_batch_size", 0),
+    "lm loss": ("lm_loss", 0),
+    "loss scale": ("loss_scale", 0),
+    "grad norm": ("grad_norm", 0),
+    "params norm": ("params_norm", 0),
+    "num zeros": ("num_zeros", 0),
+    "number of skipped iterations": ("skipped_iterations", 0),
+    "number of nan iterations": ("nan_iterations", 0),
+}
 """A blank, `_` and `-` in a name are the same."""
 _IN_PLACE_OF_LM_LOSS = "loss"
 """Some forks call it so; beside an `lm loss` it is another loss, and so it is of a policy."""
@@ -167,11 +167,9 @@ class BarLine(LineFormat):
 
     def __init__(self, names: Names) -> None:
         super().__init__(names)
-        self._fields = {_key(text): (name, power) for name, power, texts in names for text in texts}
+        self._fields = {_key(text): known for text, known in names.items()}
         # As they are usually printed, so that most names are found without being rewritten.
-        self._fields |= {
-            f" {text}": (name, power) for name, power, texts in names for text in texts
-        }
+        self._fields |= {f" {text}": known for text, known in names.items()}
 
     def find(self, line: str) -> list[FoundIteration]:
         """Every iteration of a line, in order."""

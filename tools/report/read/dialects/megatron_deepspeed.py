@@ -40,10 +40,10 @@ def _arguments(printed: Mapping[str, str]) -> Mapping[str, str]:
 DIALECT = Dialect(
     name="Megatron-DeepSpeed",
     line=BarLine,
-    names=(
-        ("elapsed_ms", 3, ("elapsed time per iteration (s)",)),
-        ("throughput_tflops_per_gpu", 0, ("TFLOPs",)),
-    ),
+    names={
+        "elapsed time per iteration (s)": ("elapsed_ms", 3),
+        "TFLOPs": ("throughput_tflops_per_gpu", 0),
+    },
     news=(News(_STAGE, first(_ZERO_STAGE, lambda m: MoreArgument(_STAGE, m[1]))),),
     arguments=_arguments,
 )

@@ -35,11 +35,11 @@ class _Step(MetricsLine):
 DIALECT = Dialect(
     name="ms-swift",
     line=_Step,
-    names=(
-        (MEAN_SECONDS, 0, ("train_speed(s/it)",)),
-        (SECONDS_SO_FAR, 0, ("elapsed_time",)),
-        ("lm_loss", 0, ("loss",)),
-        ("grad_norm", 0, ("grad_norm",)),
-        ("learning_rate", 0, ("learning_rate",)),
-    ),
+    names={
+        "train_speed(s/it)": (MEAN_SECONDS, 0),
+        "elapsed_time": (SECONDS_SO_FAR, 0),
+        "loss": ("lm_loss", 0),
+        "grad_norm": ("grad_norm", 0),
+        "learning_rate": ("learning_rate", 0),
+    },
 )

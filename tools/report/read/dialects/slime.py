@@ -19,8 +19,8 @@ class _Rollout(MetricsLine):
 DIALECT = Dialect(
     name="slime",
     line=_Rollout,
-    names=(
-        ("elapsed_ms", 3, ("perf/step_time",)),
-        ("throughput_tflops_per_gpu", 0, ("perf/actor_train_tflops",)),
-    ),
+    names={
+        "perf/step_time": ("elapsed_ms", 3),
+        "perf/actor_train_tflops": ("throughput_tflops_per_gpu", 0),
+    },
 )

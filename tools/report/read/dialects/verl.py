@@ -27,9 +27,10 @@ class _Step(MetricsLine):
 DIALECT = Dialect(
     name="verl",
     line=_Step,
-    names=(
-        ("elapsed_ms", 3, ("timing_s/step", "perf/time_per_step")),
-        ("grad_norm", 0, ("actor/grad_norm",)),
-        ("learning_rate", 0, ("actor/lr",)),
-    ),
+    names={
+        "timing_s/step": ("elapsed_ms", 3),
+        "perf/time_per_step": ("elapsed_ms", 3),
+        "actor/grad_norm": ("grad_norm", 0),
+        "actor/lr": ("learning_rate", 0),
+    },
 )
