@@ -64,6 +64,14 @@ def test_resume_without_repeated_iterations_is_a_restart_too(tmp_path):
     assert log.iterations[2].first_of_start
 
 
+def test_log_interval_that_is_no_number_is_taken_from_the_lines(tmp_path):
+    text = ARGUMENTS.replace(
+        "log_interval .................................... 1", "log_interval ... ²"
+    )
+    log = scrape(tmp_path, text + "\n".join(iteration_line(n) for n in (2, 4, 6)))
+    assert (log.arguments["log_interval"], log.log_interval) == ("²", 2)
+
+
 def test_restart_in_bare_lines_is_seen_by_numbers_going_back(tmp_path):
     log = scrape(tmp_path, "\n".join(iteration_line(n) for n in (1, 2, 3, 4, 3, 4, 5)))
     assert numbers(log) == [1, 2, 3, 4, 5]

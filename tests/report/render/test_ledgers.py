@@ -76,6 +76,7 @@ def test_samples_give_the_devices_peak_and_survive_cut_lines(tmp_path):
         writer.writerow(records.SAMPLE_COLUMNS)
         writer.writerow(["1.0", 0, "gpu", 99, 500, "", 60, 1980, "none"])
         writer.writerow(["2.0", 0, "gpu", 98, 700, 300.5, 61, 1755, "power"])
+        writer.writerow(["2.5", "²", "gpu", 97, 900, "", 60, 1980, "none"])
         file.write("3.0,0,gpu,9")
     (series,) = load_folder(folder).samples.series
     assert series.seconds == (1.0, 2.0, 3.0)

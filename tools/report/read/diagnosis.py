@@ -61,12 +61,13 @@ def classify_log(
     else:
         finished = last is not None and last.iteration == last.total_iterations
     if exit_code == 0 or (exit_code is None and finished):
-        return _classify_finished(log, exit_code)
+        return _classify_lines(log, exit_code, finished=True)
     if by and log.trace.root_cause_exit_code in _STOPPED:
         # Noted only if nothing had failed before it: what a rank raises while it ends is no news.
         return StatusRecord(Status.INTERRUPTED, exit_code, f"Stopped by {by}{where}.")
-    error = first_error(log)
-    return _classify_error(log, error, exit_code) if error else _classify_silence(log, exit_code)
+    if error := first_error(log):
+        return _classify_error(log, error, exit_code)
+    return _classify_exit_code(log, exit_code) or _classify_lines(log, exit_code, finished=False)
 
 
 def first_error(log: ScrapedLog) -> LoggedError | None:
@@ -90,15 +91,21 @@ def after_last(log: ScrapedLog) -> str:
     return f" after iteration {log.iterations[-1].iteration}"
 
 
-def _classify_finished(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
+def _classify_lines(log: ScrapedLog, exit_code: int | None, finished: bool) -> StatusRecord:
+    """Of a run that finished, or whose log stops without a reason."""
+    lines, where = log.iterations, after_last(log)
+    rank = None if finished else log.trace.root_cause_rank
     if not log.is_megatron:
         return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
-    lines = log.iterations
+    if since := _nan_since(log):
+        end = " to the end." if finished else f", where the log stops{where}."
+        return StatusRecord(Status.NAN, exit_code, f"NaN from iteration {since}{end}", rank)
+    if not finished:
+        text = f"The log stops{where} without saying why."
+        return StatusRecord(Status.INCOMPLETE, exit_code, text, rank)
     if not lines:
         reason = "The run ended without a single iteration line."
         return StatusRecord(Status.INCOMPLETE, exit_code, reason)
-    if since := _nan_since(log):
-        return StatusRecord(Status.NAN, exit_code, f"NaN from iteration {since} to the end.")
     # A loss scale that was too large has every step skipped.
     lossless = ~(np.abs(lines.values("lm_loss")) > 0)
     if np.all((lines.values("skipped_iterations") > 0) & lossless):
@@ -129,23 +136,18 @@ def _classify_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) 
     return StatusRecord(status, exit_code, f"{place}{text}{after_last(log)}", accused)
 
 
-def _classify_silence(log: ScrapedLog, exit_code: int | None) -> StatusRecord:
-    rank, code, where = log.trace.root_cause_rank, log.trace.root_cause_exit_code, after_last(log)
-    code = code if code is not None else exit_code
-    if code:
-        signal = -code if code < 0 else code - 128 if code > 128 else 0
-        who = f"Rank {rank} was killed" if rank is not None else "Killed"
-        text = f"Exit code {code}, and the log names no error; ended"
-        if name := signal_name(signal):
-            text = f"{who} by {name}{_MEANS.get(signal, '')}; ended"
-        return StatusRecord(Status.CRASHED, exit_code, text + where, rank)
-    if not log.is_megatron:
-        return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
-    if since := _nan_since(log):
-        text = f"NaN from iteration {since}, where the log stops{where}."
-        return StatusRecord(Status.NAN, exit_code, text, rank)
-    text = f"The log stops{where} without saying why."
-    return StatusRecord(Status.INCOMPLETE, exit_code, text, rank)
+def _classify_exit_code(log: ScrapedLog, exit_code: int | None) -> StatusRecord | None:
+    """What an exit code tells, the root cause's before the launcher's; None where it tells nothing."""
+    rank, code = log.trace.root_cause_rank, log.trace.root_cause_exit_code
+    code = exit_code if code is None else code
+    if not code:
+        return None
+    signal = -code if code < 0 else code - 128 if code > 128 else 0
+    who = f"Rank {rank} was killed" if rank is not None else "Killed"
+    text = f"Exit code {code}, and the log names no error"
+    if name := signal_name(signal):
+        text = f"{who} by {name}{_MEANS.get(signal, '')}"
+    return StatusRecord(Status.CRASHED, exit_code, f"{text}; ended{after_last(log)}", rank)
 
 
 _MEANS = {

@@ -7,13 +7,14 @@ from signal import Signals
 
 from tools.report.read.scraped import ErrorTrace, LoggedError
 
-FAILURES = re.compile(
-    "rror|Patch '|Segmentation|terminate|memory|Traceback|Unexpected result|Failures:|Root Cause"
-    "|ignal|SIG|Exception ignored|srun|slurm|CANCELLED|OUT_OF_ME|Terminated|Killed"
-    "|Watchdog caught|exiting via 9"
+_UNTRACED = ("rror", "Patch '", "Segmentation", "terminate", "memory")
+_OF_SLURM = ("srun", "slurm", "CANCELLED", "OUT_OF_ME")
+_WORDS = (
+    *(*_UNTRACED, *_OF_SLURM, "Traceback", "Unexpected result", "Failures:", "Root Cause", "ignal"),
+    *("SIG", "Exception ignored", "Terminated", "Killed", "Watchdog caught", "exiting via 9"),
 )
+FAILURES = re.compile("|".join(map(re.escape, _WORDS)))
 """What every line holds that begins to tell of a failure."""
-
 
 _PREFIX = re.compile(r"\s{0,8}(?:\[(?:default|rank|Rank |RANK )?(\d{1,6})\]:? ?){1,3}", re.ASCII)
 _TRACEBACK = "Traceback (most recent call last)"
@@ -116,31 +117,27 @@ class ErrorCollector:
         """Look at one line."""
         if self._frames:
             self._follow_traceback(line)
-        if "Traceback" in line and _TRACEBACK in line:
+        if not self._in_epilogue and not any(map(line.__contains__, _WORDS)):
+            return
+        if _TRACEBACK in line:
             rank, _ = _split_prefix(line)
             if len(self._frames) < _MAX_ERRORS:
                 self._frames[rank] = ""
-        elif (
-            "rror" in line
-            or "Patch '" in line
-            or "Segmentation" in line
-            or "terminate" in line
-            or "memory" in line
-        ):
+        elif any(word in line for word in _UNTRACED):
             self._feed_untraced(line)
-        elif "Unexpected result" in line and (found := _UNEXPECTED_RESULT.search(line)):
+        elif found := _UNEXPECTED_RESULT.search(line):
             self._add(found[1], f"{found[4]}, at iteration {found[3]}", int(found[2]), False)
         if "Watchdog caught" in line:
             self._feed_timeout(line)
         self._feed_torchrun(line)
-        signalled = "ignal" in line or "SIG" in line or "Terminated" in line
-        if signalled and (found := _SIGNAL.search(line)):
-            number = found[1] or found[4]
-            name = found[2] or found[3] or found[5] or ("SIGTERM" if found[6] else None)
-            self._note_interruption(name or signal_name(int(number)) or f"signal {number}")
-        if "srun" in line or "slurm" in line or "CANCELLED" in line or "OUT_OF_ME" in line:
+        if found := _SIGNAL.search(line):
+            name = next(filter(None, found.groups())).replace("Terminated", "SIGTERM")
+            if name.isdecimal():
+                name = signal_name(int(name)) or f"signal {name}"
+            self._note_interruption(name)
+        if any(word in line for word in _OF_SLURM):
             self._feed_slurm(line)
-        if "Killed" in line and _SHELL_KILLED.search(line):
+        if _SHELL_KILLED.search(line):
             self._killed_by_shell = True
         self._ignored = self._ignored or "Exception ignored in" in line
 
@@ -233,7 +230,7 @@ class ErrorCollector:
                 self._failures.append((self._listed_rank, int(code[1])))
         elif line.strip() in _EPILOGUE:
             self._in_epilogue = True
-        elif "exiting via 9" in line and (found := _ENDED_BY_TORCHRUN.search(line)):
+        elif found := _ENDED_BY_TORCHRUN.search(line):
             self._ended_by_torchrun.add(found[1])
 
     def _add(self, kind: str, message: str, rank: int | None, secondary: bool = False) -> None:

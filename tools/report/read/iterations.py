@@ -95,19 +95,13 @@ class Columns:
             if name in self.known:
                 pairs = zip(lists[name], self.known[name][start:stop].tolist(), strict=True)
                 lists[name] = [value if there else None for value, there in pairs]
-        nothing: list[Any] = [None] * (stop - start)
-        no_flags = [False] * (stop - start)
-        fields = [lists.get(name, no_flags if name in _FLAGS else nothing) for name in _FIELDS]
-        extra = nothing
-        if names := [name for name in lists if name.startswith(OTHER)]:
-            short = [name.removeprefix(OTHER) for name in names]
-            rows = (
-                {n: v for n, v in zip(short, row, strict=True) if v is not None}
-                for row in zip(*(lists[name] for name in names), strict=True)
-            )
-            extra = [row or None for row in rows]
-        fields.insert(Iteration.__struct_fields__.index("extra_metrics"), extra)
-        return map(Iteration, *fields)
+        if others := {n.removeprefix(OTHER): lists[n] for n in lists if n.startswith(OTHER)}:
+            rows = (zip(others, row, strict=True) for row in zip(*others.values(), strict=True))
+            found = ({name: value for name, value in row if value is not None} for row in rows)
+            lists["extra_metrics"] = [row or None for row in found]
+        for name in Iteration.__struct_fields__:
+            lists.setdefault(name, [False if name in _FLAGS else None] * (stop - start))
+        return map(Iteration, *(lists[name] for name in Iteration.__struct_fields__))
 
 
 def columns_of(lines: Sequence[Iteration]) -> Columns:
@@ -230,10 +224,8 @@ class IterationTable(Sequence[Iteration]):
     def __getitem__(self, place: slice) -> tuple[Iteration, ...]: ...
     def __getitem__(self, place: int | slice) -> Iteration | tuple[Iteration, ...]:
         if isinstance(place, slice):
-            start, stop, step = place.indices(len(self))
-            if step == 1:
-                return tuple(self._columns.rows(start, max(start, stop)))
-            return tuple(self[index] for index in range(start, stop, step))
+            found = self._columns.at(place)
+            return tuple(found.rows(0, found.count))
         index = range(len(self))[place]
         return next(self._columns.rows(index, index + 1))
 
@@ -242,9 +234,9 @@ class IterationTable(Sequence[Iteration]):
             yield from self._columns.rows(start, min(len(self), start + _BLOCK))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence) or len(self) != len(other):
-            return NotImplemented if not isinstance(other, Sequence) else False
-        return all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(map(operator.eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -257,8 +249,7 @@ class TableBuilder:
 
     def __init__(self) -> None:
         self._chunks: list[Columns] = []
-        self._recent: list[Iteration] = []
-        self._recent_places: list[int] = []
+        self._recent: list[tuple[Iteration, int]] = []
         self._count = 0
         self.first: int | None = None
         """Number of the first line."""
@@ -271,8 +262,7 @@ class TableBuilder:
         """Add the iteration that stands in a line of the file."""
         if self.first is None:
             self.first = line.iteration
-        self._recent.append(line)
-        self._recent_places.append(log_line)
+        self._recent.append((line, log_line))
         self.last = line
         self._count += 1
         if len(self._recent) >= _BLOCK:
@@ -305,10 +295,11 @@ class TableBuilder:
 
     def _flush(self) -> None:
         if self._recent:
-            columns = columns_of(self._recent)
-            columns.values[LOG_LINE] = np.array(self._recent_places, dtype_of(LOG_LINE))
+            lines, places = zip(*self._recent, strict=True)
+            columns = columns_of(lines)
+            columns.values[LOG_LINE] = np.array(places, dtype_of(LOG_LINE))
             self._chunks.append(columns)
-            self._recent, self._recent_places = [], []
+            self._recent = []
 
 
 def _joined(chunks: list[Columns], count: int) -> Columns:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from tools.report.read.dialects import FoundIteration, dialects
+from tools.report.read.failures import ErrorCollector
 from tools.report.read.iterations import Columns, TableBuilder
 from tools.report.read.lines import printable
 from tools.report.read.scraped import (
     ArgumentList,
     CheckpointEvent,
     Ending,
-    ErrorTrace,
     Fact,
     Generation,
     MemoryReading,
@@ -45,6 +45,7 @@ _FIGURES = attrgetter("iteration", "elapsed_ms", "lm_loss", "consumed_samples", 
 _KEYS: dict[type[Any], Callable[[Any], Any]] = {
     ParameterCount: lambda count: (count.tensor_rank, count.pipeline_rank),
     TheoreticalMemory: lambda _: "",
+    Ending: lambda _: "",
     TheoreticalParameters: lambda found: found.what,
     MoreArgument: lambda argument: argument.name,
 }
@@ -55,11 +56,9 @@ class RunBuilder:
     """Feed it the lines of one run; `build` gives the result."""
 
     def __init__(self) -> None:
-        news = [one for each in dialects() for one in each.news]
-        self._marked = [(one.mark, one.read) for one in news if one.mark]
-        self._unmarked = [one.read for one in news if not one.mark]
+        self._news = [(one.mark, one.read) for each in dialects() for one in each.news]
         self._unread = [one for each in dialects() for one in each.unread]
-        self._iterations = TableBuilder()
+        self.iterations = TableBuilder()
         self._lines_since_start = 0
         self._paused = False
         self._restarts: list[int] = []
@@ -77,27 +76,12 @@ class RunBuilder:
         self._listed: dict[str, str] = {}
         self._ahead: NumbersAhead | None = None
         self._trainer: str | None = None
-        self._exit: str | None = None
+        self._errors = ErrorCollector()
         self._overflow = False
-
-    @property
-    def has_iterations(self) -> bool:
-        """Whether an iteration line was seen."""
-        return len(self._iterations) > 0
-
-    def goes_back(self, iteration: int) -> bool:
-        """Whether an iteration of this number repeats an earlier one."""
-        last = self._iterations.last
-        return last is not None and iteration < last.iteration
-
-    def starts_over(self, iteration: int) -> bool:
-        """Whether an iteration of this number is at or before this run's first."""
-        first = self._iterations.first
-        return first is not None and iteration <= first
 
     def is_settled_before(self, iteration: int) -> bool:
         """Whether an iteration of this number follows the last one, and nothing marks it."""
-        last = self._iterations.last
+        last = self.iterations.last
         marked = self._restarting or self._paused or self._lines_since_start < 2
         marked = marked or self._ahead is not None or self._list is not None
         return not marked and last is not None and iteration > last.iteration
@@ -106,14 +90,14 @@ class RunBuilder:
         """Note that training starts again; take over what the new start has printed so far."""
         self._lines_since_start = 0
         self._restarting = True
-        self._exit = None
+        self._facts.pop(Ending, None)
         if pending is None:
             return
-        for kind, facts in pending._facts.items():
+        self._errors = pending._errors  # What ended the earlier start is no longer news.
+        for facts in pending._facts.values():
             for fact in facts.values():
-                self._keep(kind, fact)
+                self._keep(fact)
         self._listed |= pending._listed
-        self._exit = pending._exit
 
     def completed(self, line: FoundIteration) -> FoundIteration | None:
         """An iteration with what lines before it say; None of one that needs it and has none."""
@@ -128,13 +112,13 @@ class RunBuilder:
 
     def add_iteration(self, line: FoundIteration, log_line: int) -> None:
         """Keep an iteration of a line of the file; of two with one number the later counts."""
-        if len(self._iterations) >= MAX_ITERATIONS:
+        if len(self.iterations) >= MAX_ITERATIONS:
             self._overflow = True
             return
         found = line.iteration
         self._first_seen = self._first_seen or line.stamp or None
         self._generation = self._generation if self._generation.name else line.generation
-        figures, last = _FIGURES(found), self._iterations.last
+        figures, last = _FIGURES(found), self.iterations.last
         if self._restarting:
             # Lines that a log repeats word for word, however often, tell of one restart; after one the
             # same iteration can print the same figures, which elsewhere is a line printed twice.
@@ -155,43 +139,40 @@ class RunBuilder:
                 after_pause=self._paused and not first,
             )
         self._paused = False
-
-        self._iterations.append(found, log_line)
+        self.iterations.append(found, log_line)
 
     def add_iterations(self, lines: Columns) -> None:
         """Keep lines that follow the last one with rising numbers."""
-        room = MAX_ITERATIONS - len(self._iterations)
+        room = MAX_ITERATIONS - len(self.iterations)
         if room < lines.count:
             self._overflow = True
             lines = lines.at(slice(max(room, 0)))
         if lines.count:
             self._lines_since_start += lines.count
-            self._iterations.extend(lines)
+            self.iterations.extend(lines)
 
     def feed(self, line: str) -> None:
         """Look at one line for everything but iterations."""
+        self._errors.feed(line)
         if self._list is not None:
             if self._list.end.search(line):
                 self._list = None
             elif (found := self._list.read(line)) and len(self._listed) < _MAX_NAMES:
                 self._listed[found[0]] = found[1]
-        for mark, read in self._marked:
-            if mark in line:
+        began = self.iterations.last is not None
+        for mark, read in self._news:
+            if mark in line and (mark or began):
                 for fact in read(line):
                     self._take(fact)
-        if self._iterations.last is not None:
-            for read in self._unmarked:
-                for fact in read(line):
-                    self._take(fact)
-        elif self._trainer is None:
+        if not began and self._trainer is None:
             for trainer, why, only in self._unread:
                 if only.search(line):
                     self._trainer = f"{trainer}, of which no iteration is read: {why}"
                     break
 
-    def build(self, path: str, part: int, parts: int, trace: ErrorTrace) -> ScrapedLog:
+    def build(self, path: str, part: int, parts: int) -> ScrapedLog:
         """The run as data."""
-        iterations, replaced = self._iterations.build()
+        iterations, replaced = self.iterations.build()
         iterations = iterations.timed()
         notes = [
             f"restarted at iteration {first}; of repeated iterations the later line counts"
@@ -203,7 +184,7 @@ class RunBuilder:
         more = {found.name: found.value for found in self._all(MoreArgument)}
         arguments = self._listed | more if self._listed else {}
         given = arguments.get("log_interval", "")
-        steps = Counter(b - a for a, b in pairwise(line.iteration for line in iterations[:1000]))
+        steps = Counter(np.diff(iterations.numbers[:1000]).tolist())
         usual = steps.most_common(1)[0][0] if steps else None
         return ScrapedLog(
             path=path,
@@ -228,9 +209,9 @@ class RunBuilder:
             remarks=tuple(self._remarks.values()),
             arguments=arguments,
             other_trainer=None if iterations else self._trainer,
-            log_interval=int(given) if given.isdigit() else usual,
-            exit_reason=self._exit,
-            trace=trace,
+            log_interval=int(given) if given.isdecimal() else usual,
+            exit_reason=next((found.reason for found in self._all(Ending)), None),
+            trace=self._errors.trace(),
             first_seen=self._first_seen,
             notes=tuple(notes),
         )
@@ -245,14 +226,12 @@ class RunBuilder:
                     count, low, high = timers.get(fact.name, (0, 0.0, 0.0))
                     timers[fact.name] = (count + 1, low + fact.min_ms, high + fact.max_ms)
             case Remark():
-                last = self._iterations.last
+                last = self.iterations.last
                 text = _STAMP.sub("", printable(fact.text)).strip()[:_MAX_REMARK]
                 if last is not None and text and len(self._remarks) < _MAX_REMARKS:
                     # What a log says again and again is no news of a later iteration.
                     plain = re.sub(r"\d+", "0", text)
                     self._remarks.setdefault(plain, Remark(text, last.iteration))
-            case Ending():
-                self._exit = fact.reason
             case Generation():
                 self._generation = fact
             case ArgumentList():
@@ -260,12 +239,13 @@ class RunBuilder:
             case NumbersAhead():
                 self._ahead = fact
             case _:
-                self._keep(type(fact), fact)
+                self._keep(fact)
                 # A checkpoint is loaded before training.
                 wrote = isinstance(fact, CheckpointEvent) and fact.action != "loaded"
                 self._paused |= wrote or isinstance(fact, Validation)
 
-    def _keep(self, kind: type[Fact], fact: Fact) -> None:
+    def _keep(self, fact: Fact) -> None:
+        kind = type(fact)
         kept = self._facts[kind]
         key = _KEYS[kind](fact) if kind in _KEYS else len(kept)
         if key in kept or len(kept) < _MAX_FACTS:

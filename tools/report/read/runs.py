@@ -178,7 +178,7 @@ def load_folder(folder: Path) -> Run:
     path = folder / records.LOG_FILE
     log = scrape_runs(path)[-1] if path.is_file() else ScrapedLog(str(path))
     if not log.iterations:
-        log = log_from_tensorboard(folder / records.TENSORBOARD_FOLDER, log) or log
+        log = log_from_tensorboard(folder / records.TENSORBOARD_FOLDER, log)
     if status is None and not path.is_file():
         status = StatusRecord(Status.NO_LOG, None, "No log.txt.")
     elif status is None:

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from tools.report.read.dialects import LineFormat, dialects
-from tools.report.read.failures import FAILURES, ErrorCollector
+from tools.report.read.failures import FAILURES
 from tools.report.read.layouts import LayoutReader, LogBlock
 from tools.report.read.lines import LineSplitter, TornLines, unwrapped
 from tools.report.read.pieces import open_log
 from tools.report.read.run_builder import RunBuilder
-from tools.report.read.scraped import ErrorTrace, ScrapedLog
+from tools.report.read.scraped import ScrapedLog
 
 _SHORTEST = 8
 """Characters of the shortest line with information."""
@@ -46,8 +46,7 @@ def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
         feed(piece.data, piece.numbers)
     runs = scraper.finish()
     return tuple(
-        run.build(str(path), number, len(runs), trace)
-        for number, (run, trace) in enumerate(runs, start=1)
+        run.build(str(path), number, len(runs)) for number, run in enumerate(runs, start=1)
     )
 
 
@@ -68,11 +67,10 @@ class _Scraper:
         self._splitter = LineSplitter()
         self._torn = TornLines()
         self._last = 1
-        self._done: list[tuple[RunBuilder, ErrorTrace]] = []
+        self._done: list[RunBuilder] = []
         self._run = RunBuilder()
         self._pending: RunBuilder | None = None
-        self._errors = ErrorCollector()
-        self._pending_errors: ErrorCollector | None = None
+        """A start inside the file: of a resume or of another run, the next iteration line decides."""
 
     def feed_lines(self, data: bytes, numbers: Sequence[int]) -> None:
         """Look at each line of some bytes; they stand in these lines of the file."""
@@ -92,14 +90,14 @@ class _Scraper:
             else:
                 self.feed_lines(block.text(first, behind), block.numbers[first:behind])
 
-    def finish(self) -> list[tuple[RunBuilder, ErrorTrace]]:
+    def finish(self) -> list[RunBuilder]:
         for line in (*self._torn.left(), *self._splitter.finish()):
             # An iteration's last number that no line's end follows may be cut.
             cut = any(each.opening.search(line) for each in self._formats)
             self._feed(f"{line}…" if cut else line, self._last)
         if self._pending is not None:
             self._join()
-        return [*self._done, (self._run, self._errors.trace())]
+        return [*self._done, self._run]
 
     def _feed_plain(self, block: LogBlock, first: int, behind: int) -> None:
         numbers = block.columns.values["iteration"]
@@ -120,9 +118,8 @@ class _Scraper:
             return
         if line.startswith("{"):
             line = unwrapped(line)
-        if self._pending is None and self._run.has_iterations and _STARTS.search(line):
-            # A start inside the file: a resume or another run, the next iteration line decides.
-            self._pending, self._pending_errors = RunBuilder(), ErrorCollector()
+        if self._pending is None and self._run.iterations.last and _STARTS.search(line):
+            self._pending = RunBuilder()
         for each in self._formats:
             if each.word in line and (found := each.find(line)):
                 self._formats, self._layouts.format = (each,), each
@@ -131,23 +128,19 @@ class _Scraper:
                     self._run.add_iteration(one, number)
                 break
         (self._pending or self._run).feed(line)
-        (self._pending_errors or self._errors).feed(line)
 
     def _place(self, iteration: int) -> None:
         """Decide whether an iteration goes on with the run, starts it again, or begins another."""
-        if self._pending is None and not self._run.goes_back(iteration):
+        first, last = self._run.iterations.first, self._run.iterations.last
+        if self._pending is None and (last is None or iteration >= last.iteration):
             return
-        if not self._run.starts_over(iteration):
+        if first is None or iteration > first:
             self._join()
             return
-        self._done.append((self._run, self._errors.trace()))
-        self._run = self._pending or RunBuilder()
-        self._errors = self._pending_errors or ErrorCollector()
-        self._pending = self._pending_errors = None
+        self._done.append(self._run)
+        self._run, self._pending = self._pending or RunBuilder(), None
 
     def _join(self) -> None:
         """The pending start, or one that the log does not show, continued the run before it."""
         self._run.restart(self._pending)
-        if self._pending_errors is not None:
-            self._errors = self._pending_errors  # What ended the earlier start is no longer news.
-        self._pending = self._pending_errors = None
+        self._pending = None

@@ -6,6 +6,7 @@ Whatever is missing or damaged is empty or a note, never an error.
 from __future__ import annotations
 
 import csv
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,7 +74,7 @@ def read_samples(path: Path) -> DeviceSamples:
         try:
             for row in csv.DictReader(line.replace("\0", "") for line in file):
                 rank = row.get("rank") or ""
-                if rank.isdigit() and _column([row], "seconds") != (None,):
+                if rank.isdecimal() and _column([row], "seconds") != (None,):
                     by_rank.setdefault(int(rank), []).append(row)
         except csv.Error:
             pass  # A damaged line ends the file; what came before it counts.
@@ -182,21 +183,16 @@ _TAGS = {
 }
 
 
-def log_from_tensorboard(folder: Path, log: ScrapedLog) -> ScrapedLog | None:
-    """The log with iterations from event files; None where there are none."""
-    if not folder.is_dir() or not any(folder.rglob("events.out.tfevents.*")):
-        return None
-    found: dict[int, dict[str, Any]] = {}
-    for tag, by_step in read_scalars(folder).items():
-        for step, value in by_step.items() if tag in _TAGS else ():
-            found.setdefault(step, {})[_TAGS[tag]] = value
+def log_from_tensorboard(folder: Path, log: ScrapedLog) -> ScrapedLog:
+    """The log, with iterations from event files where there are any."""
+    if not any(folder.rglob("events.out.tfevents.*")):
+        return log
+    scalars, found = read_scalars(folder), defaultdict[int, dict[str, Any]](dict)
+    for tag, field in _TAGS.items():
+        for step, value in scalars.get(tag, {}).items():
+            found[step][field] = 1000 * value if field == "elapsed_ms" else value
     if not found:
-        return None
-    for values in found.values():
-        if "elapsed_ms" in values:
-            values["elapsed_ms"] *= 1000
-        if "global_batch_size" in values:
-            values["global_batch_size"] = int(values["global_batch_size"])
+        return log
     first = min(found)
     iterations = [
         Iteration(step, first_of_start=step == first, **values)

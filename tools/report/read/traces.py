@@ -27,41 +27,27 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ON_HOST = ("cpu_op", "user_annotation", *_LAUNCHES)
 _STEP = "ProfilerStep#"
 
-# The first that fits counts; patterns see the kernel's name, or those of operators around its launch.
-_BY_OPERATOR = (("optimizer", re.compile(r"Optimizer\.step#|fused_adam", re.IGNORECASE)),)
-_BY_KERNEL = (
-    ("communication", re.compile(r"nccl", re.IGNORECASE)),
-    ("attention", re.compile(r"flash|fmha|sdpa|attention|cudnn::fusion", re.IGNORECASE)),
-    (
-        "GEMM",
-        re.compile(
-            r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|addmm|aten::mm\b|aten::bmm", re.IGNORECASE
-        ),
-    ),
-)
-_BY_EITHER = (
-    (
-        "cross entropy",
-        re.compile(r"cross_?entropy|log_?sum_?exp|log_softmax|nll_loss", re.IGNORECASE),
-    ),
-    (
-        "layer norm",
-        re.compile(r"layer_?norm|rms_?norm|GammaBeta|cuComputeGradInput|rsqrt", re.IGNORECASE),
-    ),
-    ("dropout", re.compile(r"dropout|bernoulli|inductor_random|philox", re.IGNORECASE)),
+# The first that fits counts; patterns see the kernel's name, or those of operators around its launch,
+# in any case.
+_BY_OPERATOR = {"optimizer": r"Optimizer\.step#|fused_adam"}
+_BY_KERNEL = {
+    "communication": "nccl",
+    "attention": "flash|fmha|sdpa|attention|cudnn::fusion",
+    "GEMM": r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|addmm|aten::mm\b|aten::bmm",
+}
+_BY_EITHER = {
+    "cross entropy": "cross_?entropy|log_?sum_?exp|log_softmax|nll_loss",
+    "layer norm": "layer_?norm|rms_?norm|GammaBeta|cuComputeGradInput|rsqrt",
+    "dropout": "dropout|bernoulli|inductor_random|philox",
     # Beside the product, Megatron's linear layers add a bias and sum its gradient.
-    ("GELU and bias", re.compile(r"gelu|tanh|LinearWithGradAccumulation", re.IGNORECASE)),
-    ("embedding", re.compile(r"embedding|index_?select|RadixSort", re.IGNORECASE)),
-    (
-        "gradient handling",
-        re.compile(
-            r"multi_tensor|foreach|vector_norm|linalg_norm|aten::norm|_amp_|AccumulateGrad|clip|l2norm",
-            re.IGNORECASE,
-        ),
+    "GELU and bias": "gelu|tanh|LinearWithGradAccumulation",
+    "embedding": "embedding|index_?select|RadixSort",
+    "gradient handling": (
+        "multi_tensor|foreach|vector_norm|linalg_norm|aten::norm|_amp_|AccumulateGrad|clip|l2norm"
     ),
-    ("copies", re.compile(r"memcpy|memset|copy|aten::to\b|aten::zero_|aten::fill_", re.IGNORECASE)),
-)
-GROUPS = (*(name for name, _ in (*_BY_KERNEL, *_BY_EITHER, *_BY_OPERATOR)), OTHER, GAPS)
+    "copies": r"memcpy|memset|copy|aten::to\b|aten::zero_|aten::fill_",
+}
+GROUPS = (*_BY_KERNEL, *_BY_EITHER, *_BY_OPERATOR, OTHER, GAPS)
 
 
 class EventArguments(msgspec.Struct, frozen=True, gc=False):
@@ -163,9 +149,8 @@ def group_of(name: str, around: tuple[str, ...] = ()) -> str:
     everything = "\n".join((name, *around))
     tries = [(everything, _BY_OPERATOR), (name, _BY_KERNEL)]
     tries += [(text, _BY_EITHER) for text in (name, *reversed(around))]
-    return next(
-        (group for text, patterns in tries for group, p in patterns if p.search(text)), OTHER
-    )
+    groups = ((group, p, text) for text, patterns in tries for group, p in patterns.items())
+    return next((group for group, p, text in groups if re.search(p, text, re.IGNORECASE)), OTHER)
 
 
 def _busy(events: Sequence[TraceEvent]) -> list[Busy]:

@@ -11,17 +11,17 @@ import pkgutil
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import ClassVar, NamedTuple
 
 from tools.report.read.iterations import MEAN_SECONDS, OTHER, Iteration
 from tools.report.read.scraped import Fact, Generation
 
-Names = tuple[tuple[str, int, tuple[str, ...]], ...]
-"""Field of an `Iteration`, power of ten that its unit takes, what it is called in a line."""
+Names = Mapping[str, tuple[str, int]]
+"""By a number's name in a line: its field of an `Iteration`, and the power of ten of its unit."""
 
 
 class LineField(NamedTuple):
@@ -30,9 +30,9 @@ class LineField(NamedTuple):
     field: str
     """Of an `Iteration`, or `OTHER` and the name; empty for what is not read."""
     value: int | float | None
-    start: int
+    start: int = 0
     """Where the text of the value begins in the line."""
-    stop: int
+    stop: int = 0
     """Where it ends. Lines whose fields all have a place are read as columns (`layouts.py`)."""
     power: int = 0
     """Of ten, by which the number as printed is multiplied."""
@@ -78,7 +78,7 @@ class LineFormat(ABC):
         """Every iteration of a line, in order."""
 
 
-PAIR = re.compile(
+_PAIR = re.compile(
     r"""['"]([^'"]{1,80})['"]: ['"]?([-+]?\d{1,20}(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?)(?=['"]?[,}])"""
 )
 """A number in a dictionary as Python or JSON writes it, with its name."""
@@ -91,21 +91,14 @@ def is_of_a_policy(names: Iterable[str]) -> bool:
 
 
 class MetricsLine(LineFormat):
-    """A line of many named numbers, of which few are an `Iteration`'s."""
+    """A line of many named numbers, of which few are an `Iteration`'s; usually they are a dictionary."""
 
     trainer: ClassVar[str]
-    number: ClassVar[re.Pattern[str]]
-    """The iteration's, and of how many it is."""
-    metric: ClassVar[re.Pattern[str]]
+    number: ClassVar[re.Pattern[str] | None] = None
+    """The iteration's, and of how many it is, where the opening does not say it."""
+    metric: ClassVar[re.Pattern[str]] = _PAIR
     """Name and number."""
-    fields: ClassVar[Mapping[str, str]] = {}
-    """Field of an `Iteration` by name."""
-    seconds: ClassVar[tuple[str, ...]] = ()
-    """Names that the time of a step has; the first that is there counts."""
-    mean_seconds: ClassVar[str] = ""
-    """Name of the mean over all steps so far."""
-
-    end: ClassVar[str] = ""
+    end: ClassVar[str] = "}"
     """What ends its text before the line ends."""
 
     def find(self, line: str) -> list[FoundIteration]:
@@ -122,24 +115,29 @@ class MetricsLine(LineFormat):
         return dict(self.metric.findall(text))
 
     def _step(self, text: str, start: int) -> FoundIteration | None:
-        count, numbers = self.number.search(text), self.numbers(text)
-        if count is None or not numbers.keys() & {*self.seconds, self.mean_seconds}:
+        count, numbers = (self.number or self.opening).search(text), self.numbers(text)
+        times = [
+            LineField(field, float(numbers[name]) * 10**power)
+            for name, (field, power) in self.names.items()
+            if name in numbers and field in ("elapsed_ms", MEAN_SECONDS)
+        ]
+        if count is None or not times:
             return None
-        found = [LineField(name, int(digits), 0, 0) for name, digits in count.groupdict().items()]
-        seconds = next((numbers[name] for name in self.seconds if name in numbers), None)
-        if seconds is not None:
-            found.append(LineField("elapsed_ms", 1000 * float(seconds), 0, 0))
-        of_a_policy = is_of_a_policy(numbers)
-        for name, digits in list(numbers.items())[:_MAX_METRICS]:
-            field = self.fields.get(name, OTHER + name)
-            field = OTHER + name if field == "lm_loss" and of_a_policy else field
-            field = MEAN_SECONDS if name == self.mean_seconds else field
-            found.append(LineField(field, float(digits), 0, 0))
-        of = Generation(self.trainer, "steps")
-        return FoundIteration(iteration_of(found), start, found, "", of)
+        found = [LineField(name, int(digits)) for name, digits in count.groupdict().items()]
+        found.append(times[0])
+        # Times are kept as printed too, and so is the loss of a policy, which is no language model's.
+        own = {"elapsed_ms", "lm_loss"} if is_of_a_policy(numbers) else {"elapsed_ms"}
+        for name, digits in islice(numbers.items(), _MAX_METRICS):
+            field, power = self.names.get(name, (OTHER + name, 0))
+            if field in own:
+                field, power = OTHER + name, 0
+            found.append(LineField(field, float(digits) * 10**power))
+        generation = Generation(self.trainer, "steps")
+        return FoundIteration(iteration_of(found), start, found, generation=generation)
 
 
 _MAX_METRICS = 200
+_ReadFacts = Callable[[str], Iterable[Fact]]
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,19 @@ class News:
 
     mark: str
     """Each holds it; empty: any line between iterations may say it."""
-    read: Callable[[str], Iterable[Fact]]
+    read: _ReadFacts
+
+
+def every(pattern: str, fact: Callable[[re.Match[str]], Fact | None]) -> _ReadFacts:
+    """Reads a fact of each match: lines of several ranks may be glued together."""
+    compiled = re.compile(pattern)
+    return lambda line: filter(None, map(fact, compiled.finditer(line)))
+
+
+def first(pattern: str, fact: Callable[[re.Match[str]], Fact | None]) -> _ReadFacts:
+    """Reads a fact of the first match of a line."""
+    compiled = re.compile(pattern)
+    return lambda line: filter(None, map(fact, islice(compiled.finditer(line), 1)))
 
 
 @dataclass(frozen=True)
@@ -157,7 +167,7 @@ class Dialect:
 
     name: str
     line: type[LineFormat] | None = None
-    names: Names = ()
+    names: Names = field(default_factory=dict)
     """What it calls the numbers of that line."""
     news: tuple[News, ...] = ()
     starts: tuple[str, ...] = ()
@@ -180,7 +190,7 @@ def line_formats() -> tuple[LineFormat, ...]:
     """Every format with its names; of several in one log the first is read."""
     lines = dict.fromkeys(each.line for each in dialects() if each.line)
     return tuple(
-        line(tuple(name for each in dialects() if each.line is line for name in each.names))
+        line({k: v for each in dialects() if each.line is line for k, v in each.names.items()})
         for line in sorted(lines, key=lambda line: line.rank)
     )
 

@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 
 from tools.report.read.dialects import Dialect
-from tools.report.read.dialects.megatron import BarLine
-from tools.report.read.dialects.megatron_news import renamed
+from tools.report.read.dialects.megatron import BarLine, renamed
 
 _OWN = ("train_micro_batch_size_per_gpu", "pipe_parallel_size")
 _NAMES = {
@@ -45,6 +44,6 @@ def _arguments(printed: Mapping[str, str]) -> Mapping[str, str]:
 DIALECT = Dialect(
     name="GPT-NeoX",
     line=BarLine,
-    names=(("throughput_tflops_per_gpu", 0, ("approx flops per GPU",)),),
+    names={"approx flops per GPU": ("throughput_tflops_per_gpu", 0)},
     arguments=_arguments,
 )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
-from tools.report.read.dialects import Dialect, FoundIteration, News
-from tools.report.read.dialects.megatron import BarLine
-from tools.report.read.dialects.megatron_news import MEMORY_OF_RANK, NUMBER, is_possible
+from tools.report.read.dialects import Dialect, FoundIteration, News, every, first
+from tools.report.read.dialects.megatron import MEMORY_OF_RANK, NUMBER, BarLine, reading
 from tools.report.read.iterations import Iteration
-from tools.report.read.scraped import Fact, MemoryReading, NumbersAhead
+from tools.report.read.scraped import MemoryReading, NumbersAhead
 
-_GIGABYTES = re.compile(
+_GIGABYTES = (
     rf"{MEMORY_OF_RANK}\(GB\) \|((?: mem-[a-z-]{{1,40}}: [\d.]{{1,20}} ?(?:\||(?=\s|\Z))){{1,40}})"
 )
 _SIZES = tuple(
@@ -21,39 +20,34 @@ _SIZES = tuple(
     for name in ("allocated", "max-allocated", "reserved", "max-reserved")
 )
 _MIB_A_GIGABYTE = 1e9 / 2**20
-_STEP_TIME = re.compile(
-    r"Step Time : (\d{1,6}\.\d{1,6})s GPU utilization: (\d{1,6}\.\d{1,4})MODEL_TFLOP/s/GPU"
-)
+_STEP_TIME = r"Step Time : (\d{1,6}\.\d{1,6})s GPU utilization: (\d{1,6}\.\d{1,4})MODEL_TFLOP/s/GPU"
 _STEP_TIME_ROUNDING = 0.0051
 """Seconds; the time has two decimals there."""
 
 
-def _memory(line: str) -> Iterator[Fact]:
+def _memory(m: re.Match[str]) -> MemoryReading | None:
     """In units of 10**9 bytes."""
-    for m in _GIGABYTES.finditer(line):
-        found = [size.search(m[3]) for size in _SIZES]
-        sizes = [float(size[1]) * _MIB_A_GIGABYTE for size in found if size]
-        if len(sizes) == len(_SIZES):
-            reading = MemoryReading(int(m[1]), int(m[2]) if m[2] else None, *sizes)
-            if is_possible(reading):
-                yield reading
+    found = [size.search(m[3]) for size in _SIZES]
+    sizes = [float(size[1]) * _MIB_A_GIGABYTE for size in found if size]
+    return reading(m[1], m[2], sizes) if len(sizes) == len(_SIZES) else None
 
 
-def _rate(line: str) -> Iterator[Fact]:
+def _rate(m: re.Match[str]) -> NumbersAhead:
     """Before an iteration's line, with the same time."""
-    if m := _STEP_TIME.search(line):
-        seconds, rate = float(m[1]), float(m[2])
+    seconds, rate = float(m[1]), float(m[2])
 
-        def complete(line: FoundIteration, _: Mapping[str, str]) -> Iteration:
-            found = line.iteration
-            apart = (found.elapsed_ms or 0.0) / 1000 - seconds
-            if found.throughput_tflops_per_gpu or not seconds or abs(apart) > _STEP_TIME_ROUNDING:
-                return found
-            return msgspec.structs.replace(found, throughput_tflops_per_gpu=rate)
+    def complete(line: FoundIteration, _: Mapping[str, str]) -> Iteration:
+        found = line.iteration
+        apart = (found.elapsed_ms or 0.0) / 1000 - seconds
+        if found.throughput_tflops_per_gpu or not seconds or abs(apart) > _STEP_TIME_ROUNDING:
+            return found
+        return msgspec.structs.replace(found, throughput_tflops_per_gpu=rate)
 
-        yield NumbersAhead(complete)
+    return NumbersAhead(complete)
 
 
 DIALECT = Dialect(
-    name="Megatron-Bridge", line=BarLine, news=(News("(GB)", _memory), News("Step Time", _rate))
+    name="Megatron-Bridge",
+    line=BarLine,
+    news=(News("(GB)", every(_GIGABYTES, _memory)), News("Step Time", first(_STEP_TIME, _rate))),
 )

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from tools.report.read.dialects import Dialect, News
+from tools.report.read.dialects import Dialect, News, first
 from tools.report.read.dialects.megatron import BarLine
-from tools.report.read.scraped import Fact, MoreArgument
+from tools.report.read.scraped import MoreArgument
 
 _STAGE = "zero_optimization_stage"
-_ZERO_STAGE = re.compile(rf"{_STAGE} \.{{1,40}} ([0-3])\b")
-
-
-def _zero_stage(line: str) -> Iterator[Fact]:
-    """In DeepSpeed's list of its configuration, which is none of arguments."""
-    if m := _ZERO_STAGE.search(line):
-        yield MoreArgument(_STAGE, m[1])
-
-
+_ZERO_STAGE = rf"{_STAGE} \.{{1,40}} ([0-3])\b"
+"""In DeepSpeed's list of its configuration, which is none of arguments."""
 _NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 
@@ -47,10 +40,10 @@ def _arguments(printed: Mapping[str, str]) -> Mapping[str, str]:
 DIALECT = Dialect(
     name="Megatron-DeepSpeed",
     line=BarLine,
-    names=(
-        ("elapsed_ms", 3, ("elapsed time per iteration (s)",)),
-        ("throughput_tflops_per_gpu", 0, ("TFLOPs",)),
-    ),
-    news=(News(_STAGE, _zero_stage),),
+    names={
+        "elapsed time per iteration (s)": ("elapsed_ms", 3),
+        "TFLOPs": ("throughput_tflops_per_gpu", 0),
+    },
+    news=(News(_STAGE, first(_ZERO_STAGE, lambda m: MoreArgument(_STAGE, m[1]))),),
     arguments=_arguments,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeGuard
 
 import msgspec
@@ -66,31 +66,28 @@ class Result(LineFormat):
         for name, number in numbers.items():
             if name not in _TIMES:
                 values["lm_loss" if name in _LOSSES else OTHER + name] = float(number)
-        fields = [LineField(name, number, 0, 0) for name, number in values.items()]
-        one = FoundIteration(iteration_of(fields), line.index(MARK), fields, "", GENERATION)
-        counted = _Counted(one.iteration, self.of_blocks)
+        one = found_iteration(line, values)
+        counted = partial(_counted, one.iteration, self.of_blocks)
         return [one if is_number(samples) else one._replace(by_arguments=counted)]
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """Of an iteration whose number is a count of samples or tokens, and one more, its own."""
+def _counted(found: Iteration, begins: bool, given: Mapping[str, str]) -> Iteration | None:
+    """An iteration whose number is a count of samples or tokens, and one more, by its own number.
 
-    found: Iteration
-    begins: bool
-    """Whether the count is of what was trained before it."""
-
-    def __call__(self, given: Mapping[str, str]) -> Iteration | None:
-        sizes = step_sizes(given)
-        size = sizes["first_epoch_num"] or sizes["samples_count"]
-        number, rest = divmod(self.found.iteration - 1, size) if size else (0, 1)
-        number += self.begins
-        return (
-            msgspec.structs.replace(self.found, iteration=number) if number and not rest else None
-        )
+    A count that begins a block is of what was trained before it.
+    """
+    sizes = step_sizes(given)
+    size = sizes["first_epoch_num"] or sizes["samples_count"]
+    number, rest = divmod(found.iteration - 1, size) if size else (0, 1)
+    number += begins
+    return msgspec.structs.replace(found, iteration=number) if number and not rest else None
 
 
-GENERATION = Generation("MLPerf", "results")
+def found_iteration(line: str, values: Mapping[str, float]) -> FoundIteration:
+    """The iteration of a result with these numbers."""
+    fields = [LineField(name, number) for name, number in values.items()]
+    generation = Generation("MLPerf", "results")
+    return FoundIteration(iteration_of(fields), line.index(MARK), fields, generation=generation)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

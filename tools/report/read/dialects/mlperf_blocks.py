@@ -12,15 +12,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from tools.report.read.dialects import Dialect, FoundIteration, LineField, News, iteration_of
-from tools.report.read.dialects.mlperf import (
-    GENERATION,
-    MARK,
-    Result,
-    event,
-    is_number,
-    step_sizes,
-)
+from tools.report.read.dialects import Dialect, FoundIteration, News
+from tools.report.read.dialects.mlperf import Result, event, found_iteration, is_number, step_sizes
 from tools.report.read.iterations import Iteration
 from tools.report.read.scraped import Fact, NumbersAhead
 
@@ -56,9 +49,7 @@ class _Block(Result):
             case _:
                 return []
         at_ms = found.get("time_ms") if found["key"] == "block_stop" else None
-        fields = [LineField(name, number, 0, 0) for name, number in values.items()]
-        start = line.index(MARK)
-        return [FoundIteration(iteration_of(fields), start, fields, "", GENERATION, at_ms)]
+        return [found_iteration(line, values)._replace(at_ms=at_ms)]
 
 
 def _begin(line: str) -> Iterator[Fact]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import ClassVar
 
-from tools.report.read.dialects import PAIR, Dialect, MetricsLine
-from tools.report.read.iterations import SECONDS_SO_FAR
+from tools.report.read.dialects import Dialect, MetricsLine
+from tools.report.read.iterations import MEAN_SECONDS, SECONDS_SO_FAR
 
 _ELAPSED = re.compile(r"""['"]elapsed_time['"]: ['"]((?:\d{1,6}[dhms] ?){1,4})['"]""")
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -24,15 +22,6 @@ class _Step(MetricsLine):
     )
     rank = 4
     trainer = "ms-swift"
-    metric = PAIR
-    end = "}"
-    mean_seconds = "train_speed(s/it)"
-    fields: ClassVar[Mapping[str, str]] = {
-        "loss": "lm_loss",
-        "grad_norm": "grad_norm",
-        "learning_rate": "learning_rate",
-        "elapsed_time": SECONDS_SO_FAR,
-    }
 
     def numbers(self, text: str) -> dict[str, str]:
         """With the time since the start, `1h 3m 7s`, in seconds."""
@@ -43,4 +32,14 @@ class _Step(MetricsLine):
         return found
 
 
-DIALECT = Dialect(name="ms-swift", line=_Step)
+DIALECT = Dialect(
+    name="ms-swift",
+    line=_Step,
+    names={
+        "train_speed(s/it)": (MEAN_SECONDS, 0),
+        "elapsed_time": (SECONDS_SO_FAR, 0),
+        "loss": ("lm_loss", 0),
+        "grad_norm": ("grad_norm", 0),
+        "learning_rate": ("learning_rate", 0),
+    },
+)

@@ -8,5 +8,5 @@ from tools.report.read.dialects.megatron import BarLine
 DIALECT = Dialect(
     name="Primus",
     line=BarLine,
-    names=(("throughput_tflops_per_gpu", 0, ("compute per GPU (TFLOP/s/GPU)",)),),
+    names={"compute per GPU (TFLOP/s/GPU)": ("throughput_tflops_per_gpu", 0)},
 )

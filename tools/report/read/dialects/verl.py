@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import ClassVar
 
 from tools.report.read.dialects import Dialect, MetricsLine
 
@@ -19,16 +17,20 @@ class _Step(MetricsLine):
     """Its loss is a policy's, no language model's: it stays under its own name."""
 
     mark = b"timing_s/"
-    opening = re.compile(r"(?<![A-Za-z_])step:\d{1,9} - ")
-    number = re.compile(r"step:(?P<iteration>\d{1,9}) - ")
+    opening = re.compile(r"(?<![A-Za-z_])step:(?P<iteration>\d{1,9}) - ")
     rank = 2
     trainer = "verl"
     metric = _METRIC
-    seconds = ("timing_s/step", "perf/time_per_step")
-    fields: ClassVar[Mapping[str, str]] = {
-        "actor/grad_norm": "grad_norm",
-        "actor/lr": "learning_rate",
-    }
+    end = ""
 
 
-DIALECT = Dialect(name="verl", line=_Step)
+DIALECT = Dialect(
+    name="verl",
+    line=_Step,
+    names={
+        "timing_s/step": ("elapsed_ms", 3),
+        "perf/time_per_step": ("elapsed_ms", 3),
+        "actor/grad_norm": ("grad_norm", 0),
+        "actor/lr": ("learning_rate", 0),
+    },
+)
