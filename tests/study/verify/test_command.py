@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tools.launch.supervise.interruption import alive
 from tools.records.capture import TENSORS_FILE
 from tools.spec.files import ROOT
 
@@ -74,7 +75,7 @@ def test_ctrl_c_in_a_capture_leaves_no_rank_and_no_tensors(start: Starter, tmp_p
     assert process.returncode == 130, printed
     assert "Interrupted" in printed
     assert "Traceback" not in printed
-    assert not rank.is_running()
+    assert not alive(rank)
     assert not list(tmp_path.glob("*/tensors"))
 
 
