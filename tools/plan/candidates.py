@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from tools.plan.constraints import CP_COMM_TYPES, divisors
 from tools.spec.model import ModelShape
@@ -92,8 +93,12 @@ def shardings(split: Parallelism) -> Sequence[Sharding]:
 
 def min_memory_variant(plain: RunSpec) -> RunSpec:
     """The variant that needs the least memory: plain schedule, everything sharded that can be."""
-    sharding = shardings(plain.parallelism)[-1]
-    return replace(plain, parallelism=replace(plain.parallelism, sharding=sharding))
+    return replace(plain, parallelism=_most_sharded(plain.parallelism))
+
+
+@lru_cache(maxsize=4096)
+def _most_sharded(split: Parallelism) -> Parallelism:
+    return replace(split, sharding=shardings(split)[-1])
 
 
 def comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]:

@@ -284,7 +284,8 @@ def _bound(
 ) -> _Bound:
     """A sample takes no less in a micro batch than in one of several times as many."""
     cluster, split = request.cluster, plain.parallelism
-    plain = replace(plain, batch=Batch(sizes[-1], request.global_batch))
+    if plain.batch.micro_batch_size != sizes[-1]:
+        plain = replace(plain, batch=Batch(sizes[-1], request.global_batch))
     _, slowest, through = slowest_stage(plain, cluster)
     if len(sizes) > 1:
         virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)

@@ -337,15 +337,14 @@ class RunSpec:
     def one_layer(self) -> RunSpec:
         """The same micro batch with one layer a stage, recomputed if any is, and no more data
         parallelism than EP needs: what a layer takes and keeps depends on nothing else."""
-        own, samples = self.parallelism, self.batch.micro_batch_size
-        data = max(1, own.expert // own.context)
-        one = replace(
-            own, data=data, pipeline=self.shape.layers, virtual_stages=1, sharding=Sharding.NONE
+        samples, one = (
+            self.batch.micro_batch_size,
+            _of_one_layer(self.parallelism, self.shape.layers),
         )
         return replace(
             self,
             parallelism=one,
-            batch=Batch(samples, samples * data),
+            batch=Batch(samples, samples * one.data),
             recompute=Recompute.FULL if self.recompute.whole_layers else self.recompute,
             stages=EVEN,
             offload=NOTHING,
@@ -403,6 +402,12 @@ class RunSpec:
         a tied one, or with multi-token prediction any (`setup_embeddings_and_output_layer`)."""
         shared = self.trained_shape.tied_embeddings or bool(self.shape.mtp_depth)
         return shared and self.parallelism.pipeline > 1
+
+
+@lru_cache(maxsize=4096)
+def _of_one_layer(split: Parallelism, layers: int) -> Parallelism:
+    data = max(1, split.expert // split.context)
+    return replace(split, data=data, pipeline=layers, virtual_stages=1, sharding=Sharding.NONE)
 
 
 @lru_cache(maxsize=4096)

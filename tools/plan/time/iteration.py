@@ -44,7 +44,7 @@ from tools.spec.groups import Group
 from tools.spec.recompute import Recompute
 from tools.spec.replacing import replace
 from tools.spec.run import RunSpec
-from tools.spec.strategy import Batch
+from tools.spec.strategy import Batch, Parallelism
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,11 @@ def _stage(
 ) -> _Parts:
     """One micro batch on a pipeline rank: its layers, some computed again, and what the ends have."""
     (pieces, kept), layers = made_of, spec.stage_layers(pipeline_rank)
-    again = spec.layers_again(pipeline_rank) if spec.recompute.some_layers else layers
-    dense, dense_again = spec.dense_layers_of(pipeline_rank)
-    dense_again = dense_again if spec.recompute.some_layers else dense
+    dense = sum(spec.chunk_dense_layers(pipeline_rank))
+    again, dense_again = layers, dense
+    if spec.recompute.some_layers:
+        again = spec.layers_again(pipeline_rank)
+        _, dense_again = spec.dense_layers_of(pipeline_rank)
     parts: list[tuple[int, MicroBatchSeconds]] = [(again - dense_again, pieces.layer)]
     if again < layers:
         parts.append((layers - again - dense + dense_again, kept.layer))
@@ -276,8 +278,8 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
     layers = (seconds * times for times, seconds, _ in kinds)
     own, shape = spec.parallelism, spec.shape
     if own.expert > 1:  # The rest does not depend on how experts are split.
-        samples, alone = spec.batch.micro_batch_size, replace(own, data=1, expert=1)
-        spec = replace(spec, parallelism=alone, batch=Batch(samples, samples))
+        samples = spec.batch.micro_batch_size
+        spec = replace(spec, parallelism=_without_experts(own), batch=Batch(samples, samples))
     embedding, head = _ends(replace(spec, recompute=Recompute.NONE, cp_comm_type="p2p"), cluster)
     if shape.mtp_depth:
         head += _layer(spec.joining, cluster)[0] * shape.mtp_depth
@@ -288,6 +290,11 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
         embedding=embedding,
         head=head,
     )
+
+
+@lru_cache(maxsize=4096)
+def _without_experts(split: Parallelism) -> Parallelism:
+    return replace(split, data=1, expert=1)
 
 
 @lru_cache(maxsize=65536)
