@@ -249,5 +249,5 @@ def _kernel_table(rows: Sequence[BenchRow]) -> TextTable | None:
 
 
 if __name__ == "__main__":
-    if measured := read_bench(Path(sys.argv[1])):
-        print(bench_text(measured))
+    measured = read_bench(Path(sys.argv[1]))
+    print(bench_text(measured) if measured else f"{sys.argv[1]} has no runs of 'make bench-gpu'.")
