@@ -36,7 +36,9 @@ def test_at_one_gigabit_iterations_take_what_their_bytes_need_and_zero3_has_more
 ) -> None:
     needed: dict[str, float] = {}
     for strategy in ("dp2", "zero3"):
-        run = train(f"train-{strategy}-gpt2-tiny-2cpu", iterations=ITERATIONS, link_bits_per_second=LINK)
+        run = train(
+            f"train-{strategy}-gpt2-tiny-2cpu", iterations=ITERATIONS, link_bits_per_second=LINK
+        )
         needed[strategy] = link_milliseconds(run)
         # However fast or slow the machine is: the link passes no more bytes than its rate.
         assert mean(milliseconds(run)) > 0.95 * needed[strategy]
