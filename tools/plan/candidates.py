@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
 from tools.plan.constraints import CP_COMM_TYPES, divisors
 from tools.spec.model import ModelShape
 from tools.spec.offload import NOTHING
 from tools.spec.recompute import Recompute
-from tools.spec.replacing import replace
+from tools.spec.replacing import replace, replace_shared
 from tools.spec.run import DeviceKind, RunSpec
 from tools.spec.stages import EVEN, stage_split, virtual_degrees
 from tools.spec.strategy import Batch, Parallelism, Sharding
@@ -68,7 +67,7 @@ def variants(plain: RunSpec) -> Iterator[RunSpec]:
     split = plain.parallelism
     for virtual in virtual_stages(plain.shape, split, plain.microbatches):
         for sharding in shardings(split):
-            parallelism = replace(split, virtual_stages=virtual, sharding=sharding)
+            parallelism = replace_shared(split, virtual_stages=virtual, sharding=sharding)
             yield replace(plain, parallelism=parallelism)
 
 
@@ -93,12 +92,8 @@ def shardings(split: Parallelism) -> Sequence[Sharding]:
 
 def min_memory_variant(plain: RunSpec) -> RunSpec:
     """The variant that needs the least memory: plain schedule, everything sharded that can be."""
-    return replace(plain, parallelism=_most_sharded(plain.parallelism))
-
-
-@lru_cache(maxsize=4096)
-def _most_sharded(split: Parallelism) -> Parallelism:
-    return replace(split, sharding=shardings(split)[-1])
+    split = plain.parallelism
+    return replace(plain, parallelism=replace_shared(split, sharding=shardings(split)[-1]))
 
 
 def comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ from tools.plan.time.iteration import (
 from tools.plan.verdict import MEMORY_RESERVE, Fit, fit_of
 from tools.spec.model import Model
 from tools.spec.recompute import Recompute
-from tools.spec.replacing import replace
+from tools.spec.replacing import replace, replace_shared
 from tools.spec.run import RunSpec
 from tools.spec.stages import virtual_degrees
 from tools.spec.strategy import Batch, Parallelism, batch_for, parse_strategy, strategy_name
@@ -328,13 +328,13 @@ def _after(cluster: Cluster, plain: RunSpec) -> float:
     """Least seconds of messages between stages, of gradients and of the update: with all hidden that can
     be, in the quickest sharding and schedule."""
     split = plain.parallelism
-    sharded = (replace(split, sharding=sharding) for sharding in shardings(split))
+    sharded = (replace_shared(split, sharding=sharding) for sharding in shardings(split))
     specs = (replace(plain, parallelism=parallelism) for parallelism in sharded)
     after = min(sum(synchronisation_seconds(spec, cluster, inf)) for spec in specs)
     if split.pipeline == 1:
         return after
     virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)[:2]
-    scheduled = (replace(split, virtual_stages=each) for each in virtual)
+    scheduled = (replace_shared(split, virtual_stages=each) for each in virtual)
     specs = (replace(plain, parallelism=parallelism) for parallelism in scheduled)
     return after + min(message_seconds(spec, cluster) for spec in specs)
 

@@ -7,13 +7,14 @@ their other thirty. For frozen data classes that have no `__post_init__`.
 from __future__ import annotations
 
 import dataclasses
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["replace"]
+__all__ = ["replace", "replace_shared"]
 
 if TYPE_CHECKING:
     from dataclasses import replace
+    from dataclasses import replace as replace_shared
 else:
 
     def replace(item: Any, /, **changes: Any) -> Any:
@@ -34,6 +35,9 @@ else:
         new = object.__new__(kind)
         object.__setattr__(new, "__dict__", state)
         return new
+
+    replace_shared = lru_cache(maxsize=16384)(replace)
+    """The same, one object for all who ask alike, whose hash is computed once."""
 
 
 @cache

@@ -18,7 +18,7 @@ from tools.spec.flags import Flags, flag_words, refuse_unknown, words_of
 from tools.spec.model import MTP, Model, ModelShape, batch_of, dtype_of, shape_from_flags
 from tools.spec.offload import NOTHING, Offload, offload_flags, offload_of
 from tools.spec.recompute import Recompute, recompute_flags, recompute_of
-from tools.spec.replacing import replace
+from tools.spec.replacing import replace, replace_shared
 from tools.spec.stages import EVEN, StageSplit, stages_of
 from tools.spec.strategy import (
     Batch,
@@ -337,14 +337,15 @@ class RunSpec:
     def one_layer(self) -> RunSpec:
         """The same micro batch with one layer a stage, recomputed if any is, and no more data
         parallelism than EP needs: what a layer takes and keeps depends on nothing else."""
-        samples, one = (
-            self.batch.micro_batch_size,
-            _of_one_layer(self.parallelism, self.shape.layers),
+        own, samples = self.parallelism, self.batch.micro_batch_size
+        data = max(1, own.expert // own.context)
+        one = replace_shared(
+            own, data=data, pipeline=self.shape.layers, virtual_stages=1, sharding=Sharding.NONE
         )
         return replace(
             self,
             parallelism=one,
-            batch=Batch(samples, samples * one.data),
+            batch=Batch(samples, samples * data),
             recompute=Recompute.FULL if self.recompute.whole_layers else self.recompute,
             stages=EVEN,
             offload=NOTHING,
@@ -402,12 +403,6 @@ class RunSpec:
         a tied one, or with multi-token prediction any (`setup_embeddings_and_output_layer`)."""
         shared = self.trained_shape.tied_embeddings or bool(self.shape.mtp_depth)
         return shared and self.parallelism.pipeline > 1
-
-
-@lru_cache(maxsize=4096)
-def _of_one_layer(split: Parallelism, layers: int) -> Parallelism:
-    data = max(1, split.expert // split.context)
-    return replace(split, data=data, pipeline=layers, virtual_stages=1, sharding=Sharding.NONE)
 
 
 @lru_cache(maxsize=4096)

@@ -42,9 +42,9 @@ from tools.plan.time.rates import DeviceRates, rates
 from tools.records.measurements import Operation, Phase
 from tools.spec.groups import Group
 from tools.spec.recompute import Recompute
-from tools.spec.replacing import replace
+from tools.spec.replacing import replace, replace_shared
 from tools.spec.run import RunSpec
-from tools.spec.strategy import Batch, Parallelism
+from tools.spec.strategy import Batch
 
 
 @dataclass(frozen=True)
@@ -278,8 +278,8 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
     layers = (seconds * times for times, seconds, _ in kinds)
     own, shape = spec.parallelism, spec.shape
     if own.expert > 1:  # The rest does not depend on how experts are split.
-        samples = spec.batch.micro_batch_size
-        spec = replace(spec, parallelism=_without_experts(own), batch=Batch(samples, samples))
+        samples, alone = spec.batch.micro_batch_size, replace_shared(own, data=1, expert=1)
+        spec = replace(spec, parallelism=alone, batch=Batch(samples, samples))
     embedding, head = _ends(replace(spec, recompute=Recompute.NONE, cp_comm_type="p2p"), cluster)
     if shape.mtp_depth:
         head += _layer(spec.joining, cluster)[0] * shape.mtp_depth
@@ -290,11 +290,6 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
         embedding=embedding,
         head=head,
     )
-
-
-@lru_cache(maxsize=4096)
-def _without_experts(split: Parallelism) -> Parallelism:
-    return replace(split, data=1, expert=1)
 
 
 @lru_cache(maxsize=65536)
@@ -399,7 +394,7 @@ def synchronisation_seconds(
     # them fewer layouts are looked at.
     parallelism = spec.parallelism
     if not spec.stages.layout:
-        parallelism = replace(parallelism, virtual_stages=1)
+        parallelism = replace_shared(parallelism, virtual_stages=1)
     overlapped = parallelism.sharding.overlaps
     samples = (spec.microbatches if overlapped else 1) * parallelism.data
     plain = replace(
