@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from examples.studies.loss_curve_table import WINDOW, distance, finish
 from megatron_patches.fusions import NAMES
 from tests.given import run
 from tools.launch.compose import Launch
@@ -11,7 +12,6 @@ from tools.launch.options import Options, options_from_texts
 from tools.launch.train import compose_job
 from tools.spec.errors import LaunchError
 from tools.study.load import load_experiment
-from tools.study.tables.loss_curve import WINDOW, distance, finish
 
 ANY = Options(data="owt-ds/any", fused=("adamw",))
 
