@@ -135,6 +135,10 @@ def test_a_refusal_is_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture
     assert from_words("plan", ["--modle", "x"], "parakit plan") == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert from_make("demoo") == 2
+    assert "did you mean 'demo'?" in capsys.readouterr().err
+    assert from_make("verfy-tp2-gpt2-tiny-2cpu") == 2
+    assert "did you mean 'verify-tp2-gpt2-tiny-2cpu'?" in capsys.readouterr().err
+    assert from_make("trian-tp2-gpt2-tiny-2cpu") == 2
     assert "is not train-<strategy>-<model>-<N>gpu" in capsys.readouterr().err
 
 

@@ -92,7 +92,7 @@ def test_a_schedule_that_never_leaves_its_warm_up_is_said_with_what_fits_it_to_t
         "--max-position-embeddings 64 --micro-batch-size 2\n"
     )
     assert said(iterations=30) == [
-        "# The learning rate reaches 4e-06 of its 6e-05: the schedule's warm-up takes 430 iterations, "
+        "# The learning rate reaches 4.2e-06 of its 6e-05: the schedule's warm-up takes 430 iterations, "
         'and the run ends after 30; EXTRA="--lr-decay-iters 30" fits the schedule to the run.'
     ]
     assert said(iterations=30, extra=("--lr-decay-iters", "30")) == []

@@ -55,6 +55,12 @@ def test_the_held_out_errors_are_those_of_today(predicted: Residuals) -> None:
         )
 
 
+def test_the_number_of_predicted_measurements_is_that_of_today(predicted: Residuals) -> None:
+    count, every = len(predicted.predicted), len(predicted.predicted) + len(predicted.refused)
+    assert f"`make validate` predicts {count:,} of {every:,} published" in README
+    assert f"`make validate` predicts {count:,} published" in (ROOT / "README.md").read_text()
+
+
 def test_the_choice_s_regret_is_that_of_today(predicted: Residuals) -> None:
     regrets = [choice.regret for choice in choices(predicted)]
     text = " ".join(README.split())

@@ -6,6 +6,7 @@ The two doors are `from_make` (`python -m tools.cli TARGET`, which is what the M
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import sys
@@ -32,6 +33,7 @@ def from_make(name: str, words: Sequence[str] = ()) -> int:
     def run() -> int:
         command = find_command(name)
         if command is None or not command.handler:
+            _refuse_misspelt(name)
             parse_target(name)  # Refuses it, with the near names.
             raise AssertionError(name)
         return called(command, name, of_make(name, command, os.environ, words))
@@ -56,6 +58,17 @@ def run_tool(tool: str, words: Sequence[str] | None, usual: str) -> int:
     if words[:1] and any(words[0] == one.name for one in COMMANDS):
         return from_words(words[0], words[1:], f"python -m {tool} {words[0]}")
     return from_words(usual, words, f"python -m {tool}")
+
+
+def _refuse_misspelt(name: str) -> None:
+    """Refuse a name that is nearest to one of a command that trains nothing."""
+    rest = name.partition("-")[2]
+    known = [one.name.replace("*", rest) for one in COMMANDS]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    if near and not near[0].startswith("train-"):
+        raise SettingError(
+            f"There is no target '{name}'; did you mean '{near[0]}'? 'make help-all' lists them."
+        )
 
 
 def _refused(run: Callable[[], int]) -> int:

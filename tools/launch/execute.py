@@ -69,7 +69,12 @@ def execute(
         raise
     # A run that ended by itself gets the status of that, whatever is asked meanwhile.
     with deferred():
-        return folder, _train_in(folder, launch, console, title, group)
+        try:
+            return folder, _train_in(folder, launch, console, title, group)
+        except Interrupted:
+            status = records.read_status(folder)
+            console.print(exit_status.outcome(folder, status), highlight=False)
+            raise
 
 
 def run_ranks(

@@ -170,4 +170,8 @@ def _check_strategy(strategy: str) -> None:
 
 def _nearest(name: str) -> str:
     near = difflib.get_close_matches(name, (*published_names(), *ALIASES), n=3, cutoff=0.3)
-    return f"the nearest are {', '.join(near)}" if near else "'make list' shows them"
+    return (
+        f"the nearest are {', '.join(near)}"
+        if near
+        else "'make help' lists targets, 'make list' models and strategies"
+    )

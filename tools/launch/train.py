@@ -326,7 +326,7 @@ def _schedule_of_another_length(launch: Launch) -> str:
     if is_own or iterations > _RATE_SHARE * warm_up:
         return ""
     return (
-        f"The learning rate reaches {rate * iterations / warm_up:.1g} of its {rate:.1g}: the schedule's "
+        f"The learning rate reaches {rate * iterations / warm_up:.2g} of its {rate:.2g}: the schedule's "
         f"warm-up takes {warm_up:.0f} iterations, and the run ends after {iterations}; {fits}"
     )
 

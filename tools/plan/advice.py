@@ -15,6 +15,7 @@ from tools.plan.time.cluster import route
 from tools.plan.time.iteration import TIME_COMPONENTS
 from tools.plan.verdict import given_back
 from tools.spec.groups import Group
+from tools.spec.recompute import Recompute
 from tools.spec.strategy import Parallelism
 from tools.text.units import GIB, amount, duration, gib, joined, ms, plural
 
@@ -149,8 +150,7 @@ def binding(plan: Plan) -> str:
     winner = plan.winner
     if winner is None:
         return "memory"
-    largest = max(_OVERHEADS, key=lambda name: getattr(winner.seconds, name))
-    if getattr(winner.seconds, largest) > 0.1 * winner.seconds.total:
+    if largest := _largest_wait(winner):
         words, group = _called(largest).removeprefix("the "), _OVERHEADS[largest]
         if group is None:
             return words
@@ -160,6 +160,13 @@ def binding(plan: Plan) -> str:
     return "arithmetic"
 
 
+def _largest_wait(winner: Candidate) -> str | None:
+    """The largest component that is not work, where it is over a tenth of the iteration."""
+    largest = max(_OVERHEADS, key=lambda name: getattr(winner.seconds, name))
+    share = getattr(winner.seconds, largest) / winner.seconds.total
+    return largest if share > 0.1 else None
+
+
 def binding_sentence(plan: Plan) -> str:
     """The same with its numbers."""
     winner, cluster = plan.winner, plan.request.cluster
@@ -167,11 +174,13 @@ def binding_sentence(plan: Plan) -> str:
     memory, seconds = winner.memory, winner.seconds
     share = 100 * memory.total / cluster.device.memory_bytes
     parts = sorted(TIME_COMPONENTS, key=lambda name: -getattr(seconds, name))[:3]
+    waits = _largest_wait(winner)
     shares = ", ".join(
-        f"{_called(name)} {100 * getattr(seconds, name) / seconds.total:.0f}%" for name in parts
+        f"{_called(name)} {100 * getattr(seconds, name) / seconds.total:.0f}%"
+        for name in (*parts, *((waits,) if waits and waits not in parts else ()))
     )
     return (
-        f"Binding is {binding(plan)}: of the iteration {shares}; the fullest rank holds "
+        f"The bottleneck is {binding(plan)}: of the iteration {shares}; the fullest rank holds "
         f"{gib(memory.total)} GiB, {share:.0f}% of the device{given_back(memory, cluster)}."
     )
 
@@ -234,9 +243,9 @@ def _kind_sentence(plan: Plan, winner: Candidate) -> str:
     kinds, chosen = best_of_each_family(plan.request), family_of(winner.spec.parallelism)
     capacity = gib(plan.request.cluster.device.memory_bytes, 0)
     others = ", ".join(
-        f"{kind} takes {duration(found.seconds.total)}"
+        f"{kind} ({_named(found)}) takes {duration(found.seconds.total)}"
         if found.fits
-        else f"{kind} needs {gib(found.memory.total, 0)} of {capacity} GiB"
+        else f"{kind} ({_named(found)}) needs {gib(found.memory.total, 0)} of {capacity} GiB"
         for kind, found in kinds.items()
         if kind is not chosen
     )
@@ -246,3 +255,10 @@ def _kind_sentence(plan: Plan, winner: Candidate) -> str:
     if illegal and devices > 1:
         tail += f"; over all {devices} devices {joined(illegal)} cannot be split evenly"
     return f"Use {chosen} ({winner.strategy}, {duration(winner.seconds.total)}){tail}."
+
+
+def _named(candidate: Candidate) -> str:
+    """Its strategy, with what is recomputed."""
+    recompute = candidate.spec.recompute
+    again = "" if recompute == Recompute.NONE else f", recompute {recompute}"
+    return f"{candidate.strategy}{again}"

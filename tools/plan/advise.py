@@ -72,10 +72,16 @@ def answers(plan: Plan) -> dict[str, str]:
     kinds = best_of_each_family(request)
     # Another sharding of the same split is hardly another choice.
     others = sorted(plan.ranked[1:], key=lambda one: _split(one) == _split(winner))
+    alike = [
+        f"{one.strategy} ({duration(one.seconds.total)}, {gib(one.memory.total)} GiB)"
+        for one in plan.ranked[1:]
+        if one.is_tied(winner) and _split(one) == _split(winner)
+    ]
+    tied = f", tied with {joined(alike)}: of these the one with the least memory" if alike else ""
     return {
         "Use": f"{winner.strategy}: {duration(winner.seconds.total)} an iteration of "
         f"{request.global_batch} samples, {gib(winner.memory.total)} of "
-        f"{gib(request.cluster.device.memory_bytes, 0)} GiB, MFU {winner.mfu:.0%}. "
+        f"{gib(request.cluster.device.memory_bytes, 0)} GiB, MFU {winner.mfu:.0%}{tied}. "
         f"{plan_command(request, winner.spec)}",
         "Second": runner_up_sentence(winner, others[0]) if others else "No other strategy fits.",
         "Avoid": _avoid(winner, kinds),
@@ -141,7 +147,8 @@ def _zero_or_tensor(kinds: dict[StrategyFamily, Candidate]) -> str:
 
 def _micro_batches(winner: Candidate) -> str:
     spec = winner.spec
-    text = f"{spec.microbatches} of {plural(spec.batch.micro_batch_size, 'sample')} a replica"
+    size = plural(spec.batch.micro_batch_size, "sample")
+    text = f"{plural(spec.microbatches, 'micro batch')} of {size} a replica"
     if spec.parallelism.pipeline == 1:
         return f"{text}; without stages there is no bubble, so as few as fit."
     bubble = winner.seconds.bubble / winner.seconds.total

@@ -15,6 +15,7 @@ from tools.spec.recompute import Recompute
 from tools.spec.run import Backend, DeviceKind, RunSpec
 from tools.spec.stages import EVEN, uneven_stages
 from tools.spec.strategy import PipelineSchedule, strategy_name
+from tools.text.units import plural
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 """Context-parallel attention that the planner knows (`--cp-comm-type`)."""
@@ -190,7 +191,7 @@ def _batch_rules(spec: RunSpec) -> Iterator[str]:
     if parallelism.virtual_stages > 1 and count % parallelism.pipeline:
         wanted = round_up(count, parallelism.pipeline) * step
         yield (
-            f"The interleaved schedule runs {count} micro batch(es) a rank, which is no multiple "
+            f"The interleaved schedule runs {plural(count, 'micro batch')} a rank, which is no multiple "
             f"of PP {parallelism.pipeline}; use a global batch of {wanted} or a smaller micro batch."
         )
     if parallelism.schedule is PipelineSchedule.PIPEDREAM and count > 1:

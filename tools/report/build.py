@@ -86,7 +86,7 @@ def build(options: BuildOptions, console: Console) -> int:
             new = add_rows(options.readings, rows)
             said = (
                 f"{from_root(options.readings)} has {plural(len(rows), 'row')}, {new} of them new: "
-                "'make plan' and the next report predict by them."
+                "'make plan' and the next report correct predictions for the same devices by them."
             )
         except ReadingsError as error:
             said = str(error)

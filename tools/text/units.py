@@ -34,8 +34,9 @@ times = known("{:.2f}x")
 
 
 def plural(number: int, noun: str) -> str:
-    """`1 rank`, `2,048 ranks`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    """`1 rank`, `2,048 ranks`, `2 batches`."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending * (number != 1)}"
 
 
 def size(size_bytes: float | None) -> str:

@@ -167,7 +167,7 @@ def test_pipeline_sentences_say_what_more_micro_batches_would_do(tmp_path: Path)
     phases = {Phase.FORWARD: 0.1, Phase.BACKWARD: 0.3, Phase.PIPELINE: 0.1}
     write_times(folder, *(seconds(rank, phases) for rank in (0, 1)))
     text = sentence("What does the pipeline wait for, and would more micro batches help?", folder)
-    assert "4 micro batch(es) make a bubble of (2−1)/4 = 25.0% of the work" in text
+    assert "4 micro batches make a bubble of (2−1)/4 = 25.0% of the work" in text
     assert "measured, sending and waiting are 25.0% on rank 0 and 25.0% on rank 1" in text
     assert "8 make (p−1)/m 12.5% and 112 ms a micro batch (−10.0%)" in text
     (folder / "time.json").unlink()
@@ -188,7 +188,7 @@ def test_uneven_pipeline_memory_is_named_by_category(tmp_path: Path) -> None:
     assert "rank 1 peaks at 29 MiB (in backward, output_layer), rank 0 at 5 MiB" in text
     assert "the 24 MiB between them are +24 MiB logits" in text
     assert "the tied embedding's 3,219,456 elements are on the first stage" in text
-    assert "rank 0 2 micro batch(es), in closed form 2.5 MiB of activations, 3 MiB" in text
+    assert "rank 0 2 micro batches, in closed form 2.5 MiB of activations, 3 MiB" in text
 
 
 def test_ledger_of_one_stage_compares_no_stages(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tools.launch.supervise.hang import EndedRunError, awaited, drop_empty, unfi
 from tools.launch.supervise.ranks import RankProcesses
 from tools.ledger.collect import collect
 from tools.records import run as records
+from tools.records.checkpoints import find_checkpoints
 from tools.records.io import write_record
 from tools.records.run import Status, StatusRecord
 from tools.report.read.diagnosis import after_last, diagnose, first_error
@@ -192,10 +193,16 @@ def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRec
 
 
 def outcome(folder: Path, status: StatusRecord) -> str:
-    """One line on how a run ended and where to look."""
+    """How a run ended and where to look, a line; of one that saved and did not end well also how it goes
+    on."""
     seconds = f"{status.wall_seconds:.0f} s" if status.wall_seconds is not None else "?"
     reason = f": {status.reason}" if status.status is not Status.OK and status.reason else ""
-    return f"{status.status} after {seconds}{reason} → {from_root(folder)}"
+    line = f"{status.status} after {seconds}{reason} → {from_root(folder)}"
+    stored = find_checkpoints(folder / records.CHECKPOINTS_FOLDER)
+    saved = max((one.iteration for one in stored if one.is_finished), default=None)
+    if status.status is Status.OK or saved is None:
+        return line
+    return f"{line}\n'make resume RUN={from_root(folder)}' goes on from what was saved at {saved}."
 
 
 def _after(folder: Path) -> str:

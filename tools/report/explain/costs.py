@@ -61,7 +61,7 @@ def bubble_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
     virtual = split.virtual_stages
     below = f"({count}·{virtual})" if virtual > 1 else f"{count}"
     ideal = f"({split.pipeline}−1)/{below} = {ideal_bubble(configuration):.1%}"
-    text = f"{subject.label}: {count} micro batch(es) make a bubble of {ideal} of the work;"
+    text = f"{subject.label}: {plural(count, 'micro batch')} make a bubble of {ideal} of the work;"
     if not evidence.bubble or evidence.times is None:
         yield f"{text} without a usable time ledger there is nothing to compare it with."
         return
@@ -89,9 +89,9 @@ def bubble_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
             f"{milliseconds(each)} a micro batch ({change(each / now, 1)})"
         )
     yield (
-        f"{subject.label}: with {count} micro batch(es) these stages take {milliseconds(now)} a micro "
-        f"batch; {joined(asked)}; however many, not below the slower stage's "
-        f"{milliseconds(max(stages.seconds))}."
+        f"{subject.label}: with {plural(count, 'micro batch')} these stages take "
+        f"{milliseconds(now)} a micro batch; {joined(asked)}; however many, not below the slower "
+        f"stage's {milliseconds(max(stages.seconds))}."
     )
 
 
@@ -126,7 +126,7 @@ def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
         parts = [f"{signed(milliseconds(seconds))} {part}" for part, seconds in shown.items()]
         rest = difference - sum(shown.values())
         if abs(rest) > _NEGLIGIBLE_SHARE * abs(difference):
-            parted = ", each part within noise" if noise == least else ""
+            parted = ", no part of which is above noise" if noise == least else ""
             within = ", within noise" if abs(rest) <= noise else parted
             parts.append(f"{signed(milliseconds(rest))} all else{within}")
         named = joined(parts)

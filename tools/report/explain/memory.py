@@ -12,7 +12,7 @@ from tools.records.measurements import MemoryCategory, Phase, RankMemory
 from tools.report.explain.predicted import Subject, find
 from tools.spec.run import RunSpec
 from tools.spec.strategy import Sharding, strategy_name
-from tools.text.units import amount, count, joined, signed
+from tools.text.units import amount, count, joined, plural, signed
 
 _STATE = (MemoryCategory.WEIGHTS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER_STATE)
 _SMALLEST_SHARE = 0.02
@@ -85,7 +85,7 @@ def _in_flight(spec: RunSpec, rank: RankMemory) -> str:
     if forward:
         seen = f", {amount(forward - state)} measured then beside weights, gradients and optimizer"
     return (
-        f"rank {rank.rank} {flights:g} micro batch(es), in closed form "
+        f"rank {rank.rank} {flights:g} micro batch{'es' * (flights != 1)}, in closed form "
         f"{amount(activation_bytes(spec, stage))} of activations{seen}"
     )
 
@@ -123,7 +123,7 @@ def _saving(subject: Subject, plain: Subject) -> str:
     predicted = spec.microbatches * (closed[0] - closed[1])
     return (
         f"forward keeps {amount(after)} for backward over an iteration's "
-        f"{spec.microbatches} micro batch(es) on rank 0, {plain.label} {amount(before)}: "
+        f"{plural(spec.microbatches, 'micro batch')} on rank 0, {plain.label} {amount(before)}: "
         f"{amount(before - after)} less, where the closed form has {amount(predicted)} (inputs of norms "
         "and of the matrices behind them, and dropout masks, split over "
         f"{spec.sequence_shards} ranks instead of held by each). The final norm alone: "

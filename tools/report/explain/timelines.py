@@ -175,9 +175,9 @@ def caption(scene: Scene) -> str:
     measured = ", ".join(f"rank {rank} {share:.0%}" for rank, share in idle.items())
     bubble = mean(idle_over_work(_ideal_pieces(scene.ideal)).values())
     return (
-        f"{text} Idle between the first forward and the last backward, over the work: {measured}; with "
-        f"equal stages and free messages the bubble of {scene.ideal.schedule.paper_name} is "
-        f"{bubble:.0%} of the work."
+        f"{text} Idle in this iteration between the first forward and the last backward, over the "
+        f"work: {measured}; with equal stages and free messages the bubble of "
+        f"{scene.ideal.schedule.paper_name} is {bubble:.0%} of the work."
     )
 
 

@@ -28,7 +28,8 @@ def sentences(report: Report) -> list[str]:
     """The verdicts of a report, one sentence each."""
     entries = report.entries
     if not entries:
-        return ["There is no run to report on: train one (make demo), or name logs with LOGS=."]
+        first = "" if report.problems else ": train one (make demo), or name logs with LOGS="
+        return [f"There is no run to report on{first}."]
     rows = [entry.configuration for entry in entries]
     runs = sum(len((*row.runs, *row.failed_before, *row.running)) for row in rows)
     ended = _first([said for entry in entries for said in _endings(entry)], "did not end well")
@@ -244,7 +245,7 @@ def _endings(entry: Entry) -> Iterator[str]:
 
 def _ending(run: Run) -> str:
     reason = f" ({run.status.reason.rstrip('.')})" if run.status.reason else ""
-    return f"{run.status.status}{reason}"
+    return f"{run.status.status.replace('_', ' ')}{reason}"
 
 
 def _parity_sentences(report: Report) -> list[str]:
