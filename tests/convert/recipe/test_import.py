@@ -9,7 +9,7 @@ from rich.console import Console
 from tests.convert.recipe.documents import recipe_of, source, write
 from tools.convert.recipe import bridge
 from tools.convert.recipe.flags import reading_of_fields
-from tools.convert.recipe.imported import model_name
+from tools.convert.recipe.imported import imported, model_name
 from tools.convert.recipe.table import RecipeError, Symbol, Value
 from tools.launch import recipe as command
 from tools.launch.recipe import import_recipe
@@ -162,6 +162,11 @@ def test_a_precision_by_name_is_what_the_name_stands_for(fields: Fields) -> None
     assert not Flags(reading_of_fields(bare).flags).has("--fp16")
     on_model = reading_of_fields({**bare, "model.bf16": True, "ddp.grad_reduce_in_fp32": True})
     assert Flags(on_model.flags).has("--bf16")
+
+
+def test_a_blend_of_no_data_set_is_given_as_none(fields: Fields) -> None:
+    read = imported(reading_of_fields(fields | {"dataset.blend": [[], []]}), "mine")
+    assert "EXTRA" not in read.variables
 
 
 def test_a_models_name_comes_from_the_file() -> None:

@@ -78,7 +78,7 @@ def imported(reading: RecipeFlags, name: str, ranks: int | None = None) -> Impor
     extra = [*drop_flags(pick_flags(reading.flags, _OF_A_RUN), layout)]
     given = ((each, pick_flags(reading.flags, (flag,))) for flag, each in _VARIABLES.items())
     variables = {variable: words[1] for variable, words in given if len(words) == 2}
-    if "DATA" not in variables:  # None, or several with weights.
+    if len(flags.texts("--data-path")) > 1:  # Several, with weights.
         extra += pick_flags(reading.flags, ("--data-path",))
     if extra:
         variables["EXTRA"] = shlex.join(extra)
