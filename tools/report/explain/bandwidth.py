@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from tools.plan.time.cluster import NODES, at_other_rate, link_seconds
@@ -56,7 +57,7 @@ def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
         curves.append(
             RateCurve(
                 name=f"{backend}{spec.name} ×{spec.parallelism.world_size}",
-                points=tuple(sorted(points)),
+                points=tuple(sorted(points, key=itemgetter(0))),
                 unshaped=unshaped[-1] if unshaped else None,
                 sent_seconds=busy_seconds_at_one_bit(entry.run),
             )
