@@ -61,6 +61,13 @@ def test_the_help_of_every_tool_has_the_commands_own_name(
     assert capsys.readouterr().out.startswith(f"usage: parakit {name} ")
 
 
+def test_inspect_needs_nothing_that_only_training_does() -> None:
+    absent = "import sys; sys.modules.update(psutil=None, pynvml=None, packaging=None)"
+    code = f"{absent}; from tools.cli.parakit import main; sys.exit(main(['inspect', '--help']))"
+    ended = subprocess.run((sys.executable, "-c", code), cwd=ROOT, capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
 def test_a_tool_is_a_command_of_its_own() -> None:
     command = (sys.executable, "-m", "tools.cli.parakit", "plan", "--help")
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -54,6 +54,11 @@ def test_without_a_terminal_it_is_printed_once(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [Path("runs")]
 
 
+def test_a_folder_whose_name_is_no_utf8_is_shown_where_nothing_else_can_be_written() -> None:
+    file = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="strict")
+    show_status([replace(ROWS[0], run="a\udcffb")], Path("runs"), Console(file=file, width=120))
+
+
 def test_the_newest_memory_of_each_rank_is_shown_while_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

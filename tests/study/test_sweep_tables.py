@@ -94,6 +94,13 @@ def test_of_several_strategies_the_fastest_speaks_for_the_backend() -> None:
     assert lines == {((2, DeviceKind.CPU), Backend.NATIVE): [fast]}
 
 
+def test_the_fastest_of_a_model_may_be_one_that_flags_made_larger() -> None:
+    slow = measured(Backend.NATIVE, 200)
+    fast = measured(Backend.NATIVE, 100, extra=("--num-layers", "6"))
+    assert fast.parameters > slow.parameters
+    assert list(fastest([slow, fast]).values()) == [[fast]]
+
+
 def test_the_table_names_ratio_and_verdict_against_the_first_backend() -> None:
     text = render("s", pair((100, 50)), [])
     rows = [line for line in text.splitlines() if line.startswith("| gpt2-tiny |")]

@@ -13,8 +13,8 @@ import msgspec
 from rich.console import Console
 
 from tools.checkpoint import command
+from tools.records.verdict import Outcome, Verdict
 from tools.spec.files import ROOT
-from tools.study.verify.command import say_outcome
 from tools.text.terminal import say
 from tools.verify.captured import VerifyError, read_capture
 from tools.verify.reassemble import as_one_rank
@@ -44,6 +44,17 @@ def inspect(
     for line in verdict.not_aligned[:5]:
         say(console, f"not compared: {line}")
     return verdict.exit_code
+
+
+def say_outcome(console: Console, verdict: Verdict) -> None:
+    """A line in its colour."""
+    if verdict.verdict is Outcome.NOT_COMPARABLE:
+        say(console, f"not comparable: {verdict.reason}", "red")
+    elif verdict.verdict is Outcome.HELD:
+        ratio = verdict.worst_ratio or 0.0
+        say(console, f"held: no error is above {ratio:.2f} of its tolerance", "green")
+    else:
+        say(console, f"differs at: {verdict.line}", "red")
 
 
 def compared(reference: Path, strategy: Path) -> Judgement:

@@ -25,7 +25,7 @@ _CONTROLS = bytes({*range(0x20), 0x7F} - {*b"\t\n\v\f\r\x1b\x1c\x1d\x1e"})
 # C1 controls, and what changes the direction of a text or cannot be seen.
 _UNSEEN = re.compile("[\x80-\x84\x86-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 _WRAPPED = ('{"log"', '{"message"', '{"msg"')
-_BLANKED = dict.fromkeys((*range(32), 127, 133, 8232, 8233), " ")
+_BLANKED = dict.fromkeys((*range(32), 127, 133, 8232, 8233, *range(0xD800, 0xE000)), " ")
 # Longest escape kept apart is bounded, so that a hostile "\x1b[0;0;0;…" costs one pass.
 _ANSI = re.compile(
     r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)?|[@-Z\\-_])"

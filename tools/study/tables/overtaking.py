@@ -121,13 +121,13 @@ def compare_tokens(reference: Swept, other: Swept) -> TimeComparison | None:
 
 def fastest(results: Sequence[Swept]) -> dict[tuple[Devices, Backend], list[Swept]]:
     """For each number of devices and backend its fastest strategy at every size, small ones first."""
-    known = [result for result in results if result.estimate]
     lines: dict[tuple[Devices, Backend], dict[str, Swept]] = {}
-    for result in known:
-        lines[result.devices, result.backend] = {}
-    for result in sorted(known, key=lambda one: (one.parameters, -(one.tokens_per_second or 0))):
-        lines[result.devices, result.backend].setdefault(result.job.model.name, result)
-    return {key: list(line.values()) for key, line in lines.items()}
+    for one in filter(lambda one: one.estimate, results):
+        line, name = lines.setdefault((one.devices, one.backend), {}), one.job.model.name
+        line[name] = max(line.get(name, one), one, key=lambda each: each.tokens_per_second or 0)
+    return {
+        key: sorted(line.values(), key=lambda one: one.parameters) for key, line in lines.items()
+    }
 
 
 def verdicts(results: Sequence[Swept]) -> list[str]:

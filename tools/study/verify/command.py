@@ -31,11 +31,12 @@ from tools.launch.start import ensure_start_checkpoint
 from tools.launch.supervise.warm import WarmPool
 from tools.launch.train import dry_run, other_vocabulary
 from tools.records.run import Status, utc_stamp
-from tools.records.verdict import VERIFY_FOLDER, Outcome, Verdict
+from tools.records.verdict import VERIFY_FOLDER, Outcome
 from tools.spec import variables
 from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.spec.flags import Flags, merge_flags
+from tools.study.captures import say_outcome
 from tools.study.verify.pairs import Verification, compose_pair, pair_of
 from tools.text.terminal import say
 from tools.verify.captured import Capture, VerifyError, read_capture
@@ -311,17 +312,6 @@ def _scratch(folder: Path) -> Iterator[Path]:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def say_outcome(console: Console, verdict: Verdict) -> None:
-    """A line in its colour."""
-    if verdict.verdict is Outcome.NOT_COMPARABLE:
-        say(console, f"not comparable: {verdict.reason}", "red")
-    elif verdict.verdict is Outcome.HELD:
-        ratio = verdict.worst_ratio or 0.0
-        say(console, f"held: no error is above {ratio:.2f} of its tolerance", "green")
-    else:
-        say(console, f"differs at: {verdict.line}", "red")
 
 
 def _print(judgement: Judgement, results: Path, console: Console) -> None:
