@@ -176,7 +176,6 @@ def _not_megatron(log: ScrapedLog) -> str:
 
 def _nan_since(log: ScrapedLog) -> int | None:
     """The iteration from which on all are NaN to the last; None where the last is not."""
-    if not log.iterations or not log.iterations[-1].has_nan:
-        return None
     finite = np.flatnonzero(~log.iterations.has_nan)
-    return log.iterations[int(finite[-1]) + 1 if len(finite) else 0].iteration
+    since = int(finite[-1]) + 1 if len(finite) else 0
+    return log.iterations[since].iteration if since < len(log.iterations) else None
