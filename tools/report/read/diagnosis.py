@@ -97,7 +97,7 @@ def _classify_lines(log: ScrapedLog, exit_code: int | None, finished: bool) -> S
     rank = None if finished else log.trace.root_cause_rank
     if not log.is_megatron:
         return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
-    if since := _nan_since(log):
+    if (since := _nan_since(log)) is not None:
         end = " to the end." if finished else f", where the log stops{where}."
         return StatusRecord(Status.NAN, exit_code, f"NaN from iteration {since}{end}", rank)
     if not finished:
