@@ -173,6 +173,17 @@ def test_nan_that_megatron_leaves_to_another_device_to_check_is_nan(tmp_path):
     )
 
 
+def test_nan_from_iteration_0_on_as_nemo_counts_is_nan(tmp_path):
+    lines = [iteration_line(number, loss=float("nan"), total=2) for number in (0, 1, 2)]
+    found = judged(tmp_path, "\n".join(lines))
+    assert (found.status, found.reason) == (Status.NAN, "NaN from iteration 0 to the end.")
+
+
+def test_a_damaged_count_of_nan_iterations_in_the_last_line_is_no_nan(tmp_path):
+    lines = [iteration_line(1), iteration_line(2, nan=-1)]
+    assert judged(tmp_path, "\n".join(lines)).status is Status.INCOMPLETE
+
+
 def test_nan_to_the_end_is_nan_from_its_first_iteration(tmp_path):
     lines = [iteration_line(n, loss=None if n > 3 else 9.0, nan=int(n > 3)) for n in range(1, 7)]
     found = judged(tmp_path, "\n".join([*lines, "[after training is done] datetime: x"]), 0)

@@ -4,7 +4,7 @@ import textwrap
 import pytest
 
 from tests.report.factory import iteration_line, log_text
-from tools.report.read.dialects.megatron import MICROSECONDS, SECONDS
+from tools.report.read.dialects.megatron import MICROSECONDS, MICROSECONDS_GTP, SECONDS
 from tools.report.read.iterations import LOG_LINE
 from tools.report.read.pieces import MAX_LINE
 from tools.report.read.scrape import scrape_log, scrape_runs
@@ -41,6 +41,12 @@ def test_second_line_is_no_average_before_0_16(tmp_path):
     log = scrape(tmp_path, log_text([300, 100, 100]))
     assert log.generation == SECONDS
     assert not any(found.averaged for found in log.iterations)
+
+
+def test_0_19_is_known_by_its_parameters_line_where_another_rank_wrote_into_it(tmp_path):
+    torn = " > number of parameters [rank1] hello on (tensor, gtp_remat, pipeline) model"
+    log = scrape(tmp_path, f"{torn}\n{log_text([300, 200], micro=True)}")
+    assert log.generation == MICROSECONDS_GTP
 
 
 def test_after_a_restart_the_later_line_counts(tmp_path):

@@ -97,7 +97,7 @@ def _classify_lines(log: ScrapedLog, exit_code: int | None, finished: bool) -> S
     rank = None if finished else log.trace.root_cause_rank
     if not log.is_megatron:
         return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
-    if since := _nan_since(log):
+    if (since := _nan_since(log)) is not None:
         end = " to the end." if finished else f", where the log stops{where}."
         return StatusRecord(Status.NAN, exit_code, f"NaN from iteration {since}{end}", rank)
     if not finished:
@@ -176,7 +176,6 @@ def _not_megatron(log: ScrapedLog) -> str:
 
 def _nan_since(log: ScrapedLog) -> int | None:
     """The iteration from which on all are NaN to the last; None where the last is not."""
-    if not log.iterations or not log.iterations[-1].has_nan:
-        return None
     finite = np.flatnonzero(~log.iterations.has_nan)
-    return log.iterations[int(finite[-1]) + 1 if len(finite) else 0].iteration
+    since = int(finite[-1]) + 1 if len(finite) else 0
+    return log.iterations[since].iteration if since < len(log.iterations) else None

@@ -353,7 +353,7 @@ DIALECT = Dialect(
             "parameters",
             every(_PARAMETERS, lambda m: ParameterCount(int(m[1]), int(m[2]), int(m[3]))),
         ),
-        News("parameters on (tensor, gtp", lambda _: (MICROSECONDS_GTP,)),
+        News("(tensor, gtp", lambda _: (MICROSECONDS_GTP,)),
         News("in billions", every(_BILLIONS, lambda m: TheoreticalParameters(m[1], float(m[2])))),
         News(".:", _timer),
         News(_OLD_TIMERS, _old_timers),
