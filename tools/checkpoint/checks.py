@@ -14,7 +14,7 @@ from tools.checkpoint.contents import (
     Contents,
     named_iteration,
 )
-from tools.checkpoint.layout import moves_ranks
+from tools.checkpoint.parallelism import moves_ranks
 from tools.plan.constraints import violations
 from tools.records.checkpoints import MANIFEST_FILE, Checkpoint, check
 from tools.records.torch_dist import (
@@ -234,20 +234,20 @@ class Loading:
 
 
 def laid(spec: RunSpec, new: Parallelism) -> RunSpec:
-    """A run under a layout, with a micro batch that its data-parallel ranks have samples for."""
+    """A run under a strategy, with a micro batch that its data-parallel ranks have samples for."""
     micro = spec.batch.global_batch_size // new.data or 1
     batch = replace(spec.batch, micro_batch_size=min(spec.batch.micro_batch_size, micro))
     return replace(spec, parallelism=new, batch=batch)
 
 
-def _files_of(layout: Parallelism) -> tuple[int, ...]:
+def _files_of(parallelism: Parallelism) -> tuple[int, ...]:
     """What decides which file of the format `torch` a rank has, and what is in it."""
-    return layout.tensor, layout.pipeline, layout.virtual_stages, layout.expert
+    return parallelism.tensor, parallelism.pipeline, parallelism.virtual_stages, parallelism.expert
 
 
-def _has_own_optimizer(layout: Parallelism) -> bool:
+def _has_own_optimizer(parallelism: Parallelism) -> bool:
     """Whether experts do, as seen of states that are not sharded."""
-    return layout.expert > 1 and not layout.sharding
+    return parallelism.expert > 1 and not parallelism.sharding
 
 
 def loading(contents: Contents, strategy: str) -> Loading:

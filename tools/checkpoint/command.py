@@ -78,9 +78,9 @@ def _text(
     pairs: Sequence[TensorRelation],
 ) -> str:
     at = "" if contents.iteration is None else f", iteration {contents.iteration}"
-    layout = f", saved by {strategy_name(contents.spec.parallelism)}" if contents.spec else ""
+    saved_by = f", saved by {strategy_name(contents.spec.parallelism)}" if contents.spec else ""
     lines = [
-        f"{contents.folder}: {contents.format}{at}{layout}, {contents.parameters:,} parameters",
+        f"{contents.folder}: {contents.format}{at}{saved_by}, {contents.parameters:,} parameters",
         f"States: {', '.join(contents.states) or 'none'}",
     ]
     if spec := contents.spec:

@@ -1,4 +1,4 @@
-"""Whether two checkpoints hold the same weights, tensor by tensor, over layouts and formats.
+"""Whether two checkpoints hold the same weights, tensor by tensor, over strategies and formats.
 
 One layer of each is in memory at a time. Weights of Hugging Face's folders are read by Megatron's names,
 by the table of `tools.convert.hf.families`.
@@ -23,8 +23,8 @@ ROUNDING = "equal but for rounding"
 PERMUTED, SCALED, DIFFERENT, ONE_SIDED = "permuted", "scaled", "different", "only in one"
 _ROUNDING = 1e-4
 """Most that two tensors differ, as a part of their length, and are one: sums of other orders, a few
-updates on. Measured after 4 and 8 updates of gpt2-tiny in fp32 (2-core VM): five layouts are at most
-4.7e-5 apart (a bias that began at 0; moments 7.6e-7), 4 updates of one layout at least 1.7e-3."""
+updates on. Measured after 4 and 8 updates of gpt2-tiny in fp32 (2-core VM): five strategies are at most
+4.7e-5 apart (a bias that began at 0; moments 7.6e-7), 4 updates of one strategy at least 1.7e-3."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""`make reshard`: a torch_dist checkpoint as another layout would have saved it, without ranks.
+"""`make reshard`: a torch_dist checkpoint as another strategy would have saved it, without ranks.
 
-What a layout is in that format, and so what changes (Megatron 0.19, `core/dist_checkpointing`):
+What a strategy is in that format, and so what changes (Megatron 0.19, `core/dist_checkpointing`):
 
-* The common state: arguments, and the form of the optimizer's own part (`tools.checkpoint.layout`).
+* The common state: arguments, and the form of the optimizer's own part (`tools.checkpoint.parallelism`).
 * Which pieces a tensor lies in. Each is whole, with all layers and experts stacked, whatever saved it,
-  and a rank reads the pieces that overlap its own; those of the new layout are read whole and once.
+  and a rank reads the pieces that overlap its own; those of the new strategy are read whole and once.
 * Main weights of the optimizer between ZeRO-1 and none: another name; in fp32 only ZeRO-1 has them.
 * Random states, one a rank of TP and PP, stay under the same TP and PP and are left out otherwise, as
   Megatron ignores them then; so are states of its rerun machine, one a rank, under other ranks.
@@ -42,7 +42,7 @@ from tools.checkpoint.contents import (
     is_stacked,
     read_contents,
 )
-from tools.checkpoint.layout import (
+from tools.checkpoint.parallelism import (
     MULTIPLE,
     RESHARDABLE,
     lay_out,
@@ -73,7 +73,7 @@ from tools.spec.strategy import Parallelism, Sharding, devices_of, parse_strateg
 FILE_BYTES = 1 << 30
 """About the least of a file: what a kill costs."""
 PIECE_BYTES = 1 << 28
-"""The most of a piece that no layout cuts, such as a bucket of a gradient buffer."""
+"""The most of a piece that no strategy cuts, such as a bucket of a gradient buffer."""
 
 _OWN = ("job.json", "lock")
 """What an unfinished folder holds beside the checkpoint."""
@@ -116,7 +116,7 @@ def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
     """
     contents = read_contents(ROOT / Path(ckpt).expanduser())
     target = ROOT / Path(to).expanduser()
-    new = _layout(contents, strategy)
+    new = _parallelism_of(contents, strategy)
     if target.exists():
         raise ReshardError(f"TO={to} exists already; remove it, or name another folder.")
     plan = _Plan(contents, new)
@@ -150,7 +150,7 @@ def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
     return 0
 
 
-def _layout(contents: Contents, strategy: str) -> Parallelism:
+def _parallelism_of(contents: Contents, strategy: str) -> Parallelism:
     """What the strategy asks for, if this checkpoint can be laid out so.
 
     Raises:
@@ -166,14 +166,14 @@ def _layout(contents: Contents, strategy: str) -> Parallelism:
         raise ReshardError(f"{contents.folder} is not whole: {flaw}")
     if spec is None:
         raise ReshardError(
-            f"{contents.folder} holds no arguments that define a model and its layout."
+            f"{contents.folder} holds no arguments that define a model and its strategy."
         )
     new = parse_strategy(strategy, devices_of(strategy, spec.parallelism.world_size))
-    for layout in (spec.parallelism, new):
-        if layout.sharding not in _MAIN or layout.schedule:
+    for parallelism in (spec.parallelism, new):
+        if parallelism.sharding not in _MAIN or parallelism.schedule:
             raise ReshardError(
-                f"{strategy_name(layout)} has no checkpoints in Megatron's torch_dist format; name a "
-                "product of dp, tp, sp, cp, pp, vpp and ep, with -zero1 or without."
+                f"{strategy_name(parallelism)} has no checkpoints in Megatron's torch_dist format; name "
+                "a product of dp, tp, sp, cp, pp, vpp and ep, with -zero1 or without."
             )
     for reason in violations(laid(spec, new)):
         raise ReshardError(f"Megatron refuses STRATEGY={strategy}: {reason}")
@@ -187,7 +187,7 @@ def _layout(contents: Contents, strategy: str) -> Parallelism:
 
 
 def _refuse_fixed_states(contents: Contents, old: Parallelism, new: Parallelism) -> None:
-    """Refuse optimizer states that hold for the layout that saved them alone."""
+    """Refuse optimizer states that hold for the strategy that saved them alone."""
     form = contents.optimizer_format
     if old.sharding is Sharding.NONE or form == RESHARDABLE or "optimizer" not in contents.states:
         return
@@ -195,7 +195,7 @@ def _refuse_fixed_states(contents: Contents, old: Parallelism, new: Parallelism)
         return
     raise ReshardError(
         f"{contents.folder} holds optimizer states that are {form or 'of no named form'}: in the order "
-        "of the ranks' gradient buffers, which another layout has otherwise; load it under "
+        "of the ranks' gradient buffers, which another strategy has otherwise; load it under "
         f"{strategy_name(old)} and save it with --dist-ckpt-optim-fully-reshardable."
     )
 
@@ -213,7 +213,7 @@ def _begin(unfinished: Path, job: _Job) -> None:
 
 
 def _check(folder: Path, source: Contents, new: Parallelism) -> None:
-    """See that what was written says that it is the source in the new layout.
+    """See that what was written says that it is the source in the new strategy.
 
     Raises:
         ReshardError: It does not.
@@ -226,7 +226,7 @@ def _check(folder: Path, source: Contents, new: Parallelism) -> None:
     ]
     flaws = problems_of(made)
     if flaws or said != new or weights[0] != weights[1]:
-        why = flaws[0] if flaws else f"it says {strategy_name(said) if said else 'no layout'}."
+        why = flaws[0] if flaws else f"it says {strategy_name(said) if said else 'no strategy'}."
         raise ReshardError(f"{from_root(folder)} did not become {strategy_name(new)}: {why}")
 
 
@@ -306,7 +306,7 @@ class _Plan:
         yield file
 
     def _cut(self, name: str, tensor: StoredTensor) -> Iterator[tuple[Shape, Shape]]:
-        """The new layout's pieces: of a layer and an expert each, and of a rank of TP."""
+        """The new strategy's pieces: of a layer and an expert each, and of a rank of TP."""
         shape = tensor.shape
         stacked = is_stacked(name) + (".experts.experts." in name)
         axis, count = self._ranks(name, stacked)
@@ -324,7 +324,7 @@ class _Plan:
                 yield tuple(begin), tuple(size)
 
     def _ranks(self, name: str, stacked: int) -> tuple[int, int]:
-        """Where the new layout cuts a tensor, and in how many."""
+        """Where the new strategy cuts a tensor, and in how many."""
         axis = cut_axis(name)
         ranks = self._new.tensor_of_experts if ".experts." in name else self._new.tensor
         if axis is None:

@@ -3,7 +3,8 @@
 In its own strategy it resumes in its own folder: log, events and checkpoints are added to, and what
 belongs to one attempt is kept in `attempts/`. In another strategy (STRATEGY=pp2) it is another run, in a
 folder of its own that names its parent, because its times and its memory are not its parent's. So it is
-from a copy that `make reshard` wrote (CKPT=), which has optimizer states as the new layout shards them.
+from a copy that `make reshard` wrote (CKPT=), which has optimizer states as the new strategy
+shards them.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def resume(
         stored = (ROOT / Path(ckpt).expanduser()) if ckpt else run / CHECKPOINTS_FOLDER
         choice = select_checkpoint(run, stored)
         loaded = ResumePoint(run.name, stored, choice.checkpoint.iteration)
-        saved = _layout_of(choice.checkpoint.path) if ckpt else None
+        saved = _parallelism_of(choice.checkpoint.path) if ckpt else None
         launch = relaunch(record, loaded, strategy, options, saved)
         if options.dry_run:
             return dry_run(launch)
@@ -104,7 +105,7 @@ def relaunch(
         resume_point: The checkpoint.
         strategy: Another strategy; None or the run's own keeps it.
         options: What may change: ITERS=, EXTRA=, SAVE_EVERY=, KEEP=, NET=, HANG_TIMEOUT= and the like.
-        saved: The layout of the checkpoint, where it is not the run's.
+        saved: The strategy of the checkpoint, where it is not the run's.
 
     Raises:
         LaunchError: The run cannot be resumed here, or not so.
@@ -186,7 +187,7 @@ def _recorded(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
     return merge_flags(kept, (multiple, str(max(1, rows // parallelism.tensor))))
 
 
-def _layout_of(checkpoint: Path) -> Parallelism:
+def _parallelism_of(checkpoint: Path) -> Parallelism:
     """What the arguments in a checkpoint say that saved it.
 
     Raises:
@@ -195,7 +196,7 @@ def _layout_of(checkpoint: Path) -> Parallelism:
     spec = read_contents(checkpoint).spec
     if spec is None:
         raise LaunchError(
-            f"CKPT={from_root(checkpoint)} does not say which layout saved it; name a folder that "
+            f"CKPT={from_root(checkpoint)} does not say which strategy saved it; name a folder that "
             "'make reshard' wrote."
         )
     return spec.parallelism

@@ -153,3 +153,16 @@ def test_the_launcher_and_the_supervisor_start_without_torch() -> None:
         (sys.executable, "-c", code), cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert answer.stdout == "False\n"
+
+
+def test_a_run_that_saved_and_was_interrupted_says_how_it_goes_on(folder: Path) -> None:
+    interrupted = StatusRecord(Status.INTERRUPTED, None, "The launcher was asked to stop.")
+    assert "make resume" not in exit_status.outcome(folder, interrupted)
+    for iteration, files in ((20, ("metadata.json", ".metadata")), (40, ("metadata.json",))):
+        saved = folder / records.CHECKPOINTS_FOLDER / f"iter_{iteration:07d}"
+        saved.mkdir(parents=True)
+        for name in files:
+            (saved / name).touch()
+    said = exit_status.outcome(folder, interrupted).splitlines()
+    assert said[1] == f"'make resume RUN={folder}' goes on from what was saved at 20."
+    assert len(exit_status.outcome(folder, StatusRecord(Status.OK)).splitlines()) == 1

@@ -1,7 +1,7 @@
-"""What a layout is in the state that all ranks of a torch_dist checkpoint have alike.
+"""What a strategy is in the state that all ranks of a torch_dist checkpoint have alike.
 
-Tensors are whole there, so a layout is in this state alone: in the arguments, by which Megatron decides
-what it loads (`training/checkpointing.py: load_checkpoint`), and in the form of the optimizer's part.
+Tensors are whole there, so a strategy is in this state alone: in the arguments, by which Megatron
+decides what it loads (`training/checkpointing.py: load_checkpoint`), and in the form of the optimizer's part.
 
 * Without a distributed optimizer that part is `param_groups` and one `common_step`, a tensor; a half
   precision's main weights are `optimizer.state.fp32_param.…`, an fp32 model's are its weights.
@@ -25,27 +25,27 @@ _METADATA = ("distrib_optim_sharding_type", "distrib_optim_fully_reshardable_mem
 _STEP_KEY = "step"
 
 
-def arguments_of(layout: Parallelism) -> dict[str, Any]:
-    """Arguments that say a layout, by Megatron's names."""
-    stages = layout.virtual_stages if layout.virtual_stages > 1 else None
-    experts = layout.tensor_of_experts
+def arguments_of(parallelism: Parallelism) -> dict[str, Any]:
+    """Arguments that say a strategy, by Megatron's names."""
+    stages = parallelism.virtual_stages if parallelism.virtual_stages > 1 else None
+    experts = parallelism.tensor_of_experts
     return {
-        "tensor_model_parallel_size": layout.tensor,
-        "tensor_parallel_num_weight_shards": layout.tensor,
-        "pipeline_model_parallel_size": layout.pipeline,
-        "transformer_pipeline_model_parallel_size": layout.pipeline,
+        "tensor_model_parallel_size": parallelism.tensor,
+        "tensor_parallel_num_weight_shards": parallelism.tensor,
+        "pipeline_model_parallel_size": parallelism.pipeline,
+        "transformer_pipeline_model_parallel_size": parallelism.pipeline,
         "virtual_pipeline_model_parallel_size": stages,
         "num_virtual_stages_per_pipeline_rank": stages,
         "num_layers_per_virtual_pipeline_stage": None,
-        "sequence_parallel": layout.sequence_parallel,
-        "context_parallel_size": layout.context,
-        "expert_model_parallel_size": layout.expert,
+        "sequence_parallel": parallelism.sequence_parallel,
+        "context_parallel_size": parallelism.context,
+        "expert_model_parallel_size": parallelism.expert,
         "expert_tensor_parallel_size": experts,
         "expert_tensor_parallel_num_weight_shards": experts,
-        "world_size": layout.world_size,
-        "data_parallel_size": layout.data,
-        "use_distributed_optimizer": layout.sharding is not Sharding.NONE,
-        "dist_ckpt_optim_fully_reshardable": layout.sharding is not Sharding.NONE,
+        "world_size": parallelism.world_size,
+        "data_parallel_size": parallelism.data,
+        "use_distributed_optimizer": parallelism.sharding is not Sharding.NONE,
+        "dist_ckpt_optim_fully_reshardable": parallelism.sharding is not Sharding.NONE,
     }
 
 
@@ -53,9 +53,9 @@ def padding_multiple(multiple: int, rows: int, new: Parallelism, old: Parallelis
     """`--make-vocab-size-divisible-by` with which TP keeps its rows: padding takes part in the softmax.
 
     Args:
-        multiple: That of the old layout, which Megatron multiplies by its TP.
+        multiple: That of the old strategy, which Megatron multiplies by its TP.
         rows: Of the padded vocabulary.
-        new: The layout that gets it.
+        new: The strategy that gets it.
         old: The other.
     """
     whole = multiple * old.tensor
@@ -63,7 +63,7 @@ def padding_multiple(multiple: int, rows: int, new: Parallelism, old: Parallelis
 
 
 def lay_out(common: dict[str, Any], new: Parallelism, old: Parallelism, rows: int) -> None:
-    """Change what `rewritten` gives of the common state to another layout."""
+    """Change what `rewritten` gives of the common state to another strategy."""
     arguments = common["args"].state
     known = arguments_of(new)
     arguments.update({name: value for name, value in known.items() if name in arguments})
@@ -100,9 +100,9 @@ def moves_ranks(new: Parallelism, old: Parallelism) -> bool:
     return (new.tensor, new.pipeline) != (old.tensor, old.pipeline)
 
 
-def ranks_of(layout: Parallelism) -> tuple[int, ...]:
+def ranks_of(parallelism: Parallelism) -> tuple[int, ...]:
     """What Megatron compares before it loads one state a rank."""
-    return layout.world_size, layout.tensor, layout.pipeline, layout.data
+    return parallelism.world_size, parallelism.tensor, parallelism.pipeline, parallelism.data
 
 
 def _parts(optimizer: Any) -> list[dict[str, Any]]:
