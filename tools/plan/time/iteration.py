@@ -242,8 +242,7 @@ def _stage(
 
 
 def _added(parts: _Parts) -> MicroBatchSeconds:
-    taken = [[times * value for value in _in_order(each)] for times, each in parts]
-    return MicroBatchSeconds(*map(sum, zip(*taken, strict=True)))
+    return sum((each * times for times, each in parts), start=MicroBatchSeconds())
 
 
 def after_hiding(seconds: float, behind: float, contention: float) -> float:
