@@ -18,10 +18,8 @@ from tools.plan.activations import (
 )
 from tools.plan.dispatchers import dispatcher_bytes
 from tools.plan.tensors import Parameters, layer_parameters, rank_parameters, unlike_weights
-from tools.spec.model import ModelShape
 from tools.spec.run import DeviceKind, Fp8Recipe, RunSpec, StateTypes
-from tools.spec.stages import EVEN, StageSplit
-from tools.spec.strategy import Batch, Parallelism
+from tools.spec.stages import EVEN
 from tools.text.units import MIB
 
 _FP32_BYTES = 4
@@ -396,17 +394,12 @@ def middle_ranks(spec: RunSpec) -> dict[int, int]:
     between = range(1, spec.parallelism.pipeline - 1)
     if not (spec.stages.layout or spec.shape.dense_layers):
         return {1: len(between)} if between else {}
-    split = spec.parallelism
-    return _unlike_ranks(spec.shape, split.pipeline, split.virtual_stages, spec.stages)
+    return _unlike_ranks(spec.on_stages)
 
 
 @lru_cache(maxsize=4096)
-def _unlike_ranks(
-    shape: ModelShape, pipeline: int, virtual: int, stages: StageSplit
-) -> dict[int, int]:
-    split = Parallelism(pipeline=pipeline, virtual_stages=virtual)
-    spec = RunSpec(shape, split, Batch(1, 1), stages=stages)
-    between = range(1, pipeline - 1)
+def _unlike_ranks(spec: RunSpec) -> dict[int, int]:
+    between = range(1, spec.parallelism.pipeline - 1)
     layers = [(spec.stage_layers(rank), sum(spec.chunk_dense_layers(rank))) for rank in between]
     return {1 + layers.index(number): times for number, times in Counter(layers).items()}
 
