@@ -242,7 +242,8 @@ def _stage(
 
 
 def _added(parts: _Parts) -> MicroBatchSeconds:
-    return sum((each * times for times, each in parts), start=MicroBatchSeconds())
+    taken = [[times * value for value in _in_order(each)] for times, each in parts]
+    return MicroBatchSeconds(*map(sum, zip(*taken, strict=True)))
 
 
 def after_hiding(seconds: float, behind: float, contention: float) -> float:
