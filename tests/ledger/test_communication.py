@@ -88,6 +88,13 @@ def test_rows_of_another_length_are_other_calls() -> None:
     assert [row.calls for row in ledger.communication(0).calls] == [1, 1]
 
 
+def test_calls_that_differ_in_size_alone_are_in_the_order_in_which_they_were_made() -> None:
+    ledger = CommunicationLedger()
+    sizes = [4 * (37 * place % 23) for place in range(23)]
+    iteration(ledger, *(Watched(REDUCE._replace(payload_bytes=size), 0, 1) for size in sizes))
+    assert [row.payload_bytes for row in ledger.communication(0).calls] == sizes
+
+
 def test_of_equally_frequent_kinds_the_later_is_steady() -> None:
     ledger = CommunicationLedger()
     iteration(ledger, Watched(GATHER, 0, 1))

@@ -9,7 +9,7 @@ have the same bytes, and their bytes are means.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -155,7 +155,8 @@ class CommunicationLedger:
         calls, sums = self._steady()
         others = sum(other.iterations for other in self._kinds.values()) - sums.iterations
         others += self._warm_up
-        rows = sorted(_rows(calls, sums), key=lambda row: (row.group, row.phase, row.operation))
+        made = _rows(dict(calls), sums)
+        rows = sorted(made, key=lambda row: (row.group, row.phase, row.operation))
         return RankCommunication(rank, sums.iterations, others, tuple(rows))
 
     def time(self, rank: int) -> RankTime:
@@ -188,9 +189,11 @@ def _add_times(watched: Watched, sums: _Sums, read: Callable[[Mark], int]) -> No
         sums.transfer_ns[call] += read(ended) - started
 
 
-def _rows(calls: Iterable[tuple[Call, int]], sums: _Sums) -> Iterator[Calls]:
+def _rows(counts: Mapping[Call, int], sums: _Sums) -> Iterator[Calls]:
+    """In the order in which they were first made."""
     per_iteration = NANO / max(1, sums.timed)
-    for call, count in calls:
+    for call in sums.payload_bytes:
+        count = counts[call]
         yield Calls(
             group=call.group,
             ranks=call.ranks,

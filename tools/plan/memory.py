@@ -18,10 +18,8 @@ from tools.plan.activations import (
 )
 from tools.plan.dispatchers import dispatcher_bytes
 from tools.plan.tensors import Parameters, layer_parameters, rank_parameters, unlike_weights
-from tools.spec.model import ModelShape
 from tools.spec.run import DeviceKind, Fp8Recipe, RunSpec, StateTypes
-from tools.spec.stages import EVEN, StageSplit
-from tools.spec.strategy import Batch, Parallelism
+from tools.spec.stages import EVEN
 from tools.text.units import MIB
 
 _FP32_BYTES = 4
@@ -272,8 +270,7 @@ def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> Predicted
     room = limit - sum(state) - base
     if room < 0 or (activations := activation_bytes(spec, pipeline_rank)) > room:
         return None
-    communication = _communication_bytes(spec, precision)
-    whole = whole_output_layer_bytes(spec)
+    communication, whole = communication_bytes(spec)
     temporaries = max(
         _temporary_bytes(spec, pipeline_rank) + whole, _update_bytes(spec, updated) - activations
     )
@@ -397,17 +394,12 @@ def middle_ranks(spec: RunSpec) -> dict[int, int]:
     between = range(1, spec.parallelism.pipeline - 1)
     if not (spec.stages.layout or spec.shape.dense_layers):
         return {1: len(between)} if between else {}
-    split = spec.parallelism
-    return _unlike_ranks(spec.shape, split.pipeline, split.virtual_stages, spec.stages)
+    return _unlike_ranks(spec.on_stages)
 
 
 @lru_cache(maxsize=4096)
-def _unlike_ranks(
-    shape: ModelShape, pipeline: int, virtual: int, stages: StageSplit
-) -> dict[int, int]:
-    split = Parallelism(pipeline=pipeline, virtual_stages=virtual)
-    spec = RunSpec(shape, split, Batch(1, 1), stages=stages)
-    between = range(1, pipeline - 1)
+def _unlike_ranks(spec: RunSpec) -> dict[int, int]:
+    between = range(1, spec.parallelism.pipeline - 1)
     layers = [(spec.stage_layers(rank), sum(spec.chunk_dense_layers(rank))) for rank in between]
     return {1 + layers.index(number): times for number, times in Counter(layers).items()}
 
@@ -483,33 +475,26 @@ def placeholder_bytes(spec: RunSpec, pipeline_rank: int) -> int:
     return spec.element_bytes * unlike_weights(spec, pipeline_rank)
 
 
-def _communication_bytes(spec: RunSpec, precision: Precision) -> int:
-    parallelism = spec.parallelism
-    pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
-    if not parallelism.sharding.wraps_modules:
-        return pipeline
-    layer = max(layer_parameters(kind).total for _, kind in spec.kinds)
-    if not parallelism.sharding.shards_weights:
-        return pipeline + precision.gradients * layer
-    return pipeline + 2 * layer * (precision.weights + precision.gradients)
+def communication_bytes(spec: RunSpec) -> tuple[int, int]:
+    """Of messages between stages and of layers whose shards are put together; beyond those the output
+    layer and its gradient at the loss.
 
-
-def whole_output_layer_bytes(spec: RunSpec) -> int:
-    """The output layer and its gradient at the loss, beyond the layers of `_communication_bytes`.
-
-    None of those is whole then. Megatron-FSDP gathers the weights once an iteration
+    None of those layers is whole then. Megatron-FSDP gathers the weights once an iteration
     (`collectives/data.py: _fully_sharded`).
     """
-    sharding = spec.parallelism.sharding
+    parallelism, sharding = spec.parallelism, spec.parallelism.sharding
+    pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
+    if not sharding.wraps_modules:
+        return pipeline, 0
+    precision, layer = precision_of(spec), max(layer_parameters(k).total for _, k in spec.kinds)
     if not sharding.shards_weights:
-        return 0
-    precision = precision_of(spec)
-    table = spec.padded_vocabulary // spec.parallelism.tensor * spec.shape.hidden
+        return pipeline + precision.gradients * layer, 0
+    layers = pipeline + 2 * layer * (precision.weights + precision.gradients)
+    table = spec.padded_vocabulary // parallelism.tensor * spec.shape.hidden
     weights, gradient = precision.weights * table, precision.gradients * table
-    layers = _communication_bytes(spec, precision)
     if sharding.is_torch_fsdp:
-        return max(0, weights + gradient - layers)
-    return weights + max(0, gradient - layers)
+        return layers, max(0, weights + gradient - layers)
+    return layers, weights + max(0, gradient - layers)
 
 
 def _allocator_bytes(spec: RunSpec, copies: int, last: bool) -> tuple[int, int]:

@@ -27,8 +27,6 @@ from tools.spec.model import (
     round_up,
 )
 from tools.spec.run import RunSpec
-from tools.spec.stages import StageSplit
-from tools.spec.strategy import Batch, Parallelism
 
 ALIGNMENT = 64
 """The distributed optimizer starts every tensor at a multiple of this many elements."""
@@ -174,7 +172,7 @@ def unlike_weights(spec: RunSpec, pipeline_rank: int) -> int:
     """Elements of one weight of each shape that linear layers of a rank have, the output layer's too;
     biases are counted with them."""
     shape, last = spec.trained_shape, pipeline_rank == spec.parallelism.pipeline - 1
-    held = zip(_held_layers(spec, pipeline_rank), shape.layer_kinds, strict=True)
+    held = zip(_held_layers(spec.on_stages, pipeline_rank), shape.layer_kinds, strict=True)
     kinds = [kind for counts, (layer, _) in held if any(counts) for _, kind in layer.kinds]
     if last and shape.mtp_depth:
         kinds.append(shape.only(MTP))
@@ -203,7 +201,7 @@ def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
     table = spec.padded_vocabulary * shape.hidden // split.tensor
     tables = _shared_tables(spec)
     chunks = []
-    held = zip(*_held_layers(spec, pipeline_rank), strict=True)
+    held = zip(*_held_layers(spec.on_stages, pipeline_rank), strict=True)
     for stage, counts in enumerate(held):
         first = pipeline_rank == 0 and stage == 0
         last = pipeline_rank == split.pipeline - 1 and stage == split.virtual_stages - 1
@@ -394,21 +392,12 @@ def _norm(shape: ModelShape, width: int = 0) -> tuple[int, ...]:
     return (width or shape.hidden,) * (1 if shape.rms_norm else 2)
 
 
+@lru_cache(maxsize=4096)
 def _held_layers(spec: RunSpec, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
     """For each kind of layer how many each virtual stage of a pipeline rank holds the weights of."""
-    split = spec.parallelism
-    degrees = (split.pipeline, split.virtual_stages)
-    return _layers_held(spec.shape, spec.stages, *degrees, pipeline_rank)
-
-
-@lru_cache(maxsize=4096)
-def _layers_held(
-    shape: ModelShape, stages: StageSplit, pipeline: int, virtual: int, rank: int
-) -> tuple[tuple[int, ...], ...]:
-    split = Parallelism(pipeline=pipeline, virtual_stages=virtual)
-    spec = RunSpec(shape, split, Batch(1, 1), stages=stages)
-    held = [list(spec.laid(layers, rank)) for _, layers in shape.layer_kinds]
-    if rank == pipeline - 1:
+    shape = spec.shape
+    held = [list(spec.laid(layers, pipeline_rank)) for _, layers in shape.layer_kinds]
+    if pipeline_rank == spec.parallelism.pipeline - 1:
         held[shape.mtp_is_dense][-1] += shape.mtp_layers_held
     return tuple(map(tuple, held))
 
@@ -432,7 +421,7 @@ def _stage(spec: RunSpec, pipeline_rank: int) -> _Stage:
     split = spec.parallelism
     degrees = (*_degrees(spec), split.pipeline)
     first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
-    held = tuple(map(sum, _held_layers(spec, pipeline_rank)))
+    held = tuple(map(sum, _held_layers(spec.on_stages, pipeline_rank)))
     return _stage_of(spec.trained_shape, degrees, held, first, last)
 
 

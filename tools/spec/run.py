@@ -323,6 +323,12 @@ class RunSpec:
         chunks = map(self.recompute.checkpoints, self.chunk_layers(pipeline_rank))
         return sum(map(sum, chunks))
 
+    @property
+    def on_stages(self) -> RunSpec:
+        """Its layers on its stages, and nothing else of it: for what depends on those alone."""
+        split = self.parallelism
+        return _on_stages(self.shape, self.stages, split.pipeline, split.virtual_stages)
+
     @cached_property
     def kept(self) -> RunSpec:
         """A run that computes nothing again."""
@@ -403,6 +409,12 @@ class RunSpec:
         a tied one, or with multi-token prediction any (`setup_embeddings_and_output_layer`)."""
         shared = self.trained_shape.tied_embeddings or bool(self.shape.mtp_depth)
         return shared and self.parallelism.pipeline > 1
+
+
+@lru_cache(maxsize=4096)
+def _on_stages(shape: ModelShape, stages: StageSplit, pipeline: int, virtual: int) -> RunSpec:
+    split = Parallelism(pipeline=pipeline, virtual_stages=virtual)
+    return RunSpec(shape, split, Batch(1, 1), stages=stages)
 
 
 @lru_cache(maxsize=4096)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from tools.plan.collectives.call import LATEST, Megatron
 from tools.plan.memory import (
+    communication_bytes,
     held_parameters,
     logits_bytes,
     memory_of_rank,
-    whole_output_layer_bytes,
 )
 from tools.plan.tensors import rank_parameters
 from tools.records.measurements import MemoryCategory, RankMemory
@@ -168,7 +168,8 @@ def _candidates(configuration: RunSpec, stage: int, kernels: Kernels) -> Iterato
     gradient = configuration.element_bytes * table
     if last and not kernels.fused_gradients:
         name = "the output layer's backward: the logits' gradient and its weight's, not yet added"
-        whole = logits_bytes(configuration) + gradient + whole_output_layer_bytes(configuration)
+        _, output_layer = communication_bytes(configuration)
+        whole = logits_bytes(configuration) + gradient + output_layer
         yield PeakCandidate(name, model.activations, whole)
         if split.pipeline == 1 and configuration.trained_shape.tied_embeddings:
             name = "the embedding's backward: its gradient, the tied output layer's, and their sum"
