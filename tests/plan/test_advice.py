@@ -41,7 +41,7 @@ def test_a_small_model_is_advised_that_one_device_is_enough(make_request: MakeRe
     sentences = advice(search(make_request("gpt2-large", 2, "h200", 64)))
     assert "One device is enough" in sentences[2]
     assert sentences[3].startswith("Use data parallelism (dp2-zero1")
-    assert "pipeline parallelism (vpp2x18) takes" in sentences[3]
+    assert "(vpp2x18), context parallelism takes" in sentences[3]
     assert "The bottleneck is arithmetic" in sentences[-1]
 
 

@@ -1,7 +1,8 @@
 """What a strategy is in the state that all ranks of a torch_dist checkpoint have alike.
 
 Tensors are whole there, so a strategy is in this state alone: in the arguments, by which Megatron
-decides what it loads (`training/checkpointing.py: load_checkpoint`), and in the form of the optimizer's part.
+decides what it loads (`training/checkpointing.py: load_checkpoint`), and in the form of the optimizer's
+part.
 
 * Without a distributed optimizer that part is `param_groups` and one `common_step`, a tensor; a half
   precision's main weights are `optimizer.state.fp32_param.…`, an fp32 model's are its weights.

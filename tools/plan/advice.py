@@ -243,9 +243,9 @@ def _kind_sentence(plan: Plan, winner: Candidate) -> str:
     kinds, chosen = best_of_each_family(plan.request), family_of(winner.spec.parallelism)
     capacity = gib(plan.request.cluster.device.memory_bytes, 0)
     others = ", ".join(
-        f"{kind} ({_named(found)}) takes {duration(found.seconds.total)}"
+        f"{kind} takes {duration(found.seconds.total)} ({_named(found)})"
         if found.fits
-        else f"{kind} ({_named(found)}) needs {gib(found.memory.total, 0)} of {capacity} GiB"
+        else f"{kind} needs {gib(found.memory.total, 0)} of {capacity} GiB ({_named(found)})"
         for kind, found in kinds.items()
         if kind is not chosen
     )
