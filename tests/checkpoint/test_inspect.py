@@ -111,6 +111,14 @@ def test_a_healthy_checkpoint_is_described_as_the_issue_has_it(
     assert sum(one["kind"] == "optimizer" for one in found["tensors"]) == 2 * len(weights)
 
 
+def test_a_run_s_folder_is_described_by_its_newest_checkpoint(
+    healthy: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(healthy, tmp_path / "checkpoints")
+    (tmp_path / "run.json").write_text("{}")
+    assert read_contents(tmp_path).folder == tmp_path / "checkpoints" / "iter_0000008"
+
+
 def without(name: str) -> Callable[[States], object]:
     return lambda held: held.pop(name)
 

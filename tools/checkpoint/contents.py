@@ -16,6 +16,7 @@ from typing import Any
 
 from tools.checkpoint.whole import LEGACY_FILE, Copy, of_layers, of_ranks, ranks_lacking
 from tools.records.pickles import describe_saved
+from tools.records.run import CHECKPOINTS_FOLDER, RUN_FILE
 from tools.records.torch_dist import (
     EMBEDDING,
     FORMAT,
@@ -107,11 +108,14 @@ class Contents:
 
 
 def read_contents(folder: Path) -> Contents:
-    """Describe a checkpoint: its own folder (`iter_…`), or one whose tracker names the newest.
+    """Describe a checkpoint: its own folder (`iter_…`), or one whose tracker names the newest, also a
+    run's that holds such a one.
 
     Raises:
         UnknownFormatError: It is none, or of a format that is not read.
     """
+    if (folder / RUN_FILE).is_file():
+        folder /= CHECKPOINTS_FOLDER
     newest = finished_iteration(folder)
     if newest is not None:
         folder /= f"iter_{newest:07d}"

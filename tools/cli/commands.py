@@ -305,7 +305,7 @@ SECTIONS = {
             fixed=(("name", "loss_curve"),)),
         Command("docs", "", "site/: the documentation, and the planner in the browser"),
         Command("lint", "", "ruff, mypy, shellcheck, hadolint, import-linter"),
-        Command("clean", "", "remove runs, reports and caches; keeps .venv and owt-ds"),
+        Command("clean", "", "remove runs, reports and caches; keeps .venv, owt-ds and readings"),
     ),
 }
 """What `make help-all` shows, in its order."""

@@ -209,7 +209,9 @@ READINGS = Setting("READINGS", PATH, "your own measurements (all but validate: r
 # Weights from and to others, recipes.
 HF = Setting("HF", TEXT, "a folder with config.json and safetensors, or its name on the hub")
 TO = Setting("TO", TEXT, "the folder to write")
-CKPT = Setting("CKPT", FOLDER, "a checkpoint, the folder above its iterations, or a captured step")
+CKPT = Setting(
+    "CKPT", FOLDER, "a checkpoint, a folder or a run that holds some, or a captured step"
+)
 COMPARE = Setting(
     "COMPARE", FOLDER, "another checkpoint, a folder of Hugging Face's, a reference's step"
 )
