@@ -2,6 +2,7 @@ import csv
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from tests.report.factory import iteration_line, log_text, run_record, write_run
-from tools.records.run import Code, Host, Status
+from tools.records.io import write_record
+from tools.records.run import Code, Host, Status, StatusRecord
 from tools.report.analyse.report import build_report
 from tools.report.analyse.results import RESULTS
 from tools.report.build import BuildOptions, build
@@ -106,6 +108,13 @@ def test_table_fits_every_terminal(tmp_path):
         assert max(map(len, lines)) <= width
         assert "…" not in output.getvalue()
         assert sum("101.0" in line and "held" in line for line in lines) == 1
+
+
+def test_the_narrowest_table_shows_what_did_not_end_well(tmp_path):
+    demo(tmp_path / "runs")
+    write_record(tmp_path / "runs/run-pp2/status.json", StatusRecord(Status.INTERRUPTED, None))
+    _, text, _ = made(tmp_path, 60)
+    assert any(re.match(r"\s*pp2 .*interrupted", line) for line in text.splitlines())
 
 
 def test_no_runs_is_a_sentence_and_an_exit_code(tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
 
+from tools.records.run import Status
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.report import ArgumentDifference, Report
 from tools.report.analyse.results import notes_of, other_attempts
@@ -203,8 +204,8 @@ def markdown_results(report: Report) -> Table[Entry]:
 
 def terminal_results(title: str, entries: Sequence[Entry], width: int) -> Table[Entry]:
     """Results of one model on one device, as many columns as fit."""
-    # Failed attempts are shown however narrow it is.
-    others = any(other_attempts(entry.configuration) for entry in entries)
+    # What did not end well is shown however narrow it is.
+    others = any(e.status != Status.OK or other_attempts(e.configuration) for e in entries)
     published = any(map(_published, entries))
     columns = (
         replace(c, rank=1) if others and c.name == "status" else c
