@@ -77,11 +77,8 @@ def show_list(console: Console) -> None:
     console.print(rich_table(mixtures.fitting(console.width)))
     console.print(rich_table(_strategies(), console.width))
     console.print("Targets: make train-<strategy>-<model>-<N>gpu or -<N>cpu, for example")
-    console.print(
-        "  make train-tp2-gpt2-tiny-2cpu    make train-tp2-gpt2-large-2gpu    "
-        "make train-ep2-moe-tiny-2cpu",
-        highlight=False,
-    )
+    for target in ("tp2-gpt2-tiny-2cpu", "tp2-gpt2-large-2gpu", "ep2-moe-tiny-2cpu"):
+        console.print(f"  make train-{target}", highlight=False)
 
 
 def _on_the_kits_data(models: Sequence[Model]) -> str:

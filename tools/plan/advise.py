@@ -28,7 +28,7 @@ from tools.plan.search import Candidate, Plan, Request, resized, search
 from tools.plan.show import plan_command
 from tools.plan.tensors import parameters_total
 from tools.spec.strategy import Parallelism, Sharding
-from tools.text.terminal import wide_console
+from tools.text.terminal import say, wide_console
 from tools.text.units import duration, gib, joined, plural
 
 INFERENCE = (
@@ -59,9 +59,12 @@ def advise(given: Namespace) -> int:
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for row in found.items():
-        table.add_row(*row)
-    wide_console(120).print(table)
+    command = plan_command(plan.request, plan.winner.spec)
+    for name, text in found.items():
+        table.add_row(name, text.removesuffix(f" {command}"))
+    console = wide_console(120)
+    console.print(table)
+    say(console, f"Train it: {command}")  # Whole, so that it can be copied.
     return 0
 
 
