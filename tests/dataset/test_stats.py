@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools.dataset.indexed import open_dataset
+from tools.dataset.indexed import DatasetError, open_dataset
 from tools.dataset.split import draws
 from tools.dataset.stats import label, measure, text_histogram
 
@@ -32,6 +32,19 @@ def test_counts_are_exact(prefix):
 def test_without_a_manifest_the_end_token_is_the_one_all_sequences_share(prefix):
     stats = measure(replace(open_dataset(prefix), manifest=None))
     assert (stats.eod, stats.eod_tokens, stats.text_bytes) == (50256, 3, None)
+
+
+def test_a_damaged_index_is_refused_in_one_sentence_wherever_the_damage_is(prefix):
+    path = prefix.with_name(prefix.name + ".idx")
+    prefix.with_name(prefix.name + ".manifest.json").unlink()
+    content, refused = path.read_bytes(), 0
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
+        try:
+            measure(open_dataset(prefix))
+        except DatasetError:
+            refused += 1
+    assert refused == len(content)
 
 
 def test_documents_of_many_sentences_are_measured_whole(tool, tmp_path, write_lines, monkeypatch):

@@ -70,6 +70,7 @@ def test_an_epsilon_is_named_where_it_is_not_megatrons_and_gelu_by_its_kind(tmp_
         ({**LLAMA, "mlp_bias": True}, "mlp_bias"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act"),
         ({**GPT2, "activation_function": "relu"}, "activation_function"),
+        ({**GPT2, "activation_function": {"name": "gelu"}}, "activation_function"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({**GPT2, "embd_pdrop": 0.2}, "embd_pdrop"),
         ({**LLAMA, "model_type": "mistral"}, "model_type 'mistral', whose weights"),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.dataset.indexed import Dataset, stretches
+from tools.dataset.indexed import Dataset, DatasetError, stretches
 from tools.dataset.split import Draw
-from tools.dataset.verify import common_end
+from tools.dataset.verify import common_end, structure_flaws
 from tools.text.units import plural
 
 LENGTH_BINS = 32
@@ -37,7 +37,13 @@ class Stats:
 
 
 def measure(dataset: Dataset) -> Stats:
-    """Read a data set once, in bounded memory."""
+    """Read a data set once, in bounded memory.
+
+    Raises:
+        DatasetError: Its sequences or documents do not follow one another.
+    """
+    if flaws := structure_flaws(dataset):
+        raise DatasetError(flaws[0])
     histogram = np.zeros(LENGTH_BINS + 1, dtype=np.int64)
     longest = 0
     for part in stretches(dataset.documents):

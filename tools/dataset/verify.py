@@ -51,6 +51,11 @@ def verify(prefix: Path, vocabulary: int | None = None) -> DatasetCheck:
     return DatasetCheck(tuple(problems), f"{how}. {counts}, {ids}.")
 
 
+def structure_flaws(dataset: Dataset) -> list[str]:
+    """Where its sequences and documents do not follow one another; no token is checked."""
+    return [*_check_pointers(dataset)] or [*_check_boundaries(dataset)]
+
+
 def common_end(dataset: Dataset) -> int | None:
     """The token that every sequence ends in: the end-of-document token, if there is one at all."""
     if not dataset.tokens:

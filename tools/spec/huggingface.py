@@ -217,7 +217,9 @@ def _gpt2(config: _Config) -> dict[str, object]:
         "--hidden-dropout": config.number("resid_pdrop", 0.1),
         "--attention-dropout": config.number("attn_pdrop", 0.1),
         "--untie-embeddings-and-output-weights": not config.values.get("tie_word_embeddings", True),
-        _ACTIVATIONS.get(config.values.get("activation_function", "gelu_new"), TANH_GELU): True,
+        _ACTIVATIONS.get(
+            str(config.values.get("activation_function", "gelu_new")), TANH_GELU
+        ): True,
         _EPSILON: _other_epsilon(config.number("layer_norm_epsilon", 1e-5)),
     }
 
@@ -355,7 +357,7 @@ def _inexact(config: _Config) -> Inexact:
 
 def _inexact_gpt2(config: _Config) -> Inexact:
     activation = config.values.get("activation_function", "gelu_new")
-    if activation not in _ACTIVATIONS:
+    if str(activation) not in _ACTIVATIONS:
         yield "activation_function", activation, " or ".join(_ACTIVATIONS)
     if config.values.get("resid_pdrop", 0.1) != config.values.get("embd_pdrop", 0.1):
         yield "embd_pdrop", config.values.get("embd_pdrop", 0.1), "resid_pdrop's value"

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 from dataclasses import replace
 from io import StringIO
@@ -128,6 +129,7 @@ def test_curves_come_from_tensorboard_where_the_log_has_none(tmp_path):
         for step in range(1, 5):
             writer.add_scalar("lm loss", 10.0 - step, step)
             writer.add_scalar("iteration-time", 0.1 * step, step)
+            writer.add_scalar("batch-size", (8, math.nan, math.inf, 1e30)[step - 1], step)
     run = load_folder(folder)
     assert [(i.iteration, i.lm_loss) for i in run.log.iterations] == [
         (1, 9),
@@ -136,6 +138,7 @@ def test_curves_come_from_tensorboard_where_the_log_has_none(tmp_path):
         (4, 6),
     ]
     assert run.log.iterations[3].elapsed_ms == pytest.approx(400.0)
+    assert [i.global_batch_size for i in run.log.iterations] == [8, None, None, None]
     assert any("TensorBoard" in note for note in run.notes)
 
 

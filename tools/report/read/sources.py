@@ -183,6 +183,10 @@ _TAGS = {
 }
 
 
+_MAX_SAMPLES = 2**53
+"""Of an iteration: from here on a float holds no counts."""
+
+
 def log_from_tensorboard(folder: Path, log: ScrapedLog) -> ScrapedLog:
     """The log, with iterations from event files where there are any."""
     if not any(folder.rglob("events.out.tfevents.*")):
@@ -190,6 +194,8 @@ def log_from_tensorboard(folder: Path, log: ScrapedLog) -> ScrapedLog:
     scalars, found = read_scalars(folder), defaultdict[int, dict[str, Any]](dict)
     for tag, field in _TAGS.items():
         for step, value in scalars.get(tag, {}).items():
+            if field == "global_batch_size" and not 0 < value < _MAX_SAMPLES:
+                continue
             found[step][field] = 1000 * value if field == "elapsed_ms" else value
     if not found:
         return log
