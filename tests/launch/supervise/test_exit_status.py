@@ -115,16 +115,30 @@ def test_inodes_that_are_used_up_are_a_cause_beside_bytes(
     )
 
 
+def test_on_a_full_disk_no_rank_is_blamed_for_calls_that_it_could_not_write(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _one_call_does_not_fit(folder)
+    monkeypatch.setattr(exit_status.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    status = exit_status.classify_exit(folder, 1, False)
+    assert (status.rank, status.reason[:25]) == (None, "No space was left on the ")
+
+
 def test_a_failed_run_names_the_rank_whose_call_did_not_fit(folder: Path) -> None:
+    stacks = _one_call_does_not_fit(folder)
+    status = exit_status.classify_exit(folder, 1, False)
+    assert (status.rank, "another size" in status.reason) == (1, True)
+    assert stacks.exists()
+
+
+def _one_call_does_not_fit(folder: Path) -> Path:
     job = four()
     job.call((0,), "1", done=False)
     job.call((1,), "1", size=8, done=False)
     stacks = job.write(folder / records.STACKS_FOLDER, without=(2,))
     said = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
     (folder / records.LOG_FILE).write_text(iteration_line(4) + "\n" + said)
-    status = exit_status.classify_exit(folder, 1, False)
-    assert (status.rank, "another size" in status.reason) == (1, True)
-    assert stacks.exists()
+    return stacks
 
 
 def test_a_rank_that_failed_by_itself_is_named_by_the_log(folder: Path) -> None:

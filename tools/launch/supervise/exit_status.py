@@ -99,16 +99,16 @@ def classify_exit(
         return replace(status, status=Status.CRASHED, reason=reason, rank=None)
     if status.status in (Status.OK, Status.INTERRUPTED):
         return status
-    found, kind = None, ""
+    found, kind, lacks = None, "", find_lack(folder)
     if NCCL_TIMEOUT in status.reason:
         found, kind = awaited(folder), records.HUNG
     elif exit_code:
         found = unfit_call(folder / records.STACKS_FOLDER, status.rank)
+        found = None if lacks else found  # On a full disk ranks leave no calls, or not all of them.
     if found:
         rank = found.culprits[0] if found.culprits else None
         return replace(status, reason=f"{kind}{found.sentence} {status.reason}", rank=rank)
     # What was full for a moment is blamed only for a log that could not say what happened.
-    lacks = find_lack(folder)
     if not lacks and lacked and first_error(scrape_log(folder / records.LOG_FILE)) is None:
         lacks = lacked
     if lacks:
