@@ -9,7 +9,8 @@ import pytest
 from tests.launch.fake_nvml import FakeNvml
 from tests.machines import FakeDocker
 from tools.cluster.checks.docker import check_container, check_engine
-from tools.cluster.checks.result import refusals
+from tools.cluster.checks.result import CommandOutput, refusals
+from tools.cluster.container import docker
 from tools.cluster.container.docker import bind, caller
 from tools.launch import runtime as runtime_module
 from tools.launch.compose import Launch
@@ -227,3 +228,21 @@ def test_a_checkout_of_the_host_is_refused_in_a_container(
     options = Options(runtime=RuntimeName.DOCKER, megatron_lm=tmp_path)
     with pytest.raises(LaunchError, match="image's own trains; unset it, or set RUNTIME=host"):
         choose_runtime(options, DeviceKind.GPU)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_gone"),
+    [
+        ("No such container: 1a", True),
+        ("removal of container 1a is already in progress", True),
+        ("Cannot connect to the Docker daemon", False),
+    ],
+)
+def test_a_container_that_the_engine_removes_itself_is_gone(
+    said: str, is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docker, "ask", lambda _: CommandOutput(1, "", f"Error: {said}"))
+    file = tmp_path / docker.CONTAINER_FILE
+    file.write_text("1a")
+    assert docker.remove_container(file) is is_gone
+    assert file.exists() is not is_gone

@@ -198,8 +198,9 @@ def remove_container(file: Path) -> bool:
     container = container_of(file)
     if container is not None:
         answer = ask(["docker", "rm", "--force", container])
-        # A client before 20.10 finds it strange that there is none.
-        if not answer.good and "No such container" not in answer.problem:
+        # A client before 20.10 finds it strange that there is none; with --rm the engine removes it too.
+        gone = ("No such container", "is already in progress")
+        if not answer.good and not any(said in answer.problem for said in gone):
             return False
     file.unlink(missing_ok=True)
     return True
