@@ -69,12 +69,7 @@ def execute(
         raise
     # A run that ended by itself gets the status of that, whatever is asked meanwhile.
     with deferred():
-        try:
-            return folder, _train_in(folder, launch, console, title, group)
-        except Interrupted:
-            status = records.read_status(folder)
-            console.print(exit_status.outcome(folder, status), highlight=False)
-            raise
+        return folder, _train_in(folder, launch, console, title, group)
 
 
 def run_ranks(
@@ -196,6 +191,8 @@ def _train_in(
                     f"{folder} could not be completed ({error.strerror}); the run ended "
                     f"'{status.status}'. Free some room before the next one."
                 ) from error
+            if interrupted:  # Else the caller says it.
+                console.print(exit_status.outcome(folder, status), highlight=False)
     return status
 
 

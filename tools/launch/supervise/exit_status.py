@@ -198,9 +198,11 @@ def outcome(folder: Path, status: StatusRecord) -> str:
     seconds = f"{status.wall_seconds:.0f} s" if status.wall_seconds is not None else "?"
     reason = f": {status.reason}" if status.status is not Status.OK and status.reason else ""
     line = f"{status.status} after {seconds}{reason} → {from_root(folder)}"
-    stored = find_checkpoints(folder / records.CHECKPOINTS_FOLDER)
-    saved = max((one.iteration for one in stored if one.is_finished), default=None)
-    if status.status is Status.OK or saved is None:
+    if status.status is Status.OK:
+        return line
+    stored = find_checkpoints(folder / records.CHECKPOINTS_FOLDER)  # Newest first.
+    saved = next((one.iteration for one in stored if one.is_finished), None)
+    if saved is None:
         return line
     return f"{line}\n'make resume RUN={from_root(folder)}' goes on from what was saved at {saved}."
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from tools.records.measurements import Phase
 from tools.report.analyse.time_shares import mean
 from tools.report.explain.predicted import CallComparison, Subject, find
-from tools.spec.run import Transport
 from tools.text.units import DASH, amount, count, joined
 
 _LARGEST = 3
@@ -60,12 +59,8 @@ def _sent(calls: Sequence[CallComparison]) -> str:
 
 def _over_nccl(subject: Subject) -> str:
     """What the same calls would send by NCCL's rings, where gloo sends a tenth more or less."""
-    record, spec = subject.run.ledgers.communication, subject.run.spec
-    if record is None or not record.ranks or spec is None or spec.transport is not Transport.GLOO:
-        return ""
-    rank = max(record.ranks, key=lambda found: found.wire_bytes)
-    rings = rank.wire_bytes_over(Transport.NCCL)
-    if abs(rank.wire_bytes - rings) <= 0.1 * rings:
+    sent, rings = subject.entry.sent_bytes, subject.entry.nccl_bytes
+    if sent is None or rings is None or abs(sent - rings) <= 0.1 * rings:
         return ""
     return f" By NCCL's rings it would send {amount(rings)}: gloo reduces and scatters by an all-reduce."
 
