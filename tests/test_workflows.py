@@ -58,8 +58,8 @@ def test_no_run_block_has_an_expression() -> None:
 
 
 def test_the_action_verifies_each_strategy(tmp_path: Path) -> None:
-    code, said, targets = _run_action(tmp_path, PROPER)
-    assert code == 0, said
+    code, output, targets = _run_action(tmp_path, PROPER)
+    assert code == 0, output
     assert targets == ["setup", "verify-tp2-gpt2-tiny-2cpu", "verify-dp2-zero1-gpt2-tiny-2cpu"]
 
 
@@ -83,9 +83,9 @@ def test_the_action_verifies_each_strategy(tmp_path: Path) -> None:
 def test_the_action_refuses_an_input_that_is_no_name_or_number(
     variable: str, text: str, tmp_path: Path
 ) -> None:
-    code, said, targets = _run_action(tmp_path, PROPER | {variable: text})
-    assert code == 2, said
-    assert said.startswith("::error::The input ")
-    assert said.count("\n") == 1
+    code, output, targets = _run_action(tmp_path, PROPER | {variable: text})
+    assert code == 2, output
+    assert output.startswith("::error::The input ")
+    assert output.count("\n") == 1
     assert targets == []
     assert not (tmp_path / "hit").exists()

@@ -28,6 +28,9 @@ from tools.spec.setting import SettingError
 from tools.spec.settings import RENAMED, SETTINGS
 
 HANDLED = [one for one in COMMANDS if one.handler]
+NAMED = [
+    command for command in HANDLED if "NAME" in {setting.name for setting in command.variables}
+]
 EVERYWHERE = {"given", "target", "options", "console", "arguments", "program"}
 
 
@@ -188,6 +191,32 @@ def test_a_name_that_a_shell_or_make_would_read_is_refused_behind_both_doors(
         refusals = capsys.readouterr().err.splitlines()
         assert len(refusals) == 2
         assert all(sentence in refusal for refusal in refusals)
+
+
+def test_the_commands_that_take_a_name_are_known() -> None:
+    assert {command.name for command in NAMED} == {
+        *("experiment", "import-hf", "import-recipe", "prepare-ds", "report", "sweep")
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/x", "..", "a/b", "-x", ".x", "a\nb", "a b", 102 * "a"]
+)
+@pytest.mark.parametrize("command", NAMED, ids=lambda command: command.name)
+def test_a_name_that_leads_to_another_folder_is_refused_by_every_command(
+    command: Command, name: str
+) -> None:
+    refusal = f"NAME={name} is not a plain name of letters, digits, '.', '_' and '-'."
+    with pytest.raises(SettingError, match=re.escape(refusal)):
+        given(command.name, {"NAME": name, "INPUT": "x.jsonl", "HF": "x", "FILE": "x"})
+    options = ["--", name] if command.name == "experiment" else [f"--name={name}"]
+    with pytest.raises(SettingError, match="is not a plain name of letters"):
+        of_words(command, options, "parakit")
+
+
+def test_a_plain_name_is_taken_as_it_is() -> None:
+    for name in ("x", "owt-10k", "gpt2_1.5B", "2026"):
+        assert given("prepare-ds", {"NAME": name, "INPUT": "x.jsonl"}).name == name
 
 
 def test_a_report_first_records_what_slurm_ended_where_the_runs_are(
