@@ -10,8 +10,11 @@ export PYTHONPATH := $(CURDIR)
 no_variables = $(if $(strip $(MAKEOVERRIDES)),$(error 'make $@' takes no variables; leave $(MAKEOVERRIDES) out))
 for_host = $(if $(KIT_IMAGE),$(error 'make $@' is for the host; the kit's image has what training and reports need alone))
 
+# The environment carries the target's name to the command: in the recipe's text the shell would run a name
+# such as 'list;ls'. Make takes 'list(x)' for a member of an archive, which $% names.
+%: export KIT_TARGET = $@$(if $%,($%))
 %: FORCE
-	@tools/setup.sh && $(VENV_PYTHON) -m tools.cli $@
+	@tools/setup.sh && $(VENV_PYTHON) -m tools.cli "$$KIT_TARGET"
 FORCE Makefile: ;
 
 help:

@@ -1,6 +1,7 @@
 """The table of commands, and the two doors that lead to them."""
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.given import given
+from tools.cli import parakit
 from tools.cli.commands import COMMANDS, Command
 from tools.cli.main import called, from_make, from_words
 from tools.cli.options import (
@@ -26,6 +28,9 @@ from tools.spec.setting import SettingError
 from tools.spec.settings import RENAMED, SETTINGS
 
 HANDLED = [one for one in COMMANDS if one.handler]
+NAMED = [
+    command for command in HANDLED if "NAME" in {setting.name for setting in command.variables}
+]
 EVERYWHERE = {"given", "target", "options", "console", "arguments", "program"}
 
 
@@ -140,6 +145,78 @@ def test_a_refusal_is_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture
     assert "did you mean 'verify-tp2-gpt2-tiny-2cpu'?" in capsys.readouterr().err
     assert from_make("trian-tp2-gpt2-tiny-2cpu") == 2
     assert "is not train-<strategy>-<model>-<N>gpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train-dp2-gpt2-tiny-2cpu;touch hit",
+        "train-dp2-gpt2-tiny-2cpu\ntouch hit",
+        "train-dp2-gpt2-tiny-2cpu(touch hit)",
+        "list' ; touch hit ; '",
+        'list" ; touch hit ; "',
+        "list`touch hit`",
+        "list$(touch hit).",
+        "list$(shell touch hit).",
+        "list$$(shell touch hit).",
+        "list hit",
+    ],
+)
+def test_make_runs_nothing_of_a_targets_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    ended = subprocess.run(
+        ("make", "--no-print-directory", name),
+        cwd=tmp_path,
+        # With KIT_IMAGE there is nothing to set up.
+        env={**os.environ, "KIT_IMAGE": "x", "KIT_PYTHON": sys.executable, "DRY_RUN": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    refusal, made = ended.stderr.split("\n", 1)
+    assert refusal.startswith("There is no target ")
+    assert made.startswith("make: *** ")  # Make's own line, which repeats the name.
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert not (tmp_path / "hit").exists()
+
+
+def test_a_name_that_a_shell_or_make_would_read_is_refused_behind_both_doors(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("os.execvp", lambda *_: pytest.fail("make was started"))
+    for name, sentence in (("x:=$(shell ls)", "no ':';"), ("-j", "is an option and no target;")):
+        assert from_make(name) == parakit.main(["make", name]) == 2
+        refusals = capsys.readouterr().err.splitlines()
+        assert len(refusals) == 2
+        assert all(sentence in refusal for refusal in refusals)
+
+
+def test_the_commands_that_take_a_name_are_known() -> None:
+    assert {command.name for command in NAMED} == {
+        *("experiment", "import-hf", "import-recipe", "prepare-ds", "report", "sweep")
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/x", "..", "a/b", "-x", ".x", "a\nb", "a b", 102 * "a"]
+)
+@pytest.mark.parametrize("command", NAMED, ids=lambda command: command.name)
+def test_a_name_that_leads_to_another_folder_is_refused_by_every_command(
+    command: Command, name: str
+) -> None:
+    refusal = f"NAME={name} is not a plain name of letters, digits, '.', '_' and '-'."
+    with pytest.raises(SettingError, match=re.escape(refusal)):
+        given(command.name, {"NAME": name, "INPUT": "x.jsonl", "HF": "x", "FILE": "x"})
+    options = ["--", name] if command.name == "experiment" else [f"--name={name}"]
+    with pytest.raises(SettingError, match="is not a plain name of letters"):
+        of_words(command, options, "parakit")
+
+
+def test_a_plain_name_is_taken_as_it_is() -> None:
+    for name in ("x", "owt-10k", "gpt2_1.5B", "2026"):
+        assert given("prepare-ds", {"NAME": name, "INPUT": "x.jsonl"}).name == name
 
 
 def test_a_report_first_records_what_slurm_ended_where_the_runs_are(

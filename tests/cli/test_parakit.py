@@ -109,6 +109,7 @@ def test_the_version_is_the_wheels(capsys: pytest.CaptureFixture[str]) -> None:
             ["-j", "SEED=2", "SEED=3"],
         ),
         (("resume", "runs/one", "--runs", "x"), ["RUN=runs/one", "RUNS=x"]),
+        (("resume", "runs/one", "--extra", "$(shell ls)"), ["EXTRA=$$(shell ls)"]),
     ],
 )
 def test_options_of_a_command_of_a_clone_are_makes_variables(

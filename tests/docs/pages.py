@@ -17,6 +17,7 @@ from tests.docs.predictions import (
     size_rows,
     size_sentence,
     size_table,
+    tensor_parallel_sentence,
 )
 from tests.docs.residuals import h200_tables, paper_table
 from tools.spec.files import ROOT
@@ -26,6 +27,7 @@ _WIDTH = 124
 
 def _of_the_guide() -> Iterator[str]:
     yield from predictions()
+    yield tensor_parallel_sentence()
     yield claims_table()
     rows = size_rows()
     yield from (size_table(rows), size_sentence(rows), *report_tables())

@@ -7,11 +7,14 @@ from functools import cache
 
 from examples.studies.zero import STUDY, Predicted, over_links, predict, scaling_table
 from tools.plan.advice import PLAIN, StrategyFamily, best_of_each_family, family_of
+from tools.plan.collectives.tensor import layer_collectives
 from tools.plan.options import PlanOptions
 from tools.plan.readings.neighbours import uncertainty
+from tools.plan.readings.published import h200_spec
 from tools.plan.search import Candidate, Request, search
 from tools.plan.ties import TIED
 from tools.plan.time.cluster import Cluster
+from tools.records.measurements import Operation, Phase
 from tools.spec.hardware import device_by_key, link_by_key
 from tools.spec.model import load_model
 from tools.spec.run import spec_of_model
@@ -49,6 +52,25 @@ def request_of(model: str, gpus: int, gpu: str, samples: int | None = None) -> R
     intra, inter = link_by_key(device.link), link_by_key(device.network)
     return Request(
         known, Cluster(device, gpus, min(gpus, device.domain), intra, inter), batch, template
+    )
+
+
+def tensor_parallel_sentence() -> str:
+    """Return how many all-reduces TP makes per layer and micro batch, and which of them are exposed."""
+    spec = h200_spec("tp2")
+    per_layer = {
+        (call.phase, call.hideable): call.calls // (spec.shape.layers * spec.microbatches)
+        for call in layer_collectives(spec)
+        if call.operation is Operation.ALL_REDUCE
+    }
+    forward, backward = per_layer.pop((Phase.FORWARD, False)), per_layer.pop((Phase.BACKWARD, True))
+    assert not per_layer
+    names = {2: "two", 4: "four"}
+    return (
+        f"TP makes {names[forward + backward]} all-reduces per layer and micro batch: the "
+        f"{names[forward]} of forward are exposed, and the {names[backward]} of backward are "
+        "overlapped with the products of the weights' gradients (*formula*, "
+        "`tools/plan/collectives/tensor.py`)."
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.docs.blind import BLIND, blind_groups
 from tests.docs.claims import Claim, judge, load_claims
 from tests.docs.pages import GUIDE, PAGES, PLANNER, placed, renewed
 from tests.docs.practitioners import practitioners_table
@@ -13,6 +14,10 @@ from tests.docs.predictions import SizeRow, request_of, size_sentence
 from tests.docs.rules import CASES, rules_table
 from tests.golden.commands_of_the_kit import check_golden
 from tools.plan.advise import INFERENCE
+from tools.plan.readings.published import h200_figures
+from tools.plan.readings.table import READINGS, read_rows
+from tools.spec.files import ROOT
+from tools.text.units import MIB
 
 _SAYS_WHAT_IT_IS_ABOUT = {"about", "layout", "model", "gpus", "part", "caution"} | {
     "data_parallel"  # Has a test of its own below; without it the strategy has no number of GPUs.
@@ -50,6 +55,58 @@ def test_a_text_takes_the_place_of_the_one_that_begins_alike() -> None:
     )
     with pytest.raises(LookupError, match="0 texts begin with 'Case two'"):
         placed(page, "Case two: 2 s.")
+
+
+def test_memory_of_the_published_runs_is_stated_in_mib_and_converted_to_gb() -> None:
+    def both(mib: int) -> str:
+        return f"{mib:,} MiB ({mib * MIB / 1e9:.1f} GB)"
+
+    published = {figure.strategy: figure.device_memory_mib for figure in h200_figures()}
+    guide = " ".join(GUIDE.read_text(encoding="utf-8").split())
+    sp2, dp2 = (both(max(published[strategy])) for strategy in ("sp2", "dp2"))
+    assert f"SP 2 needs {sp2} per device where DP 2 needs {dp2} (" in guide
+    lab_guide = (ROOT / "examples" / "gpt3" / "README.md").read_text(encoding="utf-8")
+    baseline = max(published["baseline"])
+    converted = f"{baseline:,} MiB are {baseline * MIB / 1e9:.1f} GB"
+    assert converted in " ".join(lab_guide.split())
+    header = next(line for line in lab_guide.splitlines() if line.startswith("| target |"))
+    assert header.split(" | ")[4] == "MiB a GPU"
+    for strategy, memories in published.items():
+        row = next(line for line in lab_guide.splitlines() if f"`train-{strategy}-gpt2-l" in line)
+        assert row.split(" | ")[4].split(" / ")[0] == f"{memories[0]:,}"
+
+
+def test_the_planners_readme_states_the_errors_of_blind_rows() -> None:
+    readme = (ROOT / "tools" / "plan" / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("| kind of run, held out by source |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split(" |")] for line in table.splitlines()[2:]]
+    stated = {cells[0].removeprefix("| "): cells[-2] for cells in rows if cells[-2]}
+    groups = blind_groups()
+    errors = {kind: f"{group.figures['mean_abs_error']:.1%}" for kind, group in groups.items()}
+    sentences = " ".join(readme.split())
+    for kind, description in (
+        ("packed documents", "one packed fine-tuning run"),
+        ("GeForce RTX 4090", "one run on RTX 4090"),
+        ("peak memory", "three peak memories"),
+    ):
+        assert f"{description} ({errors.pop(kind)})" in sentences
+    assert stated == {
+        kind: f"{error} ({groups[kind].readings} rows)" for kind, error in errors.items()
+    }
+    predicted = sum(group.readings for group in groups.values())
+    assert (
+        f"{len(read_rows(BLIND)[1])} rows of other sources, of which {predicted} are" in sentences
+    )
+
+
+def test_no_blind_row_is_among_those_that_are_fitted() -> None:
+    columns = ("url_or_path", "model", "gpu", "gpus", "metric", "value")
+    fitted, blind = (
+        {tuple(row[column] for column in columns) for _, row in read_rows(path)[1]}
+        for path in (READINGS, BLIND)
+    )
+    assert len(blind) == 31
+    assert not blind & fitted
 
 
 def row(plain_seconds: float, split_seconds: float) -> SizeRow:

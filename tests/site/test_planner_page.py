@@ -8,22 +8,50 @@ import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.chromium import chromium, needs_chromium
 from tests.patience import OF_A_RUN
 from tools.site import in_browser
 from tools.site.drawing.figure import asked, figure
-from tools.site.planner_page import build
+from tools.site.planner_page import TEMPLATES, build, pack_kit
 from tools.spec.files import ROOT
 from tools.spec.model import model_names
 
+IN_THE_BROWSER = """
+import json, sys
+folder, calls = sys.argv[1], json.loads(sys.argv[2])
+for module in ("curses", "dbm", "grp", "pwd", "readline", "resource", "syslog", "tkinter"):
+    sys.modules[module] = None
+sys.path.insert(0, folder)
+from tools.site import in_browser
+assert in_browser.__file__.startswith(folder), in_browser.__file__
+print(json.dumps([json.loads(getattr(in_browser, name)(*options)) for name, *options in calls]))
+"""
+"""A program that does what worker.js does, without standard modules that Pyodide lacks."""
 QUESTION = {"model": "gpt2-large", "gpus": "2", "gpu": "h200", "global-batch": "64"}
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
 ANSWERED = """<img src="/wait" alt=""><script>
 new MutationObserver(() => {
   const said = document.getElementById("state").textContent;
@@ -52,28 +80,44 @@ def test_the_answer_is_the_command_lines_and_a_refusal_is_its_sentence() -> None
 
 
 def test_a_pasted_config_is_planned_under_the_name_of_its_place() -> None:
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 16,
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 8192,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
     words = ["--gpus", "2", "--gpu", "h200"]
-    answer = json.loads(in_browser.plan(words, json.dumps(config)))
+    answer = json.loads(in_browser.plan(words, json.dumps(CONFIG)))
     assert answer["err"] == ""
     assert json.loads(answer["out"])["model"] == "mine"
     refused = json.loads(in_browser.plan(words, '{"model_type": "mamba9"}'))
     assert refused["code"] == 2
     assert "'mamba9'" in refused["err"]
+
+
+def test_what_the_page_loads_plans_and_draws_without_the_repository(tmp_path: Path) -> None:
+    archives = re.findall(r'\["(\w+\.zip)", "\w+"\]', (TEMPLATES / "worker.js").read_text())
+    assert archives == ["kit.zip", "msgspec.zip"]
+    pack_kit(tmp_path / "kit.zip")
+    loaded = tmp_path / "loaded"
+    with zipfile.ZipFile(tmp_path / "kit.zip") as packed:
+        packed.extractall(loaded)
+    # The second archive holds msgspec for WebAssembly; the environment's build takes its place here.
+    (loaded / "msgspec").symlink_to(Path(msgspec.__file__).parent, target_is_directory=True)
+    question = [part for name, value in QUESTION.items() for part in (f"--{name}", value)]
+    calls = (
+        ("choices",),
+        ("plan", question),
+        ("plan", ["--gpus", "2", "--gpu", "h200"], json.dumps(CONFIG)),
+        ("draw", "gpt2-large", "vpp2dp2", "h200", "", "8", "128"),
+    )
+    # -I and -S leave out this folder, the environment's variables and all its packages.
+    clean_python = (sys.executable, "-I", "-S", "-c", IN_THE_BROWSER)
+    ended = subprocess.run(
+        (*clean_python, str(loaded), json.dumps(calls)),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    answers = json.loads(ended.stdout)
+    assert json.loads(answers[1]["out"]) == _command_line(question)
+    assert answers == [json.loads(getattr(in_browser, name)(*options)) for name, *options in calls]
 
 
 class _Page(SimpleHTTPRequestHandler):

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from tools.cli.commands import COMMANDS, Command
-from tools.cli.options import find_command, function_of, of_make, of_words
+from tools.cli.options import check_target_name, find_command, function_of, of_make, of_words
 from tools.cluster.checks.result import image_tag
 from tools.spec.setting import SettingError
 from tools.text.terminal import say
@@ -31,6 +31,7 @@ def from_make(name: str, words: Sequence[str] = ()) -> int:
     from tools.launch.supervise.interruption import Interrupted, interruptible
 
     def run() -> int:
+        check_target_name(name)
         command = find_command(name)
         if command is None or not command.handler:
             _refuse_misspelt(name)

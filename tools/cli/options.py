@@ -23,6 +23,23 @@ _NEVER_IGNORED = {
 """Variables that a command which does not use them refuses, also from the environment alone."""
 
 
+def check_target_name(name: str) -> None:
+    """Refuse a target's name that make or a shell could take for more than a name.
+
+    Raises:
+        SettingError: It has another character, or begins with a dash, as an option does.
+    """
+    if strange := re.sub(r"[\w.+-]", "", name):
+        raise SettingError(
+            f"There is no target {name!r}: a target's name has letters, digits, '.', '_', '+' and '-' "
+            f"alone, and no {strange[0]!r}; 'make help-all' lists the targets."
+        )
+    if name.startswith("-"):
+        raise SettingError(
+            f"'{name}' is an option and no target; 'make help-all' lists the targets."
+        )
+
+
 def find_command(name: str) -> Command | None:
     """The command of a target's name; None if there is none."""
     return next((one for one in COMMANDS if fnmatchcase(name, one.name)), None)

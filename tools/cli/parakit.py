@@ -119,11 +119,15 @@ def _make(name: str, words: list[str]) -> int:
         if not words:
             raise ValueError(f"Name what, for example: parakit {name} {_EXAMPLES[name]}")
         pattern, words = pattern.format(words[0]), words[1:]
-    from tools.cli.options import find_command, variable_words
+    from tools.cli.options import check_target_name, find_command, variable_words
 
+    check_target_name(pattern)
     if (found := find_command(pattern)) is not None:
         words = variable_words(words, found)
-    command = ("make", "--no-print-directory", "-C", str(clone), pattern, *words)
+    assignments = (
+        word.replace("$", "$$") for word in words
+    )  # Make would expand a single dollar sign.
+    command = ("make", "--no-print-directory", "-C", str(clone), pattern, *assignments)
     sys.stdout.flush()
     try:
         os.execvp(command[0], command)

@@ -106,8 +106,12 @@ def import_recipe(file: str, name: str | None, gpus: int | None, console: Consol
     """
     path = Path(file.partition(":")[0])
     name = name or model_name(
-        path.parent.name if path.stem == Path(RECIPE_FILE).stem else path.stem
+        path.resolve().parent.name if path.stem == Path(RECIPE_FILE).stem else path.stem
     )
+    if not name:
+        raise LaunchError(
+            f"{file} gives no name of letters or digits to the model; give NAME=my-model."
+        )
     if name != model_name(name):
         raise LaunchError(f"NAME={name} is no model's name; use {model_name(name)}.")
     reading = reading_of_fields(bridge.read_recipe(file))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,14 +24,13 @@ from tools.report.canvas import can_draw
 from tools.report.read.printed import device_named
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.report.render.files import print_report, write_report
-from tools.spec.files import from_root
+from tools.spec.files import from_root, is_plain_name
 from tools.spec.hardware import Device
 from tools.spec.published import load_published
 from tools.text.terminal import say
 from tools.text.units import plural
 
 EXIT_UNDECIDED = 3
-_NAME = re.compile(r"[\w][\w.-]{0,100}\Z")
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def build(options: BuildOptions, console: Console) -> int:
         or a baseline or folder that cannot be used; 3 if a strict comparison left a time undecided.
     """
     name = options.name or utc_stamp()
-    if not _NAME.match(name) or name == "latest":
+    if not is_plain_name(name) or name == "latest":
         console.print(f"'{name}' cannot name a report; use letters, digits, '.', '_' and '-'.")
         return 2
     try:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from importlib.resources import files
 from pathlib import Path
@@ -29,16 +30,9 @@ RUNTIME = (
     "pyodide-lock.json",
     "python_stdlib.zip",
 )
-KIT = (
-    "tools/__init__.py",
-    "tools/cli",
-    "tools/plan",
-    "tools/spec",
-    "tools/records",
-    "tools/text",
-    "tools/site",
-)
-DATA = ("examples/gpt3", "examples/moe")
+LEFT_OUT = (".md", ".svg", ".pyc")
+"""Suffixes of the kit's files that no program reads: its pages, their pictures and Python's caches."""
+
 PURE = ("yaml", "rich")
 """Packages of the environment of which the Python files alone suffice."""
 
@@ -70,7 +64,7 @@ def build(folder: Path) -> None:
                 (folder / name).write_bytes(member.read())
         (compiled,) = Path(work).glob("msgspec-*.whl")
         shutil.copyfile(compiled, folder / "msgspec.zip")
-    _pack_kit(folder / "kit.zip")
+    pack_kit(folder / "kit.zip")
     for name in MADE:
         shutil.copyfile(TEMPLATES / name, folder / name)
     shutil.copyfile(ROOT / "tools/text/house.css", folder / "house.css")
@@ -88,17 +82,24 @@ def _fetch(command: tuple[str, ...], folder: Path) -> None:
         ) from None
 
 
-def _pack_kit(path: Path) -> None:
+def pack_kit(path: Path) -> None:
+    """Write `kit.zip`: the kit's packages, whole as in its wheel, and the Python files of PURE."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
-        for place in (*KIT, *DATA):
-            found = ROOT / place
-            for file in [found] if found.is_file() else sorted(found.rglob("*")):
-                if file.suffix in (".py", ".yaml", ".args", ".csv", ".gz", ".json"):
+        for folder in _wheel_folders():
+            for file in sorted((ROOT / folder).rglob("*")):
+                if file.is_file() and file.suffix not in LEFT_OUT:
                     packed.write(file, file.relative_to(ROOT))
         for name in PURE:
             package = Path(str(files(name)))
             for file in sorted(package.rglob("*.py")):
                 packed.write(file, file.relative_to(package.parent))
+
+
+def _wheel_folders() -> list[str]:
+    """Return the folders that pyproject.toml puts into the wheel: all packages of the kit."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    return [source for source in included if (ROOT / source).is_dir()]
 
 
 if __name__ == "__main__":

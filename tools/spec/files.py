@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import re
 import shlex
 import zlib
 from collections.abc import Iterable, Iterator
@@ -32,6 +33,14 @@ def from_root(path: Path) -> str:
     """A path as the ranks see it: relative to the repository root where it lies inside."""
     resolved = path.resolve()
     return str(resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else resolved)
+
+
+def is_plain_name(text: str) -> bool:
+    """Return True if a text can name a file or folder: letters, digits, '.', '_' and '-', at most 101.
+
+    A name that begins with a dot or a dash, and one with a slash, gives False.
+    """
+    return re.fullmatch(r"\w[\w.-]{0,100}", text) is not None
 
 
 def read_args_file(path: Path) -> tuple[str, ...]:

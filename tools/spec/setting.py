@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.spec import settings
-from tools.spec.files import ROOT
+from tools.spec.files import ROOT, is_plain_name
 from tools.spec.recompute import Recompute
 from tools.spec.run import Backend, OptimizerName, RuntimeName
 from tools.spec.settings import RENAMED, Setting
@@ -111,6 +111,12 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(shlex.split(text))
 
 
+def _plain_name(text: str) -> str:
+    if not is_plain_name(text):
+        raise ValueError(text)
+    return text
+
+
 def _picture(text: str) -> Path:
     path = Path(text)
     if path.is_dir():
@@ -172,6 +178,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     settings.PATH: Path,
     settings.FOLDER: Path,
     settings.CHECKOUT: _checkout,
+    settings.PLAIN_NAME: _plain_name,
     "a file to write": _picture,
     "a prefix": _prefix,
     settings.OPTIMIZER.kind: OptimizerName,

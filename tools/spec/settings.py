@@ -9,6 +9,8 @@ from typing import NamedTuple
 NUMBER, SWITCH, TEXT = "a whole number above 0", "0 or 1", "a text"
 WORDS, PATH, FOLDER = "flags with closed quotes", "a file", "a folder"
 CHECKOUT = "a folder with pretrain_gpt.py"
+PLAIN_NAME = "a plain name of letters, digits, '.', '_' and '-'"
+"""The kind of a name that becomes a file's or a folder's: it leads to no other folder."""
 
 
 class Setting(NamedTuple):
@@ -222,7 +224,7 @@ FILE = Setting("FILE", TEXT, "recipe.py, recipe.py:function or Bridge's YAML")
 
 # After a run, and data.
 LOGS = Setting("LOGS", "words", "training logs, wherever made; repeats as tp2=1.log,2.log", ())
-NAME = Setting("NAME", TEXT, "name of the report or sweep")
+NAME = Setting("NAME", PLAIN_NAME, "name of the report or sweep")
 BASELINE = Setting("BASELINE", TEXT, "an earlier report to compare with")
 DEVICE = Setting("DEVICE", TEXT, "GPU that the logs were made on, such as h100")
 STRICT = Setting(

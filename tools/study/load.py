@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
@@ -42,7 +41,6 @@ AXES = {"MODELS": "model", "DEVICES": "devices", "STRATEGIES": "strategy", "BACK
 
 _NEAR = 0.8
 """Likeness of a mistyped name: `siz` and `size` have 0.86."""
-_NAME = re.compile(r"\w[\w.-]*")
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,8 +91,6 @@ def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experime
         LaunchError: A word is no model, strategy, backend or number of devices, or the name is nearly a
             file's; it is named.
     """
-    if not _NAME.fullmatch(name):
-        raise LaunchError(f"NAME: {name} is not a folder's name.")
     names = [path.stem for path in FOLDER.glob("*.yaml")]
     own = experiment_file(name) if name in names else None
     near = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)

@@ -49,6 +49,12 @@ def test_a_recipe_becomes_a_model_and_the_target_that_trains_it(
     assert not [line for line in written if "parallel" in line or "data-path" in line]
 
 
+def test_a_file_whose_name_names_no_model_is_refused(fields: Fields, kit: Path) -> None:
+    with pytest.raises(LaunchError, match=r"___\.yaml gives no name .* give NAME=my-model"):
+        import_recipe(str(write(kit / "___.yaml", fields)), None, None, Console())
+    assert not list(kit.glob("examples/*/models/.args"))
+
+
 def test_warmup_in_iterations_replaces_the_familys_fraction(fields: Fields, kit: Path) -> None:
     changed = fields | {"scheduler.lr_warmup_fraction": None, "scheduler.lr_warmup_iters": 4300}
     import_recipe(str(write(kit / "r.yaml", changed)), "mine", None, Console())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from tools.convert.hf.progress import ConversionError, Work, check_room
 from tools.convert.hf.tensor_files import TensorFolder
 from tools.records.io import made_whole, write_record
 from tools.records.torch_dist import EMBEDDING, VOCABULARY
-from tools.spec.files import args_text, from_root
+from tools.spec.files import args_text, from_root, is_plain_name
 from tools.spec.flags import merge_flags
 from tools.spec.huggingface import exact_flags, read_config
 from tools.spec.model import (
@@ -183,7 +182,7 @@ def read_import(folder: Path) -> ImportRecord:
 
 
 def _check_name(name: str, target: Path, hub: Path) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+    if not is_plain_name(name):
         raise ConversionError(f"NAME={name} is no model's name; use letters, digits, '.' and '-'.")
     if target.exists():
         raise ConversionError(

@@ -1,0 +1,41 @@
+"""Errors of measurements that were predicted before they could influence any choice, by kind of run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from tools.plan.readings.residual import Residual, residuals
+from tools.plan.readings.summary import MEMORY, ErrorGroup, kind_of
+from tools.plan.readings.table import read_readings
+from tools.spec.files import ROOT
+
+BLIND = ROOT / "tools" / "plan" / "readings" / "blind" / "2026-11-28.csv"
+"""Nothing is fitted to these rows, and 'make validate' reads them where READINGS= names the file."""
+
+
+def blind_groups() -> dict[str, ErrorGroup]:
+    """Return the errors by kind; kinds of the table in the planner's README have its names."""
+    found = residuals(*read_readings(BLIND))
+    members: dict[str, list[Residual]] = defaultdict(list)
+    for item in found.predicted:
+        members[_kind(item)].append(item)
+    return {kind: _group(kind, items) for kind, items in members.items()}
+
+
+def _group(kind: str, items: Iterable[Residual]) -> ErrorGroup:
+    errors = tuple(item.error for item in items)
+    return ErrorGroup(kind, "", len(errors), errors)
+
+
+def _kind(item: Residual) -> str:
+    reading, spec, device = item.reading, item.expressed.spec, item.expressed.cluster.device
+    if kind_of(reading.metric) == MEMORY:
+        return "peak memory"
+    if "packed" in reading.notes:
+        return "packed documents"
+    if reading.source.startswith("NVIDIA/NeMo MLPerf"):
+        return "MLPerf, dense"
+    if device.generation == "hopper":
+        return "MoE, H100" if spec.shape.experts else "H100 BF16 recipes"
+    return "B200, GB200 dense" if "B200" in device.name else device.name
