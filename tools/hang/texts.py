@@ -41,7 +41,9 @@ def is_stacks(text: str) -> bool:
 def read_stacks(text: str) -> tuple[Frame, ...]:
     """The main thread's frames, innermost first; empty if there is none.
 
-    faulthandler writes the main thread last, py-spy (text or JSON) calls it MainThread.
+    faulthandler writes the main thread last, py-spy (text or JSON) calls it MainThread. py-spy's text
+    leaves out the folder that Python imported from, so its paths get a leading slash here: packages are
+    then recognised as `/torch/` and `/megatron/` wherever they lie.
     """
     threads: list[tuple[str, list[Frame]]] = []
     if text[:1] == "[":
@@ -53,7 +55,9 @@ def read_stacks(text: str) -> tuple[Frame, ...]:
             if _THREAD.match(line):
                 threads.append((line, []))
             elif threads and (found := _FAULTHANDLER.match(line) or _PY_SPY.match(line)):
-                threads[-1][1].append(Frame(found["function"], found["file"], int(found["line"])))
+                file = found["file"]
+                path = file if file.startswith(("/", "<")) else f"/{file}"
+                threads[-1][1].append(Frame(found["function"], path, int(found["line"])))
         threads = [one for one in threads if one[1]]
     named = (frames for title, frames in threads if "MainThread" in title)
     return tuple(next(named, threads[-1][1] if threads else ()))
