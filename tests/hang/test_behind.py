@@ -41,15 +41,15 @@ def test_a_rank_whose_device_failed_in_calls_that_its_peers_completed_is_named(
     # The host of rank 1 came no further, and its peers wait for its next calls.
     job.call((0,), "1", done=False)
     job.call((3,), "4", done=False)
-    found = judge_job(job, tmp_path)
-    assert (found.culprits, found.suspects, found.kind) == ((1,), (), NOT_COMPLETED_HERE)
-    assert found.waiting == (0, 3)
-    assert found.sentence.startswith(
+    verdict = judge_job(job, tmp_path)
+    assert (verdict.culprits, verdict.suspects, verdict.kind) == ((1,), (), NOT_COMPLETED_HERE)
+    assert verdict.waiting == (0, 3)
+    assert verdict.sentence.startswith(
         "Rank 1 (dp 0, tp 1) entered all_reduce no. 13 of its tensor-parallel group, which rank 0 "
         "completed and it did not"
     )
-    assert "it is 4 calls in 2 groups behind" in found.sentence
-    assert "CUDA error" in found.next_step
+    assert "it is 4 calls in 2 groups behind" in verdict.sentence
+    assert "CUDA error" in verdict.next_step
 
 
 def test_two_devices_that_failed_are_both_named_though_one_host_went_on(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_two_devices_that_failed_are_both_named_though_one_host_went_on(tmp_path
     # Rank 3 itself waits for rank 1.
     job.call((3,), "4", done=False)
     job.call((0,), "1", done=False)
-    found = judge_job(job, tmp_path)
-    assert (found.culprits, found.kind) == ((1, 3), NOT_COMPLETED_HERE)
+    verdict = judge_job(job, tmp_path)
+    assert (verdict.culprits, verdict.kind) == ((1, 3), NOT_COMPLETED_HERE)
 
 
 def test_a_rank_that_never_came_to_another_call_is_named_as_well(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_a_rank_that_never_came_to_another_call_is_named_as_well(tmp_path: Path)
     for _ in range(2):
         call_without_device(job, (0, 1), "1", broken=[1])
     job.call((2,), "2", done=False)
-    found = judge_job(job, tmp_path)
-    assert (found.culprits, found.kind) == ((1, 3), "two roots")
+    verdict = judge_job(job, tmp_path)
+    assert (verdict.culprits, verdict.kind) == ((1, 3), "two roots")
 
 
 @pytest.mark.parametrize(
@@ -93,5 +93,5 @@ def test_a_rank_that_is_behind_for_another_reason_is_not_accused(
     for _ in range(num_calls):
         call_without_device(job, (0, 1), "1", broken=[1], operation=operation)
     job.call((0, 1), "1", done=False)
-    found = judge_job(job, tmp_path)
-    assert (found.culprits, found.suspects) == ((), (0, 1))
+    verdict = judge_job(job, tmp_path)
+    assert (verdict.culprits, verdict.suspects) == ((), (0, 1))

@@ -68,8 +68,8 @@ Thread 27525 (idle): "pin_memory"
 def test_the_rank_that_loads_data_is_named_by_the_default_output_of_py_spy(tmp_path: Path) -> None:
     for rank, text in enumerate((IN_ALL_REDUCE, IN_BARRIER, IN_DATA_LOADING)):
         (tmp_path / f"rank{rank}.txt").write_text(text)
-    found = judge(gather([tmp_path]))
-    assert (found.culprits, found.waiting, found.module) == ((2,), (0, 1), "data loading")
+    verdict = judge(gather([tmp_path]))
+    assert (verdict.culprits, verdict.waiting, verdict.module) == ((2,), (0, 1), "data loading")
 
 
 def test_paths_without_their_folder_are_torchs_and_megatrons() -> None:
