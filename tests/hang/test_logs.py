@@ -1,9 +1,11 @@
 """What torch writes into logs about calls that hang, in the words of its versions since 1.12."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from tools.hang.command import why_hang
 from tools.hang.evidence import Progress
 from tools.hang.gather import gather
 from tools.hang.texts import TimedOut, read_watchdog
@@ -141,3 +143,43 @@ def test_a_mismatch_that_torch_found_says_both_calls(tmp_path: Path, number: str
     assert (verdict.culprits, verdict.suspects) == ((), (0, 2))
     assert "Rank 0 called all_reduce of [4] Float" in verdict.sentence
     assert "where rank 2 called broadcast of [8, 2] Float: another operation" in verdict.sentence
+
+
+def test_an_answer_without_a_name_says_who_waits_in_what_and_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.log").write_text(
+        f"[E] [Rank 1] {CAUGHT}OpType=ALLREDUCE, {TIMED_OUT}\n"
+        f"[E] [Rank 3] {CAUGHT}SeqNum=7, OpType=BROADCAST, {TIMED_OUT}\n"
+    )
+    assert why_hang([str(tmp_path)], json=True) == 1
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert (found["culprits"], found["waiting"]) == ([], [1, 3])
+    assert "Rank 1 is in all_reduce of the group unknown to rank 1" in found["sentence"]
+    assert "rank 3 is in broadcast no. 7 of the group unknown to rank 3" in found["sentence"]
+    assert "counts ranks within each group" in printed.err
+
+
+def test_stacks_that_all_wait_say_where_and_which_rank_left_nothing(tmp_path: Path) -> None:
+    stack = (
+        'Thread 1 (idle): "MainThread"\n    {} (torch/distributed/distributed_c10d.py:9)\n    {}\n'
+    )
+    training = "train_step (megatron/training/training.py:1234)"
+    (tmp_path / "rank0.txt").write_text(stack.format("all_reduce", training))
+    (tmp_path / "rank1.txt").write_text(stack.format("all_reduce", training))
+    (tmp_path / "rank2.txt").write_text(stack.format("barrier", training))
+    verdict = judge(gather([tmp_path]))
+    assert why_hang([str(tmp_path)]) == 1
+    place = "called in the training step, training.py:1234 in train_step"
+    assert f"Ranks 0 and 1 are in all_reduce, {place}; rank 2 is in barrier, {place}." in (
+        verdict.sentence
+    )
+
+
+def test_a_job_at_work_names_nobody_and_exits_with_1(tmp_path: Path) -> None:
+    stack = 'Thread 1 (active): "MainThread"\n    f (megatron/training/training.py:9)\n'
+    for rank in (0, 1):
+        (tmp_path / f"rank{rank}.txt").write_text(stack)
+    assert why_hang([str(tmp_path)]) == 1
+    assert "Ranks 0 and 1 are in training.py:9 in f." in judge(gather([tmp_path])).sentence

@@ -13,7 +13,14 @@ from tools.hang.location import place_of_a_call, place_of_departure, place_of_ra
 from tools.hang.order import Departure, Mismatch, are_usual, find_departure, find_mismatch
 from tools.hang.place import EXCHANGE, Place, place_of, place_of_call
 from tools.hang.waits import Wait, Waits, find_waits, is_in_collective
-from tools.hang.wording import described, listed, ranks_of, where_of, who_waits
+from tools.hang.wording import (
+    describe_ranks,
+    described,
+    listed,
+    ranks_of,
+    where_of,
+    who_waits,
+)
 from tools.text.units import plural
 
 QUIET_SECONDS = 5.0
@@ -106,7 +113,7 @@ def _of_misfit(waits: Waits) -> Verdict:
     others = evidence.everybody - {*silent}
     if len(silent) != 1 or not are_usual(evidence, others):
         text = "Ranks were ended by a failure, and what is here does not say whose call it was."
-        return Verdict(Outcome.UNDECIDED, text)
+        return Verdict(Outcome.UNDECIDED, f"{text} {describe_ranks(evidence)}".strip())
     text = f"{evidence.name(silent[0])} left no calls, and those of all others are the usual ones."
     last = [evidence.of(rank).calls[-1] for rank in others]
     met = [call for call in last if silent[0] in evidence.groups[call.group].ranks]
@@ -226,7 +233,7 @@ def _at_work(waits: Waits) -> Verdict | None:
         if numbers <= len(evidence.groups):
             return Verdict(Outcome.NONE, "Nobody hangs: every recorded call was completed.")
     text = "No rank is in a call that is not done; what is here does not show a hang."
-    return Verdict(Outcome.UNDECIDED, text)
+    return Verdict(Outcome.UNDECIDED, f"{text} {describe_ranks(evidence)}".strip())
 
 
 def _of_roots(waits: Waits, roots: Sequence[int]) -> Verdict:
@@ -372,6 +379,7 @@ def _without_roots(waits: Waits) -> Verdict:
         text = f"{evidence.name(apart[0])} is in {place}; all other ranks wait in a collective."
         return _verdict(waits, (), apart, Kind.NEVER_ENTERED, text)
     text = "Ranks wait in calls, and what is here does not say for whom."
+    text = f"{text} {describe_ranks(evidence)}"
     return _verdict(waits, apart, (), None, text)
 
 
