@@ -112,16 +112,16 @@ def test_a_log_that_is_named_after_a_rank_is_of_that_rank(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("words", "culprits", "suspects"),
+    ("report", "culprits", "suspects"),
     [
         ("Rank 3 failed to pass monitoredBarrier in 2000 ms", (3,), ()),
         ("Ranks 2, 3 failed to pass monitoredBarrier in 2000 ms", (), (2, 3)),
     ],
 )
 def test_ranks_that_never_came_to_a_monitored_barrier_are_said(
-    tmp_path: Path, words: str, culprits: tuple[int, ...], suspects: tuple[int, ...]
+    tmp_path: Path, report: str, culprits: tuple[int, ...], suspects: tuple[int, ...]
 ) -> None:
-    verdict = judge_log(tmp_path, f"[rank0]: RuntimeError: [Rank 0]: {words}")
+    verdict = judge_log(tmp_path, f"[rank0]: RuntimeError: [Rank 0]: {report}")
     assert (verdict.culprits, verdict.suspects, verdict.waiting) == (culprits, suspects, (0,))
 
 
@@ -145,6 +145,19 @@ def test_a_mismatch_that_torch_found_says_both_calls(tmp_path: Path, number: str
     assert "where rank 2 called broadcast of [8, 2] Float: another operation" in verdict.sentence
 
 
+def test_calls_of_two_numbers_that_torch_compared_accuse_nobody(tmp_path: Path) -> None:
+    verdict = judge_log(
+        tmp_path,
+        "[rank3]: RuntimeError: Detected mismatch between collectives on ranks. Rank 3 is running "
+        "collective: CollectiveFingerPrint(SequenceNumber=18, OpType=ALLREDUCE, TensorShape=[4], "
+        "TensorDtypes=Float), but Rank 0 is running collective: CollectiveFingerPrint("
+        "SequenceNumber=22, OpType=ALLREDUCE, TensorShape=[4], TensorDtypes=Float).",
+    )
+    assert verdict.culprits == ()
+    assert "Rank 0 is in all_reduce no. 22 of the group that torch compared" in verdict.sentence
+    assert "rank 3 is in all_reduce no. 18" in verdict.sentence
+
+
 def test_an_answer_without_a_name_says_who_waits_in_what_and_exits_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,11 +167,11 @@ def test_an_answer_without_a_name_says_who_waits_in_what_and_exits_with_1(
     )
     assert why_hang([str(tmp_path)], json=True) == 1
     printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert (found["culprits"], found["waiting"]) == ([], [1, 3])
-    assert "Rank 1 is in all_reduce of the group unknown to rank 1" in found["sentence"]
-    assert "rank 3 is in broadcast no. 7 of the group unknown to rank 3" in found["sentence"]
-    assert "counts ranks within each group" in printed.err
+    answer = json.loads(printed.out)
+    assert (answer["culprits"], answer["waiting"]) == ([], [1, 3])
+    assert "Rank 1 is in all_reduce of the group unknown to rank 1" in answer["sentence"]
+    assert "rank 3 is in broadcast no. 7 of the group unknown to rank 3" in answer["sentence"]
+    assert "train.log counts ranks within a group that it does not name" in printed.err
 
 
 def test_stacks_that_all_wait_say_where_and_which_rank_left_nothing(tmp_path: Path) -> None:
@@ -171,8 +184,8 @@ def test_stacks_that_all_wait_say_where_and_which_rank_left_nothing(tmp_path: Pa
     (tmp_path / "rank2.txt").write_text(stack.format("barrier", training))
     verdict = judge(gather([tmp_path]))
     assert why_hang([str(tmp_path)]) == 1
-    place = "called in the training step, training.py:1234 in train_step"
-    assert f"Ranks 0 and 1 are in all_reduce, {place}; rank 2 is in barrier, {place}." in (
+    caller = "called in the training step, training.py:1234 in train_step"
+    assert f"Ranks 0 and 1 are in all_reduce, {caller}; rank 2 is in barrier, {caller}." in (
         verdict.sentence
     )
 

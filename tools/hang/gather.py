@@ -110,8 +110,8 @@ def _read_logs(gathered: _Found) -> dict[int, list[TimedOut]]:
             _add_barrier(gathered, log.absent)
         if log.is_rank_uncertain:
             gathered.refused.append(
-                f"{path} is of a torch before 2.2, which counts ranks within each group: its [Rank N] "
-                "is rank N of all ranks only if it waits in their group."
+                f"{path} counts ranks within a group that it does not name, as torch before 2.2 does: "
+                "its rank N is rank N of the job only if that group is the one of all ranks."
             )
     for rank, timeouts in watched.items():
         evidence = gathered.of(rank)

@@ -127,7 +127,8 @@ def read_watchdog(lines: Iterable[str], rank_of_file: int | None = None) -> Watc
     """Read what torch 1.12 and later write of calls that timed out, do not fit, or were never entered.
 
     A line says of which rank it is in its prefix, or where its group is that of all ranks; otherwise it
-    is of `rank_of_file`. torch before 2.2 writes no prefix: its rank is taken, and marked as uncertain.
+    is of `rank_of_file`. torch before 2.2 writes no prefix: the rank that the line counts within an
+    unknown group is taken, and `is_rank_uncertain` is set.
     Lines of a rank that is not known are left out.
     """
     log = WatchdogLog()
@@ -139,10 +140,12 @@ def read_watchdog(lines: Iterable[str], rank_of_file: int | None = None) -> Watc
         if barrier := _BARRIER.search(line):
             # Another rank 0 than that of all ranks leads the barrier of a smaller group.
             if barrier["rank"] in (None, "0"):
+                log.is_rank_uncertain |= barrier["rank"] is None
                 log.absent += [int(rank) for rank in barrier["absent"].split(",")]
         elif mismatch := _MISMATCH.search(line):
             # Ranks are counted within the group: the prefix shows whether it is that of all ranks.
             if mismatch["rank"] in (None, mismatch["rank1"]):
+                log.is_rank_uncertain |= mismatch["rank"] is None
                 log.compared |= dict(_compared_call(mismatch, side) for side in ("1", "2"))
         elif match := _TIMEOUT.search(line):
             timeouts += _assign_rank(match, rank_of_file, log)
@@ -158,17 +161,21 @@ def read_watchdog(lines: Iterable[str], rank_of_file: int | None = None) -> Watc
 
 
 def _compared_call(match: re.Match[str], side: str) -> tuple[int, RecordedCall]:
-    """Return the rank and the call on one side of a mismatch, `1` or `2`."""
-    shape, dtype = match[f"shape{side}"], match[f"dtype{side}"]
+    """Return the rank and the call on one side of a mismatch, `1` or `2`.
+
+    Calls of different numbers do not show which rank is wrong, so each gets a group of its own.
+    """
+    rank, shape, dtype = match[f"rank{side}"], match[f"shape{side}"], match[f"dtype{side}"]
+    has_one_number = match["number1"] == match["number2"]
     call = RecordedCall(
-        group=COMPARED_GROUP,
+        group=COMPARED_GROUP if has_one_number else f"{COMPARED_GROUP}, as rank {rank} counts",
         description="",
         operation=operation_of(match[f"operation{side}"]),
         number=int(match[f"number{side}"] or 0),
         sizes=(_read_shape(shape),) if shape else (),
         dtypes=(dtype,) if dtype else (),
     )
-    return int(match[f"rank{side}"]), call
+    return int(rank), call
 
 
 def _read_shape(text: str) -> tuple[int, ...]:
