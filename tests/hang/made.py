@@ -18,6 +18,8 @@ class Job:
     groups: Mapping[str, tuple[str, Sequence[int]]]
     entries: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     backend: str = "nccl"
+    has_status: bool = False
+    """Whether dumps hold NCCL's count per group, and of the calls only those that are not done."""
 
     def call(
         self,
@@ -68,11 +70,29 @@ class Job:
             for name, (description, ranks) in self.groups.items()
             if rank in ranks
         }
-        return {
+        calls = self.entries.get(rank, [])
+        dump = {
             "version": "2.10",
             "pg_config": config,
-            "entries": self.entries.get(rank, []),
+            "entries": calls,
             "dumped_ns": START + 60 * SECOND,
+        }
+        if self.has_status:
+            dump["pg_status"] = {
+                str(number): self.count(calls, name) for number, name in enumerate(config)
+            }
+            dump["entries"] = [call for call in calls if not call["retired"]]
+        return dump
+
+    def count(self, calls: Sequence[Mapping[str, Any]], group: str) -> dict[str, int]:
+        """Return NCCL's count of a group: the last collectives that were enqueued and completed."""
+        of_group = [call for call in calls if call["process_group"][0] == group]
+        enqueued = [call["collective_seq_id"] for call in of_group]
+        completed = [call["collective_seq_id"] for call in of_group if call["retired"]]
+        return {
+            "last_enqueued_collective": max(enqueued, default=-1),
+            "last_started_collective": -1,
+            "last_completed_collective": max(completed, default=-1),
         }
 
     def write(self, folder: Path, without: Sequence[int] = ()) -> Path:

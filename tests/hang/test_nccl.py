@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.hang.gather import gather
-from tools.hang.texts import watchdog_calls
+from tools.hang.texts import read_watchdog
 from tools.hang.verdict import Kind, Verdict, judge
 from tools.launch.supervise.exit_status import classify_exit
 from tools.records.run import LOG_FILE, Status
@@ -88,16 +88,15 @@ LATER = {
 def test_the_group_of_a_timeout_is_what_a_later_line_says_or_is_not_known(later: str) -> None:
     """torch 2.4 and 2.7 to 2.11; ranks are counted within the group."""
     lines = [f"[rank7]:[E ProcessGroupNCCL.cpp:607] [Rank 3] {CAUGHT}", f"[rank7]:[E] {later}"]
-    (found,) = watchdog_calls(lines)
-    known = (found.call.group, found.call.description, found.progress)
-    assert (found.rank, found.call.number) == (7, 610)
+    (timed_out,) = read_watchdog(lines).timeouts
+    known = (timed_out.call.group, timed_out.call.description, timed_out.progress)
+    assert (timed_out.rank, timed_out.call.number) == (7, 610)
     assert known == (LATER[later] or ("unknown to rank 7", "", None))
 
 
 def test_a_timeouts_line_that_counts_within_a_group_accuses_no_rank() -> None:
-    assert list(watchdog_calls([f"[E ProcessGroupNCCL.cpp:475] [Rank 3] {CAUGHT}"])) == []
-    assert list(watchdog_calls([f"[E] [PG ID 2 PG GUID 9 Rank 3] {CAUGHT}"])) == []
-    (of_all,) = watchdog_calls([f"[E] [PG ID 0 PG GUID 0(default_pg) Rank 3] {CAUGHT}"])
+    assert read_watchdog([f"[E] [PG ID 2 PG GUID 9 Rank 3] {CAUGHT}"]).timeouts == []
+    (of_all,) = read_watchdog([f"[E] [PG ID 0 PG GUID 0(default_pg) Rank 3] {CAUGHT}"]).timeouts
     assert of_all.rank == 3
 
 

@@ -12,13 +12,13 @@ from typing import Any
 from tools.hang.dumps import UnreadableError
 from tools.hang.gather import gather
 from tools.hang.page import render_page
-from tools.hang.verdict import Outcome, Verdict, judge
+from tools.hang.verdict import Verdict, judge
 from tools.records.io import write_whole
 from tools.spec.files import ROOT
 
 
 def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) -> int:
-    """Print the verdict, and write the page if one is named; 1 where the evidence does not decide.
+    """Print the verdict, and write the page if one is named; return 0 if a rank is named, else 1.
 
     Raises:
         UnreadableError: Nothing there says anything of a rank, or the page has no folder; one sentence.
@@ -38,7 +38,7 @@ def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) 
         write_whole(ROOT / Path(page).expanduser(), render_page(evidence, found))
     for sentence in evidence.refused:
         print(sentence, file=sys.stderr)
-    return int(found.verdict is Outcome.UNDECIDED)
+    return 0 if found.culprits else 1
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:

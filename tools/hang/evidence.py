@@ -32,7 +32,9 @@ class RecordedCall:
     operation: str
     """`all_reduce`, `send`, …"""
     number: int
-    """Its place in the sequence of its group's collectives, or of its point-to-point calls."""
+    """Its place in the sequence of its group's collectives, or of its point-to-point calls.
+
+    0 if unknown, as in the lines of torch 1.12's watchdog."""
     sizes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...] = ()
     created_ns: int = 0
@@ -47,7 +49,7 @@ class RecordedCall:
     """Innermost first."""
 
     def __str__(self) -> str:
-        return f"{self.operation} no. {self.number}"
+        return f"{self.operation} no. {self.number}" if self.number else self.operation
 
     @property
     def signature(self) -> Signature:
@@ -89,6 +91,13 @@ class RankEvidence:
     def is_known(self) -> bool:
         """Whether it left anything that says where it was."""
         return bool(self.calls or self.stack or self.is_stopped or self.progress)
+
+    @property
+    def is_only_counted(self) -> bool:
+        """Return True if a log's count of the rank's calls is all that it left."""
+        return bool(self.progress) and not (
+            self.calls or self.stack or self.dumped_ns or self.is_stopped
+        )
 
     def collectives(self, group: str) -> dict[int, RecordedCall]:
         """Those of a group, by number."""

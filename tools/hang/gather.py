@@ -14,8 +14,15 @@ import msgspec
 import psutil
 
 from tools.hang.dumps import UnreadableError, read_dump
-from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, Stage
-from tools.hang.texts import TimedOut, is_stacks, read_stacks, watchdog_calls
+from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall, Stage
+from tools.hang.texts import (
+    MONITORED_BARRIER,
+    WORLD,
+    TimedOut,
+    is_stacks,
+    read_stacks,
+    read_watchdog,
+)
 from tools.records.run import HUNG, RUN_FILE, STOPPED_FILE, Status, read_run, read_status
 from tools.report.read.printed import printed_spec
 from tools.report.read.scrape import scrape_log
@@ -60,17 +67,7 @@ def gather(places: Sequence[Path]) -> Evidence:
                 _read(path, found)
             except (UnreadableError, OSError) as error:
                 found.refused.append(str(error))
-    watched: dict[int, list[TimedOut]] = {}
-    for log in found.logs:
-        with log.open(errors="replace") as lines:
-            for said in watchdog_calls(lines):
-                watched.setdefault(said.rank, []).append(said)
-    for rank, all_said in watched.items():
-        one = found.of(rank)
-        if not one.calls:
-            one.calls = tuple(said.call for said in all_said)
-            counted = {said.call.group: said.progress for said in all_said if said.progress}
-            one.progress = {**counted, **one.progress}
+    watched = _read_logs(found)
     # What a refused file began says nothing.
     known = (one for one in found.ranks.values() if one.is_known or one.dumped_ns)
     ranks = {one.rank: one for one in sorted(known, key=lambda one: one.rank)}
@@ -91,6 +88,44 @@ def gather(places: Sequence[Path]) -> Evidence:
     groups = _groups(found.groups, ranks)
     stage, is_over = _stage(places, found.logs), any(map(_has_failed, places))
     return Evidence(ranks, groups, tuple(found.refused), words, stage, is_over)
+
+
+def _read_logs(gathered: _Found) -> dict[int, list[TimedOut]]:
+    """Add what watchdogs wrote of ranks that left no dump; return the calls that timed out, by rank."""
+    watched: dict[int, list[TimedOut]] = {}
+    for path in gathered.logs:
+        named = _RANK.search(path.name)
+        with path.open(errors="replace") as lines:
+            log = read_watchdog(lines, int(named[1]) if named else None)
+        for timed_out in log.timeouts:
+            watched.setdefault(timed_out.rank, []).append(timed_out)
+        for rank, progress in log.progress.items():
+            evidence = gathered.of(rank)
+            if not evidence.calls:
+                evidence.progress = {**progress, **evidence.progress}
+        for rank, call in log.compared.items():
+            evidence = gathered.of(rank)
+            evidence.calls = evidence.calls or (call,)
+        if log.absent:
+            _add_barrier(gathered, log.absent)
+        if log.is_rank_uncertain:
+            gathered.refused.append(
+                f"{path} counts ranks within a group that it does not name, as torch before 2.2 does: "
+                "its rank N is rank N of the job only if that group is the one of all ranks."
+            )
+    for rank, timeouts in watched.items():
+        evidence = gathered.of(rank)
+        if not evidence.calls:
+            evidence.calls = tuple(timed_out.call for timed_out in timeouts)
+    return watched
+
+
+def _add_barrier(gathered: _Found, absent: Sequence[int]) -> None:
+    """Add the call in which rank 0 waited for the ranks that never came to a monitored barrier."""
+    group = GroupOfRanks(MONITORED_BARRIER, WORLD, (0, *absent))
+    gathered.groups.append(group)
+    barrier = RecordedCall(group.name, group.description, MONITORED_BARRIER, number=0, sizes=())
+    gathered.of(0).calls = gathered.of(0).calls or (barrier,)
 
 
 def _files(places: Sequence[Path]) -> Iterator[Path]:
@@ -152,6 +187,9 @@ def _groups(
     for rank, one in ranks.items():
         for call in one.calls:
             members.setdefault((call.group, call.description), set()).add(rank)
+    # A log also counts the calls of ranks that timed out in no call of the group.
+    for (name, _), seen in members.items():
+        seen.update(rank for rank, evidence in ranks.items() if name in evidence.progress)
     for (name, description), seen in members.items():
         known = listed[name].ranks if name in listed else ()
         ranks_of_it = tuple(sorted({*seen, *known}))

@@ -71,9 +71,11 @@ def find_mismatch(evidence: Evidence) -> Mismatch | None:
 
 def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None:
     """The only one of these ranks that made a call which no rank ever made after such calls."""
-    if not all(one.calls for one in evidence.ranks.values()):
+    ranks_with_calls = [rank for rank in evidence.ranks if evidence.of(rank).calls]
+    ranks_counted = [rank for rank in evidence.ranks if evidence.of(rank).is_only_counted]
+    if len(ranks_with_calls) + len(ranks_counted) < len(evidence.ranks):
         return None
-    numbers = _numbered(evidence, evidence.ranks)
+    numbers = _numbered(evidence, ranks_with_calls)
     others: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for rank, own in numbers.items():
         for at in range(SHORTEST_CONTEXT, len(own)):

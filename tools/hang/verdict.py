@@ -7,12 +7,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
+from tools.hang.behind import RankBehind, find_ranks_behind
 from tools.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
 from tools.hang.location import place_of_a_call, place_of_departure, place_of_rank
 from tools.hang.order import Departure, Mismatch, are_usual, find_departure, find_mismatch
 from tools.hang.place import EXCHANGE, Place, place_of, place_of_call
 from tools.hang.waits import Wait, Waits, find_waits, is_in_collective
-from tools.hang.wording import described, listed, ranks_of, where_of, who_waits
+from tools.hang.wording import (
+    describe_ranks,
+    described,
+    listed,
+    ranks_of,
+    where_of,
+    who_waits,
+)
 from tools.text.units import plural
 
 QUIET_SECONDS = 5.0
@@ -42,6 +50,7 @@ class Kind(StrEnum):
     NEVER_ENTERED = "never entered"
     OTHER_COLLECTIVE = "other collective"
     NOT_COMPLETED = "entered and not completed by anybody"
+    NOT_COMPLETED_HERE = "entered, completed by the others, not by this rank"
     TWO_ROOTS = "two roots"
 
 
@@ -52,6 +61,8 @@ _NEXT_STEPS = {
     "data skips, adds or changes a call.",
     Kind.NOT_COMPLETED: "Look at the network between these ranks: NCCL_DEBUG=INFO, links, interfaces, "
     "firewall; the code agrees.",
+    Kind.NOT_COMPLETED_HERE: "Look at that rank's device: its own log for a CUDA error, nvidia-smi, "
+    "and its machine's kernel log (Xid).",
     Kind.TWO_ROOTS: "Look at each rank by itself: none waits for another.",
 }
 
@@ -102,7 +113,7 @@ def _of_misfit(waits: Waits) -> Verdict:
     others = evidence.everybody - {*silent}
     if len(silent) != 1 or not are_usual(evidence, others):
         text = "Ranks were ended by a failure, and what is here does not say whose call it was."
-        return Verdict(Outcome.UNDECIDED, text)
+        return Verdict(Outcome.UNDECIDED, f"{text} {describe_ranks(evidence)}".strip())
     text = f"{evidence.name(silent[0])} left no calls, and those of all others are the usual ones."
     last = [evidence.of(rank).calls[-1] for rank in others]
     met = [call for call in last if silent[0] in evidence.groups[call.group].ranks]
@@ -112,13 +123,16 @@ def _of_misfit(waits: Waits) -> Verdict:
 
 def _of_graph(waits: Waits) -> Verdict:
     roots = waits.roots
-    if len(roots) == 1 and len(roots[0]) > 1:
+    ranks_behind = find_ranks_behind(waits)
+    if not ranks_behind and len(roots) == 1 and len(roots[0]) > 1:
         return _of_circle(waits, roots[0])
     # What all ranks of a group entered is completed without them: they wait for the network.
     held = _held(waits)
     ranks = [rank for root in roots for rank in root if rank not in held]
     if ranks:
         ranks += _stuck(waits)
+    if ranks_behind:
+        return _judge_ranks_behind(waits, ranks_behind, ranks)
     found = _of_roots(waits, ranks) if ranks else _without_roots(waits)
     if found.culprits or not waits.in_calls:
         return found
@@ -138,6 +152,42 @@ def _held(waits: Waits) -> set[int]:
         and (call.group, call.number)
         in [(one.group, one.number) for one in waits.evidence.of(rank).pending]
     }
+
+
+def _judge_ranks_behind(
+    waits: Waits, ranks_behind: Sequence[RankBehind], roots: Sequence[int]
+) -> Verdict:
+    """Name the ranks whose device is behind their peers', and the roots that are not among them."""
+    evidence = waits.evidence
+    behind = [rank_behind.rank for rank_behind in ranks_behind]
+    other_roots = sorted({*roots} - {*behind})
+    stopped = [
+        rank
+        for rank in other_roots
+        if evidence.of(rank).is_known and not _may_just_wait(waits, rank)
+    ]
+    sentences = [_describe_rank_behind(waits, rank_behind) for rank_behind in ranks_behind]
+    sentences += [_root_sentence(waits, rank) for rank in stopped]
+    return _verdict(
+        waits,
+        suspects=[rank for rank in other_roots if rank not in stopped],
+        culprits=[*behind, *stopped],
+        kind=Kind.TWO_ROOTS if stopped else Kind.NOT_COMPLETED_HERE,
+        sentence=" ".join(sentences),
+        call=ranks_behind[0].first_call,
+    )
+
+
+def _describe_rank_behind(waits: Waits, behind: RankBehind) -> str:
+    """Return the sentences on which call the rank did not complete, and how many calls it is behind."""
+    evidence, call = waits.evidence, behind.first_call
+    group = evidence.groups[call.group]
+    calls = f"{plural(behind.num_calls, 'call')} in {plural(behind.num_groups, 'group')}"
+    return (
+        f"{evidence.name(behind.rank)} entered {call} of its {group.label}, which "
+        f"{ranks_of(behind.peers)} completed and it did not{_where(waits, evidence.of(behind.rank))}; "
+        f"it is {calls} behind. {_crowd(waits, behind.rank)}"
+    ).strip()
 
 
 def _stuck(waits: Waits) -> list[int]:
@@ -183,7 +233,7 @@ def _at_work(waits: Waits) -> Verdict | None:
         if numbers <= len(evidence.groups):
             return Verdict(Outcome.NONE, "Nobody hangs: every recorded call was completed.")
     text = "No rank is in a call that is not done; what is here does not show a hang."
-    return Verdict(Outcome.UNDECIDED, text)
+    return Verdict(Outcome.UNDECIDED, f"{text} {describe_ranks(evidence)}".strip())
 
 
 def _of_roots(waits: Waits, roots: Sequence[int]) -> Verdict:
@@ -329,6 +379,7 @@ def _without_roots(waits: Waits) -> Verdict:
         text = f"{evidence.name(apart[0])} is in {place}; all other ranks wait in a collective."
         return _verdict(waits, (), apart, Kind.NEVER_ENTERED, text)
     text = "Ranks wait in calls, and what is here does not say for whom."
+    text = f"{text} {describe_ranks(evidence)}"
     return _verdict(waits, apart, (), None, text)
 
 

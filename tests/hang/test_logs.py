@@ -1,0 +1,198 @@
+"""What torch writes into logs about calls that hang, in the words of its versions since 1.12."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.hang.command import why_hang
+from tools.hang.evidence import Progress
+from tools.hang.gather import gather
+from tools.hang.texts import TimedOut, read_watchdog
+from tools.hang.verdict import Verdict, judge
+
+CAUGHT = "Watchdog caught collective operation timeout: WorkNCCL("
+TIMED_OUT = "Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
+SIZES = "NumelIn=4, NumelOut=4, "
+DUMP_SIGNAL = (
+    "Received a dump signal due to a collective timeout from {} and we will try our best to dump the "
+    "debug info. Last enqueued NCCL work: {}, last completed NCCL work: {}.This is most likely caused by"
+)
+
+
+def one_timeout(*lines: str) -> TimedOut:
+    (timed_out,) = read_watchdog(lines).timeouts
+    return timed_out
+
+
+def judge_log(folder: Path, *lines: str, name: str = "train.log") -> Verdict:
+    (folder / name).write_text("\n".join(lines) + "\n")
+    return judge(gather([folder]))
+
+
+@pytest.mark.parametrize(
+    ("lines", "rank", "group", "number", "progress"),
+    [
+        # 1.12 counts no calls, and up to 2.1 nothing says whose rank it is.
+        ((f"[E ProcessGroupNCCL.cpp:737] [Rank 1] {CAUGHT}OpType=ALLREDUCE, {TIMED_OUT}",),
+         1, "unknown to rank 1", 0, None),
+        ((f"[E ProcessGroupNCCL.cpp:821] [Rank 1] {CAUGHT}SeqNum=7, OpType=ALLREDUCE, "
+          f"TensorShape=[4], {TIMED_OUT}",),
+         1, "unknown to rank 1", 7, None),
+        # 2.2
+        ((f"[rank5]:[E ProcessGroupNCCL.cpp:523] [Rank 1] {CAUGHT}SeqNum=7, OpType=ALLREDUCE, "
+          f"{SIZES}{TIMED_OUT}",),
+         5, "unknown to rank 5", 7, None),
+        # 2.3: what nobody completed is memory that nobody wrote.
+        ((f"[rank5]:[E ProcessGroupNCCL.cpp:574] [Rank 1] {CAUGHT}SeqNum=1, OpType=ALLREDUCE, "
+          f"{SIZES}{TIMED_OUT}",
+          "[rank5]:[E ProcessGroupNCCL.cpp:1537] [PG 9 Rank 1] Timeout at NCCL work: 1, last enqueued "
+          "NCCL work: 1, last completed NCCL work: 3452013982."),
+         5, "9", 1, Progress(1, -1)),
+        # 2.4
+        ((f"[rank1]:[E1003 18:37:01 ProcessGroupNCCL.cpp:607] [Rank 1] {CAUGHT}SeqNum=7, "
+          f"OpType=ALLREDUCE, {SIZES}{TIMED_OUT}",
+          "[rank1]:[E1003 18:37:01 ProcessGroupNCCL.cpp:1664] [PG 0 (default_pg) Rank 1] Exception "
+          "(either an error or timeout) detected by watchdog at work: 7, last enqueued NCCL work: 8, "
+          "last completed NCCL work: 6."),
+         1, "0", 7, Progress(8, 6)),
+        # 2.5 and 2.6
+        ((f"[rank3]:[E219 08:58:32 ProcessGroupNCCL.cpp:616] [Rank 3] {CAUGHT}SeqNum=31, "
+          f"OpType=ALLREDUCE, {SIZES}{TIMED_OUT}",
+          "[rank3]:[E219 08:58:32 ProcessGroupNCCL.cpp:1834] [PG ID 2 PG GUID 3 Rank 3] Timeout at "
+          "NCCL work: 31, last enqueued NCCL work: 58, last completed NCCL work: -1."),
+         3, "3", 31, Progress(58, -1)),
+        # 2.7 and later
+        ((f"[rank1]:[E1218 20:27:21 ProcessGroupNCCL.cpp:632] [Rank 1] {CAUGHT}SeqNum=1, "
+          f"OpType=ALLREDUCE, {SIZES}{TIMED_OUT}",
+          "[rank1]:[E1218 20:27:21 ProcessGroupNCCL.cpp:2168] [PG ID 1 PG GUID 1 Rank 1]  failure "
+          "detected by watchdog at work sequence id: 1 PG status: last enqueued work: 547, last "
+          "completed work: -1"),
+         1, "1", 1, Progress(547, -1)),
+    ],
+)  # fmt: skip
+def test_a_timeout_is_read_in_the_words_of_each_version(
+    lines: tuple[str, ...], rank: int, group: str, number: int, progress: Progress | None
+) -> None:
+    timed_out = one_timeout(*lines)
+    assert (timed_out.rank, timed_out.call.operation) == (rank, "all_reduce")
+    assert (timed_out.call.group, timed_out.call.number) == (group, number)
+    assert timed_out.progress == progress
+
+
+def test_counts_of_a_timeout_whose_first_line_was_cut_off_stand_for_its_call() -> None:
+    timed_out = one_timeout(
+        "[rank1]:[E ProcessGroupNCCL.cpp:1540] [PG 1 Rank 1] Timeout at NCCL work: 7, last enqueued "
+        "NCCL work: 8, last completed NCCL work: 6."
+    )
+    assert (timed_out.rank, str(timed_out.call)) == (1, "collective no. 7")
+
+
+def test_the_rank_that_was_asked_for_a_dump_and_never_entered_the_call_is_named(
+    tmp_path: Path,
+) -> None:
+    lines = []
+    for rank in (0, 2):
+        speaker = f"[PG ID 0 PG GUID 0(default_pg) Rank {rank}]"
+        lines += [
+            f"[rank{rank}]:[E] [Rank {rank}] {CAUGHT}SeqNum=1, OpType=ALLREDUCE, {SIZES}{TIMED_OUT}",
+            f"[rank{rank}]:[E] {speaker}  failure detected by watchdog at work sequence id: 1 PG "
+            "status: last enqueued work: 1, last completed work: -1",
+        ]
+    dumped = DUMP_SIGNAL.format(" rank 0", -1, -1)
+    lines.append(f"[rank1]:[E] [PG ID 0 PG GUID 0(default_pg) Rank 1] {dumped}")
+    verdict = judge_log(tmp_path, *lines)
+    assert (verdict.culprits, verdict.waiting) == ((1,), (0, 2))
+    assert "Rank 1 never entered all_reduce no. 1 of its group of all ranks" in verdict.sentence
+
+
+def test_a_log_that_is_named_after_a_rank_is_of_that_rank(tmp_path: Path) -> None:
+    line = f"[E] [PG 3 Rank 1] {CAUGHT}SeqNum=7, OpType=ALLREDUCE, {SIZES}{TIMED_OUT}"
+    assert judge_log(tmp_path, line, name="rank7.log").waiting == (7,)
+
+
+@pytest.mark.parametrize(
+    ("report", "culprits", "suspects"),
+    [
+        ("Rank 3 failed to pass monitoredBarrier in 2000 ms", (3,), ()),
+        ("Ranks 2, 3 failed to pass monitoredBarrier in 2000 ms", (), (2, 3)),
+    ],
+)
+def test_ranks_that_never_came_to_a_monitored_barrier_are_said(
+    tmp_path: Path, report: str, culprits: tuple[int, ...], suspects: tuple[int, ...]
+) -> None:
+    verdict = judge_log(tmp_path, f"[rank0]: RuntimeError: [Rank 0]: {report}")
+    assert (verdict.culprits, verdict.suspects, verdict.waiting) == (culprits, suspects, (0,))
+
+
+def test_a_barrier_of_some_ranks_counts_them_within_their_group() -> None:
+    line = "[rank4]: RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms"
+    assert read_watchdog([line]).absent == []
+
+
+@pytest.mark.parametrize("number", ["", "SequenceNumber=5, "])
+def test_a_mismatch_that_torch_found_says_both_calls(tmp_path: Path, number: str) -> None:
+    devices = "TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda)"
+    verdict = judge_log(
+        tmp_path,
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective: "
+        f"CollectiveFingerPrint({number}OpType=ALLREDUCE, TensorShape=[4], TensorDtypes=Float, "
+        f"{devices}), but Rank 2 is running collective: CollectiveFingerPrint({number}"
+        f"OpType=BROADCAST, TensorShape=[8, 2], TensorDtypes=Float, {devices}).",
+    )
+    assert (verdict.culprits, verdict.suspects) == ((), (0, 2))
+    assert "Rank 0 called all_reduce of [4] Float" in verdict.sentence
+    assert "where rank 2 called broadcast of [8, 2] Float: another operation" in verdict.sentence
+
+
+def test_calls_of_two_numbers_that_torch_compared_accuse_nobody(tmp_path: Path) -> None:
+    verdict = judge_log(
+        tmp_path,
+        "[rank3]: RuntimeError: Detected mismatch between collectives on ranks. Rank 3 is running "
+        "collective: CollectiveFingerPrint(SequenceNumber=18, OpType=ALLREDUCE, TensorShape=[4], "
+        "TensorDtypes=Float), but Rank 0 is running collective: CollectiveFingerPrint("
+        "SequenceNumber=22, OpType=ALLREDUCE, TensorShape=[4], TensorDtypes=Float).",
+    )
+    assert verdict.culprits == ()
+    assert "Rank 0 is in all_reduce no. 22 of the group that torch compared" in verdict.sentence
+    assert "rank 3 is in all_reduce no. 18" in verdict.sentence
+
+
+def test_an_answer_without_a_name_says_who_waits_in_what_and_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.log").write_text(
+        f"[E] [Rank 1] {CAUGHT}OpType=ALLREDUCE, {TIMED_OUT}\n"
+        f"[E] [Rank 3] {CAUGHT}SeqNum=7, OpType=BROADCAST, {TIMED_OUT}\n"
+    )
+    assert why_hang([str(tmp_path)], json=True) == 1
+    printed = capsys.readouterr()
+    answer = json.loads(printed.out)
+    assert (answer["culprits"], answer["waiting"]) == ([], [1, 3])
+    assert "Rank 1 is in all_reduce of the group unknown to rank 1" in answer["sentence"]
+    assert "rank 3 is in broadcast no. 7 of the group unknown to rank 3" in answer["sentence"]
+    assert "train.log counts ranks within a group that it does not name" in printed.err
+
+
+def test_stacks_that_all_wait_say_where_and_which_rank_left_nothing(tmp_path: Path) -> None:
+    stack = (
+        'Thread 1 (idle): "MainThread"\n    {} (torch/distributed/distributed_c10d.py:9)\n    {}\n'
+    )
+    training = "train_step (megatron/training/training.py:1234)"
+    (tmp_path / "rank0.txt").write_text(stack.format("all_reduce", training))
+    (tmp_path / "rank1.txt").write_text(stack.format("all_reduce", training))
+    (tmp_path / "rank2.txt").write_text(stack.format("barrier", training))
+    verdict = judge(gather([tmp_path]))
+    assert why_hang([str(tmp_path)]) == 1
+    caller = "called in the training step, training.py:1234 in train_step"
+    assert f"Ranks 0 and 1 are in all_reduce, {caller}; rank 2 is in barrier, {caller}." in (
+        verdict.sentence
+    )
+
+
+def test_a_job_at_work_names_nobody_and_exits_with_1(tmp_path: Path) -> None:
+    stack = 'Thread 1 (active): "MainThread"\n    f (megatron/training/training.py:9)\n'
+    for rank in (0, 1):
+        (tmp_path / f"rank{rank}.txt").write_text(stack)
+    assert why_hang([str(tmp_path)]) == 1
+    assert "Ranks 0 and 1 are in training.py:9 in f." in judge(gather([tmp_path])).sentence

@@ -1,0 +1,105 @@
+"""Stacks as `py-spy dump` prints them: real runs of a gloo job (0.4.1) and of a plain script (0.3.14).
+
+The name of the script's package is replaced by Megatron's, and torch's own threads are left out.
+"""
+
+from pathlib import Path
+
+from tools.hang.evidence import Frame
+from tools.hang.gather import gather
+from tools.hang.texts import is_stacks, read_stacks
+from tools.hang.verdict import judge
+from tools.hang.waits import is_in_collective
+
+IN_ALL_REDUCE = """Process 25505: python work.py 0
+Python v3.12.1 (/usr/bin/python3.12)
+
+Thread 25505 (idle): "MainThread"
+    all_reduce (torch/distributed/distributed_c10d.py:4181)
+    wrapper (torch/distributed/c10d_logger.py:83)
+    train_step (megatron/training/training.py:1234)
+    <module> (work.py:6)
+"""
+IN_BARRIER = """Process 25506: python work.py 1
+Python v3.12.1 (/usr/bin/python3.12)
+
+Thread 25506 (idle): "MainThread"
+    barrier (torch/distributed/distributed_c10d.py:6614)
+    wrapper (torch/distributed/c10d_logger.py:83)
+    train_step (megatron/training/training.py:1231)
+    <module> (work.py:6)
+"""
+IN_DATA_LOADING = """Process 25507: python work.py 2
+Python v3.12.1 (/usr/bin/python3.12)
+
+Thread 25507 (idle): "MainThread"
+    select (selectors.py:415)
+    wait (multiprocessing/connection.py:1135)
+    _poll (multiprocessing/connection.py:440)
+    poll (multiprocessing/connection.py:257)
+    get (multiprocessing/queues.py:113)
+    _try_get_data (torch/utils/data/dataloader.py:1293)
+    _get_data (torch/utils/data/dataloader.py:1466)
+    _next_data (torch/utils/data/dataloader.py:1507)
+    __next__ (torch/utils/data/dataloader.py:725)
+    get_batch (megatron/training/utils.py:8)
+    train_step (megatron/training/training.py:1229)
+    <module> (work.py:6)
+Thread 26545 (idle): "QueueFeederThread"
+    wait (threading.py:355)
+    _feed (multiprocessing/queues.py:251)
+    run (threading.py:1010)
+    _bootstrap_inner (threading.py:1073)
+    _bootstrap (threading.py:1030)
+"""
+OF_0_3_14 = """Process 27466: python3.11 run311.py
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 27466 (idle): "MainThread"
+    get_batch (megatron/training/utils.py:3)
+    <module> (run311.py:4)
+Thread 27525 (idle): "pin_memory"
+    run (threading.py:982)
+    _bootstrap_inner (threading.py:1045)
+    _bootstrap (threading.py:1002)
+"""
+
+
+def test_the_rank_that_loads_data_is_named_by_the_default_output_of_py_spy(tmp_path: Path) -> None:
+    for rank, text in enumerate((IN_ALL_REDUCE, IN_BARRIER, IN_DATA_LOADING)):
+        (tmp_path / f"rank{rank}.txt").write_text(text)
+    verdict = judge(gather([tmp_path]))
+    assert (verdict.culprits, verdict.waiting, verdict.module) == ((2,), (0, 1), "data loading")
+
+
+def test_paths_without_their_folder_are_torchs_and_megatrons() -> None:
+    assert is_in_collective(read_stacks(IN_ALL_REDUCE))
+    assert is_in_collective(read_stacks(IN_BARRIER))
+    assert not is_in_collective(read_stacks(IN_DATA_LOADING))
+    assert read_stacks(IN_ALL_REDUCE)[2:] == (
+        Frame("train_step", "/megatron/training/training.py", 1234),
+        Frame("<module>", "/work.py", 6),
+    )
+
+
+def test_the_main_thread_is_read_in_the_output_of_an_earlier_py_spy() -> None:
+    assert is_stacks(OF_0_3_14)
+    assert read_stacks(OF_0_3_14)[0] == Frame("get_batch", "/megatron/training/utils.py", 3)
+
+
+def test_a_file_that_has_no_path_keeps_its_name() -> None:
+    text = IN_BARRIER.replace(
+        "torch/distributed/distributed_c10d.py", "<frozen importlib._bootstrap>"
+    )
+    assert read_stacks(text)[0].file == "<frozen importlib._bootstrap>"
+
+
+def test_a_rank_that_writes_a_checkpoint_waits_in_no_collective() -> None:
+    logger = Frame("wrapper", "/torch/distributed/c10d_logger.py", 83)
+    writing = Frame("_write_item", "/torch/distributed/checkpoint/filesystem.py", 300)
+    serializing = Frame("_save", "/torch/serialization.py", 1200)
+    planning = Frame("all_reduce", "/torch/distributed/checkpoint/utils.py", 250)
+    gathering = Frame("gather_object", "/torch/distributed/distributed_c10d.py", 3100)
+    assert not is_in_collective((writing, planning, logger))
+    assert not is_in_collective((serializing, writing, logger))
+    assert is_in_collective((gathering, planning, logger))
