@@ -39,12 +39,12 @@ def attention_problems(launch: Launch) -> Iterator[str]:
             "is causal over the whole sequence on GPUs; leave it out."
         )
     flags = Flags(launch.flags)
-    remedy = f"{_with_transformer_engine(launch)}, or leave the flag out."
-    for name in _ignored(flags, launch.spec.parallelism.context):
+    remedy = f"{_name_way_to_transformer_engine(launch)}, or leave the flag out."
+    for name in _list_ignored_flags(flags, launch.spec.parallelism.context):
         value = " ".join(flags.texts(name))
         yield (
             f"{name} {value} chooses how Transformer Engine computes attention; the attention here is "
-            f"computed without it ({_what_runs(launch)}), whatever the flag says; {remedy}"
+            f"computed without it ({_describe_attention(launch)}), whatever the flag says; {remedy}"
         )
     for name in _NOT_COMPUTED_UNDER_CONTEXT if launch.spec.parallelism.context > 1 else ():
         values = flags.texts(name)
@@ -55,7 +55,7 @@ def attention_problems(launch: Launch) -> Iterator[str]:
             )
 
 
-def _what_runs(launch: Launch) -> str:
+def _describe_attention(launch: Launch) -> str:
     """Return how attention is computed without Transformer Engine, as a part of a sentence."""
     if launch.spec.parallelism.context > 1:
         return "keys and values are gathered, as all_gather does, and given to PyTorch's attention"
@@ -64,14 +64,14 @@ def _what_runs(launch: Launch) -> str:
     return "by Megatron's own layers, with explicit scores"
 
 
-def _with_transformer_engine(launch: Launch) -> str:
+def _name_way_to_transformer_engine(launch: Launch) -> str:
     """Return what to do in order to train with Transformer Engine, the start of a remedy."""
     if launch.spec.device is DeviceKind.GPU:
         return "set RUNTIME=docker, whose image has Transformer Engine"
     return "train on GPUs with Transformer Engine (a target that ends in gpu)"
 
 
-def _ignored(flags: Flags, context: int) -> Iterator[str]:
+def _list_ignored_flags(flags: Flags, context: int) -> Iterator[str]:
     """Yield the names of the flags whose values would change nothing."""
     is_split = context > 1
     backends = ("auto",) if is_split else _BACKENDS_COMPUTED
