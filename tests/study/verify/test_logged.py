@@ -116,10 +116,16 @@ def test_a_mean_over_two_iterations_is_compared_with_no_other_loss() -> None:
 def test_a_value_that_one_log_does_not_print_is_not_compared() -> None:
     without, with_it = (
         Iteration(1, lm_loss=0.0),
-        Iteration(1, lm_loss=0.0, num_zeros=4, grad_norm=2.0),
+        Iteration(1, lm_loss=0.0, grad_norm=2.0),
     )
     (loss,) = logged_values([without], [with_it], FP32)
     assert (loss.name, loss.differs) == ("lm loss", False)  # Of a skipped iteration 0.0 is printed.
+
+
+def test_the_number_of_zeros_depends_on_rounding_and_is_not_compared() -> None:
+    none, one = (Iteration(1, lm_loss=6.9, num_zeros=count) for count in (0, 1))
+    (loss,) = logged_values([none], [one], FP32)
+    assert loss.name == "lm loss"
 
 
 def test_rounding_is_that_of_the_tensors_and_at_least_that_of_the_parity() -> None:
