@@ -17,7 +17,7 @@ def reported_losses_kept() -> Iterator[None]:
     Every forward pass adds to them, and the log prints their sum at the iteration's end. Passes inside
     of this context repeat an iteration for the capture, so the log must not print them.
     """
-    kept = [(one, one.clone()) for one in _list_sums()]
+    kept = [(values, values.clone()) for values in _list_sums()]
     yield
     for values, before in kept:
         values.copy_(before)

@@ -92,11 +92,11 @@ def test_a_norm_and_a_learning_rate_that_are_printed_wrong_are_named(log: Log) -
 
 
 def test_auxiliary_losses_are_compared(log: Log) -> None:
-    ours, theirs = (
+    doubled, reference = (
         log(name, more=f" load_balancing_loss: {value:.6E} |")
         for name, value in (("ours", 2.0), ("reference", 1.0))
     )
-    assert judged(ours, theirs).module == "load_balancing_loss"
+    assert judged(doubled, reference).module == "load_balancing_loss"
 
 
 def test_what_did_not_hold_is_left_as_it_is(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_a_value_that_one_log_does_not_print_is_not_compared() -> None:
 
 
 def test_the_number_of_zeros_depends_on_rounding_and_is_not_compared() -> None:
-    none, one = (Iteration(1, lm_loss=6.9, num_zeros=count) for count in (0, 1))
-    (loss,) = logged_values([none], [one], FP32)
+    without, with_one = (Iteration(1, lm_loss=6.9, num_zeros=count) for count in (0, 1))
+    (loss,) = logged_values([without], [with_one], FP32)
     assert loss.name == "lm loss"
 
 

@@ -81,12 +81,12 @@ class LoggedValue:
 
     @property
     def difference(self) -> float:
-        """The absolute difference."""
+        """Absolute difference of the two values."""
         return abs(self.ours - self.reference)
 
     @property
     def differs(self) -> bool:
-        """Whether the difference is more than rounding; a NaN differs."""
+        """Return True if the difference is more than rounding; a NaN differs."""
         return not self.difference <= self.allowed
 
     @property
@@ -174,8 +174,8 @@ def logged_values(
 
     A loss is left out where one of the two lines is a mean over two iterations and the other is not.
     """
-    theirs = {line.iteration: line for line in reference}
-    pairs = [(line, theirs[line.iteration]) for line in ours if line.iteration in theirs]
+    references = {line.iteration: line for line in reference}
+    pairs = [(line, references[line.iteration]) for line in ours if line.iteration in references]
     pairs = [
         pair for pair in pairs if pair[0].iteration <= (rounding.last_iteration or float("inf"))
     ]
@@ -203,9 +203,11 @@ def logged_values(
 
 def _read_losses(line: Iteration) -> dict[str, float]:
     """Return the losses of a line by name, the model's own first."""
-    own = {} if line.lm_loss is None else {_LOSS: line.lm_loss}
-    others = line.extra_metrics or {}
-    return own | {name: value for name, value in others.items() if name.endswith("loss")}
+    model_loss = {} if line.lm_loss is None else {_LOSS: line.lm_loss}
+    further_losses = line.extra_metrics or {}
+    return model_loss | {
+        name: value for name, value in further_losses.items() if name.endswith("loss")
+    }
 
 
 def _make_value(
@@ -249,8 +251,8 @@ def _describe_held(values: Sequence[LoggedValue]) -> str | None:
     rounded = [value for value in values if value.name not in _EXACT]
     if not rounded:
         return None
-    *others, last = dict.fromkeys(value.name for value in rounded)
-    names = f"{', '.join(others)} and {last}" if others else last
+    *first_names, last = dict.fromkeys(value.name for value in rounded)
+    names = f"{', '.join(first_names)} and {last}" if first_names else last
     iterations = plural(len({value.iteration for value in rounded}), "iteration")
     same = all(value.ours == value.reference for value in rounded)
     how = "are printed the same" if same else "are printed the same but for rounding"
