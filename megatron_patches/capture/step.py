@@ -19,6 +19,7 @@ from megatron_patches.capture.norm import NormMembership
 from megatron_patches.capture.parameters import ParameterMap
 from megatron_patches.capture.probes import Probes, modules_of
 from megatron_patches.capture.rank import captured_rank, module_names
+from megatron_patches.capture.reported import reported_losses_kept
 from megatron_patches.capture.routing import watched_routing
 from megatron_patches.capture.start import (
     Snapshot,
@@ -166,7 +167,8 @@ class _Watch:
                         if seed == self.seeds:  # The last.
                             responding.round_otherwise(seed)
                     rewind()
-                    self._run(call, forward_step, responding, observed=self.seeds > 0)
+                    with reported_losses_kept():
+                        self._run(call, forward_step, responding, observed=self.seeds > 0)
                 responding.carry(carried)
                 file = RESPONSES_FILE if self.seeds else UNOBSERVED_FILE
                 (self.folder / file).write_text(json.dumps(responding.responses))

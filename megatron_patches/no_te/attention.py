@@ -164,6 +164,32 @@ def _attend_gathered(
     return _attend_dropping(attention, query, gather(key), gather(value), mask)
 
 
+def _hidden_by_documents(
+    attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
+    """Return Megatron's mask where documents are masked from one another, else None.
+
+    Raises:
+        NotImplementedError: The attention is not plain causal, it gets a bias or packed sequences, or
+            no mask is given by which it could end at documents.
+    """
+    # Plain causal attention needs no mask of each sample.
+    documents = _ends_at_documents()
+    hidden: Tensor | None = (
+        (args[0] if args else kwargs.get("attention_mask")) if documents else None
+    )
+    # A later pipeline stage gets no mask, and could not end at documents.
+    without_mask = documents and hidden is None
+    if not _is_causal(attention) or without_mask or has_bias_or_packing(args, kwargs):
+        raise NotImplementedError(
+            f"Context parallelism without Transformer Engine knows plain causal attention, not "
+            f"{attention.attn_mask_type} with window {attention.config.window_size} and softmax "
+            f"'{getattr(attention.config, 'softmax_type', 'vanilla')}', no bias, no packed sequences, "
+            "and --reset-attention-mask only where a mask is given."
+        )
+    return hidden
+
+
 @around
 def _on_sdpa(
     original: Callable[..., Tensor],
@@ -184,17 +210,7 @@ def _on_sdpa(
             # Both are parts of one tensor, which Megatron views as rows; others need no copy.
             key, value = key.contiguous(), value.contiguous()
         return original(self, query, key, value, *args, **kwargs)
-    # Plain causal attention needs no mask of each sample.
-    documents = _ends_at_documents()
-    hidden = (args[0] if args else kwargs.get("attention_mask")) if documents else None
-    # A later pipeline stage gets no mask, and could not end at documents.
-    if not _is_causal(self) or (documents and hidden is None):
-        raise NotImplementedError(
-            f"Context parallelism without Transformer Engine knows plain causal attention, not "
-            f"{self.attn_mask_type} with window {self.config.window_size} and softmax "
-            f"'{getattr(self.config, 'softmax_type', 'vanilla')}', and --reset-attention-mask only "
-            "where a mask is given."
-        )
+    hidden = _hidden_by_documents(self, args, kwargs)
     # Recomputing this part in backward is what gathers K and V a second time.
     out: Tensor = tensor_parallel.checkpoint(
         functools.partial(_attend_gathered, self), False, query, key, value, hidden

@@ -9,7 +9,6 @@ from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options, options_from_texts
 from tools.launch.preflight_gpu import (
-    attention_problems,
     fused_problems,
     gpu_memory_problems,
     gpu_problems,
@@ -78,15 +77,6 @@ def test_the_flash_kernel_alone_is_refused_where_a_mask_is_needed(composed: Comp
     launch = composed("train-cp2-gpt2-large-2gpu", fused=("attention_flash",))
     assert "takes no mask, and cp2 masks by position" in next(fused_problems(launch))
     assert list(fused_problems(composed("train-dp2-gpt2-large-2gpu", fused=("adamw",)))) == []
-
-
-def test_documents_masked_from_one_another_need_transformer_engine(composed: Composer) -> None:
-    target = "train-baseline-gpt2-large-1gpu"
-    masked = {"extra": ("--reset-attention-mask",)}
-    assert "--reset-attention-mask" in next(attention_problems(composed(target, **masked)))
-    assert list(attention_problems(composed(target))) == []
-    with_it = Runtime(transformer_engine=True)
-    assert list(attention_problems(composed(target, with_it, **masked))) == []
 
 
 def test_two_ranks_share_the_one_gpu_over_nccl(composed: Composer, one_h200: FakeNvml) -> None:

@@ -1,7 +1,8 @@
 """`make bench-verify`: every injected bug must be found where it is, and no healthy strategy be called
 wrong.
 
-    python -m tests.verify.bench [injected | resumed | live | healthy | turned] [--only ID …] [--seeds N]
+    python -m tests.verify.bench [injected | logged | resumed | live | healthy | turned] [--only ID …]
+        [--seeds N]
     python -m tests.verify.bench present --megatron-lm CHECKOUT   each finding in another Megatron
 
 Verifies with the real thing (Megatron on CPU ranks, the capture, `tools.verify`), on ranks that are
@@ -143,9 +144,13 @@ HEALTHY_HEAD = (
 )
 
 
-def verify_injected(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
-    """Verify each bug's strategy."""
-    for bug in injected_bugs():
+LOGGED = "logged.yaml"
+"""Bugs of what is printed alone."""
+
+
+def verify_injected(bench: Bench, only: Sequence[str], table: str = "bugs.yaml") -> Iterator[Row]:
+    """Verify the strategy of each bug of a table."""
+    for bug in injected_bugs(table):
         if only and bug.id not in only:
             continue
         began = time.monotonic()
@@ -351,7 +356,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "what",
-        choices=("injected", "resumed", "live", "healthy", "turned", "present", "all"),
+        choices=("injected", "logged", "resumed", "live", "healthy", "turned", "present", "all"),
         nargs="?",
         default="all",
     )
@@ -379,6 +384,7 @@ def main() -> int:
         bench = Bench(data, Verifier(folder.resolve(), ranks), given.megatron_lm, small)
         tables = {
             "injected": verify_injected(bench, given.only),
+            "logged": verify_injected(bench, given.only, LOGGED),
             "resumed": verify_resumed(bench, given.only),
             "live": verify_live(bench, given.only),
         }

@@ -4,12 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.verify.bench import Bench, verify_injected
+from tests.verify.bench import LOGGED, Bench, verify_injected
 from tools.spec.files import ROOT
 from tools.study.verify.verifier import ForkedRanks, Verifier
 
 QUICK = ("last-stage-one-batch-ahead", "qkv-input-gradient-not-summed")
 """Of batch and backward pass; of pp2 and tp2, which share a reference."""
+QUICK_LOGGED = ("logged-loss-doubled",)
+"""Of what is printed; of tp2, with the same reference."""
 
 
 def bench(sample_prefix: Path, folder: Path, *words: str) -> str:
@@ -27,11 +29,12 @@ def bench(sample_prefix: Path, folder: Path, *words: str) -> str:
 
 
 def quick_injected(runs: Path, data: Path, ranks: ForkedRanks) -> str:
-    """What is printed of `QUICK`, in a small vocabulary."""
+    """What is printed of `QUICK` and `QUICK_LOGGED`, in a small vocabulary."""
     folder = runs / "quick_injected"
     folder.mkdir()
     verifier = Verifier(folder, ranks)
-    rows = verify_injected(Bench(str(data), verifier, small=True), QUICK)
+    bench = Bench(str(data), verifier, small=True)
+    rows = (*verify_injected(bench, QUICK), *verify_injected(bench, QUICK_LOGGED, LOGGED))
     printed = "\n".join(row.line() for row in rows)
     verifier.forget()
     return printed

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.runs import SharedRuns
-from tests.verify.benched import QUICK, bench
+from tests.verify.benched import QUICK, QUICK_LOGGED, bench
 
 
 @pytest.fixture
@@ -16,10 +16,8 @@ def quick_injected(shared_runs: SharedRuns) -> str:
     return printed
 
 
-def test_two_injected_bugs_are_found_at_their_stage_and_module(
-    quick_injected: str,
-) -> None:
-    assert quick_injected.count("| yes |") == len(QUICK)
+def test_injected_bugs_are_found_at_their_stage_and_module(quick_injected: str) -> None:
+    assert quick_injected.count("| yes |") == len(QUICK) + len(QUICK_LOGGED), quick_injected
 
 
 @pytest.mark.slow
@@ -28,6 +26,14 @@ def test_every_injected_bug_is_found_at_its_stage_and_module(
     sample_prefix: Path, tmp_path: Path
 ) -> None:
     bench(sample_prefix, tmp_path, "injected")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(36000)
+def test_every_injected_bug_of_what_is_printed_is_found(
+    sample_prefix: Path, tmp_path: Path
+) -> None:
+    bench(sample_prefix, tmp_path, "logged")
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from tests.verify.injected_bugs.check import FOLDER, Checker, InjectedBug, injec
 from tests.verify.injected_bugs.trace import STAGES, first_difference
 from tools.launch.job import parse_target
 from tools.launch.options import read_patch_file
+from tools.records.capture import Stage
 from tools.spec.files import ROOT, read_yaml
 
 MODULES = {"check.py", "trace.py", "__init__.py"}
@@ -38,6 +39,17 @@ def test_every_stage_of_an_iteration_has_injected_bugs_and_each_names_a_layout_t
     for bug in injected_bugs():
         target = f"train-{bug.strategy}-{bug.model}-{bug.devices}cpu"
         assert parse_target(target).flags is not None
+
+
+def test_every_injected_bug_of_what_is_printed_names_a_file_and_a_layout_that_exist() -> None:
+    bugs = injected_bugs("logged.yaml")
+    assert {bug.file for bug in bugs} == {
+        f"logged/{path.name}" for path in (FOLDER / "logged").glob("*.py")
+    }
+    for bug in bugs:
+        assert parse_target(f"train-{bug.strategy}-{bug.model}-{bug.devices}cpu").flags is not None
+        assert bug.stage == Stage.LOG
+        read_patch_file(str(bug.path))
 
 
 def test_every_injected_bug_of_a_resumed_run_names_a_file_a_layout_and_a_stage_that_exist() -> None:

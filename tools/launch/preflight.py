@@ -22,8 +22,8 @@ from tools.launch.compose import Launch
 from tools.launch.data import OWN_SAMPLES, PUBLISHED
 from tools.launch.network import network_problems
 from tools.launch.options import Saving
+from tools.launch.preflight_attention import attention_problems
 from tools.launch.preflight_gpu import (
-    attention_problems,
     fused_problems,
     gpu_memory_problems,
     gpu_problems,

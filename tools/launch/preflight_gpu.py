@@ -106,9 +106,6 @@ def peak_bytes(launch: Launch, batch: Batch) -> int:
     return fullest_rank(spec)[1].needed
 
 
-RESET_MASK = "--reset-attention-mask"
-
-
 def fused_problems(launch: Launch) -> Iterator[str]:
     """Why the patches that FUSED= names do not apply to the run, a sentence each."""
     asked = launch.environment.get(variables.FUSED)
@@ -130,16 +127,6 @@ def fused_problems(launch: Launch) -> Iterator[str]:
         yield (
             f"FUSED=attention_flash takes no mask, and {launch.spec.name} masks by position; leave it "
             "out, or name attention_cudnn."
-        )
-
-
-def attention_problems(launch: Launch) -> Iterator[str]:
-    """Why attention on SDPA would not be what the flags say, a sentence."""
-    own = launch.spec.device is DeviceKind.GPU and not launch.runtime.transformer_engine
-    if own and launch.spec.backend is Backend.MEGATRON and RESET_MASK in launch.flags:
-        yield (
-            f"{RESET_MASK} masks documents from one another, and attention without Transformer Engine "
-            "is causal over the whole sequence on GPUs; leave it out."
         )
 
 

@@ -71,6 +71,8 @@ class Stage(StrEnum):
     NORM = "norm"
     OPTIMIZER_STATE = "optimizer state"
     WEIGHTS = "weights"
+    LOG = "log"
+    """What the log prints of the iteration; no tensor is captured of it."""
 
 
 class Site(msgspec.Struct, frozen=True):

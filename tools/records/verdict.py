@@ -63,6 +63,8 @@ class Verdict:
     """Pieces of parameters whose initialisation by the strategy itself was looked at, too."""
     added_up: str | None = None
     """A tensor that is off by little more than its tolerance, where no module is wrong by itself."""
+    logged: str | None = None
+    """What the log prints: which values were compared and held, or which one is wrong."""
     not_aligned: tuple[str, ...] = ()
     reason: str | None = None
     """Why nothing could be compared."""
@@ -88,13 +90,16 @@ class Verdict:
             return ratio + (within if self.routing_flips else "") + (small if self.added_up else "")
         if self.verdict is Outcome.NOT_COMPARABLE:
             return f"tensors not comparable: {self.reason}"
+        if self.stage is Stage.LOG:
+            return f"wrong value in the log: {self.logged}"
         return f"first wrong tensor: {self.stage}, {self.module} {self.tensor} ({self.kind})"
 
     @property
     def line(self) -> str:
         """Of a strategy that differs, all that repeats and finds it: what, how, where, which element."""
         said = f"{self.stage}, {self.module} ({self.tensor}): {self.kind}"
-        where = "; ".join(filter(None, (self.source, self.worst, self.command)))
+        logged = self.logged if self.stage is Stage.LOG else None
+        where = "; ".join(filter(None, (self.source, self.worst, logged, self.command)))
         return f"{said}; {where}" if where else said
 
 

@@ -119,11 +119,11 @@ def _factor(pair: Pair, limit: float, rank: CapturedRank) -> Iterator[Kind]:
     factor = float(ours @ reference) / square
     if factor == 0 or relative_error(ours / factor, reference) > limit:
         return
-    yield Kind(f"factor {_named(factor, rank)}", factor)
+    yield Kind(f"factor {name_factor(factor, rank)}", factor)
 
 
-def _named(factor: float, rank: CapturedRank) -> str:
-    """The degree that a factor is, or its number."""
+def name_factor(factor: float, rank: CapturedRank) -> str:
+    """Return the degree of parallelism that a factor is, such as `×TP`, or its number."""
     degrees = {
         "TP": rank.tensor[1],
         "DP": rank.data[1],
@@ -164,7 +164,7 @@ def kind_of_parts(
         size = np.linalg.norm(parts[name]) * abs(share - right)
         if size > _LEFT * np.linalg.norm(pair.ours - pair.reference):
             factor = float(share)
-            times = _named(factor, rank)
+            times = name_factor(factor, rank)
             if abs(factor) < _LEFT:
                 lost.append(name)
             elif name == extra and abs(factor - 1) < _LEFT:

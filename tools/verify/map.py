@@ -37,7 +37,11 @@ COLUMNS = (
     MapColumn(Stage.LOSS),
     MapColumn(Stage.ACTIVATION_GRADIENTS, "out"),
     MapColumn(Stage.ACTIVATION_GRADIENTS, "in"),
-    *(MapColumn(stage) for stage in STAGES[STAGES.index(Stage.LOCAL_GRADIENTS) :]),
+    # What is printed is of no module, so the log has no column.
+    *(
+        MapColumn(stage)
+        for stage in STAGES[STAGES.index(Stage.LOCAL_GRADIENTS) : STAGES.index(Stage.LOG)]
+    ),
 )
 _SIDED = (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS)
 _SLOT = re.compile(r"(?:recomputed\.)?(input|output)(?:\.\w+)?(?:@[\w.]+)?")

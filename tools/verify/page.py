@@ -106,6 +106,7 @@ def _facts(verdict: Verdict, first: Comparison | None) -> Mapping[str, str]:
             "source": verdict.source,
             "also wrong by itself": "; ".join(verdict.also),
         }
+    facts["log"] = verdict.logged
     facts |= {"reference": verdict.reference, "layout": verdict.layout, "mode": verdict.mode}
     if verdict.seen:
         share = f"{verdict.compared / verdict.seen:.1%}"

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megatron_patches.no_te.attention import (
+    _hidden_by_documents,
     attend,
     causal_mask,
     gathered_mask,
@@ -115,6 +116,20 @@ def test_a_bias_or_packed_sequences_are_has_bias_or_packing() -> None:
     assert not has_bias_or_packing((torch.ones(1), "causal"), {"attention_bias": None})
     assert has_bias_or_packing((torch.ones(1), "causal", torch.ones(1)), {})
     assert has_bias_or_packing((torch.ones(1),), {"packed_seq_params": object()})
+
+
+@pytest.mark.parametrize("argument", ["attention_bias", "packed_seq_params"])
+def test_over_a_split_sequence_a_bias_or_packed_sequences_are_refused_and_not_ignored(
+    argument: str,
+) -> None:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    module = SimpleNamespace(
+        attn_mask_type=AttnMaskType.causal, config=SimpleNamespace(window_size=None)
+    )
+    assert _hidden_by_documents(module, (torch.ones(1),), {argument: None}) is None
+    with pytest.raises(NotImplementedError, match="no bias, no packed sequences"):
+        _hidden_by_documents(module, (torch.ones(1),), {argument: object()})
 
 
 def test_with_a_mask_no_kernel_is_asked_to_share_keys_between_heads(

@@ -25,7 +25,7 @@ from tools.spec.files import ROOT
 from tools.spec.flags import Flags
 from tools.spec.run import Backend
 from tools.spec.setting import SettingError
-from tools.study.verify.command import carried_out, judged
+from tools.study.verify.command import carried_out, judged, keep_log
 from tools.study.verify.pairs import Pair, Verification, compose_pair, pair_of
 
 Composer = Callable[..., Verification]
@@ -262,6 +262,22 @@ def test_a_disk_that_is_full_is_one_sentence(composed: Composer, tmp_path: Path)
     assert verdict.verdict is Outcome.NOT_COMPARABLE
     assert verdict.reason is not None
     assert "could not be read or written (File too large)" in verdict.reason
+
+
+def test_where_all_tensors_held_the_logs_decide(composed: Composer, tmp_path: Path) -> None:
+    line = " iteration 1/ 500 | consumed samples: 6 | lm loss: {:.6E} | grad norm: 1.825 |\n"
+    same = wrong_input(tmp_path, 1.0)
+
+    def train(part: str, launch: Launch) -> str:
+        log = tmp_path / f"{part}.txt"
+        log.write_text(line.format(21.69 if part == "strategy" else 10.85))
+        failure = same(part, launch)
+        keep_log(log, tmp_path / part)
+        return failure
+
+    verdict = judged(composed("tp2-gpt2-tiny-2cpu"), tmp_path, train).verdict
+    assert (verdict.verdict, verdict.stage) == (Outcome.DIFFERS, Stage.LOG)
+    assert "prints lm loss 2.169000E+01 at iteration 1" in verdict.line
 
 
 def test_a_training_that_fails_is_quoted_and_nothing_further_is_trained(

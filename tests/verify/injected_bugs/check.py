@@ -85,9 +85,9 @@ class InjectedBug:
         return (*shlex.split(self.extra), *half)
 
 
-def injected_bugs() -> tuple[InjectedBug, ...]:
-    """All, in the order of the stages."""
-    return tuple(InjectedBug(**entry) for entry in read_yaml(FOLDER / "bugs.yaml"))
+def injected_bugs(table: str = "bugs.yaml") -> tuple[InjectedBug, ...]:
+    """Return the bugs of a table beside this file; those of `bugs.yaml` in the order of the stages."""
+    return tuple(InjectedBug(**entry) for entry in read_yaml(FOLDER / table))
 
 
 _TRACED = """import os

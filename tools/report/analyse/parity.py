@@ -172,6 +172,17 @@ def last_digit(value: float) -> float:
     return float(10.0 ** (math.floor(math.log10(abs(value))) + 1 - _PRINTED_DIGITS))
 
 
+def allowed_difference(unit: float, rounding: float, largest: float) -> float:
+    """Return how far two printed values may differ.
+
+    Args:
+        unit: One unit of the last printed digit, and what repeats differ by.
+        rounding: What else rounding may change, relative to the larger value.
+        largest: The absolute value of the larger one.
+    """
+    return (unit + rounding * largest) * _SLACK
+
+
 def _obstacle(reference: Run, other: Run) -> str:
     """Why two runs need not print the same losses; of two logs that do, nothing."""
     reason = _stated_obstacle(reference, other)
@@ -268,8 +279,9 @@ def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> P
         repeated = max(repeated, spread.get(number, 0.0))
         unit = last_digit(largest)
         worst, worst_units = max(worst, difference), max(worst_units, difference / unit)
-        allowed = repeated + unit + max(rate * number, between_logs) * largest
-        if broken is None and difference > allowed * _SLACK:
+        rounding = max(rate * number, between_logs)
+        allowed = allowed_difference(repeated + unit, rounding, largest)
+        if broken is None and difference > allowed:
             broken = number
     verdict = HELD if broken is None else f"broken@{broken}"
     figures = (len(common), worst, worst_units, pairs, diverged, until)

@@ -37,6 +37,7 @@ from tools.spec.errors import LaunchError
 from tools.spec.files import from_root
 from tools.spec.flags import Flags, merge_flags
 from tools.study.captures import say_outcome
+from tools.study.verify.logged import LOG_FILE, compare_logs
 from tools.study.verify.pairs import Verification, compose_pair, pair_of
 from tools.text.terminal import say
 from tools.verify.captured import Capture, VerifyError, read_capture
@@ -47,7 +48,8 @@ from tools.verify.reassemble import as_one_rank
 from tools.verify.verdict import Judgement, confirm, judge, refused, write_forced, write_verdict
 
 Train = Callable[[str, Launch], str]
-"""Trains a launch that is a part of a verification; returns how it failed, empty if it did not."""
+"""Trains a launch that is a part of a verification, and leaves its log beside the part's tensors
+(`LOG_FILE`); returns how it failed, empty if it did not."""
 
 SEEDS = 3
 DRIFTS = 2
@@ -134,17 +136,20 @@ def carried_out(
         check(launch)
     results = folder / VERIFY_FOLDER / pair.job.name
 
-    def trained(part: str, launch: Launch) -> str:
-        """Train as any target does, in a run folder of the part's name."""
-        run, status = execute(launch, folder, console, part)
-        run.rename(folder / part)
-        return "" if status.status is Status.OK else f"ended '{status.status}': {status.reason}"
-
     with WarmPool() as pool:
         verification = verification.forked(pool)
         for launch in verification.launches:
             ensure_start_checkpoint(launch, console)
         with _scratch(folder) as scratch:
+
+            def trained(part: str, launch: Launch) -> str:
+                """Train as any target does, in a run folder of the part's name."""
+                run, status = execute(launch, folder, console, part)
+                run.rename(folder / part)
+                keep_log(folder / part / LOG_FILE, scratch / part)
+                how = f"ended '{status.status}': {status.reason}"
+                return "" if status.status is Status.OK else how
+
             train = trained if shared is None else shared.around(trained, scratch)
             judgement = judged(verification, scratch, train)
     verdict = replace(
@@ -162,10 +167,17 @@ def carried_out(
     return judgement
 
 
+def keep_log(log: Path, tensors: Path) -> None:
+    """Copy a run's log beside the tensors that the run has captured, if it has captured any."""
+    if tensors.is_dir():
+        shutil.copyfile(log, tensors / LOG_FILE)
+
+
 def judged(verification: Verification, scratch: Path, train: Train) -> Judgement:
     """Train both with `train`, compare their tensors; where errors spread, train the strategy again.
 
-    Where the iteration begins with wrong weights, the one in which they became wrong is looked for.
+    If all tensors held, what the logs print is compared. Where the iteration begins with wrong weights,
+    the one in which they became wrong is looked for.
     """
     judgement = _At(verification.iteration, verification, scratch, train).judged()
     right, wrong = 0, verification.iteration
@@ -198,7 +210,7 @@ class _At:
     def judged(self) -> Judgement:
         """The judgement on it."""
         try:
-            return self._judged()
+            return self._compare_logs(self._judged())
         except VerifyError as error:
             return refused(str(error))
         except OSError as error:
@@ -206,6 +218,24 @@ class _At:
                 f"The tensors in {from_root(self.scratch)} could not be read or written "
                 f"({error.strerror}); see to it that there is room, or name another folder with RUNS=."
             )
+
+    def _compare_logs(self, judgement: Judgement) -> Judgement:
+        """Return the judgement with what the logs print compared, if all tensors held.
+
+        They are compared once, of the iteration that is asked for and all before it.
+        """
+        if judgement.verdict.verdict is not Outcome.HELD or self.suffix:
+            return judgement
+        # A run from the reference's routing and weights prints what they give.
+        part = "begun" if self._tensors("begun").is_dir() else "strategy"
+        tensors, reference = self._tensors(part), self._tensors("reference")
+        return compare_logs(
+            judgement,
+            tensors / LOG_FILE,
+            reference / LOG_FILE,
+            read_capture(tensors).first,
+            same_backend=self.verification.may_drift,
+        )
 
     def _judged(self) -> Judgement:
         verification, strategy = self.verification, self.verification.strategy
@@ -319,6 +349,8 @@ def _print(judgement: Judgement, results: Path, console: Console) -> None:
     say_outcome(console, verdict)
     if verdict.verdict is Outcome.HELD and verdict.routing_flips:
         say(console, f"  {verdict.routing_flips} routing choices within rounding differ")
+    if verdict.verdict is Outcome.HELD and verdict.logged:
+        say(console, f"the logs: {verdict.logged}")
     if verdict.verdict is Outcome.DIFFERS:
         path, _, line = (verdict.source or "").rpartition(":")
         if path and os.environ.get("GITHUB_ACTIONS"):  # On the pull request's line.

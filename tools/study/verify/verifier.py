@@ -23,7 +23,7 @@ from tools.launch.supervise.warm import WarmMegatron
 from tools.report.read.diagnosis import diagnose
 from tools.report.read.scrape import scrape_log
 from tools.spec import variables
-from tools.study.verify.command import SharedReferences, judged
+from tools.study.verify.command import SharedReferences, judged, keep_log
 from tools.study.verify.pairs import Pair, compose_pair
 from tools.verify.verdict import Judgement
 
@@ -103,11 +103,15 @@ class Verifier:
             kept = {k: v for k, v in reference.environment.items() if k not in of_patch_files}
             verification = replace(verification, reference=replace(reference, environment=kept))
 
-        def trained(part: str, launch: Launch) -> str:
-            kind = "reference" if part.startswith("reference") else "strategy"
-            return self.ranks.run(launch, self.folder / f"{kind}.txt")
-
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+
+            def trained(part: str, launch: Launch) -> str:
+                kind = "reference" if part.startswith("reference") else "strategy"
+                log = self.folder / f"{kind}.txt"
+                failure = self.ranks.run(launch, log)
+                keep_log(log, Path(scratch, part))
+                return failure
+
             train = self._references.around(trained, Path(scratch))
             return judged(verification, Path(scratch), train)
 

@@ -1,0 +1,48 @@
+"""Sums of losses that Megatron keeps in order to print them, beside the losses of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def reported_losses_kept() -> Iterator[None]:
+    """Put Megatron's sums of auxiliary, z and MTP losses back at the end, as they were at the start.
+
+    Every forward pass adds to them, and the log prints their sum at the iteration's end. Passes inside
+    of this context repeat an iteration for the capture, so the log must not print them.
+    """
+    kept = [(values, values.clone()) for values in _list_sums()]
+    yield
+    for values, before in kept:
+        values.copy_(before)
+
+
+def _list_sums() -> Iterator[torch.Tensor]:
+    """Yield the tensors that routers and MTP layers add their losses to."""
+    for entry in (*_list_entries_of_routers(), *_list_entries_of_mtp()):
+        held = entry if isinstance(entry, dict) else vars(entry)
+        yield from (value for value in held.values() if isinstance(value, torch.Tensor))
+
+
+def _list_entries_of_routers() -> list[Any]:
+    """Return an entry for each loss that routers have reported so far."""
+    # From 0.19 on a tracker of its own; before, a dictionary among the process groups.
+    with suppress(ImportError):
+        logging = import_module("megatron.core.transformer.moe.moe_logging")
+        return list(logging.get_moe_metrics_tracker().metrics.values())
+    groups = import_module("megatron.core.parallel_state")
+    return list(groups.get_moe_layer_wise_logging_tracker().values())
+
+
+def _list_entries_of_mtp() -> list[Any]:
+    """Return the dictionary of the losses that MTP layers have reported so far, if Megatron has MTP."""
+    with suppress(ImportError):
+        prediction = import_module("megatron.core.transformer.multi_token_prediction")
+        return [prediction.MTPLossLoggingHelper.tracker]
+    return []
