@@ -365,9 +365,9 @@ def test_nan_before_a_log_that_merely_stops_is_nan(tmp_path):
     ],
 )
 def test_memory_that_is_refused_to_a_rank_is_out_of_memory(tmp_path, error):
-    found = judged(tmp_path, traceback(error, "[rank1]: ", "gpt.py") + EPILOGUE, 1)
-    assert (found.status, found.rank) == (Status.OUT_OF_MEMORY, 1)
-    assert found.reason.startswith("Rank 1 ran out of memory")
+    status = judged(tmp_path, traceback(error, "[rank1]: ", "gpt.py") + EPILOGUE, 1)
+    assert (status.status, status.rank) == (Status.OUT_OF_MEMORY, 1)
+    assert status.reason.startswith("Rank 1 ran out of memory")
 
 
 @pytest.mark.parametrize(
@@ -378,8 +378,8 @@ def test_memory_that_is_refused_to_a_rank_is_out_of_memory(tmp_path, error):
     ],
 )
 def test_memory_that_is_refused_outside_python_is_out_of_memory(tmp_path, line):
-    found = judged(tmp_path, f"{iteration_line(3)}\n{line}\n{EPILOGUE}", 1)
-    assert found.status is Status.OUT_OF_MEMORY
+    status = judged(tmp_path, f"{iteration_line(3)}\n{line}\n{EPILOGUE}", 1)
+    assert status.status is Status.OUT_OF_MEMORY
 
 
 def test_a_primitive_that_onednn_does_not_support_is_not_out_of_memory(tmp_path):
@@ -389,9 +389,9 @@ def test_a_primitive_that_onednn_does_not_support_is_not_out_of_memory(tmp_path)
         " primitive. Run workload with environment variable ONEDNN_VERBOSE=all to get additional"
         " diagnostic information."
     )
-    found = judged(tmp_path, traceback(error, "[rank1]: ", "gpt.py") + EPILOGUE, 1)
-    assert found.status is Status.CRASHED
-    assert "primitive descriptor" in found.reason
+    status = judged(tmp_path, traceback(error, "[rank1]: ", "gpt.py") + EPILOGUE, 1)
+    assert status.status is Status.CRASHED
+    assert "primitive descriptor" in status.reason
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_a_primitive_that_onednn_does_not_support_is_not_out_of_memory(tmp_path)
     ],
 )
 def test_a_rank_that_may_open_no_more_files_is_told_which_limit_to_raise(tmp_path, error):
-    found = judged(tmp_path, traceback(error, "[rank1]: ", "gpt.py") + EPILOGUE, 1)
-    assert (found.status, found.rank) == (Status.CRASHED, 1)
-    assert found.reason.startswith("Rank 1 was allowed no more open files (")
-    assert found.reason.endswith("; raise the limit (ulimit -n).")
+    status = judged(tmp_path, traceback(error, "[rank1]: ", "gpt.py") + EPILOGUE, 1)
+    assert (status.status, status.rank) == (Status.CRASHED, 1)
+    assert status.reason.startswith("Rank 1 was allowed no more open files (")
+    assert status.reason.endswith("; raise the limit (ulimit -n).")
