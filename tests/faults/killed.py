@@ -10,6 +10,8 @@ import psutil
 
 from tests.examples.forked_launcher import forked
 from tests.faults.runs import Kit, kill
+from tools.records.checkpoints import find_checkpoints
+from tools.records.run import CHECKPOINTS_FOLDER
 from tools.study.verify.verifier import ForkedRanks
 
 
@@ -21,6 +23,8 @@ class Killed:
     """Of the resumed run; its first attempt is what the kill left."""
     iterations_reported: int
     """By the report, before the run was resumed."""
+    saved_iteration: int
+    """Of the newest finished checkpoint that the killed run left."""
     resumed_folder: str
     exit_code: int
     """Of the launcher that resumed it."""
@@ -28,7 +32,7 @@ class Killed:
 
 
 def killed(runs: Path, data: Path, ranks: ForkedRanks) -> dict[str, Any]:
-    """`Killed` of two forked ranks under DP, killed after the first of three saves."""
+    """`Killed` of two forked ranks under DP, killed after a save that is not the last."""
     folder = runs / "killed"
     folder.mkdir()
     kit = Kit(folder, data, runs / ".start")
@@ -39,11 +43,14 @@ def killed(runs: Path, data: Path, ranks: ForkedRanks) -> dict[str, Any]:
     kill(_rank_1(ranks))
     ended = victim.end()
     iterations = len(ended.run.log.iterations)
+    stored = find_checkpoints(ended.folder / CHECKPOINTS_FOLDER)  # Newest first.
+    saved = next(checkpoint.iteration for checkpoint in stored if checkpoint.is_finished)
     resumed = kit.resume(ended.folder)
     return asdict(
         Killed(
             str(ended.folder),
             iterations,
+            saved,
             str(resumed.folder),
             resumed.exit_code,
             resumed.output,

@@ -10,7 +10,7 @@ import pytest
 
 from tests.examples.runs import SharedRuns
 from tests.faults.killed import Killed
-from tests.faults.runs import ITERATIONS, WHO, Ended, Kit, kill, moment, same_losses
+from tests.faults.runs import ITERATIONS, SAVE_EVERY, WHO, Ended, Kit, kill, moment, same_losses
 from tests.patience import OF_A_RUN, until
 from tools.launch.compose import torchrun
 from tools.launch.supervise.exit_status import classify_exit
@@ -65,7 +65,9 @@ def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_losses_of_an_undistur
     assert (killed.exit_code, killed.resumed_folder) == (0, killed.folder), killed.output
     resumed = load_folder(folder)
     assert read_status(folder).status is Status.OK
-    assert resumed.restarts == (5,)
+    # A busy machine kills late: more than the first of three saves may be there.
+    assert killed.saved_iteration in range(SAVE_EVERY, ITERATIONS, SAVE_EVERY)
+    assert resumed.restarts == (killed.saved_iteration + 1,)
     same_losses(resumed, loss_curve(load_folder(undisturbed)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,12 +18,13 @@ from tools.report.analyse.earlier import (
     compare_with_baseline,
     read_baseline,
 )
-from tools.report.analyse.planned import planned, readings_of
+from tools.report.analyse.planned import OwnMeasurements, own_measurements, planned
 from tools.report.analyse.report import Report, build_report
 from tools.report.canvas import can_draw
 from tools.report.read.printed import device_named
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.report.render.files import print_report, write_report
+from tools.report.render.sentences import some_of
 from tools.spec.files import from_root, is_plain_name
 from tools.spec.hardware import Device
 from tools.spec.published import load_published
@@ -79,18 +80,9 @@ def build(options: BuildOptions, console: Console) -> int:
         console.print(f"{place} cannot be written: {error.strerror}.", markup=False)
         return 2
     print_report(report, headline, console)
-    if options.readings and (rows := readings_of(report.entries)):
-        try:
-            new = add_rows(options.readings, rows)
-            said = (
-                f"{from_root(options.readings)} has {plural(len(rows), 'row')}, {new} of them new: "
-                "'make plan' and the next report correct predictions for the same devices by them."
-            )
-        except ReadingsError as error:
-            said = str(error)
-        except OSError as error:
-            said = f"{options.readings} cannot be written: {error.strerror}."
-        say(console, said)
+    if options.readings:
+        for sentence in _add_measurements(options.readings, own_measurements(report.entries)):
+            say(console, sentence)
     if not can_draw():
         console.print("It has no charts: matplotlib is not installed (pip install matplotlib).")
     # Not wrapped: a path in two lines can be neither clicked nor copied.
@@ -101,6 +93,25 @@ def build(options: BuildOptions, console: Console) -> int:
         return 1
     undecided = any(change.kind == UNDECIDED for change in report.changes)
     return EXIT_UNDECIDED if options.strict and undecided else 0
+
+
+def _add_measurements(path: Path, measured: OwnMeasurements) -> Iterator[str]:
+    """Add rows to the file of one's own measurements; yield what was added, and what was left out."""
+    if measured.rows:
+        rows = plural(len(measured.rows), "row")
+        try:
+            new = add_rows(path, measured.rows)
+            yield (
+                f"{from_root(path)} has {rows}, {new} of them new: "
+                "'make plan' and the next report correct predictions for the same devices by them."
+            )
+        except ReadingsError as error:
+            yield str(error)
+        except OSError as error:
+            yield f"{path} cannot be written: {error.strerror}."
+    if measured.left_out:
+        reasons = [f"{some_of(names)} ({reason})" for reason, names in measured.left_out.items()]
+        yield f"Left out of {from_root(path)}: {'; '.join(reasons)}."
 
 
 def _report(name: str, options: BuildOptions) -> Report:

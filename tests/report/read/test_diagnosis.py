@@ -348,3 +348,62 @@ def test_nan_before_a_log_that_merely_stops_is_nan(tmp_path):
     found = judged(tmp_path, "\n".join(lines))
     assert found.status is Status.NAN
     assert found.reason == "NaN from iteration 4, where the log stops after iteration 6."
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        # Printed by torch and numpy when RLIMIT_AS refused them memory.
+        "RuntimeError: could not create a primitive",
+        "RuntimeError: could not execute a primitive",
+        "RuntimeError: std::bad_alloc",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate"
+        " memory: you tried to allocate 524288 bytes. Error code 12 (Cannot allocate memory)",
+        "MemoryError",
+        "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB for an array with shape"
+        " (1000000000,) and data type float64",
+    ],
+)
+def test_memory_that_is_refused_to_a_rank_is_out_of_memory(tmp_path, error):
+    status = judged(tmp_path, traceback(error, "[rank1]: ", "gpt.py") + EPILOGUE, 1)
+    assert (status.status, status.rank) == (Status.OUT_OF_MEMORY, 1)
+    assert status.reason.startswith("Rank 1 ran out of memory")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "cannot allocate memory for thread-local data: ABORT",
+        "terminate called after throwing an instance of 'std::bad_alloc'",
+    ],
+)
+def test_memory_that_is_refused_outside_python_is_out_of_memory(tmp_path, line):
+    status = judged(tmp_path, f"{iteration_line(3)}\n{line}\n{EPILOGUE}", 1)
+    assert status.status is Status.OUT_OF_MEMORY
+
+
+def test_a_primitive_that_onednn_does_not_support_is_not_out_of_memory(tmp_path):
+    # Printed by torch for fp16 on a processor without its instructions.
+    error = (
+        "RuntimeError: could not create a primitive descriptor for the inner product forward propagation"
+        " primitive. Run workload with environment variable ONEDNN_VERBOSE=all to get additional"
+        " diagnostic information."
+    )
+    status = judged(tmp_path, traceback(error, "[rank1]: ", "gpt.py") + EPILOGUE, 1)
+    assert status.status is Status.CRASHED
+    assert "primitive descriptor" in status.reason
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "OSError: [Errno 24] Too many open files: '/dev/null'",
+        "torch.distributed.DistNetworkError: The server socket has failed to bind. port: 29999,"
+        " useIpv6: 0, code: -24, name: EMFILE, message: too many open files",
+    ],
+)
+def test_a_rank_that_may_open_no_more_files_is_told_which_limit_to_raise(tmp_path, error):
+    status = judged(tmp_path, traceback(error, "[rank1]: ", "gpt.py") + EPILOGUE, 1)
+    assert (status.status, status.rank) == (Status.CRASHED, 1)
+    assert status.reason.startswith("Rank 1 was allowed no more open files (")
+    assert status.reason.endswith("; raise the limit (ulimit -n).")

@@ -12,6 +12,7 @@ from tools.report.analyse.configurations import (
     link_rate,
     patch_file_name,
 )
+from tools.report.analyse.disturbance import has_more_ranks_than_cores, why_disturbed
 from tools.report.analyse.statistics import TimeComparison, compare
 from tools.report.read.runs import Run
 from tools.spec.flag_table import argument_names, of_role
@@ -52,7 +53,9 @@ def compare_speed(reference: Configuration, other: Configuration) -> SpeedCompar
     one, two = reference.newest, other.newest
     per_iteration = per_token = None
     per_device = None
-    work, caution = _work(one, two)
+    work, caution = None, why_withheld(reference) or why_withheld(other)
+    if not caution:
+        work, caution = _work(one, two)
     if reference.estimate and other.estimate and work:
         per_token = compare(reference.estimate, other.estimate, work[0] / work[1])
         per_iteration = per_token if work[0] == work[1] else None
@@ -67,6 +70,42 @@ def compare_speed(reference: Configuration, other: Configuration) -> SpeedCompar
         per_device=per_device,
         differences=tuple(differences(one, two)),
         caution=caution,
+    )
+
+
+def why_withheld(row: Configuration) -> str:
+    """Return why the times of a row say nothing about its strategy; empty where nothing shows that."""
+    if row.estimate is None:
+        return ""
+    if has_more_ranks_than_cores(row.newest):
+        return OVERSUBSCRIBED
+    return DISTURBED if all(map(why_disturbed, row.runs)) else ""
+
+
+def why_impossible(reference: Configuration, other: Configuration, speed: SpeedComparison) -> str:
+    """Return why a ratio of times cannot be; empty where it can.
+
+    N times as many devices take at least 1/N of the time for the same work, if nothing else differs:
+    where the whole interval is below that, something slowed the run on fewer devices down.
+    """
+    reference_spec, spec = reference.newest.spec, other.newest.spec
+    ratio, flaws = speed.per_iteration, [d for d in speed.differences if not d.part_of_strategy]
+    recorded = not (reference.newest.is_foreign or other.newest.is_foreign)
+    if reference_spec is None or spec is None or ratio is None or flaws or not recorded:
+        return ""
+    if reference_spec.batch != spec.batch or ratio.low is None or ratio.high is None:
+        return ""
+    times_as_many = spec.parallelism.world_size / reference_spec.parallelism.world_size
+    bound = 1 / times_as_many
+    is_below = times_as_many > 1 and ratio.high < bound
+    is_above = times_as_many < 1 and ratio.low > bound
+    if not is_below and not is_above:
+        return ""
+    slow = "reference" if is_below else "row"
+    return (
+        f"×{ratio.ratio:.3f} the time on {times_as_many:g} times as many ranks {IMPOSSIBLE}"
+        f" (×{bound:.3f} is the {'least' if is_below else 'most'}), so other programs slowed its {slow}"
+        " down; close them and run both again"
     )
 
 
@@ -164,6 +203,13 @@ def _conditions(run: Run) -> dict[str, str]:
 SHARED = (
     "its ranks shared one GPU: memory and losses are true, times say nothing about the strategy"
 )
+
+OVERSUBSCRIBED = "more ranks than cores, so times say nothing about speed"
+DISTURBED = "other programs used the cores, so times say nothing about speed"
+SLOWED_REFERENCE = "its reference took longer than is possible"
+IMPOSSIBLE = "is impossible"
+WITHHELD = (SHARED, OVERSUBSCRIBED, DISTURBED, SLOWED_REFERENCE)
+"""Reasons for no verdict that a sentence of the report tells once for all rows."""
 
 
 def adam_state(run: Run) -> str | None:

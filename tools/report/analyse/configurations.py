@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from tools.records.identity import Computed, computed, identity_of
 from tools.records.run import RunRecord
+from tools.report.analyse.disturbance import why_disturbed
 from tools.report.analyse.statistics import ON_CPU_RANKS, ON_GPUS, Estimate, Scatter, estimate
 from tools.report.read.runs import Run
 from tools.spec.offload import offload_flags
@@ -126,8 +127,13 @@ def with_distinct_names(runs: Sequence[Run]) -> list[Run]:
 
 
 def pooled(runs: Sequence[Run]) -> Estimate | None:
-    """The iteration time of runs together, in milliseconds; None where none has a time that counts."""
-    samples = [run.window.samples_ms for run in runs if run.counts]
+    """Return the iteration time of runs together in milliseconds; None if no run has one that counts.
+
+    Runs that other programs slowed down are left out, unless all were.
+    """
+    counting = [run for run in runs if run.counts]
+    undisturbed = [run for run in counting if not why_disturbed(run)]
+    samples = [run.window.samples_ms for run in undisturbed or counting]
     return estimate(samples, scatter=scatter_of(runs[-1].device)) if samples else None
 
 

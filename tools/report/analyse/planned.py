@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ from tools.plan.readings.reading_to_spec import RefusedError, execution_of_flags
 from tools.plan.tensors import UnevenSplitError
 from tools.plan.time.cluster import Cluster
 from tools.plan.time.rates import NoPeakError
+from tools.records.run import Status
+from tools.report.analyse.comparability import DISTURBED, IMPOSSIBLE, why_withheld
+from tools.report.analyse.configurations import pooled
+from tools.report.analyse.disturbance import why_disturbed
 from tools.report.analyse.entry import Entry
 from tools.report.read.runs import Run
 from tools.spec.flags import Flags
@@ -68,20 +73,66 @@ def planned(
     return tuple(found)
 
 
-def readings_of(entries: Iterable[Entry]) -> list[Row]:
-    """The rows that the kit trained, as one's own measurements; not those whose times scatter widely."""
-    rows = []
+@dataclass(frozen=True)
+class OwnMeasurements:
+    """Runs that the kit trained, as rows of the file of one's own measurements."""
+
+    rows: tuple[Row, ...]
+    left_out: Mapping[str, Sequence[str]]
+    """Names of runs that are in no row although the planner can predict such runs, by the reason."""
+
+
+def own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
+    """Return a row for each configuration that the kit trained, from the runs whose times are its own.
+
+    Runs that did not end well, that other programs slowed down or whose times scatter widely are left
+    out. A configuration that the planner has no form for is skipped without a reason.
+    """
+    rows: list[Row] = []
+    left_out: dict[str, list[str]] = defaultdict(list)
+    impossible = _find_impossible_rows(entries)
     for entry in entries:
-        run, time, span, device = entry.run, entry.time_ms, entry.interval, _device(entry.run)
-        if run.record is None or run.spec is None or time is None or span is None or device is None:
+        device = _device(entry.run)
+        if entry.run.record is None or device is None or not _has_form(entry):
             continue
-        unsteady = (span[1] - span[0]) / 2 >= _UNSTEADY * time
-        if unsteady or not _is_timed(entry) or run.record.resumptions:
+        good: list[Run] = []
+        row = entry.configuration
+        for run in (*row.runs, *row.failed_before, *row.running):
+            if reason := _why_no_measurement(run, entry.run.name in impossible):
+                left_out[reason].append(run.name)
+            else:
+                good.append(run)
+        time = pooled(good) if good else None
+        if time is None or time.low is None or time.high is None:
             continue
-        with suppress(RefusedError):
-            row = row_of(run.spec, run.record.argv, device, run.name, time / _MILLISECONDS)
-            rows.append(row)
-    return rows
+        if (time.high - time.low) / 2 >= _UNSTEADY * time.median:
+            left_out["times that scatter widely"] += [run.name for run in good]
+            continue
+        run, seconds = good[-1], time.median / _MILLISECONDS
+        if run.spec is not None and run.record is not None:
+            with suppress(RefusedError):
+                rows.append(row_of(run.spec, run.record.argv, device, run.name, seconds))
+    return OwnMeasurements(tuple(rows), left_out)
+
+
+def _why_no_measurement(run: Run, is_impossible: bool) -> str:
+    """Return why a run's time is no measurement of its configuration; empty if it is one."""
+    if run.status.status is not Status.OK:
+        return run.status.status.value.replace("_", " ")
+    if run.record is not None and run.record.resumptions:
+        return "resumed"
+    if why_disturbed(run):
+        return "other programs used its cores"
+    return "its time beside another's is impossible" if is_impossible else ""
+
+
+def _find_impossible_rows(entries: Iterable[Entry]) -> set[str]:
+    """Return the names of both rows of each impossible ratio of times."""
+    names = set()
+    for entry in entries:
+        if entry.speed and IMPOSSIBLE in entry.speed.caution:
+            names |= {entry.run.name, entry.speed.reference}
+    return names
 
 
 _UNSTEADY = 0.25
@@ -90,10 +141,15 @@ _UNSTEADY = 0.25
 
 def _is_timed(entry: Entry) -> bool:
     """Whether its time is what its strategy takes on its device: the same for every later run."""
+    is_disturbed = why_withheld(entry.configuration) == DISTURBED
+    return entry.estimate is not None and not is_disturbed and _has_form(entry)
+
+
+def _has_form(entry: Entry) -> bool:
+    """Return True for a run of the kit or of a log whose time the planner's closed forms are for."""
     spec = entry.run.spec
     return (
         spec is not None
-        and entry.estimate is not None
         and spec.backend == Backend.MEGATRON
         and spec.batch.micro_batch_size > 0
         and spec.link_bits_per_second is None

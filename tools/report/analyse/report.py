@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from tools.records.identity import essential
-from tools.report.analyse.comparability import compare_speed
+from tools.report.analyse.comparability import SLOWED_REFERENCE, compare_speed, why_impossible
 from tools.report.analyse.configurations import configurations, labels, with_distinct_names
 from tools.report.analyse.earlier import Change
 from tools.report.analyse.entry import Entry
@@ -87,6 +87,10 @@ def _with_speeds(entries: list[Entry]) -> list[Entry]:
         result[place] = replace(entry, speed=speed)
         if speed.per_token:
             groups.setdefault(speed.reference, {})[place] = speed.per_token
+    for name, group in list(groups.items()):
+        reference = next(entry for entry in entries if entry.run.name == name)
+        if _withhold_impossible(reference, result, tuple(group)):
+            del groups[name]
     for group in groups.values():
         for place, token in zip(group, adjusted(list(group.values())), strict=True):
             plain = result[place].speed
@@ -95,6 +99,32 @@ def _with_speeds(entries: list[Entry]) -> list[Entry]:
             own = replace(plain, per_token=token, per_iteration=iteration)
             result[place] = replace(result[place], speed=own)
     return result
+
+
+def _withhold_impossible(reference: Entry, entries: list[Entry], indexes: Sequence[int]) -> bool:
+    """Take the comparisons at some indexes back if one of them is impossible; return whether one is.
+
+    An impossible ratio shows that the reference was slowed down, so nothing can be compared with it.
+    """
+    reasons = {}
+    for index in indexes:
+        entry, speed = entries[index], entries[index].speed
+        assert speed is not None
+        reasons[index] = why_impossible(reference.configuration, entry.configuration, speed)
+    if not any(reasons.values()):
+        return False
+    for index, reason in reasons.items():
+        speed = entries[index].speed
+        assert speed is not None
+        withheld = replace(
+            speed,
+            per_iteration=None,
+            per_token=None,
+            per_device=None,
+            caution=reason or SLOWED_REFERENCE,
+        )
+        entries[index] = replace(entries[index], speed=withheld)
+    return True
 
 
 def _reference(entry: Entry, entries: Sequence[Entry]) -> Entry | None:

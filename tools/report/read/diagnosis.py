@@ -14,9 +14,15 @@ from tools.report.read.scraped import LoggedError, ScrapedLog
 
 _MEMORY = re.compile(
     r"out of memory|OutOfMemory|can't allocate memory|Cannot allocate memory|Unable to allocate"
-    r"|CUBLAS_STATUS_ALLOC_FAILED|MemoryError",
+    r"|CUBLAS_STATUS_ALLOC_FAILED|MemoryError|bad_alloc|could not (?:create|execute) a primitive$",
     re.IGNORECASE,
 )
+"""Texts of an allocation that was refused.
+
+oneDNN says no more than that it could not create or execute a primitive. A primitive that it does not
+support fails before, and the text goes on: `could not create a primitive descriptor for …`.
+"""
+_OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
 _ALLOCATION = re.compile(r"ried to allocate ([\d.]{1,20} ?[A-Za-z]{1,6})")
 _CAPACITY = re.compile(
     r"(GPU \d{1,4}) has a total capacity of ([\d.]{1,12} [A-Za-z]{1,6})"
@@ -130,6 +136,10 @@ def _classify_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) 
     text = f"{error.kind}: {error.message}" if error.message else error.kind
     if _MEMORY.search(text):
         return StatusRecord(Status.OUT_OF_MEMORY, exit_code, _allocation(error, rank), rank)
+    if _OPEN_FILES.search(text):
+        who = f"Rank {rank}" if rank is not None else "A rank"
+        reason = f"{who} was allowed no more open files ({text}); raise the limit (ulimit -n)."
+        return StatusRecord(Status.CRASHED, exit_code, reason, rank)
     status = Status.NAN if _NAN.search(text) else Status.CRASHED
     place = f"rank {rank}: " if rank is not None else ""
     accused = None if _GLOO in text or error.kind == NCCL_TIMEOUT else rank

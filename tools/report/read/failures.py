@@ -20,7 +20,7 @@ _PREFIX = re.compile(r"\s{0,8}(?:\[(?:default|rank|Rank |RANK )?(\d{1,6})\]:? ?)
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'\s*File "([^"]{1,500})", line (\d{1,7})(?:, in (\S{1,120}))?')
 _EXCEPTION = re.compile(
-    r"((?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,80}?"
+    r"((?:[A-Za-z_]\w{0,60}\.){0,8}_?[A-Z]\w{0,80}?"
     r"(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Fault|Abort|NotFound|Failed))(?::\s?(.*))?\Z"
 )
 _USAGE = re.compile(r"(\S{1,200}): error: (.{1,2000})")
@@ -28,6 +28,7 @@ _TERMINATED = "terminate called after throwing"
 _FATAL = re.compile(
     r"(Fatal Python error: .{1,200}|Segmentation fault.{0,40}"
     rf"|{_TERMINATED} .{{1,200}}"
+    r"|cannot allocate memory for thread-local data.{0,40}"
     r"|torch\.OutOfMemoryError: .{1,400}|CUDA out of memory\. .{1,400}"
     r"|(?<=watchdog thread terminated with exception: )CUDA error: .{1,200})"
 )

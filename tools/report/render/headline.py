@@ -16,6 +16,7 @@ from tools.report.render.sentences import (
     sentences,
     some_of,
     token_ratio,
+    withheld_sentences,
 )
 from tools.report.render.tables import ratio
 from tools.text.units import interval, joined, number, plural
@@ -38,6 +39,8 @@ def answer(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
         return sentences(report)[0]
     groups = [members for members in compared_groups(report) if len(members) > 1]
     if not groups:
+        if len(timed) > 1 and (withheld := withheld_sentences(report)):
+            return " ".join(withheld)
         if len(timed) > 1:
             times = some_of([f"{number(each.time_ms)} ms ({each.label})" for each in timed])
             return f"None of {len(timed)} rows compares with another. An iteration takes {times}."

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tools.records.run import Status
-from tools.report.analyse.comparability import SHARED, SpeedComparison
+from tools.report.analyse.comparability import (
+    DISTURBED,
+    IMPOSSIBLE,
+    OVERSUBSCRIBED,
+    WITHHELD,
+    SpeedComparison,
+    why_withheld,
+)
+from tools.report.analyse.disturbance import ranks_and_cores, why_disturbed
 from tools.report.analyse.earlier import UNDECIDED
 from tools.report.analyse.entry import Entry
 from tools.report.analyse.parity import LOGS_AGREE
@@ -47,7 +55,7 @@ def sentences(report: Report) -> list[str]:
             f"Medians rest on {span} samples a row; which lines were left out, and why, is under"
             " 'How it was measured' in report.html and report.md."
         )
-    result += [*_speed_sentences(report), *_uncompared(report)]
+    result += [*withheld_sentences(report), *_speed_sentences(report), *_uncompared(report)]
     within = [f"Within {e.label}, {shift.text}." for e in entries for shift in e.shifts]
     result += _first(within, "changes within runs are in the notes of their rows.")
     result += _power_sentences(report)
@@ -132,9 +140,40 @@ def _power_sentences(report: Report) -> list[str]:
     return told
 
 
+def withheld_sentences(report: Report) -> list[str]:
+    """Return why rows are not compared in speed, one sentence per reason; empty where all are."""
+    disturbed, taking_turns = [], []
+    for entry in report.entries:
+        reason = why_withheld(entry.configuration)
+        if reason == DISTURBED:
+            disturbed.append(f"{entry.label} ({why_disturbed(entry.run)})")
+        elif reason == OVERSUBSCRIBED and (known := ranks_and_cores(entry.run)):
+            ranks, cores = known
+            taking_turns.append(
+                f"{entry.label} ({plural(ranks, 'rank')} on {plural(cores, 'core')})"
+            )
+    texts = []
+    if disturbed:
+        texts.append(
+            f"No speed is compared with {some_of(disturbed)}: other programs used the cores. Close them"
+            " and run again."
+        )
+    if taking_turns:
+        texts.append(
+            f"No speed is compared with {some_of(taking_turns)}: with more ranks than cores, times say"
+            " nothing about speed."
+        )
+    return texts + [
+        speed_sentence(entry, report)
+        for entry in report.entries
+        if entry.speed and IMPOSSIBLE in entry.speed.caution
+    ]
+
+
 def _speed_sentences(report: Report) -> list[str]:
     """The verdict on every row; of many rows one sentence a verdict."""
-    texts = [text for entry in report.entries if (text := speed_sentence(entry, report))]
+    told = [e for e in report.entries if e.speed and IMPOSSIBLE not in e.speed.caution]
+    texts = [text for entry in told if (text := speed_sentence(entry, report))]
     if len(texts) <= _MAX_SENTENCES:
         return texts
     groups: dict[tuple[str, TimeVerdict], list[Entry]] = {}
@@ -178,7 +217,7 @@ def speed_sentence(entry: Entry, report: Report) -> str:
     if found is None:
         return (
             f"{entry.label} against {reference.label}: no verdict on speed, {comparison.caution}."
-            if comparison.caution != SHARED
+            if comparison.caution not in WITHHELD
             else ""
         )
     unit = "an iteration" if comparison.per_iteration else "a token"
