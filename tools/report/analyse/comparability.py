@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tools.records.identity import essential
@@ -12,8 +12,10 @@ from tools.report.analyse.configurations import (
     link_rate,
     patch_file_name,
 )
+from tools.report.analyse.must_agree import flags_not_stated, named_differences
 from tools.report.analyse.statistics import TimeComparison, compare
 from tools.report.read.runs import Run
+from tools.report.read.stated_model import ModelDifference
 from tools.spec.flag_table import argument_names, of_role
 from tools.spec.offload import offload_flags
 
@@ -45,6 +47,8 @@ class SpeedComparison:
     differences: tuple[Mismatch, ...]
     caution: str = ""
     """What the comparison takes for granted, or why there is none."""
+    model_doubt: str = ""
+    """That the two models differ or may differ, and in which flags; empty of one model."""
 
 
 def compare_speed(reference: Configuration, other: Configuration) -> SpeedComparison:
@@ -53,9 +57,10 @@ def compare_speed(reference: Configuration, other: Configuration) -> SpeedCompar
     per_iteration = per_token = None
     per_device = None
     work, caution = _work(one, two)
+    of_model = one.stated_model.differences(two.stated_model)
     if reference.estimate and other.estimate and work:
         per_token = compare(reference.estimate, other.estimate, work[0] / work[1])
-        per_iteration = per_token if work[0] == work[1] else None
+        per_iteration = per_token if work[0] == work[1] and not of_model else None
         if one.spec and two.spec:
             scale = one.spec.parallelism.world_size / two.spec.parallelism.world_size
             per_device = scale / per_token.ratio
@@ -67,7 +72,17 @@ def compare_speed(reference: Configuration, other: Configuration) -> SpeedCompar
         per_device=per_device,
         differences=tuple(differences(one, two)),
         caution=caution,
+        model_doubt=_model_doubt(one, two, of_model),
     )
+
+
+def _model_doubt(reference: Run, other: Run, differences: Sequence[ModelDifference]) -> str:
+    """Return how two models differ, or what a log does not state of its model; empty if neither."""
+    known = [difference for difference in differences if difference.is_known]
+    if known:
+        return f"their models differ in {named_differences(known)}"
+    unstated = flags_not_stated(reference, other, differences)
+    return f"their models may differ: {unstated}" if unstated else ""
 
 
 def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
@@ -107,17 +122,24 @@ def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
 def differences(reference: Run, other: Run) -> list[Mismatch]:
     """Everything the runs should share for their times to be comparable, and do not.
 
-    Of two of which one is a foreign log also the printed arguments that differ.
+    The flags of their models come first. Of two runs of which one is a foreign log the list has all
+    printed arguments that differ.
     """
+    of_model = [
+        Mismatch(difference.flag, difference.reference, difference.other)
+        for difference in reference.stated_model.differences(other.stated_model)
+        if difference.is_known and difference.flag != "--hidden-dropout"
+    ]
     theirs = _conditions(other)
-    found = [
+    found = of_model + [
         Mismatch(what, value, theirs[what], what in _OF_STRATEGY)
         for what, value in _conditions(reference).items()
         if value != theirs[what]
     ]
     one, two = essential(reference.arguments), essential(other.arguments)
     if one and two and (reference.is_foreign or other.is_foreign):
-        for name in sorted({*one, *two} - _SAID):
+        named = argument_names(mismatch.what for mismatch in of_model)
+        for name in sorted({*one, *two} - _SAID - named):
             mine, its = one.get(name, "not given"), two.get(name, "not given")
             if mine != its:
                 flag = f"--{name.replace('_', '-')}"
@@ -125,8 +147,13 @@ def differences(reference: Run, other: Run) -> list[Mismatch]:
     return found
 
 
-_SAID = frozenset({"optimizer", "fp16", "bf16", "params_dtype", "hidden_dropout"})
-"""Arguments that a condition of its own stands for."""
+_SAID = frozenset(
+    {
+        *("optimizer", "fp16", "bf16", "params_dtype", "hidden_dropout"),
+        *("group_query_attention", "num_query_groups"),
+    }
+)
+"""Arguments that a condition of its own, or a flag of the model, stands for."""
 _OF_LAYOUT = argument_names(of_role("parallelism")) | {
     *("world_size", "data_parallel_size", "transformer_pipeline_model_parallel_size"),
     "virtual_pipeline_model_parallel_size",

@@ -178,7 +178,8 @@ def labels(rows: Sequence[Configuration]) -> list[str]:
             label = f"{run.strategy} ×{spec.parallelism.world_size}"
             label += f" with PATCH_FILE={spec.patch_file.path}" if spec.patch_file else ""
         result.append(label)
-        groups[run.model, run.device, spec.dtype if spec else "", label].append(place)
+        model = run.dimensions if run.is_foreign else run.model
+        groups[model, run.device, spec.dtype if spec else "", label].append(place)
     for places in groups.values():
         if len(places) > 1:
             suffixes = _suffixes([rows[place].newest for place in places])

@@ -78,7 +78,7 @@ def _with_speeds(entries: list[Entry]) -> list[Entry]:
     result, candidates = list(entries), entries
     groups: dict[str, dict[int, TimeComparison]] = {}
     for place, entry in enumerate(entries):
-        reference = _reference(entry, candidates) if entry.estimate else None
+        reference = _reference(entry, candidates, entries) if entry.estimate else None
         if reference is None or reference is entry:
             continue
         # What is compared with another is no reference itself.
@@ -97,24 +97,42 @@ def _with_speeds(entries: list[Entry]) -> list[Entry]:
     return result
 
 
-def _reference(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
+def _reference(entry: Entry, candidates: Sequence[Entry], entries: Sequence[Entry]) -> Entry | None:
     """What an entry's speed is compared with: baseline, but Megatron as it is before one that a patch
-    file changed; of logs the first that was named.
+    file changed; of logs the first of the same model that was named.
 
-    Only one of the same model, and of the same device or where one side does not say.
+    Only one of the same device or where one side does not say. A log without another of its model is
+    compared with the first of its size.
+
+    Args:
+        entry: The entry, which may be its own reference.
+        candidates: Those that are not compared with another.
+        entries: All of the report.
     """
-    run, timed = entry.run, [other for other in entries if other.estimate]
+    run, timed = entry.run, [other for other in candidates if other.estimate]
     if any(other.run.is_foreign for other in entries):
-        return next(other for other in timed if _are_comparable(other.run, run))
+        of_size = [other for other in timed if _are_comparable(other.run, run)]
+        first = next(other for other in of_size if _train_one_model(other.run, run))
+        others = [other.run for other in entries if other.estimate and other is not entry]
+        has_peers = any(_are_comparable(o, run) and _train_one_model(o, run) for o in others)
+        return first if has_peers else of_size[0]
     cohort = [o for o in timed if (o.run.model, o.run.device) == (run.model, run.device)]
     first = min(cohort, key=lambda o: (bool(o.spec and o.spec.patch_file), not o.run.is_baseline))
     return first if run.model else None
 
 
 def _are_comparable(one: Run, two: Run) -> bool:
-    """Whether two logs train one model; of two that name none, whether their batches are equal."""
+    """Return whether two logs train models of one size.
+
+    Of two logs that name no model, return whether their batches are equal.
+    """
     alike = one.device == two.device or not one.device or not two.device
-    if not one.size and not two.size:
+    if not one.dimensions and not two.dimensions:
         work = (one.global_batch_size, one.seq_length), (two.global_batch_size, two.seq_length)
         alike = alike and work[0] == work[1]
-    return alike and one.size == two.size
+    return alike and one.dimensions == two.dimensions
+
+
+def _train_one_model(one: Run, two: Run) -> bool:
+    """Return whether no flag of their models differs, and none is stated by one of them alone."""
+    return not one.stated_model.differences(two.stated_model)

@@ -28,7 +28,7 @@ _LARGEST = 10**9
 _DEFINING = ("shape", "parallelism", "architecture", "stages")
 """Roles of flags that a model and its layout follow from."""
 _MAX_VALUE = 40
-_FEWEST_OF_ALL = 100
+FEWEST_OF_ALL = 100
 """Arguments of a list that was not shortened by hand."""
 _FIRST_LINES = 5000
 """From the beginning on; a device is named before training."""
@@ -42,7 +42,7 @@ def printed_spec(arguments: Mapping[str, str], global_batch_size: int | None) ->
         global_batch_size: Of the log's lines, where they name one.
     """
     # Of two sizes that a whole list always has together one may be lost: it has no default then.
-    is_whole = len(arguments) >= _FEWEST_OF_ALL
+    is_whole = len(arguments) >= FEWEST_OF_ALL
     torn = is_whole and ("ffn_hidden_size" in arguments) != ("kv_channels" in arguments)
     if torn or not _ranks_multiply(arguments):
         return None

@@ -32,6 +32,7 @@ from tools.report.read.sources import (
     read_samples,
     read_time_ledger,
 )
+from tools.report.read.stated_model import StatedModel, model_of_arguments, model_of_record
 from tools.report.read.window import Window, select_window
 from tools.spec.flags import Flags
 from tools.spec.run import DeviceKind, RunSpec, flags_of_printed
@@ -95,6 +96,20 @@ class Run:
         """The model, also of arguments that leave its layout open; empty where nothing says it."""
         sizes = [self.arguments.get(name) for name in ("num_layers", "hidden_size")]
         return self.model or ("x".join(map(str, sizes)) if all(sizes) else "")
+
+    @property
+    def dimensions(self) -> str:
+        """Layers and hidden size as `36x1280`, whatever the model is called; empty where not known."""
+        if self.spec:
+            return f"{self.spec.shape.layers}x{self.spec.shape.hidden}"
+        return self.size
+
+    @cached_property
+    def stated_model(self) -> StatedModel:
+        """The flags of its model that its arguments state."""
+        if self.record:
+            return model_of_record(self.record)
+        return model_of_arguments(self.arguments)
 
     @property
     def is_baseline(self) -> bool:

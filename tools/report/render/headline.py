@@ -79,6 +79,8 @@ def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> s
             f"{best.label} is the fastest of {len(members)} rows{tied}: {number(best.time_ms)} ms an"
             f" iteration, ×{token_ratio(best):.3f} the time a token of {reference.label}."
         )
+        if best.speed and best.speed.model_doubt:
+            text += f" T{best.speed.model_doubt[1:]}."
     else:
         counts = [(verdicts.count(verdict), verdict) for verdict in TimeVerdict]
         told = joined(

@@ -8,7 +8,8 @@ from tools.records.run import Status
 from tools.report.analyse.comparability import SHARED, SpeedComparison
 from tools.report.analyse.earlier import UNDECIDED
 from tools.report.analyse.entry import Entry
-from tools.report.analyse.parity import LOGS_AGREE
+from tools.report.analyse.must_agree import NO_SHAPE
+from tools.report.analyse.parity import LOGS_AGREE, NOT_COMPARABLE
 from tools.report.analyse.report import Report
 from tools.report.analyse.results import disagreement
 from tools.report.analyse.statistics import TimeVerdict, smallest_difference
@@ -195,7 +196,9 @@ def speed_sentence(entry: Entry, report: Report) -> str:
         text += f"; {found.resolution}"
     if comparison.caution:
         text += f"; {comparison.caution}"
-    if comparison.per_iteration is None:
+    if comparison.model_doubt:
+        text += f"; {comparison.model_doubt}, so only times a token are compared"
+    elif comparison.per_iteration is None:
         text += "; a speedup per iteration is refused, their iterations hold different work"
         text += _different_batches(reference.run.spec, entry.run.spec)
     return f"{text}{_flaws(comparison)}."
@@ -203,7 +206,11 @@ def speed_sentence(entry: Entry, report: Report) -> str:
 
 def _flaws(comparison: SpeedComparison) -> str:
     """What differs and is no part of the strategy, the first few by name and value."""
-    flaws = [found for found in comparison.differences if not found.part_of_strategy]
+    flaws = [
+        found
+        for found in comparison.differences
+        if not found.part_of_strategy and found.what not in comparison.model_doubt
+    ]
     told = [found for found in flaws if "/" not in found.reference + found.other]
     named = []
     for found in told[:_MAX_FLAWS]:
@@ -270,6 +277,7 @@ def _parity_sentences(report: Report) -> list[str]:
         for e in entries
         if e.parity.verdict.startswith("broken")
     ]
+    result += _unjudged(entries)
     differ = [e for e in entries if e.parity.repeats_differ]
     result += [f"Of {e.label}, {e.parity.repeats_differ}." for e in differ]
     lost: dict[str, list[str]] = {}
@@ -281,3 +289,25 @@ def _parity_sentences(report: Report) -> list[str]:
         for why, labels in lost.items()
     ]
     return result
+
+
+def _unjudged(entries: Sequence[Entry]) -> list[str]:
+    """Return why the losses of foreign logs are not judged, one sentence per reason."""
+    without_shape: list[str] = []
+    labels: dict[str, list[str]] = {}
+    for entry in entries:
+        if not entry.run.is_foreign or entry.parity.verdict != NOT_COMPARABLE:
+            continue
+        if entry.parity.reason == f"{entry.run.name} {NO_SHAPE}":
+            without_shape.append(entry.label)
+        else:
+            labels.setdefault(entry.parity.reason, []).append(entry.label)
+    result = []
+    if without_shape:
+        is_one = len(without_shape) == 1
+        states = NO_SHAPE if is_one else "do not state their models' shapes"
+        whose = "its" if is_one else "their"
+        result.append(f"{some_of(without_shape)} {states}, so {whose} losses are not judged.")
+    for reason, names in labels.items():
+        result.append(f"The losses of {some_of(names)} are not judged: {reason}.")
+    return _first(result, "reasons are in the notes of their rows.")
