@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tools.records.identity import essential
 from tools.report.analyse.configurations import (
@@ -42,6 +42,8 @@ class SpeedComparison:
     """None where the iterations hold different work: then a speedup per iteration is refused."""
     per_token: TimeComparison | None
     """Time a token, over all devices; a sample where a log does not print its sequence length."""
+    per_device_token: TimeComparison | None
+    """Device time a token, where the numbers of devices differ: the verdict is on it. Else None."""
     per_device: float | None
     """Tokens/s/device over the reference's: 1 is perfect scaling."""
     differences: tuple[Mismatch, ...]
@@ -49,18 +51,39 @@ class SpeedComparison:
     """What the comparison takes for granted, or why there is none."""
     model_doubt: str = ""
     """That the two models differ or may differ, and in which flags; empty of one model."""
+    device_is_assumed: bool = False
+    """Whether neither log names its device, so that the same one is assumed."""
+
+    @property
+    def judged(self) -> TimeComparison | None:
+        """The comparison whose verdict counts: per device where the numbers of devices differ."""
+        return self.per_device_token or self.per_token
+
+    def with_verdict(self, adjusted: TimeComparison) -> SpeedComparison:
+        """Return the comparison with its judged times replaced by an adjusted verdict."""
+        if self.per_device_token:
+            return replace(self, per_device_token=adjusted)
+        per_iteration = adjusted if self.per_iteration else None
+        return replace(self, per_token=adjusted, per_iteration=per_iteration)
 
 
 def compare_speed(reference: Configuration, other: Configuration) -> SpeedComparison:
     """Compare the times of two configurations, per iteration only if both do the same work."""
     one, two = reference.newest, other.newest
-    per_iteration = per_token = None
+    per_iteration = per_token = per_device_token = None
     per_device = None
     work, caution = _work(one, two)
+    if work and (reason := _other_devices(one, two)):
+        work, caution = None, reason
+    devices, others = one.num_devices, two.num_devices
     of_model = one.stated_model.differences(two.stated_model)
     if reference.estimate and other.estimate and work:
         per_token = compare(reference.estimate, other.estimate, work[0] / work[1])
         per_iteration = per_token if work[0] == work[1] and not of_model else None
+        if devices and others and devices != others:
+            weight = work[0] / work[1] * others / devices
+            per_device_token = compare(reference.estimate, other.estimate, weight)
+            per_iteration = None
         if one.spec and two.spec:
             scale = one.spec.parallelism.world_size / two.spec.parallelism.world_size
             per_device = scale / per_token.ratio
@@ -69,11 +92,28 @@ def compare_speed(reference: Configuration, other: Configuration) -> SpeedCompar
         other=two.name,
         per_iteration=per_iteration,
         per_token=per_token,
+        per_device_token=per_device_token,
         per_device=per_device,
         differences=tuple(differences(one, two)),
         caution=caution,
         model_doubt=_model_doubt(one, two, of_model),
+        device_is_assumed=bool(work) and not one.device and not two.device,
     )
+
+
+def _other_devices(reference: Run, other: Run) -> str:
+    """Return why devices allow no verdict on speed: they differ, or one log alone states them."""
+    devices = {run.name: run.device for run in (reference, other)}
+    if reference.device and other.device:
+        if reference.device != other.device:
+            return f"their devices differ ({reference.device} | {other.device})"
+    elif named := next((name for name, device in devices.items() if device), ""):
+        return f"only {named} names its device ({devices[named]}); DEVICE= states it for all logs"
+    counts = {run.name: run.num_devices for run in (reference, other)}
+    stated = [name for name, count in counts.items() if count]
+    if len(stated) == 1:
+        return f"only {stated[0]} states its number of devices ({counts[stated[0]]})"
+    return ""
 
 
 def _model_doubt(reference: Run, other: Run, differences: Sequence[ModelDifference]) -> str:
@@ -114,6 +154,9 @@ def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
     if not ours or not theirs:
         return None, caution
     caution = f"{caution}, so equal ones are assumed" if caution else ""
+    if not any(run.num_devices for run in runs):
+        unknown = "neither states its number of devices, so the same is assumed"
+        caution = "; ".join(filter(None, (caution, unknown)))
     if reference.seq_length and other.seq_length:
         return (ours * reference.seq_length, theirs * other.seq_length), caution
     return (ours, theirs), caution

@@ -81,19 +81,17 @@ def _with_speeds(entries: list[Entry]) -> list[Entry]:
         reference = _reference(entry, candidates, entries) if entry.estimate else None
         if reference is None or reference is entry:
             continue
-        # What is compared with another is no reference itself.
-        candidates = [other for other in candidates if other is not entry]
         speed = compare_speed(reference.configuration, entry.configuration)
         result[place] = replace(entry, speed=speed)
-        if speed.per_token:
-            groups.setdefault(speed.reference, {})[place] = speed.per_token
+        if speed.judged:
+            # What is compared with another is no reference itself.
+            candidates = [other for other in candidates if other is not entry]
+            groups.setdefault(speed.reference, {})[place] = speed.judged
     for group in groups.values():
         for place, token in zip(group, adjusted(list(group.values())), strict=True):
             plain = result[place].speed
             assert plain is not None
-            iteration = token if plain.per_iteration else None
-            own = replace(plain, per_token=token, per_iteration=iteration)
-            result[place] = replace(result[place], speed=own)
+            result[place] = replace(result[place], speed=plain.with_verdict(token))
     return result
 
 
@@ -101,8 +99,8 @@ def _reference(entry: Entry, candidates: Sequence[Entry], entries: Sequence[Entr
     """What an entry's speed is compared with: baseline, but Megatron as it is before one that a patch
     file changed; of logs the first of the same model that was named.
 
-    Only one of the same device or where one side does not say. A log without another of its model is
-    compared with the first of its size.
+    A log without another of its model and device is compared with the first of its size; what differs
+    then decides whether there is a verdict.
 
     Args:
         entry: The entry, which may be its own reference.
@@ -111,28 +109,31 @@ def _reference(entry: Entry, candidates: Sequence[Entry], entries: Sequence[Entr
     """
     run, timed = entry.run, [other for other in candidates if other.estimate]
     if any(other.run.is_foreign for other in entries):
-        of_size = [other for other in timed if _are_comparable(other.run, run)]
-        first = next(other for other in of_size if _train_one_model(other.run, run))
+        of_size = [other for other in timed if _are_of_one_size(other.run, run)]
+        first = next(other for other in of_size if _are_comparable(other.run, run))
         others = [other.run for other in entries if other.estimate and other is not entry]
-        has_peers = any(_are_comparable(o, run) and _train_one_model(o, run) for o in others)
+        has_peers = any(_are_of_one_size(o, run) and _are_comparable(o, run) for o in others)
         return first if has_peers else of_size[0]
     cohort = [o for o in timed if (o.run.model, o.run.device) == (run.model, run.device)]
     first = min(cohort, key=lambda o: (bool(o.spec and o.spec.patch_file), not o.run.is_baseline))
     return first if run.model else None
 
 
-def _are_comparable(one: Run, two: Run) -> bool:
+def _are_of_one_size(one: Run, two: Run) -> bool:
     """Return whether two logs train models of one size.
 
     Of two logs that name no model, return whether their batches are equal.
     """
-    alike = one.device == two.device or not one.device or not two.device
+    alike = True
     if not one.dimensions and not two.dimensions:
         work = (one.global_batch_size, one.seq_length), (two.global_batch_size, two.seq_length)
-        alike = alike and work[0] == work[1]
+        alike = work[0] == work[1]
     return alike and one.dimensions == two.dimensions
 
 
-def _train_one_model(one: Run, two: Run) -> bool:
-    """Return whether no flag of their models differs, and none is stated by one of them alone."""
-    return not one.stated_model.differences(two.stated_model)
+def _are_comparable(one: Run, two: Run) -> bool:
+    """Return whether their devices are the same and no flag of their models differs.
+
+    A flag that one of them alone states counts as different.
+    """
+    return one.device == two.device and not one.stated_model.differences(two.stated_model)

@@ -132,6 +132,13 @@ class Run:
         """Tokens of a sample; also where the arguments define no model."""
         return self.spec.shape.seq_length if self.spec else self._printed("seq_length")
 
+    @property
+    def num_devices(self) -> int | None:
+        """Devices that trained it; None where a log does not say. CPU ranks share one machine: 1."""
+        if self.device == "cpu":
+            return 1
+        return self.spec.parallelism.world_size if self.spec else self._printed("world_size")
+
     def _printed(self, name: str) -> int | None:
         text = self.arguments.get(name, "")
         return int(text) if self.is_foreign and re.fullmatch(r"[1-9]\d{0,8}", text) else None
