@@ -58,7 +58,7 @@ class ModelDifference:
 
     @property
     def is_known(self) -> bool:
-        """Whether both runs state the flag, so that their models differ."""
+        """True if both runs state the flag, so that their models differ."""
         return bool(self.reference and self.other)
 
 
@@ -104,8 +104,7 @@ class StatedModel:
             return []
         if one and two and max(one[0], two[0]) <= min(one[-1], two[-1]):
             return []
-        texts = ["" if sizes is None else str(sizes[-1]) for sizes in (one, two)]
-        return [ModelDifference("--vocab-size", *texts)]
+        return [ModelDifference("--vocab-size", *map(_printed_size, (one, two)))]
 
 
 def model_of_record(record: RunRecord) -> StatedModel:
@@ -228,14 +227,22 @@ def _set_if_none(values: dict[str, Value], name: str, value: Value) -> None:
         values[name] = value
 
 
+def _printed_size(sizes: range | None) -> str:
+    """Return the size that a log prints: the tokenizer's, else as padded; empty if none is printed."""
+    if sizes is None:
+        return ""
+    return str(sizes[0] if len(sizes) <= 2 else sizes[-1])
+
+
 def _printed_vocabulary(arguments: Mapping[str, str]) -> range | None:
     """Return the tokenizer's size, else every size that is padded to the printed one."""
     size = arguments.get("vocab_size", "")
     if not size.isdecimal() and arguments.get("tokenizer_type") == "GPT2BPETokenizer":
         size = str(GPT2_VOCABULARY)
     if size.isdecimal():
-        # Up to 0.17 Megatron's NullTokenizer adds the end of a document to the size that is printed.
-        added = arguments.get("tokenizer_type") == "NullTokenizer"
+        # Up to 0.17 Megatron's NullTokenizer adds the end of a document to the size that is printed; a
+        # shortened list may not say which tokenizer it is.
+        added = arguments.get("tokenizer_type", "NullTokenizer") == "NullTokenizer"
         return range(int(size), int(size) + 1 + added)
     padded = arguments.get("padded_vocab_size", "")
     if not padded.isdecimal():
