@@ -17,8 +17,8 @@ PAUSE = 9000
 
 
 def mllog(key, at_ms, value=None, **about):
-    found = {"namespace": "", "time_ms": at_ms, "key": key, "value": value, "metadata": about}
-    return f":::MLLOG {json.dumps(found)}\n"
+    event = {"namespace": "", "time_ms": at_ms, "key": key, "value": value, "metadata": about}
+    return f":::MLLOG {json.dumps(event)}\n"
 
 
 def head(benchmark="llama31_8b"):
@@ -45,7 +45,7 @@ def read(tmp_path, text):
 
 
 def figures(log):
-    return [(found.iteration, found.elapsed_ms) for found in log.iterations]
+    return [(iteration.iteration, iteration.elapsed_ms) for iteration in log.iterations]
 
 
 ALL = [(block * STEPS, MS) for block in range(1, 5)]
@@ -61,7 +61,9 @@ ALL = [(block * STEPS, MS) for block in range(1, 5)]
 def test_every_block_has_its_steps_and_their_time(tmp_path, name, begins, ends):
     log = read(tmp_path, head() + blocks(name, begins, ends))
     assert figures(log) == ALL
-    assert [found.consumed_samples for found in log.iterations] == [n * BATCH for n, _ in ALL]
+    assert [iteration.consumed_samples for iteration in log.iterations] == [
+        n * BATCH for n, _ in ALL
+    ]
 
 
 def test_steps_are_read_as_steps(tmp_path):

@@ -59,7 +59,7 @@ class SpeedComparison:
         """The comparison whose verdict counts: per device where the numbers of devices differ."""
         return self.per_device_token or self.per_token
 
-    def with_verdict(self, adjusted: TimeComparison) -> SpeedComparison:
+    def replace_judged(self, adjusted: TimeComparison) -> SpeedComparison:
         """Return the comparison with its judged times replaced by an adjusted verdict."""
         if self.per_device_token:
             return replace(self, per_device_token=adjusted)
@@ -75,13 +75,13 @@ def compare_speed(reference: Configuration, other: Configuration) -> SpeedCompar
     work, caution = _work(one, two)
     if work and (reason := _other_devices(one, two)):
         work, caution = None, reason
-    devices, others = one.num_devices, two.num_devices
+    devices, other_devices = one.num_devices, two.num_devices
     of_model = one.stated_model.differences(two.stated_model)
     if reference.estimate and other.estimate and work:
         per_token = compare(reference.estimate, other.estimate, work[0] / work[1])
         per_iteration = per_token if work[0] == work[1] and not of_model else None
-        if devices and others and devices != others:
-            weight = work[0] / work[1] * others / devices
+        if devices and other_devices and devices != other_devices:
+            weight = work[0] / work[1] * other_devices / devices
             per_device_token = compare(reference.estimate, other.estimate, weight)
             per_iteration = None
         if one.spec and two.spec:

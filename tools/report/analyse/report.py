@@ -91,7 +91,7 @@ def _with_speeds(entries: list[Entry]) -> list[Entry]:
         for place, token in zip(group, adjusted(list(group.values())), strict=True):
             plain = result[place].speed
             assert plain is not None
-            result[place] = replace(result[place], speed=plain.with_verdict(token))
+            result[place] = replace(result[place], speed=plain.replace_judged(token))
     return result
 
 
@@ -111,8 +111,8 @@ def _reference(entry: Entry, candidates: Sequence[Entry], entries: Sequence[Entr
     if any(other.run.is_foreign for other in entries):
         of_size = [other for other in timed if _are_of_one_size(other.run, run)]
         first = next(other for other in of_size if _are_comparable(other.run, run))
-        others = [other.run for other in entries if other.estimate and other is not entry]
-        has_peers = any(_are_of_one_size(o, run) and _are_comparable(o, run) for o in others)
+        runs = [other.run for other in entries if other.estimate and other is not entry]
+        has_peers = any(_are_of_one_size(o, run) and _are_comparable(o, run) for o in runs)
         return first if has_peers else of_size[0]
     cohort = [o for o in timed if (o.run.model, o.run.device) == (run.model, run.device)]
     first = min(cohort, key=lambda o: (bool(o.spec and o.spec.patch_file), not o.run.is_baseline))

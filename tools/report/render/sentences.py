@@ -196,7 +196,7 @@ def speed_sentence(entry: Entry, report: Report) -> str:
     verdict = found.verdict.against(reference.label)
     text = f"{entry.label} is {verdict}: ×{found.ratio:.3f} {unit}{span}"
     if comparison.per_device_token:
-        text = f"Per device {text}{_with_all_devices(entry, reference)}"
+        text = f"Per device {text}{_time_with_all_devices(entry, reference)}"
     if found.verdict is TimeVerdict.UNKNOWN:
         text = f"{entry.label} against {reference.label}: too few samples for a verdict"
     elif found.among:
@@ -215,7 +215,7 @@ def speed_sentence(entry: Entry, report: Report) -> str:
     return f"{text}{_flaws(comparison)}."
 
 
-def _with_all_devices(entry: Entry, reference: Entry) -> str:
+def _time_with_all_devices(entry: Entry, reference: Entry) -> str:
     """Return the ratio of times with all devices of both rows, which is no verdict."""
     counts = f"{entry.run.num_devices} devices against {reference.run.num_devices}"
     return f"; with {counts} it takes ×{token_ratio(entry):.3g} the time a token"
