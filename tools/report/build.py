@@ -21,7 +21,7 @@ from tools.report.analyse.earlier import (
 from tools.report.analyse.planned import OwnMeasurements, own_measurements, planned
 from tools.report.analyse.report import Report, build_report
 from tools.report.canvas import can_draw
-from tools.report.read.printed import device_named
+from tools.report.read.printed import device_named, device_of_arguments
 from tools.report.read.runs import find_run_folders, load_runs
 from tools.report.render.files import print_report, write_report
 from tools.report.render.sentences import some_of
@@ -122,7 +122,7 @@ def _report(name: str, options: BuildOptions) -> Report:
         if run.is_foreign and run.path.is_file():
             # As it was given for all of them, else as the log names it.
             named = options.device.nvml_names[0] if options.device else ""
-            device = named or device_named(run.path)
+            device = named or device_named(run.path) or device_of_arguments(run.arguments)
         runs[place] = replace(run, device=device, repeats=options.repeats.get(run.path, ""))
     # Runs that were named are all wanted, whatever versions they were made with.
     all_conditions = options.all_conditions or bool(options.paths)

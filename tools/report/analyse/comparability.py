@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from tools.records.identity import essential
 from tools.report.analyse.configurations import (
@@ -13,8 +13,10 @@ from tools.report.analyse.configurations import (
     patch_file_name,
 )
 from tools.report.analyse.disturbance import has_more_ranks_than_cores, why_disturbed
+from tools.report.analyse.must_agree import flags_not_stated, named_differences
 from tools.report.analyse.statistics import TimeComparison, compare
 from tools.report.read.runs import Run
+from tools.report.read.stated_model import ModelDifference
 from tools.spec.flag_table import argument_names, of_role
 from tools.spec.offload import offload_flags
 
@@ -41,24 +43,50 @@ class SpeedComparison:
     """None where the iterations hold different work: then a speedup per iteration is refused."""
     per_token: TimeComparison | None
     """Time a token, over all devices; a sample where a log does not print its sequence length."""
+    per_device_token: TimeComparison | None
+    """Device time a token, where the numbers of devices differ: the verdict is on it. Else None."""
     per_device: float | None
     """Tokens/s/device over the reference's: 1 is perfect scaling."""
     differences: tuple[Mismatch, ...]
     caution: str = ""
     """What the comparison takes for granted, or why there is none."""
+    model_doubt: str = ""
+    """That the two models differ or may differ, and in which flags; empty of one model."""
+    device_is_assumed: bool = False
+    """Whether neither log names its device, so that the same one is assumed."""
+
+    @property
+    def judged(self) -> TimeComparison | None:
+        """The comparison whose verdict counts: per device where the numbers of devices differ."""
+        return self.per_device_token or self.per_token
+
+    def replace_judged(self, adjusted: TimeComparison) -> SpeedComparison:
+        """Return the comparison with its judged times replaced by an adjusted verdict."""
+        if self.per_device_token:
+            return replace(self, per_device_token=adjusted)
+        per_iteration = adjusted if self.per_iteration else None
+        return replace(self, per_token=adjusted, per_iteration=per_iteration)
 
 
 def compare_speed(reference: Configuration, other: Configuration) -> SpeedComparison:
     """Compare the times of two configurations, per iteration only if both do the same work."""
     one, two = reference.newest, other.newest
-    per_iteration = per_token = None
+    per_iteration = per_token = per_device_token = None
     per_device = None
     work, caution = None, why_withheld(reference) or why_withheld(other)
     if not caution:
         work, caution = _work(one, two)
+        if work and (reason := _other_devices(one, two)):
+            work, caution = None, reason
+    devices, other_devices = one.num_devices, two.num_devices
+    of_model = one.stated_model.differences(two.stated_model)
     if reference.estimate and other.estimate and work:
         per_token = compare(reference.estimate, other.estimate, work[0] / work[1])
-        per_iteration = per_token if work[0] == work[1] else None
+        per_iteration = per_token if work[0] == work[1] and not of_model else None
+        if devices and other_devices and devices != other_devices:
+            weight = work[0] / work[1] * other_devices / devices
+            per_device_token = compare(reference.estimate, other.estimate, weight)
+            per_iteration = None
         if one.spec and two.spec:
             scale = one.spec.parallelism.world_size / two.spec.parallelism.world_size
             per_device = scale / per_token.ratio
@@ -67,9 +95,12 @@ def compare_speed(reference: Configuration, other: Configuration) -> SpeedCompar
         other=two.name,
         per_iteration=per_iteration,
         per_token=per_token,
+        per_device_token=per_device_token,
         per_device=per_device,
         differences=tuple(differences(one, two)),
         caution=caution,
+        model_doubt=_model_doubt(one, two, of_model),
+        device_is_assumed=bool(work) and not one.device and not two.device,
     )
 
 
@@ -109,6 +140,30 @@ def why_impossible(reference: Configuration, other: Configuration, speed: SpeedC
     )
 
 
+def _other_devices(reference: Run, other: Run) -> str:
+    """Return why devices allow no verdict on speed: they differ, or one log alone states them."""
+    devices = {run.name: run.device for run in (reference, other)}
+    if reference.device and other.device:
+        if reference.device != other.device:
+            return f"their devices differ ({reference.device} | {other.device})"
+    elif named := next((name for name, device in devices.items() if device), ""):
+        return f"only {named} names its device ({devices[named]}); DEVICE= states it for all logs"
+    counts = {run.name: run.num_devices for run in (reference, other)}
+    stated = [name for name, count in counts.items() if count]
+    if len(stated) == 1:
+        return f"only {stated[0]} states its number of devices ({counts[stated[0]]})"
+    return ""
+
+
+def _model_doubt(reference: Run, other: Run, differences: Sequence[ModelDifference]) -> str:
+    """Return how two models differ, or what a log does not state of its model; empty if neither."""
+    known = [difference for difference in differences if difference.is_known]
+    if known:
+        return f"their models differ in {named_differences(known)}"
+    unstated = flags_not_stated(reference, other, differences)
+    return f"their models may differ: {unstated}" if unstated else ""
+
+
 def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
     """Tokens, else samples, of an iteration of each; None, with the reason, where that is not known.
 
@@ -138,6 +193,9 @@ def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
     if not ours or not theirs:
         return None, caution
     caution = f"{caution}, so equal ones are assumed" if caution else ""
+    if not any(run.num_devices for run in runs):
+        unknown = "neither states its number of devices, so the same is assumed"
+        caution = "; ".join(filter(None, (caution, unknown)))
     if reference.seq_length and other.seq_length:
         return (ours * reference.seq_length, theirs * other.seq_length), caution
     return (ours, theirs), caution
@@ -146,17 +204,24 @@ def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
 def differences(reference: Run, other: Run) -> list[Mismatch]:
     """Everything the runs should share for their times to be comparable, and do not.
 
-    Of two of which one is a foreign log also the printed arguments that differ.
+    The flags of their models come first. Of two runs of which one is a foreign log the list has all
+    printed arguments that differ.
     """
+    of_model = [
+        Mismatch(difference.flag, difference.reference, difference.other)
+        for difference in reference.stated_model.differences(other.stated_model)
+        if difference.is_known and difference.flag != "--hidden-dropout"
+    ]
     theirs = _conditions(other)
-    found = [
+    found = of_model + [
         Mismatch(what, value, theirs[what], what in _OF_STRATEGY)
         for what, value in _conditions(reference).items()
         if value != theirs[what]
     ]
     one, two = essential(reference.arguments), essential(other.arguments)
     if one and two and (reference.is_foreign or other.is_foreign):
-        for name in sorted({*one, *two} - _SAID):
+        named = argument_names(mismatch.what for mismatch in of_model)
+        for name in sorted({*one, *two} - _SAID - named):
             mine, its = one.get(name, "not given"), two.get(name, "not given")
             if mine != its:
                 flag = f"--{name.replace('_', '-')}"
@@ -164,8 +229,13 @@ def differences(reference: Run, other: Run) -> list[Mismatch]:
     return found
 
 
-_SAID = frozenset({"optimizer", "fp16", "bf16", "params_dtype", "hidden_dropout"})
-"""Arguments that a condition of its own stands for."""
+_SAID = frozenset(
+    {
+        *("optimizer", "fp16", "bf16", "params_dtype", "hidden_dropout"),
+        *("group_query_attention", "num_query_groups"),
+    }
+)
+"""Arguments that a condition of its own, or a flag of the model, stands for."""
 _OF_LAYOUT = argument_names(of_role("parallelism")) | {
     *("world_size", "data_parallel_size", "transformer_pipeline_model_parallel_size"),
     "virtual_pipeline_model_parallel_size",

@@ -177,14 +177,16 @@ def _order(row: Configuration) -> tuple[object, ...]:
 def labels(rows: Sequence[Configuration]) -> list[str]:
     """`tp2 ×2`, with what sets it apart from others of that name: version, batch, …, else the run."""
     result = []
-    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    groups: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)
     for place, run in enumerate(row.newest for row in rows):
         spec, label = run.spec, run.repeats or run.name
         if spec and not run.repeats:
             label = f"{run.strategy} ×{spec.parallelism.world_size}"
             label += f" with PATCH_FILE={spec.patch_file.path}" if spec.patch_file else ""
         result.append(label)
-        groups[run.model, run.device, spec.dtype if spec else "", label].append(place)
+        tables = (run.model, run.device, spec.dtype if spec else "")
+        # Logs of other models and devices stand in tables of their own, but in the same sentences.
+        groups[() if run.is_foreign else tables, label].append(place)
     for places in groups.values():
         if len(places) > 1:
             suffixes = _suffixes([rows[place].newest for place in places])

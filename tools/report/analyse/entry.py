@@ -138,6 +138,11 @@ class Entry:
         """Its time a token over the reference's; None where nothing is compared."""
         return self.speed.per_token if self.speed else None
 
+    @property
+    def judged(self) -> TimeComparison | None:
+        """The comparison whose verdict counts: per device where the numbers of devices differ."""
+        return self.speed.judged if self.speed else None
+
     @cached_property
     def rates(self) -> Rates:
         """Of the newest run at the row's time."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from tools.records.identity import given_arguments
 from tools.report.read.runs import Run
+from tools.report.read.stated_model import NEEDED, ModelDifference
 
 _SCHEDULE = (
     *("train_iters", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_fraction"),
@@ -23,8 +24,57 @@ UNPROVEN = (NO_START, DROPOUT, EIGHT_BITS)
 """Obstacles that are none where the losses of two logs agree all the same."""
 
 
+NO_SHAPE = "does not state its model's shape"
+_MAX_NAMED = 4
+"""Differences of two models that are named."""
+
+
+def shape_not_stated(run: Run) -> str:
+    """Return that a foreign log does not state which model it trains; empty where it does."""
+    if run.model or not run.is_foreign:
+        return ""
+    lacking = run.stated_model.lacking
+    if not lacking:
+        return f"{run.name} does not state how its model was split, or contradicts itself"
+    if len(lacking) == len(NEEDED):
+        return f"{run.name} {NO_SHAPE}"
+    return f"{run.name} does not state its model's {', '.join(lacking)}"
+
+
+def _obstacle_of_models(reference: Run, other: Run) -> str:
+    """Return which flags of the models differ, or are stated by one run alone; empty if none."""
+    differences = reference.stated_model.differences(other.stated_model)
+    known = [difference for difference in differences if difference.is_known]
+    if known:
+        return f"different {named_differences(known)}"
+    return flags_not_stated(reference, other, differences)
+
+
+def flags_not_stated(reference: Run, other: Run, differences: Sequence[ModelDifference]) -> str:
+    """Return which flags of the model one run states and the other does not; empty if none."""
+    unstated = {
+        reference.name: [flag.flag for flag in differences if not flag.reference],
+        other.name: [flag.flag for flag in differences if not flag.other],
+    }
+    return "; ".join(
+        f"{name} does not state {_first(flags)}" for name, flags in unstated.items() if flags
+    )
+
+
+def named_differences(differences: Sequence[ModelDifference]) -> str:
+    """Return the first differences with both values, `--ffn-hidden-size (4096 | 5120)`."""
+    return _first([f"{flag.flag} ({flag.reference} | {flag.other})" for flag in differences])
+
+
+def _first(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMED
+    return ", ".join([*names[:_MAX_NAMED], f"{more} more flags"] if more > 0 else names)
+
+
 def obstacle(reference: Run, other: Run) -> str:
     """Why two runs need not print the same losses; empty if they must."""
+    if of_models := _obstacle_of_models(reference, other):
+        return of_models
     # Of two logs of one strategy equal seeds draw equal weights and dropout masks.
     one, two = reference.spec, other.spec
     of_one_layout = bool(

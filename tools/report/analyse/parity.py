@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tools.records.measurements import choices, first_other_choice
 from tools.report.analyse.configurations import Configuration
-from tools.report.analyse.must_agree import UNPROVEN
+from tools.report.analyse.must_agree import UNPROVEN, shape_not_stated
 from tools.report.analyse.must_agree import obstacle as _stated_obstacle
 from tools.report.read.iterations import IterationTable
 from tools.report.read.runs import Run
@@ -108,10 +108,17 @@ def parity_of(rows: Sequence[Configuration]) -> list[Parity]:
     reference.
     """
     models: dict[str, list[int]] = {}
-    for place, row in enumerate(rows):
-        if row.newest.model and len(loss_points(row.newest)[0]):
-            models.setdefault(row.newest.model, []).append(place)
     result = [Parity() for _ in rows]
+    with_losses = [index for index, row in enumerate(rows) if len(loss_points(row.newest)[0])]
+    models_of_kit = {row.newest.model for row in rows if not row.newest.is_foreign}
+    for index in with_losses:
+        run = rows[index].newest
+        if run.model:
+            # A log's model is known by its flags: those of one size have another name if they differ.
+            name = run.model if run.model in models_of_kit else run.dimensions
+            models.setdefault(name, []).append(index)
+        elif len(with_losses) > 1 and (reason := shape_not_stated(run)):
+            result[index] = Parity(NOT_COMPARABLE, reason)
     for places in models.values():
         # Baseline first, of all rows those that ended well, and Megatron as it is before a changed one;
         # of logs the first that was named.

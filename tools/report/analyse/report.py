@@ -78,15 +78,15 @@ def _with_speeds(entries: list[Entry]) -> list[Entry]:
     result, candidates = list(entries), entries
     groups: dict[str, dict[int, TimeComparison]] = {}
     for place, entry in enumerate(entries):
-        reference = _reference(entry, candidates) if entry.estimate else None
+        reference = _reference(entry, candidates, entries) if entry.estimate else None
         if reference is None or reference is entry:
             continue
-        # What is compared with another is no reference itself.
-        candidates = [other for other in candidates if other is not entry]
         speed = compare_speed(reference.configuration, entry.configuration)
         result[place] = replace(entry, speed=speed)
-        if speed.per_token:
-            groups.setdefault(speed.reference, {})[place] = speed.per_token
+        if speed.judged:
+            # What is compared with another is no reference itself.
+            candidates = [other for other in candidates if other is not entry]
+            groups.setdefault(speed.reference, {})[place] = speed.judged
     for name, group in list(groups.items()):
         reference = next(entry for entry in entries if entry.run.name == name)
         if _withhold_impossible(reference, result, tuple(group)):
@@ -95,9 +95,7 @@ def _with_speeds(entries: list[Entry]) -> list[Entry]:
         for place, token in zip(group, adjusted(list(group.values())), strict=True):
             plain = result[place].speed
             assert plain is not None
-            iteration = token if plain.per_iteration else None
-            own = replace(plain, per_token=token, per_iteration=iteration)
-            result[place] = replace(result[place], speed=own)
+            result[place] = replace(result[place], speed=plain.replace_judged(token))
     return result
 
 
@@ -120,6 +118,7 @@ def _withhold_impossible(reference: Entry, entries: list[Entry], indexes: Sequen
             speed,
             per_iteration=None,
             per_token=None,
+            per_device_token=None,
             per_device=None,
             caution=reason or SLOWED_REFERENCE,
         )
@@ -127,24 +126,45 @@ def _withhold_impossible(reference: Entry, entries: list[Entry], indexes: Sequen
     return True
 
 
-def _reference(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
+def _reference(entry: Entry, candidates: Sequence[Entry], entries: Sequence[Entry]) -> Entry | None:
     """What an entry's speed is compared with: baseline, but Megatron as it is before one that a patch
-    file changed; of logs the first that was named.
+    file changed; of logs the first of the same model that was named.
 
-    Only one of the same model, and of the same device or where one side does not say.
+    A log without another of its model and device is compared with the first of its size; what differs
+    then decides whether there is a verdict.
+
+    Args:
+        entry: The entry, which may be its own reference.
+        candidates: Those that are not compared with another.
+        entries: All of the report.
     """
-    run, timed = entry.run, [other for other in entries if other.estimate]
+    run, timed = entry.run, [other for other in candidates if other.estimate]
     if any(other.run.is_foreign for other in entries):
-        return next(other for other in timed if _are_comparable(other.run, run))
+        of_size = [other for other in timed if _are_of_one_size(other.run, run)]
+        first = next(other for other in of_size if _are_comparable(other.run, run))
+        runs = [other.run for other in entries if other.estimate and other is not entry]
+        has_peers = any(_are_of_one_size(o, run) and _are_comparable(o, run) for o in runs)
+        return first if has_peers else of_size[0]
     cohort = [o for o in timed if (o.run.model, o.run.device) == (run.model, run.device)]
     first = min(cohort, key=lambda o: (bool(o.spec and o.spec.patch_file), not o.run.is_baseline))
     return first if run.model else None
 
 
-def _are_comparable(one: Run, two: Run) -> bool:
-    """Whether two logs train one model; of two that name none, whether their batches are equal."""
-    alike = one.device == two.device or not one.device or not two.device
-    if not one.size and not two.size:
+def _are_of_one_size(one: Run, two: Run) -> bool:
+    """Return whether two logs train models of one size.
+
+    Of two logs that name no model, return whether their batches are equal.
+    """
+    alike = True
+    if not one.dimensions and not two.dimensions:
         work = (one.global_batch_size, one.seq_length), (two.global_batch_size, two.seq_length)
-        alike = alike and work[0] == work[1]
-    return alike and one.size == two.size
+        alike = work[0] == work[1]
+    return alike and one.dimensions == two.dimensions
+
+
+def _are_comparable(one: Run, two: Run) -> bool:
+    """Return whether their devices are the same and no flag of their models differs.
+
+    A flag that one of them alone states counts as different.
+    """
+    return one.device == two.device and not one.stated_model.differences(two.stated_model)

@@ -28,7 +28,7 @@ _LARGEST = 10**9
 _DEFINING = ("shape", "parallelism", "architecture", "stages")
 """Roles of flags that a model and its layout follow from."""
 _MAX_VALUE = 40
-_FEWEST_OF_ALL = 100
+FEWEST_OF_ALL = 100
 """Arguments of a list that was not shortened by hand."""
 _FIRST_LINES = 5000
 """From the beginning on; a device is named before training."""
@@ -42,7 +42,7 @@ def printed_spec(arguments: Mapping[str, str], global_batch_size: int | None) ->
         global_batch_size: Of the log's lines, where they name one.
     """
     # Of two sizes that a whole list always has together one may be lost: it has no default then.
-    is_whole = len(arguments) >= _FEWEST_OF_ALL
+    is_whole = len(arguments) >= FEWEST_OF_ALL
     torn = is_whole and ("ffn_hidden_size" in arguments) != ("kv_channels" in arguments)
     if torn or not _ranks_multiply(arguments):
         return None
@@ -136,13 +136,28 @@ def device_named(path: Path) -> str:
         OSError: The file cannot be read.
     """
     names, pattern = _device_names()
-    found = {
-        names[match.casefold()]
-        for line in islice(read_lines(path), _FIRST_LINES)
-        if "nvidia" in line.casefold()  # A twentieth of what the pattern takes.
-        for match in pattern.findall(line)
-    }
+    found = set()
+    for line in islice(read_lines(path), _FIRST_LINES):
+        plain = line.casefold()
+        # Looking for a vendor takes a twentieth of what the pattern takes.
+        if not any(vendor in plain for vendor in _VENDORS):
+            continue
+        found |= {names[match.casefold()] for match in pattern.findall(line)}
+        found |= {" ".join(match.split()) for match in _OTHER_DEVICES.findall(line)}
     return found.pop() if len(found) == 1 else ""
+
+
+def device_of_arguments(arguments: Mapping[str, str]) -> str:
+    """Return the kind of device that the arguments imply; empty where they imply none.
+
+    HCCL, the library of Ascend's devices, says no more than that they are NPUs.
+    """
+    return "Ascend NPU" if arguments.get("distributed_backend") == "hccl" else ""
+
+
+_VENDORS = ("nvidia", "tesla", "ascend", "instinct")
+_OTHER_DEVICES = re.compile(r"\b(?:Ascend ?9\d0\w*|(?:AMD )?Instinct MI\d{2,3}\w*)", re.IGNORECASE)
+"""Devices of which no rate is known here; their names keep them from being compared with others."""
 
 
 @cache
@@ -152,5 +167,6 @@ def _device_names() -> tuple[dict[str, str], re.Pattern[str]]:
     names = {
         name.casefold(): device.nvml_names[0] for device in devices for name in device.nvml_names
     }
-    gpus = sorted((name for name in names if name.startswith("nvidia")), key=len, reverse=True)
+    of_driver = (name for name in names if name.startswith(("nvidia", "tesla")))
+    gpus = sorted(of_driver, key=len, reverse=True)
     return names, re.compile(rf"(?:{'|'.join(map(re.escape, gpus))})(?![\w-])", re.IGNORECASE)

@@ -75,6 +75,7 @@ class RunBuilder:
         self._list: ArgumentList | None = None
         self._listed: dict[str, str] = {}
         self._ahead: NumbersAhead | None = None
+        self._stored_ahead: dict[str, Any] = {}
         self._trainer: str | None = None
         self._errors = ErrorCollector()
         self._overflow = False
@@ -91,6 +92,8 @@ class RunBuilder:
         self._lines_since_start = 0
         self._restarting = True
         self._facts.pop(Ending, None)
+        # Counts of the new start need not follow those of the one before.
+        self._stored_ahead = pending._stored_ahead if pending else {}
         if pending is None:
             return
         self._errors = pending._errors  # What ended the earlier start is no longer news.
@@ -104,7 +107,9 @@ class RunBuilder:
         if line.by_arguments:
             counted = line.by_arguments(self._listed)
             return line._replace(iteration=counted) if counted else None
-        found = self._ahead.complete(line, self._listed) if self._ahead else None
+        found = None
+        if self._ahead:
+            found = self._ahead.complete(line, self._listed, self._stored_ahead)
         if found is None and line.at_ms is None:
             return line
         self._ahead = None

@@ -32,6 +32,7 @@ from tools.report.read.sources import (
     read_samples,
     read_time_ledger,
 )
+from tools.report.read.stated_model import StatedModel, model_of_arguments, model_of_record
 from tools.report.read.window import Window, select_window
 from tools.spec.flags import Flags
 from tools.spec.run import DeviceKind, RunSpec, flags_of_printed
@@ -97,6 +98,20 @@ class Run:
         return self.model or ("x".join(map(str, sizes)) if all(sizes) else "")
 
     @property
+    def dimensions(self) -> str:
+        """Layers and hidden size as `36x1280`, whatever the model is called; empty where not known."""
+        if self.spec:
+            return f"{self.spec.shape.layers}x{self.spec.shape.hidden}"
+        return self.size
+
+    @cached_property
+    def stated_model(self) -> StatedModel:
+        """The flags of its model that its arguments state."""
+        if self.record:
+            return model_of_record(self.record)
+        return model_of_arguments(self.arguments)
+
+    @property
     def is_baseline(self) -> bool:
         """Whether it is split in no way, so that others are compared with it."""
         return self.spec is not None and self.spec.parallelism == Parallelism()
@@ -116,6 +131,13 @@ class Run:
     def seq_length(self) -> int | None:
         """Tokens of a sample; also where the arguments define no model."""
         return self.spec.shape.seq_length if self.spec else self._printed("seq_length")
+
+    @property
+    def num_devices(self) -> int | None:
+        """Devices that trained it; None where a log does not say. CPU ranks share one machine: 1."""
+        if self.device == "cpu":
+            return 1
+        return self.spec.parallelism.world_size if self.spec else self._printed("world_size")
 
     def _printed(self, name: str) -> int | None:
         text = self.arguments.get(name, "")

@@ -117,8 +117,9 @@ class MoreArgument(Fact):
 class NumbersAhead(Fact):
     """Numbers of an iteration to come, in a line of their own before its line."""
 
-    complete: Callable[[Any, Mapping[str, str]], Iteration | None]
-    """The iteration with them, of a `FoundIteration` and the arguments; None: they wait for another."""
+    complete: Callable[[Any, Mapping[str, str], dict[str, Any]], Iteration | None]
+    """The iteration with them, of a `FoundIteration`, the arguments and what earlier calls of one start
+    stored; None: they wait for another line."""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from tools.report.analyse.statistics import TimeVerdict, adjusted
 from tools.report.render.sentences import (
     MAX_NAMED,
     compared_groups,
+    judged_ratio,
     sentences,
     some_of,
     token_ratio,
     withheld_sentences,
 )
-from tools.report.render.tables import ratio
+from tools.report.render.tables import speed_text
 from tools.text.units import interval, joined, number, plural
 
 _MAX_GROUPS = 3
@@ -69,19 +70,23 @@ def _against_earlier(report: Report) -> str:
 def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
     """The fastest row of a group, by how much, and what the others pay for."""
     reference, *others = members
-    best = min(others, key=token_ratio)
-    verdicts = [e.per_token.verdict for e in others if e.per_token]
+    best = min(others, key=judged_ratio)
+    verdicts = [e.judged.verdict for e in others if e.judged]
+    is_per_device = any(e.speed and e.speed.per_device_token for e in others)
+    per_device = " per device" if is_per_device else ""
     if TimeVerdict.FASTER in verdicts:
         # Rows that the runs do not show to be slower than the one of the lowest time.
         rest = [entry for entry in members if entry is not best]
-        pairs = [compare_speed(best.configuration, each.configuration).per_token for each in rest]
+        pairs = [compare_speed(best.configuration, each.configuration).judged for each in rest]
         found = zip(rest, adjusted([pair for pair in pairs if pair]), strict=True)
         near = [each.label for each, pair in found if pair.verdict is not TimeVerdict.SLOWER]
         tied = f", with {some_of(near)} within noise of it" if near else ""
         text = (
-            f"{best.label} is the fastest of {len(members)} rows{tied}: {number(best.time_ms)} ms an"
-            f" iteration, ×{token_ratio(best):.3f} the time a token of {reference.label}."
+            f"{best.label} is the fastest of {len(members)} rows{per_device}{tied}:"
+            f" {number(best.time_ms)} ms an iteration, {_times(best)} of {reference.label}."
         )
+        if best.speed and best.speed.model_doubt:
+            text += f" T{best.speed.model_doubt[1:]}."
     else:
         counts = [(verdicts.count(verdict), verdict) for verdict in TimeVerdict]
         told = joined(
@@ -94,7 +99,7 @@ def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> s
         alone = verdicts.count(TimeVerdict.NOISE) == len(others)
         of = f"{reference.label} ({number(reference.time_ms)} ms an iteration)"
         result = "all within noise" if alone else told
-        text = f"Of {len(members)} rows none is faster than {of}: {result}."
+        text = f"Of {len(members)} rows none is faster{per_device} than {of}: {result}."
     # Those that pay for the same together.
     parts: dict[str, list[str]] = {}
     for entry in others:
@@ -106,6 +111,17 @@ def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> s
     most = sorted(parts.items(), key=lambda each: -len(each[1]))[:_MAX_COSTS]
     costs = "; ".join(f"{joined(payers[:MAX_NAMED])} for {part}" for part, payers in most)
     return f"{text} Beyond baseline's share of the work they pay: {costs}."
+
+
+def _times(entry: Entry) -> str:
+    """Return `×0.900 the time a token`, with the device time where the numbers of devices differ."""
+    speed = entry.speed
+    if speed is None or speed.per_device_token is None:
+        return f"×{token_ratio(entry):.3f} the time a token"
+    return (
+        f"×{speed.per_device_token.ratio:.3f} the device time a token"
+        f" (×{token_ratio(entry):.3g} the time)"
+    )
 
 
 def sentences_under(headline: str, report: Report) -> list[str]:
@@ -152,13 +168,13 @@ def bars_of(report: Report) -> list[BarGroup]:
 def _group(members: Sequence[Entry]) -> BarGroup:
     reference, equal, bars = members[0], True, []
     for entry in members:
-        pair, own = entry.per_token, entry.time_ms or 0.0
+        pair, own = entry.judged, entry.time_ms or 0.0
         weight = token_ratio(entry) * (reference.time_ms or 0.0) / own
         equal = equal and abs(weight - 1) < 1e-9
         span = entry.interval and (weight * entry.interval[0], weight * entry.interval[1])
         text = f"{number(weight * own)} ms"
         text += f" [{interval(*span)}]" if span else ""
-        text += f", {ratio(pair)}" if pair else ""
+        text += f", {speed_text(entry)}" if pair else ""
         verdict = pair.verdict.value if pair else "reference"
         bars.append(Bar(entry.label, verdict, weight * own, span, text))
     many = f"for as many tokens as an iteration of {reference.label}"

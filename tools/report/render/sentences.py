@@ -16,7 +16,8 @@ from tools.report.analyse.comparability import (
 from tools.report.analyse.disturbance import ranks_and_cores, why_disturbed
 from tools.report.analyse.earlier import UNDECIDED
 from tools.report.analyse.entry import Entry
-from tools.report.analyse.parity import LOGS_AGREE
+from tools.report.analyse.must_agree import NO_SHAPE
+from tools.report.analyse.parity import LOGS_AGREE, NOT_COMPARABLE
 from tools.report.analyse.report import Report
 from tools.report.analyse.results import disagreement
 from tools.report.analyse.statistics import TimeVerdict, smallest_difference
@@ -55,7 +56,8 @@ def sentences(report: Report) -> list[str]:
             f"Medians rest on {span} samples a row; which lines were left out, and why, is under"
             " 'How it was measured' in report.html and report.md."
         )
-    result += [*withheld_sentences(report), *_speed_sentences(report), *_uncompared(report)]
+    result += [*withheld_sentences(report), *_speed_sentences(report)]
+    result += [*_assumed_device(report), *_uncompared(report)]
     within = [f"Within {e.label}, {shift.text}." for e in entries for shift in e.shifts]
     result += _first(within, "changes within runs are in the notes of their rows.")
     result += _power_sentences(report)
@@ -111,6 +113,11 @@ def compared_groups(report: Report) -> list[list[Entry]]:
 def token_ratio(entry: Entry) -> float:
     """Time a token over the reference's; 1 where nothing is compared."""
     return entry.per_token.ratio if entry.per_token else 1.0
+
+
+def judged_ratio(entry: Entry) -> float:
+    """Return the ratio that the verdict is on; 1 where nothing is compared."""
+    return entry.judged.ratio if entry.judged else 1.0
 
 
 def some_of(names: Sequence[str]) -> str:
@@ -176,18 +183,20 @@ def _speed_sentences(report: Report) -> list[str]:
     texts = [text for entry in told if (text := speed_sentence(entry, report))]
     if len(texts) <= _MAX_SENTENCES:
         return texts
-    groups: dict[tuple[str, TimeVerdict], list[Entry]] = {}
+    groups: dict[tuple[str, TimeVerdict, bool], list[Entry]] = {}
     for entry in report.entries:
         if entry.speed and entry.per_token:
-            key = entry.speed.reference, entry.per_token.verdict
+            judged = entry.speed.judged or entry.per_token
+            key = entry.speed.reference, judged.verdict, bool(entry.speed.per_device_token)
             groups.setdefault(key, []).append(entry)
     result = []
     labels = {entry.run.name: entry.label for entry in report.entries}
-    for (name, verdict), members in groups.items():
-        ratios = sorted(map(token_ratio, members))
+    for (name, verdict, is_per_device), members in groups.items():
+        ratios = sorted(map(judged_ratio, members))
+        what = "device time a token" if is_per_device else "time a token"
         span = f"×{ratios[0]:.3f} to ×{ratios[-1]:.3f}" if len(ratios) > 1 else f"×{ratios[0]:.3f}"
         result.append(
-            f"{plural(len(members), 'row')}: {verdict.against(labels[name])}, {span} the time a token"
+            f"{plural(len(members), 'row')}: {verdict.against(labels[name])}, {span} the {what}"
             f" ({some_of([entry.label for entry in members])})."
         )
     return [*result, "Each row's own verdict and interval are under 'Compared in speed'."]
@@ -213,17 +222,21 @@ def speed_sentence(entry: Entry, report: Report) -> str:
     if comparison is None:
         return ""
     reference = next(e for e in report.entries if e.run.name == comparison.reference)
-    found = comparison.per_token
+    found = comparison.judged
     if found is None:
         return (
             f"{entry.label} against {reference.label}: no verdict on speed, {comparison.caution}."
             if comparison.caution not in WITHHELD
             else ""
         )
-    unit = "an iteration" if comparison.per_iteration else "a token"
+    unit = "the time an iteration" if comparison.per_iteration else "the time a token"
+    if comparison.per_device_token:
+        unit = "the device time a token"
     span = f", {found.span}" if found.span else ""
     verdict = found.verdict.against(reference.label)
-    text = f"{entry.label} is {verdict}: ×{found.ratio:.3f} the time {unit}{span}"
+    text = f"{entry.label} is {verdict}: ×{found.ratio:.3f} {unit}{span}"
+    if comparison.per_device_token:
+        text = f"Per device {text}{_time_with_all_devices(entry, reference)}"
     if found.verdict is TimeVerdict.UNKNOWN:
         text = f"{entry.label} against {reference.label}: too few samples for a verdict"
     elif found.among:
@@ -234,15 +247,37 @@ def speed_sentence(entry: Entry, report: Report) -> str:
         text += f"; {found.resolution}"
     if comparison.caution:
         text += f"; {comparison.caution}"
-    if comparison.per_iteration is None:
+    if comparison.model_doubt:
+        text += f"; {comparison.model_doubt}, so only times a token are compared"
+    elif comparison.per_iteration is None and not comparison.per_device_token:
         text += "; a speedup per iteration is refused, their iterations hold different work"
         text += _different_batches(reference.run.spec, entry.run.spec)
     return f"{text}{_flaws(comparison)}."
 
 
+def _time_with_all_devices(entry: Entry, reference: Entry) -> str:
+    """Return the ratio of times with all devices of both rows, which is no verdict."""
+    counts = f"{entry.run.num_devices} devices against {reference.run.num_devices}"
+    return f"; with {counts} it takes ×{token_ratio(entry):.3g} the time a token"
+
+
+def _assumed_device(report: Report) -> list[str]:
+    """Return that logs are compared as if they ran on one device; nothing where they name it."""
+    compared = [e for e in report.entries if e.speed and e.speed.device_is_assumed]
+    if not compared:
+        return []
+    logs = {e.run.name for e in compared} | {e.speed.reference for e in compared if e.speed}
+    who = "Neither log names its device" if len(logs) == 2 else "The logs do not name their device"
+    return [f"{who}; the same one is assumed (`DEVICE=` states it)."]
+
+
 def _flaws(comparison: SpeedComparison) -> str:
     """What differs and is no part of the strategy, the first few by name and value."""
-    flaws = [found for found in comparison.differences if not found.part_of_strategy]
+    flaws = [
+        found
+        for found in comparison.differences
+        if not found.part_of_strategy and found.what not in comparison.model_doubt
+    ]
     told = [found for found in flaws if "/" not in found.reference + found.other]
     named = []
     for found in told[:_MAX_FLAWS]:
@@ -309,6 +344,7 @@ def _parity_sentences(report: Report) -> list[str]:
         for e in entries
         if e.parity.verdict.startswith("broken")
     ]
+    result += _unjudged(entries)
     differ = [e for e in entries if e.parity.repeats_differ]
     result += [f"Of {e.label}, {e.parity.repeats_differ}." for e in differ]
     lost: dict[str, list[str]] = {}
@@ -320,3 +356,25 @@ def _parity_sentences(report: Report) -> list[str]:
         for why, labels in lost.items()
     ]
     return result
+
+
+def _unjudged(entries: Sequence[Entry]) -> list[str]:
+    """Return why the losses of foreign logs are not judged, one sentence per reason."""
+    without_shape: list[str] = []
+    labels: dict[str, list[str]] = {}
+    for entry in entries:
+        if not entry.run.is_foreign or entry.parity.verdict != NOT_COMPARABLE:
+            continue
+        if entry.parity.reason == f"{entry.run.name} {NO_SHAPE}":
+            without_shape.append(entry.label)
+        else:
+            labels.setdefault(entry.parity.reason, []).append(entry.label)
+    result = []
+    if without_shape:
+        is_one = len(without_shape) == 1
+        states = NO_SHAPE if is_one else "do not state their models' shapes"
+        whose = "its" if is_one else "their"
+        result.append(f"{some_of(without_shape)} {states}, so {whose} losses are not judged.")
+    for reason, names in labels.items():
+        result.append(f"The losses of {some_of(names)} are not judged: {reason}.")
+    return _first(result, "reasons are in the notes of their rows.")

@@ -29,6 +29,16 @@ def ratio(found: TimeComparison) -> str:
     return f"×{found.ratio:.2f} {found.verdict}"
 
 
+def speed_text(entry: Entry) -> str:
+    """Return `×1.24 slower`, with the ratio per device where the numbers of devices differ."""
+    speed = entry.speed
+    if speed is None or speed.per_token is None:
+        return ""
+    if speed.per_device_token is None:
+        return ratio(speed.per_token)
+    return f"×{speed.per_token.ratio:.3g}, per device {ratio(speed.per_device_token)}"
+
+
 def time_text(found: Estimate | None, shape: str = ".1f") -> str:
     """`157.8 [140.5, 175.2]`, by the format specification."""
     return DASH if found is None else bracketed(found.median, found.low, found.high, shape)
@@ -82,7 +92,7 @@ _INTERVAL = Column[Entry](
 )
 _SPEED = Column[Entry](
     "Time a token",
-    lambda e: (e.per_token.ratio, ratio(e.per_token)) if e.per_token else None,
+    lambda e: (e.per_token.ratio, speed_text(e)) if e.per_token else None,
     itemgetter(1),
     why=lambda e: (
         (e.speed.caution or "not comparable")
@@ -235,10 +245,13 @@ def speeds(report: Report) -> Table[Entry]:
 
     def per_iteration(entry: Entry) -> str:
         found = entry.speed.per_iteration if entry.speed else None
-        return ratio(found) if found else "refused: different work"
+        if found:
+            return ratio(found)
+        other = entry.speed and entry.speed.per_device_token
+        return "refused: other number of devices" if other else "refused: different work"
 
     def span(entry: Entry) -> str | None:
-        found = entry.per_token
+        found = entry.judged
         return f"{found.low:.3f} – {found.high:.3f}" if found and found.low and found.high else None
 
     def differences(entry: Entry) -> str:

@@ -51,6 +51,8 @@ class FoundIteration(NamedTuple):
     generation: Generation = Generation()
     at_ms: float | None = None
     """When it ended, on the trainer's clock, where a line before it is needed for its time."""
+    counts: Mapping[str, float] = {}
+    """What had been trained by then, by the trainer's names, where a line before it says since when."""
     by_arguments: Callable[[Mapping[str, str]], Iteration | None] | None = None
     """Makes it of the log's arguments, where its number cannot be told without; None: not of these."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 import msgspec
 
@@ -36,7 +35,7 @@ def _rate(m: re.Match[str]) -> NumbersAhead:
     """Before an iteration's line, with the same time."""
     seconds, rate = float(m[1]), float(m[2])
 
-    def complete(line: FoundIteration, _: Mapping[str, str]) -> Iteration:
+    def complete(line: FoundIteration, *_: object) -> Iteration:
         found = line.iteration
         apart = (found.elapsed_ms or 0.0) / 1000 - seconds
         if found.throughput_tflops_per_gpu or not seconds or abs(apart) > _STEP_TIME_ROUNDING:
