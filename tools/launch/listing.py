@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
@@ -160,7 +159,7 @@ _SPLITS = {
     "ep2": parse_strategy("ep2", 2),
     "ep8": parse_strategy("ep8", 8),
     "tp2ep2": parse_strategy("tp2ep2", 4),
-    "tp2ep2, ETP 1": replace(parse_strategy("tp2ep2", 4), expert_tensor=1),
+    "tp2ep2, ETP 1": parse_strategy("tp2ep2-etp1", 4),
     "pp2ep2": parse_strategy("pp2ep2", 4),
 }
 

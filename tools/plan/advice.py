@@ -188,7 +188,7 @@ def binding_sentence(plan: Plan) -> str:
 def _pure_candidates(request: Request) -> Iterator[Candidate]:
     """Every configuration with one dimension of parallelism alone."""
     template, devices = request.template, request.cluster.devices
-    for split in splits(template.shape, devices):
+    for split in splits(template.shape, devices, template.parallelism.expert_tensor):
         degrees = (split.tensor, split.context, split.pipeline, split.data)
         if sum(degree > 1 for degree in degrees) > 1 or split.expert > 1:
             continue
@@ -228,8 +228,9 @@ def _rounded(size_bytes: float) -> str:
 
 def _single_sentence(request: Request, winner: Candidate) -> str:
     """The same training on one device of the same kind, as fast as what fits there."""
-    one = replace(request, cluster=replace(request.cluster, devices=1))
-    fitting = [candidate for candidate in _pure_candidates(one) if candidate.fits]
+    unsplit = replace(request.template, parallelism=Parallelism())
+    single = replace(request, cluster=replace(request.cluster, devices=1), template=unsplit)
+    fitting = [candidate for candidate in _pure_candidates(single) if candidate.fits]
     alone = min(fitting, key=_preference, default=None)
     if alone is None:
         return "One device is not enough, whatever the micro batch and recomputation."

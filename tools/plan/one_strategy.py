@@ -17,7 +17,13 @@ from tools.plan.constraints import violations
 from tools.plan.memory import host_bytes
 from tools.plan.options import PlanOptions, RequestError
 from tools.plan.readings.neighbours import Uncertainty, uncertainty
-from tools.plan.request import ignored_flags, refuse_imbalance, request_from_options
+from tools.plan.request import (
+    EXPERT_TENSOR,
+    ignored_flags,
+    refuse_imbalance,
+    request_from_options,
+    stated_expert_tensor,
+)
 from tools.plan.search import Candidate, Request, evaluate
 from tools.plan.show import candidate_as_data, ignored_as_data, plan_command, print_ignored
 from tools.plan.time.iteration import TIME_COMPONENTS
@@ -74,14 +80,20 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     assert options.strategy is not None
     domain = device_by_key(options.gpu).domain
     named = options.gpus or (options.nodes and options.nodes * (options.gpus_per_node or domain))
+    expert_tensor = stated_expert_tensor(options)
     try:
-        devices = devices_of(options.strategy, named or 1)
+        devices = devices_of(options.strategy, named or 1, expert_tensor)
         if named and devices != named:
             raise RequestError(
                 f"The strategy {options.strategy} multiplies to {devices:,} devices, not {named:,}; "
                 "leave GPUS= out, or give it another DP."
             )
-        split = parse_strategy(options.strategy, devices)
+        split = parse_strategy(options.strategy, devices, expert_tensor)
+        if expert_tensor and split.tensor_of_experts != expert_tensor:
+            raise RequestError(
+                f"The strategy {options.strategy} splits each expert over {split.tensor_of_experts} "
+                f"and {EXPERT_TENSOR} over {expert_tensor}; leave one of them out."
+            )
     except StrategyError as error:
         raise RequestError(str(error)) from None
     request = request_from_options(replace(options, gpus=devices))

@@ -70,7 +70,8 @@ class Request:
     cluster: Cluster
     global_batch: int
     template: RunSpec
-    """The model with its dtype, sequence length and dropout; degrees and batch are the search's."""
+    """The model with its dtype, sequence length, dropout and stated ETP; all other degrees and the batch
+    are the search's."""
     own: OwnRuns = field(default_factory=OwnRuns)
     """One's own runs on these devices, which correct every time."""
     extra: tuple[str, ...] = ()
@@ -260,7 +261,8 @@ def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
     template, legal = request.template, 0
     queue: list[_Bound] = []
     least, lightest = inf, None
-    for split in splits(template.shape, request.cluster.devices):
+    expert_tensor = template.parallelism.expert_tensor
+    for split in splits(template.shape, request.cluster.devices, expert_tensor):
         sizes = micro_batches(split, request.global_batch)
         if not sizes:
             continue
@@ -375,7 +377,7 @@ def single_axis_candidates(request: Request) -> list[Candidate]:
     names = ["baseline"] if devices == 1 else [f"{word}{devices}" for word in WORDS]
     found = []
     for name in names:
-        parallelism = parse_strategy(name, devices)
+        parallelism = parse_strategy(name, devices, request.template.parallelism.expert_tensor)
         batch = batch_for(request.model.batch, parallelism)
         spec = replace(request.template, parallelism=parallelism, batch=batch)
         if batch.global_batch_size == request.global_batch and not violations(spec):
