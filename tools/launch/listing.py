@@ -13,6 +13,7 @@ from tools.launch.devices import Gpu, visible_gpus
 from tools.plan.constraints import violations
 from tools.plan.memory import fullest_rank
 from tools.plan.tensors import active_parameters, parameters_total, rank_parameters
+from tools.plan.verdict import Fit, fit_within
 from tools.spec.model import (
     ALIASES,
     GPT2_VOCABULARY,
@@ -127,7 +128,12 @@ def _fits(model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = T
     spec = spec_of_model(model, parallelism, batch)
     if on_cpu:
         spec = on_cpu_ranks(spec)
-    return not violations(spec) and fullest_rank(spec)[1].total * devices <= available_bytes
+    if violations(spec):
+        return False
+    memory = fullest_rank(spec)[1]
+    if on_cpu:
+        return memory.total * devices <= available_bytes
+    return fit_within(spec, memory, available_bytes // devices) is not Fit.DOES_NOT_FIT
 
 
 def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) -> Table[Model]:

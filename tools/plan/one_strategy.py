@@ -27,7 +27,7 @@ from tools.plan.request import (
 from tools.plan.search import Candidate, Request, evaluate
 from tools.plan.show import candidate_as_data, ignored_as_data, plan_command, print_ignored
 from tools.plan.time.iteration import TIME_COMPONENTS
-from tools.plan.verdict import Fit, given_back, memory_error
+from tools.plan.verdict import Fit, close_reason
 from tools.spec import settings
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags
@@ -203,10 +203,11 @@ def draw_layout(every: Sequence[TimedStrategy], path: Path) -> None:
 
 def _sentence(timed: TimedStrategy) -> str:
     found, request = timed.candidate, timed.request
-    error = memory_error(found.spec)
+    device_bytes = request.cluster.device.memory_bytes
+    reason = close_reason(found.spec, found.memory, device_bytes)
     fits = {
         Fit.FITS: "fits",
-        Fit.CLOSE: f"is within {error:.0%} of the device, the error of such predictions: try it",
+        Fit.CLOSE: f"is close: try it ({reason})",
         Fit.DOES_NOT_FIT: "does not fit",
     }[found.verdict]
     on_host = host_bytes(found.spec, found.memory_rank)
@@ -218,7 +219,8 @@ def _sentence(timed: TimedStrategy) -> str:
         f"micro batch {found.spec.batch.micro_batch_size}, "
         f"global batch {request.global_batch:,}: {duration(found.seconds.total)} an iteration, "
         f"{found.tokens_per_second:,.0f} tokens/s, {percent(found.mfu)} MFU; "
-        f"{gib(found.memory.total)} GiB{given_back(found.memory, cluster)} on its fullest rank, which "
+        f"{gib(found.memory.total)} GiB, {found.memory.total / device_bytes:.0%} of the device, on its "
+        f"fullest rank, which "
         f"{fits}{beside}."
     )
 

@@ -21,6 +21,7 @@ from tools.plan.search import Candidate, Plan, Request, Scaling, single_axis_can
 from tools.plan.tensors import vocabulary_sentence
 from tools.plan.time import iteration
 from tools.plan.time.iteration import TIME_COMPONENTS
+from tools.plan.verdict import Fit
 from tools.spec.flags import drop_flags, merge_flags, unlisted_flags
 from tools.spec.model import GPT2_VOCABULARY, Model
 from tools.spec.run import RunSpec, chosen_flags
@@ -28,6 +29,7 @@ from tools.spec.strategy import batch_for, strategy_name
 from tools.text.table import Column, Table, rich_table
 from tools.text.units import gb, gib, joined, ms, percent, plural
 
+_MEMORY_MARKS = {Fit.FITS: "", Fit.CLOSE: " (close)", Fit.DOES_NOT_FIT: " (too much)"}
 _NAMED = 3
 """Of tied strategies, those that a heading names."""
 
@@ -140,7 +142,7 @@ def _ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:
         return found.strategy + algorithm
 
     def memory(found: Candidate) -> str:
-        return gib(found.memory.total) + ("" if found.fits else " (too much)")
+        return gib(found.memory.total) + _MEMORY_MARKS[found.verdict]
 
     def sent(found: Candidate) -> int:
         return total_wire_bytes(busiest_collectives(found.spec))
