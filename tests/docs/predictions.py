@@ -185,7 +185,8 @@ def size_rows() -> tuple[SizeRow, ...]:
 def _size_row(model: str, gpus: int) -> SizeRow:
     request = request_of(model, gpus, SIZE_GPU)
     pure = best_of_each_family(request)
-    plain = [found for kind, found in pure.items() if kind in PLAIN and found.fits]
+    unsplit = [pure[kind] for kind in pure if kind in PLAIN]
+    plain = [candidate for candidate in unsplit if candidate.is_recommended]
     # Strategies that split nothing are fewer than the search keeps.
     ranked = search(request).ranked
     split = next((one for one in ranked if family_of(one.spec.parallelism) not in PLAIN), None)

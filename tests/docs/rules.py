@@ -52,12 +52,12 @@ def _row(model: str, devices: int, batch: int) -> tuple[str, ...]:
     billions = parameters_total(request.template.shape) / 1e9
     size = f"{model}, {billions:.2f}B" if billions < 10 else f"{model}, {billions:,.0f}B"
     loss = sharded.seconds.total / fastest.seconds.total - 1
-    slower = f"{loss:.0%}" if sharded.fits else "–"
+    slower = f"{loss:.0%}" if sharded.is_recommended else "–"
     return size, f"{devices:,}, {batch:,}", _called(fastest), _called(sharded), slower
 
 
 def _called(candidate: Candidate) -> str:
-    if candidate.fits:
+    if candidate.is_recommended:
         return f"{candidate.strategy}, {duration(candidate.seconds.total)}"
     capacity = device_by_key(GPU).memory_bytes
-    return f"{gib(candidate.memory.total, 0)} of {gib(capacity, 0)} GiB: does not fit"
+    return f"{gib(candidate.memory.total, 0)} of {gib(capacity, 0)} GiB: {candidate.verdict}"

@@ -235,3 +235,12 @@ def test_ones_own_runs_correct_the_plan_of_train_auto(
     monkeypatch.setattr("tools.launch.auto.OWN_READINGS", own)
     with pytest.raises(ReadingsError, match="row 1 lacks "):
         train_auto("train-auto-gpt2-tiny-2cpu", Options(runs=tmp_path, dry_run=True), QUIET)
+
+
+def test_experts_are_planned_over_the_tensor_ranks_that_a_flag_states() -> None:
+    usual = parse_target("train-baseline-moe-tiny-4cpu")
+    whole = usual.under(Options(extra=("--expert-tensor-parallel-size", "1")))
+    for job, degree in ((usual, None), (whole, 1)):
+        for candidate in search(request_here(job, CPU, Calibration())).ranked:
+            split = candidate.spec.parallelism
+            assert split.tensor_of_experts == (degree or split.tensor)

@@ -17,6 +17,7 @@ from tools.launch.preflight import check
 from tools.launch.preflight_gpu import (
     compiler_problem,
     gpu_memory_problems,
+    gpu_memory_warning,
     gpu_problems,
     peak_bytes,
     torch_problem,
@@ -90,6 +91,20 @@ def test_a_busy_gpu_is_named_with_its_processes_and_the_free_ones(
 def test_a_desktops_gpu_is_not_busy(composed: Composer, two_h200: FakeNvml) -> None:
     two_h200.gpus[0].used_bytes = 1 * GIB
     assert list(gpu_problems(composed("baseline"))) == []
+
+
+def test_a_named_run_that_is_close_is_allowed_with_a_warning(
+    composed: Composer, two_h200: FakeNvml
+) -> None:
+    launch = composed("baseline")
+    assert gpu_memory_warning(launch) == ""
+    for gpu in two_h200.gpus:
+        gpu.memory_bytes = 82 * GIB
+    devices.all_gpus.cache_clear()
+    assert list(gpu_memory_problems(launch)) == []
+    warning = gpu_memory_warning(launch)
+    assert warning.startswith("Memory is close: baseline is predicted to hold 7")
+    assert "% of what a rank has of GPU 0 (NVIDIA H200); " in warning
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,7 @@ def test_a_token_goes_to_at_least_one_and_at_most_all_experts(chosen: int) -> No
         (Parallelism(data=2, tensor=2, expert=2, expert_tensor=4, sequence_parallel=True), "= 1"),
         (Parallelism(data=2, tensor=2, expert=4, sequence_parallel=True), "DP x CP = 2"),
         (Parallelism(data=3, expert_tensor=3), "which ETP 3 does not divide"),
+        (Parallelism(data=2, expert_tensor=4), "DP x CP x TP = 2 and does not divide it"),
     ],
 )
 def test_experts_may_be_split_otherwise_than_the_rest(split: Parallelism, words: str) -> None:

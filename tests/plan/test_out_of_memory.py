@@ -11,7 +11,7 @@ import pytest
 from tools.plan.memory import fullest_rank
 from tools.plan.readings.published import usual_cluster
 from tools.plan.tensors import rank_parameters
-from tools.plan.verdict import MEMORY_RESERVE, Fit, fit_of
+from tools.plan.verdict import CLOSE, Fit, fit_of
 from tools.spec.hardware import device_by_key
 from tools.spec.model import ModelShape
 from tools.spec.recompute import Recompute
@@ -28,7 +28,7 @@ from tools.spec.strategy import (
 from tools.text.units import GIB
 
 HIDDEN_LAYERS = {"181b": (14336, 72), "184b": (12288, 100), "206b": (14336, 82)}
-CAPACITY = device_by_key("a100").memory_bytes * (1 - MEMORY_RESERVE)
+FITTING = device_by_key("a100").memory_bytes * CLOSE
 
 
 def run(hidden: int, layers: int, dtype: str, split: tuple[int, ...], samples: int) -> RunSpec:
@@ -59,7 +59,7 @@ def needed(spec: RunSpec) -> tuple[int, int]:
 def test_a_published_run_that_went_out_of_memory_is_not_said_to_fit(
     split: tuple[int, ...], samples: int
 ) -> None:
-    assert needed(run(*HIDDEN_LAYERS["181b"], "fp16", split, samples))[0] > CAPACITY
+    assert needed(run(*HIDDEN_LAYERS["181b"], "fp16", split, samples))[0] > FITTING
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_published_run_that_went_out_of_memory_is_not_said_to_fit(
 def test_published_runs_beside_them_that_ran_are_said_to_fit(
     split: tuple[int, ...], samples: int
 ) -> None:
-    assert needed(run(*HIDDEN_LAYERS["181b"], "fp16", split, samples))[0] <= CAPACITY
+    assert needed(run(*HIDDEN_LAYERS["181b"], "fp16", split, samples))[0] <= FITTING
 
 
 RAN, OUT = "ran", "out of memory"
@@ -174,12 +174,12 @@ def verdicts() -> list[tuple[str, Fit]]:
 
 def test_of_published_runs_on_gh200_none_that_ran_is_said_not_to_fit() -> None:
     ran = [verdict for published, verdict in verdicts() if published == RAN]
-    assert (len(ran), set(ran)) == (17, {Fit.FITS})
+    assert (len(ran), ran.count(Fit.FITS), ran.count(Fit.CLOSE)) == (17, 16, 1)
 
 
-def test_nine_of_ten_that_went_out_of_memory_are_said_not_to_fit_and_none_to_fit() -> None:
+def test_three_of_four_that_went_out_of_memory_are_said_not_to_fit_and_none_to_fit() -> None:
     out = [verdict for published, verdict in verdicts() if published == OUT]
-    assert (len(out), out.count(Fit.DOES_NOT_FIT), out.count(Fit.FITS)) == (24, 22, 0)
+    assert (len(out), out.count(Fit.DOES_NOT_FIT), out.count(Fit.FITS)) == (24, 18, 0)
 
 
 BF16_RAN = (
@@ -238,4 +238,4 @@ def test_with_that_excess_runs_of_that_optimizer_that_went_out_of_memory_do_not_
     model: str, split: tuple[int, ...], samples: int
 ) -> None:
     predicted, parameters = needed(run(*HIDDEN_LAYERS[model], "bf16", split, samples))
-    assert predicted + excess_of_bf16_optimizer() * parameters > CAPACITY
+    assert predicted + excess_of_bf16_optimizer() * parameters > FITTING

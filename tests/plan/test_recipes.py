@@ -1,6 +1,7 @@
 """Switches of recipes as choices of a search: which there are, what each brings, and the command."""
 
 import json
+import re
 
 import pytest
 
@@ -53,11 +54,24 @@ def test_a_tuned_plan_is_faster_and_its_command_has_the_flags_that_make_it_so(
 def test_a_switch_that_a_plan_needs_to_fit_is_not_said_to_need_more(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = "--model dense-1b --gpus 1 --gpu rtx4090 --recipe all --json"
-    assert main(words.split()) == 0
+    assert (
+        main(
+            ["--model", "gpt3-1.3b", "--gpus", "2", "--gpu", "rtx4090", "--recipe", "all", "--json"]
+        )
+        == 0
+    )
     chosen = {each["name"]: each for each in json.loads(capsys.readouterr().out)["recipe"]}
     assert all(each["saved_bytes"] > 0 for each in chosen.values() if each["is_needed"])
-    assert chosen["gradients reduced in bf16"]["is_needed"]
+    assert chosen["weights kept in fp8"]["is_needed"]
+
+
+def test_a_plan_above_95_percent_of_the_device_is_not_recommended(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--model", "dense-1b", "--gpus", "1", "--gpu", "rtx4090", "--recipe", "all"]) == 1
+    sentence = capsys.readouterr().err
+    assert "stays within 95% of a device, so none is recommended" in sentence
+    assert re.search(r"GiB, 9[5-9]% of the device, which is close: try it \(", sentence)
 
 
 def test_a_strategys_switches_are_said_with_extra(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from tools.plan.search import (
 from tools.plan.show import make_command, trained_vocabulary_sentence
 from tools.plan.ties import TIED
 from tools.plan.time.iteration import pipeline_seconds
+from tools.plan.verdict import Fit
 from tools.spec.model import ModelShape
 from tools.spec.recompute import Recompute
 from tools.spec.run import RunSpec
@@ -193,6 +194,21 @@ def test_the_frontier_is_what_no_other_beats_in_both(make_request: MakeRequest) 
     assert edge[-1].memory.total == min(c.memory.total for c in plan.examined)
     sizes = [c.memory.total for c in edge]
     assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "gpu", "batch"),
+    [("gpt3-1.3b", 2, "rtx4090", 2), ("gpt3-13b", 8, "a100", 64), ("mixtral-8x7b", 16, "h100", 64)],
+)
+def test_a_plan_names_nothing_above_95_percent_of_a_device(
+    make_request: MakeRequest, model: str, devices: int, gpu: str, batch: int
+) -> None:
+    request = make_request(model, devices, gpu, batch)
+    for candidate in search(request).ranked:
+        fraction = candidate.memory.total / request.cluster.device.memory_bytes
+        assert candidate.is_recommended
+        assert fraction <= 0.95
+        assert candidate.verdict is (Fit.CLOSE if fraction > 0.9 else Fit.FITS)
 
 
 def test_what_fits_nowhere_has_no_winner_but_a_closest_miss(make_request: MakeRequest) -> None:

@@ -1,5 +1,7 @@
+from dataclasses import replace
+
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tools.spec.strategy import (
@@ -30,6 +32,12 @@ DEGREE = st.sampled_from([2, 3, 4, 8])
         ("vpp2", 2, Parallelism(pipeline=2, virtual_stages=2)),
         ("ep2", 2, Parallelism(data=2, expert=2)),
         ("tp2ep2", 4, Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)),
+        ("sp2dp2-etp1", 4, Parallelism(2, tensor=2, expert_tensor=1, sequence_parallel=True)),
+        ("tp2ep2-etp1", 4, Parallelism(2, 2, expert=2, expert_tensor=1, sequence_parallel=True)),
+        # EP lies over TP too, because each expert is on one of its ranks.
+        ("tp2ep2-etp1", 2, Parallelism(1, 2, expert=2, expert_tensor=1, sequence_parallel=True)),
+        ("tp2ep2-etp2", 4, Parallelism(2, 2, expert=2, sequence_parallel=True)),
+        ("cp2ep2", 2, Parallelism(context=2, expert=2)),
         ("tp2pp2dp2", 8, Parallelism(data=2, tensor=2, pipeline=2)),
         ("dp2-zero1", 2, Parallelism(data=2, sharding=Sharding.ZERO1)),
         ("zero3", 4, Parallelism(data=4, sharding=Sharding.ZERO3)),
@@ -58,6 +66,11 @@ def test_a_strategy_is_parsed_into_degrees(text: str, devices: int, expected: Pa
         ("tp2sp2", 4, "names its TP degree twice"),
         ("tp0", 0, "degree of 0"),
         ("dp2-zero9", 2, "ends in '-zero9'"),
+        ("tp2ep2-zero1-etp1", 4, "etp with a degree, for experts, and then one sharding of zero1"),
+        ("tp2ep2-etp0", 4, "has a degree of 0"),
+        ("tp2ep2-etp1", 16, "uses 4 devices, but 16 were named"),
+        ("tp2ep2", 2, "uses 4 devices, but 2 were named"),
+        ("tp2ep4dp2-etp1", 8, "uses 16 devices, but 8 were named"),
         ("gpipe2dp2", 4, "Unknown strategy 'gpipe2dp2'"),
         ("gpipe2bw", 2, "Unknown strategy 'gpipe2bw'"),
         ("1f1b1", 1, "has 1 stage"),
@@ -77,6 +90,31 @@ def test_flags_say_what_the_product_says(degrees: dict[str, int]) -> None:
     parallelism = parse_strategy(text, devices)
     assert parallelism.world_size == devices
     assert parallelism_from_flags(strategy_flags(parallelism), devices) == parallelism
+
+
+@given(
+    data=st.integers(1, 12),
+    tensor=st.integers(1, 4),
+    context=st.integers(1, 4),
+    pipeline=st.integers(1, 3),
+    expert=st.integers(1, 12),
+    expert_tensor=st.integers(0, 4),
+    sharding=st.sampled_from(Sharding),
+)
+def test_the_name_of_a_parallelism_is_parsed_to_it_again(
+    data: int,
+    tensor: int,
+    context: int,
+    pipeline: int,
+    expert: int,
+    expert_tensor: int,
+    sharding: Sharding,
+) -> None:
+    plain = Parallelism(data, tensor, pipeline, context, expert, sequence_parallel=tensor > 1)
+    split = replace(plain, sharding=sharding).split_experts(expert_tensor)
+    assume(split.world_size % split.ranks_of_expert_copy == 0)
+    assert parse_strategy(strategy_name(split), split.world_size) == split
+    assert parallelism_from_flags(strategy_flags(split), split.world_size) == split
 
 
 SCHEDULED = ["gpipe2", "1f1b2", "interleaved2", "pipedream2", "pipedream2bw", "pipedream-flush2"]
@@ -130,7 +168,7 @@ def test_batches_follow_the_published_rule(text: str, devices: int, batch: Batch
     assert batch_for(Batch(32, 32), parse_strategy(text, devices)) == batch
 
 
-def test_a_split_of_the_experts_own_is_a_flag_and_tps_is_none() -> None:
+def test_experts_over_tps_own_ranks_need_no_flag_and_over_others_one() -> None:
     words = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     own = parallelism_from_flags((*words, "--expert-tensor-parallel-size", "1"), 4)
     assert (own.expert_tensor, own.tensor_of_experts, own.copies_of_experts) == (1, 1, 4)

@@ -25,6 +25,7 @@ from tools.plan.calibration import calibration_of
 from tools.plan.readings.local_readings import own_runs
 from tools.plan.readings.neighbours import uncertainty
 from tools.plan.readings.reading_to_spec import execution_of_flags
+from tools.plan.request import expert_tensor_of
 from tools.plan.search import Candidate, Plan, Request, search
 from tools.plan.time.cluster import Calibration, Cluster
 from tools.plan.time.execution import Execution
@@ -79,7 +80,8 @@ def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
     on_cpu = job.device is DeviceKind.CPU
     usual = batch_for(model.batch, Parallelism(data=job.devices)).global_batch_size
     samples = options.global_batch_size or usual
-    template = spec_of_model(model, Parallelism(), Batch(1, samples))
+    expert_tensor = expert_tensor_of(Flags((*model.flags, *options.extra)), model)
+    template = spec_of_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
     if options.dropout is not None:
         template = replace(template, dropout=options.dropout)
     if on_cpu:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
@@ -14,6 +13,7 @@ from tools.launch.devices import Gpu, visible_gpus
 from tools.plan.constraints import violations
 from tools.plan.memory import fullest_rank
 from tools.plan.tensors import active_parameters, parameters_total, rank_parameters
+from tools.plan.verdict import Fit, fit_within
 from tools.spec.model import (
     ALIASES,
     GPT2_VOCABULARY,
@@ -128,7 +128,12 @@ def _fits(model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = T
     spec = spec_of_model(model, parallelism, batch)
     if on_cpu:
         spec = on_cpu_ranks(spec)
-    return not violations(spec) and fullest_rank(spec)[1].total * devices <= available_bytes
+    if violations(spec):
+        return False
+    memory = fullest_rank(spec)[1]
+    if on_cpu:
+        return memory.total * devices <= available_bytes
+    return fit_within(spec, memory, available_bytes // devices) is not Fit.DOES_NOT_FIT
 
 
 def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) -> Table[Model]:
@@ -160,7 +165,7 @@ _SPLITS = {
     "ep2": parse_strategy("ep2", 2),
     "ep8": parse_strategy("ep8", 8),
     "tp2ep2": parse_strategy("tp2ep2", 4),
-    "tp2ep2, ETP 1": replace(parse_strategy("tp2ep2", 4), expert_tensor=1),
+    "tp2ep2, ETP 1": parse_strategy("tp2ep2-etp1", 4),
     "pp2ep2": parse_strategy("pp2ep2", 4),
 }
 

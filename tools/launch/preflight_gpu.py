@@ -19,9 +19,10 @@ from tools.cluster.checks.devices import check_busy
 from tools.cluster.checks.docker import check_container
 from tools.cluster.checks.result import refusals
 from tools.launch.compose import Launch
-from tools.launch.devices import all_gpus, gpu_use, visible_gpus
+from tools.launch.devices import Gpu, all_gpus, gpu_use, visible_gpus
 from tools.plan.constraints import divisors
-from tools.plan.memory import fullest_rank
+from tools.plan.memory import PredictedMemory, fullest_rank
+from tools.plan.verdict import Fit, close_reason, fit_within
 from tools.records.run import MegatronEntry
 from tools.spec import variables
 from tools.spec.flag_table import release
@@ -63,15 +64,17 @@ def gpu_memory_problems(launch: Launch) -> Iterator[str]:
 
     Undefined for a combination that Megatron refuses, so `preflight` checks that first.
     """
-    gpu = min(visible_gpus()[: launch.local_devices], key=lambda gpu: gpu.memory_bytes)
-    ranks = launch.local_devices if launch.spec.shares_gpu else 1
+    gpu, ranks = _smallest_gpu(launch)
     room, batch = gpu.memory_bytes // ranks, launch.spec.batch
     needed = peak_bytes(launch, batch)
-    if needed <= room:
+    if _fit_here(launch, batch, room) is not Fit.DOES_NOT_FIT:
         return
     smaller = reversed(divisors(batch.micro_batch_size, batch.micro_batch_size - 1))
     batches = (replace(batch, micro_batch_size=micro) for micro in smaller)
-    fitting = next((batch for batch in batches if peak_bytes(launch, batch) <= room), None)
+    misfit = Fit.DOES_NOT_FIT
+    fitting = next(
+        (batch for batch in batches if _fit_here(launch, batch, room) is not misfit), None
+    )
     fix = (
         f"MICRO_BATCH={fitting.micro_batch_size} fits, with the global batch of "
         f"{batch.global_batch_size} in more steps"
@@ -83,6 +86,36 @@ def gpu_memory_problems(launch: Launch) -> Iterator[str]:
         f"needs about {gib(needed, 0)} GiB a {'rank' if ranks > 1 else 'GPU'}, and GPU {gpu.index} "
         f"({gpu.name}) has {gib(room, 0)}{' for each' if ranks > 1 else ''}; {fix}."
     )
+
+
+def gpu_memory_warning(launch: Launch) -> str:
+    """Return a sentence for a run that the smallest GPU holds only closely; empty for all others.
+
+    Such a run is not refused, because its user named it. Where no GPU is visible nothing is said.
+    """
+    if launch.spec.device is not DeviceKind.GPU or not visible_gpus():
+        return ""
+    gpu, ranks = _smallest_gpu(launch)
+    room, spec = gpu.memory_bytes // ranks, launch.spec
+    if _fit_here(launch, spec.batch, room) is not Fit.CLOSE:
+        return ""
+    memory = _peak_memory(launch, spec.batch)
+    return (
+        f"Memory is close: {spec.name} is predicted to hold {gib(memory.total)} GiB, "
+        f"{memory.total / room:.0%} of what a rank has of GPU {gpu.index} ({gpu.name}); "
+        f"{close_reason(spec, memory, room)}."
+    )
+
+
+def _smallest_gpu(launch: Launch) -> tuple[Gpu, int]:
+    """Return the GPU of a launch with the least memory, and how many ranks share it."""
+    gpu = min(visible_gpus()[: launch.local_devices], key=lambda gpu: gpu.memory_bytes)
+    return gpu, launch.local_devices if launch.spec.shares_gpu else 1
+
+
+def _fit_here(launch: Launch, batch: Batch, room: int) -> Fit:
+    """Return the planner's verdict on a launch whose ranks have `room` bytes each."""
+    return fit_within(launch.spec, _peak_memory(launch, batch), room)
 
 
 def runtime_problems(launch: Launch) -> Iterator[str]:
@@ -101,9 +134,13 @@ def peak_bytes(launch: Launch, batch: Batch) -> int:
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
     """
+    return _peak_memory(launch, batch).needed
+
+
+def _peak_memory(launch: Launch, batch: Batch) -> PredictedMemory:
     # Attention is fused: Transformer Engine's, or the kit's on SDPA.
     spec = replace(launch.spec, batch=batch, fused_attention=True)
-    return fullest_rank(spec)[1].needed
+    return fullest_rank(spec)[1]
 
 
 def fused_problems(launch: Launch) -> Iterator[str]:

@@ -23,6 +23,7 @@ from tools.launch.compose import START_FOLDER, Launch, ResumePoint, compose, mod
 from tools.launch.job import Job
 from tools.launch.options import Options, Saving, read_patch_file
 from tools.launch.preflight import check
+from tools.launch.preflight_gpu import gpu_memory_warning
 from tools.launch.run_folder import only_attempt, read_named_run
 from tools.launch.runtime import choose_runtime
 from tools.launch.train import describe, dry_run, train_once
@@ -83,6 +84,8 @@ def resume(
             f"{describe(launch)}",
             highlight=False,
         )
+        if warning := gpu_memory_warning(launch):
+            console.print(warning, style="yellow", highlight=False)
         own_folder = ckpt is None and launch.spec.parallelism == record.spec.parallelism
         if not own_folder:  # The run itself may be resumed at the same time.
             held.close()

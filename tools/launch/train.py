@@ -27,6 +27,7 @@ from tools.launch.execute import execute, run_ranks
 from tools.launch.job import Job, make_command, parse_devices, parse_target
 from tools.launch.options import Options
 from tools.launch.preflight import check
+from tools.launch.preflight_gpu import gpu_memory_warning
 from tools.launch.progress import RunProgress
 from tools.launch.rendezvous.coordinator import Coordinator
 from tools.launch.rendezvous.messages import NodeRecord
@@ -119,7 +120,7 @@ def start(job: Job, console: Console) -> int:
             check(launch)
             ensure_start_checkpoint(launch, console)
         console.print(f"{job.target}: {describe(launch)}", highlight=False)
-        for sentence in differences(launch):
+        for sentence in (*differences(launch), *filter(None, [gpu_memory_warning(launch)])):
             console.print(sentence, style="yellow", highlight=False)
         each = range(1, options.repeats + 1)
         titles = (f"{job.strategy} {one}" if len(each) > 1 else job.strategy for one in each)

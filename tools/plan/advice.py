@@ -11,9 +11,9 @@ from tools.plan.memory import PRECISIONS, fullest_rank
 from tools.plan.search import Candidate, Plan, Request, evaluate
 from tools.plan.tensors import parameters_total
 from tools.plan.ties import TIED
-from tools.plan.time.cluster import route
+from tools.plan.time.cluster import Cluster, route
 from tools.plan.time.iteration import TIME_COMPONENTS
-from tools.plan.verdict import given_back
+from tools.plan.verdict import MOST_RECOMMENDED, Fit, close_reason
 from tools.spec.groups import Group
 from tools.spec.recompute import Recompute
 from tools.spec.strategy import Parallelism
@@ -105,12 +105,30 @@ def no_fit_sentence(plan: Plan) -> str:
             f"{request.global_batch} and {request.model.name}'s layers, heads and sequence; use a "
             "global batch that is a multiple of the number of devices."
         )
-    missing = plan.lightest.memory.needed - request.capacity
+    memory = plan.lightest.memory
+    if plan.lightest.fits:
+        return (
+            f"No strategy of {request.model.name} on {cluster.devices} {cluster.device.name} stays "
+            f"within {MOST_RECOMMENDED:.0%} of a device, so none is recommended. The closest, "
+            f"{plan.lightest.strategy}, holds {_held(plan.lightest, cluster)}, which is "
+            f"{_close(plan.lightest, cluster)}."
+        )
+    missing = memory.total - request.capacity
     return (
         f"{request.model.name} does not fit on {cluster.devices} {cluster.device.name}: the closest, "
-        f"{plan.lightest.strategy}, needs {gib(plan.lightest.memory.needed)} GiB on its fullest "
-        f"rank and misses by {gib(missing)} GiB (3% of the device is kept free)."
+        f"{plan.lightest.strategy}, needs {gib(memory.total)} GiB on its fullest rank and misses by "
+        f"{gib(missing)} GiB ({1 - MOST_RECOMMENDED:.0%} of the device is kept free)."
     )
+
+
+def _held(candidate: Candidate, cluster: Cluster) -> str:
+    fraction = candidate.memory.total / cluster.device.memory_bytes
+    return f"{gib(candidate.memory.total)} GiB, {fraction:.0%} of the device"
+
+
+def _close(candidate: Candidate, cluster: Cluster) -> str:
+    reason = close_reason(candidate.spec, candidate.memory, cluster.device.memory_bytes)
+    return f"close: try it ({reason})"
 
 
 def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
@@ -171,8 +189,8 @@ def binding_sentence(plan: Plan) -> str:
     """The same with its numbers."""
     winner, cluster = plan.winner, plan.request.cluster
     assert winner is not None
-    memory, seconds = winner.memory, winner.seconds
-    share = 100 * memory.total / cluster.device.memory_bytes
+    seconds = winner.seconds
+    close = f"; this is {_close(winner, cluster)}" if winner.verdict is Fit.CLOSE else ""
     parts = sorted(TIME_COMPONENTS, key=lambda name: -getattr(seconds, name))[:3]
     waits = _largest_wait(winner)
     shares = ", ".join(
@@ -181,14 +199,14 @@ def binding_sentence(plan: Plan) -> str:
     )
     return (
         f"The bottleneck is {binding(plan)}: of the iteration {shares}; the fullest rank holds "
-        f"{gib(memory.total)} GiB, {share:.0f}% of the device{given_back(memory, cluster)}."
+        f"{_held(winner, cluster)}{close}."
     )
 
 
 def _pure_candidates(request: Request) -> Iterator[Candidate]:
     """Every configuration with one dimension of parallelism alone."""
     template, devices = request.template, request.cluster.devices
-    for split in splits(template.shape, devices):
+    for split in splits(template.shape, devices, template.parallelism.expert_tensor):
         degrees = (split.tensor, split.context, split.pipeline, split.data)
         if sum(degree > 1 for degree in degrees) > 1 or split.expert > 1:
             continue
@@ -199,7 +217,7 @@ def _pure_candidates(request: Request) -> Iterator[Candidate]:
 
 
 def _preference(candidate: Candidate) -> tuple[bool, float]:
-    if candidate.fits:
+    if candidate.is_recommended:
         return False, candidate.seconds.total
     return True, float(candidate.memory.total)
 
@@ -228,11 +246,13 @@ def _rounded(size_bytes: float) -> str:
 
 def _single_sentence(request: Request, winner: Candidate) -> str:
     """The same training on one device of the same kind, as fast as what fits there."""
-    one = replace(request, cluster=replace(request.cluster, devices=1))
-    fitting = [candidate for candidate in _pure_candidates(one) if candidate.fits]
-    alone = min(fitting, key=_preference, default=None)
-    if alone is None:
+    unsplit = replace(request.template, parallelism=Parallelism())
+    single = replace(request, cluster=replace(request.cluster, devices=1), template=unsplit)
+    alone = min(_pure_candidates(single), key=_preference, default=None)
+    if alone is None or not alone.fits:
         return "One device is not enough, whatever the micro batch and recomputation."
+    if not alone.is_recommended:
+        return f"One device is hardly enough: {_held(alone, single.cluster)}."
     return (
         f"One device is enough: it takes {duration(alone.seconds.total)} for the same global batch; "
         f"{request.cluster.devices} are {alone.seconds.total / winner.seconds.total:.2f} times as fast."
@@ -244,7 +264,7 @@ def _kind_sentence(plan: Plan, winner: Candidate) -> str:
     capacity = gib(plan.request.cluster.device.memory_bytes, 0)
     others = ", ".join(
         f"{kind} takes {duration(found.seconds.total)} ({_named(found)})"
-        if found.fits
+        if found.is_recommended
         else f"{kind} needs {gib(found.memory.total, 0)} of {capacity} GiB ({_named(found)})"
         for kind, found in kinds.items()
         if kind is not chosen

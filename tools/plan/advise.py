@@ -27,6 +27,7 @@ from tools.plan.request import request_from_options
 from tools.plan.search import Candidate, Plan, Request, resized, search
 from tools.plan.show import plan_command
 from tools.plan.tensors import parameters_total
+from tools.plan.verdict import MOST_RECOMMENDED
 from tools.spec.strategy import Parallelism, Sharding
 from tools.text.terminal import say, wide_console
 from tools.text.units import duration, gib, joined, plural
@@ -125,9 +126,11 @@ def _is_megatron_worth_it(
             return f"{text}."
         ratio = _ratio(split, winner)
         return f"{text}; its own best strategy, {split.strategy}, takes {ratio:.2f} times as long."
-    plain = [found for kind, found in kinds.items() if kind in PLAIN and found.fits]
+    unsplit = [candidate for kind, candidate in kinds.items() if kind in PLAIN]
+    plain = [candidate for candidate in unsplit if candidate.is_recommended]
     if not plain:
-        return "Yes: without splitting layers or sequences the model does not fit."
+        fits = any(candidate.fits for candidate in unsplit)
+        return f"Yes: without splitting layers or sequences the model {_misfit(fits)}."
     best = min(plain, key=lambda found: found.seconds.total)
     ratio = _ratio(best, winner)
     verdict = "Hardly" if best.is_tied(winner) else "Yes"
@@ -141,11 +144,16 @@ def _zero_or_tensor(kinds: dict[StrategyFamily, Candidate]) -> str:
     if sharded is None or tensor is None:
         lacking = StrategyFamily.TENSOR if tensor is None else StrategyFamily.SHARDED_DATA
         return f"Over all devices {lacking} alone cannot be split evenly."
-    if sharded.fits != tensor.fits:
-        fitting = sharded if sharded.fits else tensor
-        return f"{fitting.strategy}: the other does not fit."
+    if sharded.is_recommended != tensor.is_recommended:
+        better, worse = (sharded, tensor) if sharded.is_recommended else (tensor, sharded)
+        return f"{better.strategy}: the other {_misfit(worse.fits)}."
     faster, slower = sorted((sharded, tensor), key=lambda found: found.seconds.total)
     return f"{faster.strategy}: {slower.strategy} takes {_ratio(slower, faster):.2f} times as long."
+
+
+def _misfit(fits: bool) -> str:
+    """Return why something is not recommended that does not fit, or fits only closely."""
+    return f"takes more than {MOST_RECOMMENDED:.0%} of a device" if fits else "does not fit"
 
 
 def _micro_batches(winner: Candidate) -> str:

@@ -16,8 +16,11 @@ from tools.spec.strategy import Batch, Parallelism, Sharding
 LARGEST_MICRO_BATCH = 64
 
 
-def splits(shape: ModelShape, devices: int) -> Iterator[Parallelism]:
-    """Degrees that multiply to `devices` and divide what they split; no schedule, no sharding yet."""
+def splits(shape: ModelShape, devices: int, expert_tensor: int = 0) -> Iterator[Parallelism]:
+    """Yield degrees that multiply to `devices` and divide what they split; no schedule, no sharding yet.
+
+    Experts are split over `expert_tensor` ranks of TP; 0 takes the TP of all other layers.
+    """
     for tensor in divisors(devices):
         if shape.heads % tensor or shape.query_groups % tensor or shape.ffn_hidden % tensor:
             continue
@@ -30,7 +33,8 @@ def splits(shape: ModelShape, devices: int) -> Iterator[Parallelism]:
                 if stage_split(shape.layers, pipeline) is None:
                     continue
                 data = devices // (tensor * context * pipeline)
-                yield from _with_experts(shape, Parallelism(data, tensor, pipeline, context))
+                plain = Parallelism(data, tensor, pipeline, context)
+                yield from _with_experts(shape, plain.split_experts(expert_tensor))
 
 
 def micro_batches(
@@ -116,7 +120,11 @@ def _with_experts(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelism
     choices = [False, True] if plain.tensor > 1 and part % plain.tensor == 0 else [False]
     if shape.experts and plain.tensor > 1:
         choices = choices[1:]
+    # Experts over fewer ranks of TP leave the others to EP.
+    ranks, split = plain.data * plain.tensor, plain.tensor_of_experts
+    if shape.experts and (ranks % split or shape.expert_ffn_hidden % split):
+        return
     for expert in divisors(shape.experts) if shape.experts else [1]:
-        if plain.data % expert == 0:
+        if ranks // split % expert == 0:
             for sequence_parallel in choices:
                 yield replace(plain, expert=expert, sequence_parallel=sequence_parallel)

@@ -210,6 +210,7 @@ def _batch_rules(spec: RunSpec) -> Iterator[str]:
 
 def _expert_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[str]:
     shape, expert, model = spec.shape, spec.parallelism.expert, _called(spec)
+    yield from _expert_tensor_rules(spec)
     if not shape.experts:
         if expert > 1:
             yield f"EP {expert} needs experts and {model} is dense; use EP 1 or a model of examples/moe."
@@ -232,6 +233,17 @@ def _expert_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[st
         yield "EP refuses fp16 (up to 0.15, f4fa7d6b included); use --bf16, or Megatron 0.16."
 
 
+def _expert_tensor_rules(spec: RunSpec) -> Iterator[str]:
+    """Yield why ETP fits no stage. Megatron makes the groups of experts for a dense model too."""
+    parallelism, split = spec.parallelism, spec.parallelism.tensor_of_experts
+    ranks = parallelism.world_size // parallelism.pipeline
+    if ranks % split:
+        yield (
+            f"ETP {split} lies inside DP x CP x TP = {ranks} and does not divide it; use an ETP of "
+            f"{_choices(_degrees(ranks))}, or leave it out: it is then TP's {parallelism.tensor}."
+        )
+
+
 def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
     shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
     tensor, split = parallelism.tensor, parallelism.tensor_of_experts
@@ -243,8 +255,9 @@ def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
             f"divide; use an ETP of {_choices(_degrees(shape.expert_ffn_hidden))}."
         )
     ranks = parallelism.data * parallelism.context
-    if split != tensor:
-        ranks = ranks * tensor // split if ranks * tensor % split == 0 else 1
+    if ranks * tensor % split:
+        return  # Which `_expert_tensor_rules` has a sentence for.
+    ranks = ranks * tensor // split
     if ranks % parallelism.expert:
         inside = "DP x CP" if split == tensor else f"what ETP {split} leaves of DP x CP x TP"
         yield (

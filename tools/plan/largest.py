@@ -17,7 +17,7 @@ from tools.plan.memory import fullest_rank
 from tools.plan.options import PlanOptions, RequestError
 from tools.plan.request import devices_and_node
 from tools.plan.tensors import parameters_total
-from tools.plan.verdict import MEMORY_RESERVE
+from tools.plan.verdict import recommended_bytes
 from tools.spec.hardware import Device, device_by_key
 from tools.spec.model import GPT2_VOCABULARY, ModelShape
 from tools.spec.recompute import Recompute
@@ -77,13 +77,13 @@ def largest_models(
 ) -> list[Largest]:
     """Of every strategy of one dimension (TP and CP inside a node), and of SP with stages or replicas;
     without and with recomputation of whole layers."""
-    capacity = device.memory_bytes * (1 - MEMORY_RESERVE)
+    capacity = recommended_bytes(device.memory_bytes)
     found = []
     for name in _strategies(devices, device.domain):
         for recompute in (Recompute.NONE, Recompute.FULL):
             best = Largest(name, str(recompute))
             for spec in _growing(name, devices, seq_length, dtype):
-                memory = fullest_rank(replace(spec, recompute=recompute))[1].needed
+                memory = fullest_rank(replace(spec, recompute=recompute))[1].total
                 shape, parameters = spec.shape, parameters_total(spec.shape)
                 size = (parameters, shape.layers, shape.hidden, memory)
                 if memory <= capacity:

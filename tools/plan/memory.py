@@ -261,13 +261,16 @@ def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
 
 
 def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> PredictedMemory | None:
-    """The same, or nothing where it needs more than `limit` bytes: its first parts often say so."""
+    """Return the peak of one pipeline rank, or None if it holds more than `limit` bytes.
+
+    Its first parts often say so.
+    """
     parameters, precision = rank_parameters(spec, pipeline_rank), precision_of(spec)
     updated = _updated_here(parameters, spec)
     state = _state_bytes(spec, parameters, precision, updated)
     last = pipeline_rank == spec.parallelism.pipeline - 1
     base, blocks = _allocator_bytes(spec, precision.gradient_copies * updated, last)
-    room = limit - sum(state) - base
+    room = limit - sum(state) - base - blocks
     if room < 0 or (activations := activation_bytes(spec, pipeline_rank)) > room:
         return None
     communication, whole = communication_bytes(spec)
@@ -372,7 +375,7 @@ def fullest_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
 
 
 def fullest_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMemory] | None:
-    """The same, or nothing where a rank needs more than `limit` bytes."""
+    """Return the fullest pipeline rank and its peak, or None if a rank holds more than `limit` bytes."""
     by_rank = {}
     for rank in ranks_apart(spec):
         if not (memory := _memory_within(spec, rank, limit)):

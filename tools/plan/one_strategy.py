@@ -17,11 +17,17 @@ from tools.plan.constraints import violations
 from tools.plan.memory import host_bytes
 from tools.plan.options import PlanOptions, RequestError
 from tools.plan.readings.neighbours import Uncertainty, uncertainty
-from tools.plan.request import ignored_flags, refuse_imbalance, request_from_options
+from tools.plan.request import (
+    EXPERT_TENSOR,
+    ignored_flags,
+    refuse_imbalance,
+    request_from_options,
+    stated_expert_tensor,
+)
 from tools.plan.search import Candidate, Request, evaluate
 from tools.plan.show import candidate_as_data, ignored_as_data, plan_command, print_ignored
 from tools.plan.time.iteration import TIME_COMPONENTS
-from tools.plan.verdict import Fit, given_back, memory_error
+from tools.plan.verdict import Fit, close_reason
 from tools.spec import settings
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags
@@ -74,14 +80,20 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     assert options.strategy is not None
     domain = device_by_key(options.gpu).domain
     named = options.gpus or (options.nodes and options.nodes * (options.gpus_per_node or domain))
+    expert_tensor = stated_expert_tensor(options)
     try:
-        devices = devices_of(options.strategy, named or 1)
+        devices = devices_of(options.strategy, named or 1, expert_tensor)
         if named and devices != named:
             raise RequestError(
                 f"The strategy {options.strategy} multiplies to {devices:,} devices, not {named:,}; "
                 "leave GPUS= out, or give it another DP."
             )
-        split = parse_strategy(options.strategy, devices)
+        split = parse_strategy(options.strategy, devices, expert_tensor)
+        if expert_tensor and split.tensor_of_experts != expert_tensor:
+            raise RequestError(
+                f"The strategy {options.strategy} splits each expert over {split.tensor_of_experts} "
+                f"and {EXPERT_TENSOR} over {expert_tensor}; leave one of them out."
+            )
     except StrategyError as error:
         raise RequestError(str(error)) from None
     request = request_from_options(replace(options, gpus=devices))
@@ -191,10 +203,11 @@ def draw_layout(every: Sequence[TimedStrategy], path: Path) -> None:
 
 def _sentence(timed: TimedStrategy) -> str:
     found, request = timed.candidate, timed.request
-    error = memory_error(found.spec)
+    device_bytes = request.cluster.device.memory_bytes
+    reason = close_reason(found.spec, found.memory, device_bytes)
     fits = {
         Fit.FITS: "fits",
-        Fit.CLOSE: f"is within {error:.0%} of the device, the error of such predictions: try it",
+        Fit.CLOSE: f"is close: try it ({reason})",
         Fit.DOES_NOT_FIT: "does not fit",
     }[found.verdict]
     on_host = host_bytes(found.spec, found.memory_rank)
@@ -206,7 +219,8 @@ def _sentence(timed: TimedStrategy) -> str:
         f"micro batch {found.spec.batch.micro_batch_size}, "
         f"global batch {request.global_batch:,}: {duration(found.seconds.total)} an iteration, "
         f"{found.tokens_per_second:,.0f} tokens/s, {percent(found.mfu)} MFU; "
-        f"{gib(found.memory.total)} GiB{given_back(found.memory, cluster)} on its fullest rank, which "
+        f"{gib(found.memory.total)} GiB, {found.memory.total / device_bytes:.0%} of the device, on its "
+        f"fullest rank, which "
         f"{fits}{beside}."
     )
 

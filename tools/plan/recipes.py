@@ -42,7 +42,7 @@ class Chosen:
     saved_bytes: int
     """Of the fullest rank's; below 0 it needs more."""
     is_needed: bool
-    """Without it the winner does not fit."""
+    """Without it the winner takes more memory than a recommended plan may."""
 
     @property
     def is_worth_it(self) -> bool:
@@ -54,7 +54,7 @@ class Chosen:
         found = [f"{self.saves:.1%} of the time"] if abs(self.saves) > _LEAST else []
         if abs(self.saved_bytes) > _LEAST_BYTES:
             found.append(f"{gib(self.saved_bytes)} GiB")
-        return f"{self.name} ({', '.join(found) or 'it would not fit without'})"
+        return f"{self.name} ({', '.join(found) or 'it would take too much memory without'})"
 
 
 _LEAST, _LEAST_BYTES = 0.001, GIB // 4
@@ -147,5 +147,5 @@ def _chosen(switch: Switch, other: Candidate, found: Candidate) -> Chosen:
         switch.flags,
         saves=1 - found.seconds.total / other.seconds.total,
         saved_bytes=other.memory.needed - found.memory.needed,
-        is_needed=found.fits and not other.fits,
+        is_needed=found.is_recommended and not other.is_recommended,
     )

@@ -16,12 +16,21 @@ from tools.spec.experts import expert_load_of, most_imbalance
 from tools.spec.flag_table import FLAGS, of_role, planned
 from tools.spec.flags import Flags, drop_flags, merge_flags, refuse_misspelled
 from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.model import BLOCKS, LINEAR, ModelShape, changed_model, model_of, training_flags
+from tools.spec.model import (
+    BLOCKS,
+    LINEAR,
+    Model,
+    ModelShape,
+    changed_model,
+    model_of,
+    training_flags,
+)
 from tools.spec.run import DeviceKind, RunSpec, on_cpu_ranks, spec_of_flags
 from tools.spec.strategy import Batch, Parallelism, batch_for
 from tools.text.units import plural
 
 MOST_DEVICES = 262_144
+EXPERT_TENSOR = "--expert-tensor-parallel-size"
 
 
 def request_from_options(options: PlanOptions) -> Request:
@@ -62,9 +71,11 @@ def request_from_options(options: PlanOptions) -> Request:
         refuse_imbalance(imbalance, model.shape, model.shape.experts)
     words = merge_flags(training_flags(model.family), model.flags, extra)
     flags = Flags(words)
+    expert_tensor = expert_tensor_of(flags, model)
     alone = spec_of_flags(drop_flags(words, of_role("parallelism")), 1, DeviceKind.GPU, model.name)
     template = replace(
         with_sequence(replace(alone, shape=model.shape), options.seq),
+        parallelism=Parallelism(expert_tensor=expert_tensor),
         batch=Batch(1, batch),
         dropout=flags.number("--hidden-dropout"),
         expert_load=expert_load_of(flags, 1.0 if imbalance is None else imbalance),
@@ -94,6 +105,34 @@ def request_from_options(options: PlanOptions) -> Request:
         )
     own = own_runs(options.readings, cluster)
     return Request(model, cluster, batch, replace(template, dtype=dtype), own, tuple(extra))
+
+
+def stated_expert_tensor(options: PlanOptions) -> int:
+    """Return the ETP that the flags of the model's file or of EXTRA state; 0 if they state none.
+
+    Raises:
+        RequestError: The model is dense, or the degree is below 1.
+    """
+    model = model_of(options.model)
+    return expert_tensor_of(Flags(merge_flags(model.flags, _words_of(options.extra))), model)
+
+
+def expert_tensor_of(flags: Flags, model: Model) -> int:
+    """Return the ETP that these flags state for a model; 0 if they state none.
+
+    Raises:
+        RequestError: The model is dense, or the degree is below 1.
+    """
+    if not flags.has(EXPERT_TENSOR):
+        return 0
+    degree = flags.integer(EXPERT_TENSOR)
+    if not model.shape.experts:
+        raise RequestError(
+            f"{EXPERT_TENSOR} {degree} is of experts and {model.name} is dense; leave it out."
+        )
+    if degree < 1:
+        raise RequestError(f"{EXPERT_TENSOR} is {degree}; use 1 or more.")
+    return degree
 
 
 def ignored_flags(request: Request, laid: bool) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ from tools.plan.time.iteration import (
     straggling,
     synchronisation_seconds,
 )
-from tools.plan.verdict import MEMORY_RESERVE, Fit, fit_of
+from tools.plan.verdict import Fit, fit_of, recommended_bytes
 from tools.spec.model import Model
 from tools.spec.recompute import Recompute
 from tools.spec.replacing import replace, replace_shared
@@ -70,7 +70,8 @@ class Request:
     cluster: Cluster
     global_batch: int
     template: RunSpec
-    """The model with its dtype, sequence length and dropout; degrees and batch are the search's."""
+    """The model with its dtype, sequence length, dropout and stated ETP; all other degrees and the batch
+    are the search's."""
     own: OwnRuns = field(default_factory=OwnRuns)
     """One's own runs on these devices, which correct every time."""
     extra: tuple[str, ...] = ()
@@ -78,8 +79,8 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """Bytes that a rank may be planned to hold."""
-        return int(self.cluster.device.memory_bytes * (1 - MEMORY_RESERVE))
+        """The most bytes that a rank of a recommended plan holds."""
+        return recommended_bytes(self.cluster.device.memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,9 @@ class Candidate:
     """Of the fullest rank."""
     memory_rank: int
     seconds: IterationSeconds
-    fits: bool
-    """With what a search leaves free."""
+    is_recommended: bool
+    """Whether a plan may recommend it: it holds at most `MOST_RECOMMENDED` of the device."""
     verdict: Fit
-    """By the error of such predictions."""
     tokens_per_second: float
     mfu: float
 
@@ -102,6 +102,11 @@ class Candidate:
     def strategy(self) -> str:
         """Name in the kit's grammar."""
         return strategy_name(self.spec.parallelism)
+
+    @property
+    def fits(self) -> bool:
+        """Verdict that the run may be tried: it fits, or is close."""
+        return self.verdict is not Fit.DOES_NOT_FIT
 
     def is_tied(self, other: Candidate) -> bool:
         """Whether their times differ by less than is known."""
@@ -211,7 +216,7 @@ def _predicted(request: Request, spec: RunSpec, fullest: tuple[int, PredictedMem
         memory=memory,
         memory_rank=rank,
         seconds=seconds,
-        fits=memory.needed <= request.capacity,
+        is_recommended=memory.total <= request.capacity,
         verdict=fit_of(spec, memory, cluster),
         tokens_per_second=samples * shape.seq_length / seconds.total,
         mfu=mfu(model_flops(shape, samples), seconds.total, devices, peak),
@@ -260,7 +265,8 @@ def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
     template, legal = request.template, 0
     queue: list[_Bound] = []
     least, lightest = inf, None
-    for split in splits(template.shape, request.cluster.devices):
+    expert_tensor = template.parallelism.expert_tensor
+    for split in splits(template.shape, request.cluster.devices, expert_tensor):
         sizes = micro_batches(split, request.global_batch)
         if not sizes:
             continue
@@ -268,10 +274,10 @@ def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
         smallest = min_memory_variant(base(template, split, sizes[0], Recompute.FULL))
         if not (fullest := fullest_within(smallest, max(request.capacity, least))):
             continue
-        needed = fullest[1].needed
-        if needed < least:
-            least, lightest = needed, smallest
-        if needed <= request.capacity:
+        held = fullest[1].total
+        if held < least:
+            least, lightest = held, smallest
+        if held <= request.capacity:
             plain = base(template, split, sizes[0], Recompute.NONE)
             unchosen = replace(plain, cp_comm_type="") if split.context > 1 else plain
             queue.append(_bound(request, unchosen, tuple(sizes), _ALL, 0.0))
@@ -375,7 +381,7 @@ def single_axis_candidates(request: Request) -> list[Candidate]:
     names = ["baseline"] if devices == 1 else [f"{word}{devices}" for word in WORDS]
     found = []
     for name in names:
-        parallelism = parse_strategy(name, devices)
+        parallelism = parse_strategy(name, devices, request.template.parallelism.expert_tensor)
         batch = batch_for(request.model.batch, parallelism)
         spec = replace(request.template, parallelism=parallelism, batch=batch)
         if batch.global_batch_size == request.global_batch and not violations(spec):

@@ -16,18 +16,20 @@ from tools.plan.advice import advice, binding
 from tools.plan.collectives.call import by_group, total_wire_bytes
 from tools.plan.collectives.rank import busiest_collectives
 from tools.plan.memory import COMPONENTS
-from tools.plan.request import ignored_flags, why_ignored
+from tools.plan.request import EXPERT_TENSOR, ignored_flags, why_ignored
 from tools.plan.search import Candidate, Plan, Request, Scaling, single_axis_candidates
 from tools.plan.tensors import vocabulary_sentence
 from tools.plan.time import iteration
 from tools.plan.time.iteration import TIME_COMPONENTS
-from tools.spec.flags import merge_flags, unlisted_flags
+from tools.plan.verdict import Fit
+from tools.spec.flags import drop_flags, merge_flags, unlisted_flags
 from tools.spec.model import GPT2_VOCABULARY, Model
 from tools.spec.run import RunSpec, chosen_flags
 from tools.spec.strategy import batch_for, strategy_name
 from tools.text.table import Column, Table, rich_table
 from tools.text.units import gb, gib, joined, ms, percent, plural
 
+_MEMORY_MARKS = {Fit.FITS: "", Fit.CLOSE: " (close)", Fit.DOES_NOT_FIT: " (too much)"}
 _NAMED = 3
 """Of tied strategies, those that a heading names."""
 
@@ -140,7 +142,7 @@ def _ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:
         return found.strategy + algorithm
 
     def memory(found: Candidate) -> str:
-        return gib(found.memory.total) + ("" if found.fits else " (too much)")
+        return gib(found.memory.total) + _MEMORY_MARKS[found.verdict]
 
     def sent(found: Candidate) -> int:
         return total_wire_bytes(busiest_collectives(found.spec))
@@ -216,7 +218,7 @@ def make_command(model: Model, spec: RunSpec, extra: Sequence[str] = ()) -> str:
         words.append(f"MICRO_BATCH={batch.micro_batch_size}")
     if batch.global_batch_size != usual.global_batch_size:
         words.append(f"GLOBAL_BATCH={batch.global_batch_size}")
-    flags = [*extra, *chosen_flags(spec)]
+    flags = [*drop_flags(extra, {EXPERT_TENSOR}), *chosen_flags(spec)]  # The name says ETP.
     if spec.dtype not in {model.dtype, "fp32"}:
         flags.append(f"--{spec.dtype}")
     if spec.shape.seq_length != model.shape.seq_length:

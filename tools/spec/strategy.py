@@ -2,9 +2,10 @@
 
 `tp2` · `sp2` (TP 2 with sequence parallelism) · `cp2` · `pp2` · `vpp2` (PP 2, two virtual stages a
 rank; `vpp2x3` three) · `dp2` · `ep2` (inside data parallelism) · `tp2pp2dp2` · `dp2-zero1` · `zero3`
-(over all ranks). Pipelines by other schedules than Megatron's stand alone: `gpipe2` · `1f1b2` ·
-`interleaved2` · `pipedream2` · `pipedream2bw` · `pipedream-flush2`, each of that many stages. A
-strategy's identity is its `Parallelism`: parsing and naming stand here, once.
+(over all ranks). `tp2ep2-etp1` splits each expert over one rank of TP; `-etp` stands before a sharding,
+and without it experts are split as all other layers. Pipelines by other schedules than Megatron's stand
+alone: `gpipe2` · `1f1b2` · `interleaved2` · `pipedream2` · `pipedream2bw` · `pipedream-flush2`, each of
+that many stages. A strategy's identity is its `Parallelism`: parsing and naming stand here, once.
 """
 
 from __future__ import annotations
@@ -192,7 +193,21 @@ class Parallelism:
     @property
     def copies_of_experts(self) -> int:
         """Expert data parallelism: ranks that hold the same part of the same experts."""
-        return self.world_size // (self.tensor_of_experts * self.expert * self.pipeline)
+        return self.world_size // self.ranks_of_expert_copy
+
+    @property
+    def ranks_of_expert_copy(self) -> int:
+        """Ranks that hold one copy of all experts; Megatron refuses a world that they do not divide."""
+        return self.tensor_of_experts * self.expert * self.pipeline
+
+    def split_experts(self, degree: int) -> Parallelism:
+        """Return the parallelism with each expert over `degree` ranks of TP.
+
+        0 leaves the choice to Megatron, which takes the TP of all other layers
+        (`megatron/training/arguments.py: validate_args`).
+        """
+        stored = 0 if degree == self.tensor else degree
+        return self if stored == self.expert_tensor else replace(self, expert_tensor=stored)
 
 
 @dataclass(frozen=True)
@@ -233,6 +248,7 @@ EXAMPLES = (
 _FACTOR = re.compile(r"(vpp|dp|tp|sp|cp|pp|ep)(\d+)(?:x(\d+))?")
 _PRODUCT = re.compile(f"(?:{_FACTOR.pattern})+")
 _SCHEDULED = re.compile(r"(gpipe|1f1b|interleaved|pipedream-flush|pipedream)(\d+)(bw)?(?:x(\d+))?")
+_EXPERT_TENSOR = re.compile(r"etp(\d+)")
 _SHARDED = tuple(s.value for s in Sharding if s)
 
 
@@ -240,13 +256,18 @@ class StrategyError(ValueError):
     """A strategy that is not in the grammar, or does not fit the number of devices."""
 
 
-def parse_strategy(text: str, devices: int) -> Parallelism:
+def parse_strategy(text: str, devices: int, expert_tensor: int = 0) -> Parallelism:
     """Parse a strategy over `devices` ranks.
+
+    Args:
+        text: The strategy's name.
+        devices: Ranks that its degrees multiply to.
+        expert_tensor: The ETP that Megatron's flag states, for a name without `-etp`; 0 states none.
 
     Raises:
         StrategyError: Unknown word, repeated dimension, or degrees that do not multiply to `devices`.
     """
-    parallelism = _parsed(text, devices)
+    parallelism = _parsed(text, devices, expert_tensor)
     if parallelism.world_size != devices:
         raise StrategyError(
             f"Strategy '{text}' uses {parallelism.world_size} devices, but {devices} were named; "
@@ -258,7 +279,7 @@ def parse_strategy(text: str, devices: int) -> Parallelism:
 def strategy_name(parallelism: Parallelism) -> str:
     """The grammar's one name for a parallelism (`tp2pp2dp2-zero1`, `baseline`).
 
-    `parse_strategy` gives the parallelism back, but for an ETP of its own, which needs a flag.
+    `parse_strategy` gives the parallelism back, over as many devices.
     """
     if parallelism.schedule:
         pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
@@ -266,26 +287,34 @@ def strategy_name(parallelism: Parallelism) -> str:
             return f"pipedream{pipeline}bw"
         return f"{parallelism.schedule}{pipeline}{f'x{virtual}' if virtual > 2 else ''}"
     tensor = "sp" if parallelism.sequence_parallel else "tp"
-    stages = parallelism.virtual_stages
+    stages, expert = parallelism.virtual_stages, parallelism.expert
+    # Where EP does not divide DP, the number of devices says what DP is.
+    replicas = 1 if parallelism.data % expert else parallelism.data // expert
     degrees = (
         (tensor, parallelism.tensor, ""),
         ("cp", parallelism.context, ""),
         ("vpp" if stages > 1 else "pp", parallelism.pipeline, f"x{stages}" if stages > 2 else ""),
-        ("ep", parallelism.expert, ""),
-        ("dp", parallelism.data // max(1, parallelism.expert), ""),
+        ("ep", expert, ""),
+        ("dp", replicas, ""),
     )
     product = "".join(f"{word}{degree}{more}" for word, degree, more in degrees if degree > 1)
-    product = product or "baseline"
-    return f"{product}-{parallelism.sharding}" if parallelism.sharding else product
+    etp = f"etp{parallelism.expert_tensor}" if parallelism.expert_tensor else ""
+    return "-".join(filter(None, (product or "baseline", etp, parallelism.sharding)))
 
 
-def devices_of(text: str, otherwise: int = 1) -> int:
-    """How many ranks a strategy's degrees multiply to; `otherwise` for one that names none (`zero1`).
+def devices_of(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
+    """Return how many ranks a strategy's degrees multiply to.
+
+    Args:
+        text: The strategy's name.
+        otherwise: Ranks of a strategy that names no degrees (`zero1`), or whose EP lies over CP or TP
+            of so many.
+        expert_tensor: As in `parse_strategy`.
 
     Raises:
         StrategyError: It is not in the grammar.
     """
-    return _parsed(text, otherwise).world_size
+    return _parsed(text, otherwise, expert_tensor).world_size
 
 
 def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
@@ -324,8 +353,7 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
         sharding=_sharding(flags),
     )
     return replace(
-        found,
-        expert_tensor=0 if found.expert_tensor == tensor else found.expert_tensor,
+        found.split_experts(found.expert_tensor),
         # Megatron drops sequence parallelism silently where there is no tensor parallelism.
         sequence_parallel=found.sequence_parallel and tensor > 1,
         schedule=PipelineSchedule(found.schedule),
@@ -391,20 +419,17 @@ def _sharding(flags: Flags) -> Sharding:
     return Sharding.ZERO1 if flags.has("--use-distributed-optimizer") else Sharding.NONE
 
 
-def _parsed(text: str, devices: int) -> Parallelism:
+def _parsed(text: str, devices: int, expert_tensor: int) -> Parallelism:
     """What a strategy means, over `devices` ranks if it names no degrees (`zero1`)."""
     if scheduled := _scheduled(text):
         return scheduled
-    product, _, suffix = text.partition("-")
-    if product in _SHARDED and not suffix:
-        product, suffix = f"dp{devices}" if devices > 1 else "baseline", product
-    if suffix and suffix not in _SHARDED:
-        raise StrategyError(
-            f"Strategy '{text}' ends in '-{suffix}'; the sharding suffixes are {', '.join(_SHARDED)}."
-        )
+    product, *suffixes = text.split("-")
+    named, sharding = _suffixes(text, suffixes)
+    if product in _SHARDED and not sharding:
+        product, sharding = f"dp{devices}" if devices > 1 else "baseline", product
     degrees = {} if product == "baseline" else _degrees(product, text)
     expert = degrees.get("ep", 1)
-    return Parallelism(
+    parallelism = Parallelism(
         data=degrees.get("dp", 1) * expert,
         tensor=degrees.get("tp", 1),
         pipeline=degrees.get("pp", 1),
@@ -413,8 +438,44 @@ def _parsed(text: str, devices: int) -> Parallelism:
         virtual_stages=degrees.get("virtual", 1),
         # Megatron refuses experts under tensor parallelism without sequence parallelism.
         sequence_parallel="is_sp" in degrees or (expert > 1 and degrees.get("tp", 1) > 1),
-        sharding=Sharding(suffix),
-    )
+        sharding=Sharding(sharding),
+    ).split_experts(named or expert_tensor)
+    return parallelism if "dp" in degrees else _fit_experts_to_devices(parallelism, devices)
+
+
+def _suffixes(text: str, suffixes: Sequence[str]) -> tuple[int, str]:
+    """Return the ETP that a strategy names, 0 if it names none, and its sharding, which may be empty.
+
+    Raises:
+        StrategyError: A suffix is neither, or they stand in another order.
+    """
+    match = _EXPERT_TENSOR.fullmatch(suffixes[0]) if suffixes else None
+    sharding = "-".join(suffixes[1:] if match else suffixes)
+    if sharding and sharding not in _SHARDED:
+        raise StrategyError(
+            f"Strategy '{text}' ends in '-{sharding}'; the suffixes are etp with a degree, for experts, "
+            f"and then one sharding of {', '.join(_SHARDED)}."
+        )
+    degree = int(match[1]) if match else 0
+    if match and degree < 1:
+        raise StrategyError(f"Strategy '{text}' has a degree of 0; degrees start at 1.")
+    return degree, sharding
+
+
+def _fit_experts_to_devices(parallelism: Parallelism, devices: int) -> Parallelism:
+    """Return the parallelism with the DP that TP, PP and CP leave of `devices`, unless EP divides it.
+
+    EP lies over the ranks of DP, of CP and, if ETP is smaller than TP, of TP. A name without DP reads EP
+    as a part of DP, which is then a multiple of EP (`sp2ep4` are 8 ranks). `sp2ep4-etp1` over 4 ranks is
+    EP 4 over TP 2 and DP 2. A name that fits either way, or no way, is returned as it is.
+    """
+    model_ranks = parallelism.tensor * parallelism.pipeline * parallelism.context
+    if devices < 1 or devices % model_ranks:
+        return parallelism
+    over_others = replace(parallelism, data=devices // model_ranks)
+    if over_others.data % over_others.expert and devices % over_others.ranks_of_expert_copy == 0:
+        return over_others
+    return parallelism
 
 
 def _scheduled(text: str) -> Parallelism | None:

@@ -303,12 +303,11 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
         pipeline=pipeline,
         context=context,
         expert=expert,
-        expert_tensor=0 if expert_tensor == tensor else expert_tensor,
         virtual_stages=virtual if pipeline > 1 else 1,
         sequence_parallel=bool(source["sequence_parallel"]) and tensor > 1,
         sharding=sharding if data * context > 1 else Sharding.NONE,
     )
-    return parallelism, Batch(micro, batch)
+    return parallelism.split_experts(expert_tensor), Batch(micro, batch)
 
 
 def _recompute(stated: str, fused: bool) -> Recompute:

@@ -23,7 +23,7 @@ from tools.plan.time.constants import Constants, constants_of
 from tools.plan.time.flops import RECOMPUTED, counted_flops, model_flops
 from tools.plan.time.iteration import iteration_seconds
 from tools.plan.time.rates import NoPeakError, rates
-from tools.plan.verdict import Fit, fit_of
+from tools.plan.verdict import leaves_reserve
 from tools.spec.hardware import Device
 from tools.spec.run import RunSpec
 from tools.text.units import GIB
@@ -155,7 +155,7 @@ def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residu
 
 def _fits(expressed: Expressed) -> bool:
     memory = fullest_rank(expressed.spec)[1]
-    return fit_of(expressed.spec, memory, expressed.cluster) is not Fit.DOES_NOT_FIT
+    return leaves_reserve(expressed.spec, memory, expressed.cluster)
 
 
 def _rate(expressed: Expressed, seconds: float, flops_a_token: float | None) -> float:
