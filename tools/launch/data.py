@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +45,48 @@ OWN_SAMPLES = (*_WHAT, SMALL_SAMPLE)
 """Data sets that the kit makes by itself where a run needs them."""
 
 WAIT_SECONDS = 0.2
+
+SAMPLE_INDICES = ".data"
+"""Folder beside the runs that holds Megatron's sample indices: which tokens make up which sample."""
+
+HASH_PLACEHOLDER = "<its hash>"
+_HASH_LENGTH = 12
+_DESCRIPTIONS = "*/*-description.txt"
+"""Megatron writes one JSON file of this name per sample index, which names the data set."""
+
+
+def sample_index_folder(runs: Path, paths: Sequence[str]) -> Path:
+    """Return the folder of Megatron's sample indices for data sets with their present content.
+
+    Megatron looks up an index by the path of the data set and not by its content, so two data sets that
+    had one name after each other would share an index. An index follows from the `.idx` alone, so the
+    hash of the `.idx` is in the folder's name, and for a blend one hash of all. If a data set cannot be
+    opened, HASH_PLACEHOLDER stands for the hash; only a dry run prints it.
+    """
+    try:
+        hashes = [open_dataset(ROOT / path).index_sha256 for path in paths]
+    except DatasetError:
+        hashes = [HASH_PLACEHOLDER]
+    if len(paths) == 1:
+        return runs / SAMPLE_INDICES / f"{Path(paths[0]).name}-{hashes[0][:_HASH_LENGTH]}"
+    digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return runs / SAMPLE_INDICES / f"blend-{digest[:_HASH_LENGTH]}"
+
+
+def remove_stale_sample_indices(runs: Path) -> None:
+    """Remove the folders of sample indices whose data set is gone or has other content now.
+
+    Ranks that have opened such an index keep it, as they keep the data set's own replaced files. The
+    folders of blends stay.
+    """
+    for description in (runs / SAMPLE_INDICES).glob(_DESCRIPTIONS):
+        folder = description.parent
+        # Another launcher may remove the file, and a rank may be about to write it.
+        with suppress(OSError, ValueError, KeyError):
+            path = str(json.loads(description.read_text())["dataset_path"])
+            is_of_folder = folder.name.startswith(f"{Path(path).name}-")
+            if is_of_folder and folder != sample_index_folder(runs, [path]):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_sample(prefix: str, console: Console) -> None:
