@@ -13,7 +13,13 @@ from pathlib import Path
 from tools.cluster.container import docker
 from tools.cluster.nodes import Nodes
 from tools.launch.code import code_of, find_entry
-from tools.launch.data import DEFAULT_DATA, GPT2_DATA, sample_index_folder
+from tools.launch.data import (
+    DEFAULT_DATA,
+    GPT2_DATA,
+    SPLIT,
+    flags_of_small_data,
+    sample_index_folder,
+)
 from tools.launch.flags import (
     AT_IMPORT,
     environment_for,
@@ -229,8 +235,11 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     extra = options.extra
     if Flags(extra).integer("--vocab-size") == model.shape.vocabulary:
         extra = drop_flags(extra, ("--vocab-size",))  # The tokenizer's flags name it.
+    own_flags = trained_flags(model, in_half=device is DeviceKind.GPU)
+    fixes_split = SPLIT in values_by_flag((*job.flags, *extra))
+    asked = merge_flags(own_flags, job.flags, extra)
     flags = merge_flags(
-        trained_flags(model, in_half=device is DeviceKind.GPU),
+        own_flags,
         job.flags,
         runtime_flags(device, parallelism, runtime, options, model),
         sharding_flags(parallelism, entry),
@@ -244,6 +253,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
                 "--data-path": data,
             }
         ),
+        () if fixes_split else flags_of_small_data(data, asked, model.shape.seq_length),
         null_tokenizer(model.shape.vocabulary, entry.megatron_version),
         start_flags(start, parallelism, padded_to) if start else (),
         ("--train-iters", str(iterations)) if longer else (),

@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from tools.dataset.indexed import DatasetError, bin_path, idx_path, open_dataset
+from tools.dataset.indexed import Dataset, DatasetError, bin_path, idx_path, open_dataset
+from tools.dataset.split import Split, parts_of, unusable_parts, usable_split
 from tools.records.io import lock, write_whole
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
+from tools.spec.flags import Flags
 from tools.spec.model import GPT2_VOCABULARY
 from tools.spec.run import DeviceKind
 
@@ -45,6 +47,8 @@ OWN_SAMPLES = (*_WHAT, SMALL_SAMPLE)
 """Data sets that the kit makes by itself where a run needs them."""
 
 WAIT_SECONDS = 0.2
+
+SPLIT, EVAL_ITERATIONS = "--split", "--eval-iters"
 
 SAMPLE_INDICES = ".data"
 """Folder beside the runs that holds Megatron's sample indices: which tokens make up which sample."""
@@ -89,23 +93,52 @@ def remove_stale_sample_indices(runs: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_sample(prefix: str, console: Console) -> None:
+def flags_of_small_data(data: str, flags: Sequence[str], seq_length: int) -> tuple[str, ...]:
+    """Return `--split`, and what must go with it, where the model's own split does not fit a data set.
+
+    Nothing is returned where the split of `flags` works, where no split works, and where the data set
+    cannot be opened, which the checks before a run report.
+    """
+    model_flags = Flags(flags)
+    evaluates = model_flags.integer(EVAL_ITERATIONS, 1) > 0
+    try:
+        dataset = open_dataset(ROOT / data)
+        if not unusable_parts(dataset, model_flags.text(SPLIT), seq_length, evaluates):
+            return ()
+        return usable_split_flags(dataset, seq_length, evaluates)
+    except DatasetError:
+        return ()
+
+
+def usable_split_flags(dataset: Dataset, seq_length: int, evaluates: bool) -> tuple[str, ...]:
+    """Return a `--split` that works for a small data set, with `--eval-iters 0` if that split has no
+    validation part; nothing if no split works."""
+    split = usable_split(dataset, seq_length, evaluates)
+    if split is None:
+        return ()
+    has_validation = parts_of(dataset, split)[Split.VALIDATION].weight > 0
+    return (SPLIT, split) if has_validation else (SPLIT, split, EVAL_ITERATIONS, "0")
+
+
+def make_sample(prefix: str, console: Console) -> bool:
     """Make a data set if it is one of the kit's own samples, and is not there, whole, or made meanwhile.
+
+    Returns True if the data set was not there before.
 
     Raises:
         LaunchError: It could not be made.
     """
     if prefix not in OWN_SAMPLES or _is_whole(prefix):
-        return
+        return False
     if prefix == SMALL_SAMPLE:
         make_sample(SAMPLE, console)
     output = prefix.removesuffix("_text_document")
     with _alone(ROOT / f"{output}.lock"):
         if _is_whole(prefix):
-            return
+            return True
         if prefix == SMALL_SAMPLE:
             fold(ROOT / SAMPLE, ROOT / prefix)
-            return
+            return True
         what, flags = _WHAT[prefix]
         console.print(f"Making {what} …", highlight=False)
         if call_module("tools.preprocess", "sample", *flags, "--output-prefix", output):
@@ -113,6 +146,7 @@ def make_sample(prefix: str, console: Console) -> None:
                 f"{prefix} could not be made, for the reason above; try 'make prepare-ds-sample', or "
                 "name another data set with DATA=."
             )
+    return True
 
 
 def fold(prefix: Path, small: Path) -> None:
