@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tools.cluster.checks.host import LOOPBACK
 from tools.cluster.container import docker
 from tools.cluster.nodes import Nodes
 from tools.launch.code import code_of, find_entry
@@ -315,8 +316,12 @@ def start_checkpoint_path(
 
 
 def torchrun(ranks: int, python: str, nodes: Nodes | None = None) -> tuple[str, ...]:
-    """torchrun with `ranks` ranks on this machine; without other nodes it chooses a free port."""
-    alone = ("--standalone", "--nproc-per-node", str(ranks))
+    """Return torchrun's command for `ranks` ranks on this machine.
+
+    Without other nodes torchrun chooses a free port. It would give its ranks the machine's name as the
+    address of the first one, and ranks whose machine's name does not resolve try that for ever.
+    """
+    alone = ("--standalone", "--local-addr", LOOPBACK, "--nproc-per-node", str(ranks))
     place = nodes.torchrun_flags(ranks) if nodes else alone
     return (python, "-m", "torch.distributed.run", *place)
 

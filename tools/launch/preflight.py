@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from megatron_patches.context import WHAT_IS_KNOWN, is_known
 from tools.checkpoint.checks import other_model_problem
-from tools.cluster.checks.host import RUN_FILES, check_room
+from tools.cluster.checks.host import RUN_FILES, check_loopback, check_room, unresolvable
 from tools.cluster.checks.result import refusals
 from tools.dataset.indexed import Dataset, DatasetError, idx_path, largest_token, open_dataset
 from tools.dataset.split import Split, parts_of, sizes_sentence
@@ -76,10 +76,25 @@ def _problems_here(launch: Launch, is_sound: bool) -> list[str]:
     on_gpu = launch.spec.device is DeviceKind.GPU
     problems += gpu_problems(launch) if on_gpu else ()
     problems += runtime_problems(launch)
+    problems += _address_problems(launch)
     if is_sound and not problems:
         problems += gpu_memory_problems(launch) if on_gpu else _memory_problems(launch)
         problems += _disk_problems(launch)
     return problems
+
+
+def _address_problems(launch: Launch) -> Iterator[str]:
+    """Yield why ranks would not find the first of them, for which torch waits without a word."""
+    nodes = launch.nodes
+    # A container has a loopback interface of its own, and NET= makes namespaces with one.
+    if launch.runtime.container is None and not launch.spec.link_bits_per_second:
+        yield from refusals([check_loopback()])
+    # Other nodes wait for the name: a cluster may give it an address only once node 0 is there.
+    if nodes is not None and nodes.rank == 0 and (reason := unresolvable(nodes.address)):
+        yield (
+            f"MASTER_ADDR={nodes.address} has no address on this machine ({reason}); name the address "
+            "itself, or enter the name in DNS or /etc/hosts."
+        )
 
 
 def saving_problems(saving: Saving | None, spec: RunSpec) -> Iterator[str]:
