@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from tools.dataset.indexed import bin_path, manifest_path
+import numpy as np
+
+from tools.dataset.indexed import DocumentIndex, bin_path, idx_path, manifest_path, write_index
 from tools.launch.data import fold
 
 VOCABULARY = 1100
@@ -23,3 +26,12 @@ def folded(prefix: Path, folder: Path) -> Path:
     manifest["bin_sha256"] = hashlib.sha256(bin_path(small).read_bytes()).hexdigest()
     manifest_path(small).write_text(json.dumps(manifest))
     return small
+
+
+def write_documents(prefix: Path, lengths: Sequence[int], first_token: int = 0) -> str:
+    """Write a data set of documents of so many tokens, which count up, without a manifest; its path."""
+    tokens = (first_token + np.arange(sum(lengths))) % VOCABULARY
+    bin_path(prefix).write_bytes(tokens.astype(np.uint16).tobytes())
+    index = DocumentIndex(np.array(lengths, np.int32), np.arange(len(lengths) + 1))
+    write_index(idx_path(prefix), "uint16", lambda: [index])
+    return str(prefix)

@@ -238,6 +238,8 @@ def _without_what_this_machine_lacks(line: str, printed: str, code: int) -> tupl
 
 def _without_this_machine(text: str) -> str:
     text = re.sub(r"This machine: .*", "This machine: …", text)
+    # Whether the data set is there, and its content, which follows from the version of Python.
+    text = re.sub(r"'?(\S+/\.data/)\S+-(?:<its hash>|[0-9a-f]{12})'?", r"\1…", text)
     # The last column of `list`: what this machine's memory allows, and with it the table's width.
     text = re.sub(r"(?m)( \d+/\d+)  (all .*|too large|\w+(?:, \w+)*)$", r"\1  …", text)
     return re.sub(r"(?s)^(This machine: …\n) *(Models\n.*? )─+\n", r"\1\2───\n", text)

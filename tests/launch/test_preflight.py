@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from tools.cluster.checks import host
-from tools.dataset.split import empty_splits
 from tools.launch.compose import Launch
 from tools.launch.job import parse_target
 from tools.launch.options import Options, read_patch_file
@@ -133,19 +132,6 @@ def test_a_read_only_place_is_named(
     monkeypatch.setattr(host.os, "access", lambda path, mode: False)
     message = refusal(composed("train-dp2-gpt2-tiny-2cpu"), tmp_path / "runs")
     assert message == f"{tmp_path} is not writable; name another folder with RUNS=."
-
-
-@pytest.mark.parametrize(
-    ("split", "documents", "empty"),
-    [
-        ("949,50,1", 79, ["test"]),
-        ("949,50,1", 1000, []),
-        ("949,50,1", 5, ["validation", "test"]),
-        ("100,0,0", 5, []),
-    ],
-)
-def test_splits_without_documents_are_found(split: str, documents: int, empty: list[str]) -> None:
-    assert [name for name, _ in empty_splits(split, documents)] == empty
 
 
 @pytest.fixture

@@ -35,6 +35,8 @@ class Nodes:
     """Names of all, in node order; known once all have come."""
     interface: str | None = None
     """This machine's network interface between them; known then, unless addresses are translated."""
+    local_address: str | None = None
+    """This machine's address on that interface, at which the other nodes reach it."""
 
     def torchrun_flags(self, ranks_a_node: int) -> tuple[str, ...]:
         """torchrun's flags on this node."""
@@ -45,7 +47,9 @@ class Nodes:
         # Without `is_host` torchrun guesses from the machine's name who opens the store.
         host = ("--rdzv-conf", f"is_host={int(self.rank == 0)}")
         endpoint = ("--rdzv-endpoint", f"{self.address}:{self.port}", "--rdzv-id", str(self.port))
-        return (*place, "--rdzv-backend", "c10d", *endpoint, *host)
+        # Any node may become the first one, whose own name is then the address for all ranks.
+        local = ("--local-addr", self.local_address) if self.local_address else ()
+        return (*place, "--rdzv-backend", "c10d", *endpoint, *host, *local)
 
 
 class NodeGroup:

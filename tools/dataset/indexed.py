@@ -141,6 +141,11 @@ class Dataset:
         return self.manifest.bin_sha256 if self.manifest else None
 
     @property
+    def index_sha256(self) -> str:
+        """Hash of the `.idx`: the manifest's, or computed from the file if there is no manifest."""
+        return self.manifest.idx_sha256 if self.manifest else sha256_of(self.idx_path)
+
+    @property
     def stored(self) -> IntArray:
         """All tokens, mapped from the file."""
         return np.memmap(self.bin_path, self.dtype, "r")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate, pairwise
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.dataset.indexed import Dataset, DatasetError
+from tools.text.units import plural
 
 
 class Split(IntEnum):
@@ -22,6 +23,7 @@ class Split(IntEnum):
     TEST = 2
 
 
+PART_NAMES = ("training", "validation", "test")
 _PRINTED = ("train", "valid", "test")
 
 
@@ -57,13 +59,71 @@ def split_ends(split: str) -> list[float]:
     return [*accumulate((weight / total for weight in weights), initial=0.0)]
 
 
-def empty_splits(split: str, documents: int) -> Iterator[tuple[str, float]]:
-    """Parts with a share above 0 that hold no document, with that share."""
-    shares, bounds = pairwise(split_ends(split)), pairwise(split_bounds(split, documents))
-    names = ("train", "validation", "test")
-    for name, (begin, end), (first, last) in zip(names, shares, bounds, strict=True):
-        if end > begin and first == last:
-            yield name, end - begin
+@dataclass(frozen=True)
+class Part:
+    """One part of a data set as `--split` divides it."""
+
+    name: str
+    weight: float
+    """Fraction of the sequences that `--split` asks for; Megatron builds no part of weight 0."""
+    sequences: int
+    tokens: int
+
+    def is_unusable(self, seq_length: int, evaluates: bool) -> bool:
+        """Return True if Megatron fails on the part before the first iteration.
+
+        Megatron repeats a part until it has all samples, which never ends if the part has no tokens. If
+        nothing is evaluated (`--eval-iters 0`), Megatron asks the validation and test parts for 0
+        samples, cuts each part once, and stops if not even one sample comes of it.
+        """
+        if self.weight == 0:
+            return False
+        is_repeated = evaluates or self.name == PART_NAMES[Split.TRAINING]
+        return self.tokens < (1 if is_repeated else seq_length + 1)
+
+
+def parts_of(dataset: Dataset, split: str) -> tuple[Part, ...]:
+    """Return the training, validation and test part; Megatron divides sequences, not documents."""
+    bounds = split_bounds(split, dataset.sequences)
+    sizes = np.diff(dataset.tokens_before(np.array(bounds))).tolist()
+    shares = [end - begin for begin, end in pairwise(split_ends(split))]
+    return tuple(
+        Part(PART_NAMES[part], shares[part], bounds[part + 1] - bounds[part], sizes[part])
+        for part in Split
+    )
+
+
+def unusable_parts(
+    dataset: Dataset, split: str, seq_length: int, evaluates: bool = True
+) -> list[Part]:
+    """Return the parts that Megatron cannot build or read; an empty list means that `split` works."""
+    return [part for part in parts_of(dataset, split) if part.is_unusable(seq_length, evaluates)]
+
+
+def usable_split(dataset: Dataset, seq_length: int, evaluates: bool = True) -> str | None:
+    """Return a split of a small data set that Megatron can use, near to 949,50,1; None if none works.
+
+    Its weights are numbers of sequences. A set of two sequences has no test part. A set of one sequence
+    is for training alone, and so is a set that nothing evaluates on.
+    """
+    count = dataset.sequences
+    validation, test = max(1, count * 50 // 1000), max(1, count // 1000)
+    if not evaluates or count < 2:
+        split = "1,0,0"
+    elif count == 2:
+        split = "1,1,0"
+    else:
+        split = f"{count - validation - test},{validation},{test}"
+    return None if unusable_parts(dataset, split, seq_length, evaluates) else split
+
+
+def sizes_sentence(parts: Sequence[Part]) -> str:
+    """Return the size of each part as the end of a sentence."""
+    *sizes, last = (
+        f"{part.name} {plural(part.sequences, 'document')} ({plural(part.tokens, 'token')})"
+        for part in parts
+    )
+    return f"{', '.join(sizes)} and {last}"
 
 
 def split_documents(split: str, documents: int, part: Split = Split.TRAINING) -> NDArray[np.int32]:

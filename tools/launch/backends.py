@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tools.launch.compose import Launch, start_checkpoint_path
+from tools.launch.compose import DATA_CACHE, Launch, start_checkpoint_path
 from tools.native.settings import (
     FROM_CONFIG,
     IMPORTED,
@@ -46,7 +46,7 @@ _ONLY_MEGATRON = LOADING | {
     "--no-gradient-reduce-div-fusion",
     "--tokenizer-type",
     "--vocab-size",
-    "--data-cache-path",
+    DATA_CACHE,
 }
 _NATIVE = (
     "baseline, dpN, tpN, fsdp2, gpipeN, 1f1bN, interleavedN, pipedreamN, pipedreamNbw and "

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tools.cluster.checks.host import LOOPBACK
 from tools.cluster.container import docker
 from tools.cluster.nodes import Nodes
 from tools.launch.code import code_of, find_entry
-from tools.launch.data import DEFAULT_DATA, GPT2_DATA
+from tools.launch.data import (
+    DEFAULT_DATA,
+    GPT2_DATA,
+    SPLIT,
+    flags_of_small_data,
+    sample_index_folder,
+)
 from tools.launch.flags import (
     AT_IMPORT,
     environment_for,
@@ -37,6 +45,7 @@ from tools.spec.flags import (
     flag_words,
     merge_flags,
     null_tokenizer,
+    values_by_flag,
 )
 from tools.spec.model import (
     GPT2_VOCABULARY,
@@ -51,8 +60,13 @@ from tools.spec.strategy import UNTIED, batch_for, parallelism_from_flags
 from tools.spec.variables import INTERFACES
 
 TINY_ITERATIONS, ITERATIONS = 25, 100
-START_FOLDER, DATA_CACHE = ".start", ".data"
-"""Beside the runs: weights that runs share, and Megatron's index of samples in their order."""
+START_FOLDER = ".start"
+"""Folder beside the runs that holds the weights which runs share."""
+
+DATA_CACHE = "--data-cache-path"
+_DATA_FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+_WEIGHT = re.compile(r"[0-9.]+")
+"""The weight of a data set in a blend, before its path."""
 
 RUN_PLACEHOLDER = "<run folder>"
 
@@ -87,7 +101,7 @@ class Launch:
     data: str
     start_checkpoint: Path | None
     flags: tuple[str, ...]
-    """Megatron's arguments but for those that name the run folder."""
+    """Megatron's arguments but for those that name the run folder or the content of the data set."""
     environment: dict[str, str]
     runtime: Runtime = ON_HOST
     nodes: Nodes | None = None
@@ -124,6 +138,19 @@ class Launch:
         """Number of ranks on this machine."""
         return self.devices // self.nodes.count if self.nodes else self.devices
 
+    @property
+    def flags_on_data(self) -> tuple[str, ...]:
+        """`flags`, and for Megatron the folder of its sample indices, which follows from the data set's
+        content when this is called. A folder that EXTRA= names is kept."""
+        if self.spec.backend is not Backend.MEGATRON or DATA_CACHE in values_by_flag(self.flags):
+            return self.flags
+        # Megatron's default folder is beside the data, which may be somebody else's and read-only.
+        values = values_by_flag(self.flags)
+        blend = [value for flag in _DATA_FLAGS for value in values.get(flag, ())]
+        paths = [value for value in blend if not _WEIGHT.fullmatch(value)]
+        folder = sample_index_folder(self.job.options.runs, paths)
+        return (DATA_CACHE, from_root(folder), *self.flags)
+
     def arguments(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
         """Megatron's arguments for a run written to `run_folder`."""
         # TensorBoard always: Megatron passes to W&B only what it writes there.
@@ -134,7 +161,7 @@ class Launch:
         if "--wandb-project" in self.flags:
             # W&B's client makes a folder `wandb` below the one it is given.
             written += ["--wandb-exp-name", Path(run_folder).name, "--wandb-save-dir", run_folder]
-        return (*self.flags, *loaded, *written)
+        return (*self.flags_on_data, *loaded, *written)
 
     def command(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
         """The whole command, from the repository root; in a container, with what starts it."""
@@ -209,8 +236,11 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     extra = options.extra
     if Flags(extra).integer("--vocab-size") == model.shape.vocabulary:
         extra = drop_flags(extra, ("--vocab-size",))  # The tokenizer's flags name it.
+    own_flags = trained_flags(model, in_half=device is DeviceKind.GPU)
+    fixes_split = SPLIT in values_by_flag((*job.flags, *extra))
+    asked = merge_flags(own_flags, job.flags, extra)
     flags = merge_flags(
-        trained_flags(model, in_half=device is DeviceKind.GPU),
+        own_flags,
         job.flags,
         runtime_flags(device, parallelism, runtime, options, model),
         sharding_flags(parallelism, entry),
@@ -222,10 +252,9 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
                 "--hidden-dropout": options.dropout,
                 "--seed": options.seed,
                 "--data-path": data,
-                # Megatron's own place for it is beside the data, which may be others' and read-only.
-                "--data-cache-path": from_root(options.runs / DATA_CACHE),
             }
         ),
+        () if fixes_split else flags_of_small_data(data, asked, model.shape.seq_length),
         null_tokenizer(model.shape.vocabulary, entry.megatron_version),
         start_flags(start, parallelism, padded_to) if start else (),
         ("--train-iters", str(iterations)) if longer else (),
@@ -287,8 +316,12 @@ def start_checkpoint_path(
 
 
 def torchrun(ranks: int, python: str, nodes: Nodes | None = None) -> tuple[str, ...]:
-    """torchrun with `ranks` ranks on this machine; without other nodes it chooses a free port."""
-    alone = ("--standalone", "--nproc-per-node", str(ranks))
+    """Return torchrun's command for `ranks` ranks on this machine.
+
+    Without other nodes torchrun chooses a free port. It would give its ranks the machine's name as the
+    address of the first one, and ranks whose machine's name does not resolve try that for ever.
+    """
+    alone = ("--standalone", "--local-addr", LOOPBACK, "--nproc-per-node", str(ranks))
     place = nodes.torchrun_flags(ranks) if nodes else alone
     return (python, "-m", "torch.distributed.run", *place)
 

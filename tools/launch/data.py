@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
-from tools.dataset.indexed import DatasetError, bin_path, idx_path, open_dataset
+from tools.dataset.indexed import Dataset, DatasetError, bin_path, idx_path, open_dataset
+from tools.dataset.split import Split, parts_of, unusable_parts, usable_split
 from tools.records.io import lock, write_whole
 from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
+from tools.spec.flags import Flags
 from tools.spec.model import GPT2_VOCABULARY
 from tools.spec.run import DeviceKind
 
@@ -43,24 +48,97 @@ OWN_SAMPLES = (*_WHAT, SMALL_SAMPLE)
 
 WAIT_SECONDS = 0.2
 
+SPLIT, EVAL_ITERATIONS = "--split", "--eval-iters"
 
-def make_sample(prefix: str, console: Console) -> None:
+SAMPLE_INDICES = ".data"
+"""Folder beside the runs that holds Megatron's sample indices: which tokens make up which sample."""
+
+HASH_PLACEHOLDER = "<its hash>"
+_HASH_LENGTH = 12
+_DESCRIPTIONS = "*/*-description.txt"
+"""Megatron writes one JSON file of this name per sample index, which names the data set."""
+
+
+def sample_index_folder(runs: Path, paths: Sequence[str]) -> Path:
+    """Return the folder of Megatron's sample indices for data sets with their present content.
+
+    Megatron looks up an index by the path of the data set and not by its content, so two data sets that
+    had one name after each other would share an index. An index follows from the `.idx` alone, so the
+    hash of the `.idx` is in the folder's name, and for a blend one hash of all. If a data set cannot be
+    opened, HASH_PLACEHOLDER stands for the hash; only a dry run prints it.
+    """
+    try:
+        hashes = [open_dataset(ROOT / path).index_sha256 for path in paths]
+    except DatasetError:
+        hashes = [HASH_PLACEHOLDER]
+    if len(paths) == 1:
+        return runs / SAMPLE_INDICES / f"{Path(paths[0]).name}-{hashes[0][:_HASH_LENGTH]}"
+    digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return runs / SAMPLE_INDICES / f"blend-{digest[:_HASH_LENGTH]}"
+
+
+def remove_stale_sample_indices(runs: Path) -> None:
+    """Remove the folders of sample indices whose data set is gone or has other content now.
+
+    Ranks that have opened such an index keep it, as they keep the data set's own replaced files. The
+    folders of blends stay.
+    """
+    for description in (runs / SAMPLE_INDICES).glob(_DESCRIPTIONS):
+        folder = description.parent
+        # Another launcher may remove the file, and a rank may be about to write it.
+        with suppress(OSError, ValueError, KeyError):
+            path = str(json.loads(description.read_text())["dataset_path"])
+            is_of_folder = folder.name.startswith(f"{Path(path).name}-")
+            if is_of_folder and folder != sample_index_folder(runs, [path]):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def flags_of_small_data(data: str, flags: Sequence[str], seq_length: int) -> tuple[str, ...]:
+    """Return `--split`, and what must go with it, where the model's own split does not fit a data set.
+
+    Nothing is returned where the split of `flags` works, where no split works, and where the data set
+    cannot be opened, which the checks before a run report.
+    """
+    model_flags = Flags(flags)
+    evaluates = model_flags.integer(EVAL_ITERATIONS, 1) > 0
+    try:
+        dataset = open_dataset(ROOT / data)
+        if not unusable_parts(dataset, model_flags.text(SPLIT), seq_length, evaluates):
+            return ()
+        return usable_split_flags(dataset, seq_length, evaluates)
+    except DatasetError:
+        return ()
+
+
+def usable_split_flags(dataset: Dataset, seq_length: int, evaluates: bool) -> tuple[str, ...]:
+    """Return a `--split` that works for a small data set, with `--eval-iters 0` if that split has no
+    validation part; nothing if no split works."""
+    split = usable_split(dataset, seq_length, evaluates)
+    if split is None:
+        return ()
+    has_validation = parts_of(dataset, split)[Split.VALIDATION].weight > 0
+    return (SPLIT, split) if has_validation else (SPLIT, split, EVAL_ITERATIONS, "0")
+
+
+def make_sample(prefix: str, console: Console) -> bool:
     """Make a data set if it is one of the kit's own samples, and is not there, whole, or made meanwhile.
+
+    Returns True if the data set was not there before.
 
     Raises:
         LaunchError: It could not be made.
     """
     if prefix not in OWN_SAMPLES or _is_whole(prefix):
-        return
+        return False
     if prefix == SMALL_SAMPLE:
         make_sample(SAMPLE, console)
     output = prefix.removesuffix("_text_document")
     with _alone(ROOT / f"{output}.lock"):
         if _is_whole(prefix):
-            return
+            return True
         if prefix == SMALL_SAMPLE:
             fold(ROOT / SAMPLE, ROOT / prefix)
-            return
+            return True
         what, flags = _WHAT[prefix]
         console.print(f"Making {what} …", highlight=False)
         if call_module("tools.preprocess", "sample", *flags, "--output-prefix", output):
@@ -68,6 +146,7 @@ def make_sample(prefix: str, console: Console) -> None:
                 f"{prefix} could not be made, for the reason above; try 'make prepare-ds-sample', or "
                 "name another data set with DATA=."
             )
+    return True
 
 
 def fold(prefix: Path, small: Path) -> None:

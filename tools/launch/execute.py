@@ -16,6 +16,7 @@ from tools.cluster.nodes import SINGLE_NODE, NodeGroup
 from tools.launch.background import BackgroundThread
 from tools.launch.checkpoints import Keeper
 from tools.launch.compose import Launch
+from tools.launch.data import remove_stale_sample_indices
 from tools.launch.devices import Reading, cpu_readings, gpu_readings, visible_gpus
 from tools.launch.progress import LogFollower, RunProgress
 from tools.launch.run_folder import create_run_folder, record_launcher
@@ -61,6 +62,7 @@ def execute(
     given = launch.job.options.run_folder
     folder = create_run_folder(launch, runs, given)
     record_launcher(folder)
+    remove_stale_sample_indices(launch.job.options.runs)
     try:
         group.announce(folder)
     except LaunchError:

@@ -13,13 +13,13 @@ from packaging.version import Version
 
 from megatron_patches.context import WHAT_IS_KNOWN, is_known
 from tools.checkpoint.checks import other_model_problem
-from tools.cluster.checks.host import RUN_FILES, check_room
+from tools.cluster.checks.host import RUN_FILES, check_loopback, check_room, unresolvable
 from tools.cluster.checks.result import refusals
-from tools.dataset.indexed import DatasetError, idx_path, largest_token, open_dataset
-from tools.dataset.split import empty_splits
+from tools.dataset.indexed import Dataset, DatasetError, idx_path, largest_token, open_dataset
+from tools.dataset.split import Split, parts_of, sizes_sentence
 from tools.launch.backends import backend_problems, optimizer_problems
 from tools.launch.compose import Launch
-from tools.launch.data import OWN_SAMPLES, PUBLISHED
+from tools.launch.data import EVAL_ITERATIONS, OWN_SAMPLES, PUBLISHED, SPLIT, usable_split_flags
 from tools.launch.network import network_problems
 from tools.launch.options import Saving
 from tools.launch.preflight_attention import attention_problems
@@ -76,10 +76,25 @@ def _problems_here(launch: Launch, is_sound: bool) -> list[str]:
     on_gpu = launch.spec.device is DeviceKind.GPU
     problems += gpu_problems(launch) if on_gpu else ()
     problems += runtime_problems(launch)
+    problems += _address_problems(launch)
     if is_sound and not problems:
         problems += gpu_memory_problems(launch) if on_gpu else _memory_problems(launch)
         problems += _disk_problems(launch)
     return problems
+
+
+def _address_problems(launch: Launch) -> Iterator[str]:
+    """Yield why ranks would not find the first of them, for which torch waits without a word."""
+    nodes = launch.nodes
+    # A container has a loopback interface of its own, and NET= makes namespaces with one.
+    if launch.runtime.container is None and not launch.spec.link_bits_per_second:
+        yield from refusals([check_loopback()])
+    # Other nodes wait for the name: a cluster may give it an address only once node 0 is there.
+    if nodes is not None and nodes.rank == 0 and (reason := unresolvable(nodes.address)):
+        yield (
+            f"MASTER_ADDR={nodes.address} has no address on this machine ({reason}); name the address "
+            "itself, or enter the name in DNS or /etc/hosts."
+        )
 
 
 def saving_problems(saving: Saving | None, spec: RunSpec) -> Iterator[str]:
@@ -233,7 +248,6 @@ def _data_problems(launch: Launch) -> Iterator[str]:
     except DatasetError as error:
         yield str(error)
         return
-    empty = tuple(empty_splits(Flags(launch.flags).text("--split"), dataset.documents))
     beyond = largest_token(dataset) if dataset.vocabulary is None else 0
     yield from _vocabulary_problems(launch, dataset.vocabulary, beyond)
     if dataset.tokens <= launch.model.shape.seq_length:
@@ -241,11 +255,39 @@ def _data_problems(launch: Launch) -> Iterator[str]:
             f"Data set {launch.data} has {dataset.tokens} tokens, less than one sequence of "
             f"{launch.model.shape.seq_length}; prepare a longer one with 'make prepare-ds'."
         )
-    for name, share in empty:
-        # Megatron adds epochs until it has enough tokens, which never ends for an empty split.
+    else:
+        yield from _split_problems(launch, dataset)
+
+
+def _split_problems(launch: Launch, dataset: Dataset) -> Iterator[str]:
+    """Yield why Megatron cannot divide the data set as `--split` asks."""
+    flags, length = Flags(launch.flags), launch.model.shape.seq_length
+    split, evaluates = flags.text(SPLIT), flags.integer(EVAL_ITERATIONS, 1) > 0
+    try:
+        parts = parts_of(dataset, split)
+    except DatasetError as error:
+        yield str(error)
+        return
+    unusable = [part for part in parts if part.is_unusable(length, evaluates)]
+    if unusable:
+        name = unusable[0].name
+        reason = (
+            f"is shorter than one sample of {length + 1:,} tokens, which {EVAL_ITERATIONS} 0 forbids"
+            if unusable[0].tokens
+            else "has nothing that Megatron could draw a sample from"
+        )
+        usable = " ".join(usable_split_flags(dataset, length, evaluates))
+        fix = f"set EXTRA='{usable}', or " if usable else ""
         yield (
-            f"Data set {launch.data} has {dataset.documents} documents, so its {name} split of "
-            f"{share:.2%} is empty; prepare more documents, or set EXTRA='--split 90,9,1'."
+            f"{SPLIT} {split} divides data set {launch.data} into {sizes_sentence(parts)}: the {name} "
+            f"part {reason}; {fix}prepare more documents."
+        )
+    reaches = flags.integer("--eval-interval", launch.iterations + 1) <= launch.iterations
+    if evaluates and reaches and parts[Split.VALIDATION].weight == 0:
+        yield (
+            f"{SPLIT} {split} leaves no validation part, and {EVAL_ITERATIONS} "
+            f"{flags.integer(EVAL_ITERATIONS)} evaluates on it; add {EVAL_ITERATIONS} 0 to EXTRA=, or "
+            "give the part a weight."
         )
 
 

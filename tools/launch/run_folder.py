@@ -154,7 +154,7 @@ def describe(launch: Launch, folder: Path) -> records.RunRecord:
         exit_interval=launch.iterations,
         argv=launch.arguments(where),
         command=launch.command(where),
-        dataset=records.DatasetIdentity(launch.data, open_dataset(launch.data_path).bin_sha256),
+        dataset=_dataset_of(launch),
         start_checkpoint=start.name if start else None,
         start_weights=verified_weights(start) if start else None,
         environment=launch.environment,
@@ -170,10 +170,17 @@ def describe(launch: Launch, folder: Path) -> records.RunRecord:
     )
 
 
+def _dataset_of(launch: Launch) -> records.DatasetIdentity:
+    """Return the data set's path and the hash of its present tokens."""
+    return records.DatasetIdentity(launch.data, open_dataset(launch.data_path).bin_sha256)
+
+
 def computed_by(launch: Launch) -> Computed:
     """What a launch trains, in its own folder or in any."""
     arguments = given_arguments(launch.arguments())
-    return computed(launch.spec, arguments, launch.iterations, launch.environment)
+    return computed(
+        launch.spec, arguments, launch.iterations, launch.environment, _dataset_of(launch).sha256
+    )
 
 
 def identity_here(launch: Launch, runs: Path) -> Identity:

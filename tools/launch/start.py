@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.launch.compose import Launch, compose
+from tools.launch.data import EVAL_ITERATIONS, SPLIT
 from tools.launch.execute import run_ranks
 from tools.launch.job import Job
 from tools.launch.progress import RunProgress
@@ -146,6 +147,7 @@ def check_owner(folder: Path) -> None:
 
 def _writing_launch(launch: Launch, folder: Path) -> Launch:
     """One rank, one sample, learning rate 0: builds the model, changes nothing, saves the weights."""
+    flags = Flags(launch.flags)
     router = Flags(launch.model.flags).text("--moe-router-load-balancing-type")
     save = flag_words(
         {
@@ -158,6 +160,8 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
             "--no-save-optim": True,
             "--no-save-rng": True,
             UNTIED: UNTIED in launch.flags,
+            # EXTRA= is not taken over, and the model's own split may leave a part of the data empty.
+            **{name: flags.text(name) for name in (SPLIT, EVAL_ITERATIONS) if flags.has(name)},
             # The model's file may have one, which these refuse, and EXTRA= is not all taken over.
             "--moe-aux-loss-coeff": 0 if router in _WITHOUT_LOSS else None,
         }

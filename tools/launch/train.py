@@ -18,10 +18,11 @@ from megatron_patches.context import is_known
 from tools.cluster.container.versions import installed_versions
 from tools.cluster.nodes import Nodes, node_folder
 from tools.dataset.indexed import DatasetError, open_dataset
+from tools.dataset.split import Split, parts_of, sizes_sentence
 from tools.launch.backends import for_backend
 from tools.launch.checkpoints import resume_if_saved
 from tools.launch.compose import Launch, compose
-from tools.launch.data import make_sample
+from tools.launch.data import EVAL_ITERATIONS, SPLIT, make_sample
 from tools.launch.devices import visible_gpus
 from tools.launch.execute import execute, run_ranks
 from tools.launch.job import Job, make_command, parse_devices, parse_target
@@ -47,7 +48,7 @@ from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT, from_root
 from tools.spec.flag_table import of_role
 from tools.spec.flags import Flags, unlisted_flags, values_by_flag
-from tools.spec.model import load_model
+from tools.spec.model import load_model, trained_flags
 from tools.spec.run import Backend, DeviceKind
 from tools.spec.strategy import parse_strategy, scaling_sentence
 from tools.text.units import number, plural
@@ -107,8 +108,9 @@ def start(job: Job, console: Console) -> int:
         LaunchError: The run cannot work here; nothing was written.
     """
     options, launch = job.options, compose_job(job)
-    if not options.dry_run:
-        make_sample(launch.data, console)
+    # A split is chosen for the data set that is there.
+    if not options.dry_run and make_sample(launch.data, console):
+        launch = compose_job(job)
     if options.slurm is not None:
         return submit(launch, console)
     with only_attempt(options.run_folder, options.nodes):
@@ -137,8 +139,13 @@ def dry_run(launch: Launch) -> int:
         LaunchError: The run would be refused, after the command was printed.
     """
     print(command_line(launch), flush=True)
-    said = (other_vocabulary(launch), _schedule_of_another_length(launch), _unknown(launch))
-    for sentence in filter(None, said):
+    sentences = (
+        other_vocabulary(launch),
+        other_split(launch),
+        _schedule_of_another_length(launch),
+        _unknown(launch),
+    )
+    for sentence in filter(None, sentences):
         print(f"# {sentence}", flush=True)
     check(launch)
     return 0
@@ -295,7 +302,14 @@ def differences(launch: Launch) -> tuple[str, ...]:
     spec, own = launch.spec, launch.job.model
     scaling = scaling_sentence(own.batch, spec.batch, spec.parallelism)
     schedule = _schedule_of_another_length(launch)
-    return tuple(filter(None, (other_vocabulary(launch), scaling, schedule, _unknown(launch))))
+    sentences = (
+        other_vocabulary(launch),
+        other_split(launch),
+        scaling,
+        schedule,
+        _unknown(launch),
+    )
+    return tuple(filter(None, sentences))
 
 
 def _unknown(launch: Launch) -> str:
@@ -329,6 +343,22 @@ def _schedule_of_another_length(launch: Launch) -> str:
     return (
         f"The learning rate reaches {rate * iterations / warm_up:.2g} of its {rate:.2g}: the schedule's "
         f"warm-up takes {warm_up:.0f} iterations, and the run ends after {iterations}; {fits}"
+    )
+
+
+def other_split(launch: Launch) -> str:
+    """Say which split the kit chose because the model's own one leaves a part of the data set empty or
+    too short; empty if the model's own one is used, or the user's."""
+    chosen = Flags(launch.flags).text(SPLIT)
+    models = Flags(trained_flags(launch.model, in_half=False)).text(SPLIT)
+    if chosen == models or Flags((*launch.job.flags, *launch.job.options.extra)).has(SPLIT):
+        return ""
+    parts = parts_of(open_dataset(launch.data_path), chosen)
+    without_validation = parts[Split.VALIDATION].weight == 0
+    evaluated = f" and {EVAL_ITERATIONS} 0" if without_validation else ""
+    return (
+        f"Data set {launch.data} is too small for {SPLIT} {models}; {SPLIT} {chosen}{evaluated} is "
+        f"used: {sizes_sentence(parts)}."
     )
 
 

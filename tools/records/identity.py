@@ -13,7 +13,7 @@ from tools.spec.variables import INTERFACES
 
 _PER_ATTEMPT = argument_names(of_role("start", "attempt"))
 _OF_REPEATS = argument_names(of_role("logging")) | {
-    *("seed", "train_iters", "save_interval", "exit_duration_in_mins", "data_cache_path"),
+    *("seed", "train_iters", "save_interval", "exit_duration_in_mins"),
     *("start_time", "rank", "local_rank", "master_port"),
 }
 
@@ -32,6 +32,8 @@ class Computed:
     """None where that is not asked."""
     environment: Pairs = ()
     """Of the ranks; without network interfaces, which are a node's own."""
+    dataset: str | None = None
+    """Hash of the data set's tokens; None where no manifest or record states it."""
     otherwise: str = ""
     """The run itself, where it is not known what was trained."""
 
@@ -94,6 +96,7 @@ def identity_of(record: RunRecord) -> Identity:
             given_arguments(record.argv),
             record.exit_interval,
             record.environment,
+            record.dataset.sha256 if record.dataset else None,
         ),
         UsedCode(record.entry, record.code, pairs(record.software), record.image),
         timed_on(record.host),
@@ -105,6 +108,7 @@ def computed(
     arguments: Mapping[str, str],
     iterations: int | None = None,
     environment: Mapping[str, str] = {},
+    dataset: str | None = None,
 ) -> Computed:
     """What is trained, of arguments that were given or printed."""
     plain = {name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()}
@@ -113,6 +117,7 @@ def computed(
         pairs({name: value for name, value in plain.items() if name not in _PER_ATTEMPT}),
         iterations,
         pairs({name: text for name, text in environment.items() if name not in INTERFACES}),
+        dataset,
     )
 
 

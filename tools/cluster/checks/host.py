@@ -3,9 +3,11 @@
 import hashlib
 import json
 import os
+import platform
 import re
 import resource
 import shutil
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -35,6 +37,10 @@ RUN_FILES = 64
 """Of a run on a few ranks that saves nothing."""
 
 OPEN_FILES = 4096
+
+LOOPBACK = "127.0.0.1"
+"""Address at which the ranks of one machine find each other."""
+LOOPBACK_SECONDS = 5.0
 
 # A pin that only some machines need is followed by ';' and the condition, and is not looked for.
 PIN = re.compile(r"^([A-Za-z0-9_.-]+)==([^\s#;]+)(?=[ \t]*(?:\\|#|$))", re.MULTILINE)
@@ -124,6 +130,61 @@ def check_limits() -> CheckResult:
     elif files != resource.RLIM_INFINITY and files < OPEN_FILES:
         fix = f"'nofile {OPEN_FILES}' in /etc/security/limits.conf"
     return judged("Limits", found, fix)
+
+
+def check_loopback() -> CheckResult:
+    """Check that programs of this machine can connect to each other."""
+    try:
+        with socket.socket() as server, socket.socket() as client:
+            server.bind((LOOPBACK, 0))
+            server.listen(1)
+            client.settimeout(LOOPBACK_SECONDS)
+            client.connect(server.getsockname())
+    except OSError as error:
+        problem = f"nothing can be connected to at {LOOPBACK} ({error.strerror or error})"
+        fix = "switch the loopback interface on, over which ranks talk: 'ip link set lo up' as root"
+        return CheckResult(FAIL, "Loopback", problem, fix)
+    return judged("Loopback", f"{LOOPBACK} can be connected to")
+
+
+def check_host_name() -> CheckResult:
+    """Check that this machine's name stands for an address, and for one that it has itself.
+
+    Nodes of a cluster are compared by what is found, so the name itself stands in the fix.
+    """
+    name = platform.node()
+    here = f"runs on this machine do without; for runs over several, give {name} one"
+    where = f"{here} in DNS or /etc/hosts, or name addresses in MASTER_ADDR="
+    problem = unresolvable(name)
+    if problem:
+        return judged("Host name", f"it has no address ({problem})", where)
+    addresses = {
+        str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    }
+    if not any(map(is_own_address, addresses)):
+        problem = "its address is not one of this machine's"
+        return judged("Host name", problem, f"{where}; now it has {', '.join(sorted(addresses))}")
+    return judged("Host name", "resolves to an address of this machine")
+
+
+def unresolvable(name: str) -> str:
+    """Return why a host's name has no address; empty if it has one."""
+    try:
+        socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
+
+
+def is_own_address(address: str) -> bool:
+    """Return True if a program can listen at the address on this machine."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family) as server:
+            server.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def check_disk(folder: str = ROOT) -> CheckResult:

@@ -21,6 +21,8 @@ CHECKS: "tuple[Callable[[], CheckResult | list[CheckResult]], ...]" = (
     host.check_shared_memory,
     host.check_limits,
     host.check_disk,
+    host.check_loopback,
+    host.check_host_name,
     network.check_hub,
     network.check_package_index,
     network.check_image_registry,

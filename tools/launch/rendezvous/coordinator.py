@@ -102,10 +102,13 @@ class Coordinator(BackgroundThread, NodeGroup):
                         "nodes must have the same."
                     )
         hosts = (own.host, *(other.host for other in others))
-        here = filter(None, (messages.interface_of(other.reaches) for other in others))
+        reached = (other.reaches for other in others if messages.interface_of(other.reaches))
+        address = next(reached, None)
+        interface = messages.interface_of(address) if address else None
         port = free_port()
         self._state = replace(self._state, torchrun_port=port)
-        return replace(self._nodes, hosts=hosts, port=port, interface=next(here, None))
+        joined = replace(self._nodes, hosts=hosts, port=port, interface=interface)
+        return replace(joined, local_address=address)
 
     def announce(self, folder: Path) -> None:
         """Publish the run folder, and let all start once each has found it.

@@ -92,7 +92,8 @@ class Worker(BackgroundThread, NodeGroup):
         self._wait_for_node_0("started")
         self._folder = node_folder(folder, self._nodes.rank)
         interface = messages.interface_of(self._address)
-        return folder, replace(self._nodes, port=state.torchrun_port, interface=interface)
+        here = replace(self._nodes, port=state.torchrun_port, interface=interface)
+        return folder, replace(here, local_address=self._address if interface else None)
 
     def failure(self) -> str | None:
         """As `NodeGroup.failure`."""

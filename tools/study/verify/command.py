@@ -29,7 +29,7 @@ from tools.launch.options import Options
 from tools.launch.preflight import check
 from tools.launch.start import ensure_start_checkpoint
 from tools.launch.supervise.warm import WarmPool
-from tools.launch.train import dry_run, other_vocabulary
+from tools.launch.train import dry_run, other_split, other_vocabulary
 from tools.records.run import Status, utc_stamp
 from tools.records.verdict import VERIFY_FOLDER, Outcome
 from tools.spec import variables
@@ -129,8 +129,9 @@ def carried_out(
         LaunchError: It cannot run here; nothing was written.
     """
     launches, pair = verification.launches, verification.pair
-    if sentence := other_vocabulary(verification.strategy):
-        say(console, sentence, "yellow")
+    for sentence in (other_vocabulary(verification.strategy), other_split(verification.strategy)):
+        if sentence:
+            say(console, sentence, "yellow")
     for launch in launches:
         make_sample(launch.data, console)
         check(launch)

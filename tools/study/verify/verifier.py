@@ -58,7 +58,7 @@ class ForkedRanks:
         environment = {**os.environ, **START, **launch.environment, **(also or {})}
         seconds = self.start_seconds + self.iteration_seconds * launch.iterations
         with log.open("wb") as file:
-            arguments = (self.warm.entry, *launch.flags)
+            arguments = (self.warm.entry, *launch.flags_on_data)
             return self.warm.run(launch.devices, arguments, environment, file, seconds)
 
     def ensure_start(self, launch: Launch) -> None:

@@ -1,0 +1,135 @@
+"""Megatron's sample indices of a data set that is replaced under its name."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.small import write_documents
+from tools.launch import data
+from tools.launch.compose import Launch
+from tools.launch.job import parse_target
+from tools.launch.options import Options
+from tools.launch.run_folder import computed_by
+from tools.launch.train import compose_job
+from tools.spec.flags import Flags
+from tools.spec.run import Backend
+
+SEQUENCE = 8
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+"""Megatron's own files warn when they are compiled and imported."""
+
+
+def composed(prefix: str, runs: Path, name: str = "train-dp2-gpt2-tiny-2cpu") -> Launch:
+    return compose_job(parse_target(name).under(Options(data=prefix, runs=runs)))
+
+
+def samples_of(launch: Launch, folder: str | None = None) -> list[list[int]]:
+    """The samples that Megatron draws from a launch's data set with the index in `folder`, or in the
+    launch's own."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=SEQUENCE,
+        blend=([launch.data], None),
+        split="1,0,0",
+        path_to_cache=folder or Flags(launch.arguments()).text("--data-cache-path"),
+        tokenizer=SimpleNamespace(eod=0, pad=-1, vocab_size=1100, unique_identifiers={}),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    wanted = (4, 0, 0)
+    train, *_ = BlendedMegatronDatasetBuilder(GPTDataset, wanted, lambda: True, config).build()
+    return [train[number]["tokens"].tolist() for number in range(wanted[0])]
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 40), (40, 4)])
+def test_a_replaced_data_set_gets_an_index_of_its_own(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    for documents in (before, after):
+        prefix = write_documents(tmp_path / "mine", [10 + n % 3 for n in range(documents)])
+        launch = composed(prefix, tmp_path / "runs")
+        drawn = samples_of(launch)
+        assert drawn == samples_of(launch, str(tmp_path / f"fresh-{documents}"))
+        assert np.ptp(drawn) > 0
+
+
+def test_the_folder_follows_from_where_documents_end_and_not_from_the_tokens_alone(
+    tmp_path: Path,
+) -> None:
+    folders = set()
+    for lengths in ([12, 8], [8, 12]):
+        prefix = write_documents(tmp_path / "mine", lengths)
+        folders.add(Flags(composed(prefix, tmp_path).arguments()).text("--data-cache-path"))
+    assert len(folders) == 2
+
+
+def test_only_indices_of_present_data_sets_are_kept(tmp_path: Path) -> None:
+    kept, replaced, gone = (
+        write_documents(tmp_path / name, [10 + n, 10]) for n, name in enumerate("abc")
+    )
+    for prefix in (kept, replaced, gone):
+        samples_of(composed(prefix, tmp_path / "runs"))
+    folders = {each.name for each in (tmp_path / "runs" / data.SAMPLE_INDICES).iterdir()}
+    assert len(folders) == 3
+    write_documents(Path(replaced), [30])
+    Path(f"{gone}.idx").unlink()
+    data.remove_stale_sample_indices(tmp_path / "runs")
+    (left,) = (tmp_path / "runs" / data.SAMPLE_INDICES).iterdir()
+    assert left == data.sample_index_folder(tmp_path / "runs", [kept])
+
+
+def test_the_native_backends_which_keep_no_index_get_no_folder(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "mine", [100])
+    job = parse_target("train-dp2-gpt2-tiny-2cpu")
+    options = Options(data=prefix, runs=tmp_path, backend=Backend.NATIVE)
+    assert "--data-cache-path" not in compose_job(job.under(options)).arguments()
+
+
+def test_a_folder_of_the_users_own_is_kept(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "mine", [100])
+    job = parse_target("train-dp2-gpt2-tiny-2cpu")
+    options = Options(data=prefix, runs=tmp_path, extra=("--data-cache-path", "/mine"))
+    assert compose_job(job.under(options)).arguments().count("--data-cache-path") == 1
+
+
+def test_the_folder_follows_from_the_data_sets_that_extra_names(tmp_path: Path) -> None:
+    default, *others = (
+        write_documents(tmp_path / name, [100 + len(name)]) for name in ("a", "bb", "ccc")
+    )
+    job = parse_target("train-dp2-gpt2-tiny-2cpu")
+
+    def folder(*words: str) -> Path:
+        options = Options(data=default, runs=tmp_path, extra=("--data-path", *words))
+        return Path(Flags(compose_job(job.under(options)).arguments()).text("--data-cache-path"))
+
+    assert folder(others[0]) == data.sample_index_folder(tmp_path, [others[0]])
+    blend = folder("0.3", others[0], "0.7", others[1])
+    assert blend.name.startswith("blend-")
+    write_documents(Path(others[1]), [50])
+    assert folder("0.3", others[0], "0.7", others[1]) != blend
+    # Megatron describes the parts of a blend alone, which are not what the folder is named after.
+    blend.mkdir(parents=True)
+    (blend / "x-GPTDataset-train-description.txt").write_text('{"dataset_path": "gone"}')
+    data.remove_stale_sample_indices(tmp_path)
+    assert blend.is_dir()
+
+
+def test_a_run_on_other_tokens_is_another_run(sample_prefix: Path, tmp_path: Path) -> None:
+    from tests.small import folded
+
+    one, other = composed(str(sample_prefix), tmp_path), folded(sample_prefix, tmp_path)
+    here = computed_by(one)
+    # Under the same path, as a replaced data set would be.
+    moved = computed_by(composed(str(other), tmp_path))
+    assert here.dataset is not None
+    assert here.dataset != moved.dataset
