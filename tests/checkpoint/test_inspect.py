@@ -189,6 +189,48 @@ def test_a_damaged_file_is_named(
     assert named in " ".join(problems_of(read_contents(copy), reads_pieces=True))
 
 
+def make_pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+@pytest.mark.usefixtures("within_a_minute")
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "common.pt", "__0_0.distcp"])
+def test_a_pipe_is_not_opened_and_is_named(
+    healthy: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+    make_pipe(copy / "iter_0000008" / name)
+    assert inspect(str(copy), None, None, verify=True) == 1
+    printed = capsys.readouterr()
+    assert re.search(rf"{name}\b.* is no regular file", printed.err)
+    assert "Nothing is missing" not in printed.out
+
+
+@pytest.mark.usefixtures("within_a_minute")
+def test_a_pipe_in_place_of_the_tracker_or_of_a_rank_s_file_is_named(
+    healthy: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+    make_pipe(copy / "latest_checkpointed_iteration.txt")
+    with pytest.raises(UnknownFormatError, match=r"iteration\.txt is no regular file; name"):
+        read_contents(copy)
+    rank = tmp_path / "mp_rank_00"
+    rank.mkdir()
+    make_pipe(rank / "model_optim_rng.pt")
+    assert "is no regular file" in " ".join(read_contents(tmp_path).problems)
+
+
+@pytest.mark.usefixtures("within_a_minute")
+def test_a_device_is_not_read(healthy: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+    (copy / "iter_0000008/common.pt").unlink()
+    (copy / "iter_0000008/common.pt").symlink_to("/dev/zero")
+    assert "common.pt cannot be read (it is no regular file)" in " ".join(
+        problems_of(read_contents(copy))
+    )
+
+
 def swapped(name: str, order: list[int]) -> Callable[[States], object]:
     """Rows of every layer in equal blocks, in another order."""
 
@@ -365,6 +407,25 @@ def test_a_damaged_checkpoint_is_not_compared(
     said = capsys.readouterr().err
     assert "is truncated" in said
     assert "Nothing was compared" in said
+
+
+def flip(path: Path, values: Tensor) -> None:
+    """Change one bit of a tensor's last value."""
+    saved = bytearray(path.read_bytes())
+    pattern = values.numpy().tobytes()
+    saved[saved.find(pattern) + len(pattern) - 1] ^= 1
+    path.write_bytes(saved)
+
+
+def test_a_flipped_byte_is_no_difference_between_models(
+    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+    flip(data(copy), states()[QKV])
+    assert inspect(str(healthy), str(copy), None, verify=False) == 1
+    error = capsys.readouterr().err
+    assert f"{data(copy)} is damaged at byte" in error
+    assert "Nothing was compared" in error
 
 
 def test_zarr_and_folders_without_a_checkpoint_are_refused_by_name(tmp_path: Path) -> None:

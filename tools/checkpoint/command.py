@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tools.checkpoint.checks import Loading, loading, problems_of
 from tools.checkpoint.contents import Contents, kind_of, read_contents
+from tools.records.torch_dist import DamagedCheckpointError
 from tools.spec.files import ROOT
 from tools.spec.strategy import strategy_name
 from tools.text.units import plural
@@ -40,7 +41,10 @@ def inspect(
 
         other = read_contents(ROOT / Path(compare).expanduser())
         problems = tuple(f"COMPARE={compare}: {flaw}" for flaw in problems_of(other, verify))
-        pairs = [] if problems else compare_weights(contents, other)
+        try:
+            pairs = [] if problems else compare_weights(contents, other)
+        except DamagedCheckpointError as error:
+            problems = (f"{error}; copy the file again from where the checkpoint was saved.",)
         found["comparison"] = list(map(asdict, pairs))
     print(texts.dumps(found, indent=2) if json else _text(contents, verdict, pairs))
     for problem in problems:

@@ -7,13 +7,15 @@ flags to Megatron as they are; planner and report read the same files.
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import io
 import shlex
+import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -32,6 +34,32 @@ def from_root(path: Path) -> str:
     """A path as the ranks see it: relative to the repository root where it lies inside."""
     resolved = path.resolve()
     return str(resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else resolved)
+
+
+def open_regular_file(path: Path) -> BinaryIO:
+    """Open a regular file to read its bytes.
+
+    A pipe or a device is never opened: opening a pipe that nobody writes to would wait for ever.
+
+    Raises:
+        OSError: The path cannot be opened, or is no regular file.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return path.open("rb")
+
+
+def read_regular_file(path: Path) -> bytes:
+    """Return all bytes of a regular file; raises as `open_regular_file` does."""
+    with open_regular_file(path) as file:
+        return file.read()
+
+
+def file_flaw(path: Path) -> str:
+    """Return why a path is no regular file (`is missing`, `is no regular file`); empty if it is one."""
+    if path.is_file():
+        return ""
+    return "is no regular file" if path.exists() else "is missing"
 
 
 def read_args_file(path: Path) -> tuple[str, ...]:
