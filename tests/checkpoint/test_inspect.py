@@ -50,6 +50,10 @@ ARGUMENTS = {
 }
 
 
+FOUR_LAYERS: dict[str, object] = {"num_layers": LAYERS + 1}
+"""What a pipeline of two stages divides."""
+
+
 def states() -> States:
     generator = torch.Generator().manual_seed(1)
 
@@ -361,6 +365,44 @@ def test_a_strategy_loads_it_loads_it_in_part_or_refuses(
     assert found.verdict == verdict
     assert set(flags) <= set(found.flags)
     assert reason in " ".join(found.reasons)
+
+
+UNTIED = "--untie-embeddings-and-output-weights"
+FORMS = {
+    "tied": ("loads", "loads", "loads", "loads", "refuses", "refuses", "refuses"),
+    "untied": ("loads", "loads", "loads", "loads", "refuses", "refuses", "loads"),
+    "tied, of zero1": ("loads", "loads", "loads", "loads", "refuses", "refuses", "refuses"),
+    "untied, of zero1": ("loads", "loads", "loads", "loads", "refuses", "refuses", "loads"),
+}
+"""Whether a torch_dist checkpoint loads under each of `UNDER`; `test_real.py` tries it with Megatron."""
+UNDER = ("dp2", "tp2", "pp2", "dp2-zero1", "zero2", "zero3", "fsdp2")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_strategy_loads_a_format_or_tensors_that_it_cannot(tmp_path: Path, form: str) -> None:
+    """Whether it does for each format and strategy, tied or untied."""
+    held, arguments = states(), {**FOUR_LAYERS}
+    for name in [name for name in held if "decoder.layers." in name]:
+        held[name] = torch.cat((held[name], held[name][:1]))
+    if "untied" in form:
+        arguments["untie_embeddings_and_output_weights"] = True
+        moments = ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
+        held |= {f"{prefix}output_layer.weight": torch.ones(PADDED, HIDDEN) for prefix in moments}
+    if "zero1" in form:
+        arguments |= {"use_distributed_optimizer": True, "tensor_model_parallel_size": 1}
+        arguments |= {"data_parallel_size": 2}
+    contents = read_contents(written(tmp_path, held, **arguments))
+    assert problems_of(contents) == ()
+    loadings = [loading(contents, strategy) for strategy in UNDER]
+    assert tuple(one.verdict.partition(" ")[0] for one in loadings) == FORMS[form]
+    for one in loadings:
+        assert (UNTIED in one.flags) == ("untied" in form and one.verdict.startswith("loads"))
+    assert "fsdp_dtensor alone, and this checkpoint is torch_dist" in loadings[4].reasons[0]
+    if "untied" not in form:
+        assert (
+            "holds no output_layer.weight: its embedding is the output layer"
+            in (loadings[-1].reasons[0])
+        )
 
 
 def test_two_degrees_of_one_number_are_both_among_the_flags(healthy: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.checkpoint.contents import (
+    FSDP,
     HUGGING_FACE,
     LEGACY,
     TORCH_DIST,
@@ -33,6 +34,7 @@ from tools.records.torch_dist import (
 from tools.spec.model import ModelShape
 from tools.spec.run import RunSpec
 from tools.spec.strategy import (
+    UNTIED,
     Parallelism,
     devices_of,
     parse_strategy,
@@ -267,6 +269,7 @@ def loading(contents: Contents, strategy: str) -> Loading:
     saved = spec.parallelism
     new = parse_strategy(strategy, devices_of(strategy, saved.world_size))
     refused = [*contents.problems, *violations(laid(spec, new))]
+    refused += _unloadable(contents, new)
     if not refused and is_legacy and _files_of(new) != _files_of(saved):
         refused = [
             "A rank loads its own file, so TP, PP, virtual stages and EP must be those of "
@@ -276,6 +279,9 @@ def loading(contents: Contents, strategy: str) -> Loading:
         return Loading("refuses", (), tuple(refused))
     lost: dict[str, str] = {}
     flags = [*strategy_flags(new), *(("--ckpt-format", LEGACY) if is_legacy else ())]
+    if OUTPUT in contents.shapes and UNTIED not in flags:
+        # Without the flag Megatron leaves the tensor out, and trains a tied model.
+        flags.append(UNTIED)
     if moves_ranks(new, saved):
         lost["random states"] = "Megatron ignores random states of another TP or PP."
     if why := _lost_optimizer(contents, saved, new, strategy):
@@ -288,6 +294,31 @@ def loading(contents: Contents, strategy: str) -> Loading:
         flags += ["--make-vocab-size-divisible-by", str(contents.rows // new.tensor)]
     verdict = f"loads without {' and '.join(sorted(lost))}" if lost else "loads"
     return Loading(verdict, tuple(flags), tuple(lost.values()))
+
+
+def _unloadable(contents: Contents, new: Parallelism) -> Iterator[str]:
+    """Yield why Megatron cannot load this format, or these tensors, with the flags of a strategy.
+
+    Megatron 0.19: `--use-megatron-fsdp` takes `--ckpt-format fsdp_dtensor` alone, and a torch_dist
+    checkpoint then ends in `KeyError: 'model'`; `--use-torch-fsdp2` takes torch_dist and torch_dcp, and
+    asks for an output layer of its own (`training/arguments.py: validate_args`).
+    """
+    sharding, name = new.sharding, contents.format
+    if sharding.is_megatron_fsdp:
+        yield (
+            f"Megatron-FSDP ({sharding}) loads the format {FSDP} alone, and this checkpoint is {name}; "
+            "use zero1."
+        )
+    elif sharding.is_torch_fsdp and name == LEGACY:
+        yield (
+            f"torch FSDP2 loads the format {TORCH_DIST}, and this checkpoint is {name}; load it under "
+            "the strategy that saved it and save it with --ckpt-format torch_dist."
+        )
+    elif new.unties_embeddings and OUTPUT not in contents.shapes:
+        yield (
+            f"{strategy_name(new)} needs {UNTIED}, and this checkpoint holds no {OUTPUT}: its embedding "
+            "is the output layer; use zero1."
+        )
 
 
 def _lost_optimizer(contents: Contents, saved: Parallelism, new: Parallelism, strategy: str) -> str:
