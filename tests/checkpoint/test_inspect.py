@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import checkpoint
 
@@ -121,6 +122,71 @@ def test_a_run_s_folder_is_described_by_its_newest_checkpoint(
     shutil.copytree(healthy, tmp_path / "checkpoints")
     (tmp_path / "run.json").write_text("{}")
     assert read_contents(tmp_path).folder == tmp_path / "checkpoints" / "iter_0000008"
+
+
+def closing_lines(folder: Path, capsys: pytest.CaptureFixture[str], verify: bool = False) -> str:
+    """What `make inspect` prints last of a checkpoint in which it finds no fault."""
+    assert inspect(str(folder), None, None, verify=verify) == 0
+    return capsys.readouterr().out.partition("Checked: ")[2]
+
+
+def test_the_last_lines_say_what_was_checked_and_what_was_not(
+    healthy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = closing_lines(healthy, capsys)
+    assert "10 tensors against the model of the arguments (attention, embedding, MLP)" in lines
+    assert "the optimizer's moments against the weights" in lines
+    unchecked = lines.partition("Not checked: ")[2]
+    assert unchecked.startswith("norms, because")
+    assert "values, because only VERIFY=1 reads them" in unchecked
+    lines = closing_lines(healthy, capsys, verify=True)
+    assert "every piece against its checksums" in lines
+    assert "VERIFY=1" not in lines
+
+
+def test_what_a_mixture_has_beyond_attention_is_not_claimed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = {name: one for name, one in states().items() if ".mlp." not in name}
+    folder = written(tmp_path, held, num_experts=4, moe_ffn_hidden_size=FFN, moe_router_topk=1)
+    lines = closing_lines(folder, capsys)
+    assert "(attention, embedding)" in lines
+    assert "Not checked: experts, norms, router, because" in lines
+
+
+def test_without_arguments_no_model_is_claimed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path, states())
+    torch.save({"iteration": 8}, folder / "iter_0000008/common.pt")
+    lines = closing_lines(folder, capsys)
+    assert "which tensors the model has, because the checkpoint holds no arguments" in lines
+    assert "against the model" not in lines
+
+
+def test_a_model_of_another_family_is_not_claimed_and_a_damaged_config_is_a_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "mamba"}')
+    lines = closing_lines(tmp_path, capsys)
+    assert "Checked: " not in lines
+    assert lines.startswith("nothing. ")
+    assert "which tensors the model has, because" in lines
+    assert "has the model_type 'mamba'" in lines
+    config.write_text('{"model_type')
+    assert inspect(str(tmp_path), None, None, verify=False) == 1
+    assert "config.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_its_common_state_is_at_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path, states())
+    (folder / "iter_0000008/common.pt").unlink()
+    assert inspect(str(folder), None, None, verify=False) == 1
+    assert "common.pt is missing, without which" in capsys.readouterr().err
 
 
 def without(name: str) -> Callable[[States], object]:

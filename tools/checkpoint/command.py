@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.checkpoint.checks import Loading, loading, problems_of
+from tools.checkpoint.checks import Loading, coverage_of, loading, problems_of
 from tools.checkpoint.contents import Contents, kind_of, read_contents
 from tools.records.torch_dist import DamagedCheckpointError
 from tools.spec.files import ROOT
@@ -32,7 +32,8 @@ def inspect(
     contents = read_contents(ROOT / Path(ckpt).expanduser())
     problems = problems_of(contents, verify)
     verdict = loading(contents, strategy) if strategy else None
-    found = described(contents, problems)
+    coverage = coverage_of(contents, verify)
+    found = described(contents, problems) | asdict(coverage)
     if verdict:
         found["loading"] = {"strategy": strategy, **asdict(verdict)}
     pairs: list[TensorRelation] = []
@@ -50,8 +51,7 @@ def inspect(
     for problem in problems:
         print(problem, file=sys.stderr)
     if not problems and not json:
-        read = "every piece was read" if verify else "VERIFY=1 reads every piece as well"
-        print(f"Nothing is missing, left over or of another model; {read}.")
+        print(coverage.sentences)
     if compare and problems:
         print("Nothing was compared: both checkpoints must be whole.", file=sys.stderr)
     same = all(pair.is_same for pair in pairs)

@@ -7,7 +7,6 @@ import math
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -32,7 +31,7 @@ from tools.records.torch_dist import (
     read_metadata,
 )
 from tools.spec.files import file_flaw, open_regular_file, read_regular_file
-from tools.spec.huggingface import ConfigError
+from tools.spec.huggingface import ConfigError, read_config
 from tools.spec.run import RunSpec, spec_of_printed
 
 TORCH_DIST, FSDP, LEGACY, HUGGING_FACE = "torch_dist", "fsdp_dtensor", "torch", "huggingface"
@@ -81,6 +80,8 @@ class Contents:
     """Of the distributed optimizer, as Megatron calls it; empty where nothing says it."""
     copies: tuple[Copy, ...] = ()
     """What ranks hold beside, and which must be the same."""
+    unknown_model: str = ""
+    """Why no tensors can be derived from a config.json of Hugging Face; empty where they can."""
 
     @cached_property
     def weights(self) -> dict[str, StoredTensor]:
@@ -178,7 +179,7 @@ def _distributed(folder: Path, backend: str) -> Contents:
         problems.append(f"{FORMAT} {flaw}: Megatron takes the checkpoint for one of torch's own.")
     common: Any = {}
     try:
-        common = _common(folder, stored)
+        common = _common(folder, stored, kind)
     except DamagedCheckpointError as error:
         problems.append(f"{error}.")
     objects = tuple(stored.objects)
@@ -199,11 +200,20 @@ def _distributed(folder: Path, backend: str) -> Contents:
     )
 
 
-def _common(folder: Path, stored: StoredMetadata) -> dict[str, Any]:
+def _common(folder: Path, stored: StoredMetadata, kind: str) -> dict[str, Any]:
+    """Read the state that every rank has alike.
+
+    Raises:
+        DamagedCheckpointError: A torch_dist checkpoint has none, or it cannot be read.
+    """
     path = folder / COMMON_FILE
     part = next((at for name, at in stored.objects.items() if name.startswith(COMMON)), None)
     if path.exists():
         part = StoredPart(path.name, 0, path.stat().st_size)
+    if part is None and kind == TORCH_DIST:
+        raise DamagedCheckpointError(
+            f"{COMMON_FILE} is missing, without which Megatron loads no {TORCH_DIST} checkpoint"
+        )
     if part is None:  # FSDP's, an object each.
         kept = {name: stored.objects[name] for name in _OWN_OBJECTS if name in stored.objects}
         return {name: describe_object(folder, at) for name, at in kept.items()}
@@ -280,15 +290,25 @@ def _hugging_face(folder: Path) -> Contents:
 
     tensors: dict[str, StoredTensor] = {}
     problems: tuple[str, ...] = ()
+    unknown = ""
+    config = folder / "config.json"
     try:
+        if config.exists():
+            read_config(config)  # One that is damaged is a fault; one of another family is none.
         for one in TensorFolder(folder).tensors.values():
             dtype = str(one.dtype).removeprefix("torch.")
             tensors[one.name] = StoredTensor(one.shape, dtype, {}, {})
-        with suppress(ConfigError):  # A model of no family that is known.
+    except (ConversionError, ConfigError) as error:
+        problems = (str(error),)
+    try:
+        if not problems:
             read_source(folder)
     except ConversionError as error:
         problems = (str(error),)
-    return Contents(folder, HUGGING_FACE, None, {}, StoredMetadata(tensors, (), {}), (), problems)
+    except ConfigError as error:  # A model of no family that is known.
+        unknown = str(error).removesuffix(".")
+    stored = StoredMetadata(tensors, (), {})
+    return Contents(folder, HUGGING_FACE, None, {}, stored, (), problems, unknown_model=unknown)
 
 
 def _arguments(namespace: Any) -> dict[str, str]:
