@@ -147,7 +147,7 @@ def test_the_last_lines_say_what_was_checked_and_what_was_not(
 def test_what_a_mixture_has_beyond_attention_is_not_claimed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = {name: one for name, one in states().items() if ".mlp." not in name}
+    held = {name: values for name, values in states().items() if ".mlp." not in name}
     folder = written(tmp_path, held, num_experts=4, moe_ffn_hidden_size=FFN, moe_router_topk=1)
     lines = closing_lines(folder, capsys)
     assert "(attention, embedding)" in lines
@@ -460,9 +460,10 @@ def test_no_strategy_loads_a_format_or_tensors_that_it_cannot(tmp_path: Path, fo
     contents = read_contents(written(tmp_path, held, **arguments))
     assert problems_of(contents) == ()
     loadings = [loading(contents, strategy) for strategy in UNDER]
-    assert tuple(one.verdict.partition(" ")[0] for one in loadings) == FORMS[form]
-    for one in loadings:
-        assert (UNTIED in one.flags) == ("untied" in form and one.verdict.startswith("loads"))
+    assert tuple(verdict.verdict.partition(" ")[0] for verdict in loadings) == FORMS[form]
+    for verdict in loadings:
+        loads = verdict.verdict.startswith("loads")
+        assert (UNTIED in verdict.flags) == ("untied" in form and loads)
     assert "fsdp_dtensor alone, and this checkpoint is torch_dist" in loadings[4].reasons[0]
     if "untied" not in form:
         assert (

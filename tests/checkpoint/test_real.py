@@ -76,11 +76,11 @@ def test_megatron_loads_what_the_verdict_says_it_loads(runs: Runs, form: str) ->
     contents = read_contents(folder)
     load = ("--load", str(folder), "--exit-on-missing-checkpoint")
     for strategy, expected in zip(UNDER, FORMS[form], strict=True):
-        found = loading(contents, strategy)
-        assert found.verdict.partition(" ")[0] == expected, strategy
+        verdict = loading(contents, strategy)
+        assert verdict.verdict.partition(" ")[0] == expected, strategy
         # What is refused is tried too, with the strategy's own flags.
-        target, flags = f"train-{strategy}-gpt2-tiny-2cpu", (*extra, *load, *found.flags)
-        flags = flags if found.flags else (*flags, "--no-load-optim")
+        target, flags = f"train-{strategy}-gpt2-tiny-2cpu", (*extra, *load, *verdict.flags)
+        flags = flags if verdict.flags else (*flags, "--no-load-optim")
         if expected == "loads":
             run = runs.train(target, iterations=3, shared_start=False, extra=flags)
             assert "successfully loaded checkpoint" in (run / LOG_FILE).read_text(), strategy

@@ -59,7 +59,7 @@ def problems_of(contents: Contents, reads_pieces: bool = False) -> tuple[str, ..
 
 @dataclass(frozen=True)
 class Coverage:
-    """What `problems_of` compared in a checkpoint, and what it did not compare."""
+    """The parts of a checkpoint that `problems_of` compares, and those that it does not compare."""
 
     checked: tuple[str, ...]
     """Noun phrases, such as `16 tensors against the model of the arguments (attention, MLP)`."""
@@ -97,9 +97,9 @@ def coverage_of(contents: Contents, reads_pieces: bool = False) -> Coverage:
             f"{len(compared)} tensors against the model of the arguments ({named or 'none'})"
         )
         known = _parts_of_model(contents.spec.shape)
-        others = known | {_part_of(name) for name in contents.weights.keys() - compared}
-        if others := others - parts:
-            listed = ", ".join(sorted(others, key=str.lower))
+        known |= {_part_of(name) for name in contents.weights.keys() - compared}
+        if missing_parts := known - parts:
+            listed = ", ".join(sorted(missing_parts, key=str.lower))
             reason = "the tensors that the arguments ask for are not worked out there"
             unchecked.append(f"{listed}, because {reason}")
     if any(_STATE.fullmatch(name) for name in contents.shapes):

@@ -33,9 +33,9 @@ def inspect(
     problems = problems_of(contents, verify)
     verdict = loading(contents, strategy) if strategy else None
     coverage = coverage_of(contents, verify)
-    found = described(contents, problems) | asdict(coverage)
+    description = described(contents, problems) | asdict(coverage)
     if verdict:
-        found["loading"] = {"strategy": strategy, **asdict(verdict)}
+        description["loading"] = {"strategy": strategy, **asdict(verdict)}
     pairs: list[TensorRelation] = []
     if compare and not problems:
         from tools.checkpoint.compare import compare_weights
@@ -46,8 +46,8 @@ def inspect(
             pairs = [] if problems else compare_weights(contents, other)
         except DamagedCheckpointError as error:
             problems = (f"{error}; copy the file again from where the checkpoint was saved.",)
-        found["comparison"] = list(map(asdict, pairs))
-    print(texts.dumps(found, indent=2) if json else _text(contents, verdict, pairs))
+        description["comparison"] = list(map(asdict, pairs))
+    print(texts.dumps(description, indent=2) if json else _text(contents, verdict, pairs))
     for problem in problems:
         print(problem, file=sys.stderr)
     if not problems and not json:
