@@ -416,8 +416,8 @@ def _unloadable(contents: Contents, new: Parallelism) -> Iterator[str]:
         )
     elif new.unties_embeddings and OUTPUT not in contents.shapes:
         yield (
-            f"{strategy_name(new)} needs {UNTIED}, and this checkpoint holds no {OUTPUT}: its embedding "
-            "is the output layer; use zero1."
+            f"Strategy {strategy_name(new)} needs {UNTIED}, and this checkpoint holds no {OUTPUT}: its "
+            "embedding is the output layer; use zero1."
         )
 
 
