@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -39,6 +40,20 @@ def asks_for(item: pytest.Item, fixtures: set[str]) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that look at real runs come last: the runs train while the others run."""
     items.sort(key=lambda item: asks_for(item, REAL_RUNS))
+
+
+@pytest.fixture
+def within_a_minute() -> Iterator[None]:
+    """Raises in a test that waits for more than a minute, as one that opens a pipe would for ever."""
+
+    def give_up(*_: object) -> NoReturn:
+        raise TimeoutError("The test waited for a minute.")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session")

@@ -235,6 +235,8 @@ def test_stages_and_ranks_of_the_format_torch_are_put_together(tmp_path: Path) -
         ("tp2", "loads without random states"),
         ("tp2dp2", "loads without random states"),
         ("dp2", "refuses"),
+        ("tp2dp2-zero2", "refuses"),
+        ("tp2dp2-fsdp2", "refuses"),
     ],
 )
 def test_a_rank_loads_its_own_file_of_the_format_torch(

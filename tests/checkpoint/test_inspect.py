@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import checkpoint
 
@@ -48,6 +49,10 @@ ARGUMENTS = {
     "global_batch_size": 4,
     "add_bias_linear": True,
 }
+
+
+FOUR_LAYERS: dict[str, object] = {"num_layers": LAYERS + 1}
+"""What a pipeline of two stages divides."""
 
 
 def states() -> States:
@@ -119,6 +124,71 @@ def test_a_run_s_folder_is_described_by_its_newest_checkpoint(
     assert read_contents(tmp_path).folder == tmp_path / "checkpoints" / "iter_0000008"
 
 
+def closing_lines(folder: Path, capsys: pytest.CaptureFixture[str], verify: bool = False) -> str:
+    """What `make inspect` prints last of a checkpoint in which it finds no fault."""
+    assert inspect(str(folder), None, None, verify=verify) == 0
+    return capsys.readouterr().out.partition("Checked: ")[2]
+
+
+def test_the_last_lines_say_what_was_checked_and_what_was_not(
+    healthy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = closing_lines(healthy, capsys)
+    assert "10 tensors against the model of the arguments (attention, embedding, MLP)" in lines
+    assert "the optimizer's moments against the weights" in lines
+    unchecked = lines.partition("Not checked: ")[2]
+    assert unchecked.startswith("norms, because")
+    assert "values, because only VERIFY=1 reads them" in unchecked
+    lines = closing_lines(healthy, capsys, verify=True)
+    assert "every piece against its checksums" in lines
+    assert "VERIFY=1" not in lines
+
+
+def test_what_a_mixture_has_beyond_attention_is_not_claimed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = {name: values for name, values in states().items() if ".mlp." not in name}
+    folder = written(tmp_path, held, num_experts=4, moe_ffn_hidden_size=FFN, moe_router_topk=1)
+    lines = closing_lines(folder, capsys)
+    assert "(attention, embedding)" in lines
+    assert "Not checked: experts, norms, router, because" in lines
+
+
+def test_without_arguments_no_model_is_claimed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path, states())
+    torch.save({"iteration": 8}, folder / "iter_0000008/common.pt")
+    lines = closing_lines(folder, capsys)
+    assert "which tensors the model has, because the checkpoint holds no arguments" in lines
+    assert "against the model" not in lines
+
+
+def test_a_model_of_another_family_is_not_claimed_and_a_damaged_config_is_a_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "mamba"}')
+    lines = closing_lines(tmp_path, capsys)
+    assert "Checked: " not in lines
+    assert lines.startswith("nothing. ")
+    assert "which tensors the model has, because" in lines
+    assert "has the model_type 'mamba'" in lines
+    config.write_text('{"model_type')
+    assert inspect(str(tmp_path), None, None, verify=False) == 1
+    assert "config.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_its_common_state_is_at_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path, states())
+    (folder / "iter_0000008/common.pt").unlink()
+    assert inspect(str(folder), None, None, verify=False) == 1
+    assert "common.pt is missing, without which" in capsys.readouterr().err
+
+
 def without(name: str) -> Callable[[States], object]:
     return lambda held: held.pop(name)
 
@@ -187,6 +257,48 @@ def test_a_damaged_file_is_named(
     copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
     damage(copy)
     assert named in " ".join(problems_of(read_contents(copy), reads_pieces=True))
+
+
+def make_pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+@pytest.mark.usefixtures("within_a_minute")
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "common.pt", "__0_0.distcp"])
+def test_a_pipe_is_not_opened_and_is_named(
+    healthy: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+    make_pipe(copy / "iter_0000008" / name)
+    assert inspect(str(copy), None, None, verify=True) == 1
+    printed = capsys.readouterr()
+    assert re.search(rf"{name}\b.* is no regular file", printed.err)
+    assert "Nothing is missing" not in printed.out
+
+
+@pytest.mark.usefixtures("within_a_minute")
+def test_a_pipe_in_place_of_the_tracker_or_of_a_rank_s_file_is_named(
+    healthy: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+    make_pipe(copy / "latest_checkpointed_iteration.txt")
+    with pytest.raises(UnknownFormatError, match=r"iteration\.txt is no regular file; name"):
+        read_contents(copy)
+    rank = tmp_path / "mp_rank_00"
+    rank.mkdir()
+    make_pipe(rank / "model_optim_rng.pt")
+    assert "is no regular file" in " ".join(read_contents(tmp_path).problems)
+
+
+@pytest.mark.usefixtures("within_a_minute")
+def test_a_device_is_not_read(healthy: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+    (copy / "iter_0000008/common.pt").unlink()
+    (copy / "iter_0000008/common.pt").symlink_to("/dev/zero")
+    assert "common.pt cannot be read (it is no regular file)" in " ".join(
+        problems_of(read_contents(copy))
+    )
 
 
 def swapped(name: str, order: list[int]) -> Callable[[States], object]:
@@ -321,6 +433,45 @@ def test_a_strategy_loads_it_loads_it_in_part_or_refuses(
     assert reason in " ".join(found.reasons)
 
 
+UNTIED = "--untie-embeddings-and-output-weights"
+FORMS = {
+    "tied": ("loads", "loads", "loads", "loads", "refuses", "refuses", "refuses"),
+    "untied": ("loads", "loads", "loads", "loads", "refuses", "refuses", "loads"),
+    "tied, of zero1": ("loads", "loads", "loads", "loads", "refuses", "refuses", "refuses"),
+    "untied, of zero1": ("loads", "loads", "loads", "loads", "refuses", "refuses", "loads"),
+}
+"""Whether a torch_dist checkpoint loads under each of `UNDER`; `test_real.py` tries it with Megatron."""
+UNDER = ("dp2", "tp2", "pp2", "dp2-zero1", "zero2", "zero3", "fsdp2")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_strategy_loads_a_format_or_tensors_that_it_cannot(tmp_path: Path, form: str) -> None:
+    """Whether it does for each format and strategy, tied or untied."""
+    held, arguments = states(), {**FOUR_LAYERS}
+    for name in [name for name in held if "decoder.layers." in name]:
+        held[name] = torch.cat((held[name], held[name][:1]))
+    if "untied" in form:
+        arguments["untie_embeddings_and_output_weights"] = True
+        moments = ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
+        held |= {f"{prefix}output_layer.weight": torch.ones(PADDED, HIDDEN) for prefix in moments}
+    if "zero1" in form:
+        arguments |= {"use_distributed_optimizer": True, "tensor_model_parallel_size": 1}
+        arguments |= {"data_parallel_size": 2}
+    contents = read_contents(written(tmp_path, held, **arguments))
+    assert problems_of(contents) == ()
+    loadings = [loading(contents, strategy) for strategy in UNDER]
+    assert tuple(verdict.verdict.partition(" ")[0] for verdict in loadings) == FORMS[form]
+    for verdict in loadings:
+        loads = verdict.verdict.startswith("loads")
+        assert (UNTIED in verdict.flags) == ("untied" in form and loads)
+    assert "fsdp_dtensor alone, and this checkpoint is torch_dist" in loadings[4].reasons[0]
+    if "untied" not in form:
+        assert (
+            "holds no output_layer.weight: its embedding is the output layer"
+            in (loadings[-1].reasons[0])
+        )
+
+
 def test_two_degrees_of_one_number_are_both_among_the_flags(healthy: Path) -> None:
     found = loading(read_contents(healthy), "tp2cp2")
     degrees = "--tensor-model-parallel-size 2 --context-parallel-size 2"
@@ -365,6 +516,25 @@ def test_a_damaged_checkpoint_is_not_compared(
     said = capsys.readouterr().err
     assert "is truncated" in said
     assert "Nothing was compared" in said
+
+
+def flip(path: Path, values: Tensor) -> None:
+    """Change one bit of a tensor's last value."""
+    saved = bytearray(path.read_bytes())
+    pattern = values.numpy().tobytes()
+    saved[saved.find(pattern) + len(pattern) - 1] ^= 1
+    path.write_bytes(saved)
+
+
+def test_a_flipped_byte_is_no_difference_between_models(
+    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+    flip(data(copy), states()[QKV])
+    assert inspect(str(healthy), str(copy), None, verify=False) == 1
+    error = capsys.readouterr().err
+    assert f"{data(copy)} is damaged at byte" in error
+    assert "Nothing was compared" in error
 
 
 def test_zarr_and_folders_without_a_checkpoint_are_refused_by_name(tmp_path: Path) -> None:

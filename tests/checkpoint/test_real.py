@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.checkpoint.forked import Runs, forked
+from tests.checkpoint.test_inspect import FORMS, UNDER, UNTIED
 from tools.checkpoint.checks import loading, problems_of
 from tools.checkpoint.contents import read_contents
 from tools.checkpoint.reshard import reshard
@@ -61,6 +62,33 @@ def test_megatron_keeps_or_ignores_what_the_verdict_says(runs: Runs, tmp_path: P
         log = (runs.resume(run, strategy, folder, LAST) / LOG_FILE).read_text()
         verdict = loading(contents, strategy).verdict
         assert verdict == ("loads without random states" if IGNORED in log else "loads"), strategy
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_megatron_loads_what_the_verdict_says_it_loads(runs: Runs, form: str) -> None:
+    """Of the table of verdicts each cell, with the flags that the verdict prints."""
+    extra = (UNTIED,) if "untied" in form else ()
+    first = "dp2-zero1" if "zero1" in form else "tp2"
+    saving = runs.train(
+        f"train-{first}-gpt2-tiny-2cpu", iterations=2, saving=Saving(2), extra=extra
+    )
+    folder = saving / CHECKPOINTS_FOLDER
+    contents = read_contents(folder)
+    load = ("--load", str(folder), "--exit-on-missing-checkpoint")
+    for strategy, expected in zip(UNDER, FORMS[form], strict=True):
+        verdict = loading(contents, strategy)
+        assert verdict.verdict.partition(" ")[0] == expected, strategy
+        # What is refused is tried too, with the strategy's own flags.
+        target, flags = f"train-{strategy}-gpt2-tiny-2cpu", (*extra, *load, *verdict.flags)
+        flags = flags if verdict.flags else (*flags, "--no-load-optim")
+        if expected == "loads":
+            run = runs.train(target, iterations=3, shared_start=False, extra=flags)
+            assert "successfully loaded checkpoint" in (run / LOG_FILE).read_text(), strategy
+            continue
+        with pytest.raises(AssertionError):
+            runs.train(target, iterations=3, shared_start=False, extra=flags)
+        log = (max(runs.folder.glob("2*")) / LOG_FILE).read_text()
+        assert re.search(r"KeyError: '(model|output_layer\.weight)'", log), strategy
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.distributed import checkpoint
 
-from tests.checkpoint.test_inspect import EMBEDDING, truncate
+from tests.checkpoint.test_inspect import EMBEDDING, data, flip, make_pipe, truncate
 from tests.checkpoint.test_inspect import states as dense_states
 from tests.checkpoint.test_inspect import written as dense_written
 from tests.patience import until
@@ -279,6 +279,37 @@ def test_a_checkpoint_that_is_damaged_or_of_another_format_is_refused(tmp_path: 
     torch.save({"model": {}}, legacy / "model_optim_rng.pt")
     with pytest.raises(ValueError, match="of the format torch, whose values are not read"):
         moved(legacy.parent, "baseline", tmp_path / "to")
+
+
+def test_a_flipped_byte_is_named_with_its_file_and_the_way_out(tmp_path: Path) -> None:
+    """Of a value, which torch.load reads without a word, and of the pickle that says its shape."""
+    way_out = (
+        "copy the file again from where the checkpoint was saved, or reshard an older checkpoint"
+    )
+    whole = dense_written(tmp_path / "whole", dense_states())
+    saved = data(whole).read_bytes()
+    flip(data(whole), dense_states()[EMBEDDING])
+    with pytest.raises(
+        ValueError, match=rf"\.distcp is damaged at byte .*; {way_out}\.$"
+    ) as raised:
+        moved(whole, "baseline", tmp_path / "to")
+    assert str(data(whole)) in str(raised.value)
+    at = saved.find(b"_rebuild_tensor_v2")
+    data(whole).write_bytes(saved[:at] + b"\xff" + saved[at + 1 :])
+    with pytest.raises(
+        ValueError, match=rf"\.distcp is damaged at byte .*; {way_out}\.$"
+    ) as raised:
+        moved(whole, "baseline", tmp_path / "to")
+    assert "weights_only" not in str(raised.value)
+
+
+@pytest.mark.usefixtures("within_a_minute")
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "common.pt"])
+def test_a_pipe_is_not_opened_and_is_named(tmp_path: Path, name: str) -> None:
+    folder = dense_written(tmp_path / "whole", dense_states())
+    make_pipe(folder / ITERATION / name)
+    with pytest.raises(ValueError, match=rf"is not whole: .*{name} .*is no regular file"):
+        moved(folder, "baseline", tmp_path / "to")
 
 
 def test_states_in_the_order_of_gradient_buffers_hold_for_any_dp_alone(tmp_path: Path) -> None:

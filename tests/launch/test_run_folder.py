@@ -10,7 +10,8 @@ import pytest
 
 from tests.report.factory import run_record
 from tools.launch import run_folder
-from tools.launch.run_folder import command_script
+from tools.launch.run_folder import command_script, read_named_run
+from tools.spec.errors import LaunchError
 from tools.spec.files import ROOT
 
 
@@ -76,3 +77,12 @@ def test_a_kit_that_was_moved_is_found_around_the_script_or_by_its_name(
 def test_this_kit_is_one_that_a_script_finds() -> None:
     assert (ROOT / "megatron_patches" / "__main__.py").is_file()
     assert (ROOT / "tools" / "launch").is_dir()
+
+
+@pytest.mark.usefixtures("within_a_minute")
+def test_a_pipe_in_place_of_a_run_s_record_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.json")
+    with pytest.raises(
+        LaunchError, match=r"run\.json cannot be read \(it is no regular file\); name"
+    ):
+        read_named_run(tmp_path)

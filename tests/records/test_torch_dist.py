@@ -1,3 +1,4 @@
+import os
 import pickle
 import shutil
 import warnings
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 from tools.records.torch_dist import (
     DamagedCheckpointError,
     ReadingStoppedError,
+    StoredPart,
     StoredTensor,
     is_finished,
     read_box,
     read_metadata,
+    read_piece,
     read_tensor,
     verify_readable,
     weights_hash,
@@ -180,3 +183,50 @@ def test_the_same_weights_have_one_hash_whatever_else_was_saved_with_them(tmp_pa
     first = saved("a", 1.0, "runs/a")
     assert saved("b", 1.0, "another/folder") == first
     assert saved("c", 1.0 + 2**-23, "runs/a") != first
+
+
+def test_a_piece_with_a_flipped_byte_is_read_as_it_was_saved_or_refused(tmp_path: Path) -> None:
+    """torch.load reads flipped values without a word, and advises to run a flipped pickle."""
+    whole = torch.arange(24.0).reshape(4, 6)
+    path = tmp_path / "pieces"
+    with path.open("wb") as file:
+        part = add_piece(file, path.name, whole)
+    saved = path.read_bytes()
+    refused = 0
+    for position in range(len(saved)):
+        path.write_bytes(saved[:position] + bytes([saved[position] ^ 16]) + saved[position + 1 :])
+        try:
+            assert torch.equal(read_piece(tmp_path, part), whole), position
+        except DamagedCheckpointError as error:
+            assert str(error).startswith(f"{path} is damaged at byte 0")  # noqa: PT017
+            assert "weights_only" not in str(error)  # noqa: PT017
+            refused += 1
+    assert refused > 24 * 4
+
+
+def test_a_piece_that_would_run_code_is_refused_without_advice_to_run_it(tmp_path: Path) -> None:
+    torch.save({"trap": Path("x")}, tmp_path / "piece")
+    part = StoredPart("piece", 0, (tmp_path / "piece").stat().st_size)
+    with pytest.raises(DamagedCheckpointError, match=r"torch reads no tensor there$"):
+        read_piece(tmp_path, part)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.bool])
+def test_pieces_of_any_type_and_of_no_elements_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    for number, values in enumerate((torch.ones(3, 2).to(dtype), torch.ones(0, 2).to(dtype))):
+        with (tmp_path / str(number)).open("wb") as file:
+            part = add_piece(file, str(number), values)
+        piece = read_piece(tmp_path, part)
+        assert (piece.dtype, piece.shape) == (dtype, values.shape)
+        assert torch.equal(piece.float(), values.float())
+
+
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "__0_0.distcp", "common.pt"])
+@pytest.mark.usefixtures("within_a_minute")
+def test_a_pipe_is_not_opened_and_is_named(copy: Path, name: str) -> None:
+    (copy / name).unlink(missing_ok=True)
+    os.mkfifo(copy / name)
+    with pytest.raises(
+        DamagedCheckpointError, match=rf"{name} cannot be read \(it is no regular file"
+    ):
+        verify_readable(copy)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.checkpoint.contents import (
+    FSDP,
     HUGGING_FACE,
     LEGACY,
     TORCH_DIST,
@@ -33,6 +34,7 @@ from tools.records.torch_dist import (
 from tools.spec.model import ModelShape
 from tools.spec.run import RunSpec
 from tools.spec.strategy import (
+    UNTIED,
     Parallelism,
     devices_of,
     parse_strategy,
@@ -53,6 +55,106 @@ def problems_of(contents: Contents, reads_pieces: bool = False) -> tuple[str, ..
     If it `reads_pieces`, every piece is compared with its checksum.
     """
     return tuple(_problems(contents, reads_pieces))
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The parts of a checkpoint that `problems_of` compares, and those that it does not compare."""
+
+    checked: tuple[str, ...]
+    """Noun phrases, such as `16 tensors against the model of the arguments (attention, MLP)`."""
+    unchecked: tuple[str, ...]
+    """Noun phrases with their reasons, such as `values, because only VERIFY=1 reads them`."""
+
+    @property
+    def sentences(self) -> str:
+        """A line of what was checked, and a line of what was not."""
+        lines = [f"Checked: {'; '.join(self.checked) or 'nothing'}. No fault was found."]
+        if self.unchecked:
+            lines.append(f"Not checked: {'; '.join(self.unchecked)}.")
+        return "\n".join(lines)
+
+
+def coverage_of(contents: Contents, reads_pieces: bool = False) -> Coverage:
+    """Return what `problems_of` with the same arguments compares and does not compare."""
+    checked, unchecked = list[str](), list[str]()
+    if contents.format == HUGGING_FACE:
+        if contents.unknown_model:
+            unchecked.append(f"which tensors the model has, because {contents.unknown_model}")
+        else:
+            checked.append(f"{len(contents.weights)} tensors against the model of config.json")
+        unchecked.append("values, because the format keeps no checksums")
+        return Coverage(tuple(checked), tuple(unchecked))
+    checked.append("that the files hold every piece that is listed")
+    if contents.spec is None:
+        reason = "the checkpoint holds no arguments that define a model"
+        unchecked.append(f"which tensors the model has, because {reason}")
+    else:
+        compared = _compared_names(contents, contents.spec.shape)
+        parts = {_part_of(name) for name in compared}
+        named = ", ".join(sorted(parts, key=str.lower))
+        checked.append(
+            f"{len(compared)} tensors against the model of the arguments ({named or 'none'})"
+        )
+        known = _parts_of_model(contents.spec.shape)
+        known |= {_part_of(name) for name in contents.weights.keys() - compared}
+        if missing_parts := known - parts:
+            listed = ", ".join(sorted(missing_parts, key=str.lower))
+            reason = "the tensors that the arguments ask for are not worked out there"
+            unchecked.append(f"{listed}, because {reason}")
+    if any(_STATE.fullmatch(name) for name in contents.shapes):
+        checked.append("the optimizer's moments against the weights")
+    elif "optimizer" in contents.states:
+        unchecked.append("the optimizer's states, because they are not named after weights")
+    if reads_pieces:
+        checked.append("every piece against its checksums, and the values of weights")
+    else:
+        unchecked.append("values, because only VERIFY=1 reads them")
+    return Coverage(tuple(checked), tuple(unchecked))
+
+
+def _compared_names(contents: Contents, shape: ModelShape) -> set[str]:
+    """Return the weights that `_misfits` compares with the model of the arguments."""
+    stacks = _stacks_layers(contents)
+    names = {EMBEDDING, *([OUTPUT] if OUTPUT in contents.shapes else [])}
+    for name in wanted_tensors(shape):
+        if stacks or not name.startswith(_LAYERS):
+            names.add(name)
+    return names & contents.weights.keys()
+
+
+def _stacks_layers(contents: Contents) -> bool:
+    """Return True if a tensor holds all layers; layers that differ are stored one by one."""
+    return not any(re.match(r"decoder\.layers\.\d", name) for name in contents.shapes)
+
+
+def _parts_of_model(shape: ModelShape) -> set[str]:
+    """Return the parts that a model has by its arguments, in the words of `_part_of`."""
+    parts = {"attention", "embedding", "norms"}
+    if shape.experts:
+        parts |= {"experts", "router"}
+    else:
+        parts.add("MLP")
+    return parts | ({"MTP"} if shape.mtp_depth else set())
+
+
+def _part_of(name: str) -> str:
+    """Return the part of a model that a tensor belongs to."""
+    if name == OUTPUT:
+        return "output layer"
+    return next((part for pattern, part in _PARTS.items() if pattern in name), "other modules")
+
+
+_PARTS = {
+    "mtp.": "MTP",
+    "norm": "norms",
+    ".router.": "router",
+    "experts.": "experts",
+    "embedding": "embedding",
+    ".self_attention.": "attention",
+    ".mlp.": "MLP",
+}
+"""Parts of a model by what the names of their tensors contain; the first that fits counts."""
 
 
 def wanted_tensors(shape: ModelShape) -> dict[str, Shape]:
@@ -172,7 +274,7 @@ def _value_flaws(contents: Contents) -> Iterator[str]:
 def _misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
     """Tensors that the model of the arguments lacks, has otherwise, or has not at all."""
     held = contents.shapes
-    stacks = not any(re.match(r"decoder\.layers\.\d", name) for name in held)
+    stacks = _stacks_layers(contents)
     for name, size in wanted_tensors(shape).items():
         if name.startswith(_LAYERS) and not stacks:
             continue
@@ -267,6 +369,7 @@ def loading(contents: Contents, strategy: str) -> Loading:
     saved = spec.parallelism
     new = parse_strategy(strategy, devices_of(strategy, saved.world_size))
     refused = [*contents.problems, *violations(laid(spec, new))]
+    refused += _unloadable(contents, new)
     if not refused and is_legacy and _files_of(new) != _files_of(saved):
         refused = [
             "A rank loads its own file, so TP, PP, virtual stages and EP must be those of "
@@ -276,6 +379,9 @@ def loading(contents: Contents, strategy: str) -> Loading:
         return Loading("refuses", (), tuple(refused))
     lost: dict[str, str] = {}
     flags = [*strategy_flags(new), *(("--ckpt-format", LEGACY) if is_legacy else ())]
+    if OUTPUT in contents.shapes and UNTIED not in flags:
+        # Without the flag Megatron leaves the tensor out, and trains a tied model.
+        flags.append(UNTIED)
     if moves_ranks(new, saved):
         lost["random states"] = "Megatron ignores random states of another TP or PP."
     if why := _lost_optimizer(contents, saved, new, strategy):
@@ -288,6 +394,31 @@ def loading(contents: Contents, strategy: str) -> Loading:
         flags += ["--make-vocab-size-divisible-by", str(contents.rows // new.tensor)]
     verdict = f"loads without {' and '.join(sorted(lost))}" if lost else "loads"
     return Loading(verdict, tuple(flags), tuple(lost.values()))
+
+
+def _unloadable(contents: Contents, new: Parallelism) -> Iterator[str]:
+    """Yield why Megatron cannot load this format, or these tensors, with the flags of a strategy.
+
+    Megatron 0.19: `--use-megatron-fsdp` takes `--ckpt-format fsdp_dtensor` alone, and a torch_dist
+    checkpoint then ends in `KeyError: 'model'`; `--use-torch-fsdp2` takes torch_dist and torch_dcp, and
+    asks for an output layer of its own (`training/arguments.py: validate_args`).
+    """
+    sharding, name = new.sharding, contents.format
+    if sharding.is_megatron_fsdp:
+        yield (
+            f"Megatron-FSDP ({sharding}) loads the format {FSDP} alone, and this checkpoint is {name}; "
+            "use zero1."
+        )
+    elif sharding.is_torch_fsdp and name == LEGACY:
+        yield (
+            f"torch FSDP2 loads the format {TORCH_DIST}, and this checkpoint is {name}; load it under "
+            "the strategy that saved it and save it with --ckpt-format torch_dist."
+        )
+    elif new.unties_embeddings and OUTPUT not in contents.shapes:
+        yield (
+            f"Strategy {strategy_name(new)} needs {UNTIED}, and this checkpoint holds no {OUTPUT}: its "
+            "embedding is the output layer; use zero1."
+        )
 
 
 def _lost_optimizer(contents: Contents, saved: Parallelism, new: Parallelism, strategy: str) -> str:

@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.checkpoint.checks import Loading, loading, problems_of
+from tools.checkpoint.checks import Loading, coverage_of, loading, problems_of
 from tools.checkpoint.contents import Contents, kind_of, read_contents
+from tools.records.torch_dist import DamagedCheckpointError
 from tools.spec.files import ROOT
 from tools.spec.strategy import strategy_name
 from tools.text.units import plural
@@ -31,23 +32,26 @@ def inspect(
     contents = read_contents(ROOT / Path(ckpt).expanduser())
     problems = problems_of(contents, verify)
     verdict = loading(contents, strategy) if strategy else None
-    found = described(contents, problems)
+    coverage = coverage_of(contents, verify)
+    description = described(contents, problems) | asdict(coverage)
     if verdict:
-        found["loading"] = {"strategy": strategy, **asdict(verdict)}
+        description["loading"] = {"strategy": strategy, **asdict(verdict)}
     pairs: list[TensorRelation] = []
     if compare and not problems:
         from tools.checkpoint.compare import compare_weights
 
         other = read_contents(ROOT / Path(compare).expanduser())
         problems = tuple(f"COMPARE={compare}: {flaw}" for flaw in problems_of(other, verify))
-        pairs = [] if problems else compare_weights(contents, other)
-        found["comparison"] = list(map(asdict, pairs))
-    print(texts.dumps(found, indent=2) if json else _text(contents, verdict, pairs))
+        try:
+            pairs = [] if problems else compare_weights(contents, other)
+        except DamagedCheckpointError as error:
+            problems = (f"{error}; copy the file again from where the checkpoint was saved.",)
+        description["comparison"] = list(map(asdict, pairs))
+    print(texts.dumps(description, indent=2) if json else _text(contents, verdict, pairs))
     for problem in problems:
         print(problem, file=sys.stderr)
     if not problems and not json:
-        read = "every piece was read" if verify else "VERIFY=1 reads every piece as well"
-        print(f"Nothing is missing, left over or of another model; {read}.")
+        print(coverage.sentences)
     if compare and problems:
         print("Nothing was compared: both checkpoints must be whole.", file=sys.stderr)
     same = all(pair.is_same for pair in pairs)

@@ -7,7 +7,6 @@ import math
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -21,6 +20,7 @@ from tools.records.torch_dist import (
     EMBEDDING,
     FORMAT,
     METADATA,
+    TRACKER_FILE,
     DamagedCheckpointError,
     Shape,
     StoredMetadata,
@@ -30,7 +30,8 @@ from tools.records.torch_dist import (
     finished_iteration,
     read_metadata,
 )
-from tools.spec.huggingface import ConfigError
+from tools.spec.files import file_flaw, open_regular_file, read_regular_file
+from tools.spec.huggingface import ConfigError, read_config
 from tools.spec.run import RunSpec, spec_of_printed
 
 TORCH_DIST, FSDP, LEGACY, HUGGING_FACE = "torch_dist", "fsdp_dtensor", "torch", "huggingface"
@@ -79,6 +80,8 @@ class Contents:
     """Of the distributed optimizer, as Megatron calls it; empty where nothing says it."""
     copies: tuple[Copy, ...] = ()
     """What ranks hold beside, and which must be the same."""
+    unknown_model: str = ""
+    """Why no tensors can be derived from a config.json of Hugging Face; empty where they can."""
 
     @cached_property
     def weights(self) -> dict[str, StoredTensor]:
@@ -116,6 +119,7 @@ def read_contents(folder: Path) -> Contents:
     """
     if (folder / RUN_FILE).is_file():
         folder /= CHECKPOINTS_FOLDER
+    _refuse_special_tracker(folder)
     newest = finished_iteration(folder)
     if newest is not None:
         folder /= f"iter_{newest:07d}"
@@ -127,7 +131,7 @@ def read_contents(folder: Path) -> Contents:
             f"{folder} is a checkpoint in the zarr format, which Megatron removed; load it with "
             "Megatron-Core 0.10 or older and save it with --ckpt-format torch_dist."
         )
-    if (folder / METADATA).is_file() or backend:
+    if backend or (folder / METADATA).exists():
         return _distributed(folder, backend)
     ranks = sorted(folder.glob(f"mp_rank_*/{LEGACY_FILE}"))
     if ranks:
@@ -140,9 +144,22 @@ def read_contents(folder: Path) -> Contents:
     )
 
 
+def _refuse_special_tracker(folder: Path) -> None:
+    """Refuse a tracker file that is a pipe or a device: it names no iteration.
+
+    Raises:
+        UnknownFormatError: It is one.
+    """
+    flaw = file_flaw(folder / TRACKER_FILE)
+    if flaw and flaw != "is missing":
+        raise UnknownFormatError(
+            f"{folder / TRACKER_FILE} {flaw}; name the folder of one checkpoint (iter_…)."
+        )
+
+
 def _backend(folder: Path) -> str:
     try:
-        return str(json.loads((folder / FORMAT).read_bytes()).get("sharded_backend", ""))
+        return str(json.loads(read_regular_file(folder / FORMAT)).get("sharded_backend", ""))
     except (OSError, ValueError, AttributeError):
         return ""
 
@@ -158,12 +175,11 @@ def _distributed(folder: Path, backend: str) -> Contents:
     problems = list(_unreadable(folder, stored))
     if kind == FSDP and any(name.startswith(_WEIGHTS) for name in stored.tensors):
         kind = TORCH_DIST
-        problems.append(
-            f"{FORMAT} is missing: Megatron takes the checkpoint for one of torch's own."
-        )
+        flaw = file_flaw(folder / FORMAT) or "does not say a format"
+        problems.append(f"{FORMAT} {flaw}: Megatron takes the checkpoint for one of torch's own.")
     common: Any = {}
     try:
-        common = _common(folder, stored)
+        common = _common(folder, stored, kind)
     except DamagedCheckpointError as error:
         problems.append(f"{error}.")
     objects = tuple(stored.objects)
@@ -184,11 +200,20 @@ def _distributed(folder: Path, backend: str) -> Contents:
     )
 
 
-def _common(folder: Path, stored: StoredMetadata) -> dict[str, Any]:
+def _common(folder: Path, stored: StoredMetadata, kind: str) -> dict[str, Any]:
+    """Read the state that every rank has alike.
+
+    Raises:
+        DamagedCheckpointError: A torch_dist checkpoint has none, or it cannot be read.
+    """
     path = folder / COMMON_FILE
     part = next((at for name, at in stored.objects.items() if name.startswith(COMMON)), None)
-    if path.is_file():
+    if path.exists():
         part = StoredPart(path.name, 0, path.stat().st_size)
+    if part is None and kind == TORCH_DIST:
+        raise DamagedCheckpointError(
+            f"{COMMON_FILE} is missing, without which Megatron loads no {TORCH_DIST} checkpoint"
+        )
     if part is None:  # FSDP's, an object each.
         kept = {name: stored.objects[name] for name in _OWN_OBJECTS if name in stored.objects}
         return {name: describe_object(folder, at) for name, at in kept.items()}
@@ -207,8 +232,8 @@ def _unreadable(folder: Path, stored: StoredMetadata) -> Iterator[str]:
             yield f"The pieces of {name} {flaw}."
     for file, parts in stored.by_file.items():
         path = folder / file
-        if not path.is_file():
-            yield f"{file} is missing, with {len(parts)} pieces."
+        if flaw := file_flaw(path):
+            yield f"{file} {flaw}, with {len(parts)} pieces."
             continue
         size, end = path.stat().st_size, max(at.offset_bytes + at.length_bytes for at in parts)
         if size < end:
@@ -231,7 +256,7 @@ def _legacy(folder: Path, ranks: list[Path]) -> Contents:
     problems, held = list[str](), dict[str, Any]()
     for path in ranks:
         try:
-            with zipfile.ZipFile(path) as archive:
+            with open_regular_file(path) as file, zipfile.ZipFile(file) as archive:
                 held[path.parent.name] = describe_saved(archive)
         except Exception as error:  # A damaged pickle raises anything.
             problems.append(f"{path.parent.name}/{path.name} cannot be read ({error}).")
@@ -265,15 +290,25 @@ def _hugging_face(folder: Path) -> Contents:
 
     tensors: dict[str, StoredTensor] = {}
     problems: tuple[str, ...] = ()
+    unknown = ""
+    config = folder / "config.json"
     try:
+        if config.exists():
+            read_config(config)  # One that is damaged is a fault; one of another family is none.
         for one in TensorFolder(folder).tensors.values():
             dtype = str(one.dtype).removeprefix("torch.")
             tensors[one.name] = StoredTensor(one.shape, dtype, {}, {})
-        with suppress(ConfigError):  # A model of no family that is known.
+    except (ConversionError, ConfigError) as error:
+        problems = (str(error),)
+    try:
+        if not problems:
             read_source(folder)
     except ConversionError as error:
         problems = (str(error),)
-    return Contents(folder, HUGGING_FACE, None, {}, StoredMetadata(tensors, (), {}), (), problems)
+    except ConfigError as error:  # A model of no family that is known.
+        unknown = str(error).removesuffix(".")
+    stored = StoredMetadata(tensors, (), {})
+    return Contents(folder, HUGGING_FACE, None, {}, stored, (), problems, unknown_model=unknown)
 
 
 def _arguments(namespace: Any) -> dict[str, str]:

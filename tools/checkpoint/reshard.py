@@ -58,6 +58,7 @@ from tools.records.pickles import rewritten
 from tools.records.torch_dist import (
     METADATA,
     TRACKER_FILE,
+    DamagedCheckpointError,
     Shape,
     StoredMetadata,
     StoredPart,
@@ -134,6 +135,11 @@ def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
         folder = unfinished / f"iter_{contents.iteration or 0:07d}"
         try:
             summary = plan.write(folder, Work(console))
+        except DamagedCheckpointError as error:
+            raise ReshardError(
+                f"{error}; copy the file again from where the checkpoint was saved, or reshard an older "
+                "checkpoint."
+            ) from error
         except BaseException:  # Ctrl-C as well.
             kept = (
                 f"{from_root(unfinished)} is kept: the same command goes on behind what is in it."
@@ -346,9 +352,8 @@ class _Plan:
         held: dict[str, StoredPart] = {}
         source = self._contents.folder
         if (source / COMMON_FILE).is_file():
-            (folder / COMMON_FILE).write_bytes(
-                rewritten((source / COMMON_FILE).read_bytes(), change)
-            )
+            saved = StoredPart(COMMON_FILE, 0, (source / COMMON_FILE).stat().st_size)
+            (folder / COMMON_FILE).write_bytes(rewritten(read_bytes(source, saved), change))
         with (folder / file_name).open("wb") as file:
             for name, part in self._stored.objects.items():
                 if name.startswith(tuple(dropped)):

@@ -134,6 +134,11 @@ def read_named_run(folder: Path, otherwise: str = "") -> records.RunRecord:
             f"RUN={from_root(folder)} is no run folder: it has no {records.RUN_FILE}; 'ls runs' shows "
             f"them{otherwise}."
         ) from None
+    except OSError as error:
+        raise LaunchError(
+            f"{folder / records.RUN_FILE} cannot be read ({error.strerror}); name the folder of another "
+            "run, or put the file back."
+        ) from None
     except msgspec.DecodeError as error:
         raise LaunchError(
             f"{folder / records.RUN_FILE} is not of this version of the kit ({error})."

@@ -24,6 +24,7 @@ from tools.records.torch_dist import (
     weights_hash,
 )
 from tools.spec.errors import LaunchError
+from tools.spec.files import file_flaw, read_regular_file
 
 MANIFEST_FILE = "manifest.json"
 DAMAGED = "damaged-"
@@ -109,8 +110,8 @@ def check(checkpoint: Checkpoint) -> None:
         return
     for name, known in _read_manifest(checkpoint).files.items():
         path = checkpoint.path / name
-        if not path.is_file():
-            raise DamagedCheckpointError(f"{name} is missing")
+        if flaw := file_flaw(path):
+            raise DamagedCheckpointError(f"{name} {flaw}")
         size = path.stat().st_size
         if size != known.size_bytes:
             raise DamagedCheckpointError(
@@ -186,7 +187,7 @@ def rename_damaged(path: Path) -> Path:
 
 def _read_manifest(checkpoint: Checkpoint) -> CheckpointManifest:
     try:
-        data = (checkpoint.path / MANIFEST_FILE).read_bytes()
+        data = read_regular_file(checkpoint.path / MANIFEST_FILE)
         return msgspec.json.decode(data, type=CheckpointManifest)
     except msgspec.DecodeError as error:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} cannot be read ({error})") from error

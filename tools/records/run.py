@@ -15,6 +15,7 @@ import msgspec
 
 from tools.records.io import lock, write_record
 from tools.spec import variables
+from tools.spec.files import read_regular_file
 from tools.spec.flags import counted_vocabulary
 from tools.spec.run import DeviceKind, PatchFile, RunSpec, spec_of_flags
 from tools.spec.strategy import Batch, Parallelism
@@ -330,9 +331,12 @@ def read_run(folder: Path) -> RunRecord:
 
     Raises:
         FileNotFoundError: The folder has no `run.json`.
+        OSError: `run.json` cannot be read, or is no regular file.
         msgspec.DecodeError: The file is not JSON of this shape.
     """
-    return decode_run(msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=dict[str, Any]))
+    return decode_run(
+        msgspec.json.decode(read_regular_file(folder / RUN_FILE), type=dict[str, Any])
+    )
 
 
 def write_run(folder: Path, record: RunRecord) -> None:
@@ -342,7 +346,7 @@ def write_run(folder: Path, record: RunRecord) -> None:
 
 def read_status(folder: Path) -> StatusRecord:
     """Read `status.json`; raises as `read_run` does."""
-    return msgspec.json.decode((folder / STATUS_FILE).read_bytes(), type=StatusRecord)
+    return msgspec.json.decode(read_regular_file(folder / STATUS_FILE), type=StatusRecord)
 
 
 def is_running(log: Path) -> bool:

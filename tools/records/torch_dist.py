@@ -13,14 +13,16 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tools.records.pickles import DescribedTensor, InertUnpickler, describe_saved, read_values
+from tools.spec.files import open_regular_file, read_regular_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,10 +107,12 @@ def read_metadata(folder: Path) -> StoredMetadata:
         DamagedCheckpointError: `.metadata` is missing, or no metadata.
     """
     try:
-        with (folder / METADATA).open("rb") as file:
+        with open_regular_file(folder / METADATA) as file:
             return _described(InertUnpickler(file).load())
     except FileNotFoundError:
         raise DamagedCheckpointError(f"it was not finished and has no {METADATA}") from None
+    except OSError as error:
+        raise DamagedCheckpointError(f"{METADATA} cannot be read ({error.strerror})") from error
     except Exception as error:  # A damaged pickle raises anything.
         raise DamagedCheckpointError(f"{METADATA} cannot be read ({error})") from error
 
@@ -144,43 +148,57 @@ def _dtype(properties: Any) -> str:
 
 
 def describe_object(folder: Path, part: StoredPart) -> Any:
-    """What is stored and is no tensor; classes are stand-ins, and tensors in it have no values.
+    """Describe what is stored and is no tensor; classes are stand-ins, and tensors in it have no values.
 
     Raises:
         DamagedCheckpointError: It cannot be read.
     """
-    try:
-        with (folder / part.file).open("rb") as file, _archive(file, part) as archive:
-            return describe_saved(archive)
-    except OSError as error:
-        raise DamagedCheckpointError(f"{part.file} cannot be read ({error.strerror})") from error
+    with _open_archive(folder, part) as archive:
+        return describe_saved(archive)
 
 
 def read_bytes(folder: Path, part: StoredPart) -> bytes:
-    """All that `torch.save` wrote of a piece or an object."""
-    with (folder / part.file).open("rb") as file:
+    """Read all that `torch.save` wrote of a piece or an object, and compare it with its checksums.
+
+    Raises:
+        DamagedCheckpointError: The bytes cannot be read, or are not what was saved.
+    """
+    with _open_archive(folder, part) as archive:
+        _check_members(archive, part)
+    with open_regular_file(folder / part.file) as file:
         file.seek(part.offset_bytes)
         return file.read(part.length_bytes)
 
 
 def read_piece(folder: Path, part: StoredPart) -> Tensor:
-    """One piece of a tensor.
+    """Read one piece of a tensor, and compare it with its checksums, which `torch.load` does not.
 
     Raises:
-        DamagedCheckpointError: It is not what was saved.
+        DamagedCheckpointError: The piece cannot be read, or is not what was saved.
+    """
+    with _open_archive(folder, part) as archive:
+        described = part.tensor or describe_saved(archive)
+        if isinstance(described, DescribedTensor) and described.dtype:
+            return read_values(archive, described)
+    return _load_piece(folder, part)
+
+
+def _load_piece(folder: Path, part: StoredPart) -> Tensor:
+    """Read a piece of a type that only torch knows, such as one of eight bits.
+
+    Raises:
+        DamagedCheckpointError: torch finds no tensor in it, or something that could run code.
     """
     import torch
 
-    if part.tensor is not None:
-        with (folder / part.file).open("rb") as file, _archive(file, part) as archive:
-            return read_values(archive, part.tensor)
     try:
-        found: Tensor = torch.load(io.BytesIO(read_bytes(folder, part)), weights_only=True)
-    except RuntimeError as error:
+        piece: Tensor = torch.load(io.BytesIO(read_bytes(folder, part)), weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError):
+        # torch's own text advises to load it without the safeguards against foreign code.
         raise DamagedCheckpointError(
-            f"{folder / part.file} is damaged at byte {part.offset_bytes} ({error})"
+            f"{folder / part.file} is damaged at byte {part.offset_bytes}: torch reads no tensor there"
         ) from None
-    return found
+    return piece
 
 
 def is_finished(folder: Path) -> bool:
@@ -191,7 +209,7 @@ def is_finished(folder: Path) -> bool:
 def finished_iteration(folder: Path) -> int | None:
     """The newest iteration that Megatron says it has saved."""
     try:
-        return int((folder / TRACKER_FILE).read_text())
+        return int(read_regular_file(folder / TRACKER_FILE))
     except (OSError, ValueError):
         return None
 
@@ -212,9 +230,11 @@ def verify_readable(folder: Path, keep_going: KeepGoing = lambda: True) -> None:
         ReadingStoppedError: `keep_going` says no.
     """
     try:
-        json.loads((folder / FORMAT).read_bytes())
+        json.loads(read_regular_file(folder / FORMAT))
     except FileNotFoundError:
         raise DamagedCheckpointError(f"it was not finished and has no {FORMAT}") from None
+    except OSError as error:
+        raise DamagedCheckpointError(f"{FORMAT} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise DamagedCheckpointError(f"{FORMAT} cannot be read ({error})") from error
     verify_pieces(folder, read_metadata(folder), keep_going)
@@ -253,7 +273,7 @@ def weights_hash(folder: Path) -> str:
 
 def _checksums(folder: Path, piece: StoredPart) -> list[tuple[str, int, int]]:
     """Of what `torch.save` wrote for one piece, but for its own version numbers."""
-    with (folder / piece.file).open("rb") as file, _archive(file, piece) as archive:
+    with _open_archive(folder, piece) as archive:
         members = ((m.filename.partition("/")[2], m.file_size, m.CRC) for m in archive.infolist())
         return [m for m in members if m[0] == "data.pkl" or m[0].startswith("data/")]
 
@@ -295,7 +315,7 @@ def read_box(
 
 def _check_file(path: Path, pieces: Iterable[StoredPart], keep_going: KeepGoing) -> None:
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             for piece in pieces:
                 if not keep_going():
@@ -306,14 +326,40 @@ def _check_file(path: Path, pieces: Iterable[StoredPart], keep_going: KeepGoing)
                         f"{piece.offset_bytes + piece.length_bytes}"
                     )
                 with _archive(file, piece) as archive:
-                    damaged = archive.testzip()
-                if damaged is not None:
-                    raise DamagedCheckpointError(
-                        f"{piece.file} is damaged at byte {piece.offset_bytes}: the checksum of "
-                        f"{damaged} is wrong"
-                    )
+                    _check_members(archive, piece)
     except OSError as error:
         raise DamagedCheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
+
+
+def _check_members(archive: zipfile.ZipFile, piece: StoredPart) -> None:
+    """Read all that an archive holds.
+
+    Raises:
+        DamagedCheckpointError: A checksum is wrong.
+    """
+    damaged = archive.testzip()
+    if damaged is not None:
+        raise DamagedCheckpointError(
+            f"{piece.file} is damaged at byte {piece.offset_bytes}: the checksum of {damaged} is wrong"
+        )
+
+
+@contextmanager
+def _open_archive(folder: Path, piece: StoredPart) -> Iterator[zipfile.ZipFile]:
+    """Open what `torch.save` wrote for one piece or object.
+
+    Raises:
+        DamagedCheckpointError: The file cannot be read, or what is read of it is damaged.
+    """
+    path = folder / piece.file
+    try:
+        with (
+            open_regular_file(path) as file,
+            _archive(file, replace(piece, file=str(path))) as archive,
+        ):
+            yield archive
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror})") from error
 
 
 @contextmanager
@@ -322,7 +368,7 @@ def _archive(file: BinaryIO, piece: StoredPart) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(_Part(file, piece.offset_bytes, piece.length_bytes)) as archive:
             yield archive
-    except OSError:
+    except (OSError, DamagedCheckpointError):
         raise
     except Exception as error:  # A damaged archive raises anything, such as that it is encrypted.
         raise DamagedCheckpointError(

@@ -7,14 +7,16 @@ flags to Megatron as they are; planner and report read the same files.
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import io
 import re
 import shlex
+import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -41,6 +43,32 @@ def is_plain_name(text: str) -> bool:
     A name that begins with a dot or a dash, and one with a slash, gives False.
     """
     return re.fullmatch(r"\w[\w.-]{0,100}", text) is not None
+
+
+def open_regular_file(path: Path) -> BinaryIO:
+    """Open a regular file to read its bytes.
+
+    A pipe or a device is never opened: opening a pipe that nobody writes to would wait for ever.
+
+    Raises:
+        OSError: The path cannot be opened, or is no regular file.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return path.open("rb")
+
+
+def read_regular_file(path: Path) -> bytes:
+    """Return all bytes of a regular file; raises as `open_regular_file` does."""
+    with open_regular_file(path) as file:
+        return file.read()
+
+
+def file_flaw(path: Path) -> str:
+    """Return why a path is no regular file (`is missing`, `is no regular file`); empty if it is one."""
+    if path.is_file():
+        return ""
+    return "is no regular file" if path.exists() else "is missing"
 
 
 def read_args_file(path: Path) -> tuple[str, ...]:

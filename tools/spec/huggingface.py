@@ -14,6 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tools.spec.files import read_regular_file
 from tools.spec.flags import Flags, flag_words
 
 _LONGEST = 8192
@@ -75,8 +76,10 @@ def read_config(path: Path) -> dict[str, Any]:
         ConfigError: It cannot be read, or is no JSON object.
     """
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        config = json.loads(read_regular_file(path))
+    except OSError as error:
+        raise ConfigError(f"The config {path} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
         raise ConfigError(f"The config {path} cannot be read: {error}.") from None
     if not isinstance(config, dict):
         raise ConfigError(f"The config {path} is no JSON object; give a model's config.json.")

@@ -289,3 +289,13 @@ def test_an_import_is_the_same_model_as_its_source_and_a_changed_one_is_not(
     save_file(doubled, source / FILE)
     found = compare_weights(read_contents(source), checkpoint)
     assert {(one.relation, one.detail[-3:]) for one in found} == {("scaled", "0.5")}
+
+
+@pytest.mark.usefixtures("within_a_minute")
+def test_pipes_in_place_of_a_config_and_of_an_import_s_record_are_named(tmp_path: Path) -> None:
+    for name in ("config.json", "import.json"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=r"config\.json cannot be read: it is no regular file"):
+        read_source(tmp_path)
+    with pytest.raises(ValueError, match=r"import\.json cannot be read .*it is no regular file"):
+        read_import(tmp_path)

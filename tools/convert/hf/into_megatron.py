@@ -30,7 +30,7 @@ from tools.convert.hf.progress import ConversionError, Work, check_room
 from tools.convert.hf.tensor_files import TensorFolder
 from tools.records.io import made_whole, write_record
 from tools.records.torch_dist import EMBEDDING, VOCABULARY
-from tools.spec.files import args_text, from_root, is_plain_name
+from tools.spec.files import args_text, from_root, is_plain_name, read_regular_file
 from tools.spec.flags import merge_flags
 from tools.spec.huggingface import exact_flags, read_config
 from tools.spec.model import (
@@ -174,7 +174,7 @@ def read_import(folder: Path) -> ImportRecord:
         ConversionError: It is not there, or cannot be read.
     """
     try:
-        return msgspec.json.decode((folder / IMPORT_FILE).read_bytes(), type=ImportRecord)
+        return msgspec.json.decode(read_regular_file(folder / IMPORT_FILE), type=ImportRecord)
     except (OSError, msgspec.DecodeError) as error:
         raise ConversionError(
             f"{folder} is no imported model: its {IMPORT_FILE} cannot be read ({error})."

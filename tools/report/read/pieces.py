@@ -8,10 +8,8 @@ them restores.
 from __future__ import annotations
 
 import bz2
-import errno
 import gzip
 import lzma
-import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from tools.report.read.dialects import LineFormat, find_iterations, line_formats
+from tools.spec.files import open_regular_file
 
 FIRST_CHUNK_BYTES = 1 << 16
 CHUNK_BYTES = 1 << 22
@@ -131,9 +130,7 @@ def read_chunks(path: Path) -> Iterator[bytes]:
     Raises:
         OSError: The file cannot be opened or read.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    with path.open("rb") as raw:
+    with open_regular_file(path) as raw:
         magic = raw.read(8)
         raw.seek(0)
         unpack = next(
