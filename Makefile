@@ -1,5 +1,5 @@
 # The front door. `make help` shows the targets. Every target that is not below is a command of the table in
-# tools/cli/commands.py; variables such as ITERS=50 reach it through the environment, and one that it does not
+# src/parakit/cli/commands.py; variables such as ITERS=50 reach it through the environment, and one that it does not
 # use is refused.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -14,13 +14,13 @@ for_host = $(if $(KIT_IMAGE),$(error 'make $@' is for the host; the kit's image 
 # such as 'list;ls'. Make takes 'list(x)' for a member of an archive, which $% names.
 %: export KIT_TARGET = $@$(if $%,($%))
 %: FORCE
-	@tools/setup.sh && $(VENV_PYTHON) -m tools.cli "$$KIT_TARGET"
+	@tools/setup.sh && $(VENV_PYTHON) -m parakit "$$KIT_TARGET"
 FORCE Makefile: ;
 
 help:
-	@tools/any_python.sh tools/cli/help.py
+	@tools/any_python.sh src/parakit/cli/help.py
 help-all:
-	@tools/any_python.sh tools/cli/help.py all
+	@tools/any_python.sh src/parakit/cli/help.py all
 setup install-dependencies:
 	@tools/setup.sh
 doctor:
@@ -42,7 +42,7 @@ lint: setup
 	@$(for_host)$(no_variables)tools/lint.sh
 clean:
 	@$(no_variables)[ ! -d runs ] || ! $(VENV_PYTHON) -c 'import msgspec, psutil, rich' 2>/dev/null || \
-		RUNS= $(VENV_PYTHON) -m tools.cli idle
+		RUNS= $(VENV_PYTHON) -m parakit idle
 	@rm -rf runs reports .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 .PHONY: help help-all setup install-dependencies doctor setup-deepspeed setup-hf setup-bridge test test-slow bench bench-verify docs lint clean

@@ -5,6 +5,6 @@ version, device, Transformer Engine) and runs the entry. Each module holds the p
 under `cpu/`, `no_te/` and `fused/` by where they are needed; `catalogue` lists all in order, `registry`
 describes and applies them. `patch_file` then executes the file of `PATCH_FILE=`.
 
-Runs inside training processes, on top of `tools.ledger`. The commands import three modules, none with
-torch: `tools.launch` reads `context`, `fusions` and `patch_file`. The plan's dry run imports all.
+Runs inside training processes, on top of `parakit.accounting`. The commands import three modules, none with
+torch: `parakit.launch` reads `context`, `fusions` and `patch_file`. The plan's dry run imports all.
 """

@@ -18,7 +18,7 @@ from megatron_patches.entry import kept_imports, named_refusals
 from megatron_patches.patch_file import execute_patch_file
 from megatron_patches.registry import WITHOUT, PatchError, apply_patches, left_out
 from megatron_patches.stacks import dump_stacks_on_request
-from tools.spec import variables
+from parakit.config import variables
 
 
 def main(arguments: list[str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from megatron_patches.fusions import parse_fusions
-from tools.spec import variables
+from parakit.config import variables
 
 OLDEST_KNOWN = Version("0.15.0rc0")
 NEWEST_KNOWN = Version("0.19")

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_patches.registry import Patch, Replacement
-from tools.ledger.recorder import Recorder
-from tools.ledger.timeline import Timeline
-from tools.spec import variables
+from parakit.accounting.recorder import Recorder
+from parakit.accounting.timeline import Timeline
+from parakit.config import variables
 
 _recorder = functools.cache(Recorder.from_environment)
 """Made when it is first needed: a rank that is forked gets its environment after this import."""

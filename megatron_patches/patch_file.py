@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from tools.spec import variables
+from parakit.config import variables
 
 SEPARATOR = ","
 """Between files."""

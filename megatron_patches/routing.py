@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megatron_patches.registry import Patch, Replacement, around
-from tools.ledger.routing import record_routing
-from tools.spec import variables
+from parakit.accounting.routing import record_routing
+from parakit.config import variables
 
 
 @dataclass

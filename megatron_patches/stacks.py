@@ -25,10 +25,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
-from tools.records.io import write_whole
-from tools.records.run import CALLS_SUFFIX, STACKS_SIGNAL
-from tools.spec import variables
-from tools.spec.flag_table import release
+from parakit.artifacts.io import write_whole
+from parakit.artifacts.run import CALLS_SUFFIX, STACKS_SIGNAL
+from parakit.config import variables
+from parakit.config.flag_table import release
 
 RECORDED_CALLS = "1000"
 """Of each rank; some iterations."""

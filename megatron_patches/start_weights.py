@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_patches.registry import Patch, Replacement, around
-from tools.spec import variables
+from parakit.config import variables
 
 
 @around

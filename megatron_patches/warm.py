@@ -35,7 +35,7 @@ from megatron_patches.context import find_context
 from megatron_patches.entry import kept_imports
 from megatron_patches.registry import apply_patches
 from megatron_patches.stacks import dump_stacks_on_request
-from tools.spec import variables
+from parakit.config import variables
 
 REQUEST_BYTES = 1 << 20
 POLL_SECONDS = 0.05

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tools.spec.files import ROOT
+from parakit.config.files import ROOT
 
 if TYPE_CHECKING:
     from tests.examples.runs import SharedRuns

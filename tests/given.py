@@ -3,14 +3,14 @@
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 
-from tools.cli.main import called
-from tools.cli.options import find_command, of_make, of_words
-from tools.launch.options import NO_OPTIONS, Options
-from tools.plan.options import PlanOptions, plan_options
-from tools.spec.setting import values
-from tools.spec.settings import Setting
-from tools.study.definition import SWEEP, Experiment
-from tools.study.load import AXES, load_sweep
+from parakit.cli.main import called
+from parakit.cli.options import find_command, of_make, of_words
+from parakit.launch.options import NO_OPTIONS, Options
+from parakit.planner.options import PlanOptions, plan_options
+from parakit.config.setting import values
+from parakit.config.settings import Setting
+from parakit.experiments.definition import SWEEP, Experiment
+from parakit.experiments.load import AXES, load_sweep
 
 
 def given(target: str, variables: Mapping[str, str] = {}) -> Namespace:
@@ -28,7 +28,7 @@ def run(target: str, variables: Mapping[str, str] = {}) -> int:
 
 
 def asked_of_plan(words: Sequence[str]) -> PlanOptions:
-    """What `python -m tools.plan WORDS` is asked for."""
+    """What `python -m parakit plan WORDS` is asked for."""
     command = find_command("plan")
     assert command is not None
     return plan_options(of_words(command, words, "plan"))

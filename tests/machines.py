@@ -88,7 +88,7 @@ def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
             Clock.seconds += 1
             return datetime.now(tz) + timedelta(seconds=Clock.seconds)
 
-    monkeypatch.setattr("tools.records.run.datetime", Clock)
+    monkeypatch.setattr("parakit.artifacts.run.datetime", Clock)
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.dataset.indexed import DocumentIndex, bin_path, idx_path, manifest_path, write_index
-from tools.launch.data import fold
+from parakit.data.indexed import DocumentIndex, bin_path, idx_path, manifest_path, write_index
+from parakit.launch.data import fold
 
 VOCABULARY = 1100
 """Above the folded data's tokens; TP 2 pads it further than one rank does, as it does GPT-2's."""

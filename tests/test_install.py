@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools import install
-from tools.spec.files import ROOT
+from parakit.config.files import ROOT
 
 LOCK = """# made by tools/pin.sh
 six==1.17.0 \\

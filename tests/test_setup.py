@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.spec.files import ROOT
+from parakit.config.files import ROOT
 
 SHELLS_TOOLS = (
     *("bash", "env", "dirname", "sha256sum", "cat", "cp", "rm", "mkdir", "touch"),

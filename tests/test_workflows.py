@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tools.spec.files import ROOT
+from parakit.config.files import ROOT
 
 ACTION = ROOT / ".github/actions/verify/action.yml"
 FILES = sorted(file for file in (ROOT / ".github").rglob("*.y*ml") if "TEMPLATE" not in str(file))

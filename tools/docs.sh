@@ -14,5 +14,5 @@ fi
 
 rm -rf site
 PYTHONPATH=. NO_MKDOCS_2_WARNING=1 "$VENV/bin/python" -m mkdocs build --strict --quiet
-PYTHONPATH=. .venv/bin/python -m tools.site.planner_page site/planner
+PYTHONPATH=. .venv/bin/python -m parakit.site.planner_page site/planner
 echo "The site is in site/; show it with: python3 -m http.server --directory site"

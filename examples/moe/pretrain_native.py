@@ -1,4 +1,4 @@
-"""Train a mixture of experts without Megatron: the GPT of `tools/native` with experts for MLPs.
+"""Train a mixture of experts without Megatron: the GPT of `src/parakit/native` with experts for MLPs.
 
 Top-k routing, balancing and z loss, data and expert parallelism over PyTorch's own all-to-all, AdamW, or
 Muon for the matrices. Data, schedule and log are those of the dense model. Megatron's flags choose what
@@ -10,7 +10,7 @@ is trained:
 from __future__ import annotations
 
 from megatron_patches.entry import named_refusals
-from tools.native.training import main
+from parakit.native.training import main
 
 if __name__ == "__main__":
     with named_refusals(__file__):

@@ -3,4 +3,4 @@
 # Usage: train_baseline.sh MODEL DEVICES, for example train_baseline.sh moe-tiny 1cpu
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-exec "${KIT_PYTHON:-.venv/bin/python}" -m tools.cli run baseline "$@"
+exec "${KIT_PYTHON:-.venv/bin/python}" -m parakit run baseline "$@"

@@ -4,4 +4,4 @@
 # Usage: train_dp2.sh MODEL DEVICES, for example train_dp2.sh moe-tiny 2cpu
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-exec "${KIT_PYTHON:-.venv/bin/python}" -m tools.cli run dp2 "$@"
+exec "${KIT_PYTHON:-.venv/bin/python}" -m parakit run dp2 "$@"

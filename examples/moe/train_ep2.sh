@@ -3,5 +3,5 @@
 # Usage: train_ep2.sh MODEL DEVICES, for example train_ep2.sh moe-tiny 2cpu
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-exec "${KIT_PYTHON:-.venv/bin/python}" -m tools.cli run ep2 "$@" -- \
+exec "${KIT_PYTHON:-.venv/bin/python}" -m parakit run ep2 "$@" -- \
   --expert-model-parallel-size 2

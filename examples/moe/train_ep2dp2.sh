@@ -4,5 +4,5 @@
 # Usage: train_ep2dp2.sh MODEL DEVICES, for example train_ep2dp2.sh moe-tiny 4cpu
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-exec "${KIT_PYTHON:-.venv/bin/python}" -m tools.cli run ep2dp2 "$@" -- \
+exec "${KIT_PYTHON:-.venv/bin/python}" -m parakit run ep2dp2 "$@" -- \
   --expert-model-parallel-size 2

@@ -3,5 +3,5 @@
 # Usage: train_ep8.sh MODEL DEVICES, for example train_ep8.sh mixtral-8x7b 8gpu
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-exec "${KIT_PYTHON:-.venv/bin/python}" -m tools.cli run ep8 "$@" -- \
+exec "${KIT_PYTHON:-.venv/bin/python}" -m parakit run ep8 "$@" -- \
   --expert-model-parallel-size 8

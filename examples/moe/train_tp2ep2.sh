@@ -4,7 +4,7 @@
 # Usage: train_tp2ep2.sh MODEL DEVICES, for example train_tp2ep2.sh moe-tiny 4cpu
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-exec "${KIT_PYTHON:-.venv/bin/python}" -m tools.cli run tp2ep2 "$@" -- \
+exec "${KIT_PYTHON:-.venv/bin/python}" -m parakit run tp2ep2 "$@" -- \
   --tensor-model-parallel-size 2 \
   --expert-model-parallel-size 2 \
   --sequence-parallel

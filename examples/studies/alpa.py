@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
 
-from tools.plan.candidates import base, shardings, splits
-from tools.plan.constraints import divisors, violations
-from tools.plan.memory import memory_of_rank
-from tools.plan.search import Candidate, Plan, Request, evaluate
-from tools.plan.time.iteration import stage_seconds
-from tools.spec.run import RunSpec
-from tools.spec.strategy import Parallelism, strategy_name
-from tools.text.units import ms
+from parakit.planner.candidates import base, shardings, splits
+from parakit.planner.constraints import divisors, violations
+from parakit.planner.memory import memory_of_rank
+from parakit.planner.search import Candidate, Plan, Request, evaluate
+from parakit.planner.time.iteration import stage_seconds
+from parakit.config.run import RunSpec
+from parakit.config.strategy import Parallelism, strategy_name
+from parakit.formatting.units import ms
 
 MOST_DEVICES = 16
 MOST_UNITS = 16

@@ -13,7 +13,7 @@ from math import inf, prod
 from pathlib import Path
 
 from examples.studies.audit_table import KNOWN, TableRow, degrees_spelled, read_table
-from tools.spec.hardware import UnknownHardwareError, device_by_key
+from parakit.config.hardware import UnknownHardwareError, device_by_key
 
 TOLERANCE = 0.03
 """Between figures that must agree, beside what rounding explains: they may be of other steps."""

@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from tools.spec.files import UnreadableError, csv_rows, read_text, read_yaml
+from parakit.config.files import UnreadableError, csv_rows, read_text, read_yaml
 
 KNOWN: dict[str, Any] = read_yaml(Path(__file__).with_name("audit.yaml"))
 _DEGREES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp")

@@ -10,10 +10,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from tools.spec import variables
-from tools.spec.errors import LaunchError
-from tools.study.engine import Output, Study
-from tools.text.terminal import say
+from parakit.config import variables
+from parakit.config.errors import LaunchError
+from parakit.experiments.engine import Output, Study
+from parakit.formatting.terminal import say
 
 WINDOW = 25
 """Iterations. A single loss is its batch's more than its weights': of seeds that read different batches

@@ -17,22 +17,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.dataset.indexed import open_dataset
-from tools.dataset.split import Split, split_bounds
-from tools.records.measurements import first_other_choice
-from tools.records.run import Status
-from tools.report.analyse.comparability import conditions
-from tools.report.analyse.configurations import pooled
-from tools.report.analyse.entry import Entry
-from tools.report.analyse.statistics import Estimate, compare
-from tools.report.read.runs import Run
-from tools.spec.files import ROOT
-from tools.spec.flags import Flags
-from tools.spec.published import Correction, Figure, load_published
-from tools.study.engine import Study, comparison
-from tools.study.tables import bullets, page, sentence
-from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, bracketed, known, rounded
+from parakit.data.indexed import open_dataset
+from parakit.data.split import Split, split_bounds
+from parakit.artifacts.measurements import first_other_choice
+from parakit.artifacts.run import Status
+from parakit.reporting.analyse.comparability import conditions
+from parakit.reporting.analyse.configurations import pooled
+from parakit.reporting.analyse.entry import Entry
+from parakit.reporting.analyse.statistics import Estimate, compare
+from parakit.reporting.read.runs import Run
+from parakit.config.files import ROOT
+from parakit.config.flags import Flags
+from parakit.config.published import Correction, Figure, load_published
+from parakit.experiments.engine import Study, comparison
+from parakit.experiments.tables import bullets, page, sentence
+from parakit.formatting.table import Column, Table, markdown_table
+from parakit.formatting.units import DASH, bracketed, known, rounded
 
 SOURCE = "000"
 TOLERANCE = 1e-5

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tools.plan.tensors import rank_parameters
-from tools.report.analyse.entry import Entry
-from tools.report.explain.predicted import ideal_bubble
-from tools.report.render.tables import time_text
-from tools.spec.strategy import PipelineSchedule
-from tools.study.engine import Study, comparison
-from tools.study.tables import bullets, page, sentence
-from tools.text.table import Column, Table, markdown_table
-from tools.text.terminal import say
-from tools.text.units import DASH, joined, known, megabytes, percent
+from parakit.planner.tensors import rank_parameters
+from parakit.reporting.analyse.entry import Entry
+from parakit.reporting.explain.predicted import ideal_bubble
+from parakit.reporting.render.tables import time_text
+from parakit.config.strategy import PipelineSchedule
+from parakit.experiments.engine import Study, comparison
+from parakit.experiments.tables import bullets, page, sentence
+from parakit.formatting.table import Column, Table, markdown_table
+from parakit.formatting.terminal import say
+from parakit.formatting.units import DASH, joined, known, megabytes, percent
 
 CLOSE = 1e-3
 """Losses of runs that compute the same differ by rounding, far less than this share."""

@@ -15,17 +15,17 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from tools.launch.options import Options
-from tools.plan.one_strategy import TimedStrategy, time_strategy
-from tools.plan.options import PlanOptions, plan_options
-from tools.plan.ties import TIED, are_tied
-from tools.spec.errors import LaunchError
-from tools.spec.files import read_yaml
-from tools.spec.model import model_of
-from tools.study.commands import run_named
-from tools.text.table import markdown_rows
-from tools.text.terminal import say_markdown, wide_console
-from tools.text.units import DASH, bracketed, joined, megabytes, percent
+from parakit.launch.options import Options
+from parakit.planner.one_strategy import TimedStrategy, time_strategy
+from parakit.planner.options import PlanOptions, plan_options
+from parakit.planner.ties import TIED, are_tied
+from parakit.config.errors import LaunchError
+from parakit.config.files import read_yaml
+from parakit.config.model import model_of
+from parakit.experiments.commands import run_named
+from parakit.formatting.table import markdown_rows
+from parakit.formatting.terminal import say_markdown, wide_console
+from parakit.formatting.units import DASH, bracketed, joined, megabytes, percent
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tools.report.analyse.entry import Entry
-from tools.report.analyse.statistics import compare
-from tools.report.render.tables import time_text
-from tools.spec.published import Figure, load_published
-from tools.study.engine import comparison, losses_broke
-from tools.study.tables import bullets, page, sentence
-from tools.text.table import Column, Table, markdown_table
-from tools.text.units import DASH, change, joined, known, megabytes, ms, percent, rounded, times
+from parakit.reporting.analyse.entry import Entry
+from parakit.reporting.analyse.statistics import compare
+from parakit.reporting.render.tables import time_text
+from parakit.config.published import Figure, load_published
+from parakit.experiments.engine import comparison, losses_broke
+from parakit.experiments.tables import bullets, page, sentence
+from parakit.formatting.table import Column, Table, markdown_table
+from parakit.formatting.units import DASH, change, joined, known, megabytes, ms, percent, rounded, times
 
 SOURCE = "002"
 

@@ -1,6 +1,6 @@
-"""Captures the tensors of one iteration, so that `tools.verify` can compare two runs of one model.
+"""Captures the tensors of one iteration, so that `parakit.verify` can compare two runs of one model.
 
-With `KIT_CAPTURE` (a folder) every rank writes what `tools.records.capture` describes: inputs, every
+With `KIT_CAPTURE` (a folder) every rank writes what `parakit.artifacts.capture` describes: inputs, every
 module's inputs and outputs, their gradients, each parameter's gradient before and after reduction, the
 norm, the optimizer's state and the updated weights. No module of Megatron is annotated: `probes` hooks
 into modules by their names, `parameters` takes the place of a parameter's part from Megatron's own

@@ -14,8 +14,8 @@ import torch
 from torch.distributed import get_process_group_ranks
 
 from megatron_patches.capture.parameters import OptimizerPart, ParameterMap
-from tools.capture.sinks import Piece
-from tools.capture.state import local
+from parakit.capturing.sinks import Piece
+from parakit.capturing.state import local
 
 
 class NormMembership:

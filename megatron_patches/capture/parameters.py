@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from tools.capture.sinks import Piece
-from tools.capture.state import local
-from tools.ledger.model_state import gradient_of, optimizers
-from tools.records.capture import Placement
+from parakit.capturing.sinks import Piece
+from parakit.capturing.state import local
+from parakit.accounting.model_state import gradient_of, optimizers
+from parakit.artifacts.capture import Placement
 
 
 class ParameterMap:

@@ -1,6 +1,6 @@
 """Hooks on a model's modules that hand every tensor, and its gradient, to a sink.
 
-What a probe is stands in `tools.capture.sinks`.
+What a probe is stands in `parakit.capturing.sinks`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tools.capture.sinks import Sink, tap
-from tools.records.capture import (
+from parakit.capturing.sinks import Sink, tap
+from parakit.artifacts.capture import (
     CALLED_BY,
     LOSS,
     MODEL,

@@ -13,8 +13,8 @@ import torch
 
 from megatron_patches.capture.parameters import ParameterMap
 from megatron_patches.capture.probes import described, global_names, modules_of, source_of
-from tools.ledger.model_state import optimizers
-from tools.records.capture import (
+from parakit.accounting.model_state import optimizers
+from parakit.artifacts.capture import (
     BUCKETS,
     CLIPPING,
     COUNTED_ONCE,

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, flat_range
-from tools.capture.sinks import Recording, reach
-from tools.capture.state import State, local, perturb
-from tools.ledger.model_state import is_megatron_fsdp, optimizers
-from tools.records.capture import (
+from parakit.capturing.sinks import Recording, reach
+from parakit.capturing.state import State, local, perturb
+from parakit.accounting.model_state import is_megatron_fsdp, optimizers
+from parakit.artifacts.capture import (
     REACH,
     START_BUFFER,
     START_WEIGHT,

@@ -29,9 +29,9 @@ from megatron_patches.capture.start import (
     perturb_weights,
 )
 from megatron_patches.registry import Patch, Replacement, around
-from tools.capture.sinks import Recording, Responding, Sink, StoredTensors, norm_of, number
-from tools.ledger.model_state import is_megatron_fsdp
-from tools.records.capture import (
+from parakit.capturing.sinks import Recording, Responding, Sink, StoredTensors, norm_of, number
+from parakit.accounting.model_state import is_megatron_fsdp
+from parakit.artifacts.capture import (
     BUFFER,
     COUNTED,
     COUNTS,
@@ -50,7 +50,7 @@ from tools.records.capture import (
     Site,
     Stage,
 )
-from tools.spec import variables
+from parakit.config import variables
 
 SCHEDULE = "schedule"
 """Name of the learning rate's schedule among the modules."""

@@ -44,7 +44,7 @@ _KEPT_OFF = (
     "torch.optim:Optimizer.zero_grad",
     "torch.optim:Optimizer.state_dict",
     "torch.optim:Optimizer.load_state_dict",
-    "tools.ledger.memory:_EveryResult.__torch_dispatch__",
+    "parakit.accounting.memory:_EveryResult.__torch_dispatch__",
 )
 
 PATCH = Patch(

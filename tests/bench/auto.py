@@ -9,19 +9,19 @@ from statistics import mean
 
 from rich.console import Console
 
-from tools.launch.auto import as_options, plan_here
-from tools.launch.job import Job
-from tools.launch.options import Options
-from tools.plan.search import Candidate, Plan
-from tools.report.analyse.entry import rows_of
-from tools.report.analyse.statistics import Estimate
-from tools.report.render.tables import time_text
-from tools.study.definition import Cell
-from tools.study.engine import Output, Study, run_experiment
-from tools.study.load import load_sweep
-from tools.text.table import Column, Table, markdown_table
-from tools.text.terminal import say
-from tools.text.units import percent, plural, signed_percent
+from parakit.launch.auto import as_options, plan_here
+from parakit.launch.job import Job
+from parakit.launch.options import Options
+from parakit.planner.search import Candidate, Plan
+from parakit.reporting.analyse.entry import rows_of
+from parakit.reporting.analyse.statistics import Estimate
+from parakit.reporting.render.tables import time_text
+from parakit.experiments.definition import Cell
+from parakit.experiments.engine import Output, Study, run_experiment
+from parakit.experiments.load import load_sweep
+from parakit.formatting.table import Column, Table, markdown_table
+from parakit.formatting.terminal import say
+from parakit.formatting.units import percent, plural, signed_percent
 
 BEST = 4
 """Of the planner's ranking, that are trained; and the best of each dimension alone."""

@@ -25,22 +25,22 @@ from tests.bench.gpu_runs import (
     timed_iterations,
     write_ceilings,
 )
-from tools.dataset.indexed import idx_path
-from tools.launch import microbenchmark
-from tools.launch.data import DEFAULT_DATA
-from tools.launch.devices import visible_gpus
-from tools.launch.microbenchmark import Workload
-from tools.launch.options import Options
-from tools.launch.preflight_gpu import compiler_problem, torch_problem
-from tools.spec import variables
-from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT
-from tools.spec.flags import Flags
-from tools.spec.run import DeviceKind, RuntimeName
-from tools.study.definition import Cell, Experiment
-from tools.study.engine import Output, Study, run_experiment
-from tools.study.load import load_experiment
-from tools.study.runner import NO_TIME, in_turn
+from parakit.data.indexed import idx_path
+from parakit.launch import microbenchmark
+from parakit.launch.data import DEFAULT_DATA
+from parakit.launch.devices import visible_gpus
+from parakit.launch.microbenchmark import Workload
+from parakit.launch.options import Options
+from parakit.launch.preflight_gpu import compiler_problem, torch_problem
+from parakit.config import variables
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.config.flags import Flags
+from parakit.config.run import DeviceKind, RuntimeName
+from parakit.experiments.definition import Cell, Experiment
+from parakit.experiments.engine import Output, Study, run_experiment
+from parakit.experiments.load import load_experiment
+from parakit.experiments.runner import NO_TIME, in_turn
 
 CEILINGS_SECONDS = 25.0
 CEILINGS = Workload(

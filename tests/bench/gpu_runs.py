@@ -11,17 +11,17 @@ from statistics import median
 
 import msgspec
 
-from tools.records.io import write_record
-from tools.records.run import Status
-from tools.report.analyse.configurations import identity_of_run
-from tools.report.analyse.entry import Entry, rows_of_runs
-from tools.report.read.runs import Run, find_run_folders, load_runs
-from tools.report.read.traces import split_of
-from tools.report.read.window import Window
-from tools.spec.flags import Flags
-from tools.spec.run import DeviceKind
-from tools.text.table import TextTable
-from tools.text.units import DASH, size
+from parakit.artifacts.io import write_record
+from parakit.artifacts.run import Status
+from parakit.reporting.analyse.configurations import identity_of_run
+from parakit.reporting.analyse.entry import Entry, rows_of_runs
+from parakit.reporting.read.runs import Run, find_run_folders, load_runs
+from parakit.reporting.read.traces import split_of
+from parakit.reporting.read.window import Window
+from parakit.config.flags import Flags
+from parakit.config.run import DeviceKind
+from parakit.formatting.table import TextTable
+from parakit.formatting.units import DASH, size
 
 FOLDER, FILE = "bench-gpu", "ceilings.json"
 """`runs/bench-gpu/ceilings.json`; a setting's runs lie beside it in a folder of its name."""

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from tools.ledger.communication import CommunicationLedger
-from tools.ledger.process_groups import CallWatcher
-from tools.ledger.timeline import Timeline
+from parakit.accounting.communication import CommunicationLedger
+from parakit.accounting.process_groups import CallWatcher
+from parakit.accounting.timeline import Timeline
 
 ITERATIONS, CALLS = 400, 50
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.bench.within_runs import compare_within_runs, fastest_half
-from tools.report.analyse.statistics import TimeComparison
-from tools.report.read.runs import Run, load_folder
-from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT
-from tools.study.definition import Experiment
-from tools.study.engine import Output, Study
-from tools.text.terminal import say
+from parakit.reporting.analyse.statistics import TimeComparison
+from parakit.reporting.read.runs import Run, load_folder
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.experiments.definition import Experiment
+from parakit.experiments.engine import Output, Study
+from parakit.formatting.terminal import say
 
 LIMIT = 0.02
 """Of iteration time: what the ledger may cost."""

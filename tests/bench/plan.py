@@ -20,14 +20,14 @@ from time import process_time
 from rich.console import Console
 
 from tests.bench.scrape import synthetic_lines
-from tools.plan.search import Request, search
-from tools.plan.time.cluster import Cluster
-from tools.records import run as records
-from tools.report.build import BuildOptions, build
-from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.model import Model, load_model
-from tools.spec.run import flags_of_spec, spec_of_model
-from tools.spec.strategy import NAMED, Batch, Parallelism, parse_strategy
+from parakit.planner.search import Request, search
+from parakit.planner.time.cluster import Cluster
+from parakit.artifacts import run as records
+from parakit.reporting.build import BuildOptions, build
+from parakit.config.hardware import device_by_key, link_by_key
+from parakit.config.model import Model, load_model
+from parakit.config.run import flags_of_spec, spec_of_model
+from parakit.config.strategy import NAMED, Batch, Parallelism, parse_strategy
 
 ROUNDS, RUNS, ITERATIONS = 3, 100, 200
 Work = Callable[[], object]
@@ -66,11 +66,11 @@ def against_its_import(folder: Path, runs: int = RUNS) -> str:
     """
     of_report(folder, runs)
     options = f"'many', runs_root=Path('{folder}/runs'), reports_root=Path('{folder}/reports')"
-    alone = "import tools.report.build"
+    alone = "import parakit.reporting.build"
     needed = f"import matplotlib.figure, matplotlib.backends.backend_svg, jinja2; {alone}"
     program = (
         "import io; from pathlib import Path; from rich.console import Console;"
-        "from tools.report.build import BuildOptions, build;"
+        "from parakit.reporting.build import BuildOptions, build;"
         f"build(BuildOptions({options}), Console(file=io.StringIO()))"
     )
     compiled = {"PYTHONPYCACHEPREFIX": str(folder / "compiled"), "PYTHONDONTWRITEBYTECODE": ""}

@@ -19,7 +19,7 @@ from statistics import median
 
 from rich.console import Console
 
-from tools.report.read.scrape import scrape_log
+from parakit.reporting.read.scrape import scrape_log
 
 _LINE = (
     " [2025-09-07 {hour:02d}:{minute:02d}:{second:02d}.{micro:06d}] iteration {i:8d}/{n:8d} |"
@@ -93,7 +93,7 @@ def _build_seconds(log: Path) -> float:
     import matplotlib.backends.backend_svg
     import matplotlib.figure  # noqa: F401
 
-    from tools.report.build import BuildOptions, build
+    from parakit.reporting.build import BuildOptions, build
 
     options = BuildOptions("bench", (log,), reports_root=log.parent)
     start = time.process_time()

@@ -11,14 +11,14 @@ from tests.bench.auto import (
     render,
 )
 from tests.launch.test_auto import CPU, FIGURES, GLOO, TINY
-from tools.launch.auto import request_here
-from tools.launch.calibrate import from_figures
-from tools.launch.options import Options
-from tools.launch.train import compose_job
-from tools.plan.search import search
-from tools.report.analyse.statistics import estimate
-from tools.spec.run import DeviceKind
-from tools.study.load import load_sweep
+from parakit.launch.auto import request_here
+from parakit.launch.calibrate import from_figures
+from parakit.launch.options import Options
+from parakit.launch.train import compose_job
+from parakit.planner.search import search
+from parakit.reporting.analyse.statistics import estimate
+from parakit.config.run import DeviceKind
+from parakit.experiments.load import load_sweep
 
 QUIET = Console(quiet=True)
 

@@ -16,24 +16,24 @@ from tests.bench.gpu_runs import FOLDER, WARM_UP, Bench, read_bench
 from tests.given import run as make
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
 from tests.launch.megatron_parser import MegatronParser
-from tests.report.factory import log_text
-from tools.launch import microbenchmark
-from tools.launch.compose import Launch
-from tools.launch.options import Options
-from tools.launch.run_folder import create_run_folder
-from tools.launch.runtime import ON_HOST
-from tools.launch.train import compose_job
-from tools.records import run as records
-from tools.records.io import write_record
-from tools.records.run import LOG_FILE, STATUS_FILE, Status, StatusRecord
-from tools.report.read.traces import GAPS
-from tools.spec.errors import LaunchError
-from tools.spec.model import load_model
-from tools.spec.run import DeviceKind
-from tools.study import engine, runner
-from tools.study.definition import Cell, Experiment
-from tools.study.engine import run_experiment
-from tools.study.runner import NO_TIME, in_turn
+from tests.reporting.factory import log_text
+from parakit.launch import microbenchmark
+from parakit.launch.compose import Launch
+from parakit.launch.options import Options
+from parakit.launch.run_folder import create_run_folder
+from parakit.launch.runtime import ON_HOST
+from parakit.launch.train import compose_job
+from parakit.artifacts import run as records
+from parakit.artifacts.io import write_record
+from parakit.artifacts.run import LOG_FILE, STATUS_FILE, Status, StatusRecord
+from parakit.reporting.read.traces import GAPS
+from parakit.config.errors import LaunchError
+from parakit.config.model import load_model
+from parakit.config.run import DeviceKind
+from parakit.experiments import engine, runner
+from parakit.experiments.definition import Cell, Experiment
+from parakit.experiments.engine import run_experiment
+from parakit.experiments.runner import NO_TIME, in_turn
 
 BUDGET_SECONDS = 510.0
 

@@ -14,12 +14,12 @@ from tests.bench.gpu_runs import (
     read_bench,
     write_ceilings,
 )
-from tests.report.factory import log_text, run_record, write_run
-from tools.records.io import write_record
-from tools.records.run import STATUS_FILE, Status, StatusRecord
-from tools.report.read.traces import TRACE
-from tools.spec import variables
-from tools.spec.run import DeviceKind
+from tests.reporting.factory import log_text, run_record, write_run
+from parakit.artifacts.io import write_record
+from parakit.artifacts.run import STATUS_FILE, Status, StatusRecord
+from parakit.reporting.read.traces import TRACE
+from parakit.config import variables
+from parakit.config.run import DeviceKind
 
 PROFILED = ("--profile", "--profile-step-start", "64", "--profile-step-end", "67")
 

@@ -3,7 +3,7 @@ import csv
 import pytest
 
 from tests.bench.plan import compared, of_report, of_search
-from tools.spec.model import load_model
+from parakit.config.model import load_model
 
 
 @pytest.mark.slow

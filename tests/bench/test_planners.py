@@ -15,11 +15,11 @@ from tests.bench.planners import (
     stated_rate,
     table,
 )
-from tests.plan.papers import paper_runs
-from tools.plan.readings.residual import Residual, residuals
-from tools.plan.readings.summary import MEMORY, kind_of
-from tools.plan.readings.table import read_readings
-from tools.text.table import markdown_table
+from tests.planner.papers import paper_runs
+from parakit.planner.readings.residual import Residual, residuals
+from parakit.planner.readings.summary import MEMORY, kind_of
+from parakit.planner.readings.table import read_readings
+from parakit.formatting.table import markdown_table
 
 PLANNED_MEMORY = {"dense": 0.02, "mixtures": 0.05}
 

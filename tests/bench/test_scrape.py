@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.bench.scrape import bench_scrape
-from tools.spec.files import ROOT
+from parakit.config.files import ROOT
 
 
 def test_bench_says_how_fast_beside_a_plain_reader_and_in_how_much_memory():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.report.analyse.statistics import (
+from parakit.reporting.analyse.statistics import (
     ON_GPUS,
     REPEATS_FOR_TRUST,
     Estimate,
@@ -23,8 +23,8 @@ from tools.report.analyse.statistics import (
     estimate,
     estimate_of_medians,
 )
-from tools.text.table import Column, Table, markdown_table
-from tools.text.units import percent
+from parakit.formatting.table import Column, Table, markdown_table
+from parakit.formatting.units import percent
 
 SCATTERS, RUNS, KEPT = (0.002, 0.005, 0.01, 0.02), (1, 2, 3, 5), (0.0, 0.7)
 LIMIT = 0.06

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tools.report.analyse.resampling import Floats, block_length
-from tools.report.analyse.statistics import TimeComparison, TimeVerdict
+from parakit.reporting.analyse.resampling import Floats, block_length
+from parakit.reporting.analyse.statistics import TimeComparison, TimeVerdict
 
 _DRAWS = 2000
 Centre = Callable[[Floats], float]

@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.console import Console
 
-from tools.launch import train as training
-from tools.launch.compose import Launch
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.launch.resume import resume
-from tools.launch.supervise.warm import WarmPool
-from tools.launch.train import start
+from parakit.launch import train as training
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.resume import resume
+from parakit.launch.supervise.warm import WarmPool
+from parakit.launch.train import start
 
 
 class Runs:

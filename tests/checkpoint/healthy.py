@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.checkpoint.forked import Runs, forked
-from tools.checkpoint.checks import loading, problems_of
-from tools.checkpoint.compare import compare_weights
-from tools.checkpoint.contents import read_contents
-from tools.launch.options import Saving
-from tools.records.run import CHECKPOINTS_FOLDER, read_run
-from tools.spec.errors import LaunchError
+from parakit.checkpoint.checks import loading, problems_of
+from parakit.checkpoint.compare import compare_weights
+from parakit.checkpoint.contents import read_contents
+from parakit.launch.options import Saving
+from parakit.artifacts.run import CHECKPOINTS_FOLDER, read_run
+from parakit.config.errors import LaunchError
 
 CASES = (
     ("tp2", "gpt2-tiny", ""),

@@ -34,11 +34,11 @@ from tests.checkpoint.test_inspect import (
     written,
 )
 from tests.convert.hf.folders import GPT2
-from tools.checkpoint.checks import loading, problems_of
-from tools.checkpoint.compare import compare_weights
-from tools.checkpoint.contents import read_contents
-from tools.convert.hf.random_model import write_model
-from tools.records.checkpoints import Checkpoint, verify
+from parakit.checkpoint.checks import loading, problems_of
+from parakit.checkpoint.compare import compare_weights
+from parakit.checkpoint.contents import read_contents
+from parakit.convert.hf.random_model import write_model
+from parakit.artifacts.checkpoints import Checkpoint, verify
 
 EXPERTS = 4
 ITERATION = "iter_0000008"

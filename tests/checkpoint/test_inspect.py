@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import checkpoint
 
-from tools.checkpoint.checks import loading, problems_of
-from tools.checkpoint.command import inspect
-from tools.checkpoint.compare import compare_weights
-from tools.checkpoint.contents import UnknownFormatError, read_contents
-from tools.records.torch_dist import StoredMetadata, StoredPart, StoredTensor
-from tools.records.torch_dist_writer import write_metadata
-from tools.spec.files import ROOT
+from parakit.checkpoint.checks import loading, problems_of
+from parakit.checkpoint.command import inspect
+from parakit.checkpoint.compare import compare_weights
+from parakit.checkpoint.contents import UnknownFormatError, read_contents
+from parakit.artifacts.torch_dist import StoredMetadata, StoredPart, StoredTensor
+from parakit.artifacts.torch_dist_writer import write_metadata
+from parakit.config.files import ROOT
 
 LAYERS, HIDDEN, FFN, ROWS, PADDED = 3, 8, 16, 24, 128
 QKV, FC1 = "decoder.layers.self_attention.linear_qkv.weight", "decoder.layers.mlp.linear_fc1.weight"
@@ -549,7 +549,7 @@ _MEASURED = """
 import re, sys, time
 from pathlib import Path
 began = time.perf_counter()
-from tools.checkpoint.command import inspect
+from parakit.checkpoint.command import inspect
 assert inspect(sys.argv[1], None, None, verify=False, json=True) == 0
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 print(peak, round(time.perf_counter() - began, 2), "torch" in sys.modules, file=sys.stderr)

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from tests.checkpoint.forked import Runs, forked
 from tests.checkpoint.test_inspect import FORMS, UNDER, UNTIED
-from tools.checkpoint.checks import loading, problems_of
-from tools.checkpoint.contents import read_contents
-from tools.checkpoint.reshard import reshard
-from tools.launch.options import Saving
-from tools.records.run import CHECKPOINTS_FOLDER, LOG_FILE
-from tools.records.torch_dist import TRACKER_FILE
+from parakit.checkpoint.checks import loading, problems_of
+from parakit.checkpoint.contents import read_contents
+from parakit.checkpoint.reshard import reshard
+from parakit.launch.options import Saving
+from parakit.artifacts.run import CHECKPOINTS_FOLDER, LOG_FILE
+from parakit.artifacts.torch_dist import TRACKER_FILE
 
 pytestmark = pytest.mark.slow
 

@@ -21,11 +21,11 @@ from tests.checkpoint.test_inspect import EMBEDDING, data, flip, make_pipe, trun
 from tests.checkpoint.test_inspect import states as dense_states
 from tests.checkpoint.test_inspect import written as dense_written
 from tests.patience import until
-from tools.checkpoint import reshard as resharding
-from tools.checkpoint.reshard import reshard
-from tools.records.torch_dist import StoredMetadata, StoredTensor, read_metadata, read_tensor
-from tools.records.torch_dist_writer import add_piece, write_metadata
-from tools.spec.files import ROOT
+from parakit.checkpoint import reshard as resharding
+from parakit.checkpoint.reshard import reshard
+from parakit.artifacts.torch_dist import StoredMetadata, StoredTensor, read_metadata, read_tensor
+from parakit.artifacts.torch_dist_writer import add_piece, write_metadata
+from parakit.config.files import ROOT
 
 ITERATION = "iter_0000008"
 LAYERS, HIDDEN, FFN, EXPERTS, ROWS = 4, 8, 4, 2, 32
@@ -345,7 +345,7 @@ _MEASURED = """
 import resource, sys
 from pathlib import Path
 from rich.console import Console
-from tools.checkpoint.reshard import reshard
+from parakit.checkpoint.reshard import reshard
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 reshard(sys.argv[1], "baseline", sys.argv[3] + "/small", Console(quiet=True))
 before = peak()
@@ -404,7 +404,7 @@ def test_memory_is_a_few_of_the_largest_piece(tmp_path: Path) -> None:
 _IN_SMALL_FILES = """
 import sys
 from rich.console import Console
-from tools.checkpoint import reshard
+from parakit.checkpoint import reshard
 reshard.FILE_BYTES = 1 << 20
 reshard.reshard(sys.argv[1], "pp2", sys.argv[2], Console(quiet=True))
 """

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.given import given
-from tools.cli import parakit
-from tools.cli.commands import COMMANDS, Command
-from tools.cli.main import called, from_make, from_words
-from tools.cli.options import (
+from parakit.cli import parakit
+from parakit.cli.commands import COMMANDS, Command
+from parakit.cli.main import called, from_make, from_words
+from parakit.cli.options import (
     check_given,
     find_command,
     function_of,
@@ -23,9 +23,9 @@ from tools.cli.options import (
     of_words,
     parser_of,
 )
-from tools.spec.files import ROOT
-from tools.spec.setting import SettingError
-from tools.spec.settings import RENAMED, SETTINGS
+from parakit.config.files import ROOT
+from parakit.config.setting import SettingError
+from parakit.config.settings import RENAMED, SETTINGS
 
 HANDLED = [one for one in COMMANDS if one.handler]
 NAMED = [
@@ -36,7 +36,7 @@ EVERYWHERE = {"given", "target", "options", "console", "arguments", "program"}
 
 @pytest.fixture(autouse=True)
 def _no_runs_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tools.cli.clone.OWN_READINGS", tmp_path / "mine.csv")
+    monkeypatch.setattr("parakit.cli.clone.OWN_READINGS", tmp_path / "mine.csv")
 
 
 @pytest.mark.parametrize("command", HANDLED, ids=lambda one: one.name)
@@ -223,7 +223,7 @@ def test_a_report_first_records_what_slurm_ended_where_the_runs_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Path] = []
-    monkeypatch.setattr("tools.launch.status.follow", seen.append)
+    monkeypatch.setattr("parakit.launch.status.follow", seen.append)
     given("report", {"RUNS": str(tmp_path)})
     assert seen == []
     (tmp_path / "one").mkdir()
@@ -254,7 +254,7 @@ def test_single_runs_to_explain_are_named_by_run_or_as_before_by_runs(tmp_path: 
 
 
 def test_tracing_trains_few_iterations_and_then_draws_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tools.cli import clone
+    from parakit.cli import clone
 
     done: list[object] = []
 
@@ -263,7 +263,7 @@ def test_tracing_trains_few_iterations_and_then_draws_them(monkeypatch: pytest.M
         return 0
 
     monkeypatch.setattr(clone.subprocess, "call", trained)
-    monkeypatch.setattr("tools.report.command.trace", lambda run, runs: done.append((run, runs)))
+    monkeypatch.setattr("parakit.reporting.command.trace", lambda run, runs: done.append((run, runs)))
     clone.trace("trace-tp2-gpt2-tiny-2cpu", given("trace-tp2-gpt2-tiny-2cpu", {"RUNS": "x"}))
     assert done == [("train-tp2-gpt2-tiny-2cpu", "6"), ("tp2-gpt2-tiny-2cpu", Path("x"))]
     done.clear()
@@ -310,7 +310,7 @@ def test_what_the_image_lacks_is_refused_in_it_by_one_sentence(
 
 
 def test_help_needs_no_package_of_the_kit() -> None:
-    command = (sys.executable, "-S", "-E", "tools/cli/help.py", "all")
+    command = (sys.executable, "-S", "-E", "src/parakit/cli/help.py", "all")
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "  ITERS " in shown
     assert "train-%" in shown

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tools.cli import parakit
-from tools.cli.commands import COMMANDS
-from tools.spec.files import ROOT
+from parakit.cli import parakit
+from parakit.cli.commands import COMMANDS
+from parakit.config.files import ROOT
 
 WHEEL_MEGABYTES = 120
-LOG = ROOT / "tests/report/logs/megatron-0.19.0.log"
+LOG = ROOT / "tests/reporting/logs/megatron-0.19.0.log"
 
 
 def test_a_clone_is_found_from_any_folder_in_it(tmp_path: Path) -> None:
-    assert parakit.clone_around(ROOT / "tests" / "plan") == ROOT
+    assert parakit.clone_around(ROOT / "tests" / "planner") == ROOT
     assert parakit.clone_around(tmp_path) is None
 
 
@@ -63,13 +63,13 @@ def test_the_help_of_every_tool_has_the_commands_own_name(
 
 def test_inspect_needs_nothing_that_only_training_does() -> None:
     absent = "import sys; sys.modules.update(psutil=None, pynvml=None, packaging=None)"
-    code = f"{absent}; from tools.cli.parakit import main; sys.exit(main(['inspect', '--help']))"
+    code = f"{absent}; from parakit.cli.door import main; sys.exit(main(['inspect', '--help']))"
     ended = subprocess.run((sys.executable, "-c", code), cwd=ROOT, capture_output=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_a_tool_is_a_command_of_its_own() -> None:
-    command = (sys.executable, "-m", "tools.cli.parakit", "plan", "--help")
+    command = (sys.executable, "-m", "parakit.cli.door", "plan", "--help")
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout.startswith("usage: parakit plan ")
 

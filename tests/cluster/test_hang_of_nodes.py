@@ -21,18 +21,18 @@ import pytest
 from rich.console import Console
 
 from tests.patience import PATIENCE
-from tools.cluster.nodes import NodeGroup, Nodes, node_folder
-from tools.launch.compose import Launch
-from tools.launch.execute import run_ranks
-from tools.launch.options import Options
-from tools.launch.progress import RunProgress
-from tools.launch.rendezvous import coordinator, messages
-from tools.launch.rendezvous.coordinator import Coordinator
-from tools.launch.rendezvous.messages import NodeRecord
-from tools.launch.rendezvous.worker import Worker
-from tools.launch.supervise import hang
-from tools.launch.supervise.hang import EndedRunError
-from tools.spec.run import DeviceKind
+from parakit.cluster.nodes import NodeGroup, Nodes, node_folder
+from parakit.launch.compose import Launch
+from parakit.launch.execute import run_ranks
+from parakit.launch.options import Options
+from parakit.launch.progress import RunProgress
+from parakit.launch.rendezvous import coordinator, messages
+from parakit.launch.rendezvous.coordinator import Coordinator
+from parakit.launch.rendezvous.messages import NodeRecord
+from parakit.launch.rendezvous.worker import Worker
+from parakit.launch.supervise import hang
+from parakit.launch.supervise.hang import EndedRunError
+from parakit.config.run import DeviceKind
 
 LINES, TIMEOUT = 40, 20
 """What one node says, and after how many of the other's lines a node's silence were a hang."""

@@ -1,9 +1,9 @@
 import pytest
 
 from tests.given import read_of
-from tools.cluster.nodes import Nodes, Rendezvous, nodes_of
-from tools.launch.compose import torchrun
-from tools.spec.settings import OF_NODES
+from parakit.cluster.nodes import Nodes, Rendezvous, nodes_of
+from parakit.launch.compose import torchrun
+from parakit.config.settings import OF_NODES
 
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 

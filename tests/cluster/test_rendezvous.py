@@ -18,15 +18,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.patience import PATIENCE, until
-from tools.cluster.nodes import Nodes, node_folder
-from tools.launch.rendezvous import messages
-from tools.launch.rendezvous.coordinator import Coordinator
-from tools.launch.rendezvous.messages import NodeRecord
-from tools.launch.rendezvous.worker import Worker
-from tools.launch.supervise.warm import free_port
-from tools.records.run import Status, StatusRecord
-from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT
+from parakit.cluster.nodes import Nodes, node_folder
+from parakit.launch.rendezvous import messages
+from parakit.launch.rendezvous.coordinator import Coordinator
+from parakit.launch.rendezvous.messages import NodeRecord
+from parakit.launch.rendezvous.worker import Worker
+from parakit.launch.supervise.warm import free_port
+from parakit.artifacts.run import Status, StatusRecord
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
 
 HAS = {"torch": "2.15.0", "flags": "abc"}
 
@@ -244,9 +244,9 @@ def test_a_launcher_that_is_killed_is_lost_without_its_heartbeats(
     first: Coordinator, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
-        "import time; from tools.cluster.nodes import Nodes\n"
-        "from tools.launch.rendezvous.messages import NodeRecord\n"
-        "from tools.launch.rendezvous.worker import Worker\n"
+        "import time; from parakit.cluster.nodes import Nodes\n"
+        "from parakit.launch.rendezvous.messages import NodeRecord\n"
+        "from parakit.launch.rendezvous.worker import Worker\n"
         f"with Worker(Nodes(2, 1, '127.0.0.1', {port}), NodeRecord('b', {HAS})) as worker:\n"
         "    worker.join(); time.sleep(3600)"
     )

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.given import read_of
-from tools.cluster.sbatch import CPUS, ArrayTask, BatchJob, pyxis_flags, script
-from tools.cluster.slurm import Slurm, argv_of_directives, slurm_of
-from tools.spec.files import ROOT
-from tools.spec.run import DeviceKind
-from tools.spec.settings import OF_SLURM
+from parakit.cluster.sbatch import CPUS, ArrayTask, BatchJob, pyxis_flags, script
+from parakit.cluster.slurm import Slurm, argv_of_directives, slurm_of
+from parakit.config.files import ROOT
+from parakit.config.run import DeviceKind
+from parakit.config.settings import OF_SLURM
 
 GOLDEN = Path(__file__).parent / "golden"
 CELL = ArrayTask("runs/R1", ("run", "dp2", "gpt2-tiny", "2cpu", "--"), {"ITERS": "5"})
@@ -111,7 +111,7 @@ def test_every_node_starts_the_kits_launcher_with_its_number_and_the_first_nodes
     tmp_path: Path,
 ) -> None:
     words, seen = run_script(script(job(python="python")), tmp_path)
-    assert words == ["-m", "tools.cli", *CELL.argv]
+    assert words == ["-m", "parakit", *CELL.argv]
     told = {name: seen[name] for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
     assert told == {
         "NNODES": "2",
@@ -261,7 +261,7 @@ def test_a_folder_that_pyxis_would_misread_is_refused() -> None:
 
 def test_a_slurm_job_is_for_training_targets_alone() -> None:
     answer = subprocess.run(
-        (sys.executable, "-m", "tools.cli", "demo"),
+        (sys.executable, "-m", "parakit", "demo"),
         env={**os.environ, "LAUNCHER": "slurm"},
         capture_output=True,
         text=True,

@@ -14,17 +14,17 @@ from unittest.mock import patch
 import pytest
 
 from tests.cluster.conftest import program, run_folders
-from tests.report.factory import run_record
-from tools.cli.main import from_make
-from tools.cluster.sbatch import ArrayTask, BatchJob
-from tools.cluster.slurm import JobState, Slurm, job_states
-from tools.launch.status import follow
-from tools.launch.submit import _hand_over
-from tools.records.io import write_record
-from tools.records.run import JobRecord, Status, StatusRecord, read_status, write_run
-from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT
-from tools.spec.run import DeviceKind
+from tests.reporting.factory import run_record
+from parakit.cli.main import from_make
+from parakit.cluster.sbatch import ArrayTask, BatchJob
+from parakit.cluster.slurm import JobState, Slurm, job_states
+from parakit.launch.status import follow
+from parakit.launch.submit import _hand_over
+from parakit.artifacts.io import write_record
+from parakit.artifacts.run import JobRecord, Status, StatusRecord, read_status, write_run
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.config.run import DeviceKind
 
 ITERATION = (
     " iteration {:8d}/     500 | consumed samples:           16 | elapsed time per iteration (ms): "
@@ -108,7 +108,7 @@ def test_what_slurm_refuses_leaves_no_run_folder(
 def test_a_job_that_slurm_may_have_taken_keeps_its_folder(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launch.submit.SUBMIT_SECONDS", 0.2)
+    monkeypatch.setattr("parakit.launch.submit.SUBMIT_SECONDS", 0.2)
     program(programs, "sbatch", "exec sleep 600")
     folder = tmp_path / "R1"
     folder.mkdir()
@@ -207,7 +207,7 @@ def test_an_element_that_slurm_forgot_before_it_began_was_interrupted(
 def test_a_queued_job_is_left_alone_while_slurm_does_not_answer(
     programs: Path, tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.cluster.slurm.ASK_SECONDS", 0.5)
+    monkeypatch.setattr("parakit.cluster.slurm.ASK_SECONDS", 0.5)
     folder = job_folder(tmp_path, "12")
     before = read_status(folder)
     program(programs, "squeue", answer)
@@ -301,7 +301,7 @@ def test_control_characters_and_markup_of_a_reason_are_shown_and_not_obeyed(
     evil = "\x1b[2J\x1b]0;title\x07[red]not markup[/red]"
     write_record(folder / "status.json", StatusRecord(Status.CRASHED, 1, evil))
     answer = subprocess.run(
-        (sys.executable, "-m", "tools.cli", "status"),
+        (sys.executable, "-m", "parakit", "status"),
         cwd=ROOT,
         env={**os.environ, "RUNS": str(tmp_path), "COLUMNS": "250"},
         capture_output=True,

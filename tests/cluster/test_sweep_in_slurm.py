@@ -12,20 +12,20 @@ from rich.console import Console
 
 from tests.cluster.conftest import program, run_folders
 from tests.given import swept
-from tools.cluster.slurm import Slurm
-from tools.launch.compose import Launch, ResumePoint
-from tools.launch.job import parse_target
-from tools.launch.options import Options, options_from_texts
-from tools.launch.run_folder import create_run_folder
-from tools.launch.train import compose_job
-from tools.records.io import write_record
-from tools.records.run import Status, StatusRecord, read_run
-from tools.spec.errors import LaunchError
-from tools.spec.flags import drop_flags
-from tools.spec.run import RuntimeName
-from tools.study.engine import run_experiment
-from tools.study.runner import finished_in_slurm
-from tools.study.tables.sweep import OUTPUT
+from parakit.cluster.slurm import Slurm
+from parakit.launch.compose import Launch, ResumePoint
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, options_from_texts
+from parakit.launch.run_folder import create_run_folder
+from parakit.launch.train import compose_job
+from parakit.artifacts.io import write_record
+from parakit.artifacts.run import Status, StatusRecord, read_run
+from parakit.config.errors import LaunchError
+from parakit.config.flags import drop_flags
+from parakit.config.run import RuntimeName
+from parakit.experiments.engine import run_experiment
+from parakit.experiments.runner import finished_in_slurm
+from parakit.experiments.tables.sweep import OUTPUT
 
 START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng")
 

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from tests.patience import OF_A_RUN, until
-from tools.launch.network import link
-from tools.records.run import Status, read_run, read_status
-from tools.report.read.scrape import scrape_log
-from tools.spec.files import ROOT
+from parakit.launch.network import link
+from parakit.artifacts.run import Status, read_run, read_status
+from parakit.reporting.read.scrape import scrape_log
+from parakit.config.files import ROOT
 
 CAN_MAKE_NAMESPACES = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 pytestmark = [
@@ -41,7 +41,7 @@ def start(host: str, rank: int, runs: Path, data: Path, **variables: str) -> sub
         "RUNS": str(runs),
         "DATA": str(data),
     }
-    target = (sys.executable, "-m", "tools.cli", "train-pp2-gpt2-tiny-2cpu")
+    target = (sys.executable, "-m", "parakit", "train-pp2-gpt2-tiny-2cpu")
     return subprocess.Popen(
         ("ip", "netns", "exec", host, *target),
         cwd=ROOT,

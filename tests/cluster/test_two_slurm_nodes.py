@@ -13,11 +13,11 @@ import pytest
 
 from tests.cluster.two_nodes import Cluster, obstacle, two_nodes
 from tests.patience import OF_A_RUN
-from tools.records.run import Status, read_run, read_status
-from tools.report.analyse.parity import Curve, loss_curve
-from tools.report.read.runs import load_folder
-from tools.report.read.scrape import scrape_log
-from tools.spec.files import ROOT
+from parakit.artifacts.run import Status, read_run, read_status
+from parakit.reporting.analyse.parity import Curve, loss_curve
+from parakit.reporting.read.runs import load_folder
+from parakit.reporting.read.scrape import scrape_log
+from parakit.config.files import ROOT
 
 WHY_NOT = obstacle()
 pytestmark = [
@@ -37,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def submit(cluster: Cluster, runs: Path, data: Path, strategy: str, **variables: str) -> Path:
     """A job's run folder."""
     settings = RECIPE | {"LAUNCHER": "slurm", "NODES": "2", "RUNS": str(runs)}
-    command = (sys.executable, "-m", "tools.cli", f"train-{strategy}-gpt2-tiny-2cpu")
+    command = (sys.executable, "-m", "parakit", f"train-{strategy}-gpt2-tiny-2cpu")
     before = set(runs.glob("2*"))
     answer = subprocess.run(
         command,
@@ -65,7 +65,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, sample_prefix: Path) -> list
     """Losses of the baseline on this machine without Slurm."""
     runs = tmp_path_factory.mktemp("alone")
     settings = RECIPE | {"RUNS": str(runs), "DATA": str(sample_prefix)}
-    command = (sys.executable, "-m", "tools.cli", "train-baseline-gpt2-tiny-1cpu")
+    command = (sys.executable, "-m", "parakit", "train-baseline-gpt2-tiny-1cpu")
     subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, check=True)
     (folder,) = runs.glob("2*")
     return losses(folder / "log.txt")
@@ -142,7 +142,7 @@ def test_a_sweep_is_an_array_that_trains_and_the_next_sweep_finds_what_it_made(
 
     def sweep() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            (sys.executable, "-m", "tools.cli", "sweep"),
+            (sys.executable, "-m", "parakit", "sweep"),
             cwd=ROOT,
             env={**cluster.environment, **RECIPE, **axes, **settings},
             capture_output=True,
@@ -177,7 +177,7 @@ def test_a_pending_element_of_an_array_is_stopped_alone(
     cluster.wait(first, "RUNNING")
     settings = {"LAUNCHER": "slurm", "NODES": "2", "REPEATS": "2", "DATA": str(sample_prefix)}
     environment = {**cluster.environment, "RUNS": str(tmp_path)}
-    program = (sys.executable, "-m", "tools.cli")
+    program = (sys.executable, "-m", "parakit")
     asked = (*program, "train-dp2-gpt2-tiny-2cpu")
     subprocess.run(asked, cwd=ROOT, env={**environment, **settings}, check=True)
     kept, stopped = sorted(tmp_path.glob("2*"))
@@ -190,7 +190,7 @@ def test_a_pending_element_of_an_array_is_stopped_alone(
 
 def test_the_doctor_asks_both_nodes_and_measures_between_them(cluster: Cluster) -> None:
     answer = subprocess.run(
-        (sys.executable, "-m", "tools.cluster.doctor.nodes"),
+        (sys.executable, "-m", "parakit.cluster.doctor.nodes"),
         cwd=ROOT,
         env={**cluster.environment, "LAUNCHER": "slurm", "NODES": "2", "COLUMNS": "160"},
         capture_output=True,

@@ -16,8 +16,8 @@ from tests.docker import engine as engines
 from tests.docker.engine import Engine
 from tests.faults.runs import Ended, Kit, Victim
 from tests.patience import PATIENCE, until
-from tools.cluster.container.docker import CONTAINER_FILE
-from tools.spec.files import ROOT
+from parakit.cluster.container.docker import CONTAINER_FILE
+from parakit.config.files import ROOT
 
 TARGET = ("run", "dp2", "gpt2-tiny", "2cpu")
 
@@ -71,7 +71,7 @@ def inside(victim: Victim) -> dict[str, psutil.Process]:
         words = process.info["cmdline"] or []
         if process.info["name"].startswith("docker") or process.info["status"] == "zombie":
             continue
-        if "tools.launch.supervise.supervisor" in words:  # It has its container's words.
+        if "parakit.launch.supervise.supervisor" in words:  # It has its container's words.
             continue
         if any(victim.folder.name in word for word in words) and "megatron_patches" in words:
             rank = (process.info["environ"] or {}).get("RANK")

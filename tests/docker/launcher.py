@@ -1,4 +1,4 @@
-"""`python -m tools.cli WORDS…` with the pairs of another `versions.env` than the kit's.
+"""`python -m parakit WORDS…` with the pairs of another `versions.env` than the kit's.
 
 `python -m tests.docker.launcher VERSIONS_ENV WORDS…`
 """
@@ -6,8 +6,8 @@
 import sys
 from pathlib import Path
 
-from tools.cli.main import from_make
-from tools.cluster.container import image
+from parakit.cli.main import from_make
+from parakit.cluster.container import image
 
 if __name__ == "__main__":
     image.VERSIONS = Path(sys.argv[1])

@@ -11,8 +11,8 @@ from tests.docker import engine as engines
 from tests.docker.conftest import TARGET, Built, inside
 from tests.faults.runs import kill
 from tests.patience import PATIENCE, until
-from tools.cluster.container.docker import CONTAINER_FILE
-from tools.records.run import Status
+from parakit.cluster.container.docker import CONTAINER_FILE
+from parakit.artifacts.run import Status
 
 pytestmark = pytest.mark.skipif(bool(engines.missing()), reason=engines.missing() or "none")
 

@@ -22,9 +22,9 @@ from tests.faults.test_resources import (
     memory_group,
 )
 from tests.patience import until
-from tools.records.checkpoints import find_checkpoints
-from tools.records.run import CHECKPOINTS_FOLDER, Status
-from tools.spec.files import ROOT
+from parakit.artifacts.checkpoints import find_checkpoints
+from parakit.artifacts.run import CHECKPOINTS_FOLDER, Status
+from parakit.config.files import ROOT
 
 pytestmark = [
     pytest.mark.slow,

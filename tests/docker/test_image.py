@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tools.cluster.container.image import (
+from parakit.cluster.container.image import (
     MEGATRON_IN_IMAGE,
     RECIPE,
     VERSIONS,
@@ -21,8 +21,8 @@ from tools.cluster.container.image import (
     read_pairs,
 )
 from tools.install import packages_of
-from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
 
 PUBLISHED = "f4fa7d6bb9d10873a58fa736cacd22e11db706d2"
 OWN_OF_THE_IMAGE = (

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from tools.plan.readings.residual import Residual, residuals
-from tools.plan.readings.summary import MEMORY, ErrorGroup, kind_of
-from tools.plan.readings.table import read_readings
-from tools.spec.files import ROOT
+from parakit.planner.readings.residual import Residual, residuals
+from parakit.planner.readings.summary import MEMORY, ErrorGroup, kind_of
+from parakit.planner.readings.table import read_readings
+from parakit.config.files import ROOT
 
-BLIND = ROOT / "tools" / "plan" / "readings" / "blind" / "2026-11-28.csv"
+BLIND = ROOT / "src" / "parakit" / "planner" / "readings" / "blind" / "2026-11-28.csv"
 """Nothing is fitted to these rows, and 'make validate' reads them where READINGS= names the file."""
 
 

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from functools import cache
 
 from tests.docs.predictions import request_of
-from tools.plan.candidates import base
-from tools.plan.search import Candidate, evaluate
-from tools.plan.tensors import parameters_total
-from tools.spec.files import read_yaml
-from tools.spec.hardware import device_by_key
-from tools.spec.model import load_model
-from tools.spec.published import FILE
-from tools.spec.recompute import Recompute
-from tools.spec.strategy import devices_of, parse_strategy
-from tools.text.table import markdown_rows
+from parakit.planner.candidates import base
+from parakit.planner.search import Candidate, evaluate
+from parakit.planner.tensors import parameters_total
+from parakit.config.files import read_yaml
+from parakit.config.hardware import device_by_key
+from parakit.config.model import load_model
+from parakit.config.published import FILE
+from parakit.config.recompute import Recompute
+from parakit.config.strategy import devices_of, parse_strategy
+from parakit.formatting.table import markdown_rows
 
 GPUS, GPU, MODEL, SAMPLES, TOKENS = 1024, "a100", "gpt3-175b", 1536, 300e9
 """What the survey's claims are about; samples and tokens are arXiv:2104.04473's, which it leaves out."""

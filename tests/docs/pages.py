@@ -20,7 +20,7 @@ from tests.docs.predictions import (
     tensor_parallel_sentence,
 )
 from tests.docs.residuals import h200_tables, paper_table
-from tools.spec.files import ROOT
+from parakit.config.files import ROOT
 
 _WIDTH = 124
 
@@ -41,7 +41,7 @@ GUIDE, PLANNER = (ROOT / "docs" / name for name in ("guide.md", "planner.md"))
 PAGES: dict[Path, Callable[[], Iterator[str]]] = {
     GUIDE: _of_the_guide,
     ROOT / "examples" / "gpt3" / "README.md": h200_tables,
-    ROOT / "tools" / "plan" / "readings" / "README.md": _of_the_published_measurements,
+    ROOT / "src" / "parakit" / "planner" / "readings" / "README.md": _of_the_published_measurements,
 }
 """Pages with the texts that they copy."""
 

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from functools import cache
 
 from examples.studies.zero import STUDY, Predicted, over_links, predict, scaling_table
-from tools.plan.advice import PLAIN, StrategyFamily, best_of_each_family, family_of
-from tools.plan.collectives.tensor import layer_collectives
-from tools.plan.options import PlanOptions
-from tools.plan.readings.neighbours import uncertainty
-from tools.plan.readings.published import h200_spec
-from tools.plan.search import Candidate, Request, search
-from tools.plan.ties import TIED
-from tools.plan.time.cluster import Cluster
-from tools.records.measurements import Operation, Phase
-from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.model import load_model
-from tools.spec.run import spec_of_model
-from tools.spec.strategy import Batch, Parallelism, batch_for
-from tools.text.table import Column, Table, markdown_table
-from tools.text.units import bracketed, joined
+from parakit.planner.advice import PLAIN, StrategyFamily, best_of_each_family, family_of
+from parakit.planner.collectives.tensor import layer_collectives
+from parakit.planner.options import PlanOptions
+from parakit.planner.readings.neighbours import uncertainty
+from parakit.planner.readings.published import h200_spec
+from parakit.planner.search import Candidate, Request, search
+from parakit.planner.ties import TIED
+from parakit.planner.time.cluster import Cluster
+from parakit.artifacts.measurements import Operation, Phase
+from parakit.config.hardware import device_by_key, link_by_key
+from parakit.config.model import load_model
+from parakit.config.run import spec_of_model
+from parakit.config.strategy import Batch, Parallelism, batch_for
+from parakit.formatting.table import Column, Table, markdown_table
+from parakit.formatting.units import bracketed, joined
 
 PREDICTED = (
     ("gpt3-13b", 8, "a100", 512, StrategyFamily.SHARDED_DATA),
@@ -70,7 +70,7 @@ def tensor_parallel_sentence() -> str:
         f"TP makes {names[forward + backward]} all-reduces per layer and micro batch: the "
         f"{names[forward]} of forward are exposed, and the {names[backward]} of backward are "
         "overlapped with the products of the weights' gradients (*formula*, "
-        "`tools/plan/collectives/tensor.py`)."
+        "`src/parakit/planner/collectives/tensor.py`)."
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tests.plan.papers import Paper, load_paper, paper_specs
-from tools.plan.memory import memory_of_rank
-from tools.plan.readings.published import h200_figures, h200_spec, usual_cluster
-from tools.plan.time.iteration import iteration_seconds
-from tools.spec.strategy import Batch, devices_of
-from tools.text.table import Column, Table, markdown_rows, markdown_table
-from tools.text.units import MIB
+from tests.planner.papers import Paper, load_paper, paper_specs
+from parakit.planner.memory import memory_of_rank
+from parakit.planner.readings.published import h200_figures, h200_spec, usual_cluster
+from parakit.planner.time.iteration import iteration_seconds
+from parakit.config.strategy import Batch, devices_of
+from parakit.formatting.table import Column, Table, markdown_rows, markdown_table
+from parakit.formatting.units import MIB
 
 
 @dataclass(frozen=True)

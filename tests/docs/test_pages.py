@@ -13,11 +13,11 @@ from tests.docs.practitioners import practitioners_table
 from tests.docs.predictions import SizeRow, request_of, size_sentence
 from tests.docs.rules import CASES, rules_table
 from tests.golden.commands_of_the_kit import check_golden
-from tools.plan.advise import INFERENCE
-from tools.plan.readings.published import h200_figures
-from tools.plan.readings.table import READINGS, read_rows
-from tools.spec.files import ROOT
-from tools.text.units import MIB
+from parakit.planner.advise import INFERENCE
+from parakit.planner.readings.published import h200_figures
+from parakit.planner.readings.table import READINGS, read_rows
+from parakit.config.files import ROOT
+from parakit.formatting.units import MIB
 
 _SAYS_WHAT_IT_IS_ABOUT = {"about", "layout", "model", "gpus", "part", "caution"} | {
     "data_parallel"  # Has a test of its own below; without it the strategy has no number of GPUs.
@@ -77,7 +77,7 @@ def test_memory_of_the_published_runs_is_stated_in_mib_and_converted_to_gb() -> 
 
 
 def test_the_planners_readme_states_the_errors_of_blind_rows() -> None:
-    readme = (ROOT / "tools" / "plan" / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "src" / "parakit" / "planner" / "README.md").read_text(encoding="utf-8")
     table = readme.partition("| kind of run, held out by source |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.split(" |")] for line in table.splitlines()[2:]]
     stated = {cells[0].removeprefix("| "): cells[-2] for cells in rows if cells[-2]}

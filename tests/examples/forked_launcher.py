@@ -1,4 +1,4 @@
-"""`python -m tools.cli WORDS…`, whose ranks come from a process that has imported Megatron.
+"""`python -m parakit WORDS…`, whose ranks come from a process that has imported Megatron.
 
 `python -m tests.examples.forked_launcher SOCKET PID WORDS…`
 """
@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tools.cli.main import from_make
-from tools.launch import train
-from tools.launch.compose import Launch
-from tools.launch.supervise.warm import WarmMegatron
-from tools.study.verify.verifier import ForkedRanks
+from parakit.cli.main import from_make
+from parakit.launch import train
+from parakit.launch.compose import Launch
+from parakit.launch.supervise.warm import WarmMegatron
+from parakit.experiments.verify.verifier import ForkedRanks
 
 
 class Elsewhere(WarmMegatron):

@@ -28,19 +28,19 @@ from tests.native.pipelined import pipelines
 from tests.patches.fused.updated import fused_updates
 from tests.small import SMALL
 from tests.verify.benched import quick_injected
-from tools.launch.compose import Launch
-from tools.launch.execute import execute
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.launch.start import ensure_start_checkpoint
-from tools.launch.supervise.warm import WarmMegatron
-from tools.launch.train import compose_job
-from tools.records import run as records
-from tools.report.read.scrape import scrape_log
-from tools.report.read.scraped import ScrapedLog
-from tools.spec.files import ROOT
-from tools.spec.run import Backend
-from tools.study.verify.verifier import ForkedRanks
+from parakit.launch.compose import Launch
+from parakit.launch.execute import execute
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.start import ensure_start_checkpoint
+from parakit.launch.supervise.warm import WarmMegatron
+from parakit.launch.train import compose_job
+from parakit.artifacts import run as records
+from parakit.reporting.read.scrape import scrape_log
+from parakit.reporting.read.scraped import ScrapedLog
+from parakit.config.files import ROOT
+from parakit.config.run import Backend
+from parakit.experiments.verify.verifier import ForkedRanks
 
 ITERATIONS = 6
 

@@ -16,10 +16,10 @@ from rich.console import Console
 from tests.examples.forked_launcher import forked
 from tests.patience import OF_A_RUN, until
 from tests.small import SMALL
-from tools.launch.stop import stop
-from tools.launch.supervise.interruption import alive
-from tools.spec.files import ROOT
-from tools.study.verify.verifier import ForkedRanks
+from parakit.launch.stop import stop
+from parakit.launch.supervise.interruption import alive
+from parakit.config.files import ROOT
+from parakit.experiments.verify.verifier import ForkedRanks
 
 MOMENTS = {signal.SIGTERM: "initializing torch distributed", signal.SIGINT: "iteration        3/"}
 """What is asked, and the line after which."""
@@ -58,7 +58,7 @@ def _stop(number: signal.Signals, runs: Path, data: Path, ranks: ForkedRanks) ->
         started = psutil.Process(ranks.warm.pid).children(recursive=True)
         if number is signal.SIGTERM:  # As `make stop` sends it.
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("tools.launch.stop.STOP_SECONDS", OF_A_RUN)
+                patch.setattr("parakit.launch.stop.STOP_SECONDS", OF_A_RUN)
                 assert stop(folder, Console(quiet=True)) == 0
         else:
             launcher.send_signal(number)

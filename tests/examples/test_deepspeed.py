@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 
 from tests.examples.runs import Run, Trainer
-from tools.records.run import Status
-from tools.spec.run import Backend
+from parakit.artifacts.run import Status
+from parakit.config.run import Backend
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.examples.runs import Run, Trainer
-from tools.launch.code import find_entry
-from tools.records.run import Status
-from tools.spec.files import ROOT
-from tools.spec.strategy import NAMED
+from parakit.launch.code import find_entry
+from parakit.artifacts.run import Status
+from parakit.config.files import ROOT
+from parakit.config.strategy import NAMED
 
 CHECKOUTS = [Path(text) for text in os.environ.get("MEGATRON_LM_CHECKOUTS", "").split(":") if text]
 NO_CHECKOUT = pytest.mark.skipif(

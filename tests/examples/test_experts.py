@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.examples.runs import ITERATIONS, Run, Trainer
-from tools.plan.collectives.rank import communication_of_rank
-from tools.plan.memory import activation_bytes
-from tools.plan.tensors import rank_parameters
-from tools.records.measurements import (
+from parakit.planner.collectives.rank import communication_of_rank
+from parakit.planner.memory import activation_bytes
+from parakit.planner.tensors import rank_parameters
+from parakit.artifacts.measurements import (
     ROUTED_GROUPS,
     CommunicationRecord,
     LayerRouting,
@@ -21,12 +21,12 @@ from tools.records.measurements import (
     RoutingRecord,
     read_ledger,
 )
-from tools.records.run import Status
-from tools.report.explain.closed_form import configuration_of_run
-from tools.report.explain.routing import iterations_of, loads
-from tools.report.read.runs import load_folder
-from tools.spec.model import load_model
-from tools.spec.run import RunSpec
+from parakit.artifacts.run import Status
+from parakit.reporting.explain.closed_form import configuration_of_run
+from parakit.reporting.explain.routing import iterations_of, loads
+from parakit.reporting.read.runs import load_folder
+from parakit.config.model import load_model
+from parakit.config.run import RunSpec
 
 SHAPE = load_model("moe-tiny").shape
 ROW_BYTES = 4 * SHAPE.hidden

@@ -4,8 +4,8 @@ import pytest
 
 from tests.examples.runs import SharedRuns
 from tests.examples.stopped import MOMENTS, Stopped
-from tools.records import run as records
-from tools.records.run import Status
+from parakit.artifacts import run as records
+from parakit.artifacts.run import Status
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 
 from tests.examples.runs import ITERATIONS, Run
 from tests.small import PADDED, VOCABULARY
-from tools.plan.collectives.rank import communication_of_rank
-from tools.plan.tensors import rank_parameters
-from tools.records.measurements import (
+from parakit.planner.collectives.rank import communication_of_rank
+from parakit.planner.tensors import rank_parameters
+from parakit.artifacts.measurements import (
     CommunicationRecord,
     MemoryCategory,
     MemoryRecord,
@@ -20,12 +20,12 @@ from tools.records.measurements import (
     TimeRecord,
     read_ledger,
 )
-from tools.records.run import LEDGER_FOLDER, TENSORBOARD_FOLDER, TRACE_FILE
-from tools.report.read.sources import read_scalars
-from tools.spec.flags import Flags
-from tools.spec.model import load_model
-from tools.spec.run import DeviceKind, RunSpec, spec_of_model
-from tools.spec.strategy import NAMED
+from parakit.artifacts.run import LEDGER_FOLDER, TENSORBOARD_FOLDER, TRACE_FILE
+from parakit.reporting.read.sources import read_scalars
+from parakit.config.flags import Flags
+from parakit.config.model import load_model
+from parakit.config.run import DeviceKind, RunSpec, spec_of_model
+from parakit.config.strategy import NAMED
 
 MORE = ("vpp2", "zero1")
 PARALLEL = (*NAMED[1:], *MORE)

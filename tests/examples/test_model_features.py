@@ -3,7 +3,7 @@
 import pytest
 
 from tests.examples.runs import Trainer
-from tools.spec.strategy import UNTIED
+from parakit.config.strategy import UNTIED
 
 ONE = "train-baseline-gpt2-tiny-1cpu"
 TP2, DP2 = "train-tp2-gpt2-tiny-2cpu", "train-dp2-gpt2-tiny-2cpu"

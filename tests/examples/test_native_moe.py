@@ -3,9 +3,9 @@
 import pytest
 
 from tests.examples.runs import ITERATIONS, Run, Trainer
-from tools.records.measurements import CommunicationRecord, Operation, RoutingRecord, read_ledger
-from tools.records.run import Status
-from tools.spec.run import Backend, OptimizerName
+from parakit.artifacts.measurements import CommunicationRecord, Operation, RoutingRecord, read_ledger
+from parakit.artifacts.run import Status
+from parakit.config.run import Backend, OptimizerName
 
 
 def test_native_prints_megatrons_losses_and_gradient_norms(

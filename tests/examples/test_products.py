@@ -3,7 +3,7 @@
 import pytest
 
 from tests.examples.runs import Run, Trainer
-from tools.records.run import Status
+from parakit.artifacts.run import Status
 
 PARAMETERS = {
     "tp2dp2": {141_824},

@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 
 from tests.examples.runs import ITERATIONS, Run
-from tools.records import run as records
-from tools.records.run import Status
-from tools.spec.strategy import NAMED
+from parakit.artifacts import run as records
+from parakit.artifacts.run import Status
+from parakit.config.strategy import NAMED
 
 WHOLE, HALF_TENSOR = 277_888, 141_824
 PARAMETERS = {

@@ -7,10 +7,10 @@ from statistics import mean
 import pytest
 
 from tests.examples.runs import Run, Trainer
-from tools.launch.network import parse_rate
-from tools.plan.time.cluster import link_seconds
-from tools.records.measurements import CommunicationRecord, read_ledger
-from tools.records.run import Status
+from parakit.launch.network import parse_rate
+from parakit.planner.time.cluster import link_seconds
+from parakit.artifacts.measurements import CommunicationRecord, read_ledger
+from parakit.artifacts.run import Status
 
 CAN_SHAPE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 LINK = parse_rate("1gbps")

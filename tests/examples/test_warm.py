@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from tests.examples.runs import Run, Trainer
-from tools.records.measurements import CommunicationRecord, read_ledger
-from tools.records.run import Status
-from tools.study.verify.verifier import ForkedRanks
+from parakit.artifacts.measurements import CommunicationRecord, read_ledger
+from parakit.artifacts.run import Status
+from parakit.experiments.verify.verifier import ForkedRanks
 
 
 @pytest.mark.slow

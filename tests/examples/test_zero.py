@@ -4,14 +4,14 @@ import pytest
 
 from tests.examples.runs import ITERATIONS, Run, Trainer
 from tests.examples.test_ledgers import measured, predicted
-from tools.records.measurements import (
+from parakit.artifacts.measurements import (
     CommunicationRecord,
     MemoryCategory,
     MemoryRecord,
     Operation,
     read_ledger,
 )
-from tools.records.run import Status
+from parakit.artifacts.run import Status
 
 WHOLE_BYTES = 4 * 277_888
 UNTIED = "--untie-embeddings-and-output-weights"

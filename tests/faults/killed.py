@@ -10,9 +10,9 @@ import psutil
 
 from tests.examples.forked_launcher import forked
 from tests.faults.runs import Kit, kill
-from tools.records.checkpoints import find_checkpoints
-from tools.records.run import CHECKPOINTS_FOLDER
-from tools.study.verify.verifier import ForkedRanks
+from parakit.artifacts.checkpoints import find_checkpoints
+from parakit.artifacts.run import CHECKPOINTS_FOLDER
+from parakit.experiments.verify.verifier import ForkedRanks
 
 
 @dataclass(frozen=True)

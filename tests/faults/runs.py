@@ -16,19 +16,19 @@ import psutil
 
 from tests.patience import OF_A_RUN, until
 from tests.small import SMALL
-from tools.launch.supervise.interruption import alive
-from tools.records import run as records
-from tools.records.run import StatusRecord
-from tools.report.analyse.parity import Curve, loss_curve
-from tools.report.analyse.report import build_report
-from tools.report.read.runs import Run, load_folder
-from tools.spec.files import ROOT
-from tools.spec.published import load_published
+from parakit.launch.supervise.interruption import alive
+from parakit.artifacts import run as records
+from parakit.artifacts.run import StatusRecord
+from parakit.reporting.analyse.parity import Curve, loss_curve
+from parakit.reporting.analyse.report import build_report
+from parakit.reporting.read.runs import Run, load_folder
+from parakit.config.files import ROOT
+from parakit.config.published import load_published
 
 ITERATIONS, SAVE_EVERY = 12, 4
 
 
-PROGRAM = (sys.executable, "-m", "tools.cli")
+PROGRAM = (sys.executable, "-m", "parakit")
 
 
 def launch(
@@ -37,7 +37,7 @@ def launch(
     output: int | IO[bytes] = subprocess.PIPE,
     program: Sequence[str] = PROGRAM,
 ) -> psutil.Popen:
-    """`python -m tools.cli WORDS`, or another program with these words."""
+    """`python -m parakit WORDS`, or another program with these words."""
     return psutil.Popen(
         (*program, *words),
         cwd=ROOT,
@@ -66,7 +66,7 @@ def _name_of(process: psutil.Process) -> str | None:
         return f"rank {rank}"
     # The supervisor's command line holds torchrun's; torchrun's module comes first in its own.
     modules = {
-        "tools.launch.supervise.supervisor": "supervisor",
+        "parakit.launch.supervise.supervisor": "supervisor",
         "torch.distributed.run": "torchrun",
     }
     return modules.get(" ".join(process.cmdline()[2:3]))

@@ -26,23 +26,23 @@ from rich.console import Console
 from tests.faults.runs import Victim, kill, launch, processes_of
 from tests.faults.soak_verdict import DISTURBED, UNDISTURBED, Fault, ProcessReading, judge
 from tests.patience import OF_A_RUN
-from tools.launch.compose import Launch
-from tools.launch.data import make_sample
-from tools.launch.job import Job, parse_target
-from tools.launch.options import KEEP, Options, Saving, variables_of
-from tools.launch.preflight import check
-from tools.launch.progress import LogFollower
-from tools.launch.start import ensure_start_checkpoint
-from tools.launch.train import compose_job, dry_run
-from tools.records import run as records
-from tools.records.checkpoints import find_checkpoints
-from tools.records.io import write_whole
-from tools.records.run import utc_stamp
-from tools.spec.errors import LaunchError
-from tools.spec.files import from_root
-from tools.spec.run import Backend
-from tools.spec.strategy import devices_of, parse_strategy
-from tools.text.terminal import say
+from parakit.launch.compose import Launch
+from parakit.launch.data import make_sample
+from parakit.launch.job import Job, parse_target
+from parakit.launch.options import KEEP, Options, Saving, variables_of
+from parakit.launch.preflight import check
+from parakit.launch.progress import LogFollower
+from parakit.launch.start import ensure_start_checkpoint
+from parakit.launch.train import compose_job, dry_run
+from parakit.artifacts import run as records
+from parakit.artifacts.checkpoints import find_checkpoints
+from parakit.artifacts.io import write_whole
+from parakit.artifacts.run import utc_stamp
+from parakit.config.errors import LaunchError
+from parakit.config.files import from_root
+from parakit.config.run import Backend
+from parakit.config.strategy import devices_of, parse_strategy
+from parakit.formatting.terminal import say
 
 SAVE_EVERY = 50
 """Iterations, as many as between two evaluations."""

@@ -11,12 +11,12 @@ from statistics import median
 import numpy as np
 
 from tests.bench.within_runs import compare_within_runs
-from tools.records.run import Status
-from tools.report.analyse.parity import loss_curve
-from tools.report.analyse.statistics import ON_CPU_RANKS, TimeComparison, TimeVerdict
-from tools.report.read.runs import load_folder
-from tools.text.table import Column, Table, markdown_table
-from tools.text.units import bracketed, change, count, megabytes
+from parakit.artifacts.run import Status
+from parakit.reporting.analyse.parity import loss_curve
+from parakit.reporting.analyse.statistics import ON_CPU_RANKS, TimeComparison, TimeVerdict
+from parakit.reporting.read.runs import load_folder
+from parakit.formatting.table import Column, Table, markdown_table
+from parakit.formatting.units import bracketed, change, count, megabytes
 
 UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
 """Names of the two runs' folders."""

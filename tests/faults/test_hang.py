@@ -6,8 +6,8 @@ from math import ceil
 import pytest
 
 from tests.faults.runs import ITERATIONS, Kit, same_losses
-from tools.records import run as records
-from tools.records.run import Status
+from parakit.artifacts import run as records
+from parakit.artifacts.run import Status
 
 
 def longer_than_any_start(kit: Kit, strategy: str) -> int:

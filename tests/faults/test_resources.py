@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from tests.faults.runs import SAVE_EVERY, Kit, same_losses
-from tools.launch.supervise.exit_status import memory_kills
-from tools.records.checkpoints import find_checkpoints
-from tools.records.run import CHECKPOINTS_FOLDER, Status
+from parakit.launch.supervise.exit_status import memory_kills
+from parakit.artifacts.checkpoints import find_checkpoints
+from parakit.artifacts.run import CHECKPOINTS_FOLDER, Status
 
 pytestmark = pytest.mark.slow
 OVERRIDE = "--override-opt_param-scheduler"

@@ -13,8 +13,8 @@ from rich.console import Console
 from tests.faults.runs import Kit
 from tests.faults.soak import READINGS_FILE, TEXT_FILE, Soak, _Soaking, plan_soak
 from tests.given import given
-from tools.launch.options import Options
-from tools.spec.files import ROOT
+from parakit.launch.options import Options
+from parakit.config.files import ROOT
 
 
 def soaked(variables: dict[str, str]) -> Soak:
@@ -84,7 +84,7 @@ def test_a_soak_reaches_the_undisturbed_losses_whatever_was_killed(
     given = {"STRATEGY": "dp2", "HOURS": "0.04", "SAVE_EVERY": "4", "RUNS": str(runs)}
     given["MAKEFLAGS"] = " -- HOURS=0.04"  # As make says what stands on its command line.
     ended = subprocess.run(
-        (sys.executable, "-m", "tools.cli", "soak"),
+        (sys.executable, "-m", "parakit", "soak"),
         cwd=ROOT,
         env={**kit.environment, **given, "ITERS": ""},
         capture_output=True,

@@ -10,8 +10,8 @@ from tests.faults.soak_verdict import (
     drift,
     steadiness,
 )
-from tools.records.run import Status
-from tools.report.analyse.statistics import TimeVerdict
+from parakit.artifacts.run import Status
+from parakit.reporting.analyse.statistics import TimeVerdict
 
 
 def reading(

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tools.spec import model
+from parakit.config import model
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent

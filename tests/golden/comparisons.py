@@ -12,7 +12,7 @@ from pathlib import Path
 from examples.studies import backends_table as backends
 from examples.studies import moe_table as moe
 from examples.studies import zero_table as zero
-from tools.report.analyse.entry import Entry, rows_of
+from parakit.reporting.analyse.entry import Entry, rows_of
 
 
 def render_zero(folders: Sequence[Path]) -> str:

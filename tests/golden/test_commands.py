@@ -8,7 +8,7 @@ import pytest
 
 from tests.golden.commands_of_the_kit import HERE, Commands, check_golden, normalised
 
-LAUNCH = "tools.cli"
+LAUNCH = "parakit.cli"
 SIX = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
 PRODUCTS = (
     "train-vpp2-gpt2-tiny-2cpu",
@@ -156,21 +156,21 @@ AREAS: dict[str, list[str]] = {
         f"DRY_RUN=1 IMAGE=1.2-py3 {LAUNCH} image",
     ],
     "plan": [
-        "tools.plan --model gpt2-large --gpus 2 --gpu h200 --global-batch 64",
-        "tools.plan --model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --tokens 9e9",
-        "tools.plan --model gpt3-13b --gpus 16 --gpu a100-80gb --nodes 2 --gpus-per-node 8 "
+        "parakit.planner --model gpt2-large --gpus 2 --gpu h200 --global-batch 64",
+        "parakit.planner --model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --tokens 9e9",
+        "parakit.planner --model gpt3-13b --gpus 16 --gpu a100-80gb --nodes 2 --gpus-per-node 8 "
         "--global-batch 64",
-        "tools.plan --model moe-tiny --gpus 4 --gpu h100 --global-batch 16",
-        "tools.plan --model mixtral-8x7b --gpus 16 --gpu h100 --global-batch 64 --dtype bf16",
-        "tools.plan --model gpt3-13b --gpus 2 --gpu rtx4090 --global-batch 2",
-        "tools.plan --model gpt2-larg --gpus 2",
-        "tools.plan --model llama3-8b-fp8 --gpus 8 --gpu h100 --global-batch 128",
-        "tools.plan --model llama3-8b-fp8 --gpus 8 --gpu a100 --global-batch 128",
-        "tools.plan dryrun --model llama3-8b-fp8 --tensor 2",
-        "tools.plan schedules",
-        "tools.plan schedules --pipeline 4 --microbatches 16 --virtual 2",
-        "tools.plan dryrun --model gpt2-large --tensor 3",
-        "tools.plan dryrun --model gpt2-larg --tensor 2",
+        "parakit.planner --model moe-tiny --gpus 4 --gpu h100 --global-batch 16",
+        "parakit.planner --model mixtral-8x7b --gpus 16 --gpu h100 --global-batch 64 --dtype bf16",
+        "parakit.planner --model gpt3-13b --gpus 2 --gpu rtx4090 --global-batch 2",
+        "parakit.planner --model gpt2-larg --gpus 2",
+        "parakit.planner --model llama3-8b-fp8 --gpus 8 --gpu h100 --global-batch 128",
+        "parakit.planner --model llama3-8b-fp8 --gpus 8 --gpu a100 --global-batch 128",
+        "parakit.planner dryrun --model llama3-8b-fp8 --tensor 2",
+        "parakit.planner schedules",
+        "parakit.planner schedules --pipeline 4 --microbatches 16 --virtual 2",
+        "parakit.planner dryrun --model gpt2-large --tensor 3",
+        "parakit.planner dryrun --model gpt2-larg --tensor 2",
     ],
     "first-lines": [
         f"MODEL=tests/golden/mine.args GPUS=8 GPU=h100 {LAUNCH} plan",
@@ -186,11 +186,11 @@ AREAS: dict[str, list[str]] = {
         target(TP2_CPU, "EXTRA=--swigluu"),
         target("train-tp2-mine-2cpu", "MODEL=tests/golden/mine.args"),
         f"RUNS=tests/golden/runs {LAUNCH} explain",
-        "tools.cli.parakit --help",
+        "parakit.cli.door --help",
     ],
     "plan-json": [
-        "tools.plan --model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --json",
-        "tools.plan schedules --json",
+        "parakit.planner --model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --json",
+        "parakit.planner schedules --json",
     ],
 }
 

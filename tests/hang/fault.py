@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.nn.modules import module as hooks
 
-from tools.ledger.process_groups import METHODS
+from parakit.accounting.process_groups import METHODS
 
 OWN = int(os.environ["RANK"])
 FOLDER = Path(os.environ["KIT_STACKS"]).parent

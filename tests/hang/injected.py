@@ -24,22 +24,22 @@ import psutil
 from rich.console import Console
 
 from tests.small import SMALL, folded
-from tools.hang.command import as_json
-from tools.hang.dumps import UnreadableError
-from tools.hang.gather import gather
-from tools.hang.order import find_mismatch
-from tools.hang.verdict import judge
-from tools.launch import execute as execution
-from tools.launch.compose import Launch
-from tools.launch.job import parse_target
-from tools.launch.options import Options, read_patch_file
-from tools.launch.supervise import hang
-from tools.launch.supervise.hang import HangWatch, collect_stacks
-from tools.launch.supervise.warm import WarmMegatron
-from tools.launch.train import compose_job
-from tools.records.run import HUNG
-from tools.report.read.diagnosis import diagnose
-from tools.spec.files import ROOT
+from parakit.hang.command import as_json
+from parakit.hang.dumps import UnreadableError
+from parakit.hang.gather import gather
+from parakit.hang.order import find_mismatch
+from parakit.hang.verdict import judge
+from parakit.launch import execute as execution
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, read_patch_file
+from parakit.launch.supervise import hang
+from parakit.launch.supervise.hang import HangWatch, collect_stacks
+from parakit.launch.supervise.warm import WarmMegatron
+from parakit.launch.train import compose_job
+from parakit.artifacts.run import HUNG
+from parakit.reporting.read.diagnosis import diagnose
+from parakit.config.files import ROOT
 
 LAYOUTS = (
     *("dp2:2", "tp2:2", "sp2:2", "cp2:2", "pp2:2", "vpp2:2", "ep2:2", "zero1:2"),

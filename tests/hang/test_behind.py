@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.hang.made import Job, four
-from tools.hang.gather import gather
-from tools.hang.verdict import Verdict, judge
+from parakit.hang.gather import gather
+from parakit.hang.verdict import Verdict, judge
 
 NOT_COMPLETED_HERE = "entered, completed by the others, not by this rank"
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tools.hang.command import why_hang
-from tools.hang.evidence import Progress
-from tools.hang.gather import gather
-from tools.hang.texts import TimedOut, read_watchdog
-from tools.hang.verdict import Verdict, judge
+from parakit.hang.command import why_hang
+from parakit.hang.evidence import Progress
+from parakit.hang.gather import gather
+from parakit.hang.texts import TimedOut, read_watchdog
+from parakit.hang.verdict import Verdict, judge
 
 CAUGHT = "Watchdog caught collective operation timeout: WorkNCCL("
 TIMED_OUT = "Timeout(ms)=600000) ran for 600029 milliseconds before timing out."

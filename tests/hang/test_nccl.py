@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tools.hang.gather import gather
-from tools.hang.texts import read_watchdog
-from tools.hang.verdict import Kind, Verdict, judge
-from tools.launch.supervise.exit_status import classify_exit
-from tools.records.run import LOG_FILE, Status
-from tools.report.read.diagnosis import diagnose
+from parakit.hang.gather import gather
+from parakit.hang.texts import read_watchdog
+from parakit.hang.verdict import Kind, Verdict, judge
+from parakit.launch.supervise.exit_status import classify_exit
+from parakit.artifacts.run import LOG_FILE, Status
+from parakit.reporting.read.diagnosis import diagnose
 
 RECORDED = Path(__file__).parent / "nccl.tar.xz"
 

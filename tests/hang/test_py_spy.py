@@ -5,11 +5,11 @@ The name of the script's package is replaced by Megatron's, and torch's own thre
 
 from pathlib import Path
 
-from tools.hang.evidence import Frame
-from tools.hang.gather import gather
-from tools.hang.texts import is_stacks, read_stacks
-from tools.hang.verdict import judge
-from tools.hang.waits import is_in_collective
+from parakit.hang.evidence import Frame
+from parakit.hang.gather import gather
+from parakit.hang.texts import is_stacks, read_stacks
+from parakit.hang.verdict import judge
+from parakit.hang.waits import is_in_collective
 
 IN_ALL_REDUCE = """Process 25505: python work.py 0
 Python v3.12.1 (/usr/bin/python3.12)

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.hang.made import DATA, SECOND, START, TENSOR, WORLD, Job, four, step
-from tools.hang.command import why_hang
-from tools.hang.dumps import UnreadableError
-from tools.hang.evidence import Frame, RecordedCall, Stage
-from tools.hang.gather import gather
-from tools.hang.page import render_page
-from tools.hang.place import place_of_call
-from tools.hang.verdict import Kind, Outcome, Verdict, judge
-from tools.hang.waits import is_in_collective
-from tools.records.run import STOPPED_FILE
+from parakit.hang.command import why_hang
+from parakit.hang.dumps import UnreadableError
+from parakit.hang.evidence import Frame, RecordedCall, Stage
+from parakit.hang.gather import gather
+from parakit.hang.page import render_page
+from parakit.hang.place import place_of_call
+from parakit.hang.verdict import Kind, Outcome, Verdict, judge
+from parakit.hang.waits import is_in_collective
+from parakit.artifacts.run import STOPPED_FILE
 
 WAITING = """Current thread 0x7f (most recent call first):
   File "/venv/torch/distributed/distributed_c10d.py", line 4174 in wait
@@ -276,7 +276,7 @@ def test_stacks_alone_name_the_one_that_is_in_no_collective(tmp_path: Path) -> N
 
 
 def test_a_wait_that_the_kit_counts_is_one() -> None:
-    counting = Frame("wait", "tools/ledger/process_groups.py", 1)
+    counting = Frame("wait", "src/parakit/accounting/process_groups.py", 1)
     exchange = Frame("_communicate", "/megatron/core/pipeline_parallel/p2p_communication.py", 413)
     layer = Frame("forward", "/megatron/core/transformer/mlp.py", 300)
     assert is_in_collective((counting, exchange))
@@ -356,7 +356,7 @@ def test_code_that_torch_called_back_does_not_wait_but_the_kits_counting_does() 
         Frame("_communicate", "/m/megatron/core/pipeline_parallel/p2p_communication.py", 2),
     ]
     assert is_in_collective(inside)
-    assert is_in_collective([Frame("counted", "/kit/tools/ledger/record.py", 3), *inside])
+    assert is_in_collective([Frame("counted", "/kit/src/parakit/accounting/record.py", 3), *inside])
     assert not is_in_collective([Frame("stall", "/home/me/hook.py", 3), *inside])
     assert not is_in_collective([])
 

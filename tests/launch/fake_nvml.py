@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from tools.launch import devices
+from parakit.launch import devices
 
 GIB = 2**30
 DRIVER = "580.82.07"

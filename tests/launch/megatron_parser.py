@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.spec.files import ROOT
+from parakit.config.files import ROOT
 
 SEEN = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from tests.small import write_documents
-from tools.cluster.checks import host
-from tools.cluster.checks.result import FAIL, PASS, WARN, CheckResult
-from tools.cluster.nodes import Nodes, Rendezvous
-from tools.launch import preflight
-from tools.launch.compose import torchrun
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.launch.preflight import check
-from tools.launch.train import compose_job
-from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT
+from parakit.cluster.checks import host
+from parakit.cluster.checks.result import FAIL, PASS, WARN, CheckResult
+from parakit.cluster.nodes import Nodes, Rendezvous
+from parakit.launch import preflight
+from parakit.launch.compose import torchrun
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.preflight import check
+from parakit.launch.train import compose_job
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
 
 NO_NAME = "nosuchhost.invalid"
 
@@ -35,7 +35,7 @@ print(f"rank {dist.get_rank()} of {socket.gethostname()}")
 """
 
 CHECKS = """
-from tools.cluster.checks import host
+from parakit.cluster.checks import host
 
 for result in (host.check_loopback(), host.check_host_name()):
     print(result.status, result.found, result.fix, sep="|")

@@ -7,27 +7,27 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from tools.launch import auto, calibrate
-from tools.launch.auto import as_options, plan_here, request_here, train_auto
-from tools.launch.calibrate import GPU_LAYER, MEGATRON_LAYER, conditions, from_figures
-from tools.launch.job import parse_target
-from tools.launch.microbenchmark import Figures
-from tools.launch.options import Options
-from tools.launch.runtime import Runtime
-from tools.plan.calibration import calibration_path, load_calibration
-from tools.plan.readings.local_readings import add_rows, row_of
-from tools.plan.readings.table import ReadingsError
-from tools.plan.search import search
-from tools.plan.time.cluster import Calibration, Cluster
-from tools.plan.time.compute import layer_seconds, product_seconds
-from tools.plan.time.rates import rates
-from tools.records import run as records
-from tools.spec.errors import LaunchError
-from tools.spec.hardware import device_by_key, link_by_key
-from tools.spec.model import ModelShape, load_model
-from tools.spec.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags
-from tools.spec.stages import StageSplit
-from tools.spec.strategy import Batch, Parallelism
+from parakit.launch import auto, calibrate
+from parakit.launch.auto import as_options, plan_here, request_here, train_auto
+from parakit.launch.calibrate import GPU_LAYER, MEGATRON_LAYER, conditions, from_figures
+from parakit.launch.job import parse_target
+from parakit.launch.microbenchmark import Figures
+from parakit.launch.options import Options
+from parakit.launch.runtime import Runtime
+from parakit.planner.calibration import calibration_path, load_calibration
+from parakit.planner.readings.local_readings import add_rows, row_of
+from parakit.planner.readings.table import ReadingsError
+from parakit.planner.search import search
+from parakit.planner.time.cluster import Calibration, Cluster
+from parakit.planner.time.compute import layer_seconds, product_seconds
+from parakit.planner.time.rates import rates
+from parakit.artifacts import run as records
+from parakit.config.errors import LaunchError
+from parakit.config.hardware import device_by_key, link_by_key
+from parakit.config.model import ModelShape, load_model
+from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags
+from parakit.config.stages import StageSplit
+from parakit.config.strategy import Batch, Parallelism
 
 CPU, GLOO = device_by_key("cpu"), link_by_key("gloo")
 TINY = parse_target("train-baseline-gpt2-tiny-2cpu")
@@ -144,7 +144,7 @@ def test_what_was_measured_is_kept_until_its_conditions_change(
     kept = replace(from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO), made_with=made_with)
     calibration_path(tmp_path, CPU).write_text(json.dumps(asdict(kept)))
     faster = replace(FIGURES, matmul_flops=200e9)
-    monkeypatch.setattr("tools.launch.microbenchmark.measure", lambda *_, **__: faster)
+    monkeypatch.setattr("parakit.launch.microbenchmark.measure", lambda *_, **__: faster)
     target = parse_target(f"train-baseline-gpt2-tiny-{ranks}cpu")
     plan = plan_here(target.under(Options(runs=tmp_path)), QUIET)
     assert plan.request.cluster.calibration.source == f"measured on {platform.node()}"
@@ -198,7 +198,7 @@ def test_what_cannot_be_planned_here_says_what_can(
 
 def test_a_gpu_without_published_rates_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "visible_gpus", lambda: (SimpleNamespace(name="Tesla T4"),))
-    with pytest.raises(LaunchError, match="no rates of 'Tesla T4'; add it to tools/spec/hardware"):
+    with pytest.raises(LaunchError, match="no rates of 'Tesla T4'; add it to src/parakit/config/hardware"):
         train_auto("train-auto-gpt2-large-1gpu", Options(), QUIET)
 
 
@@ -232,7 +232,7 @@ def test_ones_own_runs_correct_the_plan_of_train_auto(
     found = next(c for c in (*corrected.ranked, *corrected.examined) if c.spec == measured.spec)
     assert found.seconds.total == pytest.approx(3 * measured.seconds.total, rel=0.05)
     own.write_text("hello\n")
-    monkeypatch.setattr("tools.launch.auto.OWN_READINGS", own)
+    monkeypatch.setattr("parakit.launch.auto.OWN_READINGS", own)
     with pytest.raises(ReadingsError, match="row 1 lacks "):
         train_auto("train-auto-gpt2-tiny-2cpu", Options(runs=tmp_path, dry_run=True), QUIET)
 

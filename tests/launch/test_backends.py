@@ -3,15 +3,15 @@ from dataclasses import replace
 
 import pytest
 
-from tools.launch.backends import NO_DEEPSPEED, backend_problems
-from tools.launch.compose import Launch
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.launch.train import compose_job
-from tools.native.settings import parse_settings
-from tools.spec.flags import Flags, drop_flags
-from tools.spec.run import Backend
-from tools.spec.strategy import Batch
+from parakit.launch.backends import NO_DEEPSPEED, backend_problems
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.train import compose_job
+from parakit.native.settings import parse_settings
+from parakit.config.flags import Flags, drop_flags
+from parakit.config.run import Backend
+from parakit.config.strategy import Batch
 
 KNOWN = [
     (Backend.NATIVE, "baseline", 1),

@@ -5,12 +5,12 @@ import pytest
 from rich.console import Console
 
 from tests.given import given
-from tools.launch import calibrate
-from tools.launch.calibrate import WORKLOADS, calibrate_here
-from tools.plan.calibration import calibration_of
-from tools.spec.errors import LaunchError
-from tools.spec.hardware import calibration_file, device_by_key
-from tools.spec.run import DeviceKind
+from parakit.launch import calibrate
+from parakit.launch.calibrate import WORKLOADS, calibrate_here
+from parakit.planner.calibration import calibration_of
+from parakit.config.errors import LaunchError
+from parakit.config.hardware import calibration_file, device_by_key
+from parakit.config.run import DeviceKind
 
 CPU = device_by_key("cpu")
 
@@ -59,8 +59,8 @@ def test_one_rank_is_measured_shown_beside_what_is_shipped_and_kept(
 def test_a_plan_finds_the_constants_by_an_alias_of_the_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tools.cli.clone.ROOT", tmp_path)
-    monkeypatch.setattr("tools.cli.clone.OWN_READINGS", tmp_path / "mine.csv")
+    monkeypatch.setattr("parakit.cli.clone.ROOT", tmp_path)
+    monkeypatch.setattr("parakit.cli.clone.OWN_READINGS", tmp_path / "mine.csv")
     kept = tmp_path / "runs" / calibration_file("h100")
     kept.parent.mkdir()
     kept.write_text("{}")

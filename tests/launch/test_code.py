@@ -5,21 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch import code
-from tools.launch.code import tree_hash
-from tools.launch.compose import Launch, ResumePoint
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.launch.run_folder import create_run_folder
-from tools.launch.train import compose_job
-from tools.records.run import Code, read_run
+from parakit.launch import code
+from parakit.launch.code import tree_hash
+from parakit.launch.compose import Launch, ResumePoint
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.run_folder import create_run_folder
+from parakit.launch.train import compose_job
+from parakit.artifacts.run import Code, read_run
 
 
 @pytest.fixture
 def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of a kit that is in no repository."""
     root = tmp_path / "kit"
-    for name in ("megatron_patches/cpu/norms.py", "tools/spec/run.py", "examples/gpt3/a.sh"):
+    for name in ("megatron_patches/cpu/norms.py", "src/parakit/config/run.py", "examples/gpt3/a.sh"):
         (root / name).parent.mkdir(parents=True)
         (root / name).write_text(name)
     monkeypatch.setattr(code, "ROOT", root)
@@ -44,7 +44,7 @@ def test_every_edit_of_the_kit_is_another_code_and_undoing_it_is_the_first_again
 ) -> None:
     launch = composed(Options())
     before = launch.code.kit
-    for name in ("megatron_patches/cpu/norms.py", "tools/spec/run.py", "examples/gpt3/a.sh"):
+    for name in ("megatron_patches/cpu/norms.py", "src/parakit/config/run.py", "examples/gpt3/a.sh"):
         (kit / name).write_text("edited")
         assert launch.code.kit != before
         (kit / name).write_text(name)
@@ -90,7 +90,7 @@ def test_a_run_that_resumes_with_other_code_says_both(
     child = create_run_folder(resumed, tmp_path, folder=_made(tmp_path / "child"))
     assert read_run(child).code == launch.code
     before = launch.code
-    monkeypatch.setattr("tools.launch.compose.code_of", lambda _: Code("edited", "m"))
+    monkeypatch.setattr("parakit.launch.compose.code_of", lambda _: Code("edited", "m"))
     both = read_run(create_run_folder(resumed, tmp_path, folder=_made(tmp_path / "other"))).code
     assert both is not None
     assert both.kit == f"{before.kit}+edited"

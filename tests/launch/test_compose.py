@@ -5,17 +5,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tools.launch.compose import Launch, compose
-from tools.launch.flags import start_flags
-from tools.launch.job import Job, parse_target
-from tools.launch.options import Options
-from tools.launch.train import compose_job
-from tools.records.run import RUN_FILE, MegatronEntry, decode_run
-from tools.spec.files import ROOT
-from tools.spec.flags import Flags, counted_vocabulary, null_tokenizer
-from tools.spec.model import load_model
-from tools.spec.run import DeviceKind
-from tools.spec.strategy import (
+from parakit.launch.compose import Launch, compose
+from parakit.launch.flags import start_flags
+from parakit.launch.job import Job, parse_target
+from parakit.launch.options import Options
+from parakit.launch.train import compose_job
+from parakit.artifacts.run import RUN_FILE, MegatronEntry, decode_run
+from parakit.config.files import ROOT
+from parakit.config.flags import Flags, counted_vocabulary, null_tokenizer
+from parakit.config.model import load_model
+from parakit.config.run import DeviceKind
+from parakit.config.strategy import (
     NAMED,
     Batch,
     Parallelism,
@@ -33,7 +33,7 @@ def composed(name: str, **options: object) -> Launch:
 @pytest.mark.parametrize("strategy", NAMED)
 def test_a_script_passes_the_flags_of_the_grammar(strategy: str) -> None:
     text = (ROOT / f"examples/gpt3/train_{strategy}.sh").read_text()
-    command = text.split("tools.cli run ", 1)[1].replace("\\\n", " ")
+    command = text.split("parakit.cli run ", 1)[1].replace("\\\n", " ")
     devices = 1 if strategy == "baseline" else 2
     words = command.split()
     assert words[0] == strategy
@@ -120,7 +120,7 @@ def test_a_run_of_an_older_megatron_has_the_models_vocabulary(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     older = MegatronEntry("e.py", "0.17.1")
-    monkeypatch.setattr("tools.launch.compose.find_entry", lambda *_: older)
+    monkeypatch.setattr("parakit.launch.compose.find_entry", lambda *_: older)
     launch = composed("train-tp2-gpt2-tiny-2cpu")
     assert Flags(launch.flags).integer("--vocab-size", 0) == 50256
     assert launch.spec.shape.vocabulary == 50257

@@ -2,8 +2,8 @@ import pynvml
 import pytest
 
 from tests.launch.fake_nvml import DRIVER, FakeGpu, FakeNvml
-from tools.launch import devices
-from tools.launch.devices import (
+from parakit.launch import devices
+from parakit.launch.devices import (
     describe_links,
     driver_version,
     find_links,
@@ -13,7 +13,7 @@ from tools.launch.devices import (
     throttle_reasons,
     visible_gpus,
 )
-from tools.records.run import SAMPLE_COLUMNS, DeviceLink
+from parakit.artifacts.run import SAMPLE_COLUMNS, DeviceLink
 
 
 def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

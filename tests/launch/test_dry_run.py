@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tools.launch.data import DEFAULT_DATA, make_sample
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.launch.train import compose_job, start
-from tools.spec.errors import LaunchError
-from tools.spec.run import DeviceKind
+from parakit.launch.data import DEFAULT_DATA, make_sample
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.train import compose_job, start
+from parakit.config.errors import LaunchError
+from parakit.config.run import DeviceKind
 
 DryRun = Callable[..., int]
 
@@ -134,7 +134,7 @@ def test_interleaved_stages_run_at_the_models_own_batch(dry_run: DryRun) -> None
 @pytest.fixture
 def fresh_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A kit in which no data set was made yet."""
-    for module in ("tools.launch.data", "tools.launch.preflight"):
+    for module in ("parakit.launch.data", "parakit.launch.preflight"):
         monkeypatch.setattr(f"{module}.ROOT", tmp_path)
     return tmp_path
 
@@ -163,7 +163,7 @@ def test_a_run_makes_the_sample_where_it_is_missing(
                 (folder / file.name).write_bytes(file.read_bytes())
         return 0
 
-    monkeypatch.setattr("tools.launch.data.call_module", make)
+    monkeypatch.setattr("parakit.launch.data.call_module", make)
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
     launch = compose_job(target.under(Options(shared_start=False)))
     for _ in range(2):
@@ -176,7 +176,7 @@ def test_a_run_makes_the_sample_where_it_is_missing(
 def test_a_sample_that_cannot_be_made_is_a_sentence(
     fresh_clone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launch.data.call_module", lambda *_: 1)
+    monkeypatch.setattr("parakit.launch.data.call_module", lambda *_: 1)
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
     launch = compose_job(target)
     with pytest.raises(LaunchError, match=f"{SAMPLE} could not be made, for the reason above; try"):

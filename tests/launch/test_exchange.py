@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from tests.launch.fake_nvml import FakeNvml
-from tools.cluster.checks.devices import check_rates
-from tools.cluster.checks.result import PASS, WARN
-from tools.launch.devices import visible_gpus
-from tools.launch.exchange import ClockWatch, link_here, loopback_bytes_per_second
-from tools.spec.files import ROOT
+from parakit.cluster.checks.devices import check_rates
+from parakit.cluster.checks.result import PASS, WARN
+from parakit.launch.devices import visible_gpus
+from parakit.launch.exchange import ClockWatch, link_here, loopback_bytes_per_second
+from parakit.config.files import ROOT
 
 CLOCK, CAP = ("gpu", "highest_mhz", "limit_mhz", "throttling"), "software power cap"
 RATE = {"backend": "NCCL", "ranks": 2, "link": "NVLink 4", "clocks": []}
@@ -94,7 +94,7 @@ def test_loopback_moves_something() -> None:
 
 @pytest.mark.slow
 def test_two_cpu_ranks_exchange_through_gloo() -> None:
-    command = (sys.executable, "-m", "tools.launch.exchange")
+    command = (sys.executable, "-m", "parakit.launch.exchange")
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     told = json.loads(answer.stdout)
     assert (told["backend"], told["ranks"], told["link"]) == ("gloo", 2, "TCP over loopback")

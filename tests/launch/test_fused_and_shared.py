@@ -4,21 +4,21 @@ from pathlib import Path
 import pytest
 
 from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
-from tools.launch import preflight_gpu
-from tools.launch.compose import Launch
-from tools.launch.job import parse_target
-from tools.launch.options import Options, options_from_texts
-from tools.launch.preflight_gpu import (
+from parakit.launch import preflight_gpu
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, options_from_texts
+from parakit.launch.preflight_gpu import (
     fused_problems,
     gpu_memory_problems,
     gpu_problems,
     sharing_problems,
 )
-from tools.launch.run_folder import find_host
-from tools.launch.runtime import ON_HOST, Runtime
-from tools.launch.train import compose_job
-from tools.spec.run import Backend, Transport
-from tools.spec.strategy import Batch
+from parakit.launch.run_folder import find_host
+from parakit.launch.runtime import ON_HOST, Runtime
+from parakit.launch.train import compose_job
+from parakit.config.run import Backend, Transport
+from parakit.config.strategy import Batch
 
 Composer = Callable[..., Launch]
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.launch.megatron_parser import MegatronParser
-from tools.cluster.container.image import ImagePair, find_pair
-from tools.launch.compose import Launch
-from tools.launch.data import sample_index_folder
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.launch.runtime import Runtime, docker_runtime
-from tools.launch.train import compose_job
-from tools.spec.files import ROOT, from_root, read_args_file
-from tools.spec.strategy import NAMED
+from parakit.cluster.container.image import ImagePair, find_pair
+from parakit.launch.compose import Launch
+from parakit.launch.data import sample_index_folder
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.runtime import Runtime, docker_runtime
+from parakit.launch.train import compose_job
+from parakit.config.files import ROOT, from_root, read_args_file
+from parakit.config.strategy import NAMED
 
 GOLDEN = Path(__file__).parent / "golden"
 TARGETS = [f"train-{name}-gpt2-large-{1 if name == 'baseline' else 2}gpu" for name in NAMED]
@@ -100,7 +100,7 @@ def test_without_apex_its_fusion_is_off_also_with_transformer_engine() -> None:
 @pytest.mark.parametrize("runtime", ["docker", "host"])
 def test_the_345m_alias_is_one_gpu_with_the_published_batch(runtime: str) -> None:
     environment = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "RUNTIME": runtime}
-    command = (sys.executable, "-m", "tools.cli")
+    command = (sys.executable, "-m", "parakit")
     answer = subprocess.run(
         (*command, "train-gpt3-345m-1gpu-x-model-parallelism"),
         cwd=ROOT,

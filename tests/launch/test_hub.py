@@ -8,17 +8,17 @@ from rich.console import Console
 
 from tests.convert.hf.folders import GPT2, LLAMA
 from tests.given import run
-from tools.convert.hf.into_megatron import import_model, read_source
-from tools.convert.hf.progress import Work
-from tools.convert.hf.random_model import write_model
-from tools.launch.compose import Launch
-from tools.launch.job import parse_target
-from tools.launch.options import NO_OPTIONS, Options
-from tools.launch.start import ensure_start_checkpoint
-from tools.launch.train import compose_job
-from tools.spec.errors import LaunchError
-from tools.spec.flags import Flags
-from tools.spec.run import Backend, DeviceKind
+from parakit.convert.hf.into_megatron import import_model, read_source
+from parakit.convert.hf.progress import Work
+from parakit.convert.hf.random_model import write_model
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import NO_OPTIONS, Options
+from parakit.launch.start import ensure_start_checkpoint
+from parakit.launch.train import compose_job
+from parakit.config.errors import LaunchError
+from parakit.config.flags import Flags
+from parakit.config.run import Backend, DeviceKind
 
 
 @pytest.fixture(scope="module")

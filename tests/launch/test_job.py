@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 
 from tests.given import given
-from tools.launch.job import Job, parse_target
-from tools.launch.options import Options, options_from_texts
-from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT
-from tools.spec.model import load_model
-from tools.spec.run import DeviceKind
+from parakit.launch.job import Job, parse_target
+from parakit.launch.options import Options, options_from_texts
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.config.model import load_model
+from parakit.config.run import DeviceKind
 
 
 def test_a_target_names_strategy_model_and_devices() -> None:

@@ -1,7 +1,7 @@
 """The flag table against the parser of the Megatron that is installed."""
 
 from tests.launch.megatron_parser import MegatronParser
-from tools.spec.flag_table import FLAGS, OTHERS
+from parakit.config.flag_table import FLAGS, OTHERS
 
 OPPOSITES = (
     *("--untie-embeddings-and-output-weights", "--no-persist-layer-norm"),

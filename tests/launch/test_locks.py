@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tools.cluster.nodes import Nodes
-from tools.launch.run_folder import LOCK_FILE, only_attempt
-from tools.records.io import lock
-from tools.records.run import is_running
-from tools.spec.errors import LaunchError
+from parakit.cluster.nodes import Nodes
+from parakit.launch.run_folder import LOCK_FILE, only_attempt
+from parakit.artifacts.io import lock
+from parakit.artifacts.run import is_running
+from parakit.config.errors import LaunchError
 
 HOLD = """
 import fcntl, sys

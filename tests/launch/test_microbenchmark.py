@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from tools.launch import microbenchmark
-from tools.launch.microbenchmark import Figures, Workload
-from tools.launch.microbenchmark_rank import added_seconds, local_figures, neighbours, slowest
-from tools.spec.errors import LaunchError
-from tools.spec.run import DeviceKind
+from parakit.launch import microbenchmark
+from parakit.launch.microbenchmark import Figures, Workload
+from parakit.launch.microbenchmark_rank import added_seconds, local_figures, neighbours, slowest
+from parakit.config.errors import LaunchError
+from parakit.config.run import DeviceKind
 
 SMALL = Workload(
     matmul_size=64,

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch.job import parse_target
-from tools.launch.network import network_problems, parse_rate, rate_text, run
-from tools.launch.options import options_from_texts
-from tools.launch.train import compose_job
-from tools.spec.run import DeviceKind
-from tools.text.units import bit_rate
+from parakit.launch.job import parse_target
+from parakit.launch.network import network_problems, parse_rate, rate_text, run
+from parakit.launch.options import options_from_texts
+from parakit.launch.train import compose_job
+from parakit.config.run import DeviceKind
+from parakit.formatting.units import bit_rate
 
 CAN_SHAPE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 
@@ -61,7 +61,7 @@ def test_a_shaped_run_is_the_same_program_behind_the_link() -> None:
     plain = compose_job(target)
     slow = replace(plain, spec=replace(plain.spec, link_bits_per_second=10**9))
     program = slow.command()[slow.command().index("--") + 1 :]
-    assert slow.command()[1:5] == ("-m", "tools.launch.network", "1gbps", "2")
+    assert slow.command()[1:5] == ("-m", "parakit.launch.network", "1gbps", "2")
     assert plain.command()[-len(program) :] == program
 
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.factory import run_record
-from tools.launch.backends import backend_problems
-from tools.launch.compose import Launch
-from tools.launch.job import parse_target
-from tools.launch.options import Options, options_from_texts
-from tools.launch.resume import _patch_file
-from tools.launch.runtime import ON_HOST
-from tools.launch.start import _writing_launch
-from tools.launch.train import compose_job
-from tools.records.run import decode_run, encode_run
-from tools.spec.run import Backend, PatchFile
+from tests.reporting.factory import run_record
+from parakit.launch.backends import backend_problems
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, options_from_texts
+from parakit.launch.resume import _patch_file
+from parakit.launch.runtime import ON_HOST
+from parakit.launch.start import _writing_launch
+from parakit.launch.train import compose_job
+from parakit.artifacts.run import decode_run, encode_run
+from parakit.config.run import Backend, PatchFile
 
 Composer = Callable[..., Launch]
 TP2 = "train-tp2-gpt2-tiny-2cpu"

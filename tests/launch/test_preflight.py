@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tools.cluster.checks import host
-from tools.launch.compose import Launch
-from tools.launch.job import parse_target
-from tools.launch.options import Options, read_patch_file
-from tools.launch.preflight import check, fp8_problems
-from tools.launch.runtime import Runtime
-from tools.launch.train import compose_job
-from tools.spec.errors import LaunchError
+from parakit.cluster.checks import host
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, read_patch_file
+from parakit.launch.preflight import check, fp8_problems
+from parakit.launch.runtime import Runtime
+from parakit.launch.train import compose_job
+from parakit.config.errors import LaunchError
 
 Composer = Callable[..., Launch]
 

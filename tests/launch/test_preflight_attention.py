@@ -3,15 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch.compose import Launch
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.launch.preflight import check
-from tools.launch.preflight_attention import attention_problems
-from tools.launch.runtime import ON_HOST, Runtime
-from tools.launch.train import compose_job
-from tools.spec.errors import LaunchError
-from tools.spec.run import Backend
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.preflight import check
+from parakit.launch.preflight_attention import attention_problems
+from parakit.launch.runtime import ON_HOST, Runtime
+from parakit.launch.train import compose_job
+from parakit.config.errors import LaunchError
+from parakit.config.run import Backend
 
 Composer = Callable[..., Launch]
 WITH_TRANSFORMER_ENGINE = Runtime(transformer_engine=True)

@@ -7,14 +7,14 @@ import pytest
 
 from tests.launch.fake_nvml import GIB, FakeNvml
 from tests.machines import FakeDocker
-from tools.cluster.container.docker import Container
-from tools.cluster.container.image import find_pair
-from tools.launch import devices, preflight_gpu
-from tools.launch.compose import Launch
-from tools.launch.job import parse_target
-from tools.launch.options import Options, Wandb
-from tools.launch.preflight import check
-from tools.launch.preflight_gpu import (
+from parakit.cluster.container.docker import Container
+from parakit.cluster.container.image import find_pair
+from parakit.launch import devices, preflight_gpu
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, Wandb
+from parakit.launch.preflight import check
+from parakit.launch.preflight_gpu import (
     compiler_problem,
     gpu_memory_problems,
     gpu_memory_warning,
@@ -22,11 +22,11 @@ from tools.launch.preflight_gpu import (
     peak_bytes,
     torch_problem,
 )
-from tools.launch.runtime import Runtime, docker_runtime
-from tools.launch.train import compose_job
-from tools.plan.memory import memory_of_rank, placeholder_bytes
-from tools.spec.errors import LaunchError
-from tools.spec.strategy import NAMED
+from parakit.launch.runtime import Runtime, docker_runtime
+from parakit.launch.train import compose_job
+from parakit.planner.memory import memory_of_rank, placeholder_bytes
+from parakit.config.errors import LaunchError
+from parakit.config.strategy import NAMED
 
 EQUIPPED = Runtime(transformer_engine=True, apex=True)
 PUBLISHED_MIB = {
@@ -157,7 +157,7 @@ def test_an_image_that_is_not_built_stops_a_run_before_anything_is_written(
 def test_the_published_data_set_is_asked_for_by_its_own_target(
     composed: Composer, two_h200: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launch.compose.ROOT", tmp_path)
+    monkeypatch.setattr("parakit.launch.compose.ROOT", tmp_path)
     launch = replace(composed("dp2"), data="owt-ds/openwebtext-10k_text_document")
     with pytest.raises(LaunchError, match="run 'make prepare-ds-openwebtext-10k'"):
         check(launch)
@@ -192,7 +192,7 @@ def test_wandb_needs_its_package_and_tensorboards(
     launch = composed("baseline", wandb=Wandb())
     check(launch)
     monkeypatch.setattr(
-        "tools.launch.preflight.importlib.util.find_spec",
+        "parakit.launch.preflight.importlib.util.find_spec",
         lambda name: None if name == package else object(),
     )
     with pytest.raises(LaunchError, match=f"WANDB=1 needs the package {package}"):

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.factory import run_record
-from tools.launch import run_folder
-from tools.launch.run_folder import command_script, read_named_run
-from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT
+from tests.reporting.factory import run_record
+from parakit.launch import run_folder
+from parakit.launch.run_folder import command_script, read_named_run
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
 
 
 @pytest.fixture
 def kit(tmp_path: Path) -> Path:
     """As much of a kit as a script looks for."""
     folder = tmp_path / "a kit"
-    (folder / "tools" / "launch").mkdir(parents=True)
+    (folder / "src" / "parakit" / "launch").mkdir(parents=True)
     (folder / "megatron_patches").mkdir()
     (folder / "megatron_patches" / "__main__.py").touch()
     return folder
@@ -76,7 +76,7 @@ def test_a_kit_that_was_moved_is_found_around_the_script_or_by_its_name(
 
 def test_this_kit_is_one_that_a_script_finds() -> None:
     assert (ROOT / "megatron_patches" / "__main__.py").is_file()
-    assert (ROOT / "tools" / "launch").is_dir()
+    assert (ROOT / "src" / "parakit" / "launch").is_dir()
 
 
 @pytest.mark.usefixtures("within_a_minute")

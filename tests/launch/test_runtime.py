@@ -7,20 +7,20 @@ import pytest
 
 from tests.given import run
 from tests.machines import FakeDocker
-from tools.cluster.container.docker import bind
-from tools.cluster.container.image import build
-from tools.launch.options import Options
-from tools.launch.runtime import docker_command, folders_named, prepare, run_module
-from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT
-from tools.spec.run import RuntimeName
+from parakit.cluster.container.docker import bind
+from parakit.cluster.container.image import build
+from parakit.launch.options import Options
+from parakit.launch.runtime import docker_command, folders_named, prepare, run_module
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.config.run import RuntimeName
 
 DOCKER = Options(runtime=RuntimeName.DOCKER)
 
 
 def started(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        (sys.executable, "-m", "tools.cli", "module", *words),
+        (sys.executable, "-m", "parakit", "module", *words),
         cwd=ROOT,
         env={**os.environ, **variables},
         capture_output=True,

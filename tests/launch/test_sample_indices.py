@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from tests.small import write_documents
-from tools.launch import data
-from tools.launch.compose import Launch
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.launch.run_folder import computed_by
-from tools.launch.train import compose_job
-from tools.spec.flags import Flags
-from tools.spec.run import Backend
+from parakit.launch import data
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.run_folder import computed_by
+from parakit.launch.train import compose_job
+from parakit.config.flags import Flags
+from parakit.config.run import Backend
 
 SEQUENCE = 8
 

@@ -14,15 +14,15 @@ import pytest
 
 from tests.launch.fake_nvml import FakeNvml
 from tests.machines import FakeDocker
-from tools.cluster.nodes import Nodes
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.launch.preflight import nodes_problems
-from tools.launch.start import check_owner
-from tools.launch.train import compose_job
-from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT
-from tools.spec.run import RuntimeName
+from parakit.cluster.nodes import Nodes
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.preflight import nodes_problems
+from parakit.launch.start import check_owner
+from parakit.launch.train import compose_job
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.config.run import RuntimeName
 
 SECRET = "s3cret-1f0e"
 SECRETS = {
@@ -126,7 +126,7 @@ def test_a_log_moves_no_cursor_and_makes_no_link_or_script(tmp_path: Path) -> No
         f'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: {evil}\n'
     )
     answer = subprocess.run(
-        (sys.executable, "-m", "tools.report", "build", str(log), "--name", "evil"),
+        (sys.executable, "-m", "parakit", "report", str(log), "--name", "evil"),
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"},
         capture_output=True,
@@ -173,7 +173,7 @@ def test_no_file_process_list_or_report_of_a_real_run_holds_a_secret(
     tmp_path: Path, sample_prefix: Path
 ) -> None:
     settings = {"ITERS": "3", "WANDB": "1", "WANDB_MODE": "offline", "DATA": str(sample_prefix)}
-    command = (sys.executable, "-m", "tools.cli", "train-dp2-gpt2-tiny-2cpu")
+    command = (sys.executable, "-m", "parakit", "train-dp2-gpt2-tiny-2cpu")
     environment = {**os.environ, **SECRETS, **settings, "RUNS": str(tmp_path / "runs")}
     with (tmp_path / "said").open("wb") as said:
         run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said)
@@ -182,7 +182,7 @@ def test_no_file_process_list_or_report_of_a_real_run_holds_a_secret(
                 assert SECRET not in " ".join(process.info["cmdline"] or ())
             time.sleep(0.5)
     assert run.returncode == 0
-    report = (sys.executable, "-m", "tools.report", "build", "--name", f"secrets-{os.getpid()}")
+    report = (sys.executable, "-m", "parakit", "report", "--name", f"secrets-{os.getpid()}")
     (folder,) = (tmp_path / "runs").glob("2*")
     known = environment | {"PYTHONPATH": str(ROOT)}
     subprocess.run((*report, str(folder)), cwd=tmp_path, env=known, check=True)

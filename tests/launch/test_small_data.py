@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from tests.small import write_documents
-from tools.dataset.indexed import open_dataset
-from tools.dataset.split import Split, parts_of, unusable_parts
-from tools.launch import start
-from tools.launch.compose import Launch
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.launch.preflight import check
-from tools.launch.train import compose_job, differences
-from tools.spec.errors import LaunchError
-from tools.spec.flags import Flags
+from parakit.data.indexed import open_dataset
+from parakit.data.split import Split, parts_of, unusable_parts
+from parakit.launch import start
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.preflight import check
+from parakit.launch.train import compose_job, differences
+from parakit.config.errors import LaunchError
+from parakit.config.flags import Flags
 
 SEQUENCE = 64
 """Of gpt2-tiny."""

@@ -11,14 +11,14 @@ from rich.console import Console
 from tests.launch.checkpoint.conftest import Write, damage
 from tests.launch.checkpoint.conftest import saved as saved  # noqa: PLC0414 - a fixture
 from tests.launch.checkpoint.conftest import write as write  # noqa: PLC0414 - a fixture
-from tools.launch import start
-from tools.launch.compose import Launch, ResumePoint
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.launch.train import compose_job
-from tools.records.checkpoints import verified_weights
-from tools.spec.errors import LaunchError
-from tools.spec.flags import Flags
+from parakit.launch import start
+from parakit.launch.compose import Launch, ResumePoint
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.train import compose_job
+from parakit.artifacts.checkpoints import verified_weights
+from parakit.config.errors import LaunchError
+from parakit.config.flags import Flags
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tools.launch import status
-from tools.launch.status import RunStatus, show_status
+from parakit.launch import status
+from parakit.launch.status import RunStatus, show_status
 
 LONG = "20261122T010831Z-tp2pp2dp2-zero1-gpt3-1.3b-8gpu"
 ROWS = (

@@ -14,22 +14,22 @@ from rich.console import Console
 
 from tests.cluster.conftest import program
 from tests.patience import PATIENCE
-from tests.report.factory import iteration_line
-from tools.launch.stop import refuse_running, stop
-from tools.launch.supervise.interruption import alive
-from tools.records import run as records
-from tools.records.io import write_record
-from tools.records.run import JobRecord, LauncherRecord, Status, StatusRecord
-from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT
+from tests.reporting.factory import iteration_line
+from parakit.launch.stop import refuse_running, stop
+from parakit.launch.supervise.interruption import alive
+from parakit.artifacts import run as records
+from parakit.artifacts.io import write_record
+from parakit.artifacts.run import JobRecord, LauncherRecord, Status, StatusRecord
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
 
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from tools.launch.run_folder import record_launcher
-from tools.launch.supervise.exit_status import classify_exit, finish
-from tools.launch.supervise.interruption import Interrupted, interruptible
-from tools.launch.supervise.ranks import RankProcesses
+from parakit.launch.run_folder import record_launcher
+from parakit.launch.supervise.exit_status import classify_exit, finish
+from parakit.launch.supervise.interruption import Interrupted, interruptible
+from parakit.launch.supervise.ranks import RankProcesses
 folder = Path(sys.argv[1])
 record_launcher(folder)
 try:
@@ -43,7 +43,7 @@ except Interrupted:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.launch.stop.STOP_SECONDS", PATIENCE)
+    monkeypatch.setattr("parakit.launch.stop.STOP_SECONDS", PATIENCE)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_run_of_another_machine_is_not_touched(run: Path, launcher: psutil.Pop
 def test_a_process_that_got_the_launchers_number_later_is_not_ended(
     run: Path, launcher: psutil.Popen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.launch.stop.STOP_SECONDS", 0.0)
+    monkeypatch.setattr("parakit.launch.stop.STOP_SECONDS", 0.0)
     path = run / records.LAUNCHER_FILE
     here = msgspec.json.decode(path.read_bytes(), type=LauncherRecord)
     write_record(path, replace(here, started=here.started - 3600))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.spec.files import ROOT
+from parakit.config.files import ROOT
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -29,7 +29,7 @@ def test_an_offline_run_holds_the_training_metrics_and_no_key(
         "SHARED_START": "0",
     }
     answer = subprocess.run(
-        (sys.executable, "-m", "tools.cli", "train-baseline-gpt2-tiny-1cpu"),
+        (sys.executable, "-m", "parakit", "train-baseline-gpt2-tiny-1cpu"),
         cwd=ROOT,
         env={**os.environ, **settings},
         capture_output=True,

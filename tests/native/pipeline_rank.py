@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from tests.native.pipelined import STAGES
 from tests.native.small_model import settings
-from tools.native.batches import MicroBatch
-from tools.native.model import GPT, initialise
-from tools.native.parallel import RankLayout
-from tools.native.pipelines import StageModules, cut_into_stages, pipeline_engine
-from tools.native.settings import Settings
+from parakit.native.batches import MicroBatch
+from parakit.native.model import GPT, initialise
+from parakit.native.parallel import RankLayout
+from parakit.native.pipelines import StageModules, cut_into_stages, pipeline_engine
+from parakit.native.settings import Settings
 
 ITERATIONS = 6
 MICRO_BATCHES = 3

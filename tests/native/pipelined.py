@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from tests.patience import OF_A_RUN
-from tools.spec.files import ROOT
+from parakit.config.files import ROOT
 
 STAGES = 3
 

@@ -2,7 +2,7 @@
 
 import shlex
 
-from tools.native.settings import Settings, parse_settings
+from parakit.native.settings import Settings, parse_settings
 
 REQUIRED = shlex.split(
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "

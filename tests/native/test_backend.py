@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.native.small_model import REQUIRED, settings
-from tools.dataset.split import Split, split_documents
-from tools.native.batches import SplitSamples
-from tools.native.model import GPT, initialise
-from tools.native.optimizer import learning_rate
-from tools.native.settings import unknown_flags
+from parakit.data.split import Split, split_documents
+from parakit.native.batches import SplitSamples
+from parakit.native.model import GPT, initialise
+from parakit.native.optimizer import learning_rate
+from parakit.native.settings import unknown_flags
 
 
 def test_the_first_update_has_no_learning_rate_and_the_warm_up_is_linear() -> None:

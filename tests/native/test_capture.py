@@ -7,19 +7,19 @@ import pytest
 import torch
 
 from tests.native.small_model import settings
-from tools.native.capture import capturing, native_counterpart
-from tools.native.engines import TorchEngine
-from tools.native.model import GPT, initialise
-from tools.native.parallel import RankLayout
-from tools.native.weights import megatron_name
-from tools.records.capture import (
+from parakit.native.capture import capturing, native_counterpart
+from parakit.native.engines import TorchEngine
+from parakit.native.model import GPT, initialise
+from parakit.native.parallel import RankLayout
+from parakit.native.weights import megatron_name
+from parakit.artifacts.capture import (
     Site,
     Stage,
     read_index,
     read_rank,
 )
-from tools.spec import variables
-from tools.verify.captured import Capture, read_capture
+from parakit.config import variables
+from parakit.verify.captured import Capture, read_capture
 
 DENSE: tuple[str, ...] = ("--attention-dropout", "0", "--hidden-dropout", "0")
 EXPERTS = (*DENSE, "--num-experts", "4", "--moe-ffn-hidden-size", "8", "--disable-bias-linear")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.native.small_model import REQUIRED, settings
-from tools.native.model import (
+from parakit.native.model import (
     GPT,
     MixtureOfExperts,
     balance_loss,
@@ -15,10 +15,10 @@ from tools.native.model import (
     run_here,
     z_loss,
 )
-from tools.native.optimizer import muon_parameters
-from tools.native.settings import Settings, parse_settings
-from tools.plan.tensors import active_parameters, parameters_total
-from tools.spec.model import load_model
+from parakit.native.optimizer import muon_parameters
+from parakit.native.settings import Settings, parse_settings
+from parakit.planner.tensors import active_parameters, parameters_total
+from parakit.config.model import load_model
 
 TINY = ("--num-experts", "4", "--moe-ffn-hidden-size", "8", "--disable-bias-linear")
 

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.native.small_model import settings
-from tools.native.model import GPT
-from tools.native.optimizer import MuonAdamW, muon_adamw, muon_parameters
-from tools.native.parallel import refuse_combinations
+from parakit.native.model import GPT
+from parakit.native.optimizer import MuonAdamW, muon_adamw, muon_parameters
+from parakit.native.parallel import refuse_combinations
 
 Matrix = NDArray[np.float64]
 BF16_ERROR = 0.04

@@ -18,10 +18,10 @@ from tests.native.pipeline_rank import (
     whole_model,
 )
 from tests.native.pipelined import STAGES
-from tools.native.model import GPT, mean_loss
-from tools.native.optimizer import adamw, clip_gradients, learning_rate
-from tools.native.settings import Settings
-from tools.spec.strategy import PipelineSchedule
+from parakit.native.model import GPT, mean_loss
+from parakit.native.optimizer import adamw, clip_gradients, learning_rate
+from parakit.native.settings import Settings
+from parakit.config.strategy import PipelineSchedule
 
 ROUNDING = 1e-4
 """A hundredth of an update: Adam makes whole updates of gradients that are all rounding."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_patches.routing import adding_loss, dropping, routing
-from tools.ledger.routing import RoutingLedger
-from tools.records.measurements import LayerRouting
+from parakit.accounting.routing import RoutingLedger
+from parakit.artifacts.measurements import LayerRouting
 
 LOGITS = torch.zeros(2, 1, 3)
 CHOSEN = torch.tensor([[True, True, False], [True, False, True]])

@@ -3,7 +3,7 @@ from typing import Any
 import torch
 
 from megatron_patches import start_weights
-from tools.spec import variables
+from parakit.config import variables
 
 
 def test_weights_are_copied_in_only_where_a_start_is_named(monkeypatch: Any) -> None:

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from tools.dataset import folder
+from parakit.data import folder
 from tools.preprocess.cli import main
 from tools.preprocess.encoders import Encoder, GigatokenEncoder, HuggingFaceEncoder
 from tools.preprocess.tokenizer import TokenizerSpec, load_tokenizer

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tools.dataset.indexed import open_dataset
+from parakit.data.indexed import open_dataset
 from tools.preprocess import run
 from tools.preprocess.cli import main, sample_documents
 from tools.preprocess.run import ProgressLine

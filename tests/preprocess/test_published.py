@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.dataset.indexed import Dataset, DocumentIndex, open_dataset, write_index
-from tools.dataset.split import draws, samples_of
+from parakit.data.indexed import Dataset, DocumentIndex, open_dataset, write_index
+from parakit.data.split import draws, samples_of
 from tools.preprocess.hub import DOCUMENTS, comparison
 
 

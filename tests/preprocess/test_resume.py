@@ -179,7 +179,7 @@ def test_a_part_whose_index_is_cut_short_is_noticed_before_anything_is_published
 
 
 def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path, capsys):
-    from tools.dataset.folder import locked
+    from parakit.data.folder import locked
 
     with locked(tmp_path / "o.partial"):
         assert tool(*interrupted) == 1

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.dataset.indexed import DatasetError
+from parakit.data.indexed import DatasetError
 from tools.preprocess.lines import line_blocks
 from tools.preprocess.source import InputShard, cut, parse_shard, whole_file
 

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from tools.dataset.indexed import DatasetError
+from parakit.data.indexed import DatasetError
 from tools.preprocess import encoders
 from tools.preprocess import tokenizer as module
 from tools.preprocess.encoders import (

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tools.cli.options import check_given, find_command
-from tools.plan.time.flops import model_flops
-from tools.site.hooks import nested_lists, pages, settings_page
-from tools.spec.files import ROOT
-from tools.spec.hardware import find_device
-from tools.spec.model import load_model
-from tools.spec.published import MAIN_SOURCE, load_published
-from tools.spec.settings import SETTINGS
+from parakit.cli.options import check_given, find_command
+from parakit.planner.time.flops import model_flops
+from parakit.site.hooks import nested_lists, pages, settings_page
+from parakit.config.files import ROOT
+from parakit.config.hardware import find_device
+from parakit.config.model import load_model
+from parakit.config.published import MAIN_SOURCE, load_published
+from parakit.config.settings import SETTINGS
 
 PAGES = [name for name in pages() if name.endswith(".md")]
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 _FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.M | re.S)
-RUNNABLE = ("tools.plan", "tools.spec")
+RUNNABLE = ("parakit.planner", "parakit.config")
 """Modules whose commands need no devices, data or runs."""
 
 

@@ -19,11 +19,11 @@ import pytest
 
 from tests.chromium import chromium, needs_chromium
 from tests.patience import OF_A_RUN
-from tools.site import in_browser
-from tools.site.drawing.figure import asked, figure
-from tools.site.planner_page import TEMPLATES, build, pack_kit
-from tools.spec.files import ROOT
-from tools.spec.model import model_names
+from parakit.site import in_browser
+from parakit.site.drawing.figure import asked, figure
+from parakit.site.planner_page import TEMPLATES, build, pack_kit
+from parakit.config.files import ROOT
+from parakit.config.model import model_names
 
 IN_THE_BROWSER = """
 import json, sys
@@ -31,7 +31,7 @@ folder, calls = sys.argv[1], json.loads(sys.argv[2])
 for module in ("curses", "dbm", "grp", "pwd", "readline", "resource", "syslog", "tkinter"):
     sys.modules[module] = None
 sys.path.insert(0, folder)
-from tools.site import in_browser
+from parakit.site import in_browser
 assert in_browser.__file__.startswith(folder), in_browser.__file__
 print(json.dumps([json.loads(getattr(in_browser, name)(*options)) for name, *options in calls]))
 """
@@ -193,7 +193,7 @@ def test_the_browser_draws_what_python_draws(address: str) -> None:
 
 
 def _command_line(words: list[str]) -> dict[str, list[dict[str, object]]]:
-    command = (sys.executable, "-m", "tools.plan", *words, "--json")
+    command = (sys.executable, "-m", "parakit", "plan", *words, "--json")
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     answer: dict[str, list[dict[str, object]]] = json.loads(ended.stdout)
     return answer

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.chromium import chromium, needs_chromium
-from tools.site.drawing.figure import page
-from tools.site.planner_page import TEMPLATES
-from tools.spec.files import ROOT
+from parakit.site.drawing.figure import page
+from parakit.site.planner_page import TEMPLATES
+from parakit.config.files import ROOT
 
 _FRAMED = """<body><iframe src="{page}" style="width:{width}px;height:900px;border:0"></iframe>
 <p id="found"></p>
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "the device's own", "a link between two devices, by its long name " * 2
     )
     (made / "planner.html").write_text(planner, encoding="utf-8")
-    shutil.copy(ROOT / "tools/text/house.css", made)
+    shutil.copy(ROOT / "src/parakit/formatting/house.css", made)
     shutil.copy(ROOT / "docs/parity-cells.html", made)
     return made
 

@@ -5,7 +5,7 @@ wrong.
         [--seeds N]
     python -m tests.verify.bench present --megatron-lm CHECKOUT   each finding in another Megatron
 
-Verifies with the real thing (Megatron on CPU ranks, the capture, `tools.verify`), on ranks that are
+Verifies with the real thing (Megatron on CPU ranks, the capture, `parakit.verify`), on ranks that are
 forked from one process, so that a verification takes seconds. Prints the tables of the package's README.
 """
 
@@ -26,21 +26,21 @@ from packaging.version import Version
 from rich.console import Console
 
 from tests.verify.injected_bugs.check import FOLDER, InjectedBug, injected_bugs
-from tools.launch.code import find_entry
-from tools.launch.data import SMALL_SAMPLE, SMALL_VOCABULARY, make_sample
-from tools.launch.job import parse_target
-from tools.launch.options import Options, read_patch_file
-from tools.records.verdict import Outcome, Verdict
-from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT, read_yaml
-from tools.study.matrix.cell import Cell, patched
-from tools.study.matrix.cells import rows_of
-from tools.study.matrix.commands import families_of, known_findings, label
-from tools.study.matrix.definition import load_matrix
-from tools.study.verify.pairs import Pair
-from tools.study.verify.verifier import ForkedRanks, Verifier
-from tools.verify.findings import Finding, Judged, findings
-from tools.verify.verdict import Judgement
+from parakit.launch.code import find_entry
+from parakit.launch.data import SMALL_SAMPLE, SMALL_VOCABULARY, make_sample
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, read_patch_file
+from parakit.artifacts.verdict import Outcome, Verdict
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT, read_yaml
+from parakit.experiments.matrix.cell import Cell, patched
+from parakit.experiments.matrix.cells import rows_of
+from parakit.experiments.matrix.commands import families_of, known_findings, label
+from parakit.experiments.matrix.definition import load_matrix
+from parakit.experiments.verify.pairs import Pair
+from parakit.experiments.verify.verifier import ForkedRanks, Verifier
+from parakit.verify.findings import Finding, Judged, findings
+from parakit.verify.verdict import Judgement
 
 HEALTHY = Path(__file__).with_name("healthy.yaml")
 SMALL = ("--vocab-size", str(SMALL_VOCABULARY))

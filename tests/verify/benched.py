@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from tests.verify.bench import LOGGED, Bench, verify_injected
-from tools.spec.files import ROOT
-from tools.study.verify.verifier import ForkedRanks, Verifier
+from parakit.config.files import ROOT
+from parakit.experiments.verify.verifier import ForkedRanks, Verifier
 
 QUICK = ("last-stage-one-batch-ahead", "qkv-input-gradient-not-summed")
 """Of batch and backward pass; of pp2 and tp2, which share a reference."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.records.capture import (
+from parakit.artifacts.capture import (
     RESPONSES_FILE,
     CapturedModule,
     CapturedRank,
@@ -17,7 +17,7 @@ from tools.records.capture import (
     Site,
     Stage,
 )
-from tools.verify.captured import Array, Capture, read_capture
+from parakit.verify.captured import Array, Capture, read_capture
 
 Tensors = list[tuple[Site, Array] | tuple[Site, Array, Placement]]
 SEQUENCE, BATCH, HIDDEN = 8, 2, 6

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.launch.compose import Launch
-from tools.launch.job import parse_target
-from tools.launch.options import Options, read_patch_file
-from tools.records.capture import Stage
-from tools.spec import variables
-from tools.spec.files import ROOT
-from tools.spec.strategy import parse_strategy
-from tools.study.verify.pairs import Pair, Verification, compose_pair
-from tools.study.verify.verifier import ForkedRanks, losses_in
-from tools.verify.captured import Array, assembled, read_capture, units
-from tools.verify.findings import Effect, Finding, Judged, findings
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, read_patch_file
+from parakit.artifacts.capture import Stage
+from parakit.config import variables
+from parakit.config.files import ROOT
+from parakit.config.strategy import parse_strategy
+from parakit.experiments.verify.pairs import Pair, Verification, compose_pair
+from parakit.experiments.verify.verifier import ForkedRanks, losses_in
+from parakit.verify.captured import Array, assembled, read_capture, units
+from parakit.verify.findings import Effect, Finding, Judged, findings
 
 _Weights = dict[tuple[object, ...], Array]
 

@@ -23,13 +23,13 @@ from rich.console import Console
 
 from megatron_patches.context import OLDEST_KNOWN, checkout_version
 from tests.verify.bench import Bench, PatientRanks
-from tools.launch.data import SMALL_SAMPLE, make_sample
-from tools.launch.options import Options
-from tools.records.verdict import Outcome, Verdict
-from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT, read_yaml
-from tools.spec.setting import SettingError
-from tools.study.verify.verifier import Verifier
+from parakit.launch.data import SMALL_SAMPLE, make_sample
+from parakit.launch.options import Options
+from parakit.artifacts.verdict import Outcome, Verdict
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT, read_yaml
+from parakit.config.setting import SettingError
+from parakit.experiments.verify.verifier import Verifier
 
 HISTORY = ROOT / "docs" / "upstream" / "history.yaml"
 DATASETS = "megatron/core/datasets"

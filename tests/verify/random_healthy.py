@@ -26,15 +26,15 @@ from pathlib import Path
 from rich.console import Console
 
 from tests.verify.bench import SMALL, PatientRanks
-from tools.launch.data import SMALL_SAMPLE, make_sample
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.plan.constraints import violations
-from tools.records.verdict import Outcome
-from tools.spec.errors import LaunchError
-from tools.spec.files import ROOT
-from tools.study.verify.pairs import Pair, compose_pair
-from tools.study.verify.verifier import Verifier
+from parakit.launch.data import SMALL_SAMPLE, make_sample
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.planner.constraints import violations
+from parakit.artifacts.verdict import Outcome
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.experiments.verify.pairs import Pair, compose_pair
+from parakit.experiments.verify.verifier import Verifier
 
 STRATEGIES = {
     "dense": {

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.verify.captures import BATCH, HIDDEN, MODULE, SEQUENCE, output, pair, random, rank, write
-from tools.records.capture import Site, Stage
-from tools.verify.align import ActivationAligner
+from parakit.artifacts.capture import Site, Stage
+from parakit.verify.align import ActivationAligner
 
 
 def aligned(tmp_path, layout_rank, ours, theirs, site=None, **reference):

@@ -15,7 +15,7 @@ from tests.verify.captures import (
     rank,
     write,
 )
-from tools.records.capture import (
+from parakit.artifacts.capture import (
     COUNTS,
     LOSS,
     REACH,
@@ -28,8 +28,8 @@ from tools.records.capture import (
     Site,
     Stage,
 )
-from tools.verify.compare import compare, drift
-from tools.verify.tolerance import RESPONSES
+from parakit.verify.compare import compare, drift
+from parakit.verify.tolerance import RESPONSES
 
 WHOLE = random(4, 3)
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.verify.benched import bench
 from tests.verify.history import fixes
-from tools.launch.job import parse_target
-from tools.launch.options import read_patch_file
-from tools.spec.files import read_yaml
-from tools.verify.findings import FOLDER, VERSIONS, Finding, Judged, findings
+from parakit.launch.job import parse_target
+from parakit.launch.options import read_patch_file
+from parakit.config.files import read_yaml
+from parakit.verify.findings import FOLDER, VERSIONS, Finding, Judged, findings
 
 REPRODUCED = [one for one in findings() if one.verdict is Judged.REPRODUCED]
 

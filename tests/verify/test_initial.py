@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from tests.verify.captures import MODULE, WEIGHT, output, place, random, rank, write
-from tools.records.capture import INITIAL, INITIAL_FILE, InitialPiece
-from tools.records.verdict import Outcome
-from tools.verify.initial import wrong_starts
-from tools.verify.verdict import judge
+from parakit.artifacts.capture import INITIAL, INITIAL_FILE, InitialPiece
+from parakit.artifacts.verdict import Outcome
+from parakit.verify.initial import wrong_starts
+from parakit.verify.verdict import judge
 
 WHOLE = random(64, 3)
 

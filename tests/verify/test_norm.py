@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from tests.verify.captures import KEY, WEIGHT, place, rank, write
-from tools.records.capture import COUNTED, Placement, Site, Stage
-from tools.verify.compare import compare
-from tools.verify.norm import memberships
+from parakit.artifacts.capture import COUNTED, Placement, Site, Stage
+from parakit.verify.compare import compare
+from parakit.verify.norm import memberships
 
 GRADIENT = Site(Stage.REDUCED_GRADIENTS, WEIGHT, "gradient")
 

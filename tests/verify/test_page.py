@@ -12,12 +12,12 @@ import pytest
 
 from tests.chromium import chromium, needs_chromium
 from tests.verify.captures import rank, write
-from tools.records.capture import CapturedModule, Placement, Site, Stage
-from tools.verify.comparison import Compared, Comparison, Pair
-from tools.verify.map import COLUMNS, rows_of
-from tools.verify.page import render_page, write_page
-from tools.verify.picture import Picture
-from tools.verify.verdict import Judgement, Outcome, Verdict, judge, refused
+from parakit.artifacts.capture import CapturedModule, Placement, Site, Stage
+from parakit.verify.comparison import Compared, Comparison, Pair
+from parakit.verify.map import COLUMNS, rows_of
+from parakit.verify.page import render_page, write_page
+from parakit.verify.picture import Picture
+from parakit.verify.verdict import Judgement, Outcome, Verdict, judge, refused
 
 MODULES = [
     *("embedding", "decoder", "decoder.layers.0", "decoder.layers.0.mlp"),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.patience import OF_A_RUN
 from tests.verify.random_healthy import COLUMNS, JUDGED, drawn, read_judged, table
-from tools.spec.files import ROOT
+from parakit.config.files import ROOT
 
 
 def test_judged_configurations_are_counted_by_dtype_and_strategy_with_the_worst_share() -> None:

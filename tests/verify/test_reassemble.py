@@ -15,9 +15,9 @@ from tests.verify.captures import (
     rank,
     write,
 )
-from tools.records.capture import Placement, Site, Stage
-from tools.verify.reassemble import as_one_rank
-from tools.verify.verdict import judge
+from parakit.artifacts.capture import Placement, Site, Stage
+from parakit.verify.reassemble import as_one_rank
+from parakit.verify.verdict import judge
 
 LOCAL = Site(Stage.LOCAL_GRADIENTS, f"{MODULE}.weight", "gradient")
 LONG = 16

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tools.verify.tolerance import flips_within, spacing, update_error
+from parakit.verify.tolerance import flips_within, spacing, update_error
 
 SCORES = np.array([[1.0, 0.999, 0.2], [1.0, 0.5, 0.2]], np.float32)
 BEST = np.array([[True, False, False], [True, False, False]])

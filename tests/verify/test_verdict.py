@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from tests.verify.captures import MODULE, WEIGHT, output, pair, place, random, rank, write
-from tools.records.capture import RANK_FILE, START_WEIGHT, Site, Stage
-from tools.verify.captured import VerifyError, read_capture
-from tools.verify.tolerance import RESPONSES
-from tools.verify.verdict import (
+from parakit.artifacts.capture import RANK_FILE, START_WEIGHT, Site, Stage
+from parakit.verify.captured import VerifyError, read_capture
+from parakit.verify.tolerance import RESPONSES
+from parakit.verify.verdict import (
     confirm,
     judge,
     refused,

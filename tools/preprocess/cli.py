@@ -12,15 +12,15 @@ from typing import Any
 
 import msgspec
 
-from tools.dataset import stats
-from tools.dataset.indexed import Dataset, DatasetError, open_dataset, strip_suffix
-from tools.dataset.merge import merge
-from tools.dataset.split import draws
-from tools.dataset.verify import verify
+from parakit.data import stats
+from parakit.data.indexed import Dataset, DatasetError, open_dataset, strip_suffix
+from parakit.data.merge import merge
+from parakit.data.split import draws
+from parakit.data.verify import verify
 from tools.preprocess.hub import OPENWEBTEXT, Hub, comparison
 from tools.preprocess.run import preprocess
 from tools.preprocess.source import PreprocessOptions, parse_shard
-from tools.records.io import write_whole
+from parakit.artifacts.io import write_whole
 
 Add = Callable[..., Any]
 """argparse's `add_argument`."""

@@ -16,10 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tools.dataset.indexed import Dataset, DatasetError, InputIdentity
-from tools.dataset.split import draws, samples_of
+from parakit.data.indexed import Dataset, DatasetError, InputIdentity
+from parakit.data.split import draws, samples_of
 from tools.preprocess.lines import Block
-from tools.records.io import written_whole
+from parakit.artifacts.io import written_whole
 
 PREFIX = "hub:"
 _CACHE = ".hub"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from tools.dataset.indexed import (
+from parakit.data.indexed import (
     DatasetError,
     DocumentIndex,
     RunIdentity,
@@ -26,10 +26,10 @@ from tools.dataset.indexed import (
     write_index,
     write_manifest,
 )
-from tools.dataset.merge import join
+from parakit.data.merge import join
 from tools.preprocess.pipeline import Encoded, Packed
 from tools.preprocess.source import START, Position
-from tools.records.io import flush_to_disk, made_whole, write_record
+from parakit.artifacts.io import flush_to_disk, made_whole, write_record
 
 
 def read_parts(folder: Path) -> list[Position]:

@@ -14,8 +14,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from tools.dataset.folder import locked, publish, retire, working_folder
-from tools.dataset.indexed import (
+from parakit.data.folder import locked, publish, retire, working_folder
+from parakit.data.indexed import (
     Dataset,
     DatasetError,
     RunIdentity,
@@ -31,9 +31,9 @@ from tools.preprocess.parts import decoded, join_parts, read_parts, write_parts
 from tools.preprocess.pipeline import Encoded, Pipeline, default_threads
 from tools.preprocess.source import START, InputStream, Position, PreprocessOptions, open_source
 from tools.preprocess.tokenizer import TokenizerSpec, load_tokenizer
-from tools.records.io import write_record
-from tools.text import terminal
-from tools.text.units import plural
+from parakit.artifacts.io import write_record
+from parakit.formatting import terminal
+from parakit.formatting.units import plural
 
 ANNOUNCED_BYTES = 64 << 20
 """A document larger than this is announced before it is encoded."""

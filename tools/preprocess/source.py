@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-from tools.dataset.indexed import DatasetError, InputIdentity
+from parakit.data.indexed import DatasetError, InputIdentity
 from tools.preprocess.documents import Parser, Problem, ProblemKind
 from tools.preprocess.hub import PREFIX as HUB_PREFIX
 from tools.preprocess.hub import Hub

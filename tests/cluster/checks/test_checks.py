@@ -9,10 +9,10 @@ import pynvml
 import pytest
 
 from tests.launch.fake_nvml import FakeNvml
-from tools.cluster.checks import devices, docker, host, network
-from tools.cluster.checks.result import FAIL, PASS, WARN, CheckResult, ask
-from tools.launch.devices import all_gpus, describe
-from tools.spec.files import ROOT
+from parakit.cluster.checks import devices, docker, host, network
+from parakit.cluster.checks.result import FAIL, PASS, WARN, CheckResult, ask
+from parakit.launch.devices import all_gpus, describe
+from parakit.config.files import ROOT
 
 WITH_NVIDIA = """echo '{"runtimes":{"nvidia":{}},"is":[]}'"""
 

@@ -10,15 +10,15 @@ from rich.console import Console
 
 from tests.launch.fake_nvml import DRIVER, FakeNvml
 from tests.machines import FakeDocker
-from tools.launch import execute as execution
-from tools.launch.compose import Launch
-from tools.launch.execute import execute
-from tools.launch.job import parse_target
-from tools.launch.options import Options, Wandb
-from tools.launch.train import compose_job
-from tools.records import run as records
-from tools.records.run import DeviceLink, Status
-from tools.spec.run import RuntimeName
+from parakit.launch import execute as execution
+from parakit.launch.compose import Launch
+from parakit.launch.execute import execute
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, Wandb
+from parakit.launch.train import compose_job
+from parakit.artifacts import run as records
+from parakit.artifacts.run import DeviceLink, Status
+from parakit.config.run import RuntimeName
 
 LINE = (
     " [2025-09-08 01:07:45] iteration {i:8d}/  500000 | consumed samples: {n:12d} | elapsed time per "
@@ -73,7 +73,7 @@ def test_versions_of_an_image_are_asked_once(
     docker.answer("run", f"{LOG}{json.dumps(VERSIONS)}\n")
     for _ in range(2):
         run(launch, tmp_path)
-    probes = [call for call in docker.calls if "tools.cluster.container.versions" in call]
+    probes = [call for call in docker.calls if "parakit.cluster.container.versions" in call]
     assert len(probes) == 1
     assert "--gpus" not in probes[0]
 

@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from tools.cluster.container.versions import _dotted, installed_versions
-from tools.spec.files import ROOT
+from parakit.cluster.container.versions import _dotted, installed_versions
+from parakit.config.files import ROOT
 
 
 def test_the_hosts_versions_come_from_metadata_without_importing_torch() -> None:
     code = (
-        "import sys; from tools.cluster.container.versions import installed_versions as i; i();"
+        "import sys; from parakit.cluster.container.versions import installed_versions as i; i();"
         "print('torch' in sys.modules)"
     )
     answer = subprocess.run(
@@ -29,7 +29,7 @@ def test_what_trains_is_named_and_what_is_missing_left_out() -> None:
 def test_in_the_image_the_libraries_come_from_its_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tools.cluster.container.versions._version", lambda package: None)
+    monkeypatch.setattr("parakit.cluster.container.versions._version", lambda package: None)
     monkeypatch.setenv("NCCL_VERSION", "2.27.3")
     assert "nccl" not in installed_versions()
     monkeypatch.setenv("KIT_IMAGE", "25.06-py3")
@@ -45,7 +45,7 @@ def test_cudnns_number_is_read_as_its_version(number: int | None, version: str) 
 
 @pytest.mark.slow
 def test_torch_itself_says_the_same() -> None:
-    command = (sys.executable, "-m", "tools.cluster.container.versions")
+    command = (sys.executable, "-m", "parakit.cluster.container.versions")
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     told, known = json.loads(answer.stdout), installed_versions()
     assert told["cuda"] == known["cuda"]

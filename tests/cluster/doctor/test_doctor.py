@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.cluster.checks.result import PASS, WARN, CheckResult
-from tools.cluster.doctor.__main__ import table
-from tools.spec.files import ROOT
+from parakit.cluster.checks.result import PASS, WARN, CheckResult
+from parakit.cluster.doctor.__main__ import table
+from parakit.config.files import ROOT
 
 
 def test_the_table_puts_the_fix_below_and_fits_the_width() -> None:
@@ -39,17 +39,17 @@ OLD = pythons()
 @pytest.mark.parametrize("python", OLD, ids=lambda path: path.split("/")[-3])
 def test_it_runs_on_a_bare_clone_with_an_old_python(python: str, tmp_path: Path) -> None:
     kit = tmp_path / "kit"
-    (kit / "tools/cluster").mkdir(parents=True)
+    (kit / "src/parakit/cluster").mkdir(parents=True)
     for name in (
         "tools/__init__.py",
-        "tools/cluster/__init__.py",
+        "src/parakit/cluster/__init__.py",
         "tools/any_python.sh",
         "tools/doctor.sh",
         "tools/setup.sh",
     ):
         shutil.copy(ROOT / name, kit / name)
     for name in ("checks", "doctor"):
-        shutil.copytree(ROOT / "tools/cluster" / name, kit / "tools/cluster" / name)
+        shutil.copytree(ROOT / "src/parakit/cluster" / name, kit / "src/parakit/cluster" / name)
     shutil.copytree(ROOT / "docker", kit / "docker")
     shutil.copy(ROOT / "requirements.txt", kit)
     unreachable = {"HF_ENDPOINT": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.cluster.checks.result import PASS, WARN, CheckResult
-from tools.cluster.doctor.nodes import Outlier, describe, outliers, parse, srun_command
+from parakit.cluster.checks.result import PASS, WARN, CheckResult
+from parakit.cluster.doctor.nodes import Outlier, describe, outliers, parse, srun_command
 
 
 def driver(version: str) -> CheckResult:

@@ -14,18 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
-from tools.checkpoint.compare import compare_weights
-from tools.checkpoint.contents import read_contents
-from tools.convert.hf import progress
-from tools.convert.hf.from_megatron import export_model
-from tools.convert.hf.into_megatron import import_model, read_import, read_source
-from tools.convert.hf.progress import Work
-from tools.convert.hf.random_model import write_model
-from tools.convert.hf.tensor_files import FILE, INDEX, Described, TensorFolder, write_tensors
-from tools.records.torch_dist import read_metadata, read_tensor
-from tools.spec.files import ROOT
-from tools.spec.flags import Flags
-from tools.spec.model import model_of
+from parakit.checkpoint.compare import compare_weights
+from parakit.checkpoint.contents import read_contents
+from parakit.convert.hf import progress
+from parakit.convert.hf.from_megatron import export_model
+from parakit.convert.hf.into_megatron import import_model, read_import, read_source
+from parakit.convert.hf.progress import Work
+from parakit.convert.hf.random_model import write_model
+from parakit.convert.hf.tensor_files import FILE, INDEX, Described, TensorFolder, write_tensors
+from parakit.artifacts.torch_dist import read_metadata, read_tensor
+from parakit.config.files import ROOT
+from parakit.config.flags import Flags
+from parakit.config.model import model_of
 
 CHECKPOINT = "checkpoint/iter_0000001"
 

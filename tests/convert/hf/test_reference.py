@@ -11,19 +11,19 @@ import torch
 
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
 from tests.native.small_model import settings
-from tools.convert.hf.families import pairs_of
-from tools.convert.hf.from_megatron import export_model
-from tools.convert.hf.into_megatron import import_model, read_source
-from tools.convert.hf.progress import Work
-from tools.convert.hf.random_model import CONFIGS, write_model
-from tools.native.capture import Counterpart, capturing
-from tools.native.engines import TorchEngine
-from tools.native.parallel import RankLayout
-from tools.records.capture import Site, Stage
-from tools.records.torch_dist import OUTPUT, VOCABULARY
-from tools.spec import variables
-from tools.spec.model import model_of
-from tools.verify.captured import Capture, read_capture
+from parakit.convert.hf.families import pairs_of
+from parakit.convert.hf.from_megatron import export_model
+from parakit.convert.hf.into_megatron import import_model, read_source
+from parakit.convert.hf.progress import Work
+from parakit.convert.hf.random_model import CONFIGS, write_model
+from parakit.native.capture import Counterpart, capturing
+from parakit.native.engines import TorchEngine
+from parakit.native.parallel import RankLayout
+from parakit.artifacts.capture import Site, Stage
+from parakit.artifacts.torch_dist import OUTPUT, VOCABULARY
+from parakit.config import variables
+from parakit.config.model import model_of
+from parakit.verify.captured import Capture, read_capture
 
 pytest.importorskip("transformers")
 
@@ -32,7 +32,7 @@ TOKENS = torch.randint(0, 100, (2, 8), generator=torch.Generator().manual_seed(1
 
 
 def counterpart(folder: Path, rows: int = 0) -> Counterpart:
-    from tools.convert.hf.reference import counterpart_of, load
+    from parakit.convert.hf.reference import counterpart_of, load
 
     source = read_source(folder)
     rows = rows or source.shape.vocabulary
@@ -42,7 +42,7 @@ def counterpart(folder: Path, rows: int = 0) -> Counterpart:
 
 
 def captured(folder: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> Capture:
-    from tools.convert.hf.reference import Causal
+    from parakit.convert.hf.reference import Causal
 
     for name, value in (
         (variables.CAPTURE, str(at)),

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from tools.convert.recipe.fields import Recipe, recipe_of_flags
-from tools.convert.recipe.table import Symbol, Value
-from tools.launch.options import options_from_texts
-from tools.launch.recipe import RecipeRun, source_of_target
+from parakit.convert.recipe.fields import Recipe, recipe_of_flags
+from parakit.convert.recipe.table import Symbol, Value
+from parakit.launch.options import options_from_texts
+from parakit.launch.recipe import RecipeRun, source_of_target
 
 CONTAINER = "megatron.bridge.training.config.ConfigContainer"
 ATTENTION = "megatron.core.transformer.enums.AttnBackend"

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tools.convert.recipe import evaluate
+from parakit.convert.recipe import evaluate
 
 evaluate.STOOD_IN = ("transformer_engine",)
 

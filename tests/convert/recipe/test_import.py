@@ -7,14 +7,14 @@ import pytest
 from rich.console import Console
 
 from tests.convert.recipe.documents import recipe_of, source, write
-from tools.convert.recipe import bridge
-from tools.convert.recipe.flags import reading_of_fields
-from tools.convert.recipe.imported import imported, model_name
-from tools.convert.recipe.table import RecipeError, Symbol, Value
-from tools.launch import recipe as command
-from tools.launch.recipe import import_recipe
-from tools.spec.errors import LaunchError
-from tools.spec.flags import Flags
+from parakit.convert.recipe import bridge
+from parakit.convert.recipe.flags import reading_of_fields
+from parakit.convert.recipe.imported import imported, model_name
+from parakit.convert.recipe.table import RecipeError, Symbol, Value
+from parakit.launch import recipe as command
+from parakit.launch.recipe import import_recipe
+from parakit.config.errors import LaunchError
+from parakit.config.flags import Flags
 
 Fields = dict[str, Value]
 

@@ -8,20 +8,20 @@ import pytest
 from rich.console import Console
 
 from tests.convert.recipe.documents import recipe_of, source, write
-from tools.convert.recipe.bridge import read_recipe
-from tools.convert.recipe.fields import recipe_of_flags
-from tools.convert.recipe.flags import RecipeFlags, reading_of_fields
-from tools.convert.recipe.imported import imported
-from tools.convert.recipe.table import ROWS, RecipeError, Symbol
-from tools.convert.recipe.written import written_entry, written_recipe
-from tools.launch import recipe as command
-from tools.launch.options import options_from_texts
-from tools.launch.recipe import export_recipe, source_of_folder
-from tools.spec.files import ROOT
-from tools.spec.flags import Flags, merge_flags
-from tools.spec.model import model_names, training_flags
-from tools.spec.run import Backend, DeviceKind, PatchFile, RunSpec, spec_of_flags
-from tools.spec.strategy import parse_strategy, strategy_flags
+from parakit.convert.recipe.bridge import read_recipe
+from parakit.convert.recipe.fields import recipe_of_flags
+from parakit.convert.recipe.flags import RecipeFlags, reading_of_fields
+from parakit.convert.recipe.imported import imported
+from parakit.convert.recipe.table import ROWS, RecipeError, Symbol
+from parakit.convert.recipe.written import written_entry, written_recipe
+from parakit.launch import recipe as command
+from parakit.launch.options import options_from_texts
+from parakit.launch.recipe import export_recipe, source_of_folder
+from parakit.config.files import ROOT
+from parakit.config.flags import Flags, merge_flags
+from parakit.config.model import model_names, training_flags
+from parakit.config.run import Backend, DeviceKind, PatchFile, RunSpec, spec_of_flags
+from parakit.config.strategy import parse_strategy, strategy_flags
 
 STRATEGIES = {
     "baseline": 1,

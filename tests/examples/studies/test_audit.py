@@ -5,8 +5,8 @@ import pytest
 
 from examples.studies.audit import Contradiction, audit
 from examples.studies.audit_table import TableError, quantity, read_table
-from tools.cli.main import from_words
-from tools.plan.readings.table import READINGS
+from parakit.cli.main import from_words
+from parakit.planner.readings.table import READINGS
 
 BRIDGE = """\
 # Llama 3 8B

@@ -3,11 +3,11 @@ import math
 import pytest
 
 from examples.studies.moe_table import RoutedParity, parity, render
-from tests.report.factory import report_row
-from tools.launch.options import Options
-from tools.report.analyse.entry import Entry
-from tools.study import load
-from tools.study.load import load_experiment
+from tests.reporting.factory import report_row
+from parakit.launch.options import Options
+from parakit.reporting.analyse.entry import Entry
+from parakit.experiments import load
+from parakit.experiments.load import load_experiment
 
 
 def run(

@@ -2,13 +2,13 @@ from dataclasses import replace
 
 from examples.studies.pipelines_table import claims, disagreements, render
 from tests.examples.studies.test_zero_and_backends_tables import cells, measured
-from tools.launch.options import Options
-from tools.plan.tensors import rank_parameters
-from tools.report.analyse.entry import Entry
-from tools.spec.model import load_model
-from tools.spec.run import spec_of_model
-from tools.spec.strategy import Batch, parse_strategy
-from tools.study.load import load_experiment
+from parakit.launch.options import Options
+from parakit.planner.tensors import rank_parameters
+from parakit.reporting.analyse.entry import Entry
+from parakit.config.model import load_model
+from parakit.config.run import spec_of_model
+from parakit.config.strategy import Batch, parse_strategy
+from parakit.experiments.load import load_experiment
 
 ITERATIONS = range(1, 6)
 BYTES = 4

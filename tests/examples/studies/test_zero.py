@@ -12,8 +12,8 @@ from examples.studies.zero import (
     verdict,
 )
 from tests.given import run
-from tools.plan.options import PlanOptions
-from tools.spec.errors import LaunchError
+from parakit.planner.options import PlanOptions
+from parakit.config.errors import LaunchError
 
 
 def predicted(method: str, seconds: float, peak: int = 1, nodes: int = 2) -> Predicted:

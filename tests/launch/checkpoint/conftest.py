@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.records.checkpoints import find_checkpoints
+from parakit.artifacts.checkpoints import find_checkpoints
 
 Write = Callable[[Path, int], Path]
 

@@ -5,10 +5,10 @@ import pytest
 
 from tests.launch.checkpoint.conftest import Write, damage, iterations
 from tests.patience import until
-from tests.report.factory import iteration_line
-from tools.launch import checkpoints as keepers
-from tools.launch.checkpoints import Keeper
-from tools.records.checkpoints import find_checkpoints
+from tests.reporting.factory import iteration_line
+from parakit.launch import checkpoints as keepers
+from parakit.launch.checkpoints import Keeper
+from parakit.artifacts.checkpoints import find_checkpoints
 
 
 @pytest.fixture

@@ -4,20 +4,20 @@ from pathlib import Path
 import pytest
 
 from tests.launch.checkpoint.conftest import Write
-from tests.report.factory import changed
-from tools.launch.checkpoints import resume_if_saved
-from tools.launch.compose import Launch, ResumePoint
-from tools.launch.flags import saving_flags
-from tools.launch.job import parse_target
-from tools.launch.options import Options, Saving, options_from_texts
-from tools.launch.preflight import saving_problems
-from tools.launch.resume import relaunch
-from tools.launch.train import compose_job
-from tools.records.run import DatasetIdentity, Host, MegatronEntry, RunRecord
-from tools.spec.flags import Flags
-from tools.spec.model import load_model
-from tools.spec.run import Backend, DeviceKind, spec_of_model
-from tools.spec.strategy import (
+from tests.reporting.factory import changed
+from parakit.launch.checkpoints import resume_if_saved
+from parakit.launch.compose import Launch, ResumePoint
+from parakit.launch.flags import saving_flags
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, Saving, options_from_texts
+from parakit.launch.preflight import saving_problems
+from parakit.launch.resume import relaunch
+from parakit.launch.train import compose_job
+from parakit.artifacts.run import DatasetIdentity, Host, MegatronEntry, RunRecord
+from parakit.config.flags import Flags
+from parakit.config.model import load_model
+from parakit.config.run import Backend, DeviceKind, spec_of_model
+from parakit.config.strategy import (
     Batch,
     Parallelism,
     Sharding,
@@ -200,7 +200,7 @@ def test_a_run_of_an_older_megatron_resumes_with_its_vocabulary(
     """Its `--vocab-size` does not count the end of a document."""
     for module in ("compose", "resume"):
         older = MegatronEntry("e.py", "0.17.1")
-        monkeypatch.setattr(f"tools.launch.{module}.find_entry", lambda *_, older=older: older)
+        monkeypatch.setattr(f"parakit.launch.{module}.find_entry", lambda *_, older=older: older)
     record = record_of(composed("tp2", data="owt-ds/mine_text_document"))
     resumed = relaunch(record, FROM, None, Options())
     assert resumed.model.shape.vocabulary == resumed.spec.shape.vocabulary == 50257

@@ -3,13 +3,13 @@ from pathlib import Path
 import pytest
 
 from tests.launch.checkpoint.conftest import Write, damage, iterations
-from tests.report.factory import iteration_line
-from tools.launch.checkpoints import select_checkpoint
-from tools.records import run as records
-from tools.records.checkpoints import quarantine
-from tools.records.io import write_record
-from tools.records.run import Status, StatusRecord
-from tools.spec.errors import LaunchError
+from tests.reporting.factory import iteration_line
+from parakit.launch.checkpoints import select_checkpoint
+from parakit.artifacts import run as records
+from parakit.artifacts.checkpoints import quarantine
+from parakit.artifacts.io import write_record
+from parakit.artifacts.run import Status, StatusRecord
+from parakit.config.errors import LaunchError
 
 NAN = float("nan")
 

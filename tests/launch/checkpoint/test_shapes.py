@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tools.checkpoint.checks import other_model_problem
-from tools.launch import preflight
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.launch.train import compose_job
-from tools.spec.errors import LaunchError
-from tools.spec.model import load_model
+from parakit.checkpoint.checks import other_model_problem
+from parakit.launch import preflight
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.train import compose_job
+from parakit.config.errors import LaunchError
+from parakit.config.model import load_model
 
 TINY = load_model("gpt2-tiny")
 

@@ -10,13 +10,13 @@ import pytest
 
 from tests.hang.made import four
 from tests.patience import until
-from tests.report.factory import iteration_line
-from tools.cluster.checks.host import check_room
-from tools.launch.supervise import exit_status
-from tools.records import run as records
-from tools.records.io import write_record
-from tools.records.run import Status, StatusRecord
-from tools.spec.files import ROOT
+from tests.reporting.factory import iteration_line
+from parakit.cluster.checks.host import check_room
+from parakit.launch.supervise import exit_status
+from parakit.artifacts import run as records
+from parakit.artifacts.io import write_record
+from parakit.artifacts.run import Status, StatusRecord
+from parakit.config.files import ROOT
 
 KILLED = """Root Cause (first observed failure):
 [0]:
@@ -161,7 +161,7 @@ def test_the_end_frees_the_reserved_disk_space_and_drops_empty_stacks(folder: Pa
 
 
 def test_the_launcher_and_the_supervisor_start_without_torch() -> None:
-    modules = "tools.launch.execute, tools.launch.supervise.exit_status"
+    modules = "parakit.launch.execute, parakit.launch.supervise.exit_status"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     answer = subprocess.run(
         (sys.executable, "-c", code), cwd=ROOT, capture_output=True, text=True, check=True

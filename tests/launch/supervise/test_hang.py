@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from tests.patience import PATIENCE, until
-from tools.launch.supervise import hang
-from tools.launch.supervise.hang import HangWatch, collect_stacks
-from tools.spec.files import ROOT
+from parakit.launch.supervise import hang
+from parakit.launch.supervise.hang import HangWatch, collect_stacks
+from parakit.config.files import ROOT
 
 RANK = """
 import time

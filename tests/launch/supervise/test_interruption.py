@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 
-from tools.launch.supervise.interruption import (
+from parakit.launch.supervise.interruption import (
     STOPPING,
     Interrupted,
     deferred,

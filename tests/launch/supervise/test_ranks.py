@@ -6,10 +6,10 @@ import psutil
 import pytest
 
 from tests.patience import until
-from tools.launch.supervise import interruption
-from tools.launch.supervise import ranks as ranks_module
-from tools.launch.supervise.interruption import alive
-from tools.launch.supervise.ranks import RankProcesses
+from parakit.launch.supervise import interruption
+from parakit.launch.supervise import ranks as ranks_module
+from parakit.launch.supervise.interruption import alive
+from parakit.launch.supervise.ranks import RankProcesses
 
 STUBBORN = "trap '' TERM; RANK=0 bash -c \"trap '' TERM; while :; do sleep 0.1; done\" & wait; wait"
 

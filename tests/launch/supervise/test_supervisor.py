@@ -10,18 +10,18 @@ import psutil
 import pytest
 
 from tests.patience import PATIENCE, until
-from tools.launch.supervise.interruption import alive
-from tools.records import run as records
-from tools.records.io import write_record
-from tools.records.run import Status, StatusRecord
-from tools.spec.files import ROOT
+from parakit.launch.supervise.interruption import alive
+from parakit.artifacts import run as records
+from parakit.artifacts.io import write_record
+from parakit.artifacts.run import Status, StatusRecord
+from parakit.config.files import ROOT
 
 TORCHRUN = "RANK=0 sleep 3600 & trap '' TERM; RANK=1 sleep 3600 & wait; wait"
 """Longer than anybody waits here: nobody ends by himself."""
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from tools.launch.supervise.ranks import RankProcesses
+from parakit.launch.supervise.ranks import RankProcesses
 folder = Path(sys.argv[1])
 with RankProcesses(("bash", "-c", sys.argv[2]), {}, folder / "log.txt") as ranks:
     while ranks.exit_code() is None:

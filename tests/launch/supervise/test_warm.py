@@ -2,7 +2,7 @@
 
 import socket
 
-from tools.launch.supervise.warm import free_port
+from parakit.launch.supervise.warm import free_port
 
 
 def test_a_ranks_port_is_none_that_sockets_get_which_name_none() -> None:

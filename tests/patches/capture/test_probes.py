@@ -3,8 +3,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_patches.capture.probes import Probes, described, global_names
 from tests.verify.captures import rank
-from tools.capture.sinks import KnownTensors, Recording, Responding, StoredTensors
-from tools.records.capture import CaptureWriter, Site, Stage
+from parakit.capturing.sinks import KnownTensors, Recording, Responding, StoredTensors
+from parakit.artifacts.capture import CaptureWriter, Site, Stage
 
 
 class Inner(torch.nn.Module):

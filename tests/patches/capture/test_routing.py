@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_patches.capture.routing import watched_routing
-from tools.records.capture import CHOICE, SCORES
+from parakit.artifacts.capture import CHOICE, SCORES
 
 SCORED = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.4]])
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_patches.catalogue import PATCHES
 from megatron_patches.context import find_context
 from megatron_patches.registry import apply_patches
-from tools.ledger.memory import _EveryResult
+from parakit.accounting.memory import _EveryResult
 
 TOKENS, BATCH, VOCABULARY = 16, 3, 128
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tools.spec.files import ROOT
+from parakit.config.files import ROOT
 
 FIGURE = re.compile(r"(\d[\d.e-]*) with (FUSED|SEED)=")
 
 
 def distances(folder: Path, data: Path, **variables: str) -> dict[str, float]:
     done = subprocess.run(
-        (sys.executable, "-m", "tools.cli", "loss-curve"),
+        (sys.executable, "-m", "parakit", "loss-curve"),
         cwd=ROOT,
         env={**os.environ, "DATA": str(data), "RUNS": str(folder), "SEED": "1", **variables},
         capture_output=True,

@@ -25,14 +25,14 @@ from rich.console import Console
 
 from megatron_patches.patch_file import SEPARATOR
 from tests.verify.injected_bugs.trace import STAGES, first_difference
-from tools.launch.compose import Launch
-from tools.launch.job import parse_target
-from tools.launch.options import Options
-from tools.launch.start import ensure_start_checkpoint
-from tools.launch.train import compose_job
-from tools.spec import variables
-from tools.spec.files import read_yaml
-from tools.study.verify.verifier import ForkedRanks
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.start import ensure_start_checkpoint
+from parakit.launch.train import compose_job
+from parakit.config import variables
+from parakit.config.files import read_yaml
+from parakit.experiments.verify.verifier import ForkedRanks
 
 FOLDER = Path(__file__).parent
 STEPS = 3
@@ -94,7 +94,7 @@ _TRACED = """import os
 from pathlib import Path
 
 from megatron_patches.patch_file import execute_patch_file
-from tools.spec import variables
+from parakit.config import variables
 from tests.verify.injected_bugs.trace import Trace
 
 execute_patch_file({{variables.PATCH_FILE: {bug!r}}})

@@ -2,7 +2,7 @@
 
 Two runs of one strategy on CPU ranks are the same to the last bit, so the first hash that differs
 between the injected and the healthy strategy is the place where the injected bug acts. This knows
-nothing of alignment or tolerance: it is the answer that `tools.verify` must find by comparing with
+nothing of alignment or tolerance: it is the answer that `parakit.verify` must find by comparing with
 another strategy.
 """
 

@@ -1,0 +1,82 @@
+"""A rank's own file, and how the launcher makes the run folder's files of all of them. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from parakit.accounting.timeline import Span
+from parakit.artifacts import run as records
+from parakit.artifacts.io import write_record, write_whole
+from parakit.artifacts.measurements import (
+    CommunicationRecord,
+    MemoryRecord,
+    RankCommunication,
+    RankMemory,
+    RankRouting,
+    RankTime,
+    RoutingRecord,
+    TimeRecord,
+)
+
+
+class RankLedger(msgspec.Struct, frozen=True):
+    """All that one rank counted: `rank<N>.json` in the ledger folder, written by its recorder."""
+
+    rank: int
+    communication: RankCommunication
+    time: RankTime
+    memory: RankMemory | None
+    spans: tuple[Span, ...]
+    routing: RankRouting | None = None
+    """None for a dense model."""
+
+
+def collect(folder: Path) -> None:
+    """Write a run's `comm.json`, `memory.json`, `time.json` and `trace.json` from its ranks' files.
+
+    A mixture of experts gets a `routing.json` too. Ranks without a file are missing in these as well;
+    without any rank's file nothing is written.
+    """
+    files = (folder / records.LEDGER_FOLDER).glob("rank*.json")
+    found = (msgspec.json.decode(file.read_bytes(), type=RankLedger) for file in files)
+    ranks = sorted(found, key=lambda rank: rank.rank)
+    if not ranks:
+        return
+    communication = CommunicationRecord(tuple(rank.communication for rank in ranks))
+    memory = MemoryRecord(tuple(rank.memory for rank in ranks if rank.memory is not None))
+    write_record(folder / records.COMMUNICATION_FILE, communication)
+    write_record(folder / records.MEMORY_FILE, memory)
+    write_record(folder / records.TIME_FILE, TimeRecord(tuple(rank.time for rank in ranks)))
+    routing = tuple(rank.routing for rank in ranks if rank.routing is not None)
+    if routing:
+        # Not indented: it has a number for each expert, layer and iteration.
+        content = msgspec.json.encode(RoutingRecord(routing))
+        write_whole(folder / records.ROUTING_FILE, content)
+    trace = {"traceEvents": list(_events(ranks)), "displayTimeUnit": "ms"}
+    write_whole(folder / records.TRACE_FILE, msgspec.json.encode(trace))
+
+
+def _events(ranks: Sequence[RankLedger]) -> Iterator[dict[str, Any]]:
+    """Chrome's trace format: microseconds from the first span, a process a rank, a thread a category."""
+    origin = min((span.start_ns for rank in ranks for span in rank.spans), default=0)
+    for rank in ranks:
+        yield {
+            "ph": "M",
+            "pid": rank.rank,
+            "name": "process_name",
+            "args": {"name": f"rank {rank.rank}"},
+        }
+        for span in rank.spans:
+            yield {
+                "ph": "X",
+                "pid": rank.rank,
+                "tid": "communication" if span.category == "communication" else "phases",
+                "name": span.name,
+                "cat": span.category,
+                "ts": (span.start_ns - origin) / 1000,
+                "dur": (span.end_ns - span.start_ns) / 1000,
+            }

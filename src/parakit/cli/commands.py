@@ -1,0 +1,326 @@
+"""Every command, once: name, what runs it, its help, the variables that it takes and what each means.
+
+`make NAME`, `parakit NAME`, `python -m parakit plan`, `make help`, `--help`, completion and the refusal of
+a variable that a command does not use follow from this table. A new command is a line and a handler.
+Plain data for any Python from 3.6 on, as `src/parakit/config/settings.py`, which has the variables.
+"""
+
+from typing import NamedTuple
+
+from parakit.config import settings as v
+from parakit.config.settings import Setting
+
+
+class Command(NamedTuple):
+    """One command. `*` in its name stands for any text."""
+
+    name: str
+    handler: str
+    """`module:function`; its parameters name what it is given (`main.py`). Empty: the Makefile's."""
+    help: str
+    variables: "tuple[Setting, ...]" = ()
+    required: "tuple[str, ...]" = ()
+    """Names of variables without which it cannot begin; `A|B` is one of two."""
+    example: str = ""
+    """Variables that would do, for the refusal."""
+    fixed: "tuple[tuple[str, object], ...]" = ()
+    """Further arguments of the handler."""
+    in_clone: str = ""
+    """`module:function` that fills in what make was not given, from what lies in this clone."""
+    packages: "tuple[str, ...] | None" = None
+    """Of a command that needs no clone: packages beyond the wheel's base that it needs."""
+    is_usual: bool = False
+    """Whether `make help` shows it; the others are in `make help-all`."""
+    on_host: bool = False
+    """Whether the kit's image lacks what it needs."""
+
+
+def _meaning(setting: Setting, text: str, **more: object) -> Setting:
+    """The variable as one command means it."""
+    return setting._replace(help=text, **more)  # type: ignore[arg-type]
+
+
+_BATCH = (v.MICRO_BATCH, v.GLOBAL_BATCH)
+_MEGATRON = (v.MEGATRON_LM, v.ALLOW_UNKNOWN_MEGATRON)
+_WHERE = (v.DRY_RUN, v.RUNS, v.RUNTIME, v.IMAGE, v.HOST_NETWORK, v.SHARE_GPU, v.NET)
+LASTING = (
+    *(v.SEED, v.DROPOUT, v.OPTIMIZER, v.DATA, v.EXTRA, v.PATCH_FILE, v.SHARED_START, v.FUSED),
+    *_MEGATRON,
+    *_WHERE,
+    *v.OF_WANDB,
+    *(v.LEDGER, v.HANG_TIMEOUT),
+)
+"""Of whatever trains."""
+_COMPARED = (v.ITERS, *LASTING, v.REPEATS)
+TRAINING = (*_COMPARED, *_BATCH)
+_SAVING = (v.SAVE_EVERY, v.KEEP, v.ASYNC_SAVE)
+ONE_RUN = (*TRAINING, v.BACKEND, *_SAVING)
+TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.OF_NODES, *v.OF_SLURM)
+"""Of a training target: everything that can be said of one run."""
+_OF_MATRIX = _meaning(v.STRATEGIES, "strategies of the matrix (all)", kind="words", default=())
+_CELLS = (v.FEATURES, _OF_MATRIX, v.PAGE, v.MINUTES, v.SEED, *_MEGATRON, v.DRY_RUN, v.RUNS)
+_RUNS = v.RUNS._replace(default="runs")
+_CONTAINER = (v.DRY_RUN, v.RUNTIME, v.IMAGE)
+_PLANNED = (
+    *(v.MODEL, v.GPUS, v.GPU._replace(default="h200"), v.NODES, v.GPUS_PER_NODE, v.INTRA, v.INTER),
+    *(v.NICS, v.OVERSUBSCRIPTION, v.IMBALANCE, v.GLOBAL_BATCH, v.SEQ, v.DTYPE),
+    v.CALIBRATION,
+    _meaning(
+        v.CALIBRATE,
+        'rates that the devices reach: "700 TFLOP/s on 4k x 4k x 4k"',
+        kind=v.TEXT,
+        default=None,
+    ),
+    v.JSON,
+    _meaning(
+        v.EXTRA, "Megatron flags of the planned model and strategy", kind=v.TEXT, default=None
+    ),
+    v.READINGS,
+)
+PLAN = (
+    *(*_PLANNED, v.MICRO_BATCH, v.TOKENS, v.VERIFY, v.ALPA, v.LARGEST, v.RECIPE, v.RECOMPUTE),
+    *(v.SVG, _meaning(v.STRATEGY, "times this strategy alone, tp8pp16dp8-zero1"), v.WHAT_IF),
+)
+_A_PLAN = "MODEL=gpt2-large GPUS=2 GPU=h200"
+_EXPERIMENT = "parakit.experiments.commands:run_named"
+_HERE = "parakit.cli.clone"
+
+# fmt: off
+SECTIONS = {
+    "First steps": (
+        Command("setup", "", ".venv from requirements.txt, with hashes; other targets do it too"),
+        Command("demo", _EXPERIMENT, "six strategies of gpt2-tiny on CPU ranks, and a report", TRAINING,
+            fixed=(("name", "demo"),), is_usual=True),
+        Command("parity", "parakit.experiments.commands:parity",
+            "every strategy's losses agree: MEGATRON_LM= VERIFY=",
+            (*TRAINING, _meaning(v.VERIFY,
+             "1 finds the first wrong tensor of a strategy whose losses differ", kind=v.SWITCH,
+             default=False)),
+            is_usual=True),
+        Command("doctor", "", "what this machine can do, and fixes: LAUNCHER=slurm",
+            (*v.OF_SLURM, v.HF_ENDPOINT), is_usual=True),
+        Command("list", "parakit.launch.listing:show_list",
+            "models, strategies, and what this machine can run", (v.MEGATRON_LM,), is_usual=True),
+    ),
+    "Data": (
+        Command("prepare-ds-sample", "parakit.launch.runtime:prepare",
+            "owt-ds/sample, from text that comes with Python", _CONTAINER,
+            fixed=(("words", ("sample", "--output-prefix", "owt-ds/sample")),)),
+        Command("prepare-ds-openwebtext-10k", "parakit.launch.runtime:prepare",
+            "the published data set, from the hub", (*_CONTAINER, v.HF_ENDPOINT),
+            fixed=(("words", ("hub", "vuiseng9/openwebtext-10k", "--output-prefix",
+             "owt-ds/openwebtext-10k")),)),
+        Command("prepare-ds", "parakit.launch.runtime:prepare_own",
+            "owt-ds/NAME from your own text: INPUT=file.jsonl NAME=name",
+            (_meaning(v.NAME, "name of the data set"), v.INPUT, v.TOKENIZER, *_CONTAINER),
+            required=("INPUT", "NAME"), example="INPUT=file.jsonl NAME=name", is_usual=True),
+        Command("install-dependencies", "", "the published name of setup"),
+        Command("setup-deepspeed", "", "the package that BACKEND=deepspeed needs, into .venv"),
+        Command("setup-hf", "", "transformers, the reference of verify-hf, into .venv"),
+        Command("setup-bridge", "", ".venv-bridge, which checks and reads recipes of Megatron-Bridge"),
+    ),
+    "Training, on one machine or several": (
+        Command("train-auto-*", "parakit.launch.auto:train_auto",
+            "the strategy that the planner chooses for this machine", (*TRAIN, v.CALIBRATE)),
+        Command("train-*", "parakit.launch.train:start_target",
+            "<strategy>-<model>-<N>cpu or gpu: ITERS= DATA= EXTRA= …", TRAIN, is_usual=True),
+        Command("trace-*", f"{_HERE}:trace",
+            "one iteration of such a run as a picture, and for Perfetto", (*ONE_RUN, v.MODEL)),
+        Command("verify-matrix", "parakit.experiments.matrix.commands:matrix",
+            "features × strategies, each pair verified; resumable: FEATURES= CHANGED= MINUTES=",
+            (*_CELLS, v.CHANGED, v.EXECUTED)),
+        Command("verify-bf16", "parakit.experiments.matrix.commands:bf16",
+            "what bf16 costs: 200 losses of each strategy in fp32 and bf16: STRATEGIES=",
+            (_OF_MATRIX, v.PAGE, v.SEED, *_MEGATRON, v.RUNS)),
+        Command("verify-fuzz", "parakit.experiments.matrix.commands:fuzz",
+            "configurations drawn by SEED=, verified, and shrunk if wrong: MINUTES=30", _CELLS),
+        Command("verify-history", "tests.verify.history:verify_history",
+            "Megatron-LM's own merged fixes, each wrong before and held after", (v.MEGATRON_LM,)),
+        Command("verify-hf", "parakit.experiments.verify.hf:verify_hf",
+            "seven strategies and 20 steps against transformers: HF= or random models; make setup-hf",
+            (v.HF, _meaning(v.STRATEGIES, "strategies to compare with transformers (seven)"), *(v.SEED,
+             v.DATA, v.EXTRA, v.EXTRA_B, v.PATCH_FILE, *_MEGATRON, v.RUNS))),
+        Command("verify-*", "parakit.experiments.verify.command:verify",
+            "its first wrong tensor, if any: DTYPE= REFERENCE= EXTRA_B=",
+            (*TRAINING, v.MODEL, _meaning(v.DTYPE, "fp32 or bf16 (fp32)", kind="fp32 or bf16"),
+             *(v.REFERENCE, v.RESUMED, v.EXTRA_B, v.MEGATRON_LM_B)),
+            is_usual=True),
+        Command("status", "parakit.launch.status:watch",
+            "all runs: queued, running, ended; loss, time left", (_RUNS,), is_usual=True),
+        Command("stop", "parakit.launch.stop:stop", "end a run that is on, from any terminal: RUN=runs/…",
+            (_meaning(v.RUN, "the run folder to stop", option="RUN"),), required=("RUN",),
+            example="RUN=runs/…; 'make status' shows those that are running"),
+        Command("resume", "parakit.launch.resume:resume",
+            "a run from its newest checkpoint: RUN=runs/… STRATEGY=pp2",
+            (_meaning(v.RUN, "the run folder to resume", option="RUN"), _meaning(v.STRATEGY,
+             "resume in another strategy"), _meaning(v.CKPT, "a copy of 'make reshard' to resume from"),
+             *(*ONE_RUN, v.MODEL, *v.OF_NODES)),
+            required=("RUN",), example="RUN=runs/…", is_usual=True),
+        Command("soak", "tests.faults.soak:soak_strategy",
+            "HOURS= of a STRATEGY=: what grows or slows, and losses after random kills",
+            (_meaning(v.STRATEGY, "what to train for HOURS="), *(v.HOURS, v.MODEL, *_BATCH, *LASTING,
+             v.BACKEND, *_SAVING)),
+            required=("STRATEGY", "HOURS"), example="STRATEGY=dp2 HOURS=0.33"),
+        Command("image", "parakit.cluster.container.image:build", "build the container for RUNTIME=docker",
+            (v.IMAGE, v.DRY_RUN, v.MEGATRON_URL), on_host=True),
+        Command("reproduce", _EXPERIMENT, "the six published runs on two GPUs, and a report; resumable",
+            TRAINING, fixed=(("name", "published"),)),
+    ),
+    "Weights from and to Hugging Face, without a GPU": (
+        Command("import-hf", "parakit.launch.hub:import_hf",
+            "a folder of GPT-2 or Llama as a model of this kit: HF= NAME=",
+            (v.HF, _meaning(v.NAME, "name of the model (HF's)")), required=("HF",),
+            example="HF=folder (or org/name on the hub) NAME=name", is_usual=True),
+        Command("export-hf", "parakit.launch.hub:export_hf",
+            "the weights of a run as such a folder: RUN=runs/… TO=folder",
+            (_meaning(v.RUN, "a run folder, or hub/NAME"), v.TO), required=("RUN", "TO"),
+            example="RUN=runs/… (or RUN=hub/NAME) TO=folder"),
+    ),
+    "Recipes of Megatron-Bridge and nemo-run": (
+        Command("export-recipe", "parakit.launch.recipe:export_recipe",
+            "a run, or a target, as their Python files: RUN=runs/… TO=bridge or nemo",
+            (_meaning(v.RUN, "a run folder, or a target that need not have run", option="RUN"),
+             _meaning(v.TO, "bridge, or nemo for nemo-run's entry too", kind="bridge or nemo"), *TRAIN),
+            required=("RUN", "TO"), example="RUN=runs/… TO=bridge (or nemo)"),
+        Command("import-recipe", "parakit.launch.recipe:import_recipe",
+            "such a recipe, or Bridge's YAML, as a model and a target: FILE= NAME= GPUS=",
+            (v.FILE, _meaning(v.NAME, "name of the model (the file's)"), v.GPUS), required=("FILE",),
+            example="FILE=recipe.py (or Megatron-Bridge's YAML)"),
+    ),
+    "Comparisons from the same weights, batches and schedule": (
+        Command("compare-zero", "examples.studies.zero:compare_zero",
+            "data parallel, pipeline and ZeRO-1/2/3, as in the DeepSpeed report; GPU= predicts them",
+            (*TRAINING, v.MODEL, v.GPU, v.DTYPE, v.JSON)),
+        Command("compare-backends", _EXPERIMENT,
+            "Megatron, plain PyTorch, DeepSpeed, bare forward and backward", (*TRAINING, v.MODEL),
+            fixed=(("name", "backends"),)),
+        Command("compare-moe", _EXPERIMENT,
+            "Megatron and plain PyTorch on experts, as in the Blueberry experiment",
+            (*TRAINING, v.MODEL), fixed=(("name", "moe"),)),
+        Command("compare-pipelines", _EXPERIMENT,
+            "Megatron's, GPipe, 1F1B, interleaved, PipeDream with and without flushes",
+            # PipeDream's micro batch follows from the others' global one.
+            (*_COMPARED, v.MODEL), fixed=(("name", "pipelines"),)),
+        Command("sweep", "parakit.experiments.commands:sweep_of_axes",
+            "MODELS × STRATEGIES × BACKENDS × DEVICES; resumable",
+            (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *v.OF_SLURM)),
+        Command("experiment", _EXPERIMENT, "one of examples/experiments: NAME=blueberry",
+            (*TRAINING, _meaning(v.NAME, "name of its file", option="NAME"), v.MODEL),
+            required=("NAME",), example="NAME=blueberry"),
+    ),
+    "Planning, without devices": (
+        Command("advise", "parakit.planner.advise:advise",
+            "what to use, second, avoid, why, what would change it: MODEL= GPUS= GPU=", _PLANNED,
+            required=("MODEL",), example=_A_PLAN, in_clone=f"{_HERE}:own_measurements", packages=()),
+        Command("plan", "parakit.planner.command:plan",
+            "strategies, ranked, with reasons: MODEL= GPUS= GPU= …",
+            PLAN, required=("MODEL|LARGEST",), example=_A_PLAN, in_clone=f"{_HERE}:own_measurements",
+            packages=(), is_usual=True),
+        Command("dryrun", "parakit.planner.dryrun.command:dryrun",
+            "Megatron's own iteration without devices: MODEL= TP= PP= DP= …",
+            (*(v.MODEL, *_BATCH, v.SEQ, v.DTYPE, v.DP, v.TP, v.PP, v.CP, v.EP, v.VPP, v.SP), *(v.ZERO1,
+             v.RECOMPUTE, v.RANKS, v.JSON)),
+            required=("MODEL",), example="MODEL=gpt3-175b TP=8 PP=16 DP=8",
+            packages=("torch", "megatron"), is_usual=True, on_host=True),
+        Command("calibrate", "parakit.launch.calibrate:calibrate_here",
+            "the planner's constants measured on this machine, kept: DEVICES=2cpu",
+            (_meaning(v.DEVICES, "2gpu or 2cpu (all of this machine)", kind="devices such as 2gpu"),
+             _RUNS)),
+        Command("validate", "parakit.planner.readings.command:validate",
+            "every published measurement predicted, and by how much it is missed; READINGS= for your "
+            "own",
+            (v.JSON, v.LEAVE_OUT, v.READINGS), packages=()),
+        Command("audit", "examples.studies.audit:audit_table",
+            "what a table of performance figures contradicts in itself: TABLE=", (v.JSON, v.TABLE),
+            required=("TABLE",), example="TABLE=figures.md (Markdown or CSV)", packages=()),
+        Command("schedules", "parakit.planner.schedules.command:schedules",
+            "GPipe, 1F1B, interleaved and PipeDream: PP=4 MICROBATCHES=8 VPP=2",
+            (v.PP._replace(default=4), v.MICROBATCHES._replace(default=8), v.VPP._replace(default=2),
+             *(v.SVG, v.JSON)),
+            packages=()),
+    ),
+    "Results": (
+        Command("report", "parakit.reporting.command:report",
+            'all runs, or anybody\'s logs: LOGS="a.log b.log"',
+            (_RUNS, v.READINGS, v.LOGS._replace(option="RUN_OR_LOG"), v.NAME, v.BASELINE, v.DEVICE,
+             v.STRICT),
+            in_clone=f"{_HERE}:own_runs", packages=(), is_usual=True),
+        Command("scrape", "parakit.reporting.command:scrape",
+            'what logs say, a line each or JSON=1: LOGS="a.log b.log"',
+            (v.LOGS._replace(option="LOG"), v.JSON), required=("LOGS",), example="LOGS=a.log",
+            packages=()),
+        Command("explain", "parakit.reporting.command:explain",
+            "why runs differ, in sentences from their ledgers: RUN=",
+            (_meaning(v.RUN, "run folders to explain (all)", kind="words", default=(), option="RUN"),
+             _RUNS),
+            in_clone=f"{_HERE}:single_runs", packages=(), is_usual=True),
+        Command("why-hang", "parakit.hang.command:why_hang",
+            "which rank hangs, and where: DUMPS=dumps, stacks, logs",
+            (v.DUMPS, _meaning(v.PAGE, "the page to write", kind=v.TEXT), v.JSON),
+            required=("DUMPS",), example="DUMPS=folder", packages=(), is_usual=True),
+        Command("prepare", "tools.preprocess.cli:main",
+            "text to Megatron's .bin/.idx, with all options (prepare-ds is the usual way)",
+            packages=("gigatoken",)),
+    ),
+    "Checkpoints, without a GPU": (
+        Command("inspect", "parakit.experiments.captures:inspect",
+            "what a checkpoint holds and what is wrong with it: CKPT= COMPARE=",
+            (v.CKPT, v.COMPARE, _meaning(v.STRATEGY, "whether this strategy loads it"),
+             _meaning(v.VERIFY, "1 reads every piece and checks it", kind=v.SWITCH, default=False),
+             v.JSON),
+            required=("CKPT",), example="CKPT=runs/…/checkpoints", packages=("torch",), is_usual=True),
+        Command("reshard", "parakit.checkpoint.reshard:reshard",
+            "a checkpoint as another strategy would have saved it: CKPT= STRATEGY= TO=folder",
+            (v.CKPT, _meaning(v.STRATEGY, "the strategy that is written"), v.TO),
+            required=("CKPT", "STRATEGY", "TO"), packages=("torch",),
+            example="CKPT=runs/…/checkpoints STRATEGY=tp2dp2-zero1 TO=folder"),
+    ),
+    "Working on the kit": (
+        Command("test", "", "the default suite"),
+        Command("test-slow", "", "the long tests", (v.MEGATRON_LM,)),
+        Command("bench", "", "all benchmarks below"),
+        Command("bench-scrape", "tests.bench.scrape:main",
+            "lines a second that the report reads from a log"),
+        Command("bench-plan", "tests.bench.plan:main",
+            "the planner's search and a report of 100 runs, beside a plain loop"),
+        Command("bench-planners", "tests.bench.planners:main",
+            "Calculon and SimuMax beside our planner on the published rows they can express",
+            (v.CALCULON, v.SIMUMAX), required=("CALCULON|SIMUMAX",),
+            example="CALCULON=../calculon SIMUMAX=../SimuMax"),
+        Command("bench-preprocess", "tests.bench.preprocess:main",
+            "text a second, against Hugging Face tokenizers and Megatron's script", (v.MEGATRON_LM,)),
+        Command("bench-ledger", _EXPERIMENT,
+            "what the ledger costs, switched on every other iteration", (*ONE_RUN, v.TARGET),
+            fixed=(("name", "bench_ledger"),)),
+        Command("bench-verify", "",
+            "injected bugs that verify must find, and healthy strategies"),
+        Command("bench-auto", "tests.bench.auto:bench_auto",
+            "the planner's times and choice here, against what is measured: MODELS= DEVICES=",
+            (*ONE_RUN, v.MODELS, v.DEVICES)),
+        Command("bench-gpu", "tests.bench.gpu:bench_gpu",
+            "Megatron on one GPU without Transformer Engine, in under 9 minutes",
+            (*ONE_RUN, v.ONLY, v.BUDGET), on_host=True),
+        Command("loss-curve", _EXPERIMENT,
+            "200 losses with FUSED=, compared with those of another seed", (*ONE_RUN, v.TARGET),
+            fixed=(("name", "loss_curve"),)),
+        Command("docs", "", "site/: the documentation, and the planner in the browser"),
+        Command("lint", "", "ruff, mypy, shellcheck, hadolint, import-linter"),
+        Command("clean", "", "remove runs, reports and caches; keeps .venv, owt-ds and readings"),
+    ),
+}
+"""What `make help-all` shows, in its order."""
+
+INTERNAL = (
+    Command("run", "parakit.launch.train:run_strategy", "a launch script's run", TRAIN),
+    Command("trace", "parakit.reporting.command:trace", "draw one iteration of a run",
+        (_meaning(v.RUN, "a run folder or a target (the newest run)", option="RUN"), _RUNS)),
+    Command("idle", "parakit.launch.stop:refuse_running", "refuse while a run is on, for clean",
+        (_RUNS,)),
+    Command("module", "parakit.launch.runtime:run_module", "a module of the kit, where RUNTIME= says",
+        _CONTAINER),
+)
+"""What scripts, the Makefile and those who write the kit's pages call."""
+
+# fmt: on
+
+COMMANDS = (*(one for section in SECTIONS.values() for one in section), *INTERNAL)

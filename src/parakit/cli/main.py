@@ -1,0 +1,103 @@
+"""A command from its name to its exit code: what it is given, what runs it, how it is refused.
+
+The two doors are `from_make` (`python -m parakit TARGET`, which is what the Makefile calls) and
+`from_words` (`parakit`, `python -m parakit plan`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from parakit.cli.commands import COMMANDS, Command
+from parakit.cli.options import check_target_name, find_command, function_of, of_make, of_words
+from parakit.cluster.checks.result import image_tag
+from parakit.config.setting import SettingError
+from parakit.formatting.terminal import say
+
+REFUSED, INTERRUPTED = 2, 130
+
+
+def from_make(name: str, words: Sequence[str] = ()) -> int:
+    """Run a target with the variables of this environment; its exit code, 2 if it was refused."""
+    from parakit.launch.job import parse_target
+    from parakit.launch.supervise.interruption import Interrupted, interruptible
+
+    def run() -> int:
+        check_target_name(name)
+        command = find_command(name)
+        if command is None or not command.handler:
+            _refuse_misspelt(name)
+            parse_target(name)  # Refuses it, with the near names.
+            raise AssertionError(name)
+        return called(command, name, of_make(name, command, os.environ, words))
+
+    try:
+        with interruptible():
+            return _refused(run)
+    except Interrupted:
+        print("Interrupted; all ranks have ended.")
+        return INTERRUPTED
+
+
+def from_words(name: str, words: Sequence[str], program: str) -> int:
+    """Run a command with the options of a command line; its exit code, 2 if it was refused."""
+    command = next(one for one in COMMANDS if one.name == name)
+    return _refused(lambda: called(command, name, of_words(command, words, program)))
+
+
+def run_tool(tool: str, words: Sequence[str] | None, usual: str) -> int:
+    """Be `python -m TOOL [COMMAND] OPTIONS`, whose usual command needs no name."""
+    words = sys.argv[1:] if words is None else words
+    if words[:1] and any(words[0] == one.name for one in COMMANDS):
+        return from_words(words[0], words[1:], f"python -m {tool} {words[0]}")
+    return from_words(usual, words, f"python -m {tool}")
+
+
+def _refuse_misspelt(name: str) -> None:
+    """Refuse a name that is nearest to one of a command that trains nothing."""
+    rest = name.partition("-")[2]
+    known = [one.name.replace("*", rest) for one in COMMANDS]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    if near and not near[0].startswith("train-"):
+        raise SettingError(
+            f"There is no target '{name}'; did you mean '{near[0]}'? 'make help-all' lists them."
+        )
+
+
+def _refused(run: Callable[[], int]) -> int:
+    try:
+        return run()
+    except ValueError as error:
+        say(Console(stderr=True, markup=False), str(error), "red")
+        return REFUSED
+
+
+def called(command: Command, name: str, given: Namespace) -> int:
+    """The handler, given what its parameters name: variables, `given` (all), `options`, `target`, …
+
+    Raises:
+        SettingError: This is the kit's image, which lacks what the command needs.
+    """
+    if command.on_host and image_tag():
+        raise SettingError(
+            f"'make {name}' is for the host; the kit's image has what training and reports need alone."
+        )
+    handler = function_of(command.handler)
+    known: dict[str, Any] = {**vars(given), **dict(command.fixed), "given": given, "target": name}
+    parameters = inspect.signature(handler).parameters
+    if "options" in parameters:
+        from parakit.launch.options import options_of
+
+        known["options"] = options_of(given)
+    if "console" in parameters:
+        known["console"] = Console(markup=False)  # Log lines must not be read as markup.
+    code: int | None = handler(**{each: known[each] for each in parameters if each in known})
+    return code or 0

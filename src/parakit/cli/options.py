@@ -1,0 +1,249 @@
+"""What a command was given: through make's variables, or as options of a command line."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from importlib import import_module
+from inspect import signature
+from typing import Any, NoReturn
+
+from parakit.cli.commands import COMMANDS, Command
+from parakit.config.setting import SettingError, read, refuse_renamed, values
+from parakit.config.settings import RENAMED, SETTINGS, SWITCH, Setting
+
+_VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
+_NEVER_IGNORED = {
+    "NNODES": "leave NNODES= out.",
+    "LAUNCHER": "leave LAUNCHER= to train-… targets and sweep ('scontrol requeue' continues a job).",
+}
+"""Variables that a command which does not use them refuses, also from the environment alone."""
+
+
+def check_target_name(name: str) -> None:
+    """Refuse a target's name that make or a shell could take for more than a name.
+
+    Raises:
+        SettingError: It has another character, or begins with a dash, as an option does.
+    """
+    if strange := re.sub(r"[\w.+-]", "", name):
+        raise SettingError(
+            f"There is no target {name!r}: a target's name has letters, digits, '.', '_', '+' and '-' "
+            f"alone, and no {strange[0]!r}; 'make help-all' lists the targets."
+        )
+    if name.startswith("-"):
+        raise SettingError(
+            f"'{name}' is an option and no target; 'make help-all' lists the targets."
+        )
+
+
+def find_command(name: str) -> Command | None:
+    """The command of a target's name; None if there is none."""
+    return next((one for one in COMMANDS if fnmatchcase(name, one.name)), None)
+
+
+def given_names(makeflags: str) -> list[str]:
+    """Names of the variables on make's command line, from the environment's MAKEFLAGS."""
+    return [match[1] for match in _VARIABLE.finditer(makeflags.partition("-- ")[2])]
+
+
+def of_make(
+    name: str, command: Command, environment: Mapping[str, str], words: Sequence[str] = ()
+) -> Namespace:
+    """What make gives to a target: variables that its environment has, and a script's words.
+
+    Raises:
+        SettingError: A variable is not used, not of its kind, or missing.
+    """
+    check_given(given_names(environment.get("MAKEFLAGS", "")), name, command)
+    used = {setting.name for setting in command.variables}
+    for old, new in RENAMED.items():
+        if new in used and environment.get(old):
+            refuse_renamed(old)
+    texts = {key: text for key in used if (text := environment.get(key, ""))}
+    for variable, remedy in _NEVER_IGNORED.items():
+        if variable not in used and environment.get(variable, "") not in ("", "1", "torchrun"):
+            raise SettingError(f"'{name}' runs on this machine alone; {remedy}")
+    given = Namespace(arguments=words, program=f"make {name}")
+    if not _reads_words(command):
+        given = parser_of(command, name).parse_args(words)
+    if command.in_clone:
+        texts = function_of(command.in_clone)(texts)
+    return _completed(given, command, texts, f"make {name}", "{}=")
+
+
+def of_words(command: Command, words: Sequence[str], program: str) -> Namespace:
+    """What a command line gives to a command, without make.
+
+    Raises:
+        SettingError: An option is not known, not of its kind, or missing.
+    """
+    if _reads_words(command):
+        return Namespace(arguments=words, program=program)
+    for word in words:
+        if word.startswith("--"):
+            refuse_renamed(word[2:].partition("=")[0].upper().replace("-", "_"))
+    given = parser_of(command, program).parse_args(words)
+    shown = command._replace(example=in_options(command.example, command))
+    return _completed(given, shown, {}, program, "--{}")
+
+
+def parser_of(command: Command, program: str) -> ArgumentParser:
+    """The command line of a command: an option for each variable, and what its handler adds."""
+    module, _, name = command.handler.partition(":")
+    handlers = import_module(module)
+    if _reads_words(command):
+        own: ArgumentParser = handlers.command_line(program)
+        return own
+    parser = _Parser(prog=program, description=in_options(command.help, command))
+    for setting in command.variables:
+        _add(parser, setting._replace(help=in_options(setting.help, command)))
+    if hasattr(handlers, f"{name}_arguments"):
+        getattr(handlers, f"{name}_arguments")(parser)
+    return parser
+
+
+def _reads_words(command: Command) -> bool:
+    """Whether its handler has a command line of its own."""
+    parameter = signature(function_of(command.handler)).parameters.get("arguments")
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def option_of(setting: Setting) -> str:
+    """`--global-batch`; a name without dashes stands by itself on a command line."""
+    return setting.option or f"--{setting.name.lower().replace('_', '-')}"
+
+
+def in_options(text: str, command: Command) -> str:
+    """A text in make's words in those of a command line: `GPUS=2` is `--gpus 2`."""
+
+    def option(found: re.Match[str]) -> str:
+        known = (*command.variables, *SETTINGS)
+        setting = next((one for one in known if one.name == found[1]), None)  # None in quotes.
+        if setting is None:
+            return found[0]
+        name, value = option_of(setting), found[2]
+        if not name.startswith("-"):
+            return value.strip('"') or name
+        return f"{name} {value}" if value and setting.kind != SWITCH else name
+
+    return _ASSIGNED.sub(option, text)
+
+
+_ASSIGNED = re.compile(r'\b([A-Z][A-Z_0-9]*)=("[^"]*"|[^\s"\',;:()]*)|"[^"]*"')
+
+
+def variable_words(words: Sequence[str], command: Command) -> list[str]:
+    """A command line as make's variables; one of them may be written so already.
+
+    Raises:
+        SettingError: An option is not known, or has no value.
+    """
+    options = {option_of(one): one for one in command.variables}
+    bare = [one for name, one in options.items() if not name.startswith("-")]
+    left, made = list(words), []
+    while left:
+        word = left.pop(0)
+        name, is_assigned, value = word.partition("=")
+        if (setting := options.get(name)) is None:
+            if word.startswith("--"):
+                near = difflib.get_close_matches(name, options, n=1)
+                raise SettingError(
+                    f"There is no option {name}; {f'did you mean {near[0]}?' if near else 'see --help.'}"
+                )
+            is_bare = bare and not is_assigned and not word.startswith("-")
+            made.append(f"{bare.pop(0).name}={word}" if is_bare else word)
+            continue
+        if not is_assigned and setting.kind == SWITCH:
+            value = left.pop(0) if left[:1] in (["0"], ["1"]) else "1"
+        elif not is_assigned:
+            if not left:
+                raise SettingError(f"{name} has no value; see --help.")
+            value = left.pop(0)
+        made.append(f"{setting.name}={value}")
+    return made
+
+
+def check_given(names: Iterable[str], target: str, command: Command) -> None:
+    """Refuse variables that a target would ignore.
+
+    Raises:
+        SettingError: One that no command knows, with the near name, or that this one does not use.
+    """
+    known = {setting.name for setting in SETTINGS}
+    used = {setting.name for setting in command.variables}
+    for name in names:
+        refuse_renamed(name)
+        others = any(fnmatchcase(name, pattern) for pattern in _OF_OTHER_PROGRAMS)
+        if name in used or (others and name not in known):
+            continue
+        near = difflib.get_close_matches(name, sorted(used or known), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}=?" if near else "'make help-all' names those that it takes."
+        if name not in known:
+            raise SettingError(f"There is no variable {name}; {hint}")
+        raise SettingError(f"'make {target}' does not use {name}=; {hint}")
+
+
+_OF_OTHER_PROGRAMS = (
+    *("HF_*", "NCCL_*", "GLOO_*", "TP_SOCKET_*", "UCX_*", "FI_*", "CUDA_*", "NVIDIA_*", "TORCH*"),
+    *("OMP_*", "MKL_*", "DS_*", "WANDB_*", "SLURM_*", "SBATCH_*", "PYTHON*", "PIP_*", "UV_*"),
+    *("http*", "HTTP*", "no_proxy", "NO_PROXY", "NO_COLOR", "COLUMNS", "SHELL", "KIT_*"),
+    *("VENV_PYTHON", "MEGATRON_LM_CHECKOUTS"),
+)
+"""What other programs read, and the Makefile's own."""
+
+
+class _Parser(ArgumentParser):
+    """Refuses as everything else is refused: by one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(f"{message[:1].upper()}{message[1:]}; see --help.")
+
+
+def _add(parser: ArgumentParser, setting: Setting) -> None:
+    name, option = setting.name.lower(), option_of(setting)
+    if not option.startswith("-"):
+        several = setting.kind == "words"
+        kind = str if several else _argument(setting)
+        place = {"nargs": "*" if several else "?", "metavar": option}
+        parser.add_argument(name, type=kind, help=setting.help, **place)  # type: ignore[arg-type]
+    elif setting.kind == SWITCH:
+        parser.add_argument(option, dest=name, action="store_true", default=None, help=setting.help)
+    else:
+        parser.add_argument(option, dest=name, type=_argument(setting), help=setting.help)
+
+
+def _argument(setting: Setting) -> Callable[[str], Any]:
+    def reader(text: str) -> Any:
+        try:
+            return read(setting, text)
+        except SettingError as error:
+            said = str(error).rstrip(".")
+            raise ArgumentTypeError(said.removeprefix(f"{setting.name}=")) from None
+
+    return reader
+
+
+def _completed(
+    given: Namespace, command: Command, texts: Mapping[str, str], typed: str, shown: str
+) -> Namespace:
+    """What was given with the values of all other variables; refused where a required one is missing."""
+    given.texts = texts
+    for key, value in values(command.variables, texts).items():
+        if getattr(given, key, None) in (None, [], ()):
+            setattr(given, key, value)
+    for name, *others in (names.split("|") for names in command.required):
+        if not any(getattr(given, each.lower(), None) for each in (name, *others)):
+            said = shown.format(name if shown.endswith("=") else name.lower())
+            raise SettingError(f"{said} is required, for example: {typed} {command.example}")
+    return given
+
+
+def function_of(path: str) -> Callable[..., Any]:
+    """The function that `module:function` names."""
+    module, _, name = path.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function

@@ -1,0 +1,92 @@
+"""What can be reached: the hub, the package index, the image registry, W&B."""
+
+import netrc
+import os
+import re
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlparse
+
+from parakit.cluster.checks.result import ROOT, CheckResult, ask, judged, kit_python
+
+SECONDS = 8.0
+SMALL_PACKAGE = "six"
+WANDB_HOST = "api.wandb.ai"
+
+
+def check_hub() -> CheckResult:
+    """The data sets' hub, or the mirror that HF_ENDPOINT names."""
+    address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    problem = unreachable(address)
+    if problem:
+        fix = "name a mirror with HF_ENDPOINT=; 'make prepare-ds-sample' and prepare-ds need none"
+        return judged("Hub", f"{address} is out of reach: {problem}", fix)
+    return judged("Hub", address)
+
+
+def check_package_index() -> CheckResult:
+    """The index that pip is configured for: pip downloads a small package."""
+    python = kit_python() or sys.executable
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-cache-dir"]
+    timeout = ["--timeout", str(int(SECONDS)), "--retries", "0"]
+    with tempfile.TemporaryDirectory() as folder:
+        download = ["download", "--no-deps", "--dest", folder, SMALL_PACKAGE]
+        answer = ask([python, "-m", "pip", *download, *quiet, *timeout], seconds=6 * SECONDS)
+    if answer.good:
+        return judged("Package index", "pip gets packages")
+    if "No module named pip" in answer.problem:
+        found = "not asked: this Python has no pip"
+        return judged("Package index", found, "run 'make setup'")
+    fix = "set PIP_INDEX_URL to a mirror, or the proxy in HTTPS_PROXY; needed by 'make setup' alone"
+    return judged("Package index", "pip gets no packages: " + answer.problem[:120], fix)
+
+
+def check_image_registry() -> CheckResult:
+    """The registry of the Dockerfile's FROM; an HTTP error (such as 401) also means that it answers."""
+    dockerfile = Path(ROOT, "docker", "Dockerfile").read_text()
+    match = re.search(r"^FROM ([^/\s]+)/", dockerfile, re.MULTILINE)
+    if match is None:
+        fix = "write FROM <registry>/…"
+        return judged("Image registry", "docker/Dockerfile names none", fix)
+    problem = unreachable(f"https://{match.group(1)}/v2/")
+    if problem:
+        fix = "'make image' needs it; RUNTIME=host does not"
+        found = f"{match.group(1)} is out of reach: {problem}"
+        return judged("Image registry", found, fix)
+    return judged("Image registry", match.group(1))
+
+
+def check_wandb() -> CheckResult:
+    """Whether WANDB=1 would log online; only the key's presence is looked at."""
+    if os.environ.get("WANDB_API_KEY"):
+        return judged("W&B", "a key in WANDB_API_KEY: WANDB=1 logs online")
+    if wandb_login(os.environ):
+        return judged("W&B", "logged in ('wandb login'): WANDB=1 logs online")
+    fix = "run '.venv/bin/wandb login' or set WANDB_API_KEY; 'wandb sync' uploads a run later"
+    return judged("W&B", "not logged in: WANDB=1 logs offline", fix)
+
+
+def wandb_login(environment: "Mapping[str, str]") -> str:
+    """The key that `wandb login` wrote for this service into netrc; empty without one."""
+    host = urlparse(environment.get("WANDB_BASE_URL") or "https://" + WANDB_HOST).hostname or ""
+    try:
+        found = netrc.netrc(environment.get("NETRC")).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        return ""
+    return found[2] or "" if found else ""
+
+
+def unreachable(address: str) -> str:
+    """Why an address does not answer; empty if it does, also with an HTTP error."""
+    request = urllib.request.Request(address, method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS):
+            return ""
+    except urllib.error.HTTPError:
+        return ""
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", None) or error)

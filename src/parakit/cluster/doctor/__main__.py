@@ -1,0 +1,84 @@
+"""Run every check and print the table; 1 if one failed."""
+
+import json
+import os
+import platform
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from parakit.cluster.checks import devices, docker, host, network
+from parakit.cluster.checks.result import FAIL, PASS, WARN, CheckResult
+
+CHECKS: "tuple[Callable[[], CheckResult | list[CheckResult]], ...]" = (
+    host.check_python,
+    host.check_packages,
+    host.check_programs,
+    docker.check_docker,
+    devices.check_devices,
+    host.check_shared_memory,
+    host.check_limits,
+    host.check_disk,
+    host.check_loopback,
+    host.check_host_name,
+    network.check_hub,
+    network.check_package_index,
+    network.check_image_registry,
+    network.check_wandb,
+    devices.check_exchange,
+)
+COLOURS = {PASS: "32", WARN: "33", FAIL: "31"}
+
+
+def examine() -> "list[CheckResult]":
+    """Every check at once, since most of them wait; rows in the order of `CHECKS`."""
+    with ThreadPoolExecutor(len(CHECKS)) as threads:
+        answers = [threads.submit(check) for check in CHECKS]
+    rows = []  # type: list[CheckResult]
+    for answer in answers:
+        found = answer.result()
+        rows += found if isinstance(found, list) else [found]
+    return rows
+
+
+def table(results: "list[CheckResult]", width: int, colour: bool) -> str:
+    """Status, what was looked at, what was found; below it the way to fix it."""
+    column = max(len(result.what) for result in results) + 2
+    indent = " " * (6 + column)
+    lines = []
+    for result in results:
+        status = result.status
+        if colour:
+            status = f"\x1b[{COLOURS[status]}m{status}\x1b[0m"
+        head = f"{status}  {result.what:{column}}"
+        parts = [result.found] + (["→ " + result.fix] if result.fix else [])
+        texts = [
+            text
+            for part in parts
+            for text in textwrap.wrap(part, max(30, width - len(indent)), break_on_hyphens=False)
+        ]
+        lines.append(head + texts[0])
+        lines += [indent + text for text in texts[1:]]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Print the table and a count, or with --json what another machine can compare."""
+    results = examine()
+    if sys.argv[1:] == ["--json"]:
+        host = os.environ.get("SLURMD_NODENAME") or platform.node()
+        print(json.dumps({"host": host, "results": results}))
+        return 0
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    text = table(results, shutil.get_terminal_size((100, 24)).columns, colour)
+    counts = (f"{sum(f.status == s for f in results)} {s}" for s in (PASS, WARN, FAIL))
+    # A terminal of the C locale takes ASCII alone, and a doctor must not fail for that.
+    output = text + "\n" + ", ".join(counts) + "\n"
+    sys.stdout.buffer.write(output.encode(sys.stdout.encoding or "ascii", "replace"))
+    return int(any(result.status == FAIL for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

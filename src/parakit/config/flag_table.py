@@ -1,0 +1,158 @@
+"""Every flag that the kit knows, a line of `flags.csv` each: Megatron's, and the few of its own.
+
+What a flag is stands there once. Sets of flags are queries of it (`of_role`, `planned`); readers take
+kinds, defaults and fields from it (`src/parakit/config/flags.py`). A test holds it against Megatron's parser.
+
+`kind` is `on` or `off` (a switch that makes something true or false), `whole`, `decimal`, `text`,
+`texts`, `numbers` or `backend`, `default` that of Megatron 0.19. `only_with` names flags, one of which
+it needs to say anything: `--fp16|--bf16`, `--optimizer=muon`. `recipe` is the fields of Megatron-Bridge
+that mean the same (`!` before one that holds the opposite), `joint` where several flags say them
+together, or the flag that it is another name of. `of_device` marks what is chosen for the devices at
+hand: what CPU ranks need says nothing about a GPU. `since` and `until` are the first and the last of
+0.14, 0.15 (at f4fa7d6b) and 0.16 to 0.19 that have it; empty where no other does.
+
+`field` is what the flag sets of `RunSpec` (`run.seed`) or of a part of it (`shape.layers`), by its own
+kind: such fields are read and written in one loop.
+
+`role` is one of
+    shape         which tensors a model has, and their values at the start
+    precision     the type that its products are computed in
+    architecture  what else its layers compute, and what a strategy changes of its tensors
+    parallelism   what a strategy's name says: degrees, virtual stages, sharding
+    stages        how layers are laid on pipeline stages
+    recompute     what is computed again in backward
+    offload       which activations wait on the host
+    overlap       what is sent beside arithmetic, and by which algorithm
+    kernel        how devices compute and send
+    batch         samples of a pass and of an update
+    schedule      learning rates and weight decay, and the iterations that they are made for
+    optimizer     the update, and the types of its states
+    data          which samples in which order, and what of them the loss counts
+    tokenizer     what made them
+    logging       what is printed and evaluated
+    start         which weights and states training begins with
+    attempt       what one attempt of a run has for itself: where it writes and how, and when it ends
+    checkpoint    what else concerns saving and loading
+    system        processes, time limits, profiles, garbage collection
+    kit           no flag of Megatron: the native backend's own
+
+Flags of Megatron that the kit has nothing to say of are names alone, `other_flags.csv`: all that a
+parser of 0.14 to 0.20 has. What is in neither is no flag of Megatron.
+
+`planned` says what the planner makes of it: `counted`; `one strategy`, counted where one is given and
+chosen by a search; `parameters`, which alone are counted; `neither`, it changes neither time nor memory;
+`MICRO_BATCH=` and the like, which says the same; empty where no formula has it.
+
+`native` is what the native backend, which refuses flags that it does not implement, makes of one:
+`ignored`, it chooses kernels or output; `imported`, an imported model's config says it; or those of its
+values that the backend has, `cosine|linear`. An empty one says nothing: what is implemented is the
+fields of `parakit.native.settings`.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+type Default = bool | int | float | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFlag:
+    """One line."""
+
+    name: str
+    kind: str
+    default: Default
+    """None is nothing, or what Megatron derives."""
+    unit: str
+    only_with: tuple[str, ...]
+    """Flags, or flags with a value, one of which it needs; empty needs none."""
+    recipe: tuple[str, ...]
+    of_device: bool
+    role: str
+    group: str
+    """What its `field` is of: `shape`, `parallelism`, `stages`, `execution`, …; empty without one."""
+    field: str
+    planned: str
+    since: str
+    until: str
+    native: str
+    """What the native backend makes of one that is no field of its settings, or which values it has."""
+
+    def is_in(self, version: tuple[int, int]) -> bool:
+        """Whether a Megatron of this major and minor version has it."""
+        newer = bool(self.since) and version < release(self.since)
+        return not newer and not (self.until and version > release(self.until))
+
+
+def _read() -> dict[str, KnownFlag]:
+    with (Path(__file__).parent / "flags.csv").open(newline="") as file:
+        return {line["name"]: _known(line) for line in csv.DictReader(file, restval="")}
+
+
+def _known(line: dict[str, str]) -> KnownFlag:
+    group, _, field = line["field"].partition(".")
+    read: dict[str, Any] = {
+        "default": _default(line["kind"], line["default"]),
+        "only_with": tuple(filter(None, line["only_with"].split("|"))),
+        "recipe": tuple(line["recipe"].split()),
+        "of_device": bool(line["of_device"]),
+        "group": group,
+        "field": field,
+    }
+    return KnownFlag(**(line | read))
+
+
+def _default(kind: str, text: str) -> Default:
+    if not text:
+        return None
+    if kind in ("on", "off"):
+        return text == "true"
+    return int(text) if kind == "whole" else float(text) if kind == "decimal" else text
+
+
+def release(version: str) -> tuple[int, int]:
+    """Major and minor of a version such as Megatron's `0.15.0rc2` or torch's `2.11.0+cu130`."""
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
+
+
+FLAGS: Mapping[str, KnownFlag] = _read()
+"""By name, in the file's order."""
+
+OTHERS = frozenset(Path(__file__).with_name("other_flags.csv").read_text().split()[1:])
+"""Megatron's flags that have no line."""
+
+
+@cache
+def of_role(*roles: str) -> frozenset[str]:
+    """Flags of these roles."""
+    return frozenset(name for name, flag in FLAGS.items() if flag.role in roles)
+
+
+@cache
+def planned(*ways: str) -> frozenset[str]:
+    """Flags of which the planner makes this."""
+    return frozenset(name for name, flag in FLAGS.items() if flag.planned in ways)
+
+
+@cache
+def of_group(*groups: str) -> tuple[KnownFlag, ...]:
+    """Flags that set a field of these, in order."""
+    return tuple(flag for flag in FLAGS.values() if flag.group in groups)
+
+
+def of_native(way: str) -> frozenset[str]:
+    """Flags of which the native backend makes this."""
+    return frozenset(name for name, flag in FLAGS.items() if flag.native == way)
+
+
+def argument_names(flags: Iterable[str]) -> frozenset[str]:
+    """As Megatron prints them: `num_layers`."""
+    return frozenset(name.removeprefix("--").replace("-", "_") for name in flags)

@@ -1,0 +1,473 @@
+"""A Hugging Face `config.json` as Megatron's flags, and for GPT-2 and Llama back.
+
+The planner takes GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, GPT-OSS and DeepSeek V3, whatever types
+a checkpoint is stored in. Weights are converted of GPT-2 and Llama alone, and only where Megatron's
+flags say exactly what the config says (`exact_flags`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, NoReturn
+
+from parakit.config.files import read_regular_file
+from parakit.config.flags import Flags, flag_words
+
+_LONGEST = 8192
+"""Longest sequence taken from a config: 128k is what a model can, not how it was trained."""
+
+_HALVES = {"float16": "--fp16", "bfloat16": "--bf16", "float32": ""}
+
+TANH_GELU, EXACT_GELU = "--openai-gelu", "--no-bias-gelu-fusion"
+"""GPT-2's GELU is the tanh approximation, which Megatron's core computes in its fusion alone."""
+
+CONVERTED = ("gpt2", "llama")
+"""Model types whose weights are converted."""
+
+_ACTIVATIONS = {
+    "gelu_new": TANH_GELU,
+    "gelu_pytorch_tanh": TANH_GELU,
+    "gelu": EXACT_GELU,
+}
+_EPSILON, _MEGATRONS_EPSILON = "--norm-epsilon", 1e-5
+_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Llama 3's scaling of rotary frequencies; of its values Megatron has a flag for `factor` alone."""
+
+
+class ConfigError(ValueError):
+    """A config that Megatron's GPT cannot be built from; the message names the file and the field."""
+
+
+def flags_of_config(path: Path) -> tuple[str, ...]:
+    """Megatron's flags for the model that a `config.json` describes.
+
+    Raises:
+        ConfigError: It is not JSON, of another architecture, or lacks a field.
+    """
+    config = _Config(path, read_config(path))
+    kind = config.values["model_type"]
+    if kind not in _KINDS:
+        raise ConfigError(
+            f"{path} has the model_type '{kind}', which has no mapping to Megatron's flags here; "
+            f"known are {', '.join(_KINDS)}, or write an .args file."
+        )
+    _refuse_unsupported(config)
+    dtype = config.one_of("dtype", _HALVES) or config.one_of("torch_dtype", _HALVES)
+    half = _HALVES[dtype or "bfloat16"]
+    try:
+        flags = _KINDS[kind](config)
+    except KeyError as error:
+        raise ConfigError(f"{path} lacks the field {error}; add it.") from None
+    return (*flag_words(flags), "--micro-batch-size", "1", *((half,) if half else ()))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A `config.json`, with a `model_type`.
+
+    Raises:
+        ConfigError: It cannot be read, or is no JSON object.
+    """
+    try:
+        config = json.loads(read_regular_file(path))
+    except OSError as error:
+        raise ConfigError(f"The config {path} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise ConfigError(f"The config {path} cannot be read: {error}.") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"The config {path} is no JSON object; give a model's config.json.")
+    return {**config, "model_type": str(config.get("model_type"))}
+
+
+def exact_flags(path: Path) -> tuple[str, ...]:
+    """Megatron's flags for a model whose weights are to be converted.
+
+    Raises:
+        ConfigError: As `flags_of_config`, or a value that no flag of Megatron's expresses.
+    """
+    config = _Config(path, read_config(path))
+    kind = config.values["model_type"]
+    if kind not in CONVERTED:
+        raise ConfigError(
+            f"{path} has the model_type '{kind}', whose weights are not converted here; known are "
+            f"{' and '.join(CONVERTED)}."
+        )
+    if config.has("quantization_config"):
+        raise ConfigError(f"{path} has a quantization_config; convert the unquantised model.")
+    flags = flags_of_config(path)
+    for field, value, wanted in _inexact(config):
+        raise ConfigError(
+            f"{path} has {field} = {json.dumps(value)}, which Megatron's flags cannot express; only "
+            f"{wanted} can be converted."
+        )
+    return flags
+
+
+def config_of_flags(words: Sequence[str], dtype: str) -> dict[str, Any]:
+    """The `config.json` of a model that is trained with these flags of Megatron's, the vocabulary
+    among them; its weights are stored in the type that torch calls `dtype`.
+
+    Raises:
+        ConfigError: It is neither GPT-2 nor Llama; the message names the flag.
+    """
+    flags = Flags(words)
+    for flag, why in _NO_COUNTERPART.items():
+        if flags.has(flag):
+            raise ConfigError(f"{flag} {why}, so the model is neither GPT-2 nor Llama.")
+    is_llama = flags.text("--position-embedding-type") == "rope"
+    config = _llama_config(flags) if is_llama else _gpt2_config(flags)
+    return {**config, "dtype": dtype, "torch_dtype": dtype}
+
+
+@dataclass(frozen=True)
+class _Config:
+    """A `config.json`, whose fields are read as what they must be."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+    def has(self, field: str) -> bool:
+        """Whether it says yes."""
+        return bool(self.values.get(field))
+
+    def whole(self, field: str) -> int:
+        """A whole number of 1 or more that must be there."""
+        if field not in self.values:
+            raise KeyError(field)
+        return self.maybe(field) or self._refuse(field, "a whole number of 1 or more")
+
+    def maybe(self, field: str, least: int = 1) -> int | None:
+        """A whole number that may be left out, or null."""
+        value = self.values.get(field)
+        if value is not None and (type(value) is not int or value < least):
+            self._refuse(field, f"a whole number of {least} or more")
+        return value
+
+    def number(self, field: str, otherwise: float) -> float:
+        """A number that may be left out."""
+        value: float = self.values.get(field, otherwise)
+        if type(value) not in (int, float) or not isfinite(value):
+            self._refuse(field, "a number")
+        return value
+
+    def one_of(self, field: str, known: Iterable[str]) -> str | None:
+        """One of some words that may be left out."""
+        value = self.values.get(field)
+        if value and value not in tuple(known):
+            self._refuse(field, " or ".join(known))
+        return value or None
+
+    @property
+    def rotary(self) -> Mapping[str, Any]:
+        """`rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` before."""
+        found = {"rope_theta": self.number("rope_theta", 10000)}
+        for field in ("rope_scaling", "rope_parameters"):
+            if not isinstance(more := self.values.get(field) or {}, dict):
+                self._refuse(field, "an object or null")
+            found |= more
+        return found
+
+    @property
+    def scaling(self) -> str:
+        """Of rotary frequencies: `default`, `llama3`, …"""
+        return str(self.rotary.get("rope_type") or self.rotary.get("type") or "default")
+
+    @property
+    def sequence(self) -> int:
+        """Tokens that it is planned with."""
+        longest = self.maybe("max_position_embeddings") or self.maybe("n_positions") or 1024
+        return min(_LONGEST, longest)
+
+    def _refuse(self, field: str, wanted: str) -> NoReturn:
+        found = json.dumps(self.values[field])[:40]
+        raise ConfigError(f"{self.path} has {field} = {found}; use {wanted}.")
+
+
+def _refuse_unsupported(config: _Config) -> None:
+    """What would make it another model than the flags say."""
+    if config.maybe("decoder_sparse_step") not in (None, 1) or config.has("mlp_only_layers"):
+        raise ConfigError(
+            f"{config.path} has dense layers among those of experts (decoder_sparse_step, "
+            "mlp_only_layers), which are not planned."
+        )
+    window = config.maybe("sliding_window")
+    if config.values["model_type"] == "gpt_oss":  # Its flags say which layers have one.
+        return
+    if window and config.values.get("use_sliding_window", True) and window < config.sequence:
+        raise ConfigError(
+            f"{config.path} has a sliding_window of {window}, and the planner knows full attention "
+            "alone; set it to null to plan that."
+        )
+
+
+def _gpt2(config: _Config) -> dict[str, object]:
+    hidden = config.whole("n_embd")
+    return {
+        "--num-layers": config.whole("n_layer"),
+        "--hidden-size": hidden,
+        "--ffn-hidden-size": config.maybe("n_inner") or 4 * hidden,
+        "--num-attention-heads": config.whole("n_head"),
+        "--seq-length": config.whole("n_positions"),
+        "--max-position-embeddings": config.whole("n_positions"),
+        "--vocab-size": config.whole("vocab_size"),
+        "--hidden-dropout": config.number("resid_pdrop", 0.1),
+        "--attention-dropout": config.number("attn_pdrop", 0.1),
+        "--untie-embeddings-and-output-weights": not config.values.get("tie_word_embeddings", True),
+        _ACTIVATIONS.get(
+            str(config.values.get("activation_function", "gelu_new")), TANH_GELU
+        ): True,
+        _EPSILON: _other_epsilon(config.number("layer_norm_epsilon", 1e-5)),
+    }
+
+
+def _llama(config: _Config) -> dict[str, object]:
+    heads = config.whole("num_attention_heads")
+    groups = config.maybe("num_key_value_heads") or heads
+    width = config.maybe("head_dim") or config.whole("hidden_size") // heads
+    return {
+        "--num-layers": config.whole("num_hidden_layers"),
+        "--hidden-size": config.whole("hidden_size"),
+        "--ffn-hidden-size": config.whole("intermediate_size"),
+        "--num-attention-heads": heads,
+        "--group-query-attention": groups != heads,
+        "--num-query-groups": groups if groups != heads else None,
+        "--kv-channels": width if width * heads != config.whole("hidden_size") else None,
+        "--seq-length": config.sequence,
+        "--max-position-embeddings": config.whole("max_position_embeddings"),
+        "--position-embedding-type": "rope",
+        "--rotary-base": int(config.rotary["rope_theta"]),
+        "--use-rope-scaling": config.scaling == "llama3",
+        "--rope-scaling-factor": config.rotary["factor"] if config.scaling == "llama3" else None,
+        "--normalization": "RMSNorm",
+        "--swiglu": True,
+        "--disable-bias-linear": True,
+        "--add-qkv-bias": config.has("attention_bias"),
+        "--untie-embeddings-and-output-weights": not config.has("tie_word_embeddings"),
+        "--hidden-dropout": 0,
+        "--attention-dropout": config.number("attention_dropout", 0),
+        "--vocab-size": config.whole("vocab_size"),
+        _EPSILON: _other_epsilon(config.number("rms_norm_eps", 1e-6)),
+    }
+
+
+def _other_epsilon(value: float) -> float | None:
+    return None if value == _MEGATRONS_EPSILON else value
+
+
+def _qwen3(config: _Config) -> dict[str, object]:
+    return {**_llama(config), "--qk-layernorm": True}
+
+
+def _experts(config: _Config, experts: str, columns: str) -> dict[str, object]:
+    """Flags of a mixture; its config has the numbers of experts and of their columns in these fields."""
+    return {
+        "--num-experts": config.whole(experts),
+        "--moe-router-topk": config.whole("num_experts_per_tok"),
+        "--moe-ffn-hidden-size": config.whole(columns),
+        "--moe-aux-loss-coeff": config.number("router_aux_loss_coef", 0.001),
+        "--moe-token-dispatcher-type": "alltoall",
+    }
+
+
+def _gpt_oss(config: _Config) -> dict[str, object]:
+    """Every other layer looks at a window of tokens alone; the limit and the offset of its activation
+    are fields of Megatron's `TransformerConfig`. YaRN's positions have no fused kernel
+    (`rope_utils.py: apply_rotary_pos_emb`)."""
+    return {
+        **_llama(config),
+        **_experts(config, "num_local_experts", "intermediate_size"),
+        "--swiglu": False,
+        "--quick-geglu": True,
+        "--glu-linear-offset": 1.0,
+        "--activation-func-clamp-value": config.number("swiglu_limit", 7.0),
+        "--disable-bias-linear": False,
+        "--add-qkv-bias": False,
+        "--softmax-type": "learnable",
+        "--window-size": f"{config.whole('sliding_window') - 1},0",  # A token sees itself, too.
+        "--window-attn-skip-freq": 2,
+        "--no-rope-fusion": True,
+    }
+
+
+def _deepseek_v3(config: _Config) -> dict[str, object]:
+    layers, dense = config.whole("num_hidden_layers"), config.maybe("first_k_dense_replace", 0) or 0
+    shared = (config.maybe("n_shared_experts", 0) or 0) * config.whole("moe_intermediate_size")
+    return {
+        **_qwen3(config),
+        **_experts(config, "n_routed_experts", "moe_intermediate_size"),
+        "--multi-latent-attention": True,
+        "--q-lora-rank": config.maybe("q_lora_rank"),
+        "--kv-lora-rank": config.whole("kv_lora_rank"),
+        "--qk-head-dim": config.whole("qk_nope_head_dim"),
+        "--qk-pos-emb-head-dim": config.whole("qk_rope_head_dim"),
+        "--v-head-dim": config.whole("v_head_dim"),
+        "--moe-shared-expert-intermediate-size": shared or None,
+        "--moe-layer-freq": f"([0]*{dense}+[1]*{layers - dense})" if dense else None,
+        "--moe-router-score-function": "sigmoid",
+        "--moe-router-enable-expert-bias": True,
+        "--moe-router-num-groups": config.maybe("n_group", 0) or None,
+        "--moe-router-group-topk": config.maybe("topk_group", 0) or None,
+        "--mtp-num-layers": config.maybe("num_nextn_predict_layers", 0) or None,
+    }
+
+
+_KINDS: Mapping[str, Callable[[_Config], dict[str, object]]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": lambda config: {**_llama(config), "--add-qkv-bias": True},
+    "qwen3": _qwen3,
+    "mixtral": lambda config: (
+        _llama(config) | _experts(config, "num_local_experts", "intermediate_size")
+    ),
+    "qwen3_moe": lambda config: (
+        _qwen3(config) | _experts(config, "num_experts", "moe_intermediate_size")
+    ),
+    "gpt_oss": _gpt_oss,
+    "deepseek_v3": _deepseek_v3,
+}
+
+
+Inexact = Iterator[tuple[str, Any, str]]
+"""Fields of a config that Megatron's flags do not express: name, value, and what would do."""
+
+
+_NEEDED: Mapping[str, Mapping[str, bool | str]] = {
+    "gpt2": {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+}
+"""Fields that have one value alone, by model type."""
+
+
+def _inexact(config: _Config) -> Inexact:
+    kind = config.values["model_type"]
+    for field, value in _NEEDED[kind].items():
+        if config.values.get(field, value) != value:
+            yield field, config.values[field], json.dumps(value)
+    yield from _inexact_gpt2(config) if kind == "gpt2" else _inexact_llama(config)
+
+
+def _inexact_gpt2(config: _Config) -> Inexact:
+    activation = config.values.get("activation_function", "gelu_new")
+    if str(activation) not in _ACTIVATIONS:
+        yield "activation_function", activation, " or ".join(_ACTIVATIONS)
+    if config.values.get("resid_pdrop", 0.1) != config.values.get("embd_pdrop", 0.1):
+        yield "embd_pdrop", config.values.get("embd_pdrop", 0.1), "resid_pdrop's value"
+
+
+def _inexact_llama(config: _Config) -> Inexact:
+    rotary, scaling = config.rotary, config.scaling
+    base = rotary["rope_theta"]
+    if base != int(base):
+        yield "rope_theta", base, "a whole number"
+    if rotary.get("partial_rotary_factor", 1) != 1:
+        yield "partial_rotary_factor", rotary["partial_rotary_factor"], "1"
+    if scaling not in ("default", "llama3"):
+        yield "rope_type", scaling, "default or llama3"
+    for field, value in _SCALING.items() if scaling == "llama3" else ():
+        if rotary.get(field, value) != value:
+            yield field, rotary[field], str(value)
+
+
+_NO_COUNTERPART = {
+    "--num-experts": "makes it a mixture of experts",
+    "--qk-layernorm": "normalises queries and keys",
+    "--add-qkv-bias": "adds biases to queries, keys and values alone",
+    "--multi-latent-attention": "makes its attention latent",
+    "--mtp-num-layers": "predicts several tokens",
+    "--softmax-type": "changes its softmax",
+    "--attention-output-gate": "gates its attention",
+    "--squared-relu": "changes its activation",
+    "--quick-geglu": "changes its activation",
+    "--apply-layernorm-1p": "adds one to its norms' weights",
+    "--window-size": "limits its attention",
+    "--rotary-percent": "turns a part of each head alone",
+}
+
+
+def _refuse_mixture(flags: Flags, family: str, wanted: Mapping[str, bool]) -> None:
+    for flag, is_there in wanted.items():
+        if flags.has(flag) != is_there:
+            has, would = ("lacks", "has") if is_there else ("has", "lacks")
+            raise ConfigError(
+                f"The model {has} {flag}, which {family} {would}; it has no config.json of either."
+            )
+
+
+def _common_config(flags: Flags) -> dict[str, Any]:
+    normalization = flags.text("--normalization")
+    rotary = flags.text("--position-embedding-type") == "rope"
+    if normalization != ("RMSNorm" if rotary else "LayerNorm"):
+        raise ConfigError(
+            f"--normalization {normalization} with {'rotary' if rotary else 'learned'} positions is "
+            "neither GPT-2 nor Llama."
+        )
+    return {
+        "vocab_size": flags.integer("--vocab-size"),
+        "tie_word_embeddings": not flags.has("--untie-embeddings-and-output-weights"),
+        "initializer_range": flags.number("--init-method-std"),
+    }
+
+
+def _gpt2_config(flags: Flags) -> dict[str, Any]:
+    _refuse_mixture(
+        flags,
+        "GPT-2",
+        {"--swiglu": False, "--disable-bias-linear": False, "--group-query-attention": False},
+    )
+    hidden, dropout = flags.integer("--hidden-size"), flags.number("--hidden-dropout")
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": flags.integer("--num-layers"),
+        "n_embd": hidden,
+        "n_inner": flags.integer("--ffn-hidden-size", 4 * hidden),
+        "n_head": flags.integer("--num-attention-heads"),
+        "n_positions": flags.integer("--max-position-embeddings"),
+        "activation_function": "gelu" if flags.has(EXACT_GELU) else "gelu_new",
+        "layer_norm_epsilon": flags.number(_EPSILON),
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "attn_pdrop": flags.number("--attention-dropout"),
+        **_common_config(flags),
+    }
+
+
+def _llama_config(flags: Flags) -> dict[str, Any]:
+    _refuse_mixture(flags, "Llama", {"--swiglu": True, "--disable-bias-linear": True})
+    heads, hidden = flags.integer("--num-attention-heads"), flags.integer("--hidden-size")
+    scaling = {
+        "rope_type": "llama3",
+        "factor": flags.number("--rope-scaling-factor"),
+        **_SCALING,
+    }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": flags.integer("--num-layers"),
+        "hidden_size": hidden,
+        "intermediate_size": flags.integer("--ffn-hidden-size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": flags.integer("--num-query-groups", heads),
+        "head_dim": flags.integer("--kv-channels", hidden // heads),
+        "max_position_embeddings": flags.integer("--max-position-embeddings"),
+        "rope_theta": float(flags.integer("--rotary-base")),
+        **({"rope_scaling": scaling} if flags.has("--use-rope-scaling") else {}),
+        "rms_norm_eps": flags.number(_EPSILON),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": flags.number("--attention-dropout"),
+        **_common_config(flags),
+    }

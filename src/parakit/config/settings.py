@@ -1,0 +1,258 @@
+"""Every variable of make, once: name, kind, meaning. `src/parakit/cli/commands.py` has who takes it.
+
+Plain data that any Python from 3.6 on can read, because `make help` works before anything is set up.
+`setting.py` reads the values.
+"""
+
+from typing import NamedTuple
+
+NUMBER, SWITCH, TEXT = "a whole number above 0", "0 or 1", "a text"
+WORDS, PATH, FOLDER = "flags with closed quotes", "a file", "a folder"
+CHECKOUT = "a folder with pretrain_gpt.py"
+PLAIN_NAME = "a plain name of letters, digits, '.', '_' and '-'"
+"""The kind of a name that becomes a file's or a folder's: it leads to no other folder."""
+
+
+class Setting(NamedTuple):
+    """One variable. Where a command means something else by it, it has its own (`_replace`)."""
+
+    name: str
+    kind: str
+    """As a refusal names it: `ITERS=x is not a whole number above 0.`; `a, b or c` is a choice."""
+    help: str
+    default: object = None
+    """A value, or text that is read as one."""
+    option: str = ""
+    """On a command line; empty is the name, `--global-batch`."""
+
+
+# What is trained.
+ITERS = Setting("ITERS", NUMBER, "iterations (100; 25 for a tiny model)")
+MICRO_BATCH = Setting("MICRO_BATCH", NUMBER, "samples in a rank's forward pass")
+GLOBAL_BATCH = Setting("GLOBAL_BATCH", NUMBER, "samples in an iteration")
+SEED = Setting("SEED", NUMBER, "seed of weights, dropout and sample order (1234)", 1234)
+DROPOUT = Setting(
+    "DROPOUT", "a number from 0 up to, not including, 1", "attention and hidden dropout"
+)
+OPTIMIZER = Setting(
+    "OPTIMIZER",
+    "adamw, muon or megatron-muon",
+    "adamw, muon or megatron-muon, which is Megatron's rule under BACKEND=native too",
+)
+DATA = Setting("DATA", "a prefix", "data set: NAME= of prepare-ds, or any prefix of .bin/.idx")
+EXTRA = Setting("EXTRA", WORDS, 'further Megatron flags, "--lr 1e-4"', ())
+DTYPE = Setting("DTYPE", TEXT, "fp16, bf16 or fp32")
+REFERENCE = Setting(
+    "REFERENCE",
+    TEXT,
+    "strategy to compare with (baseline, on one rank), native: plain PyTorch, or hf: transformers",
+)
+RESUMED = Setting(
+    "RESUMED",
+    "1 or a strategy",
+    "1 compares a resumed run with the undisturbed one; a strategy: the one that saved",
+)
+EXTRA_B = Setting("EXTRA_B", WORDS, "flags of the strategy alone, not of its reference", ())
+MEGATRON_LM_B = Setting(
+    "MEGATRON_LM_B", CHECKOUT, "the checkout of the strategy alone, not of its reference"
+)
+PATCH_FILE = Setting(
+    "PATCH_FILE",
+    "a Python file, or several with commas between them",
+    "Python files, with commas, that each rank runs before it trains",
+)
+SHARED_START = Setting("SHARED_START", SWITCH, "start from the shared weights (1 on CPU ranks)")
+BACKEND = Setting(
+    "BACKEND",
+    "megatron, native, deepspeed, bare or transformers",
+    "megatron, native (PyTorch), deepspeed, or transformers for an imported model",
+)
+FUSED = Setting("FUSED", TEXT, "kernels without Transformer Engine: norm,adamw,…")
+MEGATRON_LM = Setting("MEGATRON_LM", CHECKOUT, "a Megatron-LM checkout, not the wheel")
+ALLOW_UNKNOWN_MEGATRON = Setting(
+    "ALLOW_UNKNOWN_MEGATRON",
+    SWITCH,
+    "1 trains with a Megatron version that the kit does not know",
+    False,
+)
+
+# The parity matrix.
+FEATURES = Setting("FEATURES", "words", "families, features, levels of the matrix (all)", ())
+PAGE = Setting("PAGE", FOLDER, "folder of the matrix's pages (beside its cells)")
+CHANGED = Setting(
+    "CHANGED",
+    "words",
+    "files of Megatron, or a range of its commits: only cells that execute them",
+    (),
+)
+EXECUTED = Setting(
+    "EXECUTED", SWITCH, "1 records which files of Megatron each strategy and level executes", False
+)
+MINUTES = Setting("MINUTES", NUMBER, "minutes after which no cell is begun")
+
+# Where and how.
+DRY_RUN = Setting("DRY_RUN", SWITCH, "1 prints the command and trains nothing", False)
+RUNS = Setting("RUNS", FOLDER, "folder of run folders (runs)")
+RUNTIME = Setting(
+    "RUNTIME",
+    "docker or host",
+    "docker or host; CPU ranks run on the host unless docker is asked for",
+)
+IMAGE = Setting("IMAGE", "an NGC tag", "one of docker/versions.env")
+HOST_NETWORK = Setting("HOST_NETWORK", SWITCH, "1 gives containers this host's network", False)
+SHARE_GPU = Setting("SHARE_GPU", SWITCH, "1 puts all ranks on one GPU", False)
+NET = Setting(
+    "NET", "a rate such as 1gbps or 200mbps", "shaped link between CPU ranks, 1gbps; needs root"
+)
+REPEATS = Setting("REPEATS", NUMBER, "repetitions of the run; the report pools them", 1)
+WANDB = Setting("WANDB", SWITCH, "1 logs to Weights & Biases", False)
+WANDB_PROJECT = Setting("WANDB_PROJECT", TEXT, "the names in W&B")
+WANDB_ENTITY = Setting("WANDB_ENTITY", TEXT, "the names in W&B")
+WANDB_MODE = Setting("WANDB_MODE", "online, offline or disabled", "online, offline or disabled")
+LEDGER = Setting("LEDGER", SWITCH, "0 switches the ledgers off", True)
+CALIBRATE = Setting("CALIBRATE", SWITCH, "1 measures this machine before planning", False)
+HANG_TIMEOUT = Setting(
+    "HANG_TIMEOUT",
+    "a whole number of seconds above 0",
+    "seconds without a log line before the run is ended (900)",
+)
+SAVE_EVERY = Setting(
+    "SAVE_EVERY", "a whole number of iterations above 0", "iterations between checkpoints"
+)
+KEEP = Setting("KEEP", NUMBER, "checkpoints to keep (2)")
+ASYNC_SAVE = Setting("ASYNC_SAVE", SWITCH, "1 saves in the background, on GPUs", False)
+RUN_FOLDER = Setting("RUN_FOLDER", FOLDER, "an existing folder for this run")
+RUN = Setting("RUN", TEXT, "a run folder")
+STRATEGY = Setting("STRATEGY", TEXT, "a strategy")
+HOURS = Setting("HOURS", "a number above 0", "hours of a soak, 0.33 or 24")
+
+# Several machines.
+NNODES = Setting("NNODES", "a whole number from 1 to 99999", "number of machines")
+NODE_RANK = Setting("NODE_RANK", TEXT, "0 to NNODES-1, another on each machine")
+MASTER_ADDR = Setting("MASTER_ADDR", TEXT, "address of the machine with NODE_RANK=0")
+MASTER_PORT = Setting(
+    "MASTER_PORT", "a whole number from 1024 to 65535", "port on that machine (29500)"
+)
+RENDEZVOUS = Setting("RENDEZVOUS", "static or c10d", "torchrun's: static or c10d")
+LAUNCHER = Setting("LAUNCHER", "torchrun or slurm", "slurm submits a job instead of training here")
+NODES = Setting("NODES", NUMBER, "machines")
+SLURM_PARTITION = Setting("SLURM_PARTITION", TEXT, "as in sbatch")
+SLURM_ACCOUNT = Setting("SLURM_ACCOUNT", TEXT, "as in sbatch")
+SLURM_QOS = Setting("SLURM_QOS", TEXT, "as in sbatch")
+SLURM_TIME = Setting("SLURM_TIME", TEXT, "as in sbatch")
+SLURM_LINES = Setting("SLURM_LINES", TEXT, 'further sbatch options, "--exclusive"')
+SLURM_IMAGE = Setting("SLURM_IMAGE", TEXT, "container image, for Pyxis")
+SLURM_SITE = Setting("SLURM_SITE", TEXT, "file of shell lines for every job (site.slurm)")
+
+# Several runs.
+MODELS = Setting("MODELS", TEXT, 'every combination is trained, DEVICES="1cpu 2cpu"')
+STRATEGIES = Setting("STRATEGIES", TEXT, 'every combination is trained, DEVICES="1cpu 2cpu"')
+BACKENDS = Setting("BACKENDS", TEXT, 'every combination is trained, DEVICES="1cpu 2cpu"')
+DEVICES = Setting("DEVICES", TEXT, 'every combination is trained, DEVICES="1cpu 2cpu"')
+ONLY = Setting("ONLY", TEXT, "these settings alone")
+BUDGET = Setting("BUDGET", "a number above 0", "seconds for all settings (510)")
+TARGET = Setting("TARGET", TEXT, "the training target to use")
+
+# Before a run: planner, dry run, schedules.
+MODEL = Setting(
+    "MODEL", TEXT, "a model of make list, or an .args file or config.json (not compare-*)"
+)
+GPUS = Setting("GPUS", "a whole number", "number of devices")
+GPU = Setting("GPU", TEXT, "h200, a100-80g, … (h200)")
+GPUS_PER_NODE = Setting(
+    "GPUS_PER_NODE", "a whole number", "devices per NVLink domain (8, of GB200 72)"
+)
+INTRA = Setting("INTRA", TEXT, "link inside a machine")
+INTER = Setting("INTER", TEXT, "link between machines")
+NICS = Setting("NICS", "a whole number", "network ports of a machine (one a device)")
+OVERSUBSCRIPTION = Setting(
+    "OVERSUBSCRIPTION",
+    "a number from 1 up",
+    "ports' rate over uplinks' between machines (1)",
+)
+IMBALANCE = Setting(
+    "IMBALANCE", "a number from 1 up", "tokens of the busiest rank of experts, for the mean (1)"
+)
+SEQ = Setting("SEQ", "a whole number", "sequence length")
+TOKENS = Setting("TOKENS", "a number above 0", "tokens to train on")
+CALIBRATION = Setting("CALIBRATION", PATH, "file of measured constants")
+RECIPE = Setting(
+    "RECIPE",
+    "defaults, tuned or all",
+    "switches that a search tries: tuned, or all with fp8 (defaults)",
+)
+VERIFY = Setting("VERIFY", "a whole number from 0 to 10", "dry-run this many of the best", 0)
+ALPA = Setting("ALPA", SWITCH, "1 also solves Alpa's dynamic program", False)
+LARGEST = Setting("LARGEST", SWITCH, "1 sizes the largest model that fits, by strategy", False)
+DP = Setting("DP", NUMBER, "data-parallel replicas", 1, "--data")
+TP = Setting("TP", NUMBER, "TP degree", 1, "--tensor")
+PP = Setting("PP", NUMBER, "pipeline stages", 1, "--pipeline")
+CP = Setting("CP", NUMBER, "CP degree", 1, "--context")
+EP = Setting("EP", NUMBER, "EP degree, inside DP and CP", 1, "--expert")
+VPP = Setting("VPP", NUMBER, "virtual stages per rank", 1, "--virtual")
+SP = Setting("SP", SWITCH, "1 adds sequence parallelism", False, "--sequence-parallel")
+ZERO1 = Setting("ZERO1", SWITCH, "1 shards optimizer states", False, "--distributed-optimizer")
+RECOMPUTE = Setting(
+    "RECOMPUTE",
+    "none, selective, full, full block 2 or modules",
+    'none, selective, full, "full block 2" or modules, "layernorm mlp"',
+)
+RANKS = Setting("RANKS", TEXT, "first,middle,last or numbers", "first,last")
+MICROBATCHES = Setting("MICROBATCHES", NUMBER, "microbatches in an iteration")
+SVG = Setting("SVG", "a file to write", "write a picture to this file")
+JSON = Setting("JSON", SWITCH, "1 prints JSON", False)
+WHAT_IF = Setting("WHAT_IF", TEXT, 'another beside STRATEGY=, "GPU=b200 MICRO_BATCH=2"')
+TABLE = Setting("TABLE", PATH, "a CSV or Markdown table of figures", option="TABLE")
+LEAVE_OUT = Setting(
+    "LEAVE_OUT", TEXT, "the source that constants are fitted without (each measurement's own)"
+)
+READINGS = Setting("READINGS", PATH, "your own measurements (all but validate: readings/mine.csv)")
+
+# Weights from and to others, recipes.
+HF = Setting("HF", TEXT, "a folder with config.json and safetensors, or its name on the hub")
+TO = Setting("TO", TEXT, "the folder to write")
+CKPT = Setting(
+    "CKPT", FOLDER, "a checkpoint, a folder or a run that holds some, or a captured step"
+)
+COMPARE = Setting(
+    "COMPARE", FOLDER, "another checkpoint, a folder of Hugging Face's, a reference's step"
+)
+DUMPS = Setting(
+    "DUMPS", "words", "flight recorder dumps, stacks, logs of a hang; folders or files", ()
+)
+FILE = Setting("FILE", TEXT, "recipe.py, recipe.py:function or Bridge's YAML")
+
+# After a run, and data.
+LOGS = Setting("LOGS", "words", "training logs, wherever made; repeats as tp2=1.log,2.log", ())
+NAME = Setting("NAME", PLAIN_NAME, "name of the report or sweep")
+BASELINE = Setting("BASELINE", TEXT, "an earlier report to compare with")
+DEVICE = Setting("DEVICE", TEXT, "GPU that the logs were made on, such as h100")
+STRICT = Setting(
+    "STRICT",
+    SWITCH,
+    "1 exits with 1 on any change but a new row, with 3 on an undecided time",
+    False,
+)
+CALCULON = Setting("CALCULON", FOLDER, "a checkout of calculon-ai/calculon")
+SIMUMAX = Setting("SIMUMAX", FOLDER, "a checkout of MooreThreads/SimuMax")
+INPUT = Setting("INPUT", TEXT, "text files: JSONL, also .gz or .zst; parquet")
+TOKENIZER = Setting("TOKENIZER", TEXT, "gpt2, or a folder with tokenizer.json", "gpt2")
+HF_ENDPOINT = Setting("HF_ENDPOINT", TEXT, "mirror of the Hugging Face hub")
+MEGATRON_URL = Setting("MEGATRON_URL", TEXT, "mirror of Megatron-LM's repository")
+
+OF_WANDB = (WANDB, WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE)
+OF_NODES = (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, RENDEZVOUS)
+SLURM_RESOURCES = (SLURM_PARTITION, SLURM_ACCOUNT, SLURM_QOS, SLURM_TIME)
+"""sbatch's options, by their names without `SLURM_`."""
+OF_SLURM = (LAUNCHER, NODES, *SLURM_RESOURCES, SLURM_LINES, SLURM_IMAGE, SLURM_SITE)
+
+SETTINGS = tuple(value for value in list(globals().values()) if isinstance(value, Setting))
+"""All of them, in the order of `make help-all`."""
+
+RENAMED = {
+    "LAYOUT": "STRATEGY",
+    "LAYOUTS": "STRATEGIES",
+    "PLANT": "PATCH_FILE",
+    "UNTRIED": "ALLOW_UNKNOWN_MEGATRON",
+}
+"""Variables as older versions named them: refused, with the name of now."""

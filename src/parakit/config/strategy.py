@@ -1,0 +1,536 @@
+"""The grammar of strategies: `baseline`, or a product of degrees, its data-parallel part sharded.
+
+`tp2` · `sp2` (TP 2 with sequence parallelism) · `cp2` · `pp2` · `vpp2` (PP 2, two virtual stages a
+rank; `vpp2x3` three) · `dp2` · `ep2` (inside data parallelism) · `tp2pp2dp2` · `dp2-zero1` · `zero3`
+(over all ranks). `tp2ep2-etp1` splits each expert over one rank of TP; `-etp` stands before a sharding,
+and without it experts are split as all other layers. Pipelines by other schedules than Megatron's stand
+alone: `gpipe2` · `1f1b2` · `interleaved2` · `pipedream2` · `pipedream2bw` · `pipedream-flush2`, each of
+that many stages. A strategy's identity is its `Parallelism`: parsing and naming stand here, once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+from parakit.config.flags import Flags, flag_words, words_of
+from parakit.config.stages import stages_of
+
+
+class Sharding(StrEnum):
+    """How the data-parallel part of a strategy is sharded."""
+
+    NONE = ""
+    ZERO1 = "zero1"
+    """Megatron's distributed optimizer (`--use-distributed-optimizer`)."""
+    ZERO2 = "zero2"
+    """Megatron-FSDP's `optim_grads`."""
+    ZERO3 = "zero3"
+    """Megatron-FSDP's `optim_grads_params`."""
+    FSDP2 = "fsdp2"
+    """torch's `fully_shard` (`--use-torch-fsdp2`)."""
+
+    @property
+    def shards_gradients(self) -> bool:
+        """A rank keeps its share of the gradients: `optim_grads` and further, `fully_shard`."""
+        return self.wraps_modules
+
+    @property
+    def shards_weights(self) -> bool:
+        """A rank keeps its share of the weights: `optim_grads_params`, `fully_shard`."""
+        return self in (Sharding.ZERO3, Sharding.FSDP2)
+
+    @property
+    def wraps_modules(self) -> bool:
+        """FSDP takes the place of DDP, Megatron's or torch's; the distributed optimizer keeps DDP."""
+        return self.is_megatron_fsdp or self.is_torch_fsdp
+
+    @property
+    def overlaps(self) -> bool:
+        """Its calls run beside arithmetic without a flag more, as both FSDPs' do."""
+        return self.wraps_modules
+
+    @property
+    def is_megatron_fsdp(self) -> bool:
+        """`--use-megatron-fsdp`: weights and gradients in flat buffers, a bucket for each layer."""
+        return self in (Sharding.ZERO2, Sharding.ZERO3)
+
+    @property
+    def is_torch_fsdp(self) -> bool:
+        """`--use-torch-fsdp2`: a DTensor for each weight."""
+        return self is Sharding.FSDP2
+
+    @property
+    def stage(self) -> int:
+        """Of ZeRO (arXiv:1910.02054): 1 shards the optimizer, 2 gradients too, 3 weights too."""
+        return bool(self) + self.shards_gradients + self.shards_weights
+
+
+UNTIED = "--untie-embeddings-and-output-weights"
+"""Megatron's flag for an output layer with a matrix of its own."""
+
+
+class PipelineSchedule(StrEnum):
+    """The order of a pipeline's passes, and which weights each pass takes."""
+
+    MEGATRON = ""
+    """1F1B with a flush in each iteration; interleaved if a rank has several virtual stages."""
+    GPIPE = "gpipe"
+    """All forward passes, then all backward passes (arXiv:1811.06965)."""
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    PIPEDREAM = "pipedream"
+    """1F1B without flushes; an update after each backward, older weights kept (arXiv:1806.03377)."""
+    PIPEDREAM_2BW = "pipedream-2bw"
+    """The same with gradients added up over micro batches, and two versions (arXiv:2006.09503)."""
+    PIPEDREAM_FLUSH = "pipedream-flush"
+    """1F1B as arXiv:2006.09503 (section 3.2) calls it."""
+
+    @property
+    def paper_name(self) -> str:
+        """As the papers write it."""
+        return _TITLES[self]
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the pipeline is never flushed, so that gradients are of older weights."""
+        return self in (PipelineSchedule.PIPEDREAM, PipelineSchedule.PIPEDREAM_2BW)
+
+    def staleness(self, stages: int, stage: int) -> int:
+        """Updates between the weights that a gradient is of and those that it changes, once filled.
+
+        p − s − 1 for PipeDream (arXiv:1806.03377 section 3.3), 1 on every stage for PipeDream-2BW
+        (arXiv:2006.09503 section 3.1).
+        """
+        if self is PipelineSchedule.PIPEDREAM:
+            return stages - stage - 1
+        return 1 if self is PipelineSchedule.PIPEDREAM_2BW and stages > 1 else 0
+
+
+_TITLES = {
+    PipelineSchedule.MEGATRON: "Megatron's",
+    PipelineSchedule.GPIPE: "GPipe",
+    PipelineSchedule.ONE_F_ONE_B: "1F1B",
+    PipelineSchedule.INTERLEAVED: "interleaved 1F1B",
+    PipelineSchedule.PIPEDREAM: "PipeDream",
+    PipelineSchedule.PIPEDREAM_2BW: "PipeDream-2BW",
+    PipelineSchedule.PIPEDREAM_FLUSH: "PipeDream-Flush",
+}
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Degrees of every dimension a model is split in. World size is data·tensor·pipeline·context."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    """Expert parallelism lies inside data (and context) parallelism; it adds no ranks."""
+    expert_tensor: int = 0
+    """Tensor parallelism inside each expert; 0 is that of all other layers."""
+    virtual_stages: int = 1
+    """Pipeline stages a rank holds; more than one is the interleaved schedule."""
+    sequence_parallel: bool = False
+    sharding: Sharding = Sharding.NONE
+    schedule: PipelineSchedule = PipelineSchedule.MEGATRON
+
+    def __hash__(self) -> int:
+        """Of all fields: routes and runs are looked up by it more often than it is made."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        degrees = (self.data, self.tensor, self.pipeline, self.context, self.expert)
+        inside = (self.expert_tensor, self.virtual_stages, self.sequence_parallel)
+        return hash((*degrees, *inside, self.sharding, self.schedule))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def tensor_of_experts(self) -> int:
+        """Ranks over which each expert's matrices are split (ETP)."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def unties_embeddings(self) -> bool:
+        """Whether its flags give the output layer a matrix of its own.
+
+        Torch FSDP2 needs it (`validate_args`). Without flushes the first and the last stage change the
+        two ends of a tied matrix at different times.
+        """
+        return self.sharding.is_torch_fsdp or self.schedule.is_asynchronous
+
+    @property
+    def run_schedule(self) -> PipelineSchedule:
+        """The schedule that is run; Megatron's is one of the two 1F1B."""
+        if self.schedule:
+            return self.schedule
+        interleaves = self.virtual_stages > 1
+        return PipelineSchedule.INTERLEAVED if interleaves else PipelineSchedule.ONE_F_ONE_B
+
+    @property
+    def needs_a_micro_batch_a_stage(self) -> bool:
+        """Whether its schedule runs at least as many micro batches as stages."""
+        two_versions = self.schedule is PipelineSchedule.PIPEDREAM_2BW
+        return self.pipeline > 1 and (self.virtual_stages > 1 or two_versions)
+
+    def pipeline_rank(self, rank: int) -> int:
+        """The pipeline stage of a global rank: PP is the outermost dimension of Megatron's order."""
+        return rank // (self.world_size // self.pipeline)
+
+    def weight_versions(self, stage: int) -> int:
+        """Copies of its weights that a pipeline stage holds."""
+        return self.schedule.staleness(self.pipeline, stage) + 1
+
+    @property
+    def copies_of_experts(self) -> int:
+        """Expert data parallelism: ranks that hold the same part of the same experts."""
+        return self.world_size // self.ranks_of_expert_copy
+
+    @property
+    def ranks_of_expert_copy(self) -> int:
+        """Ranks that hold one copy of all experts; Megatron refuses a world that they do not divide."""
+        return self.tensor_of_experts * self.expert * self.pipeline
+
+    def split_experts(self, degree: int) -> Parallelism:
+        """Return the parallelism with each expert over `degree` ranks of TP.
+
+        0 leaves the choice to Megatron, which takes the TP of all other layers
+        (`megatron/training/arguments.py: validate_args`).
+        """
+        stored = 0 if degree == self.tensor else degree
+        return self if stored == self.expert_tensor else replace(self, expert_tensor=stored)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples: of one rank's forward pass, and of one optimizer step over all ranks."""
+
+    micro_batch_size: int
+    global_batch_size: int
+
+    def __str__(self) -> str:
+        return f"{self.micro_batch_size}/{self.global_batch_size}"
+
+
+NAMED = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
+"""The six that were published; each has a launch script of its own."""
+
+OF_EXPERTS = ("baseline", "dp2", "ep2", "ep2dp2", "tp2ep2", "pp2ep2", "ep8")
+"""Those of a mixture of experts that have a launch script of their own."""
+
+EXAMPLES = (
+    *NAMED,
+    "vpp2",
+    *OF_EXPERTS[2:],
+    "zero1",
+    "zero2",
+    "zero3",
+    "fsdp2",
+    "tp2pp2dp2",
+    "dp2-zero1",
+    "gpipe2",
+    "1f1b2",
+    "interleaved2",
+    "pipedream2",
+    "pipedream2bw",
+    "pipedream-flush2",
+)
+
+_FACTOR = re.compile(r"(vpp|dp|tp|sp|cp|pp|ep)(\d+)(?:x(\d+))?")
+_PRODUCT = re.compile(f"(?:{_FACTOR.pattern})+")
+_SCHEDULED = re.compile(r"(gpipe|1f1b|interleaved|pipedream-flush|pipedream)(\d+)(bw)?(?:x(\d+))?")
+_EXPERT_TENSOR = re.compile(r"etp(\d+)")
+_SHARDED = tuple(s.value for s in Sharding if s)
+
+
+class StrategyError(ValueError):
+    """A strategy that is not in the grammar, or does not fit the number of devices."""
+
+
+def parse_strategy(text: str, devices: int, expert_tensor: int = 0) -> Parallelism:
+    """Parse a strategy over `devices` ranks.
+
+    Args:
+        text: The strategy's name.
+        devices: Ranks that its degrees multiply to.
+        expert_tensor: The ETP that Megatron's flag states, for a name without `-etp`; 0 states none.
+
+    Raises:
+        StrategyError: Unknown word, repeated dimension, or degrees that do not multiply to `devices`.
+    """
+    parallelism = _parsed(text, devices, expert_tensor)
+    if parallelism.world_size != devices:
+        raise StrategyError(
+            f"Strategy '{text}' uses {parallelism.world_size} devices, but {devices} were named; "
+            "the degrees must multiply to the number of devices."
+        )
+    return parallelism
+
+
+def strategy_name(parallelism: Parallelism) -> str:
+    """The grammar's one name for a parallelism (`tp2pp2dp2-zero1`, `baseline`).
+
+    `parse_strategy` gives the parallelism back, over as many devices.
+    """
+    if parallelism.schedule:
+        pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
+        if parallelism.schedule is PipelineSchedule.PIPEDREAM_2BW:
+            return f"pipedream{pipeline}bw"
+        return f"{parallelism.schedule}{pipeline}{f'x{virtual}' if virtual > 2 else ''}"
+    tensor = "sp" if parallelism.sequence_parallel else "tp"
+    stages, expert = parallelism.virtual_stages, parallelism.expert
+    # Where EP does not divide DP, the number of devices says what DP is.
+    replicas = 1 if parallelism.data % expert else parallelism.data // expert
+    degrees = (
+        (tensor, parallelism.tensor, ""),
+        ("cp", parallelism.context, ""),
+        ("vpp" if stages > 1 else "pp", parallelism.pipeline, f"x{stages}" if stages > 2 else ""),
+        ("ep", expert, ""),
+        ("dp", replicas, ""),
+    )
+    product = "".join(f"{word}{degree}{more}" for word, degree, more in degrees if degree > 1)
+    etp = f"etp{parallelism.expert_tensor}" if parallelism.expert_tensor else ""
+    return "-".join(filter(None, (product or "baseline", etp, parallelism.sharding)))
+
+
+def devices_of(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
+    """Return how many ranks a strategy's degrees multiply to.
+
+    Args:
+        text: The strategy's name.
+        otherwise: Ranks of a strategy that names no degrees (`zero1`), or whose EP lies over CP or TP
+            of so many.
+        expert_tensor: As in `parse_strategy`.
+
+    Raises:
+        StrategyError: It is not in the grammar.
+    """
+    return _parsed(text, otherwise, expert_tensor).world_size
+
+
+def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
+    """Megatron's flags for a parallelism; data parallelism is what the other degrees leave over."""
+    # No stage knows the others' gradients when it makes its update, so there is no norm to clip by.
+    unclipped = {UNTIED: True, "--clip-grad": 0} if parallelism.schedule.is_asynchronous else {}
+    more = flag_words(unclipped | _SHARDING_FLAGS[parallelism.sharding])
+    return (*words_of(parallelism, "parallelism"), *more)
+
+
+def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
+    """Read the degrees that Megatron will see in a list of flags; data parallelism is the rest.
+
+    Raises:
+        StrategyError: The degrees do not divide `devices`.
+    """
+    flags = Flags(words)
+    said = flags.fields("parallelism")
+    tensor, pipeline, context = said["tensor"], said["pipeline"], said["context"]
+    model_ranks = tensor * pipeline * context
+    if model_ranks < 1 or devices % model_ranks:
+        raise StrategyError(
+            f"TP {tensor} × PP {pipeline} × CP {context} = {model_ranks} does not divide "
+            f"{devices} devices; name a number of devices that is a multiple of it."
+        )
+    stages = stages_of(flags)
+    layers_a_stage = flags.integer("--num-layers-per-virtual-pipeline-stage")
+    layers = flags.integer("--num-layers") + stages.counted
+    # Megatron prints the number it derived; a command line has one of the other three.
+    virtual = flags.integer("--virtual-pipeline-model-parallel-size", stages.virtual(pipeline))
+    virtual = layers // pipeline // layers_a_stage if layers_a_stage else virtual
+    said.setdefault("virtual_stages", virtual)
+    found = Parallelism(
+        **said,
+        data=devices // model_ranks,
+        sharding=_sharding(flags),
+    )
+    return replace(
+        found.split_experts(found.expert_tensor),
+        # Megatron drops sequence parallelism silently where there is no tensor parallelism.
+        sequence_parallel=found.sequence_parallel and tensor > 1,
+        schedule=PipelineSchedule(found.schedule),
+    )
+
+
+def batch_for(own: Batch, parallelism: Parallelism) -> Batch:
+    """Scale a model's own batch as the published runs did: baseline B/B, DP2 B/2B, the others 2B/2B.
+
+    The global batch grows with the ranks; the micro batch with those ranks that share one replica,
+    so every device keeps the work that the baseline's has. A pipeline that needs as many micro batches
+    as stages gets them.
+    """
+    sharing = parallelism.world_size // parallelism.data
+    if parallelism.needs_a_micro_batch_a_stage:
+        sharing //= parallelism.pipeline
+    return Batch(
+        micro_batch_size=own.micro_batch_size * sharing,
+        global_batch_size=own.global_batch_size * parallelism.world_size,
+    )
+
+
+BATCH_RULE = (
+    "the micro batch times the ranks of a replica (without PP's where stages interleave), the global "
+    "batch times all ranks"
+)
+"""`batch_for` in words."""
+
+
+def scaling_sentence(own: Batch, batch: Batch, parallelism: Parallelism) -> str:
+    """That a model file's batch was scaled; empty if it was not, or another one was asked for."""
+    if batch == own or batch != batch_for(own, parallelism):
+        return ""
+    return (
+        f"Batch {batch} (micro/global), not the model file's {own}: as in the published runs a "
+        f"strategy scales it, {BATCH_RULE}; MICRO_BATCH= and GLOBAL_BATCH= give a baseline the same."
+    )
+
+
+_FSDP = {"--use-megatron-fsdp": True, "--ckpt-format": "fsdp_dtensor"}
+_SHARDING_FLAGS: dict[Sharding, dict[str, object]] = {
+    Sharding.NONE: {},
+    Sharding.ZERO1: {"--use-distributed-optimizer": True},
+    Sharding.ZERO2: {**_FSDP, "--data-parallel-sharding-strategy": "optim_grads"},
+    Sharding.ZERO3: {**_FSDP, "--data-parallel-sharding-strategy": "optim_grads_params"},
+    Sharding.FSDP2: {
+        "--use-torch-fsdp2": True,
+        UNTIED: True,
+        "--no-gradient-accumulation-fusion": True,
+    },
+}
+
+
+def _sharding(flags: Flags) -> Sharding:
+    if flags.has("--use-torch-fsdp2"):
+        return Sharding.FSDP2
+    if flags.has("--use-megatron-fsdp") or flags.has("--use-custom-fsdp"):
+        return {
+            "optim": Sharding.ZERO1,
+            "optim_grads": Sharding.ZERO2,
+            "optim_grads_params": Sharding.ZERO3,
+        }.get(flags.text("--data-parallel-sharding-strategy"), Sharding.NONE)
+    return Sharding.ZERO1 if flags.has("--use-distributed-optimizer") else Sharding.NONE
+
+
+def _parsed(text: str, devices: int, expert_tensor: int) -> Parallelism:
+    """What a strategy means, over `devices` ranks if it names no degrees (`zero1`)."""
+    if scheduled := _scheduled(text):
+        return scheduled
+    product, *suffixes = text.split("-")
+    named, sharding = _suffixes(text, suffixes)
+    if product in _SHARDED and not sharding:
+        product, sharding = f"dp{devices}" if devices > 1 else "baseline", product
+    degrees = {} if product == "baseline" else _degrees(product, text)
+    expert = degrees.get("ep", 1)
+    parallelism = Parallelism(
+        data=degrees.get("dp", 1) * expert,
+        tensor=degrees.get("tp", 1),
+        pipeline=degrees.get("pp", 1),
+        context=degrees.get("cp", 1),
+        expert=expert,
+        virtual_stages=degrees.get("virtual", 1),
+        # Megatron refuses experts under tensor parallelism without sequence parallelism.
+        sequence_parallel="is_sp" in degrees or (expert > 1 and degrees.get("tp", 1) > 1),
+        sharding=Sharding(sharding),
+    ).split_experts(named or expert_tensor)
+    return parallelism if "dp" in degrees else _fit_experts_to_devices(parallelism, devices)
+
+
+def _suffixes(text: str, suffixes: Sequence[str]) -> tuple[int, str]:
+    """Return the ETP that a strategy names, 0 if it names none, and its sharding, which may be empty.
+
+    Raises:
+        StrategyError: A suffix is neither, or they stand in another order.
+    """
+    match = _EXPERT_TENSOR.fullmatch(suffixes[0]) if suffixes else None
+    sharding = "-".join(suffixes[1:] if match else suffixes)
+    if sharding and sharding not in _SHARDED:
+        raise StrategyError(
+            f"Strategy '{text}' ends in '-{sharding}'; the suffixes are etp with a degree, for experts, "
+            f"and then one sharding of {', '.join(_SHARDED)}."
+        )
+    degree = int(match[1]) if match else 0
+    if match and degree < 1:
+        raise StrategyError(f"Strategy '{text}' has a degree of 0; degrees start at 1.")
+    return degree, sharding
+
+
+def _fit_experts_to_devices(parallelism: Parallelism, devices: int) -> Parallelism:
+    """Return the parallelism with the DP that TP, PP and CP leave of `devices`, unless EP divides it.
+
+    EP lies over the ranks of DP, of CP and, if ETP is smaller than TP, of TP. A name without DP reads EP
+    as a part of DP, which is then a multiple of EP (`sp2ep4` are 8 ranks). `sp2ep4-etp1` over 4 ranks is
+    EP 4 over TP 2 and DP 2. A name that fits either way, or no way, is returned as it is.
+    """
+    model_ranks = parallelism.tensor * parallelism.pipeline * parallelism.context
+    if devices < 1 or devices % model_ranks:
+        return parallelism
+    over_others = replace(parallelism, data=devices // model_ranks)
+    if over_others.data % over_others.expert and devices % over_others.ranks_of_expert_copy == 0:
+        return over_others
+    return parallelism
+
+
+def _scheduled(text: str) -> Parallelism | None:
+    """The pipeline that a name such as `gpipe2` means; None if it is none of these."""
+    match = _SCHEDULED.fullmatch(text)
+    if match is None:
+        return None
+    name, stages, buffered, virtual = match.groups()
+    is_interleaved = name == PipelineSchedule.INTERLEAVED
+    if (buffered and name != PipelineSchedule.PIPEDREAM) or (virtual and not is_interleaved):
+        return None
+    if int(stages) < 2 or virtual in ("0", "1"):
+        raise StrategyError(
+            f"Strategy '{text}' has {virtual or stages} stages; use 2 or more, or baseline."
+        )
+    return Parallelism(
+        pipeline=int(stages),
+        virtual_stages=int(virtual or 2) if is_interleaved else 1,
+        schedule=PipelineSchedule.PIPEDREAM_2BW if buffered else PipelineSchedule(name),
+    )
+
+
+def _degrees(product: str, text: str) -> dict[str, int]:
+    factors = _FACTOR.findall(product)
+    if not _PRODUCT.fullmatch(product) or any(s and n != "vpp" for n, _, s in factors):
+        raise StrategyError(
+            _sharding_inside(product)
+            or f"Unknown strategy '{text}'; known are {', '.join(EXAMPLES)} and products of them."
+        )
+    degrees: dict[str, int] = {}
+    for name, degree, stages in factors:
+        dimension = {"sp": "tp", "vpp": "pp"}.get(name, name)
+        if dimension in degrees:
+            raise StrategyError(f"Strategy '{text}' names its {dimension.upper()} degree twice.")
+        if int(degree) < 1 or stages == "0":
+            raise StrategyError(f"Strategy '{text}' has a degree of 0; degrees start at 1.")
+        degrees[dimension] = int(degree)
+        degrees[f"is_{name}"] = 1
+        if name == "vpp":
+            degrees["virtual"] = int(stages or 2)
+    return degrees
+
+
+def _sharding_inside(product: str) -> str:
+    """What to write for `zero3tp2`, whose sharding is a factor; empty for what is none."""
+    sharding = next((Sharding(each) for each in _SHARDED if each in product), Sharding.NONE)
+    rest = product.replace(sharding, "", 1) if sharding else ""
+    if not _FACTOR.match(rest):
+        return ""
+    shown = rest if "dp" in rest else f"{rest}dp2"
+    told = (
+        f"'{product}' has its sharding inside the product; it stands last, over the ranks of DP: "
+    )
+    if "pp" in rest and sharding.wraps_modules:
+        return (
+            f"{told}with PP that is {shown}-zero1, because no FSDP of Megatron's takes a pipeline."
+        )
+    return f"{told}{shown}-{sharding}."

@@ -1,0 +1,112 @@
+"""What make's targets run: an experiment by its name, and what each kind of table makes of its runs."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+
+from rich.console import Console
+
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.reporting.analyse.entry import Entry
+from parakit.experiments.definition import SWEEP, Experiment
+from parakit.experiments.engine import Output, Study, run_experiment
+from parakit.experiments.load import AXES, load_experiment, load_sweep
+from parakit.experiments.verify.command import verify
+from parakit.experiments.verify.pairs import PREFIX
+from parakit.formatting.terminal import say
+
+
+def run_named(
+    name: str,
+    options: Options,
+    console: Console,
+    model: str | None = None,
+    given: Namespace | None = None,
+) -> int:
+    """Run an experiment by the name of its file; its exit code. With TARGET= every cell trains that.
+
+    Raises:
+        LaunchError: There is none of this name, it cannot work here, or a run did not end well.
+    """
+    target = getattr(given, "target", None)
+    trained = parse_target(target) if target else None
+    return _run(load_experiment(name, options, model, trained), console)
+
+
+def parity(options: Options, console: Console, verify: bool = False) -> int:
+    """The demo's runs as a check: 0 if all ended well and every loss curve is that of baseline.
+
+    With `verify` a strategy whose losses do not agree is verified tensor by tensor.
+
+    Raises:
+        LaunchError: It cannot work here.
+    """
+    demo = load_experiment("demo", options)
+    output = Output(partial(parity_of, verifies=verify))
+    return run_experiment(replace(demo, report="parity"), output, console)
+
+
+def sweep_of_axes(given: Namespace, options: Options, console: Console) -> int:
+    """The sweep NAME= with the axes that are set; 0 if all is there.
+
+    Raises:
+        LaunchError: A word is no model, strategy, backend or number of devices, or no cell is legal.
+    """
+    axes = {name: getattr(given, name.lower()) or "" for name in AXES}
+    return _run(load_sweep(given.name or SWEEP, options, axes), console)
+
+
+def _run(experiment: Experiment, console: Console) -> int:
+    return run_experiment(experiment, output_of(experiment.file.table), console)
+
+
+def parity_of(study: Study, verifies: bool = False) -> int:
+    """The report, and a sentence for each strategy whose losses do not agree with baseline's.
+
+    With `verifies` such a strategy is verified tensor by tensor, and the report says where it begins.
+    """
+    code = study.report()
+    wrong = [row.strategy for row in study.rows if row.parity.verdict.startswith("broken")]
+    if verifies and wrong:
+        for result in study.results:
+            job = result.cell.job
+            if job.strategy in wrong and result.runs:
+                plain = replace(
+                    job.options, iterations=None, micro_batch_size=None, global_batch_size=None
+                )
+                verify(
+                    f"{PREFIX}{job.name}", Namespace(), plain, study.console, also=result.runs[0]
+                )
+        code = study.report()
+    broken = disagreements(study.rows)
+    for sentence in broken:
+        say(study.console, sentence, "red")
+    if not broken:
+        say(study.console, "Parity: every strategy's losses agree with baseline's.")
+    return code or int(bool(broken))
+
+
+def disagreements(rows: Sequence[Entry]) -> list[str]:
+    """A sentence for every row whose parity is not `reference` or `held`."""
+    return [
+        f"Parity of {row.strategy}: {row.parity.verdict or 'not known'} (status {row.status})."
+        for row in rows
+        if row.parity.verdict not in ("reference", "held")
+    ]
+
+
+_OUTPUTS = {"report": Output(Study.report), "parity": Output(parity_of)}
+
+
+def output_of(table: str) -> Output:
+    """What an experiment's `table:` names: a kind of the kit's own, or a module with an `OUTPUT`."""
+    if table in _OUTPUTS:
+        return _OUTPUTS[table]
+    path = table if "." in table else f"parakit.experiments.tables.{table}"
+    found: Output = import_module(path).OUTPUT
+    return found

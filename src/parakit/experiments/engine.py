@@ -1,0 +1,234 @@
+"""The engine of studies: plan every cell, check, train what is not there, ask what the runs say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from pathlib import Path
+
+from rich.console import Console
+
+from parakit.data.indexed import open_dataset
+from parakit.launch.compose import Launch
+from parakit.launch.data import SAMPLE, call_module, make_sample
+from parakit.launch.preflight import check
+from parakit.launch.runtime import choose_runtime
+from parakit.launch.train import command_line, compose_job
+from parakit.reporting.analyse.entry import Entry, rows_of
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.experiments.definition import Cell, Experiment
+from parakit.experiments.runner import CellResult, Runner
+from parakit.formatting.terminal import say, say_markdown
+from parakit.formatting.units import plural
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What will be trained, in this order, and the rule by which a cell will not."""
+
+    launches: Mapping[Cell, Launch]
+    skipped: Mapping[Cell, str]
+
+
+@dataclass(frozen=True)
+class Study:
+    """An experiment whose cells were checked; what came of them, once they were trained."""
+
+    experiment: Experiment
+    planned: Planned
+    runner: Runner
+    console: Console
+    reports: Path
+
+    @property
+    def model(self) -> str:
+        """The first cell's."""
+        return self.experiment.cells[0].job.model.name
+
+    @property
+    def folder(self) -> Path:
+        """Of its report."""
+        return self.reports / self.experiment.report
+
+    @cached_property
+    def results(self) -> list[CellResult]:
+        """One a cell that could work, in order."""
+        return self.runner.results()
+
+    @cached_property
+    def rows(self) -> list[Entry]:
+        """The report's, of each cell that has a run, in order."""
+        return list(filter(None, rows_of([result.folders for result in self.results])))
+
+    @property
+    def all_well(self) -> bool:
+        """Every run that was wanted is there."""
+        return all(result.complete for result in self.results)
+
+    def report(self) -> int:
+        """`python -m parakit report` of all runs; 0 if it was written and all ended well."""
+        folders = [str(folder) for result in self.results for folder in result.folders]
+        if not folders:
+            return 1
+        name = ("--name", self.experiment.report)
+        return call_module("parakit.reporting", "build", *folders, *name) or int(not self.all_well)
+
+    def write(self, text: str) -> None:
+        """`comparison.md` in the report's folder, and on the terminal."""
+        path = self.folder / "comparison.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+        say_markdown(self.console, text)
+        say(self.console, f"Comparison: {path.relative_to(self.reports.parent)}")
+
+    def refuse_failed(self) -> None:
+        """Refuse to compare what did not end well.
+
+        Raises:
+            LaunchError: A run did not.
+        """
+        for result in self.results:
+            if not result.complete:
+                names = ", ".join(folder.name for folder in result.failed)
+                raise LaunchError(f"{names or result.cell.name} did not end well: {result.failure}")
+
+
+@dataclass(frozen=True)
+class Output:
+    """What an experiment does before and after training."""
+
+    finish: Callable[[Study], int]
+    """Make the tables; the exit code."""
+    before: Callable[[Experiment], None] | None = None
+    """Refuse what no table could be made of."""
+    begin: Callable[[Study], None] | None = None
+    """Say what is about to be trained."""
+    shown: Callable[[Planned], str] = lambda planned: "\n".join(
+        map(command_line, planned.launches.values())
+    )
+    """What DRY_RUN=1 prints."""
+    also_interrupted: bool = False
+    """Whether Ctrl-C still makes the tables, of what is there."""
+
+
+def comparison(text: Callable[[Study], str], is_wrong: Callable[[Study], bool]) -> Output:
+    """The report of all runs and a page; 0 if all ended well and nothing of it is wrong.
+
+    Args:
+        text: The page in Markdown; empty where there is nothing to compare.
+        is_wrong: What else fails it.
+    """
+
+    def finish(study: Study) -> int:
+        study.report()
+        if page := text(study):
+            study.write(page)
+        return int(not page or not study.all_well or is_wrong(study))
+
+    return Output(finish)
+
+
+def losses_broke(study: Study) -> bool:
+    """Whether a run's losses are not the reference's."""
+    return any(row.parity.verdict.startswith("broken") for row in study.rows)
+
+
+def run_experiment(
+    experiment: Experiment, output: Output, console: Console, reports: Path = ROOT / "reports"
+) -> int:
+    """Plan, check, train what is not there, and make the experiment's table; the exit code.
+
+    Raises:
+        LaunchError: It cannot work here; nothing was trained.
+    """
+    if output.before is not None:
+        output.before(experiment)
+    planned, dry_run = _composed(experiment, console), experiment.options.dry_run
+    # What refuses as a whole shows its commands first, then why it would.
+    if dry_run and not experiment.file.skips_illegal:
+        print(output.shown(planned), flush=True)
+    planned = _checked(planned, experiment)
+    if dry_run and experiment.file.skips_illegal:
+        print(output.shown(planned), flush=True)
+    if dry_run:
+        return 0
+    runner = Runner(experiment, planned.launches, console)
+    study = Study(experiment, planned, runner, console, reports)
+    for text in skipped_sentences(planned.skipped):
+        say(console, text)
+    if output.begin is not None:
+        output.begin(study)
+    try:
+        runner.train()
+    except BaseException:
+        if output.also_interrupted:
+            output.finish(study)
+        raise
+    return output.finish(study)
+
+
+def _composed(experiment: Experiment, console: Console) -> Planned:
+    """Compose every cell; make missing data."""
+    runtime = cache(partial(choose_runtime, experiment.options))
+
+    def compose(cell: Cell) -> Launch:
+        launch = compose_job(cell.job, runtime(cell.job.device))
+        return replace(launch, environment={**launch.environment, **experiment.file.environment})
+
+    launches, problems = _tried(compose, experiment.cells)
+    if problems and not experiment.file.skips_illegal:
+        raise next(iter(problems.values()))
+    if not experiment.options.dry_run:
+        for launch in launches.values():
+            make_sample(launch.data, console)
+        if SAMPLE in {launch.data for launch in launches.values()}:
+            data = open_dataset(ROOT / SAMPLE)
+            sentence = f"Data: {data.tokens:,} GPT-2 tokens in {data.documents} documents."
+            console.print(sentence, highlight=False)
+    return Planned(launches, {cell: str(error) for cell, error in problems.items()})
+
+
+def _checked(planned: Planned, experiment: Experiment) -> Planned:
+    """What of it can work here; of several nodes (`LAUNCHER=slurm`) each looks at itself."""
+
+    def look_at(cell: Cell) -> Launch:
+        check(planned.launches[cell])
+        return planned.launches[cell]
+
+    launches, problems = _tried(look_at, planned.launches)
+    if problems and not experiment.file.skips_illegal:
+        # Cells lack the same thing in other words: the number of GPUs, the target instead.
+        once: dict[str, str] = {}
+        for line in "\n".join(map(str, problems.values())).splitlines():
+            once.setdefault(line.partition(";")[0].lstrip("0123456789"), line)
+        raise LaunchError("\n".join(filter(None, (*once.values(), experiment.file.instead))))
+    said = {**planned.skipped, **{cell: str(error) for cell, error in problems.items()}}
+    rules = {cell: " ".join(said[cell].split()) for cell in experiment.cells if cell in said}
+    return Planned(launches, rules)
+
+
+def skipped_sentences(skipped: Mapping[Cell, str]) -> list[str]:
+    """Skipped cells by the rule that they break, a line for each."""
+    cells: dict[str, list[str]] = {}
+    for cell, rule in skipped.items():
+        cells.setdefault(rule, []).append(cell.name)
+    return [
+        f"{plural(len(names), 'cell')} skipped ({', '.join(names)}): {rule}"
+        for rule, names in cells.items()
+    ]
+
+
+def _tried(
+    make: Callable[[Cell], Launch], cells: Iterable[Cell]
+) -> tuple[dict[Cell, Launch], dict[Cell, ValueError]]:
+    """What came of each cell, and why nothing did of the others."""
+    launches: dict[Cell, Launch] = {}
+    problems: dict[Cell, ValueError] = {}
+    for cell in cells:
+        try:
+            launches[cell] = make(cell)
+        except ValueError as error:  # LaunchError is one.
+            problems[cell] = error
+    return launches, problems

@@ -1,0 +1,297 @@
+"""`make verify-matrix`, `verify-fuzz` and `verify-bf16`."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+from packaging.version import Version
+from rich.console import Console
+
+from parakit.launch.code import find_entry
+from parakit.launch.data import SMALL_SAMPLE, make_sample
+from parakit.launch.options import Options
+from parakit.artifacts.run import MegatronEntry
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT, from_root
+from parakit.experiments.matrix.cell import Cell
+from parakit.experiments.matrix.cells import cells_of, draws
+from parakit.experiments.matrix.curves import curves
+from parakit.experiments.matrix.definition import Family, Level, Matrix, load_matrix
+from parakit.experiments.matrix.outcome import STORED, CellRecord, Drawn, keep, read_kept, store
+from parakit.experiments.matrix.page import counts_of, write_pages
+from parakit.experiments.matrix.running import CellVerifier, MatrixRun
+from parakit.experiments.matrix.touched import Executed, changed_files, recorded, touched, with_one
+from parakit.experiments.verify.verifier import ForkedRanks, Verifier
+from parakit.formatting.terminal import say
+from parakit.verify.findings import Finding, Judged, findings
+
+FOLDER = "matrix"
+"""In the runs folder; one of each version in it."""
+FUZZ_MINUTES = 30
+_TAG = "core_v"
+"""Of releases, in the repository."""
+SHOWN_DRAWS = 20
+"""By DRY_RUN=1."""
+
+
+def families_of(
+    matrix: Matrix, megatron: Version, features: Sequence[str] = (), layouts: Sequence[str] = ()
+) -> tuple[Family, ...]:
+    """Families with the features, levels and strategies that are asked for and that a version has.
+
+    Args:
+        matrix: All of them.
+        megatron: The version.
+        features: FEATURES=, names or patterns of families, features and levels; empty is all.
+        layouts: STRATEGIES=, likewise of strategies.
+
+    Raises:
+        LaunchError: A name is of nothing in the matrix.
+    """
+    every = [
+        level for family in matrix.families for each in family.factors.values() for level in each
+    ]
+    families = {family.name for family in matrix.families}
+    names = families.union(*map(_names, every))
+    laid = {layout.name for family in matrix.families for layout in family.layouts}
+    for variable, given, known in (("FEATURES", features, names), ("STRATEGIES", layouts, laid)):
+        for name in given:
+            if not _is_named(known, (name,)):
+                raise LaunchError(
+                    f"{variable}={name} is none of the matrix's; name some of "
+                    f"{', '.join(sorted(known))}."
+                )
+    rest = [name for name in features if not _is_named(families, (name,))]
+    named = [name for name in features if name not in rest]
+
+    def is_asked(level: Level) -> bool:
+        return level.is_in(megatron) and (not rest or _is_named(_names(level), rest))
+
+    found = []
+    for family in matrix.families:
+        factors = {
+            factor: (levels[0], *filter(is_asked, levels[1:]))
+            for factor, levels in family.factors.items()
+        }
+        chosen = [one for one in family.layouts if not layouts or _is_named((one.name,), layouts)]
+        is_named = not named or _is_named((family.name,), named)
+        if is_named and chosen and (not rest or any(len(one) > 1 for one in factors.values())):
+            own = msgspec.structs.replace(family, factors=factors, layouts=tuple(chosen))
+            found.append(own)
+    return tuple(found)
+
+
+def _names(level: Level) -> tuple[str, str, str]:
+    return (level.factor, level.name, level.path)
+
+
+def _is_named(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+@dataclass(frozen=True)
+class _Command:
+    """What the three commands share: the matrix of the options' Megatron, and where its pages are."""
+
+    given: Namespace
+    options: Options
+    console: Console
+
+    @cached_property
+    def entry(self) -> MegatronEntry:
+        return find_entry(self.options.megatron_lm)
+
+    @property
+    def name(self) -> str:
+        return label(self.entry)
+
+    @cached_property
+    def matrix(self) -> Matrix:
+        return load_matrix().of(Version(self.entry.megatron_version))
+
+    @cached_property
+    def known(self) -> tuple[Finding, ...]:
+        return known_findings(self.name)
+
+    @property
+    def executed(self) -> Executed:
+        """What was recorded of this version."""
+        folder = (self.given.page or ROOT / "docs") / STORED
+        name = f"{self.name}.executed.json"
+        return next(iter(read_kept(folder, name, dict[str, frozenset[str]])), {})
+
+    @property
+    def pages(self) -> Path:
+        page: Path | None = self.given.page
+        return page or self.options.runs / FOLDER
+
+    def families(self, features: tuple[str, ...] | None = None) -> tuple[Family, ...]:
+        asked = self.given.features if features is None else features
+        version = Version(self.entry.megatron_version)
+        return families_of(self.matrix, version, asked, self.given.strategies)
+
+    def show(self, cells: Iterable[Cell]) -> None:
+        """Print their commands."""
+        for cell in cells:
+            say(self.console, cell.command())
+
+    @contextmanager
+    def verifier(self) -> Iterator[Verifier]:
+        """On forked ranks; its tensors are removed at the end."""
+        folder = self.options.runs / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        make_sample(SMALL_SAMPLE, self.console)
+        with (
+            tempfile.TemporaryDirectory(dir=folder, prefix=".work-") as work,
+            closing(ForkedRanks(self.options)) as ranks,
+        ):
+            yield Verifier(Path(work), ranks)
+
+    @contextmanager
+    def run(self, suffix: str = "", minutes: float | None = None) -> Iterator[MatrixRun]:
+        """Cells that are kept in a folder of this version, begun within MINUTES=."""
+        minutes = self.given.minutes or minutes
+        folder = self.options.runs / FOLDER / f"{self.name}{suffix}"
+        with self.verifier() as verifier:
+            deadline = time.monotonic() + 60 * minutes if minutes else None
+            verify = CellVerifier(verifier, self.options, self.known)
+            yield MatrixRun(folder, verify, self.console, deadline)
+
+    def publish(self) -> None:
+        """Write the pages of all that is kept beside them."""
+        for path in write_pages(self.pages, self.matrix):
+            self.console.print(f"→ {from_root(path)}", highlight=False)
+
+
+def matrix(given: Namespace, options: Options, console: Console) -> int:
+    """Verify the cells that are asked for and write the page; 1 if one differs that no finding explains.
+
+    Raises:
+        LaunchError: A name is of nothing in the matrix, or there is no such Megatron.
+    """
+    command = _Command(given, options, console)
+    cells = [
+        cell
+        for family in command.families()
+        for cell in cells_of(command.matrix, family, command.known, options.seed)
+    ]
+    if given.executed:
+        return _record(command)
+    if given.changed:
+        changed = changed_files(given.changed, options.megatron_lm)
+        cells = touched(cells, changed, command.executed)
+        console.print(f"{len(cells)} cells can execute {', '.join(changed)}.", highlight=False)
+    if options.dry_run:
+        command.show(cells)
+        console.print(f"{len(cells)} cells", highlight=False)
+        return 0
+    with command.run() as run:
+        over = not run.run(cells)
+    records = [run.records[cell.id] for cell in cells if cell.id in run.records]
+    console.print(summary(records, len(cells)), highlight=False)
+    if over:
+        console.print("The time is over; the same command continues.", highlight=False)
+    store(command.pages, command.name, run.records.values())
+    command.publish()
+    return int(any(record.is_wrong and not record.finding for record in records))
+
+
+def _record(command: _Command) -> int:
+    found = command.executed
+    with command.verifier() as verifier:
+        families, ranks = command.families(), verifier.ranks
+        for name, files in recorded(
+            command.matrix, families, command.options, ranks, verifier.folder
+        ):
+            command.console.print(f"{name}: {len(files)} files", highlight=False)
+            found = with_one(found, name, files)
+            in_order = {name: sorted(found[name]) for name in sorted(found)}
+            keep(command.pages, f"{command.name}.executed.json", in_order)
+    return 0
+
+
+def fuzz(given: Namespace, options: Options, console: Console) -> int:
+    """Draw, verify and shrink for MINUTES=; 1 if something differs that no finding explains.
+
+    Raises:
+        LaunchError: A name is of nothing in the matrix, or there is no such Megatron.
+    """
+    command, seed = _Command(given, options, console), options.seed
+    cells = draws(command.matrix, command.families(), command.known, seed)
+    if options.dry_run:
+        command.show(islice(cells, SHOWN_DRAWS))
+        return 0
+    found: list[CellRecord] = []
+    with command.run(f"-fuzz-{seed}", FUZZ_MINUTES) as run:
+        for one in run.draw(cells):
+            found.append(one)
+            console.print(f"differs: {one.sentence}", style="red", highlight=False)
+            console.print(f"  {one.smallest}", markup=False, soft_wrap=True)
+    records = tuple(run.records.values())
+    console.print(f"SEED={seed}: {summary(records, len(records))}", highlight=False)
+    if found:
+        console.print("The same command continues a search for the least that the time cut off.")
+    drawn = Drawn(seed, records, tuple(found))
+    keep(command.pages, f"{command.name}.fuzz-{seed}.json", drawn)
+    command.publish()
+    return int(bool(found))
+
+
+def bf16(given: Namespace, options: Options, console: Console) -> int:
+    """Train the dense model in fp32 and bf16 in each strategy that is asked for; 0.
+
+    Raises:
+        LaunchError: A run failed, or a name is of nothing in the matrix.
+    """
+    command = _Command(given, options, console)
+    (family,) = command.families(("dense",))
+    found = []
+    with command.verifier() as verifier:
+        for one in curves(family, options, verifier.ranks, verifier.folder):
+            found.append(one)
+            console.print(
+                f"{one.layout}: from one rank {one.fp32[0]:.2g} in fp32, {one.bf16[0]:.2g} in bf16; "
+                f"bf16 from fp32 {one.cost[0]:.2g}, mean {one.cost[1]:.2g}",
+                highlight=False,
+            )
+    keep(command.pages, f"{command.name}.bf16.json", found)
+    command.publish()
+    return 0
+
+
+def label(entry: MegatronEntry) -> str:
+    """What a version is called: the release that a checkout is tagged as, else its commit or version.
+
+    The files of the release 0.19.0 call themselves 0.19.1.
+    """
+    if entry.megatron_commit is None:
+        return entry.megatron_version
+    tag = ("tag", "--points-at", "HEAD", "--list", f"{_TAG}*")
+    command = ("git", "-C", str(Path(entry.path).parent), *tag)
+    tagged = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return tagged[0].removeprefix(_TAG) if tagged else entry.megatron_commit[:8]
+
+
+def known_findings(name: str) -> tuple[Finding, ...]:
+    """Those that a version has and that a CPU rank can show; none of a version that nobody judged."""
+    return tuple(
+        one
+        for one in findings()
+        if one.verdict is not Judged.UNREACHABLE and name in one.present and one.patch.is_file()
+    )
+
+
+def summary(records: Sequence[CellRecord], cells: int) -> str:
+    """How many cells came to what."""
+    return f"{len(records)} of {cells} cells: {counts_of(records) or 'none yet'}"

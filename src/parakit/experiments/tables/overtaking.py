@@ -1,0 +1,209 @@
+"""Cells over model sizes, and where one backend or strategy overtakes another; never beyond the
+noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, pairwise
+from math import exp, log
+
+from parakit.launch.job import Job
+from parakit.planner.tensors import parameters_total
+from parakit.reporting.analyse.entry import Entry
+from parakit.reporting.analyse.statistics import Estimate, TimeComparison, TimeVerdict, compare
+from parakit.config.run import Backend, DeviceKind
+from parakit.experiments.runner import CellResult
+from parakit.formatting.units import joined, parameters, plural
+
+Devices = tuple[int, DeviceKind]
+
+
+@dataclass(frozen=True)
+class Swept:
+    """One cell of a sweep, with what was measured of its repeats together."""
+
+    result: CellResult
+    row: Entry | None
+    estimate: Estimate | None
+    """Of an iteration, in milliseconds: by the clock, or of the processors, over all ranks."""
+
+    @property
+    def job(self) -> Job:
+        """What is trained, and where."""
+        return self.result.cell.job
+
+    @property
+    def backend(self) -> Backend:
+        """Who trains it."""
+        return self.job.options.backend
+
+    @property
+    def devices(self) -> Devices:
+        """How many, and of which kind."""
+        return self.job.devices, self.job.device
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the model as it is trained."""
+        return parameters_total(self.result.launch.model.shape)
+
+    @property
+    def tokens_per_iteration(self) -> int:
+        """Over all devices."""
+        return self.result.launch.spec.tokens_per_iteration
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over all devices, at the median iteration."""
+        return self._rate(self.estimate.median) if self.estimate else None
+
+    @property
+    def rate_interval(self) -> tuple[float, float] | None:
+        """95% interval of the same."""
+        found = self.estimate
+        if found is None or found.low is None or found.high is None:
+            return None
+        return self._rate(found.high), self._rate(found.low)
+
+    def _rate(self, milliseconds: float) -> float:
+        return self.tokens_per_iteration * 1000 / milliseconds
+
+
+@dataclass(frozen=True)
+class SizePoint:
+    """Both sides at one size."""
+
+    model: str
+    parameters: int
+    found: TimeComparison
+    """The second side's time a token over the first's."""
+
+    @property
+    def text(self) -> str:
+        """`gpt3-64m (63.8M)`."""
+        return f"{self.model} ({parameters(self.parameters)})"
+
+
+def crossover(points: Sequence[SizePoint]) -> tuple[float, float, float]:
+    """Parameters at which the ratio of two sides passes 1, with the 95% interval.
+
+    At the first of the sizes one side is clearly faster, at the last one the other.
+
+    Ratio and both ends of its interval are interpolated between sizes, all in logarithms. Each of the
+    three passes 1, because the interval of neither end holds it.
+
+    Args:
+        points: Both sizes and those between them, small to large.
+    """
+    curves = [[getattr(point.found, end) for point in points] for end in ("ratio", "low", "high")]
+    at, *ends = (_passes_one([point.parameters for point in points], each) for each in curves)
+    return at, min(ends), max(ends)
+
+
+def _passes_one(sizes: Sequence[int], ratios: Sequence[float]) -> float:
+    logs = [log(ratio) for ratio in ratios]
+    for place, (one, two) in enumerate(pairwise(logs)):
+        if one * two <= 0 and one != two:
+            small, big = log(sizes[place]), log(sizes[place + 1])
+            return exp(small + (big - small) * one / (one - two))
+    raise AssertionError("the ratio is on one side of 1")
+
+
+def compare_tokens(reference: Swept, other: Swept) -> TimeComparison | None:
+    """Time a token of the second over the first's; None where one has no times."""
+    if reference.estimate is None or other.estimate is None:
+        return None
+    weight = reference.tokens_per_iteration / other.tokens_per_iteration
+    return compare(reference.estimate, other.estimate, weight)
+
+
+def fastest(results: Sequence[Swept]) -> dict[tuple[Devices, Backend], list[Swept]]:
+    """For each number of devices and backend its fastest strategy at every size, small ones first."""
+    lines: dict[tuple[Devices, Backend], dict[str, Swept]] = {}
+    for one in filter(lambda one: one.estimate, results):
+        line, name = lines.setdefault((one.devices, one.backend), {}), one.job.model.name
+        line[name] = max(line.get(name, one), one, key=lambda each: each.tokens_per_second or 0)
+    return {
+        key: sorted(line.values(), key=lambda one: one.parameters) for key, line in lines.items()
+    }
+
+
+def verdicts(results: Sequence[Swept]) -> list[str]:
+    """A sentence for each pair of backends, and of one backend's strategies, on each number of devices.
+
+    Dense models and mixtures of experts are two axes of size.
+    """
+    kinds = dict.fromkeys(map(_kind, results))
+    sentences = []
+    for devices in dict.fromkeys(result.devices for result in results):
+        for kind in kinds:
+            own = [r for r in results if (r.devices, _kind(r)) == (devices, kind)]
+            where = f"On {plural(devices[0], f'{devices[1].upper()} rank')}"
+            where += f", {kind}:" if len(kinds) > 1 else ""
+            for (one, first), (two, second) in _pairs(own):
+                sentences.append(overtaking(where, one, two, _points(first, second)))
+    return sentences
+
+
+def _kind(result: Swept) -> str:
+    return "mixtures of experts" if result.job.model.shape.experts else "dense models"
+
+
+def _pairs(results: Sequence[Swept]) -> Iterator[tuple[tuple[str, list[Swept]], ...]]:
+    """What is compared: backends by their fastest strategy, then the strategies of each backend."""
+    best = {backend: line for (_, backend), line in fastest(results).items()}
+    backends = list(dict.fromkeys(result.backend for result in results))
+    yield from combinations([(each.value, best.get(each, [])) for each in backends], 2)
+    for backend in backends:
+        lines: dict[str, list[Swept]] = {}
+        for result in results:
+            if result.backend is backend:
+                lines.setdefault(f"{backend} {result.job.strategy}", []).append(result)
+        yield from combinations(lines.items(), 2)
+
+
+def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> str:
+    """What the sizes, small to large, allow to say of the pair."""
+    clear = [p for p in points if p.found.verdict.is_clear]
+    unclear = joined([p.text for p in points if p.found.verdict is TimeVerdict.NOISE])
+    unknown = joined([p.text for p in points if p.found.verdict is TimeVerdict.UNKNOWN])
+    few = f"too few samples at {unknown}" if unknown else ""
+    if not clear and not unclear:
+        return f"{where} nothing can be said of {two} against {one}: {few or 'no size has both'}."
+    tail = f"; {few}" if few else ""
+    if not clear:
+        return f"{where} {two} is within noise of {one} at {unclear}{tail}: neither overtakes."
+    tail = f"; within noise of each other at {unclear}{tail}" if unclear else tail
+    crossings = []
+    for small, big in pairwise(clear):
+        if small.found.verdict is not big.found.verdict:
+            winner, loser = _in_order(big, one, two)
+            known = [p for p in points if p.found.verdict is not TimeVerdict.UNKNOWN]
+            between = [p for p in known if small.parameters <= p.parameters <= big.parameters]
+            at, low, high = (parameters(round(value)) for value in crossover(between))
+            crossings.append(
+                f"{winner} overtakes {loser} at {at} parameters [{low}, {high}], between {small.text} "
+                f"and {big.text}"
+            )
+    if crossings:
+        return f"{where} {' and '.join(crossings)}{tail}."
+    winner, loser = _in_order(clear[0], one, two)
+    sizes = joined([point.text for point in clear])
+    return f"{where} {winner} is faster than {loser} at {sizes}{tail}: no crossover in the range."
+
+
+def _points(one: Sequence[Swept], two: Sequence[Swept]) -> list[SizePoint]:
+    others = {result.job.model.name: result for result in two}
+    return [
+        SizePoint(name, result.parameters, found)
+        for result in one
+        if (other := others.get(name := result.job.model.name))
+        and (found := compare_tokens(result, other))
+    ]
+
+
+def _in_order(point: SizePoint, one: str, two: str) -> tuple[str, str]:
+    """The faster and the slower."""
+    return (two, one) if point.found.verdict is TimeVerdict.FASTER else (one, two)

@@ -1,0 +1,73 @@
+"""Find ranks whose device stopped inside collectives that their whole group had entered.
+
+NCCL counts per group the last collective that a rank's device completed. Peers can only complete a
+collective if every rank's device takes part, so a rank that entered it and did not complete it has a
+device that failed, or that no longer reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parakit.hang.evidence import RecordedCall
+from parakit.hang.waits import Waits
+
+OPERATIONS_OF_ALL_RANKS = frozenset(
+    {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier"}
+)
+"""Operations that no rank completes without data of every rank; a broadcast's root may."""
+
+FEWEST_CALLS_BEHIND = 2
+"""Calls that a rank must be behind. Peers also complete a single call that does not fit this rank's."""
+
+
+@dataclass(frozen=True)
+class RankBehind:
+    """A rank that entered collectives which its peers completed and it did not."""
+
+    rank: int
+    first_call: RecordedCall
+    """The earliest collective that only this rank's device did not complete."""
+    peers: tuple[int, ...]
+    """The ranks that completed the first call."""
+    num_calls: int
+    num_groups: int
+
+
+def find_ranks_behind(waits: Waits) -> list[RankBehind]:
+    """Return the ranks behind their peers in what NCCL completed, in order; empty if there are none.
+
+    Only collectives count that every rank of the group entered. A rank that is behind by a single call
+    is left out: a call of another size ends the same way, and then the rank that is behind is right.
+    """
+    calls_by_rank: dict[int, list[tuple[RecordedCall, tuple[int, ...]]]] = {}
+    for rank, call, peers in _calls_completed_by_peers(waits):
+        calls_by_rank.setdefault(rank, []).append((call, peers))
+    ranks_behind = []
+    for rank, calls in sorted(calls_by_rank.items()):
+        first_call, peers = min(calls, key=lambda pair: pair[0].created_ns)
+        if len(calls) >= FEWEST_CALLS_BEHIND:
+            groups = {call.group for call, _ in calls}
+            ranks_behind.append(RankBehind(rank, first_call, peers, len(calls), len(groups)))
+    return ranks_behind
+
+
+def _calls_completed_by_peers(
+    waits: Waits,
+) -> Iterator[tuple[int, RecordedCall, tuple[int, ...]]]:
+    """Yield each rank, a collective that it entered and did not complete, and the peers that did."""
+    evidence = waits.evidence
+    for group, call in waits.incomplete:
+        if not group.is_whole or call.operation not in OPERATIONS_OF_ALL_RANKS:
+            continue
+        peers = tuple(
+            rank
+            for rank in group.ranks
+            if evidence.of(rank).completed.get(group.name, -1) >= call.number
+        )
+        for rank in group.ranks:
+            # Without NCCL's count (gloo) there is no device, and a lost message looks the same.
+            if peers and rank not in peers and group.name in evidence.of(rank).progress:
+                own_call = evidence.of(rank).collectives(group.name).get(call.number)
+                yield rank, own_call or call, peers

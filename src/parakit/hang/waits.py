@@ -1,0 +1,254 @@
+"""Find which rank waits for which other rank.
+
+The input is what each rank left behind: its recorded calls (flight recorder) and its Python stack. The
+result is a graph, `Waits`, with an edge from each waiting rank to each rank it waits for. A rank that
+others wait for, and that waits for nobody, is a root: it stopped the job. Ranks that wait for each
+other in a cycle are a root together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import dropwhile
+
+from parakit.hang.evidence import Evidence, Frame, GroupOfRanks, RankEvidence, RecordedCall
+
+TORCH_DISTRIBUTED = "/torch/distributed/"
+TORCH_CHECKPOINT = "/torch/distributed/checkpoint/"
+FILES_THAT_CALL_COLLECTIVES = ("/torch/", "megatron_patches/")
+FILES_THAT_COUNT_CALLS = "src/parakit/accounting/"
+PIPELINE_FILES = ("p2p_communication", "pipeline_parallel/schedules")
+NUM_INNERMOST_FRAMES = 6
+EXCEPTION_HOOK = "_distributed_excepthook"
+
+PREVIOUS_STAGE, NEXT_STAGE = -1, +1
+AWAITED_STAGES: Mapping[str, set[int]] = {
+    "send_forward": {NEXT_STAGE},
+    "recv_backward": {NEXT_STAGE},
+    "send_forward_recv_backward": {NEXT_STAGE},
+    "send_backward_recv_backward": {NEXT_STAGE},
+    "recv_forward": {PREVIOUS_STAGE},
+    "send_backward": {PREVIOUS_STAGE},
+    "send_backward_recv_forward": {PREVIOUS_STAGE},
+    "send_forward_backward_recv_forward_backward": {PREVIOUS_STAGE, NEXT_STAGE},
+    "send_forward_recv_forward": {PREVIOUS_STAGE, NEXT_STAGE},
+    "pp_pre_forward": {PREVIOUS_STAGE},
+    "pp_post_forward": {NEXT_STAGE},
+    "pp_pre_backward": {NEXT_STAGE},
+    "pp_post_backward": {PREVIOUS_STAGE},
+    "forward_backward_pipelining_with_interleaving": {PREVIOUS_STAGE, NEXT_STAGE},
+}
+"""Pipeline stages that each of Megatron's communication functions waits for, relative to its own.
+
+The functions are those of `p2p_communication.py`, then those of `schedules.py`. If several of them
+are on a stack, the one that comes first in this table decides.
+"""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One edge of the graph: `rank` waits for `awaited`."""
+
+    rank: int
+    awaited: int
+    call: RecordedCall | None = field(compare=False)
+    """The call in which it waits; None if only the rank's stack shows the wait."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """The graph of waiting ranks of one job."""
+
+    evidence: Evidence
+    edges: Mapping[int, tuple[Wait, ...]]
+    """Waits by the rank that waits. Ranks that a signal had stopped are missing."""
+    in_calls: frozenset[int]
+    """Ranks inside an unfinished call, by records or stacks, even if the awaited rank is unknown."""
+    incomplete: tuple[tuple[GroupOfRanks, RecordedCall], ...]
+    """Unfinished collectives in which some rank waits for nobody: its whole group has entered."""
+    exchanges: tuple[int, ...] = ()
+    """Ranks in pipeline communication with a neighbour whose stack shows communication with them."""
+
+    @property
+    def roots(self) -> list[tuple[int, ...]]:
+        """Return the causes: first single ranks that wait for nobody, then cycles of ranks."""
+        awaited_ranks = {wait.awaited for waits in self.edges.values() for wait in waits}
+        single_ranks = [rank for rank in sorted(awaited_ranks) if not self.edges.get(rank)]
+        roots: list[tuple[int, ...]] = [(rank,) for rank in single_ranks]
+        explained = self.behind(single_ranks)
+        unexplained = {
+            rank for rank, waits in self.edges.items() if waits and rank not in explained
+        }
+        while unexplained:
+            cycle = self._follow_to_cycle(min(unexplained), unexplained)
+            roots.append(cycle)
+            unexplained -= self.behind(cycle) | set(cycle)
+        return roots
+
+    def behind(self, roots: Iterable[int]) -> set[int]:
+        """Return the ranks that wait for `roots`, directly or through other ranks."""
+        waiting_ranks: dict[int, list[int]] = {}
+        for rank, waits in self.edges.items():
+            for wait in waits:
+                waiting_ranks.setdefault(wait.awaited, []).append(rank)
+        reached = set(roots)
+        to_visit = list(reached)
+        while to_visit:
+            for rank in waiting_ranks.get(to_visit.pop(), ()):
+                if rank not in reached:
+                    reached.add(rank)
+                    to_visit.append(rank)
+        return reached - set(roots)
+
+    def calls_into(self, roots: Iterable[int]) -> list[Wait]:
+        """Return the direct waits for `roots` by time of call; waits without a call come first."""
+        awaited_ranks = set(roots)
+        waits = [
+            wait
+            for waits_of_rank in self.edges.values()
+            for wait in waits_of_rank
+            if wait.awaited in awaited_ranks
+        ]
+        return sorted(waits, key=lambda wait: wait.call.created_ns if wait.call else 0)
+
+    def _follow_to_cycle(self, start: int, ranks: set[int]) -> tuple[int, ...]:
+        """Follow waits within `ranks` from `start` until a rank repeats; return that cycle, sorted."""
+        path = [start]
+        while True:
+            next_rank = next(wait.awaited for wait in self.edges[path[-1]] if wait.awaited in ranks)
+            if next_rank in path:
+                return tuple(sorted(path[path.index(next_rank) :]))
+            path.append(next_rank)
+
+
+def find_waits(evidence: Evidence) -> Waits:
+    """Build the graph from the evidence of all ranks."""
+    edges: dict[int, tuple[Wait, ...]] = {}
+    in_calls: set[int] = set()
+    ranks_in_exchange: set[int] = set()
+    incomplete: dict[tuple[str, int], tuple[GroupOfRanks, RecordedCall]] = {}
+    for rank, rank_evidence in evidence.ranks.items():
+        if rank_evidence.is_stopped:
+            continue
+        waits: dict[int, Wait] = {}
+        for call in rank_evidence.pending:
+            group = evidence.groups[call.group]
+            awaited_ranks = _awaited_in_call(evidence, rank, call, group)
+            for awaited in awaited_ranks:
+                waits.setdefault(awaited, Wait(rank, awaited, call))
+            if not awaited_ranks and not call.is_point_to_point:
+                incomplete.setdefault((call.group, call.number), (group, call))
+        waits |= _waits_of_failed_call(evidence, rank_evidence)
+        if not waits and not rank_evidence.pending:
+            # gloo's flight recorder keeps no point-to-point call, so pipeline communication shows only
+            # in the stack. Two stages that communicate with each other do not wait for each other.
+            for neighbour in _pipeline_neighbours(evidence, rank_evidence):
+                if rank in _pipeline_neighbours(evidence, evidence.of(neighbour)):
+                    ranks_in_exchange.add(rank)
+                else:
+                    waits[neighbour] = Wait(rank, neighbour, None)
+        if rank_evidence.pending or waits or is_in_collective(rank_evidence.stack):
+            in_calls.add(rank)
+        edges[rank] = tuple(waits.values())
+    return Waits(
+        evidence,
+        edges,
+        in_calls=frozenset(in_calls),
+        incomplete=tuple(incomplete.values()),
+        exchanges=tuple(sorted(ranks_in_exchange)),
+    )
+
+
+def is_in_collective(stack: Iterable[Frame]) -> bool:
+    """Return True if the stack ends in a torch.distributed call or in pipeline communication.
+
+    `stack` is innermost first. An empty stack gives False.
+    """
+    # Every call passes through this kit's counting of calls, whose frames say nothing.
+    frames = dropwhile(lambda frame: FILES_THAT_COUNT_CALLS in frame.file, stack)
+    innermost_frames = tuple(frames)[:NUM_INNERMOST_FRAMES]
+    if not innermost_frames:
+        return False
+    innermost_file = innermost_frames[0].file
+    # The wait of a point-to-point request is C++ code, so the innermost Python frame is Megatron's.
+    if any(name in innermost_file for name in PIPELINE_FILES):
+        return True
+    # If torch has called back into other code, that code is computing and not waiting.
+    if not any(folder in innermost_file for folder in FILES_THAT_CALL_COLLECTIVES):
+        return False
+    distributed_files = [
+        frame.file for frame in innermost_frames if TORCH_DISTRIBUTED in frame.file
+    ]
+    # torch's code for checkpoints is in the same folder, and waits for a disk unless it calls further.
+    return bool(distributed_files) and TORCH_CHECKPOINT not in distributed_files[0]
+
+
+def _waits_of_failed_call(evidence: Evidence, rank_evidence: RankEvidence) -> dict[int, Wait]:
+    """Return the waits for lost peers, by peer, if an exception is ending the rank; else nothing.
+
+    The failed call is the rank's last one and counts as completed. The lost peers are the ranks of its
+    group that left no recorded call at all.
+    """
+    is_raising = any(frame.function == EXCEPTION_HOOK for frame in rank_evidence.stack)
+    if not is_raising or not rank_evidence.calls:
+        return {}
+    failed_call = rank_evidence.calls[-1]
+    peers = evidence.groups[failed_call.group].ranks
+    lost_peers = [peer for peer in peers if not evidence.of(peer).calls]
+    return {peer: Wait(rank_evidence.rank, peer, failed_call) for peer in lost_peers}
+
+
+def _awaited_in_call(
+    evidence: Evidence, rank: int, call: RecordedCall, group: GroupOfRanks
+) -> tuple[int, ...]:
+    """Return the ranks that `rank` waits for in this unfinished call; empty if all have entered it."""
+    if not call.is_point_to_point:
+        peers = (peer for peer in group.ranks if peer != rank)
+        return tuple(peer for peer in peers if _must_be_awaited(evidence.of(peer), call))
+    if call.peer is None or call.peer >= len(group.ranks):
+        return ()
+    peer = group.ranks[call.peer]
+    counterpart = "recv" if call.operation == "send" else "send"
+    expected = (call.group, counterpart, group.ranks.index(rank))
+    for peer_call in evidence.of(peer).pending:
+        if (peer_call.group, peer_call.operation, peer_call.peer) == expected:
+            return ()
+    return (peer,)
+
+
+def _must_be_awaited(peer: RankEvidence, call: RecordedCall) -> bool:
+    """Return True if others must wait for `peer` in this collective.
+
+    That is so if the peer has not entered the call, or has entered it while its device lags behind:
+    the waiting rank's device has begun the call, and the peer's device none of its pending calls.
+    """
+    # A signal stopped the peer's process. It was continued only to write its dump, so a call in that
+    # dump may have been entered after the job had already hung.
+    if peer.is_stopped or peer.last.get(call.group, -1) < call.number:
+        return True
+    if not call.is_started or any(pending.is_started for pending in peer.pending):
+        return False
+    return any(
+        pending.number == call.number
+        for pending in peer.pending
+        if pending.group == call.group and not pending.is_point_to_point
+    )
+
+
+def _pipeline_neighbours(evidence: Evidence, rank_evidence: RankEvidence) -> tuple[int, ...]:
+    """Return the ranks of the stages that the rank communicates with, by its stack; empty if none."""
+    if rank_evidence.is_stopped or not is_in_collective(rank_evidence.stack):
+        return ()
+    functions = {
+        frame.function.rpartition(".")[2]
+        for frame in rank_evidence.stack
+        if any(name in frame.file for name in PIPELINE_FILES)
+    }
+    steps = next((steps for name, steps in AWAITED_STAGES.items() if name in functions), set())
+    for group in evidence.groups.values():
+        if group.is_pipeline and rank_evidence.rank in group.ranks:
+            stage, num_stages = group.ranks.index(rank_evidence.rank), len(group.ranks)
+            neighbours = {group.ranks[(stage + step) % num_stages] for step in steps}
+            return tuple(sorted(neighbours - {rank_evidence.rank}))
+    return ()

@@ -1,0 +1,189 @@
+"""The kit's data sets, and those that it makes by itself, from text that comes with Python."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from parakit.data.indexed import Dataset, DatasetError, bin_path, idx_path, open_dataset
+from parakit.data.split import Split, parts_of, unusable_parts, usable_split
+from parakit.artifacts.io import lock, write_whole
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.config.flags import Flags
+from parakit.config.model import GPT2_VOCABULARY
+from parakit.config.run import DeviceKind
+
+SAMPLE = "owt-ds/sample_text_document"
+UNIQUE_SAMPLE = "owt-ds/sample-unique_text_document"
+"""The sample with every paragraph once."""
+
+SMALL_SAMPLE = "owt-ds/sample-1k_text_document"
+"""The sample in a vocabulary of 1,024: what a verification computes is then mostly the layers."""
+SMALL_VOCABULARY = 1024
+
+PUBLISHED = "owt-ds/openwebtext-10k_text_document"
+DEFAULT_DATA = {DeviceKind.CPU: SAMPLE, DeviceKind.GPU: PUBLISHED}
+GPT2_DATA = (SAMPLE, PUBLISHED, UNIQUE_SAMPLE)
+"""The kit's own data sets hold GPT-2 tokens: a model trained on them gets GPT-2's vocabulary."""
+
+_WHAT: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    SAMPLE: ("the sample data set from this Python's own documentation", ()),
+    UNIQUE_SAMPLE: ("the sample data set, each paragraph once", ("--unique",)),
+}
+"""What is said of each, and the flags that make it."""
+
+OWN_SAMPLES = (*_WHAT, SMALL_SAMPLE)
+"""Data sets that the kit makes by itself where a run needs them."""
+
+WAIT_SECONDS = 0.2
+
+SPLIT, EVAL_ITERATIONS = "--split", "--eval-iters"
+
+SAMPLE_INDICES = ".data"
+"""Folder beside the runs that holds Megatron's sample indices: which tokens make up which sample."""
+
+HASH_PLACEHOLDER = "<its hash>"
+_HASH_LENGTH = 12
+_DESCRIPTIONS = "*/*-description.txt"
+"""Megatron writes one JSON file of this name per sample index, which names the data set."""
+
+
+def sample_index_folder(runs: Path, paths: Sequence[str]) -> Path:
+    """Return the folder of Megatron's sample indices for data sets with their present content.
+
+    Megatron looks up an index by the path of the data set and not by its content, so two data sets that
+    had one name after each other would share an index. An index follows from the `.idx` alone, so the
+    hash of the `.idx` is in the folder's name, and for a blend one hash of all. If a data set cannot be
+    opened, HASH_PLACEHOLDER stands for the hash; only a dry run prints it.
+    """
+    try:
+        hashes = [open_dataset(ROOT / path).index_sha256 for path in paths]
+    except DatasetError:
+        hashes = [HASH_PLACEHOLDER]
+    if len(paths) == 1:
+        return runs / SAMPLE_INDICES / f"{Path(paths[0]).name}-{hashes[0][:_HASH_LENGTH]}"
+    digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return runs / SAMPLE_INDICES / f"blend-{digest[:_HASH_LENGTH]}"
+
+
+def remove_stale_sample_indices(runs: Path) -> None:
+    """Remove the folders of sample indices whose data set is gone or has other content now.
+
+    Ranks that have opened such an index keep it, as they keep the data set's own replaced files. The
+    folders of blends stay.
+    """
+    for description in (runs / SAMPLE_INDICES).glob(_DESCRIPTIONS):
+        folder = description.parent
+        # Another launcher may remove the file, and a rank may be about to write it.
+        with suppress(OSError, ValueError, KeyError):
+            path = str(json.loads(description.read_text())["dataset_path"])
+            is_of_folder = folder.name.startswith(f"{Path(path).name}-")
+            if is_of_folder and folder != sample_index_folder(runs, [path]):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def flags_of_small_data(data: str, flags: Sequence[str], seq_length: int) -> tuple[str, ...]:
+    """Return `--split`, and what must go with it, where the model's own split does not fit a data set.
+
+    Nothing is returned where the split of `flags` works, where no split works, and where the data set
+    cannot be opened, which the checks before a run report.
+    """
+    model_flags = Flags(flags)
+    evaluates = model_flags.integer(EVAL_ITERATIONS, 1) > 0
+    try:
+        dataset = open_dataset(ROOT / data)
+        if not unusable_parts(dataset, model_flags.text(SPLIT), seq_length, evaluates):
+            return ()
+        return usable_split_flags(dataset, seq_length, evaluates)
+    except DatasetError:
+        return ()
+
+
+def usable_split_flags(dataset: Dataset, seq_length: int, evaluates: bool) -> tuple[str, ...]:
+    """Return a `--split` that works for a small data set, with `--eval-iters 0` if that split has no
+    validation part; nothing if no split works."""
+    split = usable_split(dataset, seq_length, evaluates)
+    if split is None:
+        return ()
+    has_validation = parts_of(dataset, split)[Split.VALIDATION].weight > 0
+    return (SPLIT, split) if has_validation else (SPLIT, split, EVAL_ITERATIONS, "0")
+
+
+def make_sample(prefix: str, console: Console) -> bool:
+    """Make a data set if it is one of the kit's own samples, and is not there, whole, or made meanwhile.
+
+    Returns True if the data set was not there before.
+
+    Raises:
+        LaunchError: It could not be made.
+    """
+    if prefix not in OWN_SAMPLES or _is_whole(prefix):
+        return False
+    if prefix == SMALL_SAMPLE:
+        make_sample(SAMPLE, console)
+    output = prefix.removesuffix("_text_document")
+    with _alone(ROOT / f"{output}.lock"):
+        if _is_whole(prefix):
+            return True
+        if prefix == SMALL_SAMPLE:
+            fold(ROOT / SAMPLE, ROOT / prefix)
+            return True
+        what, flags = _WHAT[prefix]
+        console.print(f"Making {what} …", highlight=False)
+        if call_module("tools.preprocess", "sample", *flags, "--output-prefix", output):
+            raise LaunchError(
+                f"{prefix} could not be made, for the reason above; try 'make prepare-ds-sample', or "
+                "name another data set with DATA=."
+            )
+    return True
+
+
+def fold(prefix: Path, small: Path) -> None:
+    """Write a data set in a small vocabulary: each token modulo all but the last.
+
+    The end of a document stays the last token, as Megatron's tokenizer without files has it.
+    """
+    whole, last = open_dataset(prefix), SMALL_VOCABULARY - 1
+    tokens = np.concatenate(list(whole.token_chunks()))
+    folded = np.where(tokens == GPT2_VOCABULARY - 1, last, tokens % last).astype(whole.dtype)
+    write_whole(bin_path(small), folded.tobytes())
+    write_whole(idx_path(small), whole.idx_path.read_bytes())
+
+
+def call_module(*arguments: str) -> int:
+    """`python -m …` from the repository root; its exit code."""
+    return subprocess.run((sys.executable, "-m", *arguments), cwd=ROOT, check=False).returncode
+
+
+def _is_whole(prefix: str) -> bool:
+    try:
+        open_dataset(ROOT / prefix)
+    except DatasetError:
+        return False
+    return True
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait until no other launcher, also of another node, makes the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        while True:
+            try:
+                lock(file)
+                break
+            except BlockingIOError:
+                time.sleep(WAIT_SECONDS)
+        yield
+        path.unlink(missing_ok=True)

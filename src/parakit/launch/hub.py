@@ -1,0 +1,85 @@
+"""`make import-hf` and `make export-hf`: weights from and to Hugging Face's folders, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rich.console import Console
+
+from parakit.launch.checkpoints import select_checkpoint
+from parakit.launch.run_folder import read_named_run
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT, from_root
+from parakit.config.model import HUB, imported_weights, load_model
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def import_hf(hf: str, name: str | None, console: Console) -> int:
+    """`HF=` becomes the model `hub/NAME`; 0.
+
+    Raises:
+        LaunchError, ValueError: It cannot be converted; nothing was written.
+    """
+    from parakit.convert.hf.into_megatron import import_model, read_source
+    from parakit.convert.hf.progress import Work
+
+    source = read_source(folder_of(hf))
+    name = name or Path(hf).name.lower()
+    summary = import_model(source, name, Work(console), known_as=hf)
+    console.print(f"{summary} → {from_root(HUB / name)}", highlight=False)
+    console.print(
+        f"Train it with 'make train-tp2-{name}-2gpu DATA=…' (data: make prepare-ds INPUT=… NAME=… "
+        f"TOKENIZER=hub/{name}).",
+        highlight=False,
+    )
+    return 0
+
+
+def export_hf(run: str, to: str, console: Console) -> int:
+    """The newest valid checkpoint of `RUN=`, or an imported model, becomes the folder `TO=`; 0.
+
+    Raises:
+        LaunchError, ValueError: It cannot be converted; nothing was written.
+    """
+    from parakit.convert.hf.from_megatron import export_model
+    from parakit.convert.hf.progress import Work
+
+    folder = ROOT / run
+    if folder.parent == HUB:
+        model = load_model(folder.name)
+        checkpoint = HUB / model.name / "checkpoint" / "iter_0000001"
+        words, shape = model.flags, model.shape
+    else:
+        record = read_named_run(folder)
+        checkpoint, words = select_checkpoint(folder).checkpoint.path, record.argv
+        model, shape = load_model(record.spec.model), record.spec.shape
+    weights = imported_weights(model)
+    imported, target = weights.parent if weights else None, Path(to).absolute()
+    summary = export_model(checkpoint, words, shape, imported, target, Work(console))
+    console.print(f"{summary} → {to}", highlight=False)
+    return 0
+
+
+def folder_of(given: str) -> Path:
+    """A folder, or what the hub's name stands for, fetched.
+
+    Raises:
+        LaunchError: It is neither, or the hub does not give it.
+    """
+    folder = Path(given).expanduser()
+    if folder.is_dir() or not _HUB_NAME.fullmatch(given):
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    wanted = ("*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "LICENSE*")
+    try:
+        return Path(snapshot_download(given, allow_patterns=list(wanted)))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise LaunchError(
+            f"There is no folder {given}, and the hub does not give a model of that name ({reason}); "
+            "name a folder that holds its config.json and safetensors."
+        ) from None

@@ -1,0 +1,83 @@
+"""Refuse flags that attention without Transformer Engine would ignore, before a run starts.
+
+CPU ranks, and GPU ranks without Transformer Engine, compute attention with Megatron's own layers and the
+kit's patch (`megatron_patches/no_te/attention.py`). Under context parallelism the patch gathers keys
+and values, and gathers them again in backward, as Transformer Engine does for `--cp-comm-type
+all_gather`. The ring of `p2p`, Megatron's default, sends the same bytes, so the default is let through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parakit.launch.compose import Launch
+from parakit.config.flags import Flags
+from parakit.config.run import Backend, DeviceKind
+
+RESET_MASK = "--reset-attention-mask"
+_COMM_TYPE, _ATTENTION_BACKEND = "--cp-comm-type", "--attention-backend"
+_COMM_TYPES_COMPUTED = ("p2p", "all_gather", "allgather")
+"""Values of `--cp-comm-type` that the patch stands for; Megatron's help spells the last one."""
+_BACKENDS_COMPUTED = ("auto", "unfused")
+"""Values of `--attention-backend` that Megatron's own attention stands for: it keeps its scores."""
+_IGNORED = ("--flash-attention-version",)
+_IGNORED_UNDER_CONTEXT = ("--hierarchical-context-parallel-sizes",)
+_NOT_COMPUTED_UNDER_CONTEXT = ("--window-size", "--softmax-type")
+"""Flags that Megatron's own attention follows and the patch does not."""
+
+
+def attention_problems(launch: Launch) -> Iterator[str]:
+    """Yield a sentence for each flag that attention without Transformer Engine would not follow."""
+    on_gpu = launch.spec.device is DeviceKind.GPU
+    if launch.spec.backend is not Backend.MEGATRON or (
+        on_gpu and launch.runtime.transformer_engine
+    ):
+        return
+    if on_gpu and RESET_MASK in launch.flags:
+        yield (
+            f"{RESET_MASK} masks documents from one another, and attention without Transformer Engine "
+            "is causal over the whole sequence on GPUs; leave it out."
+        )
+    flags = Flags(launch.flags)
+    remedy = f"{_name_way_to_transformer_engine(launch)}, or leave the flag out."
+    for name in _list_ignored_flags(flags, launch.spec.parallelism.context):
+        value = " ".join(flags.texts(name))
+        yield (
+            f"{name} {value} chooses how Transformer Engine computes attention; the attention here is "
+            f"computed without it ({_describe_attention(launch)}), whatever the flag says; {remedy}"
+        )
+    for name in _NOT_COMPUTED_UNDER_CONTEXT if launch.spec.parallelism.context > 1 else ():
+        values = flags.texts(name)
+        if values and values != ["vanilla"]:
+            yield (
+                f"{name} {' '.join(values)} is not computed under context parallelism without "
+                f"Transformer Engine, which is plain causal attention; {remedy}"
+            )
+
+
+def _describe_attention(launch: Launch) -> str:
+    """Return how attention is computed without Transformer Engine, as a part of a sentence."""
+    if launch.spec.parallelism.context > 1:
+        return "keys and values are gathered, as all_gather does, and given to PyTorch's attention"
+    if launch.spec.device is DeviceKind.GPU:
+        return "by PyTorch's attention"
+    return "by Megatron's own layers, with explicit scores"
+
+
+def _name_way_to_transformer_engine(launch: Launch) -> str:
+    """Return what to do in order to train with Transformer Engine, the start of a remedy."""
+    if launch.spec.device is DeviceKind.GPU:
+        return "set RUNTIME=docker, whose image has Transformer Engine"
+    return "train on GPUs with Transformer Engine (a target that ends in gpu)"
+
+
+def _list_ignored_flags(flags: Flags, context: int) -> Iterator[str]:
+    """Yield the names of the flags whose values would change nothing."""
+    is_split = context > 1
+    backends = ("auto",) if is_split else _BACKENDS_COMPUTED
+    if set(flags.texts(_ATTENTION_BACKEND)) - set(backends):
+        yield _ATTENTION_BACKEND
+    if is_split and set(flags.texts(_COMM_TYPE)) - set(_COMM_TYPES_COMPUTED):
+        yield _COMM_TYPE
+    names = _IGNORED + (_IGNORED_UNDER_CONTEXT if is_split else ())
+    yield from (name for name in names if flags.has(name))

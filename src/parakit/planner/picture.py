@@ -1,0 +1,153 @@
+"""A plan as one SVG: memory against time of what was examined, and what fills the winner's ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parakit.planner.advice import StrategyFamily, family_of
+from parakit.planner.memory import COMPONENTS, memory_of_rank
+from parakit.planner.search import Candidate, Plan, frontier
+from parakit.config.recompute import Recompute
+from parakit.config.strategy import Parallelism
+from parakit.formatting.svg import svg_figure
+from parakit.formatting.units import GIB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_FAMILIES: dict[StrategyFamily | tuple[bool, bool], tuple[str, str]] = {
+    StrategyFamily.SINGLE: ("one device", "#555555"),
+    StrategyFamily.DATA: ("data parallel", "#0072B2"),
+    StrategyFamily.SHARDED_DATA: ("sharded data parallel (ZeRO-2, 3)", "#56B4E9"),
+    StrategyFamily.TENSOR: ("tensor parallel", "#D55E00"),
+    StrategyFamily.CONTEXT: ("context parallel", "#CC79A7"),
+    StrategyFamily.PIPELINE: ("pipeline parallel", "#009E73"),
+    (True, False): ("tensor, no pipeline", "#E8956B"),
+    (False, True): ("pipeline, no tensor", "#7BC8A4"),
+    (True, True): ("tensor and pipeline", "#8C6BB1"),
+    (False, False): ("other", "#B8A13A"),
+}
+"""Label and colour of the decision tree's families; of hybrids by whether TP and PP are among them."""
+_COMPONENT_COLOURS = {
+    "weights": "#0072B2",
+    "gradients": "#56B4E9",
+    "main_parameters": "#009E73",
+    "optimizer_state": "#7BC8A4",
+    "activations": "#E69F00",
+    "temporaries": "#F0C987",
+    "communication": "#CC79A7",
+    "allocator": "#C9C9C9",
+}
+_LABELLED = 4
+_CROWDED = 500
+_BACKING = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Write the picture; needs a plan with a winner."""
+    with svg_figure(path, "plan", 11, 4.6) as figure:
+        left, right = figure.subplots(1, 2, width_ratios=(1.7, 1))
+        _draw_candidates(left, plan)
+        _draw_ranks(right, plan)
+        request = plan.request
+        figure.suptitle(
+            f"{request.model.name} on {request.cluster.devices} {request.cluster.device.name}, "
+            f"global batch {request.global_batch:,}",
+            fontweight="bold",
+        )
+
+
+def _draw_candidates(axes: Axes, plan: Plan) -> None:
+    """Every examined configuration, and the line that no other beats in both."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    families: dict[StrategyFamily | tuple[bool, bool], list[Candidate]] = {}
+    shown = _shown(plan)
+    for candidate in shown:
+        split = candidate.spec.parallelism
+        kind = family_of(split)
+        hybrid = (split.tensor > 1, split.pipeline > 1)
+        key = hybrid if kind is StrategyFamily.HYBRID else kind
+        families.setdefault(key, []).append(candidate)
+    size, opacity = (14, 0.6) if len(shown) < _CROWDED else (7, 0.4)
+    for family, (label, colour) in _FAMILIES.items():
+        if family in families:
+            times, sizes = _coordinates(families[family])
+            axes.scatter(times, sizes, s=size, alpha=opacity, color=colour, label=label)
+    edge = frontier(plan.examined)
+    times, sizes = _coordinates(edge)
+    axes.plot(times, sizes, color="black", linewidth=1, label="not beaten in both")
+    _label(axes, edge)
+    capacity = plan.request.cluster.device.memory_bytes / GIB
+    axes.axhline(capacity, color="#B00020", linewidth=1, linestyle="--")
+    place: dict[str, Any] = {"va": "bottom", "ha": "right", "transform": axes.get_yaxis_transform()}
+    axes.text(0.99, capacity, "device memory", color="#B00020", **place)
+    axes.set_xscale("log")
+    axes.set_ylim(0, capacity * 1.1)
+    axes.set_xlabel("seconds an iteration (log scale)")
+    axes.set_ylabel("GiB on the fullest rank")
+    axes.set_title("Time against memory: lower left is better", loc="left")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=7.5, loc="upper right", bbox_to_anchor=(1, 0.9))
+
+
+def _shown(plan: Plan) -> list[Candidate]:
+    """Of each strategy and recomputation what no other of it beats: thousands of points would be
+    megabytes, and hide the picture."""
+    alike: dict[tuple[Parallelism, Recompute], list[Candidate]] = {}
+    for candidate in plan.examined:
+        split = replace(candidate.spec.parallelism, virtual_stages=1)
+        key = (split, candidate.spec.recompute)
+        alike.setdefault(key, []).append(candidate)
+    return [shown for group in alike.values() for shown in frontier(group)]
+
+
+def _label(axes: Axes, edge: list[Candidate]) -> None:
+    """Name the ends of the frontier and a few points between, one a strategy."""
+    step = max(1, (len(edge) - 1) // (_LABELLED - 1)) if len(edge) > 1 else 1
+    chosen = {c.strategy: c for c in [*edge[::-step][::-1], edge[-1], edge[0]]}
+    for candidate in chosen.values():
+        point = (candidate.seconds.total, candidate.memory.total / GIB)
+        style: dict[str, Any] = {"xytext": (4, -9), "textcoords": "offset points", "bbox": _BACKING}
+        axes.annotate(candidate.strategy, point, fontsize=7.5, **style)
+
+
+def _coordinates(candidates: list[Candidate]) -> tuple[list[float], list[float]]:
+    times = [candidate.seconds.total for candidate in candidates]
+    return times, [candidate.memory.total / GIB for candidate in candidates]
+
+
+def _draw_ranks(axes: Axes, plan: Plan) -> None:
+    """The winner's memory by component: its first, second and last pipeline ranks."""
+    winner = plan.winner
+    assert winner is not None
+    pipeline = winner.spec.parallelism.pipeline
+    ranks = sorted({0, min(1, pipeline - 1), pipeline - 1})
+    bars = [memory_of_rank(winner.spec, rank) for rank in ranks]
+    positions = range(len(ranks))
+    bottoms = [0.0] * len(bars)
+    for name in COMPONENTS:
+        heights = [getattr(bar, name) / GIB for bar in bars]
+        colour, label = _COMPONENT_COLOURS[name], name.replace("_", " ")
+        axes.bar(positions, heights, 0.55, bottom=bottoms, color=colour, label=label)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    capacity = plan.request.cluster.device.memory_bytes / GIB
+    axes.axhline(capacity, color="#B00020", linewidth=1, linestyle="--")
+    for position, total in enumerate(bottoms):
+        style: dict[str, Any] = {"ha": "center", "va": "bottom", "bbox": _BACKING}
+        axes.text(position, total, f"{total:.1f}", **style)
+    labels = [f"stage {rank}" if pipeline > 1 else "every rank" for rank in ranks]
+    axes.set_xticks(positions, labels)
+    axes.set_xlim(-0.6, len(ranks) - 0.4)
+    axes.set_ylim(0, capacity * 1.1)
+    axes.set_ylabel("GiB")
+    axes.set_title(f"Winner: {winner.strategy}", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=7.5, **beside)

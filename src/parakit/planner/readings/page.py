@@ -1,0 +1,139 @@
+"""Residuals as a page that needs no network, and as one SVG: a point a measurement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parakit.planner.readings.intervals import LEVELS, Errors
+from parakit.planner.readings.residual import Residual, Residuals
+from parakit.planner.readings.summary import (
+    ERRORS,
+    MEMORY,
+    TIME,
+    Coverage,
+    ErrorGroup,
+    by_coverage,
+    by_source,
+    kind_of,
+    runs_of,
+)
+from parakit.artifacts.io import write_whole
+from parakit.config.files import ROOT
+from parakit.formatting.html import environment
+from parakit.formatting.svg import COLOURS, svg_figure
+from parakit.formatting.table import Column, Table
+from parakit.formatting.units import GIB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FOLDER = ROOT / "docs"
+
+
+def write_page(residuals: Residuals, stated: Errors, folder: Path = FOLDER) -> tuple[Path, Path]:
+    """Write `residuals.html` and `residuals.svg`; intervals are made of `stated`."""
+    from markupsafe import Markup
+
+    page, picture = folder / "residuals.html", folder / "residuals.svg"
+    folder.mkdir(exist_ok=True)
+    plotted = runs_of(residuals)
+    data = {
+        "columns": [column.name for column in _COLUMNS],
+        "filters": ("kind", "source", "GPU", "TP", "PP", "dtype"),
+        "rows": [[column.value(item) for column in _COLUMNS] for item in plotted],
+    }
+    errors = Table((*_GROUP, *ERRORS), tuple(by_source(residuals)))
+    # "<" never stands in a script element's text but as the start of a tag.
+    packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    template = environment(Path(__file__).parent).get_template("residuals.html.j2")
+    text = template.render(
+        predicted=len(residuals.predicted),
+        total=len(residuals.predicted) + len(residuals.refused),
+        header=errors.header,
+        rows=errors.cells,
+        data=Markup(packed),  # noqa: S704  made above, and escaped for a script element
+    )
+    write_whole(page, text)
+    _draw(plotted, by_coverage(residuals, stated), picture)
+    return page, picture
+
+
+_GROUP = (
+    Column[ErrorGroup]("source", lambda group: group.name),
+    Column[ErrorGroup]("readings", lambda group: group.readings),
+    Column[ErrorGroup]("predicted", lambda group: len(group.errors)),
+)
+
+
+def _of_split(name: str, degree: str) -> Column[Residual]:
+    return Column(name, lambda item: getattr(item.expressed.spec.parallelism, degree))
+
+
+_COLUMNS = (
+    Column[Residual]("line", lambda item: item.reading.line),
+    Column[Residual]("source", lambda item: item.reading.source),
+    Column[Residual]("where", lambda item: item.reading.where),
+    Column[Residual]("model", lambda item: item.reading.model),
+    Column[Residual]("GPU", lambda item: item.expressed.cluster.device.name),
+    Column[Residual]("generation", lambda item: item.expressed.cluster.device.generation),
+    Column[Residual]("GPUs", lambda item: item.expressed.cluster.devices),
+    _of_split("TP", "tensor"),
+    _of_split("PP", "pipeline"),
+    _of_split("CP", "context"),
+    _of_split("EP", "expert"),
+    _of_split("DP", "data"),
+    Column[Residual]("dtype", lambda i: str(i.expressed.spec.fp8_recipe or i.expressed.spec.dtype)),
+    Column[Residual]("kind", lambda item: kind_of(item.reading.metric)),
+    Column[Residual]("published", lambda item: float(f"{_values(item)[0]:.5g}")),
+    Column[Residual]("predicted", lambda item: float(f"{_values(item)[1]:.5g}")),
+    Column[Residual]("error", lambda item: round(item.error, 4)),
+)
+
+
+def _values(item: Residual) -> tuple[float, float]:
+    """Published and predicted seconds an iteration, or bytes."""
+    metric = item.reading.metric
+    if item.seconds is not None:
+        return item.published_seconds, item.seconds
+    unit = GIB if metric.endswith("_gib") else 1e9 if metric.endswith("_gb") else 1
+    return item.reading.value * unit, item.predicted * unit
+
+
+def _draw(items: list[Residual], kinds: list[Coverage], path: Path) -> None:
+    generations = sorted({item.expressed.cluster.device.generation for item in items})
+    with svg_figure(path, "residuals", 13, 4.4, dpi=160) as figure:
+        *panels, reliability = figure.subplots(1, 3)
+        for axes, kind in zip(panels, (TIME, MEMORY), strict=True):
+            for generation, colour in zip(generations, COLOURS, strict=False):
+                points = [
+                    _values(item)
+                    for item in items
+                    if kind_of(item.reading.metric) == kind
+                    and item.expressed.cluster.device.generation == generation
+                ]
+                if points:
+                    style = {"c": colour, "label": generation, "rasterized": True}
+                    axes.scatter(*zip(*points, strict=True), s=5, alpha=0.5, **style)
+            axes.set(xscale="log", yscale="log", xlabel="published", ylabel="predicted")
+            ends = axes.get_xlim()
+            axes.plot(ends, ends, linewidth=0.8, color="#555555")
+            axes.set_title("seconds an iteration" if kind == TIME else "bytes")
+        figure.axes[0].legend(frameon=False, markerscale=2)
+        _draw_reliability(reliability, kinds)
+
+
+def _draw_reliability(axes: Axes, kinds: list[Coverage]) -> None:
+    """What intervals cover against what they state: a grey line a kind, coloured ones for all."""
+    colours = iter(COLOURS)
+    for kind in kinds:
+        levels, shares = zip(*kind.shares.items(), strict=True)
+        if kind.name.startswith("all "):
+            axes.plot(levels, shares, color=next(colours), marker="o", label=kind.name)
+        else:
+            axes.plot(levels, shares, color="#AAAAAA", linewidth=0.8)
+    axes.plot((LEVELS[0], 1), (LEVELS[0], 1), linewidth=0.8, color="#555555", linestyle="--")
+    axes.set(xlabel="stated level", ylabel="share of measurements inside", ylim=(0.4, 1.02))
+    axes.set_title("intervals")
+    axes.legend(frameon=False, loc="lower right")

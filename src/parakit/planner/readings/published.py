@@ -1,0 +1,64 @@
+"""The published runs that the kit reproduces, as the planner's own and as readings beside the file's."""
+
+from __future__ import annotations
+
+from parakit.planner.readings.reading_to_spec import Expressed
+from parakit.planner.readings.table import Reading
+from parakit.planner.tensors import parameters_total
+from parakit.planner.time.cluster import Cluster
+from parakit.config.hardware import device_by_key, link_by_key
+from parakit.config.model import load_model
+from parakit.config.published import MAIN_SOURCE, Figure, load_published
+from parakit.config.run import RunSpec, spec_of_model
+from parakit.config.strategy import batch_for, devices_of, parse_strategy
+
+KIT = "examples/gpt3/published.yaml"
+"""Their source, as `constants.yaml` names it."""
+
+
+def h200_figures() -> tuple[Figure, ...]:
+    """The published gpt2-large runs."""
+    return load_published().of(MAIN_SOURCE)
+
+
+def h200_spec(strategy: str) -> RunSpec:
+    """A published gpt2-large run."""
+    model, split = load_model("gpt2-large"), parse_strategy(strategy, devices_of(strategy))
+    return spec_of_model(model, split, batch_for(model.batch, split))
+
+
+def usual_cluster(gpu: str, devices: int) -> Cluster:
+    """Nodes of eight, with the device's own links."""
+    device = device_by_key(gpu)
+    return Cluster(device, devices, 8, link_by_key(device.link), link_by_key(device.network))
+
+
+def kit_runs() -> list[Expressed]:
+    """The six gpt2-large runs on H200."""
+    found = []
+    for figure in h200_figures():
+        assert figure.mean_iteration_ms is not None
+        cluster, spec = usual_cluster("h200", figure.devices), h200_spec(figure.strategy)
+        found.append(measured_run(KIT, spec, cluster, figure.mean_iteration_ms / 1e3))
+    return found
+
+
+def measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: float) -> Expressed:
+    """A run whose iterations took so long, beside the reading that says it."""
+    split = spec.parallelism
+    reading = Reading(
+        line=0,
+        source=source,
+        metric="step_time_s",
+        value=seconds,
+        model=spec.model,
+        params_b=round(parameters_total(spec.shape) / 1e9, 2),
+        seq=spec.shape.seq_length,
+        gpu=cluster.device.key.upper(),
+        gpus=split.world_size,
+        tp=split.tensor,
+        pp=split.pipeline,
+        cp=split.context,
+        dtype=spec.dtype,
+    )
+    return Expressed(reading, spec, cluster)

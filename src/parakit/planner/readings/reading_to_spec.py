@@ -1,0 +1,416 @@
+"""A reading as what the planner's formulas take: a run, its cluster and how it was executed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from parakit.planner.constraints import NEWEST, divisors, violations
+from parakit.planner.dispatchers import PEERS
+from parakit.planner.readings.facts import model_facts, of_fields, release_of, source_facts
+from parakit.planner.readings.table import Reading
+from parakit.planner.time.cluster import Cluster
+from parakit.planner.time.execution import Execution
+from parakit.config.experts import ExpertLoad
+from parakit.config.flag_table import of_group
+from parakit.config.flags import Flags
+from parakit.config.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
+from parakit.config.model import GPT2_VOCABULARY, ModelShape
+from parakit.config.offload import Offload
+from parakit.config.recompute import RECOMPUTED_MODULES, Recompute
+from parakit.config.run import (
+    DeviceKind,
+    Fp8Recipe,
+    RunSpec,
+    StateTypes,
+    TokenDispatcher,
+    spec_of_flags,
+)
+from parakit.config.stages import EVEN, StageSplit, filled, spread, virtual_degrees
+from parakit.config.strategy import Batch, Parallelism, Sharding
+
+_CASE = re.compile(r"test_cases/(.+?)/golden_values")
+_WORDS_IN_BRACKETS = re.compile(r"\s*\(.*\)")
+_GATED_COLUMNS = 64
+_DTYPES = ("bf16", "fp16", "fp32", "fp8", "fp4")
+_RECOMPUTED = ("none", "full", "selective", "per-op")
+"""What a recomputation begins with that is no list of modules."""
+_SHORT_MODULES = {"norm": "layernorm", "act": "moe_act"}
+"""As one source's tables call them; its launch scripts have Megatron's names."""
+_UNLAID = "{} has layers of several kinds, and PP or CP"
+MICRO, VIRTUAL = "micro batch", "virtual stages"
+_MICRO_BATCHES = 8
+"""The largest of a row that states none."""
+
+
+class RefusedError(ValueError):
+    """A reading that cannot be predicted; the message says why."""
+
+
+@dataclass(frozen=True)
+class Expressed:
+    """A reading in the planner's terms."""
+
+    reading: Reading
+    spec: RunSpec
+    cluster: Cluster
+    unstated: tuple[str, ...] = ()
+    """What a time depends on and the source leaves out: `MICRO`, `VIRTUAL`; in `spec` it is 1."""
+
+    def alternatives(self) -> Iterator[Expressed]:
+        """The runs that it may have been, each as if all of it were stated."""
+        spec, split, whole = self.spec, self.spec.parallelism, self.reading.gbs
+        sizes, layers = [spec.batch.micro_batch_size], spec.shape.layers
+        if MICRO in self.unstated:
+            sizes = divisors(whole // split.data, _MICRO_BATCHES) if whole else sizes
+        ways = [(split.virtual_stages, spec.stages)]
+        if VIRTUAL in self.unstated:
+            is_even = layers % split.pipeline == 0
+            each = range(1, -(-layers // split.pipeline) + 1)
+            degrees = virtual_degrees(EVEN, layers, split.pipeline) if is_even else each
+            ways = [(v, _stages_of_recipe(spec.shape, split.pipeline * v)) for v in degrees]
+        for size, (virtual, stages) in product(sizes, ways):
+            batch = Batch(size, spec.batch.global_batch_size)
+            parallelism = replace(split, virtual_stages=virtual)
+            laid = replace(spec, batch=batch, parallelism=parallelism, stages=stages)
+            if virtual == 1 or laid.microbatches % split.pipeline == 0:
+                yield replace(self, spec=laid, unstated=())
+
+
+def express(reading: Reading) -> Expressed:
+    """The run that a reading measured.
+
+    Raises:
+        RefusedError: The source states too little, contradicts itself, or trains what no formula knows.
+    """
+    if reading.metric == "matmul_tflops":
+        shape = ModelShape(1, 16384, 128, 128, 128, 16384, 8192, 0)
+        spec = RunSpec(shape, Parallelism(), Batch(1, 1), dtype=reading.dtype.lower() or "bf16")
+        return Expressed(reading, spec, _cluster(reading.gpu, 1))
+    source = source_facts(reading)
+    if refused := source.get("refused"):
+        raise RefusedError(f"{reading.model}: {refused}")
+    if reading.notes.startswith("flags: "):
+        raise RefusedError(
+            "its notes hold flags, which have a column of their own: remove the row, and 'make report' "
+            "writes it anew"
+        )
+    try:
+        own = shlex.split(reading.flags)
+    except ValueError as error:
+        raise RefusedError(f"its flags cannot be read: {error}") from None
+    golden = _CASE.search(reading.where)
+    case = _cases().get(golden[1], "").split() if golden and not own else []
+    ran = _as_run(reading, source)
+    if own or case:
+        execution = execution_of_flags(Flags(own or case))
+        spec = _golden_spec(reading, case) if case else _spec_of_flags(reading, own)
+    else:
+        spec, execution = _stated_spec(ran, source), _stated_execution(ran, source)
+    # What a test of Megatron's ran is possible, by flags that its case does not list here. The rules
+    # are those of every Megatron, and today's gives experts biases.
+    bias = spec.shape.bias and not spec.shape.experts
+    unbiased = replace(spec, shape=replace(spec.shape, bias=bias))
+    if not case and (problems := violations(unbiased, NEWEST)):
+        raise RefusedError(problems[0])
+    links = (source.get("network_gb_per_second"), source.get("per_node"))
+    cluster = _cluster(reading.gpu, reading.gpus or 1, *links, execution)
+    interleaves = spec.parallelism.pipeline > 1 and not (ran.vpp or source["says_virtual"])
+    blanks = ((MICRO, not ran.mbs), (VIRTUAL, interleaves))
+    unstated = () if own or case else tuple(name for name, is_blank in blanks if is_blank)
+    return Expressed(reading, spec, cluster, unstated)
+
+
+@cache
+def _cases() -> dict[str, str]:
+    """Megatron's functional tests by name, with the flags of each (core_v0.19 line, d98e8a64dd)."""
+    packed = Path(__file__).with_name("megatron_cases.json.gz").read_bytes()
+    return dict(json.loads(gzip.decompress(packed)))
+
+
+def _as_run(reading: Reading, source: dict[str, Any]) -> Reading:
+    """With its model's sizes where it states none, and the degrees that its source says it had."""
+    sizes = of_fields(Reading, model_facts(reading.model))
+    lacking = {name: size for name, size in sizes.items() if getattr(reading, name) is None}
+    degrees = ("tp", "pp", "vpp", "ep", "mbs")
+    return replace(reading, **lacking, **{name: source[name] for name in degrees if name in source})
+
+
+@cache
+def _cluster(
+    gpu: str,
+    gpus: int,
+    network: float | None = None,
+    per_node: int | None = None,
+    execution: Execution = Execution(),  # noqa: B008  frozen
+) -> Cluster:
+    try:
+        device = device_by_key(_WORDS_IN_BRACKETS.sub("", gpu).replace(" ", "-").replace("_", "-"))
+    except UnknownHardwareError as error:
+        raise RefusedError(str(error)) from None
+    inter = link_by_key(device.network)
+    if network is not None:
+        inter = Link("network", "as its source states", network * 1e9, inter.latency_seconds, "")
+    per_node, intra = per_node or device.domain, link_by_key(device.link)
+    return Cluster(device, gpus, per_node, intra, inter, execution=execution)
+
+
+def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
+    shape, facts = _shape(reading, source), model_facts(reading.model)
+    parallelism, batch = _layout(reading, source)
+    groups, taken = source.get("groups") or facts.get("groups", (1, 1))
+    capacity = source["capacity"] or None
+    dtype = reading.dtype.lower()
+    if dtype and not any(known in dtype for known in _DTYPES):
+        raise RefusedError(f"its dtype '{reading.dtype}' is none of {', '.join(_DTYPES)}")
+    said, fp8_recipe = of_fields(RunSpec, source), _fp8_recipe(reading.dtype, source)
+    said["recompute"] = _recompute(reading.recompute or said["recompute"], said["fused_attention"])
+    if shape.blocks and (parallelism.pipeline > 1 or parallelism.context > 1):
+        raise RefusedError(_UNLAID.format(reading.model))
+    return RunSpec(
+        **said,
+        shape=shape,
+        parallelism=parallelism,
+        batch=batch,
+        dtype="fp16" if dtype.startswith("fp16") else "fp32" if dtype == "fp32" else "bf16",
+        fp8_recipe=fp8_recipe,
+        half_blocks=facts.get("half_blocks", {}).get(fp8_recipe.value, ""),
+        offload=Offload(source["offload_layers"], tuple(source["offload_modules"].split())),
+        state_types=_state_types(source, parallelism.sharding),
+        stages=_stages_of_recipe(shape, parallelism.pipeline * parallelism.virtual_stages),
+        expert_load=ExpertLoad(
+            capacity=capacity, padded=capacity is not None, groups=groups, groups_taken=taken
+        ),
+        token_dispatcher=_dispatcher(reading, source),
+        model=reading.model,
+    )
+
+
+def _dispatcher(reading: Reading, source: dict[str, Any]) -> TokenDispatcher:
+    """Of those that send a token once to a rank, HybridEP where a row says so or NVLink joins more than
+    DeepEP knows, else DeepEP."""
+    if not source["deduplicated"] or reading.notes.startswith("A2A"):
+        return TokenDispatcher(source["dispatcher"])
+    is_hybrid = _cluster(reading.gpu, 1).per_node > PEERS or "HybridEP" in reading.notes
+    return TokenDispatcher.HYBRID_EP if is_hybrid else TokenDispatcher.DEEP_EP
+
+
+def _state_types(source: dict[str, Any], sharding: Sharding) -> StateTypes:
+    gradients = "bf16" if source["half_gradients"] else ""
+    if not sharding:
+        return StateTypes(gradients)
+    moments = "bf16" if source["half_moments"] else ""
+    return StateTypes(gradients, "", moments, moments, aware=bool(source["aware"]))
+
+
+def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
+    """How layers are laid where a source does not say: with depths of multi-token prediction as in
+    Megatron-Bridge's recipe of DeepSeek V3 (`recipes/deepseek/deepseek_v3.py: layout_map`)."""
+    if shape.mtp_depth and stages > 1:
+        return filled(shape.layers, stages, shape.mtp_depth)
+    return spread(shape.layers, stages) if shape.layers % stages else EVEN
+
+
+def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
+    facts = model_facts(reading.model)
+    if refused := facts.get("refused"):
+        raise RefusedError(f"{reading.model} {refused}")
+    sizes = {name: getattr(reading, name) for name in ("layers", "hidden", "heads", "seq")}
+    if "blocks" in facts:
+        sizes["layers"] = facts.get("layers", 1)  # Repetitions of the blocks.
+    if missing := [name for name, value in sizes.items() if value is None]:
+        raise RefusedError(f"the source does not state {', '.join(missing)}")
+    if reading.expert_ffn and "experts" not in facts:
+        raise RefusedError(f"how many experts {reading.model} has is not known")
+    seq, hidden, heads = sizes.pop("seq"), sizes["hidden"], sizes["heads"]
+    gated = int(4 * hidden * 2 / 3) // _GATED_COLUMNS * _GATED_COLUMNS
+    usual = {
+        "query_groups": heads,
+        "head_width": hidden // heads,
+        "ffn_hidden": reading.ffn or (gated if facts.get("gated") else 4 * hidden),
+        "seq_length": seq,
+        "positions": 0 if facts.get("rotary") else seq,
+        "vocabulary": reading.vocab or source.get("vocab") or GPT2_VOCABULARY,
+        "expert_ffn_hidden": reading.expert_ffn or 0,
+    }
+    return msgspec.convert(usual | of_fields(ModelShape, facts, source) | sizes, ModelShape)
+
+
+def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batch]:
+    gpus = reading.gpus
+    if gpus is None:
+        raise RefusedError("the source does not state the number of GPUs")
+    tensor: Any = reading.tp
+    pipeline: Any = reading.pp
+    context = reading.cp or 1
+    pipeline = source.get("misprinted_pipeline", {}).get(f"{reading.where} {pipeline}", pipeline)
+    sharding = Sharding(source["sharding"])
+    if re.search(r"FSDP=[1-9]|FSDP on|MaxText FSDP", reading.notes):
+        sharding = Sharding.ZERO3
+    if sharding.shards_weights:
+        tensor, pipeline = tensor or 1, pipeline or 1
+    missing = [name for name, value in (("TP", tensor), ("PP", pipeline)) if value is None]
+    if missing:
+        raise RefusedError(f"the source does not state {' and '.join(missing)}")
+    ranks = tensor * pipeline * context
+    if gpus % ranks:
+        raise RefusedError(
+            f"TP {tensor} x PP {pipeline} x CP {context} does not divide {gpus} GPUs: wrong as published"
+        )
+    data, expert = gpus // ranks, reading.ep or 1
+    if (
+        reading.dp is not None
+        and not {"tp", "pp"} & source.keys()
+        and reading.dp * ranks != gpus
+        and reading.dp * ranks * expert != gpus
+    ):
+        raise RefusedError(
+            f"TP {tensor} x PP {pipeline} x CP {context} x DP {reading.dp} is not {gpus} GPUs: "
+            "wrong as published"
+        )
+    micro = reading.mbs or 1
+    batch = reading.gbs
+    if batch is None:
+        if pipeline > 1:
+            raise RefusedError("the source does not state the global batch of a pipeline")
+        if reading.metric == "step_time_s":
+            raise RefusedError(
+                "the source does not state the global batch that a step's time is of"
+            )
+        batch = micro * data
+    if batch % (micro * data):
+        if reading.mbs or batch % data:
+            raise RefusedError(
+                f"a global batch of {batch} is no multiple of micro batch {micro} x DP {data}"
+            )
+        micro = 1
+    virtual = reading.vpp or 1
+    expert_tensor = source.get("expert_tensor", 1 if expert > 1 else tensor)
+    parallelism = Parallelism(
+        data=data,
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        expert=expert,
+        virtual_stages=virtual if pipeline > 1 else 1,
+        sequence_parallel=bool(source["sequence_parallel"]) and tensor > 1,
+        sharding=sharding if data * context > 1 else Sharding.NONE,
+    )
+    return parallelism.split_experts(expert_tensor), Batch(micro, batch)
+
+
+def _recompute(stated: str, fused: bool) -> Recompute:
+    """Lists of modules are Megatron's; operators that another trainer selects are not predicted."""
+    words = stated.lower()
+    modules = [_SHORT_MODULES.get(word, word) for word in words.replace(",", " ").split()]
+    if modules and RECOMPUTED_MODULES.issuperset(modules):
+        return Recompute(frozenset(modules))
+    if words and not words.startswith(_RECOMPUTED):
+        known = ", ".join((*_RECOMPUTED, *sorted(RECOMPUTED_MODULES)))
+        raise RefusedError(f"its recompute '{stated}' is none of {known}")
+    if words.startswith("full"):
+        with suppress(ValueError):
+            return Recompute.parse(words)
+        raise RefusedError(
+            f"its recompute '{stated}' is neither full nor full uniform 2 or full block 2"
+        )
+    return Recompute.SELECTIVE if words == "selective" and not fused else Recompute.NONE
+
+
+def _fp8_recipe(dtype: str, source: dict[str, Any]) -> Fp8Recipe:
+    words = (dtype or source["unstated_bits"]).lower()
+    if "fp4" in words:
+        return Fp8Recipe.NVFP4
+    if "fp8" not in words:
+        return Fp8Recipe.NONE
+    if "mx" in words and "cs" not in words:
+        return Fp8Recipe.MXFP8
+    if "block" in words or "rowwise" in words:
+        return Fp8Recipe.BLOCKWISE
+    tensorwise = "cs" in words or "tensorwise" in words
+    return Fp8Recipe.TENSORWISE if tensorwise else Fp8Recipe(source["fp8"])
+
+
+def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
+    stated, eager, notes = of_fields(Execution, source), source["eager"], reading.notes.lower()
+    return Execution(
+        **stated
+        | {
+            "overlap_gradients": source["overlap"],
+            "overlap_parameters": source["overlap"],
+            "overlap_tensor": stated["overlap_tensor"] or "async" in notes,
+            "graphs": release_of(reading, source) >= source["graphs_since"]
+            and model_facts(reading.model).get("whole_graph", True),
+            "frozen": "lora" in notes or re.search(r"[/ ]peft", reading.where) is not None,
+            "portable_attention": eager,
+            "unfused": eager and "compile" not in reading.notes,
+            "deduplicated": stated["deduplicated"] and not reading.notes.startswith("A2A"),
+        }
+    )
+
+
+def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
+    """The run that flags train, and nothing else says.
+
+    Raises:
+        RefusedError: The number of devices is not stated, or the flags give no run on them.
+    """
+    if reading.gpus is None:
+        raise RefusedError("the source does not state the number of GPUs")
+    kind = DeviceKind.CPU if reading.gpu == "cpu" else DeviceKind.GPU
+    try:
+        spec = spec_of_flags(words, reading.gpus, kind, reading.model)
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
+    return replace(spec, fused=tuple(filter(None, reading.fused.split(","))))
+
+
+def _golden_spec(reading: Reading, case: list[str]) -> RunSpec:
+    flags = Flags(case)
+    pattern = flags.text("--hybrid-layer-pattern")
+    for flag, what in (
+        *(() if pattern else (("--spec", "layers of its own"),)),
+        ("--experimental-attention-variant", "an experimental attention"),
+        ("--linear-attention-freq", "linear attention layers"),
+        ("--encoder-num-layers", "an encoder"),
+        ("--use-checkpoint-args", "a shape that only its checkpoint states"),
+    ):
+        if flags.has(flag):
+            raise RefusedError(f"{reading.model} has {what}")
+    if reading.model.startswith("bert"):
+        raise RefusedError(f"{reading.model} is BERT: two kinds of loss, no causal mask")
+    spec = _spec_of_flags(reading, case)
+    if pattern and max(spec.parallelism.pipeline, spec.parallelism.context) > 1:
+        raise RefusedError(_UNLAID.format(reading.model))
+    local = flags.text("--transformer-impl") == "local"
+    unfused = local or flags.text("--attention-backend") == "unfused"
+    batch = spec.batch
+    if batch.global_batch_size % (batch.micro_batch_size * spec.parallelism.data):
+        raise RefusedError(
+            f"its global batch of {batch.global_batch_size} is no multiple of its steps"
+        )
+    return replace(spec, fused_attention=not unfused)
+
+
+def execution_of_flags(flags: Flags) -> Execution:
+    """How Megatron's flags let a run be executed."""
+    switched = dict.fromkeys((each.field for each in of_group("execution")), False)
+    for each in of_group("execution"):
+        switched[each.field] |= flags.has(each.name) and flags.text(each.name) != "none"
+    # Megatron's own layers take Apex's norms if they can, and PyTorch's only without persistent kernels.
+    bare = flags.text("--transformer-impl") == "local" and flags.has("--no-persist-layer-norm")
+    # Megatron-FSDP's own passes over gradients are counted with what it sends.
+    if flags.has("--use-megatron-fsdp"):
+        switched["unfused_gradients"] = False
+    return Execution(**switched, torch_kernels=bare)

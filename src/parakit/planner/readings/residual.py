@@ -1,0 +1,231 @@
+"""Every reading predicted, and by how much each prediction misses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+
+from parakit.planner.activations import residual_bytes
+from parakit.planner.memory import (
+    PredictedMemory,
+    fullest_rank,
+    memory_of_rank,
+    placeholder_bytes,
+    workspace_bytes,
+)
+from parakit.planner.readings.facts import origin, source_facts
+from parakit.planner.readings.reading_to_spec import Expressed, RefusedError, express
+from parakit.planner.readings.table import Reading, Refusal
+from parakit.planner.tensors import UnevenSplitError
+from parakit.planner.time.cluster import Calibration, Cluster
+from parakit.planner.time.constants import Constants, constants_of
+from parakit.planner.time.flops import RECOMPUTED, counted_flops, model_flops
+from parakit.planner.time.iteration import iteration_seconds
+from parakit.planner.time.rates import NoPeakError, rates
+from parakit.planner.verdict import leaves_reserve
+from parakit.config.hardware import Device
+from parakit.config.run import RunSpec
+from parakit.formatting.units import GIB
+
+_LEAST_USE = 1e-8
+"""Of the peak; what is slower is no training, or a figure in another unit."""
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A reading beside its prediction, both in the reading's unit."""
+
+    expressed: Expressed
+    predicted: float
+    error: float
+    """A ratio less 1. Of time, also where the figure is a rate: positive is predicted too slow. Of
+    memory: positive is predicted too much."""
+    seconds: float | None = None
+    """Predicted, of an iteration; None of memory."""
+    unstated: tuple[str, ...] = ()
+    """What its source leaves out: the fastest run that fits is taken for it."""
+    ranged: tuple[float, float] | None = None
+    """Then least and most of those predicted that fit, in the reading's unit."""
+
+    @property
+    def reading(self) -> Reading:
+        """What was published."""
+        return self.expressed.reading
+
+    @property
+    def published_seconds(self) -> float:
+        """Of an iteration, as its figure has it; 0 of memory."""
+        if self.reading.metric == "step_time_s":
+            return self.reading.value
+        return (self.seconds or 0.0) / (1 + self.error)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """All readings of a file, in its order."""
+
+    predicted: tuple[Residual, ...]
+    refused: tuple[Refusal, ...]
+
+
+def residuals(
+    readings: Iterable[Reading],
+    unreadable: Iterable[Refusal] = (),
+    without: str | None = None,
+    measured: Callable[[Device], Calibration] = lambda device: Calibration(),
+) -> Residuals:
+    """Predict every reading that can be expressed.
+
+    Args:
+        readings: Of a file.
+        unreadable: Its rows that are none.
+        without: The source that is left out of the fit of the constants; None leaves each measurement's
+            own out.
+        measured: Constants of this machine's devices, for readings that were made on it.
+    """
+    readings = tuple(readings)
+    flops = _stated_flops(readings)
+    found: list[Residual] = []
+    refused = list(unreadable)
+    for reading in readings:
+        try:
+            expressed = left_out(express(reading), reading.source if without is None else without)
+            if (found_here := measured(expressed.cluster.device)) != Calibration():
+                cluster = replace(expressed.cluster, calibration=found_here)
+                expressed = replace(expressed, cluster=cluster)
+            found.append(residual(expressed, flops.get(_run(reading))))
+        except (RefusedError, UnevenSplitError, NoPeakError) as error:
+            refused.append(Refusal(reading.line, reading.source, str(error)))
+    return Residuals(tuple(found), tuple(sorted(refused, key=lambda item: item.line)))
+
+
+def left_out(expressed: Expressed, source: str) -> Expressed:
+    """The same on a cluster whose constants were fitted without a source."""
+    return replace(expressed, cluster=_without(expressed.cluster, origin(source)))
+
+
+@lru_cache(maxsize=4096)
+def _without(cluster: Cluster, source: str) -> Cluster:
+    generation = cluster.device.generation
+    constants, own = constants_of(generation, source), constants_of(generation)
+    return cluster if constants == own else with_constants(cluster, constants)
+
+
+def with_constants(cluster: Cluster, constants: Constants) -> Cluster:
+    """The cluster with these constants in place of its generation's."""
+    return replace(cluster, calibration=Calibration(**asdict(constants)))
+
+
+def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residual:
+    """One reading beside its prediction, with its source's FLOPs a token where it also prints the run's
+    tokens, else those of the closed form.
+
+    Raises:
+        UnevenSplitError: A degree does not divide what it splits.
+        NoPeakError: The device has no rate in the run's dtype.
+        RefusedError: No device can have run so fast, or nobody trains so slowly.
+    """
+    if expressed.unstated:
+        # What is published is tuned: of the rows that state both, the fastest that fits is the one.
+        every = [(residual(one, flops_a_token), one) for one in expressed.alternatives()]
+        fitting = [found for found, one in every if _fits(one)] or [found for found, _ in every]
+        chosen = min(fitting, key=lambda found: _seconds(found.expressed.spec, expressed.cluster))
+        ends = sorted(found.predicted for found in fitting)
+        return replace(chosen, unstated=expressed.unstated, ranged=(ends[0], ends[-1]))
+    reading, spec, cluster = expressed.reading, expressed.spec, expressed.cluster
+    metric, value = reading.metric, reading.value
+    if "memory" in metric:
+        predicted = _memory(spec, cluster, metric)
+        return Residual(expressed, predicted, predicted / value - 1)
+    if metric == "matmul_tflops":
+        predicted = rates(cluster, spec.dtype).flops / 1e12
+        return Residual(expressed, predicted, value / predicted - 1)
+    predicted, measured = (seconds := _seconds(spec, cluster)), value
+    if metric != "step_time_s":
+        predicted = _rate(expressed, seconds, flops_a_token)
+        measured = seconds * predicted / value
+    peak = cluster.devices * max(cluster.device.peak_tflops.values()) * 1e12
+    used = model_flops(spec.shape, spec.batch.global_batch_size) / peak / max(measured, 1e-30)
+    # CPU cores have no datasheet, so that their peak bounds nothing.
+    if cluster.device.key != "cpu" and not _LEAST_USE < used <= 1:
+        raise RefusedError(f"its value would be {used:.3g} of the peak of {cluster.device.name}")
+    return Residual(expressed, predicted, seconds / measured - 1, seconds)
+
+
+def _fits(expressed: Expressed) -> bool:
+    memory = fullest_rank(expressed.spec)[1]
+    return leaves_reserve(expressed.spec, memory, expressed.cluster)
+
+
+def _rate(expressed: Expressed, seconds: float, flops_a_token: float | None) -> float:
+    """Tokens, FLOP or the share of peak, a second and device."""
+    reading, spec, cluster = expressed.reading, expressed.spec, expressed.cluster
+    tokens = spec.tokens_per_iteration / seconds / cluster.devices
+    if reading.metric == "tokens_per_s_per_gpu":
+        return tokens
+    of_hardware = reading.metric == "hardware_tflops_per_gpu"
+    if flops_a_token is None or of_hardware:  # What a source prints beside tokens is the model's.
+        counts = set((reading.counts or source_facts(reading)["counts"]).split())
+        if of_hardware:
+            counts.add(RECOMPUTED)
+        flops_a_token = counted_flops(spec, counts)
+    if reading.metric == "mfu_percent":
+        return 100 * tokens * flops_a_token / (cluster.device.peak_flops(spec.dtype) or 1.0)
+    return tokens * flops_a_token / 1e12
+
+
+@lru_cache(maxsize=4096)
+def predicted_memory(spec: RunSpec, metric: str) -> PredictedMemory:
+    """Of the rank that a metric is read on: Megatron logs the last one's bytes, others the fullest's."""
+    if metric.endswith("_bytes"):
+        return memory_of_rank(spec, spec.parallelism.pipeline - 1)
+    return fullest_rank(spec)[1]
+
+
+def _memory(spec: RunSpec, cluster: Cluster, metric: str) -> float:
+    execution, generation = cluster.execution, cluster.device.generation
+    grouped = bool(spec.shape.experts) and execution.grouped_experts
+    workspaces = workspace_bytes(generation, execution.deterministic, grouped)
+    held, split = predicted_memory(spec, metric), spec.parallelism
+    kept = placeholder_bytes(spec, split.pipeline - 1)
+    if execution.unfused_gradients:
+        held, kept = replace(held, temporaries=held.temporaries - kept), 0
+    if metric == "memory_allocated_bytes":
+        # Each virtual stage still has its last input when the iteration is logged
+        # (`transformer_block.py: set_input_tensor`), and that input its gradient.
+        inputs = 2 * (split.virtual_stages - 1) * residual_bytes(spec)
+        messages = held.communication + inputs if split.pipeline > 1 else 0
+        return held.state + messages + kept + workspaces
+    if metric == "peak_memory_allocated_bytes":
+        return held.live + workspaces
+    if metric == "peak_memory_gib":
+        return (held.live + workspaces) / GIB
+    return held.total / 1e9
+
+
+@lru_cache(maxsize=4096)
+def _seconds(spec: RunSpec, cluster: Cluster) -> float:
+    return iteration_seconds(spec, cluster).total
+
+
+def _stated_flops(readings: Iterable[Reading]) -> dict[tuple[object, ...], float]:
+    """FLOPs a token of runs whose rate is printed both in FLOPs and in tokens or steps."""
+    tokens: dict[tuple[object, ...], float] = {}
+    flops: dict[tuple[object, ...], float] = {}
+    for reading in readings:
+        if reading.metric == "tokens_per_s_per_gpu":
+            tokens[_run(reading)] = reading.value
+        elif reading.metric == "step_time_s" and reading.gbs and reading.seq and reading.gpus:
+            tokens[_run(reading)] = reading.gbs * reading.seq / reading.value / reading.gpus
+        elif reading.metric == "model_tflops_per_gpu":
+            flops[_run(reading)] = 1e12 * reading.value
+    return {run: flops[run] / tokens[run] for run in flops.keys() & tokens.keys()}
+
+
+def _run(reading: Reading) -> tuple[object, ...]:
+    """What two figures of one run have in common."""
+    layout = (reading.tp, reading.pp, reading.vpp, reading.cp, reading.dp, reading.ep)
+    batch = (reading.mbs, reading.gbs, reading.seq, reading.dtype)
+    what = (reading.source, reading.where, reading.model, reading.gpu, reading.gpus, reading.notes)
+    return (*what, *layout, *batch)

@@ -1,0 +1,181 @@
+"""`make schedules`: pipeline schedules beside one another, as a table, as data, and above one another on
+one time axis as SVG: who computes what, idle in grey."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parakit.planner.schedules.simulate import (
+    COMPARED,
+    Pass,
+    ScheduleFigures,
+    SimulatedSchedule,
+    closed_form_activations,
+    closed_form_bubble,
+    figures,
+    simulate,
+)
+from parakit.config.strategy import PipelineSchedule
+from parakit.formatting.svg import svg_figure
+from parakit.formatting.table import Column, Table, rich_table
+from parakit.formatting.terminal import wide_console
+from parakit.formatting.units import percent, plural
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_FORWARD = ("#4C86C6", "#9CC0E7")
+_BACKWARD = ("#3E9C6B", "#98D3B2")
+"""Dark and light by virtual stage."""
+_IDLE = "#DDDDDD"
+_NARROWEST_LABEL, _NARROW_LABEL = 0.7, 1.2
+"""Percent of the axis."""
+
+
+def schedules(given: Namespace) -> int:
+    """Simulate, print, draw.
+
+    Raises:
+        ValueError: What cannot be; one sentence.
+    """
+    timelines = [
+        simulate(
+            schedule,
+            given.pp,
+            given.microbatches,
+            iterations=given.iterations,
+            virtual=given.vpp,
+            forward=given.forward,
+            backward=given.backward,
+            transfer=given.transfer,
+        )
+        for schedule in COMPARED
+        # One micro batch is too few for two versions, and enough to see what the others do.
+        if schedule is not PipelineSchedule.PIPEDREAM_2BW or given.microbatches >= given.pp
+    ]
+    if given.json:
+        print(json.dumps([_as_data(timeline) for timeline in timelines], indent=2))
+    else:
+        _print(timelines)
+    if given.svg:
+        _draw_all(timelines, given.svg)
+    return 0
+
+
+def schedules_arguments(parser: ArgumentParser) -> None:
+    """What no variable says."""
+    parser.add_argument("--iterations", type=int, default=2, help="PipeDream fills once over all")
+    parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward")
+    parser.add_argument("--backward", type=float, default=2.0, help="time of a stage's backward")
+    parser.add_argument("--transfer", type=float, default=0.0, help="time of a message")
+
+
+def _as_data(timeline: SimulatedSchedule) -> dict[str, Any]:
+    """Figures, measured and in closed form."""
+    measured = figures(timeline)
+    return {
+        "schedule": timeline.schedule.paper_name,
+        "length": timeline.length,
+        "bubble": measured.bubble,
+        "bubble_closed_form": closed_form_bubble(timeline),
+        "idle_share": measured.idle_share,
+        "activations": list(measured.activations),
+        "activations_closed_form": list(closed_form_activations(timeline)),
+        "weight_versions": list(measured.weight_versions),
+        "staleness": list(measured.staleness),
+    }
+
+
+def _print(timelines: list[SimulatedSchedule]) -> None:
+    first = timelines[0]
+    title = (
+        f"{first.pipeline} stages, {first.microbatches} micro batches an iteration, "
+        f"{plural(first.iterations, 'iteration')}"
+    )
+    columns = (
+        Column[_Measured]("schedule", lambda row: row[0].schedule.paper_name, right=False),
+        Column[_Measured]("time", lambda row: row[0].length, "{:g}".format),
+        Column[_Measured]("idle", lambda row: row[1].idle_share, percent),
+        Column[_Measured]("bubble", lambda row: row[1].bubble, "{:.4f}".format),
+        Column[_Measured]("closed form", lambda row: closed_form_bubble(row[0]), "{:.4f}".format),
+        Column[_Measured]("held, by stage", lambda row: _listed(row[1].activations), wraps=True),
+        Column[_Measured]("versions", lambda row: _listed(row[1].weight_versions), wraps=True),
+        Column[_Measured]("staleness", lambda row: _listed(row[1].staleness), wraps=True),
+    )
+    rows = tuple((timeline, figures(timeline)) for timeline in timelines)
+    console = wide_console()
+    console.print(rich_table(Table(columns, rows, title), console.width))
+
+
+_Measured = tuple[SimulatedSchedule, ScheduleFigures]
+
+
+def _listed(values: Sequence[float]) -> str:
+    return " ".join(f"{value:g}" for value in values)
+
+
+def _draw_all(timelines: Sequence[SimulatedSchedule], path: Path) -> None:
+    from matplotlib.patches import Patch
+
+    pipeline = timelines[0].pipeline
+    longest = max(timeline.length for timeline in timelines)
+    height = len(timelines) * (0.75 + 0.26 * pipeline) + 0.6
+    with svg_figure(path, "schedules", 12, height) as figure:
+        panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, timeline in zip(panels, timelines, strict=True):
+            _draw(axes, timeline, longest)
+        panels[-1].set_xlabel("time, in forward passes of a whole stage")
+        kinds = {"forward": _FORWARD[0], "backward": _BACKWARD[0]}
+        if any(timeline.virtual > 1 for timeline in timelines):
+            kinds |= {"forward, odd virtual stage": _FORWARD[1]}
+            kinds |= {"backward, odd virtual stage": _BACKWARD[1]}
+        kinds["idle"] = _IDLE
+        figure.legend(
+            handles=[Patch(color=colour, label=label) for label, colour in kinds.items()],
+            loc="outside lower right",
+            ncols=5,
+            frameon=False,
+        )
+
+
+def _draw(axes: Axes, timeline: SimulatedSchedule, longest: float) -> None:
+    axes.broken_barh([(0, timeline.length)], (-0.42, timeline.pipeline - 1 + 0.84), color=_IDLE)
+    for event in timeline.events:
+        odd, long = event.step.chunk % 2, event.end - event.start
+        colour = (_FORWARD if event.step.direction is Pass.FORWARD else _BACKWARD)[odd]
+        style: dict[str, Any] = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5}
+        axes.broken_barh([(event.start, long)], (event.worker - 0.42, 0.84), **style)
+        width = 100 * long / longest
+        if width > _NARROWEST_LABEL:
+            # Micro batches are numbered within their iteration.
+            number = str(event.step.microbatch % timeline.microbatches + 1)
+            style = {
+                "fontsize": 6.5 if width > _NARROW_LABEL else 5,
+                "ha": "center",
+                "va": "center",
+            }
+            middle = (event.start + event.end) / 2
+            axes.text(middle, event.worker, number, color="black" if odd else "white", **style)
+    axes.set_yticks(range(timeline.pipeline), [f"stage {i}" for i in range(timeline.pipeline)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, longest)
+    axes.set_title(_caption(timeline), loc="left", fontsize=9)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _caption(timeline: SimulatedSchedule) -> str:
+    measured = figures(timeline)
+    held = max(measured.activations)
+    text = (
+        f"{timeline.schedule.paper_name}: idle {100 * measured.idle_share:.0f}% of the time, at most "
+        f"{held:g} micro batches held by a stage"
+    )
+    versions = max(measured.weight_versions)
+    if versions > 1:
+        text += f", up to {versions} weight versions, gradients up to {versions - 1} updates old"
+    return text

@@ -1,0 +1,481 @@
+"""The parameter tensors of a model and of each rank: one inventory that every count is a sum of.
+
+Counts are exactly what Megatron prints as "number of parameters on (tensor, pipeline) model
+parallel rank" (`megatron/training/training.py: get_model`, at f4fa7d6b and core_v0.19.0).
+Column-parallel matrices are split with their biases; row-parallel ones keep the bias whole
+(`megatron/core/tensor_parallel/layers.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from parakit.config.model import (
+    EXPERTS,
+    LINEAR,
+    MAMBA,
+    MLP,
+    MTP,
+    LatentAttention,
+    LinearAttention,
+    Mamba,
+    ModelShape,
+    round_up,
+)
+from parakit.config.run import RunSpec
+
+ALIGNMENT = 64
+"""The distributed optimizer starts every tensor at a multiple of this many elements."""
+
+
+class UnevenSplitError(ValueError):
+    """A degree that does not divide what it splits."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Elements by component, of a whole model or of one rank."""
+
+    word_embedding: int = 0
+    position_embedding: int = 0
+    attention: int = 0
+    """Its projections, and those of linear attention and Mamba-2 mixers."""
+    dense_mlp: int = 0
+    router: int = 0
+    experts: int = 0
+    norms: int = 0
+    output_layer: int = 0
+    """A matrix of its own: untied, or the last pipeline stage's copy of a tied one."""
+
+    @property
+    def total(self) -> int:
+        """All elements."""
+        return self.shared + self.experts
+
+    @property
+    def shared(self) -> int:
+        """Elements whose gradients are reduced over all of DP×CP: everything but the experts."""
+        embeddings = self.word_embedding + self.position_embedding + self.output_layer
+        return embeddings + self.attention + self.dense_mlp + self.router + self.norms
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Some tensors, one behind another."""
+
+    elements: int = 0
+    aligned_elements: int = 0
+    """With every tensor started at a multiple of `ALIGNMENT`."""
+
+    def __add__(self, other: Buffer) -> Buffer:
+        return Buffer(
+            self.elements + other.elements, self.aligned_elements + other.aligned_elements
+        )
+
+    def __mul__(self, times: int) -> Buffer:
+        return Buffer(self.elements * times, self.aligned_elements * times)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBuffers:
+    """One virtual stage's tensors, by the buffer they are in."""
+
+    untied: Buffer
+    """Everything that is in neither of the others."""
+    tied: Buffer
+    """The embedding that the first and the last of several stages share."""
+    experts: Buffer
+    """Under expert parallelism; without it experts are like any other weight."""
+
+
+def parameters_total(shape: ModelShape, tensor: int = 1) -> int:
+    """Distinct parameters of the model, with the vocabulary padded for `tensor` ranks."""
+    table = shape.padded_vocabulary(tensor) * shape.hidden
+    ends = _parameters(_end_tensors(shape, table, 1, 1, True, True))
+    return ends.total + sum(
+        count * _parameters(_layer_tensors(kind, 1, 1, 1)).total
+        for count, kind in shape.layers_by_kind(shape.mtp_layers_held)
+    )
+
+
+def vocabulary_sentence(shape: ModelShape, trained: int, tensor: int = 1) -> str:
+    """What it changes to train a model over the tokens of the kit's data; empty if they are its own.
+
+    Args:
+        shape: With the model's own vocabulary.
+        trained: Entries of the vocabulary that is trained.
+        tensor: Ranks for which the vocabulary is padded.
+    """
+    if shape.vocabulary == trained:
+        return ""
+    planned = parameters_total(shape, tensor)
+    actual = parameters_total(replace(shape, vocabulary=trained), tensor)
+    return (
+        f"Not the same model: the kit's data hold GPT-2's tokens, so a vocabulary of {trained:,} is "
+        f"trained and not the model's own {shape.vocabulary:,}: {actual:,} parameters, "
+        f"{abs(actual - planned):,} {'more' if actual > planned else 'fewer'} than its {planned:,}; "
+        "DATA= with tokens of its own tokenizer trains the model itself."
+    )
+
+
+def active_parameters(shape: ModelShape, tensor: int = 1) -> int:
+    """Parameters that one token uses: of the experts only those it is routed to."""
+    idle = shape.experts - shape.experts_per_token if shape.experts else 0
+    expert = _parameters(_mlp_tensors(_routed(shape), "experts", shape.expert_ffn_hidden, 1))
+    layers = sum(
+        count * times
+        for count, layer in shape.layers_by_kind(shape.mtp_layers_held)
+        for times, kind in layer.kinds
+        if kind.experts
+    )
+    return parameters_total(shape, tensor) - layers * idle * expert.total
+
+
+def rank_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
+    """Components on each TP rank of a pipeline rank, over all its virtual stages.
+
+    A tied output embedding is a second copy on the last of several pipeline ranks
+    (`LanguageModule.setup_embeddings_and_output_layer`).
+
+    Raises:
+        UnevenSplitError: A degree does not divide what it splits; the message names both.
+        IndexError: There is no such rank.
+    """
+    pipeline = spec.parallelism.pipeline
+    if not 0 <= pipeline_rank < pipeline:
+        raise IndexError(f"PP {pipeline} has no rank {pipeline_rank}.")
+    _refuse_uneven(spec)
+    return _stage(spec, pipeline_rank).parameters
+
+
+def rank_tensors(spec: RunSpec, pipeline_rank: int = 0) -> list[int]:
+    """Elements of each tensor on each TP rank of a pipeline rank."""
+    tensors = _stage(spec, pipeline_rank).tensors
+    return [tensor.elements for tensor in tensors for _ in range(tensor.copies)]
+
+
+def layer_parameters(spec: RunSpec) -> Parameters:
+    """Components of one transformer layer on a rank."""
+    return _parameters(_layer_tensors(spec.shape, *_degrees(spec)))
+
+
+def partial_gradient_elements(spec: RunSpec, pipeline_rank: int) -> int:
+    """Elements that every TP rank holds whole and, under SP, has only its tokens' gradient of."""
+    return _stage(spec, pipeline_rank).partial_elements
+
+
+def unlike_weights(spec: RunSpec, pipeline_rank: int) -> int:
+    """Elements of one weight of each shape that linear layers of a rank have, the output layer's too;
+    biases are counted with them."""
+    shape, last = spec.trained_shape, pipeline_rank == spec.parallelism.pipeline - 1
+    held = zip(_held_layers(spec.on_stages, pipeline_rank), shape.layer_kinds, strict=True)
+    kinds = [kind for counts, (layer, _) in held if any(counts) for _, kind in layer.kinds]
+    if last and shape.mtp_depth:
+        kinds.append(shape.only(MTP))
+    table = spec.padded_vocabulary * shape.hidden // spec.parallelism.tensor
+    return table * last + _unlike_elements(tuple(kinds), _degrees(spec))
+
+
+@lru_cache(maxsize=256)
+def _unlike_elements(kinds: tuple[ModelShape, ...], degrees: tuple[int, int, int]) -> int:
+    unlike: Counter[tuple[str, int]] = Counter()
+    for kind in kinds:
+        tensors = _layer_tensors(kind, *degrees)
+        unlike |= Counter(
+            (one.component, one.elements) for one in tensors if one.component in _LINEAR
+        )
+    return sum(elements * times for (_, elements), times in unlike.items())
+
+
+_LINEAR = ("attention", "dense_mlp", "experts")
+
+
+def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
+    """Buffers of every virtual stage of a pipeline rank, first to last."""
+    split, shape = spec.parallelism, spec.trained_shape
+    degrees = _degrees(spec)
+    table = spec.padded_vocabulary * shape.hidden // split.tensor
+    tables = _shared_tables(spec)
+    chunks = []
+    held = zip(*_held_layers(spec.on_stages, pipeline_rank), strict=True)
+    for stage, counts in enumerate(held):
+        first = pipeline_rank == 0 and stage == 0
+        last = pipeline_rank == split.pipeline - 1 and stage == split.virtual_stages - 1
+        sizes: dict[bool, list[int]] = {False: [], True: []}
+        for end in _end_tensors(shape, table, split.tensor, split.pipeline, first, last):
+            sizes[end.component in tables].append(end.elements)
+        untied, experts = buffer_of(sizes[False]), Buffer()
+        for count, (kind, _) in zip(counts, shape.layer_kinds, strict=True):
+            of_all, of_experts = _layer_buffers(kind, *degrees)
+            untied, experts = untied + of_all * count, experts + of_experts * count
+        chunks.append(ChunkBuffers(untied, buffer_of(sizes[True]), experts))
+    return chunks
+
+
+def buffer_of(sizes: Iterable[int]) -> Buffer:
+    """Tensors of these sizes."""
+    sizes = tuple(sizes)
+    return Buffer(sum(sizes), sum(round_up(size, ALIGNMENT) for size in sizes))
+
+
+def _degrees(spec: RunSpec) -> tuple[int, int, int]:
+    split = spec.parallelism
+    return split.tensor, split.expert, split.tensor_of_experts
+
+
+class _Tensor(NamedTuple):
+    """A parameter, or so many equal ones."""
+
+    component: str
+    """A field of `Parameters`."""
+    elements: int
+    copies: int = 1
+    partial: bool = False
+    """Megatron marks it `sequence_parallel`: see `partial_gradient_elements`."""
+
+
+def _shared_tables(spec: RunSpec) -> tuple[str, ...]:
+    """Components that two stages hold and reduce together. With multi-token prediction it is the
+    embedding of both; a tied model's copy in the output layer is then in nobody's use, and is kept."""
+    if not spec.embeds_twice:
+        return ()
+    return ("word_embedding",) if spec.shape.mtp_depth else ("word_embedding", "output_layer")
+
+
+def _end_tensors(
+    shape: ModelShape, table: int, tensor: int, stages: int, first: bool, last: bool
+) -> Iterator[_Tensor]:
+    """Embeddings before the first layer; after the last the final norm, what joins depths ahead, their
+    embedding on a stage of its own, and the output layer."""
+    if first or (last and shape.mtp_depth):
+        yield _Tensor("word_embedding", table)
+        if shape.positions:
+            yield _Tensor("position_embedding", shape.positions * shape.hidden)
+    if last:
+        yield from (_Tensor("norms", size, partial=True) for size in _norm(shape))
+        if shape.mtp_depth:
+            yield from _layer_tensors(shape.only(MTP), tensor, 1, 1) * shape.mtp_layers_held
+        if stages > 1 or not shape.tied_embeddings:
+            yield _Tensor("output_layer", table)
+
+
+@lru_cache(maxsize=256)
+def _layer_tensors(
+    shape: ModelShape, tensor: int, expert: int, expert_tensor: int
+) -> tuple[_Tensor, ...]:
+    """One layer on a rank of TP `tensor`, EP `expert` and ETP `expert_tensor`."""
+    if len(shape.blocks) > 1:
+        kinds = (
+            _layer_tensors(kind, tensor, expert, expert_tensor) * times
+            for times, kind in shape.kinds
+        )
+        return tuple(found for kind in kinds for found in kind if found.elements)
+    found = [_Tensor("norms", size, partial=True) for size in _norm(shape) * shape.norms]
+    if shape.blocks == MAMBA and shape.mamba:
+        found += _mamba_tensors(shape, shape.mamba, tensor)
+    elif shape.blocks == LINEAR and shape.linear:
+        found += _linear_tensors(shape, shape.linear, tensor)
+    elif shape.blocks == MTP:
+        found.append(_Tensor("attention", 2 * shape.hidden * shape.hidden // tensor))
+    elif shape.blocks not in (MLP, EXPERTS):
+        found += _attention_tensors(shape, tensor)
+    if shape.blocks in ("", EXPERTS) and shape.experts:
+        found += _expert_tensors(shape, tensor, expert, expert_tensor)
+    elif shape.blocks in ("", MLP):
+        found += _mlp_tensors(shape, "dense_mlp", shape.ffn_hidden, tensor)
+    return tuple(found)
+
+
+def _attention_tensors(shape: ModelShape, tensor: int) -> Iterator[_Tensor]:
+    if shape.latent:
+        yield from _latent_tensors(shape, shape.latent, tensor)
+    else:
+        queries = shape.heads * (2 if shape.output_gate else 1)
+        qkv = (queries + 2 * shape.query_groups) * shape.head_width // tensor
+        width = shape.heads * shape.head_width // tensor
+        yield _Tensor("attention", shape.hidden * qkv)
+        yield _Tensor("attention", width * shape.hidden)
+        if shape.bias or shape.qkv_bias:
+            yield _Tensor("attention", qkv)
+        if shape.qk_norm and shape.heads:
+            yield from (_Tensor("norms", size) for size in _norm(shape, shape.head_width) * 2)
+    if shape.sink and shape.heads:
+        yield _Tensor("attention", shape.heads // tensor)
+    if shape.bias:
+        yield _Tensor("attention", shape.hidden, partial=True)
+
+
+def _expert_tensors(
+    shape: ModelShape, tensor: int, expert: int, expert_tensor: int
+) -> Iterator[_Tensor]:
+    """A router, the expert that every token passes, and a rank's own of the others."""
+    yield _Tensor("router", shape.experts * shape.hidden, partial=True)
+    if shape.bias:
+        yield _Tensor("router", shape.experts, partial=True)
+    if shape.shared_expert_ffn:
+        yield from _mlp_tensors(shape, "dense_mlp", shape.shared_expert_ffn, tensor)
+        if shape.shared_expert_gate:
+            yield _Tensor("dense_mlp", shape.hidden, partial=True)
+    if shape.latent_experts:
+        yield from [_Tensor("router", shape.hidden * shape.latent_experts, partial=True)] * 2
+    own, ffn = shape.experts // expert, shape.expert_ffn_hidden
+    yield from _mlp_tensors(_routed(shape), "experts", ffn, expert_tensor, own)
+
+
+def _routed(shape: ModelShape) -> ModelShape:
+    """The shape as its experts see it."""
+    return replace(shape, hidden=shape.latent_experts) if shape.latent_experts else shape
+
+
+_CONVOLUTION = 4
+"""Tokens that the short convolution of a Mamba-2 mixer looks at (`mamba_mixer.py: d_conv`)."""
+
+
+def _mamba_tensors(shape: ModelShape, mamba: Mamba, tensor: int) -> Iterator[_Tensor]:
+    """`megatron/core/ssm/mamba_mixer.py`: everything is split by heads or groups; no biases but the
+    convolution's."""
+    yield _Tensor("attention", shape.hidden * mamba.projected // tensor)
+    yield _Tensor("norms", _CONVOLUTION * mamba.convolved // tensor)
+    yield _Tensor("norms", mamba.convolved // tensor)
+    for _ in ("dt_bias", "A_log", "D"):
+        yield _Tensor("norms", mamba.heads // tensor)
+    yield _Tensor("norms", mamba.width // tensor)
+    yield _Tensor("attention", mamba.width * shape.hidden // tensor)
+
+
+def _linear_tensors(shape: ModelShape, linear: LinearAttention, tensor: int) -> Iterator[_Tensor]:
+    """`megatron/core/ssm/gated_delta_net`: all but the output's norm is split by heads; no biases,
+    whatever other layers have."""
+    yield _Tensor("attention", shape.hidden * linear.projected // tensor)
+    yield _Tensor("norms", linear.kernel * linear.convolved // tensor)
+    for _ in ("dt_bias", "A_log"):
+        yield _Tensor("norms", linear.value_heads // tensor)
+    yield from (_Tensor("norms", size, partial=True) for size in _norm(shape, linear.value_width))
+    yield _Tensor("attention", linear.values * shape.hidden // tensor)
+
+
+def _latent_tensors(shape: ModelShape, latent: LatentAttention, tensor: int) -> Iterator[_Tensor]:
+    """Down-projections are whole on each TP rank, or split, with a norm each if there are any;
+    up-projections and output split; no biases but the output's."""
+    heads, hidden = shape.heads // tensor, shape.hidden
+    queries = heads * (latent.head_width + latent.rotary_width)
+    keys_and_values = heads * (latent.head_width + latent.value_width)
+    down = tensor if latent.splits_down else 1
+    normed = (1 if shape.rms_norm else 2) if shape.qk_norm else 0
+    if latent.query_rank:
+        yield _Tensor("attention", hidden * latent.query_rank // down)
+        yield from (_Tensor("norms", latent.query_rank),) * normed
+    yield _Tensor("attention", (latent.query_rank or hidden) * queries)
+    yield _Tensor("attention", hidden * (latent.key_value_rank + latent.rotary_width) // down)
+    yield from (_Tensor("norms", latent.key_value_rank),) * normed
+    yield _Tensor("attention", latent.key_value_rank * keys_and_values)
+    yield _Tensor("attention", heads * latent.value_width * hidden)
+
+
+def _mlp_tensors(
+    shape: ModelShape, component: str, ffn: int, tensor: int, copies: int = 1
+) -> Iterator[_Tensor]:
+    first = ffn * (2 if shape.gated else 1) // tensor
+    yield _Tensor(component, shape.hidden * first, copies)
+    yield _Tensor(component, ffn // tensor * shape.hidden, copies)
+    if shape.bias:
+        yield _Tensor(component, first, copies)
+        yield _Tensor(component, shape.hidden, copies, partial=component == "dense_mlp")
+
+
+def _norm(shape: ModelShape, width: int = 0) -> tuple[int, ...]:
+    """One normalisation, of hidden states unless of another width: weight, and bias unless RMSNorm."""
+    return (width or shape.hidden,) * (1 if shape.rms_norm else 2)
+
+
+@lru_cache(maxsize=4096)
+def _held_layers(spec: RunSpec, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
+    """For each kind of layer how many each virtual stage of a pipeline rank holds the weights of."""
+    shape = spec.shape
+    held = [list(spec.laid(layers, pipeline_rank)) for _, layers in shape.layer_kinds]
+    if pipeline_rank == spec.parallelism.pipeline - 1:
+        held[shape.mtp_is_dense][-1] += shape.mtp_layers_held
+    return tuple(map(tuple, held))
+
+
+def _parameters(tensors: Iterable[_Tensor]) -> Parameters:
+    totals: Counter[str] = Counter()
+    for tensor in tensors:
+        totals[tensor.component] += tensor.copies * tensor.elements
+    return Parameters(**totals)
+
+
+class _Stage(NamedTuple):
+    """What each TP rank of a pipeline rank holds."""
+
+    tensors: tuple[_Tensor, ...]
+    parameters: Parameters
+    partial_elements: int
+
+
+def _stage(spec: RunSpec, pipeline_rank: int) -> _Stage:
+    split = spec.parallelism
+    degrees = (*_degrees(spec), split.pipeline)
+    first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
+    held = tuple(map(sum, _held_layers(spec.on_stages, pipeline_rank)))
+    return _stage_of(spec.trained_shape, degrees, held, first, last)
+
+
+@lru_cache(maxsize=1024)
+def _stage_of(
+    shape: ModelShape,
+    degrees: tuple[int, int, int, int],
+    held: tuple[int, ...],
+    first: bool,
+    last: bool,
+) -> _Stage:
+    tensor, expert, expert_tensor, pipeline = degrees
+    table = shape.padded_vocabulary(tensor) * shape.hidden // tensor
+    found = (
+        *_end_tensors(shape, table, tensor, pipeline, first, last),
+        *(
+            item._replace(copies=count * item.copies)
+            for count, (kind, _) in zip(held, shape.layer_kinds, strict=True)
+            for item in _layer_tensors(kind, tensor, expert, expert_tensor)
+        ),
+    )
+    partial = sum(item.copies * item.elements for item in found if item.partial)
+    return _Stage(found, _parameters(found), partial)
+
+
+@lru_cache(maxsize=256)
+def _layer_buffers(
+    shape: ModelShape, tensor: int, expert: int, expert_tensor: int
+) -> tuple[Buffer, Buffer]:
+    """One layer's tensors without and with expert parallelism."""
+    sizes: dict[bool, list[int]] = {False: [], True: []}
+    for item in _layer_tensors(shape, tensor, expert, expert_tensor):
+        apart = expert > 1 and item.component == "experts"
+        sizes[apart] += [item.elements] * item.copies
+    return buffer_of(sizes[False]), buffer_of(sizes[True])
+
+
+def _refuse_uneven(spec: RunSpec) -> None:
+    shape, split = spec.shape, spec.parallelism
+    stages = split.pipeline * split.virtual_stages
+    # A group that several ranks share is cut as rows of one matrix.
+    groups = 0 if split.tensor % shape.query_groups == 0 else shape.query_groups
+    if spec.stages.problem(shape.layers, split.pipeline, split.virtual_stages):
+        raise UnevenSplitError(
+            f"{shape.layers} layers cannot be split evenly over PP x virtual stages {stages}."
+        )
+    for what, value, degree, size in (
+        ("attention heads", shape.heads, "TP", split.tensor),
+        ("query groups", groups, "TP", split.tensor),
+        ("MLP columns", shape.ffn_hidden, "TP", split.tensor),
+        ("experts", shape.experts, "EP", split.expert),
+        ("columns of experts", shape.expert_ffn_hidden, "ETP", split.tensor_of_experts),
+        ("Mamba groups", shape.mamba.groups if shape.mamba else 0, "TP", split.tensor),
+        ("heads of keys", shape.linear.key_heads if shape.linear else 0, "TP", split.tensor),
+    ):
+        if value % size:
+            raise UnevenSplitError(f"{value} {what} cannot be split evenly over {degree} {size}.")

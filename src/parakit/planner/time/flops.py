@@ -1,0 +1,138 @@
+"""Arithmetic of one iteration: model FLOPs, forward and backward, causal attention counted half.
+
+A matrix product of m×k by k×n costs 2·m·k·n; backward costs twice forward (one product for each
+operand's gradient). The sum for a dense model is the closed form of arXiv:2104.04473 §5.1 and of
+`megatron/training/training.py: num_floating_point_operations`, which Megatron's `--log-throughput`
+divides by time; that one counts no windows (`ModelShape.attended`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+
+from parakit.config.model import LINEAR, MAMBA, MTP, ModelShape
+from parakit.config.run import RunSpec
+
+_BACKWARD_AND_FORWARD = 3
+_SCAN = 7
+"""FLOPs a channel and column of its state in a Mamba-2 mixer's scan, as upstream counts them
+(`num_floating_point_operations: mamba_layer_flops`)."""
+_DELTA_RULE = 4
+"""Products of a gated delta net's state a token, as upstream counts them, which takes keys for as wide
+as values (`num_floating_point_operations: gdn_layer_flops`)."""
+
+
+WHOLE_ATTENTION, NO_VOCABULARY, RECOMPUTED = "whole-attention", "no-vocabulary", "recomputed"
+COUNTS = (WHOLE_ATTENTION, NO_VOCABULARY, RECOMPUTED)
+"""How others count: attention's whole square also where it is causal (arXiv:2104.04473 eq. 3, NeMo up to
+25.04), no logits, what backward computes again ("hardware FLOPs", arXiv:2205.05198 appendix A)."""
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """Forward FLOPs of one token by component, over all layers."""
+
+    attention_projections: int
+    """Mamba-2 mixers' too, and all of linear attention, which no length of a sequence changes."""
+    attention_scores: int
+    """Q·Kᵀ and the product with V, causal: half of the square, or what windows leave of it; the scan
+    of a Mamba-2 mixer."""
+    mlp: int
+    router: int
+    """With the projections of tokens that are routed narrower than they are."""
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """All components."""
+        projections = self.attention_projections + self.attention_scores
+        return projections + self.mlp + self.router + self.logits
+
+
+@lru_cache(maxsize=4096)
+def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
+    """Forward FLOPs a token, averaged over the positions of a sequence of `seq_length`.
+
+    Of the experts only those a token is routed to count. The vocabulary is padded as for one
+    device, so that strategies are compared on equal work.
+    """
+    layers = shape.layers_by_kind(shape.mtp_depth)
+    every = [(count * times, kind) for count, layer in layers for times, kind in layer.kinds]
+    every.append((shape.mtp_depth, shape.only(MTP)))
+    kinds = [(times, _kind_flops(kind, seq_length)) for times, kind in every]
+    names = ("attention_projections", "attention_scores", "mlp", "router")
+    layer = {name: sum(times * getattr(kind, name) for times, kind in kinds) for name in names}
+    logits = 2 * shape.predicted * shape.hidden * shape.padded_vocabulary()
+    return TokenFlops(**layer, logits=logits)
+
+
+def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
+    """The same of one layer of one kind, without logits."""
+    length = shape.attended(seq_length or shape.seq_length)
+    queries = shape.heads * shape.head_width
+    keys_and_values = 2 * shape.query_groups * shape.head_width
+    matrices = 3 if shape.gated else 2
+    hidden, routed = shape.hidden, shape.latent_experts or shape.hidden
+    mlp = shape.ffn_hidden * hidden
+    if shape.experts:
+        mlp = shape.experts_per_token * shape.expert_ffn_hidden * routed
+        mlp += shape.shared_expert_ffn * hidden
+    widths = (3 if shape.output_gate else 2) * queries + keys_and_values
+    projections, scores = hidden * widths, 2 * queries * length
+    if latent := shape.latent:
+        up_to, values = latent.query_rank or hidden, shape.heads * latent.value_width
+        rotated = shape.heads * (latent.head_width + latent.rotary_width)
+        projections = hidden * (latent.query_rank + latent.key_value_rank + latent.rotary_width)
+        projections += latent.key_value_rank * (shape.heads * latent.head_width + values)
+        projections += up_to * rotated + values * hidden
+        scores = (rotated + values) * length
+    if shape.blocks == MAMBA and shape.mamba:
+        projections = hidden * (shape.mamba.projected + shape.mamba.width)
+        scores = _SCAN * shape.mamba.width * shape.mamba.state
+    elif shape.blocks == LINEAR and (linear := shape.linear):
+        projections = hidden * (linear.projected + linear.values)
+        projections += linear.kernel * linear.convolved
+        projections += _DELTA_RULE * linear.values * linear.value_width
+    elif shape.blocks == MTP:
+        projections = 2 * hidden * hidden
+    narrowed = 2 * hidden * shape.latent_experts if shape.experts else 0
+    return TokenFlops(
+        attention_projections=2 * projections,
+        attention_scores=round(scores),
+        mlp=2 * matrices * mlp,
+        router=2 * (hidden * shape.experts + narrowed),
+        logits=0,
+    )
+
+
+def counted_flops(spec: RunSpec, counts: Collection[str]) -> float:
+    """FLOPs of a token, forward and backward, as a source counts them that says so with words of
+    `COUNTS`; the model's own without any."""
+    found, again = token_flops(spec.shape), 0.0
+    scores = found.attention_scores * (2 if WHOLE_ATTENTION in counts else 1)
+    logits = 0 if NO_VOCABULARY in counts else found.logits
+    mlp = found.mlp + found.router
+    if RECOMPUTED in counts:
+        repeats, ranks = spec.recompute.again, range(spec.parallelism.pipeline)
+        again += scores if repeats("core_attn") else 0
+        again += mlp if repeats("moe" if spec.shape.experts else "mlp") else 0
+        again += found.attention_projections if repeats() else 0
+        if spec.recompute.some_layers:
+            again *= sum(map(spec.layers_again, ranks)) / sum(map(spec.stage_layers, ranks))
+    return _BACKWARD_AND_FORWARD * (found.attention_projections + scores + mlp + logits) + again
+
+
+def model_flops(shape: ModelShape, samples: int, seq_length: int | None = None) -> int:
+    """Model FLOPs of training on `samples` sequences, forward and backward, over all devices.
+
+    Recomputation does not count: divided by time and peak this is MFU, not HFU.
+    """
+    tokens = samples * (seq_length or shape.seq_length)
+    return _BACKWARD_AND_FORWARD * tokens * token_flops(shape, seq_length).total
+
+
+def mfu(flops: float, seconds: float, devices: int, peak_flops_per_second: float) -> float:
+    """Model FLOPs utilisation: the share of all devices' dense peak that the model's work is."""
+    return flops / (seconds * devices * peak_flops_per_second)

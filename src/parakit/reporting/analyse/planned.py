@@ -1,0 +1,188 @@
+"""What the planner predicts of each row, with how far such predictions are off; rows as readings."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from parakit.planner.calibration import calibration_of
+from parakit.planner.constraints import NEWEST, violations
+from parakit.planner.readings.local_readings import Row, own_runs, row_of
+from parakit.planner.readings.neighbours import Uncertainty, uncertainty
+from parakit.planner.readings.reading_to_spec import RefusedError, execution_of_flags
+from parakit.planner.tensors import UnevenSplitError
+from parakit.planner.time.cluster import Cluster
+from parakit.planner.time.rates import NoPeakError
+from parakit.artifacts.run import Status
+from parakit.reporting.analyse.comparability import DISTURBED, IMPOSSIBLE, why_withheld
+from parakit.reporting.analyse.configurations import pooled
+from parakit.reporting.analyse.disturbance import why_disturbed
+from parakit.reporting.analyse.entry import Entry
+from parakit.reporting.read.runs import Run
+from parakit.config.flags import Flags
+from parakit.config.hardware import Device, device_by_key, find_device, link_by_key
+from parakit.config.run import Backend, flags_of_printed
+
+_MILLISECONDS = 1e3
+
+
+@dataclass(frozen=True)
+class PlannedEntry:
+    """A row's prediction beside its measurement."""
+
+    entry: Entry
+    known: Uncertainty
+
+    @property
+    def error(self) -> float | None:
+        """Of the predicted time, a ratio less 1; None without a measurement."""
+        measured = self.entry.time_ms
+        return _MILLISECONDS * self.known.seconds / measured - 1 if measured else None
+
+
+def planned(
+    entries: Iterable[Entry], runs_root: Path, own: Path | None
+) -> tuple[PlannedEntry, ...]:
+    """The rows that the planner can predict, each without its own reading.
+
+    Megatron's on GPUs whose rates are known, and on this machine's CPU ranks once it is calibrated:
+    nominal rates of a core predict nothing.
+
+    Args:
+        entries: Rows of a report.
+        runs_root: Where constants that were measured on this machine are kept.
+        own: The file of one's own measurements.
+    """
+    found = []
+    for entry in entries:
+        spec, cluster = entry.run.spec, _cluster(entry.run, runs_root)
+        # A log can say less than what ran.
+        if not spec or not cluster or not _is_timed(entry) or violations(spec, NEWEST):
+            continue
+        # Of linear attention no time is planned.
+        if not spec.shape.vocabulary or spec.shape.linear:
+            continue
+        known = own_runs(own, cluster).without(spec)
+        with suppress(UnevenSplitError, NoPeakError):
+            found.append(PlannedEntry(entry, uncertainty(spec, cluster, known)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class OwnMeasurements:
+    """Runs that the kit trained, as rows of the file of one's own measurements."""
+
+    rows: tuple[Row, ...]
+    left_out: Mapping[str, Sequence[str]]
+    """Names of runs that are in no row although the planner can predict such runs, by the reason."""
+
+
+def own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
+    """Return a row for each configuration that the kit trained, from the runs whose times are its own.
+
+    Runs that did not end well, that other programs slowed down or whose times scatter widely are left
+    out. A configuration that the planner has no form for is skipped without a reason.
+    """
+    rows: list[Row] = []
+    left_out: dict[str, list[str]] = defaultdict(list)
+    impossible = _find_impossible_rows(entries)
+    for entry in entries:
+        device = _device(entry.run)
+        if entry.run.record is None or device is None or not _has_form(entry):
+            continue
+        good: list[Run] = []
+        row = entry.configuration
+        for run in (*row.runs, *row.failed_before, *row.running):
+            if reason := _why_no_measurement(run, entry.run.name in impossible):
+                left_out[reason].append(run.name)
+            else:
+                good.append(run)
+        time = pooled(good) if good else None
+        if time is None or time.low is None or time.high is None:
+            continue
+        if (time.high - time.low) / 2 >= _UNSTEADY * time.median:
+            left_out["times that scatter widely"] += [run.name for run in good]
+            continue
+        run, seconds = good[-1], time.median / _MILLISECONDS
+        if run.spec is not None and run.record is not None:
+            with suppress(RefusedError):
+                rows.append(row_of(run.spec, run.record.argv, device, run.name, seconds))
+    return OwnMeasurements(tuple(rows), left_out)
+
+
+def _why_no_measurement(run: Run, is_impossible: bool) -> str:
+    """Return why a run's time is no measurement of its configuration; empty if it is one."""
+    if run.status.status is not Status.OK:
+        return run.status.status.value.replace("_", " ")
+    if run.record is not None and run.record.resumptions:
+        return "resumed"
+    if why_disturbed(run):
+        return "other programs used its cores"
+    return "its time beside another's is impossible" if is_impossible else ""
+
+
+def _find_impossible_rows(entries: Iterable[Entry]) -> set[str]:
+    """Return the names of both rows of each impossible ratio of times."""
+    names = set()
+    for entry in entries:
+        if entry.speed and IMPOSSIBLE in entry.speed.caution:
+            names |= {entry.run.name, entry.speed.reference}
+    return names
+
+
+_UNSTEADY = 0.25
+"""Half of an estimate's interval, of its median, from which on it measured other work on the machine."""
+
+
+def _is_timed(entry: Entry) -> bool:
+    """Whether its time is what its strategy takes on its device: the same for every later run."""
+    is_disturbed = why_withheld(entry.configuration) == DISTURBED
+    return entry.estimate is not None and not is_disturbed and _has_form(entry)
+
+
+def _has_form(entry: Entry) -> bool:
+    """Return True for a run of the kit or of a log whose time the planner's closed forms are for."""
+    spec = entry.run.spec
+    return (
+        spec is not None
+        and spec.backend == Backend.MEGATRON
+        and spec.batch.micro_batch_size > 0
+        and spec.link_bits_per_second is None
+        and not spec.shares_gpu
+        and spec.patch_file is None
+    )
+
+
+def _device(run: Run) -> Device | None:
+    if run.device == "cpu":
+        here = run.record is not None and run.record.host.name == platform.node()
+        return device_by_key("cpu") if here else None
+    return find_device(run.device) if run.device else None
+
+
+def _cluster(run: Run, runs_root: Path) -> Cluster | None:
+    device, spec = _device(run), run.spec
+    if device is None or spec is None:
+        return None
+    calibration = calibration_of(runs_root, device)
+    if device.key == "cpu" and calibration.matmul is None:
+        return None
+    world = spec.parallelism.world_size
+    nodes = len(run.record.host.nodes) or 1 if run.record else -(-world // device.domain)
+    flags = run.record.argv if run.record else flags_of_printed(run.arguments)
+    return Cluster(
+        device,
+        world,
+        -(-world // nodes),
+        link_by_key(device.link),
+        link_by_key(device.network),
+        calibration,
+        execution_of_flags(Flags(flags)),
+        # CPU ranks are this machine's (`_device`).
+        len(os.sched_getaffinity(0)) if device.key == "cpu" else None,
+    )

@@ -1,0 +1,159 @@
+"""The columns of `results.csv`, and what a reader of a row must know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+from parakit.planner.tensors import UnevenSplitError, parameters_total, rank_parameters
+from parakit.reporting.analyse.comparability import SHARED, adam_state
+from parakit.reporting.analyse.configurations import Configuration, patch_file_name
+from parakit.reporting.analyse.entry import Entry
+from parakit.reporting.analyse.parity import REFERENCE, Parity, resumption_sentence
+from parakit.reporting.analyse.rates import attention_variant
+from parakit.reporting.analyse.statistics import Estimate
+from parakit.reporting.read.runs import Run
+from parakit.config.run import Backend, RunSpec
+from parakit.config.strategy import Parallelism
+from parakit.formatting.table import Column
+from parakit.formatting.units import number
+
+
+def notes_of(entry: Entry) -> str:
+    """What a reader of the entry's row must know, most important first."""
+    run, row, spec = entry.run, entry.configuration, entry.spec
+    notes = [
+        f"changed by PATCH_FILE={patch_file_name(spec)}" if spec and spec.patch_file else "",
+        SHARED if spec and spec.shares_gpu else "",
+        f"patches: {', '.join(spec.fused)}" if spec and spec.fused else "",
+        run.status.reason,
+        f"{len(row.runs)} runs pooled" if len(row.runs) > 1 else "",
+    ]
+    if entry.estimate and entry.estimate.disagree:
+        notes.append(f"repeats disagree: {disagreement(entry)}")
+    notes += [shift.text for shift in entry.shifts]
+    notes += other_attempts(row)
+    older = {"other code": row.other_code, "other versions": row.superseded - row.other_code}
+    notes += [f"{count} older under {what} not shown" for what, count in older.items() if count]
+    if entry.spec and (printed := _printed_otherwise(entry.run, entry.spec)):
+        notes.append(f"parameters in total are empty: {printed}")
+    notes += [*_parity_notes(entry.parity, run), resumption_sentence(run)]
+    if adam_state(run) not in (None, "existed"):
+        notes.append("Adam's state never existed (every step skipped), so memory reads too low")
+    return "; ".join(filter(None, [*notes, *entry.rates.notes, *run.notes])).replace(".; ", "; ")
+
+
+def _parameters_total(entry: Entry) -> int | None:
+    """In closed form, which counts every layer's attention."""
+    spec = entry.spec
+    if spec is None or not spec.shape.vocabulary or attention_variant(entry.run):
+        return None
+    if _printed_otherwise(entry.run, spec):
+        return None
+    return parameters_total(spec.shape, spec.parallelism.tensor)
+
+
+def _printed_otherwise(run: Run, spec: RunSpec) -> str:
+    """Whether a rank that has all layers printed other parameters than the arguments' model has."""
+    split, printed = spec.parallelism, {found.parameters for found in run.log.parameters}
+    whole = spec.backend == Backend.MEGATRON and split.pipeline == split.expert == 1
+    if not (whole and spec.shape.vocabulary and len(printed) == 1) or attention_variant(run):
+        return ""
+    try:
+        counted = rank_parameters(spec).total
+    except UnevenSplitError:
+        return ""
+    if counted in printed:
+        return ""
+    return f"a rank prints {printed.pop():,} and the model of the arguments has {counted:,}"
+
+
+def _parity_notes(parity: Parity, run: Run) -> Iterator[str]:
+    yield parity.repeats_differ
+    if parity.judged not in ("", run.name) and parity.verdict != REFERENCE:
+        yield f"parity is that of {parity.judged}"
+    if parity.without_baseline:
+        yield f"baseline is not its parity's reference: {parity.without_baseline}"
+    if parity.diverged:
+        yield f"from iteration {parity.diverged} on tokens took other experts; not compared"
+    if parity.until and not parity.reason:
+        yield f"its precision is compared up to iteration {parity.until}"
+    if parity.reason:
+        yield f"loss not comparable: {parity.reason}"
+    elif parity.verdict.startswith("broken") and not parity.repeats and run.device != "cpu":
+        yield "parity tolerance is the rounding alone: no repeat was run"
+
+
+def disagreement(entry: Entry) -> str:
+    """How far a row's repeats are apart."""
+    found = entry.estimate
+    if found is None or found.between is None:
+        return ""
+    medians = [median(run.window.samples_ms) for run in entry.configuration.runs if run.counts]
+    return (
+        f"their medians are {number(min(medians))} to {number(max(medians))} ms, a scatter of "
+        f"{found.between:.1%} where {found.scatter.assumed:.1%} is known of others"
+    )
+
+
+def other_attempts(configuration: Configuration) -> list[str]:
+    """How many attempts failed before the row's runs, and how many are still on."""
+    failed, running = configuration.failed_before, configuration.running
+    counts = {"earlier failed": len(failed), "running": len(running)}
+    return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+def _of_spec(value: Callable[[RunSpec], Any]) -> Callable[[Entry], Any]:
+    return lambda entry: value(entry.run.spec) if entry.run.spec else None
+
+
+def _of_split(value: Callable[[Parallelism], int]) -> Callable[[Entry], Any]:
+    return _of_spec(lambda spec: value(spec.parallelism))
+
+
+def _of_estimate(value: Callable[[Estimate], float | None]) -> Callable[[Entry], Any]:
+    return lambda entry: value(entry.estimate) if entry.estimate else None
+
+
+RESULTS: tuple[Column[Entry], ...] = (
+    Column("run", lambda e: e.run.name),
+    Column("status", lambda e: e.status),
+    Column("backend", lambda e: e.backend or None),
+    Column("strategy", lambda e: e.strategy or None),
+    Column("model", lambda e: e.run.model or None),
+    Column("device", lambda e: e.run.device or None),
+    Column("world_size", _of_split(lambda split: split.world_size)),
+    Column("dp", _of_split(lambda split: split.data)),
+    Column("tp", _of_split(lambda split: split.tensor)),
+    Column("sp", _of_split(lambda split: int(split.sequence_parallel))),
+    Column("pp", _of_split(lambda split: split.pipeline)),
+    Column("vpp", _of_split(lambda split: split.virtual_stages)),
+    Column("cp", _of_split(lambda split: split.context)),
+    Column("ep", _of_split(lambda split: split.expert)),
+    Column("zero_stage", _of_split(lambda split: split.sharding.stage)),
+    Column("micro_batch_size", _of_spec(lambda spec: spec.batch.micro_batch_size or None)),
+    Column("global_batch_size", lambda e: e.run.global_batch_size),
+    Column("seq_length", _of_spec(lambda spec: spec.shape.seq_length)),
+    Column("dtype", _of_spec(lambda spec: spec.dtype)),
+    # Of the newest run.
+    Column("iterations", lambda e: len(e.run.log.iterations)),
+    Column("iteration_ms_median", _of_estimate(lambda found: found.median)),
+    Column("iteration_ms_ci_low", _of_estimate(lambda found: found.low)),
+    Column("iteration_ms_ci_high", _of_estimate(lambda found: found.high)),
+    Column("tokens_per_second", lambda e: e.rates.tokens_per_second),
+    Column("tokens_per_second_per_device", lambda e: e.rates.tokens_per_second_per_device),
+    Column("model_tflops_per_device", lambda e: e.rates.model_tflops_per_device),
+    Column("mfu", lambda e: e.rates.mfu),
+    Column("peak_tflops", lambda e: e.rates.peak_tflops),
+    Column("peak_memory_bytes", lambda e: e.peak_bytes),
+    Column("peak_memory_rank", lambda e: e.peak_rank),
+    Column("device_memory_bytes", lambda e: e.device_bytes),
+    Column("comm_bytes_per_iteration", lambda e: e.sent_bytes),
+    Column("parameters_total", _parameters_total),
+    Column("parameters_max_rank", lambda e: e.largest_parameters),
+    Column("final_loss", lambda e: e.final_loss),
+    Column("parity", lambda e: e.parity.verdict or None),
+    Column("notes", notes_of),
+)
+"""The columns of `results.csv`, a contract: names and order. Unknown is None, an empty cell."""

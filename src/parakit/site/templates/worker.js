@@ -1,0 +1,22 @@
+// Python in a thread of its own, so that the page answers while a plan is searched.
+import { loadPyodide } from "./pyodide.mjs";
+
+const ready = (async () => {
+  const pyodide = await loadPyodide({ indexURL: new URL("./", import.meta.url).href });
+  for (const [name, format] of [["kit.zip", "zip"], ["msgspec.zip", "wheel"]]) {
+    const answer = await fetch(new URL(name, import.meta.url));
+    if (!answer.ok) throw new Error(`${name} could not be loaded (${answer.status})`);
+    pyodide.unpackArchive(await answer.arrayBuffer(), format, { extractDir: "/kit" });
+  }
+  pyodide.runPython("import sys; sys.path.insert(0, '/kit')");
+  return pyodide.pyimport("parakit.site.in_browser");
+})();
+
+onmessage = async ({ data }) => {
+  try {
+    const kit = await ready;
+    postMessage({ id: data.id, answer: JSON.parse(kit[data.call](...data.words)) });
+  } catch (error) {
+    postMessage({ id: data.id, error: String(error) });
+  }
+};

@@ -1,0 +1,76 @@
+"""The device's events are scripted: they say when the device comes to them, in milliseconds."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from parakit.accounting import timeline as timeline_module
+from parakit.accounting.timeline import DeviceClock, HostClock, clock_of
+
+
+@dataclass
+class ScriptedDevice:
+    reached_ms: Iterator[float]
+    synchronised: int = 0
+    made: list["Event"] = field(default_factory=list)
+
+    def Event(self, enable_timing: bool) -> "Event":  # noqa: N802 - torch's name
+        assert enable_timing
+        return Event(self)
+
+    def synchronize(self) -> None:
+        self.synchronised += 1
+
+
+@dataclass
+class Event:
+    device: ScriptedDevice
+    at_ms: float | None = None
+
+    def record(self) -> None:
+        self.at_ms = next(self.device.reached_ms)
+
+    def synchronize(self) -> None:
+        assert self.at_ms is not None
+
+    def elapsed_time(self, other: "Event") -> float:
+        assert self.at_ms is not None
+        assert other.at_ms is not None
+        return other.at_ms - self.at_ms
+
+
+@pytest.fixture
+def host_ns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    times: list[int] = []
+    monkeypatch.setattr(timeline_module.time, "perf_counter_ns", lambda: times.pop(0))
+    return times
+
+
+def test_marks_of_a_device_are_read_on_the_hosts_clock(host_ns: list[int]) -> None:
+    host_ns.extend([5_000_000])
+    clock = DeviceClock(ScriptedDevice(iter([100.0, 102.5])))
+    assert clock.nanoseconds(clock.mark()) == 7_500_000
+
+
+def test_marks_from_before_the_last_settling_lie_before_it(host_ns: list[int]) -> None:
+    host_ns.extend([0, 50_000_000])
+    device = ScriptedDevice(iter([10.0, 12.0, 20.0]))
+    clock = DeviceClock(device)
+    mark = clock.mark()
+    clock.settle()
+    assert clock.nanoseconds(mark) == 42_000_000
+    assert device.synchronised == 2
+
+
+def test_the_host_clock_reads_its_marks_as_they_are(host_ns: list[int]) -> None:
+    host_ns.extend([7])
+    clock = HostClock()
+    clock.settle()
+    assert clock.nanoseconds(clock.mark()) == 7
+
+
+def test_a_model_on_the_host_is_timed_by_the_host() -> None:
+    assert isinstance(clock_of(torch.nn.Linear(1, 1)), HostClock)
+    assert isinstance(clock_of(torch.nn.Module()), HostClock)

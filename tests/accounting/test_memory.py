@@ -1,0 +1,94 @@
+"""Categories of a rank's live bytes, on tensors of a few elements."""
+
+import torch
+
+from parakit.accounting.memory import MemoryLedger
+from parakit.accounting.timeline import Timeline
+from parakit.native.pipelines import StageModules
+from parakit.artifacts.measurements import MemoryCategory, RankMemory
+
+WEIGHT_BYTES, BUFFER_BYTES = 4 * 4 * 4, 4 * 1024
+
+
+def followed(action: object) -> RankMemory:
+    model = torch.nn.Linear(4, 4, bias=False)
+    ledger = MemoryLedger(Timeline())
+    ledger.start(0, 2, [model], torch.optim.SGD(model.parameters()))
+    assert callable(action)
+    action(model, ledger)
+    ledger.stop()
+    assert ledger.result is not None
+    return ledger.result
+
+
+def test_what_others_send_arrives_in_a_communication_buffer() -> None:
+    def receive(model: torch.nn.Linear, ledger: MemoryLedger) -> None:
+        buffer = torch.empty(1024)
+        ledger.received([buffer])
+
+    found = followed(receive).categories
+    assert found[MemoryCategory.COMMUNICATION] == BUFFER_BYTES
+    assert found[MemoryCategory.WEIGHTS] == WEIGHT_BYTES
+    assert found[MemoryCategory.TEMPORARY] == 0
+
+
+def test_a_received_message_that_autograd_keeps_is_an_activation_until_it_lets_go() -> None:
+    def receive(model: torch.nn.Linear, ledger: MemoryLedger) -> None:
+        buffer = torch.empty(256, 4)
+        ledger.received([buffer])
+        kept = model(buffer).sum()
+        del kept
+        torch.empty(10**5)
+
+    found = followed(receive).categories
+    assert found[MemoryCategory.ACTIVATIONS] == 0
+    assert found[MemoryCategory.COMMUNICATION] == BUFFER_BYTES
+    assert found[MemoryCategory.TEMPORARY] == 4 * 10**5
+
+    def keep(model: torch.nn.Linear, ledger: MemoryLedger) -> None:
+        buffer = torch.empty(256, 4)
+        ledger.received([buffer])
+        kept = model(buffer)
+        torch.empty(10**5)
+        del kept
+
+    assert followed(keep).categories[MemoryCategory.ACTIVATIONS] == BUFFER_BYTES
+
+
+def test_weights_that_are_gathered_into_stay_weights() -> None:
+    def gather(model: torch.nn.Linear, ledger: MemoryLedger) -> None:
+        ledger.received([model.weight.detach()])
+
+    found = followed(gather).categories
+    assert found[MemoryCategory.WEIGHTS] == WEIGHT_BYTES
+    assert found[MemoryCategory.COMMUNICATION] == 0
+
+
+def test_logits_stay_logits_kept_or_not() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output_layer = torch.nn.Linear(2, 7, bias=False)
+
+    model = Tied()
+    ledger = MemoryLedger(Timeline())
+    ledger.start(0, 2, [model], torch.optim.SGD(model.parameters()))
+    logits = model.output_layer(torch.ones(3, 2))
+    kept = torch.nn.functional.relu(logits)
+    del logits
+    ledger.stop()
+    assert ledger.result is not None
+    assert ledger.result.categories[MemoryCategory.LOGITS] == 2 * 4 * 3 * 7
+    assert kept.shape == (3, 7)
+
+
+def test_every_version_that_a_pipeline_keeps_of_its_weights_is_counted_once() -> None:
+    stages = StageModules([torch.nn.Linear(4, 4, bias=False)])
+    newest = [parameter.data for parameter in stages.parameters()]
+    stages.weight_versions = [newest, [torch.empty_like(each) for each in newest]]
+    ledger = MemoryLedger(Timeline())
+    ledger.start(0, 2, [stages], torch.optim.SGD(stages.parameters()))
+    ledger.received([torch.empty(1024)])  # Which makes a peak.
+    ledger.stop()
+    assert ledger.result is not None
+    assert ledger.result.categories[MemoryCategory.WEIGHTS] == 2 * WEIGHT_BYTES

@@ -1,0 +1,105 @@
+from collections.abc import Iterable
+
+import pytest
+
+from parakit.accounting.timeline import Mark, Span, Timeline, phase_of
+from parakit.artifacts.measurements import Phase
+
+
+class Scripted:
+    """A clock that shows the given times in turn."""
+
+    def __init__(self, times: Iterable[int]) -> None:
+        self._times = iter(times)
+        self.settled = 0
+
+    def mark(self) -> Mark:
+        return next(self._times)
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def nanoseconds(self, mark: Mark) -> int:
+        return int(mark)
+
+
+def timeline(*times: int) -> Timeline:
+    made = Timeline()
+    made.use(Scripted(times))
+    return made
+
+
+def test_a_span_does_not_count_the_spans_inside_it() -> None:
+    line = timeline(0, 1, 3, 7, 10, 12)
+    line.begin("forward-compute")
+    line.begin("forward-recv")
+    assert line.phase is Phase.PIPELINE
+    line.end("forward-recv")
+    line.end("forward-compute")
+    assert line.take() == {Phase.OTHER: 1 + 2, Phase.FORWARD: 2 + 3, Phase.PIPELINE: 4}
+
+
+def test_a_span_without_a_phase_inherits_the_one_around_it() -> None:
+    line = timeline(0, 1, 2, 3, 4, 5)
+    line.begin("backward-compute")
+    line.begin("something else")
+    assert line.phase is Phase.BACKWARD
+    line.end("something else")
+    line.end("backward-compute")
+    assert line.take() == {Phase.OTHER: 2, Phase.BACKWARD: 3}
+
+
+def test_phases_sum_to_the_time_between_two_takes() -> None:
+    line = timeline(0, 4, 10, 15, 21)
+    line.begin("optimizer")
+    assert sum(line.take().values()) == 10
+    line.end("optimizer")
+    assert line.take() == {Phase.OPTIMIZER: 5, Phase.OTHER: 6}
+
+
+def test_spans_left_open_end_with_the_one_around_them() -> None:
+    line = timeline(0, 1, 2, 5, 6)
+    line.keep_spans()
+    line.begin("forward-compute")
+    line.begin("forward-send")
+    line.end("forward-compute")
+    line.end("never begun")
+    assert line.phase is Phase.OTHER
+    assert line.take_spans() == (
+        Span("forward-send", "pipeline", 2, 5),
+        Span("forward-compute", "forward", 1, 5),
+    )
+    assert line.take_spans() == ()
+
+
+def test_another_clock_forgets_what_is_open() -> None:
+    line = timeline(0, 1)
+    line.begin("forward-compute")
+    line.use(Scripted([100, 130]))
+    line.end("forward-compute")
+    assert line.take() == {Phase.OTHER: 30}
+
+
+@pytest.mark.parametrize(
+    ("name", "phase"),
+    [
+        ("optimizer-inner-step", Phase.OPTIMIZER),
+        ("backward-send-forward-recv", Phase.PIPELINE),
+        ("all-grads-sync", Phase.GRADIENT_SYNC),
+        ("interval-time", Phase.OTHER),
+    ],
+)
+def test_megatrons_timer_names_stand_for_phases(name: str, phase: Phase) -> None:
+    assert phase_of(name) is phase
+
+
+def test_spans_are_not_kept_while_recording_is_off() -> None:
+    line = timeline(0, 1, 5, 9, 20)
+    line.begin("forward-compute")
+    line.watch(active=False)
+    line.end("forward-compute")
+    line.begin("optimizer")
+    assert line.phase is Phase.OTHER
+    line.watch(active=True)
+    line.end("optimizer")
+    assert line.take() == {Phase.OTHER: 20 - 9}

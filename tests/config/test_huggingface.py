@@ -1,0 +1,218 @@
+"""A Hugging Face config as Megatron's flags and back, and what no flag expresses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
+from parakit.planner.tensors import parameters_total
+from parakit.config.experts import ExpertLoad, expert_load_of
+from parakit.config.flag_table import planned
+from parakit.config.flags import Flags, drop_flags, merge_flags
+from parakit.config.huggingface import config_of_flags, exact_flags, flags_of_config
+from parakit.config.model import model_of
+
+
+def written(folder: Path, config: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def flags(folder: Path, config: dict[str, Any]) -> Flags:
+    return Flags(exact_flags(written(folder, config)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**GPT2, "n_inner": 20, "activation_function": "gelu", "layer_norm_epsilon": 1e-6},
+        {**GPT2, "activation_function": "gelu_new", "tie_word_embeddings": False},
+        {**LLAMA, "head_dim": 6, "rms_norm_eps": 1e-6, "rope_scaling": LLAMA3_SCALING},
+        {**LLAMA, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ],
+)
+def test_flags_of_a_config_give_it_back(tmp_path: Path, config: dict[str, Any]) -> None:
+    words = exact_flags(written(tmp_path, config))
+    assert config_of_flags(words, "float32").items() >= config.items()
+
+
+def test_transformers_5_says_rope_parameters_where_4_said_theta_and_scaling(tmp_path: Path) -> None:
+    before = flags(tmp_path, {**LLAMA, "rope_scaling": LLAMA3_SCALING})
+    config = {name: value for name, value in LLAMA.items() if name != "rope_theta"}
+    parameters = {**LLAMA3_SCALING, "rope_theta": 500000.0}
+    now = flags(tmp_path, {**config, "rope_parameters": parameters})
+    for found in (before, now):
+        assert found.has("--use-rope-scaling")
+        assert found.text("--rope-scaling-factor") == "8.0"
+        assert found.text("--rotary-base") == "500000"
+
+
+def test_an_epsilon_is_named_where_it_is_not_megatrons_and_gelu_by_its_kind(tmp_path: Path) -> None:
+    assert not flags(tmp_path, GPT2).has("--norm-epsilon")
+    assert flags(tmp_path, GPT2).has("--openai-gelu")
+    assert flags(tmp_path, {**LLAMA, "rms_norm_eps": 1e-6}).number("--norm-epsilon", 0) == 1e-6
+    exact = flags(tmp_path, {**GPT2, "activation_function": "gelu"})
+    assert exact.has("--no-bias-gelu-fusion")
+    assert not exact.has("--openai-gelu")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "low_freq_factor": 2.0}}, "low_freq_factor"),
+        ({**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 8}}, "high_freq_factor"),
+        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type"),
+        ({**LLAMA, "rope_theta": 10000.5}, "rope_theta"),
+        ({**LLAMA, "attention_bias": True}, "attention_bias"),
+        ({**LLAMA, "mlp_bias": True}, "mlp_bias"),
+        ({**LLAMA, "hidden_act": "gelu"}, "hidden_act"),
+        ({**GPT2, "activation_function": "relu"}, "activation_function"),
+        ({**GPT2, "activation_function": {"name": "gelu"}}, "activation_function"),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({**GPT2, "embd_pdrop": 0.2}, "embd_pdrop"),
+        ({**LLAMA, "model_type": "mistral"}, "model_type 'mistral', whose weights"),
+        ({**LLAMA, "model_type": "bert"}, "model_type 'bert', whose weights"),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config; convert"),
+    ],
+)
+def test_what_no_flag_expresses_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        exact_flags(written(tmp_path, config))
+
+
+def test_the_planner_still_takes_what_is_not_converted(tmp_path: Path) -> None:
+    linear = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert Flags(flags_of_config(written(tmp_path, linear))).has("--swiglu")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--num-experts", "8"), "--num-experts"),
+        (("--qk-layernorm",), "--qk-layernorm"),
+        (("--normalization", "LayerNorm"), "--normalization LayerNorm with rotary"),
+    ],
+)
+def test_flags_of_another_architecture_have_no_config(
+    tmp_path: Path, more: tuple[str, ...], said: str
+) -> None:
+    words = exact_flags(written(tmp_path, LLAMA))
+    with pytest.raises(ValueError, match=said):
+        config_of_flags(merge_flags(words, more), "float32")
+
+
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_nextn_predict_layers": 1,
+    "n_group": 8,
+    "topk_group": 4,
+}
+
+
+GPT_OSS_20B = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "rope_theta": 150000,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
+
+def parameters(folder: Path, config: dict[str, Any]) -> int:
+    model = model_of(str(written(folder, config)))
+    return parameters_total(model.shape)
+
+
+def test_mixtures_of_qwen3_and_deepseek_have_the_parameters_of_their_checkpoints(
+    tmp_path: Path,
+) -> None:
+    assert parameters(tmp_path, QWEN3_MOE) == 30_532_122_624
+    # Without the biases of its routers, which Megatron keeps in buffers.
+    alone = {**DEEPSEEK_V3, "num_nextn_predict_layers": 0}
+    assert parameters(tmp_path, alone) == 671_026_419_200 - 58 * 256
+    flags = Flags(flags_of_config(written(tmp_path, DEEPSEEK_V3)))
+    assert flags.text("--moe-layer-freq") == "([0]*3+[1]*58)"
+    assert flags.text("--mtp-num-layers") == "1"
+    assert expert_load_of(flags) == ExpertLoad(groups=8, groups_taken=4)
+
+
+def test_gpt_oss_has_the_parameters_of_its_model_card(tmp_path: Path) -> None:
+    assert parameters(tmp_path, GPT_OSS_20B) == 20_914_757_184
+    larger = {**GPT_OSS_20B, "num_hidden_layers": 36, "num_local_experts": 128}
+    assert parameters(tmp_path, larger) == 116_829_156_672
+
+
+def test_every_flag_of_gpt_oss_is_part_of_a_prediction(tmp_path: Path) -> None:
+    words = flags_of_config(written(tmp_path, GPT_OSS_20B))
+    of_a_run = planned("MICRO_BATCH=")
+    left = drop_flags(words, planned("counted", "neither", "parameters") | of_a_run)
+    assert left == ()
+    shape = model_of(str(tmp_path / "config.json")).shape
+    assert (shape.window, shape.windowed, shape.clamped) == (128, 0.5, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**QWEN3_MOE, "mlp_only_layers": [0]}, "dense layers among those of experts"),
+        ({**QWEN3_MOE, "num_experts": 0}, "num_experts = 0; use a whole number of 1 or more"),
+        ({**DEEPSEEK_V3, "n_shared_experts": "one"}, 'n_shared_experts = "one"; use a whole'),
+        (
+            {k: v for k, v in DEEPSEEK_V3.items() if k != "kv_lora_rank"},
+            "lacks the field 'kv_lora_rank'",
+        ),
+    ],
+)
+def test_a_mixture_that_cannot_be_planned_is_refused_by_its_field(
+    tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        flags_of_config(written(tmp_path, config))

@@ -1,0 +1,176 @@
+from dataclasses import replace
+
+import pytest
+
+from parakit.config.flags import Flags
+from parakit.config.model import load_model
+from parakit.config.recompute import Recompute, recompute_flags, recompute_of
+from parakit.config.run import (
+    DeviceKind,
+    RunSpec,
+    StateTypes,
+    flags_of_printed,
+    flags_of_spec,
+    spec_of_flags,
+    spec_of_printed,
+    state_types_of,
+)
+from parakit.config.stages import StageSplit
+from parakit.config.strategy import Batch, Parallelism
+
+SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+LOCAL = [*SHAPE.split(), "--transformer-impl", "local"]
+
+
+def test_without_transformer_engine_a_gpu_attends_on_sdpa_and_a_cpu_rank_keeps_scores() -> None:
+    assert spec_of_flags(LOCAL, 1, DeviceKind.GPU).fused_attention
+    assert not spec_of_flags(LOCAL, 1, DeviceKind.CPU).fused_attention
+
+
+def test_a_foreign_log_with_megatrons_own_layers_keeps_scores() -> None:
+    names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    printed = dict(zip(names, ("2", "64", "4", "64"), strict=True))
+    for implementation, fused in (("local", False), ("transformer_engine", True)):
+        spec = spec_of_printed(printed | {"transformer_impl": implementation})
+        assert spec is not None
+        assert spec.fused_attention is fused
+
+
+def test_a_layout_of_stages_is_written_in_place_of_the_number_of_virtual_ones() -> None:
+    shape = [*SHAPE.split(), "--num-layers", "6"]
+    layout = ["--pipeline-model-parallel-layout", "Ett|t|tt|tL"]
+    words = [*shape, "--pipeline-model-parallel-size", "2", *layout]
+    spec = spec_of_flags(words, 2, DeviceKind.GPU)
+    assert [spec.chunk_layers(rank) for rank in (0, 1)] == [(2, 2), (1, 1)]
+    written = flags_of_spec(spec)
+    assert "--num-virtual-stages-per-pipeline-rank" not in written
+    assert spec_of_flags([*shape, *written], 2, DeviceKind.GPU) == spec
+
+
+def test_what_the_optimizer_is_stored_in_is_read_from_flags_and_logs_and_written_back() -> None:
+    words = [
+        "--use-precision-aware-optimizer",
+        "--main-grads-dtype",
+        "bf16",
+        "--exp-avg-dtype",
+        "fp8",
+    ]
+    spec = spec_of_flags([*SHAPE.split(), "--bf16", *words], 1, DeviceKind.GPU)
+    assert spec.state_types == StateTypes(gradients="bf16", first_moment="fp8", aware=True)
+    again = spec_of_flags([*SHAPE.split(), *flags_of_spec(spec)], 1, DeviceKind.GPU)
+    assert again == spec
+    printed = {"use_precision_aware_optimizer": "True", "exp_avg_dtype": "torch.bfloat16"}
+    logged = Flags(flags_of_printed({**printed, "exp_avg_sq_dtype": "torch.uint8"}))
+    assert state_types_of(logged) == StateTypes("", "", "bf16", "fp8", aware=True)
+    halved = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"]
+    spec = spec_of_flags([*SHAPE.split(), "--bf16", *words, *halved], 1, DeviceKind.GPU)
+    assert spec.state_types.offloaded == 0.5
+    assert spec_of_flags([*SHAPE.split(), *flags_of_spec(spec)], 1, DeviceKind.GPU) == spec
+    assert state_types_of(Flags([*words, "--optimizer-cpu-offload"])).offloaded == 1
+    with pytest.raises(ValueError, match="offload-fraction nan is no share of the optimizer"):
+        state_types_of(Flags([*words, *halved[:2], "nan"]))
+    with pytest.raises(ValueError, match="offload needs --use-precision-aware-optimizer"):
+        state_types_of(Flags(halved))
+    with pytest.raises(ValueError, match="--exp-avg-dtype int3 is not one of Megatron's"):
+        state_types_of(Flags([*words, "--exp-avg-dtype", "int3"]))
+
+
+def test_modules_are_one_way_to_recompute_in_any_order() -> None:
+    assert Recompute.parse("mlp layernorm") == Recompute.parse("layernorm mlp")
+    assert Recompute.parse("core_attn") == Recompute.SELECTIVE
+    assert Recompute.parse("mlp").modules == {"mlp"}
+    assert str(Recompute.parse("mlp layernorm")) == "layernorm mlp"
+    with pytest.raises(ValueError, match="mpl"):
+        Recompute.parse("mpl")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("", "none"),
+        ("--recompute-modules mlp", "none"),  # A log prints them where nothing is recomputed.
+        ("--recompute-activations", "selective"),
+        ("--recompute-granularity selective", "selective"),
+        ("--recompute-granularity full --recompute-modules mlp", "full"),
+        (
+            "--recompute-granularity selective --recompute-modules moe_act layernorm",
+            "layernorm moe_act",
+        ),
+        ("--recompute-granularity selective --recompute-modules [moe_act mlp]", "mlp moe_act"),
+        ("--moe-layer-recompute", "core_attn moe"),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "full",
+        ),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+            "full uniform 3",
+        ),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            "full block 1",
+        ),
+    ],
+)
+def test_flags_recompute_these_modules_and_back(words: str, found: str) -> None:
+    recompute = recompute_of(Flags(words.split()))
+    assert str(recompute) == found
+    assert recompute_of(Flags(recompute_flags(recompute))) == recompute
+
+
+def test_a_log_prints_modules_as_a_list() -> None:
+    printed = {
+        "recompute_granularity": "selective",
+        "recompute_modules": "['layernorm', 'mla_up_proj']",
+    }
+    assert str(recompute_of(Flags(flags_of_printed(printed)))) == "layernorm mla_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("recompute", "checkpoints"),
+    [
+        ("none", ()),
+        ("mlp", ()),
+        ("full", (1, 1, 1, 1, 1)),
+        ("full uniform 1", (1, 1, 1, 1, 1)),
+        ("full uniform 2", (2, 2, 1)),
+        ("full uniform 9", (5,)),
+        ("full block 2", (1, 1)),
+        ("full block 9", (1, 1, 1, 1, 1)),
+    ],
+)
+def test_checkpoints_are_laid_from_the_first_layer_on(
+    recompute: str, checkpoints: tuple[int, ...]
+) -> None:
+    assert Recompute.parse(recompute).checkpoints(5) == checkpoints
+    assert Recompute.parse(recompute).checkpoints(0) == ()
+
+
+def test_whole_layers_are_computed_again_by_methods_of_megatrons_alone() -> None:
+    assert Recompute.parse("full uniform 1") == Recompute.FULL
+    assert Recompute.parse("full uniform 2") == Recompute(method="uniform", layers=2)
+    for wrong in ("full block", "full block 0", "full even 2", "block 2"):
+        with pytest.raises(ValueError, match=wrong):
+            Recompute.parse(wrong)
+    words = "--recompute-granularity full --recompute-method even --recompute-num-layers 2"
+    with pytest.raises(ValueError, match=r"--recompute-method even .* is not one of Megatron's"):
+        recompute_of(Flags(words.split()))
+
+
+def test_the_first_layers_of_each_virtual_stage_are_computed_again() -> None:
+    split = Parallelism(pipeline=2, virtual_stages=2)
+    shape = replace(load_model("gpt2-tiny").shape, layers=14)
+    stages = StageSplit(embedding=True, loss=True)
+    spec = RunSpec(shape, split, Batch(1, 4), stages=stages)
+    assert spec.chunk_layers(0) == (3, 4)
+    again = [
+        replace(spec, recompute=Recompute.parse(f"full block {n}")).layers_again(0) for n in (1, 4)
+    ]
+    assert again == [2, 7]
+    assert replace(spec, recompute=Recompute.parse("full uniform 4")).layers_again(0) == 7
+
+
+def test_a_module_that_megatron_lacks_is_named() -> None:
+    words = "--recompute-granularity selective --recompute-modules mlp norm"
+    with pytest.raises(ValueError, match="norm is not one of Megatron's; use core_attn"):
+        recompute_of(Flags(words.split()))

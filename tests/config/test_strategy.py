@@ -1,0 +1,202 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from parakit.config.strategy import (
+    Batch,
+    Parallelism,
+    PipelineSchedule,
+    Sharding,
+    StrategyError,
+    batch_for,
+    parallelism_from_flags,
+    parse_strategy,
+    strategy_flags,
+    strategy_name,
+)
+
+DEGREE = st.sampled_from([2, 3, 4, 8])
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "expected"),
+    [
+        ("baseline", 1, Parallelism()),
+        ("dp2", 2, Parallelism(data=2)),
+        ("tp2", 2, Parallelism(tensor=2)),
+        ("sp2", 2, Parallelism(tensor=2, sequence_parallel=True)),
+        ("cp2", 2, Parallelism(context=2)),
+        ("pp2", 2, Parallelism(pipeline=2)),
+        ("vpp2", 2, Parallelism(pipeline=2, virtual_stages=2)),
+        ("ep2", 2, Parallelism(data=2, expert=2)),
+        ("tp2ep2", 4, Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)),
+        ("sp2dp2-etp1", 4, Parallelism(2, tensor=2, expert_tensor=1, sequence_parallel=True)),
+        ("tp2ep2-etp1", 4, Parallelism(2, 2, expert=2, expert_tensor=1, sequence_parallel=True)),
+        # EP lies over TP too, because each expert is on one of its ranks.
+        ("tp2ep2-etp1", 2, Parallelism(1, 2, expert=2, expert_tensor=1, sequence_parallel=True)),
+        ("tp2ep2-etp2", 4, Parallelism(2, 2, expert=2, sequence_parallel=True)),
+        ("cp2ep2", 2, Parallelism(context=2, expert=2)),
+        ("tp2pp2dp2", 8, Parallelism(data=2, tensor=2, pipeline=2)),
+        ("dp2-zero1", 2, Parallelism(data=2, sharding=Sharding.ZERO1)),
+        ("zero3", 4, Parallelism(data=4, sharding=Sharding.ZERO3)),
+        ("fsdp2", 2, Parallelism(data=2, sharding=Sharding.FSDP2)),
+        ("gpipe4", 4, Parallelism(pipeline=4, schedule=PipelineSchedule.GPIPE)),
+        ("pipedream2bw", 2, Parallelism(pipeline=2, schedule=PipelineSchedule.PIPEDREAM_2BW)),
+        (
+            "interleaved2x3",
+            2,
+            Parallelism(pipeline=2, virtual_stages=3, schedule=PipelineSchedule.INTERLEAVED),
+        ),
+    ],
+)
+def test_a_strategy_is_parsed_into_degrees(text: str, devices: int, expected: Parallelism) -> None:
+    assert parse_strategy(text, devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "message"),
+    [
+        ("tp2", 4, "uses 2 devices, but 4 were named"),
+        ("xp2", 2, "Unknown strategy 'xp2'"),
+        ("tp", 2, "Unknown strategy 'tp'"),
+        ("zero3tp2", 4, "stands last, over the ranks of DP: tp2dp2-zero3"),
+        ("pp2dp2zero3", 4, "with PP that is pp2dp2-zero1, because no FSDP"),
+        ("tp2sp2", 4, "names its TP degree twice"),
+        ("tp0", 0, "degree of 0"),
+        ("dp2-zero9", 2, "ends in '-zero9'"),
+        ("tp2ep2-zero1-etp1", 4, "etp with a degree, for experts, and then one sharding of zero1"),
+        ("tp2ep2-etp0", 4, "has a degree of 0"),
+        ("tp2ep2-etp1", 16, "uses 4 devices, but 16 were named"),
+        ("tp2ep2", 2, "uses 4 devices, but 2 were named"),
+        ("tp2ep4dp2-etp1", 8, "uses 16 devices, but 8 were named"),
+        ("gpipe2dp2", 4, "Unknown strategy 'gpipe2dp2'"),
+        ("gpipe2bw", 2, "Unknown strategy 'gpipe2bw'"),
+        ("1f1b1", 1, "has 1 stage"),
+    ],
+)
+def test_what_is_not_in_the_grammar_is_refused(text: str, devices: int, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        parse_strategy(text, devices)
+
+
+@given(st.dictionaries(st.sampled_from(["dp", "tp", "cp", "pp"]), DEGREE, min_size=1))
+def test_flags_say_what_the_product_says(degrees: dict[str, int]) -> None:
+    text = "".join(f"{name}{degree}" for name, degree in degrees.items())
+    devices = 1
+    for degree in degrees.values():
+        devices *= degree
+    parallelism = parse_strategy(text, devices)
+    assert parallelism.world_size == devices
+    assert parallelism_from_flags(strategy_flags(parallelism), devices) == parallelism
+
+
+@given(
+    data=st.integers(1, 12),
+    tensor=st.integers(1, 4),
+    context=st.integers(1, 4),
+    pipeline=st.integers(1, 3),
+    expert=st.integers(1, 12),
+    expert_tensor=st.integers(0, 4),
+    sharding=st.sampled_from(Sharding),
+)
+def test_the_name_of_a_parallelism_is_parsed_to_it_again(
+    data: int,
+    tensor: int,
+    context: int,
+    pipeline: int,
+    expert: int,
+    expert_tensor: int,
+    sharding: Sharding,
+) -> None:
+    plain = Parallelism(data, tensor, pipeline, context, expert, sequence_parallel=tensor > 1)
+    split = replace(plain, sharding=sharding).split_experts(expert_tensor)
+    assume(split.world_size % split.ranks_of_expert_copy == 0)
+    assert parse_strategy(strategy_name(split), split.world_size) == split
+    assert parallelism_from_flags(strategy_flags(split), split.world_size) == split
+
+
+SCHEDULED = ["gpipe2", "1f1b2", "interleaved2", "pipedream2", "pipedream2bw", "pipedream-flush2"]
+
+
+@pytest.mark.parametrize("text", SCHEDULED)
+def test_a_pipelines_schedule_has_one_name(text: str) -> None:
+    assert strategy_name(parse_strategy(text, 2)) == text
+
+
+def test_without_flushes_a_stage_keeps_a_version_for_each_update_it_is_late() -> None:
+    stashed, buffered, flushed = (
+        parse_strategy(f"{text}", 4) for text in ("pipedream4", "pipedream4bw", "pipedream-flush4")
+    )
+    assert [stashed.weight_versions(stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert [buffered.weight_versions(stage) for stage in range(4)] == [2, 2, 2, 2]
+    assert [flushed.weight_versions(stage) for stage in range(4)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "text", ["sp2", "vpp2", "ep2", "zero1", "zero2", "zero3", "fsdp2", *SCHEDULED]
+)
+def test_flags_say_what_the_word_says(text: str) -> None:
+    parallelism = parse_strategy(text, 2)
+    assert parallelism_from_flags(strategy_flags(parallelism), 2) == parallelism
+
+
+def test_degrees_that_do_not_divide_the_devices_are_refused() -> None:
+    flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    with pytest.raises(StrategyError, match="TP 2 × PP 2 × CP 1 = 4 does not divide 6"):
+        parallelism_from_flags(flags, 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "batch"),
+    [
+        ("baseline", 1, Batch(32, 32)),
+        ("dp2", 2, Batch(32, 64)),
+        ("tp2", 2, Batch(64, 64)),
+        ("cp2", 2, Batch(64, 64)),
+        ("pp2", 2, Batch(64, 64)),
+        ("tp2dp2", 4, Batch(64, 128)),
+        ("vpp2", 2, Batch(32, 64)),
+        ("tp2vpp2", 4, Batch(64, 128)),
+        ("gpipe2", 2, Batch(64, 64)),
+        ("pipedream2", 2, Batch(64, 64)),
+        ("pipedream2bw", 2, Batch(32, 64)),
+    ],
+)
+def test_batches_follow_the_published_rule(text: str, devices: int, batch: Batch) -> None:
+    assert batch_for(Batch(32, 32), parse_strategy(text, devices)) == batch
+
+
+def test_experts_over_tps_own_ranks_need_no_flag_and_over_others_one() -> None:
+    words = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    own = parallelism_from_flags((*words, "--expert-tensor-parallel-size", "1"), 4)
+    assert (own.expert_tensor, own.tensor_of_experts, own.copies_of_experts) == (1, 1, 4)
+    assert strategy_flags(own)[-3:] == ("--expert-tensor-parallel-size", "1", "--sequence-parallel")
+    as_tensor = parallelism_from_flags((*words, "--expert-tensor-parallel-size", "2"), 4)
+    assert as_tensor == parallelism_from_flags(words, 4)
+
+
+def test_expert_parallelism_lies_inside_data_parallelism_and_multiplies_to_all_devices() -> None:
+    split = parse_strategy("tp2pp2ep2dp2", 16)
+    assert (split.data, split.expert, split.copies_of_experts) == (4, 2, 2)
+    assert split.sequence_parallel, "experts under TP need it"
+    with pytest.raises(StrategyError, match="uses 4 device"):
+        parse_strategy("ep2dp2", 2)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "stage", "wraps", "overlaps"),
+    [
+        (Sharding.NONE, 0, False, False),
+        (Sharding.ZERO1, 1, False, False),
+        (Sharding.ZERO2, 2, True, True),
+        (Sharding.ZERO3, 3, True, True),
+        (Sharding.FSDP2, 3, True, True),
+    ],
+)
+def test_a_sharding_says_what_it_shards_and_how(
+    sharding: Sharding, stage: int, wraps: bool, overlaps: bool
+) -> None:
+    assert (sharding.stage, sharding.wraps_modules, sharding.overlaps) == (stage, wraps, overlaps)
+    assert (sharding.shards_gradients, sharding.shards_weights) == (stage >= 2, stage == 3)

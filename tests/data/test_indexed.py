@@ -1,0 +1,165 @@
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parakit.data.indexed import (
+    DatasetError,
+    DocumentIndex,
+    largest_token,
+    open_dataset,
+    strip_suffix,
+    token_dtype,
+    write_index,
+)
+
+
+def test_uint16_below_65500_entries_and_int32_from_there_on():
+    assert token_dtype(50_257) == np.uint16
+    assert token_dtype(65_499) == np.uint16
+    assert token_dtype(65_500) == np.int32
+
+
+def test_the_layout_byte_by_byte(tmp_path):
+    path = tmp_path / "x.idx"
+    pieces = [
+        DocumentIndex(np.array([3]), np.array([0, 1, 1])),
+        DocumentIndex(np.array([2]), np.array([0, 1])),
+    ]
+    write_index(path, "uint16", lambda: pieces)
+    assert path.read_bytes() == (
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, 8, 2, 4)
+        + struct.pack("<2i", 3, 2)
+        + struct.pack("<2q", 0, 6)
+        + struct.pack("<4q", 0, 1, 1, 2)
+    )
+
+
+@settings(max_examples=50)
+@given(counts=st.lists(st.lists(st.integers(1, 9), max_size=3), max_size=20))
+def test_an_index_of_any_documents_has_the_size_its_header_says(tmp_path_factory, counts):
+    folder = tmp_path_factory.mktemp("index")
+    lengths = np.array([n for document in counts for n in document], np.int32)
+    boundaries = np.cumsum([0, *map(len, counts)], dtype=np.int64)
+    write_index(folder / "x.idx", "int32", lambda: [DocumentIndex(lengths, boundaries)])
+    (folder / "x.bin").write_bytes(bytes(4 * int(lengths.sum())))
+    dataset = open_dataset(folder / "x")
+    assert (dataset.sequences, dataset.documents) == (len(lengths), len(counts))
+    assert (dataset.dtype, dataset.tokens) == ("int32", int(lengths.sum()))
+    assert dataset.lengths.tolist() == lengths.tolist()
+    assert dataset.boundaries.tolist() == np.cumsum([0, *(len(d) for d in counts)]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no Megatron index"),
+        (b"MMIDIDX\0\0" + b"\1", "no Megatron index"),
+        (b"PK" + bytes(40), "no Megatron index"),
+        (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 2, 8, 0, 1), "version 2"),
+        (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 99, 0, 1), "dtype code 99"),
+        (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 0, 0), "0 document boundaries"),
+    ],
+)
+def test_a_damaged_header_is_named(tmp_path, content, said):
+    (tmp_path / "x.idx").write_bytes(content)
+    (tmp_path / "x.bin").touch()
+    with pytest.raises(DatasetError, match=said):
+        open_dataset(tmp_path / "x")
+
+
+@pytest.fixture
+def prefix(tool, tmp_path, write_lines):
+    flags = ("--output-prefix", tmp_path / "o", "--append-eod")
+    assert tool("--input", write_lines(["Hello world", "", "Second one"]), *flags) == 0
+    return tmp_path / "o_text_document"
+
+
+def test_a_data_set_is_described_with_its_manifest(prefix):
+    dataset = open_dataset(prefix)
+    assert (dataset.documents, dataset.sequences, dataset.tokens) == (3, 2, 6)
+    assert (dataset.dtype, dataset.vocabulary) == ("uint16", 50257)
+    assert len(dataset.bin_sha256) == 64
+
+
+def test_without_a_manifest_the_tokenizer_is_unknown(prefix):
+    prefix.with_name(prefix.name + ".manifest.json").unlink()
+    dataset = open_dataset(prefix)
+    assert dataset.tokens == 6
+    assert (dataset.vocabulary, dataset.bin_sha256) == (None, None)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_missing_file_is_named(prefix, suffix):
+    path = prefix.with_name(prefix.name + suffix)
+    path.unlink()
+    with pytest.raises(DatasetError, match=f"{path} does not exist; run 'make prepare-ds"):
+        open_dataset(prefix)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "said"),
+    [
+        (".bin", "is 10 bytes where o_text_document.idx describes 12; it is cut short"),
+        (".idx", "is 88 bytes where its header asks for 90; it is cut short"),
+    ],
+)
+def test_a_truncated_file_is_named_with_both_sizes(prefix, suffix, said):
+    path = prefix.with_name(prefix.name + suffix)
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DatasetError, match=said):
+        open_dataset(prefix)
+
+
+def test_a_manifest_of_another_data_set_is_noticed(prefix, tool, tmp_path, write_lines):
+    assert tool("--input", write_lines(["x"], "b.jsonl"), "--output-prefix", tmp_path / "b") == 0
+    other = (tmp_path / "b_text_document.manifest.json").read_bytes()
+    prefix.with_name(prefix.name + ".manifest.json").write_bytes(other)
+    with pytest.raises(DatasetError, match="says documents 1, but the files say 3"):
+        open_dataset(prefix)
+
+
+def test_an_unreadable_manifest_is_named(prefix):
+    prefix.with_name(prefix.name + ".manifest.json").write_text("{}")
+    with pytest.raises(DatasetError, match="is not a manifest of this tool"):
+        open_dataset(prefix)
+
+
+def test_the_largest_token_shows_a_vocabulary_that_is_too_small(prefix):
+    assert largest_token(open_dataset(prefix)) == 50256
+
+
+def test_the_largest_token_looks_at_a_bounded_sample_of_a_large_data_set(prefix, monkeypatch):
+    dataset = open_dataset(prefix)
+    tokens = np.zeros(10_000, np.uint16)
+    tokens[-1] = 60_000
+    dataset.bin_path.write_bytes(tokens.tobytes())
+    monkeypatch.setattr(type(dataset), "tokens", 10_000, raising=False)
+    object.__setattr__(dataset, "tokens", 10_000)
+    assert largest_token(dataset, sample=640) == 60_000
+
+
+def test_an_empty_data_set_has_no_largest_token(tool, tmp_path, write_lines):
+    assert tool("--input", write_lines([""]), "--output-prefix", tmp_path / "o") == 0
+    dataset = open_dataset(tmp_path / "o_text_document")
+    assert (dataset.documents, dataset.tokens) == (1, 0)
+    assert largest_token(dataset) == -1
+
+
+def test_a_prefix_may_be_given_with_a_suffix(tmp_path):
+    assert strip_suffix(tmp_path / "x.y.bin") == tmp_path / "x.y"
+    assert strip_suffix(tmp_path / "x.y") == tmp_path / "x.y"
+
+
+def test_neither_checking_nor_preprocessing_imports_torch():
+    code = (
+        "import sys, parakit.data.indexed, tools.preprocess.cli, tools.preprocess.run, "
+        "parakit.data.verify, parakit.data.merge; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

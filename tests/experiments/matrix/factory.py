@@ -1,0 +1,52 @@
+"""Families, strategies and records of tests, all tiny."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from parakit.experiments.matrix.cell import Cell
+from parakit.experiments.matrix.definition import Apart, Family, Layout, Level, Matrix
+from parakit.experiments.matrix.outcome import CellRecord, CellStatus
+
+TP, DP = Layout("tp2", "tp2"), Layout("dp2", "dp2")
+
+
+def factor(name: str, *levels: str, **fields: object) -> tuple[Level, ...]:
+    """Levels with a flag each, but for the first."""
+    first, *others = levels
+    return (
+        Level(name, first),
+        *(Level(name, one, (f"--{name}", one), **fields) for one in others),  # type: ignore[arg-type]
+    )
+
+
+def family(*factors: tuple[Level, ...], layouts: tuple[Layout, ...] = (TP, DP)) -> Family:
+    """A family of these features."""
+    by_name = {levels[0].factor: levels for levels in factors}
+    return Family("dense", "gpt2-tiny", by_name, ("--vocab-size", "1024"), layouts=layouts)
+
+
+def matrix(one: Family, *apart: Apart) -> Matrix:
+    """One family."""
+    return Matrix((one,), apart)
+
+
+def record(
+    cell: Cell, status: CellStatus = CellStatus.HELD, ratio: float = 0.25, **fields: object
+) -> CellRecord:
+    """What became of a cell."""
+    levels = tuple(level.path for level in cell.levels)
+    made = CellRecord(cell.id, cell.family.name, cell.layout.name, levels, cell.command(), status)
+    return replace(made, worst_ratio=ratio, megatron="0.19.0", date="2026-11-22", **fields)  # type: ignore[arg-type]
+
+
+def guilty(*paths: str, layout: str = "tp2") -> Callable[[Cell], CellRecord]:
+    """Verifies without Megatron: a cell differs that has all of these levels in the strategy."""
+
+    def verify(cell: Cell) -> CellRecord:
+        own = {level.path for level in cell.levels}
+        wrong = cell.layout.name == layout and set(paths) <= own
+        return record(cell, CellStatus.DIFFERS if wrong else CellStatus.HELD, stage="loss")
+
+    return verify

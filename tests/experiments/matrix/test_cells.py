@@ -1,0 +1,267 @@
+"""Which cells are verified: every pair is covered, nothing that is kept apart is drawn together."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packaging.version import Version
+
+from tests.experiments.matrix.factory import DP, TP, factor, family, matrix
+from parakit.launch.job import parse_target
+from parakit.config.errors import LaunchError
+from parakit.config.files import from_root
+from parakit.experiments.matrix.cell import Cell, patched, uncured
+from parakit.experiments.matrix.cells import cells_of, draws, rows_of
+from parakit.experiments.matrix.commands import families_of
+from parakit.experiments.matrix.definition import Apart, Family, Layout, Level, load_matrix
+from parakit.verify.findings import Finding, findings
+
+RELEASE = Version("0.19.0")
+KNOWN = tuple(one for one in findings() if one.id == "sink-missing-in-norm")
+
+
+@cache
+def drawn() -> dict[str, tuple[Family, list[Cell]]]:
+    whole = load_matrix()
+    families = families_of(whole, RELEASE)
+    return {one.name: (one, cells_of(whole, one, KNOWN)) for one in families}
+
+
+def has(cell: Cell, level: Level, is_first: bool) -> bool:
+    same = [one for one in cell.levels if one.factor == level.factor]
+    return not same if is_first else same == [level]
+
+
+@pytest.mark.parametrize("name", [one.name for one in load_matrix().families])
+def test_every_level_meets_every_layout(name: str) -> None:
+    one, cells = drawn()[name]
+    for layout in one.layouts:
+        own = [cell for cell in cells if cell.layout == layout]
+        for levels in one.factors.values():
+            for level in levels:
+                is_first = level == levels[0]
+                assert any(has(cell, level, is_first) for cell in own), (layout.name, level.path)
+
+
+@pytest.mark.parametrize("name", [one.name for one in load_matrix().families])
+def test_every_two_levels_that_may_be_together_are_in_one_row(name: str) -> None:
+    one, _ = drawn()[name]
+    whole = load_matrix()
+    covered = {pair for row in rows_of(whole, one) for pair in combinations(row, 2)}
+    firsts = tuple(levels[0] for levels in one.factors.values())
+    for levels, others in combinations(one.factors.values(), 2):
+        for pair in ((level, other) for level in levels for other in others):
+            if pair[0].alone or pair[1].alone:
+                continue
+            needed = one.with_needs([level for level in pair if level not in firsts])
+            picked = {level.factor: level for level in (*firsts, *needed)}
+            row = tuple(picked.values())
+            if set(pair) <= set(row) and whole.legal(one, row):
+                assert pair in covered, [level.path for level in pair]
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.integers(1, 9))
+def test_cells_of_any_features_cover_levels_and_layouts(sizes: list[int], seed: int) -> None:
+    factors = [
+        factor(f"f{place}", *(f"l{number}" for number in range(size)))
+        for place, size in enumerate(sizes)
+    ]
+    one = family(*factors)
+    cells = cells_of(matrix(one), one, (), seed)
+    for layout in one.layouts:
+        own = [cell for cell in cells if cell.layout == layout]
+        for levels in factors:
+            assert all(any(has(cell, it, it == levels[0]) for cell in own) for it in levels)
+
+
+def test_what_is_kept_apart_is_tried_once_by_itself_and_is_in_no_other_cell() -> None:
+    one = family(factor("masks", "causal", "eod"), factor("norm", "layer", "rms", "none"))
+    cells = cells_of(matrix(one, Apart(("masks/eod",), "tp2")), one, ())
+    together = [cell for cell in cells if cell.layout == TP and "eod" in str(cell.flags)]
+    assert [[level.path for level in cell.levels] for cell in together] == [["masks/eod"]]
+    assert any("eod" in str(cell.flags) and len(cell.levels) > 1 for cell in cells)
+
+
+def test_what_one_release_cannot_train_is_kept_apart_in_that_release_alone() -> None:
+    one = family(factor("ahead", "none", "mtp"), factor("recompute", "none", "full"))
+    whole = matrix(one, Apart(("ahead/mtp", "recompute/full"), release="0.18"))
+    both = [one.level("ahead/mtp"), one.level("recompute/full")]
+    assert not whole.of(Version("0.18.2")).legal(one, both)
+    assert whole.of(Version("0.19.0")).legal(one, both)
+
+
+def test_cells_that_only_pair_two_levels_come_last() -> None:
+    _, cells = drawn()["dense"]
+    of_tables = {(cell.layout.name, level) for cell in cells for level in cell.levels}
+    early = {(cell.layout.name, level) for cell in cells[:-5] for level in cell.levels}
+    assert early == of_tables
+
+
+def test_cells_of_one_reference_follow_each_other() -> None:
+    _, cells = drawn()["dense"]
+    keys = [(cell.flags, cell.samples, cell.optimizer, cell.patch) for cell in cells]
+    changes = sum(one != other for one, other in pairwise(keys))
+    assert changes + 1 == len(set(keys))
+
+
+def test_a_known_finding_is_verified_by_itself_and_elsewhere_with_its_patch() -> None:
+    _, cells = drawn()["dense"]
+    sinks = [cell for cell in cells if "learnable" in cell.flags and "tp" in cell.layout.name]
+    plain = [cell for cell in sinks if not cell.patch]
+    assert {len(cell.levels) for cell in plain} == {1}
+    assert {cell.layout.name for cell in plain} >= {"tp2", "tp2pp2", "tp2cp2"}
+    assert {cell.patch for cell in sinks} == {"", "docs/upstream/sink_missing_in_norm.py"}
+    assert (
+        f"PATCH_FILE={KNOWN[0].patch.relative_to(KNOWN[0].patch.parents[2])}" in sinks[-1].command()
+    )
+
+
+def test_a_cell_in_a_layout_that_does_not_show_a_finding_has_no_patch() -> None:
+    one = load_matrix().families[0]
+    sink = one.level("attention/sink")
+    assert patched(Cell(one, DP, (sink,)), KNOWN).patch == ""
+
+
+def finding(
+    name: str, *flags: str, strategies: tuple[str, ...] = ("tp2",), **fields: object
+) -> Finding:
+    """One whose patch is there, as that of any."""
+    made = replace(KNOWN[0], id=name, flags=flags, strategies=strategies, **fields)  # type: ignore[arg-type]
+    assert made.patch.is_file()
+    return made
+
+
+SINK = finding("sink-missing-in-norm", "--softmax-type", "learnable")
+RATE = finding("rate-of-second-embedding", "--decoupled-lr", "1e-4", strategies=("pp2",))
+FREED = finding("outputs-freed-before-sent", strategies=("vpp2",), stage=None)
+
+
+def test_a_cell_that_shows_several_findings_has_the_patches_of_all() -> None:
+    one = load_matrix().families[0]
+    layout = next(layout for layout in one.layouts if layout.name == "tp2pp2")
+    levels = one.with_needs([one.level("attention/sink"), one.level("rates/decoupled")])
+    cell = patched(Cell(one, layout, levels), (SINK, RATE, FREED))
+    names = ("sink_missing_in_norm", "rate_of_second_embedding")
+    assert cell.patch == ",".join(f"docs/upstream/{name}.py" for name in names)
+    patch_file = cell.pair().job.options.patch_file
+    assert patch_file is not None
+    assert patch_file.path == cell.patch
+    assert f"PATCH_FILE={cell.patch}" in cell.command()
+    assert uncured(cell, (SINK, RATE, FREED)) == []
+    assert uncured(replace(cell, patch=""), (SINK, RATE, FREED)) == [SINK, RATE]
+
+
+def test_a_patch_that_cures_what_comes_before_is_applied_alone() -> None:
+    one = load_matrix().families[0]
+    after = replace(RATE, strategies=("tp2",), behind=SINK.id)
+    levels = (one.level("attention/sink"), one.level("rates/decoupled"))
+    cell = patched(Cell(one, TP, levels), (SINK, after))
+    assert cell.patch == "docs/upstream/rate_of_second_embedding.py"
+    assert uncured(cell, (SINK, after)) == []
+
+
+def test_a_finding_is_shown_alone_with_the_patches_of_the_others() -> None:
+    rates = factor("rates", "one", "decoupled")
+    rates = (rates[0], Level("rates", "decoupled", ("--decoupled-lr", "1e-4")))
+    one = family(rates, layouts=(Layout("vpp2", "vpp2"),))
+    cells = cells_of(matrix(one), one, (RATE, FREED))
+    rate, freed = (from_root(finding.patch) for finding in (RATE, FREED))
+    patches = {(len(cell.levels), cell.patch) for cell in cells}
+    assert patches == {(1, freed), (0, ""), (1, f"{rate},{freed}"), (0, freed)}
+
+
+def test_what_ends_every_run_of_a_layout_is_cured_in_all_its_cells_and_what_ends_some_is_not() -> (
+    None
+):
+    one = load_matrix().families[0]
+    cell = Cell(one, TP, (one.level("rates/decoupled"),))
+    ends = replace(RATE, strategies=("tp2",), fails="no such method")
+    assert patched(cell, [ends]).patch == ""
+    assert (
+        patched(cell, [replace(ends, flags=())]).patch
+        == "docs/upstream/rate_of_second_embedding.py"
+    )
+
+
+def test_every_layout_is_in_the_grammar_and_every_flag_of_a_command_is_quoted() -> None:
+    for one, cells in drawn().values():
+        for layout in one.layouts:
+            target = f"train-{layout.strategy}-{one.model}-{layout.devices}cpu"
+            assert parse_target(target).flags is not None
+        assert all(shlex.split(cell.command())[:2] == ["make", cell.target] for cell in cells)
+
+
+def test_a_level_brings_what_it_needs_and_goes_with_it() -> None:
+    one = load_matrix().families[0]
+    ahead, rope = one.level("ahead/mtp"), one.level("position/rope")
+    cell = Cell(one, TP, one.with_needs([ahead]))
+    assert cell.levels == (rope, ahead)
+    assert cell.without(rope).levels == ()
+    assert cell.without(ahead).levels == (rope,)
+
+
+def test_an_id_changes_with_what_is_verified() -> None:
+    one = family(factor("norm", "layer", "rms"))
+    cells = [
+        Cell(one, TP),
+        Cell(one, DP),
+        Cell(one, TP, (one.level("norm/rms"),)),
+        Cell(one, TP, seed=7),
+        Cell(one, TP, patch="docs/upstream/sink_missing_in_norm.py"),
+        Cell(one, Layout("tp2", "tp2", samples=16)),
+    ]
+    assert len({cell.id for cell in cells}) == len(cells)
+
+
+def test_features_and_layouts_that_are_asked_for() -> None:
+    whole = load_matrix()
+    (dense,) = families_of(whole, RELEASE, ("dense", "heads"), ("?p2",))
+    assert [len(levels) for name, levels in dense.factors.items() if name == "heads"] == [3]
+    assert sum(len(levels) for levels in dense.factors.values()) == len(dense.factors) + 2
+    assert [layout.name for layout in dense.layouts] == ["dp2", "tp2", "sp2", "cp2", "pp2"]
+    assert [one.name for one in families_of(whole, RELEASE, ("moe",))] == ["moe"]
+
+
+def test_a_version_has_the_levels_whose_flags_it_knows() -> None:
+    older = families_of(load_matrix(), Version("0.15.0rc2"), ("attention",))
+    newer = families_of(load_matrix(), RELEASE, ("attention",))
+    assert [len(one.factors["attention"]) for one in newer] == [4]
+    assert older == ()
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [({"features": ("haeds",)}, "FEATURES=haeds"), ({"layouts": ("tp7",)}, "STRATEGIES=tp7")],
+)
+def test_a_name_of_nothing_is_refused_with_those_that_are(
+    asked: dict[str, tuple[str, ...]], named: str
+) -> None:
+    with pytest.raises(
+        LaunchError, match=f"{named} is none of the matrix's; name some of .*(tp2|rope)"
+    ):
+        families_of(load_matrix(), RELEASE, **asked)
+
+
+def test_draws_are_legal_and_the_same_for_the_same_seed() -> None:
+    whole = load_matrix()
+    families = families_of(whole, RELEASE)
+
+    def first(seed: int) -> list[Cell]:
+        cells = draws(whole, families, KNOWN, seed)
+        return [next(cells) for _ in range(40)]
+
+    one = first(1)
+    assert one == first(1) != first(2)
+    assert len({cell.id for cell in one}) == 40
+    for cell in one:
+        every = {**cell.family.factors, **cell.family.fuzzed}
+        picked = {level.factor: level for level in cell.levels}
+        row = [picked.get(name, levels[0]) for name, levels in every.items()]
+        assert whole.legal(cell.family, row, cell.layout.name)

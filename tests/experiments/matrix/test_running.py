@@ -1,0 +1,178 @@
+"""Cells are kept, continued, explained and covered again, without Megatron."""
+
+from __future__ import annotations
+
+import io
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from tests.experiments.matrix.factory import DP, TP, factor, family, guilty, matrix, record
+from parakit.launch.options import Options
+from parakit.experiments.matrix.cell import Cell
+from parakit.experiments.matrix.cells import cells_of
+from parakit.experiments.matrix.definition import load_matrix
+from parakit.experiments.matrix.outcome import (
+    CellRecord,
+    CellStatus,
+    read_kept,
+    status_of_reason,
+)
+from parakit.experiments.matrix.running import CellVerifier, MatrixRun
+from parakit.experiments.matrix.table import pair_of
+from parakit.verify.findings import findings
+
+MODEL = family(
+    factor("norm", "layer", "rms"),
+    factor("heads", "mha", "gqa", "mqa"),
+    factor("masks", "causal", "eod"),
+)
+SINKS = "docs/upstream/sink_missing_in_norm.py"
+CELLS = cells_of(matrix(MODEL), MODEL, ())
+
+
+def run_of(folder: Path, verify, deadline: float | None = None) -> MatrixRun:  # type: ignore[no-untyped-def]
+    return MatrixRun(folder, verify, Console(file=io.StringIO()), deadline)
+
+
+def signs(run: MatrixRun, layout: str) -> dict[str, str]:
+    records = list(run.records.values())
+    return {
+        level.path: pair_of(MODEL, level, layout, records).text
+        for levels in MODEL.factors.values()
+        for level in levels
+    }
+
+
+def test_the_level_that_is_wrong_is_named_and_all_others_are_covered_again(tmp_path: Path) -> None:
+    run = run_of(tmp_path, guilty("heads/gqa"))
+    assert run.run(CELLS)
+    tp = signs(run, "tp2")
+    assert tp.pop("heads/gqa") == "✗"
+    assert set(tp.values()) == {"✓ 0.25"}
+    assert set(signs(run, "dp2").values()) == {"✓ 0.25"}
+
+
+def test_two_levels_that_are_wrong_only_together_are_named_together(tmp_path: Path) -> None:
+    run = run_of(tmp_path, guilty("heads/gqa", "norm/rms"))
+    cell = Cell(MODEL, TP, tuple(MODEL.level(path) for path in ("norm/rms", "heads/gqa")))
+    assert run.run([*CELLS, cell])
+    assert run.records[cell.id].blamed == ("norm/rms", "heads/gqa")
+    assert signs(run, "tp2")["norm/rms"] == "✗ with gqa"
+
+
+def test_a_layout_that_is_wrong_by_itself_is_wrong_with_every_level(tmp_path: Path) -> None:
+    run = run_of(tmp_path, guilty())
+    assert run.run(CELLS)
+    assert set(signs(run, "tp2").values()) == {"✗"}
+    assert set(signs(run, "dp2").values()) == {"✓ 0.25"}
+
+
+def test_a_matrix_goes_on_with_the_cells_that_are_not_there(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def verify(cell: Cell) -> CellRecord:
+        asked.append(cell.id)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return record(cell)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_of(tmp_path, verify).run(CELLS)
+    assert len(read_kept(tmp_path, "*.json", CellRecord)) == 2
+    again = run_of(tmp_path, verify)
+    assert again.run(CELLS)
+    assert len(asked) == len(CELLS) + 1
+    assert run_of(tmp_path, verify).records.keys() == {cell.id for cell in CELLS}
+
+
+def test_no_cell_is_begun_when_the_time_is_over(tmp_path: Path) -> None:
+    run = run_of(tmp_path, guilty(), deadline=time.monotonic() - 1)
+    assert not run.run(CELLS)
+    assert not run.records
+
+
+def test_a_known_finding_is_not_explained_again(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def verify(cell: Cell) -> CellRecord:
+        asked.append(cell.id)
+        return record(cell, CellStatus.DIFFERS, finding="sink-missing-in-norm")
+
+    cell = Cell(MODEL, TP, (MODEL.level("heads/gqa"), MODEL.level("masks/eod")))
+    run_of(tmp_path, verify).run([cell])
+    assert asked == [cell.id]
+
+
+def test_the_smallest_model_that_is_still_wrong(tmp_path: Path) -> None:
+    smaller = (("--num-layers", "2"), ("--num-layers", "1"), ("--hidden-size", "32"))
+    one = family(factor("norm", "layer", "rms"))
+    one = msgspec.structs.replace(one, smaller=smaller)
+
+    def verify(cell: Cell) -> CellRecord:
+        wrong = "rms" in cell.flags and cell.more[-2:] != ("--num-layers", "1")
+        return record(cell, CellStatus.DIFFERS if wrong else CellStatus.HELD)
+
+    run = run_of(tmp_path, verify)
+    cell = Cell(one, TP, (one.level("norm/rms"),))
+    assert run.shrunk(cell).more == ("--num-layers", "2", "--hidden-size", "32")
+    run.run([cell])
+    assert "--num-layers 2 --hidden-size 32" in run.records[cell.id].smallest
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        ("The strategy ended with 1: rank 0: AssertionError: no", CellStatus.REFUSED),
+        ("The starting checkpoint was not written: rank 0: ValueError: no", CellStatus.REFUSED),
+        (
+            "The strategy ended with 1: rank 1: RuntimeError: shape '[2]' is invalid",
+            CellStatus.CRASHED,
+        ),
+        (
+            "The strategy ended with 1: rank 0: NotImplementedError: Context parallelism without "
+            "Transformer Engine knows plain causal attention.",
+            CellStatus.MISSING,
+        ),
+        ("moe-tiny drops tokens beyond its capacity, so the two differ", CellStatus.NOT_COMPARABLE),
+        ("The two runs did different work: dtype is fp32 in one", CellStatus.NOT_COMPARABLE),
+    ],
+)
+def test_a_sentence_says_whether_megatron_refuses_or_crashes(
+    reason: str, status: CellStatus
+) -> None:
+    assert status_of_reason(reason) is status
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    one = record(Cell(MODEL, DP), CellStatus.REFUSED, reason="no", blamed=("norm/rms",))
+    run_of(tmp_path, lambda _: one).record(Cell(MODEL, DP))
+    assert run_of(tmp_path, guilty()).records == {one.id: one}
+    assert msgspec.json.decode(msgspec.json.encode(one), type=CellRecord) == one
+
+
+@pytest.mark.parametrize(
+    ("patch", "fields", "named"),
+    [
+        ("", {"status": CellStatus.DIFFERS, "stage": "norm"}, "sink-missing-in-norm"),
+        ("", {"status": CellStatus.DIFFERS, "stage": "loss"}, ""),
+        (SINKS, {"status": CellStatus.DIFFERS, "stage": "norm"}, ""),
+        ("", {"status": CellStatus.HELD}, ""),
+        ("", {"status": CellStatus.CRASHED, "reason": "AttributeError: no get_loss_scale"}, "ends"),
+        (SINKS, {"status": CellStatus.REFUSED, "reason": "no get_loss_scale"}, "ends"),
+        ("", {"status": CellStatus.CRASHED, "reason": "RuntimeError: shape"}, ""),
+    ],
+)
+def test_a_record_is_of_the_known_finding_that_its_patches_do_not_cure(
+    patch: str, fields: dict[str, object], named: str
+) -> None:
+    (sink,) = (one for one in findings() if one.id == "sink-missing-in-norm")
+    ends = replace(sink, id="ends", fails="no get_loss_scale", stage=None)
+    model = load_matrix().families[0]
+    cell = Cell(model, TP, (model.level("attention/sink"),), patch=patch)
+    verifier = CellVerifier(None, Options(), (ends, sink))  # type: ignore[arg-type]
+    assert verifier._finding(cell, replace(record(cell), **fields)) == named  # type: ignore[arg-type]

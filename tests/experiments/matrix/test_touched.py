@@ -1,0 +1,93 @@
+"""Which cells a change can have touched, by what each strategy and level was seen to execute."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.experiments.matrix.factory import DP, TP, factor, family
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.experiments.matrix.cell import Cell
+from parakit.experiments.matrix.touched import RECORDER, changed_files, touched, with_one
+
+MODEL = family(factor("mlp", "dense", "experts"), factor("norm", "layer", "rms"))
+PLAIN, EXPERTS = Cell(MODEL, TP), Cell(MODEL, TP, (MODEL.level("mlp/experts"),))
+NORM, UNKNOWN = Cell(MODEL, TP, (MODEL.level("norm/rms"),)), Cell(MODEL, DP)
+CELLS = [UNKNOWN, NORM, PLAIN, EXPERTS]
+ROUTER = "megatron/core/transformer/moe/router.py"
+EXECUTED = {
+    "dense": frozenset({"megatron/core/utils.py"}),
+    "dense/tp2": frozenset({"megatron/core/tensor_parallel/layers.py"}),
+    "dense/mlp/experts": frozenset({"megatron/core/tensor_parallel/layers.py", ROUTER}),
+    "dense/norm/rms": frozenset({"megatron/core/fusions/norm.py"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "cells"),
+    [
+        (ROUTER, [EXPERTS]),
+        ("megatron/core/transformer/moe", [EXPERTS]),
+        ("megatron/core/*/layers.py", [NORM, PLAIN, EXPERTS]),
+        ("megatron/core/fusions/norm.py", [NORM]),
+        ("megatron/core", [NORM, EXPERTS, PLAIN]),
+        ("megatron/core/utils.py", [NORM, PLAIN, EXPERTS]),
+        ("README.md", []),
+    ],
+)
+def test_cells_that_execute_most_changed_files_come_first_and_of_others_only_the_unknown(
+    changed: str, cells: list[Cell]
+) -> None:
+    assert touched(CELLS, [changed], EXECUTED) == [*cells, UNKNOWN]
+
+
+def test_what_all_of_a_family_execute_is_kept_once() -> None:
+    one = with_one({}, "dense/tp2", frozenset("ab"))
+    assert one == {"dense": frozenset("ab"), "dense/tp2": frozenset()}
+    two = with_one(one, "dense/dp2", frozenset("ac"))
+    assert two == dict(zip(("dense", "dense/tp2", "dense/dp2"), map(frozenset, "abc"), strict=True))
+
+
+def test_without_a_recording_every_cell_may_be_touched() -> None:
+    assert touched(CELLS, [ROUTER], {}) == CELLS
+
+
+def test_a_range_of_commits_is_the_files_that_it_changes(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(("git", "-C", str(tmp_path), *identity, *words), check=True)
+
+    git("init", "--quiet")
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text("")
+        git("add", name)
+        git("commit", "--quiet", "-m", name)
+    assert changed_files(["HEAD~1..HEAD", "a.py"], tmp_path) == ["two.py", "a.py"]
+    for checkout in (tmp_path, None):
+        with pytest.raises(LaunchError, match=r"CHANGED=x\.\.y is no range of commits"):
+            changed_files(["x..y"], checkout)
+
+
+def test_a_rank_notes_the_files_of_megatron_that_it_executes_and_no_others(tmp_path: Path) -> None:
+    package = tmp_path / "megatron"
+    package.mkdir()
+    (package / "used.py").write_text("def f():\n    return 1\n")
+    (package / "imported.py").write_text("def g():\n    return 1\n")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import megatron.imported
+from megatron.used import f
+exec(compile(open({str(RECORDER)!r}).read(), "patch", "exec"))
+f(), f()
+"""
+    out = tmp_path / "out"
+    out.mkdir()
+    given = {"KIT_EXECUTED": str(out), "PYTHONPATH": str(ROOT)}
+    subprocess.run((sys.executable, "-c", code), env=given, check=True)
+    (noted,) = out.iterdir()
+    assert noted.read_text() == "megatron/used.py\n"

@@ -1,0 +1,84 @@
+"""No cell is held that a injected bug does not turn: which injected bugs there are for strategies and
+levels.
+
+`python -m tests.verify.bench turned` verifies every row of the matrix with an injected bug.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.verify.bench import GENERAL
+from tests.verify.injected_bugs.check import InjectedBug, injected_bugs
+from parakit.experiments.matrix.cell import is_within, split
+from parakit.experiments.matrix.definition import Family, Layout, Level, load_matrix
+
+FAMILIES = load_matrix().families
+WITHOUT_ONE_OF_ITS_OWN = {
+    "dense": (
+        *("position/rope-half", "position/none", "heads/mqa", "activation/squared-relu"),
+        *("biases/qkv-alone", "qk-norm/qk-layernorm-decays", "masks/reset-at-eod"),
+        *("attention/window", "attention/off-by-one", "recompute/selective", "rates/decoupled"),
+        *("clipping/does-not-bite", "clipping/off", "optimizer/muon", "batches/one"),
+    ),
+    "moe": (
+        *("dtype/bf16", "top-k/one", "shared-expert/shared-gated", "balancing/seq-aux-loss"),
+        *("balancing/sinkhorn", "z-loss/without", "capacity/drops"),
+        *("capacity/drops-padded", "groups/limited", "dispatcher/all-gather"),
+        *("latent/latent-experts", "layers/every-second", "activation/swiglu", "heads/gqa"),
+        *("masks/reset-at-eod", "loss/per-token", "recompute/selective", "recompute/full"),
+        *("recompute/moe-layer", "clipping/does-not-bite", "clipping/off", "optimizer/muon"),
+        "batches/one",
+    ),
+    "mla": (
+        *("dtype/bf16", "query/whole", "norm/rmsnorm", "biases/without", "loss/per-token"),
+        *("recompute/full", "recompute/up-projection", "ahead/mtp", "clipping/does-not-bite"),
+        "clipping/off",
+    ),
+}
+"""Levels whose own code no injected bug and no live bug breaks: those that act in every model turn
+them."""
+OF_LIVE_BUGS = {"attention/sink", "qk-norm/qk-layernorm", "ahead/mtp"}
+
+
+def of_family(bug: InjectedBug, family: Family) -> bool:
+    latent = "--multi-latent-attention" in bug.flags
+    return bug.model == family.model and latent == (family.name == "mla")
+
+
+def turns(bug: InjectedBug, level: Level) -> bool:
+    own = (*level.flags, *level.own)
+    return bool(own) and is_within(own, (*bug.flags, *bug.own_flags))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
+def test_every_level_has_an_injected_bug_or_is_named_as_one_without(family: Family) -> None:
+    own = [bug for bug in injected_bugs() if of_family(bug, family)]
+    levels = [level for levels in family.factors.values() for level in levels[1:]]
+    live = OF_LIVE_BUGS if family.name != "moe" else set()
+    missing = {
+        level.path
+        for level in levels
+        if level.path not in live and not any(turns(bug, level) for bug in own)
+    }
+    assert missing == set(WITHOUT_ONE_OF_ITS_OWN[family.name]) - live
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
+def test_every_layout_has_an_injected_bug_of_what_it_splits(family: Family) -> None:
+    def has_one(layout: Layout) -> bool:
+        parts = split(layout.strategy, layout.devices)
+        return any(
+            split(one.strategy, one.devices) <= parts for one in injected_bugs() if one.devices > 1
+        )
+
+    assert [layout.name for layout in family.layouts if not has_one(layout)] == []
+
+
+def test_the_injected_bugs_that_rows_are_tried_with_need_nothing_of_the_model() -> None:
+    by_id = {bug.id: bug for bug in injected_bugs()}
+    for family in FAMILIES:
+        layouts = {layout.name for layout in family.layouts}
+        for name in GENERAL[family.name]:
+            assert not by_id[name].flags
+            assert by_id[name].strategy in layouts

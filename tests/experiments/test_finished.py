@@ -1,0 +1,49 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.run_folder import create_run_folder
+from parakit.launch.train import compose_job
+from parakit.artifacts import run as records
+from parakit.artifacts.io import write_record
+from parakit.artifacts.run import Status, StatusRecord
+from parakit.experiments.runner import finished_runs
+
+
+@pytest.mark.parametrize(
+    ("trained", "asked", "found"),
+    [
+        ("zero1", "dp2-zero1", True),
+        ("dp2-zero1", "zero1", True),
+        ("vpp2", "vpp2x2", True),
+        ("dp2", "zero1", False),
+    ],
+)
+def test_a_run_is_found_by_what_was_trained_and_not_by_its_folders_name(
+    trained: str, asked: str, found: bool, sample_prefix: Path, tmp_path: Path
+) -> None:
+    options = Options(data=str(sample_prefix), runs=tmp_path / "runs")
+    targets = [parse_target(f"train-{name}-gpt2-tiny-2cpu") for name in (trained, asked)]
+    made, wanted = (compose_job(t.under(options)) for t in targets)
+    folder = create_run_folder(made, options.runs)
+    write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0))
+    assert finished_runs(wanted) == ([folder] if found else [])
+
+
+def test_a_run_of_a_megatron_that_was_edited_since_does_not_stand_for_one(
+    sample_prefix: Path, tmp_path: Path
+) -> None:
+    target = parse_target("train-dp2-gpt2-tiny-2cpu")
+    options = Options(data=str(sample_prefix), runs=tmp_path / "runs")
+    launch = compose_job(target.under(options))
+    folder = create_run_folder(launch, options.runs)
+    write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0))
+    record = records.read_run(folder)
+    assert record.code is not None
+    records.write_run(folder, replace(record, code=replace(record.code, kit="edited")))
+    assert finished_runs(launch) == [folder]
+    records.write_run(folder, replace(record, code=replace(record.code, megatron="edited")))
+    assert finished_runs(launch) == []

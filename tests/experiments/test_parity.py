@@ -1,0 +1,29 @@
+from tests.reporting.factory import report_row
+from parakit.reporting.analyse.entry import Entry
+from parakit.experiments.commands import disagreements
+
+
+def rows(*verdicts: tuple[str, str, str]) -> list[Entry]:
+    return [
+        report_row(strategy, status=status, parity=parity) for strategy, status, parity in verdicts
+    ]
+
+
+def test_reference_and_kept_parity_agree() -> None:
+    assert disagreements(rows(("baseline", "ok", "reference"), ("tp2", "ok", "held"))) == []
+
+
+def test_what_broke_cannot_be_compared_or_is_not_known_does_not_pass() -> None:
+    found = disagreements(
+        rows(
+            ("baseline", "ok", "reference"),
+            ("tp2", "ok", "broken@11"),
+            ("pp2", "ok", "not comparable"),
+            ("cp2", "crashed", ""),
+        )
+    )
+    assert found == [
+        "Parity of tp2: broken@11 (status ok).",
+        "Parity of pp2: not comparable (status ok).",
+        "Parity of cp2: not known (status crashed).",
+    ]

@@ -1,0 +1,94 @@
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.experiments.factory import cell
+from parakit.launch.compose import Launch
+from parakit.launch.options import Options
+from parakit.launch.run_folder import create_run_folder
+from parakit.launch.train import compose_job
+from parakit.artifacts import run as records
+from parakit.artifacts.io import write_record
+from parakit.artifacts.run import Status, StatusRecord
+from parakit.config.errors import LaunchError
+from parakit.experiments import runner as module
+from parakit.experiments.definition import Cell, Experiment, ExperimentFile
+from parakit.experiments.runner import Runner
+
+
+class Trained:
+    """What was trained; runs end well and leave their folder, unless they are to be refused."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.refused = ""
+        self.seeds: list[int] = []
+
+    def execute(self, launch: Launch, runs: Path, *_: object) -> tuple[Path, StatusRecord]:
+        self.names.append(launch.spec.name)
+        if launch.spec.name == self.refused:
+            raise LaunchError("The disk is full.")
+        folder = create_run_folder(launch, runs)
+        status = StatusRecord(Status.OK, 0)
+        write_record(folder / records.STATUS_FILE, status)
+        return folder, status
+
+    def start(self, launch: Launch, _: Console) -> None:
+        self.seeds.append(launch.job.options.seed)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
+    found = Trained()
+    monkeypatch.setattr(module, "execute", found.execute)
+    monkeypatch.setattr(module, "ensure_start_checkpoint", found.start)
+    return found
+
+
+@pytest.fixture
+def options(sample_prefix: Path, tmp_path: Path) -> Options:
+    return Options(data=str(sample_prefix), runs=tmp_path / "runs")
+
+
+def runner(cells: Sequence[Cell], takes_finished: bool = False) -> Runner:
+    file = ExperimentFile(report="r", cells=[], takes_finished=takes_finished)
+    experiment = Experiment("r", tuple(cells), file)
+    return Runner(experiment, {one: compose_job(one.job) for one in cells}, Console(quiet=True))
+
+
+def test_what_was_made_before_is_taken_only_where_the_experiment_says_so(
+    trained: Trained, options: Options
+) -> None:
+    dp2, tp2 = cell("dp2", options=options), cell("tp2", options=options)
+    first = runner([dp2])
+    first.train()
+    (made,) = first.results()
+    again = runner([dp2, tp2], takes_finished=True)
+    again.train()
+    assert again.results()[0].runs == made.runs
+    assert trained.names == ["dp2", "tp2"]
+    once_more = runner([dp2])
+    once_more.train()
+    assert once_more.results()[0].runs != made.runs
+    assert trained.names == ["dp2", "tp2", "dp2"]
+
+
+def test_a_cell_that_fails_leaves_the_others_and_is_not_repeated(
+    trained: Trained, options: Options
+) -> None:
+    trained.refused = "dp2"
+    found = runner([cell(name, options=options, repeats=2) for name in ("dp2", "tp2")])
+    found.train()
+    failed, well = found.results()
+    assert trained.names == ["dp2", "tp2", "tp2"]
+    assert (failed.failure, failed.complete, failed.folders) == ("The disk is full.", False, ())
+    assert (len(well.runs), well.complete) == (2, True)
+
+
+def test_the_weights_of_a_cell_are_drawn_with_its_own_seed(
+    trained: Trained, options: Options
+) -> None:
+    runner([cell("dp2", options=options, seed=seed) for seed in (1234, 1235)]).train()
+    assert trained.seeds == [1234, 1235]

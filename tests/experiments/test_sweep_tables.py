@@ -1,0 +1,142 @@
+from dataclasses import replace
+
+import pytest
+
+from tests.reporting.factory import report_row
+from tests.experiments.factory import measured, pair
+from parakit.reporting.analyse.statistics import TimeComparison, TimeVerdict, estimate
+from parakit.config.run import Backend, DeviceKind
+from parakit.experiments.tables.overtaking import SizePoint, crossover, fastest, verdicts
+from parakit.experiments.tables.sweep import draw_sweep, render
+from parakit.formatting.units import parameters
+
+
+def test_overtaking_is_said_between_the_two_sizes_that_decide() -> None:
+    assert verdicts(pair((110, 100), (200, 200.1), (1000, 1200))) == [
+        "On 1 CPU rank megatron overtakes native at 62.9M parameters [11.3M, 107.9M], between gpt2-tiny "
+        "(3.4M) and gpt3-355m (354.9M); within noise of each other at gpt3-64m (63.8M)."
+    ]
+
+
+def test_a_crossover_is_where_ratio_and_both_ends_of_its_interval_pass_one() -> None:
+    # A ratio that falls with the size from 4 to 1/4 within [ratio / 2, 2 ratio].
+    found = crossover([point(10, 4.0), point(1000, 0.25)])
+    # In logarithms the way from 10 to 1000 is 4 halvings of 10^0.5 each: one for the interval's end.
+    assert found == pytest.approx((100, 10**1.5, 10**2.5))
+
+
+def test_dense_models_and_mixtures_are_two_axes_of_size() -> None:
+    cells = [
+        *pair((110, 100)),
+        measured(Backend.MEGATRON, 100, "moe-tiny"),
+        measured(Backend.NATIVE, 200, "moe-tiny"),
+    ]
+    assert [sentence.partition(" is")[0] for sentence in verdicts(cells)] == [
+        "On 1 CPU rank, dense models: native",
+        "On 1 CPU rank, mixtures of experts: megatron",
+    ]
+
+
+def test_layouts_of_one_backend_are_compared_along_the_sizes() -> None:
+    times = {("dp2", "gpt2-tiny"): 100, ("tp2", "gpt2-tiny"): 200}
+    times |= {("dp2", "gpt3-64m"): 200, ("tp2", "gpt3-64m"): 100}
+    cells = [
+        measured(Backend.MEGATRON, milliseconds, model, 2, strategy)
+        for (strategy, model), milliseconds in times.items()
+    ]
+    (said,) = verdicts(cells)
+    assert said.startswith("On 2 CPU ranks megatron tp2 overtakes megatron dp2 at 14.8M parameters")
+
+
+def point(parameters: int, ratio: float) -> SizePoint:
+    verdict = TimeVerdict.SLOWER if ratio > 1 else TimeVerdict.FASTER
+    return SizePoint("m", parameters, TimeComparison(ratio, ratio / 2, 2 * ratio, verdict))
+
+
+def test_one_sided_results_say_that_there_is_no_crossover() -> None:
+    assert verdicts(pair((110, 100), (240, 200), devices=2)) == [
+        "On 2 CPU ranks native is faster than megatron at gpt2-tiny (3.4M) and gpt3-64m (63.8M): "
+        "no crossover in the range."
+    ]
+
+
+def test_differences_within_noise_are_not_called() -> None:
+    assert verdicts(pair((100, 100.1))) == [
+        "On 1 CPU rank native is within noise of megatron at gpt2-tiny (3.4M): neither overtakes."
+    ]
+
+
+def test_each_number_of_devices_has_a_sentence_of_its_own() -> None:
+    found = verdicts([*pair((110, 100)), *pair((100, 110), devices=2)])
+    assert [sentence.partition(" is")[0] for sentence in found] == [
+        "On 1 CPU rank native",
+        "On 2 CPU ranks megatron",
+    ]
+
+
+def test_a_backend_that_was_never_measured_is_not_compared() -> None:
+    only = [measured(Backend.MEGATRON, 100), measured(Backend.NATIVE, None)]
+    assert verdicts(only) == [
+        "On 1 CPU rank nothing can be said of native against megatron: no size has both."
+    ]
+
+
+def test_batches_of_another_size_are_compared_by_the_token() -> None:
+    small = measured(Backend.MEGATRON, 100)
+    large = measured(Backend.NATIVE, 150, global_batch_size=16)
+    assert "native is faster" in verdicts([small, large])[0]
+
+
+def test_of_several_strategies_the_fastest_speaks_for_the_backend() -> None:
+    slow = measured(Backend.NATIVE, 200, devices=2, strategy="tp2")
+    fast = measured(Backend.NATIVE, 100, devices=2, strategy="dp2")
+    lines = fastest([slow, fast])
+    assert lines == {((2, DeviceKind.CPU), Backend.NATIVE): [fast]}
+
+
+def test_the_fastest_of_a_model_may_be_one_that_flags_made_larger() -> None:
+    slow = measured(Backend.NATIVE, 200)
+    fast = measured(Backend.NATIVE, 100, extra=("--num-layers", "6"))
+    assert fast.parameters > slow.parameters
+    assert list(fastest([slow, fast]).values()) == [[fast]]
+
+
+def test_the_table_names_ratio_and_verdict_against_the_first_backend() -> None:
+    text = render("s", pair((100, 50)), [])
+    rows = [line for line in text.splitlines() if line.startswith("| gpt2-tiny |")]
+    assert "×0.500" in rows[1]
+    assert "the time: faster" in rows[1]
+    assert "the time" not in rows[0]
+    assert "5,120" in rows[1]  # 256 tokens in 50 ms
+
+
+def test_a_failed_cell_is_in_the_table_with_its_reason_and_the_sweep_is_incomplete() -> None:
+    failed = measured(Backend.NATIVE, None, failure="oom: too large")
+    text = render("s", [measured(Backend.MEGATRON, 100), failed], [])
+    assert "oom: too large" in text
+    assert "1 of 2 cells are not complete; the same command resumes." in text
+
+
+def test_the_picture_has_a_line_for_each_backend_and_number_of_devices() -> None:
+    chart = draw_sweep([*pair((110, 100), (240, 200)), *pair((60, 50), devices=2)])
+    assert chart is not None
+    for label in ("megatron, 1 cpu", "native, 1 cpu", "megatron, 2 cpu", "native, 2 cpu"):
+        assert label in chart.svg
+    assert draw_sweep([measured(Backend.NATIVE, None)]) is None
+
+
+def test_sizes_are_short() -> None:
+    assert [parameters(3_423_616), parameters(1_300_000_000)] == ["3.4M", "1.3B"]
+
+
+def test_on_cpu_ranks_processor_time_has_verdicts_of_its_own() -> None:
+    # The native run was slower by the clock because others had the processors; it needed half of them.
+    times = {Backend.MEGATRON: (100, 80), Backend.NATIVE: (200, 40)}
+    cells = []
+    for backend, (wall, processor) in times.items():
+        samples = [processor + 0.01 * n for n in range(21)]
+        row = report_row(ms=wall, backend=backend, processor=estimate([samples]))
+        cells.append(replace(measured(backend, wall), row=row))
+    text = render("s", cells, [])
+    assert "- On 1 CPU rank megatron is faster than native" in text
+    assert "- By processor time: On 1 CPU rank native is faster than megatron" in text

@@ -1,0 +1,106 @@
+"""What `verify-hf` refuses, what it trains, and both families proven against transformers."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.convert.hf.folders import GPT2
+from tests.given import run
+from parakit.convert.hf.into_megatron import import_model, read_source
+from parakit.convert.hf.progress import Work
+from parakit.convert.hf.random_model import write_model
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.preflight import check
+from parakit.config.errors import LaunchError
+from parakit.config.flags import Flags
+from parakit.config.run import Backend
+from parakit.experiments.verify.command import SharedReferences
+from parakit.experiments.verify.pairs import Pair, Verification, compose_pair
+
+
+def verification(tmp_path: Path, strategy: str, extra: tuple[str, ...] = ()) -> Verification:
+    if not (tmp_path / "mine").exists():
+        import_model(read_source(write_model(tmp_path / "m", GPT2)), "mine", Work(), tmp_path)
+    model = str(tmp_path / "mine" / "mine.args")
+    options = Options(runs=tmp_path / "runs", extra=extra, model=model)
+    return compose_pair(Pair(parse_target(f"train-{strategy}", options), "hf"))
+
+
+def test_the_reference_is_transformers_with_the_padding_that_the_layout_has(tmp_path: Path) -> None:
+    split = verification(tmp_path, "tp2-mine-2cpu")
+    assert split.reference.spec.backend is Backend.TRANSFORMERS
+    assert split.mode == "Megatron against transformers, with the strategy's 1 padding row"
+    flags = Flags(split.reference.flags)
+    assert flags.text("--imported") == str(tmp_path / "mine")
+    assert flags.text("--padded-vocabulary") == "132"
+    assert not flags.has("--load")
+    assert split.reference.entry.path == "src/parakit/convert/hf/reference.py"
+    plain = verification(tmp_path, "pp2-mine-2cpu")
+    assert plain.mode == "Megatron against transformers"
+
+
+def test_layouts_with_the_same_reference_share_one_run_of_it(tmp_path: Path) -> None:
+    shared = SharedReferences(tmp_path / "references")
+    trained: list[tuple[str, str]] = []
+
+    def compared(strategy: str, *extra: str) -> Path:
+        options = Options(runs=tmp_path, extra=extra)
+        found = compose_pair(Pair(parse_target(f"train-{strategy}-gpt2-tiny-2cpu", options)))
+        scratch = tmp_path / f"{strategy}{len(trained)}"
+
+        def train(part: str, launch: Launch) -> str:
+            trained.append((part, launch.spec.name))
+            (scratch / part).mkdir(parents=True)
+            return ""
+
+        scratch.mkdir()
+        for part, launch in (("reference", found.reference), ("strategy", found.strategy)):
+            assert shared.around(train, scratch)(part, launch) == ""
+        return (scratch / "reference").resolve()
+
+    assert compared("tp2") == compared("pp2")
+    assert trained == [("reference", "baseline"), ("strategy", "tp2"), ("strategy", "pp2")]
+    other = compared("pp2", "--lr", "1e-3")
+    assert trained[3:] == [("reference", "baseline"), ("strategy", "pp2")]
+    shared.forget()
+    assert not other.exists()
+
+
+def test_a_model_that_was_not_imported_has_no_such_reference(tmp_path: Path) -> None:
+    options = Options(runs=tmp_path, dry_run=True)
+    composed = compose_pair(Pair(parse_target("train-tp2-gpt2-tiny-2cpu", options), "hf"))
+    with pytest.raises(LaunchError, match="gpt2-tiny was not; import a model"):
+        check(composed.reference)
+
+
+def test_a_strategy_that_is_none_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="STRATEGIES= holds nonsense"):
+        run("verify-hf", {"RUNS": str(tmp_path), "STRATEGIES": "tp2 nonsense"})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is not None, reason="transformers is installed"
+)
+def test_without_transformers_it_says_how_to_install_it(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="make setup-hf"):
+        run("verify-hf", {"RUNS": str(tmp_path)})
+
+
+@pytest.mark.slow
+def test_both_families_are_what_transformers_computes_and_an_injected_bug_is_not(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("transformers")
+    here = {"RUNS": str(tmp_path)}
+    assert run("verify-hf", {**here, "STRATEGIES": "baseline tp2 pp2"}) == 0
+    verdicts = list(tmp_path.glob("*-verify-hf/*/verify/*/verdict.json"))
+    assert len(verdicts) == 6
+    assert {json.loads(path.read_text())["verdict"] for path in verdicts} == {"held"}
+    source = write_model(tmp_path / "m", GPT2)
+    exact = {**here, "EXTRA": "--no-bias-gelu-fusion"}  # erf, not tanh
+    assert run("verify-hf", {**exact, "STRATEGIES": "baseline", "HF": str(source)}) == 1

@@ -1,0 +1,47 @@
+"""How a command ends."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from parakit.formatting.terminal import exit_with, say_markdown
+
+
+def interrupted() -> int:
+    raise KeyboardInterrupt
+
+
+def test_a_command_that_is_interrupted_ends_with_130_and_a_word(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        exit_with(interrupted)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+    with pytest.raises(SystemExit) as ended:
+        exit_with(lambda: 3)
+    assert ended.value.code == 3
+
+
+def test_the_end_of_a_pipe_is_no_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "from parakit.formatting.terminal import exit_with; exit_with(lambda: print('x' * 9999) or 0)"
+    with os.fdopen(writing, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=pipe, stderr=subprocess.PIPE, check=False
+        )
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_page_of_markdown_is_tables_and_lists_on_a_terminal_without_its_pictures() -> None:
+    written = io.StringIO()
+    table = "| ms \\[95%\\] | b |\n| --- | --- |\n| 1.5 | x |"
+    say_markdown(Console(file=written), f"# Sweep\n\n- first\n\n![Tokens](sweep.svg)\n\n{table}")
+    lines = [line.strip() for line in written.getvalue().splitlines() if line.strip()]
+    said = [line for line in lines if "─" not in line]
+    assert said == ["Sweep", "• first", "ms [95%]  b", "1.5       x"]

@@ -1,0 +1,10 @@
+"""Values as people read them."""
+
+from __future__ import annotations
+
+from parakit.formatting.units import change, signed_percent
+
+
+def test_a_share_has_its_sign_and_a_minus_is_no_hyphen() -> None:
+    assert [signed_percent(share) for share in (0.0912, -0.5, None)] == ["+9.1%", "−50.0%", "–"]
+    assert change(0.5) == "−50%"

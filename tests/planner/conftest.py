@@ -1,0 +1,57 @@
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from parakit.planner.dryrun.job import DryRunner
+from parakit.planner.search import Request
+from parakit.planner.time.cluster import Cluster
+from parakit.config.hardware import device_by_key, link_by_key
+from parakit.config.model import ModelShape, load_model
+from parakit.config.run import spec_of_model
+from parakit.config.strategy import Batch, Parallelism
+
+MakeRequest = Callable[..., Request]
+
+TINY = ModelShape(
+    layers=4,
+    hidden=8,
+    heads=4,
+    query_groups=4,
+    head_width=2,
+    ffn_hidden=32,
+    seq_length=16,
+    positions=16,
+    vocabulary=100,
+    vocabulary_multiple=8,
+)
+"""Small enough to count by hand."""
+
+
+@pytest.fixture(scope="session")
+def make_request() -> MakeRequest:
+    """Builds a request for a model on some devices."""
+
+    def build(name: str, devices: int, gpu: str, global_batch: int, per_node: int = 8) -> Request:
+        model, device = load_model(name), device_by_key(gpu)
+        cluster = Cluster(
+            device, devices, per_node, link_by_key(device.link), link_by_key(device.network)
+        )
+        template = spec_of_model(model, Parallelism(), Batch(1, global_batch))
+        return Request(model, cluster, global_batch, replace(template))
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def dry_runner() -> Iterator[DryRunner]:
+    """One process that has imported torch and Megatron, for all dry runs of the session."""
+    with DryRunner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _early_dry_runner(request: pytest.FixtureRequest) -> None:
+    """If a test needs it, let it import Megatron while the first tests of this folder run."""
+    if any("dry_runner" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("dry_runner")

@@ -1,0 +1,223 @@
+"""The constants of each generation, fitted to readings; and the errors of readings left out of the fit.
+
+`Constants` (`src/parakit/planner/time/constants.py`) has a dozen a generation, each within physical bounds. All
+readings of a generation are fitted together, a source's weight growing with the root of its readings, by
+damped Gauss-Newton steps on the logarithms of predicted over published times, large errors counted
+less (Huber). What is reported for a source is predicted with constants fitted without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from tests.planner.papers import paper_runs
+from parakit.planner.readings.facts import origin
+from parakit.planner.readings.published import KIT, kit_runs
+from parakit.planner.readings.reading_to_spec import Expressed, RefusedError, express
+from parakit.planner.readings.residual import residual, with_constants
+from parakit.planner.readings.table import Reading, read_readings
+from parakit.planner.tensors import UnevenSplitError
+from parakit.planner.time.cluster import Cluster
+from parakit.planner.time.constants import CONSTANTS, NAMES, Constants
+from parakit.planner.time.rates import NoPeakError
+from parakit.artifacts.io import write_whole
+from parakit.config.files import read_yaml
+
+BOUNDS: Mapping[str, tuple[float, float]] = read_yaml(CONSTANTS)["bounds"]
+"""What is physically possible: shares of a datasheet's rate, times between the fastest and the slowest
+measured in public."""
+
+FITTED = ("ampere", "hopper", "blackwell")
+"""Generations with readings enough; the others borrow."""
+
+_METRICS = ("step_time_s", "tokens_per_s_per_gpu", "mfu_percent", "matmul_tflops")
+_NOT_FITTED = ("NVIDIA/Megatron-LM golden values", "VIA-Research/vTrain single-node")
+"""Megatron's functional tests: deterministic mode, and steps of a few milliseconds that log. vTrain's
+small runs: sums of one profile each, no measurements of their own (README.md, "vTrain's small runs")."""
+_OWN_WEIGHT = 4
+_STEPS, _STEPS_FROM_NEAR = 6, 2
+_HUBER = 0.15
+_PRIOR = 0.5
+"""How strongly a constant is held at its start, in errors a unit of its logarithm."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was fitted, and to what."""
+
+    generation: str
+    constants: Constants
+    sources: Mapping[str, int]
+    """Readings of each source that made it."""
+
+
+def all_fitted() -> list[Expressed]:
+    """The named part of the readings, and the published runs that the kit reproduces."""
+    readings, _ = read_readings()
+    return [*fitted_readings(readings), *kit_runs(), *paper_runs()]
+
+
+def fitted_readings(readings: Iterable[Reading]) -> list[Expressed]:
+    """The named part of the readings that constants are fitted to.
+
+    Times of training, in bits that the formulas know, on devices of a fitted generation; the third that
+    is kept back is no part of it.
+    """
+    found = []
+    for reading in readings:
+        named = reading.metric in _METRICS and reading.source not in _NOT_FITTED
+        if reading.kept_back or not named:
+            continue
+        try:
+            expressed = express(reading)
+        except RefusedError:
+            continue
+        if expressed.cluster.device.generation in FITTED and not expressed.cluster.execution.frozen:
+            # What a row leaves out was 1 when the constants were fitted.
+            found.append(replace(expressed, unstated=()))
+    return found
+
+
+def fit(
+    readings: Sequence[Expressed],
+    generation: str,
+    without: str | None = None,
+    first: Constants | None = None,
+) -> Fit | None:
+    """Constants of a generation; None where no reading is left.
+
+    Args:
+        readings: Of all generations.
+        generation: The one to fit.
+        without: A source that is left out, by its `origin`.
+        first: Where the search begins; it ends where it would from anywhere else, sooner.
+    """
+    own = [
+        item
+        for item in readings
+        if item.cluster.device.generation == generation and origin(item.reading.source) != without
+    ]
+    if not own:
+        return None
+    names = [origin(item.reading.source) for item in own]
+    sources = Counter(names)
+    weights = np.array([_weight(name, sources) for name in names])
+    start = start_of(generation)
+    free = tuple(name for name in NAMES if getattr(start, name) > 0)
+    values = _minimised(lambda c: _errors(own, c), weights, start, free, first)
+    return Fit(generation, values, dict(sources))
+
+
+def start_of(generation: str) -> Constants:
+    """What is published of a generation's kernels and links: where a fit starts."""
+    return Constants(**{n: float(x) for n, x in read_yaml(CONSTANTS)["start"][generation].items()})
+
+
+def _weight(source: str, sources: Mapping[str, int]) -> float:
+    """Of a reading; the runs that the kit itself reproduces count more."""
+    return (_OWN_WEIGHT if source == KIT else 1) * float(sources[source] ** -0.5)
+
+
+def _errors(readings: Sequence[Expressed], constants: Constants) -> NDArray[np.float64]:
+    """Logarithms of predicted over published times; 0 for what cannot be predicted."""
+    made: dict[int, Cluster] = {}
+    found = []
+    for item in readings:
+        if id(item.cluster) not in made:
+            made[id(item.cluster)] = with_constants(item.cluster, constants)
+        try:
+            found.append(log(1 + residual(replace(item, cluster=made[id(item.cluster)])).error))
+        except (UnevenSplitError, NoPeakError):
+            found.append(0.0)
+    return np.array(found)
+
+
+def _minimised(
+    errors: Callable[[Constants], NDArray[np.float64]],
+    weights: NDArray[np.float64],
+    start: Constants,
+    free: Sequence[str],
+    first: Constants | None,
+) -> Constants:
+    """Damped Gauss-Newton on logarithms of the constants, clipped to their bounds."""
+    low, high = (np.log([max(BOUNDS[name][end], 1e-9) for name in free]) for end in (0, 1))
+    origin = np.clip(np.log([getattr(start, name) for name in free]), low, high)
+
+    def constants(logs: NDArray[np.float64]) -> Constants:
+        changed = dict(zip(free, np.exp(logs).tolist(), strict=True))
+        return replace(start, **changed)
+
+    def loss(found: NDArray[np.float64], logs: NDArray[np.float64]) -> float:
+        size = np.abs(found)
+        huber = np.where(size < _HUBER, found**2 / 2, _HUBER * (size - _HUBER / 2))
+        return float(weights @ huber + _PRIOR**2 * np.sum((logs - origin) ** 2) / 2)
+
+    logs, damping = origin, 1e-3
+    if first is not None:
+        logs = np.clip(np.log([getattr(first, name) for name in free]), low, high)
+    found = errors(constants(logs))
+    best = loss(found, logs)
+    for _ in range(_STEPS if first is None else _STEPS_FROM_NEAR):
+        step = 0.02
+        slopes = np.stack(
+            [(errors(constants(logs + step * unit)) - found) / step for unit in np.eye(len(free))],
+            axis=1,
+        )
+        robust = weights * np.minimum(1, _HUBER / np.maximum(np.abs(found), 1e-9))
+        square = slopes.T @ (robust[:, None] * slopes) + _PRIOR**2 * np.eye(len(free))
+        down = slopes.T @ (robust * found) + _PRIOR**2 * (logs - origin)
+        before = best
+        for _ in range(5):
+            move = np.linalg.solve(square + damping * np.diag(np.diag(square)), -down)
+            tried = np.clip(logs + np.clip(move, -0.5, 0.5), low, high)
+            errors_there = errors(constants(tried))
+            there = loss(errors_there, tried)
+            if there < best:
+                logs, found, best, damping = tried, errors_there, there, damping / 5
+                break
+            damping *= 10
+        if before - best < 1e-4 * before:
+            break
+    return constants(logs)
+
+
+def refit(path: Path = CONSTANTS) -> None:
+    """Fit every generation, with all sources and with each left out, and write `constants.yaml`."""
+    readings = all_fitted()
+    data = dict(read_yaml(path))
+    data["readings"], data["left_out"] = {}, {}
+    for generation in FITTED:
+        found = fit(readings, generation)
+        assert found is not None
+        data["generations"][generation] = _rounded(found.constants)
+        data["readings"][generation] = dict(sorted(found.sources.items()))
+        others: dict[str, Any] = {}
+        for source in found.sources:
+            other = fit(readings, generation, source, found.constants)
+            if other is not None:
+                others[source] = _rounded(other.constants)
+        data["left_out"][generation] = others
+    ordered = {name: data[name] for name in _PARTS}
+    text = yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=110)
+    write_whole(path, _HEAD + text)
+
+
+_PARTS = ("bounds", "start", "generations", "readings", "left_out")
+_HEAD = """# Written by `python -m parakit validate --fit`; constants.py says what each constant is.
+# bounds: what is physically possible. start: what is published of such kernels and links, where fits
+# start and what holds a constant that no reading decides. generations: fitted, or borrowed. readings:
+# how many of each source made them. left_out: without one source, for that source's own errors.
+"""
+
+
+def _rounded(constants: Constants) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in asdict(constants).items()}

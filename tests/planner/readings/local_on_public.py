@@ -1,0 +1,49 @@
+"""What one's own runs would do for the published measurements:
+`python -m tests.planner.readings.local_on_public`.
+
+Of each source and device ten readings, taken at random, are one's own for each of the others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from math import exp, log
+
+from parakit.planner.readings.local_readings import OwnRuns
+from parakit.planner.readings.residual import Residual, residuals
+from parakit.planner.readings.table import read_readings
+
+TIMED = ("step_time_s", "tokens_per_s_per_gpu")
+LEAST, TRIED = 12, 100
+
+
+def corrected_error(item: Residual, others: list[Residual], count: int) -> float:
+    """The error that is left of a reading once so many others correct it."""
+    chosen = random.Random(item.reading.line).sample(others, count)
+    own = OwnRuns(tuple(chosen))
+    return exp(log(1 + item.error) - own.bias(item.expressed.spec)) - 1
+
+
+def main(count: int = 10) -> None:
+    """Print a line for each source and device."""
+    readings, unreadable = read_readings()
+    groups: dict[tuple[str, str], list[Residual]] = defaultdict(list)
+    for item in residuals(readings, unreadable).predicted:
+        if item.reading.metric in TIMED:
+            device = item.expressed.cluster.device.name
+            groups[item.reading.source, device].append(item)
+    print("| source and device | readings | mean error | corrected by ten |\n|---|---|---|---|")
+    for (source, device), items in sorted(groups.items()):
+        if len(items) < LEAST:
+            continue
+        tried = random.Random(0).sample(items, min(TRIED, len(items)))
+        before = sum(abs(item.error) for item in tried) / len(tried)
+        after = sum(
+            abs(corrected_error(item, [x for x in items if x is not item], count)) for item in tried
+        ) / len(tried)
+        print(f"| {source}, {device} | {len(items)} | {before:.1%} | {after:.1%} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""How good a choice among vTrain's small runs any smooth law of a layer can make.
+
+`python -m tests.planner.readings.small_runs_floor`: the 900 times are sums of 32 layers' times (one a
+width, TP and micro batch). A law of the host's time and of a device's time that grows with the micro
+batch is fitted to these 32 themselves, and strategies are chosen by what it gives; every other part of a
+time stays as it was published.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from statistics import mean, median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parakit.planner.readings.residual import Residual, Residuals, residuals
+from parakit.planner.readings.summary import choices
+from parakit.planner.readings.table import Reading, read_readings
+
+Layer = tuple[int, int, int]
+"""Width, TP, micro batch."""
+Floats = NDArray[np.float64]
+_SMOOTH = 8
+"""Exponent that makes the larger of two times a smooth function."""
+_TENSOR = (1, 2, 4, 8)
+
+
+def main() -> None:
+    readings = [item for item in read_readings()[0] if item.source.endswith("vTrain single-node")]
+    items = residuals(readings).predicted
+    layers = layer_seconds(readings)
+    _print("the 32 themselves", items, layers, layers)
+    _print("host and device by TP", items, layers, fitted(layers, _by_tensor, 16))
+    _print("host and device, with log2 of TP", items, layers, fitted(layers, _by_steps, 7))
+
+
+def layer_seconds(readings: list[Reading]) -> dict[Layer, float]:
+    """From runs that differ in layers alone: 1F1B passes n + p - 1 times through L / p layers."""
+    times: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
+    for reading in readings:
+        assert reading.hidden
+        assert reading.layers
+        times[reading.hidden, *_split(reading)][reading.layers] = reading.value
+    found = defaultdict(list)
+    for (hidden, tensor, pipeline, data, micro, samples), by_layers in times.items():
+        depths = sorted(by_layers)
+        passes = samples // data // micro + pipeline - 1
+        for few, many in pairwise(depths):
+            each = (by_layers[many] - by_layers[few]) / ((many - few) / pipeline * passes)
+            found[hidden, tensor, micro].append(each)
+    return {layer: median(each) for layer, each in sorted(found.items())}
+
+
+def fitted(
+    layers: dict[Layer, float], law: Callable[[Floats, Layer], float], parameters: int
+) -> dict[Layer, float]:
+    """The law's times with parameters that make the squared logarithms of its errors least."""
+    wanted = np.log(list(layers.values()))
+
+    def errors(logs: Floats) -> Floats:
+        return np.log([law(np.exp(logs), layer) for layer in layers]) - wanted
+
+    logs, damping = np.full(parameters, np.log(1e-3)), 1e-2
+    found = errors(logs)
+    for _ in range(300):
+        slopes = np.stack([(errors(logs + 1e-4 * u) - found) / 1e-4 for u in np.eye(parameters)], 1)
+        square = slopes.T @ slopes + damping * np.eye(parameters)
+        tried = logs - np.linalg.solve(square, slopes.T @ found)
+        there = errors(tried)
+        better = there @ there < found @ found
+        logs, found = (tried, there) if better else (logs, found)
+        damping *= 1 / 3 if better else 4
+    return {layer: law(np.exp(logs), layer) for layer in layers}
+
+
+def _by_tensor(values: Floats, layer: Layer) -> float:
+    """Four hosts' times, four of a device without work, eight for a sample."""
+    hidden, tensor, micro = layer
+    at = _TENSOR.index(tensor)
+    device = values[4 + at] + values[8 + 4 * (hidden > 1024) + at] * micro
+    return _larger(values[at], device)
+
+
+def _by_steps(values: Floats, layer: Layer) -> float:
+    """Host and device have a time and one a step of TP; a sample's shrinks with TP to what does not."""
+    hidden, tensor, micro = layer
+    steps = _TENSOR.index(tensor)
+    sample = values[4 + (hidden > 1024)] * (1 / tensor + 1e3 * values[6] * (tensor > 1))
+    return _larger(values[0] + values[1] * steps, values[2] + values[3] * steps + sample * micro)
+
+
+def _larger(one: float, other: float) -> float:
+    return float((one**_SMOOTH + other**_SMOOTH) ** (1 / _SMOOTH))
+
+
+def _split(reading: Reading) -> tuple[int, int, int, int, int]:
+    found = (reading.tp, reading.pp, reading.dp, reading.mbs, reading.gbs)
+    tensor, pipeline, data, micro, samples = (value or 1 for value in found)
+    return tensor, pipeline, data, micro, samples
+
+
+def _print(
+    name: str, items: tuple[Residual, ...], measured: dict[Layer, float], law: dict[Layer, float]
+) -> None:
+    changed = []
+    for item in items:
+        reading = item.reading
+        tensor, pipeline, data, micro, samples = _split(reading)
+        layer = (reading.hidden or 0, tensor, micro)
+        passes = samples // data // micro + pipeline - 1
+        moved = (law[layer] - measured[layer]) * (reading.layers or 0) / pipeline * passes
+        seconds = reading.value + moved
+        changed.append(replace(item, seconds=seconds, error=seconds / reading.value - 1))
+    lost = [choice.regret for choice in choices(Residuals(tuple(changed), ()))]
+    off = [abs(law[layer] / measured[layer] - 1) for layer in measured]
+    print(
+        f"{name}: layers {mean(off):.1%} off in the mean, {max(off):.0%} at most; "
+        f"{len(lost)} choices lose {mean(lost):.1%} in the mean, {max(lost):.0%} at worst"
+    )
+
+
+if __name__ == "__main__":
+    main()

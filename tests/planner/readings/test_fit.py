@@ -1,0 +1,28 @@
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.planner.readings.fit import refit
+from parakit.planner.time.constants import CONSTANTS
+from parakit.config.files import read_yaml
+
+
+def leaves(data: Any, where: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    if isinstance(data, dict):
+        return {k: v for name in data for k, v in leaves(data[name], (*where, str(name))).items()}
+    return {where: data}
+
+
+@pytest.mark.slow
+def test_the_shipped_constants_are_what_the_fit_gives(tmp_path: Path) -> None:
+    again = tmp_path / "constants.yaml"
+    shutil.copy(CONSTANTS, again)
+    refit(again)
+    shipped, fitted = (leaves(read_yaml(path)) for path in (CONSTANTS, again))
+    # Steps end where the error no longer falls, so another machine's rounding shows in the third digit.
+    assert fitted == {
+        name: pytest.approx(value, rel=5e-3) if isinstance(value, float) else value
+        for name, value in shipped.items()
+    }

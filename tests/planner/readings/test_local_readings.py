@@ -1,0 +1,239 @@
+import csv
+import shlex
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from math import log
+from pathlib import Path
+
+import pytest
+
+from tests.patience import PATIENCE
+from parakit.planner.readings.local_readings import OwnRuns, Row, add_rows, own_runs, row_of
+from parakit.planner.readings.neighbours import uncertainty
+from parakit.planner.readings.reading_to_spec import RefusedError, express
+from parakit.planner.readings.table import ReadingsError, read_readings
+from parakit.planner.search import Request, evaluate, search
+from parakit.planner.time.cluster import Cluster
+from parakit.planner.time.iteration import iteration_seconds
+from parakit.config.experts import ExpertLoad
+from parakit.config.hardware import device_by_key, link_by_key
+from parakit.config.model import load_model
+from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags, spec_of_model
+from parakit.config.strategy import Batch, parse_strategy
+
+H200 = device_by_key("h200")
+MODEL = load_model("gpt2-large")
+
+
+def on(devices: int) -> Cluster:
+    link = link_by_key(H200.link)
+    return Cluster(H200, devices, devices, link, link)
+
+
+def spec(strategy: str, devices: int = 2, micro: int = 4) -> RunSpec:
+    planned = spec_of_model(MODEL, parse_strategy(strategy, devices), Batch(micro, 64))
+    return spec_of_flags(
+        (*MODEL.flags, *flags_of_spec(planned)), devices, planned.device, MODEL.name
+    )
+
+
+def measured(strategy: str, factor: float, devices: int = 2, micro: int = 4) -> Row:
+    """A run that took so many times as long as predicted."""
+    trained = spec(strategy, devices, micro)
+    argv = (*MODEL.flags, *flags_of_spec(trained))
+    seconds = factor * iteration_seconds(trained, on(devices)).total
+    return row_of(trained, argv, H200, f"run-{strategy}", seconds)
+
+
+def test_a_row_is_the_run_again_whatever_its_columns_leave_out(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "mine.csv"
+    wanted = ["tp2dp2-zero1", "sp2pp2", "dp4", "vpp2x2dp2"]
+    add_rows(path, [measured(name, 1.0, 4) for name in wanted])
+    readings, unreadable = read_readings(path)
+    assert not unreadable
+    assert [express(reading).spec for reading in readings] == [spec(name, 4) for name in wanted]
+    assert next((r.tp, r.pp, r.dp, r.mbs, r.gbs) for r in readings) == (2, 1, 2, 4, 64)
+
+
+def test_a_row_keeps_the_patches_of_a_run_beside_one_without(tmp_path: Path) -> None:
+    path, plain = tmp_path / "mine.csv", spec("dp2")
+    patched = replace(plain, fused=("adamw", "norm"))
+    argv = (*MODEL.flags, *flags_of_spec(plain))
+    add_rows(path, [row_of(one, argv, H200, "r", 1.0) for one in (plain, patched)])
+    assert [express(reading).spec for reading in read_readings(path)[0]] == [plain, patched]
+
+
+def test_a_run_that_its_flags_do_not_give_again_is_no_reading() -> None:
+    trained = replace(spec("dp2"), dropout=0.5)
+    argv = (*MODEL.flags, *flags_of_spec(trained))
+    row_of(trained, argv, H200, "r", 1.0)
+    odd = replace(trained, fused_attention=False)
+    with pytest.raises(RefusedError, match="r: its flags alone do not say what was trained"):
+        row_of(odd, argv, H200, "r", 1.0)
+
+
+def test_a_row_keeps_how_many_tokens_reach_the_experts() -> None:
+    routed = "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-expert-capacity-factor 1.5"
+    model = load_model("mixtral-8x7b")
+    argv = (*model.flags, *routed.split(), "--moe-pad-expert-input-to-capacity", "--bf16")
+    trained = spec_of_flags(argv, 1, DeviceKind.GPU, model.name)
+    row = row_of(trained, argv, H200, "r", 1.0)
+    again = spec_of_flags(shlex.split(row["flags"]), 1, DeviceKind.GPU)
+    assert again.expert_load == trained.expert_load == ExpertLoad(1.0, 1.5, True, 4, 2)
+
+
+def test_a_configuration_measured_again_replaces_its_row_and_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    assert add_rows(path, [measured("dp2", 1.0), measured("tp2", 1.0)]) == 2
+    with path.open("a") as file:
+        file.write("mine,by hand" + "," * 25 + "\n")
+    assert add_rows(path, [measured("dp2", 1.5), measured("pp2", 1.0)]) == 1
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["url_or_path"].partition(":")[2] for row in rows] == [
+        *("run-dp2", "run-tp2", "", "run-pp2")
+    ]
+    assert float(rows[0]["value"]) == pytest.approx(
+        1.5 * iteration_seconds(spec("dp2"), on(2)).total, rel=1e-5
+    )
+
+
+def test_two_reports_at_once_lose_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parakit.planner.readings.local_readings._LOCK_SECONDS", PATIENCE)
+    path = tmp_path / "mine.csv"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: add_rows(path, [measured("dp2", 1.0, micro=n)]), (1, 2, 4, 8) * 2))
+    assert sorted(int(row.mbs or 0) for row in read_readings(path)[0]) == [1, 2, 4, 8]
+
+
+def known(path: Path, *rows: Row) -> OwnRuns:
+    add_rows(path, rows)
+    return own_runs(path, on(2))
+
+
+def test_ones_own_error_is_known_where_it_was_measured_and_most_of_it_far_away(
+    tmp_path: Path,
+) -> None:
+    own = known(tmp_path / "mine.csv", measured("tp2", 1.5))
+    assert own.bias(spec("tp2")) == pytest.approx(-log(1.5), rel=0.03)
+    far = replace(spec("dp2"), shape=replace(spec("dp2").shape, seq_length=1 << 20))
+    assert own.bias(far) == pytest.approx(-log(1.5) * 0.09 / 0.115, rel=0.02)
+    assert OwnRuns().bias(far) == 0
+
+
+def test_readings_of_another_device_say_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    add_rows(path, [measured("tp2", 1.5) | {"gpu": "h100"}])
+    assert own_runs(path, on(2)) == OwnRuns()
+    assert own_runs(tmp_path / "none.csv", on(2)) == OwnRuns()
+
+
+def test_a_plan_takes_the_layout_that_ones_own_runs_found_faster(tmp_path: Path) -> None:
+    request = Request(MODEL, on(2), 64, spec("dp2"))
+    before = search(request)
+    assert before.winner is not None
+    assert before.winner.strategy == "dp2-zero1"
+    slower = [measured(name, 2.0) for name in ("dp2", "dp2-zero1", "dp2-zero2", "dp2-zero3")]
+    own = known(tmp_path / "mine.csv", *slower, measured("tp2", 1.0), measured("pp2", 1.0))
+    after = search(replace(request, own=own))
+    assert after.winner is not None
+    assert "dp2" not in after.winner.strategy
+    assert evaluate(after.request, after.winner.spec) == after.winner
+    plain = evaluate(request, after.winner.spec)
+    ratio = after.winner.seconds.total / plain.seconds.total
+    assert after.winner.tokens_per_second == pytest.approx(plain.tokens_per_second / ratio)
+
+
+def test_an_interval_is_what_is_left_of_ones_own_runs_when_the_others_correct_them(
+    tmp_path: Path,
+) -> None:
+    rows = [measured(name, 1.5) for name in ("dp2", "tp2", "sp2", "pp2")]
+    own = known(tmp_path / "mine.csv", *rows)
+    found = uncertainty(spec("cp2"), on(2), own)
+    assert max(map(abs, found.own)) < 0.05
+    own_interval = found.interval()
+    assert own_interval is not None
+    assert own_interval[0] == found.seconds / (1 + max(found.own))
+    truth = 1.5 * iteration_seconds(spec("cp2"), on(2)).total
+    assert found.seconds == pytest.approx(truth, rel=0.05)
+    assert "Corrected by 4 runs of your own on H200 SXM 141 GB" in str(found)
+    assert "too fast" in str(found)
+
+
+def test_a_run_is_no_witness_of_its_own_prediction(tmp_path: Path) -> None:
+    own = known(tmp_path / "mine.csv", measured("dp2", 1.5))
+    assert own.without(replace(spec("dp2"), seed=7)) == OwnRuns()
+
+
+def test_where_nothing_near_was_measured_a_time_has_no_interval() -> None:
+    link = link_by_key(H200.link)
+    unknown = uncertainty(
+        spec("dp2"), Cluster(device_by_key("rtx6000ada"), 2, 2, link, link), OwnRuns()
+    )
+    assert unknown.interval() is None
+    assert "No published measurement on RTX 6000 Ada 48 GB is near this" in str(unknown)
+
+
+def test_the_published_runs_of_the_kit_are_near_what_they_trained() -> None:
+    found = uncertainty(spec("dp2", micro=32), on(2), OwnRuns())
+    assert "measured near this: 0.77B, 2 H200: 0.4372 s (predicted" in str(found)
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("hello\n")
+    with pytest.raises(ReadingsError, match=r"row 1 lacks "):
+        own_runs(path, on(2))
+
+
+def test_a_file_that_is_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "notes.csv"
+    path.write_text("name,grade\nAda,1\n")
+    with pytest.raises(
+        ReadingsError, match=r"notes.csv is no table of measurements; name another file"
+    ):
+        add_rows(path, [measured("dp2", 1.0)])
+    assert path.read_text() == "name,grade\nAda,1\n"
+
+
+def test_a_row_of_before_flags_had_a_column_is_refused_and_new_ones_stand_beside_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "mine.csv"
+    row = measured("dp2", 1.0)
+    before = row | {"notes": f"flags: {row['flags']}"}
+    columns = [name for name in before if name not in ("flags", "fused")]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerow(before)
+    assert add_rows(path, [row, measured("tp2", 1.0)]) == 2
+    old, *new = read_readings(path)[0]
+    with pytest.raises(
+        RefusedError, match=r"its notes hold flags, .* 'make report' writes it anew"
+    ):
+        express(old)
+    assert [express(reading).spec for reading in new] == [spec("dp2"), spec("tp2")]
+
+
+def test_ones_own_columns_stay(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    add_rows(path, [measured("dp2", 1.0)])
+    header, row = path.read_text().splitlines()
+    path.write_text(f"{header},rack\n{row},7\n")
+    add_rows(path, [measured("tp2", 1.0)])
+    with path.open(newline="") as file:
+        assert [row["rack"] for row in csv.DictReader(file)] == ["7", ""]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"value": "1e-9"},
+        {"flags": measured("dp2", 1.0)["flags"].replace("-batch-size 4", "-batch-size 0")},
+        {"flags": "", "heads": "5000"},
+        {"flags": "", "notes": f"flags: {measured('dp2', 1.0)['flags']}"},
+    ],
+)
+def test_a_row_that_cannot_be_corrects_nothing(tmp_path: Path, wrong: Row) -> None:
+    assert known(tmp_path / "mine.csv", measured("dp2", 1.0) | wrong) == OwnRuns()

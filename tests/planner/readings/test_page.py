@@ -1,0 +1,49 @@
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from parakit.planner.readings.page import write_page
+from parakit.planner.readings.residual import residuals
+from parakit.planner.readings.summary import by_kind, choices, errors_of
+from parakit.planner.readings.table import read_readings
+from parakit.config.files import ROOT
+
+
+def test_the_page_holds_every_point_and_asks_no_network(tmp_path: Path) -> None:
+    readings, unreadable = read_readings()
+    found = residuals(readings[::40], unreadable)
+    page, picture = write_page(found, errors_of(found), tmp_path)
+    text = page.read_text()
+    packed = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert packed is not None
+    data = json.loads(packed[1])
+    lines = {row[0] for row in data["rows"]}
+    drawn = {
+        item.reading.line for item in found.predicted if item.reading.metric != "matmul_tflops"
+    }
+    assert lines == drawn
+    assert not re.search(r'(?:src|href)\s*=\s*"?https?:|@import|fetch\(', text)
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_a_choice_is_judged_by_what_its_layout_took() -> None:
+    readings, _ = read_readings()
+    small = [item for item in readings if "vTrain single" in item.source and item.gpus == 2]
+    found = choices(residuals(small))
+    assert found
+    assert all(choice.regret >= 0 for choice in found)
+    lost = [replace(found[0], regret=0.02, apart=apart) for apart in ((), (0.01,), (0.01, 0.03))]
+    assert [choice.decidable for choice in lost] == [True, True, False]
+    assert replace(found[0], regret=0.0, apart=(0.03,)).decidable, "nothing is lost"
+
+
+def test_every_kind_of_run_that_the_readme_names_has_readings_and_no_reading_two_kinds() -> None:
+    readings, unreadable = read_readings()
+    found = residuals(readings[::20], unreadable)
+    kinds = by_kind(found)
+    table = (ROOT / "src" / "parakit" / "planner" / "README.md").read_text()
+    assert {kind.name for kind in kinds} <= {
+        line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()
+    }
+    assert 0 < sum(len(kind.errors) for kind in kinds) <= len(found.predicted)

@@ -1,0 +1,264 @@
+"""Activations on the host: which tensors go, which Megatron keeps, and what waits for them."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.conftest import TINY
+from parakit.planner.activations import (
+    Offloaded,
+    chunk_activation_bytes,
+    layer_activation_bytes,
+    offloaded_bytes,
+)
+from parakit.planner.constraints import violations
+from parakit.planner.memory import activation_bytes, host_bytes
+from parakit.planner.readings.published import usual_cluster
+from parakit.planner.time.iteration import iteration_seconds
+from parakit.planner.time.offload import copies_waited_for
+from parakit.planner.time.rates import NoPeakError
+from parakit.config.hardware import Host
+from parakit.config.model import LatentAttention, load_model
+from parakit.config.offload import GROUPS, Offload
+from parakit.config.recompute import Recompute
+from parakit.config.run import DeviceKind, RunSpec
+from parakit.config.strategy import Batch, Parallelism
+
+TOKENS, HIDDEN = 32, 8
+_HIDDEN = 2 * TOKENS * HIDDEN
+"""Bytes of a hidden state: 32 tokens, 8 columns."""
+_STATISTICS = 4 * 4 * TOKENS
+"""Of fused attention's softmax: 4 heads in fp32."""
+EXPERTS = replace(
+    TINY,
+    bias=False,
+    experts=4,
+    experts_per_token=2,
+    expert_ffn_hidden=4,
+    latent=LatentAttention(3, 5, 2, 1, 2),
+)
+
+
+def tiny(offload: Offload, split: Parallelism | None = None, **changes: object) -> RunSpec:
+    spec = RunSpec(TINY, split or Parallelism(), Batch(2, 64), offload=offload)
+    return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+def fine(*modules: str, smallest: int = 0, fraction: float = 1.0, kept: int = 0) -> Offload:
+    return Offload(0, modules, smallest, fraction, kept)
+
+
+@pytest.mark.parametrize(
+    ("modules", "left", "copied"),
+    [
+        # The layer's input and its norm's output, both saved by one linear layer.
+        (("qkv_linear",), 2 * _HIDDEN, 2 * _HIDDEN),
+        (("attn_norm",), 0, 0),
+        # The output stays for the projection.
+        (("core_attn",), 3 * _HIDDEN + _STATISTICS, 4 * _HIDDEN + _STATISTICS),
+        (("core_attn", "attn_proj"), 4 * _HIDDEN + _STATISTICS, 5 * _HIDDEN + _STATISTICS),
+        (("mlp_norm", "moe_act"), 0, 0),
+    ],
+)
+def test_of_a_dense_layer_what_its_modules_save_goes_to_the_host(
+    modules: tuple[str, ...], left: int, copied: int
+) -> None:
+    spec = tiny(fine(*modules))
+    assert offloaded_bytes(spec, 1) == Offloaded(left, copied)
+    kept = layer_activation_bytes(spec)
+    assert kept == layer_activation_bytes(tiny(Offload()))
+    assert chunk_activation_bytes(spec, 3) == 3 * (kept - left)
+
+
+@pytest.mark.parametrize(
+    ("modules", "left"),
+    [
+        ("attn_norm", _HIDDEN),
+        ("mlp_norm", _HIDDEN),
+        # Its input is the norm's output; inside are both compressed, before and behind a norm.
+        ("qkv_linear", _HIDDEN + 2 * TOKENS * (2 * (3 + 5) + 1)),
+        ("expert_fc1", 2 * 2 * TOKENS * HIDDEN),
+        ("moe_act", 2 * 2 * TOKENS * 4),
+        ("fused_group_mlp", 2 * 2 * TOKENS * (HIDDEN + 4 + 4)),
+    ],
+)
+def test_experts_and_latent_attention_have_modules_of_their_own(modules: str, left: int) -> None:
+    spec = tiny(fine(modules), shape=EXPERTS)
+    assert offloaded_bytes(spec, 1) == Offloaded(left, left)
+
+
+def test_unfused_attention_gives_its_scores() -> None:
+    spec = tiny(fine("core_attn"), fused_attention=False, dropout=0.0)
+    scores = 2 * 4 * TOKENS * 16
+    assert offloaded_bytes(spec, 1) == Offloaded(3 * _HIDDEN + scores, 3 * _HIDDEN + scores)
+
+
+def test_small_tensors_stay() -> None:
+    elements = TOKENS * HIDDEN
+    assert offloaded_bytes(tiny(fine("qkv_linear", smallest=elements)), 1).left == 2 * _HIDDEN
+    assert offloaded_bytes(tiny(fine("qkv_linear", smallest=elements + 1)), 1) == Offloaded()
+    # Softmax statistics are half as many.
+    found = offloaded_bytes(tiny(fine("core_attn", smallest=elements)), 1)
+    assert found == Offloaded(3 * _HIDDEN, 4 * _HIDDEN)
+
+
+def test_what_is_made_again_is_copied_all_the_same() -> None:
+    spec = tiny(fine("core_attn"), shape=EXPERTS, recompute=Recompute.parse("mla_up_proj"))
+    of_heads = 2 * TOKENS * 4 * (3 + 3 + 2)
+    output = 2 * TOKENS * 4 * 2
+    assert offloaded_bytes(spec, 1) == Offloaded(_STATISTICS, of_heads + output + _STATISTICS)
+
+
+@pytest.mark.filterwarnings("ignore")  # Of imports without Transformer Engine.
+@pytest.mark.parametrize("fraction", [1.0, 0.7, 0.5, 0.0])
+def test_the_groups_that_go_are_those_megatrons_manager_marks(
+    monkeypatch: pytest.MonkeyPatch, fraction: float
+) -> None:
+    import torch
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron
+
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, lambda **_: None)
+    monkeypatch.setattr(megatron, "print_offload_summary_table", lambda _: None)
+    monkeypatch.setattr(megatron.PipelineOffloadManager, "OFFLOAD_MGR", None)
+    modules, layers = ("qkv_linear", "core_attn", "attn_proj"), 5
+    alone = {name: offloaded_bytes(tiny(fine(name)), 1).copied for name in modules}
+    manager = megatron.PipelineOffloadManager.get_instance()
+    chunks = [megatron.ChunkOffloadHandler(0, None) for _ in range(3)]
+    for chunk in chunks:
+        for name in layers * modules:
+            group = megatron.OffloadTensorGroup(name)
+            group.total_offload_bytes = alone[name]
+            chunk.offload_groups.append(group)
+    manager._cached_chunks_forward = manager._cached_chunks_backward = chunks
+    manager._pp_rank = manager._delta_offload_bytes_across_pp_ranks = 0
+    manager._activation_offload_fraction = fraction
+    manager.post_warmup_callback()
+    spec = tiny(fine(*modules, fraction=fraction))
+    for place, chunk in enumerate(chunks):
+        marked = sum(group.total_offload_bytes for group in chunk.offload_groups if group.offload)
+        assert marked == offloaded_bytes(spec, layers, first=place == 0).copied
+
+
+def test_the_last_layer_of_the_micro_batch_that_comes_back_first_stays() -> None:
+    split, modules = Parallelism(pipeline=2), ("qkv_linear", "core_attn", "attn_proj")
+    plain, spec = tiny(Offload(), split), tiny(fine(*modules), split)
+    left, copied = offloaded_bytes(spec, 1)
+    # Two layers a stage, two micro batches in flight on the first: all but one of four layers go.
+    assert activation_bytes(plain, 0) - activation_bytes(spec, 0) == 3 * left
+    assert activation_bytes(plain, 1) - activation_bytes(spec, 1) == left
+    # Megatron's pool keeps what its first iteration took.
+    assert (host_bytes(spec, 0), host_bytes(spec, 1)) == (4 * copied, 2 * copied)
+    assert host_bytes(plain, 0) == 0
+
+
+def test_later_stages_keep_what_they_are_told_to() -> None:
+    split = Parallelism(pipeline=2)
+    spec, told = (tiny(fine("qkv_linear", kept=kept), split) for kept in (0, 100))
+    assert activation_bytes(told, 0) == activation_bytes(spec, 0)
+    assert activation_bytes(told, 1) == activation_bytes(spec, 1) + 100
+    # No more than there is: one layer of two, for the other has stayed.
+    most = tiny(fine("qkv_linear", kept=10**9), split)
+    assert activation_bytes(most, 1) == activation_bytes(tiny(Offload(), split), 1)
+
+
+def test_whole_layers_leave_the_others_on_the_device() -> None:
+    spec = tiny(Offload(layers=3, smallest=TOKENS * HIDDEN))
+    layer = layer_activation_bytes(spec)
+    gone = 3 * (layer - _STATISTICS)
+    assert offloaded_bytes(spec, 4) == Offloaded(gone, gone)
+    assert chunk_activation_bytes(spec, 4) == layer + 3 * _STATISTICS
+
+
+HOST = Host(link_bytes_per_second=2.0, memory_bytes_per_second=1.0, source="")
+
+
+def test_copies_hide_behind_the_layers_they_belong_to() -> None:
+    spec = tiny(fine("qkv_linear"))
+    copying = 4 * 2 * float(_HIDDEN)  # Four layers at 1 byte/s, what the host's memory takes.
+    wait = copies_waited_for(spec, 0, (copying, 2 * copying), HOST)
+    assert wait == 0
+    assert copies_waited_for(spec, 0, (copying - 3, copying - 2), HOST) == pytest.approx(5)
+
+
+@pytest.mark.parametrize(
+    ("gone", "forward", "backward"),
+    [
+        # Four layers of 10 s forward and 20 backward; a copy takes 15.
+        # It goes when the second begins and is gone when the last does; back, it has two layers' time.
+        (1, 0, 0),
+        # Copies end at 25 and 40, the third and fourth would begin at 20 and 30: 5 s, then 5 more.
+        (2, 10, 0),
+        # Each is waited for at once, on its way and back.
+        (3, 45, 45),
+    ],
+)
+def test_whole_layers_go_while_others_compute(gone: int, forward: float, backward: float) -> None:
+    spec = tiny(Offload(layers=gone, smallest=0))
+    each = offloaded_bytes(spec, 4).copied / gone
+    host = Host(each / 15, each, "")
+    assert copies_waited_for(spec, 0, (40, 1e9), host) == pytest.approx(
+        forward + (45 if gone == 3 else 0)
+    )
+    assert copies_waited_for(spec, 0, (1e9, 80), host) == pytest.approx(
+        backward + (45 if gone == 3 else 0)
+    )
+
+
+def test_an_iteration_waits_for_copies_that_arithmetic_does_not_hide() -> None:
+    model = load_model("gpt2-large")
+    spec = RunSpec(model.shape, Parallelism(), Batch(8, 16), offload=Offload(modules=GROUPS[1:4]))
+    cluster = usual_cluster("h100", 1)
+    plain = iteration_seconds(replace(spec, offload=Offload()), cluster)
+    found = iteration_seconds(spec, cluster)
+    assert plain.host_copies == 0
+    assert found.host_copies > 0
+    assert found.matmul == plain.matmul
+    unknown = replace(cluster, device=replace(cluster.device, host=None))
+    with pytest.raises(NoPeakError, match="without offload of activations"):
+        iteration_seconds(spec, unknown)
+
+
+@pytest.mark.parametrize(
+    ("offload", "changes", "sentence"),
+    [
+        (Offload(layers=4), {}, "leaves none of the model's 4 layers; use at most 3"),
+        (Offload(layers=1), {"parallelism": Parallelism(pipeline=2)}, "refuses PP 2"),
+        (Offload(layers=1), {"recompute": Recompute.SELECTIVE}, "refuses recomputation"),
+        (Offload(layers=1, modules=("core_attn",)), {}, "excludes --cpu-offloading-num-layers"),
+        (Offload(layers=1), {"fused_norms": False}, "needs a GPU and Transformer Engine"),
+        (fine("core_attn"), {"device": DeviceKind.CPU}, "needs a GPU and Transformer Engine"),
+        (fine("attn_proj"), {}, "attn_proj needs core_attn"),
+        (fine("core_attn"), {"recompute": Recompute.SELECTIVE}, "recomputed or offloaded"),
+        (
+            fine("core_attn"),
+            {"recompute": Recompute.FULL},
+            "whole layers recomputed is not planned",
+        ),
+        (fine("moe_act", "fused_group_mlp"), {}, "fused_group_mlp includes moe_act"),
+        (fine("moe_act"), {"recompute": Recompute.parse("moe")}, "makes moe_act again"),
+        (fine("core_attn"), {"shape": replace(TINY, blocks="*-")}, "offload is not planned"),
+    ],
+)
+def test_what_megatron_refuses_has_its_sentence(
+    offload: Offload, changes: dict[str, object], sentence: str
+) -> None:
+    (found,) = violations(tiny(offload, **changes))  # type: ignore[arg-type]
+    assert sentence in found
+
+
+def test_what_megatrons_own_test_combines_is_taken() -> None:
+    modules = Recompute.parse("layernorm mla_up_proj mlp moe_act")
+    spec = tiny(fine(*GROUPS[:7]), shape=EXPERTS, recompute=modules)
+    assert violations(spec) == ()
+
+
+def test_a_clamped_activation_keeps_what_it_was_before_unless_it_is_recomputed() -> None:
+    shape = replace(load_model("mixtral-8x7b").shape, seq_length=8)
+    spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), "bf16", dropout=0.0)
+    clamped = replace(spec, shape=replace(shape, clamped=True))
+    columns = 8 * 2 * 2 * 14336
+    assert layer_activation_bytes(clamped) - layer_activation_bytes(spec) == 2 * columns
+    again = Recompute(frozenset({"moe_act"}))
+    kept = [layer_activation_bytes(replace(each, recompute=again)) for each in (clamped, spec)]
+    assert kept[0] == kept[1]

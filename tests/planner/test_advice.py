@@ -1,0 +1,103 @@
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from parakit.planner.advice import (
+    StrategyFamily,
+    advice,
+    best_of_each_family,
+    binding,
+    family_of,
+    no_fit_sentence,
+    runner_up_sentence,
+    saved,
+)
+from parakit.planner.search import Request, search
+from parakit.planner.time.iteration import TIME_COMPONENTS
+from parakit.config.strategy import Parallelism, Sharding
+
+MakeRequest = Callable[..., Request]
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "kind"),
+    [
+        (Parallelism(), StrategyFamily.SINGLE),
+        (Parallelism(data=2), StrategyFamily.DATA),
+        (Parallelism(data=2, sharding=Sharding.ZERO1), StrategyFamily.DATA),
+        (Parallelism(data=2, sharding=Sharding.ZERO3), StrategyFamily.SHARDED_DATA),
+        (Parallelism(tensor=2, sequence_parallel=True), StrategyFamily.TENSOR),
+        (Parallelism(pipeline=2), StrategyFamily.PIPELINE),
+        (Parallelism(data=2, tensor=2), StrategyFamily.HYBRID),
+    ],
+)
+def test_every_split_belongs_to_a_family(parallelism: Parallelism, kind: StrategyFamily) -> None:
+    assert family_of(parallelism) is kind
+
+
+def test_a_small_model_is_advised_that_one_device_is_enough(make_request: MakeRequest) -> None:
+    sentences = advice(search(make_request("gpt2-large", 2, "h200", 64)))
+    assert "One device is enough" in sentences[2]
+    assert sentences[3].startswith("Use data parallelism (dp2-zero1")
+    assert "(vpp2x18), context parallelism takes" in sentences[3]
+    assert "The bottleneck is arithmetic" in sentences[-1]
+
+
+def test_a_large_model_is_advised_to_combine(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt3-175b", 1024, "a100", 1536))
+    sentences = advice(plan)
+    assert sentences[2].startswith("One device is not enough")
+    assert sentences[3].startswith("Use a hybrid (")
+    assert "cannot be split evenly" in sentences[3]
+
+
+def test_the_runner_up_is_compared_in_numbers(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt3-1.3b", 8, "rtx4090", 64))
+    first, second, *others = plan.ranked
+    slower = next(one for one in others if not one.is_tied(first))
+    assert first.strategy in advice(plan)[4]
+    assert second.strategy in advice(plan)[4]
+    assert "ms of" in runner_up_sentence(first, slower)
+
+
+def test_every_part_of_a_time_can_be_what_is_saved(make_request: MakeRequest) -> None:
+    winner = search(make_request("gpt2-large", 2, "h200", 64)).ranked[0]
+    for part in TIME_COMPONENTS:
+        longer: dict[str, Any] = {part: getattr(winner.seconds, part) + 1.0}
+        slower = replace(winner, seconds=replace(winner.seconds, **longer))
+        assert saved(winner, slower).startswith("saves 1,000.0 ms of ")
+
+
+def test_a_slow_network_is_what_binds(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt3-1.3b", 8, "rtx4090", 64, per_node=1))
+    assert binding(plan).startswith("ethernet-10g (")
+
+
+def test_memory_binds_where_the_device_is_full(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt3-13b", 8, "a100", 512))
+    assert binding(plan) == "memory"
+    assert "The bottleneck is memory" in advice(plan)[-1]
+
+
+def test_what_does_not_fit_is_refused_with_how_much_is_missing(make_request: MakeRequest) -> None:
+    sentence = no_fit_sentence(search(make_request("gpt3-13b", 2, "rtx4090", 2)))
+    assert "does not fit on 2 GeForce RTX 4090" in sentence
+    assert "misses by" in sentence
+
+
+def test_each_pure_family_is_represented_by_its_best(make_request: MakeRequest) -> None:
+    request = make_request("gpt2-large", 2, "h200", 64)
+    kinds = best_of_each_family(request)
+    pure = {
+        StrategyFamily.DATA,
+        StrategyFamily.SHARDED_DATA,
+        StrategyFamily.TENSOR,
+        StrategyFamily.CONTEXT,
+        StrategyFamily.PIPELINE,
+    }
+    assert set(kinds) == pure
+    small = replace(request.cluster.device, memory_bytes=2**30)
+    cramped = replace(request, cluster=replace(request.cluster, device=small))
+    assert not any(candidate.fits for candidate in best_of_each_family(cramped).values())

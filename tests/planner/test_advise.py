@@ -1,0 +1,53 @@
+"""`make advise`: each answer follows from the planner's figures for the devices in question."""
+
+import json
+
+import pytest
+
+from tests.given import asked_of_plan
+from parakit.planner.__main__ import main
+from parakit.planner.advise import answers
+from parakit.planner.request import request_from_options
+from parakit.planner.search import search
+
+
+def advised(*words: str) -> dict[str, str]:
+    plan = search(request_from_options(asked_of_plan(words)))
+    found = answers(plan)
+    assert len(found) == 10
+    return found
+
+
+def test_a_model_that_one_device_holds_needs_no_megatron() -> None:
+    found = advised("--model", "gpt2-large", "--gpus", "2")
+    assert found["Use"].startswith("dp2-zero1: ")
+    assert "make train-dp2-zero1-gpt2-large-2gpu" in found["Use"]
+    assert found["Megatron for this?"].startswith("Not needed: data parallelism is what PyTorch's")
+    assert "zero2's" not in found["Second"], "another sharding is not another choice"
+    assert "need 1 device." in found["For inference"]
+
+
+def test_a_model_that_data_parallelism_cannot_hold_is_worth_megatron() -> None:
+    found = advised("--model", "gpt3-175b", "--gpus", "64", "--gpu", "a100-80g")
+    assert found["Megatron for this?"].startswith("Yes: ")
+    assert "does not fit" in found["Avoid"]
+    assert "the bubble is" in found["Micro batches"]
+
+
+def test_what_would_change_the_choice_is_looked_for() -> None:
+    found = advised("--model", "gpt3-13b", "--gpus", "8", "--gpu", "h100")
+    assert "half the memory" in found["What would change it"]
+    assert "a quarter of nvlink4's rate" in found["What would change it"]
+
+
+def test_json_has_an_answer_by_question(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--model", "gpt2-large", "--gpus", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["Avoid"] == "Nothing: one device has no alternatives."
+
+
+def test_what_cannot_be_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--model", "gpt2-large", "--gpus", "2", "--gpu", "h1000"]) == 2
+    assert "There is no GPU 'h1000'" in capsys.readouterr().err
+    assert main(["advise", "--model", "gpt3-1t", "--gpus", "2"]) == 1
+    assert "does not fit on 2" in capsys.readouterr().err

@@ -1,0 +1,224 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from parakit.planner.__main__ import main
+from parakit.config.files import ROOT
+from parakit.config.model import load_model
+
+CONTRACT = ["--model", "gpt2-large", "--gpus", "2", "--gpu", "h200", "--global-batch", "64"]
+
+
+def test_json_holds_the_ranking_with_every_component(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CONTRACT, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["winner"]["strategy"] == "dp2-zero1"
+    assert len(plan["ranked"]) == 10
+    for entry in plan["ranked"]:
+        assert sum(entry["memory"].values()) == entry["memory_bytes"]
+        assert sum(entry["time"].values()) == pytest.approx(entry["iteration_seconds"])
+        assert entry["command"].startswith("make train-")
+    assert [entry["strategy"] for entry in plan["named"]] == ["dp2", "cp2", "sp2", "tp2", "pp2"]
+    assert plan["assumptions"]
+
+
+def test_text_opens_with_advice_and_ends_with_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(CONTRACT) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[0] == (
+        "gpt2-large on 2 H200 SXM 141 GB: a global batch of 64 sequences of 1,024 tokens."
+    )
+    assert lines[1].startswith("gpt2-large has 0.77 billion parameters")
+    assert "One device is enough" in lines[2]
+    assert lines[-1] == "make train-dp2-zero1-gpt2-large-2gpu"
+
+
+def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CONTRACT, "--tokens", "9e9", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["training_days"] == pytest.approx(9e9 / 154_215 / 86400, rel=0.05)
+    assert plan["scaling"]["devices"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model gpt2-larg --gpus 2", "did you mean gpt2-large"),
+        ("--model gpt2-large --gpus 2 --gpu h201", "did you mean h20"),
+        ("--model gpt2-large --gpus 2 --intra nvlnk4", "did you mean nvlink4"),
+        ("--model gpt2-large --gpus 0", "GPUS= is 0; use 1 or more."),
+        ("--model gpt2-large --gpus 12 --nodes 2 --gpus-per-node 8", "have 16 GPUs, not 12"),
+        ("--model gpt2-large --gpus 2 --dtype fp64", "no dtype 'fp64'; use fp16, bf16, fp32"),
+        (
+            "--model gpt2-large --gpus 2 --global-batch -3",
+            "--global-batch: -3 is not a whole number",
+        ),
+        (
+            "--model gpt2-large --gpus two",
+            "Argument --gpus: two is not a whole number; see --help.",
+        ),
+        ("--model gpt2-large --gpus 2 --seq 0", "sequence length is 0"),
+        ("--model gpt2-large --gpus 1000000000", "1,000,000,000 GPUs are more than any cluster"),
+        ("--model gpt2-large --gpus 2 --global-batch 0", "0 is not a whole number above 0"),
+        ("--model gpt2-large --gpus 2 --tokens -5", "-5 is not a number above 0"),
+        ("--model gpt2-large --gpus 2 --tokens nan", "nan is not a number above 0"),
+        ("--model gpt2-large --gpus 2 --verify -1", "-1 is not a whole number from 0 to 10"),
+        ("--model gpt2-large --gpus 2 --svg /no/dir/x.svg", "a folder that is not there"),
+        ("--model gpt2-large --gpus 2 --svg /", "/ is a folder; name a file in it; see"),
+        ("dryrun --model gpt2-large --tensor 0", "0 is not a whole number above 0"),
+        ("schedules --pipeline 1000000", "use at most 100,000"),
+        ("schedules --pipeline 0", "0 is not a whole number above 0"),
+        ("schedules --svg /no/dir/x.svg", "make /no/dir; see"),
+        (
+            "--model gpt2-large --gpus 2 --imbalance 1.3",
+            "=1.3 is of experts and the model is dense",
+        ),
+        ("--model moe-tiny --gpus 2 --imbalance 0.9", "0.9 is not a number from 1 up"),
+        ("--model moe-tiny --gpus 2 --imbalance nan", "nan is not a number from 1 up"),
+        ("--model mixtral-8x7b --gpus 8 --imbalance 5", "of 8 experts a token; use 1 to 4."),
+        ("--model mixtral-8x7b --strategy ep2dp4 --imbalance 3", "a rank of EP 2 can receive"),
+        ("--model gpt2-large --gpus 16 --oversubscription 0", "0 is not a number from 1 up"),
+        ("--model gpt2-large --gpus 16 --oversubscription -2", "-2 is not a number from 1 up"),
+        ("--model gpt2-large --gpus 16 --oversubscription inf", "inf is not a number from 1 up"),
+        ("--model gpt2-large --gpus 2 --calibration nowhere.json", "nowhere.json cannot be read"),
+    ],
+)
+def test_impossible_requests_are_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert main(words.split()) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_model_that_does_not_fit_says_how_many_devices_it_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "--model gpt3-13b --gpus 2 --gpu rtx4090 --global-batch 2"
+    assert main(words.split()) == 1
+    error = capsys.readouterr().err
+    assert "misses by" in error
+    assert "It fits on" in error
+
+
+def test_an_indivisible_batch_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "gpt2-large", "--gpus", "7", "--global-batch", "6"]) == 1
+    assert "multiple of the number of devices" in capsys.readouterr().err
+
+
+def test_calibrated_constants_change_the_times(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "here.json"
+    file.write_text(json.dumps({"matmul": 0.29}))
+    times = []
+    for extra in ([], ["--calibration", str(file)]):
+        assert main([*CONTRACT, "--json", *extra]) == 0
+        times.append(json.loads(capsys.readouterr().out)["winner"]["time"]["matmul"])
+    assert times[1] > 1.5 * times[0]
+    file.write_text(json.dumps({"speed": 1}))
+    assert main([*CONTRACT, "--calibration", str(file)]) == 2
+    assert " may hold all_gather_share, all_to_all_share, attention, " in capsys.readouterr().err
+
+
+def test_a_longer_sequence_is_planned_with_more_positions(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*CONTRACT, "--seq", "4096", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["seq_length"] == 4096
+    assert "--seq-length 4096 --max-position-embeddings 4096" in plan["winner"]["command"]
+
+
+def test_the_picture_is_an_svg_with_both_panels(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pictures = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    for picture in pictures:
+        assert main([*CONTRACT, "--svg", str(picture)]) == 0
+    text = pictures[0].read_text()
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert "Winner: dp2-zero1" in text
+    assert "device memory" in text
+    assert text == pictures[1].read_text()
+    assert capsys.readouterr().out
+
+
+def test_schedules_are_compared_and_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "schedules.svg"
+    words = f"schedules --pipeline 4 --microbatches 8 --json --svg {picture}"
+    assert main(words.split()) == 0
+    schedules = json.loads(capsys.readouterr().out)
+    bubbles = [entry["bubble"] for entry in schedules]
+    assert bubbles == pytest.approx([0.375, 0.375, 0.1875, 0.1875, 0.1875])
+    assert "up to 4 weight versions" in picture.read_text()
+    assert main(["schedules", "--pipeline", "4", "--microbatches", "6"]) == 2
+    assert "use 8" in capsys.readouterr().err
+    assert main(["schedules", "--pipeline", "2", "--microbatches", "4"]) == 0
+    assert "interleaved 1F1B" in capsys.readouterr().out
+
+
+def test_the_planner_never_imports_torch_nor_draws_unasked() -> None:
+    program = (
+        "import sys; from parakit.planner.__main__ import main; "
+        f"main({CONTRACT!r} + ['--json']); "
+        "loaded = {'torch', 'matplotlib', 'numpy'} & set(sys.modules); "
+        "sys.exit(f'loaded {loaded}' if loaded else 0)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_batch_of_ones_own_file_is_taken_as_it_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = tmp_path / "own.args"
+    own.write_text((ROOT / "examples/gpt3/models/gpt2-large.args").read_text() + "\n")
+    words = ["--model", str(own), "--gpus", "8", "--gpu", "h200"]
+    stated = load_model("gpt2-large").batch.global_batch_size
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert f"a global batch of {stated:,} sequences" in out.splitlines()[0]
+    assert f"GLOBAL_BATCH={stated}" in out.splitlines()[-1]
+    assert main(["--model", "gpt2-large", *words[2:]]) == 0
+    assert f"a global batch of {8 * stated:,} sequences" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_small_model_has_millions_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "gpt2-tiny", "--gpus", "1"]) == 0
+    assert "gpt2-tiny has 3.4 million parameters" in capsys.readouterr().out
+
+
+def test_ports_of_a_node_are_said_and_divided(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--model",
+        "gpt3-1.3b",
+        "--gpus",
+        "16",
+        "--gpu",
+        "a100",
+        "--inter",
+        "100gbe",
+        "--strategy",
+        "dp16",
+        "--json",
+    ]
+    seconds = []
+    for ports in ([], ["--nics", "8"], ["--nics", "1"]):
+        assert main([*words, *ports]) == 0
+        layout = json.loads(capsys.readouterr().out)["layout"]
+        seconds.append(layout["time"]["gradient_sync"])
+    assert seconds[0] == seconds[1]
+    assert seconds[2] == pytest.approx(8 * seconds[0], rel=0.05)
+    assert main(words[:-3]) == 0
+    assert "one port a GPU unless NICS= says so" in " ".join(capsys.readouterr().out.split())

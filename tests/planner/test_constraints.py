@@ -1,0 +1,233 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from parakit.planner.constraints import violations
+from parakit.config.model import ModelShape, load_model
+from parakit.config.recompute import Recompute
+from parakit.config.run import Backend, RunSpec, spec_of_model
+from parakit.config.stages import StageSplit
+from parakit.config.strategy import (
+    NAMED,
+    Batch,
+    Parallelism,
+    PipelineSchedule,
+    Sharding,
+    batch_for,
+    parse_strategy,
+)
+
+LARGE = load_model("gpt2-large")
+XL = load_model("gpt2-xl")
+MOE = replace(
+    LARGE.shape, experts=8, experts_per_token=2, expert_ffn_hidden=5120, bias=False, layers=6
+)
+
+
+def refusals(
+    shape: ModelShape,
+    parallelism: Parallelism,
+    batch: Batch,
+    release: tuple[int, int] | None = None,
+    **choices: Any,
+) -> tuple[str, ...]:
+    return violations(RunSpec(shape, parallelism, batch, **choices), release)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_six_published_runs_are_legal(name: str) -> None:
+    parallelism = parse_strategy(name, 1 if name == "baseline" else 2)
+    batch = batch_for(LARGE.batch, parallelism)
+    assert refusals(LARGE.shape, parallelism, batch, dtype="fp16") == ()
+
+
+def test_heads_that_tp_does_not_divide_name_the_degrees_that_do() -> None:
+    found = refusals(XL.shape, Parallelism(tensor=2), Batch(16, 16), model="gpt2-xl")
+    assert found == (
+        "gpt2-xl has 25 attention heads, which TP 2 does not divide; use a TP of 1, 5 or 25.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "batch", "words"),
+    [
+        (Parallelism(pipeline=5), Batch(1, 1), "36 layers, which PP 5"),
+        (Parallelism(pipeline=4, virtual_stages=2), Batch(1, 4), "PP 4 x 2 virtual stages"),
+        (Parallelism(virtual_stages=2), Batch(1, 1), "use PP 2 or more"),
+        (Parallelism(pipeline=2, virtual_stages=2), Batch(1, 3), "use a global batch of 4"),
+        (Parallelism(data=2), Batch(2, 6), "no multiple of 4"),
+        (Parallelism(context=3), Batch(1, 1), "no multiple of 6"),
+        (Parallelism(data=2, expert=2), Batch(1, 2), "needs experts"),
+        (Parallelism(data=0), Batch(1, 1), "DP is 0; use 1 or more"),
+        (Parallelism(), Batch(1, 0), "global batch is 0"),
+        (Parallelism(pipeline=2, sharding=Sharding.ZERO3), Batch(1, 1), "so PP 2 breaks it"),
+        (Parallelism(pipeline=2, sharding=Sharding.FSDP2), Batch(1, 1), "FSDP2 refuses PP 2"),
+        (
+            Parallelism(pipeline=2, schedule=PipelineSchedule.GPIPE),
+            Batch(1, 1),
+            "gpipe2 is trained by plain PyTorch",
+        ),
+    ],
+)
+def test_each_rule_says_what_and_what_instead(
+    parallelism: Parallelism, batch: Batch, words: str
+) -> None:
+    (found,) = refusals(LARGE.shape, parallelism, batch)
+    assert words in found
+    assert found.endswith(".")
+    assert ";" in found
+
+
+def test_pipedream_makes_an_update_of_each_micro_batch_and_2bw_of_one_a_stage_at_least() -> None:
+    spec = replace(spec_of_model(LARGE, Parallelism(), Batch(1, 4)), backend=Backend.NATIVE)
+    whole = Parallelism(pipeline=4, schedule=PipelineSchedule.PIPEDREAM)
+    buffered = Parallelism(pipeline=4, schedule=PipelineSchedule.PIPEDREAM_2BW)
+    assert violations(replace(spec, parallelism=buffered)) == ()
+    (found,) = violations(replace(spec, parallelism=whole))
+    assert "use a micro batch of 4, or pipedream4bw" in found
+    (found,) = violations(replace(spec, parallelism=buffered, batch=Batch(2, 4)))
+    assert "use a global batch of 8" in found
+
+
+def test_a_pipeline_of_plain_pytorch_is_refused_without_flags_of_megatrons() -> None:
+    split = Parallelism(pipeline=5, schedule=PipelineSchedule.GPIPE)
+    spec = spec_of_model(LARGE, split, Batch(1, 5))
+    (found,) = violations(replace(spec, backend=Backend.NATIVE))
+    assert "36 layers, which PP 5 does not divide; use a PP of 1, 2, 3" in found
+    assert "--" not in found
+
+
+def test_all_to_all_context_parallelism_needs_enough_heads() -> None:
+    split, batch = Parallelism(context=32), Batch(1, 1)
+    assert refusals(LARGE.shape, split, batch) == ()
+    (found,) = refusals(LARGE.shape, split, batch, cp_comm_type="a2a")
+    assert "16 key/value heads a TP rank, which all-to-all CP 32 does not divide" in found
+
+
+def test_layers_that_do_not_divide_are_refused_with_the_flags_that_lay_them() -> None:
+    shape = replace(LARGE.shape, layers=126)
+    split, batch = Parallelism(pipeline=8, virtual_stages=8), Batch(1, 8)
+    (found,) = refusals(shape, split, batch)
+    assert "126 layers, which PP 8 x 8 virtual stages does not divide" in found
+    assert found.endswith(
+        ", or --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split."
+    )
+    stages = StageSplit(embedding=True, loss=True)
+    assert refusals(shape, split, batch, stages=stages) == ()
+    (found,) = refusals(shape, split, batch, stages=StageSplit(first=3))
+    assert "the 123 layers left do not divide over 7 other stages; use a PP of" in found
+
+
+def test_an_unknown_context_communication_is_refused() -> None:
+    (found,) = refusals(LARGE.shape, Parallelism(context=2), Batch(1, 1), cp_comm_type="ring")
+    assert "use p2p, all_gather or a2a" in found
+
+
+def test_query_groups_are_split_like_heads() -> None:
+    grouped = replace(LARGE.shape, query_groups=2)
+    (found,) = refusals(grouped, Parallelism(tensor=4), Batch(1, 1))
+    assert "2 query groups, which TP 4 does not divide; use a TP of 1 or 2" in found
+
+
+def test_from_0_16_on_ranks_share_a_query_group() -> None:
+    shape = replace(LARGE.shape, query_groups=1)
+    spec = RunSpec(shape, Parallelism(tensor=2), Batch(1, 1))
+    assert violations(spec, (0, 16)) == ()
+    (found,) = violations(spec, (0, 15))
+    assert "1 query groups, which TP 2 does not divide" in found
+    three = replace(
+        spec, shape=replace(LARGE.shape, query_groups=2), parallelism=Parallelism(tensor=5)
+    )
+    assert any("2 query groups" in one for one in violations(three, (0, 19)))
+
+
+def test_a_sequence_longer_than_the_position_table_is_refused() -> None:
+    (found,) = refusals(replace(LARGE.shape, seq_length=2048), Parallelism(), Batch(1, 1))
+    assert "exceeds the model's 1024 learned positions" in found
+
+
+def test_experts_need_sequence_parallelism_under_tp_and_divide_by_ep() -> None:
+    (found,) = refusals(MOE, Parallelism(tensor=2), Batch(1, 1))
+    assert "need --sequence-parallel" in found
+    (found,) = refusals(MOE, Parallelism(data=3, expert=3), Batch(1, 3))
+    assert "8 experts, which EP 3 does not divide; use an EP of 1, 2, 4 or 8" in found
+    (found,) = refusals(MOE, Parallelism(data=2, expert=4), Batch(1, 2))
+    assert "use an EP of 1 or 2" in found
+
+
+def test_experts_with_biases_are_refused() -> None:
+    (found,) = refusals(replace(MOE, bias=True), Parallelism(), Batch(1, 1))
+    assert "--disable-bias-linear" in found
+
+
+@pytest.mark.parametrize(
+    ("recompute", "refused"), [("full", False), ("full uniform 2", True), ("full block 1", True)]
+)
+def test_of_blocks_all_are_recomputed_one_by_one_or_none(recompute: str, refused: bool) -> None:
+    shape = replace(LARGE.shape, layers=1, blocks="*-*-")
+    found = refusals(shape, Parallelism(), Batch(1, 1), recompute=Recompute.parse(recompute))
+    assert [("uniform --recompute-num-layers 1" in sentence) for sentence in found] == [
+        True
+    ] * refused
+
+
+@pytest.mark.parametrize(
+    ("modules", "bias", "fits"),
+    [
+        ("mlp", True, False),
+        ("layernorm mlp", True, False),
+        ("mlp", False, True),
+        ("layernorm", True, True),
+        ("full", True, True),
+    ],
+)
+def test_an_mlp_with_biases_is_not_recomputed_by_itself(
+    modules: str, bias: bool, fits: bool
+) -> None:
+    shape = replace(LARGE.shape, bias=bias)
+    found = refusals(shape, Parallelism(), Batch(1, 1), recompute=Recompute.parse(modules))
+    assert [("--disable-bias-linear" in reason) for reason in found] == ([] if fits else [True])
+
+
+def test_fp16_is_refused_where_upstream_refuses_it() -> None:
+    (found,) = refusals(MOE, Parallelism(data=2, expert=2), Batch(1, 2), dtype="fp16")
+    assert "EP refuses fp16" in found
+    fsdp2 = Parallelism(data=2, sharding=Sharding.FSDP2)
+    (found,) = refusals(LARGE.shape, fsdp2, Batch(1, 2), dtype="fp16")
+    assert "FSDP2 refuses fp16; use --bf16" in found
+
+
+def test_experts_in_fp16_are_refused_up_to_015() -> None:
+    moe, split, batch = MOE, Parallelism(data=2, expert=2), Batch(1, 2)
+    for release in (None, (0, 15)):
+        (found,) = refusals(moe, split, batch, dtype="fp16", release=release)
+        assert (
+            found
+            == "EP refuses fp16 (up to 0.15, f4fa7d6b included); use --bf16, or Megatron 0.16."
+        )
+    assert refusals(moe, split, batch, dtype="fp16", release=(0, 16)) == ()
+    assert refusals(moe, Parallelism(data=2), batch, dtype="fp16", release=(0, 15)) == ()
+
+
+@pytest.mark.parametrize("chosen", [0, 9])
+def test_a_token_goes_to_at_least_one_and_at_most_all_experts(chosen: int) -> None:
+    (found,) = refusals(replace(MOE, experts_per_token=chosen), Parallelism(), Batch(1, 1))
+    assert f"to {chosen} of 8 experts; use a --moe-router-topk of 1 to 8." in found
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        # TP 2 × DP 2 leave four ranks to experts that are not split.
+        (Parallelism(data=2, tensor=2, expert=4, expert_tensor=1, sequence_parallel=True), ""),
+        (Parallelism(data=2, tensor=2, expert=2, expert_tensor=1, sequence_parallel=True), ""),
+        (Parallelism(data=2, tensor=2, expert=2, expert_tensor=4, sequence_parallel=True), "= 1"),
+        (Parallelism(data=2, tensor=2, expert=4, sequence_parallel=True), "DP x CP = 2"),
+        (Parallelism(data=3, expert_tensor=3), "which ETP 3 does not divide"),
+        (Parallelism(data=2, expert_tensor=4), "DP x CP x TP = 2 and does not divide it"),
+    ],
+)
+def test_experts_may_be_split_otherwise_than_the_rest(split: Parallelism, words: str) -> None:
+    found = refusals(MOE, split, Batch(1, split.data))
+    assert (words in found[0]) if words else not found

@@ -1,0 +1,70 @@
+"""Buffers of DeepEP and HybridEP, counted by hand from their sources on tiny shapes."""
+
+from dataclasses import replace
+
+import pytest
+
+from parakit.planner.dispatchers import dispatcher_bytes
+from parakit.planner.memory import memory_of_rank
+from parakit.config.flags import Flags
+from parakit.config.model import ModelShape
+from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher, token_dispatcher_of
+from parakit.config.strategy import Batch, Parallelism
+from parakit.formatting.units import MIB
+
+TINY = ModelShape(2, 256, 8, 8, 32, 64, 4, 4, experts=64, experts_per_token=1, expert_ffn_hidden=8)
+SLOT = 2 * 256 + 8 + 128 * 8 + 128 * 4 + 128 * 4
+"""Hidden state, origin, ids, probabilities and scales."""
+
+
+def run(ranks: int, dispatcher: TokenDispatcher, shape: ModelShape = TINY) -> RunSpec:
+    split, batch = Parallelism(data=ranks, expert=ranks), Batch(1, ranks)
+    return RunSpec(shape, split, batch, token_dispatcher=dispatcher)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "held"),
+    [
+        (2, 10 * 2 * (256 * SLOT + 20)),
+        (8, 10 * 8 * (256 * SLOT + 20)),
+        (64, 10 * 8 * (288 * SLOT + 76) + 20 * 8 * (140 * (SLOT + 16) + 72)),
+        (12, -32 * MIB),  # DeepEP takes no such number.
+        (1, -32 * MIB),
+    ],
+)
+def test_deepep_holds_what_its_hints_say(ranks: int, held: int) -> None:
+    found = dispatcher_bytes(run(ranks, TokenDispatcher.DEEP_EP))
+    assert found == pytest.approx(32 * MIB + held, abs=127)
+    assert found % 128 == 0
+
+
+def test_hybridep_has_room_for_the_tokens_of_all_ranks() -> None:
+    spec = run(4, TokenDispatcher.HYBRID_EP)
+    assert dispatcher_bytes(spec) == 4 * 4 * (2 * 256 + 64 * 4 + 2 * 4)
+    narrow = replace(TINY, latent_experts=128)
+    assert dispatcher_bytes(replace(spec, shape=narrow)) == 4 * 4 * (2 * 128 + 64 * 4 + 4)
+
+
+def test_nothing_is_held_where_tokens_go_through_nccl_or_no_experts_are() -> None:
+    assert dispatcher_bytes(run(4, TokenDispatcher.ALL_TO_ALL)) == 0
+    assert dispatcher_bytes(run(4, TokenDispatcher.HYBRID_EP, TINY.without_experts)) == 0
+
+
+def test_it_is_no_part_of_live_tensors_but_of_what_the_device_reports() -> None:
+    plain, flex = (
+        memory_of_rank(run(8, each))
+        for each in (TokenDispatcher.ALL_TO_ALL, TokenDispatcher.DEEP_EP)
+    )
+    assert flex.live == plain.live
+    held = dispatcher_bytes(run(8, TokenDispatcher.DEEP_EP))
+    assert flex.needed - plain.needed == flex.total - plain.total == held
+    on_cpu = replace(run(8, TokenDispatcher.DEEP_EP), device=DeviceKind.CPU)
+    assert memory_of_rank(on_cpu).allocator == 900 * MIB
+
+
+def test_the_flex_dispatcher_is_its_backend_s() -> None:
+    flex = ["--moe-token-dispatcher-type", "flex"]
+    assert token_dispatcher_of(Flags(flex)) is TokenDispatcher.DEEP_EP
+    hybrid = [*flex, "--moe-flex-dispatcher-backend", "hybridep"]
+    assert token_dispatcher_of(Flags(hybrid)) is TokenDispatcher.HYBRID_EP
+    assert token_dispatcher_of(Flags(hybrid[2:])) is TokenDispatcher.ALL_GATHER

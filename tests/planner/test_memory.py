@@ -1,0 +1,419 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.docs.residuals import PublishedResidual, memory_residuals
+from tests.planner.conftest import TINY
+from parakit.planner.activations import (
+    chunk_activation_bytes,
+    layer_activation_bytes,
+    recomputed_bytes,
+)
+from parakit.planner.collectives.data import gradient_collectives
+from parakit.planner.constraints import violations
+from parakit.planner.memory import (
+    activation_bytes,
+    fullest_rank,
+    head_backward_bytes,
+    layers_in_flight,
+    logits_bytes,
+    memory_of_rank,
+    placeholder_bytes,
+)
+from parakit.planner.readings.published import h200_spec
+from parakit.planner.tensors import layer_parameters, parameters_total, rank_parameters
+from parakit.artifacts.measurements import Operation
+from parakit.config.experts import ExpertLoad
+from parakit.config.flags import Flags
+from parakit.config.model import LatentAttention, Model, load_model
+from parakit.config.recompute import Recompute
+from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, spec_of_model, state_types_of
+from parakit.config.stages import spread
+from parakit.config.strategy import Batch, Parallelism, Sharding
+from parakit.formatting.units import MIB
+
+LARGE = load_model("gpt2-large")
+
+
+def tiny(parallelism: Parallelism | None = None, **changes: object) -> RunSpec:
+    plain = RunSpec(TINY, parallelism or Parallelism(), Batch(2, 64))
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("residual", memory_residuals(), ids=lambda r: r.case)
+def test_every_published_reading_is_predicted_within_three_percent(
+    residual: PublishedResidual,
+) -> None:
+    assert abs(residual.error) < 0.03
+
+
+def test_the_published_saving_of_sequence_parallelism_is_predicted() -> None:
+    saved = memory_of_rank(h200_spec("tp2")).total - memory_of_rank(h200_spec("sp2")).total
+    assert saved / MIB == pytest.approx(85969 - 71571, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "fused", "coefficient"),
+    [
+        (Parallelism(), True, 34),
+        (Parallelism(), False, 34 + 5 * 4 * 16 / 8),
+        (Parallelism(tensor=2), False, 10 + 24 / 2 + 5 * 4 * 16 / (8 * 2)),
+        (Parallelism(tensor=2, sequence_parallel=True), False, (34 + 5 * 4 * 16 / 8) / 2),
+        (Parallelism(context=2), True, 34 / 2),
+    ],
+)
+def test_a_layer_keeps_what_the_paper_counts(
+    parallelism: Parallelism, fused: bool, coefficient: float
+) -> None:
+    spec = tiny(parallelism, fused_attention=fused)
+    statistics = 4 * 4 * spec.tokens // parallelism.tensor if fused else 0
+    assert layer_activation_bytes(spec) == coefficient * 16 * 2 * 8 + statistics
+
+
+def test_all_to_all_context_parallelism_keeps_attentions_output_on_both_sides() -> None:
+    ring = tiny(Parallelism(context=2))
+    more = layer_activation_bytes(replace(ring, cp_comm_type="a2a")) - layer_activation_bytes(ring)
+    assert more == 2 * 16 * 2 * 8 // 2
+
+
+def test_fp8_keeps_inputs_of_linear_layers_in_a_byte_and_two_copies_of_their_weights() -> None:
+    plain, fp8 = tiny(), tiny(fp8_recipe=Fp8Recipe.TENSORWISE)
+    hidden = plain.tokens * TINY.hidden
+    # Two norms' outputs and the activated MLP become bytes; attention's output is kept once more.
+    saved = 2 * hidden + plain.tokens * TINY.ffn_hidden
+    more = plain.tokens * TINY.heads * TINY.head_width
+    kept = [layer_activation_bytes(spec) for spec in (plain, fp8)]
+    assert kept[0] - kept[1] == saved - more
+    held = rank_parameters(plain)
+    one, other = memory_of_rank(plain), memory_of_rank(fp8)
+    assert other.weights - one.weights == 2 * (held.attention + held.dense_mlp)
+    # Gradients, fp32 weights and Adam are bf16's.
+    for name in ("gradients", "main_parameters", "optimizer_state"):
+        assert getattr(other, name) == getattr(one, name)
+
+
+def test_full_recomputation_keeps_the_input_of_a_layer_alone() -> None:
+    assert layer_activation_bytes(tiny(recompute=Recompute.FULL)) == 2 * 16 * 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("recompute", "inputs", "whole", "together"),
+    [
+        # Of five layers: inputs kept, layers kept, and what is made again at once.
+        ("none", 0, 5, (0, 0)),
+        ("full", 5, 0, (1, 1)),
+        ("full uniform 2", 3, 0, (2, 2)),  # The last one alone has been freed, input and all.
+        ("full uniform 4", 2, 0, (4, 2)),
+        ("full uniform 5", 1, 0, (5, 1)),
+        ("full block 2", 2, 3, (0, 0)),  # Three layers make room for one.
+        ("full block 5", 5, 0, (1, 1)),
+    ],
+)
+def test_a_stage_keeps_its_checkpoints_inputs_and_the_layers_in_none(
+    recompute: str, inputs: int, whole: int, together: tuple[int, int]
+) -> None:
+    spec = replace(tiny(), recompute=Recompute.parse(recompute))
+    layer, input_ = layer_activation_bytes(tiny()), 2 * _ELEMENTS
+    assert chunk_activation_bytes(spec, 5) == inputs * input_ + whole * layer
+    assert recomputed_bytes(spec, 5) == together[0] * layer - together[1] * input_
+
+
+def test_virtual_stages_have_checkpoints_of_their_own() -> None:
+    split = Parallelism(pipeline=2, virtual_stages=2)
+    spec = replace(
+        tiny(split), shape=replace(TINY, layers=12), recompute=Recompute.parse("full block 1")
+    )
+    layer = layer_activation_bytes(tiny())
+    # Five virtual stages of three layers in flight on the first rank, three on the last.
+    masks = 2 * _ELEMENTS  # Of the embedding's dropout, of two micro batches.
+    assert activation_bytes(spec, 0) == 5 * (2 * _ELEMENTS + 2 * layer) + masks
+    assert activation_bytes(spec, 1) == 3 * (2 * _ELEMENTS + 2 * layer) + 2 * 2 * _ELEMENTS
+
+
+def test_selective_recomputation_drops_the_scores() -> None:
+    spec = tiny(recompute=Recompute.SELECTIVE, fused_attention=False)
+    assert layer_activation_bytes(spec) == 34 * 16 * 2 * 8
+
+
+_ELEMENTS = 16 * 2 * 8
+"""Of a hidden state: 16 positions, 2 samples, 8 columns."""
+_EXPERTS = replace(
+    TINY,
+    bias=False,
+    experts=4,
+    experts_per_token=2,
+    expert_ffn_hidden=4,
+    shared_expert_ffn=6,
+    latent=LatentAttention(3, 5, 2, 1, 2),
+)
+
+
+@pytest.mark.parametrize(
+    ("modules", "fused_norms", "dropped"),
+    [
+        ("mlp", False, 2 * (4 + 4) * _ELEMENTS),
+        # Transformer Engine's MLP begins with its norm, whose output is then made again too.
+        ("mlp", True, 2 * (1 + 4 + 4) * _ELEMENTS),
+        ("layernorm", False, 2 * 2 * _ELEMENTS),
+        ("layernorm", True, 0),
+        ("core_attn", True, 4 * 4 * 32),
+        ("layernorm mlp", False, 2 * (2 + 4 + 4) * _ELEMENTS),
+        ("moe_act", True, 0),
+    ],
+)
+def test_a_dense_layer_drops_what_its_modules_compute_again(
+    modules: str, fused_norms: bool, dropped: int
+) -> None:
+    spec = tiny(fused_norms=fused_norms)
+    recomputing = replace(spec, recompute=Recompute.parse(modules))
+    assert layer_activation_bytes(spec) - layer_activation_bytes(recomputing) == dropped
+
+
+@pytest.mark.parametrize(
+    ("modules", "dropped"),
+    [
+        ("layernorm", 2 * 2 * _ELEMENTS),
+        ("shared_experts", 2 * 32 * (6 + 6)),
+        ("moe_act", 2 * 2 * 2 * 32 * 4),
+        # Wide tensors, each copied token, scores in fp32 and their softmax, the shared expert.
+        ("moe", 2 * 2 * 32 * (4 + 4 + 4 + 8) + 2 * 4 * 32 * 4 + 2 * 32 * (6 + 6)),
+        # Queries and keys of 2 + 1 columns, values of 2, of 4 heads; what norms inside put out.
+        ("mla_up_proj", 2 * 32 * 4 * (3 + 3 + 2) + 2 * 32 * (3 + 5)),
+        ("mlp", 0),
+    ],
+)
+def test_experts_and_latent_attention_drop_what_their_modules_compute_again(
+    modules: str, dropped: int
+) -> None:
+    spec = replace(tiny(), shape=_EXPERTS)
+    recomputing = replace(spec, recompute=Recompute.parse(modules))
+    assert layer_activation_bytes(spec) - layer_activation_bytes(recomputing) == dropped
+    assert recomputed_bytes(recomputing) == dropped
+
+
+def test_unfused_attention_keeps_keys_and_values_once_a_head() -> None:
+    shape = replace(tiny().shape, query_groups=1)
+    grouped, plain = (replace(tiny(fused_attention=False), shape=s) for s in (shape, tiny().shape))
+    assert layer_activation_bytes(grouped) == layer_activation_bytes(plain)
+    fused = replace(grouped, fused_attention=True), replace(plain, fused_attention=True)
+    assert layer_activation_bytes(fused[0]) < layer_activation_bytes(fused[1])
+
+
+def test_without_dropout_no_masks_are_kept() -> None:
+    with_masks, without = tiny(), tiny(dropout=0.0)
+    masks = layer_activation_bytes(with_masks) - layer_activation_bytes(without)
+    assert masks == 2 * 16 * 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sharding", "bytes_a_parameter"),
+    [
+        ("fp16", Sharding.NONE, 16),
+        ("bf16", Sharding.NONE, 18),
+        ("fp32", Sharding.NONE, 16),
+        ("fp16", Sharding.ZERO1, 4 + 12 / 4),
+        ("bf16", Sharding.ZERO1, 6 + 12 / 4),
+        ("fp32", Sharding.ZERO1, 8 + 8 / 4),
+        ("bf16", Sharding.ZERO2, 2 + 16 / 4),
+        ("fp32", Sharding.ZERO2, 4 + (4 + 4 + 8) / 4),
+        ("fp32", Sharding.ZERO3, (4 + 4 + 4 + 8) / 4),
+        ("bf16", Sharding.ZERO3, 18 / 4),
+    ],
+)
+def test_state_follows_dtype_and_sharding(
+    dtype: str, sharding: Sharding, bytes_a_parameter: float
+) -> None:
+    spec = tiny(Parallelism(data=4, sharding=sharding), dtype=dtype)
+    state = memory_of_rank(spec).state
+    assert state == bytes_a_parameter * parameters_total(TINY)
+
+
+def test_a_batch_of_millions_is_held_as_a_small_one_is() -> None:
+    def held(micro_batches: int) -> int:
+        uneven = replace(TINY, layers=7)
+        split = Parallelism(pipeline=2, virtual_stages=2)
+        batch = Batch(1, micro_batches)
+        return layers_in_flight(RunSpec(uneven, split, batch, stages=spread(7, 4)), 0)
+
+    assert held(20) == held(10**12)
+
+
+@pytest.mark.parametrize(("vocabulary", "hold"), [(64, "layers"), (64_000, "table")])
+def test_zero3_holds_the_output_layer_and_two_whole_layers_or_its_gradient(
+    vocabulary: int, hold: str
+) -> None:
+    shape = replace(TINY, vocabulary=vocabulary)
+    spec = replace(tiny(Parallelism(data=4, sharding=Sharding.ZERO3)), shape=shape)
+    layers, table = 2 * layer_parameters(spec).total, shape.padded_vocabulary() * shape.hidden
+    plain = memory_of_rank(replace(spec, parallelism=Parallelism(data=4))).temporaries
+    parts = memory_of_rank(spec)
+    assert parts.communication == (2 + 4) * layers
+    held = {"layers": (2 + 4) * layers, "table": 4 * table}[hold]
+    assert parts.communication + parts.temporaries - plain == 2 * table + held
+
+
+@pytest.mark.parametrize(
+    ("flags", "bytes_a_parameter"),
+    [
+        ("", 6 + 12 / 4),
+        ("--grad-reduce-in-bf16", 4 + 12 / 4),
+        ("--use-precision-aware-optimizer", 6 + (2 + 8) / 4),
+        (
+            "--use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16 "
+            "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp8",
+            4 + (2 + 2 + 1) / 4,
+        ),
+    ],
+)
+def test_state_follows_the_types_of_a_precision_aware_optimizer(
+    flags: str, bytes_a_parameter: float
+) -> None:
+    types = state_types_of(Flags(flags.split()))
+    spec = tiny(Parallelism(data=4, sharding=Sharding.ZERO1), dtype="bf16", state_types=types)
+    assert memory_of_rank(spec).state == bytes_a_parameter * parameters_total(TINY)
+    plain = tiny(Parallelism(data=4, sharding=Sharding.ZERO1), dtype="bf16")
+    assert scattered(spec) == scattered(plain) // (2 if types.gradients else 1)
+
+
+def test_each_instance_of_the_distributed_optimizer_shards_a_whole_one() -> None:
+    split = Parallelism(data=8, sharding=Sharding.ZERO1)
+    spec = tiny(split, optimizer_instances=2)
+    whole, inner = tiny(split), tiny(replace(split, data=4))
+    assert memory_of_rank(spec).optimizer_state == memory_of_rank(inner).optimizer_state
+    assert memory_of_rank(spec).optimizer_state > memory_of_rank(whole).optimizer_state
+    assert "do not divide DP x CP 8" in violations(replace(spec, optimizer_instances=3))[0]
+
+
+def scattered(spec: RunSpec) -> int:
+    """Bytes of the gradients that are on their way to the other ranks."""
+    calls = gradient_collectives(spec, 0)
+    return sum(c.payload_bytes for c in calls if c.operation is Operation.REDUCE_SCATTER)
+
+
+def test_experts_are_sharded_over_what_expert_parallelism_leaves() -> None:
+    moe = replace(TINY, experts=4, experts_per_token=1, expert_ffn_hidden=8, bias=False)
+    split = Parallelism(data=4, expert=2, sharding=Sharding.ZERO3)
+    parts = memory_of_rank(replace(tiny(split), shape=moe))
+    experts, shared = 4 * 4 * 2 * 8 * 8, parameters_total(moe) - 4 * 4 * 2 * 8 * 8
+    assert parts.weights == 2 * (shared // 4 + experts // 2 // 2)
+
+
+def test_the_busiest_rank_keeps_more_of_the_tokens_that_come_to_its_experts() -> None:
+    moe = replace(TINY, experts=4, experts_per_token=1, expert_ffn_hidden=8, bias=False)
+    even = replace(tiny(Parallelism(data=2, expert=2)), shape=moe)
+    busy = replace(even, expert_load=ExpertLoad(1.5))
+    # 16 more copies a layer: what the first product reads and writes, the activation, with its share.
+    more = 4 * 2 * (even.tokens // 2) * (8 + 3 * 8)
+    assert memory_of_rank(busy).activations - memory_of_rank(even).activations == more
+    assert memory_of_rank(busy).state == memory_of_rank(even).state
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "expected"), [(1, 1, 4), (2, 1, 4), (4, 1, 4), (2, 2, 5)]
+)
+def test_the_first_stage_holds_a_whole_models_worth_of_layers(
+    pipeline: int, virtual: int, expected: int
+) -> None:
+    spec = tiny(Parallelism(pipeline=pipeline, virtual_stages=virtual))
+    assert layers_in_flight(spec, 0) == expected
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 4))
+def test_interleaving_holds_one_plus_p_minus_1_over_pv_models(pipeline: int, virtual: int) -> None:
+    shape = replace(TINY, layers=pipeline * virtual * 2)
+    parallelism = Parallelism(pipeline=pipeline, virtual_stages=virtual)
+    spec = replace(tiny(parallelism), shape=shape)
+    ratio = 1 + (pipeline - 1) / (pipeline * virtual) if virtual > 1 else 1
+    assert layers_in_flight(spec, 0) == pytest.approx(shape.layers * ratio)
+
+
+def test_few_micro_batches_keep_few_activations() -> None:
+    spec = replace(tiny(Parallelism(pipeline=4)), batch=Batch(2, 4))
+    assert layers_in_flight(spec, 0) == 2
+
+
+def test_the_last_stage_alone_holds_logits() -> None:
+    spec = h200_spec("pp2")
+    last = memory_of_rank(spec, 1)
+    assert last.temporaries - placeholder_bytes(spec, 1) == logits_bytes(spec)
+    assert logits_bytes(spec) == 6 * 64 * 1024 * 50304
+    assert memory_of_rank(spec, 0).temporaries < last.temporaries / 10
+    assert fullest_rank(spec)[0] == 1
+
+
+def test_products_that_add_to_gradients_leave_an_empty_one_for_each_shape_of_weight() -> None:
+    spec = tiny(Parallelism(tensor=2))
+    attention, mlp = 3 * 8 * 8 + 8 * 8, 2 * 4 * 8 * 8
+    biases = 3 * 8 + 4 * 8 + 2 * 2 * 8  # Of what TP splits, and of what it does not.
+    table = 8 * spec.padded_vocabulary
+    assert placeholder_bytes(spec, 0) == 2 * (attention + mlp + biases + table) // 2
+    # Layers of every depth share them, and stages before the last have no output layer.
+    assert placeholder_bytes(replace(spec, shape=replace(TINY, layers=8)), 0) == placeholder_bytes(
+        spec, 0
+    )
+    assert placeholder_bytes(tiny(Parallelism(tensor=2, pipeline=2)), 0) == attention + mlp + biases
+
+
+@pytest.mark.parametrize(
+    "without",
+    [{"fused_norms": False}, {"parallelism": Parallelism(data=2, sharding=Sharding.FSDP2)}],
+)
+def test_without_transformer_engine_or_megatrons_gradients_there_are_none(
+    without: dict[str, object],
+) -> None:
+    assert placeholder_bytes(tiny(**without), 0) == 0  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_written_over_its_logits_needs_no_other_copy() -> None:
+    logits = 16 * 2 * 104
+    plain = tiny(fused_loss=True)
+    assert logits_bytes(plain) == 6 * logits
+    assert logits_bytes(replace(plain, loss_impl="te")) == 2 * logits
+    assert logits_bytes(tiny(loss_impl="te")) == 6 * logits
+    assert logits_bytes(tiny(fused=("cross_entropy",))) == 2 * logits
+
+
+def test_the_output_layer_is_differentiated_with_whole_hidden_states() -> None:
+    split = Parallelism(tensor=2, sequence_parallel=True)
+    spec = replace(tiny(split), fused_loss=True, loss_impl="te")
+    hidden, tokens = 2 * _ELEMENTS, 16 * 2
+    assert head_backward_bytes(spec) == 2 * tokens * 112 // 2 + hidden + hidden // 2
+    assert head_backward_bytes(tiny()) == 2 * tokens * 104 + hidden
+
+
+def test_moments_in_fewer_bits_are_updated_in_fp32_all_at_once() -> None:
+    aware = ("--bf16", "--use-precision-aware-optimizer")
+    half = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "fp8")
+    split = Parallelism(data=2, sharding=Sharding.ZERO1)
+    shape = replace(TINY, layers=64)
+    specs = [
+        replace(
+            tiny(split, recompute=Recompute.FULL),
+            shape=shape,
+            state_types=state_types_of(Flags(words)),
+        )
+        for words in (aware, (*aware, *half))
+    ]
+    usual, more = (memory_of_rank(replace(spec, dtype="bf16")) for spec in specs)
+    parameters = -(-rank_parameters(specs[0]).total // 2)
+    placeholders = placeholder_bytes(specs[0], 0)
+    assert more.activations + more.temporaries - placeholders == 2 * 4 * parameters
+    assert usual.activations + usual.temporaries - placeholders < 4 * parameters
+
+
+def test_fp32_logits_are_not_copied() -> None:
+    assert logits_bytes(tiny(dtype="fp32")) == 4 * 16 * 2 * 104
+
+
+def test_a_model_too_large_for_a_cpu_is_seen_before_it_starts() -> None:
+    tiny_model = load_model("gpt2-tiny")
+    assert 0.9e9 < on_cpu(tiny_model) < 2e9
+    assert on_cpu(LARGE) > 100e9
+
+
+def on_cpu(model: Model) -> int:
+    spec = spec_of_model(model, Parallelism(), model.batch)
+    spec = replace(spec, dtype="fp32", fused_attention=False, device=DeviceKind.CPU)
+    return fullest_rank(spec)[1].total

@@ -1,0 +1,104 @@
+"""Every flag that changes a model's tensors, composed: as many parameters as Megatron prints."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.dry_runs import Case, run_case, small_model
+from parakit.planner.dryrun.job import DryRunner, as_dry_run
+from parakit.planner.tensors import rank_parameters
+from parakit.config.model import SHAPE_FLAGS, changed_model
+from parakit.config.run import spec_of_model
+from parakit.config.strategy import Batch, Parallelism
+
+LATENT = (
+    "--multi-latent-attention --position-embedding-type rope --q-lora-rank 16 --kv-lora-rank 8 "
+    "--qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12"
+)
+ATTENTIONS = (
+    "",
+    "--add-qkv-bias",
+    "--qk-layernorm",
+    "--group-query-attention --num-query-groups 2 --qk-layernorm --attention-output-gate",
+    "--softmax-type learnable",
+    LATENT,
+    f"{LATENT} --qk-layernorm",
+    "--kv-channels 12 --position-embedding-type rope",
+)
+MLPS = (
+    "",
+    "--swiglu",
+    "--quick-geglu --ffn-hidden-size 48",
+    "--num-experts 4",
+    "--num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq 2",
+    "--num-experts 4 --moe-layer-freq ([0]*1+[1]*3) --swiglu",
+    "--num-experts 4 --moe-shared-expert-intermediate-size 40",
+    "--num-experts 4 --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
+)
+ENDS = (
+    "",
+    "--untie-embeddings-and-output-weights",
+    "--mtp-num-layers 1 --position-embedding-type rope",
+    "--mtp-num-layers 2 --mtp-use-repeated-layer --position-embedding-type rope",
+    "--make-vocab-size-divisible-by 64",
+)
+SPLITS = (
+    Parallelism(),
+    Parallelism(data=2, expert=2),
+    Parallelism(tensor=2, sequence_parallel=True),
+    Parallelism(pipeline=2),
+    Parallelism(pipeline=2, virtual_stages=2),
+)
+
+
+@pytest.mark.parametrize(
+    ("attention", "mlp", "end", "split"),
+    [
+        (3, 5, 3, 3),
+        pytest.param(6, 7, 1, 1, marks=pytest.mark.slow),
+        pytest.param(4, 2, 4, 2, marks=pytest.mark.slow),
+        pytest.param(1, 4, 2, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_flags_of_the_shape_together_have_megatrons_parameters(
+    dry_runner: DryRunner, attention: int, mlp: int, end: int, split: int
+) -> None:
+    assert_counted(dry_runner, (ATTENTIONS[attention], MLPS[mlp], ENDS[end]), SPLITS[split])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--multi-latent-attention --position-embedding-type rope",  # All ranks are Megatron's own.
+        "--group-query-attention",
+        "--num-query-groups 2",  # It says nothing alone.
+    ],
+)
+def test_what_flags_leave_out_is_megatrons_default(dry_runner: DryRunner, words: str) -> None:
+    assert_counted(dry_runner, (words, "", ""), SPLITS[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("norm", ["", "--disable-bias-linear --normalization RMSNorm"])
+@pytest.mark.parametrize("attention", range(len(ATTENTIONS)))
+def test_every_attention_with_every_mlp_has_megatrons_parameters(
+    dry_runner: DryRunner, attention: int, norm: str
+) -> None:
+    for place, mlp in enumerate(MLPS, start=attention):
+        words = (ATTENTIONS[attention], mlp, ENDS[place % len(ENDS)], norm)
+        assert_counted(dry_runner, words, SPLITS[(place + attention) % len(SPLITS)])
+
+
+def assert_counted(runner: DryRunner, words: tuple[str, ...], split: Parallelism) -> None:
+    if "--num-experts" in words[1]:
+        words = (*words, "--disable-bias-linear --moe-token-dispatcher-type alltoall")
+    else:
+        split = replace(split, expert=1)
+    given = " ".join(words).split()
+    model = changed_model(small_model(), given, SHAPE_FLAGS | set(given))
+    spec = spec_of_model(model, split, Batch(1, split.pipeline * split.data))
+    for rank in sorted({0, split.world_size - split.world_size // split.pipeline}):
+        found = run_case(runner, Case(model, spec, rank)).report.parameters
+        counted = rank_parameters(as_dry_run(spec), split.pipeline_rank(rank)).total
+        assert found == counted, (model.flags, split, rank)

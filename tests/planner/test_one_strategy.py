@@ -1,0 +1,511 @@
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from tests.given import asked_of_plan, run
+from parakit.planner.__main__ import main
+from parakit.planner.collectives.rank import communication_of_rank
+from parakit.planner.memory import fullest_rank
+from parakit.planner.one_strategy import TimedStrategy, time_strategy
+from parakit.planner.options import RequestError
+from parakit.planner.readings.local_readings import add_rows, row_of
+from parakit.planner.readings.reading_to_spec import express
+from parakit.planner.readings.table import read_readings
+from parakit.planner.request import ignored_flags
+from parakit.planner.search import Request, evaluate, search
+from parakit.planner.tensors import parameters_total, rank_parameters
+from parakit.planner.time.iteration import iteration_seconds
+from parakit.config.groups import Group
+from parakit.config.hardware import device_by_key
+from parakit.config.model import load_model, model_names, model_of
+from parakit.config.recompute import Recompute
+from parakit.config.run import DeviceKind, flags_of_spec, spec_of_flags, spec_of_model
+from parakit.config.strategy import Batch, Parallelism, parse_strategy, strategy_name
+
+STRATEGY = ["--model", "gpt2-large", "--gpu", "h200", "--strategy", "tp2", "--micro-batch", "2"]
+SMALL = "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64\n"
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert main([*words, "--json"]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_one_layout_is_timed_as_the_search_would_time_it(
+    capsys: pytest.CaptureFixture[str], make_request: Callable[..., Request]
+) -> None:
+    found = answer(capsys, *STRATEGY, "--global-batch", "64", "--recompute", "full")
+    request = make_request("gpt2-large", 2, "h200", 64)
+    spec = spec_of_model(load_model("gpt2-large"), Parallelism(tensor=2), Batch(2, 64))
+    spec = replace(spec, recompute=Recompute.FULL)
+    layout = found["layout"]
+    assert isinstance(layout, dict)
+    assert layout["iteration_seconds"] == pytest.approx(evaluate(request, spec).seconds.total)
+    assert layout["recompute"] == "full"
+    assert found["what_if"] is None
+
+
+def test_what_if_stands_beside_it_in_text_data_and_picture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [*STRATEGY, "--global-batch", "64", "--what-if", "GPU=b200 MICRO_BATCH=4"]
+    picture = tmp_path / "layout.svg"
+    assert main([*words, "--svg", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "gpt2-large as tp2 on 2 H200" in text
+    assert "times as fast" in text
+    assert "pipeline bubble" not in text
+    drawn = "".join(ElementTree.parse(picture).getroot().itertext())
+    assert "exposed TP" in drawn
+    assert "B200" in drawn
+    other = answer(capsys, *words)["what_if"]
+    assert isinstance(other, dict)
+    assert (other["gpu"], other["layout"]["micro_batch_size"]) == ("b200", 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--strategy tp8pp16dp8 --gpus 512", "multiplies to 1,024 devices, not 512"),
+        ("--strategy tp3 --global-batch 3", "which TP 3 does not divide"),
+        ("--strategy xx2", "Unknown strategy 'xx2'"),
+        ("--strategy dp2 --what-if GPUU=b200", "did you mean GPU=?"),
+        ("--strategy dp2 --what-if MICRO_BATCH=0", "MICRO_BATCH=0 is not a whole number above 0"),
+        ("--strategy dp2 --what-if GPU=", "WHAT_IF has GPU=, which changes nothing"),
+        ("--strategy dp2 --what-if SVG=a.svg", "WHAT_IF has SVG=a.svg, which changes nothing"),
+        ("--strategy dp2 --extra=garbage", "EXTRA begins with garbage, which is no flag"),
+        ("--strategy dp2 --extra=--sequence-parallel", "which STRATEGY= says here"),
+        ("--strategy dp2 --extra=--tensor-model-parallel-size=2", "which STRATEGY= says here"),
+        ("--strategy dp2 --extra=--use-megatron-fsdp", "which STRATEGY= says here"),
+        ("--gpus 2 --micro-batch 2", "MICRO_BATCH= is of one strategy; name it: STRATEGY="),
+    ],
+)
+def test_layouts_that_cannot_be_are_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert main(["--model", "gpt2-large", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("--fp16 --bf16", "leave one of them out"),
+        ("--lr 1e-4 --micro-batch-size 2", "EXTRA has --micro-batch-size, which MICRO_BATCH= says"),
+    ],
+)
+def test_flags_that_contradict_the_layout_or_one_another_are_refused(
+    capsys: pytest.CaptureFixture[str], extra: str, message: str
+) -> None:
+    assert main([*STRATEGY, f"--extra={extra}"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_two_layouts_stand_side_by_side_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parakit.planner.command.wide_console", lambda: Console(width=80))
+    words = ["--model", "gpt3-175b", "--strategy", "sp8vpp16x6dp8-zero1", "--gpu", "a100"]
+    assert main([*words, "--what-if", "GPU=b200"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (total,) = (line for line in lines if line.startswith(" total"))
+    assert total.count("(100%)") == 2
+
+
+def test_any_args_file_is_a_model_and_extra_flags_change_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.args"
+    file.write_text(SMALL)
+    words = ["--model", str(file), "--strategy", "pp4", "--gpu", "h100", "--global-batch", "4"]
+    assert main(words) == 2
+    assert "6 layers, which PP 4 does not divide" in capsys.readouterr().err
+    counted = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    found = answer(capsys, *words, f"--extra={counted} --no-mmap-bin-files")
+    assert found["model"] == "mine"
+    assert found["ignored_flags"] == ["--no-mmap-bin-files"]
+    deeper = answer(capsys, *words, "--extra=--num-layers 8")
+    assert deeper["ignored_flags"] == []
+
+
+def test_an_imbalance_is_stated_beside_a_balanced_layout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model", "mixtral-8x7b", "--gpu", "h100", "--strategy", "sp2ep8dp4-zero1"]
+    words += ["--global-batch", "64", "--what-if", "IMBALANCE=1.3"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "sp2ep8dp4-zero1 on 64 H100 SXM 80 GB (8 nodes, " in text
+    assert "sp2ep8dp4-zero1 on 64 H100 SXM 80 GB, imbalance 1.3" in text
+    balanced = answer(capsys, *words)
+    busier = balanced["what_if"]
+    assert isinstance(balanced["layout"], dict)
+    assert isinstance(busier, dict)
+    assert busier["layout"]["memory_bytes"] > balanced["layout"]["memory_bytes"]
+    limit = "--moe-router-force-load-balancing --moe-expert-capacity-factor 1.0"
+    limited = answer(capsys, *words[:-2], f"--extra={limit}")
+    assert limited["ignored_flags"] == []
+    assert isinstance(limited["layout"], dict)
+    assert limited["layout"]["iteration_seconds"] == balanced["layout"]["iteration_seconds"]
+
+
+def test_cpu_ranks_are_planned_as_they_train(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "gpt2-tiny", "--strategy", "cp2", "--gpu", "cpu"]
+    assert main(words) == 0
+    assert "make train-cp2-gpt2-tiny-2cpu MICRO_BATCH=4\n" in capsys.readouterr().out
+    assert time_strategy(asked_of_plan(words)).candidate.spec.cp_comm_type == "all_gather"
+    words[3:] = ["dp2", "--gpu", "cpu", "--micro-batch", "2"]
+    timed = time_strategy(asked_of_plan(words))
+    flags = [*timed.request.model.flags, "--transformer-impl", "local"]
+    flags += ["--micro-batch-size", "2", "--global-batch-size", "8"]
+    trained = spec_of_flags(flags, 2, DeviceKind.CPU)
+    seconds = iteration_seconds(trained, timed.request.cluster).total
+    assert timed.candidate.seconds.total == pytest.approx(seconds)
+
+
+def test_overlap_of_gradients_makes_a_layout_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "gpt3-13b", "--strategy", "sp4dp64-zero1", "--global-batch", "256"]
+    plain = answer(capsys, *words)["layout"]
+    overlapped = answer(capsys, *words, "--extra=--overlap-grad-reduce --overlap-param-gather")
+    beside = overlapped["layout"]
+    assert isinstance(plain, dict)
+    assert isinstance(beside, dict)
+    assert beside["time"]["gradient_sync"] < plain["time"]["gradient_sync"]
+    assert overlapped["ignored_flags"] == []
+
+
+def test_megatrons_own_layout_of_stages_says_the_virtual_ones_and_the_command_leaves_them_to_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model", "gpt3-13b", "--strategy", "tp2pp2", "--global-batch", "8"]
+    laid = "--extra=--pipeline-model-parallel-layout Et*9|(t*10|)*2t*11L"
+    found = answer(capsys, *words, laid)["layout"]
+    assert isinstance(found, dict)
+    assert found["parallelism"]["virtual_stages"] == 2
+    assert "make train-tp2pp2-gpt3-13b-4gpu " in found["command"]
+    assert main([*words[:2], "--strategy", "tp2pp3", *words[4:], laid]) == 2
+    assert "does not lay on PP 3: it has 4 stages; use" in capsys.readouterr().err
+    assert main([*words, f"{laid[:-1]}mL"]) == 2
+    assert "has 1 depths (m) of multi-token prediction and gpt3-13b 0;" in capsys.readouterr().err
+    assert main(["--model", "gpt3-13b", "--gpus", "8", laid]) == 2
+    assert "which is of one strategy; name it: STRATEGY=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "extra"),
+    [
+        ("gpt3-13b", "--multi-latent-attention"),
+        ("llama3-8b", "--mtp-num-layers 1"),
+        ("moe-4m", "--moe-shared-expert-intermediate-size 4096"),
+        ("moe-4m", "--cuda-graph-impl local"),
+        ("gpt3-13b", "--attention-backend unfused"),
+        ("gpt3-13b", "--hidden-dropout 0"),
+        ("llama3-8b", "--use-precision-aware-optimizer --exp-avg-dtype bf16"),
+        ("llama3-8b", "--grad-reduce-in-bf16"),
+    ],
+)
+def test_a_flag_that_is_not_named_as_ignored_changes_the_prediction(
+    capsys: pytest.CaptureFixture[str], model: str, extra: str
+) -> None:
+    words = ["--model", model, "--strategy", "dp8-zero1", "--gpu", "h100", "--global-batch", "8"]
+    plain, changed = answer(capsys, *words), answer(capsys, *words, f"--extra={extra}")
+    assert changed["ignored_flags"] == []
+    assert seconds(changed) != seconds(plain)
+
+
+def seconds(found: dict[str, object]) -> float:
+    layout = found["layout"]
+    assert isinstance(layout, dict)
+    return float(layout["iteration_seconds"])
+
+
+def test_a_search_uses_extra_flags_names_those_it_does_not_know_and_prints_them_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model", "gpt3-13b", "--gpus", "64", "--gpu", "h100"]
+    extra = "--overlap-grad-reduce --app-tag-run-name --recompute-granularity full"
+    plain, changed = answer(capsys, *words), answer(capsys, *words, f"--extra={extra}")
+    assert (plain["ignored_flags"], changed["ignored_flags"]) == (
+        [],
+        ["--app-tag-run-name", "--recompute-granularity"],
+    )
+    assert (plain["unknown_flags"], changed["unknown_flags"]) == ([], ["--app-tag-run-name"])
+    before, after = plain["winner"], changed["winner"]
+    assert isinstance(before, dict)
+    assert isinstance(after, dict)
+    assert after["iteration_seconds"] < before["iteration_seconds"]
+    assert "--overlap-grad-reduce --app-tag-run-name" in after["command"]
+
+
+def test_a_flag_that_no_megatron_has_is_not_planned_around(tmp_path: Path) -> None:
+    file = tmp_path / "mine.args"
+    file.write_text(f"{SMALL}--swigluu\n")
+    for variables in ({"MODEL": str(file)}, {"MODEL": "gpt2-tiny", "EXTRA": "--swigluu"}):
+        for target, more in (("plan", {"GPUS": "2"}), ("advise", {"GPUS": "2"}), ("dryrun", {})):
+            if target != "dryrun" or "EXTRA" not in variables:
+                with pytest.raises(ValueError, match=r"--swigluu is no flag .* mean --swiglu\?"):
+                    run(target, variables | more)
+
+
+def test_flags_of_a_models_own_file_that_are_not_planned_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.args"
+    own = (
+        "--moe-input-jitter-eps 0.1 --tensor-model-parallel-size 8 --lr 1e-4 --overlap-grad-reduce"
+    )
+    file.write_text(SMALL + own.replace(" --", "\n--") + "\n--moe-layer-freq 2\n")
+    words = ["--model", str(file), "--strategy", "dp4", "--gpu", "h100", "--global-batch", "4"]
+    named = ["--moe-input-jitter-eps", "--tensor-model-parallel-size"]
+    assert answer(capsys, *words)["ignored_flags"] == named
+
+
+def test_why_a_flag_is_no_part_of_the_prediction_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.args"
+    file.write_text(f"{SMALL}--tensor-model-parallel-size 8\n")
+    extra = "--extra=--attention-softmax-in-fp32 --cp-comm-type a2a --app-tag-run-name"
+    assert main(["--model", str(file), "--gpus", "4", "--gpu", "h100", extra]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "Not part of the prediction: --tensor-model-parallel-size (STRATEGY= says it), "
+        "--attention-softmax-in-fp32 (no formula has it), "
+        "--cp-comm-type (a search chooses it; STRATEGY= takes it), "
+        "--app-tag-run-name (not known to this kit)."
+    ) in said
+
+
+@pytest.mark.parametrize("model", model_names())
+def test_every_flag_of_the_kits_models_is_part_of_the_prediction(
+    make_request: Callable[..., Request], model: str
+) -> None:
+    request = make_request(model, 2, "h200", 64)
+    assert ignored_flags(request, laid=True) == ()
+
+
+def test_a_node_is_a_devices_nvlink_domain(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "gpt3-13b", "--strategy", "sp8dp9-zero1", "--gpu", "gb200"]
+    words += ["--global-batch", "9"]
+    whole = answer(capsys, *words)
+    assert seconds(whole) == seconds(answer(capsys, *words, "--gpus-per-node", "72"))
+    assert seconds(whole) < seconds(answer(capsys, *words, "--gpus-per-node", "8"))
+    assert answer(capsys, "--model", "gpt2-large", "--gpus", "72", "--gpu", "gb200")["nodes"] == 1
+
+
+def config(tmp_path: Path, **fields: object) -> str:
+    folder = tmp_path / "some-model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return str(folder / "config.json")
+
+
+def test_a_config_of_hugging_face_is_the_same_model_as_its_args_file(tmp_path: Path) -> None:
+    model = model_of(config(tmp_path, **LLAMA))
+    assert (model.name, model.dtype, model.dropout) == ("some-model", "bf16", 0)
+    assert model.shape == load_model("llama3-8b").shape
+    gpt2 = {"model_type": "gpt2", "n_layer": 36, "n_embd": 1280, "n_head": 20, "n_positions": 1024}
+    found = model_of(config(tmp_path, **gpt2, vocab_size=50257))
+    assert (found.shape.positions, found.shape.tied_embeddings, found.dropout) == (1024, True, 0.1)
+    assert round(parameters_total(found.shape) / 1e6) == 774
+    qwen = model_of(config(tmp_path, **{**LLAMA, "model_type": "qwen2"}))
+    assert qwen.shape.qkv_bias
+    experts = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    mixtral = model_of(config(tmp_path, **{**LLAMA, **experts, "vocab_size": 32000}))
+    assert round(parameters_total(mixtral.shape) / 1e9, 1) == 46.7
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba', which has no mapping"),
+        ({"model_type": "llama", "hidden_size": 8}, "lacks the field"),
+        ({**LLAMA, "sliding_window": 4096}, "sliding_window of 4096"),
+        ({**LLAMA, "hidden_size": "big"}, 'hidden_size = "big"; use a whole number of 1 or more'),
+        ({**LLAMA, "hidden_size": None}, "hidden_size = null; use a whole number"),
+        ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers = 0; use a whole number"),
+        ({**LLAMA, "num_attention_heads": 5000}, "--kv-channels 0; use 1 or more"),
+        ({**LLAMA, "num_key_value_heads": 7}, "which 7 query groups do not divide"),
+        ({**LLAMA, "rope_theta": "x"}, 'rope_theta = "x"; use a number'),
+        ({**LLAMA, "rope_scaling": [1]}, "use an object or null"),
+        ({**LLAMA, "torch_dtype": "float8_e4m3fn"}, "use float16 or bfloat16 or float32"),
+    ],
+)
+def test_other_configs_are_refused_by_name(
+    tmp_path: Path, fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_of(config(tmp_path, **fields))
+
+
+WHOLE_EXPERTS = "--expert-tensor-parallel-size 1"
+
+
+def mixtral(strategy: str, extra: str = "") -> TimedStrategy:
+    devices = ["--gpu", "h100", "--gpus", "8", "--strategy", strategy, f"--extra={extra}"]
+    batch = ["--micro-batch", "1", "--global-batch", "16"]
+    return time_strategy(asked_of_plan(["--model", "mixtral-8x7b", *devices, *batch]))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "extra", "experts", "copies", "gathered"),
+    [
+        # 32 layers of 2 experts of 3 matrices of 4,096 x 14,336, over TP 2.
+        ("sp2ep4", "", 5_637_144_576, 1, 2 * 4096 * 4096 * 2),
+        ("sp2ep4", "--expert-tensor-parallel-size 2", 5_637_144_576, 1, 2 * 4096 * 4096 * 2),
+        ("sp2ep4", WHOLE_EXPERTS, 11_274_289_152, 2, 0),
+        ("sp2ep4-etp1", "", 11_274_289_152, 2, 0),
+        # EP 8 over TP 2 and DP 4: one whole expert a rank.
+        ("sp2ep8-etp1", "", 5_637_144_576, 1, 0),
+        ("sp2ep8", WHOLE_EXPERTS, 5_637_144_576, 1, 0),
+    ],
+)
+def test_a_flag_or_the_name_says_over_how_many_ranks_of_tp_experts_are_split(
+    strategy: str, extra: str, experts: int, copies: int, gathered: int
+) -> None:
+    timed = mixtral(strategy, extra)
+    spec = timed.candidate.spec
+    assert rank_parameters(spec).experts == experts
+    assert (spec.parallelism.copies_of_experts, timed.ignored) == (copies, ())
+    calls = communication_of_rank(spec)
+    inside = [call.payload_bytes for call in calls if call.group is Group.EXPERT_TENSOR]
+    assert max(inside, default=0) == gathered
+    # A rank's 2,048 tokens go to two experts each: hidden states of 4,096 in bf16.
+    (exchanged,) = {
+        call.payload_bytes
+        for call in calls
+        if call.group is Group.EXPERT and call.payload_bytes > 2**20
+    }
+    assert exchanged == 2048 * 2 * 4096 * 2
+
+
+def test_whole_experts_are_another_plan_than_those_split_over_tp() -> None:
+    split, whole = mixtral("sp2ep4"), mixtral("sp2ep4", WHOLE_EXPERTS)
+    assert whole.candidate.memory.total > 1.3 * split.candidate.memory.total
+    assert whole.candidate.seconds.expert_parallel < 0.6 * split.candidate.seconds.expert_parallel
+    assert whole.candidate.seconds.optimizer > 1.5 * split.candidate.seconds.optimizer
+
+
+@pytest.mark.parametrize(
+    "strategy", ["sp2ep4", "sp2ep4-etp1", "sp2ep8-etp1-zero1", "sp4pp2ep2-etp2"]
+)
+def test_a_plan_predicts_what_validate_predicts_of_the_same_run(
+    tmp_path: Path, strategy: str
+) -> None:
+    model, split = load_model("mixtral-8x7b"), parse_strategy(strategy, 8)
+    planned = replace(spec_of_model(model, split, Batch(1, 16)), dropout=0.0)
+    argv = (*model.flags, "--moe-token-dispatcher-type", "alltoall", *flags_of_spec(planned))
+    row = row_of(
+        spec_of_flags(argv, 8, DeviceKind.GPU, model.name), argv, device_by_key("h100"), "run", 1.0
+    )
+    add_rows(tmp_path / "mine.csv", [row])
+    (reading,) = read_readings(tmp_path / "mine.csv")[0]
+    validated = express(reading)
+    flag = f"--expert-tensor-parallel-size {split.tensor_of_experts}"
+    plain = strategy.replace("-etp1", "").replace("-etp2", "")
+    for timed in (mixtral(strategy), mixtral(plain, flag)):
+        candidate = timed.candidate
+        assert candidate.spec.parallelism == validated.spec.parallelism == split
+        assert candidate.memory == fullest_rank(validated.spec)[1]
+        # The kit's launcher groups experts, and `row_of` keeps no flag that says so.
+        grouped = replace(validated.cluster.execution, grouped_experts=True)
+        seconds = iteration_seconds(validated.spec, replace(validated.cluster, execution=grouped))
+        assert candidate.seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("strategy", "extra", "message"),
+    [
+        (
+            "sp2ep4-etp2",
+            WHOLE_EXPERTS,
+            "splits each expert over 2 and .* over 1; leave one of them out",
+        ),
+        ("sp2ep4", "--expert-tensor-parallel-size 0", "size is 0; use 1 or more"),
+        ("sp2ep4", "--expert-tensor-parallel-size 3", "DP x CP x TP = 8 and does not divide it"),
+        ("sp2ep8", "", "multiplies to 16 devices, not 8"),
+    ],
+)
+def test_a_split_of_experts_that_cannot_be_is_one_sentence(
+    strategy: str, extra: str, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        mixtral(strategy, extra)
+
+
+def test_a_dense_model_has_no_experts_to_split() -> None:
+    arguments = ["--model", "gpt2-large", "--strategy", "tp2", f"--extra={WHOLE_EXPERTS}"]
+    with pytest.raises(RequestError, match="1 is of experts and gpt2-large is dense; leave it out"):
+        time_strategy(asked_of_plan(arguments))
+
+
+def test_a_search_splits_experts_as_the_flag_says(
+    capsys: pytest.CaptureFixture[str], make_request: Callable[..., Request]
+) -> None:
+    arguments = ["--model", "mixtral-8x7b", "--gpu", "h100", "--gpus", "16", "--global-batch", "32"]
+    plan = answer(capsys, *arguments, f"--extra={WHOLE_EXPERTS}")
+    assert plan["ignored_flags"] == []
+    ranked = plan["ranked"]
+    assert isinstance(ranked, list)
+    splits = [Parallelism(**candidate["parallelism"]) for candidate in ranked]
+    assert all(split.tensor_of_experts == 1 for split in splits)
+    over_tensor = [split for split in splits if split.data % split.expert]
+    assert over_tensor, "EP lies over TP where experts are whole"
+    for candidate, split in zip(ranked, splits, strict=True):
+        assert candidate["strategy"] == strategy_name(split)
+        assert WHOLE_EXPERTS not in candidate["command"]  # The strategy's name says it.
+    usual = search(make_request("mixtral-8x7b", 16, "h100", 32))
+    assert {candidate.spec.parallelism.expert_tensor for candidate in usual.ranked} == {0}
+
+
+def test_memory_above_the_device_says_what_is_given_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "--model",
+        "gpt3-1.3b",
+        "--strategy",
+        "dp8",
+        "--micro-batch",
+        "1",
+        "--global-batch",
+        "8",
+    ]
+    assert main([*words, "--gpu", "v100", "--dtype", "fp16"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    close = r"32\.6 GiB, 102% of the device, on its fullest rank, which is close: try it"
+    reason = r"\(\d\.\d GiB are blocks that PyTorch gives back only when memory runs out, and"
+    assert re.search(f"{close} {reason} predictions of its kind are missed by up to 3%", text)
+    assert main([*words, "--gpu", "a100"]) == 0
+    assert "close" not in capsys.readouterr().out
+
+
+def test_a_time_says_how_far_readings_like_it_were_missed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model", "gpt3-175b", "--strategy", "tp8pp16dp8", "--micro-batch", "1"]
+    assert main([*words, "--gpu", "a100", "--global-batch", "1536"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"Expect .* to .* s \(80%; 95%: .* to .* s\), by \d+ published", text)
+    assert "A100" in text.split("measured near this: ")[1]
+    assert main(["--model", "gpt2-large", "--strategy", "dp2", "--gpu", "rtx6000-ada"]) == 0
+    assert "No published measurement on" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,325 @@
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+
+from parakit.planner.advice import runner_up_sentence
+from parakit.planner.candidates import base, comm_types, micro_batches, splits, variants, virtual_stages
+from parakit.planner.constraints import divisors, violations
+from parakit.planner.memory import fullest_rank
+from parakit.planner.search import (
+    WHOLE_TILES,
+    Request,
+    devices_needed,
+    evaluate,
+    frontier,
+    scaling,
+    search,
+    single_axis_candidates,
+    training_days,
+)
+from parakit.planner.show import make_command, trained_vocabulary_sentence
+from parakit.planner.ties import TIED
+from parakit.planner.time.iteration import pipeline_seconds
+from parakit.planner.verdict import Fit
+from parakit.config.model import ModelShape
+from parakit.config.recompute import Recompute
+from parakit.config.run import RunSpec
+from parakit.config.stages import EVEN, StageSplit, stage_split
+from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy, strategy_name
+
+MakeRequest = Callable[..., Request]
+
+
+def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
+    """By trying all numbers and asking `violations`, without the search's shortcuts."""
+    devices, batch = request.cluster.devices, request.global_batch
+    degrees = divisors(devices)
+    for tensor, context, pipeline in product(degrees, repeat=3):
+        data, rest = divmod(devices, tensor * context * pipeline)
+        if rest:
+            continue
+        for sequence, size, kind in product(
+            (False, True), divisors(batch), ("p2p", "all_gather", "a2a")
+        ):
+            if (sequence and tensor == 1) or (kind != "p2p" and context == 1):
+                continue
+            plain = Parallelism(data, tensor, pipeline, context, sequence_parallel=sequence)
+            layers = request.template.shape.layers
+            stages = stage_split(layers, pipeline) or EVEN
+            for virtual, sharding in product(range(1, 37), tuple(Sharding)[:4]):
+                if sharding and data * context == 1:
+                    continue
+                for recompute in (Recompute.NONE, Recompute.FULL):
+                    spec = replace(
+                        request.template,
+                        parallelism=replace(plain, virtual_stages=virtual, sharding=sharding),
+                        batch=Batch(size, batch),
+                        recompute=recompute,
+                        cp_comm_type=kind,
+                        stages=stages,
+                    )
+                    if not violations(spec):
+                        yield spec
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "gpu", "layers"),
+    [(2, 6, "h200", 36), (4, 8, "rtx4090", 36), (4, 4, "rtx4090", 34)],
+)
+def test_the_search_finds_what_trying_everything_finds(
+    make_request: MakeRequest, devices: int, batch: int, gpu: str, layers: int
+) -> None:
+    request = make_request("gpt2-large", devices, gpu, batch)
+    shape = replace(request.template.shape, layers=layers)
+    request = replace(request, template=replace(request.template, shape=shape))
+    plan = search(request)
+    every = list(every_legal_configuration(request))
+    assert plan.legal == len(every)
+    fitting = [c for c in every if fullest_rank(c)[1].total <= request.capacity]
+    fastest = min(evaluate(request, c).seconds.total for c in fitting)
+    assert plan.winner is not None
+    assert fastest <= plan.winner.seconds.total <= TIED * fastest
+    assert plan.lightest is not None
+    assert plan.lightest.memory.total == min(fullest_rank(c)[1].total for c in every)
+    times = [candidate.seconds.total for candidate in plan.ranked]
+    assert times[1:] == sorted(times[1:])
+    assert min(times) == pytest.approx(fastest)
+    assert all(not violations(candidate.spec) for candidate in plan.ranked)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "batch", "gpu"),
+    [
+        ("gpt2-large", 4, 48, "rtx4090"),
+        ("gpt3-175b", 512, 768, "a100"),
+        ("mixtral-8x7b", 16, 96, "h100"),
+    ],
+)
+def test_a_sample_takes_no_less_in_a_micro_batch_than_in_several_of_them_at_once(
+    make_request: MakeRequest, model: str, devices: int, batch: int, gpu: str
+) -> None:
+    request = make_request(model, devices, gpu, batch)
+    template = request.template
+    for split in list(splits(template.shape, devices))[::7]:
+        sizes = micro_batches(split, batch)
+        specs = (base(template, split, size, Recompute.NONE) for size in sizes)
+        each = [pipeline_seconds(spec, request.cluster)[0].total for spec in specs]
+        for (small, less), (large, more) in combinations(zip(sizes, each, strict=True), 2):
+            share = 1 - 1e-9 if large % small == 0 else WHOLE_TILES
+            assert less / small >= share * more / large
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "batch", "gpu"),
+    [("mixtral-8x7b", 16, 48, "h100"), ("moe-tiny", 4, 24, "cpu")],
+)
+def test_what_a_mixtures_search_leaves_out_is_slower_than_all_that_it_keeps(
+    make_request: MakeRequest, model: str, devices: int, batch: int, gpu: str
+) -> None:
+    request = make_request(model, devices, gpu, batch)
+    found, everything = search(request), search(request, kept=100_000)
+    assert len(everything.examined) > len(found.examined)
+    first, *others = ((one.strategy, one.seconds.total) for one in found.ranked)
+    every = [(one.strategy, one.seconds.total) for one in everything.ranked]
+    assert first == every[0]
+    assert others == every[1 : len(found.ranked)]
+
+
+def test_two_h200_are_best_used_data_parallel(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt2-large", 2, "h200", 64))
+    assert plan.ranked[0].strategy in {"dp2", "dp2-zero1"}
+    assert len({candidate.strategy for candidate in plan.ranked}) == 10
+
+
+def test_the_named_strategies_come_in_the_published_order(make_request: MakeRequest) -> None:
+    named = single_axis_candidates(make_request("gpt2-large", 2, "h200", 64))
+    assert [candidate.strategy for candidate in named] == ["dp2", "cp2", "sp2", "tp2", "pp2"]
+    times = {candidate.strategy: candidate.seconds.total for candidate in named}
+    assert times["tp2"] == pytest.approx(times["sp2"], rel=0.025)
+
+
+def test_illegal_named_strategies_are_left_out(make_request: MakeRequest) -> None:
+    named = single_axis_candidates(make_request("gpt2-xl", 2, "h200", 32))
+    assert {candidate.strategy for candidate in named} == {"dp2", "cp2", "pp2"}
+    assert single_axis_candidates(make_request("gpt2-large", 2, "h200", 60)) == []
+
+
+def test_175b_on_1024_devices_is_split_in_every_dimension(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt3-175b", 1024, "a100", 1536))
+    assert plan.legal > 100_000
+    assert plan.winner is not None
+    split = plan.winner.spec.parallelism
+    assert split.tensor > 1
+    assert split.pipeline > 1
+    assert split.data > 1
+
+
+def test_126_layers_on_16384_devices_take_pipeline_stages(
+    make_request: MakeRequest,
+) -> None:
+    request = make_request("llama3-8b", 16384, "h100", 2048)
+    shape = replace(
+        request.template.shape,
+        layers=126,
+        hidden=16384,
+        heads=128,
+        ffn_hidden=53248,
+    )
+    plan = search(replace(request, template=replace(request.template, shape=shape)))
+    assert plan.winner is not None
+    assert plan.winner.spec.parallelism.pipeline > 2
+    assert plan.winner.spec.stages == StageSplit(embedding=True, loss=True)
+    words = make_command(request.model, plan.winner.spec)
+    assert "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split" in words
+
+
+def test_experts_are_searched_over_their_ranks(make_request: MakeRequest) -> None:
+    request = make_request("gpt2-large", 4, "h200", 8)
+    shape = replace(
+        request.template.shape, experts=8, experts_per_token=2, expert_ffn_hidden=5120, bias=False
+    )
+    template = replace(request.template, shape=shape, dtype="bf16")
+    plan = search(replace(request, template=template))
+    degrees = {c.spec.parallelism.expert for c in plan.examined}
+    assert degrees == {1, 2, 4}
+    assert all(not violations(c.spec) for c in plan.ranked)
+
+
+def test_the_frontier_is_what_no_other_beats_in_both(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt2-large", 2, "h200", 16), slack=2.0)
+    edge = frontier(plan.examined)
+    assert edge[0].seconds.total == min(c.seconds.total for c in plan.examined)
+    assert edge[-1].memory.total == min(c.memory.total for c in plan.examined)
+    sizes = [c.memory.total for c in edge]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "gpu", "batch"),
+    [("gpt3-1.3b", 2, "rtx4090", 2), ("gpt3-13b", 8, "a100", 64), ("mixtral-8x7b", 16, "h100", 64)],
+)
+def test_a_plan_names_nothing_above_95_percent_of_a_device(
+    make_request: MakeRequest, model: str, devices: int, gpu: str, batch: int
+) -> None:
+    request = make_request(model, devices, gpu, batch)
+    for candidate in search(request).ranked:
+        fraction = candidate.memory.total / request.cluster.device.memory_bytes
+        assert candidate.is_recommended
+        assert fraction <= 0.95
+        assert candidate.verdict is (Fit.CLOSE if fraction > 0.9 else Fit.FITS)
+
+
+def test_what_fits_nowhere_has_no_winner_but_a_closest_miss(make_request: MakeRequest) -> None:
+    request = make_request("gpt3-175b", 8, "rtx4090", 8)
+    plan = search(request)
+    assert plan.winner is None
+    assert plan.lightest is not None
+    assert not plan.lightest.fits
+    needed = devices_needed(request)
+    assert needed is not None
+    assert needed > 64
+
+
+def test_a_batch_that_cannot_be_divided_leaves_nothing_legal(make_request: MakeRequest) -> None:
+    request = make_request("gpt2-large", 7, "h200", 6)
+    plan = search(request)
+    assert plan.legal == 0
+    assert plan.winner is plan.lightest is None
+
+
+def test_scaling_is_against_the_fewest_devices_that_hold_the_model(
+    make_request: MakeRequest,
+) -> None:
+    plan = search(make_request("gpt3-13b", 8, "h200", 64))
+    scaled = scaling(plan)
+    assert scaled is not None
+    assert scaled.devices in {1, 2, 4}
+    assert 0.5 < scaled.efficiency < 1.2
+    days = training_days(plan, 300e9)
+    assert plan.winner is not None
+    assert days == pytest.approx(300e9 / plan.winner.tokens_per_second / 86400)
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        Parallelism(),
+        Parallelism(data=2),
+        Parallelism(data=2, sharding=Sharding.ZERO1),
+        Parallelism(tensor=2, sequence_parallel=True),
+        Parallelism(data=4, tensor=2, pipeline=2, virtual_stages=2),
+        Parallelism(data=4, context=2, expert=2),
+    ],
+)
+def test_names_are_those_of_the_grammar(parallelism: Parallelism) -> None:
+    assert parse_strategy(strategy_name(parallelism), parallelism.world_size) == parallelism
+
+
+def test_the_command_says_only_what_differs_from_the_recipe(make_request: MakeRequest) -> None:
+    request = make_request("gpt2-large", 2, "h200", 64)
+    split = Parallelism(data=2)
+    usual = replace(request.template, parallelism=split, batch=Batch(32, 64))
+    assert make_command(request.model, usual) == "make train-dp2-gpt2-large-2gpu"
+    changed = replace(usual, batch=Batch(8, 64), recompute=Recompute.FULL, dtype="bf16")
+    assert make_command(request.model, changed) == (
+        "make train-dp2-gpt2-large-2gpu MICRO_BATCH=8 "
+        'EXTRA="--recompute-granularity full --recompute-method uniform '
+        '--recompute-num-layers 1 --bf16"'
+    )
+
+
+def test_the_command_names_the_parameters_that_it_does_not_train(make_request: MakeRequest) -> None:
+    request = make_request("llama3-8b", 2, "h200", 64)
+    split = replace(request.template, parallelism=Parallelism(tensor=2))
+    assert trained_vocabulary_sentence(split).startswith(
+        "Not the same model: the kit's data hold GPT-2's tokens, so a vocabulary of 50,257 is trained "
+        "and not the model's own 128,256: 7,392,727,040 parameters, 637,534,208 fewer than its "
+        "8,030,261,248; DATA="
+    )
+    own = make_request("gpt2-large", 2, "h200", 64)
+    assert trained_vocabulary_sentence(own.template) == ""
+    assert 637_534_208 == 2 * 4096 * (128_256 - 50_432)
+
+
+def test_layers_with_windows_are_searched_without_a_ring(make_request: MakeRequest) -> None:
+    request = make_request("gpt2-large", 2, "h200", 4)
+    split = Parallelism(context=2)
+    assert comm_types(request.template, split) == ("p2p", "all_gather", "a2a")
+    shape = replace(request.template.shape, window=128, windowed=0.5)
+    windowed = replace(request, template=replace(request.template, shape=shape))
+    assert comm_types(windowed.template, split) == ("all_gather", "a2a")
+    found = [one.spec for one in search(windowed).ranked if one.spec.parallelism.context > 1]
+    assert found
+    assert all(spec.cp_comm_type != "p2p" for spec in found)
+
+
+def test_interleaving_needs_micro_batches_in_multiples_of_the_stages() -> None:
+    shape = small_shape()
+    odd = RunSpec(shape, Parallelism(pipeline=2), Batch(1, 3))
+    even = replace(odd, batch=Batch(1, 4))
+    assert virtual_stages(odd.shape, odd.parallelism, odd.microbatches) == (1,)
+    assert virtual_stages(even.shape, even.parallelism, even.microbatches) == (1, 2, 3, 6)
+    assert len(list(variants(even))) == 4
+
+
+def small_shape() -> ModelShape:
+    return ModelShape(12, 8, 2, 2, 4, 32, 16, 16)
+
+
+def test_a_tie_in_time_and_memory_goes_to_the_fewest_dimensions(make_request: MakeRequest) -> None:
+    plan = search(make_request("gpt2-tiny", 8, "h100", 32))
+    assert plan.winner is not None
+    assert plan.winner.strategy == "dp8-zero1"
+    assert len(plan.tied) > 3
+    assert min(found.seconds.total for found in plan.tied) < plan.winner.seconds.total
+    assert "tied with" in runner_up_sentence(plan.winner, plan.tied[0])
+
+
+def test_what_is_faster_by_more_than_noise_is_taken_however_it_splits(
+    make_request: MakeRequest,
+) -> None:
+    plan = search(make_request("gpt3-175b", 1024, "a100", 1536))
+    assert plan.winner is not None
+    assert plan.winner.seconds.total <= TIED * min(found.seconds.total for found in plan.ranked)

@@ -1,0 +1,456 @@
+"""Each named term of an iteration's time does what its source says."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from tests.planner.readings.fit import BOUNDS, FITTED, start_of
+from parakit.planner.collectives.call import CollectiveCall
+from parakit.planner.readings.published import usual_cluster
+from parakit.planner.tensors import rank_parameters
+from parakit.planner.time.cluster import Cluster, route
+from parakit.planner.time.compute import layer_seconds, product_seconds
+from parakit.planner.time.constants import constants_of
+from parakit.planner.time.execution import Execution
+from parakit.planner.time.host import launch_seconds
+from parakit.planner.time.iteration import IterationSeconds, _slowest_update, iteration_seconds
+from parakit.planner.time.rates import rates
+from parakit.planner.time.traffic import layer_bytes, softmax_is_fused
+from parakit.artifacts.measurements import Operation, Phase
+from parakit.config.experts import BALANCED, ExpertLoad
+from parakit.config.groups import Group
+from parakit.config.hardware import load_hardware
+from parakit.config.model import LatentAttention, load_model
+from parakit.config.recompute import Recompute
+from parakit.config.run import Fp8Recipe, RunSpec
+from parakit.config.strategy import Batch, Parallelism, Sharding
+
+SHAPE = load_model("gpt3-13b").shape
+
+
+def on(devices: int = 8, **execution: object) -> Cluster:
+    return replace(usual_cluster("h100", devices), execution=Execution(**execution))  # type: ignore[arg-type]
+
+
+def seconds(split: Parallelism, cluster: Cluster, batch: Batch | None = None) -> IterationSeconds:
+    batch = batch or Batch(1, 8 * split.data)
+    return iteration_seconds(RunSpec(SHAPE, split, batch, dropout=0.0), cluster)
+
+
+def test_a_last_wave_of_tiles_takes_as_long_as_a_whole_one() -> None:
+    rate = replace(rates(on(), "bf16"), bytes_per_second=1e30, fill=0.0)
+    # 256 x 128 is the best tile and 132 processors compute one each.
+    whole, one_more = (product_seconds(256 * 132, 65536, 128 * n, 2, rate) for n in (1, 2))
+    assert one_more == pytest.approx(2 * whole, rel=0.01)
+    assert product_seconds(256 * 133, 65536, 128, 2, rate) > 1.2 * whole
+
+
+def test_few_tiles_with_a_long_inner_dimension_are_computed_in_parts() -> None:
+    rate = rates(on(), "bf16")
+    few = product_seconds(1280, 32768, 1280, 2, rate)
+    one_wave = 2 * 256 * 128 * 132 * (32768 + rate.fill) / rate.flops
+    assert few < 0.75 * one_wave
+
+
+def test_a_product_takes_its_arithmetic_or_its_operands_whichever_is_more() -> None:
+    rate = rates(on(), "bf16")
+    thin = product_seconds(8192, 128, 8192, 2, rate)
+    operands = 2 * (2 * 8192 * 128 + 8192 * 8192) / rate.bytes_per_second
+    assert thin == pytest.approx(operands, rel=0.1)
+    added = product_seconds(8192, 128, 8192, 2, rate, accumulated=True)
+    assert added > 3 * thin
+
+
+def test_a_products_rate_falls_with_its_inner_dimension() -> None:
+    rate = replace(rates(on(), "bf16"), bytes_per_second=1e30)
+    short, long = (product_seconds(256 * 132, k, 128 * 256, 2, rate) / k for k in (512, 8192))
+    expected = (1 + rate.fill / 512) / (1 + rate.fill / 8192)
+    assert short / long == pytest.approx(expected, rel=0.01)
+
+
+def test_one_kernel_of_many_small_products_fills_the_device() -> None:
+    rate = rates(on(), "bf16")
+    apart = 66 * product_seconds(256, 4096, 128, 2, rate)
+    assert product_seconds(256, 4096, 128, 2, rate, copies=66) < apart / 4
+
+
+def test_fewer_bits_need_less_time_for_products_and_casts_are_not_free() -> None:
+    spec = RunSpec(SHAPE, Parallelism(), Batch(1, 8), dropout=0.0)
+    plain, fewer = (
+        iteration_seconds(replace(spec, fp8_recipe=kind), on(1))
+        for kind in (Fp8Recipe.NONE, Fp8Recipe.TENSORWISE)
+    )
+    assert fewer.matmul < 0.75 * plain.matmul
+    assert fewer.memory_bound > plain.memory_bound
+    assert fewer.attention == plain.attention
+
+
+def test_cuda_graphs_take_the_hosts_time_away() -> None:
+    tiny = RunSpec(load_model("gpt2-tiny").shape, Parallelism(), Batch(1, 8), "bf16")
+    eager, graphs = (iteration_seconds(tiny, on(1, graphs=on_)) for on_ in (False, True))
+    assert eager.memory_bound > 5 * graphs.memory_bound
+
+
+def test_overlapped_gradients_and_weights_leave_one_bucket_and_their_contention() -> None:
+    split = Parallelism(data=64, sharding=Sharding.ZERO1)
+    after = seconds(split, on(64))
+    beside = seconds(split, on(64, overlap_gradients=True, overlap_parameters=True))
+    assert 0 < beside.gradient_sync < 0.7 * after.gradient_sync
+
+
+def test_a_bucket_grows_with_all_ranks_that_reduce_it() -> None:
+    splits = [
+        Parallelism(data=d, context=c, sharding=Sharding.ZERO1) for d, c in ((256, 1), (32, 8))
+    ]
+    specs = [RunSpec(SHAPE, split, Batch(1, split.data), dropout=0.0) for split in splits]
+    shares = {_slowest_update(spec, on(256))[0] for spec in specs}
+    assert shares == {256_000_000 / rank_parameters(specs[0]).total}
+
+
+def test_user_buffers_hide_tensor_parallel_calls() -> None:
+    split = Parallelism(tensor=8, sequence_parallel=True)
+    waited, hidden = (seconds(split, on(8, overlap_tensor=way)) for way in (False, True))
+    assert hidden.tensor_parallel < 0.7 * waited.tensor_parallel
+
+
+def test_shares_of_pipeline_messages_travel_in_place_of_all() -> None:
+    split = Parallelism(tensor=8, pipeline=2)
+    whole, shares = (seconds(split, on(16, scatter_gather=way)) for way in (False, True))
+    assert shares.pipeline_messages == pytest.approx(whole.pipeline_messages / 8)
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    trained, frozen = (seconds(Parallelism(data=8), on(8, frozen=way)) for way in (False, True))
+    assert frozen.matmul < 0.7 * trained.matmul
+    assert frozen.gradient_sync == frozen.optimizer == 0
+
+
+def test_a_busier_rank_of_experts_multiplies_and_receives_more_but_not_over_ep_1() -> None:
+    mixtral = load_model("mixtral-8x7b").shape
+    cluster = on(8)
+
+    def timed(expert: int, load: ExpertLoad) -> IterationSeconds:
+        split = Parallelism(data=8, expert=expert)
+        spec = RunSpec(mixtral, split, Batch(1, 8), dropout=0.0, expert_load=load)
+        return iteration_seconds(spec, cluster)
+
+    even, busy = timed(8, ExpertLoad()), timed(8, ExpertLoad(2.0))
+    assert 1.9 < busy.expert_parallel / even.expert_parallel <= 2.0
+    assert 1.6 < busy.matmul / even.matmul < 2.0
+    assert busy.attention == even.attention
+    assert timed(1, ExpertLoad(2.0)) == timed(1, ExpertLoad())
+
+
+def test_behind_an_oversubscribed_switch_only_calls_between_nodes_have_less_of_the_link() -> None:
+    plain, shared = (replace(on(64), oversubscription=factor) for factor in (1.0, 4.0))
+    split = Parallelism(tensor=8, data=4, pipeline=2, sequence_parallel=True)
+    assert route(shared, split, Group.TENSOR) == route(plain, split, Group.TENSOR)
+    for group in (Group.DATA_CONTEXT, Group.PIPELINE):
+        ways = [route(cluster, split, group) for cluster in (plain, shared)]
+        assert ways[1] == replace(
+            ways[0],
+            bytes_per_second=ways[0].bytes_per_second / 4,
+            pairwise_bytes_per_second=ways[0].pairwise_bytes_per_second / 4,
+        )
+    assert seconds(split, shared).gradient_sync > 3 * seconds(split, plain).gradient_sync
+    assert seconds(split, shared).tensor_parallel == seconds(split, plain).tensor_parallel
+
+
+def test_a_call_of_more_ranks_waits_for_a_slower_host_and_a_graph_waits_for_none() -> None:
+    spec = RunSpec(SHAPE, Parallelism(), Batch(1, 1), dropout=0.0)
+    calls = {
+        ranks: CollectiveCall(
+            Group.TENSOR, ranks, Operation.ALL_REDUCE, Phase.FORWARD, "", 4, 1024, ""
+        )
+        for ranks in (1, 2, 4, 16)
+    }
+    host = {n: launch_seconds(spec, on(), [call]) for n, call in calls.items()}
+    a_call = on().constants.call_launch_seconds
+    assert host[1] == pytest.approx(on().constants.layer_launch_seconds)
+    assert host[2] - host[1] == pytest.approx(4 * a_call)
+    assert host[16] - host[1] == pytest.approx(8 * a_call)
+    assert launch_seconds(spec, on(graphs=True), [calls[16]]) == 0
+
+
+@pytest.mark.parametrize(
+    ("tensor", "samples", "fused"), [(1, 1, True), (8, 1, False), (8, 2, True), (16, 2, False)]
+)
+def test_unfused_attention_has_its_one_softmax_kernel_for_rows_in_fours(
+    tensor: int, samples: int, fused: bool
+) -> None:
+    shape = replace(load_model("gpt2-large").shape, heads=16, query_groups=16)
+    spec = RunSpec(
+        shape, Parallelism(tensor=tensor), Batch(samples, samples), "fp16", fused_attention=False
+    )
+    assert softmax_is_fused(spec) is fused
+    assert not softmax_is_fused(replace(spec, shape=replace(shape, seq_length=8192)))
+    assert softmax_is_fused(replace(spec, fused_attention=True))
+
+
+@pytest.mark.parametrize(
+    ("modules", "products", "attention"),
+    [
+        ("none", 0, 0),
+        ("core_attn", 0, 1),
+        # 4h to and from, of 12 h^2 in all.
+        ("mlp", 8 / 12, 0),
+        ("full", 1, 1),
+        ("layernorm", 0, 0),
+    ],
+)
+def test_backward_computes_again_what_its_modules_hold(
+    modules: str, products: float, attention: float
+) -> None:
+    spec = RunSpec(
+        SHAPE, Parallelism(), Batch(1, 1), dropout=0.0, recompute=Recompute.parse(modules)
+    )
+    layer = layer_seconds(spec, rates(on(), "bf16"))
+    assert layer.matmul_again == pytest.approx(products * layer.forward_matmul, rel=0.02)
+    assert layer.attention_again == attention * layer.forward_attention
+    assert (layer.memory_again == layer.forward_memory) is (modules == "full")
+
+
+def test_norms_that_stand_alone_are_read_and_written_again() -> None:
+    spec = RunSpec(
+        SHAPE, Parallelism(), Batch(1, 1), dropout=0.0, recompute=Recompute.parse("layernorm")
+    )
+    rate = rates(on(), "bf16")
+    assert layer_bytes(spec, rate).again == 0
+    alone = layer_bytes(replace(spec, fused_norms=False), rate)
+    norms = 2 * 2 * 2 * SHAPE.hidden * SHAPE.seq_length
+    assert alone.again == pytest.approx(norms * rate.elementwise)
+
+
+def test_recomputed_experts_exchange_their_tokens_again() -> None:
+    shape = load_model("mixtral-8x7b").shape
+    spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), dropout=0.0)
+    kept, again = (
+        iteration_seconds(replace(spec, recompute=Recompute.parse(modules)), on())
+        for modules in ("none", "moe")
+    )
+    assert again.expert_parallel == pytest.approx(1.5 * kept.expert_parallel, rel=0.05)
+    assert again.attention == kept.attention
+    assert again.matmul > 1.2 * kept.matmul
+
+
+def test_torchs_own_softmax_costs_kernels_and_memory_traffic() -> None:
+    shape = replace(SHAPE, heads=40, query_groups=40)
+    split = Parallelism(tensor=8)
+    one, two = (
+        RunSpec(shape, split, Batch(samples, samples), "bf16", fused_attention=False)
+        for samples in (1, 4)
+    )
+    assert launch_seconds(one, on(), []) > 1.1 * launch_seconds(two, on(), [])
+    attention = [iteration_seconds(spec, on()).attention for spec in (one, two)]
+    assert attention[0] > attention[1] / 2
+
+
+def attention(device: str, width: int, **changes: object) -> float:
+    shape = replace(SHAPE, heads=16, query_groups=16, head_width=width, **changes)  # type: ignore[arg-type]
+    spec = RunSpec(shape, Parallelism(), Batch(1, 1), dropout=0.0)
+    rate = rates(usual_cluster(device, 1), "bf16")
+    return layer_seconds(spec, rate).forward_attention
+
+
+def test_blackwells_own_attention_does_not_train_heads_of_192() -> None:
+    for device, share in (("h100", 1.0), ("b200", 0.35)):
+        assert attention(device, 192) == pytest.approx(1.5 * attention(device, 128) / share)
+    assert attention("b200", 256) == pytest.approx(2 * attention("b200", 128))
+    keys_of_192 = LatentAttention(1536, 512, 128, 64, 128)
+    values_of_192 = LatentAttention(1536, 512, 128, 64, 192)
+    taken, not_taken = (
+        attention("b200", 128, latent=latent) for latent in (keys_of_192, values_of_192)
+    )
+    assert not_taken == pytest.approx(taken * (192 + 192) / (192 + 128) / 0.35)
+
+
+def test_an_activation_of_pytorchs_own_kernels_is_nine_more_passes() -> None:
+    spec = RunSpec(SHAPE, Parallelism(tensor=2), Batch(1, 1), "bf16", dropout=0.0)
+    (forward, backward, _), (more_forward, more_backward, _) = (
+        layer_bytes(spec, rates(on(2, eager_activation=way), "bf16")) for way in (False, True)
+    )
+    a_pass = 2 * SHAPE.seq_length * SHAPE.ffn_hidden // 2
+    assert (more_forward - forward, more_backward - backward) == (2 * a_pass, 7 * a_pass)
+
+
+def test_a_fused_loss_moves_fewer_bytes() -> None:
+    spec = RunSpec(SHAPE, Parallelism(), Batch(1, 8), dropout=0.0)
+    plain, fused = (
+        iteration_seconds(replace(spec, fused_loss=way), on(1)).memory_bound
+        for way in (False, True)
+    )
+    assert fused < plain
+
+
+def test_more_devices_wait_longer_for_their_slowest() -> None:
+    few, many = (seconds(Parallelism(data=n), on(n)).stragglers for n in (8, 1024))
+    assert 0 < few < many
+
+
+def test_calls_of_more_ranks_have_more_steps_and_trees_bound_them() -> None:
+    two, eight, far = (
+        route(on(64), Parallelism(data=64 // n, tensor=n), Group.TENSOR) for n in (2, 8, 32)
+    )
+    assert two.ring_seconds < eight.ring_seconds
+    assert far.tree_seconds < far.ring_seconds
+
+
+def of_experts(load: ExpertLoad = BALANCED, **execution: bool) -> IterationSeconds:
+    shape, split = load_model("mixtral-8x7b").shape, Parallelism(data=8, expert=8)
+    spec = RunSpec(shape, split, Batch(1, 64), dropout=0.0, expert_load=load)
+    no_waits = replace(on().calibration, call_launch_seconds=0.0)
+    return iteration_seconds(spec, replace(on(**execution), calibration=no_waits))
+
+
+def test_experts_exchanges_beside_another_micro_batch_cost_what_contention_leaves() -> None:
+    alone, beside = of_experts(), of_experts(overlap_experts=True)
+    share = on().constants.contention
+    assert beside.expert_parallel == pytest.approx(share * alone.expert_parallel)
+    assert beside.matmul == alone.matmul
+
+
+def test_graphs_of_attention_and_router_leave_the_host_the_experts() -> None:
+    kinds = (of_experts(), of_experts(captured=True), of_experts(graphs=True))
+    none, part, whole = (found.memory_bound for found in kinds)
+    # One expert a rank: 1.5 layers' kernels and its own 0.06, of which the graphs launch one layer's.
+    assert (part - whole) / (none - whole) == pytest.approx(0.56 / 1.56)
+
+
+def test_the_host_runs_ahead_of_experts_whose_load_is_padded_and_so_known_to_it() -> None:
+    padded = ExpertLoad(capacity=1.0, padded=True)
+    # Of a layer that keeps the device busier than the host, launched beside it, a graph saves nothing.
+    assert of_experts(load=padded) == of_experts(load=padded, graphs=True)
+    assert of_experts().memory_bound > 1.5 * of_experts(graphs=True).memory_bound
+
+
+def test_a_host_that_waits_for_every_kernel_adds_its_time() -> None:
+    split = Parallelism(tensor=2)
+    plain, blocked = (seconds(split, on(2, blocking=way)) for way in (False, True))
+    launches = SHAPE.layers * 8 * launch_seconds(RunSpec(SHAPE, split, Batch(1, 8)), on(2), ())
+    assert blocked.memory_bound - plain.memory_bound > 0.99 * launches
+
+
+def test_tokens_that_come_rank_by_rank_are_put_in_order_of_the_experts() -> None:
+    shape = replace(load_model("mixtral-8x7b").shape, layers=1)
+    rate = rates(on(), "bf16")
+    moved = 4096 * shape.experts_per_token * shape.hidden * 2
+
+    def more(expert: int, **changes: object) -> int:
+        spec = RunSpec(shape, Parallelism(data=8, expert=expert), Batch(1, 8), "bf16", dropout=0.0)
+        spec = replace(spec, shape=replace(shape, seq_length=4096, **changes))  # type: ignore[arg-type]
+        return (
+            layer_bytes(spec, rate)[0]
+            - layer_bytes(spec, replace(rate, execution=Execution(deduplicated=True)))[0]
+        )
+
+    assert (more(8), more(4)) == (0, 4 * moved)
+
+
+def bytes_of_experts(execution: Execution, **changes: object) -> tuple[int, int]:
+    """Forward and backward, of 1,024 tokens that go to two of eight experts each."""
+    shape = replace(load_model("mixtral-8x7b").shape, seq_length=1024)
+    shape = replace(shape, **changes)  # type: ignore[arg-type]
+    spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), "bf16", dropout=0.0)
+    return layer_bytes(spec, replace(rates(on(), "bf16"), execution=execution))[:2]
+
+
+@pytest.mark.parametrize(
+    ("execution", "passes"),
+    [
+        (Execution(), (6, 8)),
+        (Execution(wide_probabilities=True), (14, 20)),
+        (Execution(deduplicated=True), (14, 20)),
+        (Execution(fused_experts=True), (0, 0)),
+    ],
+)
+def test_a_bias_of_experts_is_more_passes_unless_it_is_part_of_the_product(
+    execution: Execution, passes: tuple[int, int]
+) -> None:
+    # Queries, keys and values have one too: 6,144 columns, whose gradient is summed.
+    plain, biased = (bytes_of_experts(execution, bias=way) for way in (False, True))
+    copies, projected = 1024 * 2 * 4096 * 2, 1024 * 6144 * 2
+    assert biased[0] - plain[0] == passes[0] * copies
+    summed = projected + 2 * 2 * 1024 * 4096
+    activated = 0 if execution.fused_experts else 2 * 1024 * 2 * 14336 * 2
+    assert biased[1] - plain[1] == passes[1] * copies + summed + activated
+
+
+def test_clamped_activations_are_more_passes_which_recomputing_them_repeats() -> None:
+    columns = 1024 * 2 * 14336 * 2
+    plain, clamped = (bytes_of_experts(Execution(), clamped=way) for way in (False, True))
+    assert (clamped[0] - plain[0], clamped[1] - plain[1]) == (8 * columns, 15 * columns)
+    shape = replace(load_model("mixtral-8x7b").shape, seq_length=1024)
+    again = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), "bf16", dropout=0.0)
+    again = replace(again, recompute=Recompute(frozenset({"moe_act"})))
+    rate = rates(on(), "bf16")
+    repeated = [
+        layer_bytes(replace(again, shape=replace(shape, clamped=way)), rate).again
+        for way in (False, True)
+    ]
+    assert repeated[1] - repeated[0] == 8 * columns
+
+
+def test_a_window_takes_attention_s_time_of_the_layers_that_have_it() -> None:
+    rate = rates(on(1), "bf16")
+
+    def taken(window: int, share: float) -> float:
+        shape = replace(SHAPE, seq_length=4096, window=window, windowed=share)
+        return layer_seconds(
+            RunSpec(shape, Parallelism(), Batch(1, 1), "bf16"), rate
+        ).forward_attention
+
+    whole, every = taken(0, 0.0), taken(129, 1.0)
+    # 129 - 129 * 128 / 8,192 tokens in the mean, of 2,048; and what 720 keys are worth.
+    kept = (2 * (129 - 129 * 128 / 8192) + 720) / (4096 + 720)
+    assert every / whole == pytest.approx(kept)
+    assert taken(129, 0.5) == pytest.approx((whole + every) / 2)
+    assert taken(4096, 1.0) == whole
+
+
+def test_a_scale_from_earlier_iterations_spares_a_reading_of_every_operand() -> None:
+    spec = RunSpec(SHAPE, Parallelism(), Batch(1, 1), "bf16", dropout=0.0)
+
+    def moved(kind: Fp8Recipe) -> float:
+        rate = rates(on(1), "bf16", kind)
+        found = layer_seconds(replace(spec, fp8_recipe=kind), rate)
+        return found.backward_memory * rate.bytes_per_second
+
+    gradients = SHAPE.seq_length * (4 + 1 + 4 + 1) * SHAPE.hidden - SHAPE.seq_length * SHAPE.hidden
+    more = moved(Fp8Recipe.TENSORWISE) - moved(Fp8Recipe.DELAYED)
+    assert more == pytest.approx(2 * gradients, rel=1e-6)
+
+
+def test_weights_in_eight_bits_take_half_as_long() -> None:
+    split = Parallelism(data=64, sharding=Sharding.ZERO1)
+    spec = RunSpec(SHAPE, split, Batch(1, 64), "bf16", dropout=0.0, fp8_recipe=Fp8Recipe.MXFP8)
+    cluster = replace(usual_cluster("b200", 64), execution=Execution())
+    halved = replace(spec, quantised_weights=True)
+    whole, less = (iteration_seconds(one, cluster).gradient_sync for one in (spec, halved))
+    # Of the 6 bytes that are moved weights are 2; an MXFP8 weight has 3% of scales.
+    assert less / whole == pytest.approx((4 + 1.03) / 6, rel=0.01)
+
+
+def test_broadcast_weights_go_once_around_the_ring_for_every_tensor() -> None:
+    split = Parallelism(data=16, sharding=Sharding.ZERO1)
+    gathered, sent = (
+        seconds(split, on(16, broadcast_parameters=way)).gradient_sync for way in (False, True)
+    )
+    ring = route(on(16), split, Group.DATA_CONTEXT).ring_seconds
+    assert sent - gathered == pytest.approx(16 * (ring + 5e-6), rel=1e-6)
+
+
+@pytest.mark.parametrize("generation", FITTED)
+def test_every_constant_lies_within_its_physical_bounds(generation: str) -> None:
+    for constants in (constants_of(generation), start_of(generation)):
+        for name, value in asdict(constants).items():
+            low, high = BOUNDS[name]
+            assert low <= value <= max(high, 0.95), name
+
+
+def test_every_device_has_constants() -> None:
+    assert all(constants_of(device.generation) for device in load_hardware().devices.values())
+
+
+def test_leaving_a_source_out_changes_the_constants_and_an_unknown_one_does_not() -> None:
+    assert constants_of("ampere", "VIA-Research/vTrain multi-node") != constants_of("ampere")
+    assert constants_of("ampere", "nobody") == constants_of("ampere")

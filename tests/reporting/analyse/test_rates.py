@@ -1,0 +1,114 @@
+from dataclasses import replace
+
+import pytest
+
+from tests.reporting.factory import changed, log_text, run_record, write_run
+from parakit.artifacts.run import Host
+from parakit.reporting.analyse.entry import rows_of
+from parakit.reporting.analyse.rates import rates_of
+from parakit.reporting.analyse.results import RESULTS
+from parakit.reporting.read.runs import load_folder
+from parakit.config.model import load_model
+from parakit.config.run import DeviceKind
+from parakit.config.strategy import Batch
+
+LARGE = load_model("gpt2-large")
+H200 = Host("h", "cpu", 2, 1, ("NVIDIA H200",) * 2)
+
+
+def published_dp2(**changes):
+    """The H200 notes' DP2 run: 64 samples of 1024 tokens on two H200, fp16."""
+    record = run_record(
+        "r",
+        "dp2",
+        model="gpt2-large",
+        device=DeviceKind.GPU,
+        batch=Batch(32, 64),
+        seq_length=1024,
+        dtype="fp16",
+        argv=LARGE.flags,
+        host=H200,
+    )
+    return changed(record, **changes)
+
+
+def rates(tmp_path, record, ms=437.2, log=None):
+    text = log or log_text([ms] * 30)
+    return rates_of(load_folder(write_run(tmp_path, record, text)), ms)
+
+
+def test_published_dp2_run_has_its_published_rates(tmp_path):
+    found = rates(tmp_path, published_dp2())
+    assert found.model_flops_per_iteration == pytest.approx(3.2219e14, rel=1e-4)
+    assert found.tokens_per_second == pytest.approx(64 * 1024 / 0.4372)
+    assert found.tokens_per_second_per_device == pytest.approx(32 * 1024 / 0.4372)
+    assert found.model_tflops_per_device == pytest.approx(368.5, abs=0.1)
+    assert found.mfu == pytest.approx(0.3724, abs=1e-4)
+    assert found.hfu == found.mfu
+    assert found.peak_tflops == 989.5
+    assert "H200" in found.peak_source
+    assert any("÷ 989.5 TFLOP/s dense fp16" in formula for formula in found.formulas)
+
+
+def test_recomputation_counts_in_hfu_only(tmp_path):
+    full = published_dp2(argv=(*LARGE.flags, "--recompute-granularity", "full"))
+    found = rates(tmp_path, full)
+    # A forward pass of the layers again: 6·(24h² + 2sh)·L of the tokens' 6·(…+ 2hV) FLOPs.
+    h, s, layers, vocabulary = 1280, 1024, 36, 50304
+    of_layers = layers * (24 * h * h + 2 * s * h)
+    share = of_layers / (3 * (of_layers + 2 * h * vocabulary))
+    assert found.hfu == pytest.approx(found.mfu * (1 + share))
+
+
+def test_of_some_layers_their_forward_passes_count(tmp_path):
+    method = ("--recompute-granularity", "full", "--recompute-method", "block")
+    words = (*LARGE.flags, *method, "--recompute-num-layers", "9")
+    some = rates(tmp_path, published_dp2(run="some", argv=words))
+    every = rates(tmp_path, published_dp2(run="all", argv=(*LARGE.flags, *method[:2])))
+    assert some.hfu / some.mfu - 1 == pytest.approx((every.hfu / every.mfu - 1) * 9 / 36)
+
+
+def test_unknown_device_has_no_mfu_and_says_why(tmp_path):
+    found = rates(tmp_path, published_dp2(host=replace(H200, devices=("Tesla T4",) * 2)))
+    assert (found.mfu, found.hfu, found.peak_tflops) == (None, None, None)
+    assert found.model_tflops_per_device is not None
+    assert found.notes == ("no MFU: no peak rate is recorded for 'Tesla T4'",)
+
+
+def test_megatrons_own_count_is_checked(tmp_path):
+    text = log_text([437.2] * 30)
+    agreeing = text.replace("437.2 |", "437.2 | throughput per GPU (TFLOP/s/GPU): 368.5 |")
+    assert rates(tmp_path, published_dp2(run="a"), log=agreeing).notes == ()
+    other = text.replace("437.2 |", "437.2 | throughput per GPU (TFLOP/s/GPU): 350.0 |")
+    (note,) = rates(tmp_path, published_dp2(run="b"), log=other).notes
+    assert note.startswith("FLOPs differ from Megatron's own count by +5.3%")
+
+
+def with_variant(run, variant):
+    argv = (*LARGE.flags, "--experimental-attention-variant", variant)
+    return published_dp2(run=run, argv=(*argv, "--linear-attention-freq", "4"))
+
+
+def test_the_gap_of_a_layer_that_has_no_formula_names_it(tmp_path):
+    text = log_text([437.2] * 30)
+    other = text.replace("437.2 |", "437.2 | throughput per GPU (TFLOP/s/GPU): 350.0 |")
+    (note,) = rates(tmp_path, with_variant("a", "dsa"), log=other).notes
+    assert note.endswith("): dsa is counted as attention")
+    (note,) = rates(tmp_path, with_variant("b", "gated_delta_net"), log=other).notes
+    assert "FLOPs differ" in note
+    assert "counted as" not in note
+
+
+def test_parameters_of_a_layer_that_has_no_formula_are_not_known(tmp_path):
+    records = published_dp2(run="a"), with_variant("b", "dsa"), with_variant("c", "gated_delta_net")
+    for record, printed in zip(records, (774_090_240, 1, 1_166_341_056), strict=True):
+        write_run(tmp_path, record, log_text([437.2] * 30, parameters=printed))
+    total = next(column for column in RESULTS if column.name == "parameters_total")
+    rows = rows_of([[tmp_path / record.run] for record in records])
+    # In 27 of 36 layers 21,086,528 in place of 6,558,720.
+    assert [total.value(row) for row in rows] == [774_090_240, None, 1_166_341_056]
+
+
+def test_without_time_there_are_no_rates(tmp_path):
+    run = load_folder(write_run(tmp_path, published_dp2(), log_text([1.0] * 3)))
+    assert rates_of(run, None).tokens_per_second is None

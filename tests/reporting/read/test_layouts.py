@@ -1,0 +1,136 @@
+"""Lines read as columns are read as they are one by one, to the last bit."""
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.reporting.factory import iteration_line
+from parakit.reporting.read import scrape
+from parakit.reporting.read.dialects import find_iterations, line_formats
+from parakit.reporting.read.layouts import LayoutReader
+from parakit.reporting.read.scrape import other_news, scrape_runs
+
+PRIMUS = (
+    "[20251121 12:10:29][rank-31/32][INFO ] [--------trainer.py:2488] :  iteration    {n:8d}/   36000"
+    " | consumed samples:   {samples:10d} | elapsed time per iteration (ms): {ms:.1f}/2712.7 |"
+    " hip mem usage/free/total/usage_ratio: {ms:.2f}GB/28.63GB/255.98GB/88.81% | learning rate:"
+    " {loss:.6E} | global batch size:   256 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: nan |"
+    " number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+
+
+def columns_and_lines(text: str):
+    """The iterations of a block's plain lines, and what each line gives by itself."""
+    reader = LayoutReader(other_news())
+    reader.format = line_formats()[0]
+    block = reader.block(text.encode(), range(1, text.count("\n") + 1))
+    whole = list(block.columns.rows(0, len(block.plain)))
+    lines = text.split("\n")[:-1]
+    return [
+        (whole[place], find_iterations(line))
+        for place, line in enumerate(lines)
+        if block.plain[place]
+    ]
+
+
+def without_nan(found):
+    return {name: str(getattr(found, name)) for name in found.__struct_fields__}
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 10**8 - 1),
+            st.floats(0.1, 1e7),
+            st.floats(1e-30, 1e30) | st.floats(1e-3, 1e3),
+            st.integers(1, 10**5),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.sampled_from(["megatron", "primus", "docker"]),
+)
+def test_every_number_of_a_plain_line_is_what_the_line_alone_gives(rows, kind):
+    def line(n, ms, loss, samples):
+        if kind == "primus":
+            return PRIMUS.format(n=n, ms=ms, loss=loss, samples=samples)
+        prefix = "2026-01-01T00:00:00.123456789Z stdout F [default3]:" if kind == "docker" else ""
+        extra = f" z_loss: {loss:.3E} |"
+        return prefix + iteration_line(n, ms, loss, total=10**8, global_batch=samples, extra=extra)
+
+    text = "".join(line(*row) + "\n" for row in rows)
+    found = columns_and_lines(text)
+    assert found or not all(1e-9 < row[2] < 1e9 for row in rows)
+    for one, alone in found:
+        assert [without_nan(one)] == [without_nan(each) for each in alone]
+
+
+def test_most_lines_of_a_log_are_plain_whatever_their_widths():
+    generator = random.Random(1)
+    lines = [
+        iteration_line(n, generator.uniform(90, 1100), generator.uniform(0.5, 20))
+        for n in range(1, 500)
+    ]
+    assert len(columns_and_lines("\n".join([*lines, ""]))) == 499
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "saving checkpoint at iteration 5",
+        "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: 2.0 |",
+        " validation loss at iteration 5 | lm loss value: 1.0 |",
+        "Traceback (most recent call last):",
+        "    forward-backward ...............: (1210.11, 1214.92)",
+        "[exiting program at iteration 5]",
+        "got signal: 15",
+        "train.py: error: no",
+    ],
+)
+def test_a_line_that_says_more_than_an_iteration_is_not_plain(other):
+    for glued in (other + iteration_line(5), iteration_line(5) + other):
+        assert columns_and_lines(glued + "\n") == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("lm loss: 9", "xm loss: 9"),
+        ("lm loss: 9.0", "lm loss: 9,0"),
+        ("       5/", "   1   5/"),
+        ("23:58:47", "23:58.47"),
+        ("1.095", "1x095"),
+    ],
+)
+def test_a_line_with_one_other_byte_is_of_another_kind(old, new):
+    usual = iteration_line(5, loss=9.0)
+    assert old in usual
+    changed = usual.replace(old, new)
+    found = columns_and_lines(f"{usual}\n{changed}\n")
+    for one, alone in found:
+        assert [one] == alone
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "logs").glob("*.log")))
+def test_a_whole_log_is_the_same_read_in_columns_and_line_by_line(path, tmp_path, monkeypatch):
+    generator = random.Random(path.stem)
+    original = path.read_bytes()
+    for _ in range(6):
+        pieces = [original]
+        for _ in range(generator.randrange(12)):
+            start = generator.randrange(1, 30)
+            count = generator.randrange(1, 12)
+            pieces += [
+                (iteration_line(n, 100 + n % 7, 9.0, micro=True) + "\n").encode()
+                for n in range(start, start + count)
+            ]
+        log = tmp_path / path.name
+        log.write_bytes(b"".join(pieces))
+        together = scrape_runs(log)
+        with monkeypatch.context() as patch:
+            patch.setattr(scrape, "_MIN_TOGETHER", 10**9)
+            assert scrape_runs(log) == together

@@ -1,0 +1,123 @@
+"""Blocks of MLPerf's results whose beginnings and ends may count in different units."""
+
+import json
+
+import pytest
+
+from parakit.reporting.read.diagnosis import classify_log
+from parakit.reporting.read.scrape import scrape_log
+
+BATCH = 32
+STEPS = 384
+"""Of a block."""
+MS = 250.0
+"""Of a step."""
+PAUSE = 9000
+"""Milliseconds of an evaluation between two blocks."""
+
+
+def mllog(key, at_ms, value=None, **about):
+    event = {"namespace": "", "time_ms": at_ms, "key": key, "value": value, "metadata": about}
+    return f":::MLLOG {json.dumps(event)}\n"
+
+
+def head(benchmark="llama31_8b"):
+    settings = {"global_batch_size": BATCH, "submission_benchmark": benchmark}
+    return mllog("init_start", 1) + "".join(mllog(key, 2, value) for key, value in settings.items())
+
+
+def blocks(name, begins, ends, first=0, count=4, lost_ends=()):
+    """The lines of blocks whose beginnings and ends count so much per step."""
+    text, clock = "", 1_000_000
+    for block in range(first, first + count):
+        text += mllog("block_start", clock, **{name: block * STEPS * begins})
+        clock += int(STEPS * MS)
+        if block not in lost_ends:
+            text += mllog("block_stop", clock, **{name: (block + 1) * STEPS * ends})
+        clock += PAUSE
+    return text
+
+
+def read(tmp_path, text):
+    path = tmp_path / "result.txt"
+    path.write_text(text)
+    return scrape_log(path)
+
+
+def figures(log):
+    return [(iteration.iteration, iteration.elapsed_ms) for iteration in log.iterations]
+
+
+ALL = [(block * STEPS, MS) for block in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "begins", "ends"),
+    [
+        ("samples_count", BATCH, BATCH),
+        ("samples_count", 1, BATCH),
+    ],
+)
+def test_every_block_has_its_steps_and_their_time(tmp_path, name, begins, ends):
+    log = read(tmp_path, head() + blocks(name, begins, ends))
+    assert figures(log) == ALL
+    assert [iteration.consumed_samples for iteration in log.iterations] == [
+        n * BATCH for n, _ in ALL
+    ]
+
+
+def test_steps_are_read_as_steps(tmp_path):
+    """An end that is no multiple of the batch cannot count samples."""
+    text = mllog("block_start", 1000, step=0) + mllog("block_stop", 2000, step=10)
+    text += mllog("block_start", 3000, step=10) + mllog("block_stop", 5000, step=20)
+    assert figures(read(tmp_path, head() + text)) == [(10, 100.0), (20, 200.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "begins", "ends"),
+    [("samples_count", BATCH, 1), ("step", 1, 1), ("step", BATCH, 1), ("step", 1, BATCH)],
+)
+def test_other_units_are_told_from_the_second_block_on(tmp_path, name, begins, ends):
+    log = read(tmp_path, head() + blocks(name, begins, ends))
+    assert figures(log)[-3:] == ALL[1:]
+
+
+def test_a_block_without_an_end_is_left_out_and_those_after_it_are_read(tmp_path):
+    for begins in (1, BATCH):
+        log = read(tmp_path, head() + blocks("samples_count", begins, BATCH, lost_ends=(2,)))
+        assert figures(log) == [*ALL[:2], ALL[3]]
+
+
+def test_a_first_block_whose_units_cannot_be_told_is_left_out(tmp_path):
+    """384 may be steps or samples; whether the second block begins at its end says which."""
+    log = read(tmp_path, head() + blocks("samples_count", 1, BATCH, first=1, count=3))
+    assert figures(log) == ALL[2:]
+
+
+def test_a_first_block_that_cannot_begin_in_steps_is_read(tmp_path):
+    log = read(tmp_path, head() + blocks("samples_count", BATCH, BATCH, first=1, count=3))
+    assert figures(log) == ALL[1:]
+
+
+def test_counts_that_follow_nothing_give_no_time(tmp_path):
+    text = mllog("block_start", 1000, samples_count=0) + mllog("block_stop", 2000, samples_count=64)
+    text += mllog("block_start", 3000, samples_count=7) + mllog(
+        "block_stop", 4000, samples_count=640
+    )
+    assert figures(read(tmp_path, head() + text)) == [(2, 500.0)]
+
+
+def test_a_result_of_which_nothing_can_be_told_says_so(tmp_path):
+    text = mllog("block_start", 3000, samples_count=7)
+    text += mllog("block_stop", 4000, samples_count=640)
+    log = read(tmp_path, head() + mllog("run_start", 3) + text)
+    assert log.iterations == ()
+    assert "no time of a step is in it or follows from its blocks" in classify_log(log).reason
+
+
+def test_a_restarted_result_is_read_from_its_new_beginning(tmp_path):
+    text = head() + blocks("samples_count", 1, BATCH, count=3)
+    text += head() + blocks("samples_count", 1, BATCH, first=0, count=2)
+    log = read(tmp_path, text)
+    assert [ms for _, ms in figures(log)] == [MS] * len(log.iterations)
+    assert figures(log)[0] == ALL[0]

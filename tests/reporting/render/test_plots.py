@@ -1,0 +1,111 @@
+"""What the page's curves are given: thinned without losing extremes, limited, and safe in a script."""
+
+import json
+
+import pytest
+
+from tests.reporting.factory import iteration_line, log_text, run_record, write_run
+from parakit.reporting.analyse.report import build_report
+from parakit.reporting.canvas import evenly, extremes
+from parakit.reporting.read.runs import find_run_folders, load_runs
+from parakit.reporting.render.headline import answer
+from parakit.reporting.render.plots import MAX_POINTS, MAX_SERIES, as_script, plots_of
+from parakit.reporting.render.sentences import sentences
+from parakit.reporting.render.tables import arguments
+from parakit.config.published import Published
+
+
+def report_of(root):
+    runs, problems = load_runs(find_run_folders(root))
+    return build_report("r", runs, Published(), problems)
+
+
+def plots(root):
+    return {plot.name: plot for plot in plots_of(report_of(root))}
+
+
+def test_a_spike_stays_in_a_thinned_curve():
+    values = [1.0] * 10_000
+    values[4321], values[7777] = 99.0, -5.0
+    kept = extremes(values, 500)
+    assert len(kept) <= 500
+    assert {0, 4321, 7777, 9999} <= set(kept)
+
+
+@pytest.mark.parametrize("thinned", [lambda v: extremes(v, 500), lambda v: evenly(len(v), 500)])
+def test_both_states_of_an_alternating_run_stay(thinned):
+    values = [100.0, 130.0] * 4000
+    kept = [values[place] for place in thinned(values)]
+    assert 0.4 < kept.count(100.0) / len(kept) < 0.6
+
+
+def test_what_is_short_stays_whole():
+    assert extremes([3.0, 1.0, 2.0], 500) == evenly(3, 500) == [0, 1, 2]
+
+
+def test_curves_are_of_the_newest_run_and_what_never_changes_is_left_out(tmp_path):
+    write_run(tmp_path, run_record("a"), log_text([400.0, 100.0, 101.0, 102.0]))
+    found = plots(tmp_path)
+    assert list(found) == ["times", "losses"]
+    (series,) = found["times"].series
+    assert (series.x, series.y) == ([2, 3, 4], [100.0, 101.0, 102.0])
+
+
+def test_a_line_that_averages_all_since_the_start_is_no_iterations_time(tmp_path):
+    write_run(tmp_path, run_record("a"), log_text([400.0, 250.0, 101.0, 102.0], micro=True))
+    (series,) = plots(tmp_path)["times"].series
+    assert (series.x, series.y) == ([3, 4], [101.0, 102.0])
+
+
+def test_every_point_of_a_thinned_curve_names_its_line_in_the_log(tmp_path):
+    text = log_text([100.0 + n % 7 for n in range(3000)])
+    write_run(tmp_path, run_record("a"), text)
+    lines = text.split("\n")
+    for plot in plots(tmp_path).values():
+        (series,) = plot.series
+        assert len(series.x) == len(series.log_lines) <= MAX_POINTS
+        for iteration, line in zip(series.x, series.log_lines, strict=True):
+            assert f"iteration {iteration:8d}/" in lines[line - 1]
+
+
+@pytest.mark.parametrize(("off", "drawn"), [(0.0, False), (1e-6, True)])
+def test_differences_of_the_loss_are_drawn_where_there_are_any(tmp_path, off, drawn):
+    for name, strategy, more in (("a", "baseline", 0.0), ("b", "dp2", off)):
+        lines = [iteration_line(n, 100.0, 9 + more * (n == 4)) for n in range(1, 7)]
+        write_run(tmp_path, run_record(name, strategy), "\n".join([*lines, ""]))
+    assert ("differences" in plots(tmp_path)) is drawn
+    (parity,) = [text for text in sentences(report_of(tmp_path)) if "Loss parity" in text]
+    assert ("no printed loss differs" in parity) is not drawn
+
+
+def test_further_numbers_of_the_lines_are_curves_of_their_own(tmp_path):
+    extra = " load_balancing_loss: {:.6E} | mtp_1 loss: {:.6E} |"
+    lines = [iteration_line(n, extra=extra.format(1 + 1 / n, 9 - n)) for n in range(1, 6)]
+    write_run(tmp_path, run_record("a"), "\n".join(lines))
+    titles = [plot.title for plot in plots(tmp_path).values()]
+    assert titles[-2:] == ["load_balancing_loss", "mtp_1 loss"]
+
+
+def test_many_rows_are_picked_and_the_picture_says_so(tmp_path):
+    for k in range(MAX_SERIES + 3):
+        record = run_record(f"run-{k:02d}")
+        record = run_record(f"run-{k:02d}", argv=(*record.argv, "--variant", str(k)))
+        write_run(tmp_path, record, log_text([9.0 + k] * 700))
+    report = report_of(tmp_path)
+    times = plots_of(report)[0]
+    assert len(times.series) == MAX_SERIES
+    assert times.text.endswith(f"The first {MAX_SERIES} of {MAX_SERIES + 3} rows.")
+    assert max(len(series.x) for series in times.series) <= MAX_POINTS
+    assert answer(report).startswith(f"Of {MAX_SERIES + 3} rows none is faster than")
+    assert sum(" the time a token" in text for text in sentences(report)) <= 3
+    (argument,) = arguments(report, 9).cells
+    assert argument[0] == "variant"
+    assert argument[1].endswith("(1 rows) and 3 other values")
+
+
+def test_text_of_a_log_cannot_end_the_script(tmp_path):
+    write_run(tmp_path, run_record("$x_<b>$"), log_text([9.0, 8.0, 7.0]))
+    report = report_of(tmp_path)
+    text = as_script(plots_of(report))
+    assert "<" not in text
+    assert json.loads(text)["times"]["unit"] == "ms"

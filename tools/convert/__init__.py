@@ -1,4 +1,0 @@
-"""From and to what others train and load: weights (`hf`) and recipes (`recipe`).
-
-Takes and gives files; starts no run. Only `tools.launch` imports it.
-"""
