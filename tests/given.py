@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from parakit.cli.main import called
 from parakit.cli.options import find_command, of_make, of_words
-from parakit.launch.options import NO_OPTIONS, Options
-from parakit.planner.options import PlanOptions, plan_options
 from parakit.config.setting import values
 from parakit.config.settings import Setting
 from parakit.experiments.definition import SWEEP, Experiment
 from parakit.experiments.load import AXES, load_sweep
+from parakit.launch.options import NO_OPTIONS, Options
+from parakit.planner.options import PlanOptions, plan_options
 
 
 def given(target: str, variables: Mapping[str, str] = {}) -> Namespace:

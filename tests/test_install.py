@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import install
 from parakit.config.files import ROOT
+from tools import install
 
 LOCK = """# made by tools/pin.sh
 six==1.17.0 \\

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
 
+from parakit.config.run import RunSpec
+from parakit.config.strategy import Parallelism, strategy_name
+from parakit.formatting.units import ms
 from parakit.planner.candidates import base, shardings, splits
 from parakit.planner.constraints import divisors, violations
 from parakit.planner.memory import memory_of_rank
 from parakit.planner.search import Candidate, Plan, Request, evaluate
 from parakit.planner.time.iteration import stage_seconds
-from parakit.config.run import RunSpec
-from parakit.config.strategy import Parallelism, strategy_name
-from parakit.formatting.units import ms
 
 MOST_DEVICES = 16
 MOST_UNITS = 16

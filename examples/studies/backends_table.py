@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from examples.studies.zero_table import in_ms, ratio
-from parakit.reporting.analyse.entry import Entry
-from parakit.reporting.analyse.statistics import compare
-from parakit.reporting.render.tables import time_text
 from parakit.config.run import Backend
 from parakit.experiments.engine import comparison, losses_broke
 from parakit.experiments.tables import bullets, page
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import change, known, megabytes, rounded, signed_percent
+from parakit.reporting.analyse.entry import Entry
+from parakit.reporting.analyse.statistics import compare
+from parakit.reporting.render.tables import time_text
 
 _PAIRS = (
     (("megatron", "dp2"), ("native", "dp2")),

@@ -15,10 +15,6 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from parakit.launch.options import Options
-from parakit.planner.one_strategy import TimedStrategy, time_strategy
-from parakit.planner.options import PlanOptions, plan_options
-from parakit.planner.ties import TIED, are_tied
 from parakit.config.errors import LaunchError
 from parakit.config.files import read_yaml
 from parakit.config.model import model_of
@@ -26,6 +22,10 @@ from parakit.experiments.commands import run_named
 from parakit.formatting.table import markdown_rows
 from parakit.formatting.terminal import say_markdown, wide_console
 from parakit.formatting.units import DASH, bracketed, joined, megabytes, percent
+from parakit.launch.options import Options
+from parakit.planner.one_strategy import TimedStrategy, time_strategy
+from parakit.planner.options import PlanOptions, plan_options
+from parakit.planner.ties import TIED, are_tied
 
 
 @dataclass(frozen=True)

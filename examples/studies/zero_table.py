@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from parakit.reporting.analyse.entry import Entry
-from parakit.reporting.analyse.statistics import compare
-from parakit.reporting.render.tables import time_text
 from parakit.config.published import Figure, load_published
 from parakit.experiments.engine import comparison, losses_broke
 from parakit.experiments.tables import bullets, page, sentence
 from parakit.formatting.table import Column, Table, markdown_table
-from parakit.formatting.units import DASH, change, joined, known, megabytes, ms, percent, rounded, times
+from parakit.formatting.units import (
+    DASH,
+    change,
+    joined,
+    known,
+    megabytes,
+    ms,
+    percent,
+    rounded,
+    times,
+)
+from parakit.reporting.analyse.entry import Entry
+from parakit.reporting.analyse.statistics import compare
+from parakit.reporting.render.tables import time_text
 
 SOURCE = "002"
 

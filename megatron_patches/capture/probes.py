@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from parakit.capturing.sinks import Sink, tap
 from parakit.artifacts.capture import (
     CALLED_BY,
     LOSS,
@@ -26,6 +25,7 @@ from parakit.artifacts.capture import (
     Site,
     Stage,
 )
+from parakit.capturing.sinks import Sink, tap
 
 
 @dataclass(frozen=True)

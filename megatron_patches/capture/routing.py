@@ -17,8 +17,8 @@ from unittest.mock import patch
 import torch
 
 from megatron_patches.capture.probes import modules_of
-from parakit.capturing.sinks import Sink
 from parakit.artifacts.capture import CHOICE, SCORES, Site, Stage
+from parakit.capturing.sinks import Sink
 
 
 @contextmanager

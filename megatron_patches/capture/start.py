@@ -14,8 +14,6 @@ from typing import Any
 import torch
 
 from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, flat_range
-from parakit.capturing.sinks import Recording, reach
-from parakit.capturing.state import State, local, perturb
 from parakit.accounting.model_state import is_megatron_fsdp, optimizers
 from parakit.artifacts.capture import (
     REACH,
@@ -24,6 +22,8 @@ from parakit.artifacts.capture import (
     InitialPiece,
     Stage,
 )
+from parakit.capturing.sinks import Recording, reach
+from parakit.capturing.state import State, local, perturb
 
 
 class Start:

@@ -4,8 +4,8 @@ import torch
 
 from parakit.accounting.memory import MemoryLedger
 from parakit.accounting.timeline import Timeline
-from parakit.native.pipelines import StageModules
 from parakit.artifacts.measurements import MemoryCategory, RankMemory
+from parakit.native.pipelines import StageModules
 
 WEIGHT_BYTES, BUFFER_BYTES = 4 * 4 * 4, 4 * 1024
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.patience import OF_A_RUN
 from parakit.artifacts.measurements import Operation, algorithm, wire_bytes
 from parakit.config.run import Transport
+from tests.patience import OF_A_RUN
 
 PAYLOAD = 24_000_000
 AT_THE_ROOT = ("gather", "scatter")

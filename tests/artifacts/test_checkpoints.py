@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.checkpoint.conftest import Write, damage, iterations
 from parakit.artifacts.checkpoints import check, find_checkpoints, prune, verify
 from parakit.artifacts.torch_dist import DamagedCheckpointError
+from tests.launch.checkpoint.conftest import Write, damage, iterations
 
 
 def test_checkpoints_come_newest_first_and_other_folders_are_none(

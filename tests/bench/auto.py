@@ -9,6 +9,12 @@ from statistics import mean
 
 from rich.console import Console
 
+from parakit.experiments.definition import Cell
+from parakit.experiments.engine import Output, Study, run_experiment
+from parakit.experiments.load import load_sweep
+from parakit.formatting.table import Column, Table, markdown_table
+from parakit.formatting.terminal import say
+from parakit.formatting.units import percent, plural, signed_percent
 from parakit.launch.auto import as_options, plan_here
 from parakit.launch.job import Job
 from parakit.launch.options import Options
@@ -16,12 +22,6 @@ from parakit.planner.search import Candidate, Plan
 from parakit.reporting.analyse.entry import rows_of
 from parakit.reporting.analyse.statistics import Estimate
 from parakit.reporting.render.tables import time_text
-from parakit.experiments.definition import Cell
-from parakit.experiments.engine import Output, Study, run_experiment
-from parakit.experiments.load import load_sweep
-from parakit.formatting.table import Column, Table, markdown_table
-from parakit.formatting.terminal import say
-from parakit.formatting.units import percent, plural, signed_percent
 
 BEST = 4
 """Of the planner's ranking, that are trained; and the best of each dimension alone."""

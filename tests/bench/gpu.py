@@ -14,6 +14,22 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from parakit.config import variables
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.config.flags import Flags
+from parakit.config.run import DeviceKind, RuntimeName
+from parakit.data.indexed import idx_path
+from parakit.experiments.definition import Cell, Experiment
+from parakit.experiments.engine import Output, Study, run_experiment
+from parakit.experiments.load import load_experiment
+from parakit.experiments.runner import NO_TIME, in_turn
+from parakit.launch import microbenchmark
+from parakit.launch.data import DEFAULT_DATA
+from parakit.launch.devices import visible_gpus
+from parakit.launch.microbenchmark import Workload
+from parakit.launch.options import Options
+from parakit.launch.preflight_gpu import compiler_problem, torch_problem
 from tests.bench.gpu_runs import (
     FOLDER,
     MARK_MS,
@@ -25,22 +41,6 @@ from tests.bench.gpu_runs import (
     timed_iterations,
     write_ceilings,
 )
-from parakit.data.indexed import idx_path
-from parakit.launch import microbenchmark
-from parakit.launch.data import DEFAULT_DATA
-from parakit.launch.devices import visible_gpus
-from parakit.launch.microbenchmark import Workload
-from parakit.launch.options import Options
-from parakit.launch.preflight_gpu import compiler_problem, torch_problem
-from parakit.config import variables
-from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT
-from parakit.config.flags import Flags
-from parakit.config.run import DeviceKind, RuntimeName
-from parakit.experiments.definition import Cell, Experiment
-from parakit.experiments.engine import Output, Study, run_experiment
-from parakit.experiments.load import load_experiment
-from parakit.experiments.runner import NO_TIME, in_turn
 
 CEILINGS_SECONDS = 25.0
 CEILINGS = Workload(

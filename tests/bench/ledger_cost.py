@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.bench.within_runs import compare_within_runs, fastest_half
-from parakit.reporting.analyse.statistics import TimeComparison
-from parakit.reporting.read.runs import Run, load_folder
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.experiments.definition import Experiment
 from parakit.experiments.engine import Output, Study
 from parakit.formatting.terminal import say
+from parakit.reporting.analyse.statistics import TimeComparison
+from parakit.reporting.read.runs import Run, load_folder
+from tests.bench.within_runs import compare_within_runs, fastest_half
 
 LIMIT = 0.02
 """Of iteration time: what the ledger may cost."""

@@ -19,15 +19,15 @@ from time import process_time
 
 from rich.console import Console
 
-from tests.bench.scrape import synthetic_lines
-from parakit.planner.search import Request, search
-from parakit.planner.time.cluster import Cluster
 from parakit.artifacts import run as records
-from parakit.reporting.build import BuildOptions, build
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import Model, load_model
 from parakit.config.run import flags_of_spec, spec_of_model
 from parakit.config.strategy import NAMED, Batch, Parallelism, parse_strategy
+from parakit.planner.search import Request, search
+from parakit.planner.time.cluster import Cluster
+from parakit.reporting.build import BuildOptions, build
+from tests.bench.scrape import synthetic_lines
 
 ROUNDS, RUNS, ITERATIONS = 3, 100, 200
 Work = Callable[[], object]

@@ -22,16 +22,16 @@ from typing import Any
 
 from rich.console import Console
 
-from tests.planner.papers import paper_runs
+from parakit.config.recompute import Recompute
+from parakit.config.strategy import Sharding
+from parakit.formatting.table import Column, Table, markdown_table
+from parakit.formatting.units import GIB, percent
 from parakit.planner.calibration import stated_calibration
 from parakit.planner.readings.reading_to_spec import Expressed
 from parakit.planner.readings.residual import Residual, left_out, residual, residuals
 from parakit.planner.readings.summary import MEMORY, kind_of
 from parakit.planner.readings.table import READINGS, read_readings
-from parakit.config.recompute import Recompute
-from parakit.config.strategy import Sharding
-from parakit.formatting.table import Column, Table, markdown_table
-from parakit.formatting.units import GIB, percent
+from tests.planner.papers import paper_runs
 
 SIMUMAX_ROWS = Path(__file__).with_name("simumax_b200.csv")
 """What SimuMax publishes of its own B200 (`docs/b200/b200_release_v1.2_summary.json` of 4dcaae5), with

@@ -22,16 +22,16 @@ from pathlib import Path
 
 import msgspec
 
-from tests.bench.synthetic_text import TEXTS, write_synthetic
+from parakit.config.setting import SettingError, values
+from parakit.config.settings import MEGATRON_LM
 from parakit.data.indexed import DatasetError
+from tests.bench.synthetic_text import TEXTS, write_synthetic
 from tools.preprocess.documents import Parser, Problem
 from tools.preprocess.encoders import GigatokenEncoder
 from tools.preprocess.lines import line_blocks
 from tools.preprocess.pipeline import default_threads
 from tools.preprocess.source import whole_file
 from tools.preprocess.tokenizer import gpt2_files, load_tokenizer
-from parakit.config.setting import SettingError, values
-from parakit.config.settings import MEGATRON_LM
 
 Say = Callable[[str], None]
 

@@ -2,6 +2,14 @@
 
 from rich.console import Console
 
+from parakit.config.run import DeviceKind
+from parakit.experiments.load import load_sweep
+from parakit.launch.auto import request_here
+from parakit.launch.calibrate import from_figures
+from parakit.launch.options import Options
+from parakit.launch.train import compose_job
+from parakit.planner.search import search
+from parakit.reporting.analyse.statistics import estimate
 from tests.bench.auto import (
     AutoRow,
     best_of,
@@ -11,14 +19,6 @@ from tests.bench.auto import (
     render,
 )
 from tests.launch.test_auto import CPU, FIGURES, GLOO, TINY
-from parakit.launch.auto import request_here
-from parakit.launch.calibrate import from_figures
-from parakit.launch.options import Options
-from parakit.launch.train import compose_job
-from parakit.planner.search import search
-from parakit.reporting.analyse.statistics import estimate
-from parakit.config.run import DeviceKind
-from parakit.experiments.load import load_sweep
 
 QUIET = Console(quiet=True)
 

@@ -10,23 +10,9 @@ import pytest
 from rich.console import Console
 
 from megatron_patches.fusions import NAMES
-from tests.bench import gpu as bench_gpu
-from tests.bench.gpu import OUTPUT, describe, fitting, settings
-from tests.bench.gpu_runs import FOLDER, WARM_UP, Bench, read_bench
-from tests.given import run as make
-from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
-from tests.launch.megatron_parser import MegatronParser
-from tests.reporting.factory import log_text
-from parakit.launch import microbenchmark
-from parakit.launch.compose import Launch
-from parakit.launch.options import Options
-from parakit.launch.run_folder import create_run_folder
-from parakit.launch.runtime import ON_HOST
-from parakit.launch.train import compose_job
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import LOG_FILE, STATUS_FILE, Status, StatusRecord
-from parakit.reporting.read.traces import GAPS
 from parakit.config.errors import LaunchError
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
@@ -34,6 +20,20 @@ from parakit.experiments import engine, runner
 from parakit.experiments.definition import Cell, Experiment
 from parakit.experiments.engine import run_experiment
 from parakit.experiments.runner import NO_TIME, in_turn
+from parakit.launch import microbenchmark
+from parakit.launch.compose import Launch
+from parakit.launch.options import Options
+from parakit.launch.run_folder import create_run_folder
+from parakit.launch.runtime import ON_HOST
+from parakit.launch.train import compose_job
+from parakit.reporting.read.traces import GAPS
+from tests.bench import gpu as bench_gpu
+from tests.bench.gpu import OUTPUT, describe, fitting, settings
+from tests.bench.gpu_runs import FOLDER, WARM_UP, Bench, read_bench
+from tests.given import run as make
+from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
+from tests.launch.megatron_parser import MegatronParser
+from tests.reporting.factory import log_text
 
 BUDGET_SECONDS = 510.0
 

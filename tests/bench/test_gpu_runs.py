@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from parakit.artifacts.io import write_record
+from parakit.artifacts.run import STATUS_FILE, Status, StatusRecord
+from parakit.config import variables
+from parakit.config.run import DeviceKind
+from parakit.reporting.read.traces import TRACE
 from tests.bench.gpu_runs import (
     FOLDER,
     BenchRow,
@@ -15,11 +20,6 @@ from tests.bench.gpu_runs import (
     write_ceilings,
 )
 from tests.reporting.factory import log_text, run_record, write_run
-from parakit.artifacts.io import write_record
-from parakit.artifacts.run import STATUS_FILE, Status, StatusRecord
-from parakit.reporting.read.traces import TRACE
-from parakit.config import variables
-from parakit.config.run import DeviceKind
 
 PROFILED = ("--profile", "--profile-step-start", "64", "--profile-step-end", "67")
 

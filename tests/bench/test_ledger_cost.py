@@ -2,13 +2,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.ledger_cost import LedgerCost, by_call, cost_of, kinds, refuse_without_ledger
-from tests.bench.within_runs import compare_within_runs, fastest_half
-from parakit.launch.options import Options, options_from_texts
-from parakit.reporting.analyse.statistics import TimeVerdict, compare, estimate
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.experiments.load import load_experiment
+from parakit.launch.options import Options, options_from_texts
+from parakit.reporting.analyse.statistics import TimeVerdict, compare, estimate
+from tests.bench.ledger_cost import LedgerCost, by_call, cost_of, kinds, refuse_without_ledger
+from tests.bench.within_runs import compare_within_runs, fastest_half
 
 
 def times(fastest_ms: float, scatter_ms: float = 0.01) -> list[float]:

@@ -2,8 +2,8 @@ import csv
 
 import pytest
 
-from tests.bench.plan import compared, of_report, of_search
 from parakit.config.model import load_model
+from tests.bench.plan import compared, of_report, of_search
 
 
 @pytest.mark.slow

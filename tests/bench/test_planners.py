@@ -3,6 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from parakit.formatting.table import markdown_table
+from parakit.planner.readings.residual import Residual, residuals
+from parakit.planner.readings.summary import MEMORY, kind_of
+from parakit.planner.readings.table import read_readings
 from tests.bench.planners import (
     CALCULON,
     SIMUMAX,
@@ -16,10 +20,6 @@ from tests.bench.planners import (
     table,
 )
 from tests.planner.papers import paper_runs
-from parakit.planner.readings.residual import Residual, residuals
-from parakit.planner.readings.summary import MEMORY, kind_of
-from parakit.planner.readings.table import read_readings
-from parakit.formatting.table import markdown_table
 
 PLANNED_MEMORY = {"dense": 0.02, "mixtures": 0.05}
 

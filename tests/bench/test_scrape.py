@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from tests.bench.scrape import bench_scrape
 from parakit.config.files import ROOT
+from tests.bench.scrape import bench_scrape
 
 
 def test_bench_says_how_fast_beside_a_plain_reader_and_in_how_much_memory():

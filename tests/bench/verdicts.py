@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parakit.formatting.table import Column, Table, markdown_table
+from parakit.formatting.units import percent
 from parakit.reporting.analyse.statistics import (
     ON_GPUS,
     REPEATS_FOR_TRUST,
@@ -23,8 +25,6 @@ from parakit.reporting.analyse.statistics import (
     estimate,
     estimate_of_medians,
 )
-from parakit.formatting.table import Column, Table, markdown_table
-from parakit.formatting.units import percent
 
 SCATTERS, RUNS, KEPT = (0.002, 0.005, 0.01, 0.02), (1, 2, 3, 5), (0.0, 0.7)
 LIMIT = 0.06

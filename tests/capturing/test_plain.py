@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from tests.given import run
-from parakit.capturing.state import perturb
-from parakit.cli import parakit
 from parakit.artifacts.capture import Stage
 from parakit.artifacts.verdict import Outcome, Verdict
+from parakit.capturing.state import perturb
+from parakit.cli import parakit
 from parakit.config.files import ROOT
 from parakit.experiments.captures import compared
+from tests.given import run
 
 SLOW = pytest.mark.slow
 """Nine processes that import torch's distributed tensors."""

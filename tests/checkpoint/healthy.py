@@ -9,13 +9,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.checkpoint.forked import Runs, forked
+from parakit.artifacts.run import CHECKPOINTS_FOLDER, read_run
 from parakit.checkpoint.checks import loading, problems_of
 from parakit.checkpoint.compare import compare_weights
 from parakit.checkpoint.contents import read_contents
-from parakit.launch.options import Saving
-from parakit.artifacts.run import CHECKPOINTS_FOLDER, read_run
 from parakit.config.errors import LaunchError
+from parakit.launch.options import Saving
+from tests.checkpoint.forked import Runs, forked
 
 CASES = (
     ("tp2", "gpt2-tiny", ""),

@@ -19,6 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint
 
+from parakit.artifacts.checkpoints import Checkpoint, verify
+from parakit.checkpoint.checks import loading, problems_of
+from parakit.checkpoint.compare import compare_weights
+from parakit.checkpoint.contents import read_contents
+from parakit.convert.hf.random_model import write_model
 from tests.checkpoint.test_inspect import ARGUMENTS as PLAIN
 from tests.checkpoint.test_inspect import (
     EMBEDDING,
@@ -34,11 +39,6 @@ from tests.checkpoint.test_inspect import (
     written,
 )
 from tests.convert.hf.folders import GPT2
-from parakit.checkpoint.checks import loading, problems_of
-from parakit.checkpoint.compare import compare_weights
-from parakit.checkpoint.contents import read_contents
-from parakit.convert.hf.random_model import write_model
-from parakit.artifacts.checkpoints import Checkpoint, verify
 
 EXPERTS = 4
 ITERATION = "iter_0000008"

@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import checkpoint
 
+from parakit.artifacts.torch_dist import StoredMetadata, StoredPart, StoredTensor
+from parakit.artifacts.torch_dist_writer import write_metadata
 from parakit.checkpoint.checks import loading, problems_of
 from parakit.checkpoint.command import inspect
 from parakit.checkpoint.compare import compare_weights
 from parakit.checkpoint.contents import UnknownFormatError, read_contents
-from parakit.artifacts.torch_dist import StoredMetadata, StoredPart, StoredTensor
-from parakit.artifacts.torch_dist_writer import write_metadata
 from parakit.config.files import ROOT
 
 LAYERS, HIDDEN, FFN, ROWS, PADDED = 3, 8, 16, 24, 128

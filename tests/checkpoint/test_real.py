@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.checkpoint.forked import Runs, forked
-from tests.checkpoint.test_inspect import FORMS, UNDER, UNTIED
+from parakit.artifacts.run import CHECKPOINTS_FOLDER, LOG_FILE
+from parakit.artifacts.torch_dist import TRACKER_FILE
 from parakit.checkpoint.checks import loading, problems_of
 from parakit.checkpoint.contents import read_contents
 from parakit.checkpoint.reshard import reshard
 from parakit.launch.options import Saving
-from parakit.artifacts.run import CHECKPOINTS_FOLDER, LOG_FILE
-from parakit.artifacts.torch_dist import TRACKER_FILE
+from tests.checkpoint.forked import Runs, forked
+from tests.checkpoint.test_inspect import FORMS, UNDER, UNTIED
 
 pytestmark = pytest.mark.slow
 

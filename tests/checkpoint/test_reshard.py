@@ -17,15 +17,15 @@ from rich.console import Console
 from torch import Tensor
 from torch.distributed import checkpoint
 
+from parakit.artifacts.torch_dist import StoredMetadata, StoredTensor, read_metadata, read_tensor
+from parakit.artifacts.torch_dist_writer import add_piece, write_metadata
+from parakit.checkpoint import reshard as resharding
+from parakit.checkpoint.reshard import reshard
+from parakit.config.files import ROOT
 from tests.checkpoint.test_inspect import EMBEDDING, data, flip, make_pipe, truncate
 from tests.checkpoint.test_inspect import states as dense_states
 from tests.checkpoint.test_inspect import written as dense_written
 from tests.patience import until
-from parakit.checkpoint import reshard as resharding
-from parakit.checkpoint.reshard import reshard
-from parakit.artifacts.torch_dist import StoredMetadata, StoredTensor, read_metadata, read_tensor
-from parakit.artifacts.torch_dist_writer import add_piece, write_metadata
-from parakit.config.files import ROOT
 
 ITERATION = "iter_0000008"
 LAYERS, HIDDEN, FFN, EXPERTS, ROWS = 4, 8, 4, 2, 32

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.given import given
 from parakit.cli import parakit
 from parakit.cli.commands import COMMANDS, Command
 from parakit.cli.main import called, from_make, from_words
@@ -26,6 +25,7 @@ from parakit.cli.options import (
 from parakit.config.files import ROOT
 from parakit.config.setting import SettingError
 from parakit.config.settings import RENAMED, SETTINGS
+from tests.given import given
 
 HANDLED = [one for one in COMMANDS if one.handler]
 NAMED = [
@@ -263,7 +263,9 @@ def test_tracing_trains_few_iterations_and_then_draws_them(monkeypatch: pytest.M
         return 0
 
     monkeypatch.setattr(clone.subprocess, "call", trained)
-    monkeypatch.setattr("parakit.reporting.command.trace", lambda run, runs: done.append((run, runs)))
+    monkeypatch.setattr(
+        "parakit.reporting.command.trace", lambda run, runs: done.append((run, runs))
+    )
     clone.trace("trace-tp2-gpt2-tiny-2cpu", given("trace-tp2-gpt2-tiny-2cpu", {"RUNS": "x"}))
     assert done == [("train-tp2-gpt2-tiny-2cpu", "6"), ("tp2-gpt2-tiny-2cpu", Path("x"))]
     done.clear()

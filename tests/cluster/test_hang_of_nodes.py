@@ -20,8 +20,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from tests.patience import PATIENCE
 from parakit.cluster.nodes import NodeGroup, Nodes, node_folder
+from parakit.config.run import DeviceKind
 from parakit.launch.compose import Launch
 from parakit.launch.execute import run_ranks
 from parakit.launch.options import Options
@@ -32,7 +32,7 @@ from parakit.launch.rendezvous.messages import NodeRecord
 from parakit.launch.rendezvous.worker import Worker
 from parakit.launch.supervise import hang
 from parakit.launch.supervise.hang import EndedRunError
-from parakit.config.run import DeviceKind
+from tests.patience import PATIENCE
 
 LINES, TIMEOUT = 40, 20
 """What one node says, and after how many of the other's lines a node's silence were a hang."""

@@ -1,9 +1,9 @@
 import pytest
 
-from tests.given import read_of
 from parakit.cluster.nodes import Nodes, Rendezvous, nodes_of
-from parakit.launch.compose import torchrun
 from parakit.config.settings import OF_NODES
+from parakit.launch.compose import torchrun
+from tests.given import read_of
 
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 

@@ -17,16 +17,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.patience import PATIENCE, until
+from parakit.artifacts.run import Status, StatusRecord
 from parakit.cluster.nodes import Nodes, node_folder
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
 from parakit.launch.rendezvous import messages
 from parakit.launch.rendezvous.coordinator import Coordinator
 from parakit.launch.rendezvous.messages import NodeRecord
 from parakit.launch.rendezvous.worker import Worker
 from parakit.launch.supervise.warm import free_port
-from parakit.artifacts.run import Status, StatusRecord
-from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT
+from tests.patience import PATIENCE, until
 
 HAS = {"torch": "2.15.0", "flags": "abc"}
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.given import read_of
 from parakit.cluster.sbatch import CPUS, ArrayTask, BatchJob, pyxis_flags, script
 from parakit.cluster.slurm import Slurm, argv_of_directives, slurm_of
 from parakit.config.files import ROOT
 from parakit.config.run import DeviceKind
 from parakit.config.settings import OF_SLURM
+from tests.given import read_of
 
 GOLDEN = Path(__file__).parent / "golden"
 CELL = ArrayTask("runs/R1", ("run", "dp2", "gpt2-tiny", "2cpu", "--"), {"ITERS": "5"})

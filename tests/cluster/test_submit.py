@@ -13,18 +13,18 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.cluster.conftest import program, run_folders
-from tests.reporting.factory import run_record
+from parakit.artifacts.io import write_record
+from parakit.artifacts.run import JobRecord, Status, StatusRecord, read_status, write_run
 from parakit.cli.main import from_make
 from parakit.cluster.sbatch import ArrayTask, BatchJob
 from parakit.cluster.slurm import JobState, Slurm, job_states
-from parakit.launch.status import follow
-from parakit.launch.submit import _hand_over
-from parakit.artifacts.io import write_record
-from parakit.artifacts.run import JobRecord, Status, StatusRecord, read_status, write_run
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.run import DeviceKind
+from parakit.launch.status import follow
+from parakit.launch.submit import _hand_over
+from tests.cluster.conftest import program, run_folders
+from tests.reporting.factory import run_record
 
 ITERATION = (
     " iteration {:8d}/     500 | consumed samples:           16 | elapsed time per iteration (ms): "

@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.cluster.conftest import program, run_folders
-from tests.given import swept
-from parakit.cluster.slurm import Slurm
-from parakit.launch.compose import Launch, ResumePoint
-from parakit.launch.job import parse_target
-from parakit.launch.options import Options, options_from_texts
-from parakit.launch.run_folder import create_run_folder
-from parakit.launch.train import compose_job
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord, read_run
+from parakit.cluster.slurm import Slurm
 from parakit.config.errors import LaunchError
 from parakit.config.flags import drop_flags
 from parakit.config.run import RuntimeName
 from parakit.experiments.engine import run_experiment
 from parakit.experiments.runner import finished_in_slurm
 from parakit.experiments.tables.sweep import OUTPUT
+from parakit.launch.compose import Launch, ResumePoint
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, options_from_texts
+from parakit.launch.run_folder import create_run_folder
+from parakit.launch.train import compose_job
+from tests.cluster.conftest import program, run_folders
+from tests.given import swept
 
 START = ("--load", "--finetune", "--no-load-optim", "--no-load-rng")
 

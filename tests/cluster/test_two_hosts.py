@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.patience import OF_A_RUN, until
-from parakit.launch.network import link
 from parakit.artifacts.run import Status, read_run, read_status
-from parakit.reporting.read.scrape import scrape_log
 from parakit.config.files import ROOT
+from parakit.launch.network import link
+from parakit.reporting.read.scrape import scrape_log
+from tests.patience import OF_A_RUN, until
 
 CAN_MAKE_NAMESPACES = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 pytestmark = [

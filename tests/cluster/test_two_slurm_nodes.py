@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.two_nodes import Cluster, obstacle, two_nodes
-from tests.patience import OF_A_RUN
 from parakit.artifacts.run import Status, read_run, read_status
+from parakit.config.files import ROOT
 from parakit.reporting.analyse.parity import Curve, loss_curve
 from parakit.reporting.read.runs import load_folder
 from parakit.reporting.read.scrape import scrape_log
-from parakit.config.files import ROOT
+from tests.cluster.two_nodes import Cluster, obstacle, two_nodes
+from tests.patience import OF_A_RUN
 
 WHY_NOT = obstacle()
 pytestmark = [

@@ -5,7 +5,6 @@ from dataclasses import fields
 
 import pytest
 
-from parakit.planner.time.execution import Execution
 from parakit.config.experts import ExpertLoad
 from parakit.config.files import ROOT
 from parakit.config.flag_table import FLAGS, __doc__, of_group, of_role, planned
@@ -17,6 +16,7 @@ from parakit.config.run import RunSpec, StateTypes
 from parakit.config.settings import SETTINGS
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism, PipelineSchedule
+from parakit.planner.time.execution import Execution
 
 GROUPS = {
     "run": RunSpec,

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
-from parakit.planner.tensors import parameters_total
 from parakit.config.experts import ExpertLoad, expert_load_of
 from parakit.config.flag_table import planned
 from parakit.config.flags import Flags, drop_flags, merge_flags
 from parakit.config.huggingface import config_of_flags, exact_flags, flags_of_config
 from parakit.config.model import model_of
+from parakit.planner.tensors import parameters_total
+from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from parakit.planner.tensors import active_parameters, parameters_total
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags
 from parakit.config.model import (
@@ -16,6 +15,7 @@ from parakit.config.model import (
 )
 from parakit.config.run import fp8_recipe_of
 from parakit.config.strategy import Batch
+from parakit.planner.tensors import active_parameters, parameters_total
 
 DIMENSIONS = [
     "--num-layers",

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from tests.preprocess.conftest import interrupt_after_moves
 from parakit.data.indexed import open_dataset
 from parakit.data.verify import verify
+from tests.preprocess.conftest import interrupt_after_moves
 
 DOCUMENTS = [f"Document {i} " + "and words " * (i % 5) for i in range(60)] + [""]
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from parakit.cluster.container.docker import CONTAINER_FILE
+from parakit.config.files import ROOT
 from tests.docker import engine as engines
 from tests.docker.engine import Engine
 from tests.faults.runs import Ended, Kit, Victim
 from tests.patience import PATIENCE, until
-from parakit.cluster.container.docker import CONTAINER_FILE
-from parakit.config.files import ROOT
 
 TARGET = ("run", "dp2", "gpt2-tiny", "2cpu")
 

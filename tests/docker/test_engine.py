@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from parakit.artifacts.run import Status
+from parakit.cluster.container.docker import CONTAINER_FILE
 from tests.docker import engine as engines
 from tests.docker.conftest import TARGET, Built, inside
 from tests.faults.runs import kill
 from tests.patience import PATIENCE, until
-from parakit.cluster.container.docker import CONTAINER_FILE
-from parakit.artifacts.run import Status
 
 pytestmark = pytest.mark.skipif(bool(engines.missing()), reason=engines.missing() or "none")
 

@@ -12,6 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from parakit.artifacts.checkpoints import find_checkpoints
+from parakit.artifacts.run import CHECKPOINTS_FOLDER, Status
+from parakit.config.files import ROOT
 from tests.docker import engine as engines
 from tests.docker.conftest import TARGET, Built, inside
 from tests.faults.runs import Kit, kill
@@ -22,9 +25,6 @@ from tests.faults.test_resources import (
     memory_group,
 )
 from tests.patience import until
-from parakit.artifacts.checkpoints import find_checkpoints
-from parakit.artifacts.run import CHECKPOINTS_FOLDER, Status
-from parakit.config.files import ROOT
 
 pytestmark = [
     pytest.mark.slow,

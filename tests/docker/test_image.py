@@ -20,9 +20,9 @@ from parakit.cluster.container.image import (
     find_pair,
     read_pairs,
 )
-from tools.install import packages_of
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
+from tools.install import packages_of
 
 PUBLISHED = "f4fa7d6bb9d10873a58fa736cacd22e11db706d2"
 OWN_OF_THE_IMAGE = (

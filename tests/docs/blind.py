@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from parakit.config.files import ROOT
 from parakit.planner.readings.residual import Residual, residuals
 from parakit.planner.readings.summary import MEMORY, ErrorGroup, kind_of
 from parakit.planner.readings.table import read_readings
-from parakit.config.files import ROOT
 
 BLIND = ROOT / "src" / "parakit" / "planner" / "readings" / "blind" / "2026-11-28.csv"
 """Nothing is fitted to these rows, and 'make validate' reads them where READINGS= names the file."""

@@ -9,10 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from tests.docs.predictions import request_of
-from parakit.planner.candidates import base
-from parakit.planner.search import Candidate, evaluate
-from parakit.planner.tensors import parameters_total
 from parakit.config.files import read_yaml
 from parakit.config.hardware import device_by_key
 from parakit.config.model import load_model
@@ -20,6 +16,10 @@ from parakit.config.published import FILE
 from parakit.config.recompute import Recompute
 from parakit.config.strategy import devices_of, parse_strategy
 from parakit.formatting.table import markdown_rows
+from parakit.planner.candidates import base
+from parakit.planner.search import Candidate, evaluate
+from parakit.planner.tensors import parameters_total
+from tests.docs.predictions import request_of
 
 GPUS, GPU, MODEL, SAMPLES, TOKENS = 1024, "a100", "gpt3-175b", 1536, 300e9
 """What the survey's claims are about; samples and tokens are arXiv:2104.04473's, which it leaves out."""

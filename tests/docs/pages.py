@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from textwrap import wrap
 
+from parakit.config.files import ROOT
 from tests.docs.claims import claims_table
 from tests.docs.predictions import (
     predictions,
@@ -20,7 +21,6 @@ from tests.docs.predictions import (
     tensor_parallel_sentence,
 )
 from tests.docs.residuals import h200_tables, paper_table
-from parakit.config.files import ROOT
 
 _WIDTH = 124
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from parakit.config.model import load_model
+from parakit.config.recompute import Recompute
+from parakit.config.strategy import Batch, Parallelism
+from parakit.formatting.table import Column, Table, markdown_table
+from parakit.formatting.units import duration
 from parakit.planner.advice import saved
 from parakit.planner.readings.published import kit_runs
 from parakit.planner.readings.reading_to_spec import RefusedError, express
 from parakit.planner.readings.residual import Residual, left_out, residual
 from parakit.planner.readings.table import Reading, read_readings
 from parakit.planner.search import Candidate, Request, evaluate, search
-from parakit.config.model import load_model
-from parakit.config.recompute import Recompute
-from parakit.config.strategy import Batch, Parallelism
-from parakit.formatting.table import Column, Table, markdown_table
-from parakit.formatting.units import duration
 
 Question = tuple[str, int, str, str, int]
 QUESTIONS: tuple[Question, ...] = (

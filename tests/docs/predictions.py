@@ -6,6 +6,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from examples.studies.zero import STUDY, Predicted, over_links, predict, scaling_table
+from parakit.artifacts.measurements import Operation, Phase
+from parakit.config.hardware import device_by_key, link_by_key
+from parakit.config.model import load_model
+from parakit.config.run import spec_of_model
+from parakit.config.strategy import Batch, Parallelism, batch_for
+from parakit.formatting.table import Column, Table, markdown_table
+from parakit.formatting.units import bracketed, joined
 from parakit.planner.advice import PLAIN, StrategyFamily, best_of_each_family, family_of
 from parakit.planner.collectives.tensor import layer_collectives
 from parakit.planner.options import PlanOptions
@@ -14,13 +21,6 @@ from parakit.planner.readings.published import h200_spec
 from parakit.planner.search import Candidate, Request, search
 from parakit.planner.ties import TIED
 from parakit.planner.time.cluster import Cluster
-from parakit.artifacts.measurements import Operation, Phase
-from parakit.config.hardware import device_by_key, link_by_key
-from parakit.config.model import load_model
-from parakit.config.run import spec_of_model
-from parakit.config.strategy import Batch, Parallelism, batch_for
-from parakit.formatting.table import Column, Table, markdown_table
-from parakit.formatting.units import bracketed, joined
 
 PREDICTED = (
     ("gpt3-13b", 8, "a100", 512, StrategyFamily.SHARDED_DATA),

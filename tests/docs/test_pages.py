@@ -6,6 +6,11 @@ from typing import Any, cast
 
 import pytest
 
+from parakit.config.files import ROOT
+from parakit.formatting.units import MIB
+from parakit.planner.advise import INFERENCE
+from parakit.planner.readings.published import h200_figures
+from parakit.planner.readings.table import READINGS, read_rows
 from tests.docs.blind import BLIND, blind_groups
 from tests.docs.claims import Claim, judge, load_claims
 from tests.docs.pages import GUIDE, PAGES, PLANNER, placed, renewed
@@ -13,11 +18,6 @@ from tests.docs.practitioners import practitioners_table
 from tests.docs.predictions import SizeRow, request_of, size_sentence
 from tests.docs.rules import CASES, rules_table
 from tests.golden.commands_of_the_kit import check_golden
-from parakit.planner.advise import INFERENCE
-from parakit.planner.readings.published import h200_figures
-from parakit.planner.readings.table import READINGS, read_rows
-from parakit.config.files import ROOT
-from parakit.formatting.units import MIB
 
 _SAYS_WHAT_IT_IS_ABOUT = {"about", "layout", "model", "gpus", "part", "caution"} | {
     "data_parallel"  # Has a test of its own below; without it the strategy has no number of GPUs.

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from parakit.cli.main import from_make
+from parakit.experiments.verify.verifier import ForkedRanks
 from parakit.launch import train
 from parakit.launch.compose import Launch
 from parakit.launch.supervise.warm import WarmMegatron
-from parakit.experiments.verify.verifier import ForkedRanks
 
 
 class Elsewhere(WarmMegatron):

@@ -21,13 +21,10 @@ from typing import Any
 
 from rich.console import Console
 
-from tests.examples.stopped import stopped
-from tests.examples.warm_native import WarmNative
-from tests.faults.killed import killed
-from tests.native.pipelined import pipelines
-from tests.patches.fused.updated import fused_updates
-from tests.small import SMALL
-from tests.verify.benched import quick_injected
+from parakit.artifacts import run as records
+from parakit.config.files import ROOT
+from parakit.config.run import Backend
+from parakit.experiments.verify.verifier import ForkedRanks
 from parakit.launch.compose import Launch
 from parakit.launch.execute import execute
 from parakit.launch.job import parse_target
@@ -35,12 +32,15 @@ from parakit.launch.options import Options
 from parakit.launch.start import ensure_start_checkpoint
 from parakit.launch.supervise.warm import WarmMegatron
 from parakit.launch.train import compose_job
-from parakit.artifacts import run as records
 from parakit.reporting.read.scrape import scrape_log
 from parakit.reporting.read.scraped import ScrapedLog
-from parakit.config.files import ROOT
-from parakit.config.run import Backend
-from parakit.experiments.verify.verifier import ForkedRanks
+from tests.examples.stopped import stopped
+from tests.examples.warm_native import WarmNative
+from tests.faults.killed import killed
+from tests.native.pipelined import pipelines
+from tests.patches.fused.updated import fused_updates
+from tests.small import SMALL
+from tests.verify.benched import quick_injected
 
 ITERATIONS = 6
 

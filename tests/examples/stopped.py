@@ -13,13 +13,13 @@ import psutil
 import pytest
 from rich.console import Console
 
+from parakit.config.files import ROOT
+from parakit.experiments.verify.verifier import ForkedRanks
+from parakit.launch.stop import stop
+from parakit.launch.supervise.interruption import alive
 from tests.examples.forked_launcher import forked
 from tests.patience import OF_A_RUN, until
 from tests.small import SMALL
-from parakit.launch.stop import stop
-from parakit.launch.supervise.interruption import alive
-from parakit.config.files import ROOT
-from parakit.experiments.verify.verifier import ForkedRanks
 
 MOMENTS = {signal.SIGTERM: "initializing torch distributed", signal.SIGINT: "iteration        3/"}
 """What is asked, and the line after which."""

@@ -4,9 +4,9 @@ import importlib.util
 
 import pytest
 
-from tests.examples.runs import Run, Trainer
 from parakit.artifacts.run import Status
 from parakit.config.run import Backend
+from tests.examples.runs import Run, Trainer
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.runs import Run, Trainer
-from parakit.launch.code import find_entry
 from parakit.artifacts.run import Status
 from parakit.config.files import ROOT
 from parakit.config.strategy import NAMED
+from parakit.launch.code import find_entry
+from tests.examples.runs import Run, Trainer
 
 CHECKOUTS = [Path(text) for text in os.environ.get("MEGATRON_LM_CHECKOUTS", "").split(":") if text]
 NO_CHECKOUT = pytest.mark.skipif(

@@ -6,10 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.examples.runs import ITERATIONS, Run, Trainer
-from parakit.planner.collectives.rank import communication_of_rank
-from parakit.planner.memory import activation_bytes
-from parakit.planner.tensors import rank_parameters
 from parakit.artifacts.measurements import (
     ROUTED_GROUPS,
     CommunicationRecord,
@@ -22,11 +18,15 @@ from parakit.artifacts.measurements import (
     read_ledger,
 )
 from parakit.artifacts.run import Status
+from parakit.config.model import load_model
+from parakit.config.run import RunSpec
+from parakit.planner.collectives.rank import communication_of_rank
+from parakit.planner.memory import activation_bytes
+from parakit.planner.tensors import rank_parameters
 from parakit.reporting.explain.closed_form import configuration_of_run
 from parakit.reporting.explain.routing import iterations_of, loads
 from parakit.reporting.read.runs import load_folder
-from parakit.config.model import load_model
-from parakit.config.run import RunSpec
+from tests.examples.runs import ITERATIONS, Run, Trainer
 
 SHAPE = load_model("moe-tiny").shape
 ROW_BYTES = 4 * SHAPE.hidden

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.runs import SharedRuns
-from tests.examples.stopped import MOMENTS, Stopped
 from parakit.artifacts import run as records
 from parakit.artifacts.run import Status
+from tests.examples.runs import SharedRuns
+from tests.examples.stopped import MOMENTS, Stopped
 
 
 @pytest.fixture

@@ -6,10 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.examples.runs import ITERATIONS, Run
-from tests.small import PADDED, VOCABULARY
-from parakit.planner.collectives.rank import communication_of_rank
-from parakit.planner.tensors import rank_parameters
 from parakit.artifacts.measurements import (
     CommunicationRecord,
     MemoryCategory,
@@ -21,11 +17,15 @@ from parakit.artifacts.measurements import (
     read_ledger,
 )
 from parakit.artifacts.run import LEDGER_FOLDER, TENSORBOARD_FOLDER, TRACE_FILE
-from parakit.reporting.read.sources import read_scalars
 from parakit.config.flags import Flags
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind, RunSpec, spec_of_model
 from parakit.config.strategy import NAMED
+from parakit.planner.collectives.rank import communication_of_rank
+from parakit.planner.tensors import rank_parameters
+from parakit.reporting.read.sources import read_scalars
+from tests.examples.runs import ITERATIONS, Run
+from tests.small import PADDED, VOCABULARY
 
 MORE = ("vpp2", "zero1")
 PARALLEL = (*NAMED[1:], *MORE)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.examples.runs import Trainer
 from parakit.config.strategy import UNTIED
+from tests.examples.runs import Trainer
 
 ONE = "train-baseline-gpt2-tiny-1cpu"
 TP2, DP2 = "train-tp2-gpt2-tiny-2cpu", "train-dp2-gpt2-tiny-2cpu"

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.examples.runs import ITERATIONS, Run, Trainer
-from tests.native.small_model import settings
-from parakit.native.model import GPT
-from parakit.native.weights import load_start
 from parakit.artifacts.run import Status
 from parakit.config.run import Backend, OptimizerName
+from parakit.native.model import GPT
+from parakit.native.weights import load_start
+from tests.examples.runs import ITERATIONS, Run, Trainer
+from tests.native.small_model import settings
 
 
 def assert_prints_what_megatron_does(mine: Run, theirs: Run) -> None:

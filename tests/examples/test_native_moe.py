@@ -2,10 +2,15 @@
 
 import pytest
 
-from tests.examples.runs import ITERATIONS, Run, Trainer
-from parakit.artifacts.measurements import CommunicationRecord, Operation, RoutingRecord, read_ledger
+from parakit.artifacts.measurements import (
+    CommunicationRecord,
+    Operation,
+    RoutingRecord,
+    read_ledger,
+)
 from parakit.artifacts.run import Status
 from parakit.config.run import Backend, OptimizerName
+from tests.examples.runs import ITERATIONS, Run, Trainer
 
 
 def test_native_prints_megatrons_losses_and_gradient_norms(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.examples.runs import Run, Trainer
 from parakit.artifacts.run import Status
+from tests.examples.runs import Run, Trainer
 
 PARAMETERS = {
     "tp2dp2": {141_824},

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-from tests.examples.runs import ITERATIONS, Run
 from parakit.artifacts import run as records
 from parakit.artifacts.run import Status
 from parakit.config.strategy import NAMED
+from tests.examples.runs import ITERATIONS, Run
 
 WHOLE, HALF_TENSOR = 277_888, 141_824
 PARAMETERS = {

@@ -6,11 +6,11 @@ from statistics import mean
 
 import pytest
 
-from tests.examples.runs import Run, Trainer
-from parakit.launch.network import parse_rate
-from parakit.planner.time.cluster import link_seconds
 from parakit.artifacts.measurements import CommunicationRecord, read_ledger
 from parakit.artifacts.run import Status
+from parakit.launch.network import parse_rate
+from parakit.planner.time.cluster import link_seconds
+from tests.examples.runs import Run, Trainer
 
 CAN_SHAPE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 LINK = parse_rate("1gbps")

@@ -10,10 +10,10 @@ from contextlib import closing
 import psutil
 import pytest
 
-from tests.examples.runs import Run, Trainer
 from parakit.artifacts.measurements import CommunicationRecord, read_ledger
 from parakit.artifacts.run import Status
 from parakit.experiments.verify.verifier import ForkedRanks
+from tests.examples.runs import Run, Trainer
 
 
 @pytest.mark.slow

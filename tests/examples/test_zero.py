@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.examples.runs import ITERATIONS, Run, Trainer
-from tests.examples.test_ledgers import measured, predicted
 from parakit.artifacts.measurements import (
     CommunicationRecord,
     MemoryCategory,
@@ -12,6 +10,8 @@ from parakit.artifacts.measurements import (
     read_ledger,
 )
 from parakit.artifacts.run import Status
+from tests.examples.runs import ITERATIONS, Run, Trainer
+from tests.examples.test_ledgers import measured, predicted
 
 WHOLE_BYTES = 4 * 277_888
 UNTIED = "--untie-embeddings-and-output-weights"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from megatron_patches.entry import kept_imports
 from megatron_patches.warm import _serve, _take_place, _train
-from parakit.launch.supervise.warm import WarmMegatron
 from parakit.experiments.verify.verifier import START
+from parakit.launch.supervise.warm import WarmMegatron
 
 
 class WarmNative(WarmMegatron):

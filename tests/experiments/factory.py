@@ -4,15 +4,15 @@ import functools
 from dataclasses import replace
 from pathlib import Path
 
-from tests.reporting.factory import report_row
-from parakit.launch.job import Job
-from parakit.launch.options import NO_OPTIONS, Options
-from parakit.launch.train import compose_job
 from parakit.config.model import load_model
 from parakit.config.run import Backend, DeviceKind
 from parakit.experiments.definition import Cell
 from parakit.experiments.runner import CellResult
 from parakit.experiments.tables.overtaking import Swept
+from parakit.launch.job import Job
+from parakit.launch.options import NO_OPTIONS, Options
+from parakit.launch.train import compose_job
+from tests.reporting.factory import report_row
 
 
 def cell(

@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 
 from parakit.cli.main import from_make
-from parakit.launch.options import Options, options_from_texts
-from parakit.launch.train import compose_job
 from parakit.config.run import DeviceKind
 from parakit.experiments import load
 from parakit.experiments.commands import output_of
 from parakit.experiments.definition import FOLDER
 from parakit.experiments.load import load_experiment
+from parakit.launch.options import Options, options_from_texts
+from parakit.launch.train import compose_job
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 

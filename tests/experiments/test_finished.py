@@ -3,14 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from parakit.launch.job import parse_target
-from parakit.launch.options import Options
-from parakit.launch.run_folder import create_run_folder
-from parakit.launch.train import compose_job
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
 from parakit.experiments.runner import finished_runs
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.run_folder import create_run_folder
+from parakit.launch.train import compose_job
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-from tests.reporting.factory import report_row
-from parakit.reporting.analyse.entry import Entry
 from parakit.experiments.commands import disagreements
+from parakit.reporting.analyse.entry import Entry
+from tests.reporting.factory import report_row
 
 
 def rows(*verdicts: tuple[str, str, str]) -> list[Entry]:

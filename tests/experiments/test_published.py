@@ -8,13 +8,6 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from tests.launch.fake_nvml import FakeNvml
-from parakit.launch import data as data_module
-from parakit.launch import runtime as runtime_module
-from parakit.launch.compose import Launch
-from parakit.launch.options import Options
-from parakit.launch.run_folder import create_run_folder
-from parakit.launch.train import compose_job
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
@@ -26,6 +19,13 @@ from parakit.experiments.commands import run_named
 from parakit.experiments.load import load_experiment
 from parakit.experiments.runner import finished_runs
 from parakit.experiments.tables.published import announce_published
+from parakit.launch import data as data_module
+from parakit.launch import runtime as runtime_module
+from parakit.launch.compose import Launch
+from parakit.launch.options import Options
+from parakit.launch.run_folder import create_run_folder
+from parakit.launch.train import compose_job
+from tests.launch.fake_nvml import FakeNvml
 
 
 class Machine:

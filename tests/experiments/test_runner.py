@@ -4,11 +4,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.experiments.factory import cell
-from parakit.launch.compose import Launch
-from parakit.launch.options import Options
-from parakit.launch.run_folder import create_run_folder
-from parakit.launch.train import compose_job
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
@@ -16,6 +11,11 @@ from parakit.config.errors import LaunchError
 from parakit.experiments import runner as module
 from parakit.experiments.definition import Cell, Experiment, ExperimentFile
 from parakit.experiments.runner import Runner
+from parakit.launch.compose import Launch
+from parakit.launch.options import Options
+from parakit.launch.run_folder import create_run_folder
+from parakit.launch.train import compose_job
+from tests.experiments.factory import cell
 
 
 class Trained:

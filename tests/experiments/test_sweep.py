@@ -8,14 +8,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.given import swept as sweep_of
-from parakit.launch.compose import Launch, ResumePoint
-from parakit.launch.job import parse_target
-from parakit.launch.options import Options, Saving, Wandb, options_from_texts
-from parakit.launch.resume import relaunch
-from parakit.launch.run_folder import create_run_folder
-from parakit.launch.supervise.interruption import Interrupted
-from parakit.launch.train import compose_job
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
@@ -23,6 +15,14 @@ from parakit.config.errors import LaunchError
 from parakit.experiments import runner as module
 from parakit.experiments.engine import run_experiment
 from parakit.experiments.tables.sweep import OUTPUT
+from parakit.launch.compose import Launch, ResumePoint
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, Saving, Wandb, options_from_texts
+from parakit.launch.resume import relaunch
+from parakit.launch.run_folder import create_run_folder
+from parakit.launch.supervise.interruption import Interrupted
+from parakit.launch.train import compose_job
+from tests.given import swept as sweep_of
 
 LINE = (
     " [2026-01-01 00:00:00.000000] iteration {n:8d}/     500 | consumed samples: {n:12d} |"

@@ -1,8 +1,8 @@
 import pytest
 
-from tests.given import swept
 from parakit.config.errors import LaunchError
 from parakit.config.run import Backend, DeviceKind
+from tests.given import swept
 
 
 def test_axes_are_words_apart_by_spaces_or_commas_each_once() -> None:

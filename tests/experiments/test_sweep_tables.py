@@ -2,13 +2,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.reporting.factory import report_row
-from tests.experiments.factory import measured, pair
-from parakit.reporting.analyse.statistics import TimeComparison, TimeVerdict, estimate
 from parakit.config.run import Backend, DeviceKind
 from parakit.experiments.tables.overtaking import SizePoint, crossover, fastest, verdicts
 from parakit.experiments.tables.sweep import draw_sweep, render
 from parakit.formatting.units import parameters
+from parakit.reporting.analyse.statistics import TimeComparison, TimeVerdict, estimate
+from tests.experiments.factory import measured, pair
+from tests.reporting.factory import report_row
 
 
 def test_overtaking_is_said_between_the_two_sizes_that_decide() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import psutil
 
-from tests.examples.forked_launcher import forked
-from tests.faults.runs import Kit, kill
 from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.artifacts.run import CHECKPOINTS_FOLDER
 from parakit.experiments.verify.verifier import ForkedRanks
+from tests.examples.forked_launcher import forked
+from tests.faults.runs import Kit, kill
 
 
 @dataclass(frozen=True)

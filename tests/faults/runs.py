@@ -14,16 +14,16 @@ from typing import IO
 
 import psutil
 
-from tests.patience import OF_A_RUN, until
-from tests.small import SMALL
-from parakit.launch.supervise.interruption import alive
 from parakit.artifacts import run as records
 from parakit.artifacts.run import StatusRecord
+from parakit.config.files import ROOT
+from parakit.config.published import load_published
+from parakit.launch.supervise.interruption import alive
 from parakit.reporting.analyse.parity import Curve, loss_curve
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.read.runs import Run, load_folder
-from parakit.config.files import ROOT
-from parakit.config.published import load_published
+from tests.patience import OF_A_RUN, until
+from tests.small import SMALL
 
 ITERATIONS, SAVE_EVERY = 12, 4
 

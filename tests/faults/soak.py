@@ -23,17 +23,6 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from tests.faults.runs import Victim, kill, launch, processes_of
-from tests.faults.soak_verdict import DISTURBED, UNDISTURBED, Fault, ProcessReading, judge
-from tests.patience import OF_A_RUN
-from parakit.launch.compose import Launch
-from parakit.launch.data import make_sample
-from parakit.launch.job import Job, parse_target
-from parakit.launch.options import KEEP, Options, Saving, variables_of
-from parakit.launch.preflight import check
-from parakit.launch.progress import LogFollower
-from parakit.launch.start import ensure_start_checkpoint
-from parakit.launch.train import compose_job, dry_run
 from parakit.artifacts import run as records
 from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.artifacts.io import write_whole
@@ -43,6 +32,17 @@ from parakit.config.files import from_root
 from parakit.config.run import Backend
 from parakit.config.strategy import devices_of, parse_strategy
 from parakit.formatting.terminal import say
+from parakit.launch.compose import Launch
+from parakit.launch.data import make_sample
+from parakit.launch.job import Job, parse_target
+from parakit.launch.options import KEEP, Options, Saving, variables_of
+from parakit.launch.preflight import check
+from parakit.launch.progress import LogFollower
+from parakit.launch.start import ensure_start_checkpoint
+from parakit.launch.train import compose_job, dry_run
+from tests.faults.runs import Victim, kill, launch, processes_of
+from tests.faults.soak_verdict import DISTURBED, UNDISTURBED, Fault, ProcessReading, judge
+from tests.patience import OF_A_RUN
 
 SAVE_EVERY = 50
 """Iterations, as many as between two evaluations."""

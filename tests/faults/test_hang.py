@@ -5,9 +5,9 @@ from math import ceil
 
 import pytest
 
-from tests.faults.runs import ITERATIONS, Kit, same_losses
 from parakit.artifacts import run as records
 from parakit.artifacts.run import Status
+from tests.faults.runs import ITERATIONS, Kit, same_losses
 
 
 def longer_than_any_start(kit: Kit, strategy: str) -> int:

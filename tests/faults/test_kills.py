@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from parakit.artifacts.checkpoints import find_checkpoints
+from parakit.artifacts.run import CHECKPOINTS_FOLDER, LOG_FILE, Status, StatusRecord, read_status
+from parakit.launch.compose import torchrun
+from parakit.launch.supervise.exit_status import classify_exit
+from parakit.launch.supervise.ranks import RankProcesses
+from parakit.reporting.analyse.parity import loss_curve
+from parakit.reporting.read.runs import load_folder
 from tests.examples.runs import SharedRuns
 from tests.faults.killed import Killed
 from tests.faults.runs import ITERATIONS, SAVE_EVERY, WHO, Ended, Kit, kill, moment, same_losses
 from tests.patience import OF_A_RUN, until
-from parakit.launch.compose import torchrun
-from parakit.launch.supervise.exit_status import classify_exit
-from parakit.launch.supervise.ranks import RankProcesses
-from parakit.artifacts.checkpoints import find_checkpoints
-from parakit.artifacts.run import CHECKPOINTS_FOLDER, LOG_FILE, Status, StatusRecord, read_status
-from parakit.reporting.analyse.parity import loss_curve
-from parakit.reporting.read.runs import load_folder
 
 STRATEGIES = ("dp2", "tp2", "sp2", "cp2", "pp2", "zero1")
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.runs import SAVE_EVERY, Kit, same_losses
-from parakit.launch.supervise.exit_status import memory_kills
 from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, Status
+from parakit.launch.supervise.exit_status import memory_kills
+from tests.faults.runs import SAVE_EVERY, Kit, same_losses
 
 pytestmark = pytest.mark.slow
 OVERRIDE = "--override-opt_param-scheduler"

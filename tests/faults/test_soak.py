@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from parakit.config.files import ROOT
+from parakit.launch.options import Options
 from tests.faults.runs import Kit
 from tests.faults.soak import READINGS_FILE, TEXT_FILE, Soak, _Soaking, plan_soak
 from tests.given import given
-from parakit.launch.options import Options
-from parakit.config.files import ROOT
 
 
 def soaked(variables: dict[str, str]) -> Soak:

@@ -1,5 +1,7 @@
 import pytest
 
+from parakit.artifacts.run import Status
+from parakit.reporting.analyse.statistics import TimeVerdict
 from tests.faults.soak_verdict import (
     UNDISTURBED,
     Fault,
@@ -10,8 +12,6 @@ from tests.faults.soak_verdict import (
     drift,
     steadiness,
 )
-from parakit.artifacts.run import Status
-from parakit.reporting.analyse.statistics import TimeVerdict
 
 
 def reading(

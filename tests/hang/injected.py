@@ -23,7 +23,8 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from tests.small import SMALL, folded
+from parakit.artifacts.run import HUNG
+from parakit.config.files import ROOT
 from parakit.hang.command import as_json
 from parakit.hang.dumps import UnreadableError
 from parakit.hang.gather import gather
@@ -37,9 +38,8 @@ from parakit.launch.supervise import hang
 from parakit.launch.supervise.hang import HangWatch, collect_stacks
 from parakit.launch.supervise.warm import WarmMegatron
 from parakit.launch.train import compose_job
-from parakit.artifacts.run import HUNG
 from parakit.reporting.read.diagnosis import diagnose
-from parakit.config.files import ROOT
+from tests.small import SMALL, folded
 
 LAYOUTS = (
     *("dp2:2", "tp2:2", "sp2:2", "cp2:2", "pp2:2", "vpp2:2", "ep2:2", "zero1:2"),

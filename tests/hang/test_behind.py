@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hang.made import Job, four
 from parakit.hang.gather import gather
 from parakit.hang.verdict import Verdict, judge
+from tests.hang.made import Job, four
 
 NOT_COMPLETED_HERE = "entered, completed by the others, not by this rank"
 

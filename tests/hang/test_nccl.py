@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from parakit.artifacts.run import LOG_FILE, Status
 from parakit.hang.gather import gather
 from parakit.hang.texts import read_watchdog
 from parakit.hang.verdict import Kind, Verdict, judge
 from parakit.launch.supervise.exit_status import classify_exit
-from parakit.artifacts.run import LOG_FILE, Status
 from parakit.reporting.read.diagnosis import diagnose
 
 RECORDED = Path(__file__).parent / "nccl.tar.xz"

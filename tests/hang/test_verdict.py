@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hang.made import DATA, SECOND, START, TENSOR, WORLD, Job, four, step
+from parakit.artifacts.run import STOPPED_FILE
 from parakit.hang.command import why_hang
 from parakit.hang.dumps import UnreadableError
 from parakit.hang.evidence import Frame, RecordedCall, Stage
@@ -17,7 +17,7 @@ from parakit.hang.page import render_page
 from parakit.hang.place import place_of_call
 from parakit.hang.verdict import Kind, Outcome, Verdict, judge
 from parakit.hang.waits import is_in_collective
-from parakit.artifacts.run import STOPPED_FILE
+from tests.hang.made import DATA, SECOND, START, TENSOR, WORLD, Job, four, step
 
 WAITING = """Current thread 0x7f (most recent call first):
   File "/venv/torch/distributed/distributed_c10d.py", line 4174 in wait

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.small import write_documents
 from parakit.cluster.checks import host
 from parakit.cluster.checks.result import FAIL, PASS, WARN, CheckResult
 from parakit.cluster.nodes import Nodes, Rendezvous
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
 from parakit.launch import preflight
 from parakit.launch.compose import torchrun
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.preflight import check
 from parakit.launch.train import compose_job
-from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT
+from tests.small import write_documents
 
 NO_NAME = "nosuchhost.invalid"
 

@@ -7,6 +7,13 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from parakit.artifacts import run as records
+from parakit.config.errors import LaunchError
+from parakit.config.hardware import device_by_key, link_by_key
+from parakit.config.model import ModelShape, load_model
+from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags
+from parakit.config.stages import StageSplit
+from parakit.config.strategy import Batch, Parallelism
 from parakit.launch import auto, calibrate
 from parakit.launch.auto import as_options, plan_here, request_here, train_auto
 from parakit.launch.calibrate import GPU_LAYER, MEGATRON_LAYER, conditions, from_figures
@@ -21,13 +28,6 @@ from parakit.planner.search import search
 from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.compute import layer_seconds, product_seconds
 from parakit.planner.time.rates import rates
-from parakit.artifacts import run as records
-from parakit.config.errors import LaunchError
-from parakit.config.hardware import device_by_key, link_by_key
-from parakit.config.model import ModelShape, load_model
-from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags
-from parakit.config.stages import StageSplit
-from parakit.config.strategy import Batch, Parallelism
 
 CPU, GLOO = device_by_key("cpu"), link_by_key("gloo")
 TINY = parse_target("train-baseline-gpt2-tiny-2cpu")
@@ -198,7 +198,9 @@ def test_what_cannot_be_planned_here_says_what_can(
 
 def test_a_gpu_without_published_rates_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "visible_gpus", lambda: (SimpleNamespace(name="Tesla T4"),))
-    with pytest.raises(LaunchError, match="no rates of 'Tesla T4'; add it to src/parakit/config/hardware"):
+    with pytest.raises(
+        LaunchError, match="no rates of 'Tesla T4'; add it to src/parakit/config/hardware"
+    ):
         train_auto("train-auto-gpt2-large-1gpu", Options(), QUIET)
 
 

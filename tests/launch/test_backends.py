@@ -3,15 +3,15 @@ from dataclasses import replace
 
 import pytest
 
+from parakit.config.flags import Flags, drop_flags
+from parakit.config.run import Backend
+from parakit.config.strategy import Batch
 from parakit.launch.backends import NO_DEEPSPEED, backend_problems
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.train import compose_job
 from parakit.native.settings import parse_settings
-from parakit.config.flags import Flags, drop_flags
-from parakit.config.run import Backend
-from parakit.config.strategy import Batch
 
 KNOWN = [
     (Backend.NATIVE, "baseline", 1),

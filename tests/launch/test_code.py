@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from parakit.artifacts.run import Code, read_run
 from parakit.launch import code
 from parakit.launch.code import tree_hash
 from parakit.launch.compose import Launch, ResumePoint
@@ -12,14 +13,17 @@ from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.run_folder import create_run_folder
 from parakit.launch.train import compose_job
-from parakit.artifacts.run import Code, read_run
 
 
 @pytest.fixture
 def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of a kit that is in no repository."""
     root = tmp_path / "kit"
-    for name in ("megatron_patches/cpu/norms.py", "src/parakit/config/run.py", "examples/gpt3/a.sh"):
+    for name in (
+        "megatron_patches/cpu/norms.py",
+        "src/parakit/config/run.py",
+        "examples/gpt3/a.sh",
+    ):
         (root / name).parent.mkdir(parents=True)
         (root / name).write_text(name)
     monkeypatch.setattr(code, "ROOT", root)
@@ -44,7 +48,11 @@ def test_every_edit_of_the_kit_is_another_code_and_undoing_it_is_the_first_again
 ) -> None:
     launch = composed(Options())
     before = launch.code.kit
-    for name in ("megatron_patches/cpu/norms.py", "src/parakit/config/run.py", "examples/gpt3/a.sh"):
+    for name in (
+        "megatron_patches/cpu/norms.py",
+        "src/parakit/config/run.py",
+        "examples/gpt3/a.sh",
+    ):
         (kit / name).write_text("edited")
         assert launch.code.kit != before
         (kit / name).write_text(name)

@@ -5,11 +5,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from parakit.launch.compose import Launch, compose
-from parakit.launch.flags import start_flags
-from parakit.launch.job import Job, parse_target
-from parakit.launch.options import Options
-from parakit.launch.train import compose_job
 from parakit.artifacts.run import RUN_FILE, MegatronEntry, decode_run
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags, counted_vocabulary, null_tokenizer
@@ -23,6 +18,11 @@ from parakit.config.strategy import (
     parse_strategy,
     strategy_flags,
 )
+from parakit.launch.compose import Launch, compose
+from parakit.launch.flags import start_flags
+from parakit.launch.job import Job, parse_target
+from parakit.launch.options import Options
+from parakit.launch.train import compose_job
 
 
 def composed(name: str, **options: object) -> Launch:

@@ -1,7 +1,7 @@
 import pynvml
 import pytest
 
-from tests.launch.fake_nvml import DRIVER, FakeGpu, FakeNvml
+from parakit.artifacts.run import SAMPLE_COLUMNS, DeviceLink
 from parakit.launch import devices
 from parakit.launch.devices import (
     describe_links,
@@ -13,7 +13,7 @@ from parakit.launch.devices import (
     throttle_reasons,
     visible_gpus,
 )
-from parakit.artifacts.run import SAMPLE_COLUMNS, DeviceLink
+from tests.launch.fake_nvml import DRIVER, FakeGpu, FakeNvml
 
 
 def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from parakit.config.errors import LaunchError
+from parakit.config.run import DeviceKind
 from parakit.launch.data import DEFAULT_DATA, make_sample
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.train import compose_job, start
-from parakit.config.errors import LaunchError
-from parakit.config.run import DeviceKind
 
 DryRun = Callable[..., int]
 

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from tests.launch.fake_nvml import FakeNvml
 from parakit.cluster.checks.devices import check_rates
 from parakit.cluster.checks.result import PASS, WARN
+from parakit.config.files import ROOT
 from parakit.launch.devices import visible_gpus
 from parakit.launch.exchange import ClockWatch, link_here, loopback_bytes_per_second
-from parakit.config.files import ROOT
+from tests.launch.fake_nvml import FakeNvml
 
 CLOCK, CAP = ("gpu", "highest_mhz", "limit_mhz", "throttling"), "software power cap"
 RATE = {"backend": "NCCL", "ranks": 2, "link": "NVLink 4", "clocks": []}

@@ -9,13 +9,13 @@ import psutil
 import pytest
 from rich.console import Console
 
+from parakit.artifacts.run import LOG_FILE
+from parakit.config.errors import LaunchError
+from parakit.config.run import DeviceKind
 from parakit.launch.compose import Launch
 from parakit.launch.execute import run_ranks
 from parakit.launch.options import Options
 from parakit.launch.progress import RunProgress
-from parakit.artifacts.run import LOG_FILE
-from parakit.config.errors import LaunchError
-from parakit.config.run import DeviceKind
 
 
 def test_a_run_whose_folder_was_removed_is_ended_and_said_in_a_sentence(tmp_path: Path) -> None:

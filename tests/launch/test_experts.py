@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.config.flags import Flags
+from parakit.config.run import DeviceKind
+from parakit.config.strategy import OF_EXPERTS, devices_of, parse_strategy, strategy_flags
 from parakit.launch.compose import Launch
 from parakit.launch.data import DEFAULT_DATA
 from parakit.launch.job import parse_target
@@ -13,11 +18,6 @@ from parakit.launch.options import Options
 from parakit.launch.preflight import check
 from parakit.launch.runtime import Runtime
 from parakit.launch.train import compose_job, differences
-from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT
-from parakit.config.flags import Flags
-from parakit.config.run import DeviceKind
-from parakit.config.strategy import OF_EXPERTS, devices_of, parse_strategy, strategy_flags
 
 Composer = Callable[..., Launch]
 CHECKOUT_OF_THE_COMMIT = "MAJOR = 0\nMINOR = 15\nPATCH = 0\nPRE_RELEASE = 'rc2'\n"

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
+from parakit.config.run import Backend, Transport
+from parakit.config.strategy import Batch
 from parakit.launch import preflight_gpu
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
@@ -17,8 +18,7 @@ from parakit.launch.preflight_gpu import (
 from parakit.launch.run_folder import find_host
 from parakit.launch.runtime import ON_HOST, Runtime
 from parakit.launch.train import compose_job
-from parakit.config.run import Backend, Transport
-from parakit.config.strategy import Batch
+from tests.launch.fake_nvml import FakeGpu, FakeNvml, machine_with
 
 Composer = Callable[..., Launch]
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.megatron_parser import MegatronParser
 from parakit.cluster.container.image import ImagePair, find_pair
+from parakit.config.files import ROOT, from_root, read_args_file
+from parakit.config.strategy import NAMED
 from parakit.launch.compose import Launch
 from parakit.launch.data import sample_index_folder
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.runtime import Runtime, docker_runtime
 from parakit.launch.train import compose_job
-from parakit.config.files import ROOT, from_root, read_args_file
-from parakit.config.strategy import NAMED
+from tests.launch.megatron_parser import MegatronParser
 
 GOLDEN = Path(__file__).parent / "golden"
 TARGETS = [f"train-{name}-gpt2-large-{1 if name == 'baseline' else 2}gpu" for name in NAMED]

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.convert.hf.folders import GPT2, LLAMA
-from tests.given import run
+from parakit.config.errors import LaunchError
+from parakit.config.flags import Flags
+from parakit.config.run import Backend, DeviceKind
 from parakit.convert.hf.into_megatron import import_model, read_source
 from parakit.convert.hf.progress import Work
 from parakit.convert.hf.random_model import write_model
@@ -16,9 +17,8 @@ from parakit.launch.job import parse_target
 from parakit.launch.options import NO_OPTIONS, Options
 from parakit.launch.start import ensure_start_checkpoint
 from parakit.launch.train import compose_job
-from parakit.config.errors import LaunchError
-from parakit.config.flags import Flags
-from parakit.config.run import Backend, DeviceKind
+from tests.convert.hf.folders import GPT2, LLAMA
+from tests.given import run
 
 
 @pytest.fixture(scope="module")

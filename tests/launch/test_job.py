@@ -2,13 +2,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.given import given
-from parakit.launch.job import Job, parse_target
-from parakit.launch.options import Options, options_from_texts
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
+from parakit.launch.job import Job, parse_target
+from parakit.launch.options import Options, options_from_texts
+from tests.given import given
 
 
 def test_a_target_names_strategy_model_and_devices() -> None:

@@ -1,7 +1,7 @@
 """The flag table against the parser of the Megatron that is installed."""
 
-from tests.launch.megatron_parser import MegatronParser
 from parakit.config.flag_table import FLAGS, OTHERS
+from tests.launch.megatron_parser import MegatronParser
 
 OPPOSITES = (
     *("--untie-embeddings-and-output-weights", "--no-persist-layer-norm"),

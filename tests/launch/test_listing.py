@@ -3,10 +3,10 @@ import io
 import pytest
 from rich.console import Console
 
+from parakit.config.model import load_model
 from parakit.launch import listing
 from parakit.launch.devices import Gpu
 from parakit.launch.listing import runnable_here, runnable_on, show_list
-from parakit.config.model import load_model
 
 GIB = 2**30
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from parakit.cluster.nodes import Nodes
-from parakit.launch.run_folder import LOCK_FILE, only_attempt
 from parakit.artifacts.io import lock
 from parakit.artifacts.run import is_running
+from parakit.cluster.nodes import Nodes
 from parakit.config.errors import LaunchError
+from parakit.launch.run_folder import LOCK_FILE, only_attempt
 
 HOLD = """
 import fcntl, sys

@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
+from parakit.config.errors import LaunchError
+from parakit.config.run import DeviceKind
 from parakit.launch import microbenchmark
 from parakit.launch.microbenchmark import Figures, Workload
 from parakit.launch.microbenchmark_rank import added_seconds, local_figures, neighbours, slowest
-from parakit.config.errors import LaunchError
-from parakit.config.run import DeviceKind
 
 SMALL = Workload(
     matmul_size=64,

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from parakit.config.run import DeviceKind
+from parakit.formatting.units import bit_rate
 from parakit.launch.job import parse_target
 from parakit.launch.network import network_problems, parse_rate, rate_text, run
 from parakit.launch.options import options_from_texts
 from parakit.launch.train import compose_job
-from parakit.config.run import DeviceKind
-from parakit.formatting.units import bit_rate
 
 CAN_SHAPE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 

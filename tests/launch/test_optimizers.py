@@ -3,6 +3,8 @@ from dataclasses import replace
 
 import pytest
 
+from parakit.config.flags import Flags
+from parakit.config.run import Backend, OptimizerName
 from parakit.launch.backends import optimizer_problems
 from parakit.launch.compose import Launch
 from parakit.launch.flags import optimizer_flags
@@ -10,8 +12,6 @@ from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.train import compose_job
 from parakit.native.settings import parse_settings
-from parakit.config.flags import Flags
-from parakit.config.run import Backend, OptimizerName
 
 
 def launch(

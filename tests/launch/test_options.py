@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from parakit.launch.options import Options, options_from_texts
 from parakit.config.run import Backend, OptimizerName
+from parakit.launch.options import Options, options_from_texts
 
 
 def test_nothing_set_means_the_defaults() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.reporting.factory import run_record
+from parakit.artifacts.run import decode_run, encode_run
+from parakit.config.run import Backend, PatchFile
 from parakit.launch.backends import backend_problems
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
@@ -16,8 +17,7 @@ from parakit.launch.resume import _patch_file
 from parakit.launch.runtime import ON_HOST
 from parakit.launch.start import _writing_launch
 from parakit.launch.train import compose_job
-from parakit.artifacts.run import decode_run, encode_run
-from parakit.config.run import Backend, PatchFile
+from tests.reporting.factory import run_record
 
 Composer = Callable[..., Launch]
 TP2 = "train-tp2-gpt2-tiny-2cpu"

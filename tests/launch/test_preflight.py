@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from parakit.cluster.checks import host
+from parakit.config.errors import LaunchError
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, read_patch_file
 from parakit.launch.preflight import check, fp8_problems
 from parakit.launch.runtime import Runtime
 from parakit.launch.train import compose_job
-from parakit.config.errors import LaunchError
 
 Composer = Callable[..., Launch]
 

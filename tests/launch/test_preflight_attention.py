@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from parakit.config.errors import LaunchError
+from parakit.config.run import Backend
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
@@ -10,8 +12,6 @@ from parakit.launch.preflight import check
 from parakit.launch.preflight_attention import attention_problems
 from parakit.launch.runtime import ON_HOST, Runtime
 from parakit.launch.train import compose_job
-from parakit.config.errors import LaunchError
-from parakit.config.run import Backend
 
 Composer = Callable[..., Launch]
 WITH_TRANSFORMER_ENGINE = Runtime(transformer_engine=True)

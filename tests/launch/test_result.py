@@ -6,11 +6,11 @@ from typing import cast
 
 import pytest
 
-from tests.reporting.factory import log_text, run_record, write_run
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import NO_OPTIONS
 from parakit.launch.train import result_lines
+from tests.reporting.factory import log_text, run_record, write_run
 
 TIMES = [300.0, 200.0, 100.0, 100.0, 100.0]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.reporting.factory import run_record
-from parakit.launch import run_folder
-from parakit.launch.run_folder import command_script, read_named_run
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
+from parakit.launch import run_folder
+from parakit.launch.run_folder import command_script, read_named_run
+from tests.reporting.factory import run_record
 
 
 @pytest.fixture

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.given import run
-from tests.machines import FakeDocker
 from parakit.cluster.container.docker import bind
 from parakit.cluster.container.image import build
-from parakit.launch.options import Options
-from parakit.launch.runtime import docker_command, folders_named, prepare, run_module
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.run import RuntimeName
+from parakit.launch.options import Options
+from parakit.launch.runtime import docker_command, folders_named, prepare, run_module
+from tests.given import run
+from tests.machines import FakeDocker
 
 DOCKER = Options(runtime=RuntimeName.DOCKER)
 

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.small import write_documents
+from parakit.config.flags import Flags
+from parakit.config.run import Backend
 from parakit.launch import data
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.run_folder import computed_by
 from parakit.launch.train import compose_job
-from parakit.config.flags import Flags
-from parakit.config.run import Backend
+from tests.small import write_documents
 
 SEQUENCE = 8
 

@@ -12,17 +12,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.fake_nvml import FakeNvml
-from tests.machines import FakeDocker
 from parakit.cluster.nodes import Nodes
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.config.run import RuntimeName
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.preflight import nodes_problems
 from parakit.launch.start import check_owner
 from parakit.launch.train import compose_job
-from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT
-from parakit.config.run import RuntimeName
+from tests.launch.fake_nvml import FakeNvml
+from tests.machines import FakeDocker
 
 SECRET = "s3cret-1f0e"
 SECRETS = {

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.small import write_documents
+from parakit.config.errors import LaunchError
+from parakit.config.flags import Flags
 from parakit.data.indexed import open_dataset
 from parakit.data.split import Split, parts_of, unusable_parts
 from parakit.launch import start
@@ -14,8 +15,7 @@ from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.preflight import check
 from parakit.launch.train import compose_job, differences
-from parakit.config.errors import LaunchError
-from parakit.config.flags import Flags
+from tests.small import write_documents
 
 SEQUENCE = 64
 """Of gpt2-tiny."""

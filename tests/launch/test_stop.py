@@ -12,16 +12,16 @@ import psutil
 import pytest
 from rich.console import Console
 
-from tests.cluster.conftest import program
-from tests.patience import PATIENCE
-from tests.reporting.factory import iteration_line
-from parakit.launch.stop import refuse_running, stop
-from parakit.launch.supervise.interruption import alive
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import JobRecord, LauncherRecord, Status, StatusRecord
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
+from parakit.launch.stop import refuse_running, stop
+from parakit.launch.supervise.interruption import alive
+from tests.cluster.conftest import program
+from tests.patience import PATIENCE
+from tests.reporting.factory import iteration_line
 
 LAUNCHER = """
 import sys, time

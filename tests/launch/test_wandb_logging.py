@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from parakit.config.flags import Flags
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, Wandb, options_from_texts
 from parakit.launch.start import _writing_launch
 from parakit.launch.train import command_line, compose_job
-from parakit.config.flags import Flags
 
 
 def test_wandb_is_off_unless_asked_for() -> None:

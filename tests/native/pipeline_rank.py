@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.native.pipelined import STAGES
-from tests.native.small_model import settings
 from parakit.native.batches import MicroBatch
 from parakit.native.model import GPT, initialise
 from parakit.native.parallel import RankLayout
 from parakit.native.pipelines import StageModules, cut_into_stages, pipeline_engine
 from parakit.native.settings import Settings
+from tests.native.pipelined import STAGES
+from tests.native.small_model import settings
 
 ITERATIONS = 6
 MICRO_BATCHES = 3

@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.patience import OF_A_RUN
 from parakit.config.files import ROOT
+from tests.patience import OF_A_RUN
 
 STAGES = 3
 

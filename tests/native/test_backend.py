@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.native.small_model import REQUIRED, settings
 from parakit.data.split import Split, split_documents
 from parakit.native.batches import SplitSamples
 from parakit.native.model import GPT, initialise
 from parakit.native.optimizer import learning_rate
 from parakit.native.settings import unknown_flags
+from tests.native.small_model import REQUIRED, settings
 
 
 def test_the_first_update_has_no_learning_rate_and_the_warm_up_is_linear() -> None:

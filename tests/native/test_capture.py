@@ -6,12 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.native.small_model import settings
-from parakit.native.capture import capturing, native_counterpart
-from parakit.native.engines import TorchEngine
-from parakit.native.model import GPT, initialise
-from parakit.native.parallel import RankLayout
-from parakit.native.weights import megatron_name
 from parakit.artifacts.capture import (
     Site,
     Stage,
@@ -19,7 +13,13 @@ from parakit.artifacts.capture import (
     read_rank,
 )
 from parakit.config import variables
+from parakit.native.capture import capturing, native_counterpart
+from parakit.native.engines import TorchEngine
+from parakit.native.model import GPT, initialise
+from parakit.native.parallel import RankLayout
+from parakit.native.weights import megatron_name
 from parakit.verify.captured import Capture, read_capture
+from tests.native.small_model import settings
 
 DENSE: tuple[str, ...] = ("--attention-dropout", "0", "--hidden-dropout", "0")
 EXPERTS = (*DENSE, "--num-experts", "4", "--moe-ffn-hidden-size", "8", "--disable-bias-linear")

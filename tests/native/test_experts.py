@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.native.small_model import REQUIRED, settings
+from parakit.config.model import load_model
 from parakit.native.model import (
     GPT,
     MixtureOfExperts,
@@ -18,7 +18,7 @@ from parakit.native.model import (
 from parakit.native.optimizer import muon_parameters
 from parakit.native.settings import Settings, parse_settings
 from parakit.planner.tensors import active_parameters, parameters_total
-from parakit.config.model import load_model
+from tests.native.small_model import REQUIRED, settings
 
 TINY = ("--num-experts", "4", "--moe-ffn-hidden-size", "8", "--disable-bias-linear")
 

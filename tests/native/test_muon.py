@@ -6,10 +6,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.native.small_model import settings
 from parakit.native.model import GPT
 from parakit.native.optimizer import MuonAdamW, muon_adamw, muon_parameters
 from parakit.native.parallel import refuse_combinations
+from tests.native.small_model import settings
 
 Matrix = NDArray[np.float64]
 BF16_ERROR = 0.04

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from parakit.config.strategy import PipelineSchedule
+from parakit.native.model import GPT, mean_loss
+from parakit.native.optimizer import adamw, clip_gradients, learning_rate
+from parakit.native.settings import Settings
 from tests.examples.runs import SharedRuns
 from tests.native.pipeline_rank import (
     ITERATIONS,
@@ -18,10 +22,6 @@ from tests.native.pipeline_rank import (
     whole_model,
 )
 from tests.native.pipelined import STAGES
-from parakit.native.model import GPT, mean_loss
-from parakit.native.optimizer import adamw, clip_gradients, learning_rate
-from parakit.native.settings import Settings
-from parakit.config.strategy import PipelineSchedule
 
 ROUNDING = 1e-4
 """A hundredth of an update: Adam makes whole updates of gradients that are all rounding."""

@@ -3,13 +3,13 @@ from dataclasses import replace
 
 import pytest
 
-from parakit.planner.dryrun.job import DryRunner
-from parakit.planner.search import Request
-from parakit.planner.time.cluster import Cluster
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import ModelShape, load_model
 from parakit.config.run import spec_of_model
 from parakit.config.strategy import Batch, Parallelism
+from parakit.planner.dryrun.job import DryRunner
+from parakit.planner.search import Request
+from parakit.planner.time.cluster import Cluster
 
 MakeRequest = Callable[..., Request]
 

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from parakit.planner.dryrun.comparison import CheckedRank, compare
-from parakit.planner.dryrun.job import DryRunner, Job, check, flags_of
 from parakit.config.model import Model, model_from_flags
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec, spec_of_model
 from parakit.config.strategy import Batch, Parallelism, Sharding
+from parakit.planner.dryrun.comparison import CheckedRank, compare
+from parakit.planner.dryrun.job import DryRunner, Job, check, flags_of
 
 _SMALL = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "

@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parakit.planner.time.cluster import Cluster
-from parakit.planner.time.compute import layer_seconds, product_seconds
-from parakit.planner.time.rates import rates
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import ModelShape
 from parakit.config.run import Fp8Recipe, RunSpec
 from parakit.config.strategy import Batch, Parallelism
+from parakit.planner.time.cluster import Cluster
+from parakit.planner.time.compute import layer_seconds, product_seconds
+from parakit.planner.time.rates import rates
 
 BF16 = (
     *((16384, 16384, 16384), (8192, 8192, 8192), (4096, 4096, 4096), (2048, 2048, 2048)),

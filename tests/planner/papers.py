@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from parakit.planner.readings.published import measured_run, usual_cluster
-from parakit.planner.readings.reading_to_spec import Expressed
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.model import ModelShape
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Batch, Parallelism
+from parakit.planner.readings.published import measured_run, usual_cluster
+from parakit.planner.readings.reading_to_spec import Expressed
 
 PAPERS_FILE = ROOT / "examples" / "gpt3" / "papers.yaml"
 

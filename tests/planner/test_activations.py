@@ -4,7 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.conftest import TINY
+from parakit.config.hardware import Host
+from parakit.config.model import LatentAttention, load_model
+from parakit.config.offload import GROUPS, Offload
+from parakit.config.recompute import Recompute
+from parakit.config.run import DeviceKind, RunSpec
+from parakit.config.strategy import Batch, Parallelism
 from parakit.planner.activations import (
     Offloaded,
     chunk_activation_bytes,
@@ -17,12 +22,7 @@ from parakit.planner.readings.published import usual_cluster
 from parakit.planner.time.iteration import iteration_seconds
 from parakit.planner.time.offload import copies_waited_for
 from parakit.planner.time.rates import NoPeakError
-from parakit.config.hardware import Host
-from parakit.config.model import LatentAttention, load_model
-from parakit.config.offload import GROUPS, Offload
-from parakit.config.recompute import Recompute
-from parakit.config.run import DeviceKind, RunSpec
-from parakit.config.strategy import Batch, Parallelism
+from tests.planner.conftest import TINY
 
 TOKENS, HIDDEN = 32, 8
 _HIDDEN = 2 * TOKENS * HIDDEN

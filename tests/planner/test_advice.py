@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from parakit.config.strategy import Parallelism, Sharding
 from parakit.planner.advice import (
     StrategyFamily,
     advice,
@@ -16,7 +17,6 @@ from parakit.planner.advice import (
 )
 from parakit.planner.search import Request, search
 from parakit.planner.time.iteration import TIME_COMPONENTS
-from parakit.config.strategy import Parallelism, Sharding
 
 MakeRequest = Callable[..., Request]
 

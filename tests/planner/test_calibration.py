@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
+from parakit.config.run import Fp8Recipe
 from parakit.planner.calibration import stated_calibration
 from parakit.planner.options import RequestError
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.time.compute import product_seconds
 from parakit.planner.time.rates import rates
-from parakit.config.run import Fp8Recipe
 
 H100 = usual_cluster("h100", 8)
 

@@ -2,9 +2,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from parakit.planner.time.cluster import at_other_rate, link_seconds
 from parakit.config.groups import Group
 from parakit.config.strategy import Parallelism
+from parakit.planner.time.cluster import at_other_rate, link_seconds
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parakit.planner.__main__ import main
 from parakit.config.files import ROOT
 from parakit.config.model import load_model
+from parakit.planner.__main__ import main
 
 CONTRACT = ["--model", "gpt2-large", "--gpus", "2", "--gpu", "h200", "--global-batch", "64"]
 

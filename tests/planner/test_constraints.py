@@ -3,7 +3,6 @@ from typing import Any
 
 import pytest
 
-from parakit.planner.constraints import violations
 from parakit.config.model import ModelShape, load_model
 from parakit.config.recompute import Recompute
 from parakit.config.run import Backend, RunSpec, spec_of_model
@@ -17,6 +16,7 @@ from parakit.config.strategy import (
     batch_for,
     parse_strategy,
 )
+from parakit.planner.constraints import violations
 
 LARGE = load_model("gpt2-large")
 XL = load_model("gpt2-xl")

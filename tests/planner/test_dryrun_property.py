@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.planner.dry_runs import Case, cases, run_case
 from parakit.planner.dryrun.job import DryRunner
+from tests.planner.dry_runs import Case, cases, run_case
 
 _LIMITS = settings(
     derandomize=True,

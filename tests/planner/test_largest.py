@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from parakit.config.hardware import device_by_key
 from parakit.planner.__main__ import main
 from parakit.planner.largest import largest_models
-from parakit.config.hardware import device_by_key
 
 
 def sizes(devices: int, recompute: str = "none") -> dict[str, int]:

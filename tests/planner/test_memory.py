@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.docs.residuals import PublishedResidual, memory_residuals
-from tests.planner.conftest import TINY
+from parakit.artifacts.measurements import Operation
+from parakit.config.experts import ExpertLoad
+from parakit.config.flags import Flags
+from parakit.config.model import LatentAttention, Model, load_model
+from parakit.config.recompute import Recompute
+from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, spec_of_model, state_types_of
+from parakit.config.stages import spread
+from parakit.config.strategy import Batch, Parallelism, Sharding
+from parakit.formatting.units import MIB
 from parakit.planner.activations import (
     chunk_activation_bytes,
     layer_activation_bytes,
@@ -24,15 +31,8 @@ from parakit.planner.memory import (
 )
 from parakit.planner.readings.published import h200_spec
 from parakit.planner.tensors import layer_parameters, parameters_total, rank_parameters
-from parakit.artifacts.measurements import Operation
-from parakit.config.experts import ExpertLoad
-from parakit.config.flags import Flags
-from parakit.config.model import LatentAttention, Model, load_model
-from parakit.config.recompute import Recompute
-from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, spec_of_model, state_types_of
-from parakit.config.stages import spread
-from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.formatting.units import MIB
+from tests.docs.residuals import PublishedResidual, memory_residuals
+from tests.planner.conftest import TINY
 
 LARGE = load_model("gpt2-large")
 

@@ -4,16 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.conftest import TINY as LEARNED
-from tests.planner.dry_runs import Case, run_case, small_model
-from parakit.planner.collectives.rank import communication_of_rank
-from parakit.planner.constraints import violations
-from parakit.planner.dryrun.job import DryRunner
-from parakit.planner.memory import activation_bytes, embedding_bytes, logits_bytes, residual_bytes
-from parakit.planner.tensors import parameters_total, rank_parameters
-from parakit.planner.time.cluster import Cluster
-from parakit.planner.time.flops import token_flops
-from parakit.planner.time.iteration import stage_seconds
 from parakit.artifacts.measurements import Operation
 from parakit.config.groups import Group
 from parakit.config.hardware import device_by_key, link_by_key
@@ -22,6 +12,16 @@ from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec, spec_of_model
 from parakit.config.stages import filled
 from parakit.config.strategy import Batch, Parallelism, Sharding
+from parakit.planner.collectives.rank import communication_of_rank
+from parakit.planner.constraints import violations
+from parakit.planner.dryrun.job import DryRunner
+from parakit.planner.memory import activation_bytes, embedding_bytes, logits_bytes, residual_bytes
+from parakit.planner.tensors import parameters_total, rank_parameters
+from parakit.planner.time.cluster import Cluster
+from parakit.planner.time.flops import token_flops
+from parakit.planner.time.iteration import stage_seconds
+from tests.planner.conftest import TINY as LEARNED
+from tests.planner.dry_runs import Case, run_case, small_model
 
 TINY = replace(LEARNED, positions=0)
 """Four layers, eight wide, a table of 104 tokens."""

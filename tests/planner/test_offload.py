@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.planner.conftest import TINY
+from parakit.config.hardware import Host
+from parakit.config.run import DeviceKind, RunSpec, StateTypes
+from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.planner.constraints import violations
 from parakit.planner.memory import memory_of_rank
 from parakit.planner.readings.published import usual_cluster
@@ -13,9 +15,7 @@ from parakit.planner.tensors import parameters_total, rank_tensors
 from parakit.planner.time.compute import optimizer_seconds
 from parakit.planner.time.execution import Execution
 from parakit.planner.time.rates import DeviceRates, NoPeakError, rates
-from parakit.config.hardware import Host
-from parakit.config.run import DeviceKind, RunSpec, StateTypes
-from parakit.config.strategy import Batch, Parallelism, Sharding
+from tests.planner.conftest import TINY
 
 SPLIT = Parallelism(sharding=Sharding.ZERO1)
 N = parameters_total(TINY)

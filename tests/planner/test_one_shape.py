@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.dry_runs import Case, run_case, small_model
-from parakit.planner.dryrun.job import DryRunner, as_dry_run
-from parakit.planner.tensors import rank_parameters
 from parakit.config.model import SHAPE_FLAGS, changed_model
 from parakit.config.run import spec_of_model
 from parakit.config.strategy import Batch, Parallelism
+from parakit.planner.dryrun.job import DryRunner, as_dry_run
+from parakit.planner.tensors import rank_parameters
+from tests.planner.dry_runs import Case, run_case, small_model
 
 LATENT = (
     "--multi-latent-attention --position-embedding-type rope --q-lora-rank 16 --kv-lora-rank 8 "

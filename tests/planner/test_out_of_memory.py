@@ -8,10 +8,6 @@ from statistics import median
 
 import pytest
 
-from parakit.planner.memory import fullest_rank
-from parakit.planner.readings.published import usual_cluster
-from parakit.planner.tensors import rank_parameters
-from parakit.planner.verdict import CLOSE, Fit, fit_of
 from parakit.config.hardware import device_by_key
 from parakit.config.model import ModelShape
 from parakit.config.recompute import Recompute
@@ -26,6 +22,10 @@ from parakit.config.strategy import (
     strategy_flags,
 )
 from parakit.formatting.units import GIB
+from parakit.planner.memory import fullest_rank
+from parakit.planner.readings.published import usual_cluster
+from parakit.planner.tensors import rank_parameters
+from parakit.planner.verdict import CLOSE, Fit, fit_of
 
 HIDDEN_LAYERS = {"181b": (14336, 72), "184b": (12288, 100), "206b": (14336, 82)}
 FITTING = device_by_key("a100").memory_bytes * CLOSE

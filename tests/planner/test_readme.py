@@ -5,7 +5,7 @@ from statistics import mean
 
 import pytest
 
-from tests.planner.readings.fit import BOUNDS
+from parakit.config.files import ROOT
 from parakit.planner.memory import fullest_rank
 from parakit.planner.readings.facts import source_facts
 from parakit.planner.readings.intervals import ERRORS_FILE
@@ -14,7 +14,7 @@ from parakit.planner.readings.summary import by_coverage, by_kind, by_split, cho
 from parakit.planner.readings.table import read_readings
 from parakit.planner.time.constants import NAMES, constants_of
 from parakit.planner.verdict import Fit, fit_of
-from parakit.config.files import ROOT
+from tests.planner.readings.fit import BOUNDS
 
 README = (ROOT / "src" / "parakit" / "planner" / "README.md").read_text()
 MEASUREMENTS = (ROOT / "src" / "parakit" / "planner" / "readings" / "README.md").read_text()

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parakit.config.strategy import PipelineSchedule
 from parakit.planner.schedules.simulate import (
     COMPARED,
     Pass,
@@ -13,7 +14,6 @@ from parakit.planner.schedules.simulate import (
     figures,
     simulate,
 )
-from parakit.config.strategy import PipelineSchedule
 
 STAGES = st.integers(1, 6)
 

@@ -4,8 +4,20 @@ from itertools import combinations, product
 
 import pytest
 
+from parakit.config.model import ModelShape
+from parakit.config.recompute import Recompute
+from parakit.config.run import RunSpec
+from parakit.config.stages import EVEN, StageSplit, stage_split
+from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy, strategy_name
 from parakit.planner.advice import runner_up_sentence
-from parakit.planner.candidates import base, comm_types, micro_batches, splits, variants, virtual_stages
+from parakit.planner.candidates import (
+    base,
+    comm_types,
+    micro_batches,
+    splits,
+    variants,
+    virtual_stages,
+)
 from parakit.planner.constraints import divisors, violations
 from parakit.planner.memory import fullest_rank
 from parakit.planner.search import (
@@ -23,11 +35,6 @@ from parakit.planner.show import make_command, trained_vocabulary_sentence
 from parakit.planner.ties import TIED
 from parakit.planner.time.iteration import pipeline_seconds
 from parakit.planner.verdict import Fit
-from parakit.config.model import ModelShape
-from parakit.config.recompute import Recompute
-from parakit.config.run import RunSpec
-from parakit.config.stages import EVEN, StageSplit, stage_split
-from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy, strategy_name
 
 MakeRequest = Callable[..., Request]
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from parakit.planner.time.cluster import Calibration, Cluster
-from parakit.planner.time.compute import product_seconds
-from parakit.planner.time.iteration import iteration_seconds, pipeline_seconds
-from parakit.planner.time.rates import rates
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import ModelShape
 from parakit.config.run import DeviceKind, RunSpec
 from parakit.config.strategy import Batch, Parallelism, Sharding
+from parakit.planner.time.cluster import Calibration, Cluster
+from parakit.planner.time.compute import product_seconds
+from parakit.planner.time.iteration import iteration_seconds, pipeline_seconds
+from parakit.planner.time.rates import rates
 
 SHAPE = ModelShape(4, 64, 4, 4, 16, 256, 64, 64)
 MEASURED = Calibration(

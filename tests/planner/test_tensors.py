@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planner.conftest import TINY
+from parakit.config.model import ModelShape, load_model
+from parakit.config.run import RunSpec
+from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy
 from parakit.planner.tensors import (
     Parameters,
     UnevenSplitError,
@@ -13,9 +15,7 @@ from parakit.planner.tensors import (
     rank_parameters,
     unlike_weights,
 )
-from parakit.config.model import ModelShape, load_model
-from parakit.config.run import RunSpec
-from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy
+from tests.planner.conftest import TINY
 
 BLUEBERRY = load_model("blueberry-79m").shape
 

@@ -4,7 +4,14 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from tests.planner.readings.fit import BOUNDS, FITTED, start_of
+from parakit.artifacts.measurements import Operation, Phase
+from parakit.config.experts import BALANCED, ExpertLoad
+from parakit.config.groups import Group
+from parakit.config.hardware import load_hardware
+from parakit.config.model import LatentAttention, load_model
+from parakit.config.recompute import Recompute
+from parakit.config.run import Fp8Recipe, RunSpec
+from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.planner.collectives.call import CollectiveCall
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.tensors import rank_parameters
@@ -16,14 +23,7 @@ from parakit.planner.time.host import launch_seconds
 from parakit.planner.time.iteration import IterationSeconds, _slowest_update, iteration_seconds
 from parakit.planner.time.rates import rates
 from parakit.planner.time.traffic import layer_bytes, softmax_is_fused
-from parakit.artifacts.measurements import Operation, Phase
-from parakit.config.experts import BALANCED, ExpertLoad
-from parakit.config.groups import Group
-from parakit.config.hardware import load_hardware
-from parakit.config.model import LatentAttention, load_model
-from parakit.config.recompute import Recompute
-from parakit.config.run import Fp8Recipe, RunSpec
-from parakit.config.strategy import Batch, Parallelism, Sharding
+from tests.planner.readings.fit import BOUNDS, FITTED, start_of
 
 SHAPE = load_model("gpt3-13b").shape
 

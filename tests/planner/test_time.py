@@ -2,8 +2,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.docs.residuals import PublishedResidual, h200_residuals, paper_residuals
-from tests.planner.papers import load_paper
+from parakit.config.groups import Group
+from parakit.config.hardware import device_by_key, link_by_key, load_hardware
+from parakit.config.model import load_model
+from parakit.config.recompute import Recompute
+from parakit.config.run import RunSpec
+from parakit.config.stages import StageSplit
+from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.planner.memory import fullest_rank
 from parakit.planner.readings.published import h200_figures, h200_spec
 from parakit.planner.time.cluster import Calibration, Cluster, route
@@ -14,13 +19,8 @@ from parakit.planner.time.iteration import (
     pipeline_seconds,
 )
 from parakit.planner.time.rates import NoPeakError, rates
-from parakit.config.groups import Group
-from parakit.config.hardware import device_by_key, link_by_key, load_hardware
-from parakit.config.model import load_model
-from parakit.config.recompute import Recompute
-from parakit.config.run import RunSpec
-from parakit.config.stages import StageSplit
-from parakit.config.strategy import Batch, Parallelism, Sharding
+from tests.docs.residuals import PublishedResidual, h200_residuals, paper_residuals
+from tests.planner.papers import load_paper
 
 LARGE = load_model("gpt2-large")
 

@@ -4,6 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from parakit.config.files import ROOT, read_args_file
+from parakit.config.flags import Flags, drop_flags
+from parakit.config.hardware import device_by_key, link_by_key
+from parakit.config.model import load_model
+from parakit.config.run import RunSpec, spec_of_model
+from parakit.config.strategy import Batch, Parallelism
 from parakit.planner.readings.reading_to_spec import execution_of_flags
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.compute import head_seconds, layer_seconds, optimizer_seconds
@@ -12,12 +18,6 @@ from parakit.planner.time.host import iteration_host_seconds
 from parakit.planner.time.iteration import iteration_seconds
 from parakit.planner.time.rates import DeviceRates, rates
 from parakit.planner.time.traffic import layer_bytes
-from parakit.config.files import ROOT, read_args_file
-from parakit.config.flags import Flags, drop_flags
-from parakit.config.hardware import device_by_key, link_by_key
-from parakit.config.model import load_model
-from parakit.config.run import RunSpec, spec_of_model
-from parakit.config.strategy import Batch, Parallelism
 
 HOST = read_args_file(ROOT / "src" / "parakit" / "launch" / "runtimes" / "host.args")
 """Of a host without Transformer Engine."""

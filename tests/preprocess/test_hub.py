@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.hub_server import Hub, parquet, serving
-from parakit.data.indexed import open_dataset
 from parakit.config.files import ROOT
+from parakit.data.indexed import open_dataset
+from tests.launch.hub_server import Hub, parquet, serving
 
 # The client keeps what it has in steps of 10 MiB: half of the file must be more than that.
 TEXTS = [f"Document {n}.\n" + f"word{n % 97} “quoted” é \\ " * 75 for n in range(300)]

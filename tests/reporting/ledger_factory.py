@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tests.reporting.factory import log_text, run_record, write_run
-from parakit.planner.collectives.rank import communication_of_rank
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.measurements import (
@@ -25,11 +23,13 @@ from parakit.artifacts.measurements import (
     algorithm,
 )
 from parakit.artifacts.run import RunRecord
+from parakit.config.published import Published
+from parakit.config.run import RunSpec, Transport
+from parakit.planner.collectives.rank import communication_of_rank
 from parakit.reporting.analyse.report import Report, build_report
 from parakit.reporting.explain.closed_form import configuration_of_run
 from parakit.reporting.read.runs import Run, load_folder
-from parakit.config.published import Published
-from parakit.config.run import RunSpec, Transport
+from tests.reporting.factory import log_text, run_record, write_run
 
 ALL_CATEGORIES = dict.fromkeys(MemoryCategory, 0)
 

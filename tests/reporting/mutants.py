@@ -24,9 +24,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.reporting.figures import FIELDS, Figures, figures
 from parakit.reporting.build import BuildOptions, build
 from parakit.reporting.read.scrape import scrape_runs
+from tests.reporting.figures import FIELDS, Figures, figures
 
 LOGS = sorted(
     path

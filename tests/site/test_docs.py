@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from parakit.cli.options import check_given, find_command
-from parakit.planner.time.flops import model_flops
-from parakit.site.hooks import nested_lists, pages, settings_page
 from parakit.config.files import ROOT
 from parakit.config.hardware import find_device
 from parakit.config.model import load_model
 from parakit.config.published import MAIN_SOURCE, load_published
 from parakit.config.settings import SETTINGS
+from parakit.planner.time.flops import model_flops
+from parakit.site.hooks import nested_lists, pages, settings_page
 
 PAGES = [name for name in pages() if name.endswith(".md")]
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")

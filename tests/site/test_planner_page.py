@@ -17,13 +17,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.chromium import chromium, needs_chromium
-from tests.patience import OF_A_RUN
+from parakit.config.files import ROOT
+from parakit.config.model import model_names
 from parakit.site import in_browser
 from parakit.site.drawing.figure import asked, figure
 from parakit.site.planner_page import TEMPLATES, build, pack_kit
-from parakit.config.files import ROOT
-from parakit.config.model import model_names
+from tests.chromium import chromium, needs_chromium
+from tests.patience import OF_A_RUN
 
 IN_THE_BROWSER = """
 import json, sys

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.chromium import chromium, needs_chromium
+from parakit.config.files import ROOT
 from parakit.site.drawing.figure import page
 from parakit.site.planner_page import TEMPLATES
-from parakit.config.files import ROOT
+from tests.chromium import chromium, needs_chromium
 
 _FRAMED = """<body><iframe src="{page}" style="width:{width}px;height:900px;border:0"></iframe>
 <p id="found"></p>

@@ -25,11 +25,6 @@ from pathlib import Path
 from packaging.version import Version
 from rich.console import Console
 
-from tests.verify.injected_bugs.check import FOLDER, InjectedBug, injected_bugs
-from parakit.launch.code import find_entry
-from parakit.launch.data import SMALL_SAMPLE, SMALL_VOCABULARY, make_sample
-from parakit.launch.job import parse_target
-from parakit.launch.options import Options, read_patch_file
 from parakit.artifacts.verdict import Outcome, Verdict
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, read_yaml
@@ -39,8 +34,13 @@ from parakit.experiments.matrix.commands import families_of, known_findings, lab
 from parakit.experiments.matrix.definition import load_matrix
 from parakit.experiments.verify.pairs import Pair
 from parakit.experiments.verify.verifier import ForkedRanks, Verifier
+from parakit.launch.code import find_entry
+from parakit.launch.data import SMALL_SAMPLE, SMALL_VOCABULARY, make_sample
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, read_patch_file
 from parakit.verify.findings import Finding, Judged, findings
 from parakit.verify.verdict import Judgement
+from tests.verify.injected_bugs.check import FOLDER, InjectedBug, injected_bugs
 
 HEALTHY = Path(__file__).with_name("healthy.yaml")
 SMALL = ("--vocab-size", str(SMALL_VOCABULARY))

@@ -4,9 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.verify.bench import LOGGED, Bench, verify_injected
 from parakit.config.files import ROOT
 from parakit.experiments.verify.verifier import ForkedRanks, Verifier
+from tests.verify.bench import LOGGED, Bench, verify_injected
 
 QUICK = ("last-stage-one-batch-ahead", "qkv-input-gradient-not-summed")
 """Of batch and backward pass; of pp2 and tp2, which share a reference."""

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from parakit.launch.compose import Launch
-from parakit.launch.job import parse_target
-from parakit.launch.options import Options, read_patch_file
 from parakit.artifacts.capture import Stage
 from parakit.config import variables
 from parakit.config.files import ROOT
 from parakit.config.strategy import parse_strategy
 from parakit.experiments.verify.pairs import Pair, Verification, compose_pair
 from parakit.experiments.verify.verifier import ForkedRanks, losses_in
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, read_patch_file
 from parakit.verify.captured import Array, assembled, read_capture, units
 from parakit.verify.findings import Effect, Finding, Judged, findings
 

@@ -22,14 +22,14 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_patches.context import OLDEST_KNOWN, checkout_version
-from tests.verify.bench import Bench, PatientRanks
-from parakit.launch.data import SMALL_SAMPLE, make_sample
-from parakit.launch.options import Options
 from parakit.artifacts.verdict import Outcome, Verdict
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.setting import SettingError
 from parakit.experiments.verify.verifier import Verifier
+from parakit.launch.data import SMALL_SAMPLE, make_sample
+from parakit.launch.options import Options
+from tests.verify.bench import Bench, PatientRanks
 
 HISTORY = ROOT / "docs" / "upstream" / "history.yaml"
 DATASETS = "megatron/core/datasets"

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.verify.captures import BATCH, HIDDEN, MODULE, SEQUENCE, output, pair, random, rank, write
 from parakit.artifacts.capture import Site, Stage
 from parakit.verify.align import ActivationAligner
+from tests.verify.captures import BATCH, HIDDEN, MODULE, SEQUENCE, output, pair, random, rank, write
 
 
 def aligned(tmp_path, layout_rank, ours, theirs, site=None, **reference):

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tests.verify.captures import output, rank, write
 from parakit.verify.captured import sites_in_order
+from tests.verify.captures import output, rank, write
 
 
 def test_experts_of_a_later_rank_follow_those_of_the_first(tmp_path):

@@ -3,18 +3,6 @@ import json
 import numpy as np
 import pytest
 
-from tests.verify.captures import (
-    BATCH,
-    KEY,
-    SEQUENCE,
-    WEIGHT,
-    output,
-    pair,
-    place,
-    random,
-    rank,
-    write,
-)
 from parakit.artifacts.capture import (
     COUNTS,
     LOSS,
@@ -30,6 +18,18 @@ from parakit.artifacts.capture import (
 )
 from parakit.verify.compare import compare, drift
 from parakit.verify.tolerance import RESPONSES
+from tests.verify.captures import (
+    BATCH,
+    KEY,
+    SEQUENCE,
+    WEIGHT,
+    output,
+    pair,
+    place,
+    random,
+    rank,
+    write,
+)
 
 WHOLE = random(4, 3)
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.verify.benched import bench
-from tests.verify.history import fixes
+from parakit.config.files import read_yaml
 from parakit.launch.job import parse_target
 from parakit.launch.options import read_patch_file
-from parakit.config.files import read_yaml
 from parakit.verify.findings import FOLDER, VERSIONS, Finding, Judged, findings
+from tests.verify.benched import bench
+from tests.verify.history import fixes
 
 REPRODUCED = [one for one in findings() if one.verdict is Judged.REPRODUCED]
 

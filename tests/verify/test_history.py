@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.verify.history import Fix, fixes, verify_history
-from parakit.launch.job import parse_target
 from parakit.artifacts.capture import Stage
 from parakit.artifacts.verdict import Outcome, Verdict
 from parakit.config.setting import SettingError
+from parakit.launch.job import parse_target
+from tests.verify.history import Fix, fixes, verify_history
 
 
 def test_every_fix_is_run_in_a_layout_that_exists_or_says_why_not() -> None:

@@ -4,11 +4,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.verify.captures import MODULE, WEIGHT, output, place, random, rank, write
 from parakit.artifacts.capture import INITIAL, INITIAL_FILE, InitialPiece
 from parakit.artifacts.verdict import Outcome
 from parakit.verify.initial import wrong_starts
 from parakit.verify.verdict import judge
+from tests.verify.captures import MODULE, WEIGHT, output, place, random, rank, write
 
 WHOLE = random(64, 3)
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from megatron_patches.patch_file import SEPARATOR
-from tests.verify.injected_bugs.check import FOLDER, Checker, InjectedBug, injected_bugs
-from tests.verify.injected_bugs.trace import STAGES, first_difference
-from parakit.launch.job import parse_target
-from parakit.launch.options import read_patch_file
 from parakit.artifacts.capture import Stage
 from parakit.config.files import ROOT, read_yaml
+from parakit.launch.job import parse_target
+from parakit.launch.options import read_patch_file
+from tests.verify.injected_bugs.check import FOLDER, Checker, InjectedBug, injected_bugs
+from tests.verify.injected_bugs.trace import STAGES, first_difference
 
 MODULES = {"check.py", "trace.py", "__init__.py"}
 

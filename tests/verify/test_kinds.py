@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from tests.verify.captures import random, rank
 from parakit.artifacts.capture import Stage
 from parakit.verify.comparison import Comparison, Pair, relative_error
 from parakit.verify.kinds import kind_of
+from tests.verify.captures import random, rank
 
 WHOLE = random(8, 4)
 LAYOUT = rank(tensor=(0, 2), data=(0, 3), micro_batches=5, world_size=6, vocabulary=6)

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from tests.verify.captures import KEY, WEIGHT, place, rank, write
 from parakit.artifacts.capture import COUNTED, Placement, Site, Stage
 from parakit.verify.compare import compare
 from parakit.verify.norm import memberships
+from tests.verify.captures import KEY, WEIGHT, place, rank, write
 
 GRADIENT = Site(Stage.REDUCED_GRADIENTS, WEIGHT, "gradient")
 

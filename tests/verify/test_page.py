@@ -10,14 +10,14 @@ from io import BytesIO
 import numpy as np
 import pytest
 
-from tests.chromium import chromium, needs_chromium
-from tests.verify.captures import rank, write
 from parakit.artifacts.capture import CapturedModule, Placement, Site, Stage
 from parakit.verify.comparison import Compared, Comparison, Pair
 from parakit.verify.map import COLUMNS, rows_of
 from parakit.verify.page import render_page, write_page
 from parakit.verify.picture import Picture
 from parakit.verify.verdict import Judgement, Outcome, Verdict, judge, refused
+from tests.chromium import chromium, needs_chromium
+from tests.verify.captures import rank, write
 
 MODULES = [
     *("embedding", "decoder", "decoder.layers.0", "decoder.layers.0.mlp"),

@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from tests.verify.captures import WEIGHT, place, random, rank, write
 from parakit.artifacts.capture import PART, Site, Stage
 from parakit.verify.comparison import Pair
 from parakit.verify.kinds import kind_of_parts
 from parakit.verify.parts import BEFORE, explained, wants_parts
 from parakit.verify.verdict import judge
+from tests.verify.captures import WEIGHT, place, random, rank, write
 
 MAIN, AUXILIARY = random(4, 3), np.float32(0.01) * random(4, 3, seed=1)
 LAYOUT = rank(tensor=(0, 2), data=(0, 3), micro_batches=5)

@@ -4,6 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parakit.artifacts.capture import Placement, Site, Stage
+from parakit.verify.reassemble import as_one_rank
+from parakit.verify.verdict import judge
 from tests.verify.captures import (
     BATCH,
     HIDDEN,
@@ -15,9 +18,6 @@ from tests.verify.captures import (
     rank,
     write,
 )
-from parakit.artifacts.capture import Placement, Site, Stage
-from parakit.verify.reassemble import as_one_rank
-from parakit.verify.verdict import judge
 
 LOCAL = Site(Stage.LOCAL_GRADIENTS, f"{MODULE}.weight", "gradient")
 LONG = 16

@@ -4,7 +4,6 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from tests.verify.captures import MODULE, WEIGHT, output, pair, place, random, rank, write
 from parakit.artifacts.capture import RANK_FILE, START_WEIGHT, Site, Stage
 from parakit.verify.captured import VerifyError, read_capture
 from parakit.verify.tolerance import RESPONSES
@@ -15,6 +14,7 @@ from parakit.verify.verdict import (
     write_forced,
     write_verdict,
 )
+from tests.verify.captures import MODULE, WEIGHT, output, pair, place, random, rank, write
 
 WHOLE = random(8, 2, 6)
 LATER = "decoder.layers.1"

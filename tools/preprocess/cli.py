@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from parakit.artifacts.io import write_whole
 from parakit.data import stats
 from parakit.data.indexed import Dataset, DatasetError, open_dataset, strip_suffix
 from parakit.data.merge import merge
@@ -20,7 +21,6 @@ from parakit.data.verify import verify
 from tools.preprocess.hub import OPENWEBTEXT, Hub, comparison
 from tools.preprocess.run import preprocess
 from tools.preprocess.source import PreprocessOptions, parse_shard
-from parakit.artifacts.io import write_whole
 
 Add = Callable[..., Any]
 """argparse's `add_argument`."""

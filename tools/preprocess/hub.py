@@ -16,10 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from parakit.artifacts.io import written_whole
 from parakit.data.indexed import Dataset, DatasetError, InputIdentity
 from parakit.data.split import draws, samples_of
 from tools.preprocess.lines import Block
-from parakit.artifacts.io import written_whole
 
 PREFIX = "hub:"
 _CACHE = ".hub"

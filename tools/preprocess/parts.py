@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from parakit.artifacts.io import flush_to_disk, made_whole, write_record
 from parakit.data.indexed import (
     DatasetError,
     DocumentIndex,
@@ -29,7 +30,6 @@ from parakit.data.indexed import (
 from parakit.data.merge import join
 from tools.preprocess.pipeline import Encoded, Packed
 from tools.preprocess.source import START, Position
-from parakit.artifacts.io import flush_to_disk, made_whole, write_record
 
 
 def read_parts(folder: Path) -> list[Position]:

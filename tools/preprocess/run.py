@@ -14,6 +14,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from parakit.artifacts.io import write_record
 from parakit.data.folder import locked, publish, retire, working_folder
 from parakit.data.indexed import (
     Dataset,
@@ -24,6 +25,8 @@ from parakit.data.indexed import (
     open_dataset,
     token_dtype,
 )
+from parakit.formatting import terminal
+from parakit.formatting.units import plural
 from tools.preprocess.documents import HARMLESS, Parser, Problem, ProblemKind
 from tools.preprocess.encoders import choose_encoder
 from tools.preprocess.lines import Block, Slice, lines_before
@@ -31,9 +34,6 @@ from tools.preprocess.parts import decoded, join_parts, read_parts, write_parts
 from tools.preprocess.pipeline import Encoded, Pipeline, default_threads
 from tools.preprocess.source import START, InputStream, Position, PreprocessOptions, open_source
 from tools.preprocess.tokenizer import TokenizerSpec, load_tokenizer
-from parakit.artifacts.io import write_record
-from parakit.formatting import terminal
-from parakit.formatting.units import plural
 
 ANNOUNCED_BYTES = 64 << 20
 """A document larger than this is announced before it is encoded."""

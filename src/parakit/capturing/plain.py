@@ -30,8 +30,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from parakit.capturing.sinks import Piece, Recording, Responding, Sink, StoredTensors, number, tap
-from parakit.capturing.state import State, local, perturb
 from parakit.artifacts.capture import (
     RESPONSES_FILE,
     START_WEIGHT,
@@ -43,6 +41,8 @@ from parakit.artifacts.capture import (
     Site,
     Stage,
 )
+from parakit.capturing.sinks import Piece, Recording, Responding, Sink, StoredTensors, number, tap
+from parakit.capturing.state import State, local, perturb
 
 SEEDS = 3
 """Repetitions by which it is measured how far rounding alone moves each tensor."""

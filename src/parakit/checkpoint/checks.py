@@ -7,16 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parakit.checkpoint.contents import (
-    FSDP,
-    HUGGING_FACE,
-    LEGACY,
-    TORCH_DIST,
-    Contents,
-    named_iteration,
-)
-from parakit.checkpoint.parallelism import moves_ranks
-from parakit.planner.constraints import violations
 from parakit.artifacts.checkpoints import MANIFEST_FILE, Checkpoint, check
 from parakit.artifacts.torch_dist import (
     EMBEDDING,
@@ -31,6 +21,15 @@ from parakit.artifacts.torch_dist import (
     verify_pieces,
     verify_readable,
 )
+from parakit.checkpoint.contents import (
+    FSDP,
+    HUGGING_FACE,
+    LEGACY,
+    TORCH_DIST,
+    Contents,
+    named_iteration,
+)
+from parakit.checkpoint.parallelism import moves_ranks
 from parakit.config.model import ModelShape
 from parakit.config.run import RunSpec
 from parakit.config.strategy import (
@@ -41,6 +40,7 @@ from parakit.config.strategy import (
     strategy_flags,
     strategy_name,
 )
+from parakit.planner.constraints import violations
 
 _STATE = re.compile(r"(?:.*\.)?optimizer\.state\.(exp_avg|exp_avg_sq)\.(.+)")
 _LAYERS = "decoder.layers."

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parakit.artifacts.torch_dist import DamagedCheckpointError
 from parakit.checkpoint.checks import Loading, coverage_of, loading, problems_of
 from parakit.checkpoint.contents import Contents, kind_of, read_contents
-from parakit.artifacts.torch_dist import DamagedCheckpointError
 from parakit.config.files import ROOT
 from parakit.config.strategy import strategy_name
 from parakit.formatting.units import plural

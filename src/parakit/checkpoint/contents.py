@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from parakit.checkpoint.whole import LEGACY_FILE, Copy, of_layers, of_ranks, ranks_lacking
 from parakit.artifacts.pickles import describe_saved
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, RUN_FILE
 from parakit.artifacts.torch_dist import (
@@ -30,6 +29,7 @@ from parakit.artifacts.torch_dist import (
     finished_iteration,
     read_metadata,
 )
+from parakit.checkpoint.whole import LEGACY_FILE, Copy, of_layers, of_ranks, ranks_lacking
 from parakit.config.files import file_flaw, open_regular_file, read_regular_file
 from parakit.config.huggingface import ConfigError, read_config
 from parakit.config.run import RunSpec, spec_of_printed

@@ -32,6 +32,21 @@ import msgspec
 import torch
 from rich.console import Console
 
+from parakit.artifacts.io import flush_to_disk, lock, sha256_of, write_record
+from parakit.artifacts.pickles import rewritten
+from parakit.artifacts.torch_dist import (
+    METADATA,
+    TRACKER_FILE,
+    DamagedCheckpointError,
+    Shape,
+    StoredMetadata,
+    StoredPart,
+    StoredTensor,
+    read_box,
+    read_bytes,
+    read_piece,
+)
+from parakit.artifacts.torch_dist_writer import add_piece, write_metadata
 from parakit.checkpoint.checks import laid, problems_of
 from parakit.checkpoint.compare import digest
 from parakit.checkpoint.contents import (
@@ -51,25 +66,10 @@ from parakit.checkpoint.parallelism import (
     ranks_of,
 )
 from parakit.checkpoint.whole import cut_axis
-from parakit.convert.hf.progress import Work, check_room
-from parakit.planner.constraints import violations
-from parakit.artifacts.io import flush_to_disk, lock, sha256_of, write_record
-from parakit.artifacts.pickles import rewritten
-from parakit.artifacts.torch_dist import (
-    METADATA,
-    TRACKER_FILE,
-    DamagedCheckpointError,
-    Shape,
-    StoredMetadata,
-    StoredPart,
-    StoredTensor,
-    read_box,
-    read_bytes,
-    read_piece,
-)
-from parakit.artifacts.torch_dist_writer import add_piece, write_metadata
 from parakit.config.files import ROOT, from_root
 from parakit.config.strategy import Parallelism, Sharding, devices_of, parse_strategy, strategy_name
+from parakit.convert.hf.progress import Work, check_room
+from parakit.planner.constraints import violations
 
 FILE_BYTES = 1 << 30
 """About the least of a file: what a kill costs."""

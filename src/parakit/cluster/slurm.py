@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parakit.cluster.checks.result import ask
 from parakit.artifacts.run import Status
+from parakit.cluster.checks.result import ask
 from parakit.config import settings
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT

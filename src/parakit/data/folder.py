@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from parakit.data.indexed import DatasetError, bin_path, idx_path, manifest_path
 from parakit.artifacts.io import flush_names_to_disk, lock
+from parakit.data.indexed import DatasetError, bin_path, idx_path, manifest_path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR)

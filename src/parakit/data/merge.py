@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from parakit.artifacts.io import flush_to_disk
 from parakit.data.folder import locked, publish, working_folder
 from parakit.data.indexed import (
     Dataset,
@@ -22,7 +23,6 @@ from parakit.data.indexed import (
     write_index,
     write_manifest,
 )
-from parakit.artifacts.io import flush_to_disk
 
 _KEY = "data"
 

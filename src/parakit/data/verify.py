@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parakit.artifacts.io import sha256_of
 from parakit.data.indexed import (
     Dataset,
     DatasetError,
@@ -16,7 +17,6 @@ from parakit.data.indexed import (
     open_dataset,
     stretches,
 )
-from parakit.artifacts.io import sha256_of
 
 
 class DatasetCheck(NamedTuple):

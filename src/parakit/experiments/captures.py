@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from parakit.checkpoint import command
 from parakit.artifacts.verdict import Outcome, Verdict
+from parakit.checkpoint import command
 from parakit.config.files import ROOT
 from parakit.formatting.terminal import say
 from parakit.verify.captured import VerifyError, read_capture

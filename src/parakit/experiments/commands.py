@@ -10,15 +10,15 @@ from importlib import import_module
 
 from rich.console import Console
 
-from parakit.launch.job import parse_target
-from parakit.launch.options import Options
-from parakit.reporting.analyse.entry import Entry
 from parakit.experiments.definition import SWEEP, Experiment
 from parakit.experiments.engine import Output, Study, run_experiment
 from parakit.experiments.load import AXES, load_experiment, load_sweep
 from parakit.experiments.verify.command import verify
 from parakit.experiments.verify.pairs import PREFIX
 from parakit.formatting.terminal import say
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.reporting.analyse.entry import Entry
 
 
 def run_named(

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from parakit.config.files import ROOT
 from parakit.launch.job import Job
 from parakit.launch.options import Options
-from parakit.config.files import ROOT
 
 FOLDER = ROOT / "examples" / "experiments"
 

@@ -18,10 +18,6 @@ from typing import Any
 import msgspec
 
 from megatron_patches.fusions import NAMES
-from parakit.launch.devices import visible_gpus
-from parakit.launch.job import Job, parse_devices, parse_target
-from parakit.launch.options import OF_A_RUN, Options, options_from_texts
-from parakit.planner.tensors import parameters_total
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.model import Model, load_model
@@ -35,6 +31,10 @@ from parakit.experiments.definition import (
     ExperimentFile,
     VariableValue,
 )
+from parakit.launch.devices import visible_gpus
+from parakit.launch.job import Job, parse_devices, parse_target
+from parakit.launch.options import OF_A_RUN, Options, options_from_texts
+from parakit.planner.tensors import parameters_total
 
 AXES = {"MODELS": "model", "DEVICES": "devices", "STRATEGIES": "strategy", "BACKENDS": "backend"}
 """The caller's axes, and the fields of a cell for which they count; the last one is the fastest."""

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from parakit.artifacts.io import write_whole
+from parakit.config.files import ROOT
 from parakit.hang.dumps import UnreadableError
 from parakit.hang.gather import gather
 from parakit.hang.page import render_page
 from parakit.hang.verdict import Verdict, judge
-from parakit.artifacts.io import write_whole
-from parakit.config.files import ROOT
 
 
 def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parakit.hang.evidence import Frame, GroupOfRanks, Progress, RankEvidence, RecordedCall
 from parakit.artifacts.pickles import PlainUnpickler
+from parakit.hang.evidence import Frame, GroupOfRanks, Progress, RankEvidence, RecordedCall
 
 KEPT_CALLS = 600
 """Of each rank, the last ones: some iterations' worth; 1,024 ranks' stay below 1 GiB."""

@@ -13,6 +13,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from parakit.artifacts.run import HUNG, RUN_FILE, STOPPED_FILE, Status, read_run, read_status
+from parakit.config.run import RunSpec
 from parakit.hang.dumps import UnreadableError, read_dump
 from parakit.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall, Stage
 from parakit.hang.texts import (
@@ -23,10 +25,8 @@ from parakit.hang.texts import (
     read_stacks,
     read_watchdog,
 )
-from parakit.artifacts.run import HUNG, RUN_FILE, STOPPED_FILE, Status, read_run, read_status
 from parakit.reporting.read.printed import printed_spec
 from parakit.reporting.read.scrape import scrape_log
-from parakit.config.run import RunSpec
 
 LARGEST_DUMP_BYTES = 256 << 20
 LARGEST_MEMORY_BYTES = 8 << 30

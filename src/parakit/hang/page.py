@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from parakit.formatting.html import environment
 from parakit.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
 from parakit.hang.place import Place, place_of
 from parakit.hang.verdict import Verdict
 from parakit.hang.wording import described, ranks_of
-from parakit.formatting.html import environment
 
 SHOWN_CALLS, SHOWN_RANKS, SHOWN_GROUPS, OPEN_GROUPS = 12, 64, 40, 4
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parakit.hang.evidence import Frame, RecordedCall, Stage
 from parakit.config.groups import Group, group_name
+from parakit.hang.evidence import Frame, RecordedCall, Stage
 
 EXCHANGE = "pipeline exchange"
 START_UP = "start-up"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
+from parakit.formatting.units import plural
 from parakit.hang.behind import RankBehind, find_ranks_behind
 from parakit.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
 from parakit.hang.location import place_of_a_call, place_of_departure, place_of_rank
@@ -21,7 +22,6 @@ from parakit.hang.wording import (
     where_of,
     who_waits,
 )
-from parakit.formatting.units import plural
 
 QUIET_SECONDS = 5.0
 """A job that made a call less long before it was asked is at work."""

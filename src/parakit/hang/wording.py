@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from parakit.formatting.units import joined
 from parakit.hang.evidence import Evidence, RankEvidence, RecordedCall
 from parakit.hang.place import place_of
 from parakit.hang.waits import TORCH_DISTRIBUTED, Wait, is_in_collective
-from parakit.formatting.units import joined
 
 MOST_STATES = 12
 """Statements of one sentence on where ranks are; the rest is counted."""

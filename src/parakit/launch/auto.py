@@ -13,6 +13,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from parakit.config.errors import LaunchError
+from parakit.config.files import OWN_READINGS
+from parakit.config.flags import Flags
+from parakit.config.hardware import Device, link_by_key
+from parakit.config.run import DeviceKind, chosen_flags, on_cpu_ranks, spec_of_model
+from parakit.config.strategy import Batch, Parallelism, batch_for, strategy_flags
+from parakit.formatting.units import ms
 from parakit.launch.calibrate import calibrate, conditions, device_here
 from parakit.launch.compose import model_for
 from parakit.launch.data import DEFAULT_DATA
@@ -29,13 +36,6 @@ from parakit.planner.request import expert_tensor_of
 from parakit.planner.search import Candidate, Plan, Request, search
 from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.execution import Execution
-from parakit.config.errors import LaunchError
-from parakit.config.files import OWN_READINGS
-from parakit.config.flags import Flags
-from parakit.config.hardware import Device, link_by_key
-from parakit.config.run import DeviceKind, chosen_flags, on_cpu_ranks, spec_of_model
-from parakit.config.strategy import Batch, Parallelism, batch_for, strategy_flags
-from parakit.formatting.units import ms
 
 
 def train_auto(target: str, options: Options, console: Console) -> int:

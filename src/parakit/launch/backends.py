@@ -10,6 +10,13 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 
+from parakit.config import variables
+from parakit.config.files import from_root
+from parakit.config.flag_table import release
+from parakit.config.flags import Flags, drop_flags, flag_words, merge_flags
+from parakit.config.model import LOADING, imported_weights
+from parakit.config.run import Backend, DeviceKind, OptimizerName
+from parakit.config.strategy import UNTIED, strategy_flags
 from parakit.launch.compose import DATA_CACHE, Launch, start_checkpoint_path
 from parakit.native.settings import (
     FROM_CONFIG,
@@ -19,13 +26,6 @@ from parakit.native.settings import (
     refused_value,
     unknown_flags,
 )
-from parakit.config import variables
-from parakit.config.files import from_root
-from parakit.config.flag_table import release
-from parakit.config.flags import Flags, drop_flags, flag_words, merge_flags
-from parakit.config.model import LOADING, imported_weights
-from parakit.config.run import Backend, DeviceKind, OptimizerName
-from parakit.config.strategy import UNTIED, strategy_flags
 
 NO_DEEPSPEED = (
     "BACKEND=deepspeed needs the package deepspeed, which is optional; "

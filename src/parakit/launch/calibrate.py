@@ -16,16 +16,6 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from parakit.launch import microbenchmark
-from parakit.launch.devices import visible_gpus
-from parakit.launch.flags import CPU_RANK
-from parakit.launch.job import parse_devices
-from parakit.launch.microbenchmark import Figures, Workload, attention_flops
-from parakit.planner.calibration import calibration_path
-from parakit.planner.time.cluster import Calibration, Cluster
-from parakit.planner.time.compute import layer_seconds, product_seconds
-from parakit.planner.time.constants import NAMES, constants_of
-from parakit.planner.time.rates import rates
 from parakit.artifacts.io import write_record
 from parakit.config.errors import LaunchError
 from parakit.config.files import from_root
@@ -36,6 +26,16 @@ from parakit.config.strategy import Batch, Parallelism
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import DASH, plural
+from parakit.launch import microbenchmark
+from parakit.launch.devices import visible_gpus
+from parakit.launch.flags import CPU_RANK
+from parakit.launch.job import parse_devices
+from parakit.launch.microbenchmark import Figures, Workload, attention_flops
+from parakit.planner.calibration import calibration_path
+from parakit.planner.time.cluster import Calibration, Cluster
+from parakit.planner.time.compute import layer_seconds, product_seconds
+from parakit.planner.time.constants import NAMES, constants_of
+from parakit.planner.time.rates import rates
 
 TIMEOUT_SECONDS = 600.0
 MEGATRON_LAYER, MEGATRON_LOOP = 4.5, 20.0

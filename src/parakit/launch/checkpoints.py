@@ -11,9 +11,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from parakit.launch.background import BackgroundThread
-from parakit.launch.compose import Launch, ResumePoint
-from parakit.launch.progress import LogFollower
 from parakit.artifacts import run as records
 from parakit.artifacts.checkpoints import Checkpoint, find_checkpoints, flaw_of, prune, verify
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, Status
@@ -23,8 +20,11 @@ from parakit.artifacts.torch_dist import (
     announced,
     finished_iteration,
 )
-from parakit.reporting.read.iterations import Iteration
 from parakit.config.errors import LaunchError
+from parakit.launch.background import BackgroundThread
+from parakit.launch.compose import Launch, ResumePoint
+from parakit.launch.progress import LogFollower
+from parakit.reporting.read.iterations import Iteration
 
 LOOK_SECONDS = 0.5
 

@@ -10,32 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from parakit.artifacts.run import CHECKPOINTS_FOLDER, Code, MegatronEntry
 from parakit.cluster.checks.host import LOOPBACK
 from parakit.cluster.container import docker
 from parakit.cluster.nodes import Nodes
-from parakit.launch.code import code_of, find_entry
-from parakit.launch.data import (
-    DEFAULT_DATA,
-    GPT2_DATA,
-    SPLIT,
-    flags_of_small_data,
-    sample_index_folder,
-)
-from parakit.launch.flags import (
-    AT_IMPORT,
-    environment_for,
-    optimizer_flags,
-    runtime_flags,
-    saving_flags,
-    sharding_flags,
-    start_flags,
-)
-from parakit.launch.job import Job
-from parakit.launch.network import command as shaped
-from parakit.launch.options import Options, Saving, patch_file_paths
-from parakit.launch.runtime import ON_HOST, Runtime
-from parakit.launch.supervise.warm import WarmMegatron, WarmPool
-from parakit.artifacts.run import CHECKPOINTS_FOLDER, Code, MegatronEntry
 from parakit.config.files import ROOT, from_root
 from parakit.config.flag_table import of_role
 from parakit.config.flags import (
@@ -58,6 +36,28 @@ from parakit.config.model import (
 from parakit.config.run import Backend, DeviceKind, RunSpec, spec_of_flags
 from parakit.config.strategy import UNTIED, batch_for, parallelism_from_flags
 from parakit.config.variables import INTERFACES
+from parakit.launch.code import code_of, find_entry
+from parakit.launch.data import (
+    DEFAULT_DATA,
+    GPT2_DATA,
+    SPLIT,
+    flags_of_small_data,
+    sample_index_folder,
+)
+from parakit.launch.flags import (
+    AT_IMPORT,
+    environment_for,
+    optimizer_flags,
+    runtime_flags,
+    saving_flags,
+    sharding_flags,
+    start_flags,
+)
+from parakit.launch.job import Job
+from parakit.launch.network import command as shaped
+from parakit.launch.options import Options, Saving, patch_file_paths
+from parakit.launch.runtime import ON_HOST, Runtime
+from parakit.launch.supervise.warm import WarmMegatron, WarmPool
 
 TINY_ITERATIONS, ITERATIONS = 25, 100
 START_FOLDER = ".start"

@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import pynvml
 
-from parakit.cluster.checks.devices import GpuUse
 from parakit.artifacts.run import DeviceLink
+from parakit.cluster.checks.devices import GpuUse
 
 TOPOLOGY = {
     pynvml.NVML_TOPOLOGY_INTERNAL: "same board",

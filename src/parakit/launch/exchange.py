@@ -21,6 +21,10 @@ from typing import Any
 import psutil
 
 from parakit.cluster.nodes import Nodes, nodes_of
+from parakit.config import settings
+from parakit.config.hardware import find_device, link_by_key
+from parakit.config.run import DeviceKind
+from parakit.config.setting import values
 from parakit.launch import microbenchmark
 from parakit.launch.background import BackgroundThread
 from parakit.launch.devices import (
@@ -33,10 +37,6 @@ from parakit.launch.devices import (
 )
 from parakit.launch.microbenchmark import Workload
 from parakit.launch.rendezvous.messages import interface_of
-from parakit.config import settings
-from parakit.config.hardware import find_device, link_by_key
-from parakit.config.run import DeviceKind
-from parakit.config.setting import values
 
 CPU_RANKS = 2
 LOOPBACK_BYTES = 256 << 20

@@ -12,7 +12,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from parakit.artifacts import run as records
 from parakit.cluster.nodes import SINGLE_NODE, NodeGroup
+from parakit.config import variables
+from parakit.config.errors import LaunchError
+from parakit.config.files import from_root
+from parakit.config.run import DeviceKind
 from parakit.launch.background import BackgroundThread
 from parakit.launch.checkpoints import Keeper
 from parakit.launch.compose import Launch
@@ -29,11 +34,6 @@ from parakit.launch.supervise.hang import (
 )
 from parakit.launch.supervise.interruption import Interrupted, deferred, raise_if_asked
 from parakit.launch.supervise.ranks import RankProcesses
-from parakit.artifacts import run as records
-from parakit.config import variables
-from parakit.config.errors import LaunchError
-from parakit.config.files import from_root
-from parakit.config.run import DeviceKind
 
 POLL_SECONDS = 0.2
 SAMPLE_SECONDS = 1.0

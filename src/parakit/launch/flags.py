@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_patches.fusions import dropped_flags
-from parakit.launch.options import Options, Saving
-from parakit.launch.runtime import Runtime
 from parakit.artifacts.run import MegatronEntry
 from parakit.config import variables
 from parakit.config.files import from_root, read_args_file
@@ -16,6 +14,8 @@ from parakit.config.huggingface import EXACT_GELU, TANH_GELU
 from parakit.config.model import Model
 from parakit.config.run import DeviceKind, OptimizerName
 from parakit.config.strategy import Parallelism
+from parakit.launch.options import Options, Saving
+from parakit.launch.runtime import Runtime
 
 RUNTIMES = Path(__file__).parent / "runtimes"
 CPU_RANK = {

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parakit.launch.checkpoints import select_checkpoint
-from parakit.launch.run_folder import read_named_run
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, from_root
 from parakit.config.model import HUB, imported_weights, load_model
+from parakit.launch.checkpoints import select_checkpoint
+from parakit.launch.run_folder import read_named_run
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from parakit.launch.options import NO_OPTIONS, Options, variables_of
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.model import ALIASES as MODEL_ALIASES
 from parakit.config.model import Model, is_model_file, load_model, model_names, own_name
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import EXAMPLES, NAMED, StrategyError, parse_strategy, strategy_flags
+from parakit.launch.options import NO_OPTIONS, Options, variables_of
 
 ALIASES = {
     "train-gpt3-345m-1gpu-x-model-parallelism": "train-baseline-gpt3-345m-1gpu",

@@ -9,11 +9,6 @@ from operator import itemgetter
 import psutil
 from rich.console import Console
 
-from parakit.launch.devices import Gpu, visible_gpus
-from parakit.planner.constraints import violations
-from parakit.planner.memory import fullest_rank
-from parakit.planner.tensors import active_parameters, parameters_total, rank_parameters
-from parakit.planner.verdict import Fit, fit_within
 from parakit.config.model import (
     ALIASES,
     GPT2_VOCABULARY,
@@ -34,6 +29,11 @@ from parakit.config.strategy import (
 )
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import count, gib
+from parakit.launch.devices import Gpu, visible_gpus
+from parakit.planner.constraints import violations
+from parakit.planner.memory import fullest_rank
+from parakit.planner.tensors import active_parameters, parameters_total, rank_parameters
+from parakit.planner.verdict import Fit, fit_within
 
 MEANING = {
     "baseline": "one device",

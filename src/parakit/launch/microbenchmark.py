@@ -20,11 +20,11 @@ from pathlib import Path
 import msgspec
 
 from parakit.cluster.nodes import Nodes
-from parakit.launch.compose import torchrun
-from parakit.launch.flags import CPU_RANK
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.run import DeviceKind
+from parakit.launch.compose import torchrun
+from parakit.launch.flags import CPU_RANK
 
 TIMEOUT_SECONDS = 120.0
 

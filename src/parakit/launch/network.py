@@ -24,9 +24,9 @@ from types import FrameType
 import psutil
 
 from parakit.cluster.nodes import Nodes
-from parakit.launch.supervise.interruption import end
 from parakit.config.run import DeviceKind
 from parakit.config.variables import INTERFACES
+from parakit.launch.supervise.interruption import end
 
 NODES = 2
 FASTEST_BITS_PER_SECOND = 10e9

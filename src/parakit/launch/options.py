@@ -14,12 +14,12 @@ from megatron_patches.patch_file import SEPARATOR, patch_file_sha256
 from parakit.cluster.checks.network import wandb_login
 from parakit.cluster.nodes import Nodes, nodes_of
 from parakit.cluster.slurm import Slurm, slurm_of
-from parakit.launch.network import parse_rate, rate_text
 from parakit.config import settings
 from parakit.config.files import ROOT, from_root
 from parakit.config.run import Backend, OptimizerName, PatchFile, RuntimeName
 from parakit.config.setting import SettingError, read, text_of, values
 from parakit.config.settings import Setting
+from parakit.launch.network import parse_rate, rate_text
 
 _FUSED = settings.FUSED._replace(kind=f"a list with commas of {', '.join(NAMES)}")
 

@@ -15,8 +15,16 @@ from megatron_patches.context import WHAT_IS_KNOWN, is_known
 from parakit.checkpoint.checks import other_model_problem
 from parakit.cluster.checks.host import RUN_FILES, check_loopback, check_room, unresolvable
 from parakit.cluster.checks.result import refusals
+from parakit.config import variables
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.config.flag_table import argument_names, release
+from parakit.config.flags import Flags, misspelled
+from parakit.config.model import imported_weights
+from parakit.config.run import Backend, DeviceKind, RunSpec
 from parakit.data.indexed import Dataset, DatasetError, idx_path, largest_token, open_dataset
 from parakit.data.split import Split, parts_of, sizes_sentence
+from parakit.formatting.units import gib, plural
 from parakit.launch.backends import backend_problems, optimizer_problems
 from parakit.launch.compose import Launch
 from parakit.launch.data import EVAL_ITERATIONS, OWN_SAMPLES, PUBLISHED, SPLIT, usable_split_flags
@@ -33,14 +41,6 @@ from parakit.launch.preflight_gpu import (
 from parakit.planner.constraints import violations
 from parakit.planner.memory import fullest_rank
 from parakit.planner.tensors import parameters_total
-from parakit.config import variables
-from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT
-from parakit.config.flag_table import argument_names, release
-from parakit.config.flags import Flags, misspelled
-from parakit.config.model import imported_weights
-from parakit.config.run import Backend, DeviceKind, RunSpec
-from parakit.formatting.units import gib, plural
 
 LOG_BYTES = 64 << 20
 """Room that a run's log, samples and event files need on the disk."""

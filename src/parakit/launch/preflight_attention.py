@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parakit.launch.compose import Launch
 from parakit.config.flags import Flags
 from parakit.config.run import Backend, DeviceKind
+from parakit.launch.compose import Launch
 
 RESET_MASK = "--reset-attention-mask"
 _COMM_TYPE, _ATTENTION_BACKEND = "--cp-comm-type", "--attention-backend"

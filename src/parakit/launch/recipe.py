@@ -10,6 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from parakit.artifacts.io import write_whole
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT, args_text, from_root
+from parakit.config.run import RunSpec
+from parakit.config.strategy import parse_strategy, strategy_flags
 from parakit.convert.recipe import bridge
 from parakit.convert.recipe.fields import Recipe, recipe_of_flags
 from parakit.convert.recipe.flags import reading_of_fields
@@ -22,18 +27,13 @@ from parakit.convert.recipe.written import (
     written_entry,
     written_recipe,
 )
+from parakit.formatting.terminal import say
 from parakit.launch.job import make_command, parse_target
 from parakit.launch.options import Options
 from parakit.launch.run_folder import read_named_run
 from parakit.launch.runtime import ON_HOST
 from parakit.launch.train import compose_job
 from parakit.planner.constraints import violations
-from parakit.artifacts.io import write_whole
-from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, args_text, from_root
-from parakit.config.run import RunSpec
-from parakit.config.strategy import parse_strategy, strategy_flags
-from parakit.formatting.terminal import say
 
 RECIPES = ROOT / "recipes"
 NEMO = "nemo"

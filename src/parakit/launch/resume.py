@@ -16,18 +16,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parakit.checkpoint.contents import read_contents
-from parakit.launch.checkpoints import select_checkpoint
-from parakit.launch.code import find_entry
-from parakit.launch.compose import START_FOLDER, Launch, ResumePoint, compose, model_for
-from parakit.launch.job import Job
-from parakit.launch.options import Options, Saving, read_patch_file
-from parakit.launch.preflight import check
-from parakit.launch.preflight_gpu import gpu_memory_warning
-from parakit.launch.run_folder import only_attempt, read_named_run
-from parakit.launch.runtime import choose_runtime
-from parakit.launch.train import describe, dry_run, train_once
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, RunRecord
+from parakit.checkpoint.contents import read_contents
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, from_root
 from parakit.config.flag_table import of_role
@@ -41,6 +31,16 @@ from parakit.config.strategy import (
     strategy_flags,
 )
 from parakit.config.variables import INTERFACES
+from parakit.launch.checkpoints import select_checkpoint
+from parakit.launch.code import find_entry
+from parakit.launch.compose import START_FOLDER, Launch, ResumePoint, compose, model_for
+from parakit.launch.job import Job
+from parakit.launch.options import Options, Saving, read_patch_file
+from parakit.launch.preflight import check
+from parakit.launch.preflight_gpu import gpu_memory_warning
+from parakit.launch.run_folder import only_attempt, read_named_run
+from parakit.launch.runtime import choose_runtime
+from parakit.launch.train import describe, dry_run, train_once
 
 PER_ATTEMPT_FLAGS = of_role("start", "attempt")
 """Flags that say how a run began and where it writes, not what is trained."""

@@ -15,22 +15,6 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from parakit.cluster.checks.docker import image_id
-from parakit.cluster.checks.result import image_tag
-from parakit.cluster.container import docker
-from parakit.cluster.container.versions import installed_versions
-from parakit.cluster.nodes import Nodes
-from parakit.data.indexed import open_dataset
-from parakit.launch.code import kit_commit
-from parakit.launch.compose import Launch, ResumePoint
-from parakit.launch.devices import (
-    describe_links,
-    driver_version,
-    find_links,
-    processor_name,
-    visible_gpus,
-)
-from parakit.launch.supervise.exit_status import reserve_room
 from parakit.artifacts import run as records
 from parakit.artifacts.checkpoints import quarantine, verified_weights
 from parakit.artifacts.identity import (
@@ -43,10 +27,26 @@ from parakit.artifacts.identity import (
     timed_on,
 )
 from parakit.artifacts.io import lock, write_record
+from parakit.cluster.checks.docker import image_id
+from parakit.cluster.checks.result import image_tag
+from parakit.cluster.container import docker
+from parakit.cluster.container.versions import installed_versions
+from parakit.cluster.nodes import Nodes
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, from_root
 from parakit.config.run import DeviceKind
+from parakit.data.indexed import open_dataset
 from parakit.formatting.units import bit_rate
+from parakit.launch.code import kit_commit
+from parakit.launch.compose import Launch, ResumePoint
+from parakit.launch.devices import (
+    describe_links,
+    driver_version,
+    find_links,
+    processor_name,
+    visible_gpus,
+)
+from parakit.launch.supervise.exit_status import reserve_room
 
 LOCK_FILE = ".lock"
 IMAGES_FOLDER = ".images"

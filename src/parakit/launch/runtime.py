@@ -17,11 +17,11 @@ from parakit.cluster.checks.network import wandb_login
 from parakit.cluster.checks.result import ask, image_tag, refusals
 from parakit.cluster.container import docker
 from parakit.cluster.container.image import ImagePair, find_pair
-from parakit.launch.devices import visible_gpus
-from parakit.launch.options import Options
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.run import DeviceKind, RuntimeName
+from parakit.launch.devices import visible_gpus
+from parakit.launch.options import Options
 
 IMPORT_SECONDS = 120.0
 

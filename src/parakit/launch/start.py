@@ -19,16 +19,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parakit.launch.compose import Launch, compose
-from parakit.launch.data import EVAL_ITERATIONS, SPLIT
-from parakit.launch.execute import run_ranks
-from parakit.launch.job import Job
-from parakit.launch.progress import RunProgress
 from parakit.artifacts.checkpoints import find_checkpoints, flaw_of, rename_damaged
 from parakit.artifacts.io import made_whole
 from parakit.artifacts.run import LOG_FILE
 from parakit.artifacts.torch_dist import TRACKER_FILE, finished_iteration
-from parakit.reporting.read.diagnosis import diagnose
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import from_root
@@ -36,6 +30,12 @@ from parakit.config.flags import Flags, flag_words
 from parakit.config.model import imported_weights
 from parakit.config.run import Backend, OptimizerName
 from parakit.config.strategy import UNTIED, Batch
+from parakit.launch.compose import Launch, compose
+from parakit.launch.data import EVAL_ITERATIONS, SPLIT
+from parakit.launch.execute import run_ranks
+from parakit.launch.job import Job
+from parakit.launch.progress import RunProgress
+from parakit.reporting.read.diagnosis import diagnose
 
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
 """Ways to balance a router that refuse a loss for it."""

@@ -10,16 +10,16 @@ import msgspec
 import psutil
 from rich.console import Console
 
-from parakit.cluster.container.docker import CONTAINER_FILE, container_of, remove_container
-from parakit.cluster.slurm import cancel_job, job_states
-from parakit.launch.status import follow, read_job, recorded_status
-from parakit.launch.supervise.exit_status import outcome
-from parakit.launch.supervise.interruption import alive
 from parakit.artifacts import run as records
 from parakit.artifacts.run import LauncherRecord
+from parakit.cluster.container.docker import CONTAINER_FILE, container_of, remove_container
+from parakit.cluster.slurm import cancel_job, job_states
 from parakit.config.errors import LaunchError
 from parakit.config.files import from_root
 from parakit.formatting.terminal import say
+from parakit.launch.status import follow, read_job, recorded_status
+from parakit.launch.supervise.exit_status import outcome
+from parakit.launch.supervise.interruption import alive
 
 STOP_SECONDS = 30.0
 """A launcher that is asked to stop ends its ranks within 10 s, and then writes the status."""

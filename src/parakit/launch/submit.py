@@ -12,21 +12,21 @@ from pathlib import Path
 
 from rich.console import Console
 
+from parakit.artifacts import run as records
+from parakit.artifacts.io import write_record
 from parakit.cluster.checks.result import ask
 from parakit.cluster.container import docker
 from parakit.cluster.container.image import find_pair
 from parakit.cluster.nodes import Nodes
 from parakit.cluster.sbatch import ArrayTask, BatchJob, pyxis_flags, script
-from parakit.launch.compose import RUN_PLACEHOLDER, Launch
-from parakit.launch.options import Options
-from parakit.launch.preflight import check
-from parakit.launch.run_folder import create_run_folder
-from parakit.artifacts import run as records
-from parakit.artifacts.io import write_record
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, from_root
 from parakit.config.run import DeviceKind, RuntimeName
 from parakit.formatting.terminal import say
+from parakit.launch.compose import RUN_PLACEHOLDER, Launch
+from parakit.launch.options import Options
+from parakit.launch.preflight import check
+from parakit.launch.run_folder import create_run_folder
 
 SCRIPT_FILE = "job.sbatch"
 SUBMIT_SECONDS = 60.0

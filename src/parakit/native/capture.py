@@ -19,14 +19,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from parakit.capturing.sinks import Piece, Recording, Responding, Sink, StoredTensors, number, reach
-from parakit.capturing.state import State, perturb
-from parakit.native.batches import MicroBatch
-from parakit.native.engines import Engine, TorchEngine, Update
-from parakit.native.hooks import Taps
-from parakit.native.model import GPT, mixtures
-from parakit.native.settings import Settings
-from parakit.native.weights import megatron_name, source_of
 from parakit.artifacts.capture import (
     REACH,
     RESPONSES_FILE,
@@ -38,7 +30,15 @@ from parakit.artifacts.capture import (
     Site,
     Stage,
 )
+from parakit.capturing.sinks import Piece, Recording, Responding, Sink, StoredTensors, number, reach
+from parakit.capturing.state import State, perturb
 from parakit.config import variables
+from parakit.native.batches import MicroBatch
+from parakit.native.engines import Engine, TorchEngine, Update
+from parakit.native.hooks import Taps
+from parakit.native.model import GPT, mixtures
+from parakit.native.settings import Settings
+from parakit.native.weights import megatron_name, source_of
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
+from parakit.artifacts.capture import Site, Stage
 from parakit.capturing.sinks import Sink, tap
 from parakit.native.batches import MicroBatch
 from parakit.native.model import MixtureOfExperts
 from parakit.native.weights import IN_LAYER, megatron_name
-from parakit.artifacts.capture import Site, Stage
 
 Form = Callable[[Tensor], Tensor]
 """Brings a tensor, or its gradient, into Megatron's order."""

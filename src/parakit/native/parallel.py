@@ -23,9 +23,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from parakit.config import variables
 from parakit.native.model import GPT, MixtureOfExperts, run_here
 from parakit.native.settings import Settings
-from parakit.config import variables
 
 COPIES = "expert_copies"
 """Attribute of an expert's parameters: how many ranks hold the same; absent on all others."""

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from parakit.config.strategy import PipelineSchedule
 from parakit.native.batches import MicroBatch
 from parakit.native.engines import Engine, Update, ledger
 from parakit.native.model import GPT, mean_loss
 from parakit.native.optimizer import adamw, clip_gradients, learning_rate
 from parakit.native.parallel import COPIES, RankLayout
 from parakit.native.settings import Settings
-from parakit.config.strategy import PipelineSchedule
 
 _SENDS_LEFT_OPEN = 2
 """A neighbour is at most two micro batches behind, so waiting for older messages never blocks."""

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parakit.native.model import GPT, mixtures
 from parakit.artifacts.torch_dist import (
     NORMS,
     VOCABULARY,
@@ -22,6 +21,7 @@ from parakit.artifacts.torch_dist import (
     read_metadata,
     read_tensor,
 )
+from parakit.native.model import GPT, mixtures
 
 IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d+)\.?)?(.*)")
 """Of Megatron's names: the number of the layer, that of the expert, and what is in them."""

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from dataclasses import astuple, replace
 from enum import StrEnum
 
+from parakit.config.groups import Group
+from parakit.config.recompute import Recompute
+from parakit.config.strategy import Parallelism
+from parakit.formatting.units import GIB, amount, duration, gib, joined, ms, plural
 from parakit.planner.candidates import base, micro_batches, recomputes, splits, variants
 from parakit.planner.memory import PRECISIONS, fullest_rank
 from parakit.planner.search import Candidate, Plan, Request, evaluate
@@ -14,10 +18,6 @@ from parakit.planner.ties import TIED
 from parakit.planner.time.cluster import Cluster, route
 from parakit.planner.time.iteration import TIME_COMPONENTS
 from parakit.planner.verdict import MOST_RECOMMENDED, Fit, close_reason
-from parakit.config.groups import Group
-from parakit.config.recompute import Recompute
-from parakit.config.strategy import Parallelism
-from parakit.formatting.units import GIB, amount, duration, gib, joined, ms, plural
 
 _COMPONENT_WORDS = {
     "matmul": "matrix products",

@@ -12,6 +12,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 
+from parakit.config.strategy import Parallelism, Sharding
+from parakit.formatting.terminal import say, wide_console
+from parakit.formatting.units import duration, gib, joined, plural
 from parakit.planner.advice import (
     PLAIN,
     StrategyFamily,
@@ -28,9 +31,6 @@ from parakit.planner.search import Candidate, Plan, Request, resized, search
 from parakit.planner.show import plan_command
 from parakit.planner.tensors import parameters_total
 from parakit.planner.verdict import MOST_RECOMMENDED
-from parakit.config.strategy import Parallelism, Sharding
-from parakit.formatting.terminal import say, wide_console
-from parakit.formatting.units import duration, gib, joined, plural
 
 INFERENCE = (
     "For the latency of one request TP; for throughput, or over slow links, stages and replicas; "

@@ -9,12 +9,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from parakit.config.hardware import Device, calibration_file
+from parakit.config.run import Fp8Recipe
 from parakit.planner.options import RequestError
 from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.compute import product_seconds
 from parakit.planner.time.rates import rates
-from parakit.config.hardware import Device, calibration_file
-from parakit.config.run import Fp8Recipe
 
 _STATED = re.compile(
     r"\s*(?P<rate>\d+\.?\d*)\s*(?P<unit>[TP])FLOPS?(?:/s)?\s+on\s+"

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
 
+from parakit.config.flags import Flags
+from parakit.config.stages import LAYOUT_FLAG
+from parakit.formatting.terminal import wide_console
 from parakit.planner.advice import no_fit_sentence
 from parakit.planner.dryrun.command import print_verified, verified_as_data
 from parakit.planner.dryrun.comparison import verify
@@ -27,9 +30,6 @@ from parakit.planner.recipes import DEFAULTS, Chosen, recipe_sentence, search_re
 from parakit.planner.request import request_from_options
 from parakit.planner.search import Plan, devices_needed, scaling, training_days
 from parakit.planner.show import plan_as_data, print_plan
-from parakit.config.flags import Flags
-from parakit.config.stages import LAYOUT_FLAG
-from parakit.formatting.terminal import wide_console
 
 
 def plan(given: Namespace) -> int:

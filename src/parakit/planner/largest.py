@@ -13,11 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from parakit.planner.memory import fullest_rank
-from parakit.planner.options import PlanOptions, RequestError
-from parakit.planner.request import devices_and_node
-from parakit.planner.tensors import parameters_total
-from parakit.planner.verdict import recommended_bytes
 from parakit.config.hardware import Device, device_by_key
 from parakit.config.model import GPT2_VOCABULARY, ModelShape
 from parakit.config.recompute import Recompute
@@ -27,6 +22,11 @@ from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import wide_console
 from parakit.formatting.units import gib
+from parakit.planner.memory import fullest_rank
+from parakit.planner.options import PlanOptions, RequestError
+from parakit.planner.request import devices_and_node
+from parakit.planner.tensors import parameters_total
+from parakit.planner.verdict import recommended_bytes
 
 _HEAD_WIDTH = 128
 _SEQUENCE = 2048

@@ -7,6 +7,9 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil, inf
 
+from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, StateTypes
+from parakit.config.stages import EVEN
+from parakit.formatting.units import MIB
 from parakit.planner.activations import (
     FP8_RECIPE_BYTES,
     chunk_activation_bytes,
@@ -18,9 +21,6 @@ from parakit.planner.activations import (
 )
 from parakit.planner.dispatchers import dispatcher_bytes
 from parakit.planner.tensors import Parameters, layer_parameters, rank_parameters, unlike_weights
-from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, StateTypes
-from parakit.config.stages import EVEN
-from parakit.formatting.units import MIB
 
 _FP32_BYTES = 4
 

@@ -12,6 +12,17 @@ from typing import Any
 
 from rich.console import Console
 
+from parakit.config import settings
+from parakit.config.flag_table import of_role
+from parakit.config.flags import Flags
+from parakit.config.hardware import device_by_key
+from parakit.config.setting import SettingError, read, refuse_renamed
+from parakit.config.stages import stages_of
+from parakit.config.strategy import Batch, StrategyError, devices_of, parse_strategy
+from parakit.formatting.svg import svg_figure
+from parakit.formatting.table import Column, Table, rich_table
+from parakit.formatting.terminal import say
+from parakit.formatting.units import duration, gib, ms, percent
 from parakit.planner.candidates import comm_types
 from parakit.planner.constraints import violations
 from parakit.planner.memory import host_bytes
@@ -28,17 +39,6 @@ from parakit.planner.search import Candidate, Request, evaluate
 from parakit.planner.show import candidate_as_data, ignored_as_data, plan_command, print_ignored
 from parakit.planner.time.iteration import TIME_COMPONENTS
 from parakit.planner.verdict import Fit, close_reason
-from parakit.config import settings
-from parakit.config.flag_table import of_role
-from parakit.config.flags import Flags
-from parakit.config.hardware import device_by_key
-from parakit.config.setting import SettingError, read, refuse_renamed
-from parakit.config.stages import stages_of
-from parakit.config.strategy import Batch, StrategyError, devices_of, parse_strategy
-from parakit.formatting.svg import svg_figure
-from parakit.formatting.table import Column, Table, rich_table
-from parakit.formatting.terminal import say
-from parakit.formatting.units import duration, gib, ms, percent
 
 _COLOURS = (
     *("#0072B2", "#56B4E9", "#7BC8A4", "#D55E00", "#CC79A7", "#E69F00", "#009E73"),

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parakit.planner.advice import StrategyFamily, family_of
-from parakit.planner.memory import COMPONENTS, memory_of_rank
-from parakit.planner.search import Candidate, Plan, frontier
 from parakit.config.recompute import Recompute
 from parakit.config.strategy import Parallelism
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.units import GIB
+from parakit.planner.advice import StrategyFamily, family_of
+from parakit.planner.memory import COMPONENTS, memory_of_rank
+from parakit.planner.search import Candidate, Plan, frontier
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from parakit.config.flags import Flags
+from parakit.formatting.units import GIB, gib, joined
 from parakit.planner.options import PlanOptions
 from parakit.planner.request import request_from_options
 from parakit.planner.search import Candidate, Plan, Request, evaluate, search
-from parakit.config.flags import Flags
-from parakit.formatting.units import GIB, gib, joined
 
 DEFAULTS, TUNED, ALL = "defaults", "tuned", "all"
 

@@ -5,13 +5,6 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 
-from parakit.planner.calibration import load_calibration, stated_calibration
-from parakit.planner.memory import PRECISIONS
-from parakit.planner.options import PlanOptions, RequestError
-from parakit.planner.readings.local_readings import own_runs
-from parakit.planner.readings.reading_to_spec import execution_of_flags
-from parakit.planner.search import Request
-from parakit.planner.time.cluster import Cluster
 from parakit.config.experts import expert_load_of, most_imbalance
 from parakit.config.flag_table import FLAGS, of_role, planned
 from parakit.config.flags import Flags, drop_flags, merge_flags, refuse_misspelled
@@ -28,6 +21,13 @@ from parakit.config.model import (
 from parakit.config.run import DeviceKind, RunSpec, on_cpu_ranks, spec_of_flags
 from parakit.config.strategy import Batch, Parallelism, batch_for
 from parakit.formatting.units import plural
+from parakit.planner.calibration import load_calibration, stated_calibration
+from parakit.planner.memory import PRECISIONS
+from parakit.planner.options import PlanOptions, RequestError
+from parakit.planner.readings.local_readings import own_runs
+from parakit.planner.readings.reading_to_spec import execution_of_flags
+from parakit.planner.search import Request
+from parakit.planner.time.cluster import Cluster
 
 MOST_DEVICES = 262_144
 EXPERT_TENSOR = "--expert-tensor-parallel-size"

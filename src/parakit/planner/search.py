@@ -17,6 +17,12 @@ from itertools import count
 from math import exp, inf
 from typing import NamedTuple
 
+from parakit.config.model import Model
+from parakit.config.recompute import Recompute
+from parakit.config.replacing import replace, replace_shared
+from parakit.config.run import RunSpec
+from parakit.config.stages import virtual_degrees
+from parakit.config.strategy import Batch, Parallelism, batch_for, parse_strategy, strategy_name
 from parakit.planner.candidates import (
     base,
     comm_types,
@@ -44,12 +50,6 @@ from parakit.planner.time.iteration import (
     synchronisation_seconds,
 )
 from parakit.planner.verdict import Fit, fit_of, recommended_bytes
-from parakit.config.model import Model
-from parakit.config.recompute import Recompute
-from parakit.config.replacing import replace, replace_shared
-from parakit.config.run import RunSpec
-from parakit.config.stages import virtual_degrees
-from parakit.config.strategy import Batch, Parallelism, batch_for, parse_strategy, strategy_name
 
 KEPT = 10
 SECONDS_A_DAY = 86400

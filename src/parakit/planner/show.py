@@ -11,6 +11,12 @@ from typing import Any
 
 from rich.console import Console
 
+from parakit.config.flags import drop_flags, merge_flags, unlisted_flags
+from parakit.config.model import GPT2_VOCABULARY, Model
+from parakit.config.run import RunSpec, chosen_flags
+from parakit.config.strategy import batch_for, strategy_name
+from parakit.formatting.table import Column, Table, rich_table
+from parakit.formatting.units import gb, gib, joined, ms, percent, plural
 from parakit.planner import memory
 from parakit.planner.advice import advice, binding
 from parakit.planner.collectives.call import by_group, total_wire_bytes
@@ -22,12 +28,6 @@ from parakit.planner.tensors import vocabulary_sentence
 from parakit.planner.time import iteration
 from parakit.planner.time.iteration import TIME_COMPONENTS
 from parakit.planner.verdict import Fit
-from parakit.config.flags import drop_flags, merge_flags, unlisted_flags
-from parakit.config.model import GPT2_VOCABULARY, Model
-from parakit.config.run import RunSpec, chosen_flags
-from parakit.config.strategy import batch_for, strategy_name
-from parakit.formatting.table import Column, Table, rich_table
-from parakit.formatting.units import gb, gib, joined, ms, percent, plural
 
 _MEMORY_MARKS = {Fit.FITS: "", Fit.CLOSE: " (close)", Fit.DOES_NOT_FIT: " (too much)"}
 _NAMED = 3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from parakit.planner.verdict import memory_error
 from parakit.config.run import RunSpec
+from parakit.planner.verdict import memory_error
 
 TIED = 1.03
 """Times of the fastest within which strategies are tied: of published pairs that differ in strategy

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import StrEnum
 
-from parakit.planner.memory import PredictedMemory
-from parakit.planner.time.cluster import Cluster
 from parakit.config.run import RunSpec
 from parakit.formatting.units import gib
+from parakit.planner.memory import PredictedMemory
+from parakit.planner.time.cluster import Cluster
 
 MOST_RECOMMENDED = 0.95
 """The fraction of a device's memory above which no plan is recommended."""

@@ -10,7 +10,9 @@ def main(words: list[str] | None = None) -> int:
     """Run a command; its exit code, 2 if it was refused."""
     given = sys.argv[1:] if words is None else words
     # `build` is what the command was called here.
-    return run_tool("parakit.reporting", given[1:] if given[:1] == ["build"] else given, usual="report")
+    return run_tool(
+        "parakit.reporting", given[1:] if given[:1] == ["build"] else given, usual="report"
+    )
 
 
 if __name__ == "__main__":

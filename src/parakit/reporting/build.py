@@ -8,10 +8,15 @@ from pathlib import Path
 
 from rich.console import Console
 
+from parakit.artifacts.run import utc_stamp
+from parakit.config.files import from_root, is_plain_name
+from parakit.config.hardware import Device
+from parakit.config.published import load_published
+from parakit.formatting.terminal import say
+from parakit.formatting.units import plural
 from parakit.planner.options import RequestError
 from parakit.planner.readings.local_readings import add_rows
 from parakit.planner.readings.table import ReadingsError
-from parakit.artifacts.run import utc_stamp
 from parakit.reporting.analyse.earlier import (
     UNDECIDED,
     BaselineError,
@@ -25,11 +30,6 @@ from parakit.reporting.read.printed import device_named, device_of_arguments
 from parakit.reporting.read.runs import find_run_folders, load_runs
 from parakit.reporting.render.files import print_report, write_report
 from parakit.reporting.render.sentences import some_of
-from parakit.config.files import from_root, is_plain_name
-from parakit.config.hardware import Device
-from parakit.config.published import load_published
-from parakit.formatting.terminal import say
-from parakit.formatting.units import plural
 
 EXIT_UNDECIDED = 3
 

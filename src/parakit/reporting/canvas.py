@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parakit.reporting.analyse.entry import Entry, names_of
 from parakit.formatting.svg import COLOURS
+from parakit.reporting.analyse.entry import Entry, names_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

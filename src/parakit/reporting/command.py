@@ -84,8 +84,8 @@ def report(given: Namespace) -> int:
     """
     from rich.console import Console
 
-    from parakit.reporting.build import BuildOptions, build
     from parakit.config.hardware import UnknownHardwareError, device_by_key
+    from parakit.reporting.build import BuildOptions, build
 
     try:
         device = device_by_key(given.device) if given.device else None

@@ -20,7 +20,13 @@ MADE_LATER = ("planner/planner.html", "planner/drawings.html")
 """By `planner_page.py`, over these empty ones."""
 STYLE = "site.css"
 SHOWN = (".md", ".svg", ".png", ".html")
-HIDDEN = ("tests/", ".github/", "src/parakit/reporting/render/", "src/parakit/verify/templates/", "src/parakit/site/")
+HIDDEN = (
+    "tests/",
+    ".github/",
+    "src/parakit/reporting/render/",
+    "src/parakit/verify/templates/",
+    "src/parakit/site/",
+)
 
 _FENCE = re.compile(r"(^```.*?^```)", re.M | re.S)
 _NESTED = re.compile(r"^ {2,3}(?=(?:[-*]|\d+\.) )", re.M)

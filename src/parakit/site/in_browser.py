@@ -10,9 +10,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from parakit.cli.main import from_words
-from parakit.site.drawing.figure import asked, figure
 from parakit.config.hardware import load_hardware
 from parakit.config.model import load_model, model_names
+from parakit.site.drawing.figure import asked, figure
 
 OWN_MODEL = "mine/config.json"
 """Where a pasted one would lie; its folder names the model."""

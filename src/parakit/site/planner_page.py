@@ -17,8 +17,8 @@ from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from parakit.site.drawing.figure import page
 from parakit.config.files import ROOT
+from parakit.site.drawing.figure import page
 
 PYODIDE = "pyodide@314.0.7"
 MSGSPEC = "msgspec==0.22.0"

@@ -8,11 +8,11 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from tests.launch.fake_nvml import FakeNvml
 from parakit.cluster.checks import devices, docker, host, network
 from parakit.cluster.checks.result import FAIL, PASS, WARN, CheckResult, ask
-from parakit.launch.devices import all_gpus, describe
 from parakit.config.files import ROOT
+from parakit.launch.devices import all_gpus, describe
+from tests.launch.fake_nvml import FakeNvml
 
 WITH_NVIDIA = """echo '{"runtimes":{"nvidia":{}},"is":[]}'"""
 

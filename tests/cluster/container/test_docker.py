@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.fake_nvml import FakeNvml
-from tests.machines import FakeDocker
 from parakit.cluster.checks.docker import check_container, check_engine
 from parakit.cluster.checks.result import CommandOutput, refusals
 from parakit.cluster.container import docker
 from parakit.cluster.container.docker import bind, caller
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.config.run import DeviceKind, RuntimeName
 from parakit.launch import runtime as runtime_module
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, options_from_texts
 from parakit.launch.runtime import choose_runtime, default_runtime
 from parakit.launch.train import command_line, compose_job
-from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT
-from parakit.config.run import DeviceKind, RuntimeName
+from tests.launch.fake_nvml import FakeNvml
+from tests.machines import FakeDocker
 
 DOCKER = Options(runtime=RuntimeName.DOCKER)
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.launch.fake_nvml import DRIVER, FakeNvml
-from tests.machines import FakeDocker
+from parakit.artifacts import run as records
+from parakit.artifacts.run import DeviceLink, Status
+from parakit.config.run import RuntimeName
 from parakit.launch import execute as execution
 from parakit.launch.compose import Launch
 from parakit.launch.execute import execute
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, Wandb
 from parakit.launch.train import compose_job
-from parakit.artifacts import run as records
-from parakit.artifacts.run import DeviceLink, Status
-from parakit.config.run import RuntimeName
+from tests.launch.fake_nvml import DRIVER, FakeNvml
+from tests.machines import FakeDocker
 
 LINE = (
     " [2025-09-08 01:07:45] iteration {i:8d}/  500000 | consumed samples: {n:12d} | elapsed time per "

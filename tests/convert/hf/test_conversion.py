@@ -13,19 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
+from parakit.artifacts.torch_dist import read_metadata, read_tensor
 from parakit.checkpoint.compare import compare_weights
 from parakit.checkpoint.contents import read_contents
+from parakit.config.files import ROOT
+from parakit.config.flags import Flags
+from parakit.config.model import model_of
 from parakit.convert.hf import progress
 from parakit.convert.hf.from_megatron import export_model
 from parakit.convert.hf.into_megatron import import_model, read_import, read_source
 from parakit.convert.hf.progress import Work
 from parakit.convert.hf.random_model import write_model
 from parakit.convert.hf.tensor_files import FILE, INDEX, Described, TensorFolder, write_tensors
-from parakit.artifacts.torch_dist import read_metadata, read_tensor
-from parakit.config.files import ROOT
-from parakit.config.flags import Flags
-from parakit.config.model import model_of
+from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
 
 CHECKPOINT = "checkpoint/iter_0000001"
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parakit.convert.hf.families import TensorPair, pairs_of
 from parakit.artifacts.torch_dist import EMBEDDING
 from parakit.config.model import ModelShape
+from parakit.convert.hf.families import TensorPair, pairs_of
 
 
 def shape(**other: Any) -> ModelShape:

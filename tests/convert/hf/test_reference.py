@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
-from tests.native.small_model import settings
+from parakit.artifacts.capture import Site, Stage
+from parakit.artifacts.torch_dist import OUTPUT, VOCABULARY
+from parakit.config import variables
+from parakit.config.model import model_of
 from parakit.convert.hf.families import pairs_of
 from parakit.convert.hf.from_megatron import export_model
 from parakit.convert.hf.into_megatron import import_model, read_source
@@ -19,11 +21,9 @@ from parakit.convert.hf.random_model import CONFIGS, write_model
 from parakit.native.capture import Counterpart, capturing
 from parakit.native.engines import TorchEngine
 from parakit.native.parallel import RankLayout
-from parakit.artifacts.capture import Site, Stage
-from parakit.artifacts.torch_dist import OUTPUT, VOCABULARY
-from parakit.config import variables
-from parakit.config.model import model_of
 from parakit.verify.captured import Capture, read_capture
+from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
+from tests.native.small_model import settings
 
 pytest.importorskip("transformers")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.convert.recipe.documents import recipe_of, source
+from parakit.config.files import ROOT, read_yaml
 from parakit.convert.recipe import bridge
 from parakit.convert.recipe.fields import Recipe
 from parakit.convert.recipe.table import BRIDGE, RecipeError, Symbol, Value, fields_of_yaml
@@ -21,7 +21,7 @@ from parakit.convert.recipe.written import written_recipe
 from parakit.launch import recipe as command
 from parakit.launch.options import options_from_texts
 from parakit.launch.recipe import export_recipe, import_recipe
-from parakit.config.files import ROOT, read_yaml
+from tests.convert.recipe.documents import recipe_of, source
 
 MEGATRONS = Path(__file__).with_name("megatrons_configs.py")
 NEEDS_BRIDGE = pytest.mark.skipif(

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.convert.recipe.documents import recipe_of, source, write
+from parakit.config.errors import LaunchError
+from parakit.config.flags import Flags
 from parakit.convert.recipe import bridge
 from parakit.convert.recipe.flags import reading_of_fields
 from parakit.convert.recipe.imported import imported, model_name
 from parakit.convert.recipe.table import RecipeError, Symbol, Value
 from parakit.launch import recipe as command
 from parakit.launch.recipe import import_recipe
-from parakit.config.errors import LaunchError
-from parakit.config.flags import Flags
+from tests.convert.recipe.documents import recipe_of, source, write
 
 Fields = dict[str, Value]
 

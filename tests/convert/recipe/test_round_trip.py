@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.convert.recipe.documents import recipe_of, source, write
+from parakit.config.files import ROOT
+from parakit.config.flags import Flags, merge_flags
+from parakit.config.model import model_names, training_flags
+from parakit.config.run import Backend, DeviceKind, PatchFile, RunSpec, spec_of_flags
+from parakit.config.strategy import parse_strategy, strategy_flags
 from parakit.convert.recipe.bridge import read_recipe
 from parakit.convert.recipe.fields import recipe_of_flags
 from parakit.convert.recipe.flags import RecipeFlags, reading_of_fields
@@ -17,11 +21,7 @@ from parakit.convert.recipe.written import written_entry, written_recipe
 from parakit.launch import recipe as command
 from parakit.launch.options import options_from_texts
 from parakit.launch.recipe import export_recipe, source_of_folder
-from parakit.config.files import ROOT
-from parakit.config.flags import Flags, merge_flags
-from parakit.config.model import model_names, training_flags
-from parakit.config.run import Backend, DeviceKind, PatchFile, RunSpec, spec_of_flags
-from parakit.config.strategy import parse_strategy, strategy_flags
+from tests.convert.recipe.documents import recipe_of, source, write
 
 STRATEGIES = {
     "baseline": 1,

@@ -8,12 +8,12 @@ from itertools import combinations, product
 import pytest
 
 from examples.studies.alpa import Cost, alpa, beside, best_stages, submeshes
-from parakit.planner.search import Request, search
-from parakit.planner.time.cluster import Cluster
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.run import spec_of_model
 from parakit.config.strategy import Batch, Parallelism
+from parakit.planner.search import Request, search
+from parakit.planner.time.cluster import Cluster
 
 ROOMY = 1000
 

@@ -5,13 +5,13 @@ from rich.console import Console
 
 from examples.studies.loss_curve_table import WINDOW, distance, finish
 from megatron_patches.fusions import NAMES
-from tests.given import run
+from parakit.config.errors import LaunchError
+from parakit.experiments.load import load_experiment
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, options_from_texts
 from parakit.launch.train import compose_job
-from parakit.config.errors import LaunchError
-from parakit.experiments.load import load_experiment
+from tests.given import run
 
 ANY = Options(data="owt-ds/any", fused=("adamw",))
 

@@ -3,11 +3,11 @@ import math
 import pytest
 
 from examples.studies.moe_table import RoutedParity, parity, render
-from tests.reporting.factory import report_row
-from parakit.launch.options import Options
-from parakit.reporting.analyse.entry import Entry
 from parakit.experiments import load
 from parakit.experiments.load import load_experiment
+from parakit.launch.options import Options
+from parakit.reporting.analyse.entry import Entry
+from tests.reporting.factory import report_row
 
 
 def run(

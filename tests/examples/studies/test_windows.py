@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.studies.moe_table import shared_windows, window_hashes
-from parakit.data.split import Split, split_documents
 from parakit.config.files import ROOT
+from parakit.data.split import Split, split_documents
 
 SPLIT = "949,50,1"
 

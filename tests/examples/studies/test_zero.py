@@ -11,9 +11,9 @@ from examples.studies.zero import (
     share_of_two,
     verdict,
 )
-from tests.given import run
-from parakit.planner.options import PlanOptions
 from parakit.config.errors import LaunchError
+from parakit.planner.options import PlanOptions
+from tests.given import run
 
 
 def predicted(method: str, seconds: float, peak: int = 1, nodes: int = 2) -> Predicted:

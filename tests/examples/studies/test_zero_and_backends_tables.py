@@ -2,10 +2,10 @@ import pytest
 
 from examples.studies import backends_table as compare_backends
 from examples.studies import zero_table as compare_zero
-from tests.reporting.factory import report_row
+from parakit.experiments.load import load_experiment
 from parakit.launch.options import Options
 from parakit.reporting.analyse.entry import Entry
-from parakit.experiments.load import load_experiment
+from tests.reporting.factory import report_row
 
 
 def measured(backend: str, strategy: str, milliseconds: float, **changes: object) -> Entry:

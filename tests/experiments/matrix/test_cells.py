@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from tests.experiments.matrix.factory import DP, TP, factor, family, matrix
-from parakit.launch.job import parse_target
 from parakit.config.errors import LaunchError
 from parakit.config.files import from_root
 from parakit.experiments.matrix.cell import Cell, patched, uncured
 from parakit.experiments.matrix.cells import cells_of, draws, rows_of
 from parakit.experiments.matrix.commands import families_of
 from parakit.experiments.matrix.definition import Apart, Family, Layout, Level, load_matrix
+from parakit.launch.job import parse_target
 from parakit.verify.findings import Finding, findings
+from tests.experiments.matrix.factory import DP, TP, factor, family, matrix
 
 RELEASE = Version("0.19.0")
 KNOWN = tuple(one for one in findings() if one.id == "sink-missing-in-norm")

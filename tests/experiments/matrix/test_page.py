@@ -6,7 +6,6 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from tests.experiments.matrix.factory import DP, TP, factor, family, matrix, record
 from parakit.experiments.matrix.cell import Cell
 from parakit.experiments.matrix.curves import curve_of
 from parakit.experiments.matrix.outcome import CellStatus, Drawn, Error, keep, store
@@ -16,6 +15,7 @@ from parakit.experiments.matrix.page import (
     write_pages,
 )
 from parakit.experiments.matrix.table import bf16_costs
+from tests.experiments.matrix.factory import DP, TP, factor, family, matrix, record
 
 MODEL = family(factor("dtype", "fp32", "bf16"), factor("attention", "full", "sink"))
 SINK, HALF = MODEL.level("attention/sink"), MODEL.level("dtype/bf16")

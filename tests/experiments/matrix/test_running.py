@@ -11,8 +11,6 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tests.experiments.matrix.factory import DP, TP, factor, family, guilty, matrix, record
-from parakit.launch.options import Options
 from parakit.experiments.matrix.cell import Cell
 from parakit.experiments.matrix.cells import cells_of
 from parakit.experiments.matrix.definition import load_matrix
@@ -24,7 +22,9 @@ from parakit.experiments.matrix.outcome import (
 )
 from parakit.experiments.matrix.running import CellVerifier, MatrixRun
 from parakit.experiments.matrix.table import pair_of
+from parakit.launch.options import Options
 from parakit.verify.findings import findings
+from tests.experiments.matrix.factory import DP, TP, factor, family, guilty, matrix, record
 
 MODEL = family(
     factor("norm", "layer", "rms"),

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from parakit.config.flags import Flags
+from parakit.config.model import GPT2_VOCABULARY, load_model
+from parakit.config.run import DeviceKind
 from parakit.data.indexed import DocumentIndex, open_dataset, write_index
 from parakit.launch import data
 from parakit.launch.compose import compose
 from parakit.launch.data import SMALL_SAMPLE
 from parakit.launch.job import Job
 from parakit.launch.options import Options
-from parakit.config.flags import Flags
-from parakit.config.model import GPT2_VOCABULARY, load_model
-from parakit.config.run import DeviceKind
 
 
 def test_each_token_is_folded_and_an_end_of_document_stays_one(

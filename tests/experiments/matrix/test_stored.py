@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.experiments.matrix.factory import DP, TP, factor, family, record
 from parakit.experiments.matrix.cell import Cell
 from parakit.experiments.matrix.outcome import read_stored, store
+from tests.experiments.matrix.factory import DP, TP, factor, family, record
 
 MODEL = family(factor("dtype", "fp32", "bf16"))
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.experiments.matrix.factory import DP, TP, factor, family
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.experiments.matrix.cell import Cell
 from parakit.experiments.matrix.touched import RECORDER, changed_files, touched, with_one
+from tests.experiments.matrix.factory import DP, TP, factor, family
 
 MODEL = family(factor("mlp", "dense", "experts"), factor("norm", "layer", "rms"))
 PLAIN, EXPERTS = Cell(MODEL, TP), Cell(MODEL, TP, (MODEL.level("mlp/experts"),))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.verify.bench import GENERAL
-from tests.verify.injected_bugs.check import InjectedBug, injected_bugs
 from parakit.experiments.matrix.cell import is_within, split
 from parakit.experiments.matrix.definition import Family, Layout, Level, load_matrix
+from tests.verify.bench import GENERAL
+from tests.verify.injected_bugs.check import InjectedBug, injected_bugs
 
 FAMILIES = load_matrix().families
 WITHOUT_ONE_OF_ITS_OWN = {

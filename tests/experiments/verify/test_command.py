@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from parakit.launch.supervise.interruption import alive
 from parakit.artifacts.capture import TENSORS_FILE
 from parakit.config.files import ROOT
+from parakit.launch.supervise.interruption import alive
 
 pytestmark = pytest.mark.slow
 

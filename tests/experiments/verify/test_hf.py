@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.convert.hf.folders import GPT2
-from tests.given import run
+from parakit.config.errors import LaunchError
+from parakit.config.flags import Flags
+from parakit.config.run import Backend
 from parakit.convert.hf.into_megatron import import_model, read_source
 from parakit.convert.hf.progress import Work
 from parakit.convert.hf.random_model import write_model
+from parakit.experiments.verify.command import SharedReferences
+from parakit.experiments.verify.pairs import Pair, Verification, compose_pair
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.preflight import check
-from parakit.config.errors import LaunchError
-from parakit.config.flags import Flags
-from parakit.config.run import Backend
-from parakit.experiments.verify.command import SharedReferences
-from parakit.experiments.verify.pairs import Pair, Verification, compose_pair
+from tests.convert.hf.folders import GPT2
+from tests.given import run
 
 
 def verification(tmp_path: Path, strategy: str, extra: tuple[str, ...] = ()) -> Verification:

@@ -7,13 +7,18 @@ from typing import Any, cast
 
 import pytest
 
-from tests.verify import captures
 from parakit.artifacts.capture import Stage
 from parakit.artifacts.verdict import Outcome, Verdict
+from parakit.experiments.verify.logged import (
+    Rounding,
+    compare_logs,
+    logged_values,
+    measured_rounding,
+)
 from parakit.reporting.read.iterations import Iteration
-from parakit.experiments.verify.logged import Rounding, compare_logs, logged_values, measured_rounding
 from parakit.verify.comparison import Compared, Comparison
 from parakit.verify.verdict import Judgement
+from tests.verify import captures
 
 LINE = (
     " [2026-11-28 15:54:55.529916] iteration {n:8d}/     500 | consumed samples: {samples:12d} | "

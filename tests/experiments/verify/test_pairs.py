@@ -11,12 +11,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.given import given
-from tests.verify import captures
-from parakit.launch.compose import Launch
-from parakit.launch.job import parse_target
-from parakit.launch.options import Options
-from parakit.launch.supervise.warm import WarmPool
 from parakit.artifacts.capture import START_WEIGHT, Site, Stage
 from parakit.artifacts.verdict import Outcome
 from parakit.config import variables
@@ -27,6 +21,12 @@ from parakit.config.run import Backend
 from parakit.config.setting import SettingError
 from parakit.experiments.verify.command import carried_out, judged, keep_log
 from parakit.experiments.verify.pairs import Pair, Verification, compose_pair, pair_of
+from parakit.launch.compose import Launch
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.supervise.warm import WarmPool
+from tests.given import given
+from tests.verify import captures
 
 Composer = Callable[..., Verification]
 

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from parakit.artifacts.checkpoints import find_checkpoints
+from parakit.launch import checkpoints as keepers
+from parakit.launch.checkpoints import Keeper
 from tests.launch.checkpoint.conftest import Write, damage, iterations
 from tests.patience import until
 from tests.reporting.factory import iteration_line
-from parakit.launch import checkpoints as keepers
-from parakit.launch.checkpoints import Keeper
-from parakit.artifacts.checkpoints import find_checkpoints
 
 
 @pytest.fixture

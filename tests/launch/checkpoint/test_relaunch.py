@@ -3,16 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.checkpoint.conftest import Write
-from tests.reporting.factory import changed
-from parakit.launch.checkpoints import resume_if_saved
-from parakit.launch.compose import Launch, ResumePoint
-from parakit.launch.flags import saving_flags
-from parakit.launch.job import parse_target
-from parakit.launch.options import Options, Saving, options_from_texts
-from parakit.launch.preflight import saving_problems
-from parakit.launch.resume import relaunch
-from parakit.launch.train import compose_job
 from parakit.artifacts.run import DatasetIdentity, Host, MegatronEntry, RunRecord
 from parakit.config.flags import Flags
 from parakit.config.model import load_model
@@ -25,6 +15,16 @@ from parakit.config.strategy import (
     devices_of,
     parse_strategy,
 )
+from parakit.launch.checkpoints import resume_if_saved
+from parakit.launch.compose import Launch, ResumePoint
+from parakit.launch.flags import saving_flags
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, Saving, options_from_texts
+from parakit.launch.preflight import saving_problems
+from parakit.launch.resume import relaunch
+from parakit.launch.train import compose_job
+from tests.launch.checkpoint.conftest import Write
+from tests.reporting.factory import changed
 
 FROM = ResumePoint("20260101T000000Z-tp2-gpt2-tiny-2cpu", Path("/runs/a/checkpoints"), 8)
 

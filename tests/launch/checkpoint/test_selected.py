@@ -2,14 +2,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.checkpoint.conftest import Write, damage, iterations
-from tests.reporting.factory import iteration_line
-from parakit.launch.checkpoints import select_checkpoint
 from parakit.artifacts import run as records
 from parakit.artifacts.checkpoints import quarantine
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
 from parakit.config.errors import LaunchError
+from parakit.launch.checkpoints import select_checkpoint
+from tests.launch.checkpoint.conftest import Write, damage, iterations
+from tests.reporting.factory import iteration_line
 
 NAN = float("nan")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from parakit.checkpoint.checks import other_model_problem
+from parakit.config.errors import LaunchError
+from parakit.config.model import load_model
 from parakit.launch import preflight
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.train import compose_job
-from parakit.config.errors import LaunchError
-from parakit.config.model import load_model
 
 TINY = load_model("gpt2-tiny")
 

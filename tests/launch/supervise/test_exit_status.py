@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.hang.made import four
-from tests.patience import until
-from tests.reporting.factory import iteration_line
-from parakit.cluster.checks.host import check_room
-from parakit.launch.supervise import exit_status
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
+from parakit.cluster.checks.host import check_room
 from parakit.config.files import ROOT
+from parakit.launch.supervise import exit_status
+from tests.hang.made import four
+from tests.patience import until
+from tests.reporting.factory import iteration_line
 
 KILLED = """Root Cause (first observed failure):
 [0]:

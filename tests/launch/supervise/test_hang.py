@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.patience import PATIENCE, until
+from parakit.config.files import ROOT
 from parakit.launch.supervise import hang
 from parakit.launch.supervise.hang import HangWatch, collect_stacks
-from parakit.config.files import ROOT
+from tests.patience import PATIENCE, until
 
 RANK = """
 import time

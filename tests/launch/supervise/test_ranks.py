@@ -5,11 +5,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.patience import until
 from parakit.launch.supervise import interruption
 from parakit.launch.supervise import ranks as ranks_module
 from parakit.launch.supervise.interruption import alive
 from parakit.launch.supervise.ranks import RankProcesses
+from tests.patience import until
 
 STUBBORN = "trap '' TERM; RANK=0 bash -c \"trap '' TERM; while :; do sleep 0.1; done\" & wait; wait"
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.patience import PATIENCE, until
-from parakit.launch.supervise.interruption import alive
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
 from parakit.config.files import ROOT
+from parakit.launch.supervise.interruption import alive
+from tests.patience import PATIENCE, until
 
 TORCHRUN = "RANK=0 sleep 3600 & trap '' TERM; RANK=1 sleep 3600 & wait; wait"
 """Longer than anybody waits here: nobody ends by himself."""

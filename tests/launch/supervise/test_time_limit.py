@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from tests.experiments.factory import cell
+from parakit.artifacts.run import Status, read_status
 from parakit.launch import execute as execute_module
 from parakit.launch.compose import Launch
 from parakit.launch.execute import execute
 from parakit.launch.train import compose_job
-from parakit.artifacts.run import Status, read_status
+from tests.experiments.factory import cell
 
 LINE = " iteration        1/      25 | elapsed time per iteration (ms): 9.0 | lm loss: 1.0E+01 |"
 

@@ -2,9 +2,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_patches.capture.probes import Probes, described, global_names
-from tests.verify.captures import rank
-from parakit.capturing.sinks import KnownTensors, Recording, Responding, StoredTensors
 from parakit.artifacts.capture import CaptureWriter, Site, Stage
+from parakit.capturing.sinks import KnownTensors, Recording, Responding, StoredTensors
+from tests.verify.captures import rank
 
 
 class Inner(torch.nn.Module):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_patches.cpu.variable_size_collectives import _as_numpy, _on_gloo
-from tests.patience import OF_A_RUN
 from parakit.config.files import ROOT
+from tests.patience import OF_A_RUN
 
 PROGRAM = Path(__file__).with_name("two_ranks_of_unequal_parts.py")
 

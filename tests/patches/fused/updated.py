@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 from megatron_patches.fusions import NAMES
-from tests.patience import OF_A_RUN
 from parakit.config.files import ROOT
+from tests.patience import OF_A_RUN
 
 ALL = ",".join(name for name in NAMES if not name.startswith("attention_"))
 SAME_ARITHMETIC = "cross_entropy,adamw,multi_tensor"

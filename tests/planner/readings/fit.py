@@ -19,7 +19,8 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from tests.planner.papers import paper_runs
+from parakit.artifacts.io import write_whole
+from parakit.config.files import read_yaml
 from parakit.planner.readings.facts import origin
 from parakit.planner.readings.published import KIT, kit_runs
 from parakit.planner.readings.reading_to_spec import Expressed, RefusedError, express
@@ -29,8 +30,7 @@ from parakit.planner.tensors import UnevenSplitError
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.constants import CONSTANTS, NAMES, Constants
 from parakit.planner.time.rates import NoPeakError
-from parakit.artifacts.io import write_whole
-from parakit.config.files import read_yaml
+from tests.planner.papers import paper_runs
 
 BOUNDS: Mapping[str, tuple[float, float]] = read_yaml(CONSTANTS)["bounds"]
 """What is physically possible: shares of a datasheet's rate, times between the fastest and the slowest

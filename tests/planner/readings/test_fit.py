@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.planner.readings.fit import refit
-from parakit.planner.time.constants import CONSTANTS
 from parakit.config.files import read_yaml
+from parakit.planner.time.constants import CONSTANTS
+from tests.planner.readings.fit import refit
 
 
 def leaves(data: Any, where: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE
+from parakit.config.experts import ExpertLoad
+from parakit.config.hardware import device_by_key, link_by_key
+from parakit.config.model import load_model
+from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags, spec_of_model
+from parakit.config.strategy import Batch, parse_strategy
 from parakit.planner.readings.local_readings import OwnRuns, Row, add_rows, own_runs, row_of
 from parakit.planner.readings.neighbours import uncertainty
 from parakit.planner.readings.reading_to_spec import RefusedError, express
@@ -15,11 +19,7 @@ from parakit.planner.readings.table import ReadingsError, read_readings
 from parakit.planner.search import Request, evaluate, search
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import iteration_seconds
-from parakit.config.experts import ExpertLoad
-from parakit.config.hardware import device_by_key, link_by_key
-from parakit.config.model import load_model
-from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags, spec_of_model
-from parakit.config.strategy import Batch, parse_strategy
+from tests.patience import PATIENCE
 
 H200 = device_by_key("h200")
 MODEL = load_model("gpt2-large")

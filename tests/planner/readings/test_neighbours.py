@@ -2,13 +2,13 @@ from dataclasses import replace
 
 import pytest
 
+from parakit.config.model import load_model
+from parakit.config.run import spec_of_model
+from parakit.config.strategy import Batch, Parallelism
 from parakit.planner.readings.facts import model_facts
 from parakit.planner.readings.intervals import Expected
 from parakit.planner.readings.neighbours import Uncertainty, near_residuals
 from parakit.planner.readings.published import usual_cluster
-from parakit.config.model import load_model
-from parakit.config.run import spec_of_model
-from parakit.config.strategy import Batch, Parallelism
 
 
 def test_a_dense_model_is_not_judged_by_mixtures_nor_by_one_layout_of_several_releases() -> None:

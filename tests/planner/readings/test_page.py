@@ -3,11 +3,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from parakit.config.files import ROOT
 from parakit.planner.readings.page import write_page
 from parakit.planner.readings.residual import residuals
 from parakit.planner.readings.summary import by_kind, choices, errors_of
 from parakit.planner.readings.table import read_readings
-from parakit.config.files import ROOT
 
 
 def test_the_page_holds_every_point_and_asks_no_network(tmp_path: Path) -> None:

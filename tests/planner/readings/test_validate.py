@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.planner.readings.fit import fitted_readings
 from parakit.cli.main import from_words
+from parakit.config.experts import BALANCED, ExpertLoad
+from parakit.config.run import Fp8Recipe, TokenDispatcher
 from parakit.planner.__main__ import main
 from parakit.planner.memory import fullest_rank
 from parakit.planner.readings import command
@@ -25,8 +26,7 @@ from parakit.planner.readings.table import (
 )
 from parakit.planner.time.flops import counted_flops
 from parakit.planner.verdict import Fit
-from parakit.config.experts import BALANCED, ExpertLoad
-from parakit.config.run import Fp8Recipe, TokenDispatcher
+from tests.planner.readings.fit import fitted_readings
 
 ROW = {
     "source": "mine",

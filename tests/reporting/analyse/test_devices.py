@@ -2,17 +2,17 @@
 
 import pytest
 
-from tests.reporting.analyse.test_foreign_logs import given, log, rows_of
-from tests.reporting.factory import log_text, run_record, write_run
-from tests.reporting.read.test_runs import ARGUMENTS
-from tests.reporting.render.test_build import made, read_csv
 from parakit.artifacts.run import Host
+from parakit.config.hardware import device_by_key
+from parakit.config.run import DeviceKind
 from parakit.reporting.analyse.comparability import compare_speed
 from parakit.reporting.analyse.configurations import configurations
 from parakit.reporting.analyse.statistics import TimeVerdict
 from parakit.reporting.read.runs import load_runs
-from parakit.config.hardware import device_by_key
-from parakit.config.run import DeviceKind
+from tests.reporting.analyse.test_foreign_logs import given, log, rows_of
+from tests.reporting.factory import log_text, run_record, write_run
+from tests.reporting.read.test_runs import ARGUMENTS
+from tests.reporting.render.test_build import made, read_csv
 
 MANY = given(world_size="56", data_parallel_size="28")
 H100, V100, NPU = (

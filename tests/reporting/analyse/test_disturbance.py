@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.reporting.factory import log_text, run_record, write_run
-from tests.reporting.ledger_factory import seconds, write_times
-from parakit.planner.readings.table import read_readings
 from parakit.artifacts.measurements import Phase
 from parakit.artifacts.run import SAMPLE_COLUMNS, SAMPLES_FILE, Status
+from parakit.planner.readings.table import read_readings
 from parakit.reporting.build import BuildOptions, build
+from tests.reporting.factory import log_text, run_record, write_run
+from tests.reporting.ledger_factory import seconds, write_times
 
 TIMES = (400.0, 250.0, *(100.0 + k % 4 for k in range(40)))
 """Five seconds of training, whose first two iterations are warm-up."""

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from parakit.config.hardware import device_by_key
+from parakit.reporting.command import named_logs
 from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 from tests.reporting.read.test_runs import ARGUMENTS
 from tests.reporting.render.test_build import made, read_csv
-from parakit.reporting.command import named_logs
-from parakit.config.hardware import device_by_key
 
 QUIET = [100.0 + n % 3 / 10 for n in range(30)]
 

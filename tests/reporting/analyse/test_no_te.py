@@ -1,13 +1,13 @@
 from dataclasses import replace
 from pathlib import Path
 
-from tests.reporting.factory import log_text, run_record, write_run
+from parakit.config.published import load_published
 from parakit.reporting.analyse.comparability import SHARED, compare_speed
 from parakit.reporting.analyse.configurations import configurations
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.analyse.results import notes_of
 from parakit.reporting.read.runs import Run, load_folder
-from parakit.config.published import load_published
+from tests.reporting.factory import log_text, run_record, write_run
 
 
 def loaded(folder: Path, name: str, fused: str = "", **changes: object) -> Run:

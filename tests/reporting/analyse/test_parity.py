@@ -2,15 +2,15 @@ from dataclasses import replace
 
 import pytest
 
-from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 from parakit.artifacts.io import write_record
 from parakit.artifacts.measurements import LayerRouting, RankRouting, RoutingRecord
 from parakit.artifacts.run import ROUTING_FILE, Code
+from parakit.config.run import DeviceKind, PatchFile
+from parakit.config.strategy import Batch
 from parakit.reporting.analyse.configurations import configurations
 from parakit.reporting.analyse.parity import last_digit, parity_of
 from parakit.reporting.read.runs import load_runs
-from parakit.config.run import DeviceKind, PatchFile
-from parakit.config.strategy import Batch
+from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 
 LOSSES = [10.8, 10.7, 10.6, 10.5, 9.4]
 GOOD, EDITED = Code("kit-1", "megatron-1"), Code("kit-2", "megatron-1")

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.reporting.factory import log_text, run_record, write_run
+from parakit.artifacts.io import write_record
+from parakit.config.hardware import device_by_key
 from parakit.planner.calibration import calibration_path
 from parakit.planner.readings.table import read_readings
-from parakit.artifacts.io import write_record
 from parakit.reporting.build import BuildOptions, build
-from parakit.config.hardware import device_by_key
+from tests.reporting.factory import log_text, run_record, write_run
 
 
 def made(root: Path, strategies: tuple[str, ...], unsteady: str = "") -> tuple[str, str]:

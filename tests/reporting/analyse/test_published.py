@@ -1,12 +1,12 @@
 import pytest
 
-from tests.reporting.factory import changed, log_text, run_record, write_run
 from parakit.artifacts.run import Host, MegatronEntry
-from parakit.reporting.analyse.published import figure_for, match_figure, relative_to_baseline
-from parakit.reporting.read.runs import load_folder
 from parakit.config.published import load_published
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import NAMED, Batch, Parallelism
+from parakit.reporting.analyse.published import figure_for, match_figure, relative_to_baseline
+from parakit.reporting.read.runs import load_folder
+from tests.reporting.factory import changed, log_text, run_record, write_run
 
 PUBLISHED = load_published()
 MIB = 2**20

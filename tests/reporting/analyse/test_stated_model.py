@@ -2,12 +2,12 @@
 
 import pytest
 
+from parakit.config.strategy import Parallelism, Sharding, strategy_flags
+from parakit.reporting.read.stated_model import model_of_arguments, model_of_record
 from tests.reporting.analyse.test_foreign_logs import LOSSES, given, log, rows_of
 from tests.reporting.factory import run_record
 from tests.reporting.read.test_runs import ARGUMENTS
 from tests.reporting.render.test_build import made
-from parakit.reporting.read.stated_model import model_of_arguments, model_of_record
-from parakit.config.strategy import Parallelism, Sharding, strategy_flags
 
 SHIFTED = [loss + 0.05 for loss in LOSSES]
 OTHER_MODELS = [

@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.reporting.ledger_factory import call, seconds
 from parakit.artifacts.measurements import CommunicationRecord, Phase, RankCommunication, TimeRecord
 from parakit.reporting.analyse.time_shares import time_shares, with_pipeline_waits
 from parakit.reporting.read.sources import read_time_ledger
+from tests.reporting.ledger_factory import call, seconds
 
 PHASES = {
     Phase.FORWARD: 0.2,

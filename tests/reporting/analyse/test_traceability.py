@@ -6,10 +6,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from parakit.config.strategy import NAMED
 from tests.reporting.factory import log_text, run_record, write_run
 from tests.reporting.read.test_golden_logs import LOGS
 from tests.reporting.render.test_build import made
-from parakit.config.strategy import NAMED
 
 SHAPE = {"layers": 4, "hidden": 64, "seq": 64, "ffn": 256}
 BATCH, RANKS = 8, 2

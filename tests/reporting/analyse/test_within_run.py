@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.reporting.factory import iteration_line
 from parakit.reporting.analyse.within_run import ChangeKind, changes_within
 from parakit.reporting.read.runs import load_log
+from tests.reporting.factory import iteration_line
 
 
 def shifts(tmp_path, times, batches=None, more=()):

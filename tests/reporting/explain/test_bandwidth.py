@@ -2,13 +2,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.reporting.factory import changed, log_text, run_record, write_run
-from tests.reporting.ledger_factory import call, report_of, write_calls
 from parakit.artifacts import run as records
 from parakit.artifacts.measurements import CommunicationRecord, RankCommunication
+from parakit.config.strategy import Batch
 from parakit.reporting.explain.bandwidth import RateCurve, rate_curves
 from parakit.reporting.render.charts import draw_charts
-from parakit.config.strategy import Batch
+from tests.reporting.factory import changed, log_text, run_record, write_run
+from tests.reporting.ledger_factory import call, report_of, write_calls
 
 SENT = 12_500_000
 """Bytes that take 100 ms at 1 Gbit/s."""

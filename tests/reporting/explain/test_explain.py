@@ -5,6 +5,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from parakit.artifacts.measurements import (
+    CommunicationRecord,
+    MemoryCategory,
+    Phase,
+    RankCommunication,
+    RankTime,
+    TimeRecord,
+)
+from parakit.artifacts.run import RUN_FILE
+from parakit.config.strategy import Parallelism, Sharding
+from parakit.formatting.units import amount, joined, milliseconds, number, signed
+from parakit.reporting.__main__ import main
+from parakit.reporting.explain.costs import costs_above
+from parakit.reporting.explain.explanation import (
+    NOTHING,
+    Explanation,
+    explain,
+    explanation_markdown,
+)
+from parakit.reporting.render.files import write_report
 from tests.reporting.factory import run_record
 from tests.reporting.ledger_factory import (
     communication,
@@ -16,21 +36,6 @@ from tests.reporting.ledger_factory import (
     write_memory,
     write_times,
 )
-from parakit.artifacts.measurements import (
-    CommunicationRecord,
-    MemoryCategory,
-    Phase,
-    RankCommunication,
-    RankTime,
-    TimeRecord,
-)
-from parakit.artifacts.run import RUN_FILE
-from parakit.reporting.__main__ import main
-from parakit.reporting.explain.costs import costs_above
-from parakit.reporting.explain.explanation import NOTHING, Explanation, explain, explanation_markdown
-from parakit.reporting.render.files import write_report
-from parakit.config.strategy import Parallelism, Sharding
-from parakit.formatting.units import amount, joined, milliseconds, number, signed
 
 WORK = {Phase.FORWARD: 0.04, Phase.BACKWARD: 0.05, Phase.OPTIMIZER: 0.01}
 COST = "Which cost separates each strategy from baseline?"

@@ -3,20 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.reporting.factory import log_text
-from tests.reporting.ledger_factory import (
-    call,
-    communication,
-    held,
-    load,
-    seconds,
-    write,
-    write_calls,
-    write_memory,
-    write_times,
-    write_trace,
-)
-from parakit.planner.collectives.call import LATEST
 from parakit.artifacts.measurements import (
     CommunicationRecord,
     DeviceMemory,
@@ -24,6 +10,9 @@ from parakit.artifacts.measurements import (
     Phase,
     RankCommunication,
 )
+from parakit.config.model import LinearAttention
+from parakit.config.run import DeviceKind
+from parakit.planner.collectives.call import LATEST
 from parakit.reporting.explain.closed_form import (
     Kernels,
     NoClosedFormError,
@@ -39,8 +28,19 @@ from parakit.reporting.explain.predicted import (
 )
 from parakit.reporting.explain.timelines import NoTraceError, scene_of
 from parakit.reporting.read.runs import load_folder
-from parakit.config.model import LinearAttention
-from parakit.config.run import DeviceKind
+from tests.reporting.factory import log_text
+from tests.reporting.ledger_factory import (
+    call,
+    communication,
+    held,
+    load,
+    seconds,
+    write,
+    write_calls,
+    write_memory,
+    write_times,
+    write_trace,
+)
 
 WORD = 50304 * 64
 """Elements of gpt2-tiny's word embedding."""

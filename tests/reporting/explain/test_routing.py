@@ -6,14 +6,6 @@ import msgspec
 import pytest
 from matplotlib.figure import Figure
 
-from tests.reporting.ledger_factory import (
-    call,
-    report_of,
-    seconds,
-    write,
-    write_calls,
-    write_times,
-)
 from parakit.artifacts import run as records
 from parakit.artifacts.measurements import (
     CommunicationRecord,
@@ -23,6 +15,7 @@ from parakit.artifacts.measurements import (
     RankRouting,
     RoutingRecord,
 )
+from parakit.config.strategy import Parallelism
 from parakit.reporting.explain.explanation import explain
 from parakit.reporting.explain.routing import (
     busiest,
@@ -34,7 +27,14 @@ from parakit.reporting.explain.routing import (
 )
 from parakit.reporting.read.runs import load_folder
 from parakit.reporting.render.charts import draw_charts
-from parakit.config.strategy import Parallelism
+from tests.reporting.ledger_factory import (
+    call,
+    report_of,
+    seconds,
+    write,
+    write_calls,
+    write_times,
+)
 
 EP2 = Parallelism(data=2, expert=2)
 QUESTION = "How evenly are tokens routed, and what does it cost?"

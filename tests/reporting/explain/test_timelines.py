@@ -2,6 +2,16 @@ from pathlib import Path
 
 import pytest
 
+from parakit.artifacts.measurements import CommunicationRecord, RankCommunication
+from parakit.config.run import DeviceKind
+from parakit.reporting.__main__ import main
+from parakit.reporting.explain.timelines import (
+    NoTraceError,
+    find_run,
+    scene_of,
+    timeline_charts,
+    write_timeline,
+)
 from tests.reporting.explain.test_trace import spans
 from tests.reporting.ledger_factory import (
     call,
@@ -11,16 +21,6 @@ from tests.reporting.ledger_factory import (
     write_calls,
     write_trace,
 )
-from parakit.artifacts.measurements import CommunicationRecord, RankCommunication
-from parakit.reporting.__main__ import main
-from parakit.reporting.explain.timelines import (
-    NoTraceError,
-    find_run,
-    scene_of,
-    timeline_charts,
-    write_timeline,
-)
-from parakit.config.run import DeviceKind
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.reporting.ledger_factory import write_trace
+from parakit.config.strategy import Parallelism, PipelineSchedule
 from parakit.planner.schedules.simulate import Pass
 from parakit.reporting.explain.timelines import TraceSpan, idle_over_work, passes, read_trace
-from parakit.config.strategy import Parallelism, PipelineSchedule
+from tests.reporting.ledger_factory import write_trace
 
 PP2 = Parallelism(pipeline=2)
 F, B = "forward-compute", "backward-compute"

@@ -1,8 +1,8 @@
 import pytest
 
-from tests.reporting.factory import iteration_line, log_text
 from parakit.artifacts.run import Status
 from parakit.reporting.read.diagnosis import diagnose
+from tests.reporting.factory import iteration_line, log_text
 
 EPILOGUE = """Traceback (most recent call last):
   File "/venv/bin/torchrun", line 8, in <module>

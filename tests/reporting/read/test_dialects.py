@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from tests.reporting.factory import iteration_line
 from parakit.artifacts.run import Status
+from parakit.config.strategy import Sharding
 from parakit.reporting.read.diagnosis import classify_log
 from parakit.reporting.read.dialects import find_iterations
 from parakit.reporting.read.printed import readable
 from parakit.reporting.read.runs import load_log
 from parakit.reporting.read.scrape import scrape_log, scrape_runs
-from parakit.config.strategy import Sharding
+from tests.reporting.factory import iteration_line
 
 DIALECTS = Path(__file__).parents[1] / "dialects"
 LOGS = Path(__file__).parents[1] / "logs"

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.reporting import mutants
-from tests.reporting.factory import iteration_line
 from parakit.reporting.command import log_as_json
 from parakit.reporting.read.diagnosis import classify_log
 from parakit.reporting.read.scrape import scrape_runs
 from parakit.reporting.read.window import select_window
+from tests.reporting import mutants
+from tests.reporting.factory import iteration_line
 
 GOLDEN = sorted((Path(__file__).parents[1] / "logs").glob("*.log"))
 TEN_MB, FOUR_MB = 10_000_000, 4_000_000

@@ -3,8 +3,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.reporting.factory import iteration_line
 from parakit.reporting.read.dialects import find_iterations
+from tests.reporting.factory import iteration_line
 
 PUBLISHED = (
     " [2025-09-07 23:58:47] iteration      609/  500000 | consumed samples:        19488 |"

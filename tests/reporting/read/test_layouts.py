@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.reporting.factory import iteration_line
 from parakit.reporting.read import scrape
 from parakit.reporting.read.dialects import find_iterations, line_formats
 from parakit.reporting.read.layouts import LayoutReader
 from parakit.reporting.read.scrape import other_news, scrape_runs
+from tests.reporting.factory import iteration_line
 
 PRIMUS = (
     "[20251121 12:10:29][rank-31/32][INFO ] [--------trainer.py:2488] :  iteration    {n:8d}/   36000"

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.reporting.factory import iteration_line
 from parakit.reporting.read import dialects
 from parakit.reporting.read.dialects import find_iterations, line_formats
 from parakit.reporting.read.layouts import LayoutReader
 from parakit.reporting.read.runs import load_log
 from parakit.reporting.read.scrape import other_news, scrape_log
 from parakit.reporting.read.scraped import CheckpointEvent
+from tests.reporting.factory import iteration_line
 
 MADE_UP = Path(__file__).parents[1] / "dialects" / "made_up"
 LOG = MADE_UP / "abacus.log"

@@ -5,14 +5,14 @@ import msgspec
 import pytest
 from matplotlib.figure import Figure
 
-from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 from parakit.artifacts import run as records
 from parakit.artifacts.run import Resumption, Status
+from parakit.config.published import load_published
 from parakit.reporting.analyse.parity import loss_curve, resumption_sentence
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.read.runs import Run, load_folder
 from parakit.reporting.render.charts import draw_losses
-from parakit.config.published import load_published
+from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 
 PARENT, CHILD = "20260101T000000Z-tp2", "20260101T010000Z-pp2"
 

@@ -3,12 +3,12 @@ import textwrap
 
 import pytest
 
-from tests.reporting.factory import iteration_line, log_text
 from parakit.reporting.read.dialects.megatron import MICROSECONDS, MICROSECONDS_GTP, SECONDS
 from parakit.reporting.read.iterations import LOG_LINE
 from parakit.reporting.read.pieces import MAX_LINE
 from parakit.reporting.read.scrape import scrape_log, scrape_runs
 from parakit.reporting.read.scraped import CheckpointEvent, MemoryReading
+from tests.reporting.factory import iteration_line, log_text
 
 ARGUMENTS = """------------------------ arguments ------------------------
   hidden_size ..................................... 64

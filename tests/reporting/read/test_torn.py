@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.reporting.factory import iteration_line
 from parakit.reporting.read.scrape import scrape_log
 from parakit.reporting.read.scraped import ScrapedLog
+from tests.reporting.factory import iteration_line
 
 ARGUMENTS = {
     "bf16": "True",

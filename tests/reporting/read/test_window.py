@@ -1,8 +1,8 @@
 import random
 
-from tests.reporting.factory import iteration_line, log_text
 from parakit.reporting.read.scrape import scrape_log
 from parakit.reporting.read.window import Window, select_window, warm_up_length
+from tests.reporting.factory import iteration_line, log_text
 
 
 def window(tmp_path, text) -> Window:

@@ -11,18 +11,18 @@ from time import time
 import pytest
 from rich.console import Console
 
-from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Code, Host, Status, StatusRecord
+from parakit.config.files import ROOT
+from parakit.config.published import load_published
+from parakit.config.run import DeviceKind
+from parakit.config.strategy import BATCH_RULE, NAMED, Batch
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.analyse.results import RESULTS
 from parakit.reporting.build import BuildOptions, build
 from parakit.reporting.read.runs import find_run_folders, load_runs
 from parakit.reporting.render.files import print_report
-from parakit.config.files import ROOT
-from parakit.config.published import load_published
-from parakit.config.run import DeviceKind
-from parakit.config.strategy import BATCH_RULE, NAMED, Batch
+from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 
 CONTRACT = (
     "run,status,backend,strategy,model,device,world_size,dp,tp,sp,pp,vpp,cp,ep,zero_stage,"

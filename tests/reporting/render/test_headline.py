@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.reporting.analyse.test_foreign_logs import SIZED, log
-from tests.reporting.explain.test_explain import seconds
-from tests.reporting.factory import log_text, run_record, write_run
-from tests.reporting.ledger_factory import write_times
-from tests.reporting.render.test_build import made
 from parakit.artifacts.measurements import Phase
+from parakit.config.published import load_published
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.explain.explanation import explain
 from parakit.reporting.read.runs import load_runs
 from parakit.reporting.render.headline import answer, bars_of
 from parakit.reporting.render.plots import plots_of
-from parakit.config.published import load_published
+from tests.reporting.analyse.test_foreign_logs import SIZED, log
+from tests.reporting.explain.test_explain import seconds
+from tests.reporting.factory import log_text, run_record, write_run
+from tests.reporting.ledger_factory import write_times
+from tests.reporting.render.test_build import made
 
 WORK = {Phase.FORWARD: 0.03, Phase.BACKWARD: 0.06, Phase.OPTIMIZER: 0.01}
 

@@ -2,8 +2,6 @@ import csv
 
 from matplotlib.figure import Figure
 
-from tests.reporting.factory import log_text, run_record, write_run
-from tests.reporting.render.test_build import made, read_csv
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.measurements import (
@@ -17,10 +15,12 @@ from parakit.artifacts.measurements import (
     RankMemory,
     algorithm,
 )
+from parakit.config.published import Published
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.read.runs import find_run_folders, load_folder, load_runs
 from parakit.reporting.render.charts import draw_devices
-from parakit.config.published import Published
+from tests.reporting.factory import log_text, run_record, write_run
+from tests.reporting.render.test_build import made, read_csv
 
 
 def calls(wire_bytes):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.reporting.factory import iteration_line, log_text, run_record, write_run
+from parakit.config.published import Published
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.canvas import evenly, extremes
 from parakit.reporting.read.runs import find_run_folders, load_runs
@@ -12,7 +12,7 @@ from parakit.reporting.render.headline import answer
 from parakit.reporting.render.plots import MAX_POINTS, MAX_SERIES, as_script, plots_of
 from parakit.reporting.render.sentences import sentences
 from parakit.reporting.render.tables import arguments
-from parakit.config.published import Published
+from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 
 
 def report_of(root):

@@ -24,15 +24,15 @@ from typing import Any
 from rich.console import Console
 
 from megatron_patches.patch_file import SEPARATOR
-from tests.verify.injected_bugs.trace import STAGES, first_difference
+from parakit.config import variables
+from parakit.config.files import read_yaml
+from parakit.experiments.verify.verifier import ForkedRanks
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.start import ensure_start_checkpoint
 from parakit.launch.train import compose_job
-from parakit.config import variables
-from parakit.config.files import read_yaml
-from parakit.experiments.verify.verifier import ForkedRanks
+from tests.verify.injected_bugs.trace import STAGES, first_difference
 
 FOLDER = Path(__file__).parent
 STEPS = 3

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
+from parakit.artifacts.io import write_record
 from parakit.cluster.checks.docker import DockerEngine
 from parakit.cluster.checks.result import ask
-from parakit.artifacts.io import write_record
 from parakit.config import variables
 from parakit.config.files import ROOT
 from parakit.config.flags import flag_words

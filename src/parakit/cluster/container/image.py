@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from parakit.cluster.checks.docker import REPOSITORY, check_engine
 from parakit.cluster.container.docker import PROXIES
-from tools.install import pip_settings
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
+from tools.install import pip_settings
 
 RECIPE = ROOT / "docker"
 VERSIONS = RECIPE / "versions.env"

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parakit.convert.hf.families import TensorPair
 from parakit.artifacts.torch_dist import TRACKER_FILE, StoredMetadata, StoredTensor
 from parakit.artifacts.torch_dist_writer import add_piece, write_metadata
+from parakit.convert.hf.families import TensorPair
 
 ITERATION = 1
 """The least that every Megatron takes; `--finetune` begins at 0 all the same."""

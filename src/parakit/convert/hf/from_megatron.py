@@ -10,10 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parakit.convert.hf.families import TensorPair, pairs_of
-from parakit.convert.hf.into_megatron import CONFIG_FILE, IMPORT_FILE, copy_companions, read_import
-from parakit.convert.hf.progress import ConversionError, Work, check_room
-from parakit.convert.hf.tensor_files import SHARD_BYTES, Described, write_tensors
 from parakit.artifacts.io import made_whole
 from parakit.artifacts.torch_dist import (
     EMBEDDING,
@@ -26,6 +22,10 @@ from parakit.artifacts.torch_dist import (
 from parakit.config.flags import flag_words, merge_flags
 from parakit.config.huggingface import config_of_flags, read_config
 from parakit.config.model import ModelShape
+from parakit.convert.hf.families import TensorPair, pairs_of
+from parakit.convert.hf.into_megatron import CONFIG_FILE, IMPORT_FILE, copy_companions, read_import
+from parakit.convert.hf.progress import ConversionError, Work, check_room
+from parakit.convert.hf.tensor_files import SHARD_BYTES, Described, write_tensors
 
 _WEIGHTS = ("embedding.", "decoder.", "output_layer.")
 """What names of the model's tensors begin with; the others are the optimizer's."""

@@ -18,16 +18,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from parakit.convert.hf.checkpoint import write_checkpoint
-from parakit.convert.hf.families import (
-    HEAD,
-    TensorPair,
-    is_buffer,
-    pairs_of,
-    prefix_of,
-)
-from parakit.convert.hf.progress import ConversionError, Work, check_room
-from parakit.convert.hf.tensor_files import TensorFolder
 from parakit.artifacts.io import made_whole, write_record
 from parakit.artifacts.torch_dist import EMBEDDING, VOCABULARY
 from parakit.config.files import args_text, from_root, is_plain_name, read_regular_file
@@ -41,6 +31,16 @@ from parakit.config.model import (
     model_names,
     round_up,
 )
+from parakit.convert.hf.checkpoint import write_checkpoint
+from parakit.convert.hf.families import (
+    HEAD,
+    TensorPair,
+    is_buffer,
+    pairs_of,
+    prefix_of,
+)
+from parakit.convert.hf.progress import ConversionError, Work, check_room
+from parakit.convert.hf.tensor_files import TensorFolder
 
 IMPORT_FILE = "import.json"
 CONFIG_FILE = "config.json"

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parakit.convert.hf.families import pairs_of
-from parakit.convert.hf.tensor_files import SHARD_BYTES, Described, write_tensors
 from parakit.config.huggingface import exact_flags
 from parakit.config.model import model_from_flags
+from parakit.convert.hf.families import pairs_of
+from parakit.convert.hf.tensor_files import SHARD_BYTES, Described, write_tensors
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = json.loads(
     Path(__file__).with_name("random_models.json").read_text()

@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parakit.artifacts.capture import Placement
 from parakit.capturing.sinks import Sink
+from parakit.config.flags import drop_flags
 from parakit.convert.hf.families import TensorPair, pairs_of
 from parakit.convert.hf.into_megatron import ImportSource, read_import, read_source
 from parakit.native.batches import MicroBatch, SplitSamples
@@ -33,8 +35,6 @@ from parakit.native.hooks import Point, Taps, point_of
 from parakit.native.parallel import RankLayout
 from parakit.native.settings import FROM_CONFIG, IMPORTED, PADDED, Settings, parse_settings
 from parakit.native.training import parameters_line, train
-from parakit.artifacts.capture import Placement
-from parakit.config.flags import drop_flags
 
 _OUTSIDE = dict.fromkeys(("wte", "embed_tokens"), "embedding.word_embeddings")
 _OUTSIDE |= dict.fromkeys(("ln_f", "norm"), "decoder.final_layernorm") | {"lm_head": "output_layer"}

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import yaml
 
+from parakit.config.files import ROOT, read_yaml
+from parakit.config.run import DeviceKind, RunSpec, spec_of_flags
 from parakit.convert.recipe.fields import Recipe
 from parakit.convert.recipe.flags import reading_of_fields
 from parakit.convert.recipe.table import (
@@ -21,8 +23,6 @@ from parakit.convert.recipe.table import (
     shown,
 )
 from parakit.convert.recipe.written import RECIPE_FILE
-from parakit.config.files import ROOT, read_yaml
-from parakit.config.run import DeviceKind, RunSpec, spec_of_flags
 
 ENVIRONMENT = ROOT / ".venv-bridge"
 """Made by `make setup-bridge`."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from parakit.config.flag_table import FLAGS, KnownFlag
+from parakit.config.flags import Flags, drop_flags, merge_flags, pick_flags, values_by_flag
+from parakit.config.model import SHAPE_FLAGS
+from parakit.config.run import Backend, DeviceKind, RunSpec
 from parakit.convert.recipe.table import (
     ACTIVATIONS,
     BRIDGE,
@@ -24,10 +28,6 @@ from parakit.convert.recipe.table import (
     held_value,
     implied,
 )
-from parakit.config.flag_table import FLAGS, KnownFlag
-from parakit.config.flags import Flags, drop_flags, merge_flags, pick_flags, values_by_flag
-from parakit.config.model import SHAPE_FLAGS
-from parakit.config.run import Backend, DeviceKind, RunSpec
 
 _OUTPUT = "nemo_experiments"
 """Where a recipe writes; Bridge's own do too."""

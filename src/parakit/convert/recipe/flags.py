@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from parakit.config.flag_table import KnownFlag
+from parakit.config.flags import Flags, drop_flags, merge_flags
 from parakit.convert.recipe.table import (
     ACTIVATIONS,
     BRIDGE,
@@ -25,8 +27,6 @@ from parakit.convert.recipe.table import (
     implied,
     shown,
 )
-from parakit.config.flag_table import KnownFlag
-from parakit.config.flags import Flags, drop_flags, merge_flags
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parakit.convert.recipe.flags import RecipeFlags
-from parakit.convert.recipe.table import KINDS, RecipeError, default_of
 from parakit.config.flag_table import FLAGS, of_role
 from parakit.config.flags import Flags, drop_flags, merge_flags, pick_flags
 from parakit.config.model import training_flags
 from parakit.config.run import DeviceKind, RunSpec, spec_of_flags
 from parakit.config.strategy import StrategyError, strategy_flags, strategy_name
+from parakit.convert.recipe.flags import RecipeFlags
+from parakit.convert.recipe.table import KINDS, RecipeError, default_of
 
 _VARIABLES = {
     "--micro-batch-size": "MICRO_BATCH",

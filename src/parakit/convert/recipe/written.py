@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from textwrap import TextWrapper
 
+from parakit.config.run import RunSpec
 from parakit.convert.recipe.fields import Recipe
 from parakit.convert.recipe.table import BRIDGE, BRIDGE_VERSION, ROWS, Symbol, Value, shown
-from parakit.config.run import RunSpec
 from parakit.formatting.html import environment
 
 RECIPE_FILE, ENTRY_FILE = "bridge_recipe.py", "nemo_entry.py"

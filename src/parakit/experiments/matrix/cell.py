@@ -9,9 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_patches.patch_file import SEPARATOR
-from parakit.launch.data import SMALL_SAMPLE
-from parakit.launch.job import Job, make_command
-from parakit.launch.options import NO_OPTIONS, Options, read_patch_file
 from parakit.config.files import from_root
 from parakit.config.flags import drop_flags, values_by_flag
 from parakit.config.model import load_model
@@ -19,6 +16,9 @@ from parakit.config.run import DeviceKind, OptimizerName
 from parakit.config.strategy import parse_strategy
 from parakit.experiments.matrix.definition import Family, Layout, Level
 from parakit.experiments.verify.pairs import MICRO_BATCH, PREFIX, Pair
+from parakit.launch.data import SMALL_SAMPLE
+from parakit.launch.job import Job, make_command
+from parakit.launch.options import NO_OPTIONS, Options, read_patch_file
 from parakit.verify.findings import Finding
 
 _VARIABLES = (

@@ -18,9 +18,6 @@ import msgspec
 from packaging.version import Version
 from rich.console import Console
 
-from parakit.launch.code import find_entry
-from parakit.launch.data import SMALL_SAMPLE, make_sample
-from parakit.launch.options import Options
 from parakit.artifacts.run import MegatronEntry
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, from_root
@@ -34,6 +31,9 @@ from parakit.experiments.matrix.running import CellVerifier, MatrixRun
 from parakit.experiments.matrix.touched import Executed, changed_files, recorded, touched, with_one
 from parakit.experiments.verify.verifier import ForkedRanks, Verifier
 from parakit.formatting.terminal import say
+from parakit.launch.code import find_entry
+from parakit.launch.data import SMALL_SAMPLE, make_sample
+from parakit.launch.options import Options
 from parakit.verify.findings import Finding, Judged, findings
 
 FOLDER = "matrix"

@@ -8,10 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from parakit.launch.data import SMALL_SAMPLE
-from parakit.launch.job import Job
-from parakit.launch.options import Options
-from parakit.launch.train import compose_job
 from parakit.config.errors import LaunchError
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
@@ -19,6 +15,10 @@ from parakit.experiments.matrix.definition import Family, Layout
 from parakit.experiments.matrix.outcome import Curve
 from parakit.experiments.verify.pairs import MICRO_BATCH
 from parakit.experiments.verify.verifier import ForkedRanks, losses_in
+from parakit.launch.data import SMALL_SAMPLE
+from parakit.launch.job import Job
+from parakit.launch.options import Options
+from parakit.launch.train import compose_job
 
 ITERATIONS = 200
 ONE_RANK = Layout("one rank", "baseline", 1)

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parakit.launch.code import find_entry, kit_commit
-from parakit.launch.options import Options
 from parakit.artifacts.io import write_record
 from parakit.config.errors import LaunchError
 from parakit.experiments.matrix.cell import Cell, uncured
@@ -26,6 +24,8 @@ from parakit.experiments.matrix.definition import Level
 from parakit.experiments.matrix.outcome import CellRecord, CellStatus, of_judgement, read_kept
 from parakit.experiments.verify.verifier import Verifier
 from parakit.formatting.terminal import say
+from parakit.launch.code import find_entry, kit_commit
+from parakit.launch.options import Options
 from parakit.verify.findings import Finding
 from parakit.verify.verdict import refused
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from parakit.launch.options import Options, read_patch_file
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import from_root
@@ -21,6 +20,7 @@ from parakit.experiments.matrix.cell import Cell
 from parakit.experiments.matrix.definition import Family, Matrix
 from parakit.experiments.verify.pairs import compose_pair
 from parakit.experiments.verify.verifier import ForkedRanks
+from parakit.launch.options import Options, read_patch_file
 
 Executed = Mapping[str, frozenset[str]]
 """Files from the folder that holds `megatron`, by `family/strategy` and `family/factor/level`; what all

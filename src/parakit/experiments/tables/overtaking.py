@@ -9,13 +9,13 @@ from functools import cached_property
 from itertools import combinations, pairwise
 from math import exp, log
 
+from parakit.config.run import Backend, DeviceKind
+from parakit.experiments.runner import CellResult
+from parakit.formatting.units import joined, parameters, plural
 from parakit.launch.job import Job
 from parakit.planner.tensors import parameters_total
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.statistics import Estimate, TimeComparison, TimeVerdict, compare
-from parakit.config.run import Backend, DeviceKind
-from parakit.experiments.runner import CellResult
-from parakit.formatting.units import joined, parameters, plural
 
 Devices = tuple[int, DeviceKind]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean
 
-from parakit.launch.compose import Launch
-from parakit.launch.preflight import LOG_BYTES
 from parakit.config.errors import LaunchError
 from parakit.config.published import MAIN_SOURCE, load_published
 from parakit.experiments.definition import Experiment
@@ -14,6 +12,8 @@ from parakit.experiments.engine import Output, Study
 from parakit.experiments.runner import finished_runs
 from parakit.formatting.terminal import say
 from parakit.formatting.units import MIB
+from parakit.launch.compose import Launch
+from parakit.launch.preflight import LOG_BYTES
 
 SKIPPED_ITERATIONS = 16
 """fp16 lowers its loss scale first; until then no update is made and Adam's state is not there."""

@@ -10,10 +10,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from parakit.artifacts.io import write_record
-from parakit.reporting.analyse.comparability import conditions
-from parakit.reporting.analyse.entry import rows_of
-from parakit.reporting.analyse.statistics import Estimate
-from parakit.reporting.canvas import WIDTH_INCHES, Chart, colour, draw, grid
 from parakit.config.errors import LaunchError
 from parakit.config.run import DeviceKind
 from parakit.experiments.definition import Cell
@@ -23,6 +19,10 @@ from parakit.experiments.tables.overtaking import Swept, compare_tokens, fastest
 from parakit.formatting.table import Column, Table, markdown_table, markdown_text
 from parakit.formatting.terminal import say, say_markdown
 from parakit.formatting.units import DASH, count, interval, loss, number, parameters
+from parakit.reporting.analyse.comparability import conditions
+from parakit.reporting.analyse.entry import rows_of
+from parakit.reporting.analyse.statistics import Estimate
+from parakit.reporting.canvas import WIDTH_INCHES, Chart, colour, draw, grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

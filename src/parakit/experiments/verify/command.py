@@ -21,15 +21,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parakit.launch.compose import Launch
-from parakit.launch.data import make_sample
-from parakit.launch.execute import execute
-from parakit.launch.job import make_command
-from parakit.launch.options import Options
-from parakit.launch.preflight import check
-from parakit.launch.start import ensure_start_checkpoint
-from parakit.launch.supervise.warm import WarmPool
-from parakit.launch.train import dry_run, other_split, other_vocabulary
 from parakit.artifacts.run import Status, utc_stamp
 from parakit.artifacts.verdict import VERIFY_FOLDER, Outcome
 from parakit.config import variables
@@ -40,6 +31,15 @@ from parakit.experiments.captures import say_outcome
 from parakit.experiments.verify.logged import LOG_FILE, compare_logs
 from parakit.experiments.verify.pairs import Verification, compose_pair, pair_of
 from parakit.formatting.terminal import say
+from parakit.launch.compose import Launch
+from parakit.launch.data import make_sample
+from parakit.launch.execute import execute
+from parakit.launch.job import make_command
+from parakit.launch.options import Options
+from parakit.launch.preflight import check
+from parakit.launch.start import ensure_start_checkpoint
+from parakit.launch.supervise.warm import WarmPool
+from parakit.launch.train import dry_run, other_split, other_vocabulary
 from parakit.verify.captured import Capture, VerifyError, read_capture
 from parakit.verify.compare import Drift, drift
 from parakit.verify.page import write_page

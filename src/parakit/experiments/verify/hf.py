@@ -16,14 +16,6 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from parakit.data.indexed import DocumentIndex, bin_path, idx_path, token_dtype, write_index
-from parakit.launch.backends import NO_TRANSFORMERS
-from parakit.launch.execute import execute
-from parakit.launch.hub import folder_of
-from parakit.launch.job import Job, parse_target
-from parakit.launch.options import Options
-from parakit.launch.preflight import check
-from parakit.launch.train import compose_job
 from parakit.artifacts.run import LOG_FILE, Status, utc_stamp
 from parakit.artifacts.verdict import EXIT_CODES, Outcome
 from parakit.config.errors import LaunchError
@@ -31,10 +23,18 @@ from parakit.config.files import from_root
 from parakit.config.model import model_of
 from parakit.config.run import Backend
 from parakit.config.strategy import StrategyError, devices_of, parse_strategy
+from parakit.data.indexed import DocumentIndex, bin_path, idx_path, token_dtype, write_index
 from parakit.experiments.verify.command import SharedReferences, carried_out
 from parakit.experiments.verify.pairs import HF, Pair, compose_pair
 from parakit.experiments.verify.verifier import losses_in
 from parakit.formatting.table import Column, Table, rich_table
+from parakit.launch.backends import NO_TRANSFORMERS
+from parakit.launch.execute import execute
+from parakit.launch.hub import folder_of
+from parakit.launch.job import Job, parse_target
+from parakit.launch.options import Options
+from parakit.launch.preflight import check
+from parakit.launch.train import compose_job
 
 STRATEGIES = "baseline tp2 sp2 pp2 cp2 tp2pp2 tp2dp2"
 STEPS, LOSS_TOLERANCE = 20, 1e-5

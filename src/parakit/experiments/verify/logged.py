@@ -15,6 +15,7 @@ from pathlib import Path
 
 from parakit.artifacts.capture import SCORES, CapturedRank, Stage
 from parakit.artifacts.verdict import Outcome
+from parakit.formatting.units import plural
 from parakit.reporting.analyse.parity import (
     BETWEEN_BACKENDS,
     HALF_ITERATIONS,
@@ -24,7 +25,6 @@ from parakit.reporting.analyse.parity import (
 )
 from parakit.reporting.read.iterations import Iteration
 from parakit.reporting.read.scrape import scrape_log
-from parakit.formatting.units import plural
 from parakit.verify.compare import NORM
 from parakit.verify.comparison import Compared
 from parakit.verify.kinds import name_factor

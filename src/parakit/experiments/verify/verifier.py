@@ -14,6 +14,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from parakit.config import variables
+from parakit.experiments.verify.command import SharedReferences, judged, keep_log
+from parakit.experiments.verify.pairs import Pair, compose_pair
 from parakit.launch.code import find_entry
 from parakit.launch.compose import Launch
 from parakit.launch.flags import CPU_RANK
@@ -22,9 +25,6 @@ from parakit.launch.start import ensure_start_checkpoint
 from parakit.launch.supervise.warm import WarmMegatron
 from parakit.reporting.read.diagnosis import diagnose
 from parakit.reporting.read.scrape import scrape_log
-from parakit.config import variables
-from parakit.experiments.verify.command import SharedReferences, judged, keep_log
-from parakit.experiments.verify.pairs import Pair, compose_pair
 from parakit.verify.verdict import Judgement
 
 START = {variables.DEVICE: "cpu", "HF_HUB_OFFLINE": "1", **CPU_RANK}

@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from parakit.artifacts.run import RUN_FILE, Status, StatusRecord
 from parakit.cluster.nodes import NodeFiles, NodeGroup, Nodes
+from parakit.config.errors import LaunchError
+from parakit.config.files import from_root
 from parakit.launch.background import BackgroundThread
 from parakit.launch.rendezvous import messages
 from parakit.launch.rendezvous.messages import NodeRecord, RunState, decode, encode, node_key
 from parakit.launch.supervise.interruption import raise_if_asked
 from parakit.launch.supervise.warm import free_port
-from parakit.artifacts.run import RUN_FILE, Status, StatusRecord
-from parakit.config.errors import LaunchError
-from parakit.config.files import from_root
 
 STACK_SECONDS = 10.0
 """For a node to collect its ranks' stacks."""

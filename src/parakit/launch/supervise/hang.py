@@ -15,10 +15,6 @@ from pathlib import Path
 
 import psutil
 
-from parakit.hang.dumps import UnreadableError
-from parakit.hang.gather import gather
-from parakit.hang.order import find_mismatch
-from parakit.hang.verdict import Kind, Outcome, Verdict, judge
 from parakit.artifacts.run import (
     CALLS_SUFFIX,
     HUNG,
@@ -29,6 +25,10 @@ from parakit.artifacts.run import (
     Status,
 )
 from parakit.config.errors import LaunchError
+from parakit.hang.dumps import UnreadableError
+from parakit.hang.gather import gather
+from parakit.hang.order import find_mismatch
+from parakit.hang.verdict import Kind, Outcome, Verdict, judge
 
 STACK_SECONDS = 6.0
 """At most so long are stacks and calls waited for."""

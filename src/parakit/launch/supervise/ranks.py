@@ -14,6 +14,7 @@ from typing import BinaryIO, Self
 
 import psutil
 
+from parakit.artifacts.io import lock
 from parakit.cluster.container.docker import (
     CONTAINER_FILE,
     ContainerEnd,
@@ -22,12 +23,11 @@ from parakit.cluster.container.docker import (
     identified,
     remove_container,
 )
-from parakit.launch.supervise.interruption import end
-from parakit.launch.supervise.warm import WarmMegatron
-from parakit.artifacts.io import lock
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, from_root
+from parakit.launch.supervise.interruption import end
+from parakit.launch.supervise.warm import WarmMegatron
 
 _RANK_VARIABLE = "RANK"
 _RANK = re.compile(r"rank(\d+)")

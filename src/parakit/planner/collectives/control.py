@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parakit.planner.collectives.call import CollectiveCall, Megatron, collective
 from parakit.artifacts.measurements import Operation, Phase
 from parakit.config.groups import Group
 from parakit.config.run import RunSpec
+from parakit.planner.collectives.call import CollectiveCall, Megatron, collective
 
 _NUMBER_BYTES = 4
 _LOGGED_TIMERS = 24

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from parakit.config.run import RunSpec
 from parakit.planner.collectives.call import LATEST, CollectiveCall, Megatron, total_wire_bytes
 from parakit.planner.collectives.context import boundary_collectives, context_collectives
 from parakit.planner.collectives.control import control_collectives
@@ -15,7 +16,6 @@ from parakit.planner.collectives.data import gradient_collectives
 from parakit.planner.collectives.experts import expert_collectives
 from parakit.planner.collectives.pipeline import pipeline_collectives
 from parakit.planner.collectives.tensor import tensor_collectives
-from parakit.config.run import RunSpec
 
 
 def communication_of_rank(

@@ -13,11 +13,6 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from parakit.planner.dryrun.comparison import CheckedRank, Verified, dry_run
-from parakit.planner.dryrun.job import DryRunError, DryRunner, check, ranks_named
-from parakit.planner.memory import PRECISIONS
-from parakit.planner.request import with_sequence
-from parakit.planner.show import trained_vocabulary_sentence
 from parakit.artifacts.measurements import Calls
 from parakit.config.flags import refuse_misspelled
 from parakit.config.model import Model, model_of
@@ -27,6 +22,11 @@ from parakit.config.strategy import Batch, Parallelism, Sharding, strategy_name
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import wide_console
 from parakit.formatting.units import count, gb, gib
+from parakit.planner.dryrun.comparison import CheckedRank, Verified, dry_run
+from parakit.planner.dryrun.job import DryRunError, DryRunner, check, ranks_named
+from parakit.planner.memory import PRECISIONS
+from parakit.planner.request import with_sequence
+from parakit.planner.show import trained_vocabulary_sentence
 
 _gb, _gib = partial(gb, decimals=3), partial(gib, decimals=2)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from parakit.artifacts.measurements import MemoryCategory, Operation
+from parakit.config.model import Model
+from parakit.config.run import RunSpec
 from parakit.planner.collectives.call import total_wire_bytes
 from parakit.planner.collectives.rank import communication_of_rank
 from parakit.planner.dryrun.job import (
@@ -20,9 +23,6 @@ from parakit.planner.dryrun.job import (
 from parakit.planner.memory import chunks_in_flight, memory_of_rank
 from parakit.planner.search import Candidate, Plan
 from parakit.planner.tensors import rank_parameters
-from parakit.artifacts.measurements import MemoryCategory, Operation
-from parakit.config.model import Model
-from parakit.config.run import RunSpec
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
 _Key = tuple[str, str, int]

@@ -13,13 +13,13 @@ from typing import Self
 
 import msgspec
 
-from parakit.planner.constraints import violations
 from parakit.artifacts.measurements import RankCommunication, RankMemory
 from parakit.config import variables
 from parakit.config.files import ROOT, read_args_file
 from parakit.config.flags import flag_words, merge_flags
 from parakit.config.model import Model, trained_flags
 from parakit.config.run import RunSpec, flags_of_spec
+from parakit.planner.constraints import violations
 
 _WITHOUT_DEVICES = flag_words(
     {

@@ -11,6 +11,11 @@ from statistics import mean, median
 
 from rich.console import Console
 
+from parakit.artifacts.io import write_whole
+from parakit.config.files import ROOT, from_root
+from parakit.formatting.table import Column, Table, TextTable, readable_table, rich_table
+from parakit.formatting.terminal import say, wide_console
+from parakit.formatting.units import percent
 from parakit.planner.calibration import calibration_of
 from parakit.planner.readings.intervals import ERRORS_FILE, Errors, public_errors
 from parakit.planner.readings.page import FOLDER, write_page
@@ -34,11 +39,6 @@ from parakit.planner.readings.summary import (
     worst,
 )
 from parakit.planner.readings.table import READINGS, ReadingsError, read_readings
-from parakit.artifacts.io import write_whole
-from parakit.config.files import ROOT, from_root
-from parakit.formatting.table import Column, Table, TextTable, readable_table, rich_table
-from parakit.formatting.terminal import say, wide_console
-from parakit.formatting.units import percent
 
 _WORST = 15
 _NAMED_LINES = 6

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from parakit.planner.readings.table import Reading
 from parakit.config.files import read_yaml
+from parakit.planner.readings.table import Reading
 
 _CONDITIONS = ("model", "gpus", "bits", "since", "noted", "lines")
 

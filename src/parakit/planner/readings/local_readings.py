@@ -18,6 +18,12 @@ from dataclasses import dataclass, replace
 from math import exp, log, log2
 from pathlib import Path
 
+from parakit.artifacts.io import lock, write_whole
+from parakit.config.flag_table import planned
+from parakit.config.flags import merge_flags, pick_flags
+from parakit.config.hardware import Device
+from parakit.config.model import SHAPE_FLAGS
+from parakit.config.run import RunSpec, flags_of_spec, spec_of_flags
 from parakit.planner.readings.reading_to_spec import RefusedError, express
 from parakit.planner.readings.residual import Residual, residual
 from parakit.planner.readings.table import (
@@ -30,12 +36,6 @@ from parakit.planner.readings.table import (
 from parakit.planner.tensors import UnevenSplitError, parameters_total
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.rates import NoPeakError
-from parakit.artifacts.io import lock, write_whole
-from parakit.config.flag_table import planned
-from parakit.config.flags import merge_flags, pick_flags
-from parakit.config.hardware import Device
-from parakit.config.model import SHAPE_FLAGS
-from parakit.config.run import RunSpec, flags_of_spec, spec_of_flags
 
 SOURCE = "mine"
 _COLUMNS = (*COLUMNS, *OF_ONES_OWN)

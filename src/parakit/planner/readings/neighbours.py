@@ -12,6 +12,8 @@ from functools import cache
 from math import exp, log2
 from typing import Any
 
+from parakit.config.run import RunSpec
+from parakit.formatting.units import duration, joined, plural
 from parakit.planner.readings.facts import model_facts, source_facts
 from parakit.planner.readings.intervals import Expected, public_errors
 from parakit.planner.readings.local_readings import OwnRuns
@@ -23,8 +25,6 @@ from parakit.planner.tensors import UnevenSplitError, parameters_total
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import iteration_seconds
 from parakit.planner.time.rates import NoPeakError
-from parakit.config.run import RunSpec
-from parakit.formatting.units import duration, joined, plural
 
 _LIKE = 8
 """Readings that are looked at."""

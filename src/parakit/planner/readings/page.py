@@ -6,6 +6,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parakit.artifacts.io import write_whole
+from parakit.config.files import ROOT
+from parakit.formatting.html import environment
+from parakit.formatting.svg import COLOURS, svg_figure
+from parakit.formatting.table import Column, Table
+from parakit.formatting.units import GIB
 from parakit.planner.readings.intervals import LEVELS, Errors
 from parakit.planner.readings.residual import Residual, Residuals
 from parakit.planner.readings.summary import (
@@ -19,12 +25,6 @@ from parakit.planner.readings.summary import (
     kind_of,
     runs_of,
 )
-from parakit.artifacts.io import write_whole
-from parakit.config.files import ROOT
-from parakit.formatting.html import environment
-from parakit.formatting.svg import COLOURS, svg_figure
-from parakit.formatting.table import Column, Table
-from parakit.formatting.units import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

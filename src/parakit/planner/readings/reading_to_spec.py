@@ -16,12 +16,6 @@ from typing import Any
 
 import msgspec
 
-from parakit.planner.constraints import NEWEST, divisors, violations
-from parakit.planner.dispatchers import PEERS
-from parakit.planner.readings.facts import model_facts, of_fields, release_of, source_facts
-from parakit.planner.readings.table import Reading
-from parakit.planner.time.cluster import Cluster
-from parakit.planner.time.execution import Execution
 from parakit.config.experts import ExpertLoad
 from parakit.config.flag_table import of_group
 from parakit.config.flags import Flags
@@ -39,6 +33,12 @@ from parakit.config.run import (
 )
 from parakit.config.stages import EVEN, StageSplit, filled, spread, virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, Sharding
+from parakit.planner.constraints import NEWEST, divisors, violations
+from parakit.planner.dispatchers import PEERS
+from parakit.planner.readings.facts import model_facts, of_fields, release_of, source_facts
+from parakit.planner.readings.table import Reading
+from parakit.planner.time.cluster import Cluster
+from parakit.planner.time.execution import Execution
 
 _CASE = re.compile(r"test_cases/(.+?)/golden_values")
 _WORDS_IN_BRACKETS = re.compile(r"\s*\(.*\)")

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
+from parakit.config.hardware import Device
+from parakit.config.run import RunSpec
+from parakit.formatting.units import GIB
 from parakit.planner.activations import residual_bytes
 from parakit.planner.memory import (
     PredictedMemory,
@@ -24,9 +27,6 @@ from parakit.planner.time.flops import RECOMPUTED, counted_flops, model_flops
 from parakit.planner.time.iteration import iteration_seconds
 from parakit.planner.time.rates import NoPeakError, rates
 from parakit.planner.verdict import leaves_reserve
-from parakit.config.hardware import Device
-from parakit.config.run import RunSpec
-from parakit.formatting.units import GIB
 
 _LEAST_USE = 1e-8
 """Of the peak; what is slower is no training, or a figure in another unit."""

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from parakit.config.run import RunSpec
+from parakit.formatting.table import Column
+from parakit.formatting.units import DASH, percent
 from parakit.planner.memory import COMPONENTS, fullest_rank
 from parakit.planner.readings.facts import release_of, source_facts
 from parakit.planner.readings.intervals import LEVELS, Errors
@@ -16,9 +19,6 @@ from parakit.planner.readings.table import Refusal
 from parakit.planner.ties import preferred
 from parakit.planner.time.iteration import TIME_COMPONENTS, iteration_seconds
 from parakit.planner.verdict import fit_of, needed_bytes
-from parakit.config.run import RunSpec
-from parakit.formatting.table import Column
-from parakit.formatting.units import DASH, percent
 
 MEMORY, TIME = "memory", "time"
 

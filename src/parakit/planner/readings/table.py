@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from parakit.planner.time.flops import COUNTS
 from parakit.config.files import UnreadableError, csv_rows, read_text
+from parakit.planner.time.flops import COUNTS
 
 READINGS = Path(__file__).with_name("readings.csv.gz")
 

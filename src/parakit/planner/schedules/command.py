@@ -9,6 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parakit.config.strategy import PipelineSchedule
+from parakit.formatting.svg import svg_figure
+from parakit.formatting.table import Column, Table, rich_table
+from parakit.formatting.terminal import wide_console
+from parakit.formatting.units import percent, plural
 from parakit.planner.schedules.simulate import (
     COMPARED,
     Pass,
@@ -19,11 +24,6 @@ from parakit.planner.schedules.simulate import (
     figures,
     simulate,
 )
-from parakit.config.strategy import PipelineSchedule
-from parakit.formatting.svg import svg_figure
-from parakit.formatting.table import Column, Table, rich_table
-from parakit.formatting.terminal import wide_console
-from parakit.formatting.units import percent, plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

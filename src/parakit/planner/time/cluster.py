@@ -8,13 +8,13 @@ from functools import cached_property, lru_cache
 from math import ceil, log2
 from typing import Protocol
 
-from parakit.planner.time.constants import NAMES, Constants, constants_of
-from parakit.planner.time.execution import Execution
 from parakit.artifacts.measurements import Operation
 from parakit.config.groups import Group, group_ranks
 from parakit.config.hardware import Device, Link
 from parakit.config.strategy import Parallelism
 from parakit.formatting.units import plural
+from parakit.planner.time.constants import NAMES, Constants, constants_of
+from parakit.planner.time.execution import Execution
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ class Calibration:
     """Whether the host launches kernels while the device works; on CPU ranks they are the same core."""
     made_with: str = ""
     """Devices, threads and versions that it was measured with; with others it is measured again."""
-    source: str = (
-        "fitted to published measurements of this generation of devices (src/parakit/planner/README.md)"
-    )
+    source: str = "fitted to published measurements of this generation of devices (src/parakit/planner/README.md)"
 
     def share_of(self, operation: Operation) -> float:
         """Of the link's rate, what a collective's bytes move at inside a node."""

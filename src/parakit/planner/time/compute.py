@@ -13,14 +13,19 @@ from functools import lru_cache
 from itertools import compress
 from typing import NamedTuple
 
-from parakit.planner.activations import FP8_RECIPE_BYTES
-from parakit.planner.memory import held_parameters, logit_elements, offloaded_parameters, precision_of
-from parakit.planner.tensors import rank_tensors
-from parakit.planner.time.rates import DeviceRates
-from parakit.planner.time.traffic import CHUNK, context_bytes, layer_bytes, scores_bytes
 from parakit.config.model import MAMBA, MTP, LatentAttention, Mamba
 from parakit.config.replacing import replace
 from parakit.config.run import Fp8Recipe, RunSpec
+from parakit.planner.activations import FP8_RECIPE_BYTES
+from parakit.planner.memory import (
+    held_parameters,
+    logit_elements,
+    offloaded_parameters,
+    precision_of,
+)
+from parakit.planner.tensors import rank_tensors
+from parakit.planner.time.rates import DeviceRates
+from parakit.planner.time.traffic import CHUNK, context_bytes, layer_bytes, scores_bytes
 
 _BY_ROW = 1.4
 """Times that a pass takes which combines a row with a figure of its own (measured: 2.5 TB/s, where an

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import log2, sqrt
 
+from parakit.config.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP
+from parakit.config.run import DeviceKind, RunSpec
 from parakit.planner.collectives.call import CollectiveCall
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.traffic import softmax_is_fused
-from parakit.config.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP
-from parakit.config.run import DeviceKind, RunSpec
 
 _TORCH_SOFTMAX_KERNELS = 0.15
 """More kernels of a layer, of about a hundred: two casts, scale, mask and softmax, three to make the

@@ -12,6 +12,12 @@ from functools import cached_property, lru_cache
 from math import log
 from operator import add, attrgetter
 
+from parakit.artifacts.measurements import Operation, Phase
+from parakit.config.groups import Group
+from parakit.config.recompute import Recompute
+from parakit.config.replacing import replace, replace_shared
+from parakit.config.run import RunSpec
+from parakit.config.strategy import Batch
 from parakit.planner.activations import FP8_RECIPE_BYTES
 from parakit.planner.collectives.call import LATEST, CollectiveCall
 from parakit.planner.collectives.context import context_collectives
@@ -39,12 +45,6 @@ from parakit.planner.time.compute import (
 from parakit.planner.time.host import iteration_host_seconds, launch_seconds, runs_ahead
 from parakit.planner.time.offload import copies_waited_for
 from parakit.planner.time.rates import DeviceRates, rates
-from parakit.artifacts.measurements import Operation, Phase
-from parakit.config.groups import Group
-from parakit.config.recompute import Recompute
-from parakit.config.replacing import replace, replace_shared
-from parakit.config.run import RunSpec
-from parakit.config.strategy import Batch
 
 
 @dataclass(frozen=True)

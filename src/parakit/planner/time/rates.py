@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from parakit.planner.time.cluster import Calibration, Cluster
-from parakit.planner.time.execution import Execution
 from parakit.config.hardware import Device, Host
 from parakit.config.run import Fp8Recipe
+from parakit.planner.time.cluster import Calibration, Cluster
+from parakit.planner.time.execution import Execution
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 """Rows and columns of the result that one processor computes at once, and what of the best tile's rate:

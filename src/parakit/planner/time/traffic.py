@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from parakit.planner.activations import norm_modules
-from parakit.planner.time.rates import DeviceRates
 from parakit.config.model import MAMBA, MTP
 from parakit.config.run import RunSpec, TokenDispatcher
+from parakit.planner.activations import norm_modules
+from parakit.planner.time.rates import DeviceRates
 
 CHUNK = 128
 """Tokens of a Mamba-2 mixer's scan that are one matrix (`mamba_mixer.py: chunk_size`)."""

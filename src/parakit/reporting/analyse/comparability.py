@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from parakit.artifacts.identity import essential
+from parakit.config.flag_table import argument_names, of_role
+from parakit.config.offload import offload_flags
 from parakit.reporting.analyse.configurations import (
     Configuration,
     fused_patches,
@@ -17,8 +19,6 @@ from parakit.reporting.analyse.must_agree import flags_not_stated, named_differe
 from parakit.reporting.analyse.statistics import TimeComparison, compare
 from parakit.reporting.read.runs import Run
 from parakit.reporting.read.stated_model import ModelDifference
-from parakit.config.flag_table import argument_names, of_role
-from parakit.config.offload import offload_flags
 
 
 @dataclass(frozen=True)

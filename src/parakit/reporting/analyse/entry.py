@@ -11,12 +11,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from parakit.native.settings import MUON_RULE_FLAG
 from parakit.artifacts.measurements import Counts, MemoryCategory, TimeRecord, choices
+from parakit.config.flags import Flags
+from parakit.config.published import Figure, Published
+from parakit.config.run import Backend, RunSpec, Transport
+from parakit.formatting.units import MIB
+from parakit.native.settings import MUON_RULE_FLAG
 from parakit.reporting.analyse.comparability import SpeedComparison
-from parakit.reporting.analyse.configurations import Configuration, configurations, pooled, scatter_of
+from parakit.reporting.analyse.configurations import (
+    Configuration,
+    configurations,
+    pooled,
+    scatter_of,
+)
 from parakit.reporting.analyse.parity import Parity, last_digit, loss_curve, parity_of, whole_steps
-from parakit.reporting.analyse.published import Match, figure_for, match_figure, relative_to_baseline
+from parakit.reporting.analyse.published import (
+    Match,
+    figure_for,
+    match_figure,
+    relative_to_baseline,
+)
 from parakit.reporting.analyse.rates import Rates, rates_of
 from parakit.reporting.analyse.statistics import Estimate, TimeComparison, estimate
 from parakit.reporting.analyse.time_shares import (
@@ -28,10 +42,6 @@ from parakit.reporting.analyse.time_shares import (
 )
 from parakit.reporting.analyse.within_run import Shift, changes_within
 from parakit.reporting.read.runs import Run, load_runs
-from parakit.config.flags import Flags
-from parakit.config.published import Figure, Published
-from parakit.config.run import Backend, RunSpec, Transport
-from parakit.formatting.units import MIB
 
 ACCURACY = "next token accuracy"
 

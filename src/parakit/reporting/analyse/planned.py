@@ -10,6 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from parakit.artifacts.run import Status
+from parakit.config.flags import Flags
+from parakit.config.hardware import Device, device_by_key, find_device, link_by_key
+from parakit.config.run import Backend, flags_of_printed
 from parakit.planner.calibration import calibration_of
 from parakit.planner.constraints import NEWEST, violations
 from parakit.planner.readings.local_readings import Row, own_runs, row_of
@@ -18,15 +22,11 @@ from parakit.planner.readings.reading_to_spec import RefusedError, execution_of_
 from parakit.planner.tensors import UnevenSplitError
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.rates import NoPeakError
-from parakit.artifacts.run import Status
 from parakit.reporting.analyse.comparability import DISTURBED, IMPOSSIBLE, why_withheld
 from parakit.reporting.analyse.configurations import pooled
 from parakit.reporting.analyse.disturbance import why_disturbed
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.read.runs import Run
-from parakit.config.flags import Flags
-from parakit.config.hardware import Device, device_by_key, find_device, link_by_key
-from parakit.config.run import Backend, flags_of_printed
 
 _MILLISECONDS = 1e3
 

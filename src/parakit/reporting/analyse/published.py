@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parakit.reporting.read.runs import Run
 from parakit.config.published import MAIN_SOURCE, Figure, Published
 from parakit.config.strategy import Parallelism
 from parakit.formatting.units import MIB
+from parakit.reporting.read.runs import Run
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from parakit.planner.time.flops import model_flops, token_flops
-from parakit.reporting.read.runs import Run
 from parakit.config.hardware import find_device
 from parakit.config.model import GATED_DELTA_NET
 from parakit.config.run import RunSpec
+from parakit.planner.time.flops import model_flops, token_flops
+from parakit.reporting.read.runs import Run
 
 DISAGREEMENT = 0.01
 _MIN_THROUGHPUT = 20.0

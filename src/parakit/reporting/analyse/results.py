@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
+from parakit.config.run import Backend, RunSpec
+from parakit.config.strategy import Parallelism
+from parakit.formatting.table import Column
+from parakit.formatting.units import number
 from parakit.planner.tensors import UnevenSplitError, parameters_total, rank_parameters
 from parakit.reporting.analyse.comparability import SHARED, adam_state
 from parakit.reporting.analyse.configurations import Configuration, patch_file_name
@@ -14,10 +18,6 @@ from parakit.reporting.analyse.parity import REFERENCE, Parity, resumption_sente
 from parakit.reporting.analyse.rates import attention_variant
 from parakit.reporting.analyse.statistics import Estimate
 from parakit.reporting.read.runs import Run
-from parakit.config.run import Backend, RunSpec
-from parakit.config.strategy import Parallelism
-from parakit.formatting.table import Column
-from parakit.formatting.units import number
 
 
 def notes_of(entry: Entry) -> str:

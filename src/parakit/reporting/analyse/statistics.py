@@ -16,7 +16,12 @@ from enum import StrEnum
 
 import numpy as np
 
-from parakit.reporting.analyse.resampling import CONFIDENCE, MIN_FOR_BOOTSTRAP, NORMAL, median_interval
+from parakit.reporting.analyse.resampling import (
+    CONFIDENCE,
+    MIN_FOR_BOOTSTRAP,
+    NORMAL,
+    median_interval,
+)
 from parakit.reporting.read.window import robust_spread
 
 MIN_FOR_INTERVAL = 6

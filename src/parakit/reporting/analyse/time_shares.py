@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from parakit.artifacts.measurements import CommunicationRecord, Operation, Phase, RankTime, TimeRecord
+from parakit.artifacts.measurements import (
+    CommunicationRecord,
+    Operation,
+    Phase,
+    RankTime,
+    TimeRecord,
+)
 
 
 @dataclass(frozen=True)

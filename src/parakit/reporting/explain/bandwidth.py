@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from parakit.config.run import Backend
 from parakit.planner.time.cluster import NODES, at_other_rate, link_seconds
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.canvas import WIDTH_INCHES, colour, grid
 from parakit.reporting.read.runs import Run
-from parakit.config.run import Backend
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

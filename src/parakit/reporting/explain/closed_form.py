@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from parakit.artifacts.measurements import MemoryCategory, RankMemory
+from parakit.config.run import Backend, RunSpec
+from parakit.formatting.units import amount
 from parakit.planner.collectives.call import LATEST, Megatron
 from parakit.planner.memory import (
     communication_bytes,
@@ -13,10 +16,7 @@ from parakit.planner.memory import (
     memory_of_rank,
 )
 from parakit.planner.tensors import rank_parameters
-from parakit.artifacts.measurements import MemoryCategory, RankMemory
 from parakit.reporting.read.runs import Run
-from parakit.config.run import Backend, RunSpec
-from parakit.formatting.units import amount
 
 _OLD = ("0.14", "0.15")
 """Versions whose calls are those of f4fa7d6b."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from parakit.artifacts.measurements import Phase, TimeRecord
+from parakit.config.strategy import Parallelism
+from parakit.formatting.units import change, joined, milliseconds, number, plural, signed
 from parakit.reporting.analyse.statistics import TimeComparison, TimeVerdict, compare
 from parakit.reporting.analyse.time_shares import mean
 from parakit.reporting.explain.predicted import Subject, find, ideal_bubble, measured_stages
-from parakit.config.strategy import Parallelism
-from parakit.formatting.units import change, joined, milliseconds, number, plural, signed
 
 _FORWARD, _BACKWARD = "forward without communication", "backward without communication"
 _SMALLEST_SHARE = 0.05

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from parakit.planner.activations import chunk_activation_bytes
-from parakit.planner.memory import activation_bytes, head_bytes, layers_in_flight
-from parakit.planner.tensors import rank_parameters
 from parakit.artifacts.measurements import MemoryCategory, Phase, RankMemory
-from parakit.reporting.explain.predicted import Subject, find
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Sharding, strategy_name
 from parakit.formatting.units import amount, count, joined, plural, signed
+from parakit.planner.activations import chunk_activation_bytes
+from parakit.planner.memory import activation_bytes, head_bytes, layers_in_flight
+from parakit.planner.tensors import rank_parameters
+from parakit.reporting.explain.predicted import Subject, find
 
 _STATE = (MemoryCategory.WEIGHTS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER_STATE)
 _SMALLEST_SHARE = 0.02

@@ -10,11 +10,15 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from parakit.artifacts.measurements import Operation, RankCommunication, TimeRecord
+from parakit.artifacts.run import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
+from parakit.config.groups import Group
+from parakit.config.run import RunSpec
+from parakit.config.strategy import Parallelism
+from parakit.formatting.units import ms
 from parakit.planner.collectives.call import Megatron
 from parakit.planner.collectives.rank import communication_of_rank
 from parakit.planner.tensors import UnevenSplitError, rank_parameters
-from parakit.artifacts.measurements import Operation, RankCommunication, TimeRecord
-from parakit.artifacts.run import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
 from parakit.reporting.analyse.entry import Entry, names_of
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.time_shares import (
@@ -35,10 +39,6 @@ from parakit.reporting.explain.closed_form import (
     megatron_of_run,
 )
 from parakit.reporting.read.runs import Run
-from parakit.config.groups import Group
-from parakit.config.run import RunSpec
-from parakit.config.strategy import Parallelism
-from parakit.formatting.units import ms
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
 """They send nothing; a receive is its sender's call."""

@@ -19,12 +19,12 @@ from parakit.artifacts.measurements import (
     RoutingRecord,
     choices,
 )
-from parakit.reporting.analyse.time_shares import mean
-from parakit.reporting.canvas import WIDTH_INCHES, colour, grid
-from parakit.reporting.explain.predicted import Subject
 from parakit.config.strategy import Parallelism
 from parakit.formatting.table import TextTable
 from parakit.formatting.units import DASH, count, known, milliseconds, percent
+from parakit.reporting.analyse.time_shares import mean
+from parakit.reporting.canvas import WIDTH_INCHES, colour, grid
+from parakit.reporting.explain.predicted import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from parakit.planner.schedules.simulate import Pass, SimulatedSchedule, Step, simulate
 from parakit.artifacts.measurements import Phase
 from parakit.artifacts.run import TRACE_FILE
+from parakit.config.strategy import Parallelism
+from parakit.formatting.terminal import say
+from parakit.planner.schedules.simulate import Pass, SimulatedSchedule, Step, simulate
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.time_shares import mean
 from parakit.reporting.canvas import INK, Chart, draw
 from parakit.reporting.read.runs import Run, find_run_folders, load_folder
 from parakit.reporting.read.traces import read_trace_events
-from parakit.config.strategy import Parallelism
-from parakit.formatting.terminal import say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from parakit.artifacts.measurements import Phase
+from parakit.formatting.units import DASH, amount, count, joined
 from parakit.reporting.analyse.time_shares import mean
 from parakit.reporting.explain.predicted import CallComparison, Subject, find
-from parakit.formatting.units import DASH, amount, count, joined
 
 _LARGEST = 3
 """Groups of calls that are named in a sentence."""

@@ -17,8 +17,8 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import IO
 
-from parakit.reporting.read.dialects import LineFormat, find_iterations, line_formats
 from parakit.config.files import open_regular_file
+from parakit.reporting.read.dialects import LineFormat, find_iterations, line_formats
 
 FIRST_CHUNK_BYTES = 1 << 16
 CHUNK_BYTES = 1 << 22

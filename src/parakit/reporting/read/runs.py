@@ -17,6 +17,9 @@ from parakit.artifacts.identity import given_arguments
 from parakit.artifacts.measurements import TimeRecord
 from parakit.artifacts.run import DatasetIdentity, RunRecord, Status, StatusRecord
 from parakit.artifacts.verdict import VERIFY_FOLDER, read_verdicts
+from parakit.config.flags import Flags
+from parakit.config.run import DeviceKind, RunSpec, flags_of_printed
+from parakit.config.strategy import Parallelism
 from parakit.reporting.read.diagnosis import classify_log
 from parakit.reporting.read.dialects import canonical
 from parakit.reporting.read.iterations import Iteration
@@ -34,9 +37,6 @@ from parakit.reporting.read.sources import (
 )
 from parakit.reporting.read.stated_model import StatedModel, model_of_arguments, model_of_record
 from parakit.reporting.read.window import Window, select_window
-from parakit.config.flags import Flags
-from parakit.config.run import DeviceKind, RunSpec, flags_of_printed
-from parakit.config.strategy import Parallelism
 
 COUNTING = (Status.OK, Status.INTERRUPTED, Status.INCOMPLETE, Status.RUNNING)
 """Statuses of runs whose measurements count, if they have any."""

@@ -14,12 +14,12 @@ from typing import Final
 
 from parakit.artifacts.identity import given_arguments
 from parakit.artifacts.run import RunRecord
-from parakit.reporting.read.printed import FEWEST_OF_ALL
 from parakit.config.flag_table import FLAGS, KnownFlag, argument_names, of_role
 from parakit.config.flags import Flags, drop_flags, values_by_flag
 from parakit.config.model import GPT2_VOCABULARY, usual_ffn
 from parakit.config.run import flags_of_printed
 from parakit.config.strategy import strategy_flags
+from parakit.reporting.read.printed import FEWEST_OF_ALL
 
 type Value = bool | float | str | None
 """A number, a text, whether a switch is given, or None for nothing."""

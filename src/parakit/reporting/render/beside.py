@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from parakit.config.published import Correction
+from parakit.formatting.table import Column, Table
+from parakit.formatting.units import DASH, number, signed_percent
 from parakit.reporting.analyse.earlier import Change
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.planned import PlannedEntry
 from parakit.reporting.analyse.published import Match
 from parakit.reporting.analyse.report import Report
-from parakit.config.published import Correction
-from parakit.formatting.table import Column, Table
-from parakit.formatting.units import DASH, number, signed_percent
 
 MatchOf = tuple[Entry, Match]
 _MS = 1e3

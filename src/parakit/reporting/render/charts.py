@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parakit.artifacts.measurements import MemoryCategory
+from parakit.formatting.units import GIB, MIB, number, size
 from parakit.reporting.analyse.entry import Entry, loss_differences
 from parakit.reporting.analyse.parity import loss_points
 from parakit.reporting.analyse.report import Report
@@ -25,7 +26,6 @@ from parakit.reporting.canvas import (
 )
 from parakit.reporting.explain.bandwidth import draw_bandwidth, rate_curves
 from parakit.reporting.explain.routing import draw_routing, iterations_of
-from parakit.formatting.units import GIB, MIB, number, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from parakit.artifacts.io import write_whole
 from parakit.artifacts.run import encode_run
+from parakit.formatting.table import Table, csv_table, markdown_table, markdown_text, rich_table
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.results import RESULTS
@@ -24,7 +25,6 @@ from parakit.reporting.render import beside, tables
 from parakit.reporting.render.charts import draw_charts
 from parakit.reporting.render.headline import answer, sentences_under
 from parakit.reporting.render.page import render_page
-from parakit.formatting.table import Table, csv_table, markdown_table, markdown_text, rich_table
 
 MAX_SAMPLES = 2000
 """Samples a run that `results.json` keeps; longer runs are thinned evenly."""

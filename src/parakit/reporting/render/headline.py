@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from parakit.formatting.units import interval, joined, number, plural
 from parakit.reporting.analyse.comparability import compare_speed
 from parakit.reporting.analyse.earlier import UNDECIDED
 from parakit.reporting.analyse.entry import Entry
@@ -20,7 +21,6 @@ from parakit.reporting.render.sentences import (
     withheld_sentences,
 )
 from parakit.reporting.render.tables import speed_text
-from parakit.formatting.units import interval, joined, number, plural
 
 _MAX_GROUPS = 3
 _MAX_COSTS = 3

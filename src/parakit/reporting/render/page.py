@@ -10,6 +10,10 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from parakit.formatting import units
+from parakit.formatting.html import environment
+from parakit.formatting.table import Table
+from parakit.formatting.units import DASH
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.canvas import Chart
@@ -18,10 +22,6 @@ from parakit.reporting.render import beside, tables
 from parakit.reporting.render.headline import bars_of
 from parakit.reporting.render.plots import Plot, as_script, plots_of
 from parakit.reporting.render.sentences import sentences
-from parakit.formatting import units
-from parakit.formatting.html import environment
-from parakit.formatting.table import Table
-from parakit.formatting.units import DASH
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_ARGUMENTS = 120

@@ -12,12 +12,12 @@ from dataclasses import replace
 from operator import itemgetter
 
 from parakit.artifacts.run import Status
+from parakit.formatting.table import Column, Table
+from parakit.formatting.units import DASH, bracketed, count, interval, loss, number, percent, size
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.report import ArgumentDifference, Report
 from parakit.reporting.analyse.results import notes_of, other_attempts
 from parakit.reporting.analyse.statistics import Estimate, TimeComparison
-from parakit.formatting.table import Column, Table
-from parakit.formatting.units import DASH, bracketed, count, interval, loss, number, percent, size
 
 _MAX_VALUES = 12
 """Rows whose arguments stand side by side; those of more are counted by value."""

@@ -12,14 +12,6 @@ from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
 
-from parakit.planner.collectives.call import total_wire_bytes
-from parakit.planner.collectives.rank import communication_of_rank
-from parakit.planner.one_strategy import time_strategy
-from parakit.planner.options import PlanOptions
-from parakit.site.drawing.held import held
-from parakit.site.drawing.sent import sent, traffic
-from parakit.site.drawing.sheet import Rank, shown_ranks
-from parakit.site.drawing.when import when
 from parakit.config.groups import Group, group_ranks
 from parakit.config.hardware import load_hardware
 from parakit.config.model import load_model, model_names
@@ -33,6 +25,14 @@ from parakit.config.strategy import (
 )
 from parakit.formatting.html import environment
 from parakit.formatting.units import joined
+from parakit.planner.collectives.call import total_wire_bytes
+from parakit.planner.collectives.rank import communication_of_rank
+from parakit.planner.one_strategy import time_strategy
+from parakit.planner.options import PlanOptions
+from parakit.site.drawing.held import held
+from parakit.site.drawing.sent import sent, traffic
+from parakit.site.drawing.sheet import Rank, shown_ranks
+from parakit.site.drawing.when import when
 
 
 def figure(spec: RunSpec, name: str) -> str:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import batched
 
+from parakit.config.run import RunSpec
+from parakit.formatting.units import amount, count
 from parakit.planner.memory import PredictedMemory, memory_of_rank, precision_of
 from parakit.planner.tensors import rank_parameters
 from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, Rank, Sheet, draw_heads
-from parakit.config.run import RunSpec
-from parakit.formatting.units import amount, count
 
 _LABEL = 108
 """Width of what stands before the ranks' columns."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from parakit.planner.collectives.call import CollectiveCall, total_wire_bytes
-from parakit.planner.collectives.rank import communication_of_rank
 from parakit.artifacts.measurements import Operation, Phase
-from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, Rank, Sheet, draw_heads, together
 from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
 from parakit.formatting.units import count, gb, joined, megabytes
+from parakit.planner.collectives.call import CollectiveCall, total_wire_bytes
+from parakit.planner.collectives.rank import communication_of_rank
+from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, Rank, Sheet, draw_heads, together
 
 COLOURS = {
     Group.TENSOR: "tp",

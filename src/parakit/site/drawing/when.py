@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
+from parakit.artifacts.measurements import Phase
+from parakit.config.run import RunSpec
+from parakit.formatting.units import percent
 from parakit.planner.collectives.call import CollectiveCall, by_group
 from parakit.planner.collectives.rank import communication_of_rank
 from parakit.planner.schedules.simulate import Event, Pass, SimulatedSchedule, figures, simulate
-from parakit.artifacts.measurements import Phase
 from parakit.site.drawing.sent import COLOURS, is_few
 from parakit.site.drawing.sheet import WIDTH, Rank, Sheet
-from parakit.config.run import RunSpec
-from parakit.formatting.units import percent
 
 _MOST_PASSES = 24
 _MOST_WITH_MESSAGES = 40

@@ -29,9 +29,9 @@ from parakit.accounting.communication import CommunicationLedger
 from parakit.accounting.memory import MemoryLedger
 from parakit.accounting.process_groups import CallWatcher
 from parakit.accounting.timeline import Span, Timeline
+from parakit.config.files import ROOT
 from parakit.planner.dryrun.job import Job, RankReport
 from parakit.planner.dryrun.rank.patches import FAKE_PATCHES, AnswerForContents
-from parakit.config.files import ROOT
 
 ENTRY = ROOT / "examples" / "gpt3" / "pretrain_gpt.py"
 

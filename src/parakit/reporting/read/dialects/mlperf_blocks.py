@@ -14,7 +14,13 @@ from typing import Any, ClassVar
 import msgspec
 
 from parakit.reporting.read.dialects import Dialect, FoundIteration, News
-from parakit.reporting.read.dialects.mlperf import Result, event, found_iteration, is_number, step_sizes
+from parakit.reporting.read.dialects.mlperf import (
+    Result,
+    event,
+    found_iteration,
+    is_number,
+    step_sizes,
+)
 from parakit.reporting.read.iterations import Iteration
 from parakit.reporting.read.scraped import Fact, NumbersAhead
 
