@@ -5,7 +5,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # In the kit's image KIT_PYTHON is the image's own Python, and there is nothing to set up.
 VENV_PYTHON := $(or $(KIT_PYTHON),.venv/bin/python)
-export PYTHONPATH := $(CURDIR)
+# .venv finds src/ by itself (tools/setup.sh); the image's Python is told.
+$(if $(KIT_IMAGE),$(eval export PYTHONPATH := $(CURDIR)/src:$(CURDIR)))
 
 no_variables = $(if $(strip $(MAKEOVERRIDES)),$(error 'make $@' takes no variables; leave $(MAKEOVERRIDES) out))
 for_host = $(if $(KIT_IMAGE),$(error 'make $@' is for the host; the kit's image has what training and reports need alone))
@@ -18,9 +19,9 @@ for_host = $(if $(KIT_IMAGE),$(error 'make $@' is for the host; the kit's image 
 FORCE Makefile: ;
 
 help:
-	@tools/any_python.sh src/parakit/cli/help.py
+	@tools/any_python.sh -m parakit.cli.help
 help-all:
-	@tools/any_python.sh src/parakit/cli/help.py all
+	@tools/any_python.sh -m parakit.cli.help all
 setup install-dependencies:
 	@tools/setup.sh
 doctor:

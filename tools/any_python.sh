@@ -10,7 +10,7 @@ old_enough() {
 for python in ${KIT_PYTHON:+"$KIT_PYTHON"} .venv/bin/python python3 python \
   "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.*/bin/python /usr/libexec/platform-python; do
   if old_enough "$python"; then
-    PYTHONPATH=. exec "$python" "$@"
+    PYTHONPATH=src:. exec "$python" "$@"
   fi
 done
 echo "fail  Python  none from 3.6 on was found on PATH or in pyenv

@@ -13,6 +13,6 @@ if [[ ! -f $VENV/.requirements.sha256 || $(< "$VENV/.requirements.sha256") != "$
 fi
 
 rm -rf site
-PYTHONPATH=. NO_MKDOCS_2_WARNING=1 "$VENV/bin/python" -m mkdocs build --strict --quiet
-PYTHONPATH=. .venv/bin/python -m parakit.site.planner_page site/planner
+PYTHONPATH=src:. NO_MKDOCS_2_WARNING=1 "$VENV/bin/python" -m mkdocs build --strict --quiet
+.venv/bin/python -m parakit.site.planner_page site/planner
 echo "The site is in site/; show it with: python3 -m http.server --directory site"

@@ -6,6 +6,6 @@ cd "$(dirname "$0")/.."
 # On a cluster every node is checked and the answers are compared, which needs the kit's packages.
 if [[ ${LAUNCHER:-} == slurm || ${SLURM_JOB_NUM_NODES:-1} -gt 1 ]]; then
   tools/setup.sh
-  PYTHONPATH=. exec "${KIT_PYTHON:-.venv/bin/python}" -m parakit.cluster.doctor.nodes
+  exec "${KIT_PYTHON:-.venv/bin/python}" -m parakit.cluster.doctor.nodes
 fi
 exec tools/any_python.sh -m parakit.cluster.doctor

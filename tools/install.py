@@ -2,7 +2,8 @@
 
 Usage: python tools/install.py FILE... The files name every package with its hash, so nothing is
 resolved. `--beside CONSTRAINTS ASKED LOCK` is for a Python with packages of its own: what it lacks of
-ASKED is installed in the LOCK's versions, as far as the constraints allow.
+ASKED is installed in the LOCK's versions, as far as the constraints allow. `--settings` prints pip's
+settings as JSON.
 
 uv is the one on PATH, or the pinned one, which pip brings into the environment; uv does not read pip's
 files, so it is handed pip's settings. INSTALLER=pip leaves uv out. Without a GPU torch's build for CPUs
@@ -11,6 +12,7 @@ is taken where an index has it. Needs the standard library alone.
 
 import ast
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -44,6 +46,9 @@ UV_VARIABLES = {
 
 def main(files: Sequence[str]) -> int:
     """Install what the files name; the exit code of uv or pip."""
+    if files[0] == "--settings":
+        print(json.dumps(pip_settings()))
+        return 0
     if files[0] == "--beside":
         return install_beside(*files[1:])
     packages = [package for file in files for package in packages_of(Path(file).read_text())]

@@ -61,8 +61,20 @@ if [[ ${1:-} == --python ]]; then # which one setup would take
   exit
 fi
 
+# A Python of .venv imports from the clone that it is started in: site-packages gets the paths relative to
+# itself, and Python does not resolve the link that the .venv of a worktree may be.
+add_import_path() {
+  local packages
+  for packages in "$VENV"/lib/python3.*/site-packages; do
+    [[ -f $packages/parakit.pth ]] || printf '%s\n' ../../../../src ../../../.. > "$packages/parakit.pth"
+  done
+}
+
 wanted=$(sha256sum requirements.txt)
-ready && exit 0
+if ready; then
+  add_import_path
+  exit 0
+fi
 
 # Two at once would spoil each other's work. The folder that .venv is in, also by a link, is locked, and stays
 # so while anything of a killed set-up still runs.
@@ -74,7 +86,10 @@ if command -v flock > /dev/null; then
     echo "Another make is setting up $VENV; waiting for it." >&2
     flock 9
   }
-  ready && exit 0
+  if ready; then
+    add_import_path
+    exit 0
+  fi
 fi
 
 make_venv
@@ -87,5 +102,6 @@ echo "Setting up $VENV with $("$VENV/bin/python" --version), once: up to 2.8 GB 
     "pip do it: 'make setup INSTALLER=pip'." >&2
   exit 1
 }
+add_import_path
 echo "$wanted" > "$STAMP"
 rm "$UNFINISHED"

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from parakit.artifacts.capture import Stage
 from parakit.artifacts.verdict import Outcome, Verdict
 from parakit.capturing.state import perturb
-from parakit.cli import parakit
+from parakit.cli import program as parakit
 from parakit.config.files import ROOT
 from parakit.experiments.captures import compared
 from tests.given import run

@@ -312,7 +312,7 @@ def test_what_the_image_lacks_is_refused_in_it_by_one_sentence(
 
 
 def test_help_needs_no_package_of_the_kit() -> None:
-    command = (sys.executable, "-S", "-E", "src/parakit/cli/help.py", "all")
+    command = (sys.executable, "-S", "-E", "-m", "parakit.cli.help", "all")
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "  ITERS " in shown
     assert "train-%" in shown

@@ -186,7 +186,7 @@ AREAS: dict[str, list[str]] = {
         target(TP2_CPU, "EXTRA=--swigluu"),
         target("train-tp2-mine-2cpu", "MODEL=tests/golden/mine.args"),
         f"RUNS=tests/golden/runs {LAUNCH} explain",
-        "parakit.cli.door --help",
+        "parakit --help",
     ],
     "plan-json": [
         "parakit.planner --model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --json",

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from parakit.planner.__main__ import main
 from parakit.planner.advise import answers
 from parakit.planner.request import request_from_options
 from parakit.planner.search import search
 from tests.given import asked_of_plan
+from tests.program import run_plan as main
 
 
 def advised(*words: str) -> dict[str, str]:

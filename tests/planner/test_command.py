@@ -8,7 +8,7 @@ import pytest
 
 from parakit.config.files import ROOT
 from parakit.config.model import load_model
-from parakit.planner.__main__ import main
+from tests.program import run_plan as main
 
 CONTRACT = ["--model", "gpt2-large", "--gpus", "2", "--gpu", "h200", "--global-batch", "64"]
 
@@ -170,7 +170,7 @@ def test_schedules_are_compared_and_drawn(
 
 def test_the_planner_never_imports_torch_nor_draws_unasked() -> None:
     program = (
-        "import sys; from parakit.planner.__main__ import main; "
+        "import sys; from tests.program import run_plan as main; "
         f"main({CONTRACT!r} + ['--json']); "
         "loaded = {'torch', 'matplotlib', 'numpy'} & set(sys.modules); "
         "sys.exit(f'loaded {loaded}' if loaded else 0)"

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from parakit.config.hardware import device_by_key
-from parakit.planner.__main__ import main
 from parakit.planner.largest import largest_models
+from tests.program import run_plan as main
 
 
 def sizes(devices: int, recompute: str = "none") -> dict[str, int]:

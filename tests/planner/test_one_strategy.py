@@ -14,7 +14,6 @@ from parakit.config.model import load_model, model_names, model_of
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, flags_of_spec, spec_of_flags, spec_of_model
 from parakit.config.strategy import Batch, Parallelism, parse_strategy, strategy_name
-from parakit.planner.__main__ import main
 from parakit.planner.collectives.rank import communication_of_rank
 from parakit.planner.memory import fullest_rank
 from parakit.planner.one_strategy import TimedStrategy, time_strategy
@@ -27,6 +26,7 @@ from parakit.planner.search import Request, evaluate, search
 from parakit.planner.tensors import parameters_total, rank_parameters
 from parakit.planner.time.iteration import iteration_seconds
 from tests.given import asked_of_plan, run
+from tests.program import run_plan as main
 
 STRATEGY = ["--model", "gpt2-large", "--gpu", "h200", "--strategy", "tp2", "--micro-batch", "2"]
 SMALL = "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64\n"

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from parakit.planner.__main__ import main
 from parakit.planner.recipes import ALL, DEFAULTS, TUNED, switches
 from tests.planner.conftest import MakeRequest
+from tests.program import run_plan as main
 
 WORDS = "--model llama3-8b --gpus 16 --gpu h100 --global-batch 64"
 

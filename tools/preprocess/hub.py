@@ -18,14 +18,12 @@ from typing import Any
 
 from parakit.artifacts.io import written_whole
 from parakit.data.indexed import Dataset, DatasetError, InputIdentity
+from parakit.data.inputs import HUB_CACHES, HUB_PREFIX
 from parakit.data.split import draws, samples_of
 from tools.preprocess.lines import Block
 
-PREFIX = "hub:"
 _CACHE = ".hub"
 """Beside the result, not in the home folder: a container's home does not outlive it."""
-CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
-"""Variables that name a cache of one's own."""
 _STREAMED_ROWS = 64
 """Rows asked for at a time; few, because one may be large."""
 _FETCHED_ROWS = 1000
@@ -54,13 +52,13 @@ class Hub:
     def label(self) -> str:
         """How messages and manifests call it."""
         config = f"/{self.config}" if self.config else ""
-        return f"{PREFIX}{self.name}{config}:{self.split}"
+        return f"{HUB_PREFIX}{self.name}{config}:{self.split}"
 
     def fetch(self, key: str, lines: Path) -> None:
         """Write one column as JSON lines `{key: …}`, whole or not at all."""
         cache = lines.with_name(_CACHE)
         # The client reads these when it is imported. One's own cache, and what it holds, stays.
-        if not any(os.environ.get(name) for name in (*CACHES, "HF_HUB_OFFLINE")):
+        if not any(os.environ.get(name) for name in (*HUB_CACHES, "HF_HUB_OFFLINE")):
             os.environ["HF_HUB_CACHE"] = str(cache / "files")
             os.environ["HF_DATASETS_CACHE"] = str(cache / "tables")
         # The plain download resumes within a file; the chunked one needs services that mirrors lack.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
 from parakit.data.indexed import DatasetError, InputIdentity
+from parakit.data.inputs import HUB_PREFIX, find_input_files
 from tools.preprocess.documents import Parser, Problem, ProblemKind
-from tools.preprocess.hub import PREFIX as HUB_PREFIX
 from tools.preprocess.hub import Hub
 from tools.preprocess.lines import Block, Format, Slice, line_blocks, next_line_start
 
@@ -42,30 +41,6 @@ class Position:
 
 
 START = Position(0, 0, 0)
-
-
-def expand(patterns: Iterable[str]) -> tuple[Path, ...]:
-    """Files of `--input`: files, folders (searched for known suffixes) and globs, in sorted order."""
-    files: list[Path] = []
-    for pattern in patterns:
-        path = Path(pattern)
-        if pattern == "-" or (path.exists() and not path.is_dir() and not path.is_file()):
-            raise DatasetError(
-                f"--input {pattern} is a pipe or a device: it cannot be read again, which resuming "
-                "after a kill needs; write it into a file first (COMMAND > text.jsonl) and give "
-                "that. Archives (.gz, .zst) are read as they are."
-            )
-        if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix in _SUFFIXES and p.is_file())
-        elif path.exists():
-            found = [path]
-        else:
-            found = sorted(Path(p) for p in glob.glob(pattern, recursive=True))  # noqa: PTH207
-        if not found:
-            what = f"no file ending in {', '.join(_SUFFIXES)}" if path.is_dir() else "nothing"
-            raise DatasetError(f"--input {pattern} matches {what}; check the path.")
-        files += found
-    return tuple(files)
 
 
 def identify(path: Path) -> InputIdentity:
@@ -262,7 +237,7 @@ def open_source(options: PreprocessOptions) -> InputStream:
         hub = Hub(first.removeprefix(HUB_PREFIX), options.hub_config, options.hub_split)
         rows = Slice(hub.label, Format.HUB, 0, None, 0)
         return InputStream((rows,), (hub.identity(),), keys, limit, hub)
-    files = expand(options.inputs)
+    files = find_input_files(options.inputs)
     identities = tuple(identify(file) for file in files)
     slices = cut([whole_file(file) for file in files], options.shard)
     return InputStream(slices, identities, keys, limit)

@@ -1,1 +1,1 @@
-"""The command line: one table of commands, and its two doors, make and `parakit`."""
+"""The command line: one table of commands, and the program that runs them."""

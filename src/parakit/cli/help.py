@@ -1,13 +1,10 @@
 """`make help` and `make help-all`, from the table, with any Python from 3.6 on.
 
-python src/parakit/cli/help.py [all]
+python -m parakit.cli.help [all]
 """
 
 import sys
 from itertools import groupby
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from parakit.cli import commands
 from parakit.cli.commands import COMMANDS, SECTIONS

@@ -1,7 +1,6 @@
 """A command from its name to its exit code: what it is given, what runs it, how it is refused.
 
-The two doors are `from_make` (`python -m parakit TARGET`, which is what the Makefile calls) and
-`from_words` (`parakit`, `python -m parakit plan`).
+Its values come from the environment's variables (`from_make`) or from options (`from_words`).
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,8 +23,14 @@ from parakit.formatting.terminal import say
 REFUSED, INTERRUPTED = 2, 130
 
 
-def from_make(name: str, words: Sequence[str] = ()) -> int:
-    """Run a target with the variables of this environment; its exit code, 2 if it was refused."""
+def from_make(name: str, words: Sequence[str] = (), given: Sequence[str] = ()) -> int:
+    """Run a target with the variables of this environment; its exit code, 2 if it was refused.
+
+    Args:
+        name: The target.
+        words: Further arguments of a launch script.
+        given: Names of variables that the user wrote down; one that the target does not use is refused.
+    """
     from parakit.launch.job import parse_target
     from parakit.launch.supervise.interruption import Interrupted, interruptible
 
@@ -37,7 +41,7 @@ def from_make(name: str, words: Sequence[str] = ()) -> int:
             _refuse_misspelt(name)
             parse_target(name)  # Refuses it, with the near names.
             raise AssertionError(name)
-        return called(command, name, of_make(name, command, os.environ, words))
+        return called(command, name, of_make(name, command, os.environ, words, given))
 
     try:
         with interruptible():
@@ -51,14 +55,6 @@ def from_words(name: str, words: Sequence[str], program: str) -> int:
     """Run a command with the options of a command line; its exit code, 2 if it was refused."""
     command = next(one for one in COMMANDS if one.name == name)
     return _refused(lambda: called(command, name, of_words(command, words, program)))
-
-
-def run_tool(tool: str, words: Sequence[str] | None, usual: str) -> int:
-    """Be `python -m TOOL [COMMAND] OPTIONS`, whose usual command needs no name."""
-    words = sys.argv[1:] if words is None else words
-    if words[:1] and any(words[0] == one.name for one in COMMANDS):
-        return from_words(words[0], words[1:], f"python -m {tool} {words[0]}")
-    return from_words(usual, words, f"python -m {tool}")
 
 
 def _refuse_misspelt(name: str) -> None:

@@ -51,14 +51,19 @@ def given_names(makeflags: str) -> list[str]:
 
 
 def of_make(
-    name: str, command: Command, environment: Mapping[str, str], words: Sequence[str] = ()
+    name: str,
+    command: Command,
+    environment: Mapping[str, str],
+    words: Sequence[str] = (),
+    given_variables: Sequence[str] = (),
 ) -> Namespace:
     """What make gives to a target: variables that its environment has, and a script's words.
 
     Raises:
         SettingError: A variable is not used, not of its kind, or missing.
     """
-    check_given(given_names(environment.get("MAKEFLAGS", "")), name, command)
+    named = (*given_names(environment.get("MAKEFLAGS", "")), *given_variables)
+    check_given(named, name, command)
     used = {setting.name for setting in command.variables}
     for old, new in RENAMED.items():
         if new in used and environment.get(old):

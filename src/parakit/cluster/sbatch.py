@@ -9,7 +9,7 @@ from pathlib import Path
 
 from parakit.cluster.slurm import Slurm
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT
+from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.run import DeviceKind
 from parakit.formatting.units import plural
 
@@ -97,7 +97,7 @@ def script(job: BatchJob) -> str:
         # Environment modules and conda ask for variables that are not set.
         *(("set +u", *job.slurm.setup, "set -u") if job.slurm.setup else ()),
         *_choose(job.cells),
-        f"export PYTHONPATH={shlex.quote(str(ROOT))}",
+        f"export PYTHONPATH={shlex.quote(PYTHON_PATH)}",
         "export NNODES=$SLURM_JOB_NUM_NODES RENDEZVOUS=c10d",
         MASTER_PORT,
         *FIRST_NODE,

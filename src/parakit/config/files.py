@@ -10,6 +10,7 @@ import csv
 import errno
 import gzip
 import io
+import os
 import re
 import shlex
 import stat
@@ -25,8 +26,19 @@ try:  # libyaml's is ten times as fast, and not in every build of PyYAML.
 except ImportError:
     from yaml import SafeLoader  # type: ignore[assignment]
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The repository's root."""
+PACKAGE = Path(__file__).resolve().parents[1]
+"""The folder of the package `parakit`."""
+
+
+def find_root(package: Path = PACKAGE) -> Path:
+    """Return the folder that holds `examples/`: the repository's root, or in a wheel the package itself."""
+    return package if (package / "examples").is_dir() else package.parents[1]
+
+
+ROOT = find_root()
+"""The repository's root, and in an installed wheel the folder of `parakit`, where `examples/` lies."""
+PYTHON_PATH = os.pathsep.join((str(PACKAGE.parent), str(ROOT)))
+"""PYTHONPATH of a Python that is not the clone's own environment, such as an image's."""
 OWN_READINGS = ROOT / "readings" / "mine.csv"
 """One's own measured runs, as `make report` adds them and plans use them; ignored by git."""
 

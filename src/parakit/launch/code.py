@@ -21,7 +21,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 
 KIT_ENTRY = "examples/gpt3/pretrain_gpt.py"
-KIT_FOLDERS = ("megatron_patches", "tools", "examples")
+KIT_FOLDERS = ("megatron_patches", "src", "examples")
 SOURCES = (".py", ".sh", ".args", ".cpp", ".cu", ".h")
 """What is run or compiled; not what that gives: a checkout compiles its helpers in its first run."""
 

@@ -21,7 +21,7 @@ import msgspec
 
 from parakit.cluster.nodes import Nodes
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT
+from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.run import DeviceKind
 from parakit.launch.compose import torchrun
 from parakit.launch.flags import CPU_RANK
@@ -138,7 +138,7 @@ def measure(
             done = subprocess.run(
                 (*start, "-m", "parakit.launch.microbenchmark_rank", device, str(output), asked),
                 cwd=ROOT,
-                env={**(defaults or {}), **os.environ, "PYTHONPATH": str(ROOT), **own},
+                env={**(defaults or {}), **os.environ, "PYTHONPATH": PYTHON_PATH, **own},
                 capture_output=True,
                 text=True,
                 check=False,

@@ -159,11 +159,10 @@ def run_module(words: Sequence[str], options: Options, text: str = "") -> int:
 def _check_input(text: str) -> None:
     """What `tools.preprocess` would refuse of the texts that it is to read."""
     from parakit.data.indexed import DatasetError  # What trains needs neither.
-    from tools.preprocess.hub import PREFIX
-    from tools.preprocess.source import expand
+    from parakit.data.inputs import HUB_PREFIX, find_input_files
 
     try:
-        expand([text] if text and not text.startswith(PREFIX) else [])
+        find_input_files([text] if text and not text.startswith(HUB_PREFIX) else [])
     except DatasetError as error:
         raise LaunchError(str(error)) from None
 
@@ -171,10 +170,10 @@ def _check_input(text: str) -> None:
 def docker_command(words: Sequence[str], options: Options) -> tuple[str, ...]:
     """The command in a container without GPUs; folders that the words name are mounted, and one's own
     cache of the hub."""
-    from tools.preprocess.hub import CACHES  # What trains needs none.
+    from parakit.data.inputs import HUB_CACHES  # What trains needs none.
 
-    user, names = docker.caller(check_engine()[1]), docker.inherited_names(*docker.HUB, *CACHES)
-    caches = [Path(name) for each in CACHES if (name := os.environ.get(each))]
+    user, names = docker.caller(check_engine()[1]), docker.inherited_names(*docker.HUB, *HUB_CACHES)
+    caches = [Path(name) for each in HUB_CACHES if (name := os.environ.get(each))]
     container = docker.Container(find_pair(options.image).name, user, inherited=names, gpus=False)
     mounted = container.mounting(*folders_named(words), *filter(Path.is_dir, caches))
     return mounted.wrap((docker.PYTHON, "-m", *words), ())

@@ -85,21 +85,22 @@ def _fetch(command: tuple[str, ...], folder: Path) -> None:
 def pack_kit(path: Path) -> None:
     """Write `kit.zip`: the kit's packages, whole as in its wheel, and the Python files of PURE."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
-        for folder in _wheel_folders():
-            for file in sorted((ROOT / folder).rglob("*")):
+        for source, target in _wheel_folders().items():
+            for file in sorted((ROOT / source).rglob("*")):
                 if file.is_file() and file.suffix not in LEFT_OUT:
-                    packed.write(file, file.relative_to(ROOT))
+                    packed.write(file, target / file.relative_to(ROOT / source))
         for name in PURE:
             package = Path(str(files(name)))
             for file in sorted(package.rglob("*.py")):
                 packed.write(file, file.relative_to(package.parent))
 
 
-def _wheel_folders() -> list[str]:
-    """Return the folders that pyproject.toml puts into the wheel: all packages of the kit."""
+def _wheel_folders() -> dict[str, Path]:
+    """Return the folders that pyproject.toml puts into the wheel, with where each lies in the wheel."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    return [source for source in included if (ROOT / source).is_dir()]
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    packages = {package: Path(Path(package).name) for package in wheel["packages"]}
+    return packages | {source: Path(target) for source, target in wheel["force-include"].items()}
 
 
 if __name__ == "__main__":

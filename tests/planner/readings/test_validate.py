@@ -9,7 +9,6 @@ from rich.console import Console
 from parakit.cli.main import from_words
 from parakit.config.experts import BALANCED, ExpertLoad
 from parakit.config.run import Fp8Recipe, TokenDispatcher
-from parakit.planner.__main__ import main
 from parakit.planner.memory import fullest_rank
 from parakit.planner.readings import command
 from parakit.planner.readings.facts import origin
@@ -27,6 +26,7 @@ from parakit.planner.readings.table import (
 from parakit.planner.time.flops import counted_flops
 from parakit.planner.verdict import Fit
 from tests.planner.readings.fit import fitted_readings
+from tests.program import run_plan as main
 
 ROW = {
     "source": "mine",

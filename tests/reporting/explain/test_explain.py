@@ -16,7 +16,6 @@ from parakit.artifacts.measurements import (
 from parakit.artifacts.run import RUN_FILE
 from parakit.config.strategy import Parallelism, Sharding
 from parakit.formatting.units import amount, joined, milliseconds, number, signed
-from parakit.reporting.__main__ import main
 from parakit.reporting.explain.costs import costs_above
 from parakit.reporting.explain.explanation import (
     NOTHING,
@@ -25,6 +24,7 @@ from parakit.reporting.explain.explanation import (
     explanation_markdown,
 )
 from parakit.reporting.render.files import write_report
+from tests.program import run_report as main
 from tests.reporting.factory import run_record
 from tests.reporting.ledger_factory import (
     communication,

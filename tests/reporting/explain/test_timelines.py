@@ -4,7 +4,6 @@ import pytest
 
 from parakit.artifacts.measurements import CommunicationRecord, RankCommunication
 from parakit.config.run import DeviceKind
-from parakit.reporting.__main__ import main
 from parakit.reporting.explain.timelines import (
     NoTraceError,
     find_run,
@@ -12,6 +11,7 @@ from parakit.reporting.explain.timelines import (
     timeline_charts,
     write_timeline,
 )
+from tests.program import run_report as main
 from tests.reporting.explain.test_trace import spans
 from tests.reporting.ledger_factory import (
     call,

@@ -366,7 +366,7 @@ def test_a_report_of_a_hundred_runs_has_them_all_and_loads_no_torch(tmp_path):
         times = [300.0, 200.0, *(90.0 + (7 * k + n) % 5 for n in range(98))]
         write_run(tmp_path / "runs", record, log_text(times, micro=True))
     program = (
-        "import sys; from parakit.reporting.__main__ import main; code = main(sys.argv[1:]);"
+        "import sys; from tests.program import run_report as main; code = main(sys.argv[1:]);"
         "print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
     )
     done = subprocess.run(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 PASS, WARN, FAIL = "pass", "warn", "fail"
 """Nothing is missing; some runs are refused or slower; no run works."""
 
-ROOT = str(Path(__file__).resolve().parents[3])
+ROOT = str(Path(__file__).resolve().parents[4])
 GIB = 2**30
 SETUP_STAMP = ".requirements.sha256"
 """In `.venv`: what `tools/setup.sh` writes when all packages are installed."""

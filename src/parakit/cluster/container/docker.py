@@ -16,7 +16,7 @@ from parakit.artifacts.io import write_record
 from parakit.cluster.checks.docker import DockerEngine
 from parakit.cluster.checks.result import ask
 from parakit.config import variables
-from parakit.config.files import ROOT
+from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.flags import flag_words
 
 PYTHON = "python3"
@@ -83,6 +83,7 @@ class Container:
         }
         mounts = [("--mount", bind(path)) for path in self.mounts]
         variables = [("--env", each) for each in sorted({*settings, *self.inherited, *ALWAYS})]
+        variables.append(("--env", f"PYTHONPATH={PYTHON_PATH}"))
         repeated = chain.from_iterable(mounts + variables)
         return ("docker", "run", *flag_words(options), *FOR_NCCL, *repeated, self.image, *command)
 

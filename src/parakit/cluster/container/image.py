@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,6 @@ from parakit.cluster.checks.docker import REPOSITORY, check_engine
 from parakit.cluster.container.docker import PROXIES
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
-from tools.install import pip_settings
 
 RECIPE = ROOT / "docker"
 VERSIONS = RECIPE / "versions.env"
@@ -123,6 +124,13 @@ def build_command(
     return ("docker", "build", *given, "--tag", pair.name, *recipe)
 
 
+def _pip_settings() -> dict[str, str]:
+    """Return what pip is configured with, as `tools/install.py --settings` prints it as JSON."""
+    script = (sys.executable, str(ROOT / "tools/install.py"), "--settings")
+    answer = subprocess.run(script, capture_output=True, text=True, check=True)
+    return dict(json.loads(answer.stdout))
+
+
 def build(image: str | None, dry_run: bool = False, megatron_url: str | None = None) -> int:
     """Build the image of the pair that an NGC tag chooses; with `dry_run` print the command.
 
@@ -130,7 +138,7 @@ def build(image: str | None, dry_run: bool = False, megatron_url: str | None = N
         LaunchError: Docker is missing or does not answer, or the build failed.
     """
     pair = find_pair(image)
-    settings = build_settings(os.environ, pip_settings())
+    settings = build_settings(os.environ, _pip_settings())
     command = build_command(pair, megatron_url, settings)
     if dry_run:
         print(shlex.join(command))

@@ -15,7 +15,7 @@ import msgspec
 
 from parakit.artifacts.measurements import RankCommunication, RankMemory
 from parakit.config import variables
-from parakit.config.files import ROOT, read_args_file
+from parakit.config.files import PACKAGE, PYTHON_PATH, ROOT, read_args_file
 from parakit.config.flags import flag_words, merge_flags
 from parakit.config.model import Model, trained_flags
 from parakit.config.run import RunSpec, flags_of_spec
@@ -114,7 +114,7 @@ def flags_of(model: Model, spec: RunSpec) -> tuple[str, ...]:
     Precision is the run's own, because it decides bytes.
     """
     shape = spec.shape
-    on_host = read_args_file(ROOT / "src" / "parakit" / "launch" / "runtimes" / "cpu.args")
+    on_host = read_args_file(PACKAGE / "launch" / "runtimes" / "cpu.args")
     return merge_flags(
         trained_flags(model, in_half=False),
         flags_of_spec(replace(spec, cp_comm_type="p2p")),
@@ -148,7 +148,7 @@ def ranks_named(text: str, spec: RunSpec) -> tuple[int, ...]:
 
 _DIED = "its process ended without an answer; --verbose shows what it printed."
 _ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": PYTHON_PATH,
     variables.DEVICE: "cpu",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

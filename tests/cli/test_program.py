@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from parakit.cli import parakit
+from parakit.cli import program
 from parakit.cli.commands import COMMANDS
 from parakit.config.files import ROOT
 
@@ -21,15 +21,16 @@ LOG = ROOT / "tests/reporting/logs/megatron-0.19.0.log"
 
 
 def test_a_clone_is_found_from_any_folder_in_it(tmp_path: Path) -> None:
-    assert parakit.clone_around(ROOT / "tests" / "planner") == ROOT
-    assert parakit.clone_around(tmp_path) is None
+    assert program.clone_around(ROOT / "tests" / "planner") == ROOT
+    assert program.clone_around(tmp_path) is None
 
 
 def test_a_command_that_trains_outside_of_a_clone_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert parakit.main(["train", "tp2-gpt2-tiny-2cpu"]) == parakit.REFUSED
+    monkeypatch.setattr(program, "clone_around", lambda folder: None)
+    assert program.main(["train", "tp2-gpt2-tiny-2cpu"]) == program.REFUSED
     assert "takes a clone of the kit" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -38,7 +39,7 @@ def test_train_without_a_name_shows_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert parakit.main(["train"]) == parakit.REFUSED
+    assert program.main(["train"]) == program.REFUSED
     assert capsys.readouterr().err == "Name what, for example: parakit train tp2-gpt2-tiny-2cpu\n"
 
 
@@ -48,7 +49,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     found = importlib.util.find_spec
     absent = ("torch",)
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in absent else found(n))
-    assert parakit.main(["dryrun"]) == parakit.REFUSED
+    assert program.main(["dryrun"]) == program.REFUSED
     assert "'parakit dryrun' needs torch" in capsys.readouterr().err
 
 
@@ -57,28 +58,22 @@ def test_the_help_of_every_tool_has_the_commands_own_name(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parakit.main([name, "--help"])
+        program.main([name, "--help"])
     assert capsys.readouterr().out.startswith(f"usage: parakit {name} ")
 
 
 def test_inspect_needs_nothing_that_only_training_does() -> None:
     absent = "import sys; sys.modules.update(psutil=None, pynvml=None, packaging=None)"
-    code = f"{absent}; from parakit.cli.door import main; sys.exit(main(['inspect', '--help']))"
+    code = f"{absent}; from parakit.cli.program import main; sys.exit(main(['inspect', '--help']))"
     ended = subprocess.run((sys.executable, "-c", code), cwd=ROOT, capture_output=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
-
-
-def test_a_tool_is_a_command_of_its_own() -> None:
-    command = (sys.executable, "-m", "parakit.cli.door", "plan", "--help")
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ended.stdout.startswith("usage: parakit plan ")
 
 
 def test_the_help_of_a_command_of_a_clone_has_the_variables_of_its_target(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        parakit.main(["verify", "--help"])
+        program.main(["verify", "--help"])
     text = capsys.readouterr().out
     assert "--reference" in text
     assert "--save-every" not in text
@@ -86,40 +81,87 @@ def test_the_help_of_a_command_of_a_clone_has_the_variables_of_its_target(
 
 def test_help_is_in_the_words_of_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parakit.main(["--help"])
+        program.main(["--help"])
     told = [line for line in capsys.readouterr().out.splitlines() if "=" in line]
     assert told == []
-    assert parakit.main(["plan"]) == parakit.REFUSED
+    assert program.main(["plan"]) == program.REFUSED
     assert "parakit plan --model gpt2-large --gpus 2" in capsys.readouterr().err
 
 
 def test_the_version_is_the_wheels(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parakit.main(["--version"])
+        program.main(["--version"])
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert capsys.readouterr().out == f"parakit {project['version']}\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "made"),
+    ("arguments", "target", "variables"),
     [
-        (("train", "dp2-gpt2-tiny-2cpu", "--iters", "5", "--dry-run"), ["ITERS=5", "DRY_RUN=1"]),
         (
-            ("train", "dp2-gpt2-tiny-2cpu", "-j", "SEED=2", "--seed=3"),
-            ["-j", "SEED=2", "SEED=3"],
+            ("train", "dp2-gpt2-tiny-2cpu", "--iters", "5", "--dry-run"),
+            "train-dp2-gpt2-tiny-2cpu",
+            {"ITERS": "5", "DRY_RUN": "1"},
         ),
-        (("resume", "runs/one", "--runs", "x"), ["RUN=runs/one", "RUNS=x"]),
-        (("resume", "runs/one", "--extra", "$(shell ls)"), ["EXTRA=$$(shell ls)"]),
+        (
+            ("train-dp2-gpt2-tiny-2cpu", "SEED=2", "--seed=3"),
+            "train-dp2-gpt2-tiny-2cpu",
+            {"SEED": "3"},
+        ),
+        (("resume", "runs/one", "--runs", "x"), "resume", {"RUN": "runs/one", "RUNS": "x"}),
     ],
 )
-def test_options_of_a_command_of_a_clone_are_makes_variables(
-    words: tuple[str, ...], made: list[str], monkeypatch: pytest.MonkeyPatch
+def test_options_of_a_command_of_a_clone_are_the_variables_of_its_target(
+    arguments: tuple[str, ...],
+    target: str,
+    variables: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    executed: list[tuple[str, ...]] = []
+    started: list[tuple[str, dict[str, str]]] = []
+
+    def start(name: str, given: tuple[str, ...]) -> int:
+        started.append((name, {variable: os.environ[variable] for variable in given}))
+        return 0
+
+    for variable in variables:
+        monkeypatch.setenv(variable, "")  # What the program sets is gone after the test.
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(os, "execvp", lambda _, command: executed.append(command))
-    parakit.main(words)
-    assert list(executed[0][-len(made) :]) == made
+    monkeypatch.setattr(program, "from_make", start)
+    assert program.main(arguments) == 0
+    assert started == [(target, variables)]
+
+
+def test_a_word_that_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["train", "dp2-gpt2-tiny-2cpu", "-j"]) == program.REFUSED
+    assert capsys.readouterr().err == "'-j' is no option; see --help.\n"
+
+
+def test_another_clones_program_is_started_where_that_clone_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("Makefile", "src/parakit/__main__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    started: list[tuple[str, ...]] = []
+    monkeypatch.chdir(tmp_path / "src")
+    monkeypatch.setattr(os, "execvp", lambda _, command: started.append(command))
+    program.main(["status"])
+    assert Path.cwd() == tmp_path
+    assert started[0][-2:] == ("parakit", "status")
+
+
+def test_the_program_is_the_same_as_a_module() -> None:
+    command = (sys.executable, "-m", "parakit", "plan", "--help")
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("usage: parakit plan ")
+
+
+@pytest.mark.parametrize("module", ["plan", "report", "cli"])
+def test_the_modules_of_earlier_versions_name_the_command_of_today(module: str) -> None:
+    command = (sys.executable, "-m", f"tools.{module}")
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == program.REFUSED
+    assert f"'python -m tools.{module}' is 'parakit" in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -133,7 +175,7 @@ def test_an_option_of_a_command_of_a_clone_is_known_and_has_a_value(
     option: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert parakit.main(["train", "dp2-gpt2-tiny-2cpu", option]) == parakit.REFUSED
+    assert program.main(["train", "dp2-gpt2-tiny-2cpu", option]) == program.REFUSED
     assert capsys.readouterr().err == told
 
 
