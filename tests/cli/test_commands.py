@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parakit.cli import parakit
+from parakit.cli import program
 from parakit.cli.commands import COMMANDS, Command
 from parakit.cli.main import called, from_make, from_words
 from parakit.cli.options import (
@@ -22,7 +22,7 @@ from parakit.cli.options import (
     of_words,
     parser_of,
 )
-from parakit.config.files import ROOT
+from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.setting import SettingError
 from parakit.config.settings import RENAMED, SETTINGS
 from tests.given import given
@@ -187,7 +187,7 @@ def test_a_name_that_a_shell_or_make_would_read_is_refused_behind_both_doors(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("os.execvp", lambda *_: pytest.fail("make was started"))
     for name, sentence in (("x:=$(shell ls)", "no ':';"), ("-j", "is an option and no target;")):
-        assert from_make(name) == parakit.main(["make", name]) == 2
+        assert from_make(name) == program.main([name]) == 2
         refusals = capsys.readouterr().err.splitlines()
         assert len(refusals) == 2
         assert all(sentence in refusal for refusal in refusals)
@@ -312,8 +312,11 @@ def test_what_the_image_lacks_is_refused_in_it_by_one_sentence(
 
 
 def test_help_needs_no_package_of_the_kit() -> None:
-    command = (sys.executable, "-S", "-E", "-m", "parakit.cli.help", "all")
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = (sys.executable, "-S", "-m", "parakit.cli.help", "all")
+    paths = {"PYTHONPATH": PYTHON_PATH}
+    shown = subprocess.run(
+        command, cwd=ROOT, env=paths, capture_output=True, text=True, check=True
+    ).stdout
     assert "  ITERS " in shown
     assert "train-%" in shown
 
