@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 
-from parakit.cli.main import called
+from parakit.cli.dispatch import called
 from parakit.cli.options import find_command, of_make, of_words
 from parakit.config.setting import values
 from parakit.config.settings import Setting

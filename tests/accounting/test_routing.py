@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from parakit.accounting.collect import RankLedger, collect
+from parakit.accounting.collect import RankLedger, collect_ledgers
 from parakit.accounting.routing import RoutingLedger, record_routing
 from parakit.artifacts import run as records
 from parakit.artifacts.measurements import (
@@ -111,7 +111,7 @@ def test_ranks_are_gathered_into_one_file(tmp_path: Path) -> None:
     for rank in (1, 0):
         file = tmp_path / records.LEDGER_FOLDER / f"rank{rank}.json"
         file.write_bytes(rank_file(rank, RankRouting(rank, (row,))))
-    collect(tmp_path)
+    collect_ledgers(tmp_path)
     assert read_ledger(tmp_path, RoutingRecord) == RoutingRecord(
         (RankRouting(0, (row,)), RankRouting(1, (row,)))
     )
@@ -120,5 +120,5 @@ def test_ranks_are_gathered_into_one_file(tmp_path: Path) -> None:
 def test_a_dense_model_gets_no_file(tmp_path: Path) -> None:
     (tmp_path / records.LEDGER_FOLDER).mkdir()
     (tmp_path / records.LEDGER_FOLDER / "rank0.json").write_bytes(rank_file(0, None))
-    collect(tmp_path)
+    collect_ledgers(tmp_path)
     assert not (tmp_path / records.ROUTING_FILE).exists()

@@ -24,7 +24,7 @@ from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import Model, load_model
 from parakit.config.run import flags_of_spec, spec_of_model
 from parakit.config.strategy import NAMED, Batch, Parallelism, parse_strategy
-from parakit.planner.search import Request, search
+from parakit.planner.search import Request, search_configurations
 from parakit.planner.time.cluster import Cluster
 from parakit.reporting.build import BuildOptions, build
 from tests.bench.scrape import synthetic_lines
@@ -46,7 +46,7 @@ def of_search(model: Model, devices: int, gpu: str, global_batch: int) -> Work:
     device = device_by_key(gpu)
     cluster = Cluster(device, devices, 8, link_by_key(device.link), link_by_key(device.network))
     template = spec_of_model(model, Parallelism(), Batch(1, global_batch))
-    return lambda: search(Request(model, cluster, global_batch, template))
+    return lambda: search_configurations(Request(model, cluster, global_batch, template))
 
 
 def of_report(folder: Path, runs: int = RUNS) -> Work:

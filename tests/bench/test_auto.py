@@ -8,7 +8,7 @@ from parakit.launch.auto import request_here
 from parakit.launch.calibrate import from_figures
 from parakit.launch.options import Options
 from parakit.launch.train import compose_job
-from parakit.planner.search import search
+from parakit.planner.search import search_configurations
 from parakit.reporting.analyse.statistics import estimate
 from tests.bench.auto import (
     AutoRow,
@@ -46,7 +46,7 @@ def test_a_run_that_failed_has_no_error_and_a_failed_choice_no_loss() -> None:
 
 def test_the_best_four_and_each_dimension_alone_are_trained_as_planned() -> None:
     calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
-    plan = search(request_here(TINY, CPU, calibration))
+    plan = search_configurations(request_here(TINY, CPU, calibration))
     chosen = chosen_candidates(plan)
     assert chosen[:4] == plan.ranked[:4]
     assert {"dp2", "tp2"} <= {candidate.strategy for candidate in chosen}

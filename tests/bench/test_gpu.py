@@ -225,7 +225,7 @@ class Machine:
         self.ends: dict[str, tuple[int, StatusRecord]] = {}
         self.limits: list[float | None] = []
         self.said = ""
-        monkeypatch.setattr(runner, "execute", self._execute)
+        monkeypatch.setattr(runner, "execute_launch", self._execute)
         monkeypatch.setattr(runner, "ensure_start_checkpoint", lambda *_: None)
         monkeypatch.setattr(engine, "check", self._check)
         monkeypatch.setattr(engine, "make_sample", lambda *_: None)

@@ -43,14 +43,14 @@ class Runs:
 @contextmanager
 def forked(folder: Path) -> Iterator[Runs]:
     """Runs in a folder."""
-    execute = training.execute
+    execute = training.execute_launch
     with WarmPool() as pool:
 
         def warm(launch: Launch, *arguments: Any, **more: Any) -> Any:
             return execute(launch.forked(pool), *arguments, **more)
 
-        training.execute = warm
+        training.execute_launch = warm
         try:
             yield Runs(folder)
         finally:
-            training.execute = execute
+            training.execute_launch = execute

@@ -12,7 +12,7 @@ import pytest
 
 from parakit.cli import program
 from parakit.cli.commands import COMMANDS, Command
-from parakit.cli.main import called, from_make, from_words
+from parakit.cli.dispatch import called, from_make, from_words
 from parakit.cli.options import (
     check_given,
     find_command,

@@ -15,7 +15,7 @@ import pytest
 
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import JobRecord, Status, StatusRecord, read_status, write_run
-from parakit.cli.main import from_make
+from parakit.cli.dispatch import from_make
 from parakit.cluster.sbatch import ArrayTask, BatchJob
 from parakit.cluster.slurm import JobState, Slurm, job_states
 from parakit.config.errors import LaunchError

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from parakit.data.indexed import open_dataset
-from parakit.data.verify import verify
+from parakit.data.verify import verify_dataset
 from tests.preprocess.conftest import interrupt_after_moves
 
 DOCUMENTS = [f"Document {i} " + "and words " * (i % 5) for i in range(60)] + [""]
@@ -22,7 +22,7 @@ def test_merged_parts_are_the_whole(tool, parts, tmp_path, reference, read_pair)
     assert tool("merge", *parts, "--output-prefix", tmp_path / "all") == 0
     assert read_pair(tmp_path / "all") == reference(DOCUMENTS)
     assert open_dataset(tmp_path / "all").manifest
-    assert not verify(tmp_path / "all").problems
+    assert not verify_dataset(tmp_path / "all").problems
     assert not (tmp_path / "all.partial").exists()
 
 

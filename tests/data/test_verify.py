@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from parakit.data.indexed import open_dataset
-from parakit.data.verify import common_end, verify
+from parakit.data.verify import common_end, verify_dataset
 
 DOCUMENTS = ["One two three", "", "Four five", "Six", "Seven eight nine ten"]
 
@@ -41,9 +41,9 @@ def test_with_a_manifest_every_flipped_byte_is_found(made):
         content = path.read_bytes()
         for at in range(len(content)):
             path.write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
-            assert verify(made).problems, f"{path.name} byte {at}"
+            assert verify_dataset(made).problems, f"{path.name} byte {at}"
         path.write_bytes(content)
-    assert not verify(made).problems
+    assert not verify_dataset(made).problems
 
 
 def test_truncation_of_either_file_is_always_found(bare):
@@ -51,9 +51,9 @@ def test_truncation_of_either_file_is_always_found(bare):
         content = path.read_bytes()
         for size in range(len(content)):
             path.write_bytes(content[:size])
-            assert verify(bare).problems, f"{path.name} of {size} bytes"
+            assert verify_dataset(bare).problems, f"{path.name} of {size} bytes"
         path.write_bytes(content)
-    assert not verify(bare).problems
+    assert not verify_dataset(bare).problems
 
 
 def test_without_a_manifest_every_flipped_byte_of_the_index_is_found(bare):
@@ -63,7 +63,7 @@ def test_without_a_manifest_every_flipped_byte_of_the_index_is_found(bare):
     missed = []
     for at in range(len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 0x01]) + content[at + 1 :])
-        if not verify(bare).problems:
+        if not verify_dataset(bare).problems:
             missed.append(at)
     # What is left are boundaries that stay a possible order of documents: one of them empty.
     for at in missed:
@@ -80,13 +80,13 @@ def test_boundaries_moved_in_order_are_found_by_the_end_tokens(bare):
     boundaries[3] = 1
     path.write_bytes(content[:-48] + struct.pack("<6q", *boundaries))
     assert open_dataset(bare)  # in order, so that Megatron would take it
-    (problem,) = verify(bare).problems
+    (problem,) = verify_dataset(bare).problems
     assert "document 3 holds 2 sequences" in problem
 
 
 def test_ids_outside_the_vocabulary_are_found(bare):
-    assert not verify(bare, 50257).problems
-    (problem,) = verify(bare, 50256).problems
+    assert not verify_dataset(bare, 50257).problems
+    (problem,) = verify_dataset(bare, 50256).problems
     assert "token 3 is 50256, outside the vocabulary of 50256" in problem
 
 
@@ -99,15 +99,15 @@ def test_the_damaged_shard_is_named(tool, tmp_path, write_lines, monkeypatch):
     raw = bytearray(files(prefix)[0].read_bytes())
     raw[-2] ^= 1
     files(prefix)[0].write_bytes(raw)
-    (problem,) = verify(prefix).problems
+    (problem,) = verify_dataset(prefix).problems
     assert "differs from its manifest within tokens" in problem
 
 
 def test_chunks_make_no_difference(bare, monkeypatch):
     monkeypatch.setattr("parakit.data.indexed.CHUNK", 3)
     assert common_end(open_dataset(bare)) == 50256
-    assert not verify(bare).problems
+    assert not verify_dataset(bare).problems
     path = bare.with_name(bare.name + ".idx")
     path.write_bytes(path.read_bytes()[:-16] + struct.pack("<2q", 2, 4))
-    (problem,) = verify(bare).problems
+    (problem,) = verify_dataset(bare).problems
     assert "document 4 holds 2 sequences" in problem

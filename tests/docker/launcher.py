@@ -6,7 +6,7 @@
 import sys
 from pathlib import Path
 
-from parakit.cli.main import from_make
+from parakit.cli.dispatch import from_make
 from parakit.cluster.container import image
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from parakit.planner.readings.published import kit_runs
 from parakit.planner.readings.reading_to_spec import RefusedError, express
 from parakit.planner.readings.residual import Residual, left_out, residual
 from parakit.planner.readings.table import Reading, read_readings
-from parakit.planner.search import Candidate, Request, evaluate, search
+from parakit.planner.search import Candidate, Request, evaluate, search_configurations
 
 Question = tuple[str, int, str, str, int]
 QUESTIONS: tuple[Question, ...] = (
@@ -99,7 +99,7 @@ def answer(question: Question) -> Answer:
     )
     model = replace(load_model("gpt2-large"), name=published.reading.model, shape=spec.shape)
     request = Request(model, cluster, spec.batch.global_batch_size, plain)
-    ours = search(request).winner
+    ours = search_configurations(request).winner
     assert ours is not None
     return Answer(published, evaluate(request, spec), ours)
 

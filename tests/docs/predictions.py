@@ -18,7 +18,7 @@ from parakit.planner.collectives.tensor import layer_collectives
 from parakit.planner.options import PlanOptions
 from parakit.planner.readings.neighbours import uncertainty
 from parakit.planner.readings.published import h200_spec
-from parakit.planner.search import Candidate, Request, search
+from parakit.planner.search import Candidate, Request, search_configurations
 from parakit.planner.ties import TIED
 from parakit.planner.time.cluster import Cluster
 
@@ -76,7 +76,7 @@ def tensor_parallel_sentence() -> str:
 
 def _best(model: str, gpus: int, gpu: str, samples: int | None, other: str) -> str:
     request = request_of(model, gpus, gpu, samples)
-    winner = search(request).winner
+    winner = search_configurations(request).winner
     assert winner is not None
     compared = next(
         candidate
@@ -188,7 +188,7 @@ def _size_row(model: str, gpus: int) -> SizeRow:
     unsplit = [pure[kind] for kind in pure if kind in PLAIN]
     plain = [candidate for candidate in unsplit if candidate.is_recommended]
     # Strategies that split nothing are fewer than the search keeps.
-    ranked = search(request).ranked
+    ranked = search_configurations(request).ranked
     split = next((one for one in ranked if family_of(one.spec.parallelism) not in PLAIN), None)
     return SizeRow(request, min(plain, key=lambda c: c.seconds.total, default=None), split)
 

@@ -10,7 +10,7 @@ from parakit.formatting.units import duration, gib
 from parakit.planner.advice import StrategyFamily, best_of_each_family
 from parakit.planner.options import PlanOptions
 from parakit.planner.request import request_from_options
-from parakit.planner.search import Candidate, search
+from parakit.planner.search import Candidate, search_configurations
 from parakit.planner.tensors import parameters_total
 
 GPU = "a100"
@@ -46,7 +46,9 @@ def rules_table(cases: Sequence[tuple[str, int, int]] = CASES) -> str:
 def _row(model: str, devices: int, batch: int) -> tuple[str, ...]:
     asked = PlanOptions(model, GPU, gpus=devices, global_batch=batch)
     request = request_from_options(asked)
-    fastest = min(search(request).ranked, key=lambda found: found.seconds.total, default=None)
+    fastest = min(
+        search_configurations(request).ranked, key=lambda found: found.seconds.total, default=None
+    )
     sharded = best_of_each_family(request)[StrategyFamily.SHARDED_DATA]
     assert fastest is not None
     billions = parameters_total(request.template.shape) / 1e9

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parakit.cli.main import from_make
+from parakit.cli.dispatch import from_make
 from parakit.experiments.verify.verifier import ForkedRanks
 from parakit.launch import train
 from parakit.launch.compose import Launch
@@ -35,10 +35,10 @@ def forked(ranks: ForkedRanks) -> tuple[str, ...]:
 
 if __name__ == "__main__":
     _, address, pid, *words = sys.argv
-    warm, execute = Elsewhere(address, int(pid)), train.execute
+    warm, execute = Elsewhere(address, int(pid)), train.execute_launch
 
     def execute_forked(launch: Launch, *arguments: Any, **named: Any) -> Any:
         return execute(replace(launch, warm=warm), *arguments, **named)
 
-    train.execute = execute_forked
+    train.execute_launch = execute_forked
     sys.exit(from_make(words[0], words[1:]))

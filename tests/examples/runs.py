@@ -26,7 +26,7 @@ from parakit.config.files import ROOT
 from parakit.config.run import Backend
 from parakit.experiments.verify.verifier import ForkedRanks
 from parakit.launch.compose import Launch
-from parakit.launch.execute import execute
+from parakit.launch.execute import execute_launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.start import ensure_start_checkpoint
@@ -103,7 +103,7 @@ class Trainer:
         forked = ranks if launch.model.shape.experts else None
         with self._starts[launch.start_checkpoint]:
             ensure_start_checkpoint(launch, console, forked and forked.exit_code)
-        folder, _ = execute(launch, launch.job.options.runs, console, name)
+        folder, _ = execute_launch(launch, launch.job.options.runs, console, name)
         return run_of(folder)
 
     def compose(self, name: str, **changes: object) -> Launch:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from parakit.cli.main import from_make
+from parakit.cli.dispatch import from_make
 from parakit.config.run import DeviceKind
 from parakit.experiments import load
 from parakit.experiments.commands import output_of

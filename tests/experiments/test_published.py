@@ -36,7 +36,7 @@ class Machine:
         self.reported: list[list[str]] = []
         self.ends: dict[str, Status] = {}
         self.refused: set[str] = set()
-        monkeypatch.setattr(runner_module, "execute", self._execute)
+        monkeypatch.setattr(runner_module, "execute_launch", self._execute)
         monkeypatch.setattr(data_module, "subprocess", SimpleNamespace(run=self._report))
 
     def _execute(self, launch: Launch, runs: Path, *_: object) -> tuple[Path, StatusRecord]:

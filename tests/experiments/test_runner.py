@@ -42,7 +42,7 @@ class Trained:
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
     found = Trained()
-    monkeypatch.setattr(module, "execute", found.execute)
+    monkeypatch.setattr(module, "execute_launch", found.execute)
     monkeypatch.setattr(module, "ensure_start_checkpoint", found.start)
     return found
 

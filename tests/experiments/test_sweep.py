@@ -39,7 +39,7 @@ class Machine:
         self.trained: list[str] = []
         self.ends: dict[str, Status] = {}
         self.interrupts_at: str = ""
-        monkeypatch.setattr(module, "execute", self._execute)
+        monkeypatch.setattr(module, "execute_launch", self._execute)
         monkeypatch.setattr(module, "ensure_start_checkpoint", lambda *_: None)
         monkeypatch.setattr("parakit.launch.run_folder.kit_commit", lambda: None)
 

@@ -27,7 +27,7 @@ from parakit.artifacts.run import HUNG
 from parakit.config.files import ROOT
 from parakit.hang.command import as_json
 from parakit.hang.dumps import UnreadableError
-from parakit.hang.gather import gather
+from parakit.hang.gather import gather_evidence
 from parakit.hang.order import find_mismatch
 from parakit.hang.verdict import judge
 from parakit.launch import execute as execution
@@ -301,7 +301,7 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
     row = row | {"status": status["status"], "reason": status["reason"], "named": status["rank"]}
     is_seen = False
     try:
-        evidence = gather([run])
+        evidence = gather_evidence([run])
         is_seen = find_mismatch(evidence) is not None
         row |= {"said": as_json(judge(evidence))}
     except UnreadableError as error:

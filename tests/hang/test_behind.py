@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from parakit.hang.gather import gather
+from parakit.hang.gather import gather_evidence
 from parakit.hang.verdict import Verdict, judge
 from tests.hang.made import Job, four
 
@@ -28,7 +28,7 @@ def call_without_device(
 
 
 def judge_job(job: Job, folder: Path) -> Verdict:
-    return judge(gather([job.write(folder)]))
+    return judge(gather_evidence([job.write(folder)]))
 
 
 def test_a_rank_whose_device_failed_in_calls_that_its_peers_completed_is_named(

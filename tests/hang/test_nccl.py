@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from parakit.artifacts.run import LOG_FILE, Status
-from parakit.hang.gather import gather
+from parakit.hang.gather import gather_evidence
 from parakit.hang.texts import read_watchdog
 from parakit.hang.verdict import Kind, Verdict, judge
 from parakit.launch.supervise.exit_status import classify_exit
@@ -28,7 +28,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verdict(*places: Path) -> Verdict:
-    return judge(gather(places))
+    return judge(gather_evidence(places))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from parakit.launch.runtime import Runtime
 from parakit.planner.calibration import calibration_path, load_calibration
 from parakit.planner.readings.local_readings import add_rows, row_of
 from parakit.planner.readings.table import ReadingsError
-from parakit.planner.search import search
+from parakit.planner.search import search_configurations
 from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.compute import layer_seconds, product_seconds
 from parakit.planner.time.rates import rates
@@ -117,7 +117,7 @@ def test_the_file_carries_the_machine_s_name_and_the_device_s(tmp_path: Path) ->
 
 def test_on_two_cpu_ranks_nothing_is_worth_more_than_plain_data_parallelism() -> None:
     calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
-    plan = search(request_here(TINY, CPU, calibration))
+    plan = search_configurations(request_here(TINY, CPU, calibration))
     assert plan.winner is not None
     by_name = {candidate.strategy: candidate.seconds.total for candidate in plan.ranked}
     assert by_name["dp2"] < 1.05 * plan.winner.seconds.total
@@ -155,7 +155,7 @@ def test_what_was_measured_is_kept_until_its_conditions_change(
 
 def test_what_was_planned_is_what_is_trained() -> None:
     calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
-    plan = search(request_here(TINY, CPU, calibration))
+    plan = search_configurations(request_here(TINY, CPU, calibration))
     assert plan.winner is not None
     options = as_options(plan.winner, Options(extra=("--lr", "1e-3")))
     batch = plan.winner.spec.batch
@@ -243,6 +243,6 @@ def test_experts_are_planned_over_the_tensor_ranks_that_a_flag_states() -> None:
     usual = parse_target("train-baseline-moe-tiny-4cpu")
     whole = usual.under(Options(extra=("--expert-tensor-parallel-size", "1")))
     for job, degree in ((usual, None), (whole, 1)):
-        for candidate in search(request_here(job, CPU, Calibration())).ranked:
+        for candidate in search_configurations(request_here(job, CPU, Calibration())).ranked:
             split = candidate.spec.parallelism
             assert split.tensor_of_experts == (degree or split.tensor)

@@ -7,7 +7,7 @@ import pytest
 from parakit.config.strategy import Parallelism, Sharding
 from parakit.planner.advice import (
     StrategyFamily,
-    advice,
+    advice_sentences,
     best_of_each_family,
     binding,
     family_of,
@@ -15,7 +15,7 @@ from parakit.planner.advice import (
     runner_up_sentence,
     saved,
 )
-from parakit.planner.search import Request, search
+from parakit.planner.search import Request, search_configurations
 from parakit.planner.time.iteration import TIME_COMPONENTS
 
 MakeRequest = Callable[..., Request]
@@ -38,7 +38,7 @@ def test_every_split_belongs_to_a_family(parallelism: Parallelism, kind: Strateg
 
 
 def test_a_small_model_is_advised_that_one_device_is_enough(make_request: MakeRequest) -> None:
-    sentences = advice(search(make_request("gpt2-large", 2, "h200", 64)))
+    sentences = advice_sentences(search_configurations(make_request("gpt2-large", 2, "h200", 64)))
     assert "One device is enough" in sentences[2]
     assert sentences[3].startswith("Use data parallelism (dp2-zero1")
     assert "(vpp2x18), context parallelism takes" in sentences[3]
@@ -46,24 +46,24 @@ def test_a_small_model_is_advised_that_one_device_is_enough(make_request: MakeRe
 
 
 def test_a_large_model_is_advised_to_combine(make_request: MakeRequest) -> None:
-    plan = search(make_request("gpt3-175b", 1024, "a100", 1536))
-    sentences = advice(plan)
+    plan = search_configurations(make_request("gpt3-175b", 1024, "a100", 1536))
+    sentences = advice_sentences(plan)
     assert sentences[2].startswith("One device is not enough")
     assert sentences[3].startswith("Use a hybrid (")
     assert "cannot be split evenly" in sentences[3]
 
 
 def test_the_runner_up_is_compared_in_numbers(make_request: MakeRequest) -> None:
-    plan = search(make_request("gpt3-1.3b", 8, "rtx4090", 64))
+    plan = search_configurations(make_request("gpt3-1.3b", 8, "rtx4090", 64))
     first, second, *others = plan.ranked
     slower = next(one for one in others if not one.is_tied(first))
-    assert first.strategy in advice(plan)[4]
-    assert second.strategy in advice(plan)[4]
+    assert first.strategy in advice_sentences(plan)[4]
+    assert second.strategy in advice_sentences(plan)[4]
     assert "ms of" in runner_up_sentence(first, slower)
 
 
 def test_every_part_of_a_time_can_be_what_is_saved(make_request: MakeRequest) -> None:
-    winner = search(make_request("gpt2-large", 2, "h200", 64)).ranked[0]
+    winner = search_configurations(make_request("gpt2-large", 2, "h200", 64)).ranked[0]
     for part in TIME_COMPONENTS:
         longer: dict[str, Any] = {part: getattr(winner.seconds, part) + 1.0}
         slower = replace(winner, seconds=replace(winner.seconds, **longer))
@@ -71,18 +71,18 @@ def test_every_part_of_a_time_can_be_what_is_saved(make_request: MakeRequest) ->
 
 
 def test_a_slow_network_is_what_binds(make_request: MakeRequest) -> None:
-    plan = search(make_request("gpt3-1.3b", 8, "rtx4090", 64, per_node=1))
+    plan = search_configurations(make_request("gpt3-1.3b", 8, "rtx4090", 64, per_node=1))
     assert binding(plan).startswith("ethernet-10g (")
 
 
 def test_memory_binds_where_the_device_is_full(make_request: MakeRequest) -> None:
-    plan = search(make_request("gpt3-13b", 8, "a100", 512))
+    plan = search_configurations(make_request("gpt3-13b", 8, "a100", 512))
     assert binding(plan) == "memory"
-    assert "The bottleneck is memory" in advice(plan)[-1]
+    assert "The bottleneck is memory" in advice_sentences(plan)[-1]
 
 
 def test_what_does_not_fit_is_refused_with_how_much_is_missing(make_request: MakeRequest) -> None:
-    sentence = no_fit_sentence(search(make_request("gpt3-13b", 2, "rtx4090", 2)))
+    sentence = no_fit_sentence(search_configurations(make_request("gpt3-13b", 2, "rtx4090", 2)))
     assert "does not fit on 2 GeForce RTX 4090" in sentence
     assert "misses by" in sentence
 

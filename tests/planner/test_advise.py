@@ -6,13 +6,13 @@ import pytest
 
 from parakit.planner.advise import answers
 from parakit.planner.request import request_from_options
-from parakit.planner.search import search
+from parakit.planner.search import search_configurations
 from tests.given import asked_of_plan
 from tests.program import run_plan as main
 
 
 def advised(*words: str) -> dict[str, str]:
-    plan = search(request_from_options(asked_of_plan(words)))
+    plan = search_configurations(request_from_options(asked_of_plan(words)))
     found = answers(plan)
     assert len(found) == 10
     return found

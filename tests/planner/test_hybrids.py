@@ -18,7 +18,7 @@ from parakit.planner.memory import memory_of_rank
 from parakit.planner.readings.reading_to_spec import express
 from parakit.planner.readings.table import read_readings
 from parakit.planner.request import request_from_options
-from parakit.planner.search import Request, search
+from parakit.planner.search import Request, search_configurations
 from parakit.planner.tensors import (
     active_parameters,
     parameters_total,
@@ -162,7 +162,7 @@ def test_a_pattern_in_a_models_file_is_what_is_planned_without_pp_and_cp(tmp_pat
     request = planned(tmp_path / "own.args")
     shape = request.template.shape
     assert (shape.layers, shape.blocks) == (1, PATTERN)
-    found = [candidate.spec.parallelism for candidate in search(request).ranked]
+    found = [candidate.spec.parallelism for candidate in search_configurations(request).ranked]
     assert found
     assert {(split.pipeline, split.context) for split in found} == {(1, 1)}
     assert max(split.tensor for split in found) <= 2

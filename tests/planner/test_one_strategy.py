@@ -22,7 +22,7 @@ from parakit.planner.readings.local_readings import add_rows, row_of
 from parakit.planner.readings.reading_to_spec import express
 from parakit.planner.readings.table import read_readings
 from parakit.planner.request import ignored_flags
-from parakit.planner.search import Request, evaluate, search
+from parakit.planner.search import Request, evaluate, search_configurations
 from parakit.planner.tensors import parameters_total, rank_parameters
 from parakit.planner.time.iteration import iteration_seconds
 from tests.given import asked_of_plan, run
@@ -473,7 +473,7 @@ def test_a_search_splits_experts_as_the_flag_says(
     for candidate, split in zip(ranked, splits, strict=True):
         assert candidate["strategy"] == strategy_name(split)
         assert WHOLE_EXPERTS not in candidate["command"]  # The strategy's name says it.
-    usual = search(make_request("mixtral-8x7b", 16, "h100", 32))
+    usual = search_configurations(make_request("mixtral-8x7b", 16, "h100", 32))
     assert {candidate.spec.parallelism.expert_tensor for candidate in usual.ranked} == {0}
 
 

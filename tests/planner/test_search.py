@@ -27,7 +27,7 @@ from parakit.planner.search import (
     evaluate,
     frontier,
     scaling,
-    search,
+    search_configurations,
     single_axis_candidates,
     training_days,
 )
@@ -81,7 +81,7 @@ def test_the_search_finds_what_trying_everything_finds(
     request = make_request("gpt2-large", devices, gpu, batch)
     shape = replace(request.template.shape, layers=layers)
     request = replace(request, template=replace(request.template, shape=shape))
-    plan = search(request)
+    plan = search_configurations(request)
     every = list(every_legal_configuration(request))
     assert plan.legal == len(every)
     fitting = [c for c in every if fullest_rank(c)[1].total <= request.capacity]
@@ -126,7 +126,7 @@ def test_what_a_mixtures_search_leaves_out_is_slower_than_all_that_it_keeps(
     make_request: MakeRequest, model: str, devices: int, batch: int, gpu: str
 ) -> None:
     request = make_request(model, devices, gpu, batch)
-    found, everything = search(request), search(request, kept=100_000)
+    found, everything = search_configurations(request), search_configurations(request, kept=100_000)
     assert len(everything.examined) > len(found.examined)
     first, *others = ((one.strategy, one.seconds.total) for one in found.ranked)
     every = [(one.strategy, one.seconds.total) for one in everything.ranked]
@@ -135,7 +135,7 @@ def test_what_a_mixtures_search_leaves_out_is_slower_than_all_that_it_keeps(
 
 
 def test_two_h200_are_best_used_data_parallel(make_request: MakeRequest) -> None:
-    plan = search(make_request("gpt2-large", 2, "h200", 64))
+    plan = search_configurations(make_request("gpt2-large", 2, "h200", 64))
     assert plan.ranked[0].strategy in {"dp2", "dp2-zero1"}
     assert len({candidate.strategy for candidate in plan.ranked}) == 10
 
@@ -154,7 +154,7 @@ def test_illegal_named_strategies_are_left_out(make_request: MakeRequest) -> Non
 
 
 def test_175b_on_1024_devices_is_split_in_every_dimension(make_request: MakeRequest) -> None:
-    plan = search(make_request("gpt3-175b", 1024, "a100", 1536))
+    plan = search_configurations(make_request("gpt3-175b", 1024, "a100", 1536))
     assert plan.legal > 100_000
     assert plan.winner is not None
     split = plan.winner.spec.parallelism
@@ -174,7 +174,7 @@ def test_126_layers_on_16384_devices_take_pipeline_stages(
         heads=128,
         ffn_hidden=53248,
     )
-    plan = search(replace(request, template=replace(request.template, shape=shape)))
+    plan = search_configurations(replace(request, template=replace(request.template, shape=shape)))
     assert plan.winner is not None
     assert plan.winner.spec.parallelism.pipeline > 2
     assert plan.winner.spec.stages == StageSplit(embedding=True, loss=True)
@@ -188,14 +188,14 @@ def test_experts_are_searched_over_their_ranks(make_request: MakeRequest) -> Non
         request.template.shape, experts=8, experts_per_token=2, expert_ffn_hidden=5120, bias=False
     )
     template = replace(request.template, shape=shape, dtype="bf16")
-    plan = search(replace(request, template=template))
+    plan = search_configurations(replace(request, template=template))
     degrees = {c.spec.parallelism.expert for c in plan.examined}
     assert degrees == {1, 2, 4}
     assert all(not violations(c.spec) for c in plan.ranked)
 
 
 def test_the_frontier_is_what_no_other_beats_in_both(make_request: MakeRequest) -> None:
-    plan = search(make_request("gpt2-large", 2, "h200", 16), slack=2.0)
+    plan = search_configurations(make_request("gpt2-large", 2, "h200", 16), slack=2.0)
     edge = frontier(plan.examined)
     assert edge[0].seconds.total == min(c.seconds.total for c in plan.examined)
     assert edge[-1].memory.total == min(c.memory.total for c in plan.examined)
@@ -211,7 +211,7 @@ def test_a_plan_names_nothing_above_95_percent_of_a_device(
     make_request: MakeRequest, model: str, devices: int, gpu: str, batch: int
 ) -> None:
     request = make_request(model, devices, gpu, batch)
-    for candidate in search(request).ranked:
+    for candidate in search_configurations(request).ranked:
         fraction = candidate.memory.total / request.cluster.device.memory_bytes
         assert candidate.is_recommended
         assert fraction <= 0.95
@@ -220,7 +220,7 @@ def test_a_plan_names_nothing_above_95_percent_of_a_device(
 
 def test_what_fits_nowhere_has_no_winner_but_a_closest_miss(make_request: MakeRequest) -> None:
     request = make_request("gpt3-175b", 8, "rtx4090", 8)
-    plan = search(request)
+    plan = search_configurations(request)
     assert plan.winner is None
     assert plan.lightest is not None
     assert not plan.lightest.fits
@@ -231,7 +231,7 @@ def test_what_fits_nowhere_has_no_winner_but_a_closest_miss(make_request: MakeRe
 
 def test_a_batch_that_cannot_be_divided_leaves_nothing_legal(make_request: MakeRequest) -> None:
     request = make_request("gpt2-large", 7, "h200", 6)
-    plan = search(request)
+    plan = search_configurations(request)
     assert plan.legal == 0
     assert plan.winner is plan.lightest is None
 
@@ -239,7 +239,7 @@ def test_a_batch_that_cannot_be_divided_leaves_nothing_legal(make_request: MakeR
 def test_scaling_is_against_the_fewest_devices_that_hold_the_model(
     make_request: MakeRequest,
 ) -> None:
-    plan = search(make_request("gpt3-13b", 8, "h200", 64))
+    plan = search_configurations(make_request("gpt3-13b", 8, "h200", 64))
     scaled = scaling(plan)
     assert scaled is not None
     assert scaled.devices in {1, 2, 4}
@@ -297,7 +297,11 @@ def test_layers_with_windows_are_searched_without_a_ring(make_request: MakeReque
     shape = replace(request.template.shape, window=128, windowed=0.5)
     windowed = replace(request, template=replace(request.template, shape=shape))
     assert comm_types(windowed.template, split) == ("all_gather", "a2a")
-    found = [one.spec for one in search(windowed).ranked if one.spec.parallelism.context > 1]
+    found = [
+        one.spec
+        for one in search_configurations(windowed).ranked
+        if one.spec.parallelism.context > 1
+    ]
     assert found
     assert all(spec.cp_comm_type != "p2p" for spec in found)
 
@@ -316,7 +320,7 @@ def small_shape() -> ModelShape:
 
 
 def test_a_tie_in_time_and_memory_goes_to_the_fewest_dimensions(make_request: MakeRequest) -> None:
-    plan = search(make_request("gpt2-tiny", 8, "h100", 32))
+    plan = search_configurations(make_request("gpt2-tiny", 8, "h100", 32))
     assert plan.winner is not None
     assert plan.winner.strategy == "dp8-zero1"
     assert len(plan.tied) > 3
@@ -327,6 +331,6 @@ def test_a_tie_in_time_and_memory_goes_to_the_fewest_dimensions(make_request: Ma
 def test_what_is_faster_by_more_than_noise_is_taken_however_it_splits(
     make_request: MakeRequest,
 ) -> None:
-    plan = search(make_request("gpt3-175b", 1024, "a100", 1536))
+    plan = search_configurations(make_request("gpt3-175b", 1024, "a100", 1536))
     assert plan.winner is not None
     assert plan.winner.seconds.total <= TIED * min(found.seconds.total for found in plan.ranked)

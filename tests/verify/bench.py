@@ -38,7 +38,7 @@ from parakit.launch.code import find_entry
 from parakit.launch.data import SMALL_SAMPLE, SMALL_VOCABULARY, make_sample
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, read_patch_file
-from parakit.verify.findings import Finding, Judged, findings
+from parakit.verify.findings import Finding, Judged, list_findings
 from parakit.verify.verdict import Judgement
 from tests.verify.injected_bugs.check import FOLDER, InjectedBug, injected_bugs
 
@@ -190,7 +190,7 @@ def verify_live(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
 
     What takes a checkout is left out of the installed one.
     """
-    for finding in findings():
+    for finding in list_findings():
         if finding.verdict is not Judged.REPRODUCED or (only and finding.id not in only):
             continue
         if finding.checkout and bench.megatron_lm is None:
@@ -214,7 +214,7 @@ def verify_present(bench: Bench, only: Sequence[str]) -> Iterator[tuple[str, boo
     One that was mended is looked for with its flags, whatever it is first seen in.
     """
     name = label(find_entry(bench.megatron_lm))
-    for finding in findings():
+    for finding in list_findings():
         if not finding.strategies or (only and finding.id not in only):
             continue
         began = time.monotonic()

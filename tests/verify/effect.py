@@ -27,7 +27,7 @@ from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, read_patch_file
 from parakit.verify.captured import Array, assembled, read_capture, units
-from parakit.verify.findings import Effect, Finding, Judged, findings
+from parakit.verify.findings import Effect, Finding, Judged, list_findings
 
 _Weights = dict[tuple[object, ...], Array]
 
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         closing(ForkedRanks()) as ranks,
     ):
         trainer = _Trainer(ranks, given.data, Path(folder))
-        for one in findings():
+        for one in list_findings():
             if one.verdict is Judged.REPRODUCED and (not given.ids or one.id in given.ids):
                 print(f"{one.id}: {as_yaml(trainer.effect(one, given.iterations))}", flush=True)
 

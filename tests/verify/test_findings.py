@@ -9,16 +9,16 @@ import pytest
 from parakit.config.files import read_yaml
 from parakit.launch.job import parse_target
 from parakit.launch.options import read_patch_file
-from parakit.verify.findings import FOLDER, VERSIONS, Finding, Judged, findings
+from parakit.verify.findings import FOLDER, VERSIONS, Finding, Judged, list_findings
 from tests.verify.benched import bench
 from tests.verify.history import fixes
 
-REPRODUCED = [one for one in findings() if one.verdict is Judged.REPRODUCED]
+REPRODUCED = [one for one in list_findings() if one.verdict is Judged.REPRODUCED]
 
 
 def test_a_thread_ends_with_its_number_or_place() -> None:
     """YAML takes what follows ` #` for a comment where the text is not quoted."""
-    for one in findings():
+    for one in list_findings():
         assert re.search(r"^$|#\d+(?: A\d+)?$", one.thread), one.id
 
 
@@ -28,9 +28,9 @@ def test_an_entry_has_only_known_fields() -> None:
 
 
 def test_every_finding_is_judged_for_every_version_and_has_a_name_of_its_own() -> None:
-    names = [one.id for one in findings()]
+    names = [one.id for one in list_findings()]
     assert len(set(names)) == len(names)
-    for one in findings():
+    for one in list_findings():
         assert sorted((*one.present, *one.absent)) == sorted(VERSIONS), one.id
         assert "" not in (one.title, one.why), one.id
 
@@ -51,7 +51,9 @@ def test_every_patch_and_report_is_of_a_finding_and_every_report_is_listed() -> 
     listed = (FOLDER / "README.md").read_text()
     assert all(f"({one.report.name})" in listed for one in REPRODUCED if one.report)
     # Of one that was mended meanwhile the patch may be there: the matrix applies it in earlier versions.
-    files = ((one.patch, one.report, one.witness and FOLDER / one.witness) for one in findings())
+    files = (
+        (one.patch, one.report, one.witness and FOLDER / one.witness) for one in list_findings()
+    )
     of_findings = {path for some in files for path in some if path}
     of_findings = {path for path in of_findings if path.is_file()}
     of_fixes = {FOLDER / one.patch for one in fixes() if one.patch}

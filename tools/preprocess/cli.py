@@ -15,9 +15,9 @@ import msgspec
 from parakit.artifacts.io import write_whole
 from parakit.data import stats
 from parakit.data.indexed import Dataset, DatasetError, open_dataset, strip_suffix
-from parakit.data.merge import merge
+from parakit.data.merge import merge_datasets
 from parakit.data.split import draws
-from parakit.data.verify import verify
+from parakit.data.verify import verify_dataset
 from tools.preprocess.hub import OPENWEBTEXT, Hub, comparison
 from tools.preprocess.run import preprocess
 from tools.preprocess.source import PreprocessOptions, parse_shard
@@ -231,7 +231,9 @@ def _merge(flags: Flags) -> int:
     """Join data sets in the order given, in bounded memory: the parts of --shard i/n, or others."""
     inputs = [strip_suffix(path) for path in flags.prefix]
     output = strip_suffix(flags.output_prefix)
-    dataset = merge(inputs, output, flags.overwrite, lambda text: print(text, file=sys.stderr))
+    dataset = merge_datasets(
+        inputs, output, flags.overwrite, lambda text: print(text, file=sys.stderr)
+    )
     print(_summary(dataset))
     return 0
 
@@ -245,7 +247,7 @@ def _verify(flags: Flags) -> int:
     """Check every byte of a data set; exits with 1 if anything is wrong."""
     status = 0
     for prefix in map(strip_suffix, flags.prefix):
-        verdict = verify(prefix, flags.vocabulary)
+        verdict = verify_dataset(prefix, flags.vocabulary)
         for problem in verdict.problems:
             print(f"damaged: {problem}")
             status = 1

@@ -35,7 +35,7 @@ class RankLedger(msgspec.Struct, frozen=True):
     """None for a dense model."""
 
 
-def collect(folder: Path) -> None:
+def collect_ledgers(folder: Path) -> None:
     """Write a run's `comm.json`, `memory.json`, `time.json` and `trace.json` from its ranks' files.
 
     A mixture of experts gets a `routing.json` too. Ranks without a file are missing in these as well;

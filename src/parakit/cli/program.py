@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parakit.cli.commands import COMMANDS, INTERNAL, Command
-from parakit.cli.main import REFUSED, from_make, from_words
+from parakit.cli.dispatch import REFUSED, from_make, from_words
 from parakit.cli.options import find_command, in_options, option_of, parser_of, variable_words
 from parakit.config.files import ROOT
 

@@ -65,7 +65,7 @@ def join(datasets: Sequence[Dataset], prefix: Path, identity: RunIdentity | None
         write_manifest(prefix, known[0].json_key, engine, problems, identity, shards)
 
 
-def merge(
+def merge_datasets(
     prefixes: Sequence[Path], output: Path, overwrite: bool, say: Callable[[str], None]
 ) -> Dataset:
     """Join data sets in the order given; upstream's `merge_datasets.py` writes the same bytes.

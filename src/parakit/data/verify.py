@@ -26,7 +26,7 @@ class DatasetCheck(NamedTuple):
     passed: str = ""
 
 
-def verify(prefix: Path, vocabulary: int | None = None) -> DatasetCheck:
+def verify_dataset(prefix: Path, vocabulary: int | None = None) -> DatasetCheck:
     """Check a data set; token ids against a vocabulary of so many entries, or the manifest's."""
     try:
         dataset = open_dataset(prefix)

@@ -22,7 +22,7 @@ from parakit.config.run import Backend
 from parakit.experiments.definition import Cell, Experiment
 from parakit.formatting.terminal import say
 from parakit.launch.compose import Launch
-from parakit.launch.execute import execute
+from parakit.launch.execute import execute_launch
 from parakit.launch.run_folder import computed_by, identity_here
 from parakit.launch.start import ensure_start_checkpoint
 from parakit.launch.status import follow, read_job
@@ -136,7 +136,7 @@ class Runner:
             launch = launch.forked(self._warm) if self.experiment.file.warm else launch
             ensure_start_checkpoint(launch, self.console)
             limited = replace(launch, time_limit_seconds=self.seconds_left)
-            folder, status = execute(limited, launch.job.options.runs, self.console, title)
+            folder, status = execute_launch(limited, launch.job.options.runs, self.console, title)
         except LaunchError as error:
             said = problem = str(error)
         else:

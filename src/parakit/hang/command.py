@@ -12,7 +12,7 @@ from typing import Any
 from parakit.artifacts.io import write_whole
 from parakit.config.files import ROOT
 from parakit.hang.dumps import UnreadableError
-from parakit.hang.gather import gather
+from parakit.hang.gather import gather_evidence
 from parakit.hang.page import render_page
 from parakit.hang.verdict import Verdict, judge
 
@@ -25,7 +25,7 @@ def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) 
     """
     if page and not (ROOT / Path(page).expanduser()).parent.is_dir():
         raise UnreadableError(f"PAGE={page} is in no folder that exists; make it, or name another.")
-    evidence = gather([ROOT / Path(text).expanduser() for text in dumps])
+    evidence = gather_evidence([ROOT / Path(text).expanduser() for text in dumps])
     found = judge(evidence)
     if json:
         print(texts.dumps(as_json(found)))

@@ -51,7 +51,7 @@ class _Found:
         return self.ranks.setdefault(rank, RankEvidence(rank))
 
 
-def gather(places: Sequence[Path]) -> Evidence:
+def gather_evidence(places: Sequence[Path]) -> Evidence:
     """All that lies there, of any kind.
 
     Args:

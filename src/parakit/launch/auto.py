@@ -33,7 +33,7 @@ from parakit.planner.readings.local_readings import own_runs
 from parakit.planner.readings.neighbours import uncertainty
 from parakit.planner.readings.reading_to_spec import execution_of_flags
 from parakit.planner.request import expert_tensor_of
-from parakit.planner.search import Candidate, Plan, Request, search
+from parakit.planner.search import Candidate, Plan, Request, search_configurations
 from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.execution import Execution
 
@@ -69,7 +69,7 @@ def plan_here(job: Job, console: Console, own: Path | None = None) -> Plan:
     """
     device = _device(job)
     request = request_here(job, device, _calibration(job, device, console))
-    return search(replace(request, own=own_runs(own, request.cluster)))
+    return search_configurations(replace(request, own=own_runs(own, request.cluster)))
 
 
 def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
@@ -102,9 +102,9 @@ def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
 
 def explain(plan: Plan, console: Console) -> None:
     """The planner's advice, its ranking in one line, and where its constants are from."""
-    from parakit.planner.advice import advice
+    from parakit.planner.advice import advice_sentences
 
-    for sentence in advice(plan):
+    for sentence in advice_sentences(plan):
         console.print(sentence, highlight=False)
     ranking = ", ".join(f"{c.strategy} {ms(c.seconds.total)} ms" for c in plan.ranked[:5])
     console.print(f"Predicted: {ranking}.", highlight=False)

@@ -45,7 +45,7 @@ class FolderRemovedError(LaunchError):
     """There is no run folder any more to write a status to."""
 
 
-def execute(
+def execute_launch(
     launch: Launch,
     runs: Path,
     console: Console,

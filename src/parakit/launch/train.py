@@ -34,7 +34,7 @@ from parakit.launch.checkpoints import resume_if_saved
 from parakit.launch.compose import Launch, compose
 from parakit.launch.data import EVAL_ITERATIONS, SPLIT, make_sample
 from parakit.launch.devices import visible_gpus
-from parakit.launch.execute import execute, run_ranks
+from parakit.launch.execute import execute_launch, run_ranks
 from parakit.launch.job import Job, make_command, parse_devices, parse_target
 from parakit.launch.options import Options
 from parakit.launch.preflight import check
@@ -157,7 +157,7 @@ def train_once(launch: Launch, console: Console, title: str) -> bool:
     if nodes is not None and nodes.rank > 0:
         return _train_other(launch, nodes, console, title)
     if nodes is None:
-        folder, status = execute(launch, launch.job.options.runs, console, title)
+        folder, status = execute_launch(launch, launch.job.options.runs, console, title)
     else:
         folder, status = _train_first(launch, nodes, console, title)
     console.print(outcome(folder, status), highlight=False)
@@ -190,7 +190,7 @@ def _train_first(
             ensure_start_checkpoint(launch, console)
         except LaunchError as error:
             coordinator.refuse(f"Node 0: {error}")
-        return execute(launch, launch.job.options.runs, console, title, coordinator)
+        return execute_launch(launch, launch.job.options.runs, console, title, coordinator)
 
 
 def _train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> bool:

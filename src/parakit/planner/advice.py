@@ -82,7 +82,7 @@ def best_of_each_family(request: Request) -> dict[StrategyFamily, Candidate]:
     return best
 
 
-def advice(plan: Plan) -> list[str]:
+def advice_sentences(plan: Plan) -> list[str]:
     """The plan in a few sentences; see the README for how they compare with rules of thumb."""
     if plan.winner is None:
         return [no_fit_sentence(plan)]

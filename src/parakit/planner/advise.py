@@ -27,7 +27,7 @@ from parakit.planner.advice import (
 from parakit.planner.options import plan_options
 from parakit.planner.readings.neighbours import uncertainty
 from parakit.planner.request import request_from_options
-from parakit.planner.search import Candidate, Plan, Request, resized, search
+from parakit.planner.search import Candidate, Plan, Request, resized, search_configurations
 from parakit.planner.show import plan_command
 from parakit.planner.tensors import parameters_total
 from parakit.planner.verdict import MOST_RECOMMENDED
@@ -49,7 +49,7 @@ def advise(given: Namespace) -> int:
     """
     from rich.table import Table
 
-    plan = search(request_from_options(plan_options(given)))
+    plan = search_configurations(request_from_options(plan_options(given)))
     if plan.winner is None:
         print(no_fit_sentence(plan), file=sys.stderr)
         return 1
@@ -170,7 +170,7 @@ def _changes(plan: Plan, winner: Candidate) -> str:
     """The choice under other circumstances, of those that make it another one."""
     changed, same = [], []
     for what, request in _variations(plan.request):
-        ranked = search(request, kept=_KEPT).ranked
+        ranked = search_configurations(request, kept=_KEPT).ranked
         if not ranked:
             changed.append(f"with {what} nothing fits")
         elif any(_split(one) == _split(winner) for one in ranked if one.is_tied(ranked[0])):

@@ -14,7 +14,7 @@ from parakit.config.flags import Flags
 from parakit.formatting.units import GIB, gib, joined
 from parakit.planner.options import PlanOptions
 from parakit.planner.request import request_from_options
-from parakit.planner.search import Candidate, Plan, Request, evaluate, search
+from parakit.planner.search import Candidate, Plan, Request, evaluate, search_configurations
 
 DEFAULTS, TUNED, ALL = "defaults", "tuned", "all"
 
@@ -98,7 +98,7 @@ def search_recipes(
     """The plan with every switch that brings its winner anything, and what each one brings it."""
     plain = request_from_options(options)
     used = switches(recipe, plain)
-    plan = search(_with(options, used), slack=slack)
+    plan = search_configurations(_with(options, used), slack=slack)
     if not used or plan.winner is None:
         return plan, ()
     winner, kept = plan.winner, used
@@ -109,7 +109,7 @@ def search_recipes(
         if refused or not _chosen(switch, other, winner).is_worth_it:
             kept, winner = fewer, other
     if kept != used:
-        plan = search(_with(options, kept), slack=slack)
+        plan = search_configurations(_with(options, kept), slack=slack)
     best = plan.winner or winner
     others = ((each, _under(_with(options, _without(kept, each)), best)) for each in kept)
     return plan, tuple(_chosen(each, other, best) for each, other in others)

@@ -139,7 +139,7 @@ class Plan:
         return tuple(found for found in self.ranked[1:] if found.is_tied(self.ranked[0]))
 
 
-def search(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
+def search_configurations(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
     """Rank every legal configuration.
 
     `slack` above 1 also evaluates those that are up to so many times slower than the last one kept,
@@ -411,7 +411,7 @@ def scaling(plan: Plan) -> Scaling | None:
         return None
     own = plan.request.cluster.devices
     for devices in (2**doublings for doublings in range((own - 1).bit_length())):
-        if fewer := search(resized(plan.request, devices), kept=1).winner:
+        if fewer := search_configurations(resized(plan.request, devices), kept=1).winner:
             rate = fewer.tokens_per_second / devices
             return Scaling(devices, fewer.strategy, plan.winner.tokens_per_second / own / rate)
     return Scaling(own, plan.winner.strategy, 1.0)
@@ -422,7 +422,7 @@ def devices_needed(request: Request) -> int | None:
     devices = request.cluster.devices * 2
     while devices <= _MOST_DEVICES:
         grown = resized(request, devices, request.global_batch * devices)
-        if search(grown, kept=1).winner is not None:
+        if search_configurations(grown, kept=1).winner is not None:
             return devices
         devices *= 2
     return None

@@ -18,7 +18,7 @@ from parakit.config.strategy import batch_for, strategy_name
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import gb, gib, joined, ms, percent, plural
 from parakit.planner import memory
-from parakit.planner.advice import advice, binding
+from parakit.planner.advice import advice_sentences, binding
 from parakit.planner.collectives.call import by_group, total_wire_bytes
 from parakit.planner.collectives.rank import busiest_collectives
 from parakit.planner.memory import COMPONENTS
@@ -55,7 +55,7 @@ def plan_as_data(plan: Plan, days: float | None, scaled: Scaling | None) -> dict
         "calibration": cluster.calibration.source,
         **ignored_as_data(ignored_flags(request, laid=False)),
         "legal_configurations": plan.legal,
-        "advice": advice(plan),
+        "advice": advice_sentences(plan),
         "binding": binding(plan),
         "winner": candidate_as_data(request, plan.ranked[0]),
         "ranked": [candidate_as_data(request, candidate) for candidate in plan.ranked],
@@ -104,7 +104,7 @@ def print_plan(
     plan: Plan, console: Console, days: float | None, scaled: Scaling | None, error: str
 ) -> None:
     """Print a plan that has a winner; `error` says how far predictions like its were missed."""
-    sentences, devices = advice(plan), plan.request.cluster.devices
+    sentences, devices = advice_sentences(plan), plan.request.cluster.devices
     if scaled and scaled.devices == devices:
         sentences.append(f"Fewer than {devices} devices do not hold it.")
     elif scaled:

@@ -117,7 +117,7 @@ class Finding:
         return " ".join(words)
 
 
-def findings() -> tuple[Finding, ...]:
+def list_findings() -> tuple[Finding, ...]:
     """All, in the order of the file.
 
     Raises:

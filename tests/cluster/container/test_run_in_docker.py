@@ -13,7 +13,7 @@ from parakit.artifacts.run import DeviceLink, Status
 from parakit.config.run import RuntimeName
 from parakit.launch import execute as execution
 from parakit.launch.compose import Launch
-from parakit.launch.execute import execute
+from parakit.launch.execute import execute_launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, Wandb
 from parakit.launch.train import compose_job
@@ -42,7 +42,7 @@ def launch(docker: FakeDocker, sample_prefix: Path, tmp_path: Path) -> Launch:
 
 
 def run(launch: Launch, tmp_path: Path) -> tuple[Path, records.StatusRecord]:
-    return execute(launch, tmp_path / "runs", Console(quiet=True), "tp2")
+    return execute_launch(launch, tmp_path / "runs", Console(quiet=True), "tp2")
 
 
 def test_a_run_records_image_software_and_how_the_gpus_are_joined(

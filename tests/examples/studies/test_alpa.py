@@ -12,7 +12,7 @@ from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.run import spec_of_model
 from parakit.config.strategy import Batch, Parallelism
-from parakit.planner.search import Request, search
+from parakit.planner.search import Request, search_configurations
 from parakit.planner.time.cluster import Cluster
 
 ROOMY = 1000
@@ -86,7 +86,7 @@ def request(devices: int) -> Request:
 
 def test_what_megatron_can_run_is_timed_as_the_planner_times_it() -> None:
     asked = request(2)
-    found, plan = alpa(asked), search(asked)
+    found, plan = alpa(asked), search_configurations(asked)
     winner = plan.winner
     assert found is not None
     assert winner is not None

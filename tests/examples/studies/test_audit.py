@@ -5,7 +5,7 @@ import pytest
 
 from examples.studies.audit import Contradiction, audit
 from examples.studies.audit_table import TableError, quantity, read_table
-from parakit.cli.main import from_words
+from parakit.cli.dispatch import from_words
 from parakit.planner.readings.table import READINGS
 
 BRIDGE = """\

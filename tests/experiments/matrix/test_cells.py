@@ -19,11 +19,11 @@ from parakit.experiments.matrix.cells import cells_of, draws, rows_of
 from parakit.experiments.matrix.commands import families_of
 from parakit.experiments.matrix.definition import Apart, Family, Layout, Level, load_matrix
 from parakit.launch.job import parse_target
-from parakit.verify.findings import Finding, findings
+from parakit.verify.findings import Finding, list_findings
 from tests.experiments.matrix.factory import DP, TP, factor, family, matrix
 
 RELEASE = Version("0.19.0")
-KNOWN = tuple(one for one in findings() if one.id == "sink-missing-in-norm")
+KNOWN = tuple(one for one in list_findings() if one.id == "sink-missing-in-norm")
 
 
 @cache

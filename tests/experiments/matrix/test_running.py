@@ -23,7 +23,7 @@ from parakit.experiments.matrix.outcome import (
 from parakit.experiments.matrix.running import CellVerifier, MatrixRun
 from parakit.experiments.matrix.table import pair_of
 from parakit.launch.options import Options
-from parakit.verify.findings import findings
+from parakit.verify.findings import list_findings
 from tests.experiments.matrix.factory import DP, TP, factor, family, guilty, matrix, record
 
 MODEL = family(
@@ -170,7 +170,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_record_is_of_the_known_finding_that_its_patches_do_not_cure(
     patch: str, fields: dict[str, object], named: str
 ) -> None:
-    (sink,) = (one for one in findings() if one.id == "sink-missing-in-norm")
+    (sink,) = (one for one in list_findings() if one.id == "sink-missing-in-norm")
     ends = replace(sink, id="ends", fails="no get_loss_scale", stage=None)
     model = load_matrix().families[0]
     cell = Cell(model, TP, (model.level("attention/sink"),), patch=patch)

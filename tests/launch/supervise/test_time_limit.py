@@ -11,7 +11,7 @@ from rich.console import Console
 from parakit.artifacts.run import Status, read_status
 from parakit.launch import execute as execute_module
 from parakit.launch.compose import Launch
-from parakit.launch.execute import execute
+from parakit.launch.execute import execute_launch
 from parakit.launch.train import compose_job
 from tests.experiments.factory import cell
 
@@ -43,7 +43,7 @@ def test_a_run_over_its_time_is_ended_and_what_it_logged_is_there(
     clock = SimpleNamespace(monotonic=now, sleep=time.sleep)
     monkeypatch.setattr(execute_module, "time", clock)
     launch = replace(endless(tmp_path, sample_prefix), time_limit_seconds=1.0)
-    folder, status = execute(launch, tmp_path, Console(file=io.StringIO()), "endless")
+    folder, status = execute_launch(launch, tmp_path, Console(file=io.StringIO()), "endless")
     assert (status.status, status.reason) == (
         Status.INTERRUPTED,
         "It was not done in 1 s and was ended.",

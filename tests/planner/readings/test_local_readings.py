@@ -16,7 +16,7 @@ from parakit.planner.readings.local_readings import OwnRuns, Row, add_rows, own_
 from parakit.planner.readings.neighbours import uncertainty
 from parakit.planner.readings.reading_to_spec import RefusedError, express
 from parakit.planner.readings.table import ReadingsError, read_readings
-from parakit.planner.search import Request, evaluate, search
+from parakit.planner.search import Request, evaluate, search_configurations
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import iteration_seconds
 from tests.patience import PATIENCE
@@ -130,12 +130,12 @@ def test_readings_of_another_device_say_nothing(tmp_path: Path) -> None:
 
 def test_a_plan_takes_the_layout_that_ones_own_runs_found_faster(tmp_path: Path) -> None:
     request = Request(MODEL, on(2), 64, spec("dp2"))
-    before = search(request)
+    before = search_configurations(request)
     assert before.winner is not None
     assert before.winner.strategy == "dp2-zero1"
     slower = [measured(name, 2.0) for name in ("dp2", "dp2-zero1", "dp2-zero2", "dp2-zero3")]
     own = known(tmp_path / "mine.csv", *slower, measured("tp2", 1.0), measured("pp2", 1.0))
-    after = search(replace(request, own=own))
+    after = search_configurations(replace(request, own=own))
     assert after.winner is not None
     assert "dp2" not in after.winner.strategy
     assert evaluate(after.request, after.winner.spec) == after.winner

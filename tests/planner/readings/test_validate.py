@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from parakit.cli.main import from_words
+from parakit.cli.dispatch import from_words
 from parakit.config.experts import BALANCED, ExpertLoad
 from parakit.config.run import Fp8Recipe, TokenDispatcher
 from parakit.planner.memory import fullest_rank

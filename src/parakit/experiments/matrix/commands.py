@@ -34,7 +34,7 @@ from parakit.formatting.terminal import say
 from parakit.launch.code import find_entry
 from parakit.launch.data import SMALL_SAMPLE, make_sample
 from parakit.launch.options import Options
-from parakit.verify.findings import Finding, Judged, findings
+from parakit.verify.findings import Finding, Judged, list_findings
 
 FOLDER = "matrix"
 """In the runs folder; one of each version in it."""
@@ -287,7 +287,7 @@ def known_findings(name: str) -> tuple[Finding, ...]:
     """Those that a version has and that a CPU rank can show; none of a version that nobody judged."""
     return tuple(
         one
-        for one in findings()
+        for one in list_findings()
         if one.verdict is not Judged.UNREACHABLE and name in one.present and one.patch.is_file()
     )
 

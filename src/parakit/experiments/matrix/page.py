@@ -29,7 +29,7 @@ from parakit.experiments.matrix.table import LEGEND, FamilyTable, bf16_costs, ta
 from parakit.formatting.html import environment
 from parakit.formatting.table import markdown_rows, markdown_text
 from parakit.formatting.units import DASH
-from parakit.verify.findings import Finding, Judged, findings
+from parakit.verify.findings import Finding, Judged, list_findings
 
 MARKDOWN, HTML = "parity-matrix.md", "parity-cells.html"
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -88,7 +88,7 @@ class MatrixOfVersion:
         shown = {one.finding for one in self.records if one.finding}
         return [
             (finding, [one for one in self.records if one.finding == finding.id])
-            for finding in findings()
+            for finding in list_findings()
             if finding.id in shown
         ]
 
@@ -161,7 +161,7 @@ def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:
     ]
     legend = [(status.replace(" ", "-"), *said) for status, said in LEGEND.items()]
     order = list(Judged)
-    judged = sorted(findings(), key=lambda one: order.index(one.verdict))
+    judged = sorted(list_findings(), key=lambda one: order.index(one.verdict))
     given = {**_NAMES, "versions": versions, "legend": legend, "overview": overview(versions)}
     paths = folder / MARKDOWN, folder / HTML
     for path in paths:

@@ -33,7 +33,7 @@ from parakit.experiments.verify.pairs import Verification, compose_pair, pair_of
 from parakit.formatting.terminal import say
 from parakit.launch.compose import Launch
 from parakit.launch.data import make_sample
-from parakit.launch.execute import execute
+from parakit.launch.execute import execute_launch
 from parakit.launch.job import make_command
 from parakit.launch.options import Options
 from parakit.launch.preflight import check
@@ -145,7 +145,7 @@ def carried_out(
 
             def trained(part: str, launch: Launch) -> str:
                 """Train as any target does, in a run folder of the part's name."""
-                run, status = execute(launch, folder, console, part)
+                run, status = execute_launch(launch, folder, console, part)
                 run.rename(folder / part)
                 keep_log(folder / part / LOG_FILE, scratch / part)
                 how = f"ended '{status.status}': {status.reason}"

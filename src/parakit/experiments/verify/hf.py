@@ -29,7 +29,7 @@ from parakit.experiments.verify.pairs import HF, Pair, compose_pair
 from parakit.experiments.verify.verifier import losses_in
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.launch.backends import NO_TRANSFORMERS
-from parakit.launch.execute import execute
+from parakit.launch.execute import execute_launch
 from parakit.launch.hub import folder_of
 from parakit.launch.job import Job, parse_target
 from parakit.launch.options import Options
@@ -166,7 +166,7 @@ class _Prover:
         for backend in (Backend.MEGATRON, Backend.TRANSFORMERS):
             launch = compose_job(job.under(replace(own, backend=backend)))
             check(launch)
-            run, status = execute(launch, self.folder, self.console, f"{steps}, {backend}")
+            run, status = execute_launch(launch, self.folder, self.console, f"{steps}, {backend}")
             if status.status is not Status.OK:
                 reason = f"{backend} ended '{status.status}': {status.reason}"
                 return Proof(name, steps, Outcome.NOT_COMPARABLE, reason)

@@ -26,7 +26,7 @@ from parakit.artifacts.run import (
 )
 from parakit.config.errors import LaunchError
 from parakit.hang.dumps import UnreadableError
-from parakit.hang.gather import gather
+from parakit.hang.gather import gather_evidence
 from parakit.hang.order import find_mismatch
 from parakit.hang.verdict import Kind, Outcome, Verdict, judge
 
@@ -71,7 +71,7 @@ class HangWatch:
             (stacks / STOPPED_FILE).write_text(" ".join(map(str, stopped)))
         rank = stopped[0] if stopped else None
         with suppress(UnreadableError, FileNotFoundError):
-            found = judge(gather([stacks]))
+            found = judge(gather_evidence([stacks]))
             rank = found.culprits[0] if found.culprits else rank
             why = f" {found.sentence}"
             where = f" Where each rank was is in {stacks.name}/."
@@ -87,7 +87,7 @@ def unfit_call(stacks: Path, named: int | None) -> Verdict | None:
     counts only a call that differs from another's of its number: what came of it may fail anywhere.
     """
     with suppress(UnreadableError):
-        evidence = replace(gather([stacks]), is_over=True)
+        evidence = replace(gather_evidence([stacks]), is_over=True)
         found = judge(evidence)
         if found.kind is Kind.OTHER_COLLECTIVE and (named is None or find_mismatch(evidence)):
             return found
@@ -98,7 +98,7 @@ def unfit_call(stacks: Path, named: int | None) -> Verdict | None:
 def awaited(folder: Path) -> Verdict | None:
     """Of a run that NCCL's watchdog ended: for whom its ranks waited, if what they left shows it."""
     with suppress(UnreadableError, FileNotFoundError):
-        found = judge(gather([folder / STACKS_FOLDER, folder / LOG_FILE]))
+        found = judge(gather_evidence([folder / STACKS_FOLDER, folder / LOG_FILE]))
         if found.verdict is Outcome.HANG:
             return found
     return None
