@@ -21,7 +21,7 @@ from torch.distributed import checkpoint
 from parakit.artifacts.torch_dist import StoredMetadata, StoredPart, StoredTensor
 from parakit.artifacts.torch_dist_writer import write_metadata
 from parakit.checkpoint.checks import loading, problems_of
-from parakit.checkpoint.command import inspect
+from parakit.checkpoint.command import inspect_command
 from parakit.checkpoint.compare import compare_weights
 from parakit.checkpoint.contents import UnknownFormatError, read_contents
 from parakit.config.files import ROOT
@@ -101,7 +101,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_healthy_checkpoint_is_described_as_the_issue_has_it(
     healthy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert inspect(str(healthy), None, None, verify=True, json=True) == 0
+    assert inspect_command(str(healthy), None, None, verify=True, json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["format"], found["iteration"], found["layout"]) == ("torch_dist", 8, "tp2")
     weights = [one for one in states().items() if not one[0].startswith("optimizer")]
@@ -126,7 +126,7 @@ def test_a_run_s_folder_is_described_by_its_newest_checkpoint(
 
 def closing_lines(folder: Path, capsys: pytest.CaptureFixture[str], verify: bool = False) -> str:
     """What `make inspect` prints last of a checkpoint in which it finds no fault."""
-    assert inspect(str(folder), None, None, verify=verify) == 0
+    assert inspect_command(str(folder), None, None, verify=verify) == 0
     return capsys.readouterr().out.partition("Checked: ")[2]
 
 
@@ -176,7 +176,7 @@ def test_a_model_of_another_family_is_not_claimed_and_a_damaged_config_is_a_faul
     assert "which tensors the model has, because" in lines
     assert "has the model_type 'mamba'" in lines
     config.write_text('{"model_type')
-    assert inspect(str(tmp_path), None, None, verify=False) == 1
+    assert inspect_command(str(tmp_path), None, None, verify=False) == 1
     assert "config.json cannot be read" in capsys.readouterr().err
 
 
@@ -185,7 +185,7 @@ def test_a_checkpoint_without_its_common_state_is_at_fault(
 ) -> None:
     folder = written(tmp_path, states())
     (folder / "iter_0000008/common.pt").unlink()
-    assert inspect(str(folder), None, None, verify=False) == 1
+    assert inspect_command(str(folder), None, None, verify=False) == 1
     assert "common.pt is missing, without which" in capsys.readouterr().err
 
 
@@ -271,7 +271,7 @@ def test_a_pipe_is_not_opened_and_is_named(
 ) -> None:
     copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
     make_pipe(copy / "iter_0000008" / name)
-    assert inspect(str(copy), None, None, verify=True) == 1
+    assert inspect_command(str(copy), None, None, verify=True) == 1
     printed = capsys.readouterr()
     assert re.search(rf"{name}\b.* is no regular file", printed.err)
     assert "Nothing is missing" not in printed.out
@@ -510,9 +510,9 @@ def test_a_damaged_checkpoint_is_not_compared(
     healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
-    assert inspect(str(healthy), str(copy), None, verify=False) == 0
+    assert inspect_command(str(healthy), str(copy), None, verify=False) == 0
     truncate(copy)
-    assert inspect(str(healthy), str(copy), None, verify=False) == 1
+    assert inspect_command(str(healthy), str(copy), None, verify=False) == 1
     said = capsys.readouterr().err
     assert "is truncated" in said
     assert "Nothing was compared" in said
@@ -531,7 +531,7 @@ def test_a_flipped_byte_is_no_difference_between_models(
 ) -> None:
     copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
     flip(data(copy), states()[QKV])
-    assert inspect(str(healthy), str(copy), None, verify=False) == 1
+    assert inspect_command(str(healthy), str(copy), None, verify=False) == 1
     error = capsys.readouterr().err
     assert f"{data(copy)} is damaged at byte" in error
     assert "Nothing was compared" in error

@@ -6,7 +6,7 @@ import pytest
 
 from parakit.data.indexed import DatasetError, open_dataset
 from parakit.data.split import draws
-from parakit.data.stats import label, measure, text_histogram
+from parakit.data.stats import label, measure_dataset, text_histogram
 
 # GPT-2 tokens: 1, 2, 0, 4; with the end tokens: 2, 3, 0, 5.
 DOCUMENTS = ["one", "one two", "", "one two three four"]
@@ -20,7 +20,7 @@ def prefix(tool, tmp_path, write_lines):
 
 
 def test_counts_are_exact(prefix):
-    stats = measure(open_dataset(prefix))
+    stats = measure_dataset(open_dataset(prefix))
     assert (stats.documents, stats.sequences, stats.tokens) == (4, 3, 10)
     assert (stats.empty_documents, stats.longest_document) == (1, 5)
     assert (stats.eod, stats.eod_tokens) == (50256, 3)
@@ -30,7 +30,7 @@ def test_counts_are_exact(prefix):
 
 
 def test_without_a_manifest_the_end_token_is_the_one_all_sequences_share(prefix):
-    stats = measure(replace(open_dataset(prefix), manifest=None))
+    stats = measure_dataset(replace(open_dataset(prefix), manifest=None))
     assert (stats.eod, stats.eod_tokens, stats.text_bytes) == (50256, 3, None)
 
 
@@ -41,7 +41,7 @@ def test_a_damaged_index_is_refused_in_one_sentence_wherever_the_damage_is(prefi
     for at in range(len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
         try:
-            measure(open_dataset(prefix))
+            measure_dataset(open_dataset(prefix))
         except DatasetError:
             refused += 1
     assert refused == len(content)
@@ -51,7 +51,7 @@ def test_documents_of_many_sentences_are_measured_whole(tool, tmp_path, write_li
     monkeypatch.setattr("parakit.data.indexed.CHUNK", 2)
     documents = [["one", "two"], ["one"], [], ["one", "two", "three"], ["one"]]
     assert tool("--input", write_lines(documents), "--output-prefix", tmp_path / "o") == 0
-    stats = measure(replace(open_dataset(tmp_path / "o_text_document"), manifest=None))
+    stats = measure_dataset(replace(open_dataset(tmp_path / "o_text_document"), manifest=None))
     assert (stats.documents, stats.sequences, stats.tokens) == (5, 7, 7)
     assert stats.length_histogram[:4] == (1, 2, 2, 0)
 

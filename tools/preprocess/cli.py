@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from parakit.artifacts.io import write_whole
-from parakit.data import stats
 from parakit.data.indexed import Dataset, DatasetError, open_dataset, strip_suffix
 from parakit.data.merge import merge_datasets
 from parakit.data.split import draws
+from parakit.data.stats import describe_counts, describe_draws, measure_dataset, text_histogram
 from parakit.data.verify import verify_dataset
 from tools.preprocess.hub import OPENWEBTEXT, Hub, comparison
 from tools.preprocess.run import preprocess
@@ -271,15 +271,15 @@ def _add_stats_flags(add: Add) -> None:
 def _stats(flags: Flags) -> int:
     """Describe a data set: counts, document lengths, and what a training run will draw from it."""
     dataset = open_dataset(strip_suffix(flags.prefix))
-    found = stats.measure(dataset)
+    found = measure_dataset(dataset)
     samples = flags.steps * flags.global_batch_size
     drawn = draws(dataset, flags.split, flags.seq_length, samples)
     if flags.json:
         print(msgspec.json.encode({"stats": found, "draws": drawn}).decode())
         return 0
-    print(*stats.describe_counts(dataset, found), "", sep="\n")
-    print(*stats.text_histogram(found.length_histogram), "", sep="\n")
-    print(*stats.describe_draws(drawn, flags.seq_length, flags.steps), sep="\n")
+    print(*describe_counts(dataset, found), "", sep="\n")
+    print(*text_histogram(found.length_histogram), "", sep="\n")
+    print(*describe_draws(drawn, flags.seq_length, flags.steps), sep="\n")
     return 0
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from parakit.checkpoint.compare import TensorRelation
 
 
-def inspect(
+def inspect_command(
     ckpt: str, compare: str | None, strategy: str | None, verify: bool, json: bool = False
 ) -> int:
     """Print it; 1 if something is wrong with it, the strategy cannot load it, or the two differ.

@@ -36,7 +36,7 @@ class Stats:
     """UTF-8 bytes of the documents; only a manifest tells."""
 
 
-def measure(dataset: Dataset) -> Stats:
+def measure_dataset(dataset: Dataset) -> Stats:
     """Read a data set once, in bounded memory.
 
     Raises:

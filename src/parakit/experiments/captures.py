@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 
 from parakit.artifacts.verdict import Outcome, Verdict
-from parakit.checkpoint import command
+from parakit.checkpoint.command import inspect_command
 from parakit.config.files import ROOT
 from parakit.formatting.terminal import say
 from parakit.verify.captured import VerifyError, read_capture
@@ -31,7 +31,7 @@ def inspect(
     """
     ours = ROOT / Path(ckpt).expanduser()
     if not (ours / "rank-0").is_dir():
-        return command.inspect(ckpt, compare, strategy, verify, json)
+        return inspect_command(ckpt, compare, strategy, verify, json)
     if compare is None:
         raise VerifyError(f"{ckpt} is a capture; name its reference, such as COMPARE=captures/one.")
     verdict = compared(ROOT / Path(compare).expanduser(), ours).verdict

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, Code, MegatronEntry
 from parakit.cluster.checks.host import LOOPBACK
-from parakit.cluster.container import docker
+from parakit.cluster.container.docker import IMAGE_PYTHON, data_folders
 from parakit.cluster.nodes import Nodes
 from parakit.config.files import ROOT, from_root
 from parakit.config.flag_table import of_role
@@ -169,7 +169,7 @@ class Launch:
         program = (*self._program(), *self.arguments(run_folder))
         if self.spec.link_bits_per_second:
             return shaped(self.spec.link_bits_per_second, self.devices, _python(), program)
-        python = docker.PYTHON if container else _python()
+        python = IMAGE_PYTHON if container else _python()
         ranks = (*torchrun(self.local_devices, python, self.nodes), *program)
         if container is None:
             return ranks
@@ -335,7 +335,7 @@ def with_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
     start = options.runs / START_FOLDER
     shared = (start.resolve(),) if start.is_symlink() and start.is_dir() else ()
     given = (options.runs.absolute(), *shared, *(one.parent for one in patch_files))
-    folders = (*docker.data_folders(ROOT / data), *given)
+    folders = (*data_folders(ROOT / data), *given)
     return replace(runtime, container=runtime.container.mounting(*folders))
 
 

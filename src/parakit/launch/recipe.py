@@ -15,7 +15,13 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, args_text, from_root
 from parakit.config.run import RunSpec
 from parakit.config.strategy import parse_strategy, strategy_flags
-from parakit.convert.recipe import bridge
+from parakit.convert.recipe.bridge import (
+    build_recipe,
+    check_recipe_entry,
+    is_bridge_installed,
+    read_recipe,
+    recipe_differences,
+)
 from parakit.convert.recipe.fields import Recipe, recipe_of_flags
 from parakit.convert.recipe.flags import reading_of_fields
 from parakit.convert.recipe.imported import imported, model_name
@@ -114,7 +120,7 @@ def import_recipe(file: str, name: str | None, gpus: int | None, console: Consol
         )
     if name != model_name(name):
         raise LaunchError(f"NAME={name} is no model's name; use {model_name(name)}.")
-    reading = reading_of_fields(bridge.read_recipe(file))
+    reading = reading_of_fields(read_recipe(file))
     read = imported(reading, name, gpus)
     for reason in violations(read.spec):
         raise LaunchError(f"{file} makes a run that Megatron refuses: {reason}")
@@ -160,13 +166,13 @@ def source_of_target(name: str, options: Options) -> RecipeRun:
 
 def _checked(recipe: Recipe, text: str, spec: RunSpec) -> str:
     """What the recipe was checked with."""
-    if not bridge.is_installed():
+    if not is_bridge_installed():
         return "not checked here; 'make setup-bridge' installs what checks it."
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / RECIPE_FILE
         file.write_text(text)
-        fields = bridge.built(str(file), spec.parallelism.world_size)
-    for difference in bridge.differences(recipe, fields, spec):
+        fields = build_recipe(str(file), spec.parallelism.world_size)
+    for difference in recipe_differences(recipe, fields, spec):
         raise RecipeError(f"The recipe is not the run: {difference}")
     return (
         f"Megatron-Bridge {BRIDGE_VERSION} takes it; the container has the run's {len(recipe.fields)} "
@@ -182,14 +188,14 @@ def _entry(source: RecipeRun, origin: str, path: str) -> str:
 
 def _started(entry: str, recipe: str, spec: RunSpec) -> str:
     """What nemo-run says that it would start."""
-    if not bridge.is_installed():
+    if not is_bridge_installed():
         return "trains it with nemo-run."
     ranks = spec.parallelism.world_size
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / ENTRY_FILE
         file.write_text(entry)
         file.with_name(RECIPE_FILE).write_text(recipe)
-        bridge.check_entry(file, ranks)
+        check_recipe_entry(file, ranks)
     return f"trains it with nemo-run; nemo-run starts {ranks} rank{'s' * (ranks > 1)} of it by torchrun."
 
 

@@ -29,7 +29,7 @@ from parakit.artifacts.identity import (
 from parakit.artifacts.io import lock, write_record
 from parakit.cluster.checks.docker import image_id
 from parakit.cluster.checks.result import image_tag
-from parakit.cluster.container import docker
+from parakit.cluster.container.docker import versions_of
 from parakit.cluster.container.versions import installed_versions
 from parakit.cluster.nodes import Nodes
 from parakit.config.errors import LaunchError
@@ -292,7 +292,7 @@ def _find_software(launch: Launch, runs: Path) -> tuple[dict[str, str], str | No
     if container is None:
         return installed_versions(), image_tag()
     digest = image_id(container.image) or "unknown"
-    software = docker.versions_of(container, runs / IMAGES_FOLDER / f"{digest}.json")
+    software = versions_of(container, runs / IMAGES_FOLDER / f"{digest}.json")
     return software, f"{container.image}@{digest}"
 
 

@@ -15,7 +15,13 @@ from pathlib import Path
 from parakit.cluster.checks.docker import check_container, check_engine
 from parakit.cluster.checks.network import wandb_login
 from parakit.cluster.checks.result import ask, image_tag, refusals
-from parakit.cluster.container import docker
+from parakit.cluster.container.docker import (
+    HUB_VARIABLES,
+    IMAGE_PYTHON,
+    Container,
+    container_user,
+    inherited_names,
+)
 from parakit.cluster.container.image import ImagePair, find_pair
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
@@ -35,7 +41,7 @@ class Runtime:
     apex: bool = False
     """NVIDIA Apex's gradient accumulation, which Megatron's output layer uses even with TE."""
     pair: ImagePair | None = None
-    container: docker.Container | None = None
+    container: Container | None = None
 
 
 ON_HOST = Runtime()
@@ -78,8 +84,8 @@ def _hand_in_wandb_login() -> None:
 def docker_runtime(pair: ImagePair, gpus: bool = True, host_network: bool = False) -> Runtime:
     """A container of a pair's image."""
     # A dry run needs no engine, and a real one is refused by the preflight.
-    user, names = docker.caller(check_engine()[1]), docker.inherited_names()
-    container = docker.Container(pair.name, user, (ROOT,), names, gpus, host_network)
+    user, names = container_user(check_engine()[1]), inherited_names()
+    container = Container(pair.name, user, (ROOT,), names, gpus, host_network)
     return Runtime(RuntimeName.DOCKER, True, True, pair, container)
 
 
@@ -172,11 +178,11 @@ def docker_command(words: Sequence[str], options: Options) -> tuple[str, ...]:
     cache of the hub."""
     from parakit.data.inputs import HUB_CACHES  # What trains needs none.
 
-    user, names = docker.caller(check_engine()[1]), docker.inherited_names(*docker.HUB, *HUB_CACHES)
+    user, names = container_user(check_engine()[1]), inherited_names(*HUB_VARIABLES, *HUB_CACHES)
     caches = [Path(name) for each in HUB_CACHES if (name := os.environ.get(each))]
-    container = docker.Container(find_pair(options.image).name, user, inherited=names, gpus=False)
+    container = Container(find_pair(options.image).name, user, inherited=names, gpus=False)
     mounted = container.mounting(*folders_named(words), *filter(Path.is_dir, caches))
-    return mounted.wrap((docker.PYTHON, "-m", *words), ())
+    return mounted.wrap((IMAGE_PYTHON, "-m", *words), ())
 
 
 def folders_named(words: Sequence[str]) -> Iterator[Path]:

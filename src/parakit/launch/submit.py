@@ -15,7 +15,7 @@ from rich.console import Console
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.cluster.checks.result import ask
-from parakit.cluster.container import docker
+from parakit.cluster.container.docker import IMAGE_PYTHON, Container, data_folders, inherited_names
 from parakit.cluster.container.image import find_pair
 from parakit.cluster.nodes import Nodes
 from parakit.cluster.sbatch import ArrayTask, BatchJob, pyxis_flags, script
@@ -110,7 +110,7 @@ def _job(name: str, launch: Launch) -> BatchJob:
         devices_a_node=launch.local_devices,
         slurm=options.slurm,
         cells=(),
-        python=docker.PYTHON if container else sys.executable,
+        python=IMAGE_PYTHON if container else sys.executable,
         inherited=inherited(options),
         container=container,
     )
@@ -121,9 +121,7 @@ def inherited(options: Options) -> tuple[str, ...]:
 
     Slurm keeps a job's variables in its own spool until the job has ended.
     """
-    names = [
-        name for name in docker.inherited_names(*WANDB_NAMES) if name != "CUDA_VISIBLE_DEVICES"
-    ]
+    names = [name for name in inherited_names(*WANDB_NAMES) if name != "CUDA_VISIBLE_DEVICES"]
     return tuple(name for name in names if options.wandb or name not in WANDB_NAMES)
 
 
@@ -148,8 +146,8 @@ def _container(launch: Launch) -> tuple[str, ...]:
             f"--output {squashed} dockerd://{pair.name}', name another with SLURM_IMAGE=, or set "
             "RUNTIME=host."
         )
-    folders = (ROOT, *docker.data_folders(launch.data_path), options.runs.absolute())
-    mounts = docker.Container("", "", mounts=()).mounting(*folders).mounts
+    folders = (ROOT, *data_folders(launch.data_path), options.runs.absolute())
+    mounts = Container("", "", mounts=()).mounting(*folders).mounts
     return pyxis_flags(named or str(squashed), mounts)
 
 

@@ -9,7 +9,7 @@ import pytest
 from parakit.cluster.checks.docker import check_container, check_engine
 from parakit.cluster.checks.result import CommandOutput, refusals
 from parakit.cluster.container import docker
-from parakit.cluster.container.docker import bind, caller
+from parakit.cluster.container.docker import bind, container_user
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.run import DeviceKind, RuntimeName
@@ -128,7 +128,7 @@ def test_an_argument_with_quotes_and_spaces_arrives_as_one_word(docker: FakeDock
 def test_a_rootless_engine_maps_root_to_the_caller(docker: FakeDocker) -> None:
     docker.answer("info", '{"runtimes":{"nvidia":{}},"is":["name=seccomp","name=rootless"]}')
     assert values(composed(DOCKER).command("r"), "--user") == ["0:0"]
-    assert caller() == f"{os.getuid()}:{os.getgid()}"
+    assert container_user() == f"{os.getuid()}:{os.getgid()}"
 
 
 CONNECT = "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is it running?\n"

@@ -25,7 +25,7 @@ from tests.convert.recipe.documents import recipe_of, source
 
 MEGATRONS = Path(__file__).with_name("megatrons_configs.py")
 NEEDS_BRIDGE = pytest.mark.skipif(
-    not bridge.is_installed(), reason="make setup-bridge installs Megatron-Bridge"
+    not bridge.is_bridge_installed(), reason="make setup-bridge installs Megatron-Bridge"
 )
 TARGETS = (
     *(f"train-{strategy}-gpt2-large-2gpu" for strategy in ("tp2", "sp2", "cp2", "vpp2", "zero2")),
@@ -177,12 +177,12 @@ def test_a_container_that_is_not_the_run_is_found() -> None:
     asked = source("train-tp2-gpt2-tiny-2gpu")
     recipe = recipe_of(asked)
     built = {**BRIDGE, **recipe.fields, "optimizer.lr": 1.0, "model.qk_layernorm": True}
-    assert list(bridge.differences(recipe, built, asked.spec)) == [
+    assert list(bridge.recipe_differences(recipe, built, asked.spec)) == [
         "optimizer.lr is 1.0 in the container and 0.001 in the run.",
         "model.qk_layernorm is True in the container, which the run does not ask for.",
     ]
     without = Recipe(recipe.fields, (*recipe.flags, "--seed", "7"), ())
-    (other,) = bridge.differences(without, {**BRIDGE, **recipe.fields}, asked.spec)
+    (other,) = bridge.recipe_differences(without, {**BRIDGE, **recipe.fields}, asked.spec)
     assert other.startswith("The container reads as another run")
 
 

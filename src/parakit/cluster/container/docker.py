@@ -19,7 +19,7 @@ from parakit.config import variables
 from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.flags import flag_words
 
-PYTHON = "python3"
+IMAGE_PYTHON = "python3"
 """The image's own, which has torch and Transformer Engine."""
 
 ALWAYS = (variables.LEDGER, variables.RUN_MARK, variables.STACKS, "PYTHONUNBUFFERED")
@@ -30,7 +30,7 @@ INHERITED = ("CUDA_VISIBLE_DEVICES", "WANDB_API_KEY", "WANDB_BASE_URL")
 
 INHERITED_PREFIXES = ("NCCL_", "NVTE_", "TORCH_NCCL_")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
-HUB = ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE")
+HUB_VARIABLES = ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE")
 """Only for commands that fetch data; training needs no token and gets none."""
 
 CONFINED = {
@@ -106,7 +106,7 @@ def bind(path: Path) -> str:
     return line.getvalue().strip()
 
 
-def caller(engine: DockerEngine | None = None) -> str:
+def container_user(engine: DockerEngine | None = None) -> str:
     """`--user` for what the container writes to belong to the caller.
 
     A rootless engine maps the container's root to the caller, and other users to unprivileged ids.
@@ -154,7 +154,7 @@ def versions_of(container: Container, cache: Path) -> dict[str, str]:
     except (OSError, ValueError):
         pass
     probe = Container(container.image, container.user, gpus=False)
-    command = probe.wrap((PYTHON, "-m", "parakit.cluster.container.versions"), ())
+    command = probe.wrap((IMAGE_PYTHON, "-m", "parakit.cluster.container.versions"), ())
     try:
         # The image prints a banner first; the versions are the last line.
         software = dict(json.loads(ask(list(command), PROBE_SECONDS).out.rpartition("\n")[2]))

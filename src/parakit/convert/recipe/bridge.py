@@ -35,7 +35,7 @@ _NO_ENVIRONMENT = (
 )
 
 
-def is_installed() -> bool:
+def is_bridge_installed() -> bool:
     """Whether recipes can be built here."""
     return (ENVIRONMENT / "bin/python").exists()
 
@@ -50,13 +50,13 @@ def read_recipe(text: str) -> Fields:
     if not path.is_file():
         raise RecipeError(f"FILE={text}: there is no file {path}.")
     if path.suffix == ".py":
-        if not is_installed():
+        if not is_bridge_installed():
             raise RecipeError(_NO_ENVIRONMENT.format(path))
-        return built(text)
+        return build_recipe(text)
     return _fields_of_file(path)
 
 
-def built(recipe: str, ranks: int | None = None) -> Fields:
+def build_recipe(recipe: str, ranks: int | None = None) -> Fields:
     """The fields of the container that a Python file (`path.py`, `path.py:function`) makes in a process
     of Bridge's environment, which validates it as at the start of training on so many ranks, if any.
 
@@ -69,7 +69,7 @@ def built(recipe: str, ranks: int | None = None) -> Fields:
         return _fields_of_file(out)
 
 
-def check_entry(entry: Path, ranks: int) -> None:
+def check_recipe_entry(entry: Path, ranks: int) -> None:
     """Let nemo-run say that an entry would start the recipe beside it on so many ranks.
 
     Raises:
@@ -100,7 +100,7 @@ def _evaluate(file: str, out: Path, *options: str) -> None:
         raise RecipeError(f"{Path(file).name} makes no container: {said[-1]}")
 
 
-def differences(recipe: Recipe, fields: Fields, spec: RunSpec) -> Iterable[str]:
+def recipe_differences(recipe: Recipe, fields: Fields, spec: RunSpec) -> Iterable[str]:
     """Where the fields of a container that was built from the run's recipe are not the run, a sentence
     each; empty if every field says the same."""
     for place, value in recipe.fields.items():

@@ -1,0 +1,44 @@
+"""Public names of a package, imported from their modules on first use.
+
+A package's `__init__.py` lists its public names twice: in `__all__`, and as imports below `if TYPE_CHECKING:`,
+where type checkers find them. `lazy_names` reads the imports, so that importing a package, or one of its
+modules, does not load its other modules. Python 3.6 can import this file, because `make doctor` does.
+"""
+
+import ast
+import importlib
+from pathlib import Path
+from typing import Any, Callable, Dict
+
+
+def lazy_names(package: str, file: str) -> Callable[[str], Any]:
+    """Return a package's `__getattr__`, which imports a public name from the module that defines it.
+
+    Args:
+        package: `__name__` of the package.
+        file: `__file__` of its `__init__.py`; the imports below its first `if` are the public names.
+
+    Returns:
+        The function. It raises AttributeError for a name that the package does not import there.
+    """
+    modules: Dict[str, str] = {}
+
+    def get_attribute(name: str) -> Any:
+        if not modules:
+            modules.update(_read_imports(file))
+        if name not in modules:
+            raise AttributeError("module {!r} has no attribute {!r}".format(package, name))
+        return getattr(importlib.import_module(modules[name]), name)
+
+    return get_attribute
+
+
+def _read_imports(file: str) -> Dict[str, str]:
+    """Return the module that each name comes from, by name."""
+    modules = {}
+    for statement in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.If):
+            for node in statement.body:
+                if isinstance(node, ast.ImportFrom):
+                    modules.update({alias.name: node.module or "" for alias in node.names})
+    return modules
