@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_patches.registry import Patch, Replacement
-from parakit.accounting.recorder import Recorder
-from parakit.accounting.timeline import Timeline
+from parakit.accounting import Recorder, Timeline
 from parakit.config import variables
 
 _recorder = functools.cache(Recorder.from_environment)

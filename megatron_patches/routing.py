@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_patches.registry import Patch, Replacement, around
-from parakit.accounting.routing import record_routing
+from parakit.accounting import record_routing
 from parakit.config import variables
 
 

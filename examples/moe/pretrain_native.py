@@ -10,7 +10,7 @@ is trained:
 from __future__ import annotations
 
 from megatron_patches.entry import named_refusals
-from parakit.native.training import main
+from parakit.native import main
 
 if __name__ == "__main__":
     with named_refusals(__file__):

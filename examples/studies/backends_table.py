@@ -7,13 +7,10 @@ from functools import partial
 
 from examples.studies.zero_table import in_ms, ratio
 from parakit.config.run import Backend
-from parakit.experiments.engine import comparison, losses_broke
-from parakit.experiments.tables import bullets, page
+from parakit.experiments import bullets, comparison, losses_broke, page
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import change, known, megabytes, rounded, signed_percent
-from parakit.reporting.analyse.entry import Entry
-from parakit.reporting.analyse.statistics import compare
-from parakit.reporting.render.tables import time_text
+from parakit.reporting import Entry, compare, time_text
 
 _PAIRS = (
     (("megatron", "dp2"), ("native", "dp2")),

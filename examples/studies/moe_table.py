@@ -22,17 +22,11 @@ from parakit.artifacts.run import Status
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags
 from parakit.config.published import Correction, Figure, load_published
-from parakit.data.indexed import open_dataset
-from parakit.data.split import Split, split_bounds
-from parakit.experiments.engine import Study, comparison
-from parakit.experiments.tables import bullets, page, sentence
+from parakit.data import Split, open_dataset, split_bounds
+from parakit.experiments import Study, bullets, comparison, page, sentence
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import DASH, bracketed, known, rounded
-from parakit.reporting.analyse.comparability import conditions
-from parakit.reporting.analyse.configurations import pooled
-from parakit.reporting.analyse.entry import Entry
-from parakit.reporting.analyse.statistics import Estimate, compare
-from parakit.reporting.read.runs import Run
+from parakit.reporting import Entry, Estimate, Run, compare, conditions, pooled
 
 SOURCE = "000"
 TOLERANCE = 1e-5

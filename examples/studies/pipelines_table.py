@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parakit.config.strategy import PipelineSchedule
-from parakit.experiments.engine import Study, comparison
-from parakit.experiments.tables import bullets, page, sentence
+from parakit.experiments import Study, bullets, comparison, page, sentence
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import DASH, joined, known, megabytes, percent
-from parakit.planner.tensors import rank_parameters
-from parakit.reporting.analyse.entry import Entry
-from parakit.reporting.explain.predicted import ideal_bubble
-from parakit.reporting.render.tables import time_text
+from parakit.planner import rank_parameters
+from parakit.reporting import Entry, ideal_bubble, time_text
 
 CLOSE = 1e-3
 """Losses of runs that compute the same differ by rounding, far less than this share."""

@@ -18,14 +18,12 @@ from rich.console import Console
 from parakit.config.errors import LaunchError
 from parakit.config.files import read_yaml
 from parakit.config.model import model_of
-from parakit.experiments.commands import run_named
+from parakit.experiments import run_named
 from parakit.formatting.table import markdown_rows
 from parakit.formatting.terminal import say_markdown, wide_console
 from parakit.formatting.units import DASH, bracketed, joined, megabytes, percent
-from parakit.launch.options import Options
-from parakit.planner.one_strategy import TimedStrategy, time_strategy
-from parakit.planner.options import PlanOptions, plan_options
-from parakit.planner.ties import TIED, are_tied
+from parakit.launch import Options
+from parakit.planner import TIED, PlanOptions, TimedStrategy, are_tied, plan_options, time_strategy
 
 
 @dataclass(frozen=True)

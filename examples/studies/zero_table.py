@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from parakit.config.published import Figure, load_published
-from parakit.experiments.engine import comparison, losses_broke
-from parakit.experiments.tables import bullets, page, sentence
+from parakit.experiments import bullets, comparison, losses_broke, page, sentence
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import (
     DASH,
@@ -20,9 +19,7 @@ from parakit.formatting.units import (
     rounded,
     times,
 )
-from parakit.reporting.analyse.entry import Entry
-from parakit.reporting.analyse.statistics import compare
-from parakit.reporting.render.tables import time_text
+from parakit.reporting import Entry, compare, time_text
 
 SOURCE = "002"
 

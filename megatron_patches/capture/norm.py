@@ -14,8 +14,7 @@ import torch
 from torch.distributed import get_process_group_ranks
 
 from megatron_patches.capture.parameters import OptimizerPart, ParameterMap
-from parakit.capturing.sinks import Piece
-from parakit.capturing.state import local
+from parakit.capturing import Piece, local
 
 
 class NormMembership:

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from parakit.accounting.model_state import gradient_of, optimizers
+from parakit.accounting import gradient_of, optimizers
 from parakit.artifacts.capture import Placement
-from parakit.capturing.sinks import Piece
-from parakit.capturing.state import local
+from parakit.capturing import Piece, local
 
 
 class ParameterMap:

@@ -25,7 +25,7 @@ from parakit.artifacts.capture import (
     Site,
     Stage,
 )
-from parakit.capturing.sinks import Sink, tap
+from parakit.capturing import Sink, tap
 
 
 @dataclass(frozen=True)

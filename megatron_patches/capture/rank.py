@@ -13,7 +13,7 @@ import torch
 
 from megatron_patches.capture.parameters import ParameterMap
 from megatron_patches.capture.probes import described, global_names, modules_of, source_of
-from parakit.accounting.model_state import optimizers
+from parakit.accounting import optimizers
 from parakit.artifacts.capture import (
     BUCKETS,
     CLIPPING,

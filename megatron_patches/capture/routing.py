@@ -18,7 +18,7 @@ import torch
 
 from megatron_patches.capture.probes import modules_of
 from parakit.artifacts.capture import CHOICE, SCORES, Site, Stage
-from parakit.capturing.sinks import Sink
+from parakit.capturing import Sink
 
 
 @contextmanager

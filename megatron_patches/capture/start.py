@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, flat_range
-from parakit.accounting.model_state import is_megatron_fsdp, optimizers
+from parakit.accounting import is_megatron_fsdp, optimizers
 from parakit.artifacts.capture import (
     REACH,
     START_BUFFER,
@@ -22,8 +22,7 @@ from parakit.artifacts.capture import (
     InitialPiece,
     Stage,
 )
-from parakit.capturing.sinks import Recording, reach
-from parakit.capturing.state import State, local, perturb
+from parakit.capturing import Recording, State, local, perturb, reach
 
 
 class Start:

@@ -29,7 +29,7 @@ from megatron_patches.capture.start import (
     perturb_weights,
 )
 from megatron_patches.registry import Patch, Replacement, around
-from parakit.accounting.model_state import is_megatron_fsdp
+from parakit.accounting import is_megatron_fsdp
 from parakit.artifacts.capture import (
     BUFFER,
     COUNTED,
@@ -49,7 +49,7 @@ from parakit.artifacts.capture import (
     Site,
     Stage,
 )
-from parakit.capturing.sinks import Recording, Responding, Sink, StoredTensors, norm_of, number
+from parakit.capturing import Recording, Responding, Sink, StoredTensors, norm_of, number
 from parakit.config import variables
 
 SCHEDULE = "schedule"

@@ -8,7 +8,7 @@ __all__ = ["capture"]
 
 def __getattr__(name):  # type: (str) -> object
     if name == "capture":
-        from parakit.capturing.plain import capture
+        from parakit.capturing import capture
 
         return capture
     raise AttributeError(f"module 'parakit' has no attribute '{name}'")

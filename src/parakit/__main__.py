@@ -5,7 +5,7 @@ from parakit.formatting.terminal import exit_with
 
 def main() -> int:
     """Run the command line; the import is here, so that Ctrl-C ends imports as it ends a command."""
-    from parakit.cli.program import main as run
+    from parakit.cli import main as run
 
     return run()
 

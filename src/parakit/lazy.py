@@ -7,8 +7,9 @@ modules, does not load its other modules. Python 3.6 can import this file, becau
 
 import ast
 import importlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, Dict
+from typing import Any
 
 
 def lazy_names(package: str, file: str) -> Callable[[str], Any]:
@@ -21,19 +22,19 @@ def lazy_names(package: str, file: str) -> Callable[[str], Any]:
     Returns:
         The function. It raises AttributeError for a name that the package does not import there.
     """
-    modules: Dict[str, str] = {}
+    modules: dict[str, str] = {}
 
     def get_attribute(name: str) -> Any:
         if not modules:
             modules.update(_read_imports(file))
         if name not in modules:
-            raise AttributeError("module {!r} has no attribute {!r}".format(package, name))
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(modules[name]), name)
 
     return get_attribute
 
 
-def _read_imports(file: str) -> Dict[str, str]:
+def _read_imports(file: str) -> dict[str, str]:
     """Return the module that each name comes from, by name."""
     modules = {}
     for statement in ast.parse(Path(file).read_text(encoding="utf-8")).body:

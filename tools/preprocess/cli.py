@@ -13,11 +13,19 @@ from typing import Any
 import msgspec
 
 from parakit.artifacts.io import write_whole
-from parakit.data.indexed import Dataset, DatasetError, open_dataset, strip_suffix
-from parakit.data.merge import merge_datasets
-from parakit.data.split import draws
-from parakit.data.stats import describe_counts, describe_draws, measure_dataset, text_histogram
-from parakit.data.verify import verify_dataset
+from parakit.data import (
+    Dataset,
+    DatasetError,
+    describe_counts,
+    describe_draws,
+    draws,
+    measure_dataset,
+    merge_datasets,
+    open_dataset,
+    strip_suffix,
+    text_histogram,
+    verify_dataset,
+)
 from tools.preprocess.hub import OPENWEBTEXT, Hub, comparison
 from tools.preprocess.run import preprocess
 from tools.preprocess.source import PreprocessOptions, parse_shard

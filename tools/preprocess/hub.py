@@ -17,9 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from parakit.artifacts.io import written_whole
-from parakit.data.indexed import Dataset, DatasetError, InputIdentity
-from parakit.data.inputs import HUB_CACHES, HUB_PREFIX
-from parakit.data.split import draws, samples_of
+from parakit.data import (
+    HUB_CACHES,
+    HUB_PREFIX,
+    Dataset,
+    DatasetError,
+    InputIdentity,
+    draws,
+    samples_of,
+)
 from tools.preprocess.lines import Block
 
 _CACHE = ".hub"

@@ -15,19 +15,19 @@ from pathlib import Path
 import msgspec
 
 from parakit.artifacts.io import flush_to_disk, made_whole, write_record
-from parakit.data.indexed import (
+from parakit.data import (
     DatasetError,
     DocumentIndex,
     RunIdentity,
     ShardHash,
     bin_path,
     idx_path,
+    join,
     open_dataset,
     token_dtype,
     write_index,
     write_manifest,
 )
-from parakit.data.merge import join
 from tools.preprocess.pipeline import Encoded, Packed
 from tools.preprocess.source import START, Position
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from parakit.data.indexed import DocumentIndex, IntArray, TokenType
+from parakit.data import DocumentIndex, IntArray, TokenType
 from tools.preprocess.documents import Parser, Problem, ProblemKind, Text, utf8_size
 from tools.preprocess.encoders import Encoder
 from tools.preprocess.lines import BLOCK_BYTES, Block

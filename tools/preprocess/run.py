@@ -15,15 +15,18 @@ from rich.console import Console
 from rich.progress import Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from parakit.artifacts.io import write_record
-from parakit.data.folder import locked, publish, retire, working_folder
-from parakit.data.indexed import (
+from parakit.data import (
     Dataset,
     DatasetError,
     RunIdentity,
     bin_path,
     idx_path,
+    locked,
     open_dataset,
+    publish,
+    retire,
     token_dtype,
+    working_folder,
 )
 from parakit.formatting import terminal
 from parakit.formatting.units import plural

@@ -10,8 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-from parakit.data.indexed import DatasetError, InputIdentity
-from parakit.data.inputs import HUB_PREFIX, find_input_files
+from parakit.data import HUB_PREFIX, DatasetError, InputIdentity, find_input_files
 from tools.preprocess.documents import Parser, Problem, ProblemKind
 from tools.preprocess.hub import Hub
 from tools.preprocess.lines import Block, Format, Slice, line_blocks, next_line_start

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from parakit.data.indexed import DatasetError
+from parakit.data import DatasetError
 from tools.preprocess.documents import Problem, ProblemKind
 from tools.preprocess.lines import BLOCK_BYTES, Block, Slice
 

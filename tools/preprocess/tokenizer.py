@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from parakit.data.indexed import DatasetError, token_dtype
+from parakit.data import DatasetError, token_dtype
 
 GPT2 = "gpt2"
 GPT2_END_OF_TEXT = "<|endoftext|>"

@@ -1,9 +1,37 @@
-"""What every rank sends, holds and waits for, counted inside the training processes, for any backend.
+"""Communication, memory and time of every rank, counted inside the training processes.
 
-A backend talks to one object, `recorder.Recorder`, which writes a file a rank; a router reports with
-`routing.record_routing`; the launcher calls `collect.collect`, which makes the run folder's `comm.json`,
-`memory.json`, `time.json`, `trace.json` and `routing.json` (`parakit.artifacts`) of these files.
-
-Imports `parakit.config` and `parakit.artifacts` alone. Imported by `megatron_patches` and `parakit.native` in the
-training processes and by the plan's dry run; by `parakit.launch` only `collect`, which loads no torch.
+This package decides what is counted: bytes of each collective by group and phase, memory by category, and the
+time of each part of an iteration. Every rank writes its own files, and `collect_ledgers` joins them to the
+files of the run folder. Only `collect_ledgers` is imported outside of training processes.
 """
+
+from typing import TYPE_CHECKING
+
+from parakit.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from parakit.accounting.collect import collect_ledgers
+    from parakit.accounting.communication import CommunicationLedger
+    from parakit.accounting.memory import MemoryLedger
+    from parakit.accounting.model_state import gradient_of, is_megatron_fsdp, optimizers
+    from parakit.accounting.process_groups import METHODS, CallWatcher
+    from parakit.accounting.recorder import Recorder
+    from parakit.accounting.routing import record_routing
+    from parakit.accounting.timeline import Span, Timeline
+else:
+    __getattr__ = lazy_names(__name__, __file__)
+
+__all__ = [
+    "METHODS",
+    "CallWatcher",
+    "CommunicationLedger",
+    "MemoryLedger",
+    "Recorder",
+    "Span",
+    "Timeline",
+    "collect_ledgers",
+    "gradient_of",
+    "is_megatron_fsdp",
+    "optimizers",
+    "record_routing",
+]

@@ -1,5 +1,19 @@
-"""What a run leaves on disk: the contract between those who write run folders and those who read them.
+"""What a run leaves on disk, and how it is written and read without torch.
 
-Frozen dataclasses, JSON through msgspec, atomic writes and locks. Imports `parakit.config` and no torch;
-everything may import it.
+This package decides the files of a run folder, the format of each, and the reader of Megatron's checkpoints,
+which executes nothing that a checkpoint holds. Files and folders are written atomically, under locks. Its
+modules are public.
 """
+
+__all__ = [
+    "capture",
+    "checkpoints",
+    "identity",
+    "io",
+    "measurements",
+    "pickles",
+    "run",
+    "torch_dist",
+    "torch_dist_writer",
+    "verdict",
+]

@@ -1,8 +1,22 @@
-"""What is in a checkpoint, what can load it, whether two are the same model; one in another strategy.
+"""What a checkpoint holds, what is wrong with it, and which strategy can load it.
 
-Nothing that a checkpoint's pickles name is run: `parakit.artifacts.pickles` reads what they say.
-`command.py` is `make inspect`: `contents.py` reads every format, where `whole.py` puts pieces of ranks
-and layers together; `checks.py` judges one, `compare.py` two. `reshard.py` is `make reshard`, and
-`parallelism.py` what the state that all ranks have says of a strategy. `README.md` has what was shown,
-and how.
+This package decides whether a checkpoint is complete, and rewrites it as another strategy would have saved it
+(`reshard`). It executes nothing that a checkpoint holds.
 """
+
+from typing import TYPE_CHECKING
+
+from parakit.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from parakit.checkpoint.checks import other_model_problem
+    from parakit.checkpoint.command import inspect_command
+    from parakit.checkpoint.contents import read_contents
+else:
+    __getattr__ = lazy_names(__name__, __file__)
+
+__all__ = [
+    "inspect_command",
+    "other_model_problem",
+    "read_contents",
+]

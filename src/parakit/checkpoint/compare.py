@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parakit.artifacts.torch_dist import VOCABULARY, Shape, read_tensor
 from parakit.checkpoint.contents import HUGGING_FACE, Contents, is_stacked
-from parakit.convert.hf.into_megatron import read_source
+from parakit.convert import read_source
 
 EQUAL, DTYPE, PADDING = "equal", "equal but for dtype", "equal but for padding"
 ROUNDING = "equal but for rounding"

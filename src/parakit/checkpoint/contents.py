@@ -284,9 +284,7 @@ def _legacy(folder: Path, ranks: list[Path]) -> Contents:
 
 
 def _hugging_face(folder: Path) -> Contents:
-    from parakit.convert.hf.into_megatron import read_source
-    from parakit.convert.hf.progress import ConversionError
-    from parakit.convert.hf.tensor_files import TensorFolder
+    from parakit.convert import ConversionError, TensorFolder, read_source
 
     tensors: dict[str, StoredTensor] = {}
     problems: tuple[str, ...] = ()

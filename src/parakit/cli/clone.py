@@ -40,7 +40,7 @@ def own_runs(texts: Mapping[str, str]) -> Texts:
     """
     runs = ROOT / texts.get(RUNS.name, "runs")
     if any(runs.glob("*/job.json")):
-        from parakit.launch.status import follow
+        from parakit.launch import follow
 
         follow(runs)
     here = {} if RUNS.name in texts else {READINGS.name: str(OWN_READINGS)}
@@ -70,7 +70,7 @@ def trace(target: str, given: Namespace) -> int:
         signal.signal(signal.SIGINT, before)
     if code or given.dry_run:
         return code
-    from parakit.reporting.command import trace as draw
+    from parakit.reporting import trace as draw
 
     return draw(traced, given.runs or Path("runs"))
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from parakit.cli.commands import COMMANDS, Command
 from parakit.cli.options import check_target_name, find_command, function_of, of_make, of_words
-from parakit.cluster.checks.result import image_tag
+from parakit.cluster import image_tag
 from parakit.config.setting import SettingError
 from parakit.formatting.terminal import say
 
@@ -31,8 +31,7 @@ def from_make(name: str, words: Sequence[str] = (), given: Sequence[str] = ()) -
         words: Further arguments of a launch script.
         given: Names of variables that the user wrote down; one that the target does not use is refused.
     """
-    from parakit.launch.job import parse_target
-    from parakit.launch.supervise.interruption import Interrupted, interruptible
+    from parakit.launch import Interrupted, interruptible, parse_target
 
     def run() -> int:
         check_target_name(name)
@@ -90,7 +89,7 @@ def called(command: Command, name: str, given: Namespace) -> int:
     known: dict[str, Any] = {**vars(given), **dict(command.fixed), "given": given, "target": name}
     parameters = inspect.signature(handler).parameters
     if "options" in parameters:
-        from parakit.launch.options import options_of
+        from parakit.launch import options_of
 
         known["options"] = options_of(given)
     if "console" in parameters:

@@ -1,6 +1,27 @@
-"""What a run is: models, strategies, hardware, published figures, settings. The ground of the kit.
+"""What a run is: Megatron's flags, a model's shape, a strategy's parallel sizes, jobs and hardware.
 
-Takes the `.args` and YAML files of `examples/` and this folder; gives frozen dataclasses and the codecs
-between them, Megatron's flags and its printed arguments. Imports no torch and nothing else of the kit;
-everything may import it.
+This package decides how each of these is written, read and named, once for the whole kit. It computes no cost
+and starts nothing. Its modules are public, and `settings` lists every variable of make.
 """
+
+__all__ = [
+    "errors",
+    "experts",
+    "files",
+    "flag_table",
+    "flags",
+    "groups",
+    "hardware",
+    "huggingface",
+    "model",
+    "offload",
+    "published",
+    "recompute",
+    "replacing",
+    "run",
+    "setting",
+    "settings",
+    "stages",
+    "strategy",
+    "variables",
+]

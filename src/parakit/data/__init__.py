@@ -1,7 +1,91 @@
-"""Finished data sets, Megatron's `.bin/.idx` pairs: opened, verified, divided, measured, joined.
+"""Finished data sets in Megatron's `.bin/.idx` format: opened, verified, split, measured and merged.
 
-`indexed` is the format, the manifest and the quick check before a run; `split` is what Megatron's
-`--split` makes of it; `merge` joins data sets in a `folder` that is there whole or not at all. Whoever
-trains on a data set imports from here, `tools.preprocess` makes them. Every refusal is a `DatasetError`.
-Of the kit it uses only `parakit.artifacts`, and no torch.
+This package decides what a valid data set is; every refusal is a `DatasetError`. It makes none from text, which
+`tools.preprocess` does. It loads no torch.
 """
+
+from typing import TYPE_CHECKING
+
+from parakit.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from parakit.data.folder import locked, publish, retire, working_folder
+    from parakit.data.indexed import (
+        Dataset,
+        DatasetError,
+        DocumentIndex,
+        InputIdentity,
+        IntArray,
+        RunIdentity,
+        ShardHash,
+        TokenType,
+        bin_path,
+        idx_path,
+        largest_token,
+        open_dataset,
+        strip_suffix,
+        token_dtype,
+        write_index,
+        write_manifest,
+    )
+    from parakit.data.inputs import HUB_CACHES, HUB_PREFIX, find_input_files
+    from parakit.data.merge import join, merge_datasets
+    from parakit.data.split import (
+        Split,
+        draws,
+        epochs_for,
+        parts_of,
+        samples_of,
+        sizes_sentence,
+        split_bounds,
+        split_documents,
+        unusable_parts,
+        usable_split,
+    )
+    from parakit.data.stats import describe_counts, describe_draws, measure_dataset, text_histogram
+    from parakit.data.verify import verify_dataset
+else:
+    __getattr__ = lazy_names(__name__, __file__)
+
+__all__ = [
+    "HUB_CACHES",
+    "HUB_PREFIX",
+    "Dataset",
+    "DatasetError",
+    "DocumentIndex",
+    "InputIdentity",
+    "IntArray",
+    "RunIdentity",
+    "ShardHash",
+    "Split",
+    "TokenType",
+    "bin_path",
+    "describe_counts",
+    "describe_draws",
+    "draws",
+    "epochs_for",
+    "find_input_files",
+    "idx_path",
+    "join",
+    "largest_token",
+    "locked",
+    "measure_dataset",
+    "merge_datasets",
+    "open_dataset",
+    "parts_of",
+    "publish",
+    "retire",
+    "samples_of",
+    "sizes_sentence",
+    "split_bounds",
+    "split_documents",
+    "strip_suffix",
+    "text_histogram",
+    "token_dtype",
+    "unusable_parts",
+    "usable_split",
+    "verify_dataset",
+    "working_folder",
+    "write_index",
+    "write_manifest",
+]

@@ -1,1 +1,27 @@
-"""Experiments: sets of runs that are trained together and compared, as data; README.md is the map."""
+"""Sets of runs that answer one question: experiments, sweeps, the parity matrix, verifications.
+
+This package decides which jobs an experiment has, which of them were already made, and which tables answer its
+question. One runner trains the jobs of all experiments.
+"""
+
+from typing import TYPE_CHECKING
+
+from parakit.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from parakit.experiments.commands import run_named
+    from parakit.experiments.engine import Output, Study, comparison, losses_broke
+    from parakit.experiments.tables import bullets, page, sentence
+else:
+    __getattr__ = lazy_names(__name__, __file__)
+
+__all__ = [
+    "Output",
+    "Study",
+    "bullets",
+    "comparison",
+    "losses_broke",
+    "page",
+    "run_named",
+    "sentence",
+]

@@ -13,12 +13,10 @@ import msgspec
 from rich.console import Console
 
 from parakit.artifacts.verdict import Outcome, Verdict
-from parakit.checkpoint.command import inspect_command
+from parakit.checkpoint import inspect_command
 from parakit.config.files import ROOT
 from parakit.formatting.terminal import say
-from parakit.verify.captured import VerifyError, read_capture
-from parakit.verify.reassemble import as_one_rank
-from parakit.verify.verdict import Judgement, judge, refused
+from parakit.verify import Judgement, VerifyError, as_one_rank, judge, read_capture, refused
 
 
 def inspect(

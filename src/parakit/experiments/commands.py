@@ -16,9 +16,8 @@ from parakit.experiments.load import AXES, load_experiment, load_sweep
 from parakit.experiments.verify.command import verify
 from parakit.experiments.verify.pairs import PREFIX
 from parakit.formatting.terminal import say
-from parakit.launch.job import parse_target
-from parakit.launch.options import Options
-from parakit.reporting.analyse.entry import Entry
+from parakit.launch import Options, parse_target
+from parakit.reporting import Entry
 
 
 def run_named(

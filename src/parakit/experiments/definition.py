@@ -8,8 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from parakit.config.files import ROOT
-from parakit.launch.job import Job
-from parakit.launch.options import Options
+from parakit.launch import Job, Options
 
 FOLDER = ROOT / "examples" / "experiments"
 

@@ -11,17 +11,22 @@ from rich.console import Console
 
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
-from parakit.data.indexed import open_dataset
+from parakit.data import open_dataset
 from parakit.experiments.definition import Cell, Experiment
 from parakit.experiments.runner import CellResult, Runner
 from parakit.formatting.terminal import say, say_markdown
 from parakit.formatting.units import plural
-from parakit.launch.compose import Launch
-from parakit.launch.data import SAMPLE, call_module, make_sample
-from parakit.launch.preflight import check
-from parakit.launch.runtime import choose_runtime
-from parakit.launch.train import command_line, compose_job
-from parakit.reporting.analyse.entry import Entry, rows_of
+from parakit.launch import (
+    SAMPLE,
+    Launch,
+    call_module,
+    check,
+    choose_runtime,
+    command_line,
+    compose_job,
+    make_sample,
+)
+from parakit.reporting import Entry, rows_of
 
 
 @dataclass(frozen=True)

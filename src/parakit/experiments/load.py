@@ -31,10 +31,16 @@ from parakit.experiments.definition import (
     ExperimentFile,
     VariableValue,
 )
-from parakit.launch.devices import visible_gpus
-from parakit.launch.job import Job, parse_devices, parse_target
-from parakit.launch.options import OF_A_RUN, Options, options_from_texts
-from parakit.planner.tensors import parameters_total
+from parakit.launch import (
+    OF_A_RUN,
+    Job,
+    Options,
+    options_from_texts,
+    parse_devices,
+    parse_target,
+    visible_gpus,
+)
+from parakit.planner import parameters_total
 
 AXES = {"MODELS": "model", "DEVICES": "devices", "STRATEGIES": "strategy", "BACKENDS": "backend"}
 """The caller's axes, and the fields of a cell for which they count; the last one is the fastest."""

@@ -16,20 +16,26 @@ from rich.console import Console
 from parakit.artifacts import run as records
 from parakit.artifacts.identity import Identity, identity_of
 from parakit.artifacts.run import RunRecord, Status, decode_run
-from parakit.cluster.slurm import job_states
+from parakit.cluster import job_states
 from parakit.config.errors import LaunchError
 from parakit.config.run import Backend
 from parakit.experiments.definition import Cell, Experiment
 from parakit.formatting.terminal import say
-from parakit.launch.compose import Launch
-from parakit.launch.execute import execute_launch
-from parakit.launch.run_folder import computed_by, identity_here
-from parakit.launch.start import ensure_start_checkpoint
-from parakit.launch.status import follow, read_job
-from parakit.launch.submit import image_asked, over_nodes, submit_array
-from parakit.launch.supervise.exit_status import outcome
-from parakit.launch.supervise.warm import WarmPool
-from parakit.reporting.read.runs import find_run_folders
+from parakit.launch import (
+    Launch,
+    WarmPool,
+    computed_by,
+    ensure_start_checkpoint,
+    execute_launch,
+    follow,
+    identity_here,
+    image_asked,
+    outcome,
+    over_nodes,
+    read_job,
+    submit_array,
+)
+from parakit.reporting import find_run_folders
 
 NO_TIME = "no time was left for it"
 

@@ -1,4 +1,13 @@
-"""How numbers and tables are written, once: units and tables for terminal, Markdown, HTML and CSV.
+"""How numbers, tables, charts and HTML pages are written, and what a terminal shows.
 
-Takes values and columns, gives text. Imports nothing of the kit and no torch; everything may import it.
+This package decides units, digits, column widths and the look of all pages. It knows nothing of training. Its
+modules are public.
 """
+
+__all__ = [
+    "html",
+    "svg",
+    "table",
+    "terminal",
+    "units",
+]

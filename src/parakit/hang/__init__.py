@@ -1,1 +1,27 @@
-"""Why a training hangs: which rank stopped, who waits for it, where in the step. No torch."""
+"""Why a training job hangs: which rank stopped, which ranks wait for it, and in which part of the step.
+
+This package decides the cause from flight-recorder dumps, Python stacks and logs. It loads no torch and does not
+touch the job.
+"""
+
+from typing import TYPE_CHECKING
+
+from parakit.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from parakit.hang.dumps import UnreadableError
+    from parakit.hang.gather import gather_evidence
+    from parakit.hang.order import find_mismatch
+    from parakit.hang.verdict import Kind, Outcome, Verdict, judge
+else:
+    __getattr__ = lazy_names(__name__, __file__)
+
+__all__ = [
+    "Kind",
+    "Outcome",
+    "UnreadableError",
+    "Verdict",
+    "find_mismatch",
+    "gather_evidence",
+    "judge",
+]

@@ -28,14 +28,20 @@ from parakit.launch.job import Job, parse_target
 from parakit.launch.options import Options
 from parakit.launch.runtime import choose_runtime
 from parakit.launch.train import start
-from parakit.planner.calibration import calibration_of
-from parakit.planner.readings.local_readings import own_runs
-from parakit.planner.readings.neighbours import uncertainty
-from parakit.planner.readings.reading_to_spec import execution_of_flags
-from parakit.planner.request import expert_tensor_of
-from parakit.planner.search import Candidate, Plan, Request, search_configurations
-from parakit.planner.time.cluster import Calibration, Cluster
-from parakit.planner.time.execution import Execution
+from parakit.planner import (
+    Calibration,
+    Candidate,
+    Cluster,
+    Execution,
+    Plan,
+    Request,
+    calibration_of,
+    execution_of_flags,
+    expert_tensor_of,
+    own_runs,
+    search_configurations,
+    uncertainty,
+)
 
 
 def train_auto(target: str, options: Options, console: Console) -> int:
@@ -102,7 +108,7 @@ def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
 
 def explain(plan: Plan, console: Console) -> None:
     """The planner's advice, its ranking in one line, and where its constants are from."""
-    from parakit.planner.advice import advice_sentences
+    from parakit.planner import advice_sentences
 
     for sentence in advice_sentences(plan):
         console.print(sentence, highlight=False)

@@ -18,7 +18,7 @@ from parakit.config.model import LOADING, imported_weights
 from parakit.config.run import Backend, DeviceKind, OptimizerName
 from parakit.config.strategy import UNTIED, strategy_flags
 from parakit.launch.compose import DATA_CACHE, Launch, start_checkpoint_path
-from parakit.native.settings import (
+from parakit.native import (
     FROM_CONFIG,
     IMPORTED,
     MUON_RULE_FLAG,

@@ -31,11 +31,16 @@ from parakit.launch.devices import visible_gpus
 from parakit.launch.flags import CPU_RANK
 from parakit.launch.job import parse_devices
 from parakit.launch.microbenchmark import Figures, Workload, attention_flops
-from parakit.planner.calibration import calibration_path
-from parakit.planner.time.cluster import Calibration, Cluster
-from parakit.planner.time.compute import layer_seconds, product_seconds
-from parakit.planner.time.constants import NAMES, constants_of
-from parakit.planner.time.rates import rates
+from parakit.planner import (
+    NAMES,
+    Calibration,
+    Cluster,
+    calibration_path,
+    constants_of,
+    layer_seconds,
+    product_seconds,
+    rates,
+)
 
 TIMEOUT_SECONDS = 600.0
 MEGATRON_LAYER, MEGATRON_LOOP = 4.5, 20.0

@@ -24,7 +24,7 @@ from parakit.config.errors import LaunchError
 from parakit.launch.background import BackgroundThread
 from parakit.launch.compose import Launch, ResumePoint
 from parakit.launch.progress import LogFollower
-from parakit.reporting.read.iterations import Iteration
+from parakit.reporting import Iteration
 
 LOOK_SECONDS = 0.5
 

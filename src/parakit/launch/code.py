@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_patches.context import checkout_version, commit_of
 from parakit.artifacts.run import Code, MegatronEntry
-from parakit.cluster.container.image import MEGATRON_IN_IMAGE, ImagePair
+from parakit.cluster import MEGATRON_IN_IMAGE, ImagePair
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 

@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, Code, MegatronEntry
-from parakit.cluster.checks.host import LOOPBACK
-from parakit.cluster.container.docker import IMAGE_PYTHON, data_folders
-from parakit.cluster.nodes import Nodes
+from parakit.cluster import IMAGE_PYTHON, LOOPBACK, Nodes, data_folders
 from parakit.config.files import ROOT, from_root
 from parakit.config.flag_table import of_role
 from parakit.config.flags import (

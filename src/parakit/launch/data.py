@@ -21,8 +21,17 @@ from parakit.config.files import ROOT
 from parakit.config.flags import Flags
 from parakit.config.model import GPT2_VOCABULARY
 from parakit.config.run import DeviceKind
-from parakit.data.indexed import Dataset, DatasetError, bin_path, idx_path, open_dataset
-from parakit.data.split import Split, parts_of, unusable_parts, usable_split
+from parakit.data import (
+    Dataset,
+    DatasetError,
+    Split,
+    bin_path,
+    idx_path,
+    open_dataset,
+    parts_of,
+    unusable_parts,
+    usable_split,
+)
 
 SAMPLE = "owt-ds/sample_text_document"
 UNIQUE_SAMPLE = "owt-ds/sample-unique_text_document"

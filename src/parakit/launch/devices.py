@@ -21,7 +21,7 @@ import psutil
 import pynvml
 
 from parakit.artifacts.run import DeviceLink
-from parakit.cluster.checks.devices import GpuUse
+from parakit.cluster import GpuUse
 
 TOPOLOGY = {
     pynvml.NVML_TOPOLOGY_INTERNAL: "same board",

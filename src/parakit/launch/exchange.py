@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from parakit.cluster.nodes import Nodes, nodes_of
+from parakit.cluster import Nodes, nodes_of
 from parakit.config import settings
 from parakit.config.hardware import find_device, link_by_key
 from parakit.config.run import DeviceKind

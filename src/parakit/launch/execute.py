@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parakit.artifacts import run as records
-from parakit.cluster.nodes import SINGLE_NODE, NodeGroup
+from parakit.cluster import SINGLE_NODE, NodeGroup
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import from_root

@@ -22,8 +22,7 @@ def import_hf(hf: str, name: str | None, console: Console) -> int:
     Raises:
         LaunchError, ValueError: It cannot be converted; nothing was written.
     """
-    from parakit.convert.hf.into_megatron import import_model, read_source
-    from parakit.convert.hf.progress import Work
+    from parakit.convert import Work, import_model, read_source
 
     source = read_source(folder_of(hf))
     name = name or Path(hf).name.lower()
@@ -43,8 +42,7 @@ def export_hf(run: str, to: str, console: Console) -> int:
     Raises:
         LaunchError, ValueError: It cannot be converted; nothing was written.
     """
-    from parakit.convert.hf.from_megatron import export_model
-    from parakit.convert.hf.progress import Work
+    from parakit.convert import Work, export_model
 
     folder = ROOT / run
     if folder.parent == HUB:

@@ -30,10 +30,15 @@ from parakit.config.strategy import (
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import count, gib
 from parakit.launch.devices import Gpu, visible_gpus
-from parakit.planner.constraints import violations
-from parakit.planner.memory import fullest_rank
-from parakit.planner.tensors import active_parameters, parameters_total, rank_parameters
-from parakit.planner.verdict import Fit, fit_within
+from parakit.planner import (
+    Fit,
+    active_parameters,
+    fit_within,
+    fullest_rank,
+    parameters_total,
+    rank_parameters,
+    violations,
+)
 
 MEANING = {
     "baseline": "one device",

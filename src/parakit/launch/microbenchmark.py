@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from parakit.cluster.nodes import Nodes
+from parakit.cluster import Nodes
 from parakit.config.errors import LaunchError
 from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.run import DeviceKind

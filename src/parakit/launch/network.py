@@ -23,7 +23,7 @@ from types import FrameType
 
 import psutil
 
-from parakit.cluster.nodes import Nodes
+from parakit.cluster import Nodes
 from parakit.config.run import DeviceKind
 from parakit.config.variables import INTERFACES
 from parakit.launch.supervise.interruption import end

@@ -11,9 +11,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 from megatron_patches.fusions import NAMES, parse_fusions
 from megatron_patches.patch_file import SEPARATOR, patch_file_sha256
-from parakit.cluster.checks.network import wandb_login
-from parakit.cluster.nodes import Nodes, nodes_of
-from parakit.cluster.slurm import Slurm, slurm_of
+from parakit.cluster import Nodes, Slurm, nodes_of, slurm_of, wandb_login
 from parakit.config import settings
 from parakit.config.files import ROOT, from_root
 from parakit.config.run import Backend, OptimizerName, PatchFile, RuntimeName

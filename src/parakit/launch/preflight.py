@@ -12,9 +12,8 @@ import psutil
 from packaging.version import Version
 
 from megatron_patches.context import WHAT_IS_KNOWN, is_known
-from parakit.checkpoint.checks import other_model_problem
-from parakit.cluster.checks.host import RUN_FILES, check_loopback, check_room, unresolvable
-from parakit.cluster.checks.result import refusals
+from parakit.checkpoint import other_model_problem
+from parakit.cluster import RUN_FILES, check_loopback, check_room, refusals, unresolvable
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
@@ -22,8 +21,16 @@ from parakit.config.flag_table import argument_names, release
 from parakit.config.flags import Flags, misspelled
 from parakit.config.model import imported_weights
 from parakit.config.run import Backend, DeviceKind, RunSpec
-from parakit.data.indexed import Dataset, DatasetError, idx_path, largest_token, open_dataset
-from parakit.data.split import Split, parts_of, sizes_sentence
+from parakit.data import (
+    Dataset,
+    DatasetError,
+    Split,
+    idx_path,
+    largest_token,
+    open_dataset,
+    parts_of,
+    sizes_sentence,
+)
 from parakit.formatting.units import gib, plural
 from parakit.launch.backends import backend_problems, optimizer_problems
 from parakit.launch.compose import Launch
@@ -38,9 +45,7 @@ from parakit.launch.preflight_gpu import (
     runtime_problems,
     sharing_problems,
 )
-from parakit.planner.constraints import violations
-from parakit.planner.memory import fullest_rank
-from parakit.planner.tensors import parameters_total
+from parakit.planner import fullest_rank, parameters_total, violations
 
 LOG_BYTES = 64 << 20
 """Room that a run's log, samples and event files need on the disk."""

@@ -16,9 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parakit.artifacts.run import MegatronEntry
-from parakit.cluster.checks.devices import check_busy
-from parakit.cluster.checks.docker import check_container
-from parakit.cluster.checks.result import refusals
+from parakit.cluster import check_busy, check_container, refusals
 from parakit.config import variables
 from parakit.config.flag_table import release
 from parakit.config.hardware import find_device
@@ -27,9 +25,7 @@ from parakit.config.strategy import Batch
 from parakit.formatting.units import gib
 from parakit.launch.compose import Launch
 from parakit.launch.devices import Gpu, all_gpus, gpu_use, visible_gpus
-from parakit.planner.constraints import divisors
-from parakit.planner.memory import PredictedMemory, fullest_rank
-from parakit.planner.verdict import Fit, close_reason, fit_within
+from parakit.planner import Fit, PredictedMemory, close_reason, divisors, fit_within, fullest_rank
 
 OLDEST_TORCH = (2, 9)
 FIRST_NCCL_TO_SHARE = (2, 30)

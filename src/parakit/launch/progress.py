@@ -16,9 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from parakit.reporting.read.dialects import find_iterations
-from parakit.reporting.read.iterations import Iteration
-from parakit.reporting.read.lines import split_lines
+from parakit.reporting import Iteration, find_iterations, split_lines
 
 QUIET_SECONDS = 10.0
 """Off a terminal, one line at most so often."""

@@ -15,21 +15,22 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, args_text, from_root
 from parakit.config.run import RunSpec
 from parakit.config.strategy import parse_strategy, strategy_flags
-from parakit.convert.recipe.bridge import (
-    build_recipe,
-    check_recipe_entry,
-    is_bridge_installed,
-    read_recipe,
-    recipe_differences,
-)
-from parakit.convert.recipe.fields import Recipe, recipe_of_flags
-from parakit.convert.recipe.flags import reading_of_fields
-from parakit.convert.recipe.imported import imported, model_name
-from parakit.convert.recipe.table import BRIDGE_VERSION, RecipeError
-from parakit.convert.recipe.written import (
+from parakit.convert import (
+    BRIDGE_VERSION,
     ENTRY_FILE,
     GPUS_OF_A_MACHINE,
     RECIPE_FILE,
+    Recipe,
+    RecipeError,
+    build_recipe,
+    check_recipe_entry,
+    imported,
+    is_bridge_installed,
+    model_name,
+    read_recipe,
+    reading_of_fields,
+    recipe_differences,
+    recipe_of_flags,
     written_entry,
     written_recipe,
 )
@@ -39,7 +40,7 @@ from parakit.launch.options import Options
 from parakit.launch.run_folder import read_named_run
 from parakit.launch.runtime import ON_HOST
 from parakit.launch.train import compose_job
-from parakit.planner.constraints import violations
+from parakit.planner import violations
 
 RECIPES = ROOT / "recipes"
 NEMO = "nemo"

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, RunRecord
-from parakit.checkpoint.contents import read_contents
+from parakit.checkpoint import read_contents
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, from_root
 from parakit.config.flag_table import of_role

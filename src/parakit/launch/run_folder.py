@@ -27,15 +27,11 @@ from parakit.artifacts.identity import (
     timed_on,
 )
 from parakit.artifacts.io import lock, write_record
-from parakit.cluster.checks.docker import image_id
-from parakit.cluster.checks.result import image_tag
-from parakit.cluster.container.docker import versions_of
-from parakit.cluster.container.versions import installed_versions
-from parakit.cluster.nodes import Nodes
+from parakit.cluster import Nodes, image_id, image_tag, installed_versions, versions_of
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, from_root
 from parakit.config.run import DeviceKind
-from parakit.data.indexed import open_dataset
+from parakit.data import open_dataset
 from parakit.formatting.units import bit_rate
 from parakit.launch.code import kit_commit
 from parakit.launch.compose import Launch, ResumePoint

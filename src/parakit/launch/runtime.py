@@ -12,17 +12,21 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from parakit.cluster.checks.docker import check_container, check_engine
-from parakit.cluster.checks.network import wandb_login
-from parakit.cluster.checks.result import ask, image_tag, refusals
-from parakit.cluster.container.docker import (
+from parakit.cluster import (
     HUB_VARIABLES,
     IMAGE_PYTHON,
     Container,
+    ImagePair,
+    ask,
+    check_container,
+    check_engine,
     container_user,
+    find_pair,
+    image_tag,
     inherited_names,
+    refusals,
+    wandb_login,
 )
-from parakit.cluster.container.image import ImagePair, find_pair
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.run import DeviceKind, RuntimeName
@@ -164,8 +168,11 @@ def run_module(words: Sequence[str], options: Options, text: str = "") -> int:
 
 def _check_input(text: str) -> None:
     """What `tools.preprocess` would refuse of the texts that it is to read."""
-    from parakit.data.indexed import DatasetError  # What trains needs neither.
-    from parakit.data.inputs import HUB_PREFIX, find_input_files
+    from parakit.data import (
+        HUB_PREFIX,
+        DatasetError,  # What trains needs neither.
+        find_input_files,
+    )
 
     try:
         find_input_files([text] if text and not text.startswith(HUB_PREFIX) else [])
@@ -176,7 +183,7 @@ def _check_input(text: str) -> None:
 def docker_command(words: Sequence[str], options: Options) -> tuple[str, ...]:
     """The command in a container without GPUs; folders that the words name are mounted, and one's own
     cache of the hub."""
-    from parakit.data.inputs import HUB_CACHES  # What trains needs none.
+    from parakit.data import HUB_CACHES  # What trains needs none.
 
     user, names = container_user(check_engine()[1]), inherited_names(*HUB_VARIABLES, *HUB_CACHES)
     caches = [Path(name) for each in HUB_CACHES if (name := os.environ.get(each))]

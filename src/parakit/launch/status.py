@@ -17,18 +17,13 @@ from rich.live import Live
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
-from parakit.cluster.sbatch import OUTPUT_FILE
-from parakit.cluster.slurm import ENDINGS, STOPPED_BY_SLURM, JobState, job_states
+from parakit.cluster import ENDINGS, OUTPUT_FILE, STOPPED_BY_SLURM, JobState, job_states
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import clock, gib
 from parakit.launch.progress import LogFollower
 from parakit.launch.supervise.interruption import Interrupted
-from parakit.reporting.read.diagnosis import diagnose
-from parakit.reporting.read.iterations import Iteration
-from parakit.reporting.read.lines import printable
-from parakit.reporting.read.runs import find_run_folders
-from parakit.reporting.read.sources import read_samples
+from parakit.reporting import Iteration, diagnose, find_run_folders, printable, read_samples
 
 TAIL_BYTES = 256 << 10
 SHOWN_RANKS = 8

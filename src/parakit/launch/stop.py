@@ -12,8 +12,7 @@ from rich.console import Console
 
 from parakit.artifacts import run as records
 from parakit.artifacts.run import LauncherRecord
-from parakit.cluster.container.docker import CONTAINER_FILE, container_of, remove_container
-from parakit.cluster.slurm import cancel_job, job_states
+from parakit.cluster import CONTAINER_FILE, cancel_job, container_of, job_states, remove_container
 from parakit.config.errors import LaunchError
 from parakit.config.files import from_root
 from parakit.formatting.terminal import say

@@ -14,11 +14,19 @@ from rich.console import Console
 
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
-from parakit.cluster.checks.result import ask
-from parakit.cluster.container.docker import IMAGE_PYTHON, Container, data_folders, inherited_names
-from parakit.cluster.container.image import find_pair
-from parakit.cluster.nodes import Nodes
-from parakit.cluster.sbatch import ArrayTask, BatchJob, pyxis_flags, script
+from parakit.cluster import (
+    IMAGE_PYTHON,
+    ArrayTask,
+    BatchJob,
+    Container,
+    Nodes,
+    ask,
+    data_folders,
+    find_pair,
+    inherited_names,
+    pyxis_flags,
+    script,
+)
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, from_root
 from parakit.config.run import DeviceKind, RuntimeName

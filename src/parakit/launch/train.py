@@ -16,8 +16,7 @@ from rich.console import Console
 
 from megatron_patches.context import is_known
 from parakit.artifacts.run import LOG_FILE, Status, StatusRecord
-from parakit.cluster.container.versions import installed_versions
-from parakit.cluster.nodes import Nodes, node_folder
+from parakit.cluster import Nodes, installed_versions, node_folder
 from parakit.config import settings, variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, from_root
@@ -26,8 +25,7 @@ from parakit.config.flags import Flags, unlisted_flags, values_by_flag
 from parakit.config.model import load_model, trained_flags
 from parakit.config.run import Backend, DeviceKind
 from parakit.config.strategy import parse_strategy, scaling_sentence
-from parakit.data.indexed import DatasetError, open_dataset
-from parakit.data.split import Split, parts_of, sizes_sentence
+from parakit.data import DatasetError, Split, open_dataset, parts_of, sizes_sentence
 from parakit.formatting.units import number, plural
 from parakit.launch.backends import for_backend
 from parakit.launch.checkpoints import resume_if_saved
@@ -48,10 +46,8 @@ from parakit.launch.runtime import Runtime, choose_runtime
 from parakit.launch.start import ensure_start_checkpoint
 from parakit.launch.submit import submit
 from parakit.launch.supervise.exit_status import outcome
-from parakit.planner.tensors import vocabulary_sentence
-from parakit.reporting.analyse.configurations import pooled
-from parakit.reporting.analyse.parity import loss_curve, resumption_sentence
-from parakit.reporting.read.runs import load_folder
+from parakit.planner import vocabulary_sentence
+from parakit.reporting import load_folder, loss_curve, pooled, resumption_sentence
 
 _RATE_SHARE = 0.5
 """Of the learning rate, below which it is said what a run reaches."""

@@ -1,11 +1,54 @@
-"""The plain PyTorch backend: the GPT that Megatron trains, without Megatron.
+"""The plain PyTorch backend: a GPT with DDP, ZeRO, pipelines or DeepSpeed, beside Megatron.
 
-It takes Megatron's flags (`settings`), the shared starting weights (`weights`) and the same `.bin/.idx`
-in the same order (`batches`), builds the model (`model`), splits it over ranks with PyTorch's own APIs
-(`parallel`; stages of a pipeline, `pipelines`), trains it (`engines`, `optimizer`) and writes Megatron's
-log lines (`training`), so that the kit's report reads both.
-`examples/*/pretrain_native.py` start it.
-
-`settings` loads no torch: `parakit.launch` checks a command's flags with it. Everything else runs in
-training processes alone, and only those entries import it.
+This package decides how `BACKEND=native`, `deepspeed`, `bare` and `transformers` train the model that a Megatron
+command line describes. It prints Megatron's log lines and starts from Megatron's weights, so that both can be
+compared. `settings` checks the flags without loading torch.
 """
+
+from typing import TYPE_CHECKING
+
+from parakit.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from parakit.native.batches import MicroBatch, SplitSamples
+    from parakit.native.capture import Counterpart, Whole, capturing
+    from parakit.native.engines import TorchEngine
+    from parakit.native.hooks import Point, Taps, point_of
+    from parakit.native.parallel import RankLayout
+    from parakit.native.settings import (
+        FROM_CONFIG,
+        IMPORTED,
+        MUON_RULE_FLAG,
+        PADDED,
+        Settings,
+        parse_settings,
+        refused_value,
+        unknown_flags,
+    )
+    from parakit.native.training import main, parameters_line, train
+else:
+    __getattr__ = lazy_names(__name__, __file__)
+
+__all__ = [
+    "FROM_CONFIG",
+    "IMPORTED",
+    "MUON_RULE_FLAG",
+    "PADDED",
+    "Counterpart",
+    "MicroBatch",
+    "Point",
+    "RankLayout",
+    "Settings",
+    "SplitSamples",
+    "Taps",
+    "TorchEngine",
+    "Whole",
+    "capturing",
+    "main",
+    "parameters_line",
+    "parse_settings",
+    "point_of",
+    "refused_value",
+    "train",
+    "unknown_flags",
+]

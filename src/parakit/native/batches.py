@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from parakit.data.indexed import open_dataset
-from parakit.data.split import Split, epochs_for, samples_of, split_documents
+from parakit.data import Split, epochs_for, open_dataset, samples_of, split_documents
 from parakit.native.parallel import RankLayout
 from parakit.native.settings import Settings
 

@@ -30,8 +30,17 @@ from parakit.artifacts.capture import (
     Site,
     Stage,
 )
-from parakit.capturing.sinks import Piece, Recording, Responding, Sink, StoredTensors, number, reach
-from parakit.capturing.state import State, perturb
+from parakit.capturing import (
+    Piece,
+    Recording,
+    Responding,
+    Sink,
+    State,
+    StoredTensors,
+    number,
+    perturb,
+    reach,
+)
 from parakit.config import variables
 from parakit.native.batches import MicroBatch
 from parakit.native.engines import Engine, TorchEngine, Update

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from parakit.accounting.recorder import Recorder
-from parakit.capturing.state import local
+from parakit.accounting import Recorder
+from parakit.capturing import local
 from parakit.native.batches import MicroBatch
 from parakit.native.model import GPT, mean_loss, mixtures
 from parakit.native.optimizer import RATE, adamw, clip_gradients, muon_adamw

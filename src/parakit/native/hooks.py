@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 from parakit.artifacts.capture import Site, Stage
-from parakit.capturing.sinks import Sink, tap
+from parakit.capturing import Sink, tap
 from parakit.native.batches import MicroBatch
 from parakit.native.model import MixtureOfExperts
 from parakit.native.weights import IN_LAYER, megatron_name

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention, silu
 
-from parakit.accounting.routing import record_routing
+from parakit.accounting import record_routing
 from parakit.native.settings import Settings
 
 EPSILON = 1e-5

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parakit.capturing.state import local
+from parakit.capturing import local
 from parakit.native.parallel import COPIES
 from parakit.native.settings import Settings
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from parakit.data.split import Split
+from parakit.data import Split
 from parakit.native.batches import SplitSamples, micro_batches
 from parakit.native.capture import capturing, native_counterpart
 from parakit.native.engines import DeepSpeedEngine, Engine, TorchEngine, Update, count_parameters

@@ -14,9 +14,7 @@ from parakit.config.hardware import Device
 from parakit.config.published import load_published
 from parakit.formatting.terminal import say
 from parakit.formatting.units import plural
-from parakit.planner.options import RequestError
-from parakit.planner.readings.local_readings import add_rows
-from parakit.planner.readings.table import ReadingsError
+from parakit.planner import ReadingsError, RequestError, add_rows
 from parakit.reporting.analyse.earlier import (
     UNDECIDED,
     BaselineError,

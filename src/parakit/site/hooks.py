@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from parakit.cli.help import HEADINGS, variables
+from parakit.cli import HEADINGS, variables
 from parakit.config.files import ROOT
 
 SETTINGS_PAGE = "docs/settings.md"

@@ -9,7 +9,7 @@ from io import StringIO
 from pathlib import Path
 from tempfile import mkdtemp
 
-from parakit.cli.dispatch import from_words
+from parakit.cli import from_words
 from parakit.config.hardware import load_hardware
 from parakit.config.model import load_model, model_names
 from parakit.site.drawing.figure import asked, figure

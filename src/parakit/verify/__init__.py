@@ -1,8 +1,53 @@
-"""Compares the tensors of one iteration of two runs of a model, and names the first that is wrong.
+"""Two captures of one iteration aligned, compared and judged: the first wrong tensor, and how it is wrong.
 
-Takes two captures (`parakit.artifacts.capture`: what every rank of a run wrote), a reference's and another
-strategy's. `align` says which part of the reference's tensor a rank's tensor is, `compare` measures
-errors against a `tolerance` that the reference measured itself, `kinds` and `parts` say what kind of
-error it is, `locate` where, `verdict` puts it together and `page` draws it. Knows no launch and no
-torch; `parakit.experiments` makes the captures, and `parakit.reporting` shows the verdict.
+This package decides which part of the reference's tensor a rank holds, how far rounding may move it, and which
+kind of error explains the difference. It reads captures that others wrote and launches nothing.
 """
+
+from typing import TYPE_CHECKING
+
+from parakit.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from parakit.verify.captured import Capture, VerifyError, read_capture
+    from parakit.verify.compare import NORM, Drift, drift
+    from parakit.verify.comparison import Compared
+    from parakit.verify.findings import Finding, Judged, list_findings
+    from parakit.verify.kinds import name_factor
+    from parakit.verify.page import write_page
+    from parakit.verify.parts import explained, wants_parts
+    from parakit.verify.reassemble import as_one_rank
+    from parakit.verify.verdict import (
+        Judgement,
+        confirm,
+        judge,
+        refused,
+        write_forced,
+        write_verdict,
+    )
+else:
+    __getattr__ = lazy_names(__name__, __file__)
+
+__all__ = [
+    "NORM",
+    "Capture",
+    "Compared",
+    "Drift",
+    "Finding",
+    "Judged",
+    "Judgement",
+    "VerifyError",
+    "as_one_rank",
+    "confirm",
+    "drift",
+    "explained",
+    "judge",
+    "list_findings",
+    "name_factor",
+    "read_capture",
+    "refused",
+    "wants_parts",
+    "write_forced",
+    "write_page",
+    "write_verdict",
+]

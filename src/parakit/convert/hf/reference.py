@@ -24,17 +24,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parakit.artifacts.capture import Placement
-from parakit.capturing.sinks import Sink
+from parakit.capturing import Sink
 from parakit.config.flags import drop_flags
 from parakit.convert.hf.families import TensorPair, pairs_of
 from parakit.convert.hf.into_megatron import ImportSource, read_import, read_source
-from parakit.native.batches import MicroBatch, SplitSamples
-from parakit.native.capture import Counterpart, Whole, capturing
-from parakit.native.engines import TorchEngine
-from parakit.native.hooks import Point, Taps, point_of
-from parakit.native.parallel import RankLayout
-from parakit.native.settings import FROM_CONFIG, IMPORTED, PADDED, Settings, parse_settings
-from parakit.native.training import parameters_line, train
+from parakit.native import (
+    FROM_CONFIG,
+    IMPORTED,
+    PADDED,
+    Counterpart,
+    MicroBatch,
+    Point,
+    RankLayout,
+    Settings,
+    SplitSamples,
+    Taps,
+    TorchEngine,
+    Whole,
+    capturing,
+    parameters_line,
+    parse_settings,
+    point_of,
+    train,
+)
 
 _OUTSIDE = dict.fromkeys(("wte", "embed_tokens"), "embedding.word_embeddings")
 _OUTSIDE |= dict.fromkeys(("ln_f", "norm"), "decoder.final_layernorm") | {"lm_head": "output_layer"}

@@ -16,10 +16,8 @@ from parakit.config.run import DeviceKind, OptimizerName
 from parakit.config.strategy import parse_strategy
 from parakit.experiments.matrix.definition import Family, Layout, Level
 from parakit.experiments.verify.pairs import MICRO_BATCH, PREFIX, Pair
-from parakit.launch.data import SMALL_SAMPLE
-from parakit.launch.job import Job, make_command
-from parakit.launch.options import NO_OPTIONS, Options, read_patch_file
-from parakit.verify.findings import Finding
+from parakit.launch import NO_OPTIONS, SMALL_SAMPLE, Job, Options, make_command, read_patch_file
+from parakit.verify import Finding
 
 _VARIABLES = (
     *("DATA", "GLOBAL_BATCH", "OPTIMIZER", "SEED"),

@@ -16,7 +16,7 @@ from allpairspy import AllPairs
 
 from parakit.experiments.matrix.cell import Cell, applies, levels_of, patched
 from parakit.experiments.matrix.definition import Family, Layout, Level, Matrix
-from parakit.verify.findings import Finding
+from parakit.verify import Finding
 
 SHARE = 0.5
 """Of the features that a draw changes; others are as the model has them."""

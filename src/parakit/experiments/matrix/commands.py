@@ -31,10 +31,8 @@ from parakit.experiments.matrix.running import CellVerifier, MatrixRun
 from parakit.experiments.matrix.touched import Executed, changed_files, recorded, touched, with_one
 from parakit.experiments.verify.verifier import ForkedRanks, Verifier
 from parakit.formatting.terminal import say
-from parakit.launch.code import find_entry
-from parakit.launch.data import SMALL_SAMPLE, make_sample
-from parakit.launch.options import Options
-from parakit.verify.findings import Finding, Judged, list_findings
+from parakit.launch import SMALL_SAMPLE, Options, find_entry, make_sample
+from parakit.verify import Finding, Judged, list_findings
 
 FOLDER = "matrix"
 """In the runs folder; one of each version in it."""

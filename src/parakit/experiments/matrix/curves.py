@@ -15,10 +15,7 @@ from parakit.experiments.matrix.definition import Family, Layout
 from parakit.experiments.matrix.outcome import Curve
 from parakit.experiments.verify.pairs import MICRO_BATCH
 from parakit.experiments.verify.verifier import ForkedRanks, losses_in
-from parakit.launch.data import SMALL_SAMPLE
-from parakit.launch.job import Job
-from parakit.launch.options import Options
-from parakit.launch.train import compose_job
+from parakit.launch import SMALL_SAMPLE, Job, Options, compose_job
 
 ITERATIONS = 200
 ONE_RANK = Layout("one rank", "baseline", 1)

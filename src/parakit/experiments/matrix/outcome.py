@@ -18,7 +18,7 @@ import numpy as np
 
 from parakit.artifacts.io import write_record, write_whole
 from parakit.artifacts.verdict import Outcome
-from parakit.verify.verdict import Judgement
+from parakit.verify import Judgement
 
 
 class CellStatus(StrEnum):

@@ -29,7 +29,7 @@ from parakit.experiments.matrix.table import LEGEND, FamilyTable, bf16_costs, ta
 from parakit.formatting.html import environment
 from parakit.formatting.table import markdown_rows, markdown_text
 from parakit.formatting.units import DASH
-from parakit.verify.findings import Finding, Judged, list_findings
+from parakit.verify import Finding, Judged, list_findings
 
 MARKDOWN, HTML = "parity-matrix.md", "parity-cells.html"
 _TEMPLATES = Path(__file__).parent / "templates"

@@ -24,10 +24,8 @@ from parakit.experiments.matrix.definition import Level
 from parakit.experiments.matrix.outcome import CellRecord, CellStatus, of_judgement, read_kept
 from parakit.experiments.verify.verifier import Verifier
 from parakit.formatting.terminal import say
-from parakit.launch.code import find_entry, kit_commit
-from parakit.launch.options import Options
-from parakit.verify.findings import Finding
-from parakit.verify.verdict import refused
+from parakit.launch import Options, find_entry, kit_commit
+from parakit.verify import Finding, refused
 
 Verify = Callable[[Cell], CellRecord]
 """Verifies a cell once."""

@@ -20,7 +20,7 @@ from parakit.experiments.matrix.cell import Cell
 from parakit.experiments.matrix.definition import Family, Matrix
 from parakit.experiments.verify.pairs import compose_pair
 from parakit.experiments.verify.verifier import ForkedRanks
-from parakit.launch.options import Options, read_patch_file
+from parakit.launch import Options, read_patch_file
 
 Executed = Mapping[str, frozenset[str]]
 """Files from the folder that holds `megatron`, by `family/strategy` and `family/factor/level`; what all

@@ -12,10 +12,9 @@ from math import exp, log
 from parakit.config.run import Backend, DeviceKind
 from parakit.experiments.runner import CellResult
 from parakit.formatting.units import joined, parameters, plural
-from parakit.launch.job import Job
-from parakit.planner.tensors import parameters_total
-from parakit.reporting.analyse.entry import Entry
-from parakit.reporting.analyse.statistics import Estimate, TimeComparison, TimeVerdict, compare
+from parakit.launch import Job
+from parakit.planner import parameters_total
+from parakit.reporting import Entry, Estimate, TimeComparison, TimeVerdict, compare
 
 Devices = tuple[int, DeviceKind]
 

@@ -12,8 +12,7 @@ from parakit.experiments.engine import Output, Study
 from parakit.experiments.runner import finished_runs
 from parakit.formatting.terminal import say
 from parakit.formatting.units import MIB
-from parakit.launch.compose import Launch
-from parakit.launch.preflight import LOG_BYTES
+from parakit.launch import LOG_BYTES, Launch
 
 SKIPPED_ITERATIONS = 16
 """fp16 lowers its loss scale first; until then no update is made and Adam's state is not there."""

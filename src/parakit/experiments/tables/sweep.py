@@ -19,10 +19,7 @@ from parakit.experiments.tables.overtaking import Swept, compare_tokens, fastest
 from parakit.formatting.table import Column, Table, markdown_table, markdown_text
 from parakit.formatting.terminal import say, say_markdown
 from parakit.formatting.units import DASH, count, interval, loss, number, parameters
-from parakit.reporting.analyse.comparability import conditions
-from parakit.reporting.analyse.entry import rows_of
-from parakit.reporting.analyse.statistics import Estimate
-from parakit.reporting.canvas import WIDTH_INCHES, Chart, colour, draw, grid
+from parakit.reporting import WIDTH_INCHES, Chart, Estimate, colour, conditions, draw, grid, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

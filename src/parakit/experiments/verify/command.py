@@ -31,21 +31,36 @@ from parakit.experiments.captures import say_outcome
 from parakit.experiments.verify.logged import LOG_FILE, compare_logs
 from parakit.experiments.verify.pairs import Verification, compose_pair, pair_of
 from parakit.formatting.terminal import say
-from parakit.launch.compose import Launch
-from parakit.launch.data import make_sample
-from parakit.launch.execute import execute_launch
-from parakit.launch.job import make_command
-from parakit.launch.options import Options
-from parakit.launch.preflight import check
-from parakit.launch.start import ensure_start_checkpoint
-from parakit.launch.supervise.warm import WarmPool
-from parakit.launch.train import dry_run, other_split, other_vocabulary
-from parakit.verify.captured import Capture, VerifyError, read_capture
-from parakit.verify.compare import Drift, drift
-from parakit.verify.page import write_page
-from parakit.verify.parts import explained, wants_parts
-from parakit.verify.reassemble import as_one_rank
-from parakit.verify.verdict import Judgement, confirm, judge, refused, write_forced, write_verdict
+from parakit.launch import (
+    Launch,
+    Options,
+    WarmPool,
+    check,
+    dry_run,
+    ensure_start_checkpoint,
+    execute_launch,
+    make_command,
+    make_sample,
+    other_split,
+    other_vocabulary,
+)
+from parakit.verify import (
+    Capture,
+    Drift,
+    Judgement,
+    VerifyError,
+    as_one_rank,
+    confirm,
+    drift,
+    explained,
+    judge,
+    read_capture,
+    refused,
+    wants_parts,
+    write_forced,
+    write_page,
+    write_verdict,
+)
 
 Train = Callable[[str, Launch], str]
 """Trains a launch that is a part of a verification, and leaves its log beside the part's tensors

@@ -23,18 +23,21 @@ from parakit.config.files import from_root
 from parakit.config.model import model_of
 from parakit.config.run import Backend
 from parakit.config.strategy import StrategyError, devices_of, parse_strategy
-from parakit.data.indexed import DocumentIndex, bin_path, idx_path, token_dtype, write_index
+from parakit.data import DocumentIndex, bin_path, idx_path, token_dtype, write_index
 from parakit.experiments.verify.command import SharedReferences, carried_out
 from parakit.experiments.verify.pairs import HF, Pair, compose_pair
 from parakit.experiments.verify.verifier import losses_in
 from parakit.formatting.table import Column, Table, rich_table
-from parakit.launch.backends import NO_TRANSFORMERS
-from parakit.launch.execute import execute_launch
-from parakit.launch.hub import folder_of
-from parakit.launch.job import Job, parse_target
-from parakit.launch.options import Options
-from parakit.launch.preflight import check
-from parakit.launch.train import compose_job
+from parakit.launch import (
+    NO_TRANSFORMERS,
+    Job,
+    Options,
+    check,
+    compose_job,
+    execute_launch,
+    folder_of,
+    parse_target,
+)
 
 STRATEGIES = "baseline tp2 sp2 pp2 cp2 tp2pp2 tp2dp2"
 STEPS, LOSS_TOLERANCE = 20, 1e-5
@@ -99,7 +102,7 @@ def verify_hf(
 
 def _sources(given: str | None, made: Path) -> Iterator[tuple[Path, str]]:
     """Folders of Hugging Face's, each with the model's name."""
-    from parakit.convert.hf.random_model import CONFIGS, write_model
+    from parakit.convert import CONFIGS, write_model
 
     if given is not None:
         folder = folder_of(given)
@@ -121,8 +124,7 @@ class _Prover:
 
     def proofs(self, source: Path, name: str) -> Iterator[Proof]:
         """Of a folder of Hugging Face's, under a model's name."""
-        from parakit.convert.hf.into_megatron import import_model, read_source
-        from parakit.convert.hf.progress import Work
+        from parakit.convert import Work, import_model, read_source
 
         found, hub = read_source(source), self.folder / "models"
         import_model(found, name, Work(self.console), hub)
@@ -178,9 +180,7 @@ class _Prover:
 
 
 def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
-    from parakit.convert.hf.from_megatron import export_model
-    from parakit.convert.hf.progress import Work
-    from parakit.convert.hf.tensor_files import TensorFolder, differing
+    from parakit.convert import TensorFolder, Work, differing, export_model
 
     model = model_of(str(imported / f"{imported.name}.args"))
     checkpoint = imported / "checkpoint" / "iter_0000001"

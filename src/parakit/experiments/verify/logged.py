@@ -16,19 +16,16 @@ from pathlib import Path
 from parakit.artifacts.capture import SCORES, CapturedRank, Stage
 from parakit.artifacts.verdict import Outcome
 from parakit.formatting.units import plural
-from parakit.reporting.analyse.parity import (
+from parakit.reporting import (
     BETWEEN_BACKENDS,
     HALF_ITERATIONS,
     ROUNDING_AN_ITERATION,
+    Iteration,
     allowed_difference,
     last_digit,
+    scrape_log,
 )
-from parakit.reporting.read.iterations import Iteration
-from parakit.reporting.read.scrape import scrape_log
-from parakit.verify.compare import NORM
-from parakit.verify.comparison import Compared
-from parakit.verify.kinds import name_factor
-from parakit.verify.verdict import Judgement
+from parakit.verify import NORM, Compared, Judgement, name_factor
 
 LOG_FILE = "log.txt"
 """Name of a run's log beside the tensors that the run has captured."""

@@ -23,13 +23,17 @@ from parakit.config.flags import Flags, drop_flags, merge_flags
 from parakit.config.run import Backend, DeviceKind
 from parakit.config.strategy import UNTIED, devices_of, parse_strategy
 from parakit.formatting.units import plural
-from parakit.launch.compose import Launch
-from parakit.launch.flags import saving_flags
-from parakit.launch.job import Job, parse_target
-from parakit.launch.options import Options, Saving
-from parakit.launch.supervise.warm import WarmPool
-from parakit.launch.train import compose_job
-from parakit.native.settings import PADDED
+from parakit.launch import (
+    Job,
+    Launch,
+    Options,
+    Saving,
+    WarmPool,
+    compose_job,
+    parse_target,
+    saving_flags,
+)
+from parakit.native import PADDED
 
 PREFIX = "verify-"
 ITERATION = 2

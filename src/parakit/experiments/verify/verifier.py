@@ -17,15 +17,16 @@ from rich.console import Console
 from parakit.config import variables
 from parakit.experiments.verify.command import SharedReferences, judged, keep_log
 from parakit.experiments.verify.pairs import Pair, compose_pair
-from parakit.launch.code import find_entry
-from parakit.launch.compose import Launch
-from parakit.launch.flags import CPU_RANK
-from parakit.launch.options import Options
-from parakit.launch.start import ensure_start_checkpoint
-from parakit.launch.supervise.warm import WarmMegatron
-from parakit.reporting.read.diagnosis import diagnose
-from parakit.reporting.read.scrape import scrape_log
-from parakit.verify.verdict import Judgement
+from parakit.launch import (
+    CPU_RANK,
+    Launch,
+    Options,
+    WarmMegatron,
+    ensure_start_checkpoint,
+    find_entry,
+)
+from parakit.reporting import diagnose, scrape_log
+from parakit.verify import Judgement
 
 START = {variables.DEVICE: "cpu", "HF_HUB_OFFLINE": "1", **CPU_RANK}
 """What must be set before torch is imported."""

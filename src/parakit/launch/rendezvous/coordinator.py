@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from parakit.artifacts.run import RUN_FILE, Status, StatusRecord
-from parakit.cluster.nodes import NodeFiles, NodeGroup, Nodes
+from parakit.cluster import NodeFiles, NodeGroup, Nodes
 from parakit.config.errors import LaunchError
 from parakit.config.files import from_root
 from parakit.launch.background import BackgroundThread

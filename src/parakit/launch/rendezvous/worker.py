@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parakit.artifacts.run import LOG_FILE, RUN_FILE, Status, StatusRecord
-from parakit.cluster.nodes import NodeGroup, Nodes, node_folder
+from parakit.cluster import NodeGroup, Nodes, node_folder
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.launch.background import BackgroundThread
@@ -23,7 +23,7 @@ from parakit.launch.rendezvous import messages
 from parakit.launch.rendezvous.messages import NodeRecord, RunState, decode, encode, node_key
 from parakit.launch.supervise import exit_status
 from parakit.launch.supervise.interruption import raise_if_asked
-from parakit.reporting.read.diagnosis import diagnose
+from parakit.reporting import diagnose
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

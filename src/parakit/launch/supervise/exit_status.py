@@ -8,19 +8,17 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from parakit.accounting.collect import collect_ledgers
+from parakit.accounting import collect_ledgers
 from parakit.artifacts import run as records
 from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
-from parakit.cluster.checks.host import free_files
+from parakit.cluster import free_files
 from parakit.config.files import from_root
 from parakit.launch.background import BackgroundThread
 from parakit.launch.supervise.hang import EndedRunError, awaited, drop_empty, unfit_call
 from parakit.launch.supervise.ranks import RankProcesses
-from parakit.reporting.read.diagnosis import after_last, diagnose, first_error
-from parakit.reporting.read.failures import NCCL_TIMEOUT
-from parakit.reporting.read.scrape import scrape_log
+from parakit.reporting import NCCL_TIMEOUT, after_last, diagnose, first_error, scrape_log
 
 RESERVE_FILE = ".reserve"
 RESERVE_BYTES = 1 << 20

@@ -25,10 +25,15 @@ from parakit.artifacts.run import (
     Status,
 )
 from parakit.config.errors import LaunchError
-from parakit.hang.dumps import UnreadableError
-from parakit.hang.gather import gather_evidence
-from parakit.hang.order import find_mismatch
-from parakit.hang.verdict import Kind, Outcome, Verdict, judge
+from parakit.hang import (
+    Kind,
+    Outcome,
+    UnreadableError,
+    Verdict,
+    find_mismatch,
+    gather_evidence,
+    judge,
+)
 
 STACK_SECONDS = 6.0
 """At most so long are stacks and calls waited for."""

@@ -15,7 +15,7 @@ from typing import BinaryIO, Self
 import psutil
 
 from parakit.artifacts.io import lock
-from parakit.cluster.container.docker import (
+from parakit.cluster import (
     CONTAINER_FILE,
     ContainerEnd,
     container_of,

@@ -49,7 +49,7 @@ def main(folder: Path, command: Sequence[str]) -> int:
     end(lambda: psutil.Process().children(recursive=True))
     code = child.wait()
     if not launcher_lives:
-        from parakit.cluster.container.docker import CONTAINER_FILE, remove_container
+        from parakit.cluster import CONTAINER_FILE, remove_container
         from parakit.launch.supervise.exit_status import finish, launcher_was_killed
 
         remove_container(folder / CONTAINER_FILE)

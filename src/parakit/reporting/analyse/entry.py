@@ -16,7 +16,7 @@ from parakit.config.flags import Flags
 from parakit.config.published import Figure, Published
 from parakit.config.run import Backend, RunSpec, Transport
 from parakit.formatting.units import MIB
-from parakit.native.settings import MUON_RULE_FLAG
+from parakit.native import MUON_RULE_FLAG
 from parakit.reporting.analyse.comparability import SpeedComparison
 from parakit.reporting.analyse.configurations import (
     Configuration,

@@ -14,14 +14,21 @@ from parakit.artifacts.run import Status
 from parakit.config.flags import Flags
 from parakit.config.hardware import Device, device_by_key, find_device, link_by_key
 from parakit.config.run import Backend, flags_of_printed
-from parakit.planner.calibration import calibration_of
-from parakit.planner.constraints import NEWEST, violations
-from parakit.planner.readings.local_readings import Row, own_runs, row_of
-from parakit.planner.readings.neighbours import Uncertainty, uncertainty
-from parakit.planner.readings.reading_to_spec import RefusedError, execution_of_flags
-from parakit.planner.tensors import UnevenSplitError
-from parakit.planner.time.cluster import Cluster
-from parakit.planner.time.rates import NoPeakError
+from parakit.planner import (
+    NEWEST,
+    Cluster,
+    NoPeakError,
+    RefusedError,
+    Row,
+    Uncertainty,
+    UnevenSplitError,
+    calibration_of,
+    execution_of_flags,
+    own_runs,
+    row_of,
+    uncertainty,
+    violations,
+)
 from parakit.reporting.analyse.comparability import DISTURBED, IMPOSSIBLE, why_withheld
 from parakit.reporting.analyse.configurations import pooled
 from parakit.reporting.analyse.disturbance import why_disturbed

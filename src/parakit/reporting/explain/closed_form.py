@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from parakit.artifacts.measurements import MemoryCategory, RankMemory
 from parakit.config.run import Backend, RunSpec
 from parakit.formatting.units import amount
-from parakit.planner.collectives.call import LATEST, Megatron
-from parakit.planner.memory import (
+from parakit.planner import (
+    LATEST,
+    Megatron,
     communication_bytes,
     held_parameters,
     logits_bytes,
     memory_of_rank,
+    rank_parameters,
 )
-from parakit.planner.tensors import rank_parameters
 from parakit.reporting.read.runs import Run
 
 _OLD = ("0.14", "0.15")

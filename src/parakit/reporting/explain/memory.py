@@ -9,9 +9,13 @@ from parakit.artifacts.measurements import MemoryCategory, Phase, RankMemory
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Sharding, strategy_name
 from parakit.formatting.units import amount, count, joined, plural, signed
-from parakit.planner.activations import chunk_activation_bytes
-from parakit.planner.memory import activation_bytes, head_bytes, layers_in_flight
-from parakit.planner.tensors import rank_parameters
+from parakit.planner import (
+    activation_bytes,
+    chunk_activation_bytes,
+    head_bytes,
+    layers_in_flight,
+    rank_parameters,
+)
 from parakit.reporting.explain.predicted import Subject, find
 
 _STATE = (MemoryCategory.WEIGHTS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER_STATE)

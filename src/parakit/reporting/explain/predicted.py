@@ -16,9 +16,7 @@ from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
 from parakit.formatting.units import ms
-from parakit.planner.collectives.call import Megatron
-from parakit.planner.collectives.rank import communication_of_rank
-from parakit.planner.tensors import UnevenSplitError, rank_parameters
+from parakit.planner import Megatron, UnevenSplitError, communication_of_rank, rank_parameters
 from parakit.reporting.analyse.entry import Entry, names_of
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.time_shares import (

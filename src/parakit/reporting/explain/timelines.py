@@ -21,7 +21,7 @@ from parakit.artifacts.measurements import Phase
 from parakit.artifacts.run import TRACE_FILE
 from parakit.config.strategy import Parallelism
 from parakit.formatting.terminal import say
-from parakit.planner.schedules.simulate import Pass, SimulatedSchedule, Step, simulate
+from parakit.planner import Pass, SimulatedSchedule, Step, simulate
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.time_shares import mean
 from parakit.reporting.canvas import INK, Chart, draw

@@ -25,10 +25,7 @@ from parakit.config.strategy import (
 )
 from parakit.formatting.html import environment
 from parakit.formatting.units import joined
-from parakit.planner.collectives.call import total_wire_bytes
-from parakit.planner.collectives.rank import communication_of_rank
-from parakit.planner.one_strategy import time_strategy
-from parakit.planner.options import PlanOptions
+from parakit.planner import PlanOptions, communication_of_rank, time_strategy, total_wire_bytes
 from parakit.site.drawing.held import held
 from parakit.site.drawing.sent import sent, traffic
 from parakit.site.drawing.sheet import Rank, shown_ranks

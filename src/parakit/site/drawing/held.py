@@ -9,8 +9,7 @@ from itertools import batched
 
 from parakit.config.run import RunSpec
 from parakit.formatting.units import amount, count
-from parakit.planner.memory import PredictedMemory, memory_of_rank, precision_of
-from parakit.planner.tensors import rank_parameters
+from parakit.planner import PredictedMemory, memory_of_rank, precision_of, rank_parameters
 from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, Rank, Sheet, draw_heads
 
 _LABEL = 108

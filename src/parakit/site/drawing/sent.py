@@ -10,8 +10,7 @@ from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
 from parakit.formatting.units import count, gb, joined, megabytes
-from parakit.planner.collectives.call import CollectiveCall, total_wire_bytes
-from parakit.planner.collectives.rank import communication_of_rank
+from parakit.planner import CollectiveCall, communication_of_rank, total_wire_bytes
 from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, Rank, Sheet, draw_heads, together
 
 COLOURS = {

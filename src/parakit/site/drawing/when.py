@@ -8,9 +8,16 @@ from itertools import pairwise
 from parakit.artifacts.measurements import Phase
 from parakit.config.run import RunSpec
 from parakit.formatting.units import percent
-from parakit.planner.collectives.call import CollectiveCall, by_group
-from parakit.planner.collectives.rank import communication_of_rank
-from parakit.planner.schedules.simulate import Event, Pass, SimulatedSchedule, figures, simulate
+from parakit.planner import (
+    CollectiveCall,
+    Event,
+    Pass,
+    SimulatedSchedule,
+    by_group,
+    communication_of_rank,
+    figures,
+    simulate,
+)
 from parakit.site.drawing.sent import COLOURS, is_few
 from parakit.site.drawing.sheet import WIDTH, Rank, Sheet
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_patches.registry import Patch, Replacement
-from parakit.accounting.process_groups import METHODS
+from parakit.accounting import METHODS
 
 
 def _instead(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:

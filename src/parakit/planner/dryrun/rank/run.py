@@ -25,10 +25,7 @@ from megatron_patches.context import find_context
 from megatron_patches.ledger import watched_timers
 from megatron_patches.registry import Patch, Replacement, apply_patches
 from megatron_patches.warm import read_help_once
-from parakit.accounting.communication import CommunicationLedger
-from parakit.accounting.memory import MemoryLedger
-from parakit.accounting.process_groups import CallWatcher
-from parakit.accounting.timeline import Span, Timeline
+from parakit.accounting import CallWatcher, CommunicationLedger, MemoryLedger, Span, Timeline
 from parakit.config.files import ROOT
 from parakit.planner.dryrun.job import Job, RankReport
 from parakit.planner.dryrun.rank.patches import FAKE_PATCHES, AnswerForContents
