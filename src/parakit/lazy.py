@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 
-def lazy_names(package: str, file: str) -> Callable[[str], Any]:
+def lazy_names(package: str, file: str) -> "Callable[[str], Any]":
     """Return a package's `__getattr__`, which imports a public name from the module that defines it.
 
     Args:
@@ -34,7 +34,7 @@ def lazy_names(package: str, file: str) -> Callable[[str], Any]:
     return get_attribute
 
 
-def _read_imports(file: str) -> dict[str, str]:
+def _read_imports(file: str) -> "dict[str, str]":
     """Return the module that each name comes from, by name."""
     modules = {}
     for statement in ast.parse(Path(file).read_text(encoding="utf-8")).body:

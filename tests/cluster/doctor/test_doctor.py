@@ -40,8 +40,10 @@ OLD = pythons()
 def test_it_runs_on_a_bare_clone_with_an_old_python(python: str, tmp_path: Path) -> None:
     kit = tmp_path / "kit"
     (kit / "src/parakit/cluster").mkdir(parents=True)
+    (kit / "tools").mkdir()
     for name in (
-        "tools/__init__.py",
+        "src/parakit/__init__.py",
+        "src/parakit/lazy.py",
         "src/parakit/cluster/__init__.py",
         "tools/any_python.sh",
         "tools/doctor.sh",
