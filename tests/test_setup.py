@@ -2,6 +2,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,7 @@ from parakit.config.files import ROOT
 
 SHELLS_TOOLS = (
     *("bash", "env", "dirname", "sha256sum", "cat", "cp", "rm", "mkdir", "touch"),
-    *("flock", "readlink"),
+    *("flock", "readlink", "chmod"),
 )
 
 
@@ -108,6 +109,32 @@ def test_what_is_set_up_is_not_set_up_again(bare_kit: Path) -> None:
     second = set_up(bare_kit)
     assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
     assert not (bare_kit / "called").exists()
+
+
+def test_an_environment_has_a_parakit_that_runs_the_clone_it_is_in(bare_kit: Path) -> None:
+    installs(bare_kit)
+    set_up(bare_kit)
+    environment = bare_kit / "kit/.venv"
+    (environment / "bin/parakit").unlink()  # As one that was set up before has it.
+    assert set_up(bare_kit).returncode == 0
+    for name in ("src/parakit", "elsewhere/parakit"):
+        package = bare_kit / "kit" / name
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "__main__.py").write_text("import sys; print(__file__, sys.argv[1:])")
+    (environment / "bin/python").unlink()
+    (environment / "bin/python").symlink_to(sys.executable)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    if version != "python3.12":
+        (environment / "lib/python3.12").rename(environment / "lib" / version)
+    answer = subprocess.run(
+        (environment / "bin/parakit", "plan", "a b"),
+        cwd=bare_kit / "kit/elsewhere",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stdout == f"{bare_kit}/kit/src/parakit/__main__.py ['plan', 'a b']\n"
 
 
 @pytest.mark.parametrize("end", ["echo 'ERROR: no route'; exit 1", "kill -9 $(cat {pid})"])

@@ -70,9 +70,25 @@ add_import_path() {
   done
 }
 
+# .venv/bin/parakit runs the clone that its .venv is in, as .venv/bin/python does. With -P Python does not
+# import from the folder that the user is in.
+add_program() {
+  [[ ! -e $VENV/bin/parakit ]] || return 0
+  cat > "$VENV/bin/parakit" << 'END'
+#!/bin/sh
+exec "$(dirname "$0")/python" -P -m parakit "$@"
+END
+  chmod +x "$VENV/bin/parakit"
+}
+
+add_kit() {
+  add_import_path
+  add_program
+}
+
 wanted=$(sha256sum requirements.txt)
 if ready; then
-  add_import_path
+  add_kit
   exit 0
 fi
 
@@ -87,7 +103,7 @@ if command -v flock > /dev/null; then
     flock 9
   }
   if ready; then
-    add_import_path
+    add_kit
     exit 0
   fi
 fi
@@ -102,6 +118,6 @@ echo "Setting up $VENV with $("$VENV/bin/python" --version), once: up to 2.8 GB 
     "pip do it: 'make setup INSTALLER=pip'." >&2
   exit 1
 }
-add_import_path
+add_kit
 echo "$wanted" > "$STAMP"
 rm "$UNFINISHED"

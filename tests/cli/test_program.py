@@ -150,6 +150,21 @@ def test_another_clones_program_is_started_where_that_clone_is(
     assert started[0][-2:] == ("parakit", "status")
 
 
+def test_a_command_of_a_clone_runs_at_the_clones_root_from_any_folder_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[Path] = []
+
+    def start(name: str, given: tuple[str, ...]) -> int:
+        started.append(Path.cwd())
+        return 0
+
+    monkeypatch.chdir(ROOT / "tests" / "planner")
+    monkeypatch.setattr(program, "from_make", start)
+    assert program.main(["status"]) == 0
+    assert started == [ROOT]
+
+
 def test_the_program_is_the_same_as_a_module() -> None:
     command = (sys.executable, "-m", "parakit", "plan", "--help")
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -10,8 +10,8 @@ import pytest
 
 from parakit.artifacts.run import STOPPED_FILE
 from parakit.hang.command import why_hang
-from parakit.hang.dumps import UnreadableError
-from parakit.hang.evidence import Frame, RecordedCall, Stage
+from parakit.hang.dumps import UnreadableError, read_dump
+from parakit.hang.evidence import Frame, RankEvidence, RecordedCall, Stage
 from parakit.hang.gather import gather_evidence
 from parakit.hang.page import render_page
 from parakit.hang.place import place_of_call
@@ -275,13 +275,35 @@ def test_stacks_alone_name_the_one_that_is_in_no_collective(tmp_path: Path) -> N
     assert judge(gather_evidence([tmp_path])).culprits == (2,)
 
 
-def test_a_wait_that_the_kit_counts_is_one() -> None:
-    counting = Frame("wait", "src/parakit/accounting/process_groups.py", 1)
+FILES_THAT_COUNT_CALLS = (
+    "/kit/src/parakit/accounting/process_groups.py",
+    "/venv/lib/python3.12/site-packages/parakit/accounting/process_groups.py",
+    "/kit/tools/ledger/process_groups.py",  # kits before src/parakit
+)
+
+
+@pytest.mark.parametrize("file", FILES_THAT_COUNT_CALLS)
+def test_a_wait_that_the_kit_counts_is_one(file: str) -> None:
+    counting = Frame("wait", file, 1)
     exchange = Frame("_communicate", "/megatron/core/pipeline_parallel/p2p_communication.py", 413)
     layer = Frame("forward", "/megatron/core/transformer/mlp.py", 300)
     assert is_in_collective((counting, exchange))
     assert not is_in_collective((counting, layer))
     assert not is_in_collective((counting,))
+
+
+@pytest.mark.parametrize("file", FILES_THAT_COUNT_CALLS)
+def test_a_dump_is_read_without_frames_of_the_kits_counting(tmp_path: Path, file: str) -> None:
+    dump = four().dump(0)
+    for call in dump["entries"]:
+        call["frames"].insert(0, {"name": "counted", "filename": file, "line": 1})
+    path = tmp_path / "nccl_trace_rank_0"
+    path.write_bytes(pickle.dumps(dump))
+    evidence = RankEvidence(0)
+    read_dump(path, evidence)
+    functions = {frame.function for call in evidence.calls for frame in call.frames}
+    assert "_reduce" in functions
+    assert "counted" not in functions
 
 
 def test_watchdogs_lines_stand_for_dumps_that_are_not_there(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from parakit.cli.options import check_given, find_command
-from parakit.config.files import ROOT
+from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.hardware import find_device
 from parakit.config.model import load_model
 from parakit.config.published import MAIN_SOURCE, load_published
@@ -22,9 +23,11 @@ from parakit.site.hooks import nested_lists, pages, settings_page
 
 PAGES = [name for name in pages() if name.endswith(".md")]
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+_IMPORT_PATH = re.compile(r"PYTHONPATH=([^\s`]+)")
 _FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.M | re.S)
-RUNNABLE = ("parakit.planner", "parakit.config")
-"""Modules whose commands need no devices, data or runs."""
+PYTHON = ".venv/bin/python"
+NEED_NOTHING = ("plan", "advise", "schedules", "validate", "dryrun")
+"""Commands of `parakit` that need no devices, data or runs."""
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -80,20 +83,57 @@ def test_items_inside_items_are_indented_as_the_sites_renderer_wants_but_code_is
     assert nested_lists(text) == f"{inside}    - after{after}"
 
 
+def _planning_commands() -> list[list[str]]:
+    """Return the arguments of `parakit` in every command of the pages that plans without a redirection."""
+    commands = [command for page in PAGES for command in _commands(page, PYTHON)]
+    return [
+        command[3:]
+        for command in commands
+        if command[1:3] == ["-m", "parakit"] and command[3] in NEED_NOTHING and ">" not in command
+    ]
+
+
+def test_modules_that_the_pages_run_are_there() -> None:
+    modules = {
+        command[2]
+        for page in PAGES
+        for command in _commands(page, PYTHON)
+        if command[1:2] == ["-m"]
+    }
+    assert "parakit" in modules
+    assert [name for name in sorted(modules) if not _can_be_run(name)] == []
+
+
+def _can_be_run(module: str) -> bool:
+    """Return True if `python -m MODULE` finds a module, or a package with a `__main__`."""
+    found = importlib.util.find_spec(module)
+    if found is not None and found.submodule_search_locations is not None:
+        found = importlib.util.find_spec(f"{module}.__main__")
+    return found is not None
+
+
+def test_import_paths_that_the_pages_set_name_src() -> None:
+    paths = [path for page in PAGES for path in _IMPORT_PATH.findall((ROOT / page).read_text())]
+    assert paths
+    assert set(paths) == {"src:."}
+
+
+def test_the_pages_show_planning_commands() -> None:
+    assert {arguments[0] for arguments in _planning_commands()} >= {"plan", "validate", "dryrun"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
-def test_planning_commands_run(page: str, tmp_path: Path) -> None:
-    for words in _commands(page, "python"):
-        if words[1:2] == ["-m"] and words[2] in RUNNABLE and ">" not in words:
-            ended = subprocess.run(
-                (sys.executable, *words[1:]),
-                cwd=tmp_path,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert ended.returncode == 0, f"{shlex.join(words)}: {ended.stderr}"
+def test_planning_commands_run(tmp_path: Path) -> None:
+    for arguments in _planning_commands():
+        ended = subprocess.run(
+            (sys.executable, "-m", "parakit", *arguments),
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, f"{shlex.join(arguments)}: {ended.stderr}"
 
 
 @pytest.mark.slow

@@ -138,6 +138,7 @@ def _run_in_clone(name: str, command: Command, arguments: list[str]) -> int:
     if clone is not None and clone != ROOT:
         return _start_program_of(clone, name, arguments)
     os.environ.update(variables)
+    os.chdir(ROOT)  # As make does: runs, data and reports lie in folders of the clone.
     return from_make(name, given=tuple(variables))
 
 

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from parakit.artifacts.pickles import PlainUnpickler
-from parakit.hang.evidence import Frame, GroupOfRanks, Progress, RankEvidence, RecordedCall
+from parakit.hang.evidence import (
+    Frame,
+    GroupOfRanks,
+    Progress,
+    RankEvidence,
+    RecordedCall,
+    counts_calls,
+)
 
 KEPT_CALLS = 600
 """Of each rank, the last ones: some iterations' worth; 1,024 ranks' stay below 1 GiB."""
@@ -26,7 +33,7 @@ _OPERATIONS = {
     "allreducecoalesced": "all_reduce_coalesced",
     "receive": "recv",
 }
-_NOT_OURS = ("/torch/", "c10d_logger", "/src/parakit/accounting/")
+_FILES_OF_TORCH = ("/torch/", "c10d_logger")
 
 
 class UnreadableError(ValueError):
@@ -147,11 +154,14 @@ def operation_of(text: str) -> str:
 
 
 def _frames(found: Any) -> tuple[Frame, ...]:
-    """Those of Megatron and of the user's code; torch's own say nothing."""
+    """Return the frames of Megatron and of the user's code, innermost first, at most DEEPEST_FRAMES.
+
+    Frames of torch and of this kit's counting of calls are left out.
+    """
     frames = []
     for one in found:
         file = str(one["filename"])
-        if not any(part in file for part in _NOT_OURS):
+        if not counts_calls(file) and not any(part in file for part in _FILES_OF_TORCH):
             frames.append(_same(Frame(str(one["name"]), file, int(one["line"]))))
         if len(frames) == DEEPEST_FRAMES:
             break

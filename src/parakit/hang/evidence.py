@@ -18,6 +18,18 @@ class Frame(NamedTuple):
     line: int
 
 
+FOLDERS_THAT_COUNT_CALLS = ("parakit/accounting/", "tools/ledger/")
+"""Folders of this kit's counting of calls, through which every call passes. Its frames say nothing.
+
+The second is the folder's name in kits before `src/parakit`, whose dumps and stacks are still read.
+"""
+
+
+def counts_calls(file: str) -> bool:
+    """Return True if the source file of a frame belongs to this kit's counting of calls."""
+    return any(folder in file for folder in FOLDERS_THAT_COUNT_CALLS)
+
+
 Signature = tuple[object, ...]
 """What ranks of a group must agree on in a call, and at its end where it was made."""
 

@@ -12,12 +12,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import dropwhile
 
-from parakit.hang.evidence import Evidence, Frame, GroupOfRanks, RankEvidence, RecordedCall
+from parakit.hang.evidence import (
+    Evidence,
+    Frame,
+    GroupOfRanks,
+    RankEvidence,
+    RecordedCall,
+    counts_calls,
+)
 
 TORCH_DISTRIBUTED = "/torch/distributed/"
 TORCH_CHECKPOINT = "/torch/distributed/checkpoint/"
 FILES_THAT_CALL_COLLECTIVES = ("/torch/", "megatron_patches/")
-FILES_THAT_COUNT_CALLS = "src/parakit/accounting/"
 PIPELINE_FILES = ("p2p_communication", "pipeline_parallel/schedules")
 NUM_INNERMOST_FRAMES = 6
 EXCEPTION_HOOK = "_distributed_excepthook"
@@ -165,8 +171,7 @@ def is_in_collective(stack: Iterable[Frame]) -> bool:
 
     `stack` is innermost first. An empty stack gives False.
     """
-    # Every call passes through this kit's counting of calls, whose frames say nothing.
-    frames = dropwhile(lambda frame: FILES_THAT_COUNT_CALLS in frame.file, stack)
+    frames = dropwhile(lambda frame: counts_calls(frame.file), stack)
     innermost_frames = tuple(frames)[:NUM_INNERMOST_FRAMES]
     if not innermost_frames:
         return False
