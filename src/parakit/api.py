@@ -319,7 +319,7 @@ def _paths(paths: Paths) -> list[Path]:
 
 @contextmanager
 def _python_words() -> Iterator[None]:
-    """Raise refusals again with Python's arguments in place of make's variables."""
+    """Raise refusals again in Python's words: arguments for make's variables, and how to install torch."""
     try:
         yield
     except ValueError as error:
@@ -327,6 +327,13 @@ def _python_words() -> Iterator[None]:
         if error.args != (str(error),) or text == str(error):
             raise
         raise type(error)(text) from None
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            "torch is not installed, which this reads tensors with: pip install 'parakit[train]'.",
+            name="torch",
+        ) from None
 
 
 def name_arguments(text: str) -> str:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
+import parakit
 from parakit.artifacts.capture import Stage
 from parakit.artifacts.verdict import Outcome, Verdict
 from parakit.capturing.state import perturb
-from parakit.cli import program as parakit
 from parakit.config.files import ROOT
 from parakit.experiments.captures import judge_captures
 from tests.given import run

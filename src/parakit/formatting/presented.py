@@ -34,10 +34,8 @@ class Presented:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        from rich.console import Console
-
         file = StringIO()
-        self.show(Console(file=file, width=WIDTH, highlight=False))
+        self.show(_plain_console(file))
         lines = (line.rstrip() for line in file.getvalue().splitlines())
         return "\n".join(lines).strip("\n")
 
@@ -50,9 +48,7 @@ class Presented:
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook; rich escapes every text."""
-        from rich.console import Console
-
-        console = Console(file=StringIO(), record=True, width=WIDTH, highlight=False)
+        console = _plain_console(StringIO(), record=True)
         self.show(console)
         return console.export_html(inline_styles=True, code_format=_HTML)
 
@@ -93,6 +89,24 @@ def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         elif not isinstance(value, list | tuple):
             row[f"{prefix}{name}"] = value
     return row
+
+
+def _plain_console(file: StringIO, record: bool = False) -> Console:
+    """Return a console that writes text without control codes, in a terminal and in a notebook alike.
+
+    In a notebook rich would otherwise display every line by itself.
+    """
+    from rich.console import Console
+
+    return Console(
+        file=file,
+        record=record,
+        width=WIDTH,
+        highlight=False,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+    )
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
