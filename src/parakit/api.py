@@ -288,7 +288,7 @@ def compare_captures(reference: AnyPath, other: AnyPath) -> Verdict:
         return judge_captures(Path(reference).expanduser(), Path(other).expanduser()).verdict
 
 
-def _plan_options(**given: Any) -> PlanOptions:
+def _plan_options(**arguments: Any) -> PlanOptions:
     """Return the options of the planner, each value checked as that of the command's variable is.
 
     Raises:
@@ -299,7 +299,7 @@ def _plan_options(**given: Any) -> PlanOptions:
     from parakit.planner import PlanOptions
 
     options: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is None:
             continue
         if name == "extra":

@@ -192,8 +192,8 @@ def test_the_wheel_works_from_another_folder_in_an_empty_environment(tmp_path: P
     subprocess.run((*_pip(python, "install"), str(wheel)), check=True)
     assert _megabytes(environment) < WHEEL_MEGABYTES
 
-    def prints(program: str, *words: str) -> str:
-        command = (str(environment / "bin" / program), *words)
+    def prints(program: str, *arguments: str) -> str:
+        command = (str(environment / "bin" / program), *arguments)
         clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         ended = subprocess.run(
             command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False
@@ -201,8 +201,8 @@ def test_the_wheel_works_from_another_folder_in_an_empty_environment(tmp_path: P
         assert "Traceback" not in ended.stderr
         return ended.stdout + ended.stderr
 
-    def parakit_prints(*words: str) -> str:
-        return prints("parakit", *words)
+    def parakit_prints(*arguments: str) -> str:
+        return prints("parakit", *arguments)
 
     with zipfile.ZipFile(wheel) as packed:
         names = packed.namelist()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class CheckpointInspection(PresentedTable):
-    """What a checkpoint holds, what is wrong with it, what loads it and how another one differs."""
+    """Contents and faults of a checkpoint, what can load it, and how another checkpoint differs."""
 
     contents: Contents
     problems: tuple[str, ...]
@@ -57,9 +57,11 @@ class CheckpointInspection(PresentedTable):
             reasons = (reason[0].upper() + reason[1:] for reason in self.loading.reasons)
             lines += [f"Under that strategy: {self.loading.verdict}{flags}.", *reasons]
         relations = self.relations or ()
-        lines += [f"{one.name}: {one.relation} {one.detail}".rstrip() for one in relations]
+        lines += [
+            f"{tensor.name}: {tensor.relation} {tensor.detail}".rstrip() for tensor in relations
+        ]
         if relations:
-            counts = Counter(one.relation for one in relations).most_common()
+            counts = Counter(tensor.relation for tensor in relations).most_common()
             kinds = ", ".join(f"{number} {relation}" for relation, number in counts)
             lines.append(f"Of {len(relations)} tensors {kinds}.")
         return "\n".join(lines)
@@ -130,8 +132,8 @@ def _describe(contents: Contents, problems: tuple[str, ...]) -> dict[str, Any]:
         "states": contents.states,
         "arguments": dict(contents.arguments),
         "tensors": [
-            {"name": name, "shape": one.shape, "dtype": one.dtype, "kind": kind_of(name)}
-            for name, one in sorted(contents.stored.tensors.items())
+            {"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "kind": kind_of(name)}
+            for name, tensor in sorted(contents.stored.tensors.items())
         ],
         "problems": problems,
     }
@@ -158,6 +160,6 @@ def _modules(contents: Contents) -> list[str]:
     """Return a line per module, and below it a line per weight."""
     modules = defaultdict[str, list[str]](list)
     for name, weight in contents.weights.items():
-        module, _, own = name.rpartition(".")
-        modules[module].append(f"  {own} {list(weight.shape)} {weight.dtype}")
+        module, _, parameter = name.rpartition(".")
+        modules[module].append(f"  {parameter} {list(weight.shape)} {weight.dtype}")
     return [line for module, tensors in modules.items() for line in (module, *tensors)]

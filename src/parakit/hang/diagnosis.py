@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class HangDiagnosis(Presented):
-    """Which rank stopped and which ranks wait for it, with the evidence."""
+    """Verdict on a job that hangs, with its evidence: who stopped and who waits."""
 
     verdict: Verdict
     evidence: Evidence

@@ -27,17 +27,17 @@ def scrape(logs: Sequence[Path], json: bool) -> int:
     unreadable = 0
     for path in map(Path, logs):
         try:
-            found = read_training_logs(path)
+            runs = read_training_logs(path)
         except UnreadableLogError as error:
             unreadable += 1
             reason = str(error)
             print(reason, file=sys.stderr)
-            found = ()
+            runs = ()
             nothing = {"path": str(path), "status": Status.NO_LOG, "reason": reason}
             results.append({**nothing, "iterations": []})
             if not json:
                 print(f"{path}: {Status.NO_LOG}, 0 iterations: {reason}")
-        for log in found:
+        for log in runs:
             if json:
                 results.append(log.to_dict())
             else:  # Half a million iterations are a large text, which nobody asked for.
