@@ -108,7 +108,7 @@ print(json.dumps({{
                 ]
             ],
         ),
-        (lambda: parakit.why_hang(DATA / "stacks"), ("why-hang", str(DATA / "stacks"))),
+        (lambda: parakit.why_hang(DATA / "stacks"), ("why-hang", "--dumps", str(DATA / "stacks"))),
         (
             lambda: parakit.inspect_checkpoint(DATA / "gpt2-one-layer", strategy="tp2"),
             ("inspect", "--ckpt", str(DATA / "gpt2-one-layer"), "--strategy", "tp2"),

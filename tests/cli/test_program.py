@@ -223,7 +223,7 @@ def test_the_wheel_works_from_another_folder_in_an_empty_environment(tmp_path: P
     assert "takes a clone of the kit" in parakit_prints("prepare-ds", "--name", "x")
     data = ROOT / "examples/notebooks/data"
     shutil.copytree(data / "stacks", tmp_path / "stacks")
-    assert "Rank 2 is in data loading" in parakit_prints("why-hang", "stacks")
+    assert "Rank 2 is in data loading" in parakit_prints("why-hang", "--dumps", "stacks")
     assert "parakit[train]" in parakit_prints("inspect", "--ckpt", str(data / "gpt2-one-layer"))
     code = "import parakit; print(parakit.plan('llama3-8b', gpus=8, gpu='h100'))"
     assert "Use a hybrid (sp2dp4-zero1" in prints("python", "-c", code)
