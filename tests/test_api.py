@@ -164,7 +164,10 @@ def test_what_does_not_fit_says_where_it_does() -> None:
             lambda: parakit.plan("gpt2-large", gpus=3, nodes=2),
             "leave one of gpus=, nodes= and gpus_per_node= out.",
         ),
-        (lambda: parakit.plan("gpt2-large", gpus="eight"), 'gpus="eight" is not a whole number'),
+        (
+            lambda: parakit.plan("gpt2-large", gpus="eight"),  # type: ignore[arg-type]
+            'gpus="eight" is not a whole number',
+        ),
         (lambda: parakit.plan("gpt2-large", recipe="best"), 'recipe="best" is not defaults'),
         (lambda: parakit.plan("gpt2-large", extra=["--fp16", "--bf16"]), "extra has --fp16"),
         (lambda: parakit.plan("gpt2-huge"), "There is no model 'gpt2-huge'; did you mean"),

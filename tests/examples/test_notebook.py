@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from parakit.config.files import ROOT
 from tests.patience import OF_A_RUN
 
 NOTEBOOK = ROOT / "examples/notebooks/parakit.ipynb"
-HAS_KERNEL = all(map(importlib.util.find_spec, ("nbclient", "ipykernel")))
 
 
 def read_cells() -> list[dict[str, Any]]:
@@ -55,14 +53,12 @@ def test_the_cells_run_in_order(tmp_path: Path) -> None:
     assert "differs | reduced gradients | " in ended.stdout
 
 
-@pytest.mark.skipif(not HAS_KERNEL, reason="nbclient and ipykernel are not installed: make setup")
 def test_a_kernel_executes_the_notebook() -> None:
-    import nbformat
-    from nbclient import NotebookClient
-
+    pytest.importorskip("ipykernel")
+    nbformat, nbclient = map(pytest.importorskip, ("nbformat", "nbclient"))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
-    NotebookClient(notebook, timeout=OF_A_RUN, resources=resources).execute()
+    nbclient.NotebookClient(notebook, timeout=OF_A_RUN, resources=resources).execute()
     shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert not any(output["output_type"] == "display_data" for output in shown)
     assert any("text/html" in output.get("data", {}) for output in shown)
