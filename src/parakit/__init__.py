@@ -1,14 +1,34 @@
 """parakit: what each way of splitting a model over devices costs, planned, trained, measured and verified.
 
-Names are imported on first use, so that `import parakit` loads neither torch nor numpy.
+The names in `__all__` are the public Python API. Each name is imported on first use, so that `import parakit`
+loads neither torch nor numpy.
 """
 
-__all__ = ["capture"]
+from typing import TYPE_CHECKING
 
+from parakit.lazy import lazy_names
 
-def __getattr__(name):  # type: (str) -> object
-    if name == "capture":
-        from parakit.capturing import capture
+if TYPE_CHECKING:
+    from parakit.api import (
+        compare_captures,
+        estimate,
+        inspect_checkpoint,
+        plan,
+        read_logs,
+        report,
+        why_hang,
+    )
+    from parakit.capturing import capture
+else:
+    __getattr__ = lazy_names(__name__, __file__)
 
-        return capture
-    raise AttributeError(f"module 'parakit' has no attribute '{name}'")
+__all__ = [
+    "capture",
+    "compare_captures",
+    "estimate",
+    "inspect_checkpoint",
+    "plan",
+    "read_logs",
+    "report",
+    "why_hang",
+]

@@ -5,11 +5,11 @@ where type checkers find them. `lazy_names` reads the imports, so that importing
 modules, does not load its other modules. Python 3.6 can import this file, because `make doctor` does.
 """
 
-import ast
-import importlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def lazy_names(package: str, file: str) -> "Callable[[str], Any]":
@@ -29,13 +29,17 @@ def lazy_names(package: str, file: str) -> "Callable[[str], Any]":
             modules.update(_read_imports(file))
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(modules[name]), name)
+        return getattr(import_module(modules[name]), name)
 
     return get_attribute
 
 
 def _read_imports(file: str) -> "dict[str, str]":
     """Return the module that each name comes from, by name."""
+    # Not at the top, where both would take half of the time of `import parakit`.
+    import ast
+    from pathlib import Path
+
     modules = {}
     for statement in ast.parse(Path(file).read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.If):

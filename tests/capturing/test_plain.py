@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import distributed as dist
 
+import parakit
 from parakit.artifacts.capture import Stage
 from parakit.artifacts.verdict import Outcome, Verdict
 from parakit.capturing.state import perturb
-from parakit.cli import program as parakit
 from parakit.config.files import ROOT
-from parakit.experiments.captures import compared
+from parakit.experiments.captures import judge_captures
 from tests.given import run
 
 SLOW = pytest.mark.slow
@@ -33,7 +33,7 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verdict(captures: Path, name: str) -> Verdict:
-    return compared(captures / "one", captures / name).verdict
+    return judge_captures(captures / "one", captures / name).verdict
 
 
 @SLOW

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -205,8 +207,8 @@ def test_the_wheel_works_from_another_folder_in_an_empty_environment(tmp_path: P
     subprocess.run((*_pip(python, "install"), str(wheel)), check=True)
     assert _megabytes(environment) < WHEEL_MEGABYTES
 
-    def parakit_prints(*words: str) -> str:
-        command = (str(environment / "bin/parakit"), *words)
+    def prints(program: str, *arguments: str) -> str:
+        command = (str(environment / "bin" / program), *arguments)
         clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         ended = subprocess.run(
             command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False
@@ -214,18 +216,32 @@ def test_the_wheel_works_from_another_folder_in_an_empty_environment(tmp_path: P
         assert "Traceback" not in ended.stderr
         return ended.stdout + ended.stderr
 
+    def parakit_prints(*arguments: str) -> str:
+        return prints("parakit", *arguments)
+
+    with zipfile.ZipFile(wheel) as packed:
+        names = packed.namelist()
+    assert {name.partition("/")[0] for name in names if "dist-info" not in name} == {
+        "megatron_patches",
+        "parakit",
+    }
+    assert not any("__pycache__" in name or "/tests/" in name for name in names)
     assert "Alpa" in parakit_prints("plan", "--model", "gpt2-large", "--gpus", "2", "--alpa")
     assert "1F1B" in parakit_prints("schedules")
     assert "12 iterations" in parakit_prints("scrape", str(LOG))
     assert "reports/one/report.html" in parakit_prints("report", "--name", "one", str(LOG))
     assert (tmp_path / "reports/one/report.html").is_file()
-    table = tmp_path / "table.csv"
-    table.write_text("model,gpus,tokens_per_second,tokens_per_second_per_gpu\nm,2,100,90\n")
-    assert "1 of them contradict" in parakit_prints("audit", str(table))
     assert "measurements are predicted" in parakit_prints("validate")
     assert "takes a clone of the kit" in parakit_prints("status")
     assert "parakit[train]" in parakit_prints("dryrun", "--model", "gpt2-tiny")
-    assert "parakit[data]" in parakit_prints("prepare", "--input", "x.jsonl")
+    assert "takes a clone of the kit" in parakit_prints("prepare", "--input", "x.jsonl")
+    assert "takes a clone of the kit" in parakit_prints("prepare-ds", "--name", "x")
+    data = ROOT / "examples/notebooks/data"
+    shutil.copytree(data / "stacks", tmp_path / "stacks")
+    assert "Rank 2 is in data loading" in parakit_prints("why-hang", "--dumps", "stacks")
+    assert "parakit[train]" in parakit_prints("inspect", "--ckpt", str(data / "gpt2-one-layer"))
+    code = "import parakit; print(parakit.plan('llama3-8b', gpus=8, gpu='h100'))"
+    assert "Use a hybrid (sp2dp4-zero1" in prints("python", "-c", code)
     assert "parakit[charts]" in parakit_prints(
         "plan", "--model", "gpt2-large", "--gpus", "2", "--svg", "plan.svg"
     )

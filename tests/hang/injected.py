@@ -25,7 +25,7 @@ from rich.console import Console
 
 from parakit.artifacts.run import HUNG
 from parakit.config.files import ROOT
-from parakit.hang.command import as_json
+from parakit.hang.diagnosis import HangDiagnosis
 from parakit.hang.dumps import UnreadableError
 from parakit.hang.gather import gather_evidence
 from parakit.hang.order import find_mismatch
@@ -303,7 +303,7 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
     try:
         evidence = gather_evidence([run])
         is_seen = find_mismatch(evidence) is not None
-        row |= {"said": as_json(judge(evidence))}
+        row |= {"said": HangDiagnosis(judge(evidence), evidence).to_dict()}
     except UnreadableError as error:
         row |= {"said": {"culprits": [], "suspects": [], "sentence": str(error), "kind": None}}
     said, fired = row["said"], {one["rank"] for one in row["fired"]}

@@ -21,7 +21,7 @@ from parakit.config.files import ROOT
 from parakit.config.model import model_names
 from parakit.site import in_browser
 from parakit.site.drawing.figure import asked, figure
-from parakit.site.planner_page import TEMPLATES, build, pack_kit
+from parakit.site.planner_page import TEMPLATES, build, build_wheel, pack_pure
 from tests.chromium import chromium, needs_chromium
 from tests.patience import OF_A_RUN
 
@@ -90,13 +90,16 @@ def test_a_pasted_config_is_planned_under_the_name_of_its_place() -> None:
 
 
 def test_what_the_page_loads_plans_and_draws_without_the_repository(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
     archives = re.findall(r'\["(\w+\.zip)", "\w+"\]', (TEMPLATES / "worker.js").read_text())
-    assert archives == ["kit.zip", "msgspec.zip"]
-    pack_kit(tmp_path / "kit.zip")
-    loaded = tmp_path / "loaded"
-    with zipfile.ZipFile(tmp_path / "kit.zip") as packed:
-        packed.extractall(loaded)
-    # The second archive holds msgspec for WebAssembly; the environment's build takes its place here.
+    assert archives == ["parakit.zip", "msgspec.zip", "pure.zip"]
+    build_wheel(tmp_path / "parakit.zip")
+    pack_pure(tmp_path / "pure.zip")
+    loaded = tmp_path / "site-packages"
+    for name in ("parakit.zip", "pure.zip"):
+        with zipfile.ZipFile(tmp_path / name) as packed:
+            packed.extractall(loaded)
+    # The other archive holds msgspec for WebAssembly; the environment's build takes its place here.
     (loaded / "msgspec").symlink_to(Path(msgspec.__file__).parent, target_is_directory=True)
     question = [part for name, value in QUESTION.items() for part in (f"--{name}", value)]
     calls = (

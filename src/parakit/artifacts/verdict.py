@@ -6,12 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from parakit.artifacts.capture import Stage
+from parakit.formatting.presented import Presented
+from parakit.formatting.terminal import say
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 VERIFY_FOLDER, VERDICT_FILE = "verify", "verdict.json"
+SHOWN_NOT_ALIGNED = 5
 
 
 class Outcome(StrEnum):
@@ -25,8 +32,8 @@ class Outcome(StrEnum):
 EXIT_CODES = {Outcome.HELD: 0, Outcome.DIFFERS: 1, Outcome.NOT_COMPARABLE: 2}
 
 
-@dataclass(frozen=True)
-class Verdict:
+@dataclass(frozen=True, repr=False)
+class Verdict(Presented):
     """What `verdict.json` holds."""
 
     verdict: Outcome
@@ -101,6 +108,28 @@ class Verdict:
         logged = self.logged if self.stage is Stage.LOG else None
         where = "; ".join(filter(None, (self.source, self.worst, logged, self.command)))
         return f"{said}; {where}" if where else said
+
+    def show(self, console: Console) -> None:
+        """Print the outcome, how many tensors were compared, and up to five reasons why others were not."""
+        self.show_outcome(console)
+        say(console, f"compared {self.compared:,} of {self.seen:,} tensors")
+        for line in self.not_aligned[:SHOWN_NOT_ALIGNED]:
+            say(console, f"not compared: {line}")
+
+    def show_outcome(self, console: Console) -> None:
+        """Print the outcome as one line in its colour."""
+        if self.verdict is Outcome.NOT_COMPARABLE:
+            say(console, f"not comparable: {self.reason}", "red")
+        elif self.verdict is Outcome.HELD:
+            ratio = self.worst_ratio or 0.0
+            say(console, f"held: no error is above {ratio:.2f} of its tolerance", "green")
+        else:
+            say(console, f"differs at: {self.line}", "red")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `parakit inspect --compare … --json` prints of two captures."""
+        data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return data
 
 
 def read_verdicts(folder: Path) -> Iterator[Verdict]:

@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from parakit.checkpoint.checks import other_model_problem
     from parakit.checkpoint.command import inspect_command
     from parakit.checkpoint.contents import read_contents
+    from parakit.checkpoint.inspection import CheckpointInspection, inspect_folder
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
+    "CheckpointInspection",
     "inspect_command",
+    "inspect_folder",
     "other_model_problem",
     "read_contents",
 ]

@@ -95,6 +95,8 @@ def _run(name: str, arguments: list[str]) -> int:
     if command is None or command in INTERNAL:
         return from_make(name, arguments)
     if command.packages is not None:
+        if _is_outside_of_wheel(command) and clone_around(ROOT) is None:
+            return _start_in_clone(name, arguments, "is code of the clone that no wheel holds")
         return _run_anywhere(name, command, arguments)
     return _run_in_clone(name, command, arguments)
 
@@ -129,17 +131,32 @@ def _run_in_clone(name: str, command: Command, arguments: list[str]) -> int:
     """Run a command of a clone: here if this is the clone's own program, else by the clone's program."""
     variables = _variables(variable_words(arguments, command))
     clone = clone_around(Path.cwd())
-    if clone is None and clone_around(ROOT) is None:
-        raise ValueError(
-            f"'parakit {name}' trains or looks at runs, which takes a clone of the kit, and "
-            f"{Path.cwd()} is in none: change into one, or use plan, report and the others of "
-            "'parakit --help'."
-        )
-    if clone is not None and clone != ROOT:
-        return _start_program_of(clone, name, arguments)
+    if clone_around(ROOT) is None or (clone is not None and clone != ROOT):
+        return _start_in_clone(name, arguments, "trains or looks at runs")
     os.environ.update(variables)
     os.chdir(ROOT)  # As make does: runs, data and reports lie in folders of the clone.
     return from_make(name, given=tuple(variables))
+
+
+def _is_outside_of_wheel(command: Command) -> bool:
+    """Return True if a command's code lies beside the package: in `tools/` or in `examples/`."""
+    return not command.handler.startswith("parakit.")
+
+
+def _start_in_clone(name: str, arguments: Sequence[str], reason: str) -> int:
+    """Start a command by the program of the clone around this folder.
+
+    Raises:
+        ValueError: This folder is in no clone.
+    """
+    clone = clone_around(Path.cwd())
+    if clone is None:
+        raise ValueError(
+            f"'parakit {name}' {reason}, which takes a clone of the kit, and "
+            f"{Path.cwd()} is in none: change into one, or use plan, report and the others of "
+            "'parakit --help'."
+        )
+    return _start_program_of(clone, name, arguments)
 
 
 def _variables(words: Sequence[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from parakit.experiments.captures import judge_captures
     from parakit.experiments.commands import run_named
     from parakit.experiments.engine import Output, Study, comparison, losses_broke
     from parakit.experiments.tables import bullets, page, sentence
@@ -20,6 +21,7 @@ __all__ = [
     "Study",
     "bullets",
     "comparison",
+    "judge_captures",
     "losses_broke",
     "page",
     "run_named",

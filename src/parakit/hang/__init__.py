@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from parakit.hang.diagnosis import HangDiagnosis, diagnose_hang
     from parakit.hang.dumps import UnreadableError
     from parakit.hang.gather import gather_evidence
     from parakit.hang.order import find_mismatch
@@ -17,10 +18,12 @@ else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
+    "HangDiagnosis",
     "Kind",
     "Outcome",
     "UnreadableError",
     "Verdict",
+    "diagnose_hang",
     "find_mismatch",
     "gather_evidence",
     "judge",

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json as texts
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from parakit.artifacts.io import write_whole
-from parakit.config.files import ROOT
+from parakit.hang.diagnosis import diagnose_hang
 from parakit.hang.dumps import UnreadableError
-from parakit.hang.gather import gather_evidence
 from parakit.hang.page import render_page
-from parakit.hang.verdict import Verdict, judge
 
 
 def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) -> int:
@@ -23,24 +19,13 @@ def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) 
     Raises:
         UnreadableError: Nothing there says anything of a rank, or the page has no folder; one sentence.
     """
-    if page and not (ROOT / Path(page).expanduser()).parent.is_dir():
+    path = Path(page).expanduser() if page else None
+    if path and not path.parent.is_dir():
         raise UnreadableError(f"PAGE={page} is in no folder that exists; make it, or name another.")
-    evidence = gather_evidence([ROOT / Path(text).expanduser() for text in dumps])
-    found = judge(evidence)
-    if json:
-        print(texts.dumps(as_json(found)))
-    else:
-        kind = [f"Kind: {found.kind}. {found.next_step}"] if found.kind else []
-        chain = [f"  {one}" for one in found.chain]
-        watchdog = [f"Watchdog: {one}" for one in evidence.timed_out[:1]]
-        print("\n".join([found.sentence, *kind, *chain, *watchdog]))
-    if page:
-        write_whole(ROOT / Path(page).expanduser(), render_page(evidence, found))
-    for sentence in evidence.refused:
+    diagnosis = diagnose_hang([Path(text).expanduser() for text in dumps])
+    print(texts.dumps(diagnosis.to_dict()) if json else diagnosis.text)
+    if path:
+        write_whole(path, render_page(diagnosis.evidence, diagnosis.verdict))
+    for sentence in diagnosis.refused:
         print(sentence, file=sys.stderr)
-    return 0 if found.culprits else 1
-
-
-def as_json(verdict: Verdict) -> dict[str, Any]:
-    """The object that `JSON=1` prints."""
-    return {name: value for name, value in asdict(verdict).items() if name != "chain"}
+    return 0 if diagnosis.verdict.culprits else 1

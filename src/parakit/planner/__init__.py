@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from parakit.planner.readings.reading_to_spec import RefusedError, execution_of_flags
     from parakit.planner.readings.table import ReadingsError
     from parakit.planner.request import expert_tensor_of
+    from parakit.planner.result import NothingFitsError, PlanResult, plan_strategies
     from parakit.planner.schedules.simulate import (
         Event,
         Pass,
@@ -90,9 +91,11 @@ __all__ = [
     "Fit",
     "Megatron",
     "NoPeakError",
+    "NothingFitsError",
     "Pass",
     "Plan",
     "PlanOptions",
+    "PlanResult",
     "PredictedMemory",
     "ReadingsError",
     "RefusedError",
@@ -137,6 +140,7 @@ __all__ = [
     "own_runs",
     "parameters_total",
     "plan_options",
+    "plan_strategies",
     "precision_of",
     "product_seconds",
     "rank_parameters",

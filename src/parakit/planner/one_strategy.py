@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from parakit.config import settings
 from parakit.config.flag_table import of_role
@@ -19,6 +17,7 @@ from parakit.config.hardware import device_by_key
 from parakit.config.setting import SettingError, read, refuse_renamed
 from parakit.config.stages import stages_of
 from parakit.config.strategy import Batch, StrategyError, devices_of, parse_strategy
+from parakit.formatting.presented import Presented
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
@@ -40,6 +39,9 @@ from parakit.planner.show import candidate_as_data, ignored_as_data, plan_comman
 from parakit.planner.time.iteration import TIME_COMPONENTS
 from parakit.planner.verdict import Fit, close_reason
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 _COLOURS = (
     *("#0072B2", "#56B4E9", "#7BC8A4", "#D55E00", "#CC79A7", "#E69F00", "#009E73"),
     *("#555555", "#8C6BB1", "#B8A13A", "#B00020", "#C9C9C9"),
@@ -47,8 +49,8 @@ _COLOURS = (
 """Of `TIME_COMPONENTS`."""
 
 
-@dataclass(frozen=True)
-class TimedStrategy:
+@dataclass(frozen=True, repr=False)
+class TimedStrategy(Presented):
     """A strategy as asked for, and what is predicted of it."""
 
     request: Request
@@ -68,6 +70,14 @@ class TimedStrategy:
     def uncertainty(self) -> Uncertainty:
         """The error to expect of its time."""
         return uncertainty(self.candidate.spec, self.request.cluster, self.request.own)
+
+    def show(self, console: Console) -> None:
+        """Print sentences, the breakdown of the time and the command that trains the strategy."""
+        print_layout([self], console)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `parakit plan --strategy … --json` prints: bytes, seconds, tokens per second."""
+        return timed_as_data(self)
 
 
 def time_strategy(options: PlanOptions) -> TimedStrategy:

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
         resumption_sentence,
     )
     from parakit.reporting.analyse.statistics import Estimate, TimeComparison, TimeVerdict, compare
+    from parakit.reporting.build import finish_report
     from parakit.reporting.canvas import WIDTH_INCHES, Chart, colour, draw, grid
-    from parakit.reporting.command import trace
+    from parakit.reporting.command import report_options, trace
     from parakit.reporting.explain.predicted import ideal_bubble
     from parakit.reporting.read.diagnosis import after_last, diagnose, first_error
     from parakit.reporting.read.dialects import find_iterations
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from parakit.reporting.read.runs import Run, find_run_folders, load_folder
     from parakit.reporting.read.scrape import scrape_log
     from parakit.reporting.read.sources import read_samples
+    from parakit.reporting.read.training_log import TrainingLog, read_training_logs
+    from parakit.reporting.render.files import FinishedReport
     from parakit.reporting.render.tables import time_text
 else:
     __getattr__ = lazy_names(__name__, __file__)
@@ -48,10 +51,12 @@ __all__ = [
     "Chart",
     "Entry",
     "Estimate",
+    "FinishedReport",
     "Iteration",
     "Run",
     "TimeComparison",
     "TimeVerdict",
+    "TrainingLog",
     "after_last",
     "allowed_difference",
     "colour",
@@ -61,6 +66,7 @@ __all__ = [
     "draw",
     "find_iterations",
     "find_run_folders",
+    "finish_report",
     "first_error",
     "grid",
     "ideal_bubble",
@@ -71,6 +77,8 @@ __all__ = [
     "printable",
     "printed_spec",
     "read_samples",
+    "read_training_logs",
+    "report_options",
     "resumption_sentence",
     "rows_of",
     "scrape_log",

@@ -26,7 +26,7 @@ from parakit.reporting.analyse.report import Report, build_report
 from parakit.reporting.canvas import can_draw
 from parakit.reporting.read.printed import device_named, device_of_arguments
 from parakit.reporting.read.runs import find_run_folders, load_runs
-from parakit.reporting.render.files import print_report, write_report
+from parakit.reporting.render.files import FinishedReport, write_report
 from parakit.reporting.render.sentences import some_of
 
 EXIT_UNDECIDED = 3
@@ -64,12 +64,8 @@ def build(options: BuildOptions, console: Console) -> int:
         console.print(f"'{name}' cannot name a report; use letters, digits, '.', '_' and '-'.")
         return 2
     try:
-        old = read_baseline(options.baseline) if options.baseline else None
-        report = _report(name, options)
-        if old is not None:
-            changes = tuple(compare_with_baseline(old, report.entries))
-            report = replace(report, changes=changes, baseline=str(options.baseline))
-        headline = write_report(report, options.reports_root / name)
+        finished = finish_report(name, options)
+        write_report(finished, options.reports_root / name)
     except BaselineError as error:
         console.print(str(error), markup=False)
         return 2
@@ -77,7 +73,8 @@ def build(options: BuildOptions, console: Console) -> int:
         place = error.filename or options.reports_root / name
         console.print(f"{place} cannot be written: {error.strerror}.", markup=False)
         return 2
-    print_report(report, headline, console)
+    report = finished.report
+    finished.show(console)
     if options.readings:
         for sentence in _add_measurements(options.readings, own_measurements(report.entries)):
             say(console, sentence)
@@ -91,6 +88,20 @@ def build(options: BuildOptions, console: Console) -> int:
         return 1
     undecided = any(change.kind == UNDECIDED for change in report.changes)
     return EXIT_UNDECIDED if options.strict and undecided else 0
+
+
+def finish_report(name: str, options: BuildOptions) -> FinishedReport:
+    """Read runs and logs, compare them with one another and with the baseline; write nothing.
+
+    Raises:
+        BaselineError: The baseline cannot be read.
+    """
+    old = read_baseline(options.baseline) if options.baseline else None
+    report = _report(name, options)
+    if old is not None:
+        changes = tuple(compare_with_baseline(old, report.entries))
+        report = replace(report, changes=changes, baseline=str(options.baseline))
+    return FinishedReport(report)
 
 
 def _add_measurements(path: Path, measured: OwnMeasurements) -> Iterator[str]:

@@ -5,47 +5,20 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from parakit.artifacts.run import Status, StatusRecord
-from parakit.reporting.read.diagnosis import classify_log
-from parakit.reporting.read.scrape import scrape_runs
-from parakit.reporting.read.scraped import ScrapedLog
+from parakit.artifacts.run import Status
+from parakit.reporting.read.training_log import UnreadableLogError, read_training_logs
 
-_AS_THEY_ARE = (
-    *("parameters", "memory", "theoretical_parameters_billions", "theoretical_memory", "timers"),
-    *("validation", "checkpoints", "exit_reason", "notes"),
-)
-
-
-def log_as_json(log: ScrapedLog, status: StatusRecord) -> dict[str, Any]:
-    """Everything a log says; what it does not say is null or left out of an iteration, NaN is null."""
-    iterations = [
-        {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in msgspec.to_builtins(found).items()
-            if value is not None and value is not False
-        }
-        for found in log.iterations
-    ]
-    return {
-        "path": log.path,
-        "part": log.part,
-        "parts": log.parts,
-        "status": status.status.value,
-        "reason": status.reason,
-        "rank": status.rank,
-        "dialect": log.generation.name,
-        "iterations": iterations,
-        "restarts": list(log.restarts),
-    } | {name: msgspec.to_builtins(getattr(log, name)) for name in _AS_THEY_ARE}
+if TYPE_CHECKING:
+    from parakit.reporting.build import BuildOptions
 
 
 def scrape(logs: Sequence[Path], json: bool) -> int:
@@ -54,23 +27,21 @@ def scrape(logs: Sequence[Path], json: bool) -> int:
     unreadable = 0
     for path in map(Path, logs):
         try:
-            found = scrape_runs(path)
-        except OSError as error:
+            runs = read_training_logs(path)
+        except UnreadableLogError as error:
             unreadable += 1
-            reason = f"{path} cannot be read: {error.strerror}; check the path."
+            reason = str(error)
             print(reason, file=sys.stderr)
-            found = ()
+            runs = ()
             nothing = {"path": str(path), "status": Status.NO_LOG, "reason": reason}
             results.append({**nothing, "iterations": []})
             if not json:
                 print(f"{path}: {Status.NO_LOG}, 0 iterations: {reason}")
-        for log in found:
-            status = classify_log(log)
+        for log in runs:
             if json:
-                results.append(log_as_json(log, status))
+                results.append(log.to_dict())
             else:  # Half a million iterations are a large text, which nobody asked for.
-                said = f": {status.reason}" if status.reason else ""
-                print(f"{log.path}: {status.status.value}, {len(log.iterations)} iterations{said}")
+                print(log.sentence)
     if json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     return 1 if unreadable else 0
@@ -84,27 +55,44 @@ def report(given: Namespace) -> int:
     """
     from rich.console import Console
 
-    from parakit.config.hardware import UnknownHardwareError, device_by_key
-    from parakit.reporting.build import BuildOptions, build
+    from parakit.reporting.build import build
 
-    try:
-        device = device_by_key(given.device) if given.device else None
-    except UnknownHardwareError as error:
-        raise ValueError(f"DEVICE={given.device}: {error}") from None
-    named = [repeat for word in given.logs for repeat in named_logs(word)]
-    options = BuildOptions(
+    options = replace(
+        report_options(given.logs, given.device),
         name=given.name,
-        paths=tuple(path for path, _ in named),
-        repeats={path: name for path, name in named if name},
         runs_root=given.runs,
         reports_root=given.reports,
         baseline=given.baseline and Path(given.baseline),
         strict=bool(given.strict),
         all_conditions=given.all,
-        device=device,
         readings=given.readings,
     )
     return build(options, Console(highlight=False))
+
+
+def report_options(logs: Sequence[str], device: str | None) -> BuildOptions:
+    """Return the options of a report of these run folders and logs.
+
+    Args:
+        logs: Paths and patterns, as in LOGS=; none of them means all run folders.
+        device: Key of the device of logs that do not name theirs.
+
+    Raises:
+        ValueError: There is no such device.
+    """
+    from parakit.config.hardware import UnknownHardwareError, device_by_key
+    from parakit.reporting.build import BuildOptions
+
+    try:
+        stated = device_by_key(device) if device else None
+    except UnknownHardwareError as error:
+        raise ValueError(f"DEVICE={device}: {error}") from None
+    named = [repeat for word in logs for repeat in named_logs(word)]
+    return BuildOptions(
+        paths=tuple(path for path, _ in named),
+        repeats={path: name for path, name in named if name},
+        device=stated,
+    )
 
 
 def named_logs(word: str) -> list[tuple[Path, str]]:

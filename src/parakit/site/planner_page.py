@@ -2,7 +2,8 @@
 
 `python -m parakit.site.planner_page FOLDER` writes static files. Pyodide comes from the npm registry and
 msgspec's WebAssembly wheel from the Python package index, at the versions below; nothing of either is in
-the repository. PyYAML's and rich's Python files are those of the running environment.
+the repository. The kit itself is its wheel. PyYAML's and rich's Python files are those of the running
+environment.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,9 +31,6 @@ RUNTIME = (
     "pyodide-lock.json",
     "python_stdlib.zip",
 )
-LEFT_OUT = (".md", ".svg", ".pyc")
-"""Suffixes of the kit's files that no program reads: its pages, their pictures and Python's caches."""
-
 PURE = ("yaml", "rich")
 """Packages of the environment of which the Python files alone suffice."""
 
@@ -64,7 +62,8 @@ def build(folder: Path) -> None:
                 (folder / name).write_bytes(member.read())
         (compiled,) = Path(work).glob("msgspec-*.whl")
         shutil.copyfile(compiled, folder / "msgspec.zip")
-    pack_kit(folder / "kit.zip")
+    build_wheel(folder / "parakit.zip")
+    pack_pure(folder / "pure.zip")
     for name in MADE:
         shutil.copyfile(TEMPLATES / name, folder / name)
     shutil.copyfile(ROOT / "src/parakit/formatting/house.css", folder / "house.css")
@@ -82,25 +81,30 @@ def _fetch(command: tuple[str, ...], folder: Path) -> None:
         ) from None
 
 
-def pack_kit(path: Path) -> None:
-    """Write `kit.zip`: the kit's packages, whole as in its wheel, and the Python files of PURE."""
+def build_wheel(path: Path) -> None:
+    """Write the kit's wheel, as `pip install .` builds it, to a file.
+
+    Raises:
+        PageError: hatchling, which builds it, is not installed.
+    """
+    if find_spec("hatchling") is None:
+        raise PageError(
+            "hatchling is not installed, which builds the kit's wheel; run 'make setup'."
+        )
+    with TemporaryDirectory() as folder:
+        command = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder)
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        shutil.copyfile(wheel, path)
+
+
+def pack_pure(path: Path) -> None:
+    """Write a zip of the Python files of the packages in PURE."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
-        for source, target in _wheel_folders().items():
-            for file in sorted((ROOT / source).rglob("*")):
-                if file.is_file() and file.suffix not in LEFT_OUT:
-                    packed.write(file, target / file.relative_to(ROOT / source))
         for name in PURE:
             package = Path(str(files(name)))
             for file in sorted(package.rglob("*.py")):
                 packed.write(file, file.relative_to(package.parent))
-
-
-def _wheel_folders() -> dict[str, Path]:
-    """Return the folders that pyproject.toml puts into the wheel, with where each lies in the wheel."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    packages = {package: Path(Path(package).name) for package in wheel["packages"]}
-    return packages | {source: Path(target) for source, target in wheel["force-include"].items()}
 
 
 if __name__ == "__main__":

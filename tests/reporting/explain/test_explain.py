@@ -23,7 +23,7 @@ from parakit.reporting.explain.explanation import (
     explain,
     explanation_markdown,
 )
-from parakit.reporting.render.files import write_report
+from parakit.reporting.render.files import FinishedReport, write_report
 from tests.program import run_report as main
 from tests.reporting.factory import run_record
 from tests.reporting.ledger_factory import (
@@ -254,7 +254,7 @@ def test_tables_merge_equal_ranks_and_say_what_is_missing(tmp_path: Path) -> Non
 def test_report_has_the_explanation_in_every_form(tmp_path: Path, baseline: Path) -> None:
     folder = write(tmp_path, "dp2", model="gpt2-tiny<b>")
     write_times(folder, seconds(0, WORK))
-    write_report(report_of(baseline, folder), tmp_path / "report")
+    write_report(FinishedReport(report_of(baseline, folder)), tmp_path / "report")
     page, markdown, data = (
         (tmp_path / "report" / name).read_text()
         for name in ("report.html", "report.md", "results.json")

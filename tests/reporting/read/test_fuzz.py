@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parakit.reporting.command import log_as_json
 from parakit.reporting.read.diagnosis import classify_log
 from parakit.reporting.read.scrape import scrape_runs
+from parakit.reporting.read.training_log import TrainingLog
 from parakit.reporting.read.window import select_window
 from tests.reporting import mutants
 from tests.reporting.factory import iteration_line
@@ -36,7 +36,7 @@ def scrape_everything(path):
     for log in scrape_runs(path):
         status = classify_log(log)
         select_window(log)
-        log_as_json(log, status)
+        TrainingLog(log, status).to_dict()
 
 
 def write(tmp_path_factory, content: bytes) -> Path:

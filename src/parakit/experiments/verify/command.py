@@ -27,7 +27,6 @@ from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import from_root
 from parakit.config.flags import Flags, merge_flags
-from parakit.experiments.captures import say_outcome
 from parakit.experiments.verify.logged import LOG_FILE, compare_logs
 from parakit.experiments.verify.pairs import Verification, compose_pair, pair_of
 from parakit.formatting.terminal import say
@@ -362,7 +361,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 def _print(judgement: Judgement, results: Path, console: Console) -> None:
     verdict = judgement.verdict
-    say_outcome(console, verdict)
+    verdict.show_outcome(console)
     if verdict.verdict is Outcome.HELD and verdict.routing_flips:
         say(console, f"  {verdict.routing_flips} routing choices within rounding differ")
     if verdict.verdict is Outcome.HELD and verdict.logged:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from parakit.artifacts.io import write_whole
 from parakit.artifacts.run import encode_run
+from parakit.formatting.presented import PresentedTable
 from parakit.formatting.table import Table, csv_table, markdown_table, markdown_text, rich_table
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.report import Report
@@ -30,19 +32,68 @@ MAX_SAMPLES = 2000
 """Samples a run that `results.json` keeps; longer runs are thinned evenly."""
 
 
-def write_report(report: Report, folder: Path) -> str:
-    """Write all files of a report; its headline.
+@dataclass(frozen=True, repr=False)
+class FinishedReport(PresentedTable):
+    """A report with its headline and its explanation, before any file of it is written."""
+
+    report: Report
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Rows of the report: runs of one configuration, pooled."""
+        return self.report.entries
+
+    @cached_property
+    def explanation(self) -> Explanation:
+        """Sentences on what each run pays for; empty without a communication log."""
+        return explain(self.report)
+
+    @cached_property
+    def headline(self) -> str:
+        """The report in a few words."""
+        return answer(self.report, self.explanation.paid)
+
+    def show(self, console: Console) -> None:
+        """Print the tables, the headline and the verdicts, as `parakit report` does."""
+        print_report(self.report, self.headline, console)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `results.json` of the report's folder holds."""
+        data: dict[str, Any] = msgspec.json.decode(self.json_text)
+        return data
+
+    def to_rows(self) -> Sequence[Mapping[str, Any]]:
+        """Return a row per entry, with the columns of `results.csv`."""
+        return [{column.name: column.value(entry) for column in RESULTS} for entry in self.entries]
+
+    def write(self, folder: str | Path) -> None:
+        """Write the report's folder: `report.html`, `report.md`, `results.csv`, `results.json`, charts.
+
+        The link `latest` beside the folder then points at it.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        write_report(self, Path(folder))
+
+    @cached_property
+    def json_text(self) -> str:
+        """Text of `results.json`: every row with all that the page shows of it."""
+        return _json_text(self.report, self.headline, self.explanation)
+
+
+def write_report(finished: FinishedReport, folder: Path) -> None:
+    """Write all files of a report.
 
     Raises:
         OSError: The folder cannot be written.
     """
+    report, headline, explanation = finished.report, finished.headline, finished.explanation
     folder.mkdir(parents=True, exist_ok=True)
     charts = [*draw_charts(report), *timeline_charts(report.entries)] if can_draw() else []
-    explanation = explain(report)
-    headline = answer(report, explanation.paid)
     contents = {
         "results.csv": csv_table(Table(RESULTS, report.entries)),
-        "results.json": json_text(report, headline, explanation),
+        "results.json": finished.json_text,
         "report.md": render_markdown(report, charts, headline) + explanation_markdown(explanation),
         "report.html": render_page(report, charts, headline, explanation),
     } | {f"{chart.name}.svg": chart.svg for chart in charts}
@@ -57,11 +108,9 @@ def write_report(report: Report, folder: Path) -> str:
         partial.unlink(missing_ok=True)
         partial.symlink_to(folder.name)
         partial.replace(link)
-    return headline
 
 
-def json_text(report: Report, headline: str, explanation: Explanation) -> str:
-    """`results.json`: every row with all that the page shows of it."""
+def _json_text(report: Report, headline: str, explanation: Explanation) -> str:
     explained: dict[str, Any] = msgspec.to_builtins(explanation)
     for run, each in explanation.evidence.items():
         if each.configuration:

@@ -3,12 +3,13 @@ import { loadPyodide } from "./pyodide.mjs";
 
 const ready = (async () => {
   const pyodide = await loadPyodide({ indexURL: new URL("./", import.meta.url).href });
-  for (const [name, format] of [["kit.zip", "zip"], ["msgspec.zip", "wheel"]]) {
+  const extractDir = pyodide.runPython("import site; site.getsitepackages()[0]");
+  for (const [name, format] of [["parakit.zip", "wheel"], ["msgspec.zip", "wheel"], ["pure.zip", "zip"]]) {
     const answer = await fetch(new URL(name, import.meta.url));
     if (!answer.ok) throw new Error(`${name} could not be loaded (${answer.status})`);
-    pyodide.unpackArchive(await answer.arrayBuffer(), format, { extractDir: "/kit" });
+    pyodide.unpackArchive(await answer.arrayBuffer(), format, { extractDir });
   }
-  pyodide.runPython("import sys; sys.path.insert(0, '/kit')");
+  pyodide.runPython("import importlib; importlib.invalidate_caches()");
   return pyodide.pyimport("parakit.site.in_browser");
 })();
 

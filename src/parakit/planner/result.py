@@ -1,0 +1,144 @@
+"""The value that `plan` prints and that `parakit.plan` returns: a search and all that was asked of its winner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from parakit.config.files import EXAMPLES_PACKAGE
+from parakit.config.flags import Flags
+from parakit.config.stages import LAYOUT_FLAG
+from parakit.formatting.presented import PresentedTable, flatten
+from parakit.planner.advice import no_fit_sentence
+from parakit.planner.dryrun.command import print_verified, verified_as_data
+from parakit.planner.dryrun.comparison import Verified, verify
+from parakit.planner.options import PlanOptions, RequestError
+from parakit.planner.readings.neighbours import Uncertainty, uncertainty
+from parakit.planner.recipes import DEFAULTS, Chosen, recipe_sentence, search_recipes
+from parakit.planner.request import request_from_options
+from parakit.planner.search import Candidate, Plan, Scaling, devices_needed, scaling, training_days
+from parakit.planner.show import candidate_as_data, plan_as_data, print_plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_OF_ONE_STRATEGY = ("micro_batch", "recompute", "what_if")
+
+
+class NothingFitsError(ValueError):
+    """No legal configuration fits the devices; the message says why, and on how many devices one fits."""
+
+
+@dataclass(frozen=True, repr=False)
+class PlanResult(PresentedTable):
+    """A plan that has a winner, with what the options ask of the winner."""
+
+    plan: Plan
+    recipe: str = ""
+    """Name of the recipe that was searched; empty for Megatron's defaults."""
+    switches: tuple[Chosen, ...] = ()
+    """Switches of the recipe that the winner uses."""
+    training_days: float | None = None
+    """Days to train on the tokens that were asked for; None without them."""
+    scaling: Scaling | None = None
+    """Comparison with the fewest devices that hold the model; None if nobody asked for it."""
+    alpa: str = ""
+    """The answer of Alpa's algorithm as a sentence; empty if nobody asked for it."""
+    verified: tuple[Verified, ...] = ()
+    """Dry runs of the first strategies; empty if nobody asked for them."""
+
+    @property
+    def winner(self) -> Candidate:
+        """The strategy to use."""
+        return self.plan.ranked[0]
+
+    @property
+    def ranked(self) -> tuple[Candidate, ...]:
+        """The fastest strategies that fit: the winner, then the others by time, at most ten."""
+        return self.plan.ranked
+
+    @property
+    def tied(self) -> tuple[Candidate, ...]:
+        """Strategies that no known difference in time divides from the winner."""
+        return self.plan.tied
+
+    @cached_property
+    def uncertainty(self) -> Uncertainty:
+        """The error to expect of the winner's time."""
+        request = self.plan.request
+        return uncertainty(self.winner.spec, request.cluster, request.own)
+
+    def show(self, console: Console) -> None:
+        """Print sentences, the rankings and the winner's components, as `parakit plan` does."""
+        if self.uncertainty.warning:
+            console.print(self.uncertainty.warning, style="bold yellow", highlight=False)
+        if self.recipe:
+            console.print(recipe_sentence(self.recipe, self.switches), highlight=False)
+        error = str(self.uncertainty)
+        print_plan(self.plan, console, self.training_days, self.scaling, error)
+        if self.alpa:
+            console.print(self.alpa, highlight=False)
+        if self.verified:
+            print_verified(list(self.verified), console)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `parakit plan --json` prints: bytes, seconds, tokens per second."""
+        data = plan_as_data(self.plan, self.training_days, self.scaling)
+        if self.recipe:
+            data["recipe"] = [asdict(switch) for switch in self.switches]
+        data["uncertainty"] = self.uncertainty.as_data()
+        if self.alpa:
+            data["alpa"] = self.alpa
+        return data | {"verified": verified_as_data(list(self.verified))}
+
+    def to_rows(self) -> Sequence[Mapping[str, Any]]:
+        """Return a row per ranked strategy, with the names of `to_dict()["ranked"]`."""
+        request = self.plan.request
+        return [flatten(candidate_as_data(request, candidate)) for candidate in self.ranked]
+
+
+def plan_strategies(options: PlanOptions) -> PlanResult:
+    """Rank every legal way to split a model over devices.
+
+    Raises:
+        NothingFitsError: Nothing fits these devices.
+        RequestError: An option is only of one strategy, or the request contradicts itself.
+        ValueError: As `request_from_options`.
+    """
+    for name in _OF_ONE_STRATEGY:
+        if getattr(options, name) is not None:
+            named = f"{name.upper()}= is of one strategy; name it: STRATEGY=tp8pp16dp8."
+            raise RequestError(named)
+    request = request_from_options(options)
+    if Flags(request.extra).has(LAYOUT_FLAG):
+        raise RequestError(
+            f"EXTRA has {LAYOUT_FLAG}, which is of one strategy; name it: STRATEGY=pp16dp8."
+        )
+    slack = 1.5 if options.svg else 1.0
+    plan, switches = search_recipes(options.recipe or DEFAULTS, options, slack)
+    if plan.winner is None:
+        raise NothingFitsError(_refusal(plan))
+    # A study of a survey's method: by name, because the package imports no examples.
+    alpa = import_module(f"{EXAMPLES_PACKAGE}.studies.alpa").beside(plan) if options.alpa else ""
+    return PlanResult(
+        plan,
+        recipe=options.recipe or "",
+        switches=switches,
+        training_days=training_days(plan, options.tokens) if options.tokens else None,
+        scaling=scaling(plan) if options.tokens else None,
+        alpa=alpa,
+        verified=tuple(verify(plan, options.verify)) if options.verify else (),
+    )
+
+
+def _refusal(plan: Plan) -> str:
+    """Return why nothing fits, and on how many devices something would."""
+    sentence, cluster = no_fit_sentence(plan), plan.request.cluster
+    needed = devices_needed(plan.request) if plan.lightest else None
+    if needed is None:
+        return sentence
+    nodes = f" ({-(-needed // cluster.per_node)} nodes of {cluster.per_node})"
+    return f"{sentence} It fits on {needed}{nodes if cluster.nodes > 1 else ''}."
