@@ -201,16 +201,13 @@ def test_the_wheel_works_from_another_folder_in_an_empty_environment(tmp_path: P
 
     assert "Alpa" in parakit_prints("plan", "--model", "gpt2-large", "--gpus", "2", "--alpa")
     assert "1F1B" in parakit_prints("schedules")
-    assert "12 iterations" in parakit_prints("scrape", str(LOG))
+    assert "12 iterations" in parakit_prints("report", "scrape", str(LOG))
     assert "reports/one/report.html" in parakit_prints("report", "--name", "one", str(LOG))
     assert (tmp_path / "reports/one/report.html").is_file()
-    table = tmp_path / "table.csv"
-    table.write_text("model,gpus,tokens_per_second,tokens_per_second_per_gpu\nm,2,100,90\n")
-    assert "1 of them contradict" in parakit_prints("audit", str(table))
     assert "measurements are predicted" in parakit_prints("validate")
     assert "takes a clone of the kit" in parakit_prints("status")
     assert "parakit[train]" in parakit_prints("dryrun", "--model", "gpt2-tiny")
-    assert "parakit[data]" in parakit_prints("prepare", "--input", "x.jsonl")
+    assert "takes a clone" in parakit_prints("prepare-ds", "--input", "x.jsonl", "--name", "x")
     assert "parakit[charts]" in parakit_prints(
         "plan", "--model", "gpt2-large", "--gpus", "2", "--svg", "plan.svg"
     )

@@ -7,12 +7,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import import_module
 
 from parakit.config.flags import Flags
 from parakit.config.stages import LAYOUT_FLAG
 from parakit.formatting.terminal import wide_console
 from parakit.planner.advice import no_fit_sentence
+from parakit.planner.advise import print_answers
+from parakit.planner.alpa import compare_with_alpa
 from parakit.planner.dryrun.command import print_verified, verified_as_data
 from parakit.planner.dryrun.comparison import verify
 from parakit.planner.largest import show_largest
@@ -85,8 +86,7 @@ def _show(options: PlanOptions, plan: Plan, chosen: Sequence[Chosen]) -> None:
     scaled = scaling(plan) if options.tokens else None
     verified = verify(plan, options.verify) if options.verify else []
     known = uncertainty(plan.ranked[0].spec, plan.request.cluster, plan.request.own)
-    # A study of a survey's method: by name, because tools import no examples.
-    solved = import_module("examples.studies.alpa").beside(plan) if options.alpa else ""
+    solved = compare_with_alpa(plan) if options.alpa else ""
     if options.json:
         data = plan_as_data(plan, days, scaled)
         if options.recipe:
@@ -102,6 +102,7 @@ def _show(options: PlanOptions, plan: Plan, chosen: Sequence[Chosen]) -> None:
     if options.recipe:
         console.print(recipe_sentence(options.recipe, chosen), highlight=False)
     print_plan(plan, console, days, scaled, str(known))
+    print_answers(plan, console)
     if solved:
         console.print(solved, highlight=False)
     if verified:
