@@ -1,4 +1,4 @@
-"""`make bench-planners CALCULON=checkout SIMUMAX=checkout`: other planners beside ours, on the published
+"""`make bench NAME=planners ARGS="--calculon checkout --simumax checkout"`: other planners beside ours, on the published
 rows that they can express.
 
 Each runs in a process of its own, with the interpreter of the checkout's `.venv` where it has one, and

@@ -1,4 +1,4 @@
-"""`make bench-preprocess`: this tool, Hugging Face `tokenizers` and Megatron's script on one file.
+"""`make bench NAME=preprocess`: this tool, Hugging Face `tokenizers` and Megatron's script on one file.
 
 Whole processes, measured in one run. `--text unseen` makes text in eight scripts whose words never come
 again, the hardest there is for an encoder that remembers words.

@@ -1,4 +1,4 @@
-"""`make bench-verify`: every injected bug must be found where it is, and no healthy strategy be called
+"""`make bench NAME=verify`: every injected bug must be found where it is, and no healthy strategy be called
 wrong.
 
     python -m tests.verify.bench [injected | logged | resumed | live | healthy | turned] [--only ID …]

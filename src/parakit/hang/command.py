@@ -24,7 +24,9 @@ def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) 
         UnreadableError: Nothing there says anything of a rank, or the page has no folder; one sentence.
     """
     if page and not (ROOT / Path(page).expanduser()).parent.is_dir():
-        raise UnreadableError(f"PAGE={page} is in no folder that exists; make it, or name another.")
+        raise UnreadableError(
+            f"--page {page} is in no folder that exists; make it, or name another."
+        )
     evidence = gather_evidence([ROOT / Path(text).expanduser() for text in dumps])
     found = judge(evidence)
     if json:

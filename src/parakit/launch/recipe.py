@@ -1,4 +1,4 @@
-"""`make export-recipe RUN= TO=` and `make import-recipe FILE=`: Megatron-Bridge's and nemo-run's."""
+"""`make export-recipe RUN= TO=` and `make import-recipe INPUT=`: Megatron-Bridge's and nemo-run's."""
 
 from __future__ import annotations
 

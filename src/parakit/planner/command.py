@@ -30,7 +30,7 @@ from parakit.planner.readings.neighbours import uncertainty
 from parakit.planner.recipes import DEFAULTS, Chosen, recipe_sentence, search_recipes
 from parakit.planner.request import request_from_options
 from parakit.planner.search import Plan, devices_needed, scaling, training_days
-from parakit.planner.show import plan_as_data, print_plan
+from parakit.planner.show import plan_as_data, print_command, print_plan
 
 
 def plan(given: Namespace) -> int:
@@ -103,6 +103,7 @@ def _show(options: PlanOptions, plan: Plan, chosen: Sequence[Chosen]) -> None:
         console.print(recipe_sentence(options.recipe, chosen), highlight=False)
     print_plan(plan, console, days, scaled, str(known))
     print_answers(plan, console)
+    print_command(plan, console)
     if solved:
         console.print(solved, highlight=False)
     if verified:
