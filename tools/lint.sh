@@ -16,6 +16,7 @@ check "ruff check" "$bin/ruff" check .
 check "ruff format" "$bin/ruff" format --check .
 check "mypy" "$bin/mypy"
 check "import-linter" "$bin/lint-imports" --no-cache
+check "style" "$bin/python" tools/style.py
 check "shellcheck" "$bin/shellcheck" "${scripts[@]}"
 [[ ${#dockerfiles[@]} -eq 0 ]] || check "hadolint" "$bin/hadolint" "${dockerfiles[@]}"
 exit "$failed"

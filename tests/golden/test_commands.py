@@ -8,7 +8,7 @@ import pytest
 
 from tests.golden.commands_of_the_kit import HERE, Commands, check_golden, normalised
 
-LAUNCH = "parakit.cli"
+LAUNCH = "parakit"
 SIX = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
 PRODUCTS = (
     "train-vpp2-gpt2-tiny-2cpu",
@@ -156,21 +156,21 @@ AREAS: dict[str, list[str]] = {
         f"DRY_RUN=1 IMAGE=1.2-py3 {LAUNCH} image",
     ],
     "plan": [
-        "parakit.planner --model gpt2-large --gpus 2 --gpu h200 --global-batch 64",
-        "parakit.planner --model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --tokens 9e9",
-        "parakit.planner --model gpt3-13b --gpus 16 --gpu a100-80gb --nodes 2 --gpus-per-node 8 "
+        "parakit plan --model gpt2-large --gpus 2 --gpu h200 --global-batch 64",
+        "parakit plan --model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --tokens 9e9",
+        "parakit plan --model gpt3-13b --gpus 16 --gpu a100-80gb --nodes 2 --gpus-per-node 8 "
         "--global-batch 64",
-        "parakit.planner --model moe-tiny --gpus 4 --gpu h100 --global-batch 16",
-        "parakit.planner --model mixtral-8x7b --gpus 16 --gpu h100 --global-batch 64 --dtype bf16",
-        "parakit.planner --model gpt3-13b --gpus 2 --gpu rtx4090 --global-batch 2",
-        "parakit.planner --model gpt2-larg --gpus 2",
-        "parakit.planner --model llama3-8b-fp8 --gpus 8 --gpu h100 --global-batch 128",
-        "parakit.planner --model llama3-8b-fp8 --gpus 8 --gpu a100 --global-batch 128",
-        "parakit.planner dryrun --model llama3-8b-fp8 --tensor 2",
-        "parakit.planner schedules",
-        "parakit.planner schedules --pipeline 4 --microbatches 16 --virtual 2",
-        "parakit.planner dryrun --model gpt2-large --tensor 3",
-        "parakit.planner dryrun --model gpt2-larg --tensor 2",
+        "parakit plan --model moe-tiny --gpus 4 --gpu h100 --global-batch 16",
+        "parakit plan --model mixtral-8x7b --gpus 16 --gpu h100 --global-batch 64 --dtype bf16",
+        "parakit plan --model gpt3-13b --gpus 2 --gpu rtx4090 --global-batch 2",
+        "parakit plan --model gpt2-larg --gpus 2",
+        "parakit plan --model llama3-8b-fp8 --gpus 8 --gpu h100 --global-batch 128",
+        "parakit plan --model llama3-8b-fp8 --gpus 8 --gpu a100 --global-batch 128",
+        "parakit plan dryrun --model llama3-8b-fp8 --tensor 2",
+        "parakit plan schedules",
+        "parakit plan schedules --pipeline 4 --microbatches 16 --virtual 2",
+        "parakit plan dryrun --model gpt2-large --tensor 3",
+        "parakit plan dryrun --model gpt2-larg --tensor 2",
     ],
     "first-lines": [
         f"MODEL=tests/golden/mine.args GPUS=8 GPU=h100 {LAUNCH} plan",
@@ -187,8 +187,8 @@ AREAS: dict[str, list[str]] = {
         "parakit --help",
     ],
     "plan-json": [
-        "parakit.planner --model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --json",
-        "parakit.planner schedules --json",
+        "parakit plan --model gpt2-large --gpus 2 --gpu h200 --global-batch 64 --json",
+        "parakit plan schedules --json",
     ],
 }
 

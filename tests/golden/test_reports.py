@@ -42,7 +42,7 @@ def test_a_report_says_and_draws_what_it_always_did(
     which: str, runs: list[Path], tmp_path: Path, commands: Commands
 ) -> None:
     paths = list(map(str, SETS[which](runs)))
-    words = ("parakit.reporting", "build", *paths, "--name", "golden", "--reports", str(tmp_path))
+    words = ("parakit", "report", *paths, "--name", "golden", "--reports", str(tmp_path))
     for width in WIDTHS[which]:
         code, printed = commands.run(words, {"COLUMNS": width})
         assert code == 0, printed
@@ -65,7 +65,7 @@ def test_explain_says_what_it_always_did(
     runs: list[Path], tmp_path: Path, commands: Commands
 ) -> None:
     paths = list(map(str, SETS["strategies"](runs)))
-    code, printed = commands.run(("parakit.reporting", "explain", *paths), {"COLUMNS": "120"})
+    code, printed = commands.run(("parakit", "report", "explain", *paths), {"COLUMNS": "120"})
     assert code == 0, printed
     _check("strategies", "explain.txt", printed, tmp_path)
 
@@ -74,11 +74,11 @@ def test_scrape_prints_what_it_always_did(
     runs: list[Path], tmp_path: Path, commands: Commands
 ) -> None:
     logs = [str(path / "log.txt") for path in runs] + list(map(str, LOGS))
-    code, printed = commands.run(("parakit.reporting", "scrape", *logs))
+    code, printed = commands.run(("parakit", "report", "scrape", *logs))
     assert code == 0, printed
     _check("logs", "scrape.txt", printed, tmp_path)
     few = [log for log in logs if re.search(r"ep2|native|crash|011717Z|0\.12|f4fa7d6b", log)]
-    code, printed = commands.run(("parakit.reporting", "scrape", "--json", *few))
+    code, printed = commands.run(("parakit", "report", "scrape", "--json", *few))
     assert code == 0, printed
     _check("logs", "scrape.json", json_as_text(printed), tmp_path)
 
@@ -89,7 +89,7 @@ def test_a_trace_is_drawn_as_it_always_was(
 ) -> None:
     (folder,) = (p for p in SETS["strategies"](runs) if re.search(rf"Z-{run}-", p.name))
     before = set(folder.iterdir())
-    code, printed = commands.run(("parakit.reporting", "trace", str(folder)))
+    code, printed = commands.run(("parakit", "report", "trace", str(folder)))
     assert code == 0, printed
     made = sorted(set(folder.iterdir()) - before)
     parts = [printed, *(path.name for path in made)]

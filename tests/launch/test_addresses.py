@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 dist.barrier()
-print(f"rank {dist.get_rank()} of {socket.gethostname()}")
+print(f"rank {dist.get_rank()} of {socket.gethostname()}", flush=True)
 """
 
 CHECKS = """
@@ -43,17 +43,20 @@ for result in (host.check_loopback(), host.check_host_name()):
 
 
 def unshared(*arguments: str) -> tuple[str, ...]:
-    """The words before a command that runs in namespaces of its own, as their root."""
-    words = ("unshare", "--user", "--map-root-user", *arguments)
-    if shutil.which("unshare") is None or subprocess.run((*words, "true"), check=False).returncode:
+    """The command line before a command that runs in namespaces of its own, as their root."""
+    prefix_words = ("unshare", "--user", "--map-root-user", *arguments)
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run((*prefix_words, "true"), check=False).returncode
+    ):
         pytest.skip("this machine does not allow user namespaces (unshare --user)")
-    return words
+    return prefix_words
 
 
 def without_a_name(*command: str) -> subprocess.CompletedProcess[str]:
     script = f"hostname {NO_NAME} && exec {shlex.join(command)}"
-    words = (*unshared("--uts"), "bash", "-c", script)
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    prefix_words = (*unshared("--uts"), "bash", "-c", script)
+    return subprocess.run(prefix_words, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_ranks_of_a_machine_whose_name_has_no_address_find_each_other(tmp_path: Path) -> None:
@@ -61,7 +64,10 @@ def test_ranks_of_a_machine_whose_name_has_no_address_find_each_other(tmp_path: 
     program.write_text(RANK)
     done = without_a_name(*torchrun(2, sys.executable), str(program))
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of {NO_NAME}" for rank in (0, 1)]
+    # Two ranks may end their lines one after the other.
+    assert sorted(filter(None, done.stdout.splitlines())) == [
+        f"rank {rank} of {NO_NAME}" for rank in (0, 1)
+    ]
 
 
 def test_the_doctor_names_a_host_without_an_address_and_what_follows() -> None:

@@ -79,13 +79,13 @@ def test_only_indices_of_present_data_sets_are_kept(tmp_path: Path) -> None:
     )
     for prefix in (kept, replaced, gone):
         samples_of(composed(prefix, tmp_path / "runs"))
-    folders = {each.name for each in (tmp_path / "runs" / data.SAMPLE_INDICES).iterdir()}
+    folders = {path.name for path in (tmp_path / "runs" / data.SAMPLE_INDICES).iterdir()}
     assert len(folders) == 3
     write_documents(Path(replaced), [30])
     Path(f"{gone}.idx").unlink()
     data.remove_stale_sample_indices(tmp_path / "runs")
-    (left,) = (tmp_path / "runs" / data.SAMPLE_INDICES).iterdir()
-    assert left == data.sample_index_folder(tmp_path / "runs", [kept])
+    (remaining,) = (tmp_path / "runs" / data.SAMPLE_INDICES).iterdir()
+    assert remaining == data.sample_index_folder(tmp_path / "runs", [kept])
 
 
 def test_the_native_backends_which_keep_no_index_get_no_folder(tmp_path: Path) -> None:
@@ -103,20 +103,20 @@ def test_a_folder_of_the_users_own_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_folder_follows_from_the_data_sets_that_extra_names(tmp_path: Path) -> None:
-    default, *others = (
+    default, *parts = (
         write_documents(tmp_path / name, [100 + len(name)]) for name in ("a", "bb", "ccc")
     )
     job = parse_target("train-dp2-gpt2-tiny-2cpu")
 
-    def folder(*words: str) -> Path:
-        options = Options(data=default, runs=tmp_path, extra=("--data-path", *words))
+    def folder(*arguments: str) -> Path:
+        options = Options(data=default, runs=tmp_path, extra=("--data-path", *arguments))
         return Path(Flags(compose_job(job.under(options)).arguments()).text("--data-cache-path"))
 
-    assert folder(others[0]) == data.sample_index_folder(tmp_path, [others[0]])
-    blend = folder("0.3", others[0], "0.7", others[1])
+    assert folder(parts[0]) == data.sample_index_folder(tmp_path, [parts[0]])
+    blend = folder("0.3", parts[0], "0.7", parts[1])
     assert blend.name.startswith("blend-")
-    write_documents(Path(others[1]), [50])
-    assert folder("0.3", others[0], "0.7", others[1]) != blend
+    write_documents(Path(parts[1]), [50])
+    assert folder("0.3", parts[0], "0.7", parts[1]) != blend
     # Megatron describes the parts of a blend alone, which are not what the folder is named after.
     blend.mkdir(parents=True)
     (blend / "x-GPTDataset-train-description.txt").write_text('{"dataset_path": "gone"}')
@@ -127,8 +127,8 @@ def test_the_folder_follows_from_the_data_sets_that_extra_names(tmp_path: Path) 
 def test_a_run_on_other_tokens_is_another_run(sample_prefix: Path, tmp_path: Path) -> None:
     from tests.small import folded
 
-    one, other = composed(str(sample_prefix), tmp_path), folded(sample_prefix, tmp_path)
-    here = computed_by(one)
+    other = folded(sample_prefix, tmp_path)
+    here = computed_by(composed(str(sample_prefix), tmp_path))
     # Under the same path, as a replaced data set would be.
     moved = computed_by(composed(str(other), tmp_path))
     assert here.dataset is not None

@@ -59,7 +59,7 @@ def test_a_small_data_set_gets_a_split_that_leaves_no_part_empty_and_a_sentence(
     check(launch)
     assert Flags(launch.flags).text("--split") == split
     assert Flags(launch.flags).text("--eval-iters") == evaluations
-    (sentence,) = (each for each in differences(launch) if "too small" in each)
+    (sentence,) = (text for text in differences(launch) if "too small" in text)
     assert f"too small for --split 949,50,1; --split {split}" in sentence
     assert sizes in sentence
 
@@ -67,7 +67,7 @@ def test_a_small_data_set_gets_a_split_that_leaves_no_part_empty_and_a_sentence(
 def test_a_data_set_that_fills_the_published_split_keeps_it(tmp_path: Path) -> None:
     launch = composed(tmp_path, [SHORT] * 1000)
     assert Flags(launch.flags).text("--split") == "949,50,1"
-    assert not any("too small" in each for each in differences(launch))
+    assert not any("too small" in text for text in differences(launch))
 
 
 def test_a_split_of_the_users_own_is_refused_with_the_parts_and_one_that_works(
@@ -79,8 +79,8 @@ def test_a_split_of_the_users_own_is_refused_with_the_parts_and_one_that_works(
         "validation 3 documents (108 tokens) and test 0 documents (0 tokens): the test part has nothing "
         "that Megatron could draw a sample from; set EXTRA='--split 56,3,1', or prepare more documents."
     )
-    one = composed(tmp_path, [100], ("--split", "949,50,1"))
-    assert "set EXTRA='--split 1,0,0 --eval-iters 0', or prepare" in refusal(one)
+    single = composed(tmp_path, [100], ("--split", "949,50,1"))
+    assert "set EXTRA='--split 1,0,0 --eval-iters 0', or prepare" in refusal(single)
 
 
 def test_the_starting_checkpoint_is_written_on_the_split_of_the_run(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_parts_without_tokens_are_found(
     tmp_path: Path, split: str, sequences: int, unusable: list[str]
 ) -> None:
     dataset = open_dataset(Path(write_documents(tmp_path / "mine", [SHORT] * sequences)))
-    found = unusable_parts(dataset, split, SEQUENCE)
-    assert [part.name for part in found] == unusable
+    empty = unusable_parts(dataset, split, SEQUENCE)
+    assert [part.name for part in empty] == unusable
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -160,12 +160,12 @@ def test_parts_are_those_that_megatron_builds(tmp_path: Path, sequences: int, sp
         is_built_on_rank=lambda: True,
         build_generic_dataset=BlendedMegatronDatasetBuilder.build_generic_dataset,
     )
-    theirs = BlendedMegatronDatasetBuilder._build_megatron_dataset_splits(
+    built_parts = BlendedMegatronDatasetBuilder._build_megatron_dataset_splits(
         builder, "mine", matrix, [1, 1, 1]
     )
     dataset = open_dataset(Path(write_documents(tmp_path / "mine", [SHORT] * sequences)))
     ours = parts_of(dataset, split)
     for part in Split:
-        built = theirs[part]
+        built = built_parts[part]
         assert (built is None) == (ours[part].weight == 0)
         assert ours[part].sequences == (built.count if built else 0)

@@ -44,7 +44,7 @@ def predicted() -> Residuals:
 def test_the_held_out_errors_are_those_of_today(predicted: Residuals) -> None:
     for group in (*by_kind(predicted), *by_split(predicted)):
         (line,) = (line for line in README.splitlines() if line.startswith(f"| {group.name} |"))
-        _, count, _, mean_error, median, bias = cells(line)
+        _, count, _, mean_error, median, bias, *_blind = cells(line)
         assert (int(count), mean_error) in (
             (len(group.errors), f"{group.figures['mean_abs_error']:.1%}"),
             (len(group.errors), ""),

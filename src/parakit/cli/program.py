@@ -33,7 +33,7 @@ EXTRAS = {"matplotlib": "charts", "torch": "train", "megatron": "train"}
 
 FAMILIES = {
     "plan": ("validate", "dryrun", "schedules"),
-    "report": ("scrape", "explain", "build"),
+    "report": ("scrape", "explain", "trace", "build"),
 }
 """Commands that are also written behind another one, such as `parakit report scrape`."""
 

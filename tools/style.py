@@ -1,0 +1,157 @@
+"""Count what STYLE.md forbids and Python's syntax tree shows; fail when a count has risen.
+
+Usage: python tools/style.py [--update] [PATH…]. Without paths it compares the counts of the repository with those
+of tools/style_counts.json and prints the findings of a rule whose count rose. `--update` writes lower counts down.
+With paths it lists the findings in those files and compares nothing.
+"""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+COUNTS = ROOT / "tools/style_counts.json"
+SHOWN = 20
+"""Findings of a rule that are printed at most."""
+
+DOCSTRING, SHORT, PREPOSITION, PRONOUN, CLASS = (
+    "docstring that starts without a verb or noun",
+    "docstring of three words or fewer",
+    "function named by a preposition",
+    "pronoun as a variable",
+    "class name in several files",
+)
+RULES = (DOCSTRING, SHORT, PREPOSITION, PRONOUN, CLASS)
+
+_FIRST_WORDS = {
+    *(
+        "Of",
+        "What",
+        "That",
+        "Those",
+        "These",
+        "Such",
+        "As",
+        "Where",
+        "By",
+        "With",
+        "In",
+        "On",
+        "Its",
+    ),
+    *("Their", "Whether", "Which", "How", "Why", "From"),
+}
+_PRONOUNS = {
+    *("found", "one", "each", "own", "given", "said", "words", "place", "what", "rest", "others"),
+    *("theirs", "left", "most", "such"),
+}
+_PREPOSITION = re.compile(r"_?(of|by|in|with|from|as)_\w+$")
+
+
+class Finding(NamedTuple):
+    """One place that breaks a rule."""
+
+    rule: str
+    file: str
+    line: int
+    text: str
+
+
+def find_in_file(name: str, text: str) -> Iterator[Finding]:
+    """Yield the findings in one Python file. Tests may have short docstrings and any function name."""
+    is_test = name.startswith("tests/")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if not is_test:
+                yield from _find_in_docstring(name, node)
+            if not is_test and not isinstance(node, ast.ClassDef) and _PREPOSITION.match(node.name):
+                yield Finding(PREPOSITION, name, node.lineno, node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            if node.id in _PRONOUNS:
+                yield Finding(PRONOUN, name, node.lineno, node.id)
+        elif isinstance(node, ast.arg) and node.arg in _PRONOUNS:
+            yield Finding(PRONOUN, name, node.lineno, node.arg)
+
+
+def _find_in_docstring(
+    name: str, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+) -> Iterator[Finding]:
+    words = (ast.get_docstring(node) or "").split()
+    if not words:
+        return
+    line = node.body[0].lineno
+    if words[0].strip("`,.:;") in _FIRST_WORDS or words[:2] == ["The", "same"]:
+        yield Finding(DOCSTRING, name, line, node.name)
+    elif len(words) <= 3:
+        yield Finding(SHORT, name, line, node.name)
+
+
+def find_shared_classes(texts: dict[str, str]) -> Iterator[Finding]:
+    """Yield each public class name that several files define; tests are not looked at.
+
+    Args:
+        texts: The text of each file, by its name.
+    """
+    files_by_class: dict[str, set[str]] = defaultdict(set)
+    for name, text in texts.items():
+        if name.startswith("tests/"):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files_by_class[node.name].add(name)
+    for class_name, files in sorted(files_by_class.items()):
+        if len(files) > 1:
+            yield Finding(CLASS, ", ".join(sorted(files)), 0, class_name)
+
+
+def read_sources(paths: Sequence[str] = ()) -> dict[str, str]:
+    """Return the text of every Python file under version control, by its path; all without paths.
+
+    Patches in docs/ are named after what they replace and are left out.
+    """
+    command = ("git", "-C", str(ROOT), "ls-files", "*.py")
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    chosen = [name for name in names if not name.startswith("docs/")]
+    if paths:
+        chosen = [name for name in chosen if name.startswith(tuple(paths))]
+    return {name: (ROOT / name).read_text() for name in chosen if (ROOT / name).is_file()}
+
+
+def count_findings(findings: Sequence[Finding]) -> dict[str, int]:
+    """Return the number of findings of every rule."""
+    return {rule: sum(finding.rule == rule for finding in findings) for rule in RULES}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what broke a rule; return 1 if a count is above the one that is written down."""
+    paths = [argument for argument in arguments if not argument.startswith("--")]
+    texts = read_sources(paths)
+    findings = [finding for name, text in texts.items() for finding in find_in_file(name, text)]
+    findings += find_shared_classes(texts)
+    counts = count_findings(findings)
+    if paths:
+        for finding in findings:
+            print(f"{finding.file}:{finding.line}: {finding.rule}: {finding.text}")
+        return 0
+    limits = json.loads(COUNTS.read_text())
+    risen = [rule for rule in RULES if counts[rule] > limits[rule]]
+    for rule in risen:
+        print(
+            f"{counts[rule]} of: {rule}; at most {limits[rule]} are allowed (STYLE.md). Among them:"
+        )
+        for finding in [finding for finding in findings if finding.rule == rule][-SHOWN:]:
+            print(f"  {finding.file}:{finding.line}: {finding.text}")
+    if "--update" in arguments:
+        lower = {rule: min(counts[rule], limits[rule]) for rule in RULES}
+        COUNTS.write_text(json.dumps(lower, indent=2) + "\n")
+    return int(bool(risen))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
