@@ -34,9 +34,6 @@ test: setup
 	@$(for_host)$(no_variables)$(VENV_PYTHON) -m pytest -q
 test-slow: setup
 	@$(for_host)$(VENV_PYTHON) -m pytest -q -m slow
-bench: bench-scrape bench-plan bench-preprocess bench-ledger
-bench-verify: setup
-	@$(for_host)$(no_variables)$(MAKE) --no-print-directory prepare-ds-sample && $(VENV_PYTHON) -m tests.verify.bench
 docs: setup
 	@$(for_host)$(no_variables)tools/docs.sh
 lint: setup
@@ -46,4 +43,4 @@ clean:
 		RUNS= $(VENV_PYTHON) -m parakit idle
 	@rm -rf runs reports .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help help-all setup install-dependencies doctor setup-deepspeed setup-hf setup-bridge test test-slow bench bench-verify docs lint clean
+.PHONY: help help-all setup install-dependencies doctor setup-deepspeed setup-hf setup-bridge test test-slow docs lint clean

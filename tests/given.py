@@ -3,8 +3,9 @@
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 
+from parakit.cli.commands import Command
 from parakit.cli.dispatch import called
-from parakit.cli.options import find_command, of_make, of_words
+from parakit.cli.options import find_bench, find_command, of_make, of_words
 from parakit.config.setting import values
 from parakit.config.settings import Setting
 from parakit.experiments.definition import SWEEP, Experiment
@@ -15,15 +16,21 @@ from parakit.planner.options import PlanOptions, plan_options
 
 def given(target: str, variables: Mapping[str, str] = {}) -> Namespace:
     """To `make TARGET VARIABLES`."""
-    command = find_command(target)
-    assert command is not None
+    command = command_named(target)
     return of_make(target, command, variables)
+
+
+def command_named(target: str) -> Command:
+    """Return the command of a target and its variables; `bench NAME=soak` is one of its own."""
+    name, _, bench = target.partition(" NAME=")
+    command = find_bench(bench) if name == "bench" else find_command(name.partition(" ")[0])
+    assert command is not None
+    return command
 
 
 def run(target: str, variables: Mapping[str, str] = {}) -> int:
     """`make TARGET VARIABLES`, whose refusals are raised."""
-    command = find_command(target)
-    assert command is not None
+    command = command_named(target)
     return called(command, target, of_make(target, command, variables))
 
 

@@ -1,4 +1,4 @@
-"""`make bench-auto`: the planner's times and choice on this machine, beside what is measured."""
+"""`make bench NAME=auto`: the planner's times and choice on this machine, beside what is measured."""
 
 from __future__ import annotations
 

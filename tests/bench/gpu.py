@@ -1,4 +1,4 @@
-"""`make bench-gpu`: Megatron on one GPU without Transformer Engine, measured against the published time.
+"""`make bench NAME=gpu`: Megatron on one GPU without Transformer Engine, measured against the published time.
 
 Ceilings of the device first, then the cells of `bench_gpu.yaml` while time lasts.
 """
@@ -71,9 +71,9 @@ def bench_gpu(
         LaunchError: It cannot run here; nothing was written.
     """
     if own := [name for name in FIXED if name in given.texts]:
-        raise LaunchError(f"{own[0]}= is the settings' own in bench-gpu; leave it out.")
+        raise LaunchError(f"{own[0]}= is the settings' own in 'make bench NAME=gpu'; leave it out.")
     if options.runtime not in (None, RuntimeName.HOST):
-        raise LaunchError(f"bench-gpu measures RUNTIME=host, not {options.runtime}.")
+        raise LaunchError(f"'make bench NAME=gpu' measures RUNTIME=host, not {options.runtime}.")
     # The published data set where it was prepared, else the sample.
     published, sample = DEFAULT_DATA[DeviceKind.GPU], DEFAULT_DATA[DeviceKind.CPU]
     here = published if idx_path(ROOT / published).is_file() else sample
@@ -85,7 +85,7 @@ def bench_gpu(
     began = time.monotonic()
     if len(visible_gpus()) == 0:
         raise LaunchError(
-            "make bench-gpu measures an NVIDIA GPU, and none is visible here; DRY_RUN=1 shows what it "
+            "make bench NAME=gpu measures an NVIDIA GPU, and none is visible here; DRY_RUN=1 shows what it "
             "would do."
         )
     if problem := torch_problem() or compiler_problem():
@@ -97,10 +97,10 @@ def bench_gpu(
 
 
 def settings(only: str, options: Options) -> Experiment:
-    """The file's cells, or those of ONLY=, each with the time that it is expected to take.
+    """The file's cells, or those of --only, each with the time that it is expected to take.
 
     Raises:
-        LaunchError: A name of ONLY= is no setting's.
+        LaunchError: A name of --only is no setting's.
     """
     experiment = load_experiment("bench_gpu", options, only=only.split())
 

@@ -1,4 +1,4 @@
-"""What `make bench-gpu` measured, as rows, repeats of a setting under equal conditions, and as tables:
+"""What `make bench NAME=gpu` measured, as rows, repeats of a setting under equal conditions, and as tables:
 `python -m tests.bench.gpu_runs runs`."""
 
 from __future__ import annotations
@@ -250,4 +250,6 @@ def _kernel_table(rows: Sequence[BenchRow]) -> TextTable | None:
 
 if __name__ == "__main__":
     measured = read_bench(Path(sys.argv[1]))
-    print(bench_text(measured) if measured else f"{sys.argv[1]} has no runs of 'make bench-gpu'.")
+    print(
+        bench_text(measured) if measured else f"{sys.argv[1]} has no runs of 'make bench NAME=gpu'."
+    )

@@ -1,4 +1,4 @@
-"""`make bench-ledger`: iterations that the ledger watched over the others of the same run.
+"""`make bench NAME=ledger`: iterations that the ledger watched over the others of the same run.
 
 Every other iteration is watched, so a slow minute of the machine falls on both kinds alike. They are
 compared by the fastest half of each, because whatever else a machine does only adds; the interval is

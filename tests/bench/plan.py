@@ -1,4 +1,4 @@
-"""`make bench-plan`: processor time of the planner's search and of a report, beside a plain loop's.
+"""`make bench NAME=plan`: processor time of the planner's search and of a report, beside a plain loop's.
 
 A ratio to what the same Python does beside it says the same on a slow machine and on a busy one.
 """

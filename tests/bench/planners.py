@@ -1,5 +1,5 @@
-"""`make bench-planners CALCULON=checkout SIMUMAX=checkout`: other planners beside ours, on the published
-rows that they can express.
+"""`make bench NAME=planners ARGS="--calculon checkout --simumax checkout"`: other planners beside ours, on
+the published rows that they can express.
 
 Each runs in a process of its own, with the interpreter of the checkout's `.venv` where it has one, and
 is given what ours is given. Their rates stay theirs: Calculon's system for A100, SimuMax' for B200,

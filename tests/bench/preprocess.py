@@ -1,4 +1,4 @@
-"""`make bench-preprocess`: this tool, Hugging Face `tokenizers` and Megatron's script on one file.
+"""`make bench NAME=preprocess`: this tool, Hugging Face `tokenizers` and Megatron's script on one file.
 
 Whole processes, measured in one run. `--text unseen` makes text in eight scripts whose words never come
 again, the hardest there is for an encoder that remembers words.
@@ -76,9 +76,9 @@ class ToolComparison:
         )
 
 
-def main(arguments: Sequence[str] = ()) -> int:
-    """Measure and print; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.preprocess", description=__doc__)
+def command_line(program: str) -> argparse.ArgumentParser:
+    """Return the parser of the bench's options."""
+    parser = argparse.ArgumentParser(prog=program, description=__doc__)
     add = parser.add_argument
     add("--input", type=Path, help="JSON lines; text is made if not given")
     add("--text", choices=tuple(TEXTS), default="english", help="which text is made")
@@ -87,7 +87,12 @@ def main(arguments: Sequence[str] = ()) -> int:
     add("--megatron-lm", type=Path, help=own)
     add("--repeats", type=int, default=3, help="of this tool; the others run once")
     add("--json", action="store_true", help="print as JSON")
-    flags = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str], program: str = "python -m tests.bench.preprocess") -> int:
+    """Measure and print; the exit status."""
+    flags = command_line(program).parse_args(arguments)
     try:
         given = values((MEGATRON_LM,), os.environ)["megatron_lm"]
         checkout = flags.megatron_lm or given

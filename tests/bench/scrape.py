@@ -1,4 +1,4 @@
-"""`make bench-scrape`: how fast a long log is scraped and its report built, and the memory of scraping.
+"""`make bench NAME=scrape`: how fast a long log is scraped and its report built, and the memory of scraping.
 
 Beside it, the least that anybody does with a log: its lines are read, one regular expression over each.
 """

@@ -173,14 +173,16 @@ def test_without_a_gpu_it_is_refused_in_a_sentence_and_nothing_is_written(
     no_gpu: FakeNvml, tmp_path: Path
 ) -> None:
     with pytest.raises(LaunchError, match="none is visible here; DRY_RUN=1 shows"):
-        make("bench-gpu", {"RUNS": str(tmp_path)})
+        make("bench NAME=gpu", {"RUNS": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dry_run_prints_the_plan_without_a_gpu(
     no_gpu: FakeNvml, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert make("bench-gpu", {"RUNS": str(tmp_path), "DRY_RUN": "1", "ONLY": "tuned"}) == 0
+    assert (
+        make("bench NAME=gpu", {"RUNS": str(tmp_path), "DRY_RUN": "1", "ARGS": "--only tuned"}) == 0
+    )
     printed = capsys.readouterr().out
     assert "tuned 2/2" in printed
     assert "published 1/2" not in printed
@@ -190,8 +192,8 @@ def test_a_dry_run_prints_the_plan_without_a_gpu(
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [
-        ({"ONLY": "x"}, "no setting 'x'"),
-        ({"BUDGET": "x"}, "BUDGET=x"),
+        ({"ARGS": "--only x"}, "no setting 'x'"),
+        ({"ARGS": "--budget x"}, "--budget: x is not a number above 0"),
         ({"MICRO_BATCH": "8"}, "MICRO_BATCH= is the settings' own"),
         ({"RUNTIME": "docker"}, "RUNTIME=host, not docker"),
     ],
@@ -200,7 +202,7 @@ def test_wrong_variables_are_refused(
     environment: Mapping[str, str], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        make("bench-gpu", {"RUNS": str(tmp_path), "DRY_RUN": "1", **environment})
+        make("bench NAME=gpu", {"RUNS": str(tmp_path), "DRY_RUN": "1", **environment})
 
 
 def test_a_torch_that_is_too_old_is_refused(
@@ -208,7 +210,7 @@ def test_a_torch_that_is_too_old_is_refused(
 ) -> None:
     monkeypatch.setattr(bench_gpu, "torch_problem", lambda: "torch 2.8 is too old.")
     with pytest.raises(LaunchError, match="is too old"):
-        make("bench-gpu", {"RUNS": str(tmp_path)})
+        make("bench NAME=gpu", {"RUNS": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""What is made of `make bench-gpu`'s run folders."""
+"""What is made of `make bench NAME=gpu`'s run folders."""
 
 import gzip
 import json

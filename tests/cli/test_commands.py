@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 from argparse import Namespace
@@ -11,23 +12,25 @@ from pathlib import Path
 import pytest
 
 from parakit.cli import program
-from parakit.cli.commands import COMMANDS, Command
+from parakit.cli.commands import BENCHES, COMMANDS, REMOVED, SECTIONS, Command
 from parakit.cli.dispatch import called, from_make, from_words
 from parakit.cli.options import (
     check_given,
+    find_bench,
     find_command,
     function_of,
     given_names,
     of_make,
     of_words,
     parser_of,
+    variable_words,
 )
 from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.setting import SettingError
-from parakit.config.settings import RENAMED, SETTINGS
-from tests.given import given
+from parakit.config.settings import ARGS, OPTIONS, RENAMED, REPLACED, SETTINGS
+from tests.given import command_named, given, run
 
-HANDLED = [one for one in COMMANDS if one.handler]
+HANDLED = [one for one in (*COMMANDS, *BENCHES) if one.handler]
 NAMED = [
     command for command in HANDLED if "NAME" in {setting.name for setting in command.variables}
 ]
@@ -62,11 +65,12 @@ def test_every_command_has_a_command_line_with_an_option_for_each_variable(
 ) -> None:
     parser = parser_of(command, "x")
     known = {action.dest for action in parser._actions}
-    assert {setting.name.lower() for setting in command.variables} <= known
+    names = {setting.name.lower() for setting in command.variables if setting.name != ARGS.name}
+    assert command.name in ("bench NAME=preprocess",) or names <= known
 
 
 def test_no_variable_stands_twice_in_a_command() -> None:
-    for command in COMMANDS:
+    for command in (*COMMANDS, *BENCHES):
         names = [setting.name for setting in command.variables]
         assert len(names) == len(set(names)), command.name
 
@@ -121,10 +125,15 @@ def test_what_other_programs_read_is_let_through() -> None:
     ("target", "environment", "sentence"),
     [
         ("plan", {}, "MODEL= is required, for example: make plan MODEL="),
-        ("advise", {}, "MODEL= is required, for example: make advise MODEL="),
+        (
+            "bench NAME=soak",
+            {},
+            "STRATEGY= is required, for example: make bench NAME=soak STRATEGY=",
+        ),
+        ("bench NAME=soak", {"STRATEGY": "dp2"}, "--hours is required, for example: make bench"),
         ("resume", {}, "RUN= is required, for example: make resume RUN="),
         ("prepare-ds", {"INPUT": "a"}, "NAME= is required, for example: make prepare-ds INPUT="),
-        ("schedules", {"PP": "two"}, "PP=two is not a whole number"),
+        ("schedules", {"ARGS": "--pipeline two"}, "--pipeline: two is not a whole number"),
         ("parity", {"VERIFY": "-1"}, "VERIFY=-1 is not 0 or 1"),
         ("demo", {"NNODES": "2"}, "'demo' runs on this machine alone; leave NNODES= out"),
     ],
@@ -195,7 +204,7 @@ def test_a_name_that_a_shell_or_make_would_read_is_refused_behind_both_doors(
 
 def test_the_commands_that_take_a_name_are_known() -> None:
     assert {command.name for command in NAMED} == {
-        *("experiment", "import-hf", "import-recipe", "prepare-ds", "report", "sweep")
+        *("bench", "experiment", "import-hf", "import-recipe", "prepare-ds", "report", "sweep")
     }
 
 
@@ -208,8 +217,8 @@ def test_a_name_that_leads_to_another_folder_is_refused_by_every_command(
 ) -> None:
     refusal = f"NAME={name} is not a plain name of letters, digits, '.', '_' and '-'."
     with pytest.raises(SettingError, match=re.escape(refusal)):
-        given(command.name, {"NAME": name, "INPUT": "x.jsonl", "HF": "x", "FILE": "x"})
-    options = ["--", name] if command.name == "experiment" else [f"--name={name}"]
+        given(command.name, {"NAME": name, "INPUT": "x.jsonl", "HF": "x"})
+    options = ["--", name] if command.name in ("bench", "experiment") else [f"--name={name}"]
     with pytest.raises(SettingError, match="is not a plain name of letters"):
         of_words(command, options, "parakit")
 
@@ -301,11 +310,11 @@ def test_what_the_image_lacks_is_refused_in_it_by_one_sentence(
 ) -> None:
     monkeypatch.setenv("KIT_IMAGE", "25.06-py3")
     said = "'make {}' is for the host; the kit's image has what training and reports need alone."
-    for target in ("test", "test-slow", "lint", "docs", "bench-verify", "setup-hf", "setup-bridge"):
+    for target in ("test", "test-slow", "lint", "docs", "setup-hf", "setup-bridge"):
         dry = ("make", "--dry-run", target)
         answer = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=False)
         assert said.format(target) in answer.stderr
-    for command in (one for one in COMMANDS if one.on_host):
+    for command in (one for one in (*COMMANDS, *BENCHES) if one.on_host):
         with pytest.raises(SettingError) as refusal:
             called(command, command.name, Namespace())
         assert str(refusal.value) == said.format(command.name)
@@ -341,3 +350,122 @@ def find_named(name: str) -> Command:
     command = find_command(name)
     assert command is not None
     return command
+
+
+def test_there_are_few_commands_and_variables() -> None:
+    commands = [command for section in SECTIONS.values() for command in section]
+    assert sum(command.is_usual for command in commands) <= 16
+    assert len(commands) <= 55
+    assert len(SETTINGS) <= 85
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_command_is_refused_with_its_replacement(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert name not in {command.name for command in COMMANDS}
+    replacement = REMOVED[name]
+    words = shlex.split(replacement)
+    environment = {"MAKEFLAGS": f"-- {' '.join(words[1:])}"}
+    check_given(given_names(environment["MAKEFLAGS"]), words[0], command_named(replacement))
+    monkeypatch.delenv("MAKELEVEL", raising=False)
+    assert from_make(name) == program.REFUSED
+    assert capsys.readouterr().err == f"'make {name}' was removed; use 'make {replacement}'.\n"
+    assert program.main([name, "--help"]) == program.REFUSED
+    refusal = capsys.readouterr().err
+    assert refusal.startswith(f"'parakit {name}' was removed; use 'parakit {words[0]}")
+    assert "=" not in refusal
+    monkeypatch.setenv("MAKELEVEL", "1")
+    assert program.main([name]) == program.REFUSED
+    assert f"use 'make {replacement}'" in capsys.readouterr().err
+
+
+def test_advise_behind_plan_is_refused_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["plan", "advise", "--model", "gpt2-large"]) == program.REFUSED
+    assert "was removed; use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_removed_variable_is_refused_with_its_replacement(name: str) -> None:
+    assert name not in {setting.name for setting in SETTINGS}
+    sentence = re.escape(f"{name}= is {REPLACED[name]} now.")
+    with pytest.raises(SettingError, match=sentence):
+        given("plan", {"MODEL": "gpt2-large", "MAKEFLAGS": f"-- {name}=1"})
+    takers = [
+        command for command in HANDLED if name in {setting.name for setting in command.variables}
+    ]
+    assert takers or name not in {setting.name for setting in OPTIONS}
+    for command in takers:  # The environment of a command that once read it.
+        with pytest.raises(SettingError, match=sentence):
+            of_make(command.name, command, {name: "1"})
+
+
+def test_arguments_give_make_the_options_that_no_variable_is_for() -> None:
+    asked = given("plan", {"MODEL": "gpt2-large", "ARGS": "--tokens 3e9 --intra nvlink4"})
+    assert (asked.tokens, asked.intra, asked.model) == (3e9, "nvlink4", "gpt2-large")
+    assert given("report", {"ARGS": "--all"}).all
+    with pytest.raises(SettingError, match="ARGS=--a 'b is not flags with closed quotes"):
+        given("plan", {"MODEL": "gpt2-large", "ARGS": "--a 'b"})
+
+
+def test_what_a_command_starts_is_not_given_its_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ARGS", "--pipeline 4 --microbatches 8")
+    assert from_make("schedules") == 0
+    assert "1F1B" in capsys.readouterr().out
+    assert "ARGS" not in os.environ
+
+
+def test_options_without_a_variable_reach_a_command_of_a_clone_as_arguments() -> None:
+    soak = find_bench("soak")
+    words = variable_words(["soak", "--strategy", "dp2", "--hours", "0.3"], soak)
+    assert words == ["NAME=soak", "STRATEGY=dp2", "ARGS=--hours=0.3"]
+    matrix = find_named("verify-matrix")
+    assert variable_words(["--executed", "--page=docs"], matrix) == ["ARGS=--executed --page=docs"]
+
+
+def test_further_options_of_prepare_ds_are_passed_on() -> None:
+    command = find_named("prepare-ds")
+    words = ["--input", "a b.jsonl", "--json-keys", "text", "body", "--name", "n", "--workers=2"]
+    assert variable_words(words, command) == [
+        *("INPUT=a b.jsonl", "NAME=n", "ARGS=--json-keys text body --workers=2")
+    ]
+    asked = given("prepare-ds", {"INPUT": "x", "NAME": "n", "ARGS": "--workers 2"})
+    assert asked.args == ("--workers", "2")
+
+
+def test_a_bench_is_named_and_takes_its_own_variables_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NAME", "sok")
+    assert from_make("bench") == program.REFUSED
+    assert "There is no bench 'sok'; did you mean soak? There are scrape, plan," in (
+        capsys.readouterr().err
+    )
+    monkeypatch.setenv("NAME", "scrape")
+    monkeypatch.setenv("MAKEFLAGS", "-- NAME=scrape ITERS=5")
+    assert from_make("bench") == program.REFUSED
+    assert "'make bench NAME=scrape' does not use ITERS=" in capsys.readouterr().err
+
+
+def test_without_a_name_the_benches_of_few_minutes_run_until_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[str] = []
+
+    def start(command: tuple[str, ...], env: dict[str, str], cwd: Path) -> int:
+        assert command[-1] == "bench"
+        assert env["MAKEFLAGS"] == ""
+        ran.append(env["NAME"])
+        return 3 if len(ran) == 4 else 0
+
+    monkeypatch.delenv("NAME", raising=False)
+    monkeypatch.setattr("subprocess.call", start)
+    assert from_make("bench") == 3
+    assert ran == ["scrape", "plan", "preprocess", "ledger"]
+
+
+def test_an_experiment_without_a_prediction_refuses_a_device() -> None:
+    with pytest.raises(ValueError, match="GPU= predicts the experiment zero, not demo"):
+        run("experiment", {"NAME": "demo", "GPU": "h100"})

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from examples.studies.zero import STUDY, Predicted, over_links, predict, scaling_table
 from parakit.artifacts.measurements import Operation, Phase
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.run import spec_of_model
 from parakit.config.strategy import Batch, Parallelism, batch_for
+from parakit.experiments.zero_prediction import STUDY, Predicted, over_links, predict, scaling_table
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import bracketed, joined
 from parakit.planner.advice import PLAIN, StrategyFamily, best_of_each_family, family_of

@@ -43,7 +43,7 @@ def test_the_rules_of_thumb_of_few_devices_are_those_of_today() -> None:
     assert rules_table(CASES[:5]) in GUIDE.read_text(encoding="utf-8")
 
 
-def test_the_guide_says_of_inference_what_advise_says() -> None:
+def test_the_guide_says_of_inference_what_a_plan_says() -> None:
     assert INFERENCE in " ".join(GUIDE.read_text(encoding="utf-8").split())
 
 

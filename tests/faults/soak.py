@@ -1,4 +1,4 @@
-"""`make soak STRATEGY=dp2 HOURS=0.33`: a long run undisturbed, and with processes killed at random.
+"""`make bench NAME=soak STRATEGY=dp2 ARGS="--hours 0.33"`: a long run undisturbed, and with processes killed at random.
 
 The undisturbed run shows what grows or becomes slower with time. The disturbed one is resumed after each
 kill and must have the same losses, as far as it comes. Both have a launcher of their own, as `make
@@ -96,7 +96,7 @@ class Soak:
 def soak_strategy(
     strategy: str, hours: float, model: str | None, options: Options, console: Console
 ) -> int:
-    """The soak that STRATEGY=, HOURS= and MODEL= ask for; as `soak`."""
+    """The soak that STRATEGY=, --hours and MODEL= ask for; as `soak`."""
     return soak(plan_soak(strategy, hours, model, options), console)
 
 
@@ -194,8 +194,8 @@ class _Soaking:
         reached, every = _last_iteration(run.folder), self.soak.every
         if reached < 2 * every:
             raise LaunchError(
-                f"HOURS={self.soak.hours:g} ended at iteration {reached}, before the second checkpoint; "
-                f"set HOURS= higher, or SAVE_EVERY= below {every}."
+                f"--hours {self.soak.hours:g} ended at iteration {reached}, before the second checkpoint; "
+                f"set --hours higher, or SAVE_EVERY= below {every}."
             )
         self._say(f"undisturbed: {reached} iterations")
         return reached
@@ -208,7 +208,7 @@ class _Soaking:
         """
         choose, faults = random.Random(self.soak.job.options.seed), []
         folder, beyond = self.folder / DISTURBED, 0
-        # Both runs start, and HOURS= is of training.
+        # Both runs start, and --hours is of training.
         end = self._began + 2 * self._start_seconds + self.soak.hours * 3600
         while _last_iteration(folder) < iterations and _lasts(folder, end, beyond):
             gap = choose.expovariate(1 / self.soak.mean_gap_seconds)

@@ -1,4 +1,4 @@
-"""`make soak`: both runs for real, and what is refused before either."""
+"""`make bench NAME=soak`: both runs for real, and what is refused before either."""
 
 import subprocess
 import sys
@@ -18,19 +18,19 @@ from tests.given import given
 
 
 def soaked(variables: dict[str, str]) -> Soak:
-    asked = given("soak", variables)
+    asked = given("bench NAME=soak", variables)
     return plan_soak(asked.strategy, asked.hours, asked.model, Options())
 
 
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        ({}, "make soak STRATEGY=dp2 HOURS=0.33"),
-        ({"STRATEGY": "dp2"}, "make soak STRATEGY=dp2 HOURS=0.33"),
-        ({"STRATEGY": "dp2", "HOURS": "-1"}, "HOURS=-1 is not a number above 0."),
-        ({"STRATEGY": "xp2", "HOURS": "1"}, "Unknown strategy 'xp2'"),
+        ({}, 'make bench NAME=soak STRATEGY=dp2 ARGS="--hours 0.33"'),
+        ({"STRATEGY": "dp2"}, "--hours is required, for example: make bench NAME=soak"),
+        ({"STRATEGY": "dp2", "ARGS": "--hours=-1"}, "--hours: -1 is not a number above 0"),
+        ({"STRATEGY": "xp2", "ARGS": "--hours=1"}, "Unknown strategy 'xp2'"),
         (
-            {"STRATEGY": "zero3", "HOURS": "1"},
+            {"STRATEGY": "zero3", "ARGS": "--hours=1"},
             "STRATEGY=zero3 of megatron cannot be resumed; use dp2",
         ),
     ],
@@ -43,8 +43,8 @@ def test_a_soak_that_cannot_be_composed_is_refused(
 
 
 def test_experts_are_soaked_in_the_model_that_has_them() -> None:
-    ep2 = soaked({"STRATEGY": "ep2", "HOURS": "1"})
-    dp4 = soaked({"STRATEGY": "dp4", "HOURS": "1"})
+    ep2 = soaked({"STRATEGY": "ep2", "ARGS": "--hours=1"})
+    dp4 = soaked({"STRATEGY": "dp4", "ARGS": "--hours=1"})
     assert [each.job.target for each in (ep2, dp4)] == [
         "train-ep2-moe-tiny-2cpu",
         "train-dp4-gpt2-tiny-4cpu",
@@ -53,7 +53,9 @@ def test_experts_are_soaked_in_the_model_that_has_them() -> None:
 
 def test_start_up_is_no_part_of_the_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, ends = [0.0], []
-    watch = _Soaking(soaked({"STRATEGY": "dp2", "HOURS": "1"}), tmp_path, Console(quiet=True))
+    watch = _Soaking(
+        soaked({"STRATEGY": "dp2", "ARGS": "--hours=1"}), tmp_path, Console(quiet=True)
+    )
 
     def sleep(seconds: float) -> None:
         clock[0] += seconds
@@ -81,10 +83,13 @@ def test_a_soak_reaches_the_undisturbed_losses_whatever_was_killed(
     runs = tmp_path / "runs"
     runs.mkdir()
     (runs / ".start").symlink_to(kit.runs / ".start")
-    given = {"STRATEGY": "dp2", "HOURS": "0.04", "SAVE_EVERY": "4", "RUNS": str(runs)}
-    given["MAKEFLAGS"] = " -- HOURS=0.04"  # As make says what stands on its command line.
+    given = {"NAME": "soak", "STRATEGY": "dp2", "ARGS": "--hours 0.04", "SAVE_EVERY": "4"}
+    given["RUNS"] = str(runs)
+    given["MAKEFLAGS"] = (
+        r" -- NAME=soak ARGS=--hours\ 0.04"  # As make says what stands on its command line.
+    )
     ended = subprocess.run(
-        (sys.executable, "-m", "parakit", "soak"),
+        (sys.executable, "-m", "parakit", "bench"),
         cwd=ROOT,
         env={**kit.environment, **given, "ITERS": ""},
         capture_output=True,

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.studies import backends_table as backends
-from examples.studies import moe_table as moe
-from examples.studies import zero_table as zero
+from parakit.experiments.tables import backends, moe, zero
 from parakit.reporting.analyse.entry import Entry, rows_of
 
 

@@ -1,4 +1,4 @@
-"""`make advise`: each answer follows from the planner's figures for the devices in question."""
+"""The answers of `make plan`: each follows from the planner's figures for the devices in question."""
 
 import json
 
@@ -40,14 +40,24 @@ def test_what_would_change_the_choice_is_looked_for() -> None:
     assert "a quarter of nvlink4's rate" in found["What would change it"]
 
 
-def test_json_has_an_answer_by_question(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", "--model", "gpt2-large", "--gpus", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_one_device_has_no_alternatives() -> None:
+    found = advised("--model", "gpt2-large", "--gpus", "1")
     assert found["Avoid"] == "Nothing: one device has no alternatives."
 
 
+def test_a_plan_prints_every_answer_and_its_json_none(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "gpt2-large", "--gpus", "2")
+    assert main(words) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for name, answer in advised(*words).items():
+        command = " make train-dp2-zero1-gpt2-large-2gpu"
+        assert f"{name} {' '.join(answer.removesuffix(command).split())}" in printed
+    assert main([*words, "--json"]) == 0
+    assert "Megatron for this?" not in json.loads(capsys.readouterr().out)
+
+
 def test_what_cannot_be_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", "--model", "gpt2-large", "--gpus", "2", "--gpu", "h1000"]) == 2
+    assert main(["--model", "gpt2-large", "--gpus", "2", "--gpu", "h1000"]) == 2
     assert "There is no GPU 'h1000'" in capsys.readouterr().err
-    assert main(["advise", "--model", "gpt3-1t", "--gpus", "2"]) == 1
+    assert main(["--model", "gpt3-1t", "--gpus", "2"]) == 1
     assert "does not fit on 2" in capsys.readouterr().err

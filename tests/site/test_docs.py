@@ -20,6 +20,7 @@ from parakit.config.published import MAIN_SOURCE, load_published
 from parakit.config.settings import SETTINGS
 from parakit.planner.time.flops import model_flops
 from parakit.site.hooks import nested_lists, pages, settings_page
+from tests.given import command_named
 
 PAGES = [name for name in pages() if name.endswith(".md")]
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
@@ -47,7 +48,8 @@ def test_make_commands_name_variables_that_their_targets_use(page: str) -> None:
         names = [word.partition("=")[0] for word in words if re.match(r"[A-Z_]+=", word)]
         target = next((word for word in words[words.index("make") + 1 :] if "=" not in word), "")
         if not any(sign in target for sign in "<…["):
-            command = find_command(target)
+            bench = next((word for word in words if target == "bench" and "NAME=" in word), "")
+            command = command_named(f"{target} {bench}") if bench else find_command(target)
             assert command is not None or target in ("help", "help-all"), target
             if command:
                 check_given(names, target, command)

@@ -1,4 +1,4 @@
-"""`make bench-verify`: every injected bug must be found where it is, and no healthy strategy be called
+"""`make bench NAME=verify`: every injected bug must be found where it is, and no healthy strategy be called
 wrong.
 
     python -m tests.verify.bench [injected | logged | resumed | live | healthy | turned] [--only ID …]
@@ -351,9 +351,9 @@ def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tu
                 )
 
 
-def main() -> int:
-    """Print the tables; 1 if an injected bug was not found, or a healthy strategy called wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def command_line(program: str) -> argparse.ArgumentParser:
+    """Return the parser of the bench's options."""
+    parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument(
         "what",
         choices=("injected", "logged", "resumed", "live", "healthy", "turned", "present", "all"),
@@ -370,7 +370,12 @@ def main() -> int:
     )
     parser.add_argument("--data", default="owt-ds/sample_text_document")
     parser.add_argument("--megatron-lm", type=Path, help="a checkout (else the installed one)")
-    given = parser.parse_args()
+    return parser
+
+
+def main(arguments: Sequence[str], program: str = "python -m tests.verify.bench") -> int:
+    """Print the tables; 1 if an injected bug was not found, or a healthy strategy called wrong."""
+    given = command_line(program).parse_args(arguments)
     missed = 0
     (ROOT / "runs").mkdir(exist_ok=True)
     with ExitStack() as around:
@@ -381,6 +386,7 @@ def main() -> int:
         make_sample(SMALL_SAMPLE, Console())
         small = given.what == "present"
         data = SMALL_SAMPLE if small else given.data
+        make_sample(data, Console())
         bench = Bench(data, Verifier(folder.resolve(), ranks), given.megatron_lm, small)
         tables = {
             "injected": verify_injected(bench, given.only),
@@ -414,4 +420,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -14,10 +14,19 @@ from typing import Any
 
 from rich.console import Console
 
-from parakit.cli.commands import COMMANDS, Command
-from parakit.cli.options import check_target_name, find_command, function_of, of_make, of_words
+from parakit.cli.commands import BENCH, BENCH_NAME, COMMANDS, Command
+from parakit.cli.options import (
+    check_target_name,
+    find_bench,
+    find_command,
+    function_of,
+    of_make,
+    of_words,
+    refuse_removed,
+)
 from parakit.cluster import image_tag
 from parakit.config.setting import SettingError
+from parakit.config.settings import ARGS
 from parakit.formatting.terminal import say
 
 REFUSED, INTERRUPTED = 2, 130
@@ -35,12 +44,19 @@ def from_make(name: str, words: Sequence[str] = (), given: Sequence[str] = ()) -
 
     def run() -> int:
         check_target_name(name)
-        command = find_command(name)
+        refuse_removed(name, "make")
+        command, title = find_command(name), name
+        environment = dict(os.environ)
+        # What this command starts has arguments of its own.
+        os.environ.pop(ARGS.name, None)
+        if command is BENCH and (bench := environment.get(BENCH_NAME.name, "")):
+            command = find_bench(bench)
+            title = command.name
         if command is None or not command.handler:
             _refuse_misspelt(name)
             parse_target(name)  # Refuses it, with the near names.
             raise AssertionError(name)
-        return called(command, name, of_make(name, command, os.environ, words, given))
+        return called(command, title, of_make(title, command, environment, words, given))
 
     try:
         with interruptible():

@@ -7,7 +7,7 @@ import sys
 from itertools import groupby
 
 from parakit.cli import commands
-from parakit.cli.commands import COMMANDS, SECTIONS
+from parakit.cli.commands import BENCHES, COMMANDS, SECTIONS
 from parakit.config.settings import SETTINGS
 
 HEADINGS = {
@@ -19,9 +19,9 @@ HEADINGS = {
     "LAUNCHER": "Slurm",
     "MODELS": "several runs",
     "MODEL": "planning",
-    "DP": "dry run and schedules",
     "HF": "weights from and to Hugging Face, recipes",
     "LOGS": "reports and data",
+    "ARGS": "further options",
 }
 """Headings of the variables, by the first below each."""
 
@@ -41,6 +41,8 @@ def whole_help() -> str:
     for title, section in SECTIONS.items():
         lines.append(title)
         lines += ["  {:<27} {}".format(one.name.replace("*", "%"), one.help) for one in section]
+    lines.append("Benches")
+    lines += [f"  {bench.name:<27} {bench.help}" for bench in BENCHES]
     for names, what in variables():
         lines += ["Variables: " + HEADINGS[name] for name in names if name in HEADINGS]
         lines.append("  {:<15}  {}".format(" ".join(names), what))
@@ -52,8 +54,10 @@ def variables() -> "list[tuple[list[str], str]]":
     meanings = {}  # type: dict[tuple[str, str], list[str]]
     for name, text in ((one.name, one.help) for one in SETTINGS):
         meanings[name, text] = []
-    for command in COMMANDS:
+    for command in (*COMMANDS, *BENCHES):
         for setting in command.variables:
+            if setting.in_make:
+                continue
             meanings.setdefault((setting.name, setting.help), []).append(command.name)
     order = [one.name for one in SETTINGS]
     used = sorted(
@@ -69,7 +73,7 @@ def variables() -> "list[tuple[list[str], str]]":
 
 _GROUPS = (
     (commands.LASTING, "whatever trains"),
-    (commands.TRAINING, "whatever trains but soak and compare-pipelines"),
+    (commands.TRAINING, "whatever trains but bench NAME=soak and compare-pipelines"),
     (commands.ONE_RUN, "whatever trains one run"),
 )
 
@@ -79,7 +83,7 @@ def _shortened(takers: "list[str]") -> str:
     internal = [one.name for one in commands.INTERNAL]
     rest = [name for name in takers if name not in internal]
     for group, title in _GROUPS:
-        whole = [one.name for one in COMMANDS if set(group) <= set(one.variables)]
+        whole = [one.name for one in (*COMMANDS, *BENCHES) if set(group) <= set(one.variables)]
         whole = [name for name in whole if name not in internal]
         if set(whole) <= set(rest):
             others = " ".join(name for name in rest if name not in whole)

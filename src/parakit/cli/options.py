@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -11,9 +12,9 @@ from importlib import import_module
 from inspect import signature
 from typing import Any, NoReturn
 
-from parakit.cli.commands import COMMANDS, Command
+from parakit.cli.commands import BENCH, BENCH_NAME, BENCHES, COMMANDS, REMOVED, Command
 from parakit.config.setting import SettingError, read, refuse_renamed, values
-from parakit.config.settings import RENAMED, SETTINGS, SWITCH, Setting
+from parakit.config.settings import ARGS, OPTIONS, RENAMED, SETTINGS, SWITCH, Setting
 
 _VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
 _NEVER_IGNORED = {
@@ -45,6 +46,43 @@ def find_command(name: str) -> Command | None:
     return next((one for one in COMMANDS if fnmatchcase(name, one.name)), None)
 
 
+def find_bench(name: str) -> Command:
+    """Return the command of a bench; without a name the one that runs those of few minutes.
+
+    Raises:
+        SettingError: There is no bench of this name.
+    """
+    if not name:
+        return BENCH
+    benches = {bench.name.partition("=")[2]: bench for bench in BENCHES}
+    if name not in benches:
+        near = difflib.get_close_matches(name, benches, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise SettingError(f"There is no bench '{name}'; {hint}There are {', '.join(benches)}.")
+    bench = benches[name]
+    return bench._replace(variables=(BENCH_NAME, *bench.variables))
+
+
+def refuse_removed(name: str, program: str) -> None:
+    """Refuse a command of an older version.
+
+    Args:
+        name: What was asked for.
+        program: `make` or `parakit`, in whose words the replacement is named.
+
+    Raises:
+        SettingError: It was removed; the sentence names the command to use instead.
+    """
+    if name not in REMOVED:
+        return
+    replacement = REMOVED[name]
+    command = find_command(replacement.partition(" ")[0])
+    assert command is not None
+    if program == "parakit":
+        replacement = in_options(replacement, command)
+    raise SettingError(f"'{program} {name}' was removed; use '{program} {replacement}'.")
+
+
 def given_names(makeflags: str) -> list[str]:
     """Names of the variables on make's command line, from the environment's MAKEFLAGS."""
     return [match[1] for match in _VARIABLE.finditer(makeflags.partition("-- ")[2])]
@@ -64,11 +102,15 @@ def of_make(
     """
     named = (*given_names(environment.get("MAKEFLAGS", "")), *given_variables)
     check_given(named, name, command)
-    used = {setting.name for setting in command.variables}
-    for old, new in RENAMED.items():
-        if new in used and environment.get(old):
+    used = {setting.name for setting in command.variables if not setting.in_make}
+    in_environment = {old for old, new in RENAMED.items() if new in used}
+    in_environment |= {setting.name for setting in command.variables if setting.in_make}
+    for old in sorted(in_environment):
+        if environment.get(old):
             refuse_renamed(old)
     texts = {key: text for key in used if (text := environment.get(key, ""))}
+    if ARGS.name not in used:
+        words = (*words, *read(ARGS, environment.get(ARGS.name, "")))
     for variable, remedy in _NEVER_IGNORED.items():
         if variable not in used and environment.get(variable, "") not in ("", "1", "torchrun"):
             raise SettingError(f"'{name}' runs on this machine alone; {remedy}")
@@ -88,8 +130,9 @@ def of_words(command: Command, words: Sequence[str], program: str) -> Namespace:
     """
     if _reads_words(command):
         return Namespace(arguments=words, program=program)
+    known = {option_of(setting) for setting in command.variables}
     for word in words:
-        if word.startswith("--"):
+        if word.startswith("--") and word.partition("=")[0] not in known:
             refuse_renamed(word[2:].partition("=")[0].upper().replace("-", "_"))
     given = parser_of(command, program).parse_args(words)
     shown = command._replace(example=in_options(command.example, command))
@@ -105,7 +148,8 @@ def parser_of(command: Command, program: str) -> ArgumentParser:
         return own
     parser = _Parser(prog=program, description=in_options(command.help, command))
     for setting in command.variables:
-        _add(parser, setting._replace(help=in_options(setting.help, command)))
+        if setting.name != ARGS.name:
+            _add(parser, setting._replace(help=in_options(setting.help, command)))
     if hasattr(handlers, f"{name}_arguments"):
         getattr(handlers, f"{name}_arguments")(parser)
     return parser
@@ -126,11 +170,13 @@ def in_options(text: str, command: Command) -> str:
     """A text in make's words in those of a command line: `GPUS=2` is `--gpus 2`."""
 
     def option(found: re.Match[str]) -> str:
-        known = (*command.variables, *SETTINGS)
+        known = (*command.variables, *SETTINGS, *OPTIONS)
         setting = next((one for one in known if one.name == found[1]), None)  # None in quotes.
         if setting is None:
             return found[0]
         name, value = option_of(setting), found[2]
+        if setting.name == ARGS.name:
+            return value.strip('"') or "further options"
         if not name.startswith("-"):
             return value.strip('"') or name
         return f"{name} {value}" if value and setting.kind != SWITCH else name
@@ -147,29 +193,41 @@ def variable_words(words: Sequence[str], command: Command) -> list[str]:
     Raises:
         SettingError: An option is not known, or has no value.
     """
-    options = {option_of(one): one for one in command.variables}
-    bare = [one for name, one in options.items() if not name.startswith("-")]
-    left, made = list(words), []
-    while left:
-        word = left.pop(0)
+    options = {option_of(setting): setting for setting in command.variables}
+    positional = [setting for name, setting in options.items() if not name.startswith("-")]
+    passes_on = any(setting.name == ARGS.name for setting in command.variables)
+    waiting = list(words)
+    made: list[str] = []
+    passed: list[str] = []
+    while waiting:
+        word = waiting.pop(0)
         name, is_assigned, value = word.partition("=")
         if (setting := options.get(name)) is None:
-            if word.startswith("--"):
+            if passes_on and (word.startswith("--") or (passed and not is_assigned)):
+                passed.append(word)
+            elif word.startswith("--"):
                 near = difflib.get_close_matches(name, options, n=1)
                 raise SettingError(
                     f"There is no option {name}; {f'did you mean {near[0]}?' if near else 'see --help.'}"
                 )
-            is_bare = bare and not is_assigned and not word.startswith("-")
-            made.append(f"{bare.pop(0).name}={word}" if is_bare else word)
+            elif positional and not is_assigned and not word.startswith("-"):
+                made.append(f"{positional.pop(0).name}={word}")
+            else:
+                made.append(word)
             continue
         if not is_assigned and setting.kind == SWITCH:
-            value = left.pop(0) if left[:1] in (["0"], ["1"]) else "1"
+            value = waiting.pop(0) if waiting[:1] in (["0"], ["1"]) else "1"
         elif not is_assigned:
-            if not left:
+            if not waiting:
                 raise SettingError(f"{name} has no value; see --help.")
-            value = left.pop(0)
-        made.append(f"{setting.name}={value}")
-    return made
+            value = waiting.pop(0)
+        if not setting.in_make:
+            made.append(f"{setting.name}={value}")
+        elif setting.kind != SWITCH:
+            passed.append(f"{name}={value}")
+        elif value == "1":
+            passed.append(name)
+    return [*made, f"{ARGS.name}={shlex.join(passed)}"] if passed else made
 
 
 def check_given(names: Iterable[str], target: str, command: Command) -> None:
@@ -179,7 +237,7 @@ def check_given(names: Iterable[str], target: str, command: Command) -> None:
         SettingError: One that no command knows, with the near name, or that this one does not use.
     """
     known = {setting.name for setting in SETTINGS}
-    used = {setting.name for setting in command.variables}
+    used = {setting.name for setting in command.variables if not setting.in_make} | {ARGS.name}
     for name in names:
         refuse_renamed(name)
         others = any(fnmatchcase(name, pattern) for pattern in _OF_OTHER_PROGRAMS)
@@ -196,7 +254,7 @@ _OF_OTHER_PROGRAMS = (
     *("HF_*", "NCCL_*", "GLOO_*", "TP_SOCKET_*", "UCX_*", "FI_*", "CUDA_*", "NVIDIA_*", "TORCH*"),
     *("OMP_*", "MKL_*", "DS_*", "WANDB_*", "SLURM_*", "SBATCH_*", "PYTHON*", "PIP_*", "UV_*"),
     *("http*", "HTTP*", "no_proxy", "NO_PROXY", "NO_COLOR", "COLUMNS", "SHELL", "KIT_*"),
-    *("VENV_PYTHON", "MEGATRON_LM_CHECKOUTS"),
+    *("MEGATRON_URL", "VENV_PYTHON", "MEGATRON_LM_CHECKOUTS"),
 )
 """What other programs read, and the Makefile's own."""
 
@@ -242,9 +300,17 @@ def _completed(
             setattr(given, key, value)
     for name, *others in (names.split("|") for names in command.required):
         if not any(getattr(given, each.lower(), None) for each in (name, *others)):
-            said = shown.format(name if shown.endswith("=") else name.lower())
+            said = _shown(name, command, shown)
             raise SettingError(f"{said} is required, for example: {typed} {command.example}")
     return given
+
+
+def _shown(name: str, command: Command, shown: str) -> str:
+    """Return a variable's name as make or a command line has it."""
+    setting = next(setting for setting in command.variables if setting.name == name)
+    if setting.in_make:
+        return option_of(setting)
+    return shown.format(name if shown.endswith("=") else name.lower())
 
 
 def function_of(path: str) -> Callable[..., Any]:

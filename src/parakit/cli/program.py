@@ -15,16 +15,24 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from parakit.cli.commands import COMMANDS, INTERNAL, Command
+from parakit.cli.commands import BENCH, COMMANDS, INTERNAL, Command
 from parakit.cli.dispatch import REFUSED, from_make, from_words
-from parakit.cli.options import find_command, in_options, option_of, parser_of, variable_words
+from parakit.cli.options import (
+    find_bench,
+    find_command,
+    in_options,
+    option_of,
+    parser_of,
+    refuse_removed,
+    variable_words,
+)
 from parakit.config.files import ROOT
 
 EXTRAS = {"matplotlib": "charts", "torch": "train", "megatron": "train"}
 """The extra of the wheel that installs a package; every other optional package is in `data`."""
 
 FAMILIES = {
-    "plan": ("validate", "dryrun", "schedules", "advise"),
+    "plan": ("validate", "dryrun", "schedules"),
     "report": ("scrape", "explain", "trace", "build"),
 }
 """Commands that are also written behind another one, such as `parakit report scrape`."""
@@ -78,7 +86,11 @@ def _command_line(words: list[str]) -> tuple[str, list[str]]:
     name, arguments = words[0], words[1:]
     if arguments and arguments[0] in FAMILIES.get(name, ()):
         name, arguments = arguments[0], arguments[1:]
+        if name == "scrape":
+            return "report", ["--scrape", *arguments]
         return ("report" if name == "build" else name), arguments
+    if name in FAMILIES and arguments[:1] == ["advise"]:
+        name = arguments[0]
     if f"{name}-*" in {command.name for command in COMMANDS} and find_command(name) is None:
         if not arguments:
             raise ValueError(f"Name what, for example: parakit {name} {_EXAMPLES[name]}")
@@ -88,7 +100,10 @@ def _command_line(words: list[str]) -> tuple[str, list[str]]:
 
 
 def _run(name: str, arguments: list[str]) -> int:
+    refuse_removed(name, "make" if "MAKELEVEL" in os.environ else "parakit")
     command = find_command(name)
+    if command is BENCH and arguments and not arguments[0].startswith("-"):
+        command = find_bench(arguments[0].removeprefix("NAME="))
     pattern = find_command(f"{name}-{_EXAMPLES[name]}") if name in _EXAMPLES else None
     if arguments and arguments[0] in ("-h", "--help") and (command or pattern):
         return _help(name, command or pattern)

@@ -13,7 +13,7 @@ from parakit.config import settings
 from parakit.config.files import ROOT, is_plain_name
 from parakit.config.recompute import Recompute
 from parakit.config.run import Backend, OptimizerName, RuntimeName
-from parakit.config.settings import RENAMED, Setting
+from parakit.config.settings import RENAMED, REPLACED, Setting
 
 
 class SettingError(ValueError):
@@ -28,6 +28,8 @@ def refuse_renamed(name: str) -> None:
     """
     if name in RENAMED:
         raise SettingError(f"{name}= is {RENAMED[name]}= now.")
+    if name in REPLACED:
+        raise SettingError(f"{name}= is {REPLACED[name]} now.")
 
 
 def read(setting: Setting, text: str, reader: Callable[[str], Any] | None = None) -> Any:

@@ -24,6 +24,8 @@ class Setting(NamedTuple):
     """A value, or text that is read as one."""
     option: str = ""
     """On a command line; empty is the name, `--global-batch`."""
+    in_make: str = ""
+    """What make is given in its place, where it is an option of `parakit` and no variable of make."""
 
 
 # What is trained.
@@ -54,7 +56,10 @@ RESUMED = Setting(
 )
 EXTRA_B = Setting("EXTRA_B", WORDS, "flags of the strategy alone, not of its reference", ())
 MEGATRON_LM_B = Setting(
-    "MEGATRON_LM_B", CHECKOUT, "the checkout of the strategy alone, not of its reference"
+    "MEGATRON_LM_B",
+    CHECKOUT,
+    "the checkout of the strategy alone, not of its reference",
+    in_make='ARGS="--megatron-lm-b FOLDER"',
 )
 PATCH_FILE = Setting(
     "PATCH_FILE",
@@ -78,7 +83,12 @@ ALLOW_UNKNOWN_MEGATRON = Setting(
 
 # The parity matrix.
 FEATURES = Setting("FEATURES", "words", "families, features, levels of the matrix (all)", ())
-PAGE = Setting("PAGE", FOLDER, "folder of the matrix's pages (beside its cells)")
+PAGE = Setting(
+    "PAGE",
+    FOLDER,
+    "folder of the matrix's pages (beside its cells)",
+    in_make='ARGS="--page docs"',
+)
 CHANGED = Setting(
     "CHANGED",
     "words",
@@ -86,7 +96,11 @@ CHANGED = Setting(
     (),
 )
 EXECUTED = Setting(
-    "EXECUTED", SWITCH, "1 records which files of Megatron each strategy and level executes", False
+    "EXECUTED",
+    SWITCH,
+    "1 records which files of Megatron each strategy and level executes",
+    False,
+    in_make="ARGS=--executed",
 )
 MINUTES = Setting("MINUTES", NUMBER, "minutes after which no cell is begun")
 
@@ -106,9 +120,6 @@ NET = Setting(
 )
 REPEATS = Setting("REPEATS", NUMBER, "repetitions of the run; the report pools them", 1)
 WANDB = Setting("WANDB", SWITCH, "1 logs to Weights & Biases", False)
-WANDB_PROJECT = Setting("WANDB_PROJECT", TEXT, "the names in W&B")
-WANDB_ENTITY = Setting("WANDB_ENTITY", TEXT, "the names in W&B")
-WANDB_MODE = Setting("WANDB_MODE", "online, offline or disabled", "online, offline or disabled")
 LEDGER = Setting("LEDGER", SWITCH, "0 switches the ledgers off", True)
 CALIBRATE = Setting("CALIBRATE", SWITCH, "1 measures this machine before planning", False)
 HANG_TIMEOUT = Setting(
@@ -124,7 +135,9 @@ ASYNC_SAVE = Setting("ASYNC_SAVE", SWITCH, "1 saves in the background, on GPUs",
 RUN_FOLDER = Setting("RUN_FOLDER", FOLDER, "an existing folder for this run")
 RUN = Setting("RUN", TEXT, "a run folder")
 STRATEGY = Setting("STRATEGY", TEXT, "a strategy")
-HOURS = Setting("HOURS", "a number above 0", "hours of a soak, 0.33 or 24")
+HOURS = Setting(
+    "HOURS", "a number above 0", "hours of a soak, 0.33 or 24", in_make='ARGS="--hours 0.33"'
+)
 
 # Several machines.
 NNODES = Setting("NNODES", "a whole number from 1 to 99999", "number of machines")
@@ -149,9 +162,13 @@ MODELS = Setting("MODELS", TEXT, 'every combination is trained, DEVICES="1cpu 2c
 STRATEGIES = Setting("STRATEGIES", TEXT, 'every combination is trained, DEVICES="1cpu 2cpu"')
 BACKENDS = Setting("BACKENDS", TEXT, 'every combination is trained, DEVICES="1cpu 2cpu"')
 DEVICES = Setting("DEVICES", TEXT, 'every combination is trained, DEVICES="1cpu 2cpu"')
-ONLY = Setting("ONLY", TEXT, "these settings alone")
-BUDGET = Setting("BUDGET", "a number above 0", "seconds for all settings (510)")
-TARGET = Setting("TARGET", TEXT, "the training target to use")
+ONLY = Setting("ONLY", TEXT, "these settings alone", in_make='ARGS="--only tuned"')
+BUDGET = Setting(
+    "BUDGET", "a number above 0", "seconds for all settings (510)", in_make='ARGS="--budget 300"'
+)
+TARGET = Setting(
+    "TARGET", TEXT, "the training target to use", in_make='ARGS="--target train-tp2-gpt2-tiny-2cpu"'
+)
 
 # Before a run: planner, dry run, schedules.
 MODEL = Setting(
@@ -160,22 +177,30 @@ MODEL = Setting(
 GPUS = Setting("GPUS", "a whole number", "number of devices")
 GPU = Setting("GPU", TEXT, "h200, a100-80g, … (h200)")
 GPUS_PER_NODE = Setting(
-    "GPUS_PER_NODE", "a whole number", "devices per NVLink domain (8, of GB200 72)"
+    "GPUS_PER_NODE",
+    "a whole number",
+    "devices per NVLink domain (8, of GB200 72)",
+    in_make='ARGS="--gpus-per-node 8"',
 )
-INTRA = Setting("INTRA", TEXT, "link inside a machine")
+INTRA = Setting("INTRA", TEXT, "link inside a machine", in_make='ARGS="--intra nvlink4"')
 INTER = Setting("INTER", TEXT, "link between machines")
 NICS = Setting("NICS", "a whole number", "network ports of a machine (one a device)")
 OVERSUBSCRIPTION = Setting(
     "OVERSUBSCRIPTION",
     "a number from 1 up",
     "ports' rate over uplinks' between machines (1)",
+    in_make='ARGS="--oversubscription 4"',
 )
 IMBALANCE = Setting(
     "IMBALANCE", "a number from 1 up", "tokens of the busiest rank of experts, for the mean (1)"
 )
 SEQ = Setting("SEQ", "a whole number", "sequence length")
-TOKENS = Setting("TOKENS", "a number above 0", "tokens to train on")
-CALIBRATION = Setting("CALIBRATION", PATH, "file of measured constants")
+TOKENS = Setting(
+    "TOKENS", "a number above 0", "tokens to train on", in_make='ARGS="--tokens 300e9"'
+)
+CALIBRATION = Setting(
+    "CALIBRATION", PATH, "file of measured constants", in_make='ARGS="--calibration FILE"'
+)
 RECIPE = Setting(
     "RECIPE",
     "defaults, tuned or all",
@@ -184,27 +209,69 @@ RECIPE = Setting(
 VERIFY = Setting("VERIFY", "a whole number from 0 to 10", "dry-run this many of the best", 0)
 ALPA = Setting("ALPA", SWITCH, "1 also solves Alpa's dynamic program", False)
 LARGEST = Setting("LARGEST", SWITCH, "1 sizes the largest model that fits, by strategy", False)
-DP = Setting("DP", NUMBER, "data-parallel replicas", 1, "--data")
-TP = Setting("TP", NUMBER, "TP degree", 1, "--tensor")
-PP = Setting("PP", NUMBER, "pipeline stages", 1, "--pipeline")
-CP = Setting("CP", NUMBER, "CP degree", 1, "--context")
-EP = Setting("EP", NUMBER, "EP degree, inside DP and CP", 1, "--expert")
-VPP = Setting("VPP", NUMBER, "virtual stages per rank", 1, "--virtual")
-SP = Setting("SP", SWITCH, "1 adds sequence parallelism", False, "--sequence-parallel")
-ZERO1 = Setting("ZERO1", SWITCH, "1 shards optimizer states", False, "--distributed-optimizer")
+DP = Setting(
+    "DP", NUMBER, "data-parallel replicas", 1, "--data", in_make="STRATEGY=tp8pp16dp8-zero1"
+)
+TP = Setting("TP", NUMBER, "TP degree", 1, "--tensor", in_make="STRATEGY=tp8pp16dp8-zero1")
+PP = Setting(
+    "PP",
+    NUMBER,
+    "pipeline stages",
+    1,
+    "--pipeline",
+    in_make='STRATEGY=tp8pp16dp8-zero1 of dryrun, and ARGS="--pipeline 4" of schedules',
+)
+CP = Setting("CP", NUMBER, "CP degree", 1, "--context", in_make="STRATEGY=tp8pp16dp8-zero1")
+EP = Setting(
+    "EP", NUMBER, "EP degree, inside DP and CP", 1, "--expert", in_make="STRATEGY=tp8pp16dp8-zero1"
+)
+VPP = Setting(
+    "VPP",
+    NUMBER,
+    "virtual stages per rank",
+    1,
+    "--virtual",
+    in_make='STRATEGY=tp8vpp2dp8-zero1 of dryrun, and ARGS="--virtual 2" of schedules',
+)
+SP = Setting(
+    "SP",
+    SWITCH,
+    "1 adds sequence parallelism",
+    False,
+    "--sequence-parallel",
+    in_make="STRATEGY=tp8pp16dp8-zero1",
+)
+ZERO1 = Setting(
+    "ZERO1",
+    SWITCH,
+    "1 shards optimizer states",
+    False,
+    "--distributed-optimizer",
+    in_make="STRATEGY=tp8pp16dp8-zero1",
+)
 RECOMPUTE = Setting(
     "RECOMPUTE",
     "none, selective, full, full block 2 or modules",
     'none, selective, full, "full block 2" or modules, "layernorm mlp"',
 )
-RANKS = Setting("RANKS", TEXT, "first,middle,last or numbers", "first,last")
-MICROBATCHES = Setting("MICROBATCHES", NUMBER, "microbatches in an iteration")
+RANKS = Setting(
+    "RANKS",
+    TEXT,
+    "first,middle,last or numbers",
+    "first,last",
+    in_make='ARGS="--ranks first,middle,last"',
+)
+MICROBATCHES = Setting(
+    "MICROBATCHES", NUMBER, "microbatches in an iteration", in_make='ARGS="--microbatches 8"'
+)
 SVG = Setting("SVG", "a file to write", "write a picture to this file")
 JSON = Setting("JSON", SWITCH, "1 prints JSON", False)
 WHAT_IF = Setting("WHAT_IF", TEXT, 'another beside STRATEGY=, "GPU=b200 MICRO_BATCH=2"')
-TABLE = Setting("TABLE", PATH, "a CSV or Markdown table of figures", option="TABLE")
 LEAVE_OUT = Setting(
-    "LEAVE_OUT", TEXT, "the source that constants are fitted without (each measurement's own)"
+    "LEAVE_OUT",
+    TEXT,
+    "the source that constants are fitted without (each measurement's own)",
+    in_make='ARGS="--leave-out SOURCE"',
 )
 READINGS = Setting("READINGS", PATH, "your own measurements (all but validate: readings/mine.csv)")
 
@@ -220,9 +287,11 @@ COMPARE = Setting(
 DUMPS = Setting(
     "DUMPS", "words", "flight recorder dumps, stacks, logs of a hang; folders or files", ()
 )
-FILE = Setting("FILE", TEXT, "recipe.py, recipe.py:function or Bridge's YAML")
 
 # After a run, and data.
+SCRAPE = Setting(
+    "SCRAPE", SWITCH, "print what the logs say and write no report", False, in_make="ARGS=--scrape"
+)
 LOGS = Setting("LOGS", "words", "training logs, wherever made; repeats as tp2=1.log,2.log", ())
 NAME = Setting("NAME", PLAIN_NAME, "name of the report or sweep")
 BASELINE = Setting("BASELINE", TEXT, "an earlier report to compare with")
@@ -233,26 +302,52 @@ STRICT = Setting(
     "1 exits with 1 on any change but a new row, with 3 on an undecided time",
     False,
 )
-CALCULON = Setting("CALCULON", FOLDER, "a checkout of calculon-ai/calculon")
-SIMUMAX = Setting("SIMUMAX", FOLDER, "a checkout of MooreThreads/SimuMax")
+CALCULON = Setting(
+    "CALCULON",
+    FOLDER,
+    "a checkout of calculon-ai/calculon",
+    in_make='ARGS="--calculon ../calculon"',
+)
+SIMUMAX = Setting(
+    "SIMUMAX", FOLDER, "a checkout of MooreThreads/SimuMax", in_make='ARGS="--simumax ../SimuMax"'
+)
+TOKENIZER = Setting(
+    "TOKENIZER",
+    TEXT,
+    "gpt2, or a folder with tokenizer.json",
+    in_make='ARGS="--tokenizer FOLDER"',
+)
 INPUT = Setting("INPUT", TEXT, "text files: JSONL, also .gz or .zst; parquet")
-TOKENIZER = Setting("TOKENIZER", TEXT, "gpt2, or a folder with tokenizer.json", "gpt2")
-HF_ENDPOINT = Setting("HF_ENDPOINT", TEXT, "mirror of the Hugging Face hub")
-MEGATRON_URL = Setting("MEGATRON_URL", TEXT, "mirror of Megatron-LM's repository")
 
-OF_WANDB = (WANDB, WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE)
+# What no variable is for.
+ARGS = Setting(
+    "ARGS", WORDS, 'further options of the command, as its --help lists them: "--hours 0.33"', ()
+)
+
 OF_NODES = (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, RENDEZVOUS)
 SLURM_RESOURCES = (SLURM_PARTITION, SLURM_ACCOUNT, SLURM_QOS, SLURM_TIME)
 """sbatch's options, by their names without `SLURM_`."""
 OF_SLURM = (LAUNCHER, NODES, *SLURM_RESOURCES, SLURM_LINES, SLURM_IMAGE, SLURM_SITE)
 
-SETTINGS = tuple(value for value in list(globals().values()) if isinstance(value, Setting))
-"""All of them, in the order of `make help-all`."""
+_ALL = tuple(value for value in list(globals().values()) if isinstance(value, Setting))
+
+SETTINGS = tuple(setting for setting in _ALL if not setting.in_make)
+"""Every variable of make, in the order of `make help-all`."""
+
+OPTIONS = tuple(setting for setting in _ALL if setting.in_make)
+"""What `parakit` has an option for and make no variable."""
 
 RENAMED = {
+    "FILE": "INPUT",
     "LAYOUT": "STRATEGY",
     "LAYOUTS": "STRATEGIES",
     "PLANT": "PATCH_FILE",
     "UNTRIED": "ALLOW_UNKNOWN_MEGATRON",
 }
 """Variables as older versions named them: refused, with the name of now."""
+
+REPLACED = {
+    **{setting.name: setting.in_make for setting in OPTIONS},
+    "TABLE": "READINGS=figures.csv of validate",
+}
+"""Variables of older versions without a variable that takes their place: refused, with what does."""

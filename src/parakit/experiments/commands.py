@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
 from rich.console import Console
 
+from parakit.config.errors import LaunchError
 from parakit.experiments.definition import SWEEP, Experiment
 from parakit.experiments.engine import Output, Study, run_experiment
 from parakit.experiments.load import AXES, load_experiment, load_sweep
 from parakit.experiments.verify.command import verify
 from parakit.experiments.verify.pairs import PREFIX
+from parakit.experiments.zero_prediction import predict_zero
 from parakit.formatting.terminal import say
+from parakit.formatting.units import joined
 from parakit.launch import Options, parse_target
 from parakit.reporting import Entry
+
+PREDICTIONS: dict[str, Callable[[Namespace], int]] = {"zero": predict_zero}
+"""What predicts an experiment without training, by the experiment's name."""
 
 
 def run_named(
@@ -27,11 +33,27 @@ def run_named(
     model: str | None = None,
     given: Namespace | None = None,
 ) -> int:
-    """Run an experiment by the name of its file; its exit code. With TARGET= every cell trains that.
+    """Run an experiment by the name of its file, or predict it on the device GPU=; return its exit code.
+
+    With `--target` every cell trains that target.
 
     Raises:
-        LaunchError: There is none of this name, it cannot work here, or a run did not end well.
+        LaunchError: There is none of this name, it cannot work here, or a run did not end well; or GPU=,
+            DTYPE= or JSON= stands where nothing is predicted.
+        ValueError: It cannot be predicted; one sentence.
     """
+    if given is not None and getattr(given, "gpu", None):
+        if name not in PREDICTIONS:
+            raise LaunchError(
+                f"GPU= predicts the experiment {joined(list(PREDICTIONS))}, not {name}; leave it out."
+            )
+        return PREDICTIONS[name](given)
+    for variable in ("dtype", "json"):
+        if getattr(given, variable, None):
+            raise LaunchError(
+                f"{variable.upper()}= of an experiment is its prediction's; name a device too, such as "
+                "GPU=a100-80g."
+            )
     target = getattr(given, "target", None)
     trained = parse_target(target) if target else None
     return _run(load_experiment(name, options, model, trained), console)

@@ -21,7 +21,9 @@ def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) 
     """
     path = Path(page).expanduser() if page else None
     if path and not path.parent.is_dir():
-        raise UnreadableError(f"PAGE={page} is in no folder that exists; make it, or name another.")
+        raise UnreadableError(
+            f"--page {page} is in no folder that exists; make it, or name another."
+        )
     diagnosis = diagnose_hang([Path(text).expanduser() for text in dumps])
     print(texts.dumps(diagnosis.to_dict()) if json else diagnosis.text)
     if path:

@@ -1,4 +1,4 @@
-"""The page of `make why-hang PAGE=`: the verdict, and each group's last calls, a row a rank."""
+"""The page of `make why-hang ARGS="--page FILE"`: the verdict, and each group's last calls, a row a rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`make calibrate`: the planner's constants as this machine's devices reach them, in a minute.
 
-They are kept by machine and device in the folder of runs, where `make plan GPU=<device>`, `make advise`,
+They are kept by machine and device in the folder of runs, where `make plan GPU=<device>`,
 `make report` and `train-auto-…` find them.
 """
 

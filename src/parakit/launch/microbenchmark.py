@@ -2,7 +2,7 @@
 
 The only place where the kit times hardware outside of training. The planner's constants
 (`calibrate.py`), the rates that `make doctor` prints (`exchange.py`) and the ceilings of
-`make bench-gpu` each describe a `Workload` and take what they need of its `Figures`. All ranks measure
+`make bench NAME=gpu` each describe a `Workload` and take what they need of its `Figures`. All ranks measure
 at once, because they also train at once; one rank alone needs no torchrun and no process group.
 """
 

@@ -22,6 +22,12 @@ from parakit.launch.network import parse_rate, rate_text
 _FUSED = settings.FUSED._replace(kind=f"a list with commas of {', '.join(NAMES)}")
 
 WANDB_PROJECT = "megatron-parallelism"
+OF_WANDB = (
+    Setting("WANDB_PROJECT", settings.TEXT, "project in W&B"),
+    Setting("WANDB_ENTITY", settings.TEXT, "account or team in W&B"),
+    Setting("WANDB_MODE", "online, offline or disabled", "whether the run is uploaded"),
+)
+"""Variables of W&B's own client, which this kit reads as well."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +170,8 @@ def variables_of(options: Options) -> dict[str, str]:
         found[settings.KEEP] = saving.keep if saving.keep != KEEP else None
         found[settings.ASYNC_SAVE] = saving.asynchronous or None
     if wandb:
-        names = (True, wandb.project, wandb.entity, wandb.mode)
-        found |= dict(zip(settings.OF_WANDB, names, strict=True))
+        found[settings.WANDB] = True
+        found |= dict(zip(OF_WANDB, (wandb.project, wandb.entity, wandb.mode), strict=True))
     if nodes:
         place = (nodes.count, nodes.rank, nodes.address, nodes.port, nodes.rendezvous)
         found |= dict(zip(settings.OF_NODES, place, strict=True))
@@ -229,7 +235,7 @@ def _compiled(path: Path, text: str) -> bytes:
 
 OF_A_RUN = (
     *_PLAIN.values(),
-    *(*settings.OF_WANDB, settings.NET),
+    *(settings.WANDB, *OF_WANDB, settings.NET),
     *(settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE, settings.FUSED, settings.PATCH_FILE),
     *(*settings.OF_NODES, *settings.OF_SLURM),
 )
@@ -237,10 +243,11 @@ OF_A_RUN = (
 
 
 def wandb_of(given: Namespace) -> Wandb:
-    """WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE; online only with a key, or after `wandb login`."""
-    known = os.environ.get("WANDB_API_KEY") or wandb_login(os.environ)
-    return Wandb(
-        project=given.wandb_project or WANDB_PROJECT,
-        entity=given.wandb_entity,
-        mode=given.wandb_mode or ("online" if known else "offline"),
+    """Return what `OF_WANDB` say, else the environment; online only with a key, or after `wandb login`."""
+    from_environment = values(OF_WANDB, os.environ)
+    project, entity, mode = (
+        getattr(given, setting.name.lower(), None) or from_environment[setting.name.lower()]
+        for setting in OF_WANDB
     )
+    known = os.environ.get("WANDB_API_KEY") or wandb_login(os.environ)
+    return Wandb(project or WANDB_PROJECT, entity, mode or ("online" if known else "offline"))

@@ -1,4 +1,4 @@
-"""`make export-recipe RUN= TO=` and `make import-recipe FILE=`: Megatron-Bridge's and nemo-run's."""
+"""`make export-recipe RUN= TO=` and `make import-recipe INPUT=`: Megatron-Bridge's and nemo-run's."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
     return 0
 
 
-def import_recipe(file: str, name: str | None, gpus: int | None, console: Console) -> int:
+def import_recipe(input: str, name: str | None, gpus: int | None, console: Console) -> int:
     """Write a recipe's model as an `.args` file and print the target that trains it; 0.
 
     Args:
-        file: Bridge's YAML, or a Python file that makes a container.
+        input: Bridge's YAML, or a Python file that makes a container.
         name: The model's; None is the file's.
         gpus: To train on; None is the fewest that the strategy allows.
         console: Where it prints.
@@ -111,6 +111,7 @@ def import_recipe(file: str, name: str | None, gpus: int | None, console: Consol
     Raises:
         LaunchError, RecipeError: It is no recipe, or Megatron would refuse the run; nothing was written.
     """
+    file = input
     path = Path(file.partition(":")[0])
     name = name or model_name(
         path.resolve().parent.name if path.stem == Path(RECIPE_FILE).stem else path.stem

@@ -127,9 +127,10 @@ def prepare(words: Sequence[str], options: Options, target: str) -> int:
 
 
 def prepare_own(given: Namespace, options: Options) -> int:
-    """`owt-ds/NAME` from one's own text; as `run_module`."""
+    """Make `owt-ds/NAME` from the user's own text; as `run_module`. ARGS= is passed on, and counts last."""
     output = ("--output-prefix", f"owt-ds/{given.name}")
-    flags = ("--append-eod", "--tokenizer", given.tokenizer, *output, "--input", given.input)
+    plain = ("--append-eod", "--tokenizer", "gpt2", *output, "--input", given.input)
+    flags = (*plain, *given.args)
     return run_module(("tools.preprocess", *flags), options, given.input)
 
 

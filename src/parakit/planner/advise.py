@@ -1,4 +1,4 @@
-"""`make advise`: ten questions of somebody who has to choose, answered by searches over the same model.
+"""Ten questions of somebody who has to choose, answered by searches over the same model: part of `make plan`.
 
 What is changed to see what would change the choice is said in the answer; every figure is a prediction,
 and the last answer says how far predictions like these were off.
@@ -6,14 +6,11 @@ and the last answer says how far predictions like these were off.
 
 from __future__ import annotations
 
-import json
-import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from parakit.config.strategy import Parallelism, Sharding
-from parakit.formatting.terminal import say, wide_console
 from parakit.formatting.units import duration, gib, joined, plural
 from parakit.planner.advice import (
     PLAIN,
@@ -21,16 +18,16 @@ from parakit.planner.advice import (
     best_of_each_family,
     binding_sentence,
     family_of,
-    no_fit_sentence,
     runner_up_sentence,
 )
-from parakit.planner.options import plan_options
 from parakit.planner.readings.neighbours import uncertainty
-from parakit.planner.request import request_from_options
 from parakit.planner.search import Candidate, Plan, Request, resized, search_configurations
 from parakit.planner.show import plan_command
 from parakit.planner.tensors import parameters_total
 from parakit.planner.verdict import MOST_RECOMMENDED
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 INFERENCE = (
     "For the latency of one request TP; for throughput, or over slow links, stages and replicas; "
@@ -41,32 +38,18 @@ _KEPT = 8
 """Strategies in which the winner's is looked for under other circumstances."""
 
 
-def advise(given: Namespace) -> int:
-    """Print the answers; 1 if nothing fits.
-
-    Raises:
-        ValueError: What is asked for cannot be; one sentence.
-    """
+def print_answers(plan: Plan, console: Console) -> None:
+    """Print the answers for a plan that has a winner, a row per question."""
     from rich.table import Table
 
-    plan = search_configurations(request_from_options(plan_options(given)))
-    if plan.winner is None:
-        print(no_fit_sentence(plan), file=sys.stderr)
-        return 1
-    found = answers(plan)
-    if given.json:
-        print(json.dumps(found, indent=2))
-        return 0
+    assert plan.winner is not None
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     command = plan_command(plan.request, plan.winner.spec)
-    for name, text in found.items():
+    for name, text in answers(plan).items():
         table.add_row(name, text.removesuffix(f" {command}"))
-    console = wide_console(120)
-    console.print(table)
-    say(console, f"Train it: {command}")  # Whole, so that it can be copied.
-    return 0
+    console.print(table, width=min(120, console.width), highlight=False)
 
 
 def answers(plan: Plan) -> dict[str, str]:

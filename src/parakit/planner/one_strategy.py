@@ -142,7 +142,8 @@ def changed_options(options: PlanOptions, text: str) -> PlanOptions:
     for word in shlex.split(text):
         name, _, value = word.partition("=")
         try:
-            refuse_renamed(name)
+            if name not in known:
+                refuse_renamed(name)
             if not value or name not in known:
                 near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]}=?" if near else 'use WHAT_IF="GPU=b200".'

@@ -1,4 +1,4 @@
-"""What a plan is asked for: make's variables of `plan` and `advise`, by their names in small letters;
+"""What a plan is asked for: make's variables of `plan`, by their names in small letters;
 and what every command of the planner refuses with."""
 
 from __future__ import annotations

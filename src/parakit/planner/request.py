@@ -221,6 +221,6 @@ def devices_and_node(options: PlanOptions, domain: int) -> tuple[int, int]:
     if nodes is not None and nodes * per_node != devices:
         raise RequestError(
             f"{plural(nodes, 'node')} of {per_node} have {nodes * per_node} GPUs, not {devices}; leave "
-            "one of GPUS=, NODES= and GPUS_PER_NODE= out."
+            "one of GPUS=, NODES= and --gpus-per-node out."
         )
     return devices, per_node

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from parakit.config.files import EXAMPLES_PACKAGE
 from parakit.config.flags import Flags
 from parakit.config.stages import LAYOUT_FLAG
 from parakit.formatting.presented import PresentedTable, flatten
 from parakit.planner.advice import no_fit_sentence
+from parakit.planner.advise import print_answers
+from parakit.planner.alpa import compare_with_alpa
 from parakit.planner.dryrun.command import print_verified, verified_as_data
 from parakit.planner.dryrun.comparison import Verified, verify
 from parakit.planner.options import PlanOptions, RequestError
@@ -20,7 +20,7 @@ from parakit.planner.readings.neighbours import Uncertainty, uncertainty
 from parakit.planner.recipes import DEFAULTS, Chosen, recipe_sentence, search_recipes
 from parakit.planner.request import request_from_options
 from parakit.planner.search import Candidate, Plan, Scaling, devices_needed, scaling, training_days
-from parakit.planner.show import candidate_as_data, plan_as_data, print_plan
+from parakit.planner.show import candidate_as_data, plan_as_data, print_command, print_plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,6 +79,8 @@ class PlanResult(PresentedTable):
             console.print(recipe_sentence(self.recipe, self.switches), highlight=False)
         error = str(self.uncertainty)
         print_plan(self.plan, console, self.training_days, self.scaling, error)
+        print_answers(self.plan, console)
+        print_command(self.plan, console)
         if self.alpa:
             console.print(self.alpa, highlight=False)
         if self.verified:
@@ -121,8 +123,7 @@ def plan_strategies(options: PlanOptions) -> PlanResult:
     plan, switches = search_recipes(options.recipe or DEFAULTS, options, slack)
     if plan.winner is None:
         raise NothingFitsError(_refusal(plan))
-    # A study of a survey's method: by name, because the package imports no examples.
-    alpa = import_module(f"{EXAMPLES_PACKAGE}.studies.alpa").beside(plan) if options.alpa else ""
+    alpa = compare_with_alpa(plan) if options.alpa else ""
     return PlanResult(
         plan,
         recipe=options.recipe or "",

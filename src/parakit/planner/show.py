@@ -103,7 +103,7 @@ def _communication(spec: RunSpec) -> dict[str, int]:
 def print_plan(
     plan: Plan, console: Console, days: float | None, scaled: Scaling | None, error: str
 ) -> None:
-    """Print a plan that has a winner; `error` says how far predictions like its were missed."""
+    """Print a plan that has a winner, without `print_command`; `error` is that of predictions like it."""
     sentences, devices = advice_sentences(plan), plan.request.cluster.devices
     if scaled and scaled.devices == devices:
         sentences.append(f"Fewer than {devices} devices do not hold it.")
@@ -130,6 +130,11 @@ def print_plan(
         console.print(rich_table(ranking.fitting(console.width)))
     console.print(rich_table(_details(winner)))
     print_ignored(ignored_flags(plan.request, laid=False), console)
+
+
+def print_command(plan: Plan, console: Console) -> None:
+    """Print the command that trains the winner of a plan."""
+    winner = plan.ranked[0]
     command = plan_command(plan.request, winner.spec)
     if difference := trained_vocabulary_sentence(winner.spec):
         console.print(difference, style="bold yellow", highlight=False)

@@ -50,9 +50,17 @@ def scrape(logs: Sequence[Path], json: bool) -> int:
 def report(given: Namespace) -> int:
     """Write a report folder and print its table; 1 with changes under STRICT=1.
 
+    With `--scrape` nothing is written, and `scrape` prints what the logs say.
+
     Raises:
-        ValueError: There is no such device.
+        ValueError: There is no such device, or an option is missing or contradicts another.
     """
+    if given.scrape:
+        if not given.logs:
+            raise ValueError("'report --scrape' reads logs; name them: LOGS=\"a.log b.log\".")
+        return scrape([Path(log) for log in given.logs], given.json)
+    if given.json:
+        raise ValueError("JSON= is of 'report --scrape'; a report's results.json has its figures.")
     from rich.console import Console
 
     from parakit.reporting.build import build

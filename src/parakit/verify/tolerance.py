@@ -23,7 +23,7 @@ from parakit.verify.comparison import Key
 
 RESPONSES = 6.0
 """Times its response that a tensor may be off. Healthy strategies stay below 2 (README,
-bench-verify)."""
+make bench NAME=verify)."""
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 _NORM_TERMS = 64
 """A norm is a sum over all parameters, but of squares: its rounding is that of a short sum."""

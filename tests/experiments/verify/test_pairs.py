@@ -79,8 +79,8 @@ def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
     pair = pair_of(target, given(target, asked), Options())
     assert pair == Pair(pair.job, "tp2", ("--micro-batch-size", "1"), None, "1")
     assert pair.target == target
-    with pytest.raises(SettingError, match="MEGATRON_LM_B=/nowhere is not a folder with"):
-        given(target, {"MEGATRON_LM_B": "/nowhere"})
+    with pytest.raises(SettingError, match="--megatron-lm-b: /nowhere is not a folder with"):
+        given(target, {"ARGS": "--megatron-lm-b /nowhere"})
 
 
 def test_a_layout_is_compared_with_one_rank_and_nothing_else_differs(composed: Composer) -> None:

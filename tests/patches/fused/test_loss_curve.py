@@ -15,7 +15,7 @@ FIGURE = re.compile(r"(\d[\d.e-]*) with (FUSED|SEED)=")
 
 def distances(folder: Path, data: Path, **variables: str) -> dict[str, float]:
     done = subprocess.run(
-        (sys.executable, "-m", "parakit", "loss-curve"),
+        (sys.executable, "-m", "parakit", "bench", "loss-curve"),
         cwd=ROOT,
         env={**os.environ, "DATA": str(data), "RUNS": str(folder), "SEED": "1", **variables},
         capture_output=True,

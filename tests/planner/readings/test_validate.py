@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from parakit.cli.dispatch import from_words
 from parakit.config.experts import BALANCED, ExpertLoad
 from parakit.config.run import Fp8Recipe, TokenDispatcher
 from parakit.planner.memory import fullest_rank
@@ -239,17 +238,13 @@ PACKED = gzip.compress(b"gpus,tp,pp\n8,2,1\n" * 50)
     ],
     ids=("cut", "damaged", "no text", "a huge cell"),
 )
-def test_a_damaged_file_is_named_by_loader_and_auditor(
+def test_a_damaged_file_is_named_by_the_loader(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes
 ) -> None:
     path = tmp_path / "t.csv"
     path.write_bytes(data)
-    for refused in (
-        lambda: main(["validate", "--readings", str(path)]),
-        lambda: from_words("audit", [str(path)], "parakit audit"),
-    ):
-        assert refused() == 2
-        assert capsys.readouterr().err.startswith(str(path))
+    assert main(["validate", "--readings", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(str(path))
 
 
 def test_a_number_of_thousands_of_digits_is_named_by_row_and_column(tmp_path: Path) -> None:

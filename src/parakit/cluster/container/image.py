@@ -131,7 +131,7 @@ def _pip_settings() -> dict[str, str]:
     return dict(json.loads(answer.stdout))
 
 
-def build(image: str | None, dry_run: bool = False, megatron_url: str | None = None) -> int:
+def build(image: str | None, dry_run: bool = False) -> int:
     """Build the image of the pair that an NGC tag chooses; with `dry_run` print the command.
 
     Raises:
@@ -139,7 +139,7 @@ def build(image: str | None, dry_run: bool = False, megatron_url: str | None = N
     """
     pair = find_pair(image)
     settings = build_settings(os.environ, _pip_settings())
-    command = build_command(pair, megatron_url, settings)
+    command = build_command(pair, os.environ.get("MEGATRON_URL"), settings)
     if dry_run:
         print(shlex.join(command))
     answer, engine = check_engine()

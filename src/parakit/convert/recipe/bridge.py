@@ -48,7 +48,7 @@ def read_recipe(text: str) -> Fields:
     """
     path = Path(text.partition(":")[0]).expanduser()
     if not path.is_file():
-        raise RecipeError(f"FILE={text}: there is no file {path}.")
+        raise RecipeError(f"INPUT={text}: there is no file {path}.")
     if path.suffix == ".py":
         if not is_bridge_installed():
             raise RecipeError(_NO_ENVIRONMENT.format(path))

@@ -135,7 +135,7 @@ def _only_recipe(module: types.ModuleType, path: str) -> Any:
         names = ", ".join(sorted(found)) or "none"
         sys.exit(
             f"{path} has {len(found)} functions that return a ConfigContainer ({names}); name one: "
-            f"FILE={path}:function."
+            f"INPUT={path}:function."
         )
     return next(iter(found.values()))
 

@@ -1,4 +1,4 @@
-"""`make verify-matrix`, `verify-fuzz` and `verify-bf16`."""
+"""`make verify-matrix`, `make verify-fuzz` and `make bench NAME=bf16`."""
 
 from __future__ import annotations
 

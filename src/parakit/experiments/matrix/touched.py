@@ -1,6 +1,6 @@
 """Which cells a change of Megatron can have touched: those that execute a file of it.
 
-What a strategy and a level execute is recorded once for all (`make verify-matrix EXECUTED=1`) and kept
+What a strategy and a level execute is recorded once for all (`make verify-matrix ARGS=--executed`) and kept
 beside the cells of its version; a cell executes what its strategy and its levels do.
 """
 

@@ -94,7 +94,7 @@ class Pair:
 
 
 def pair_of(target: str, given: Namespace, options: Options) -> Pair:
-    """The target, REFERENCE=, EXTRA_B=, MEGATRON_LM_B=, RESUMED= and DTYPE=, where a command has them.
+    """The target, REFERENCE=, EXTRA_B=, --megatron-lm-b, RESUMED= and DTYPE=, where a command has them.
 
     Raises:
         LaunchError: The target is not in the grammar.

@@ -18,7 +18,14 @@ from parakit.config.flags import refuse_misspelled
 from parakit.config.model import Model, model_of
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec, spec_of_model
-from parakit.config.strategy import Batch, Parallelism, Sharding, strategy_name
+from parakit.config.strategy import (
+    Batch,
+    Parallelism,
+    Sharding,
+    devices_of,
+    parse_strategy,
+    strategy_name,
+)
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import wide_console
 from parakit.formatting.units import count, gb, gib
@@ -63,8 +70,24 @@ def dryrun_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="also what Megatron prints")
 
 
-def _spec(given: Namespace, model: Model) -> RunSpec:
-    parallelism = Parallelism(
+def _parallelism(given: Namespace, model: Model) -> Parallelism:
+    """Return the strategy of STRATEGY=, or of the degrees that a command line names one by one.
+
+    Raises:
+        DryRunError: Both are given.
+        StrategyError: There is no such strategy.
+    """
+    degrees = (given.dp, given.tp, given.pp, given.cp, given.ep, given.vpp)
+    if given.strategy:
+        if any(degree > 1 for degree in degrees) or given.sp or given.zero1:
+            raise DryRunError(
+                f"STRATEGY={given.strategy} names all degrees; leave --tensor and its like out."
+            )
+        named = parse_strategy(given.strategy, devices_of(given.strategy))
+        # Experts under TP need it.
+        is_sequence_parallel = named.tensor > 1 and bool(model.shape.experts)
+        return replace(named, sequence_parallel=named.sequence_parallel or is_sequence_parallel)
+    return Parallelism(
         data=given.dp,
         tensor=given.tp,
         pipeline=given.pp,
@@ -75,12 +98,16 @@ def _spec(given: Namespace, model: Model) -> RunSpec:
         sequence_parallel=given.tp > 1 and (given.sp or bool(model.shape.experts)),
         sharding=Sharding.ZERO1 if given.zero1 else Sharding.NONE,
     )
+
+
+def _spec(given: Namespace, model: Model) -> RunSpec:
+    parallelism = _parallelism(given, model)
     dtype = given.dtype or model.dtype
     if dtype not in PRECISIONS:
         raise DryRunError(f"There is no dtype '{dtype}'; use {', '.join(PRECISIONS)}.")
     micro = given.micro_batch or model.batch.micro_batch_size
     # Twice as many micro batches as stages: the schedule reaches its steady state.
-    whole = given.global_batch or micro * given.dp * 2 * given.pp
+    whole = given.global_batch or micro * parallelism.data * 2 * parallelism.pipeline
     plain = spec_of_model(model, parallelism, Batch(micro, whole))
     return replace(
         with_sequence(plain, given.seq), dtype=dtype, recompute=given.recompute or Recompute.NONE

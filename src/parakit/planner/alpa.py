@@ -16,19 +16,11 @@ from itertools import combinations, product
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism, strategy_name
 from parakit.formatting.units import ms
-from parakit.planner import (
-    Candidate,
-    Plan,
-    Request,
-    base,
-    divisors,
-    evaluate,
-    memory_of_rank,
-    shardings,
-    splits,
-    stage_seconds,
-    violations,
-)
+from parakit.planner.candidates import base, shardings, splits
+from parakit.planner.constraints import divisors, violations
+from parakit.planner.memory import memory_of_rank
+from parakit.planner.search import Candidate, Plan, Request, evaluate
+from parakit.planner.time.iteration import stage_seconds
 
 MOST_DEVICES = 16
 MOST_UNITS = 16
@@ -96,7 +88,7 @@ class Alpa:
         return f"{', then '.join(parts)}: {timed}, which Megatron cannot run"
 
 
-def beside(plan: Plan) -> str:
+def compare_with_alpa(plan: Plan) -> str:
     """A sentence: what the method chooses, and the exhaustive search.
 
     Raises:

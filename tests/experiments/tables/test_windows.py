@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.studies.moe_table import shared_windows, window_hashes
 from parakit.config.files import ROOT
 from parakit.data.split import Split, split_documents
+from parakit.experiments.tables.moe import shared_windows, window_hashes
 
 SPLIT = "949,50,1"
 

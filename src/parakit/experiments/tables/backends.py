@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from examples.studies.zero_table import in_ms, ratio
 from parakit.config.run import Backend
-from parakit.experiments import bullets, comparison, losses_broke, page
+from parakit.experiments.engine import comparison, losses_broke
+from parakit.experiments.tables import bullets, page
+from parakit.experiments.tables.zero import in_ms, ratio
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import change, known, megabytes, rounded, signed_percent
 from parakit.reporting import Entry, compare, time_text

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from parakit.config import variables
 from parakit.config.errors import LaunchError
-from parakit.experiments import Output, Study
+from parakit.experiments.engine import Output, Study
 from parakit.formatting.terminal import say
 
 WINDOW = 25

@@ -2,9 +2,9 @@ import math
 
 import pytest
 
-from examples.studies.moe_table import RoutedParity, parity, render
 from parakit.experiments import load
 from parakit.experiments.load import load_experiment
+from parakit.experiments.tables.moe import RoutedParity, parity, render
 from parakit.launch.options import Options
 from parakit.reporting.analyse.entry import Entry
 from tests.reporting.factory import report_row

@@ -1,8 +1,8 @@
 import pytest
 
-from examples.studies import backends_table as compare_backends
-from examples.studies import zero_table as compare_zero
 from parakit.experiments.load import load_experiment
+from parakit.experiments.tables import backends as compare_backends
+from parakit.experiments.tables import zero as compare_zero
 from parakit.launch.options import Options
 from parakit.reporting.analyse.entry import Entry
 from tests.reporting.factory import report_row

@@ -7,11 +7,11 @@ from itertools import combinations, product
 
 import pytest
 
-from examples.studies.alpa import Cost, alpa, beside, best_stages, submeshes
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.run import spec_of_model
 from parakit.config.strategy import Batch, Parallelism
+from parakit.planner.alpa import Cost, alpa, best_stages, compare_with_alpa, submeshes
 from parakit.planner.search import Request, search_configurations
 from parakit.planner.time.cluster import Cluster
 
@@ -93,7 +93,7 @@ def test_what_megatron_can_run_is_timed_as_the_planner_times_it() -> None:
     assert found.candidate is not None
     # Exhaustive is never worse on its own costs, which are summed in another order.
     assert found.total >= winner.seconds.total * (1 - 1e-12)
-    assert beside(plan).startswith("Alpa's dynamic program chooses")
+    assert compare_with_alpa(plan).startswith("Alpa's dynamic program chooses")
 
 
 def test_a_large_cluster_is_refused() -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from parakit.config.published import Figure, load_published
-from parakit.experiments import bullets, comparison, losses_broke, page, sentence
+from parakit.experiments.engine import comparison, losses_broke
+from parakit.experiments.tables import bullets, page, sentence
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import (
     DASH,

@@ -1,6 +1,6 @@
-"""`make compare-zero MODEL=gpt3-355m GPU=a100-80g`: the DeepSpeed report's comparison, by prediction.
+"""`make compare-zero MODEL=gpt3-355m GPU=a100-80g`: predict the DeepSpeed report's comparison.
 
-Its methods on nodes with one device each, over several links and numbers of nodes (`zero.yaml`). Every
+Its methods on nodes with one device each, over several links and numbers of nodes (`zero_prediction.yaml`). Every
 device has the same work on any number of nodes: the model's own global batch for each.
 """
 
@@ -13,22 +13,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from parakit.config.errors import LaunchError
 from parakit.config.files import read_yaml
 from parakit.config.model import model_of
-from parakit.experiments import run_named
 from parakit.formatting.table import markdown_rows
 from parakit.formatting.terminal import say_markdown, wide_console
 from parakit.formatting.units import DASH, bracketed, joined, megabytes, percent
-from parakit.launch import Options
 from parakit.planner import TIED, PlanOptions, TimedStrategy, are_tied, plan_options, time_strategy
 
 
 @dataclass(frozen=True)
 class Study:
-    """`zero.yaml`."""
+    """`zero_prediction.yaml`."""
 
     links: Mapping[str, str]
     nodes: tuple[int, ...]
@@ -80,22 +77,14 @@ class Predicted:
         return {**where, **times, "peak_bytes": self.peak_bytes}
 
 
-def compare_zero(model: str | None, given: Namespace, options: Options, console: Console) -> int:
-    """The experiment of the DeepSpeed report, or with GPU= its prediction for that device; 0 if well.
+def predict_zero(given: Namespace) -> int:
+    """Print what the planner predicts for the experiment `zero` on the device GPU=; return 0.
 
     Raises:
-        LaunchError: It cannot work here, or a variable is the prediction's.
+        LaunchError: MODEL= is missing.
         ValueError: It cannot be predicted; one sentence.
     """
-    if given.gpu is None:
-        for name in ("dtype", "json"):
-            if getattr(given, name):
-                raise LaunchError(
-                    f"{name.upper()}= of compare-zero is the prediction's; name a device too, such as "
-                    "GPU=a100-80g."
-                )
-        return run_named("zero", options, console, model)
-    if model is None:
+    if given.model is None:
         raise LaunchError(
             "MODEL= is required, for example: make compare-zero MODEL=gpt3-355m GPU=a100-80g"
         )

@@ -3,10 +3,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from examples.studies.loss_curve_table import WINDOW, distance, finish
 from megatron_patches.fusions import NAMES
 from parakit.config.errors import LaunchError
 from parakit.experiments.load import load_experiment
+from parakit.experiments.tables.loss_curve import WINDOW, distance, finish
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, options_from_texts
@@ -78,4 +78,4 @@ def test_on_a_gpu_the_model_keeps_its_batch_and_dropout() -> None:
 
 def test_a_target_that_cannot_train_here_is_refused() -> None:
     with pytest.raises(LaunchError):
-        run("loss-curve", {"TARGET": "train-what", "DATA": "owt-ds/any"})
+        run("bench NAME=loss-curve", {"ARGS": "--target train-what", "DATA": "owt-ds/any"})

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parakit.config.strategy import PipelineSchedule
-from parakit.experiments import Study, bullets, comparison, page, sentence
+from parakit.experiments.engine import Study, comparison
+from parakit.experiments.tables import bullets, page, sentence
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import DASH, joined, known, megabytes, percent

@@ -23,7 +23,8 @@ from parakit.config.files import ROOT
 from parakit.config.flags import Flags
 from parakit.config.published import Correction, Figure, load_published
 from parakit.data import Split, open_dataset, split_bounds
-from parakit.experiments import Study, bullets, comparison, page, sentence
+from parakit.experiments.engine import Study, comparison
+from parakit.experiments.tables import bullets, page, sentence
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import DASH, bracketed, known, rounded
 from parakit.reporting import Entry, Estimate, Run, compare, conditions, pooled

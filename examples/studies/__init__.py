@@ -1,1 +1,0 @@
-"""Studies with code of their own: `tools` imports none of them, its command line calls them by name."""
