@@ -37,8 +37,6 @@ def find_root(package: Path = PACKAGE) -> Path:
 
 ROOT = find_root()
 """The repository's root, and in an installed wheel the folder of `parakit`, where `examples/` lies."""
-EXAMPLES_PACKAGE = "examples" if ROOT != PACKAGE else f"{PACKAGE.name}.examples"
-"""The package of the Python files in `examples/`: a wheel holds them inside `parakit`."""
 PYTHON_PATH = os.pathsep.join((str(PACKAGE.parent), str(ROOT)))
 """PYTHONPATH of a Python that is not the clone's own environment, such as an image's."""
 OWN_READINGS = ROOT / "readings" / "mine.csv"

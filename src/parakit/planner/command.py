@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 
 from parakit.formatting.terminal import wide_console
+from parakit.planner.advise import print_answers
 from parakit.planner.largest import show_largest
 from parakit.planner.one_strategy import (
     changed_options,
@@ -56,7 +57,9 @@ def _plan(options: PlanOptions) -> int:
     if options.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
-        result.show(wide_console())
+        console = wide_console()
+        print_answers(result.plan, console)
+        result.show(console)
     if options.svg:
         draw_plan(result.plan, options.svg)
     return 0

@@ -11,7 +11,6 @@ from parakit.config.flags import Flags
 from parakit.config.stages import LAYOUT_FLAG
 from parakit.formatting.presented import PresentedTable, flatten
 from parakit.planner.advice import no_fit_sentence
-from parakit.planner.advise import print_answers
 from parakit.planner.alpa import compare_with_alpa
 from parakit.planner.dryrun.command import print_verified, verified_as_data
 from parakit.planner.dryrun.comparison import Verified, verify
@@ -79,7 +78,6 @@ class PlanResult(PresentedTable):
             console.print(recipe_sentence(self.recipe, self.switches), highlight=False)
         error = str(self.uncertainty)
         print_plan(self.plan, console, self.training_days, self.scaling, error)
-        print_answers(self.plan, console)
         print_command(self.plan, console)
         if self.alpa:
             console.print(self.alpa, highlight=False)
