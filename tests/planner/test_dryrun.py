@@ -16,10 +16,10 @@ from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec, spec_of_model
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism, Sharding
+from parakit.dryrun.patches import even_loads
 from parakit.planner.dryrun.command import as_data, print_comparisons, verdict
 from parakit.planner.dryrun.comparison import CallDifference, CheckedRank
 from parakit.planner.dryrun.job import DryRunError, DryRunner, check, flags_of, ranks_named
-from parakit.planner.dryrun.rank.patches import even_loads
 from tests.planner.dry_runs import Case, run_case, small_model
 from tests.program import run_plan as main
 

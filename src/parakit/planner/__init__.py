@@ -1,7 +1,8 @@
 """Closed forms of memory, communication and time; the search over strategies; the dry run.
 
 This package decides what a configuration costs before it runs, and which one to recommend. Its constants are
-fitted to published measurements, which `validate` predicts again. Only the dry run's own process loads Megatron.
+fitted to published measurements, which `validate` predicts again. It loads no torch: a dry run is made by the
+process `parakit.dryrun`.
 """
 
 from typing import TYPE_CHECKING

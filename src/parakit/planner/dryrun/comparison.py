@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from parakit.artifacts.dry_run import RankJob, RankReport
 from parakit.artifacts.measurements import MemoryCategory, Operation
 from parakit.config.model import Model
 from parakit.config.run import RunSpec
@@ -13,8 +14,6 @@ from parakit.planner.collectives.rank import communication_of_rank
 from parakit.planner.dryrun.job import (
     DryRunError,
     DryRunner,
-    Job,
-    RankReport,
     as_dry_run,
     check,
     flags_of,
@@ -71,7 +70,7 @@ def dry_run(
 ) -> list[CheckedRank]:
     """Every rank's dry run beside its closed forms; raises as `DryRunner.run`."""
     flags, world = flags_of(model, spec), spec.parallelism.world_size
-    reports = [runner.run(Job(flags, world, rank)) for rank in ranks]
+    reports = [runner.run(RankJob(flags, world, rank)) for rank in ranks]
     return [compare(spec, report) for report in reports]
 
 

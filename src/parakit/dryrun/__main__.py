@@ -9,7 +9,7 @@ from types import ModuleType
 import msgspec
 
 from megatron_patches.entry import kept_imports
-from parakit.planner.dryrun.job import Job, RankAnswer
+from parakit.artifacts.dry_run import RankAnswer, RankJob
 
 
 def main() -> None:
@@ -17,20 +17,20 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # Megatron prints; only answers may go where answers are read.
     with kept_imports():
-        from parakit.planner.dryrun.rank.run import prepare
+        from parakit.dryrun.run import prepare
 
         entry = prepare()
     for line in sys.stdin:
-        job = msgspec.json.decode(line, type=Job)
+        job = msgspec.json.decode(line, type=RankJob)
         os.write(answers, _in_a_fork(entry, job) + b"\n")
 
 
-def _in_a_fork(entry: ModuleType, job: Job) -> bytes:
+def _in_a_fork(entry: ModuleType, job: RankJob) -> bytes:
     """A fork, because Megatron's state is global and a process can be one rank only."""
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
-        from parakit.planner.dryrun.rank.run import run_rank
+        from parakit.dryrun.run import run_rank
 
         os.close(receive)
         try:

@@ -26,9 +26,9 @@ from megatron_patches.ledger import watched_timers
 from megatron_patches.registry import Patch, Replacement, apply_patches
 from megatron_patches.warm import read_help_once
 from parakit.accounting import CallWatcher, CommunicationLedger, MemoryLedger, Span, Timeline
+from parakit.artifacts.dry_run import RankJob, RankReport
 from parakit.config.files import ROOT
-from parakit.planner.dryrun.job import Job, RankReport
-from parakit.planner.dryrun.rank.patches import FAKE_PATCHES, AnswerForContents
+from parakit.dryrun.patches import FAKE_PATCHES, AnswerForContents
 
 ENTRY = ROOT / "examples" / "gpt3" / "pretrain_gpt.py"
 
@@ -45,7 +45,7 @@ def prepare() -> ModuleType:
     return entry
 
 
-def run_rank(entry: ModuleType, job: Job) -> RankReport:
+def run_rank(entry: ModuleType, job: RankJob) -> RankReport:
     """Be one rank of the job's world for one iteration."""
     started = time.monotonic()
     os.environ |= {
