@@ -181,6 +181,30 @@ def test_a_package_imports_only_those_in_lower_layers(package: str) -> None:
                 assert allowed, f"{module} imports {name}"
 
 
+def _names_imported(package: str, source: str) -> set[str]:
+    """Return the names that a package imports from another package of parakit."""
+    names = set()
+    for path in _modules_of(package).values():
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ImportFrom) and node.module == f"parakit.{source}":
+                names |= {alias.name for alias in node.names}
+    return names
+
+
+def test_the_report_asks_the_planner_for_predictions_and_measurements_alone() -> None:
+    assert _names_imported("reporting", "planner") == {
+        "ReadingsError",
+        "RecordedRun",
+        "RefusedError",
+        "RequestError",
+        "Row",
+        "Uncertainty",
+        "add_rows",
+        "predict_recorded_run",
+        "row_of",
+    }
+
+
 def test_no_exception_is_made_from_an_import_contract() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert "ignore_imports" not in text

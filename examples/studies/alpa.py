@@ -15,19 +15,17 @@ from itertools import combinations, product
 
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism, strategy_name
+from parakit.costs import divisors, memory_of_rank, violations
 from parakit.formatting.units import ms
 from parakit.planner import (
     Candidate,
     Plan,
     Request,
     base,
-    divisors,
     evaluate,
-    memory_of_rank,
     shardings,
     splits,
     stage_seconds,
-    violations,
 )
 
 MOST_DEVICES = 16

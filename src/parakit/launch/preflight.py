@@ -21,6 +21,7 @@ from parakit.config.flag_table import argument_names, release
 from parakit.config.flags import Flags, misspelled
 from parakit.config.model import imported_weights
 from parakit.config.run import Backend, DeviceKind, RunSpec
+from parakit.costs import fullest_rank, parameters_total, violations
 from parakit.data import (
     Dataset,
     DatasetError,
@@ -45,7 +46,6 @@ from parakit.launch.preflight_gpu import (
     runtime_problems,
     sharing_problems,
 )
-from parakit.planner import fullest_rank, parameters_total, violations
 
 LOG_BYTES = 64 << 20
 """Room that a run's log, samples and event files need on the disk."""

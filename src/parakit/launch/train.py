@@ -25,6 +25,7 @@ from parakit.config.flags import Flags, unlisted_flags, values_by_flag
 from parakit.config.model import load_model, trained_flags
 from parakit.config.run import Backend, DeviceKind
 from parakit.config.strategy import parse_strategy, scaling_sentence
+from parakit.costs import vocabulary_sentence
 from parakit.data import DatasetError, Split, open_dataset, parts_of, sizes_sentence
 from parakit.formatting.units import number, plural
 from parakit.launch.backends import for_backend
@@ -46,7 +47,6 @@ from parakit.launch.runtime import Runtime, choose_runtime
 from parakit.launch.start import ensure_start_checkpoint
 from parakit.launch.submit import submit
 from parakit.launch.supervise.exit_status import outcome
-from parakit.planner import vocabulary_sentence
 from parakit.reporting import load_folder, loss_curve, pooled, resumption_sentence
 
 _RATE_SHARE = 0.5

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from parakit.config.strategy import Parallelism, Sharding
+from parakit.costs import parameters_total
 from parakit.formatting.terminal import say, wide_console
 from parakit.formatting.units import duration, gib, joined, plural
 from parakit.planner.advice import (
@@ -29,7 +30,6 @@ from parakit.planner.readings.neighbours import uncertainty
 from parakit.planner.request import request_from_options
 from parakit.planner.search import Candidate, Plan, Request, resized, search_configurations
 from parakit.planner.show import plan_command
-from parakit.planner.tensors import parameters_total
 from parakit.planner.verdict import MOST_RECOMMENDED
 
 INFERENCE = (

@@ -7,12 +7,12 @@ from parakit.artifacts.measurements import (
     CommunicationRecord,
     DeviceMemory,
     MemoryCategory,
-    Phase,
     RankCommunication,
 )
 from parakit.config.model import LinearAttention
 from parakit.config.run import DeviceKind
-from parakit.planner.collectives.call import LATEST
+from parakit.costs.collectives.call import LATEST
+from parakit.costs.operations import Phase
 from parakit.reporting.explain.closed_form import (
     Kernels,
     NoClosedFormError,

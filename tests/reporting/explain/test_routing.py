@@ -10,12 +10,12 @@ from parakit.artifacts import run as records
 from parakit.artifacts.measurements import (
     CommunicationRecord,
     LayerRouting,
-    Phase,
     RankCommunication,
     RankRouting,
     RoutingRecord,
 )
 from parakit.config.strategy import Parallelism
+from parakit.costs.operations import Phase
 from parakit.reporting.explain.explanation import explain
 from parakit.reporting.explain.routing import (
     busiest,

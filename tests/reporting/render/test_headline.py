@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from parakit.artifacts.measurements import Phase
 from parakit.config.published import load_published
+from parakit.costs.operations import Phase
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.explain.explanation import explain
 from parakit.reporting.read.runs import load_runs

@@ -9,13 +9,11 @@ from parakit.artifacts.measurements import (
     CommunicationRecord,
     MemoryCategory,
     MemoryRecord,
-    Operation,
-    Phase,
     RankCommunication,
     RankMemory,
-    algorithm,
 )
 from parakit.config.published import Published
+from parakit.costs.operations import Operation, Phase, algorithm
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.read.runs import find_run_folders, load_folder, load_runs
 from parakit.reporting.render.charts import draw_devices

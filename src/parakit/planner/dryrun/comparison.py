@@ -6,11 +6,17 @@ from collections import Counter
 from dataclasses import dataclass
 
 from parakit.artifacts.dry_run import RankJob, RankReport
-from parakit.artifacts.measurements import MemoryCategory, Operation
+from parakit.artifacts.measurements import MemoryCategory
 from parakit.config.model import Model
 from parakit.config.run import RunSpec
-from parakit.planner.collectives.call import total_wire_bytes
-from parakit.planner.collectives.rank import communication_of_rank
+from parakit.costs import (
+    Operation,
+    chunks_in_flight,
+    communication_of_rank,
+    memory_of_rank,
+    rank_parameters,
+    total_wire_bytes,
+)
 from parakit.planner.dryrun.job import (
     DryRunError,
     DryRunner,
@@ -19,9 +25,7 @@ from parakit.planner.dryrun.job import (
     flags_of,
     ranks_named,
 )
-from parakit.planner.memory import chunks_in_flight, memory_of_rank
 from parakit.planner.search import Candidate, Plan
-from parakit.planner.tensors import rank_parameters
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
 _Key = tuple[str, str, int]

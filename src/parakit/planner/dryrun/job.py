@@ -19,7 +19,7 @@ from parakit.config.files import PACKAGE, PYTHON_PATH, ROOT, read_args_file
 from parakit.config.flags import flag_words, merge_flags
 from parakit.config.model import Model, trained_flags
 from parakit.config.run import RunSpec, flags_of_spec
-from parakit.planner.constraints import violations
+from parakit.costs import violations
 
 _WITHOUT_DEVICES = flag_words(
     {

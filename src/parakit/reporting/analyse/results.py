@@ -8,9 +8,9 @@ from typing import Any
 
 from parakit.config.run import Backend, RunSpec
 from parakit.config.strategy import Parallelism
+from parakit.costs import UnevenSplitError, parameters_total, rank_parameters
 from parakit.formatting.table import Column
 from parakit.formatting.units import number
-from parakit.planner import UnevenSplitError, parameters_total, rank_parameters
 from parakit.reporting.analyse.comparability import SHARED, adam_state
 from parakit.reporting.analyse.configurations import Configuration, patch_file_name
 from parakit.reporting.analyse.entry import Entry

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from parakit.config.run import Backend
-from parakit.planner import NODES, at_other_rate, link_seconds
+from parakit.costs import NODES, at_other_rate, link_seconds
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.canvas import WIDTH_INCHES, colour, grid
 from parakit.reporting.read.runs import Run

@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from parakit.artifacts.measurements import Phase
 from parakit.config.published import load_published
+from parakit.costs import Phase
 from parakit.formatting.table import TextTable, markdown_table, markdown_text, readable_table
 from parakit.formatting.units import DASH, amount, count, ms, percent, signed, signed_percent
 from parakit.reporting.analyse.report import Report, build_report

@@ -10,13 +10,19 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parakit.artifacts.measurements import Operation, RankCommunication, TimeRecord
+from parakit.artifacts.measurements import RankCommunication, TimeRecord
 from parakit.artifacts.run import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
 from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
+from parakit.costs import (
+    Megatron,
+    Operation,
+    UnevenSplitError,
+    communication_of_rank,
+    rank_parameters,
+)
 from parakit.formatting.units import ms
-from parakit.planner import Megatron, UnevenSplitError, communication_of_rank, rank_parameters
 from parakit.reporting.analyse.entry import Entry, names_of
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.time_shares import (

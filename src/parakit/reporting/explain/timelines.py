@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from parakit.artifacts.measurements import Phase
 from parakit.artifacts.run import TRACE_FILE
 from parakit.config.strategy import Parallelism
+from parakit.costs import Pass, Phase, SimulatedSchedule, Step, simulate
 from parakit.formatting.terminal import say
-from parakit.planner import Pass, SimulatedSchedule, Step, simulate
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.time_shares import mean
 from parakit.reporting.canvas import INK, Chart, draw

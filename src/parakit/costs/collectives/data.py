@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
-from parakit.artifacts.measurements import Operation, Phase
 from parakit.config.groups import Group, group_ranks
 from parakit.config.model import round_up
 from parakit.config.run import RunSpec
-from parakit.planner.collectives.call import CollectiveCall, collective
-from parakit.planner.memory import precision_of
-from parakit.planner.tensors import Buffer, chunk_buffers, layer_parameters, rank_parameters
+from parakit.costs.collectives.call import CollectiveCall, collective
+from parakit.costs.memory import precision_of
+from parakit.costs.operations import Operation, Phase
+from parakit.costs.tensors import Buffer, chunk_buffers, layer_parameters, rank_parameters
 
 _BUCKETS = "distributed/param_and_grad_buffer.py: _ParamAndGradBucketGroup"
 _FSDP = "distributed/fsdp/src/megatron_fsdp; torch.distributed.fsdp.fully_shard"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parakit.artifacts.measurements import Operation, Phase
 from parakit.config.groups import Group
 from parakit.config.run import RunSpec
-from parakit.planner.collectives.call import CollectiveCall, Megatron, collective
+from parakit.costs.collectives.call import CollectiveCall, Megatron, collective
+from parakit.costs.operations import Operation, Phase
 
 _NUMBER_BYTES = 4
 _LOGGED_TIMERS = 24

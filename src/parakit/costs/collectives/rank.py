@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parakit.config.run import RunSpec
-from parakit.planner.collectives.call import LATEST, CollectiveCall, Megatron, total_wire_bytes
-from parakit.planner.collectives.context import boundary_collectives, context_collectives
-from parakit.planner.collectives.control import control_collectives
-from parakit.planner.collectives.data import gradient_collectives
-from parakit.planner.collectives.experts import expert_collectives
-from parakit.planner.collectives.pipeline import pipeline_collectives
-from parakit.planner.collectives.tensor import tensor_collectives
+from parakit.costs.collectives.call import LATEST, CollectiveCall, Megatron, total_wire_bytes
+from parakit.costs.collectives.context import boundary_collectives, context_collectives
+from parakit.costs.collectives.control import control_collectives
+from parakit.costs.collectives.data import gradient_collectives
+from parakit.costs.collectives.experts import expert_collectives
+from parakit.costs.collectives.pipeline import pipeline_collectives
+from parakit.costs.collectives.tensor import tensor_collectives
 
 
 def communication_of_rank(

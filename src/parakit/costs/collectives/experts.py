@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parakit.artifacts.measurements import Operation, Phase
 from parakit.config.groups import Group, group_ranks
 from parakit.config.run import RunSpec, TokenDispatcher, Transport
-from parakit.planner.collectives.call import CollectiveCall, collective, layer_passes
+from parakit.costs.collectives.call import CollectiveCall, collective, layer_passes
+from parakit.costs.operations import Operation, Phase
 
 _EXCHANGING = "transformer/moe/token_dispatcher.py: MoEAlltoAllTokenDispatcher"
 _GATHERING = "transformer/moe/token_dispatcher.py: MoEAllGatherTokenDispatcher"

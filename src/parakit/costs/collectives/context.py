@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parakit.artifacts.measurements import Operation, Phase
 from parakit.config.groups import Group
 from parakit.config.run import RunSpec
-from parakit.planner.collectives.call import CollectiveCall, collective, layer_passes
+from parakit.costs.collectives.call import CollectiveCall, collective, layer_passes
+from parakit.costs.operations import Operation, Phase
 
 _RING = "Transformer Engine, AttnFuncWithCPAndKVP2P; arXiv:2310.01889"
 _GATHER = "Transformer Engine, AttnFuncWithCPAndKVAllGather; megatron_patches on hosts without it"

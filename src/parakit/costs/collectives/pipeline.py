@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parakit.artifacts.measurements import Operation, Phase
 from parakit.config.groups import Group
 from parakit.config.run import RunSpec
-from parakit.planner.activations import residual_bytes
-from parakit.planner.collectives.call import CollectiveCall, collective
-from parakit.planner.memory import precision_of
+from parakit.costs.activations import residual_bytes
+from parakit.costs.collectives.call import CollectiveCall, collective
+from parakit.costs.memory import precision_of
+from parakit.costs.operations import Operation, Phase
 
 _P2P = "pipeline_parallel/p2p_communication.py: P2PCommunicator"
 

@@ -9,8 +9,7 @@ from math import ceil, inf
 
 from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, StateTypes
 from parakit.config.stages import EVEN
-from parakit.formatting.units import MIB
-from parakit.planner.activations import (
+from parakit.costs.activations import (
     FP8_RECIPE_BYTES,
     chunk_activation_bytes,
     layer_activation_bytes,
@@ -19,8 +18,9 @@ from parakit.planner.activations import (
     recomputed_bytes,
     residual_bytes,
 )
-from parakit.planner.dispatchers import dispatcher_bytes
-from parakit.planner.tensors import Parameters, layer_parameters, rank_parameters, unlike_weights
+from parakit.costs.dispatchers import dispatcher_bytes
+from parakit.costs.tensors import Parameters, layer_parameters, rank_parameters, unlike_weights
+from parakit.formatting.units import MIB
 
 _FP32_BYTES = 4
 
@@ -235,7 +235,7 @@ class PredictedMemory:
 
 COMPONENTS = tuple(field.name for field in fields(PredictedMemory) if field.name != "returned")
 
-ASSUMPTIONS = (
+MEMORY_ASSUMPTIONS = (
     "Activations are arXiv:2205.05198's, tensor by tensor; kernels' workspaces are not counted.",
     "The peak is at the loss, at the first layer's backward, after Adam's state exists, or where Adam "
     "updates moments that are kept in fewer bits.",

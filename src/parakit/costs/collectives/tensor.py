@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parakit.artifacts.measurements import Operation, Phase
 from parakit.config.groups import Group
 from parakit.config.model import EXPERTS, MLP, MTP, ModelShape
 from parakit.config.run import RunSpec
-from parakit.planner.collectives.call import CollectiveCall, Megatron, collective, layer_passes
-from parakit.planner.memory import precision_of
-from parakit.planner.tensors import partial_gradient_elements
+from parakit.costs.collectives.call import CollectiveCall, Megatron, collective, layer_passes
+from parakit.costs.memory import precision_of
+from parakit.costs.operations import Operation, Phase
+from parakit.costs.tensors import partial_gradient_elements
 
 _INT64, _FP32, _BOOL = 8, 4, 1
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from parakit.artifacts.measurements import Operation, Phase, wire_bytes
 from parakit.config.groups import Group, group_ranks
 from parakit.config.run import RunSpec, Transport
+from parakit.costs.operations import Operation, Phase, wire_bytes
 
 
 class Megatron(StrEnum):
