@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -208,3 +209,23 @@ def test_the_report_asks_the_planner_for_predictions_and_measurements_alone() ->
 def test_no_exception_is_made_from_an_import_contract() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert "ignore_imports" not in text
+
+
+STARTED_MODULE = re.compile(r'(?:"-m", |call_module\()"((?:parakit|megatron_patches|tools)[\w.]*)"')
+
+
+def test_every_module_that_is_started_by_name_is_a_program() -> None:
+    started = {}
+    for folder in ("src", "examples", "tools", "megatron_patches"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in STARTED_MODULE.findall(path.read_text(encoding="utf-8")):
+                started[name] = path
+    assert len(started) > 6
+    for name, path in started.items():
+        root = SOURCE if name.startswith("parakit") else ROOT
+        module = root / Path(*name.split("."))
+        if (module / "__init__.py").is_file():
+            assert (module / "__main__.py").is_file(), f"{path} starts {name}"
+        else:
+            program = module.with_suffix(".py").read_text(encoding="utf-8")
+            assert '__name__ == "__main__"' in program, f"{path} starts {name}"

@@ -22,7 +22,7 @@ from parakit.config.strategy import NAMED
 from parakit.costs.collectives.rank import communication_of_rank
 from parakit.costs.operations import Operation, Phase
 from parakit.costs.tensors import rank_parameters
-from parakit.reporting.read.sources import read_scalars
+from parakit.logs.sources import read_scalars
 from tests.examples.runs import ITERATIONS, Run
 from tests.small import PADDED, VOCABULARY
 

@@ -35,7 +35,7 @@ from parakit.launch.data import EVAL_ITERATIONS, SPLIT
 from parakit.launch.execute import run_ranks
 from parakit.launch.job import Job
 from parakit.launch.progress import RunProgress
-from parakit.reporting import diagnose
+from parakit.logs import diagnose
 
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
 """Ways to balance a router that refuse a loss for it."""

@@ -47,7 +47,8 @@ from parakit.launch.runtime import Runtime, choose_runtime
 from parakit.launch.start import ensure_start_checkpoint
 from parakit.launch.submit import submit
 from parakit.launch.supervise.exit_status import outcome
-from parakit.reporting import load_folder, loss_curve, pooled, resumption_sentence
+from parakit.logs import load_folder
+from parakit.reporting import loss_curve, pooled, resumption_sentence
 
 _RATE_SHARE = 0.5
 """Of the learning rate, below which it is said what a run reaches."""

@@ -1,8 +1,7 @@
-"""Training logs and run folders read into rows, compared, explained and written as a report.
+"""Runs that were read from logs and run folders, compared, explained and written as a report.
 
-This package decides what a log says, which iterations are measurements, which runs may be compared, and how the
-result is shown. It reads logs of many trainers; each trainer's words are in one file of `read/dialects`. It loads
-no torch.
+This package decides which runs may be compared, what a difference between them means, and how the result is
+shown. `parakit.logs` reads the runs, and the planner predicts them. It loads no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -26,15 +25,6 @@ if TYPE_CHECKING:
     from parakit.reporting.canvas import WIDTH_INCHES, Chart, colour, draw, grid
     from parakit.reporting.command import trace
     from parakit.reporting.explain.predicted import ideal_bubble
-    from parakit.reporting.read.diagnosis import after_last, diagnose, first_error
-    from parakit.reporting.read.dialects import find_iterations
-    from parakit.reporting.read.failures import NCCL_TIMEOUT
-    from parakit.reporting.read.iterations import Iteration
-    from parakit.reporting.read.lines import printable, split_lines
-    from parakit.reporting.read.printed import printed_spec
-    from parakit.reporting.read.runs import Run, find_run_folders, load_folder
-    from parakit.reporting.read.scrape import scrape_log
-    from parakit.reporting.read.sources import read_samples
     from parakit.reporting.render.tables import time_text
 else:
     __getattr__ = lazy_names(__name__, __file__)
@@ -42,39 +32,25 @@ else:
 __all__ = [
     "BETWEEN_BACKENDS",
     "HALF_ITERATIONS",
-    "NCCL_TIMEOUT",
     "ROUNDING_AN_ITERATION",
     "WIDTH_INCHES",
     "Chart",
     "Entry",
     "Estimate",
-    "Iteration",
-    "Run",
     "TimeComparison",
     "TimeVerdict",
-    "after_last",
     "allowed_difference",
     "colour",
     "compare",
     "conditions",
-    "diagnose",
     "draw",
-    "find_iterations",
-    "find_run_folders",
-    "first_error",
     "grid",
     "ideal_bubble",
     "last_digit",
-    "load_folder",
     "loss_curve",
     "pooled",
-    "printable",
-    "printed_spec",
-    "read_samples",
     "resumption_sentence",
     "rows_of",
-    "scrape_log",
-    "split_lines",
     "time_text",
     "trace",
 ]

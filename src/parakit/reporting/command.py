@@ -15,9 +15,7 @@ from typing import Any
 import msgspec
 
 from parakit.artifacts.run import Status, StatusRecord
-from parakit.reporting.read.diagnosis import classify_log
-from parakit.reporting.read.scrape import scrape_runs
-from parakit.reporting.read.scraped import ScrapedLog
+from parakit.logs import ScrapedLog, classify_log, scrape_runs
 
 _AS_THEY_ARE = (
     *("parameters", "memory", "theoretical_parameters_billions", "theoretical_memory", "timers"),

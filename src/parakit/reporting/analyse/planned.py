@@ -12,6 +12,7 @@ from pathlib import Path
 from parakit.artifacts.run import Status
 from parakit.config.hardware import Device, device_by_key, find_device
 from parakit.config.run import Backend, flags_of_printed
+from parakit.logs import Run
 from parakit.planner import (
     RecordedRun,
     RefusedError,
@@ -24,7 +25,6 @@ from parakit.reporting.analyse.comparability import DISTURBED, IMPOSSIBLE, why_w
 from parakit.reporting.analyse.configurations import pooled
 from parakit.reporting.analyse.disturbance import why_disturbed
 from parakit.reporting.analyse.entry import Entry
-from parakit.reporting.read.runs import Run
 
 _MILLISECONDS = 1e3
 

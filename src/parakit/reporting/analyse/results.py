@@ -11,13 +11,13 @@ from parakit.config.strategy import Parallelism
 from parakit.costs import UnevenSplitError, parameters_total, rank_parameters
 from parakit.formatting.table import Column
 from parakit.formatting.units import number
+from parakit.logs import Run
 from parakit.reporting.analyse.comparability import SHARED, adam_state
 from parakit.reporting.analyse.configurations import Configuration, patch_file_name
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.parity import REFERENCE, Parity, resumption_sentence
 from parakit.reporting.analyse.rates import attention_variant
 from parakit.reporting.analyse.statistics import Estimate
-from parakit.reporting.read.runs import Run
 
 
 def notes_of(entry: Entry) -> str:

@@ -17,7 +17,7 @@ from parakit.costs import (
     rank_parameters,
 )
 from parakit.formatting.units import amount
-from parakit.reporting.read.runs import Run
+from parakit.logs import Run
 
 _OLD = ("0.14", "0.15")
 """Versions whose calls are those of f4fa7d6b."""

@@ -23,6 +23,7 @@ from parakit.costs import (
     rank_parameters,
 )
 from parakit.formatting.units import ms
+from parakit.logs import Run
 from parakit.reporting.analyse.entry import Entry, names_of
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.time_shares import (
@@ -42,7 +43,6 @@ from parakit.reporting.explain.closed_form import (
     kernels_of_run,
     megatron_of_run,
 )
-from parakit.reporting.read.runs import Run
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
 """They send nothing; a receive is its sender's call."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from parakit.reporting.read.dialects import Dialect
+from parakit.logs.dialects import Dialect
 
 _NO_TIME = "it prints no time of an iteration"
 _OTHER_REASONS = {

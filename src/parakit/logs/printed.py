@@ -18,7 +18,7 @@ from parakit.config.hardware import load_hardware
 from parakit.config.model import GPT2_VOCABULARY, ModelShape, load_model, model_names
 from parakit.config.run import Backend, RunSpec, spec_of_printed
 from parakit.config.strategy import Batch, Sharding
-from parakit.reporting.read.lines import read_lines
+from parakit.logs.lines import read_lines
 
 _DEGREES = tuple(f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
 _RANKS = ("world_size", "data_parallel_size")

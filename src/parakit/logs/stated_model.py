@@ -19,7 +19,7 @@ from parakit.config.flags import Flags, drop_flags, values_by_flag
 from parakit.config.model import GPT2_VOCABULARY, usual_ffn
 from parakit.config.run import flags_of_printed
 from parakit.config.strategy import strategy_flags
-from parakit.reporting.read.printed import FEWEST_OF_ALL
+from parakit.logs.printed import FEWEST_OF_ALL
 
 type Value = bool | float | str | None
 """A number, a text, whether a switch is given, or None for nothing."""

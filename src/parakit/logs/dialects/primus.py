@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from parakit.reporting.read.dialects import Dialect
-from parakit.reporting.read.dialects.megatron import BarLine
+from parakit.logs.dialects import Dialect
+from parakit.logs.dialects.megatron import BarLine
 
 DIALECT = Dialect(
     name="Primus",

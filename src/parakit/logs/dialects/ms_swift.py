@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from parakit.reporting.read.dialects import Dialect, MetricsLine
-from parakit.reporting.read.iterations import MEAN_SECONDS, SECONDS_SO_FAR
+from parakit.logs.dialects import Dialect, MetricsLine
+from parakit.logs.iterations import MEAN_SECONDS, SECONDS_SO_FAR
 
 _ELAPSED = re.compile(r"""['"]elapsed_time['"]: ['"]((?:\d{1,6}[dhms] ?){1,4})['"]""")
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parakit.reporting.read.dialects import LineField, LineFormat
-from parakit.reporting.read.iterations import LOG_LINE, Columns, dtype_of
-from parakit.reporting.read.lines import is_torn
+from parakit.logs.dialects import LineField, LineFormat
+from parakit.logs.iterations import LOG_LINE, Columns, dtype_of
+from parakit.logs.lines import is_torn
 
 Bytes = NDArray[np.uint8]
 

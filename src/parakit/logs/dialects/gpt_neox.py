@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from parakit.reporting.read.dialects import Dialect
-from parakit.reporting.read.dialects.megatron import BarLine, renamed
+from parakit.logs.dialects import Dialect
+from parakit.logs.dialects.megatron import BarLine, renamed
 
 _OWN = ("train_micro_batch_size_per_gpu", "pipe_parallel_size")
 _NAMES = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from parakit.reporting.read.iterations import IterationTable
-from parakit.reporting.read.scraped import ScrapedLog
+from parakit.logs.iterations import IterationTable
+from parakit.logs.scraped import ScrapedLog
 
 MIN_FOR_WARM_UP = 8
 """Fewer samples than this show no trend above the noise."""

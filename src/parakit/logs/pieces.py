@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from parakit.config.files import open_regular_file
-from parakit.reporting.read.dialects import LineFormat, find_iterations, line_formats
+from parakit.logs.dialects import LineFormat, find_iterations, line_formats
 
 FIRST_CHUNK_BYTES = 1 << 16
 CHUNK_BYTES = 1 << 22

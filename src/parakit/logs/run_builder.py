@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from parakit.reporting.read.dialects import FoundIteration, dialects
-from parakit.reporting.read.failures import ErrorCollector
-from parakit.reporting.read.iterations import Columns, TableBuilder
-from parakit.reporting.read.lines import printable
-from parakit.reporting.read.scraped import (
+from parakit.logs.dialects import FoundIteration, dialects
+from parakit.logs.failures import ErrorCollector
+from parakit.logs.iterations import Columns, TableBuilder
+from parakit.logs.lines import printable
+from parakit.logs.scraped import (
     ArgumentList,
     CheckpointEvent,
     Ending,

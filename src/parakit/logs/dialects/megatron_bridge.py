@@ -6,10 +6,10 @@ import re
 
 import msgspec
 
-from parakit.reporting.read.dialects import Dialect, FoundIteration, News, every, first
-from parakit.reporting.read.dialects.megatron import MEMORY_OF_RANK, NUMBER, BarLine, reading
-from parakit.reporting.read.iterations import Iteration
-from parakit.reporting.read.scraped import MemoryReading, NumbersAhead
+from parakit.logs.dialects import Dialect, FoundIteration, News, every, first
+from parakit.logs.dialects.megatron import MEMORY_OF_RANK, NUMBER, BarLine, reading
+from parakit.logs.iterations import Iteration
+from parakit.logs.scraped import MemoryReading, NumbersAhead
 
 _GIGABYTES = (
     rf"{MEMORY_OF_RANK}\(GB\) \|((?: mem-[a-z-]{{1,40}}: [\d.]{{1,20}} ?(?:\||(?=\s|\Z))){{1,40}})"

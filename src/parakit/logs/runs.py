@@ -20,14 +20,14 @@ from parakit.artifacts.verdict import VERIFY_FOLDER, read_verdicts
 from parakit.config.flags import Flags
 from parakit.config.run import DeviceKind, RunSpec, flags_of_printed
 from parakit.config.strategy import Parallelism
-from parakit.reporting.read.diagnosis import classify_log
-from parakit.reporting.read.dialects import canonical
-from parakit.reporting.read.iterations import Iteration
-from parakit.reporting.read.lines import printable
-from parakit.reporting.read.printed import printed_spec, readable
-from parakit.reporting.read.scrape import scrape_runs
-from parakit.reporting.read.scraped import ScrapedLog
-from parakit.reporting.read.sources import (
+from parakit.logs.diagnosis import classify_log
+from parakit.logs.dialects import canonical
+from parakit.logs.iterations import Iteration
+from parakit.logs.lines import printable
+from parakit.logs.printed import printed_spec, readable
+from parakit.logs.scrape import scrape_runs
+from parakit.logs.scraped import ScrapedLog
+from parakit.logs.sources import (
     DeviceSamples,
     Ledgers,
     log_from_tensorboard,
@@ -35,8 +35,8 @@ from parakit.reporting.read.sources import (
     read_samples,
     read_time_ledger,
 )
-from parakit.reporting.read.stated_model import StatedModel, model_of_arguments, model_of_record
-from parakit.reporting.read.window import Window, select_window
+from parakit.logs.stated_model import StatedModel, model_of_arguments, model_of_record
+from parakit.logs.window import Window, select_window
 
 COUNTING = (Status.OK, Status.INTERRUPTED, Status.INCOMPLETE, Status.RUNNING)
 """Statuses of runs whose measurements count, if they have any."""

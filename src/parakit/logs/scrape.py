@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from parakit.reporting.read.dialects import LineFormat, dialects
-from parakit.reporting.read.failures import FAILURES
-from parakit.reporting.read.layouts import LayoutReader, LogBlock
-from parakit.reporting.read.lines import LineSplitter, TornLines, unwrapped
-from parakit.reporting.read.pieces import open_log
-from parakit.reporting.read.run_builder import RunBuilder
-from parakit.reporting.read.scraped import ScrapedLog
+from parakit.logs.dialects import LineFormat, dialects
+from parakit.logs.failures import FAILURES
+from parakit.logs.layouts import LayoutReader, LogBlock
+from parakit.logs.lines import LineSplitter, TornLines, unwrapped
+from parakit.logs.pieces import open_log
+from parakit.logs.run_builder import RunBuilder
+from parakit.logs.scraped import ScrapedLog
 
 _SHORTEST = 8
 """Characters of the shortest line with information."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from parakit.reporting.read.dialects import Dialect, MetricsLine
+from parakit.logs.dialects import Dialect, MetricsLine
 
 
 class _Rollout(MetricsLine):

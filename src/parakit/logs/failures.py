@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from signal import Signals
 
-from parakit.reporting.read.scraped import ErrorTrace, LoggedError
+from parakit.logs.scraped import ErrorTrace, LoggedError
 
 _UNTRACED = ("rror", "Patch '", "Segmentation", "terminate", "memory")
 _OF_SLURM = ("srun", "slurm", "CANCELLED", "OUT_OF_ME")

@@ -17,8 +17,8 @@ from importlib import import_module
 from itertools import islice, pairwise
 from typing import ClassVar, NamedTuple
 
-from parakit.reporting.read.iterations import MEAN_SECONDS, OTHER, Iteration
-from parakit.reporting.read.scraped import Fact, Generation
+from parakit.logs.iterations import MEAN_SECONDS, OTHER, Iteration
+from parakit.logs.scraped import Fact, Generation
 
 Names = Mapping[str, tuple[str, int]]
 """By a number's name in a line: its field of an `Iteration`, and the power of ten of its unit."""

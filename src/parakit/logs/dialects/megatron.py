@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 
-from parakit.reporting.read.dialects import (
+from parakit.logs.dialects import (
     Dialect,
     FoundIteration,
     LineField,
@@ -24,8 +24,8 @@ from parakit.reporting.read.dialects import (
     is_of_a_policy,
     iteration_of,
 )
-from parakit.reporting.read.iterations import OTHER, Iteration, dtype_of
-from parakit.reporting.read.scraped import (
+from parakit.logs.iterations import OTHER, Iteration, dtype_of
+from parakit.logs.scraped import (
     ArgumentList,
     CheckpointEvent,
     Ending,

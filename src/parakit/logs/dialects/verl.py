@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from parakit.reporting.read.dialects import Dialect, MetricsLine
+from parakit.logs.dialects import Dialect, MetricsLine
 
 _METRIC = re.compile(
     r"(?<= - )([a-z][\w@./-]{1,80}):(?:np\.float64\()?([-+]?\d{1,20}(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?)"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parakit.reporting.read.iterations import Iteration, IterationTable
+from parakit.logs.iterations import Iteration, IterationTable
 
 
 class Fact:

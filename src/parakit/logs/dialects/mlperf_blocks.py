@@ -13,16 +13,16 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from parakit.reporting.read.dialects import Dialect, FoundIteration, News
-from parakit.reporting.read.dialects.mlperf import (
+from parakit.logs.dialects import Dialect, FoundIteration, News
+from parakit.logs.dialects.mlperf import (
     Result,
     event,
     found_iteration,
     is_number,
     step_sizes,
 )
-from parakit.reporting.read.iterations import Iteration
-from parakit.reporting.read.scraped import Fact, NumbersAhead
+from parakit.logs.iterations import Iteration
+from parakit.logs.scraped import Fact, NumbersAhead
 
 _LOSSES = ("train_loss", "reduced_train_loss", "loss")
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeGuard
 
 import msgspec
 
-from parakit.reporting.read.dialects import (
+from parakit.logs.dialects import (
     Dialect,
     FoundIteration,
     LineField,
@@ -21,8 +21,8 @@ from parakit.reporting.read.dialects import (
     News,
     iteration_of,
 )
-from parakit.reporting.read.iterations import OTHER, Iteration
-from parakit.reporting.read.scraped import ArgumentList, Ending, Fact, Generation, Validation
+from parakit.logs.iterations import OTHER, Iteration
+from parakit.logs.scraped import ArgumentList, Ending, Fact, Generation, Validation
 
 MARK = ":::MLLOG"
 _TIMES = ("train_step_time", "train_step_timing in s")

@@ -22,8 +22,8 @@ from parakit.artifacts.measurements import (
     read_ledger,
 )
 from parakit.artifacts.run import COMMUNICATION_FILE, MEMORY_FILE, ROUTING_FILE, TIME_FILE
-from parakit.reporting.read.iterations import Iteration, IterationTable
-from parakit.reporting.read.scraped import ScrapedLog
+from parakit.logs.iterations import Iteration, IterationTable
+from parakit.logs.scraped import ScrapedLog
 
 MAX_POINTS = 400
 """A series keeps at most about so many points; a day at 1 Hz is drawn no better with more."""

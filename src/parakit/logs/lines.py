@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from parakit.reporting.read.dialects import line_formats
-from parakit.reporting.read.pieces import MAX_LINE, read_chunks
+from parakit.logs.dialects import line_formats
+from parakit.logs.pieces import MAX_LINE, read_chunks
 
 # Those that end a line stay, and so does the escape, which is dropped with its sequence.
 _CONTROLS = bytes({*range(0x20), 0x7F} - {*b"\t\n\v\f\r\x1b\x1c\x1d\x1e"})

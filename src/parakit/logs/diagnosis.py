@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from parakit.artifacts.run import Status, StatusRecord
-from parakit.reporting.read.failures import NCCL_TIMEOUT, SCHEDULER, signal_name
-from parakit.reporting.read.scrape import scrape_log
-from parakit.reporting.read.scraped import LoggedError, ScrapedLog
+from parakit.logs.failures import NCCL_TIMEOUT, SCHEDULER, signal_name
+from parakit.logs.scrape import scrape_log
+from parakit.logs.scraped import LoggedError, ScrapedLog
 
 _MEMORY = re.compile(
     r"out of memory|OutOfMemory|can't allocate memory|Cannot allocate memory|Unable to allocate"

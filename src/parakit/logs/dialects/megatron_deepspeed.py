@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from parakit.reporting.read.dialects import Dialect, News, first
-from parakit.reporting.read.dialects.megatron import BarLine
-from parakit.reporting.read.scraped import MoreArgument
+from parakit.logs.dialects import Dialect, News, first
+from parakit.logs.dialects.megatron import BarLine
+from parakit.logs.scraped import MoreArgument
 
 _STAGE = "zero_optimization_stage"
 _ZERO_STAGE = rf"{_STAGE} \.{{1,40}} ([0-3])\b"
