@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT
+from parakit.config.files import ROOT, from_root
 from parakit.data import open_dataset
 from parakit.experiments.definition import Cell, Experiment
 from parakit.experiments.runner import CellResult, Runner
@@ -73,12 +73,12 @@ class Study:
         return all(result.complete for result in self.results)
 
     def report(self) -> int:
-        """`python -m parakit report` of all runs; 0 if it was written and all ended well."""
+        """Write the report of all runs by `python -m parakit report`; return 0 if all ended well."""
         folders = [str(folder) for result in self.results for folder in result.folders]
         if not folders:
             return 1
-        name = ("--name", self.experiment.report)
-        return call_module("parakit.reporting", "build", *folders, *name) or int(not self.all_well)
+        place = ("--name", self.experiment.report, "--reports", from_root(self.reports))
+        return call_module("parakit", "report", *folders, *place) or int(not self.all_well)
 
     def write(self, text: str) -> None:
         """`comparison.md` in the report's folder, and on the terminal."""

@@ -1,0 +1,29 @@
+"""The report that an experiment ends with, by the program that users call."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rich.console import Console
+
+from parakit.experiments.engine import Study
+from tests.reporting.factory import log_text, run_record, write_run
+
+
+def study(reports: Path, *results: SimpleNamespace) -> Study:
+    """A study whose cells have these results."""
+    experiment: Any = SimpleNamespace(report="demo")
+    planned: Any = None
+    runner: Any = SimpleNamespace(results=lambda: list(results))
+    return Study(experiment, planned, runner, Console(), reports)
+
+
+def test_the_report_of_all_runs_is_written_where_the_experiment_looks_for_it(
+    tmp_path: Path,
+) -> None:
+    folder = write_run(tmp_path / "runs", run_record("one"), log_text([900.0] + [80.0] * 12))
+    ended = SimpleNamespace(folders=(folder,), complete=True)
+    failed = SimpleNamespace(folders=(), complete=False)
+    assert study(tmp_path / "reports", ended).report() == 0
+    assert (tmp_path / "reports/demo/report.html").is_file()
+    assert study(tmp_path / "reports", ended, failed).report() == 1
