@@ -26,12 +26,20 @@ from parakit.config.model import load_model, trained_flags
 from parakit.config.run import Backend, DeviceKind
 from parakit.config.strategy import parse_strategy, scaling_sentence
 from parakit.costs import vocabulary_sentence
-from parakit.data import DatasetError, Split, open_dataset, parts_of, sizes_sentence
+from parakit.data import (
+    EVAL_ITERATIONS_FLAG,
+    SPLIT_FLAG,
+    DatasetError,
+    Split,
+    open_dataset,
+    parts_of,
+    sizes_sentence,
+)
 from parakit.formatting.units import number, plural
 from parakit.launch.backends import for_backend
 from parakit.launch.checkpoints import resume_if_saved
 from parakit.launch.compose import Launch, compose
-from parakit.launch.data import EVAL_ITERATIONS, SPLIT, make_sample
+from parakit.launch.data import make_sample
 from parakit.launch.devices import visible_gpus
 from parakit.launch.execute import execute_launch, run_ranks
 from parakit.launch.job import Job, make_command, parse_devices, parse_target
@@ -346,15 +354,15 @@ def _schedule_of_another_length(launch: Launch) -> str:
 def other_split(launch: Launch) -> str:
     """Say which split the kit chose because the model's own one leaves a part of the data set empty or
     too short; empty if the model's own one is used, or the user's."""
-    chosen = Flags(launch.flags).text(SPLIT)
-    models = Flags(trained_flags(launch.model, in_half=False)).text(SPLIT)
-    if chosen == models or Flags((*launch.job.flags, *launch.job.options.extra)).has(SPLIT):
+    chosen = Flags(launch.flags).text(SPLIT_FLAG)
+    models = Flags(trained_flags(launch.model, in_half=False)).text(SPLIT_FLAG)
+    if chosen == models or Flags((*launch.job.flags, *launch.job.options.extra)).has(SPLIT_FLAG):
         return ""
     parts = parts_of(open_dataset(launch.data_path), chosen)
     without_validation = parts[Split.VALIDATION].weight == 0
-    evaluated = f" and {EVAL_ITERATIONS} 0" if without_validation else ""
+    evaluated = f" and {EVAL_ITERATIONS_FLAG} 0" if without_validation else ""
     return (
-        f"Data set {launch.data} is too small for {SPLIT} {models}; {SPLIT} {chosen}{evaluated} is "
+        f"Data set {launch.data} is too small for {SPLIT_FLAG} {models}; {SPLIT_FLAG} {chosen}{evaluated} is "
         f"used: {sizes_sentence(parts)}."
     )
 
