@@ -24,7 +24,7 @@ class RankJob:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank built, called and held in one steady iteration."""
+    """Parameters, calls and memory of one rank in one steady iteration."""
 
     rank: int
     parameters: int

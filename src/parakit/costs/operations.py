@@ -63,7 +63,7 @@ _GLOO_SEGMENT_BYTES = 1 << 20
 
 
 def algorithm(operation: Operation, transport: Transport = Transport.NCCL) -> str:
-    """What `wire_bytes` assumes of an operation.
+    """Return the algorithm that `wire_bytes` assumes of an operation.
 
     NCCL's rings; gloo's as written in its `allreduce.cc`, `allgather.cc`, `broadcast.cc` and
     `reduce.cc`, and in torch's `ProcessGroupGloo`, which has no reduce-scatter of its own.

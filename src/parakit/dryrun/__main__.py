@@ -22,11 +22,14 @@ def main() -> None:
         entry = prepare()
     for line in sys.stdin:
         job = msgspec.json.decode(line, type=RankJob)
-        os.write(answers, _in_a_fork(entry, job) + b"\n")
+        os.write(answers, _run_in_fork(entry, job) + b"\n")
 
 
-def _in_a_fork(entry: ModuleType, job: RankJob) -> bytes:
-    """A fork, because Megatron's state is global and a process can be one rank only."""
+def _run_in_fork(entry: ModuleType, job: RankJob) -> bytes:
+    """Run a job in a fork and return its encoded answer.
+
+    Megatron's state is global, so that a process can be one rank only.
+    """
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
