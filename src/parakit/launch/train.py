@@ -76,12 +76,17 @@ _OF_VERIFY = {
 
 
 def start_target(target: str, options: Options, console: Console) -> int:
-    """Run a target: through its launch script where the strategy has one, else directly.
+    """Train what a target names, with the flags of the strategy's launch script if it has one.
+
+    A script that was edited so that it does more than name flags replaces this process.
 
     Raises:
-        LaunchError: The target is not in the grammar.
+        LaunchError: The target is not in the grammar, or the run cannot work here; nothing was written.
     """
     job = parse_target(target, options)
+    script_flags = job.read_script_flags()
+    if script_flags is not None:
+        return start(replace(job, script_flags=script_flags), console)
     if job.script is not None:
         arguments = [job.script, job.model.name, job.place]
         os.execve(ROOT / job.script, arguments, {**os.environ, variables.PYTHON: sys.executable})
