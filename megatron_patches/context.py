@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,6 +79,26 @@ def is_known(megatron: Version, commit: str | None) -> bool:
     """Whether the patches were tried with this commit, or a release of this minor version."""
     is_released = megatron >= OLDEST_KNOWN and megatron.release[:2] <= NEWEST_KNOWN.release[:2]
     return is_released or (commit or "").startswith(TRIED_COMMIT)
+
+
+def unknown_version_problems(
+    version: str, commit: str | None, checkout: Path | None
+) -> Iterator[str]:
+    """Yield a sentence if the patches were not tried with a Megatron.
+
+    Args:
+        version: Its version.
+        commit: Its commit; None for a release.
+        checkout: The folder that `MEGATRON_LM=` names; None for the wheel.
+    """
+    if not is_known(Version(version), commit):
+        of = f" of MEGATRON_LM={checkout}" if checkout else ""
+        at = f" at {commit}" if commit else ""
+        yield (
+            f"Megatron {version}{at}{of} has not been tried with this kit, which knows "
+            f"{WHAT_IS_KNOWN}; name a checkout of one of those with MEGATRON_LM=, or set "
+            "ALLOW_UNKNOWN_MEGATRON=1 to train with it."
+        )
 
 
 def commit_of(folder: Path) -> str | None:

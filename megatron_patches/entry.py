@@ -26,7 +26,7 @@ def kept_imports() -> Iterator[None]:
 @contextmanager
 def named_refusals(entry: str) -> Iterator[None]:
     """Name the entry's file before a sentence that ends it, as argparse does and the log's reader
-    (`parakit.reporting.read.failures`) finds it."""
+    (`parakit.logs.failures`) finds it."""
     try:
         yield
     except SystemExit as refusal:

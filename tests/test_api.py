@@ -16,7 +16,7 @@ from parakit.api import name_arguments
 from parakit.artifacts.verdict import Outcome
 from parakit.config.files import ROOT
 from parakit.formatting.presented import SHORT_LINES, Presented, PresentedTable
-from parakit.planner import NothingFitsError
+from parakit.planner.result import NothingFitsError
 from tests.program import printed_json
 
 DATA = ROOT / "examples/notebooks/data"

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from parakit.artifacts.verdict import Verdict
     from parakit.checkpoint import CheckpointInspection
     from parakit.hang import HangDiagnosis
+    from parakit.logs import TrainingLog
     from parakit.planner import PlanOptions, PlanResult, TimedStrategy
-    from parakit.reporting import FinishedReport, TrainingLog
+    from parakit.reporting import FinishedReport
 
 type AnyPath = str | PathLike[str]
 type Paths = AnyPath | Iterable[AnyPath]
@@ -187,7 +188,7 @@ def read_logs(paths: Paths) -> tuple[TrainingLog, ...]:
     Raises:
         ValueError: A file cannot be read.
     """
-    from parakit.reporting import read_training_logs
+    from parakit.logs import read_training_logs
 
     with _python_words():
         return tuple(log for path in _paths(paths) for log in read_training_logs(path))

@@ -2,7 +2,7 @@ import pytest
 
 from parakit.accounting.communication import Call, CommunicationLedger, Watched
 from parakit.accounting.timeline import HostClock, Span
-from parakit.artifacts.measurements import Operation, Phase
+from parakit.costs.operations import Operation, Phase
 
 REDUCE = Call("tp", 2, Operation.ALL_REDUCE, Phase.FORWARD, "float32", 400, None)
 GATHER = Call("tp", 2, Operation.ALL_GATHER, Phase.FORWARD, "float32", 800, None)

@@ -9,7 +9,8 @@ from parakit.accounting import recorder as recorder_module
 from parakit.accounting.collect import RankLedger
 from parakit.accounting.communication import Call, Watched
 from parakit.accounting.recorder import MEMORY_ITERATION, Recorder
-from parakit.artifacts.measurements import MemoryCategory, Operation, Phase
+from parakit.artifacts.measurements import MemoryCategory
+from parakit.costs.operations import Operation, Phase
 
 
 def measured_at(folder: Path, skipped: int, iterations: int) -> tuple[list[int], int]:

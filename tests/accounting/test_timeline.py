@@ -3,7 +3,7 @@ from collections.abc import Iterable
 import pytest
 
 from parakit.accounting.timeline import Mark, Span, Timeline, phase_of
-from parakit.artifacts.measurements import Phase
+from parakit.costs.operations import Phase
 
 
 class Scripted:

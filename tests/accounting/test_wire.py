@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parakit.artifacts.measurements import Operation, algorithm, wire_bytes
 from parakit.config.run import Transport
+from parakit.costs.operations import Operation, algorithm, wire_bytes
 from tests.patience import OF_A_RUN
 
 PAYLOAD = 24_000_000

@@ -17,11 +17,11 @@ from parakit.config.flags import Flags
 from parakit.config.run import DeviceKind
 from parakit.formatting.table import TextTable
 from parakit.formatting.units import DASH, size
+from parakit.logs.runs import Run, find_run_folders, load_runs
+from parakit.logs.traces import split_of
+from parakit.logs.window import Window
 from parakit.reporting.analyse.configurations import identity_of_run
 from parakit.reporting.analyse.entry import Entry, rows_of_runs
-from parakit.reporting.read.runs import Run, find_run_folders, load_runs
-from parakit.reporting.read.traces import split_of
-from parakit.reporting.read.window import Window
 
 FOLDER, FILE = "bench-gpu", "ceilings.json"
 """`runs/bench-gpu/ceilings.json`; a setting's runs lie beside it in a folder of its name."""

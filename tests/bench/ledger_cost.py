@@ -20,8 +20,8 @@ from parakit.config.files import ROOT
 from parakit.experiments.definition import Experiment
 from parakit.experiments.engine import Output, Study
 from parakit.formatting.terminal import say
+from parakit.logs.runs import Run, load_folder
 from parakit.reporting.analyse.statistics import TimeComparison
-from parakit.reporting.read.runs import Run, load_folder
 from tests.bench.within_runs import compare_within_runs, fastest_half
 
 LIMIT = 0.02

@@ -19,7 +19,7 @@ from statistics import median
 
 from rich.console import Console
 
-from parakit.reporting.read.scrape import scrape_log
+from parakit.logs.scrape import scrape_log
 
 _LINE = (
     " [2025-09-07 {hour:02d}:{minute:02d}:{second:02d}.{micro:06d}] iteration {i:8d}/{n:8d} |"

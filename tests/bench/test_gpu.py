@@ -26,7 +26,7 @@ from parakit.launch.options import Options
 from parakit.launch.run_folder import create_run_folder
 from parakit.launch.runtime import ON_HOST
 from parakit.launch.train import compose_job
-from parakit.reporting.read.traces import GAPS
+from parakit.logs.traces import GAPS
 from tests.bench import gpu as bench_gpu
 from tests.bench.gpu import OUTPUT, describe, fitting, settings
 from tests.bench.gpu_runs import FOLDER, WARM_UP, Bench, read_bench

@@ -10,7 +10,7 @@ from parakit.artifacts.io import write_record
 from parakit.artifacts.run import STATUS_FILE, Status, StatusRecord
 from parakit.config import variables
 from parakit.config.run import DeviceKind
-from parakit.reporting.read.traces import TRACE
+from parakit.logs.traces import TRACE
 from tests.bench.gpu_runs import (
     FOLDER,
     BenchRow,

@@ -14,7 +14,7 @@ import pytest
 from parakit.artifacts.run import Status, read_run, read_status
 from parakit.config.files import ROOT
 from parakit.launch.network import link
-from parakit.reporting.read.scrape import scrape_log
+from parakit.logs.scrape import scrape_log
 from tests.patience import OF_A_RUN, until
 
 CAN_MAKE_NAMESPACES = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")

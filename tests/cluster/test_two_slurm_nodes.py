@@ -13,9 +13,9 @@ import pytest
 
 from parakit.artifacts.run import Status, read_run, read_status
 from parakit.config.files import ROOT
+from parakit.logs.runs import load_folder
+from parakit.logs.scrape import scrape_log
 from parakit.reporting.analyse.parity import Curve, loss_curve
-from parakit.reporting.read.runs import load_folder
-from parakit.reporting.read.scrape import scrape_log
 from tests.cluster.two_nodes import Cluster, obstacle, two_nodes
 from tests.patience import OF_A_RUN
 

@@ -11,7 +11,7 @@ from parakit.config.flag_table import planned
 from parakit.config.flags import Flags, drop_flags, merge_flags
 from parakit.config.huggingface import config_of_flags, exact_flags, flags_of_config
 from parakit.config.model import model_of
-from parakit.planner.tensors import parameters_total
+from parakit.costs.tensors import parameters_total
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
 
 

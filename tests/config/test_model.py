@@ -15,7 +15,7 @@ from parakit.config.model import (
 )
 from parakit.config.run import fp8_recipe_of
 from parakit.config.strategy import Batch
-from parakit.planner.tensors import active_parameters, parameters_total
+from parakit.costs.tensors import active_parameters, parameters_total
 
 DIMENSIONS = [
     "--num-layers",

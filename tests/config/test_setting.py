@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from parakit.config import settings
-from parakit.config.run import Backend, Recompute
+from parakit.config.recompute import Recompute
+from parakit.config.run import Backend
 from parakit.config.setting import SettingError, read, values
 
 

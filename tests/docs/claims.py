@@ -15,10 +15,10 @@ from parakit.config.model import load_model
 from parakit.config.published import FILE
 from parakit.config.recompute import Recompute
 from parakit.config.strategy import devices_of, parse_strategy
+from parakit.costs.tensors import parameters_total
 from parakit.formatting.table import markdown_rows
 from parakit.planner.candidates import base
 from parakit.planner.search import Candidate, evaluate
-from parakit.planner.tensors import parameters_total
 from tests.docs.predictions import request_of
 
 GPUS, GPU, MODEL, SAMPLES, TOKENS = 1024, "a100", "gpt3-175b", 1536, 300e9

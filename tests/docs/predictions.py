@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from parakit.artifacts.measurements import Operation, Phase
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.run import spec_of_model
 from parakit.config.strategy import Batch, Parallelism, batch_for
+from parakit.costs.collectives.tensor import layer_collectives
+from parakit.costs.operations import Operation, Phase
 from parakit.experiments.zero_prediction import STUDY, Predicted, over_links, predict, scaling_table
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import bracketed, joined
 from parakit.planner.advice import PLAIN, StrategyFamily, best_of_each_family, family_of
-from parakit.planner.collectives.tensor import layer_collectives
 from parakit.planner.options import PlanOptions
 from parakit.planner.readings.neighbours import uncertainty
 from parakit.planner.readings.published import h200_spec
@@ -70,7 +70,7 @@ def tensor_parallel_sentence() -> str:
         f"TP makes {names[forward + backward]} all-reduces per layer and micro batch: the "
         f"{names[forward]} of forward are exposed, and the {names[backward]} of backward are "
         "overlapped with the products of the weights' gradients (*formula*, "
-        "`src/parakit/planner/collectives/tensor.py`)."
+        "`src/parakit/costs/collectives/tensor.py`)."
     )
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from parakit.config.strategy import Batch, devices_of
+from parakit.costs.memory import memory_of_rank
 from parakit.formatting.table import Column, Table, markdown_rows, markdown_table
 from parakit.formatting.units import MIB
-from parakit.planner.memory import memory_of_rank
 from parakit.planner.readings.published import h200_figures, h200_spec, usual_cluster
 from parakit.planner.time.iteration import iteration_seconds
 from tests.planner.papers import Paper, load_paper, paper_specs

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parakit.config.hardware import device_by_key
+from parakit.costs.tensors import parameters_total
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import duration, gib
 from parakit.planner.advice import StrategyFamily, best_of_each_family
 from parakit.planner.options import PlanOptions
 from parakit.planner.request import request_from_options
 from parakit.planner.search import Candidate, search_configurations
-from parakit.planner.tensors import parameters_total
 
 GPU = "a100"
 CASES = (

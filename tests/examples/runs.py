@@ -32,8 +32,8 @@ from parakit.launch.options import Options
 from parakit.launch.start import ensure_start_checkpoint
 from parakit.launch.supervise.warm import WarmMegatron
 from parakit.launch.train import compose_job
-from parakit.reporting.read.scrape import scrape_log
-from parakit.reporting.read.scraped import ScrapedLog
+from parakit.logs.scrape import scrape_log
+from parakit.logs.scraped import ScrapedLog
 from tests.examples.stopped import stopped
 from tests.examples.warm_native import WarmNative
 from tests.faults.killed import killed

@@ -12,7 +12,6 @@ from parakit.artifacts.measurements import (
     LayerRouting,
     MemoryCategory,
     MemoryRecord,
-    Operation,
     RankCommunication,
     RoutingRecord,
     read_ledger,
@@ -20,12 +19,13 @@ from parakit.artifacts.measurements import (
 from parakit.artifacts.run import Status
 from parakit.config.model import load_model
 from parakit.config.run import RunSpec
-from parakit.planner.collectives.rank import communication_of_rank
-from parakit.planner.memory import activation_bytes
-from parakit.planner.tensors import rank_parameters
+from parakit.costs.collectives.rank import communication_of_rank
+from parakit.costs.memory import activation_bytes
+from parakit.costs.operations import Operation
+from parakit.costs.tensors import rank_parameters
+from parakit.logs.runs import load_folder
 from parakit.reporting.explain.closed_form import configuration_of_run
 from parakit.reporting.explain.routing import iterations_of, loads
-from parakit.reporting.read.runs import load_folder
 from tests.examples.runs import ITERATIONS, Run, Trainer
 
 SHAPE = load_model("moe-tiny").shape

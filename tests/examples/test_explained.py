@@ -3,11 +3,11 @@
 import pytest
 
 from parakit.config.published import Published
+from parakit.logs.runs import load_folder
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.explain.explanation import Explanation, explain
 from parakit.reporting.explain.predicted import Evidence, evidence_of
 from parakit.reporting.explain.timelines import idle_over_work, passes, scene_of
-from parakit.reporting.read.runs import load_folder
 from tests.examples.runs import Run
 
 NAMES = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1")

@@ -10,8 +10,6 @@ from parakit.artifacts.measurements import (
     CommunicationRecord,
     MemoryCategory,
     MemoryRecord,
-    Operation,
-    Phase,
     RankCommunication,
     TimeRecord,
     read_ledger,
@@ -21,9 +19,10 @@ from parakit.config.flags import Flags
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind, RunSpec, spec_of_model
 from parakit.config.strategy import NAMED
-from parakit.planner.collectives.rank import communication_of_rank
-from parakit.planner.tensors import rank_parameters
-from parakit.reporting.read.sources import read_scalars
+from parakit.costs.collectives.rank import communication_of_rank
+from parakit.costs.operations import Operation, Phase
+from parakit.costs.tensors import rank_parameters
+from parakit.logs.sources import read_scalars
 from tests.examples.runs import ITERATIONS, Run
 from tests.small import PADDED, VOCABULARY
 

@@ -2,14 +2,10 @@
 
 import pytest
 
-from parakit.artifacts.measurements import (
-    CommunicationRecord,
-    Operation,
-    RoutingRecord,
-    read_ledger,
-)
+from parakit.artifacts.measurements import CommunicationRecord, RoutingRecord, read_ledger
 from parakit.artifacts.run import Status
 from parakit.config.run import Backend, OptimizerName
+from parakit.costs.operations import Operation
 from tests.examples.runs import ITERATIONS, Run, Trainer
 
 

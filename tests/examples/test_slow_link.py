@@ -8,8 +8,8 @@ import pytest
 
 from parakit.artifacts.measurements import CommunicationRecord, read_ledger
 from parakit.artifacts.run import Status
+from parakit.costs.shared_link import link_seconds
 from parakit.launch.network import parse_rate
-from parakit.planner.time.cluster import link_seconds
 from tests.examples.runs import Run, Trainer
 
 CAN_SHAPE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")

@@ -6,10 +6,10 @@ from parakit.artifacts.measurements import (
     CommunicationRecord,
     MemoryCategory,
     MemoryRecord,
-    Operation,
     read_ledger,
 )
 from parakit.artifacts.run import Status
+from parakit.costs.operations import Operation
 from tests.examples.runs import ITERATIONS, Run, Trainer
 from tests.examples.test_ledgers import measured, predicted
 

@@ -19,9 +19,9 @@ from parakit.artifacts.run import StatusRecord
 from parakit.config.files import ROOT
 from parakit.config.published import load_published
 from parakit.launch.supervise.interruption import alive
+from parakit.logs.runs import Run, load_folder
 from parakit.reporting.analyse.parity import Curve, loss_curve
 from parakit.reporting.analyse.report import build_report
-from parakit.reporting.read.runs import Run, load_folder
 from tests.patience import OF_A_RUN, until
 from tests.small import SMALL
 

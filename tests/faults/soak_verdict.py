@@ -13,9 +13,9 @@ import numpy as np
 from parakit.artifacts.run import Status
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import bracketed, change, count, megabytes
+from parakit.logs.runs import load_folder
 from parakit.reporting.analyse.parity import loss_curve
 from parakit.reporting.analyse.statistics import ON_CPU_RANKS, TimeComparison, TimeVerdict
-from parakit.reporting.read.runs import load_folder
 from tests.bench.within_runs import compare_within_runs
 
 UNDISTURBED, DISTURBED = "undisturbed", "disturbed"

@@ -4,8 +4,8 @@ import pytest
 
 from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, Status
+from parakit.logs.runs import Run
 from parakit.reporting.analyse.parity import Curve, last_digit, loss_curve
-from parakit.reporting.read.runs import Run
 from tests.faults.runs import SAVE_EVERY, Ended, Kit, same_losses
 
 EVERY = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1", "ep2")

@@ -13,8 +13,8 @@ from parakit.artifacts.run import CHECKPOINTS_FOLDER, LOG_FILE, Status, StatusRe
 from parakit.launch.compose import torchrun
 from parakit.launch.supervise.exit_status import classify_exit
 from parakit.launch.supervise.ranks import RankProcesses
+from parakit.logs.runs import load_folder
 from parakit.reporting.analyse.parity import loss_curve
-from parakit.reporting.read.runs import load_folder
 from tests.examples.runs import SharedRuns
 from tests.faults.killed import Killed
 from tests.faults.runs import ITERATIONS, SAVE_EVERY, WHO, Ended, Kit, kill, moment, same_losses

@@ -38,7 +38,7 @@ from parakit.launch.supervise import hang
 from parakit.launch.supervise.hang import HangWatch, collect_stacks
 from parakit.launch.supervise.warm import WarmMegatron
 from parakit.launch.train import compose_job
-from parakit.reporting.read.diagnosis import diagnose
+from parakit.logs.diagnosis import diagnose
 from tests.small import SMALL, folded
 
 LAYOUTS = (

@@ -14,7 +14,7 @@ from parakit.hang.gather import gather_evidence
 from parakit.hang.texts import read_watchdog
 from parakit.hang.verdict import Kind, Verdict, judge
 from parakit.launch.supervise.exit_status import classify_exit
-from parakit.reporting.read.diagnosis import diagnose
+from parakit.logs.diagnosis import diagnose
 
 RECORDED = Path(__file__).parent / "nccl.tar.xz"
 

@@ -14,9 +14,9 @@ from parakit.config.model import ModelShape, load_model
 from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism
-from parakit.launch import auto, calibrate
+from parakit.launch import auto
 from parakit.launch.auto import as_options, plan_here, request_here, train_auto
-from parakit.launch.calibrate import GPU_LAYER, MEGATRON_LAYER, conditions, from_figures
+from parakit.launch.calibrate import GPU_LAYER, MEGATRON_LAYER, calibrate, conditions, from_figures
 from parakit.launch.job import parse_target
 from parakit.launch.microbenchmark import Figures
 from parakit.launch.options import Options

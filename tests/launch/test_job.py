@@ -1,13 +1,16 @@
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
+from parakit.config.strategy import NAMED, parse_strategy, strategy_flags
 from parakit.launch.job import Job, parse_target
 from parakit.launch.options import Options, options_from_texts
+from parakit.launch.train import start_target
 from tests.given import given
 
 
@@ -64,6 +67,50 @@ def test_a_wrong_name_gets_the_near_ones(name: str, message: str) -> None:
 def test_only_the_published_strategies_have_scripts() -> None:
     scripts = [parse_target(f"train-{s}-gpt2-tiny-2cpu").script for s in ("sp2", "tp2", "zero1")]
     assert scripts == ["examples/gpt3/train_sp2.sh", "examples/gpt3/train_tp2.sh", None]
+
+
+@pytest.mark.parametrize("strategy", NAMED)
+def test_a_target_takes_the_flags_of_its_launch_script(strategy: str) -> None:
+    devices = 1 if strategy == "baseline" else 2
+    job = parse_target(f"train-{strategy}-gpt2-tiny-{devices}cpu")
+    assert job.read_script_flags() == strategy_flags(parse_strategy(strategy, devices))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "flags"),
+    [
+        ("parallel-size 2", "parallel-size 4", ("--tensor-model-parallel-size", "4")),
+        ("# Tensor", "export NCCL_DEBUG=INFO\n# Tensor", None),
+        ("parallel-size 2", "parallel-size $TP", None),
+        ("run tp2", "run sp2", None),
+    ],
+    ids=["flag", "another command", "shell variable", "another strategy"],
+)
+def test_only_a_shell_runs_an_edited_script_that_does_more_than_name_flags(
+    old: str,
+    new: str,
+    flags: tuple[str, ...] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = parse_target("train-tp2-gpt2-tiny-2cpu")
+    assert job.script is not None
+    text = (ROOT / job.script).read_text()
+    assert old in text
+    edited = tmp_path / job.script
+    edited.parent.mkdir(parents=True)
+    edited.write_text(text.replace(old, new))
+    monkeypatch.setattr("parakit.launch.job.ROOT", tmp_path)
+    assert job.read_script_flags() == flags
+
+
+def test_a_target_is_read_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.execve", lambda *_: pytest.fail("a script was started"))
+    options = options_from_texts({"DRY_RUN": "1"})
+    assert start_target("train-tp2-gpt2-tiny-2cpu", options, Console()) == 0
+    assert "--tensor-model-parallel-size 2" in capsys.readouterr().out
 
 
 def test_a_file_in_model_is_trained_under_its_own_name(

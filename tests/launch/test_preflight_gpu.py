@@ -9,6 +9,7 @@ from parakit.cluster.container.docker import Container
 from parakit.cluster.container.image import find_pair
 from parakit.config.errors import LaunchError
 from parakit.config.strategy import NAMED
+from parakit.costs.memory import memory_of_rank, placeholder_bytes
 from parakit.launch import devices, preflight_gpu
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
@@ -24,7 +25,6 @@ from parakit.launch.preflight_gpu import (
 )
 from parakit.launch.runtime import Runtime, docker_runtime
 from parakit.launch.train import compose_job
-from parakit.planner.memory import memory_of_rank, placeholder_bytes
 from tests.launch.fake_nvml import GIB, FakeNvml
 from tests.machines import FakeDocker
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parakit.config.model import load_model
+from parakit.costs.tensors import active_parameters, parameters_total
 from parakit.native.model import (
     GPT,
     MixtureOfExperts,
@@ -17,7 +18,6 @@ from parakit.native.model import (
 )
 from parakit.native.optimizer import muon_parameters
 from parakit.native.settings import Settings, parse_settings
-from parakit.planner.tensors import active_parameters, parameters_total
 from tests.native.small_model import REQUIRED, settings
 
 TINY = ("--num-experts", "4", "--moe-ffn-hidden-size", "8", "--disable-bias-linear")

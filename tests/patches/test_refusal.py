@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from megatron_patches.entry import named_refusals
-from parakit.reporting.read.failures import _USAGE
+from parakit.logs.failures import _USAGE
 
 
 def test_a_sentence_that_ends_an_entry_names_it_as_the_log_s_reader_looks_for_it() -> None:

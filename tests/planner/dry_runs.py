@@ -4,12 +4,13 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
+from parakit.artifacts.dry_run import RankJob
 from parakit.config.model import Model, model_from_flags
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec, spec_of_model
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.planner.dryrun.comparison import CheckedRank, compare
-from parakit.planner.dryrun.job import DryRunner, Job, check, flags_of
+from parakit.planner.dryrun.job import DryRunner, check, flags_of
 
 _SMALL = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -50,7 +51,7 @@ def run_case(runner: DryRunner, case: Case) -> CheckedRank:
         flags_of(case.model, case.spec),
         case.spec.parallelism.world_size,
     )
-    return compare(case.spec, runner.run(Job(flags, world, case.rank)))
+    return compare(case.spec, runner.run(RankJob(flags, world, case.rank)))
 
 
 @st.composite

@@ -10,14 +10,14 @@ from parakit.config.offload import GROUPS, Offload
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, RunSpec
 from parakit.config.strategy import Batch, Parallelism
-from parakit.planner.activations import (
+from parakit.costs.activations import (
     Offloaded,
     chunk_activation_bytes,
     layer_activation_bytes,
     offloaded_bytes,
 )
-from parakit.planner.constraints import violations
-from parakit.planner.memory import activation_bytes, host_bytes
+from parakit.costs.constraints import violations
+from parakit.costs.memory import activation_bytes, host_bytes
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.time.iteration import iteration_seconds
 from parakit.planner.time.offload import copies_waited_for

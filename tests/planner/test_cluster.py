@@ -4,7 +4,7 @@ import pytest
 
 from parakit.config.groups import Group
 from parakit.config.strategy import Parallelism
-from parakit.planner.time.cluster import at_other_rate, link_seconds
+from parakit.costs.shared_link import at_other_rate, link_seconds
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parakit.artifacts.measurements import Operation, wire_bytes
 from parakit.config.experts import ExpertLoad
 from parakit.config.groups import Group
 from parakit.config.model import ModelShape, load_model
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher, spec_of_model
 from parakit.config.strategy import Batch, Parallelism, Sharding, batch_for, parse_strategy
-from parakit.planner.collectives.call import CollectiveCall, Megatron, by_group
-from parakit.planner.collectives.data import bucket_elements
-from parakit.planner.collectives.rank import communication_of_rank
-from parakit.planner.tensors import buffer_of, rank_parameters
+from parakit.costs.collectives.call import CollectiveCall, Megatron, by_group
+from parakit.costs.collectives.data import bucket_elements
+from parakit.costs.collectives.rank import communication_of_rank
+from parakit.costs.operations import Operation, wire_bytes
+from parakit.costs.tensors import buffer_of, rank_parameters
 
 GPT = ModelShape(
     layers=4,

@@ -16,7 +16,7 @@ from parakit.config.strategy import (
     batch_for,
     parse_strategy,
 )
-from parakit.planner.constraints import violations
+from parakit.costs.constraints import violations
 
 LARGE = load_model("gpt2-large")
 XL = load_model("gpt2-xl")

@@ -8,9 +8,9 @@ from parakit.config.flags import Flags
 from parakit.config.model import ModelShape
 from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher, token_dispatcher_of
 from parakit.config.strategy import Batch, Parallelism
+from parakit.costs.dispatchers import dispatcher_bytes
+from parakit.costs.memory import memory_of_rank
 from parakit.formatting.units import MIB
-from parakit.planner.dispatchers import dispatcher_bytes
-from parakit.planner.memory import memory_of_rank
 
 TINY = ModelShape(2, 256, 8, 8, 32, 64, 4, 4, experts=64, experts_per_token=1, expert_ffn_hidden=8)
 SLOT = 2 * 256 + 8 + 128 * 8 + 128 * 4 + 128 * 4

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parakit.artifacts.measurements import MemoryCategory, Operation, Phase
+from parakit.artifacts.measurements import MemoryCategory
 from parakit.config.experts import expert_load_of
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags
@@ -16,10 +16,11 @@ from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec, spec_of_model
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism, Sharding
+from parakit.costs.operations import Operation, Phase
+from parakit.dryrun.patches import even_loads
 from parakit.planner.dryrun.command import as_data, print_comparisons, verdict
 from parakit.planner.dryrun.comparison import CallDifference, CheckedRank
 from parakit.planner.dryrun.job import DryRunError, DryRunner, check, flags_of, ranks_named
-from parakit.planner.dryrun.rank.patches import even_loads
 from tests.planner.dry_runs import Case, run_case, small_model
 from tests.program import run_plan as main
 

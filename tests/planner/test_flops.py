@@ -9,8 +9,8 @@ from parakit.config.hardware import device_by_key
 from parakit.config.model import load_model
 from parakit.config.published import Figure
 from parakit.config.recompute import Recompute
+from parakit.costs.flops import counted_flops, mfu, model_flops, token_flops
 from parakit.planner.readings.published import h200_figures, h200_spec
-from parakit.planner.time.flops import counted_flops, mfu, model_flops, token_flops
 from tests.planner.conftest import TINY as TINY_OF_FOUR
 
 GUIDE = (ROOT / "examples/gpt3/README.md").read_text(encoding="utf-8")

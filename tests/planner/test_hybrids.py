@@ -10,24 +10,24 @@ from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import Mamba, ModelShape
 from parakit.config.run import Fp8Recipe, RunSpec
 from parakit.config.strategy import Batch, Parallelism
-from parakit.planner.collectives.call import by_group
-from parakit.planner.collectives.rank import communication_of_rank
-from parakit.planner.collectives.tensor import layer_collectives
-from parakit.planner.constraints import violations
-from parakit.planner.memory import memory_of_rank
-from parakit.planner.readings.reading_to_spec import express
-from parakit.planner.readings.table import read_readings
-from parakit.planner.request import request_from_options
-from parakit.planner.search import Request, search_configurations
-from parakit.planner.tensors import (
+from parakit.costs.collectives.call import by_group
+from parakit.costs.collectives.rank import communication_of_rank
+from parakit.costs.collectives.tensor import layer_collectives
+from parakit.costs.constraints import violations
+from parakit.costs.flops import token_flops
+from parakit.costs.memory import memory_of_rank
+from parakit.costs.tensors import (
     active_parameters,
     parameters_total,
     rank_parameters,
     rank_tensors,
 )
+from parakit.planner.readings.reading_to_spec import express
+from parakit.planner.readings.table import read_readings
+from parakit.planner.request import request_from_options
+from parakit.planner.search import Request, search_configurations
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.execution import Execution
-from parakit.planner.time.flops import token_flops
 from parakit.planner.time.iteration import iteration_seconds
 from tests.given import asked_of_plan
 

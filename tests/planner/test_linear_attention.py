@@ -11,8 +11,8 @@ import pytest
 
 from parakit.config.model import LINEAR, LinearAttention, ModelShape
 from parakit.config.run import DeviceKind, RunSpec, spec_of_flags
-from parakit.planner.tensors import parameters_total, rank_parameters, rank_tensors
-from parakit.planner.time.flops import model_flops, token_flops
+from parakit.costs.flops import model_flops, token_flops
+from parakit.costs.tensors import parameters_total, rank_parameters, rank_tensors
 
 TINY = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2"

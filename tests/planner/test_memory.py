@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parakit.artifacts.measurements import Operation
 from parakit.config.experts import ExpertLoad
 from parakit.config.flags import Flags
 from parakit.config.model import LatentAttention, Model, load_model
@@ -12,15 +11,14 @@ from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, spec_of_model, state_types_of
 from parakit.config.stages import spread
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.formatting.units import MIB
-from parakit.planner.activations import (
+from parakit.costs.activations import (
     chunk_activation_bytes,
     layer_activation_bytes,
     recomputed_bytes,
 )
-from parakit.planner.collectives.data import gradient_collectives
-from parakit.planner.constraints import violations
-from parakit.planner.memory import (
+from parakit.costs.collectives.data import gradient_collectives
+from parakit.costs.constraints import violations
+from parakit.costs.memory import (
     activation_bytes,
     fullest_rank,
     head_backward_bytes,
@@ -29,8 +27,10 @@ from parakit.planner.memory import (
     memory_of_rank,
     placeholder_bytes,
 )
+from parakit.costs.operations import Operation
+from parakit.costs.tensors import layer_parameters, parameters_total, rank_parameters
+from parakit.formatting.units import MIB
 from parakit.planner.readings.published import h200_spec
-from parakit.planner.tensors import layer_parameters, parameters_total, rank_parameters
 from tests.docs.residuals import PublishedResidual, memory_residuals
 from tests.planner.conftest import TINY
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from parakit.artifacts.measurements import Operation
 from parakit.config.groups import Group
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import SHAPE_FLAGS, changed_model
@@ -12,13 +11,15 @@ from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec, spec_of_model
 from parakit.config.stages import filled
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.planner.collectives.rank import communication_of_rank
-from parakit.planner.constraints import violations
+from parakit.costs.activations import residual_bytes
+from parakit.costs.collectives.rank import communication_of_rank
+from parakit.costs.constraints import violations
+from parakit.costs.flops import token_flops
+from parakit.costs.memory import activation_bytes, embedding_bytes, logits_bytes
+from parakit.costs.operations import Operation
+from parakit.costs.tensors import parameters_total, rank_parameters
 from parakit.planner.dryrun.job import DryRunner
-from parakit.planner.memory import activation_bytes, embedding_bytes, logits_bytes, residual_bytes
-from parakit.planner.tensors import parameters_total, rank_parameters
 from parakit.planner.time.cluster import Cluster
-from parakit.planner.time.flops import token_flops
 from parakit.planner.time.iteration import stage_seconds
 from tests.planner.conftest import TINY as LEARNED
 from tests.planner.dry_runs import Case, run_case, small_model

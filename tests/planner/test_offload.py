@@ -8,10 +8,10 @@ import pytest
 from parakit.config.hardware import Host
 from parakit.config.run import DeviceKind, RunSpec, StateTypes
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.planner.constraints import violations
-from parakit.planner.memory import memory_of_rank
+from parakit.costs.constraints import violations
+from parakit.costs.memory import memory_of_rank
+from parakit.costs.tensors import parameters_total, rank_tensors
 from parakit.planner.readings.published import usual_cluster
-from parakit.planner.tensors import parameters_total, rank_tensors
 from parakit.planner.time.compute import optimizer_seconds
 from parakit.planner.time.execution import Execution
 from parakit.planner.time.rates import DeviceRates, NoPeakError, rates

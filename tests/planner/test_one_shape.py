@@ -7,8 +7,8 @@ import pytest
 from parakit.config.model import SHAPE_FLAGS, changed_model
 from parakit.config.run import spec_of_model
 from parakit.config.strategy import Batch, Parallelism
+from parakit.costs.tensors import rank_parameters
 from parakit.planner.dryrun.job import DryRunner, as_dry_run
-from parakit.planner.tensors import rank_parameters
 from tests.planner.dry_runs import Case, run_case, small_model
 
 LATENT = (

@@ -14,8 +14,9 @@ from parakit.config.model import load_model, model_names, model_of
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, flags_of_spec, spec_of_flags, spec_of_model
 from parakit.config.strategy import Batch, Parallelism, parse_strategy, strategy_name
-from parakit.planner.collectives.rank import communication_of_rank
-from parakit.planner.memory import fullest_rank
+from parakit.costs.collectives.rank import communication_of_rank
+from parakit.costs.memory import fullest_rank
+from parakit.costs.tensors import parameters_total, rank_parameters
 from parakit.planner.one_strategy import TimedStrategy, time_strategy
 from parakit.planner.options import RequestError
 from parakit.planner.readings.local_readings import add_rows, row_of
@@ -23,7 +24,6 @@ from parakit.planner.readings.reading_to_spec import express
 from parakit.planner.readings.table import read_readings
 from parakit.planner.request import ignored_flags
 from parakit.planner.search import Request, evaluate, search_configurations
-from parakit.planner.tensors import parameters_total, rank_parameters
 from parakit.planner.time.iteration import iteration_seconds
 from tests.given import asked_of_plan, run
 from tests.program import run_plan as main

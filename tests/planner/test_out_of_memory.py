@@ -21,10 +21,10 @@ from parakit.config.strategy import (
     parse_strategy,
     strategy_flags,
 )
+from parakit.costs.memory import fullest_rank
+from parakit.costs.tensors import rank_parameters
 from parakit.formatting.units import GIB
-from parakit.planner.memory import fullest_rank
 from parakit.planner.readings.published import usual_cluster
-from parakit.planner.tensors import rank_parameters
 from parakit.planner.verdict import CLOSE, Fit, fit_of
 
 HIDDEN_LAYERS = {"181b": (14336, 72), "184b": (12288, 100), "206b": (14336, 82)}

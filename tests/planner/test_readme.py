@@ -6,7 +6,7 @@ from statistics import mean
 import pytest
 
 from parakit.config.files import ROOT
-from parakit.planner.memory import fullest_rank
+from parakit.costs.memory import fullest_rank
 from parakit.planner.readings.facts import source_facts
 from parakit.planner.readings.intervals import ERRORS_FILE
 from parakit.planner.readings.residual import Residuals, residuals

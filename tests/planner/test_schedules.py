@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parakit.config.strategy import PipelineSchedule
-from parakit.planner.schedules.simulate import (
+from parakit.costs.schedules import (
     COMPARED,
     Pass,
     SimulatedSchedule,

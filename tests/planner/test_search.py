@@ -9,6 +9,8 @@ from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec
 from parakit.config.stages import EVEN, StageSplit, stage_split
 from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy, strategy_name
+from parakit.costs.constraints import divisors, violations
+from parakit.costs.memory import fullest_rank
 from parakit.planner.advice import runner_up_sentence
 from parakit.planner.candidates import (
     base,
@@ -18,8 +20,6 @@ from parakit.planner.candidates import (
     variants,
     virtual_stages,
 )
-from parakit.planner.constraints import divisors, violations
-from parakit.planner.memory import fullest_rank
 from parakit.planner.search import (
     WHOLE_TILES,
     Request,

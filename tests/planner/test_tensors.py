@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from parakit.config.model import ModelShape, load_model
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy
-from parakit.planner.tensors import (
+from parakit.costs.tensors import (
     Parameters,
     UnevenSplitError,
     active_parameters,

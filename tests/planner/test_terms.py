@@ -4,7 +4,6 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from parakit.artifacts.measurements import Operation, Phase
 from parakit.config.experts import BALANCED, ExpertLoad
 from parakit.config.groups import Group
 from parakit.config.hardware import load_hardware
@@ -12,9 +11,10 @@ from parakit.config.model import LatentAttention, load_model
 from parakit.config.recompute import Recompute
 from parakit.config.run import Fp8Recipe, RunSpec
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.planner.collectives.call import CollectiveCall
+from parakit.costs.collectives.call import CollectiveCall
+from parakit.costs.operations import Operation, Phase
+from parakit.costs.tensors import rank_parameters
 from parakit.planner.readings.published import usual_cluster
-from parakit.planner.tensors import rank_parameters
 from parakit.planner.time.cluster import Cluster, route
 from parakit.planner.time.compute import layer_seconds, product_seconds
 from parakit.planner.time.constants import constants_of

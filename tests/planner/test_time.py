@@ -9,7 +9,7 @@ from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.planner.memory import fullest_rank
+from parakit.costs.memory import fullest_rank
 from parakit.planner.readings.published import h200_figures, h200_spec
 from parakit.planner.time.cluster import Calibration, Cluster, route
 from parakit.planner.time.iteration import (

@@ -4,10 +4,10 @@ import pytest
 
 from parakit.config.run import Fp8Recipe, RunSpec
 from parakit.config.strategy import Parallelism, Sharding
+from parakit.costs.memory import memory_of_rank
+from parakit.costs.tensors import rank_parameters
 from parakit.formatting.units import gib
-from parakit.planner.memory import memory_of_rank
 from parakit.planner.readings.published import usual_cluster
-from parakit.planner.tensors import rank_parameters
 from parakit.planner.verdict import Fit, close_reason, fit_of, needed_bytes
 from tests.planner.test_memory import tiny
 

@@ -16,12 +16,12 @@ from parakit.config.model import load_model
 from parakit.config.published import Published
 from parakit.config.run import DeviceKind, RunSpec, spec_of_flags, spec_of_model
 from parakit.config.strategy import Batch, Parallelism, parse_strategy, strategy_flags
+from parakit.logs.runs import Run
+from parakit.logs.scraped import ScrapedLog
+from parakit.logs.window import Window
 from parakit.reporting.analyse.configurations import Configuration, pooled
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.parity import Parity
-from parakit.reporting.read.runs import Run
-from parakit.reporting.read.scraped import ScrapedLog
-from parakit.reporting.read.window import Window
 
 SHAPE_FLAGS = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),

@@ -1,4 +1,4 @@
-"""A log's figures by its whole lines' words alone: shares no code with `src/parakit/reporting/read`."""
+"""A log's figures by its whole lines' words alone: shares no code with `src/parakit/logs`."""
 
 from __future__ import annotations
 

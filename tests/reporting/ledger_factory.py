@@ -14,21 +14,19 @@ from parakit.artifacts.measurements import (
     CommunicationRecord,
     MemoryCategory,
     MemoryRecord,
-    Operation,
-    Phase,
     RankCommunication,
     RankMemory,
     RankTime,
     TimeRecord,
-    algorithm,
 )
 from parakit.artifacts.run import RunRecord
 from parakit.config.published import Published
 from parakit.config.run import RunSpec, Transport
-from parakit.planner.collectives.rank import communication_of_rank
+from parakit.costs.collectives.rank import communication_of_rank
+from parakit.costs.operations import Operation, Phase, algorithm
+from parakit.logs.runs import Run, load_folder
 from parakit.reporting.analyse.report import Report, build_report
 from parakit.reporting.explain.closed_form import configuration_of_run
-from parakit.reporting.read.runs import Run, load_folder
 from tests.reporting.factory import log_text, run_record, write_run
 
 ALL_CATEGORIES = dict.fromkeys(MemoryCategory, 0)

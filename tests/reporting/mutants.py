@@ -24,8 +24,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from parakit.logs.scrape import scrape_runs
 from parakit.reporting.build import BuildOptions, build
-from parakit.reporting.read.scrape import scrape_runs
 from tests.reporting.figures import FIELDS, Figures, figures
 
 LOGS = sorted(

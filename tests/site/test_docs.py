@@ -18,7 +18,7 @@ from parakit.config.hardware import find_device
 from parakit.config.model import load_model
 from parakit.config.published import MAIN_SOURCE, load_published
 from parakit.config.settings import SETTINGS
-from parakit.planner.time.flops import model_flops
+from parakit.costs.flops import model_flops
 from parakit.site.hooks import nested_lists, pages, settings_page
 from tests.given import command_named
 

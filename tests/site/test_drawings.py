@@ -12,9 +12,9 @@ import pytest
 from parakit.config.files import ROOT
 from parakit.config.groups import Group, group_ranks
 from parakit.config.strategy import parse_strategy
-from parakit.planner.collectives.call import total_wire_bytes
-from parakit.planner.collectives.rank import communication_of_rank
-from parakit.planner.memory import memory_of_rank
+from parakit.costs.collectives.call import total_wire_bytes
+from parakit.costs.collectives.rank import communication_of_rank
+from parakit.costs.memory import memory_of_rank
 from parakit.site import in_browser
 from parakit.site.drawing.figure import DRAWN, asked, figure, page
 from parakit.site.drawing.sheet import rank_at, shown_ranks, together

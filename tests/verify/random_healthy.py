@@ -28,12 +28,12 @@ from rich.console import Console
 from parakit.artifacts.verdict import Outcome
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
+from parakit.costs.constraints import violations
 from parakit.experiments.verify.pairs import Pair, compose_pair
 from parakit.experiments.verify.verifier import Verifier
 from parakit.launch.data import SMALL_SAMPLE, make_sample
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
-from parakit.planner.constraints import violations
 from tests.verify.bench import SMALL, PatientRanks
 
 STRATEGIES = {

@@ -14,16 +14,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parakit.accounting.timeline import Clock, Mark, Span
-from parakit.artifacts.measurements import (
-    Calls,
-    Operation,
-    Phase,
-    RankCommunication,
-    RankTime,
-    algorithm,
-    wire_bytes,
-)
+from parakit.artifacts.measurements import Calls, RankCommunication, RankTime
 from parakit.config.run import Transport
+from parakit.costs import Operation, Phase, algorithm, wire_bytes
 
 NANO = 1e-9
 

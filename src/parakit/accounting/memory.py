@@ -27,7 +27,8 @@ from parakit.accounting.model_state import (
     weights_of,
 )
 from parakit.accounting.timeline import Timeline
-from parakit.artifacts.measurements import DeviceMemory, MemoryCategory, Phase, RankMemory
+from parakit.artifacts.measurements import DeviceMemory, MemoryCategory, RankMemory
+from parakit.costs import Phase
 
 
 @dataclass

@@ -18,9 +18,10 @@ from torch.distributed import ProcessGroup, Work
 
 from parakit.accounting.communication import Call, CommunicationLedger, Watched
 from parakit.accounting.timeline import Mark, Timeline
-from parakit.artifacts.measurements import ROUTED_GROUPS, Operation, Phase
+from parakit.artifacts.measurements import ROUTED_GROUPS
 from parakit.config.groups import Group, group_name
 from parakit.config.run import Transport
+from parakit.costs import Operation, Phase
 
 # Method: operation, position of the tensor(s) that count. Names changed over torch 2.8 to 2.15.
 _METHODS = {

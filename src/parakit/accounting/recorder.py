@@ -22,8 +22,8 @@ from parakit.accounting.process_groups import CallWatcher
 from parakit.accounting.routing import RoutingLedger
 from parakit.accounting.timeline import Span, Timeline, clock_of
 from parakit.artifacts.io import write_whole
-from parakit.artifacts.measurements import Phase
 from parakit.config import variables
+from parakit.costs import Phase
 
 MEMORY_ITERATION = 2
 """The first iteration has no optimizer state before its end; this one is still warm-up. While fp16's

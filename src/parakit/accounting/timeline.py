@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from parakit.artifacts.measurements import Phase
+from parakit.costs import Phase
 
 if TYPE_CHECKING:
     import torch

@@ -8,6 +8,7 @@ modules are public.
 __all__ = [
     "capture",
     "checkpoints",
+    "dry_run",
     "identity",
     "io",
     "measurements",

@@ -1,7 +1,4 @@
-"""What the ledgers of a run's ranks leave in its folder: communication, memory, time, routing.
-
-`wire_bytes` defines what a call sends under NCCL and gloo. No torch.
-"""
+"""What the ledgers of a run's ranks leave in its folder: communication, memory, time, routing. No torch."""
 
 from __future__ import annotations
 
@@ -15,97 +12,10 @@ import msgspec
 
 from parakit.artifacts.run import COMMUNICATION_FILE, MEMORY_FILE, ROUTING_FILE, TIME_FILE
 from parakit.config.run import Transport
-
-
-class Operation(StrEnum):
-    """Collectives and messages as torch.distributed knows them."""
-
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
-    BROADCAST = "broadcast"
-    REDUCE = "reduce"
-    GATHER = "gather"
-    SCATTER = "scatter"
-    SEND = "send"
-    RECEIVE = "receive"
-    BARRIER = "barrier"
-
-
-_NCCL = {
-    Operation.ALL_REDUCE: "ring, 2(n-1)/n of the tensor",
-    Operation.ALL_GATHER: "ring, (n-1)/n of the gathered tensor",
-    Operation.REDUCE_SCATTER: "ring, (n-1)/n of the whole tensor",
-    Operation.ALL_TO_ALL: "pairwise, (n-1)/n of the tensor",
-    Operation.BROADCAST: "chain, (n-1)/n of the tensor on average over the ranks",
-    Operation.REDUCE: "chain, (n-1)/n of the tensor on average over the ranks",
-    Operation.GATHER: "direct, (n-1)/n of the gathered tensor, counted at the root that receives it",
-    Operation.SCATTER: "direct, (n-1)/n of the whole tensor, sent by the root",
-    Operation.SEND: "one message; its receive sends nothing",
-    Operation.RECEIVE: "counted at its sender",
-    Operation.BARRIER: "no tensor",
-}
-_GLOO = _NCCL | {
-    Operation.REDUCE_SCATTER: "an all-reduce whose other parts are thrown away, 2(n-1)/n of the tensor",
-    Operation.BROADCAST: "binomial tree, (n-1)/n of the tensor on average over the ranks",
-    Operation.REDUCE: "ring whose last segments go round once more, then a gather, on average",
-}
-_GLOO_SEGMENT_BYTES = 1 << 20
-"""`gloo::ReduceOptions::kMaxSegmentSize`."""
-
-
-def algorithm(operation: Operation, transport: Transport = Transport.NCCL) -> str:
-    """What `wire_bytes` assumes of an operation.
-
-    NCCL's rings; gloo's as written in its `allreduce.cc`, `allgather.cc`, `broadcast.cc` and
-    `reduce.cc`, and in torch's `ProcessGroupGloo`, which has no reduce-scatter of its own.
-    """
-    return (_GLOO if transport is Transport.GLOO else _NCCL)[operation]
-
-
-def wire_bytes(
-    operation: Operation,
-    payload_bytes: int,
-    ranks: int,
-    transport: Transport = Transport.NCCL,
-) -> int:
-    """Bytes one rank sends for one call, rounded down; nothing in a group of one rank.
-
-    The payload is the whole tensor: gathered, before scattering, or as sent.
-    """
-    if ranks == 1 or operation in (Operation.RECEIVE, Operation.BARRIER):
-        return 0
-    if operation is Operation.SEND:
-        return payload_bytes
-    on_gloo = transport is Transport.GLOO
-    if on_gloo and operation is Operation.REDUCE:
-        # Of all segments all but two go to the neighbour, then each rank but the root sends its chunk.
-        segment = max(1, min(-(-payload_bytes // (2 * ranks)), _GLOO_SEGMENT_BYTES))
-        segments = max(-(-payload_bytes // segment), 2 * ranks)
-        segments = -(-segments // ranks) * ranks
-        ring = payload_bytes * (segments - 2) // segments
-        return ring + payload_bytes * (ranks - 1) // ranks**2
-    twice = operation is Operation.ALL_REDUCE or (on_gloo and operation is Operation.REDUCE_SCATTER)
-    return (2 if twice else 1) * (ranks - 1) * payload_bytes // ranks
-
+from parakit.costs import Operation, Phase, wire_bytes
 
 ROUTED_GROUPS = ("ep", "expert_tp", "tp_ep")
 """Groups over which tokens are sent to experts and back; a router decides how many."""
-
-
-class Phase(StrEnum):
-    """Part of an iteration."""
-
-    DATA = "data"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    PIPELINE = "pipeline"
-    """Sending to and waiting for the neighbouring stages: the bubble is in here."""
-    GRADIENT_SYNC = "gradient_sync"
-    OPTIMIZER = "optimizer"
-    OTHER = "other"
-    """Outside Megatron's own timers: loss reduction, logging, the step's bookkeeping."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from parakit.config.strategy import (
     strategy_flags,
     strategy_name,
 )
-from parakit.planner import violations
+from parakit.costs import violations
 
 _STATE = re.compile(r"(?:.*\.)?optimizer\.state\.(exp_avg|exp_avg_sq)\.(.+)")
 _LAYERS = "decoder.layers."

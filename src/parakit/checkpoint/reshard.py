@@ -69,7 +69,7 @@ from parakit.checkpoint.whole import cut_axis
 from parakit.config.files import ROOT, from_root
 from parakit.config.strategy import Parallelism, Sharding, devices_of, parse_strategy, strategy_name
 from parakit.convert import Work, check_room
-from parakit.planner import violations
+from parakit.costs import violations
 
 FILE_BYTES = 1 << 30
 """About the least of a file: what a kill costs."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from parakit.data.checks import DatasetUse, dataset_problems
     from parakit.data.folder import locked, publish, retire, working_folder
     from parakit.data.indexed import (
         Dataset,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         TokenType,
         bin_path,
         idx_path,
-        largest_token,
         open_dataset,
         strip_suffix,
         token_dtype,
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from parakit.data.inputs import HUB_CACHES, HUB_PREFIX, find_input_files
     from parakit.data.merge import join, merge_datasets
     from parakit.data.split import (
+        EVAL_ITERATIONS_FLAG,
+        SPLIT_FLAG,
         Split,
         draws,
         epochs_for,
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
         split_bounds,
         split_documents,
         unusable_parts,
-        usable_split,
+        usable_split_flags,
     )
     from parakit.data.stats import describe_counts, describe_draws, measure_dataset, text_histogram
     from parakit.data.verify import verify_dataset
@@ -48,10 +50,13 @@ else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
+    "EVAL_ITERATIONS_FLAG",
     "HUB_CACHES",
     "HUB_PREFIX",
+    "SPLIT_FLAG",
     "Dataset",
     "DatasetError",
+    "DatasetUse",
     "DocumentIndex",
     "InputIdentity",
     "IntArray",
@@ -60,6 +65,7 @@ __all__ = [
     "Split",
     "TokenType",
     "bin_path",
+    "dataset_problems",
     "describe_counts",
     "describe_draws",
     "draws",
@@ -67,7 +73,6 @@ __all__ = [
     "find_input_files",
     "idx_path",
     "join",
-    "largest_token",
     "locked",
     "measure_dataset",
     "merge_datasets",
@@ -83,7 +88,7 @@ __all__ = [
     "text_histogram",
     "token_dtype",
     "unusable_parts",
-    "usable_split",
+    "usable_split_flags",
     "verify_dataset",
     "working_folder",
     "write_index",

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from parakit.data.indexed import Dataset, DatasetError
 from parakit.formatting.units import plural
 
+SPLIT_FLAG, EVAL_ITERATIONS_FLAG = "--split", "--eval-iters"
+
 
 class Split(IntEnum):
     """The parts, in the order of Megatron's `--split`, such as `949,50,1`."""
@@ -115,6 +117,16 @@ def usable_split(dataset: Dataset, seq_length: int, evaluates: bool = True) -> s
     else:
         split = f"{count - validation - test},{validation},{test}"
     return None if unusable_parts(dataset, split, seq_length, evaluates) else split
+
+
+def usable_split_flags(dataset: Dataset, seq_length: int, evaluates: bool) -> tuple[str, ...]:
+    """Return a `--split` that works for a small data set, with `--eval-iters 0` if that split has no
+    validation part; nothing if no split works."""
+    split = usable_split(dataset, seq_length, evaluates)
+    if split is None:
+        return ()
+    has_validation = parts_of(dataset, split)[Split.VALIDATION].weight > 0
+    return (SPLIT_FLAG, split) if has_validation else (SPLIT_FLAG, split, EVAL_ITERATIONS_FLAG, "0")
 
 
 def sizes_sentence(parts: Sequence[Part]) -> str:

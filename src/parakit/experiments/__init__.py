@@ -10,20 +10,9 @@ from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from parakit.experiments.captures import judge_captures
-    from parakit.experiments.commands import run_named
-    from parakit.experiments.engine import Output, Study, comparison, losses_broke
-    from parakit.experiments.tables import bullets, page, sentence
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
-    "Output",
-    "Study",
-    "bullets",
-    "comparison",
     "judge_captures",
-    "losses_broke",
-    "page",
-    "run_named",
-    "sentence",
 ]

@@ -23,6 +23,7 @@ from parakit.config.files import ROOT, read_yaml
 from parakit.config.model import Model, load_model
 from parakit.config.run import Backend, DeviceKind, OptimizerName
 from parakit.config.strategy import devices_of
+from parakit.costs import parameters_total
 from parakit.experiments.definition import (
     FOLDER,
     SWEEP,
@@ -40,7 +41,6 @@ from parakit.launch import (
     parse_target,
     visible_gpus,
 )
-from parakit.planner import parameters_total
 
 AXES = {"MODELS": "model", "DEVICES": "devices", "STRATEGIES": "strategy", "BACKENDS": "backend"}
 """The caller's axes, and the fields of a cell for which they count; the last one is the fastest."""

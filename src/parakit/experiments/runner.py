@@ -35,7 +35,7 @@ from parakit.launch import (
     read_job,
     submit_array,
 )
-from parakit.reporting import find_run_folders
+from parakit.logs import find_run_folders
 
 NO_TIME = "no time was left for it"
 

@@ -24,7 +24,7 @@ from parakit.planner import TIED, PlanOptions, TimedStrategy, are_tied, plan_opt
 
 
 @dataclass(frozen=True)
-class Study:
+class ZeroStudy:
     """`zero_prediction.yaml`."""
 
     links: Mapping[str, str]
@@ -36,7 +36,7 @@ class Study:
     page: str
 
 
-STUDY = msgspec.convert(read_yaml(Path(__file__).with_suffix(".yaml")), Study)
+STUDY = msgspec.convert(read_yaml(Path(__file__).with_suffix(".yaml")), ZeroStudy)
 
 
 @dataclass(frozen=True)

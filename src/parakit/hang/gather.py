@@ -25,7 +25,7 @@ from parakit.hang.texts import (
     read_stacks,
     read_watchdog,
 )
-from parakit.reporting import printed_spec, scrape_log
+from parakit.logs import printed_spec, scrape_log
 
 LARGEST_DUMP_BYTES = 256 << 20
 LARGEST_MEMORY_BYTES = 8 << 30

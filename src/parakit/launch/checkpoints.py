@@ -24,7 +24,7 @@ from parakit.config.errors import LaunchError
 from parakit.launch.background import BackgroundThread
 from parakit.launch.compose import Launch, ResumePoint
 from parakit.launch.progress import LogFollower
-from parakit.reporting import Iteration
+from parakit.logs import Iteration
 
 LOOK_SECONDS = 0.5
 

@@ -34,11 +34,11 @@ from parakit.config.model import (
 from parakit.config.run import Backend, DeviceKind, RunSpec, spec_of_flags
 from parakit.config.strategy import UNTIED, batch_for, parallelism_from_flags
 from parakit.config.variables import INTERFACES
+from parakit.data import SPLIT_FLAG
 from parakit.launch.code import code_of, find_entry
 from parakit.launch.data import (
     DEFAULT_DATA,
     GPT2_DATA,
-    SPLIT,
     flags_of_small_data,
     sample_index_folder,
 )
@@ -235,7 +235,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     if Flags(extra).integer("--vocab-size") == model.shape.vocabulary:
         extra = drop_flags(extra, ("--vocab-size",))  # The tokenizer's flags name it.
     own_flags = trained_flags(model, in_half=device is DeviceKind.GPU)
-    fixes_split = SPLIT in values_by_flag((*job.flags, *extra))
+    fixes_split = SPLIT_FLAG in values_by_flag((*job.flags, *extra))
     asked = merge_flags(own_flags, job.flags, extra)
     flags = merge_flags(
         own_flags,

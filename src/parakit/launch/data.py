@@ -22,15 +22,14 @@ from parakit.config.flags import Flags
 from parakit.config.model import GPT2_VOCABULARY
 from parakit.config.run import DeviceKind
 from parakit.data import (
-    Dataset,
+    EVAL_ITERATIONS_FLAG,
+    SPLIT_FLAG,
     DatasetError,
-    Split,
     bin_path,
     idx_path,
     open_dataset,
-    parts_of,
     unusable_parts,
-    usable_split,
+    usable_split_flags,
 )
 
 SAMPLE = "owt-ds/sample_text_document"
@@ -56,8 +55,6 @@ OWN_SAMPLES = (*_WHAT, SMALL_SAMPLE)
 """Data sets that the kit makes by itself where a run needs them."""
 
 WAIT_SECONDS = 0.2
-
-SPLIT, EVAL_ITERATIONS = "--split", "--eval-iters"
 
 SAMPLE_INDICES = ".data"
 """Folder beside the runs that holds Megatron's sample indices: which tokens make up which sample."""
@@ -109,24 +106,14 @@ def flags_of_small_data(data: str, flags: Sequence[str], seq_length: int) -> tup
     cannot be opened, which the checks before a run report.
     """
     model_flags = Flags(flags)
-    evaluates = model_flags.integer(EVAL_ITERATIONS, 1) > 0
+    evaluates = model_flags.integer(EVAL_ITERATIONS_FLAG, 1) > 0
     try:
         dataset = open_dataset(ROOT / data)
-        if not unusable_parts(dataset, model_flags.text(SPLIT), seq_length, evaluates):
+        if not unusable_parts(dataset, model_flags.text(SPLIT_FLAG), seq_length, evaluates):
             return ()
         return usable_split_flags(dataset, seq_length, evaluates)
     except DatasetError:
         return ()
-
-
-def usable_split_flags(dataset: Dataset, seq_length: int, evaluates: bool) -> tuple[str, ...]:
-    """Return a `--split` that works for a small data set, with `--eval-iters 0` if that split has no
-    validation part; nothing if no split works."""
-    split = usable_split(dataset, seq_length, evaluates)
-    if split is None:
-        return ()
-    has_validation = parts_of(dataset, split)[Split.VALIDATION].weight > 0
-    return (SPLIT, split) if has_validation else (SPLIT, split, EVAL_ITERATIONS, "0")
 
 
 def make_sample(prefix: str, console: Console) -> bool:

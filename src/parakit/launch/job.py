@@ -24,6 +24,14 @@ ALIASES = {
 }
 """Target names of the published experiments and of their author's Makefile (`x`: without)."""
 
+_SCRIPT = re.compile(
+    r"set -euo pipefail\n"
+    r'cd "\$\(dirname "\$0"\)/\.\./\.\."\n'
+    r'exec "\$\{KIT_PYTHON:-\.venv/bin/python\}" -m parakit run (?P<strategy>\S+) "\$@"'
+    r"(?: --(?P<flags>[\w\s./=-]*))?"
+)
+"""A launch script without its comments that only names its strategy and Megatron flags without shell syntax."""
+
 _TARGET = re.compile(r"train-(?P<middle>.+)-(?P<devices>\d+(?:gpu|cpu))")
 _DEVICES = re.compile(r"([1-9]\d*)(gpu|cpu)")
 
@@ -81,6 +89,21 @@ class Job:
         """The strategy's own launch script, from the repository's root; None if it has none."""
         script = f"examples/{self.model.family}/train_{self.strategy}.sh"
         return script if (ROOT / script).is_file() else None
+
+    def read_script_flags(self) -> tuple[str, ...] | None:
+        """Return the Megatron flags of the strategy's launch script.
+
+        None means that the job has no script, or that its script does more than name the strategy and its
+        flags, because somebody has edited it. Only a shell can tell what such a script does.
+        """
+        if self.script is None:
+            return None
+        text = (ROOT / self.script).read_text(encoding="utf-8").replace("\\\n", " ")
+        lines = [line.strip() for line in text.splitlines() if not line.lstrip().startswith("#")]
+        match = _SCRIPT.fullmatch("\n".join(filter(None, lines)))
+        if match is None or match["strategy"] != self.strategy:
+            return None
+        return tuple((match["flags"] or "").split())
 
     def under(self, options: Options) -> Job:
         """The same with other variables."""

@@ -27,18 +27,17 @@ from parakit.config.strategy import (
     devices_of,
     parse_strategy,
 )
-from parakit.formatting.table import Column, Table, rich_table
-from parakit.formatting.units import count, gib
-from parakit.launch.devices import Gpu, visible_gpus
-from parakit.planner import (
-    Fit,
+from parakit.costs import (
     active_parameters,
-    fit_within,
     fullest_rank,
     parameters_total,
     rank_parameters,
     violations,
 )
+from parakit.formatting.table import Column, Table, rich_table
+from parakit.formatting.units import count, gib
+from parakit.launch.devices import Gpu, visible_gpus
+from parakit.planner import Fit, fit_within
 
 MEANING = {
     "baseline": "one device",

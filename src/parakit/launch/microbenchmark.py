@@ -92,7 +92,7 @@ class Figures:
     all_reduce_bytes_per_second: float | None = None
     """That a rank sends in a ring: 2(n-1)/n of the tensor."""
     reduce_scatter_bytes_per_second: float | None = None
-    """Of what gloo puts on the wire for it (`src/parakit/artifacts/measurements.py`), as the next two."""
+    """Of what gloo puts on the wire for it (`src/parakit/costs/operations.py`), as the next two."""
     all_gather_bytes_per_second: float | None = None
     all_to_all_bytes_per_second: float | None = None
     all_reduce_latency_seconds: float | None = None

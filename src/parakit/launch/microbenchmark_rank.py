@@ -25,8 +25,8 @@ import torch.distributed as dist
 # outlive `destroy_process_group` and abort the process at its end (pytorch/pytorch#190489).
 import torch.distributed.nn.functional
 
-from parakit.artifacts.measurements import Operation, wire_bytes
 from parakit.config.run import DeviceKind, Transport
+from parakit.costs import Operation, wire_bytes
 from parakit.launch.microbenchmark import Figures, Workload, attention_flops
 
 LARGE_CALLS, SMALL_CALLS = 5, 60

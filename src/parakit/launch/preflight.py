@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from packaging.version import Version
 
-from megatron_patches.context import WHAT_IS_KNOWN, is_known
+from megatron_patches.context import unknown_version_problems
 from parakit.checkpoint import other_model_problem
 from parakit.cluster import RUN_FILES, check_loopback, check_room, refusals, unresolvable
 from parakit.config import variables
@@ -21,20 +20,20 @@ from parakit.config.flag_table import argument_names, release
 from parakit.config.flags import Flags, misspelled
 from parakit.config.model import imported_weights
 from parakit.config.run import Backend, DeviceKind, RunSpec
+from parakit.costs import fullest_rank, parameters_total, violations
 from parakit.data import (
-    Dataset,
+    EVAL_ITERATIONS_FLAG,
+    SPLIT_FLAG,
     DatasetError,
-    Split,
+    DatasetUse,
+    dataset_problems,
     idx_path,
-    largest_token,
     open_dataset,
-    parts_of,
-    sizes_sentence,
 )
 from parakit.formatting.units import gib, plural
 from parakit.launch.backends import backend_problems, optimizer_problems
 from parakit.launch.compose import Launch
-from parakit.launch.data import EVAL_ITERATIONS, OWN_SAMPLES, PUBLISHED, SPLIT, usable_split_flags
+from parakit.launch.data import OWN_SAMPLES, PUBLISHED
 from parakit.launch.network import network_problems
 from parakit.launch.options import Saving
 from parakit.launch.preflight_attention import attention_problems
@@ -45,7 +44,6 @@ from parakit.launch.preflight_gpu import (
     runtime_problems,
     sharing_problems,
 )
-from parakit.planner import fullest_rank, parameters_total, violations
 
 LOG_BYTES = 64 << 20
 """Room that a run's log, samples and event files need on the disk."""
@@ -56,36 +54,6 @@ _SAVED_BYTES = {"fp32": 12, "fp16": 14, "bf16": 14}
 
 _CAPACITY = "--moe-expert-capacity-factor"
 _GROUPED = "--moe-grouped-gemm"
-
-
-def check(launch: Launch) -> None:
-    """Refuse a run that cannot work here; one that Slurm starts elsewhere, if it cannot on any machine.
-
-    Raises:
-        LaunchError: One or more sentences, a line each.
-    """
-    problems = list(_composition_problems(launch))
-    if launch.job.options.slurm is None:
-        problems += _problems_here(launch, not problems)
-    else:
-        problems += _disk_problems(launch)
-    if problems:
-        raise LaunchError("\n".join(problems))
-
-
-def _problems_here(launch: Launch, is_sound: bool) -> list[str]:
-    """Why this machine cannot run it; of memory and disk only where nothing else is wrong."""
-    problems: list[str] = []
-    if bits := launch.spec.link_bits_per_second:
-        problems += network_problems(bits, launch.devices, launch.spec.device)
-    on_gpu = launch.spec.device is DeviceKind.GPU
-    problems += gpu_problems(launch) if on_gpu else ()
-    problems += runtime_problems(launch)
-    problems += _address_problems(launch)
-    if is_sound and not problems:
-        problems += gpu_memory_problems(launch) if on_gpu else _memory_problems(launch)
-        problems += _disk_problems(launch)
-    return problems
 
 
 def _address_problems(launch: Launch) -> Iterator[str]:
@@ -189,41 +157,12 @@ def fp8_problems(launch: Launch) -> Iterator[str]:
 
 
 def version_problems(launch: Launch) -> Iterator[str]:
-    """Why the Megatron that trains, or writes the starting weights, may not fit the patches."""
-    version, commit = launch.entry.megatron_version, launch.entry.megatron_commit
+    """Yield why the Megatron that trains, or writes the starting weights, may not fit the patches."""
     used = launch.spec.backend is Backend.MEGATRON or launch.start_checkpoint is not None
-    if (
-        used
-        and not is_known(Version(version), commit)
-        and variables.ALLOW_UNKNOWN_MEGATRON not in launch.environment
-    ):
-        checkout = Path(launch.entry.path).parent
-        of = f" of MEGATRON_LM={checkout}" if checkout.is_absolute() else ""
-        at = f" at {commit}" if commit else ""
-        yield (
-            f"Megatron {version}{at}{of} has not been tried with this kit, which knows "
-            f"{WHAT_IS_KNOWN}; name a checkout of one of those with MEGATRON_LM=, or set "
-            "ALLOW_UNKNOWN_MEGATRON=1 to train with it."
-        )
-
-
-def _composition_problems(launch: Launch) -> Iterator[str]:
-    yield from version_problems(launch)
-    yield from _flag_problems(launch)
-    yield from expert_problems(launch)
-    yield from fp8_problems(launch)
-    yield from saving_problems(launch.saving, launch.spec)
-    yield from nodes_problems(launch)
-    yield from optimizer_problems(launch)
-    yield from fused_problems(launch)
-    yield from attention_problems(launch)
-    yield from sharing_problems(launch)
-    yield from _wandb_problems(launch)
-    yield from _checkpoint_problems(launch)
-    patched = variables.PATCH_FILE in launch.environment
-    yield from violations(launch.spec, release(launch.entry.megatron_version), patched)
-    yield from backend_problems(launch)
-    yield from _data_problems(launch)
+    if used and variables.ALLOW_UNKNOWN_MEGATRON not in launch.environment:
+        entry, folder = launch.entry, Path(launch.entry.path).parent
+        checkout = folder if folder.is_absolute() else None
+        yield from unknown_version_problems(entry.megatron_version, entry.megatron_commit, checkout)
 
 
 def _flag_problems(launch: Launch) -> Iterator[str]:
@@ -249,68 +188,51 @@ def _data_problems(launch: Launch) -> Iterator[str]:
         )
         return
     try:
-        dataset = open_dataset(launch.data_path)
+        yield from dataset_problems(open_dataset(launch.data_path), _use_of_dataset(launch))
     except DatasetError as error:
         yield str(error)
-        return
-    beyond = largest_token(dataset) if dataset.vocabulary is None else 0
-    yield from _vocabulary_problems(launch, dataset.vocabulary, beyond)
-    if dataset.tokens <= launch.model.shape.seq_length:
-        yield (
-            f"Data set {launch.data} has {dataset.tokens} tokens, less than one sequence of "
-            f"{launch.model.shape.seq_length}; prepare a longer one with 'make prepare-ds'."
-        )
-    else:
-        yield from _split_problems(launch, dataset)
 
 
-def _split_problems(launch: Launch, dataset: Dataset) -> Iterator[str]:
-    """Yield why Megatron cannot divide the data set as `--split` asks."""
-    flags, length = Flags(launch.flags), launch.model.shape.seq_length
-    split, evaluates = flags.text(SPLIT), flags.integer(EVAL_ITERATIONS, 1) > 0
-    try:
-        parts = parts_of(dataset, split)
-    except DatasetError as error:
-        yield str(error)
-        return
-    unusable = [part for part in parts if part.is_unusable(length, evaluates)]
-    if unusable:
-        name = unusable[0].name
-        reason = (
-            f"is shorter than one sample of {length + 1:,} tokens, which {EVAL_ITERATIONS} 0 forbids"
-            if unusable[0].tokens
-            else "has nothing that Megatron could draw a sample from"
-        )
-        usable = " ".join(usable_split_flags(dataset, length, evaluates))
-        fix = f"set EXTRA='{usable}', or " if usable else ""
-        yield (
-            f"{SPLIT} {split} divides data set {launch.data} into {sizes_sentence(parts)}: the {name} "
-            f"part {reason}; {fix}prepare more documents."
-        )
-    reaches = flags.integer("--eval-interval", launch.iterations + 1) <= launch.iterations
-    if evaluates and reaches and parts[Split.VALIDATION].weight == 0:
-        yield (
-            f"{SPLIT} {split} leaves no validation part, and {EVAL_ITERATIONS} "
-            f"{flags.integer(EVAL_ITERATIONS)} evaluates on it; add {EVAL_ITERATIONS} 0 to EXTRA=, or "
-            "give the part a weight."
-        )
+def _use_of_dataset(launch: Launch) -> DatasetUse:
+    """Return what a run needs of its data set."""
+    flags = Flags(launch.flags)
+    return DatasetUse(
+        name=launch.data,
+        model=launch.model.name,
+        vocabulary=launch.model.shape.vocabulary,
+        # An imported model's own tokenizer may have fewer entries than the model has rows.
+        takes_smaller_vocabulary=imported_weights(launch.model) is not None,
+        seq_length=launch.model.shape.seq_length,
+        split=flags.text(SPLIT_FLAG),
+        eval_iterations=flags.integer(EVAL_ITERATIONS_FLAG, 1),
+        reaches_evaluation=flags.integer("--eval-interval", launch.iterations + 1)
+        <= launch.iterations,
+    )
 
 
-def _vocabulary_problems(launch: Launch, vocabulary: int | None, largest: int) -> Iterator[str]:
-    known = launch.model.shape.vocabulary
-    # An imported model's own tokenizer may have fewer entries than it has rows.
-    fits = imported_weights(launch.model) is not None and (vocabulary or 0) <= known
-    fix = "prepare it with the model's tokenizer, or name another with DATA=."
-    if vocabulary not in (None, known) and not fits:
-        yield (
-            f"Data set {launch.data} was made with a vocabulary of {vocabulary}, but "
-            f"{launch.model.name} has {known}; {fix}"
-        )
-    elif largest >= known:
-        yield (
-            f"Data set {launch.data} holds token {largest}, beyond {launch.model.name}'s vocabulary "
-            f"of {known}; {fix}"
-        )
+def _constraint_problems(launch: Launch) -> Iterator[str]:
+    """Yield why Megatron of this version refuses the run's parallelism, batch or model."""
+    patched = variables.PATCH_FILE in launch.environment
+    yield from violations(launch.spec, release(launch.entry.megatron_version), patched)
+
+
+def _saving_problems(launch: Launch) -> Iterator[str]:
+    return saving_problems(launch.saving, launch.spec)
+
+
+def _link_problems(launch: Launch) -> Iterator[str]:
+    """Yield why the ranks cannot be connected by a shaped link (`NET=`)."""
+    if bits := launch.spec.link_bits_per_second:
+        yield from network_problems(bits, launch.devices, launch.spec.device)
+
+
+def _device_problems(launch: Launch) -> Iterable[str]:
+    return gpu_problems(launch) if launch.spec.device is DeviceKind.GPU else ()
+
+
+def _room_in_memory(launch: Launch) -> Iterator[str]:
+    on_gpu = launch.spec.device is DeviceKind.GPU
+    return gpu_memory_problems(launch) if on_gpu else _memory_problems(launch)
 
 
 def _memory_problems(launch: Launch) -> Iterator[str]:
@@ -358,3 +280,58 @@ def _disk_problems(launch: Launch) -> Iterator[str]:
     needed = LOG_BYTES + a_parameter * parameters_total(launch.model.shape)
     room = check_room(str(existing), needed, "the run", "name another folder with RUNS=", files)
     yield from refusals([room])
+
+
+Check = Callable[[Launch], Iterable[str]]
+"""A check yields a sentence for each reason why a run cannot work, and asks the package that knows the answer."""
+
+RUN_CHECKS: tuple[Check, ...] = (
+    version_problems,
+    _flag_problems,
+    expert_problems,
+    fp8_problems,
+    _saving_problems,
+    nodes_problems,
+    optimizer_problems,
+    fused_problems,
+    attention_problems,
+    sharing_problems,
+    _wandb_problems,
+    _checkpoint_problems,
+    _constraint_problems,
+    backend_problems,
+    _data_problems,
+)
+"""Checks of the run itself, which hold on any machine."""
+
+MACHINE_CHECKS: tuple[Check, ...] = (
+    _link_problems,
+    _device_problems,
+    runtime_problems,
+    _address_problems,
+)
+"""Checks of the machine that starts the run."""
+
+ROOM_CHECKS: tuple[Check, ...] = (_room_in_memory, _disk_problems)
+"""Checks of free memory and disk. What a run needs is undefined if another check refuses the run."""
+
+
+def check(launch: Launch) -> None:
+    """Raise if a run cannot work here, or, if Slurm starts it elsewhere, if it cannot work on any machine.
+
+    Raises:
+        LaunchError: One or more sentences, a line each.
+    """
+    problems = _problems_of(RUN_CHECKS, launch)
+    if launch.job.options.slurm is not None:
+        problems += _problems_of((_disk_problems,), launch)
+    else:
+        problems += _problems_of(MACHINE_CHECKS, launch)
+        problems = problems or _problems_of(ROOM_CHECKS, launch)
+    if problems:
+        raise LaunchError("\n".join(problems))
+
+
+def _problems_of(checks: Iterable[Check], launch: Launch) -> list[str]:
+    """Return the sentences of all checks, in the checks' order."""
+    return [problem for check_run in checks for problem in check_run(launch)]

@@ -22,10 +22,11 @@ from parakit.config.flag_table import release
 from parakit.config.hardware import find_device
 from parakit.config.run import Backend, DeviceKind
 from parakit.config.strategy import Batch
+from parakit.costs import PredictedMemory, divisors, fullest_rank
 from parakit.formatting.units import gib
 from parakit.launch.compose import Launch
 from parakit.launch.devices import Gpu, all_gpus, gpu_use, visible_gpus
-from parakit.planner import Fit, PredictedMemory, close_reason, divisors, fit_within, fullest_rank
+from parakit.planner import Fit, close_reason, fit_within
 
 OLDEST_TORCH = (2, 9)
 FIRST_NCCL_TO_SHARE = (2, 30)

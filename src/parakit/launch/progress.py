@@ -16,7 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from parakit.reporting import Iteration, find_iterations, split_lines
+from parakit.logs import Iteration, find_iterations, split_lines
 
 QUIET_SECONDS = 10.0
 """Off a terminal, one line at most so often."""

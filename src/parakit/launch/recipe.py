@@ -34,13 +34,13 @@ from parakit.convert import (
     written_entry,
     written_recipe,
 )
+from parakit.costs import violations
 from parakit.formatting.terminal import say
 from parakit.launch.job import make_command, parse_target
 from parakit.launch.options import Options
 from parakit.launch.run_folder import read_named_run
 from parakit.launch.runtime import ON_HOST
 from parakit.launch.train import compose_job
-from parakit.planner import violations
 
 RECIPES = ROOT / "recipes"
 NEMO = "nemo"

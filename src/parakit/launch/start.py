@@ -30,12 +30,12 @@ from parakit.config.flags import Flags, flag_words
 from parakit.config.model import imported_weights
 from parakit.config.run import Backend, OptimizerName
 from parakit.config.strategy import UNTIED, Batch
+from parakit.data import EVAL_ITERATIONS_FLAG, SPLIT_FLAG
 from parakit.launch.compose import Launch, compose
-from parakit.launch.data import EVAL_ITERATIONS, SPLIT
 from parakit.launch.execute import run_ranks
 from parakit.launch.job import Job
 from parakit.launch.progress import RunProgress
-from parakit.reporting import diagnose
+from parakit.logs import diagnose
 
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
 """Ways to balance a router that refuse a loss for it."""
@@ -161,7 +161,11 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
             "--no-save-rng": True,
             UNTIED: UNTIED in launch.flags,
             # EXTRA= is not taken over, and the model's own split may leave a part of the data empty.
-            **{name: flags.text(name) for name in (SPLIT, EVAL_ITERATIONS) if flags.has(name)},
+            **{
+                name: flags.text(name)
+                for name in (SPLIT_FLAG, EVAL_ITERATIONS_FLAG)
+                if flags.has(name)
+            },
             # The model's file may have one, which these refuse, and EXTRA= is not all taken over.
             "--moe-aux-loss-coeff": 0 if router in _WITHOUT_LOSS else None,
         }

@@ -23,7 +23,7 @@ from parakit.formatting.terminal import say
 from parakit.formatting.units import clock, gib
 from parakit.launch.progress import LogFollower
 from parakit.launch.supervise.interruption import Interrupted
-from parakit.reporting import Iteration, diagnose, find_run_folders, printable, read_samples
+from parakit.logs import Iteration, diagnose, find_run_folders, printable, read_samples
 
 TAIL_BYTES = 256 << 10
 SHOWN_RANKS = 8

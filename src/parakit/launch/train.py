@@ -25,12 +25,21 @@ from parakit.config.flags import Flags, unlisted_flags, values_by_flag
 from parakit.config.model import load_model, trained_flags
 from parakit.config.run import Backend, DeviceKind
 from parakit.config.strategy import parse_strategy, scaling_sentence
-from parakit.data import DatasetError, Split, open_dataset, parts_of, sizes_sentence
+from parakit.costs import vocabulary_sentence
+from parakit.data import (
+    EVAL_ITERATIONS_FLAG,
+    SPLIT_FLAG,
+    DatasetError,
+    Split,
+    open_dataset,
+    parts_of,
+    sizes_sentence,
+)
 from parakit.formatting.units import number, plural
 from parakit.launch.backends import for_backend
 from parakit.launch.checkpoints import resume_if_saved
 from parakit.launch.compose import Launch, compose
-from parakit.launch.data import EVAL_ITERATIONS, SPLIT, make_sample
+from parakit.launch.data import make_sample
 from parakit.launch.devices import visible_gpus
 from parakit.launch.execute import execute_launch, run_ranks
 from parakit.launch.job import Job, make_command, parse_devices, parse_target
@@ -46,8 +55,8 @@ from parakit.launch.runtime import Runtime, choose_runtime
 from parakit.launch.start import ensure_start_checkpoint
 from parakit.launch.submit import submit
 from parakit.launch.supervise.exit_status import outcome
-from parakit.planner import vocabulary_sentence
-from parakit.reporting import load_folder, loss_curve, pooled, resumption_sentence
+from parakit.logs import load_folder
+from parakit.reporting import loss_curve, pooled, resumption_sentence
 
 _RATE_SHARE = 0.5
 """Of the learning rate, below which it is said what a run reaches."""
@@ -67,12 +76,17 @@ _OF_VERIFY = {
 
 
 def start_target(target: str, options: Options, console: Console) -> int:
-    """Run a target: through its launch script where the strategy has one, else directly.
+    """Train what a target names, with the flags of the strategy's launch script if it has one.
+
+    A script that was edited so that it does more than name flags replaces this process.
 
     Raises:
-        LaunchError: The target is not in the grammar.
+        LaunchError: The target is not in the grammar, or the run cannot work here; nothing was written.
     """
     job = parse_target(target, options)
+    script_flags = job.read_script_flags()
+    if script_flags is not None:
+        return start(replace(job, script_flags=script_flags), console)
     if job.script is not None:
         arguments = [job.script, job.model.name, job.place]
         os.execve(ROOT / job.script, arguments, {**os.environ, variables.PYTHON: sys.executable})
@@ -345,15 +359,15 @@ def _schedule_of_another_length(launch: Launch) -> str:
 def other_split(launch: Launch) -> str:
     """Say which split the kit chose because the model's own one leaves a part of the data set empty or
     too short; empty if the model's own one is used, or the user's."""
-    chosen = Flags(launch.flags).text(SPLIT)
-    models = Flags(trained_flags(launch.model, in_half=False)).text(SPLIT)
-    if chosen == models or Flags((*launch.job.flags, *launch.job.options.extra)).has(SPLIT):
+    chosen = Flags(launch.flags).text(SPLIT_FLAG)
+    models = Flags(trained_flags(launch.model, in_half=False)).text(SPLIT_FLAG)
+    if chosen == models or Flags((*launch.job.flags, *launch.job.options.extra)).has(SPLIT_FLAG):
         return ""
     parts = parts_of(open_dataset(launch.data_path), chosen)
     without_validation = parts[Split.VALIDATION].weight == 0
-    evaluated = f" and {EVAL_ITERATIONS} 0" if without_validation else ""
+    evaluated = f" and {EVAL_ITERATIONS_FLAG} 0" if without_validation else ""
     return (
-        f"Data set {launch.data} is too small for {SPLIT} {models}; {SPLIT} {chosen}{evaluated} is "
+        f"Data set {launch.data} is too small for {SPLIT_FLAG} {models}; {SPLIT_FLAG} {chosen}{evaluated} is "
         f"used: {sizes_sentence(parts)}."
     )
 

@@ -9,11 +9,10 @@ from enum import StrEnum
 from parakit.config.groups import Group
 from parakit.config.recompute import Recompute
 from parakit.config.strategy import Parallelism
+from parakit.costs import PRECISIONS, fullest_rank, parameters_total
 from parakit.formatting.units import GIB, amount, duration, gib, joined, ms, plural
 from parakit.planner.candidates import base, micro_batches, recomputes, splits, variants
-from parakit.planner.memory import PRECISIONS, fullest_rank
 from parakit.planner.search import Candidate, Plan, Request, evaluate
-from parakit.planner.tensors import parameters_total
 from parakit.planner.ties import TIED
 from parakit.planner.time.cluster import Cluster, route
 from parakit.planner.time.iteration import TIME_COMPONENTS

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from parakit.config.strategy import Parallelism, Sharding
+from parakit.costs import parameters_total
 from parakit.formatting.units import duration, gib, joined, plural
 from parakit.planner.advice import (
     PLAIN,
@@ -23,7 +24,6 @@ from parakit.planner.advice import (
 from parakit.planner.readings.neighbours import uncertainty
 from parakit.planner.search import Candidate, Plan, Request, resized, search_configurations
 from parakit.planner.show import plan_command
-from parakit.planner.tensors import parameters_total
 from parakit.planner.verdict import MOST_RECOMMENDED
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from itertools import combinations, product
 
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism, strategy_name
+from parakit.costs import divisors, memory_of_rank, violations
 from parakit.formatting.units import ms
 from parakit.planner.candidates import base, shardings, splits
-from parakit.planner.constraints import divisors, violations
-from parakit.planner.memory import memory_of_rank
 from parakit.planner.search import Candidate, Plan, Request, evaluate
 from parakit.planner.time.iteration import stage_seconds
 

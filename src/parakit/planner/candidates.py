@@ -11,7 +11,7 @@ from parakit.config.replacing import replace, replace_shared
 from parakit.config.run import DeviceKind, RunSpec
 from parakit.config.stages import EVEN, stage_split, virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.planner.constraints import CP_COMM_TYPES, divisors
+from parakit.costs import CP_COMM_TYPES, divisors
 
 LARGEST_MICRO_BATCH = 64
 

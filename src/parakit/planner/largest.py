@@ -18,14 +18,13 @@ from parakit.config.model import GPT2_VOCABULARY, ModelShape
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Batch, parse_strategy
+from parakit.costs import fullest_rank, parameters_total
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import wide_console
 from parakit.formatting.units import gib
-from parakit.planner.memory import fullest_rank
 from parakit.planner.options import PlanOptions, RequestError
 from parakit.planner.request import devices_and_node
-from parakit.planner.tensors import parameters_total
 from parakit.planner.verdict import recommended_bytes
 
 _HEAD_WIDTH = 128

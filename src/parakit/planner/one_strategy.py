@@ -17,14 +17,13 @@ from parakit.config.hardware import device_by_key
 from parakit.config.setting import SettingError, read, refuse_renamed
 from parakit.config.stages import stages_of
 from parakit.config.strategy import Batch, StrategyError, devices_of, parse_strategy
+from parakit.costs import host_bytes, violations
 from parakit.formatting.presented import Presented
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import duration, gib, ms, percent
 from parakit.planner.candidates import comm_types
-from parakit.planner.constraints import violations
-from parakit.planner.memory import host_bytes
 from parakit.planner.options import PlanOptions, RequestError
 from parakit.planner.readings.neighbours import Uncertainty, uncertainty
 from parakit.planner.request import (

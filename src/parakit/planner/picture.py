@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from parakit.config.recompute import Recompute
 from parakit.config.strategy import Parallelism
+from parakit.costs import COMPONENTS, memory_of_rank
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.units import GIB
 from parakit.planner.advice import StrategyFamily, family_of
-from parakit.planner.memory import COMPONENTS, memory_of_rank
 from parakit.planner.search import Candidate, Plan, frontier
 
 if TYPE_CHECKING:

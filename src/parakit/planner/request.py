@@ -20,9 +20,9 @@ from parakit.config.model import (
 )
 from parakit.config.run import DeviceKind, RunSpec, on_cpu_ranks, spec_of_flags
 from parakit.config.strategy import Batch, Parallelism, batch_for
+from parakit.costs import PRECISIONS
 from parakit.formatting.units import plural
 from parakit.planner.calibration import load_calibration, stated_calibration
-from parakit.planner.memory import PRECISIONS
 from parakit.planner.options import PlanOptions, RequestError
 from parakit.planner.readings.local_readings import own_runs
 from parakit.planner.readings.reading_to_spec import execution_of_flags

@@ -23,6 +23,14 @@ from parakit.config.replacing import replace, replace_shared
 from parakit.config.run import RunSpec
 from parakit.config.stages import virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, batch_for, parse_strategy, strategy_name
+from parakit.costs import (
+    PredictedMemory,
+    fullest_rank,
+    fullest_within,
+    mfu,
+    model_flops,
+    violations,
+)
 from parakit.planner.candidates import (
     base,
     comm_types,
@@ -34,12 +42,9 @@ from parakit.planner.candidates import (
     variants,
     virtual_stages,
 )
-from parakit.planner.constraints import violations
-from parakit.planner.memory import PredictedMemory, fullest_rank, fullest_within
 from parakit.planner.readings.local_readings import OwnRuns
 from parakit.planner.ties import TIED, are_tied, preferred
 from parakit.planner.time.cluster import Cluster
-from parakit.planner.time.flops import mfu, model_flops
 from parakit.planner.time.iteration import (
     TIME_COMPONENTS,
     IterationSeconds,

@@ -15,16 +15,20 @@ from parakit.config.flags import drop_flags, merge_flags, unlisted_flags
 from parakit.config.model import GPT2_VOCABULARY, Model
 from parakit.config.run import RunSpec, chosen_flags
 from parakit.config.strategy import batch_for, strategy_name
+from parakit.costs import (
+    COMPONENTS,
+    MEMORY_ASSUMPTIONS,
+    busiest_collectives,
+    by_group,
+    host_bytes,
+    total_wire_bytes,
+    vocabulary_sentence,
+)
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import gb, gib, joined, ms, percent, plural
-from parakit.planner import memory
 from parakit.planner.advice import advice_sentences, binding
-from parakit.planner.collectives.call import by_group, total_wire_bytes
-from parakit.planner.collectives.rank import busiest_collectives
-from parakit.planner.memory import COMPONENTS
 from parakit.planner.request import EXPERT_TENSOR, ignored_flags, why_ignored
 from parakit.planner.search import Candidate, Plan, Request, Scaling, single_axis_candidates
-from parakit.planner.tensors import vocabulary_sentence
 from parakit.planner.time import iteration
 from parakit.planner.time.iteration import TIME_COMPONENTS
 from parakit.planner.verdict import Fit
@@ -64,7 +68,7 @@ def plan_as_data(plan: Plan, days: float | None, scaled: Scaling | None) -> dict
         "named": [candidate_as_data(request, each) for each in single_axis_candidates(request)],
         "training_days": days,
         "scaling": asdict(scaled) if scaled else None,
-        "assumptions": [*memory.ASSUMPTIONS, *iteration.ASSUMPTIONS],
+        "assumptions": [*MEMORY_ASSUMPTIONS, *iteration.ASSUMPTIONS],
     }
 
 
@@ -89,7 +93,7 @@ def candidate_as_data(request: Request, candidate: Candidate) -> dict[str, Any]:
         "mfu": candidate.mfu,
         "memory_bytes": candidate.memory.total,
         "memory_rank": candidate.memory_rank,
-        "host_memory_bytes": memory.host_bytes(spec, candidate.memory_rank),
+        "host_memory_bytes": host_bytes(spec, candidate.memory_rank),
         "memory": {name: getattr(candidate.memory, name) for name in COMPONENTS},
         "communication": _communication(spec),
         "time": {name: getattr(candidate.seconds, name) for name in TIME_COMPONENTS},

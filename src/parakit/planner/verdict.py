@@ -6,8 +6,8 @@ from dataclasses import replace
 from enum import StrEnum
 
 from parakit.config.run import RunSpec
+from parakit.costs import PredictedMemory
 from parakit.formatting.units import gib
-from parakit.planner.memory import PredictedMemory
 from parakit.planner.time.cluster import Cluster
 
 MOST_RECOMMENDED = 0.95

@@ -14,6 +14,7 @@ from parakit.config.hardware import Device
 from parakit.config.published import load_published
 from parakit.formatting.terminal import say
 from parakit.formatting.units import plural
+from parakit.logs import device_named, device_of_arguments, find_run_folders, load_runs
 from parakit.planner import ReadingsError, RequestError, add_rows
 from parakit.reporting.analyse.earlier import (
     UNDECIDED,
@@ -24,8 +25,6 @@ from parakit.reporting.analyse.earlier import (
 from parakit.reporting.analyse.planned import OwnMeasurements, own_measurements, planned
 from parakit.reporting.analyse.report import Report, build_report
 from parakit.reporting.canvas import can_draw
-from parakit.reporting.read.printed import device_named, device_of_arguments
-from parakit.reporting.read.runs import find_run_folders, load_runs
 from parakit.reporting.render.files import FinishedReport, write_report
 from parakit.reporting.render.sentences import some_of
 

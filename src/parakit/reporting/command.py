@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from parakit.artifacts.run import Status
-from parakit.reporting.read.training_log import UnreadableLogError, read_training_logs
+from parakit.logs import UnreadableLogError, read_training_logs
 
 if TYPE_CHECKING:
     from parakit.reporting.build import BuildOptions

@@ -3,10 +3,10 @@ from dataclasses import replace
 from parakit.config.model import load_model
 from parakit.config.run import spec_of_model
 from parakit.config.strategy import Batch, parse_strategy
+from parakit.costs.tensors import rank_parameters
 from parakit.experiments.load import load_experiment
 from parakit.experiments.tables.pipelines import claims, disagreements, render
 from parakit.launch.options import Options
-from parakit.planner.tensors import rank_parameters
 from parakit.reporting.analyse.entry import Entry
 from tests.experiments.tables.test_zero_and_backends_tables import cells, measured
 

@@ -15,7 +15,7 @@ from parakit.experiments.verify.logged import (
     logged_values,
     measured_rounding,
 )
-from parakit.reporting.read.iterations import Iteration
+from parakit.logs.iterations import Iteration
 from parakit.verify.comparison import Compared, Comparison
 from parakit.verify.verdict import Judgement
 from tests.verify import captures

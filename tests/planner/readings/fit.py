@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from parakit.artifacts.io import write_whole
 from parakit.config.files import read_yaml
+from parakit.costs.tensors import UnevenSplitError
 from parakit.planner.readings.facts import origin
 from parakit.planner.readings.published import KIT, kit_runs
 from parakit.planner.readings.reading_to_spec import Expressed, RefusedError, express
 from parakit.planner.readings.residual import residual, with_constants
 from parakit.planner.readings.table import Reading, read_readings
-from parakit.planner.tensors import UnevenSplitError
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.constants import CONSTANTS, NAMES, Constants
 from parakit.planner.time.rates import NoPeakError

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from parakit.config.experts import BALANCED, ExpertLoad
 from parakit.config.run import Fp8Recipe, TokenDispatcher
-from parakit.planner.memory import fullest_rank
+from parakit.costs.flops import counted_flops
+from parakit.costs.memory import fullest_rank
 from parakit.planner.readings import command
 from parakit.planner.readings.facts import origin
 from parakit.planner.readings.reading_to_spec import RefusedError, express
@@ -22,7 +23,6 @@ from parakit.planner.readings.table import (
     ReadingsError,
     read_readings,
 )
-from parakit.planner.time.flops import counted_flops
 from parakit.planner.verdict import Fit
 from tests.planner.readings.fit import fitted_readings
 from tests.program import run_plan as main

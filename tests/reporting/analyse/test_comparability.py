@@ -1,10 +1,10 @@
 import pytest
 
 from parakit.config.strategy import Batch
+from parakit.logs.runs import load_folder, load_runs
 from parakit.reporting.analyse.comparability import adam_state, compare_speed, differences
 from parakit.reporting.analyse.configurations import configurations
 from parakit.reporting.analyse.statistics import TimeVerdict
-from parakit.reporting.read.runs import load_folder, load_runs
 from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 
 

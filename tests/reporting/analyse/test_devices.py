@@ -5,10 +5,10 @@ import pytest
 from parakit.artifacts.run import Host
 from parakit.config.hardware import device_by_key
 from parakit.config.run import DeviceKind
+from parakit.logs.runs import load_runs
 from parakit.reporting.analyse.comparability import compare_speed
 from parakit.reporting.analyse.configurations import configurations
 from parakit.reporting.analyse.statistics import TimeVerdict
-from parakit.reporting.read.runs import load_runs
 from tests.reporting.analyse.test_foreign_logs import given, log, rows_of
 from tests.reporting.factory import log_text, run_record, write_run
 from tests.reporting.read.test_runs import ARGUMENTS

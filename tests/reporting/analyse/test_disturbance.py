@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from parakit.artifacts.measurements import Phase
 from parakit.artifacts.run import SAMPLE_COLUMNS, SAMPLES_FILE, Status
+from parakit.costs.operations import Phase
 from parakit.planner.readings.table import read_readings
 from parakit.reporting.build import BuildOptions, build
 from tests.reporting.factory import log_text, run_record, write_run

@@ -7,9 +7,9 @@ from parakit.artifacts.run import RunRecord
 from parakit.config.published import load_published
 from parakit.config.run import PatchFile
 from parakit.config.strategy import Parallelism, Sharding, strategy_flags
+from parakit.logs.runs import Run, load_folder, load_log
 from parakit.reporting.analyse.configurations import configurations, identity_of_run, labels
 from parakit.reporting.analyse.published import figure_for
-from parakit.reporting.read.runs import Run, load_folder, load_log
 from tests.reporting.factory import changed, log_text, run_record, write_run
 from tests.reporting.read.test_runs import ARGUMENTS
 from tests.reporting.render.test_build import made

@@ -2,11 +2,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from parakit.config.published import load_published
+from parakit.logs.runs import Run, load_folder
 from parakit.reporting.analyse.comparability import SHARED, compare_speed
 from parakit.reporting.analyse.configurations import configurations
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.analyse.results import notes_of
-from parakit.reporting.read.runs import Run, load_folder
 from tests.reporting.factory import log_text, run_record, write_run
 
 

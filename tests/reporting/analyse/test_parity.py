@@ -7,9 +7,9 @@ from parakit.artifacts.measurements import LayerRouting, RankRouting, RoutingRec
 from parakit.artifacts.run import ROUTING_FILE, Code
 from parakit.config.run import DeviceKind, PatchFile
 from parakit.config.strategy import Batch
+from parakit.logs.runs import load_runs
 from parakit.reporting.analyse.configurations import configurations
 from parakit.reporting.analyse.parity import last_digit, parity_of
-from parakit.reporting.read.runs import load_runs
 from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 
 LOSSES = [10.8, 10.7, 10.6, 10.5, 9.4]

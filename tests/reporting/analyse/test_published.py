@@ -4,8 +4,8 @@ from parakit.artifacts.run import Host, MegatronEntry
 from parakit.config.published import load_published
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import NAMED, Batch, Parallelism
+from parakit.logs.runs import load_folder
 from parakit.reporting.analyse.published import figure_for, match_figure, relative_to_baseline
-from parakit.reporting.read.runs import load_folder
 from tests.reporting.factory import changed, log_text, run_record, write_run
 
 PUBLISHED = load_published()

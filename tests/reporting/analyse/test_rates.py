@@ -6,10 +6,10 @@ from parakit.artifacts.run import Host
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import Batch
+from parakit.logs.runs import load_folder
 from parakit.reporting.analyse.entry import rows_of
 from parakit.reporting.analyse.rates import rates_of
 from parakit.reporting.analyse.results import RESULTS
-from parakit.reporting.read.runs import load_folder
 from tests.reporting.factory import changed, log_text, run_record, write_run
 
 LARGE = load_model("gpt2-large")

@@ -3,7 +3,7 @@
 import pytest
 
 from parakit.config.strategy import Parallelism, Sharding, strategy_flags
-from parakit.reporting.read.stated_model import model_of_arguments, model_of_record
+from parakit.logs.stated_model import model_of_arguments, model_of_record
 from tests.reporting.analyse.test_foreign_logs import LOSSES, given, log, rows_of
 from tests.reporting.factory import run_record
 from tests.reporting.read.test_runs import ARGUMENTS

@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from parakit.artifacts.measurements import CommunicationRecord, Phase, RankCommunication, TimeRecord
+from parakit.artifacts.measurements import CommunicationRecord, RankCommunication, TimeRecord
+from parakit.costs.operations import Phase
+from parakit.logs.sources import read_time_ledger
 from parakit.reporting.analyse.time_shares import time_shares, with_pipeline_waits
-from parakit.reporting.read.sources import read_time_ledger
 from tests.reporting.ledger_factory import call, seconds
 
 PHASES = {

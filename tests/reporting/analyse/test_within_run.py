@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from parakit.logs.runs import load_log
 from parakit.reporting.analyse.within_run import ChangeKind, changes_within
-from parakit.reporting.read.runs import load_log
 from tests.reporting.factory import iteration_line
 
 

@@ -8,13 +8,13 @@ import pytest
 from parakit.artifacts.measurements import (
     CommunicationRecord,
     MemoryCategory,
-    Phase,
     RankCommunication,
     RankTime,
     TimeRecord,
 )
 from parakit.artifacts.run import RUN_FILE
 from parakit.config.strategy import Parallelism, Sharding
+from parakit.costs.operations import Phase
 from parakit.formatting.units import amount, joined, milliseconds, number, signed
 from parakit.reporting.explain.costs import costs_above
 from parakit.reporting.explain.explanation import (

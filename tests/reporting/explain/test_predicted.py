@@ -7,12 +7,13 @@ from parakit.artifacts.measurements import (
     CommunicationRecord,
     DeviceMemory,
     MemoryCategory,
-    Phase,
     RankCommunication,
 )
 from parakit.config.model import LinearAttention
 from parakit.config.run import DeviceKind
-from parakit.planner.collectives.call import LATEST
+from parakit.costs.collectives.call import LATEST
+from parakit.costs.operations import Phase
+from parakit.logs.runs import load_folder
 from parakit.reporting.explain.closed_form import (
     Kernels,
     NoClosedFormError,
@@ -27,7 +28,6 @@ from parakit.reporting.explain.predicted import (
     evidence_of,
 )
 from parakit.reporting.explain.timelines import NoTraceError, scene_of
-from parakit.reporting.read.runs import load_folder
 from tests.reporting.factory import log_text
 from tests.reporting.ledger_factory import (
     call,

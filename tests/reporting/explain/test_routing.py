@@ -10,12 +10,13 @@ from parakit.artifacts import run as records
 from parakit.artifacts.measurements import (
     CommunicationRecord,
     LayerRouting,
-    Phase,
     RankCommunication,
     RankRouting,
     RoutingRecord,
 )
 from parakit.config.strategy import Parallelism
+from parakit.costs.operations import Phase
+from parakit.logs.runs import load_folder
 from parakit.reporting.explain.explanation import explain
 from parakit.reporting.explain.routing import (
     busiest,
@@ -25,7 +26,6 @@ from parakit.reporting.explain.routing import (
     loads,
     shares,
 )
-from parakit.reporting.read.runs import load_folder
 from parakit.reporting.render.charts import draw_charts
 from tests.reporting.ledger_factory import (
     call,

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from parakit.config.strategy import Parallelism, PipelineSchedule
-from parakit.planner.schedules.simulate import Pass
+from parakit.costs.schedules import Pass
 from parakit.reporting.explain.timelines import TraceSpan, idle_over_work, passes, read_trace
 from tests.reporting.ledger_factory import write_trace
 

@@ -1,7 +1,7 @@
 import pytest
 
 from parakit.artifacts.run import Status
-from parakit.reporting.read.diagnosis import diagnose
+from parakit.logs.diagnosis import diagnose
 from tests.reporting.factory import iteration_line, log_text
 
 EPILOGUE = """Traceback (most recent call last):

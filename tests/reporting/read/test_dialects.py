@@ -13,11 +13,11 @@ import zstandard
 
 from parakit.artifacts.run import Status
 from parakit.config.strategy import Sharding
-from parakit.reporting.read.diagnosis import classify_log
-from parakit.reporting.read.dialects import find_iterations
-from parakit.reporting.read.printed import readable
-from parakit.reporting.read.runs import load_log
-from parakit.reporting.read.scrape import scrape_log, scrape_runs
+from parakit.logs.diagnosis import classify_log
+from parakit.logs.dialects import find_iterations
+from parakit.logs.printed import readable
+from parakit.logs.runs import load_log
+from parakit.logs.scrape import scrape_log, scrape_runs
 from tests.reporting.factory import iteration_line
 
 DIALECTS = Path(__file__).parents[1] / "dialects"

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parakit.reporting.read.diagnosis import classify_log
-from parakit.reporting.read.scrape import scrape_runs
-from parakit.reporting.read.training_log import TrainingLog
-from parakit.reporting.read.window import select_window
+from parakit.logs.diagnosis import classify_log
+from parakit.logs.scrape import scrape_runs
+from parakit.logs.training_log import TrainingLog
+from parakit.logs.window import select_window
 from tests.reporting import mutants
 from tests.reporting.factory import iteration_line
 

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from parakit.artifacts.run import Status
-from parakit.reporting.read.diagnosis import classify_log
-from parakit.reporting.read.dialects.megatron import MICROSECONDS, MICROSECONDS_GTP, SECONDS
-from parakit.reporting.read.scrape import scrape_log
-from parakit.reporting.read.window import select_window
+from parakit.logs.diagnosis import classify_log
+from parakit.logs.dialects.megatron import MICROSECONDS, MICROSECONDS_GTP, SECONDS
+from parakit.logs.scrape import scrape_log
+from parakit.logs.window import select_window
 
 LOGS = Path(__file__).parents[1] / "logs"
 GENERATIONS = {

@@ -3,7 +3,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parakit.reporting.read.dialects import find_iterations
+from parakit.logs.dialects import find_iterations
 from tests.reporting.factory import iteration_line
 
 PUBLISHED = (

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parakit.reporting.read import scrape
-from parakit.reporting.read.dialects import find_iterations, line_formats
-from parakit.reporting.read.layouts import LayoutReader
-from parakit.reporting.read.scrape import other_news, scrape_runs
+from parakit.logs import scrape
+from parakit.logs.dialects import find_iterations, line_formats
+from parakit.logs.layouts import LayoutReader
+from parakit.logs.scrape import other_news, scrape_runs
 from tests.reporting.factory import iteration_line
 
 PRIMUS = (

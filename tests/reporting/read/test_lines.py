@@ -3,8 +3,8 @@ import gzip
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parakit.reporting.read.lines import clean, printable, read_lines, split_lines, unwrapped
-from parakit.reporting.read.pieces import MAX_LINE
+from parakit.logs.lines import clean, printable, read_lines, split_lines, unwrapped
+from parakit.logs.pieces import MAX_LINE
 
 
 def write(tmp_path, content: bytes):

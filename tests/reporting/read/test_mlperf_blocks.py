@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from parakit.reporting.read.diagnosis import classify_log
-from parakit.reporting.read.scrape import scrape_log
+from parakit.logs.diagnosis import classify_log
+from parakit.logs.scrape import scrape_log
 
 BATCH = 32
 STEPS = 384

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from parakit.reporting.read import dialects
-from parakit.reporting.read.dialects import find_iterations, line_formats
-from parakit.reporting.read.layouts import LayoutReader
-from parakit.reporting.read.runs import load_log
-from parakit.reporting.read.scrape import other_news, scrape_log
-from parakit.reporting.read.scraped import CheckpointEvent
+from parakit.logs.dialects import dialects, find_iterations, line_formats
+from parakit.logs.layouts import LayoutReader
+from parakit.logs.runs import load_log
+from parakit.logs.scrape import other_news, scrape_log
+from parakit.logs.scraped import CheckpointEvent
 from tests.reporting.factory import iteration_line
 
 MADE_UP = Path(__file__).parents[1] / "dialects" / "made_up"

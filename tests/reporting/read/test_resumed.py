@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from parakit.artifacts import run as records
 from parakit.artifacts.run import Resumption, Status
 from parakit.config.published import load_published
+from parakit.logs.runs import Run, load_folder
 from parakit.reporting.analyse.parity import loss_curve, resumption_sentence
 from parakit.reporting.analyse.report import build_report
-from parakit.reporting.read.runs import Run, load_folder
 from parakit.reporting.render.charts import draw_losses
 from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 

@@ -9,11 +9,11 @@ from rich.console import Console
 
 from parakit.artifacts.io import lock
 from parakit.artifacts.run import Status
+from parakit.logs import runs as runs_module
+from parakit.logs.runs import find_run_folders, load_folder, load_log, load_runs
 from parakit.reporting.analyse.configurations import configurations
 from parakit.reporting.analyse.rates import Rates, rates_of
 from parakit.reporting.build import BuildOptions, build
-from parakit.reporting.read import runs as runs_module
-from parakit.reporting.read.runs import find_run_folders, load_folder, load_log, load_runs
 from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 
 ARGUMENTS = """------------------------ arguments ------------------------

@@ -3,11 +3,11 @@ import textwrap
 
 import pytest
 
-from parakit.reporting.read.dialects.megatron import MICROSECONDS, MICROSECONDS_GTP, SECONDS
-from parakit.reporting.read.iterations import LOG_LINE
-from parakit.reporting.read.pieces import MAX_LINE
-from parakit.reporting.read.scrape import scrape_log, scrape_runs
-from parakit.reporting.read.scraped import CheckpointEvent, MemoryReading
+from parakit.logs.dialects.megatron import MICROSECONDS, MICROSECONDS_GTP, SECONDS
+from parakit.logs.iterations import LOG_LINE
+from parakit.logs.pieces import MAX_LINE
+from parakit.logs.scrape import scrape_log, scrape_runs
+from parakit.logs.scraped import CheckpointEvent, MemoryReading
 from tests.reporting.factory import iteration_line, log_text
 
 ARGUMENTS = """------------------------ arguments ------------------------

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from parakit.reporting.read.scrape import scrape_log
-from parakit.reporting.read.scraped import ScrapedLog
+from parakit.logs.scrape import scrape_log
+from parakit.logs.scraped import ScrapedLog
 from tests.reporting.factory import iteration_line
 
 ARGUMENTS = {

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parakit.reporting.read.traces import (
+from parakit.logs.traces import (
     GAPS,
     GROUPS,
     EventArguments,

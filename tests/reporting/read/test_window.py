@@ -1,7 +1,7 @@
 import random
 
-from parakit.reporting.read.scrape import scrape_log
-from parakit.reporting.read.window import Window, select_window, warm_up_length
+from parakit.logs.scrape import scrape_log
+from parakit.logs.window import Window, select_window, warm_up_length
 from tests.reporting.factory import iteration_line, log_text
 
 

@@ -17,10 +17,10 @@ from parakit.config.files import ROOT
 from parakit.config.published import load_published
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import BATCH_RULE, NAMED, Batch
+from parakit.logs.runs import find_run_folders, load_runs
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.analyse.results import RESULTS
 from parakit.reporting.build import BuildOptions, build
-from parakit.reporting.read.runs import find_run_folders, load_runs
 from parakit.reporting.render.files import print_report
 from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from parakit.artifacts.measurements import Phase
 from parakit.config.published import load_published
+from parakit.costs.operations import Phase
+from parakit.logs.runs import load_runs
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.explain.explanation import explain
-from parakit.reporting.read.runs import load_runs
 from parakit.reporting.render.headline import answer, bars_of
 from parakit.reporting.render.plots import plots_of
 from tests.reporting.analyse.test_foreign_logs import SIZED, log

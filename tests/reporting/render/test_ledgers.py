@@ -9,15 +9,13 @@ from parakit.artifacts.measurements import (
     CommunicationRecord,
     MemoryCategory,
     MemoryRecord,
-    Operation,
-    Phase,
     RankCommunication,
     RankMemory,
-    algorithm,
 )
 from parakit.config.published import Published
+from parakit.costs.operations import Operation, Phase, algorithm
+from parakit.logs.runs import find_run_folders, load_folder, load_runs
 from parakit.reporting.analyse.report import build_report
-from parakit.reporting.read.runs import find_run_folders, load_folder, load_runs
 from parakit.reporting.render.charts import draw_devices
 from tests.reporting.factory import log_text, run_record, write_run
 from tests.reporting.render.test_build import made, read_csv

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from parakit.config.published import Published
+from parakit.logs.runs import find_run_folders, load_runs
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.canvas import evenly, extremes
-from parakit.reporting.read.runs import find_run_folders, load_runs
 from parakit.reporting.render.headline import answer
 from parakit.reporting.render.plots import MAX_POINTS, MAX_SERIES, as_script, plots_of
 from parakit.reporting.render.sentences import sentences

@@ -27,7 +27,8 @@ from parakit.experiments.engine import Study, comparison
 from parakit.experiments.tables import bullets, page, sentence
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import DASH, bracketed, known, rounded
-from parakit.reporting import Entry, Estimate, Run, compare, conditions, pooled
+from parakit.logs import Run
+from parakit.reporting import Entry, Estimate, compare, conditions, pooled
 
 SOURCE = "000"
 TOLERANCE = 1e-5

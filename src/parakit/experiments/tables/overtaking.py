@@ -10,10 +10,10 @@ from itertools import combinations, pairwise
 from math import exp, log
 
 from parakit.config.run import Backend, DeviceKind
+from parakit.costs import parameters_total
 from parakit.experiments.runner import CellResult
 from parakit.formatting.units import joined, parameters, plural
 from parakit.launch import Job
-from parakit.planner import parameters_total
 from parakit.reporting import Entry, Estimate, TimeComparison, TimeVerdict, compare
 
 Devices = tuple[int, DeviceKind]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parakit.config.strategy import PipelineSchedule
+from parakit.costs import rank_parameters
 from parakit.experiments.engine import Study, comparison
 from parakit.experiments.tables import bullets, page, sentence
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import DASH, joined, known, megabytes, percent
-from parakit.planner import rank_parameters
 from parakit.reporting import Entry, ideal_bubble, time_text
 
 CLOSE = 1e-3

@@ -16,14 +16,13 @@ from pathlib import Path
 from parakit.artifacts.capture import SCORES, CapturedRank, Stage
 from parakit.artifacts.verdict import Outcome
 from parakit.formatting.units import plural
+from parakit.logs import Iteration, scrape_log
 from parakit.reporting import (
     BETWEEN_BACKENDS,
     HALF_ITERATIONS,
     ROUNDING_AN_ITERATION,
-    Iteration,
     allowed_difference,
     last_digit,
-    scrape_log,
 )
 from parakit.verify import NORM, Compared, Judgement, name_factor
 

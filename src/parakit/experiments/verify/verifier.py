@@ -25,7 +25,7 @@ from parakit.launch import (
     ensure_start_checkpoint,
     find_entry,
 )
-from parakit.reporting import diagnose, scrape_log
+from parakit.logs import diagnose, scrape_log
 from parakit.verify import Judgement
 
 START = {variables.DEVICE: "cpu", "HF_HUB_OFFLINE": "1", **CPU_RANK}

@@ -23,7 +23,7 @@ from parakit.launch.rendezvous import messages
 from parakit.launch.rendezvous.messages import NodeRecord, RunState, decode, encode, node_key
 from parakit.launch.supervise import exit_status
 from parakit.launch.supervise.interruption import raise_if_asked
-from parakit.reporting import diagnose
+from parakit.logs import diagnose
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

@@ -18,7 +18,7 @@ from parakit.config.files import from_root
 from parakit.launch.background import BackgroundThread
 from parakit.launch.supervise.hang import EndedRunError, awaited, drop_empty, unfit_call
 from parakit.launch.supervise.ranks import RankProcesses
-from parakit.reporting import NCCL_TIMEOUT, after_last, diagnose, first_error, scrape_log
+from parakit.logs import NCCL_TIMEOUT, after_last, diagnose, first_error, scrape_log
 
 RESERVE_FILE = ".reserve"
 RESERVE_BYTES = 1 << 20

@@ -1,5 +1,5 @@
-"""Megatron's own training iteration for any rank of any world, with tensors that have no contents.
+"""Dry runs of any rank of any world, compared with the closed forms.
 
-Takes a `RunSpec` and a rank (`job`), gives its calls, memory and parameters, and compares them with the
-closed forms (`comparison`). What needs torch is in `rank`, a process of its own.
+`job` takes a `RunSpec` and a rank and has the process `parakit.dryrun` run Megatron's own iteration on tensors
+without contents. `comparison` compares its calls, memory and parameters with the closed forms.
 """

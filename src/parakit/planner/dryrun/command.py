@@ -26,12 +26,12 @@ from parakit.config.strategy import (
     parse_strategy,
     strategy_name,
 )
+from parakit.costs import PRECISIONS
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import wide_console
 from parakit.formatting.units import count, gb, gib
 from parakit.planner.dryrun.comparison import CheckedRank, Verified, dry_run
 from parakit.planner.dryrun.job import DryRunError, DryRunner, check, ranks_named
-from parakit.planner.memory import PRECISIONS
 from parakit.planner.request import with_sequence
 from parakit.planner.show import trained_vocabulary_sentence
 

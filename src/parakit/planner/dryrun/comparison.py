@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from parakit.artifacts.measurements import MemoryCategory, Operation
+from parakit.artifacts.dry_run import RankJob, RankReport
+from parakit.artifacts.measurements import MemoryCategory
 from parakit.config.model import Model
 from parakit.config.run import RunSpec
-from parakit.planner.collectives.call import total_wire_bytes
-from parakit.planner.collectives.rank import communication_of_rank
+from parakit.costs import (
+    Operation,
+    chunks_in_flight,
+    communication_of_rank,
+    memory_of_rank,
+    rank_parameters,
+    total_wire_bytes,
+)
 from parakit.planner.dryrun.job import (
     DryRunError,
     DryRunner,
-    Job,
-    RankReport,
     as_dry_run,
     check,
     flags_of,
     ranks_named,
 )
-from parakit.planner.memory import chunks_in_flight, memory_of_rank
 from parakit.planner.search import Candidate, Plan
-from parakit.planner.tensors import rank_parameters
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
 _Key = tuple[str, str, int]
@@ -71,7 +74,7 @@ def dry_run(
 ) -> list[CheckedRank]:
     """Every rank's dry run beside its closed forms; raises as `DryRunner.run`."""
     flags, world = flags_of(model, spec), spec.parallelism.world_size
-    reports = [runner.run(Job(flags, world, rank)) for rank in ranks]
+    reports = [runner.run(RankJob(flags, world, rank)) for rank in ranks]
     return [compare(spec, report) for report in reports]
 
 

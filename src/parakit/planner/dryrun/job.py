@@ -1,6 +1,6 @@
-"""What a dry run is asked, what it answers, and the process that answers.
+"""Jobs of a dry run: which can be run, their flags, and the process `parakit.dryrun` that runs them.
 
-No torch here: both sides of the process share it.
+No torch here: only that process loads it.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
 import msgspec
 
-from parakit.artifacts.measurements import RankCommunication, RankMemory
+from parakit.artifacts.dry_run import RankAnswer, RankJob, RankReport
 from parakit.config import variables
 from parakit.config.files import PACKAGE, PYTHON_PATH, ROOT, read_args_file
 from parakit.config.flags import flag_words, merge_flags
 from parakit.config.model import Model, trained_flags
 from parakit.config.run import RunSpec, flags_of_spec
-from parakit.planner.constraints import violations
+from parakit.costs import violations
 
 _WITHOUT_DEVICES = flag_words(
     {
@@ -36,39 +36,6 @@ _WITHOUT_DEVICES = flag_words(
 
 class DryRunError(ValueError):
     """A dry run that cannot be, or that Megatron refused; the message says which and why."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One rank of one world."""
-
-    flags: tuple[str, ...]
-    """Megatron's arguments."""
-    world_size: int
-    rank: int
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What one rank built, called and held in one steady iteration."""
-
-    rank: int
-    parameters: int
-    communication: RankCommunication
-    memory: RankMemory
-    in_flight: int
-    """Micro batches (of a virtual stage, if there are several) held between forward and backward."""
-    seconds: float
-    """Wall time of the dry run itself, without imports."""
-    process_bytes: int
-    """Largest resident size of the process that made it."""
-
-
-class RankAnswer(msgspec.Struct, frozen=True):
-    """A line that the dry run's process writes back: one of the two."""
-
-    report: RankReport | None = None
-    error: str = ""
 
 
 def as_dry_run(spec: RunSpec) -> RunSpec:
@@ -171,7 +138,7 @@ class DryRunner:
         # What would start a real run's ledger or weights is not handed on.
         kept = {name: value for name, value in os.environ.items() if not name.startswith("KIT_")}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "parakit.planner.dryrun.rank"],
+            [sys.executable, "-m", "parakit.dryrun"],
             cwd=ROOT,
             env={**kept, **_ENVIRONMENT},
             stdin=subprocess.PIPE,
@@ -186,7 +153,7 @@ class DryRunner:
             self._process.kill()
         self._process.communicate()
 
-    def run(self, job: Job) -> RankReport:
+    def run(self, job: RankJob) -> RankReport:
         """One rank.
 
         Raises:

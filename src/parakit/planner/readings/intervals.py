@@ -19,10 +19,9 @@ from math import exp, log, log2
 from pathlib import Path
 
 from parakit.config.run import RunSpec
+from parakit.costs import mfu, model_flops, parameters_total
 from parakit.planner.readings.residual import Residual
-from parakit.planner.tensors import parameters_total
 from parakit.planner.time.cluster import Cluster
-from parakit.planner.time.flops import mfu, model_flops
 
 LEVELS = (0.50, 0.60, 0.70, 0.80, 0.90, 0.95)
 ERRORS_FILE = Path(__file__).with_name("errors.csv")

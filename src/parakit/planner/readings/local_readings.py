@@ -24,6 +24,7 @@ from parakit.config.flags import merge_flags, pick_flags
 from parakit.config.hardware import Device
 from parakit.config.model import SHAPE_FLAGS
 from parakit.config.run import RunSpec, flags_of_spec, spec_of_flags
+from parakit.costs import UnevenSplitError, parameters_total
 from parakit.planner.readings.reading_to_spec import RefusedError, express
 from parakit.planner.readings.residual import Residual, residual
 from parakit.planner.readings.table import (
@@ -33,7 +34,6 @@ from parakit.planner.readings.table import (
     read_readings,
     read_rows,
 )
-from parakit.planner.tensors import UnevenSplitError, parameters_total
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.rates import NoPeakError
 

@@ -13,6 +13,7 @@ from math import exp, log2
 from typing import Any
 
 from parakit.config.run import RunSpec
+from parakit.costs import UnevenSplitError, parameters_total
 from parakit.formatting.units import duration, joined, plural
 from parakit.planner.readings.facts import model_facts, source_facts
 from parakit.planner.readings.intervals import Expected, public_errors
@@ -21,7 +22,6 @@ from parakit.planner.readings.published import kit_runs
 from parakit.planner.readings.reading_to_spec import Expressed, RefusedError, express
 from parakit.planner.readings.residual import Residual, left_out, residual
 from parakit.planner.readings.table import Reading, read_readings
-from parakit.planner.tensors import UnevenSplitError, parameters_total
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import iteration_seconds
 from parakit.planner.time.rates import NoPeakError

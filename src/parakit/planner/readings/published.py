@@ -7,9 +7,9 @@ from parakit.config.model import load_model
 from parakit.config.published import MAIN_SOURCE, Figure, load_published
 from parakit.config.run import RunSpec, spec_of_model
 from parakit.config.strategy import batch_for, devices_of, parse_strategy
+from parakit.costs import parameters_total
 from parakit.planner.readings.reading_to_spec import Expressed
 from parakit.planner.readings.table import Reading
-from parakit.planner.tensors import parameters_total
 from parakit.planner.time.cluster import Cluster
 
 KIT = "examples/gpt3/published.yaml"

@@ -33,8 +33,7 @@ from parakit.config.run import (
 )
 from parakit.config.stages import EVEN, StageSplit, filled, spread, virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.planner.constraints import NEWEST, divisors, violations
-from parakit.planner.dispatchers import PEERS
+from parakit.costs import NEWEST, PEERS, divisors, violations
 from parakit.planner.readings.facts import model_facts, of_fields, release_of, source_facts
 from parakit.planner.readings.table import Reading
 from parakit.planner.time.cluster import Cluster

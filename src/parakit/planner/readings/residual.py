@@ -8,22 +8,24 @@ from functools import lru_cache
 
 from parakit.config.hardware import Device
 from parakit.config.run import RunSpec
-from parakit.formatting.units import GIB
-from parakit.planner.activations import residual_bytes
-from parakit.planner.memory import (
+from parakit.costs import (
+    RECOMPUTED,
     PredictedMemory,
+    UnevenSplitError,
+    counted_flops,
     fullest_rank,
     memory_of_rank,
+    model_flops,
     placeholder_bytes,
+    residual_bytes,
     workspace_bytes,
 )
+from parakit.formatting.units import GIB
 from parakit.planner.readings.facts import origin, source_facts
 from parakit.planner.readings.reading_to_spec import Expressed, RefusedError, express
 from parakit.planner.readings.table import Reading, Refusal
-from parakit.planner.tensors import UnevenSplitError
 from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.constants import Constants, constants_of
-from parakit.planner.time.flops import RECOMPUTED, counted_flops, model_flops
 from parakit.planner.time.iteration import iteration_seconds
 from parakit.planner.time.rates import NoPeakError, rates
 from parakit.planner.verdict import leaves_reserve

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from parakit.config.run import RunSpec
+from parakit.costs import COMPONENTS, fullest_rank
 from parakit.formatting.table import Column
 from parakit.formatting.units import DASH, percent
-from parakit.planner.memory import COMPONENTS, fullest_rank
 from parakit.planner.readings.facts import release_of, source_facts
 from parakit.planner.readings.intervals import LEVELS, Errors
 from parakit.planner.readings.residual import Residual, Residuals, predicted_memory

@@ -15,7 +15,7 @@ from typing import Any
 from zlib import crc32
 
 from parakit.config.files import UnreadableError, csv_rows, read_text
-from parakit.planner.time.flops import COUNTS
+from parakit.costs import COUNTS
 
 READINGS = Path(__file__).with_name("readings.csv.gz")
 
@@ -91,7 +91,7 @@ class Reading:
     fused: str = ""
     """The kit's patches of its kernels, as `FUSED=` names them."""
     counts: str = ""
-    """How its FLOP/s are counted, in words of `time/flops.py: COUNTS`; empty takes its source's."""
+    """How its FLOP/s are counted, in words of `src/parakit/costs/flops.py: COUNTS`; empty takes its source's."""
 
     @property
     def kept_back(self) -> bool:

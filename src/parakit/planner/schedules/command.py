@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parakit.config.strategy import PipelineSchedule
-from parakit.formatting.svg import svg_figure
-from parakit.formatting.table import Column, Table, rich_table
-from parakit.formatting.terminal import wide_console
-from parakit.formatting.units import percent, plural
-from parakit.planner.schedules.simulate import (
+from parakit.costs import (
     COMPARED,
     Pass,
     ScheduleFigures,
@@ -24,6 +20,10 @@ from parakit.planner.schedules.simulate import (
     figures,
     simulate,
 )
+from parakit.formatting.svg import svg_figure
+from parakit.formatting.table import Column, Table, rich_table
+from parakit.formatting.terminal import wide_console
+from parakit.formatting.units import percent, plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

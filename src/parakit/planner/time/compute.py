@@ -16,14 +16,14 @@ from typing import NamedTuple
 from parakit.config.model import MAMBA, MTP, LatentAttention, Mamba
 from parakit.config.replacing import replace
 from parakit.config.run import Fp8Recipe, RunSpec
-from parakit.planner.activations import FP8_RECIPE_BYTES
-from parakit.planner.memory import (
+from parakit.costs import (
+    FP8_RECIPE_BYTES,
     held_parameters,
     logit_elements,
     offloaded_parameters,
     precision_of,
+    rank_tensors,
 )
-from parakit.planner.tensors import rank_tensors
 from parakit.planner.time.rates import DeviceRates
 from parakit.planner.time.traffic import CHUNK, context_bytes, layer_bytes, scores_bytes
 

@@ -7,7 +7,7 @@ from math import log2, sqrt
 
 from parakit.config.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP
 from parakit.config.run import DeviceKind, RunSpec
-from parakit.planner.collectives.call import CollectiveCall
+from parakit.costs import CollectiveCall
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.traffic import softmax_is_fused
 

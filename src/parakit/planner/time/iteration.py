@@ -12,28 +12,33 @@ from functools import cached_property, lru_cache
 from math import log
 from operator import add, attrgetter
 
-from parakit.artifacts.measurements import Operation, Phase
 from parakit.config.groups import Group
 from parakit.config.recompute import Recompute
 from parakit.config.replacing import replace, replace_shared
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Batch
-from parakit.planner.activations import FP8_RECIPE_BYTES
-from parakit.planner.collectives.call import LATEST, CollectiveCall
-from parakit.planner.collectives.context import context_collectives
-from parakit.planner.collectives.control import control_collectives
-from parakit.planner.collectives.data import gradient_collectives
-from parakit.planner.collectives.experts import expert_collectives
-from parakit.planner.collectives.pipeline import pipeline_collectives
-from parakit.planner.collectives.tensor import (
+from parakit.costs import (
+    FP8_RECIPE_BYTES,
+    LATEST,
+    CollectiveCall,
+    Operation,
+    Phase,
     batch_collectives,
+    context_collectives,
+    control_collectives,
     embedding_collectives,
+    expert_collectives,
+    gradient_collectives,
     head_collectives,
+    keeps_quantised_weights,
     layer_collectives,
+    middle_ranks,
     partial_gradients,
+    pipeline_collectives,
+    rank_parameters,
+    rank_tensors,
+    ranks_apart,
 )
-from parakit.planner.memory import keeps_quantised_weights, middle_ranks, ranks_apart
-from parakit.planner.tensors import rank_parameters, rank_tensors
 from parakit.planner.time.cluster import Cluster, route
 from parakit.planner.time.compute import (
     LayerSeconds,

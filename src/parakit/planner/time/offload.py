@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from parakit.config.hardware import Host
 from parakit.config.run import RunSpec
-from parakit.planner.activations import offloaded_bytes
+from parakit.costs import offloaded_bytes
 
 
 def copies_waited_for(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from parakit.config.model import MAMBA, MTP
 from parakit.config.run import RunSpec, TokenDispatcher
-from parakit.planner.activations import norm_modules
+from parakit.costs import norm_modules
 from parakit.planner.time.rates import DeviceRates
 
 CHUNK = 128

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from parakit.artifacts.identity import essential
 from parakit.config.flag_table import argument_names, of_role
 from parakit.config.offload import offload_flags
+from parakit.logs import ModelDifference, Run
 from parakit.reporting.analyse.configurations import (
     Configuration,
     fused_patches,
@@ -17,8 +18,6 @@ from parakit.reporting.analyse.configurations import (
 from parakit.reporting.analyse.disturbance import has_more_ranks_than_cores, why_disturbed
 from parakit.reporting.analyse.must_agree import flags_not_stated, named_differences
 from parakit.reporting.analyse.statistics import TimeComparison, compare
-from parakit.reporting.read.runs import Run
-from parakit.reporting.read.stated_model import ModelDifference
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from parakit.config.offload import offload_flags
 from parakit.config.run import RunSpec
 from parakit.config.strategy import EXAMPLES
 from parakit.formatting.units import bit_rate
+from parakit.logs import Run
 from parakit.reporting.analyse.disturbance import why_disturbed
 from parakit.reporting.analyse.statistics import ON_CPU_RANKS, ON_GPUS, Estimate, Scatter, estimate
-from parakit.reporting.read.runs import Run
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from parakit.reporting.read.runs import Run
+from parakit.logs import Run
 
 LEAST_COMPUTING_FRACTION = 0.8
 """Fraction of its computing time for which a rank of an undisturbed run has a core, at least."""

@@ -11,6 +11,7 @@ import msgspec
 
 from parakit.artifacts.run import decode_run
 from parakit.formatting.units import change
+from parakit.logs import printed_spec
 from parakit.reporting.analyse.configurations import (
     RowIdentity,
     identity_of_run,
@@ -20,7 +21,6 @@ from parakit.reporting.analyse.configurations import (
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.results import RESULTS
 from parakit.reporting.analyse.statistics import TimeVerdict, compare, estimate, smallest_difference
-from parakit.reporting.read.printed import printed_spec
 
 JSON_FILE = "results.json"
 _EXACT = ("parameters_total", "peak_memory_bytes", "comm_bytes_per_iteration")

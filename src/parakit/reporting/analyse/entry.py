@@ -16,6 +16,7 @@ from parakit.config.flags import Flags
 from parakit.config.published import Figure, Published
 from parakit.config.run import Backend, RunSpec, Transport
 from parakit.formatting.units import MIB
+from parakit.logs import Run, load_runs
 from parakit.native import MUON_RULE_FLAG
 from parakit.reporting.analyse.comparability import SpeedComparison
 from parakit.reporting.analyse.configurations import (
@@ -41,7 +42,6 @@ from parakit.reporting.analyse.time_shares import (
     time_shares,
 )
 from parakit.reporting.analyse.within_run import Shift, changes_within
-from parakit.reporting.read.runs import Run, load_runs
 
 ACCURACY = "next token accuracy"
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from parakit.artifacts.identity import given_arguments
-from parakit.reporting.read.runs import Run
-from parakit.reporting.read.stated_model import NEEDED, ModelDifference
+from parakit.logs import NEEDED, ModelDifference, Run
 
 _SCHEDULE = (
     *("train_iters", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_fraction"),

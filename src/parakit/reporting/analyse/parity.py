@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from parakit.artifacts.measurements import choices, first_other_choice
 from parakit.formatting.units import plural
+from parakit.logs import IterationTable, Run
 from parakit.reporting.analyse.configurations import Configuration
 from parakit.reporting.analyse.must_agree import UNPROVEN, shape_not_stated
 from parakit.reporting.analyse.must_agree import obstacle as _stated_obstacle
-from parakit.reporting.read.iterations import IterationTable
-from parakit.reporting.read.runs import Run
 
 REFERENCE = "reference"
 HELD = "held"

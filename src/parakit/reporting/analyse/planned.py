@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,29 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parakit.artifacts.run import Status
-from parakit.config.flags import Flags
-from parakit.config.hardware import Device, device_by_key, find_device, link_by_key
+from parakit.config.hardware import Device, device_by_key, find_device
 from parakit.config.run import Backend, flags_of_printed
+from parakit.logs import Run
 from parakit.planner import (
-    NEWEST,
-    Cluster,
-    NoPeakError,
+    RecordedRun,
     RefusedError,
     Row,
     Uncertainty,
-    UnevenSplitError,
-    calibration_of,
-    execution_of_flags,
-    own_runs,
+    predict_recorded_run,
     row_of,
-    uncertainty,
-    violations,
 )
 from parakit.reporting.analyse.comparability import DISTURBED, IMPOSSIBLE, why_withheld
 from parakit.reporting.analyse.configurations import pooled
 from parakit.reporting.analyse.disturbance import why_disturbed
 from parakit.reporting.analyse.entry import Entry
-from parakit.reporting.read.runs import Run
 
 _MILLISECONDS = 1e3
 
@@ -65,19 +56,21 @@ def planned(
         runs_root: Where constants that were measured on this machine are kept.
         own: The file of one's own measurements.
     """
-    found = []
+    rows = []
     for entry in entries:
-        spec, cluster = entry.run.spec, _cluster(entry.run, runs_root)
-        # A log can say less than what ran.
-        if not spec or not cluster or not _is_timed(entry) or violations(spec, NEWEST):
+        run, device = entry.run, _device(entry.run)
+        if run.spec is None or device is None or not _is_timed(entry):
             continue
-        # Of linear attention no time is planned.
-        if not spec.shape.vocabulary or spec.shape.linear:
-            continue
-        known = own_runs(own, cluster).without(spec)
-        with suppress(UnevenSplitError, NoPeakError):
-            found.append(PlannedEntry(entry, uncertainty(spec, cluster, known)))
-    return tuple(found)
+        recorded = RecordedRun(
+            run.spec,
+            device,
+            run.record.argv if run.record else flags_of_printed(run.arguments),
+            len(run.record.host.nodes) or 1 if run.record else None,
+        )
+        known = predict_recorded_run(recorded, runs_root, own)
+        if known is not None:
+            rows.append(PlannedEntry(entry, known))
+    return tuple(rows)
 
 
 @dataclass(frozen=True)
@@ -170,26 +163,3 @@ def _device(run: Run) -> Device | None:
         here = run.record is not None and run.record.host.name == platform.node()
         return device_by_key("cpu") if here else None
     return find_device(run.device) if run.device else None
-
-
-def _cluster(run: Run, runs_root: Path) -> Cluster | None:
-    device, spec = _device(run), run.spec
-    if device is None or spec is None:
-        return None
-    calibration = calibration_of(runs_root, device)
-    if device.key == "cpu" and calibration.matmul is None:
-        return None
-    world = spec.parallelism.world_size
-    nodes = len(run.record.host.nodes) or 1 if run.record else -(-world // device.domain)
-    flags = run.record.argv if run.record else flags_of_printed(run.arguments)
-    return Cluster(
-        device,
-        world,
-        -(-world // nodes),
-        link_by_key(device.link),
-        link_by_key(device.network),
-        calibration,
-        execution_of_flags(Flags(flags)),
-        # CPU ranks are this machine's (`_device`).
-        len(os.sched_getaffinity(0)) if device.key == "cpu" else None,
-    )

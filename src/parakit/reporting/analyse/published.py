@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from parakit.config.published import MAIN_SOURCE, Figure, Published
 from parakit.config.strategy import Parallelism
 from parakit.formatting.units import MIB
-from parakit.reporting.read.runs import Run
+from parakit.logs import Run
 
 
 @dataclass(frozen=True)

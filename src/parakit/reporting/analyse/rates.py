@@ -9,8 +9,8 @@ import numpy as np
 from parakit.config.hardware import find_device
 from parakit.config.model import GATED_DELTA_NET
 from parakit.config.run import RunSpec
-from parakit.planner import model_flops, token_flops
-from parakit.reporting.read.runs import Run
+from parakit.costs import model_flops, token_flops
+from parakit.logs import Run
 
 DISAGREEMENT = 0.01
 _MIN_THROUGHPUT = 20.0

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from parakit.artifacts.identity import essential
 from parakit.config.published import Correction, Published
+from parakit.logs import Run
 from parakit.reporting.analyse.comparability import SLOWED_REFERENCE, compare_speed, why_impossible
 from parakit.reporting.analyse.configurations import configurations, labels, with_distinct_names
 from parakit.reporting.analyse.earlier import Change
@@ -15,7 +16,6 @@ from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.parity import parity_of
 from parakit.reporting.analyse.planned import PlannedEntry
 from parakit.reporting.analyse.statistics import TimeComparison, adjusted
-from parakit.reporting.read.runs import Run
 
 
 @dataclass(frozen=True)

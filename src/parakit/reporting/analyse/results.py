@@ -8,16 +8,16 @@ from typing import Any
 
 from parakit.config.run import Backend, RunSpec
 from parakit.config.strategy import Parallelism
+from parakit.costs import UnevenSplitError, parameters_total, rank_parameters
 from parakit.formatting.table import Column
 from parakit.formatting.units import number
-from parakit.planner import UnevenSplitError, parameters_total, rank_parameters
+from parakit.logs import Run
 from parakit.reporting.analyse.comparability import SHARED, adam_state
 from parakit.reporting.analyse.configurations import Configuration, patch_file_name
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.parity import REFERENCE, Parity, resumption_sentence
 from parakit.reporting.analyse.rates import attention_variant
 from parakit.reporting.analyse.statistics import Estimate
-from parakit.reporting.read.runs import Run
 
 
 def notes_of(entry: Entry) -> str:

@@ -16,13 +16,13 @@ from enum import StrEnum
 
 import numpy as np
 
+from parakit.logs import robust_spread
 from parakit.reporting.analyse.resampling import (
     CONFIDENCE,
     MIN_FOR_BOOTSTRAP,
     NORMAL,
     median_interval,
 )
-from parakit.reporting.read.window import robust_spread
 
 MIN_FOR_INTERVAL = 6
 REPEATS_FOR_TRUST = 3

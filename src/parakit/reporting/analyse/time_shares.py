@@ -9,13 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from parakit.artifacts.measurements import (
-    CommunicationRecord,
-    Operation,
-    Phase,
-    RankTime,
-    TimeRecord,
-)
+from parakit.artifacts.measurements import CommunicationRecord, RankTime, TimeRecord
+from parakit.costs import Operation, Phase
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parakit.formatting.units import number
-from parakit.reporting.read.runs import Run
-from parakit.reporting.read.window import MAD_TO_SIGMA, robust_spread
+from parakit.logs import MAD_TO_SIGMA, Run, robust_spread
 
 MIN_SEGMENT = 8
 """Iterations on either side of a step, and in a stretch that alternates."""

@@ -8,10 +8,10 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from parakit.config.run import Backend
-from parakit.planner import NODES, at_other_rate, link_seconds
+from parakit.costs import NODES, at_other_rate, link_seconds
+from parakit.logs import Run
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.canvas import WIDTH_INCHES, colour, grid
-from parakit.reporting.read.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

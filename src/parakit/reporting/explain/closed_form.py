@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from parakit.artifacts.measurements import MemoryCategory, RankMemory
 from parakit.config.run import Backend, RunSpec
-from parakit.formatting.units import amount
-from parakit.planner import (
+from parakit.costs import (
     LATEST,
     Megatron,
     communication_bytes,
@@ -17,7 +16,8 @@ from parakit.planner import (
     memory_of_rank,
     rank_parameters,
 )
-from parakit.reporting.read.runs import Run
+from parakit.formatting.units import amount
+from parakit.logs import Run
 
 _OLD = ("0.14", "0.15")
 """Versions whose calls are those of f4fa7d6b."""

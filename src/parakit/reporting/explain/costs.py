@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from parakit.artifacts.measurements import Phase, TimeRecord
+from parakit.artifacts.measurements import TimeRecord
 from parakit.config.strategy import Parallelism
+from parakit.costs import Phase
 from parakit.formatting.units import change, joined, milliseconds, number, plural, signed
 from parakit.reporting.analyse.statistics import TimeComparison, TimeVerdict, compare
 from parakit.reporting.analyse.time_shares import mean

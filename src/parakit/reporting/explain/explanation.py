@@ -13,10 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from parakit.artifacts.measurements import Phase
 from parakit.config.published import load_published
+from parakit.costs import Phase
 from parakit.formatting.table import TextTable, markdown_table, markdown_text, readable_table
 from parakit.formatting.units import DASH, amount, count, ms, percent, signed, signed_percent
+from parakit.logs import find_run_folders, load_runs
 from parakit.reporting.analyse.report import Report, build_report
 from parakit.reporting.analyse.time_shares import TimeShares
 from parakit.reporting.explain.closed_form import ComponentResidual
@@ -35,7 +36,6 @@ from parakit.reporting.explain.predicted import (
 )
 from parakit.reporting.explain.routing import routing_sentences, routing_tables
 from parakit.reporting.explain.traffic import context_sentences, traffic_sentences
-from parakit.reporting.read.runs import find_run_folders, load_runs
 
 _QUESTIONS: tuple[tuple[str, Callable[[Subject, Sequence[Subject]], Iterable[str]]], ...] = (
     ("Which cost separates each strategy from baseline?", cost_sentences),

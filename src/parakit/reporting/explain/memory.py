@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from parakit.artifacts.measurements import MemoryCategory, Phase, RankMemory
+from parakit.artifacts.measurements import MemoryCategory, RankMemory
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Sharding, strategy_name
-from parakit.formatting.units import amount, count, joined, plural, signed
-from parakit.planner import (
+from parakit.costs import (
+    Phase,
     activation_bytes,
     chunk_activation_bytes,
     head_bytes,
     layers_in_flight,
     rank_parameters,
 )
+from parakit.formatting.units import amount, count, joined, plural, signed
 from parakit.reporting.explain.predicted import Subject, find
 
 _STATE = (MemoryCategory.WEIGHTS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER_STATE)

@@ -10,13 +10,20 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parakit.artifacts.measurements import Operation, RankCommunication, TimeRecord
+from parakit.artifacts.measurements import RankCommunication, TimeRecord
 from parakit.artifacts.run import COMMUNICATION_FILE, MEMORY_FILE, TIME_FILE
 from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
+from parakit.costs import (
+    Megatron,
+    Operation,
+    UnevenSplitError,
+    communication_of_rank,
+    rank_parameters,
+)
 from parakit.formatting.units import ms
-from parakit.planner import Megatron, UnevenSplitError, communication_of_rank, rank_parameters
+from parakit.logs import Run
 from parakit.reporting.analyse.entry import Entry, names_of
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.time_shares import (
@@ -36,7 +43,6 @@ from parakit.reporting.explain.closed_form import (
     kernels_of_run,
     megatron_of_run,
 )
-from parakit.reporting.read.runs import Run
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
 """They send nothing; a receive is its sender's call."""

@@ -15,11 +15,11 @@ from parakit.artifacts.measurements import (
     ROUTED_GROUPS,
     CommunicationRecord,
     LayerRouting,
-    Phase,
     RoutingRecord,
     choices,
 )
 from parakit.config.strategy import Parallelism
+from parakit.costs import Phase
 from parakit.formatting.table import TextTable
 from parakit.formatting.units import DASH, count, known, milliseconds, percent
 from parakit.reporting.analyse.time_shares import mean

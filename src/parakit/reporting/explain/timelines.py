@@ -17,16 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from parakit.artifacts.measurements import Phase
 from parakit.artifacts.run import TRACE_FILE
 from parakit.config.strategy import Parallelism
+from parakit.costs import Pass, Phase, SimulatedSchedule, Step, simulate
 from parakit.formatting.terminal import say
-from parakit.planner import Pass, SimulatedSchedule, Step, simulate
+from parakit.logs import Run, find_run_folders, load_folder, read_trace_events
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.time_shares import mean
 from parakit.reporting.canvas import INK, Chart, draw
-from parakit.reporting.read.runs import Run, find_run_folders, load_folder
-from parakit.reporting.read.traces import read_trace_events
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from parakit.artifacts.measurements import Phase
+from parakit.costs import Phase
 from parakit.formatting.units import DASH, amount, count, joined
 from parakit.reporting.analyse.time_shares import mean
 from parakit.reporting.explain.predicted import CallComparison, Subject, find

@@ -14,12 +14,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from parakit.logs import LOG_LINE, OTHER, Run
 from parakit.reporting.analyse.entry import Entry, loss_differences, names_of
 from parakit.reporting.analyse.parity import loss_points
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.canvas import extremes
-from parakit.reporting.read.iterations import LOG_LINE, OTHER
-from parakit.reporting.read.runs import Run
 
 MAX_SERIES = 12
 """Rows that one picture draws; more cannot be told apart."""

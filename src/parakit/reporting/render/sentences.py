@@ -8,6 +8,7 @@ from parakit.artifacts.run import Status
 from parakit.config.run import RunSpec
 from parakit.config.strategy import BATCH_RULE, Parallelism, batch_for
 from parakit.formatting.units import joined, number, plural, signed_percent
+from parakit.logs import Run
 from parakit.reporting.analyse.comparability import (
     DISTURBED,
     IMPOSSIBLE,
@@ -24,7 +25,6 @@ from parakit.reporting.analyse.parity import LOGS_AGREE, NOT_COMPARABLE
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.results import disagreement
 from parakit.reporting.analyse.statistics import TimeVerdict, smallest_difference
-from parakit.reporting.read.runs import Run
 
 _MAX_FLAWS = 8
 MAX_NAMED = 8

@@ -23,9 +23,10 @@ from parakit.config.strategy import (
     devices_of,
     parse_strategy,
 )
+from parakit.costs import communication_of_rank, total_wire_bytes
 from parakit.formatting.html import environment
 from parakit.formatting.units import joined
-from parakit.planner import PlanOptions, communication_of_rank, time_strategy, total_wire_bytes
+from parakit.planner import PlanOptions, time_strategy
 from parakit.site.drawing.held import held
 from parakit.site.drawing.sent import sent, traffic
 from parakit.site.drawing.sheet import Rank, shown_ranks

@@ -8,8 +8,8 @@ from functools import partial
 from itertools import batched
 
 from parakit.config.run import RunSpec
+from parakit.costs import PredictedMemory, memory_of_rank, precision_of, rank_parameters
 from parakit.formatting.units import amount, count
-from parakit.planner import PredictedMemory, memory_of_rank, precision_of, rank_parameters
 from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, Rank, Sheet, draw_heads
 
 _LABEL = 108

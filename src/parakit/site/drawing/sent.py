@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from parakit.artifacts.measurements import Operation, Phase
 from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
+from parakit.costs import CollectiveCall, Operation, Phase, communication_of_rank, total_wire_bytes
 from parakit.formatting.units import count, gb, joined, megabytes
-from parakit.planner import CollectiveCall, communication_of_rank, total_wire_bytes
 from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, Rank, Sheet, draw_heads, together
 
 COLOURS = {

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
-from parakit.artifacts.measurements import Phase
 from parakit.config.run import RunSpec
-from parakit.formatting.units import percent
-from parakit.planner import (
+from parakit.costs import (
     CollectiveCall,
     Event,
     Pass,
+    Phase,
     SimulatedSchedule,
     by_group,
     communication_of_rank,
     figures,
     simulate,
 )
+from parakit.formatting.units import percent
 from parakit.site.drawing.sent import COLOURS, is_few
 from parakit.site.drawing.sheet import WIDTH, Rank, Sheet
 

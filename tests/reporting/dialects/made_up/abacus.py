@@ -2,7 +2,7 @@
 
 import re
 
-from parakit.reporting.read.dialects import (
+from parakit.logs.dialects import (
     Dialect,
     FoundIteration,
     LineField,
@@ -10,8 +10,8 @@ from parakit.reporting.read.dialects import (
     News,
     iteration_of,
 )
-from parakit.reporting.read.iterations import OTHER
-from parakit.reporting.read.scraped import ArgumentList, CheckpointEvent
+from parakit.logs.iterations import OTHER
+from parakit.logs.scraped import ArgumentList, CheckpointEvent
 
 _STEP = re.compile(
     r"step (?P<iteration>\d+) of (?P<total_iterations>\d+): loss (?P<lm_loss>[\d.]+),"

@@ -1,0 +1,105 @@
+"""Equal calls of one rank, and what they put on the wire.
+
+Operations, phases and the bytes an algorithm sends are those of the ledgers (`parakit.artifacts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import NamedTuple
+
+from parakit.config.groups import Group, group_ranks
+from parakit.config.run import RunSpec, Transport
+from parakit.costs.operations import Operation, Phase, wire_bytes
+
+
+class Megatron(StrEnum):
+    """The Megatron-LM versions whose calls are known, by what is checked out."""
+
+    F4FA7D6B = "f4fa7d6b"
+    """Main of 2025-09-01, 0.15.0rc2: the published runs."""
+    V0_19 = "core_v0.19.0"
+
+
+LATEST = Megatron.V0_19
+
+
+class CollectiveCall(NamedTuple):
+    """Equal calls of one rank in one iteration."""
+
+    group: Group
+    ranks: int
+    operation: Operation
+    phase: Phase
+    what: str
+    """What is moved, in a few words."""
+    calls: int
+    payload_bytes: int
+    """Of one call: the whole tensor (gathered, before scattering, or as sent)."""
+    source: str
+    """Upstream file and function, or paper."""
+    hideable: bool = False
+    """Whether Megatron starts it beside arithmetic that does not wait for it."""
+    transport: Transport = Transport.NCCL
+
+    @property
+    def wire_bytes(self) -> int:
+        """Sent by this rank over all these calls."""
+        sent = wire_bytes(self.operation, self.payload_bytes, self.ranks, self.transport)
+        return self.calls * sent
+
+    @property
+    def total_payload_bytes(self) -> int:
+        """Payload over all these calls."""
+        return self.calls * self.payload_bytes
+
+
+def collective(
+    spec: RunSpec,
+    group: Group,
+    operation: Operation,
+    phase: Phase,
+    what: str,
+    calls: int,
+    payload_bytes: int,
+    source: str,
+    *,
+    hideable: bool = False,
+) -> CollectiveCall:
+    """Calls over a group of a run: as many ranks as its split has there, over its transport."""
+    return CollectiveCall(
+        group,
+        group_ranks(spec.parallelism, group),
+        operation,
+        phase,
+        what,
+        calls,
+        payload_bytes,
+        source,
+        hideable,
+        spec.transport,
+    )
+
+
+def layer_passes(spec: RunSpec, *modules: str) -> tuple[int, int]:
+    """Passes on one rank in an iteration through what these modules of a layer hold: forward (recomputed
+    ones too), backward."""
+    layers = spec.layers_a_stage
+    again = layers if spec.recompute.again(*modules) else 0
+    if spec.recompute.some_layers:
+        again = sum(spec.recompute.checkpoints(layers))
+    return (layers + again) * spec.microbatches, layers * spec.microbatches
+
+
+def by_group(calls: Iterable[CollectiveCall]) -> dict[Group, int]:
+    """Wire bytes by group."""
+    totals: dict[Group, int] = {}
+    for call in calls:
+        totals[call.group] = totals.get(call.group, 0) + call.wire_bytes
+    return totals
+
+
+def total_wire_bytes(calls: Iterable[CollectiveCall]) -> int:
+    """Wire bytes over all groups."""
+    return sum(call.wire_bytes for call in calls)

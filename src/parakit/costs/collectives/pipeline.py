@@ -1,0 +1,49 @@
+"""Messages between pipeline stages, and the tied embedding that two of them hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parakit.config.groups import Group
+from parakit.config.run import RunSpec
+from parakit.costs.activations import residual_bytes
+from parakit.costs.collectives.call import CollectiveCall, collective
+from parakit.costs.memory import precision_of
+from parakit.costs.operations import Operation, Phase
+
+_P2P = "pipeline_parallel/p2p_communication.py: P2PCommunicator"
+
+
+def pipeline_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
+    """Messages of one pipeline rank; with virtual stages the last one also sends to the first."""
+    pipeline, ends = spec.parallelism.pipeline, spec.microbatches
+    if pipeline == 1:
+        return
+    chunks = spec.microbatches * spec.parallelism.virtual_stages
+    forward = chunks - (ends if pipeline_rank == pipeline - 1 else 0)
+    backward = chunks - (ends if pipeline_rank == 0 else 0)
+    for phase, what, calls in (
+        (Phase.FORWARD, "activations to the next stage", forward),
+        (Phase.BACKWARD, "gradients to the stage before", backward),
+    ):
+        send, payload = Operation.SEND, residual_bytes(spec)
+        yield collective(spec, Group.PIPELINE, send, phase, what, calls, payload, _P2P)
+    if pipeline_rank in {0, pipeline - 1}:
+        yield from tied_embedding_gradients(spec)
+
+
+def tied_embedding_gradients(spec: RunSpec) -> Iterator[CollectiveCall]:
+    """The first and the last stage add up their gradients of the embedding that both hold."""
+    if not spec.embeds_twice:
+        return
+    elements = spec.padded_vocabulary * spec.shape.hidden // spec.parallelism.tensor
+    yield collective(
+        spec,
+        Group.EMBEDDING,
+        Operation.ALL_REDUCE,
+        Phase.GRADIENT_SYNC,
+        "gradients of the tied embedding",
+        1,
+        precision_of(spec).gradients * elements,
+        "distributed/finalize_model_grads.py: _allreduce_word_embedding_grads",
+    )

@@ -1,0 +1,51 @@
+"""Every call that one rank makes in one training iteration, from closed forms.
+
+Each entry names its upstream function. Groups of one rank are left out: Megatron calls them, nothing
+moves. Barriers and calls outside a training iteration (evaluation, checkpoints, start-up) are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parakit.config.run import RunSpec
+from parakit.costs.collectives.call import LATEST, CollectiveCall, Megatron, total_wire_bytes
+from parakit.costs.collectives.context import boundary_collectives, context_collectives
+from parakit.costs.collectives.control import control_collectives
+from parakit.costs.collectives.data import gradient_collectives
+from parakit.costs.collectives.experts import expert_collectives
+from parakit.costs.collectives.pipeline import pipeline_collectives
+from parakit.costs.collectives.tensor import tensor_collectives
+
+
+def communication_of_rank(
+    spec: RunSpec, pipeline_rank: int = 0, megatron: Megatron = LATEST
+) -> tuple[CollectiveCall, ...]:
+    """Calls of one pipeline rank in a steady iteration; its TP, CP and DP ranks are alike.
+
+    Raises:
+        UnevenSplitError: A degree does not divide what it splits.
+    """
+    calls = _all_collectives(spec, pipeline_rank, megatron)
+    return tuple(call for call in calls if call.ranks > 1 and call.total_payload_bytes)
+
+
+def busiest_collectives(spec: RunSpec) -> tuple[CollectiveCall, ...]:
+    """Calls of the pipeline rank that sends most: the first, the second or the last."""
+    pipeline = spec.parallelism.pipeline
+    ranks = sorted({0, min(1, pipeline - 1), pipeline - 1})
+    return max((communication_of_rank(spec, rank) for rank in ranks), key=total_wire_bytes)
+
+
+def _all_collectives(
+    spec: RunSpec, pipeline_rank: int, megatron: Megatron
+) -> Iterator[CollectiveCall]:
+    yield from tensor_collectives(spec, pipeline_rank, megatron)
+    for run in spec.stage_runs(pipeline_rank):
+        yield from context_collectives(run)
+        yield from expert_collectives(run)
+    if pipeline_rank == spec.parallelism.pipeline - 1:
+        yield from boundary_collectives(spec)
+    yield from pipeline_collectives(spec, pipeline_rank)
+    yield from gradient_collectives(spec, pipeline_rank)
+    yield from control_collectives(spec, pipeline_rank, megatron)

@@ -1,0 +1,76 @@
+"""Seconds that one link between two nodes is busy, when all process groups that cross it share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from parakit.config.groups import Group, group_ranks
+from parakit.config.strategy import Parallelism
+
+NODES = 2
+
+
+class Sent(Protocol):
+    """Calls of one rank: the planner's `CollectiveCall` or a ledger's `Calls`."""
+
+    @property
+    def group(self) -> str:
+        """Name of the process group."""
+
+    @property
+    def wire_bytes(self) -> int:
+        """Sent by this rank over all these calls."""
+
+
+def link_seconds(calls: Iterable[Sent], parallelism: Parallelism, bits_per_second: float) -> float:
+    """Seconds of an iteration that the link is busy, each way, if nothing runs beside it.
+
+    Half of the ranks, in order, sit on each side. Every ring that crosses the link carries there what
+    each of its ranks sends; groups that lie on one side do not use it. All rings share the link.
+    """
+    per_node, sent = parallelism.world_size // NODES, 0
+    for call in calls:
+        # A ledger's group that Megatron does not have spans all ranks.
+        group = Group(call.group) if call.group in set(Group) else Group.WORLD
+        stride, ranks = stride_and_ranks(parallelism, group)
+        if stride * ranks > per_node:
+            sent += call.wire_bytes * max(1, per_node // min(ranks, max(1, per_node // stride)))
+    return 8 * sent / bits_per_second
+
+
+def at_other_rate(seconds: float, link: float, measured_at: float, rate: float) -> float:
+    """An iteration measured at one rate, as it would be at another: only the link's part changes.
+
+    Args:
+        seconds: The measured iteration.
+        link: `link_seconds` at the rate it was measured at.
+        measured_at: That rate in bit/s.
+        rate: The other rate in bit/s.
+    """
+    return seconds + link * (measured_at / rate - 1)
+
+
+def stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]:
+    """Distance between neighbours of a group in global ranks, and its size.
+
+    Groups that no single stride describes move a few numbers only; they count as the whole world.
+    """
+    tensor, context = parallelism.tensor, parallelism.context
+    replicas = tensor * context * parallelism.data
+    expert_tensor = parallelism.tensor_of_experts
+    strides = {
+        Group.TENSOR: 1,
+        Group.EXPERT_TENSOR: 1,
+        Group.CONTEXT: tensor,
+        Group.TENSOR_CONTEXT: 1,
+        Group.EXPERT: expert_tensor,
+        Group.TENSOR_EXPERT: 1,
+        Group.DATA_CONTEXT: tensor,
+        Group.EXPERT_DATA: expert_tensor * parallelism.expert,
+        Group.PIPELINE: replicas,
+        Group.EMBEDDING: replicas * max(1, parallelism.pipeline - 1),
+    }
+    if group not in strides:
+        return 1, parallelism.world_size
+    return strides[group], group_ranks(parallelism, group)

@@ -1,0 +1,62 @@
+"""Logs of training runs, of many trainers and versions, and run folders, read into values.
+
+This package decides which runs a log holds, what each line says, why a run failed, and which iterations are
+measurements. Each trainer's words are in one file of `dialects`. It draws no conclusion from several runs: that is
+the report's.
+"""
+
+from typing import TYPE_CHECKING
+
+from parakit.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from parakit.logs.diagnosis import after_last, classify_log, diagnose, first_error
+    from parakit.logs.dialects import find_iterations
+    from parakit.logs.failures import NCCL_TIMEOUT
+    from parakit.logs.iterations import LOG_LINE, OTHER, Iteration, IterationTable
+    from parakit.logs.lines import printable, split_lines
+    from parakit.logs.printed import device_named, device_of_arguments, printed_spec
+    from parakit.logs.runs import Run, find_run_folders, load_folder, load_runs
+    from parakit.logs.scrape import scrape_log, scrape_runs
+    from parakit.logs.scraped import ScrapedLog
+    from parakit.logs.sources import read_samples
+    from parakit.logs.stated_model import NEEDED, ModelDifference
+    from parakit.logs.traces import read_trace_events
+    from parakit.logs.training_log import TrainingLog, UnreadableLogError, read_training_logs
+    from parakit.logs.window import MAD_TO_SIGMA, robust_spread
+else:
+    __getattr__ = lazy_names(__name__, __file__)
+
+__all__ = [
+    "LOG_LINE",
+    "MAD_TO_SIGMA",
+    "NCCL_TIMEOUT",
+    "NEEDED",
+    "OTHER",
+    "Iteration",
+    "IterationTable",
+    "ModelDifference",
+    "Run",
+    "ScrapedLog",
+    "TrainingLog",
+    "UnreadableLogError",
+    "after_last",
+    "classify_log",
+    "device_named",
+    "device_of_arguments",
+    "diagnose",
+    "find_iterations",
+    "find_run_folders",
+    "first_error",
+    "load_folder",
+    "load_runs",
+    "printable",
+    "printed_spec",
+    "read_samples",
+    "read_trace_events",
+    "read_training_logs",
+    "robust_spread",
+    "scrape_log",
+    "scrape_runs",
+    "split_lines",
+]

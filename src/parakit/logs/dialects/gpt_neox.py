@@ -1,0 +1,49 @@
+"""GPT-NeoX: Megatron's line of before 0.7, and arguments of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from parakit.logs.dialects import Dialect
+from parakit.logs.dialects.megatron import BarLine, renamed
+
+_OWN = ("train_micro_batch_size_per_gpu", "pipe_parallel_size")
+_NAMES = {
+    "pipe_parallel_size": "pipeline_model_parallel_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "train_batch_size": "global_batch_size",
+    "global_num_gpus": "world_size",
+    "no_weight_tying": "untie_embeddings_and_output_weights",
+    "pos_emb": "position_embedding_type",
+    "norm": "normalization",
+}
+_VALUES = {
+    ("position_embedding_type", "rotary"): "rope",
+    ("position_embedding_type", "learned"): "learned_absolute",
+    ("normalization", "rmsnorm"): "RMSNorm",
+    ("normalization", "layernorm"): "LayerNorm",
+    # No pipeline.
+    ("pipeline_model_parallel_size", "0"): "1",
+}
+_PRECISIONS = {"fp16": "fp16", "bfloat16": "bf16"}
+# Behind a value it says where that comes from.
+_ORIGIN = re.compile(r"\.{0,80}(?:default|updated)\Z")
+
+
+def _arguments(printed: Mapping[str, str]) -> Mapping[str, str]:
+    if not all(name in printed for name in _OWN):
+        return printed
+    plain = {name: _ORIGIN.sub("", value.strip()) for name, value in printed.items()}
+    found = renamed(plain, _NAMES)
+    found = {name: _VALUES.get((name, value), value) for name, value in found.items()}
+    precision = _PRECISIONS.get(found.get("precision", ""))
+    return found | {half: str(half == precision) for half in _PRECISIONS.values()}
+
+
+DIALECT = Dialect(
+    name="GPT-NeoX",
+    line=BarLine,
+    names={"approx flops per GPU": ("throughput_tflops_per_gpu", 0)},
+    arguments=_arguments,
+)

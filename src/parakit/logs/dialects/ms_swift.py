@@ -1,0 +1,45 @@
+"""ms-swift: a step's metrics as a dictionary or as JSON, with the mean time of a step so far."""
+
+from __future__ import annotations
+
+import re
+
+from parakit.logs.dialects import Dialect, MetricsLine
+from parakit.logs.iterations import MEAN_SECONDS, SECONDS_SO_FAR
+
+_ELAPSED = re.compile(r"""['"]elapsed_time['"]: ['"]((?:\d{1,6}[dhms] ?){1,4})['"]""")
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+class _Step(MetricsLine):
+    """Beside a reward its loss is a policy's."""
+
+    mark = b"train_speed(s/it)"
+    opening = re.compile(r"""\{['"]loss['"]: """)
+    number = re.compile(
+        r"""['"](?:iteration|global_step/max_steps)['"]: ['"]"""
+        r"""(?P<iteration>\d{1,9})/(?P<total_iterations>\d{1,9})['"]"""
+    )
+    rank = 4
+    trainer = "ms-swift"
+
+    def numbers(self, text: str) -> dict[str, str]:
+        """With the time since the start, `1h 3m 7s`, in seconds."""
+        found = super().numbers(text)
+        if elapsed := _ELAPSED.search(text):
+            parts = elapsed[1].split()
+            found["elapsed_time"] = str(sum(int(part[:-1]) * _UNITS[part[-1]] for part in parts))
+        return found
+
+
+DIALECT = Dialect(
+    name="ms-swift",
+    line=_Step,
+    names={
+        "train_speed(s/it)": (MEAN_SECONDS, 0),
+        "elapsed_time": (SECONDS_SO_FAR, 0),
+        "loss": ("lm_loss", 0),
+        "grad_norm": ("grad_norm", 0),
+        "learning_rate": ("learning_rate", 0),
+    },
+)

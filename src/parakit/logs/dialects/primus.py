@@ -1,0 +1,12 @@
+"""Primus: Megatron's line; behind a number it has the mean so far."""
+
+from __future__ import annotations
+
+from parakit.logs.dialects import Dialect
+from parakit.logs.dialects.megatron import BarLine
+
+DIALECT = Dialect(
+    name="Primus",
+    line=BarLine,
+    names={"compute per GPU (TFLOP/s/GPU)": ("throughput_tflops_per_gpu", 0)},
+)

@@ -1,0 +1,97 @@
+"""The value that `scrape` prints of a log and that `parakit.read_logs` returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from parakit.artifacts.run import StatusRecord
+from parakit.formatting.presented import PresentedTable
+from parakit.formatting.terminal import say
+from parakit.logs.diagnosis import classify_log
+from parakit.logs.iterations import IterationTable
+from parakit.logs.scrape import scrape_runs
+from parakit.logs.scraped import ScrapedLog
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_AS_THEY_ARE = (
+    *("parameters", "memory", "theoretical_parameters_billions", "theoretical_memory", "timers"),
+    *("validation", "checkpoints", "exit_reason", "notes"),
+)
+
+
+class UnreadableLogError(ValueError):
+    """A log that cannot be read; the message says why."""
+
+
+@dataclass(frozen=True, repr=False)
+class TrainingLog(PresentedTable):
+    """One training run of a log, and how it ended; a file with several runs gives several logs."""
+
+    log: ScrapedLog
+    status: StatusRecord
+
+    @property
+    def iterations(self) -> IterationTable:
+        """Iteration lines in order; each has its loss, its milliseconds and what else was printed."""
+        return self.log.iterations
+
+    @property
+    def sentence(self) -> str:
+        """Path, status, number of iterations and the reason of a failure in one line."""
+        reason = f": {self.status.reason}" if self.status.reason else ""
+        count = len(self.iterations)
+        return f"{self.log.path}: {self.status.status.value}, {count} iterations{reason}"
+
+    def show(self, console: Console) -> None:
+        """Print the sentence, as `parakit report scrape` does."""
+        say(console, self.sentence)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `parakit report scrape --json` prints; what the log does not say is None.
+
+        An iteration has only what its line says, and None in place of NaN.
+        """
+        return {
+            "path": self.log.path,
+            "part": self.log.part,
+            "parts": self.log.parts,
+            "status": self.status.status.value,
+            "reason": self.status.reason,
+            "rank": self.status.rank,
+            "dialect": self.log.generation.name,
+            "iterations": list(self.to_rows()),
+            "restarts": list(self.log.restarts),
+        } | {name: msgspec.to_builtins(getattr(self.log, name)) for name in _AS_THEY_ARE}
+
+    def to_rows(self) -> Sequence[Mapping[str, Any]]:
+        """Return a row per iteration, with what its line says."""
+        return [
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in msgspec.to_builtins(iteration).items()
+                if value is not None and value is not False
+            }
+            for iteration in self.iterations
+        ]
+
+
+def read_training_logs(path: Path) -> tuple[TrainingLog, ...]:
+    """Read every training run of a log file, in order.
+
+    Raises:
+        UnreadableLogError: The file cannot be read.
+    """
+    try:
+        logs = scrape_runs(path)
+    except OSError as error:
+        reason = f"{path} cannot be read: {error.strerror}; check the path."
+        raise UnreadableLogError(reason) from None
+    return tuple(TrainingLog(log, classify_log(log)) for log in logs)

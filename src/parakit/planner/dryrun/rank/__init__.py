@@ -1,1 +1,0 @@
-"""Inside the dry run's process: torch, Megatron, the kit's patches and its ledgers."""

@@ -1,0 +1,84 @@
+"""Prediction of a run that was recorded, for the report, which shows it beside the measurement."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parakit.config.flags import Flags
+from parakit.config.hardware import Device, link_by_key
+from parakit.config.run import RunSpec
+from parakit.costs import NEWEST, UnevenSplitError, violations
+from parakit.planner.calibration import calibration_of
+from parakit.planner.readings.local_readings import own_runs
+from parakit.planner.readings.neighbours import Uncertainty, uncertainty
+from parakit.planner.readings.reading_to_spec import execution_of_flags
+from parakit.planner.time.cluster import Cluster
+from parakit.planner.time.rates import NoPeakError
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run as its folder or its log describes it."""
+
+    spec: RunSpec
+    device: Device
+    """Device that each rank ran on. CPU ranks must be those of this machine."""
+    flags: Sequence[str]
+    """Megatron's arguments."""
+    nodes: int | None
+    """Machines that it ran on; None if nothing says so, which gives each machine all devices of a fast domain."""
+
+
+def predict_recorded_run(
+    run: RecordedRun, runs_root: Path, own_measurements: Path | None
+) -> Uncertainty | None:
+    """Predict the iteration time of a run, corrected by other runs that were measured here.
+
+    Args:
+        run: The run.
+        runs_root: Folder with the constants that were measured on this machine.
+        own_measurements: File of one's own measurements. The row of this run is not used.
+
+    Returns:
+        The prediction and how far such predictions are off. None if the planner cannot predict the run: a
+        log describes it incompletely, it has linear attention, its device has no rate for its dtype, or
+        it ran on CPU ranks of a machine that was never calibrated.
+
+    Raises:
+        ReadingsError: The file of one's own measurements is no table.
+        RequestError: The constants that were measured here cannot be read.
+    """
+    spec, cluster = run.spec, _cluster_of(run, runs_root)
+    # A log can say less than what ran, so that its arguments alone would be refused.
+    if cluster is None or violations(spec, NEWEST):
+        return None
+    if not spec.shape.vocabulary or spec.shape.linear:
+        return None
+    known = own_runs(own_measurements, cluster).without(spec)
+    try:
+        return uncertainty(spec, cluster, known)
+    except (UnevenSplitError, NoPeakError):
+        return None
+
+
+def _cluster_of(run: RecordedRun, runs_root: Path) -> Cluster | None:
+    """Return the cluster of a run; None for CPU ranks without measured constants."""
+    device, on_cpu = run.device, run.device.key == "cpu"
+    calibration = calibration_of(runs_root, device)
+    if on_cpu and calibration.matmul is None:
+        return None
+    world = run.spec.parallelism.world_size
+    nodes = run.nodes or -(-world // device.domain)
+    return Cluster(
+        device,
+        world,
+        -(-world // nodes),
+        link_by_key(device.link),
+        link_by_key(device.network),
+        calibration,
+        execution_of_flags(Flags(run.flags)),
+        len(os.sched_getaffinity(0)) if on_cpu else None,
+    )
