@@ -16,7 +16,7 @@ from parakit.artifacts.capture import (
     Site,
     Stage,
 )
-from parakit.verify.compare import compare, drift
+from parakit.verify.compare import compare, measure_drift
 from parakit.verify.tolerance import RESPONSES
 from tests.verify.captures import (
     BATCH,
@@ -508,7 +508,7 @@ def test_what_earlier_iterations_leave_may_be_off_as_far_as_rounding_carries(
 
     reference, ours = run("reference", 0), run("ours", 1e-3)
     assert compare(reference, ours).wrong()
-    measured = drift(reference, [run("a", 1e-5), run("b", 2e-4)])
+    measured = measure_drift(reference, [run("a", 1e-5), run("b", 2e-4)])
     assert bool(compare(reference, ours, measured).wrong()) is not holds
 
 

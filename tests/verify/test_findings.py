@@ -9,11 +9,11 @@ import pytest
 from parakit.config.files import read_yaml
 from parakit.launch.job import parse_target
 from parakit.launch.options import read_patch_file
-from parakit.verify.findings import FOLDER, VERSIONS, Finding, Judged, list_findings
+from parakit.verify.findings import FOLDER, VERSIONS, Finding, FindingStatus, list_findings
 from tests.verify.benched import bench
 from tests.verify.history import fixes
 
-REPRODUCED = [one for one in list_findings() if one.verdict is Judged.REPRODUCED]
+REPRODUCED = [one for one in list_findings() if one.verdict is FindingStatus.REPRODUCED]
 
 
 def test_a_thread_ends_with_its_number_or_place() -> None:

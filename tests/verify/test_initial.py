@@ -6,7 +6,7 @@ import pytest
 
 from parakit.artifacts.capture import INITIAL, INITIAL_FILE, InitialPiece
 from parakit.artifacts.verdict import Outcome
-from parakit.verify.initial import wrong_starts
+from parakit.verify.initial import find_wrong_initializations
 from parakit.verify.verdict import judge
 from tests.verify.captures import MODULE, WEIGHT, output, place, random, rank, write
 
@@ -71,7 +71,7 @@ OUTPUT = (output(MODULE), np.ones((8, 2, 6), np.float32))
 )
 def test_what_a_layout_begins_with_by_itself(tmp_path, ranks, kind, wrong):
     reference, strategy = begun(tmp_path / "one", [(0, WHOLE)]), begun(tmp_path / "two", *ranks)
-    found = [*wrong_starts(reference, strategy)]
+    found = [*find_wrong_initializations(reference, strategy)]
     assert [one for one in found if kind not in one.kind] == []
     assert {number for one in found for number in one.ranks} == {*wrong}
 
@@ -80,7 +80,9 @@ def test_constants_of_two_shards_are_no_copies(tmp_path):
     ones = np.ones((64, 3), np.float32)
     reference = begun(tmp_path / "one", [(0, ones)])
     assert not [
-        *wrong_starts(reference, begun(tmp_path / "two", [(0, ones[:32])], [(32, ones[32:])]))
+        *find_wrong_initializations(
+            reference, begun(tmp_path / "two", [(0, ones[:32])], [(32, ones[32:])])
+        )
     ]
 
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from parakit.artifacts.capture import Stage
-from parakit.verify.comparison import Comparison, Pair, relative_error
-from parakit.verify.kinds import kind_of
+from parakit.verify.comparison import ComparedTensor, TensorComparison, relative_error
+from parakit.verify.kinds import classify_error
 from tests.verify.captures import random, rank
 
 WHOLE = random(8, 4)
@@ -13,10 +13,12 @@ LAYOUT = rank(tensor=(0, 2), data=(0, 3), micro_batches=5, world_size=6, vocabul
 def kind(
     ours, reference=WHOLE, name="decoder.layers.0", others=(), like=(), slot="output", **fields
 ):
-    pairs = [Pair(number, 0, one, reference) for number, one in enumerate((ours, *others))]
-    found = Comparison((Stage.OUTPUTS, name, slot), tolerance=1e-6, order=0, **fields)
+    pairs = [
+        ComparedTensor(number, 0, one, reference) for number, one in enumerate((ours, *others))
+    ]
+    found = TensorComparison((Stage.OUTPUTS, name, slot), tolerance=1e-6, order=0, **fields)
     found.error, found.worst = relative_error(ours, reference), pairs[0]
-    return kind_of(found, pairs, LAYOUT, like)
+    return classify_error(found, pairs, LAYOUT, like)
 
 
 @pytest.mark.parametrize(
@@ -77,13 +79,13 @@ def test_rows_of_padding_alone_are_named():
 )
 def test_a_norm_is_first_compared_between_the_ranks(ours, name):
     norms = [
-        Pair(number, None, np.array([float(one)]), np.array([5.0]))
+        ComparedTensor(number, None, np.array([float(one)]), np.array([5.0]))
         for number, one in enumerate(ours)
     ]
-    found = Comparison((Stage.NORM, "grad_norm", "returned"), tolerance=1e-6, order=0)
+    found = TensorComparison((Stage.NORM, "grad_norm", "returned"), tolerance=1e-6, order=0)
     for one in norms:
         found.add(one)
-    assert kind_of(found, norms, LAYOUT).name == name
+    assert classify_error(found, norms, LAYOUT).name == name
 
 
 def test_what_is_not_finite_is_said():
@@ -93,8 +95,8 @@ def test_what_is_not_finite_is_said():
 
 
 def test_copies_that_differ_by_a_bit_are_named():
-    found = Comparison((Stage.WEIGHTS, "a", "weight"), 1e-6, 0, replicas_differ=(0, 1))
-    assert kind_of(found, (), LAYOUT).name == "copies differ between ranks"
+    found = TensorComparison((Stage.WEIGHTS, "a", "weight"), 1e-6, 0, replicas_differ=(0, 1))
+    assert classify_error(found, (), LAYOUT).name == "copies differ between ranks"
 
 
 def test_noise_on_some_ranks_is_said_to_be_that():
@@ -133,5 +135,7 @@ def test_a_state_that_took_another_multiple_of_the_gradient_is_said_to(slot, pow
 
 
 def test_what_no_rank_holds_is_said_to_be_that():
-    found = Comparison((Stage.OPTIMIZER_STATE, "a", "exp_avg"), 1e-6, 0, error=1.0, uncovered=12)
-    assert kind_of(found, (), LAYOUT).name == "held by no rank"
+    found = TensorComparison(
+        (Stage.OPTIMIZER_STATE, "a", "exp_avg"), 1e-6, 0, error=1.0, uncovered=12
+    )
+    assert classify_error(found, (), LAYOUT).name == "held by no rank"

@@ -3,7 +3,7 @@ import pytest
 
 from parakit.artifacts.capture import COUNTED, Placement, Site, Stage
 from parakit.verify.compare import compare
-from parakit.verify.norm import memberships
+from parakit.verify.norm import check_norm_counts
 from tests.verify.captures import KEY, WEIGHT, place, rank, write
 
 GRADIENT = Site(Stage.REDUCED_GRADIENTS, WEIGHT, "gradient")
@@ -23,7 +23,7 @@ def counting(number, groups, *counted, **described):
 
 def test_every_element_counted_once_over_the_group_is_right(tmp_path):
     ranks = [counting(n, ((0, 1),), 1, tensor=(n, 2)) for n in range(2)]
-    (found,) = memberships(write(tmp_path / "c", ranks))
+    (found,) = check_norm_counts(write(tmp_path / "c", ranks))
     assert (found.kind, found.share) == ("", 0)
 
 
@@ -37,13 +37,13 @@ def test_every_element_counted_once_over_the_group_is_right(tmp_path):
 def test_a_part_that_is_not_counted_once_names_the_rank_that_holds_it(tmp_path, times, ranks, kind):
     first = counting(0, ((0, 1),), 1, tensor=(0, 2))
     capture = write(tmp_path / "c", [first, counting(1, ((0, 1),), times, tensor=(1, 2))])
-    (found,) = memberships(capture)
+    (found,) = check_norm_counts(capture)
     assert (found.kind, found.ranks, found.share) == (kind, ranks, 0.5)
 
 
 def test_a_norm_that_is_not_summed_over_the_ranks_of_the_other_parts_lacks_these(tmp_path):
     ranks = [counting(n, ((n,),), 1, data=(n, 2)) for n in range(2)]
-    (found,) = memberships(write(tmp_path / "c", ranks))
+    (found,) = check_norm_counts(write(tmp_path / "c", ranks))
     assert found.kind == "not counted in the norm of rank 0: rank 1 not in its group"
 
 
@@ -51,7 +51,7 @@ def test_a_copy_that_another_rank_counts_is_not_in_the_norm_for_want_of_that_ran
     ranks = [counting(n, ((n,),), 1 - n or None) for n in range(2)]
     for _, tensors in ranks:  # Both have the whole of it, as of tied embeddings.
         tensors[:] = [(site, values, place((0, 0, 0), (1, 2, 3))) for site, values, _ in tensors]
-    (found,) = memberships(write(tmp_path / "c", ranks))
+    (found,) = check_norm_counts(write(tmp_path / "c", ranks))
     assert (found.kind, found.ranks) == (
         "not counted in the norm of rank 1: rank 0 not in its group",
         (0,),
@@ -63,19 +63,19 @@ def test_a_parameter_whose_gradient_the_optimizer_lacks_is_counted_by_no_norm(tm
     here, tensors = counting(0, ((0,),), None, world_size=1)
     tensors[:] = [(local, tensors[0][1], place((0, 0, 0), (1, 2, 3)))]
     capture = write(tmp_path / "c", [(here, tensors)])
-    assert not list(memberships(capture))
-    (found,) = memberships(capture, [(KEY, (0,), "gradient")])
+    assert not list(check_norm_counts(capture))
+    (found,) = check_norm_counts(capture, [(KEY, (0,), "gradient")])
     assert found.kind == "not counted in the norm by rank 0"
 
 
 def test_experts_may_have_a_group_of_their_own(tmp_path):
     alone, both = counting(0, ((0,), (0, 1)), None, 1), counting(1, ((1,), (0, 1)), None, 1)
-    (found,) = memberships(write(tmp_path / "c", [alone, both]))
+    (found,) = check_norm_counts(write(tmp_path / "c", [alone, both]))
     assert found.kind == ""
 
 
 def test_without_a_norm_nothing_is_said_of_it(tmp_path):
-    assert not list(memberships(write(tmp_path / "c", [counting(0, (), world_size=1)])))
+    assert not list(check_norm_counts(write(tmp_path / "c", [counting(0, (), world_size=1)])))
 
 
 def test_a_part_that_is_missing_in_the_norm_comes_before_the_norms_value(tmp_path):

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from parakit.artifacts.capture import CapturedModule, Placement, Site, Stage
-from parakit.verify.comparison import Compared, Comparison, Pair
-from parakit.verify.map import COLUMNS, rows_of
+from parakit.verify.comparison import CaptureComparison, ComparedTensor, TensorComparison
+from parakit.verify.map import COLUMNS, build_map_rows
 from parakit.verify.page import render_page, write_page
 from parakit.verify.picture import Picture
-from parakit.verify.verdict import Judgement, Outcome, Verdict, judge, refused
+from parakit.verify.verdict import Judgement, Outcome, Verdict, judge, refuse_comparison
 from tests.chromium import chromium, needs_chromium
 from tests.verify.captures import rank, write
 
@@ -105,7 +105,7 @@ def test_first_wrong_cell_is_marked_and_every_wrong_one_is_red(differs):
 
 
 def test_rows_are_modules_in_forward_order_and_parameters_are_in_their_modules_row(judgements):
-    rows = rows_of(judgements[0].compared, None)
+    rows = build_map_rows(judgements[0].compared, None)
     assert [(row.name, row.label, row.depth) for row in rows] == [
         ("embedding", "embedding", 0),
         ("decoder", "decoder", 0),
@@ -151,7 +151,7 @@ def test_page_that_held_has_no_red_and_counts_every_tensor(judgements):
 
 
 def test_refusal_is_said_and_nothing_is_drawn(tmp_path):
-    write_page(tmp_path, refused("The two runs did different work: dtype is <bf16>."))
+    write_page(tmp_path, refuse_comparison("The two runs did different work: dtype is <bf16>."))
     page = (tmp_path / "verify.html").read_text()
     assert "The two runs did different work: dtype is &lt;bf16&gt;." in page
     assert "<tbody>" not in page
@@ -159,24 +159,26 @@ def test_refusal_is_said_and_nothing_is_drawn(tmp_path):
 
 def test_names_cannot_end_the_data_of_the_page():
     key = (Stage.OUTPUTS, "</script><b>", "output")
-    compared = Compared((Comparison(key, 1e-6, 0, error=1e-7, compared=1),), (), 1, 1)
+    compared = CaptureComparison(
+        (TensorComparison(key, 1e-6, 0, error=1e-7, compared=1),), (), 1, 1
+    )
     page = render_page(Judgement(Verdict(Outcome.HELD, worst_ratio=0.1), compared))
     assert "</script><b>" not in page
 
 
 def made(names, wrong=(), not_aligned=()):
     comparisons = [
-        Comparison(
+        TensorComparison(
             (Stage.OUTPUTS, name, "output"), 1.0, place, error=20.0 if name in wrong else 0.5
         )
         for place, name in enumerate(names)
     ]
-    return Compared(tuple(comparisons), not_aligned, len(names), len(names))
+    return CaptureComparison(tuple(comparisons), not_aligned, len(names), len(names))
 
 
 def test_long_maps_fold_the_layers_that_are_calm():
     names = [f"decoder.layers.{n}{part}" for n in range(40) for part in ("", ".attention", ".mlp")]
-    rows = rows_of(made(names, wrong=["decoder.layers.7.mlp"]), None)
+    rows = build_map_rows(made(names, wrong=["decoder.layers.7.mlp"]), None)
     assert [row.name for row in rows if row.children and row.open] == ["decoder.layers.7"]
     assert sum(row.shown for row in rows) == 42
     assert rows[18].levels_within()[FORWARD_OUT] == 3
@@ -186,7 +188,7 @@ def test_long_maps_fold_the_layers_that_are_calm():
 def test_where_red_is_everywhere_only_the_layer_of_the_first_is_open():
     names = [f"decoder.layers.{n}{part}" for n in range(40) for part in ("", ".attention", ".mlp")]
     first = (Stage.OUTPUTS, "decoder.layers.3.mlp", "output")
-    rows = rows_of(made(names, wrong=names), first)
+    rows = build_map_rows(made(names, wrong=names), first)
     assert [row.name for row in rows if row.children and row.open] == ["decoder.layers.3"]
 
 
@@ -195,7 +197,9 @@ def test_what_was_not_compared_is_hatched_in_its_own_row():
         "decoder.mlp.experts input.0 decoder.mlp.experts output.0: its shape follows no known split",
         "decoder.mlp.router.bias: the reference has no such parameter",
     )
-    rows = rows_of(made(["decoder", "decoder.mlp", "decoder.mlp.router"], not_aligned=lines), None)
+    rows = build_map_rows(
+        made(["decoder", "decoder.mlp", "decoder.mlp.router"], not_aligned=lines), None
+    )
     marked = {
         row.name: [place for place, cell in enumerate(row.cells) if cell.not_compared]
         for row in rows
@@ -218,7 +222,7 @@ def test_one_wrong_element_of_many_is_seen_in_the_smaller_picture():
     reference = np.ones((2000, 30), np.float32)
     ours = reference.copy()
     ours[1234, 5] = 2
-    points = drawn(Picture(Pair(0, None, ours, reference), 1e-6))
+    points = drawn(Picture(ComparedTensor(0, None, ours, reference), 1e-6))
     assert points.shape == (500, 30, 4)
     red = np.argwhere(points[..., 3] > 0.9)
     assert red.tolist() == [[308, 5]]
@@ -230,7 +234,7 @@ def test_sequences_of_a_batch_are_drawn_one_after_another():
     reference = np.ones((8, 2, 4), np.float32)
     ours = reference.copy()
     ours[:, 1] = 3
-    picture = Picture(Pair(0, 0, ours, reference), 1e-6)
+    picture = Picture(ComparedTensor(0, 0, ours, reference), 1e-6)
     assert np.flatnonzero(picture.matrix.any(1)).tolist() == [*range(8, 16)]
     assert picture.axes[0].text == "dimension 1 (2) × dimension 0 (8)"
 
@@ -239,17 +243,17 @@ def test_not_finite_and_integer_tensors_can_be_drawn():
     reference = np.ones(40, np.float32)
     ours = reference.copy()
     ours[3], ours[4] = np.nan, np.inf
-    assert np.argwhere(drawn(Picture(Pair(0, None, ours, reference), 1e-6))[..., 3] > 0.9)[
-        :, 1
-    ].tolist() == [3, 4]
+    assert np.argwhere(
+        drawn(Picture(ComparedTensor(0, None, ours, reference), 1e-6))[..., 3] > 0.9
+    )[:, 1].tolist() == [3, 4]
     ids = np.arange(40)
-    picture = Picture(Pair(0, None, np.roll(ids, 1), ids), 0.0)
+    picture = Picture(ComparedTensor(0, None, np.roll(ids, 1), ids), 0.0)
     assert picture.extent.startswith("40 of 40 elements (100.0%)")
     assert (drawn(picture)[..., 3] > 0.9).all()
 
 
 def test_scalar_is_shown_as_numbers():
-    picture = Picture(Pair(0, None, np.float32(2) * np.ones(()), np.ones(())), 1e-6)
+    picture = Picture(ComparedTensor(0, None, np.float32(2) * np.ones(()), np.ones(())), 1e-6)
     assert not picture.is_drawn
     assert [*picture.worst()] == [("–", "2", "1")]
 

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from parakit.artifacts.capture import PART, Site, Stage
-from parakit.verify.comparison import Pair
-from parakit.verify.kinds import kind_of_parts
-from parakit.verify.parts import BEFORE, explained, wants_parts
+from parakit.verify.comparison import ComparedTensor
+from parakit.verify.kinds import classify_by_parts
+from parakit.verify.parts import BEFORE, explain_by_parts, needs_parts
 from parakit.verify.verdict import judge
 from tests.verify.captures import WEIGHT, place, random, rank, write
 
@@ -14,7 +14,7 @@ LAYOUT = rank(tensor=(0, 2), data=(0, 3), micro_batches=5)
 
 def kind(ours, parts, extra=""):
     reference = np.sum([part for name, part in parts.items() if name != extra], axis=0)
-    found = kind_of_parts(Pair(0, None, ours, reference), 1e-6, parts, LAYOUT, extra)
+    found = classify_by_parts(ComparedTensor(0, None, ours, reference), 1e-6, parts, LAYOUT, extra)
     return found and found.name
 
 
@@ -54,9 +54,9 @@ def test_a_gradient_with_too_much_of_one_loss_is_explained_by_a_run_without_it(t
     reference = reduced(tmp_path / "reference", MAIN + AUXILIARY)
     ours = reduced(tmp_path / "ours", MAIN + np.float32(2.5) * AUXILIARY)
     judgement = judge(reference, ours)
-    assert wants_parts(judgement)
+    assert needs_parts(judgement)
     without = {"auxiliary loss": reduced(tmp_path / "without", MAIN)}
-    verdict = explained(judgement, ours, reference, without).verdict
+    verdict = explain_by_parts(judgement, ours, reference, without).verdict
     assert (verdict.kind, verdict.factor) == ("auxiliary loss ×2.5", pytest.approx(2.5, abs=1e-3))
 
 
@@ -68,7 +68,7 @@ def test_a_gradient_with_a_lost_micro_batch_is_explained_by_their_parts(tmp_path
         for n, values in enumerate((MAIN, AUXILIARY))
     ]
     given = reduced(tmp_path / "parts", MAIN + AUXILIARY, *parts)
-    found = explained(judge(reference, ours), ours, given, {})
+    found = explain_by_parts(judge(reference, ours), ours, given, {})
     assert found.verdict.kind == "without micro batch 0"
 
 
@@ -76,4 +76,4 @@ def test_what_another_kind_explains_wants_no_parts(tmp_path):
     reference = reduced(tmp_path / "reference", MAIN)
     judgement = judge(reference, reduced(tmp_path / "ours", 2 * MAIN))
     assert judgement.verdict.kind == "factor 2"
-    assert not wants_parts(judgement)
+    assert not needs_parts(judgement)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parakit.artifacts.capture import Placement, Site, Stage
-from parakit.verify.reassemble import as_one_rank
+from parakit.verify.reassemble import reassemble_to_one_rank
 from parakit.verify.verdict import judge
 from tests.verify.captures import (
     BATCH,
@@ -32,7 +32,9 @@ def zigzag(whole, context, axis=0):
 def one_rank(folder, ranks):
     """A reference of these ranks, as one."""
     reference = write(folder / "several", ranks)
-    found = as_one_rank(reference, write(folder / "layout", [(rank(), [])]), folder / "one")
+    found = reassemble_to_one_rank(
+        reference, write(folder / "layout", [(rank(), [])]), folder / "one"
+    )
     return found.ranks[0]
 
 
@@ -260,7 +262,7 @@ def test_what_cannot_be_put_together_is_listed_and_the_rest_compared(tmp_path, s
     layout = write(
         tmp_path / "layout", [(rank(), [(odd, random(3)), (scalar, np.float32(0)), (even, whole)])]
     )
-    verdict = judge(as_one_rank(reference, layout, tmp_path / "one"), layout).verdict
+    verdict = judge(reassemble_to_one_rank(reference, layout, tmp_path / "one"), layout).verdict
     assert (verdict.verdict, verdict.compared, verdict.seen) == ("held", 1, 3)
     listed = " ".join(verdict.not_aligned)
     assert "decoder.layers.0.odd output" in listed
@@ -287,12 +289,12 @@ def test_a_tensor_parallel_reference_shows_what_a_sequence_parallel_layout_has_w
             for n in range(2)
         ],
     )
-    verdict = judge(as_one_rank(reference, layout, tmp_path / "one"), layout).verdict
+    verdict = judge(reassemble_to_one_rank(reference, layout, tmp_path / "one"), layout).verdict
     assert (verdict.module, verdict.ranks, verdict.factor) == (site.name, (1,), pytest.approx(2))
 
 
 def test_a_reference_that_is_split_as_the_layout_is_stays_as_it_is(tmp_path):
     ranks = [(rank(n, tensor=(n, 2), world_size=2), [(output(), random(2))]) for n in range(2)]
     reference, layout = write(tmp_path / "reference", ranks), write(tmp_path / "layout", ranks)
-    assert as_one_rank(reference, layout, tmp_path / "one") is reference
+    assert reassemble_to_one_rank(reference, layout, tmp_path / "one") is reference
     assert not (tmp_path / "one").exists()

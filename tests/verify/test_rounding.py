@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from parakit.verify.tolerance import flips_within, spacing, update_error
+from parakit.verify.tolerance import find_rounding_flips, float_spacing, update_error
 
 SCORES = np.array([[1.0, 0.999, 0.2], [1.0, 0.5, 0.2]], np.float32)
 BEST = np.array([[True, False, False], [True, False, False]])
@@ -9,30 +9,34 @@ SECOND = np.array([[False, True, False], [False, True, False]])
 
 
 def test_another_choice_is_within_rounding_only_if_its_scores_are_equal_within_it():
-    assert flips_within(SECOND, BEST, SCORES, 1e-3).tolist() == [True, False]
-    assert flips_within(BEST, BEST, SCORES, 1e-3).tolist() == [False, False]
-    assert flips_within(SECOND, BEST, SCORES, 1e-5).tolist() == [False, False]
+    assert find_rounding_flips(SECOND, BEST, SCORES, 1e-3).tolist() == [True, False]
+    assert find_rounding_flips(BEST, BEST, SCORES, 1e-3).tolist() == [False, False]
+    assert find_rounding_flips(SECOND, BEST, SCORES, 1e-5).tolist() == [False, False]
 
 
 def test_of_several_experts_chosen_otherwise_the_worst_decides():
     ours, reference = np.array([[False, True, True]]), np.array([[True, True, False]])
-    assert not flips_within(ours, reference, SCORES[:1], 1e-3).any()
+    assert not find_rounding_flips(ours, reference, SCORES[:1], 1e-3).any()
 
 
 def test_experts_of_another_group_are_within_rounding_if_the_groups_sums_are():
     # Groups (0, 1) and (2, 3): sums of 1.5 and 1.499, though the experts' own scores are far apart.
     scores = np.array([[1.0, 0.5, 0.75, 0.749]])
     first, second = np.array([[True, True, False, False]]), np.array([[False, False, True, True]])
-    assert flips_within(second, first, scores, 1e-3, groups=(2, 1)).all()
-    assert not flips_within(second, first, scores, 1e-4, groups=(2, 1)).any()
-    assert not flips_within(second, first, scores, 1e-3).any()
+    assert find_rounding_flips(second, first, scores, 1e-3, groups=(2, 1)).all()
+    assert not find_rounding_flips(second, first, scores, 1e-4, groups=(2, 1)).any()
+    assert not find_rounding_flips(second, first, scores, 1e-3).any()
     mixed = np.array([[True, False, True, False]])
-    assert not flips_within(mixed, first, scores, 1e-3, groups=(2, 1)).any()
+    assert not find_rounding_flips(mixed, first, scores, 1e-3, groups=(2, 1)).any()
 
 
 @pytest.mark.parametrize(("epsilon", "expected"), [(2.0**-23, 2.0**-23), (2.0**-7, 2.0**-7)])
 def test_the_distance_to_the_next_number_is_that_of_the_weights_type(epsilon, expected):
-    assert spacing(np.array([1.5, -0.25, 0.0]), epsilon).tolist() == [expected, expected / 4, 0]
+    assert float_spacing(np.array([1.5, -0.25, 0.0]), epsilon).tolist() == [
+        expected,
+        expected / 4,
+        0,
+    ]
 
 
 def test_an_updates_error_is_the_largest_of_a_row_in_terms_of_the_gradient():

@@ -10,7 +10,7 @@ from parakit.verify.tolerance import RESPONSES
 from parakit.verify.verdict import (
     confirm,
     judge,
-    refused,
+    refuse_comparison,
     write_forced,
     write_verdict,
 )
@@ -213,7 +213,7 @@ def test_a_capture_that_was_cut_off_or_is_not_there_is_refused(tmp_path):
 
 
 def test_nothing_compared_exits_with_two():
-    assert refused("The strategy ended 'crashed'").verdict.exit_code == 2
+    assert refuse_comparison("The strategy ended 'crashed'").verdict.exit_code == 2
 
 
 def test_a_gradient_is_forced_as_bf16_where_the_run_is_bf16(tmp_path):

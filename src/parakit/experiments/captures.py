@@ -16,7 +16,14 @@ from parakit.artifacts.verdict import Outcome, Verdict
 from parakit.checkpoint import inspect_command
 from parakit.config.files import ROOT
 from parakit.formatting.terminal import say
-from parakit.verify import Judgement, VerifyError, as_one_rank, judge, read_capture, refused
+from parakit.verify import (
+    Judgement,
+    VerifyError,
+    judge,
+    read_capture,
+    reassemble_to_one_rank,
+    refuse_comparison,
+)
 
 
 def inspect(
@@ -60,6 +67,6 @@ def compared(reference: Path, strategy: Path) -> Judgement:
     try:
         theirs, ours = read_capture(reference), read_capture(strategy)
         with tempfile.TemporaryDirectory() as scratch:
-            return judge(as_one_rank(theirs, ours, Path(scratch) / "whole"), ours)
+            return judge(reassemble_to_one_rank(theirs, ours, Path(scratch) / "whole"), ours)
     except VerifyError as error:
-        return refused(str(error))
+        return refuse_comparison(str(error))

@@ -10,18 +10,18 @@ from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from parakit.verify.captured import Capture, VerifyError, read_capture
-    from parakit.verify.compare import NORM, Drift, drift
-    from parakit.verify.comparison import Compared
-    from parakit.verify.findings import Finding, Judged, list_findings
+    from parakit.verify.compare import NORM, Drift, measure_drift
+    from parakit.verify.comparison import CaptureComparison
+    from parakit.verify.findings import Finding, FindingStatus, list_findings
     from parakit.verify.kinds import name_factor
     from parakit.verify.page import write_page
-    from parakit.verify.parts import explained, wants_parts
-    from parakit.verify.reassemble import as_one_rank
+    from parakit.verify.parts import explain_by_parts, needs_parts
+    from parakit.verify.reassemble import reassemble_to_one_rank
     from parakit.verify.verdict import (
         Judgement,
         confirm,
         judge,
-        refused,
+        refuse_comparison,
         write_forced,
         write_verdict,
     )
@@ -31,22 +31,22 @@ else:
 __all__ = [
     "NORM",
     "Capture",
-    "Compared",
+    "CaptureComparison",
     "Drift",
     "Finding",
-    "Judged",
+    "FindingStatus",
     "Judgement",
     "VerifyError",
-    "as_one_rank",
     "confirm",
-    "drift",
-    "explained",
+    "explain_by_parts",
     "judge",
     "list_findings",
+    "measure_drift",
     "name_factor",
+    "needs_parts",
     "read_capture",
-    "refused",
-    "wants_parts",
+    "reassemble_to_one_rank",
+    "refuse_comparison",
     "write_forced",
     "write_page",
     "write_verdict",

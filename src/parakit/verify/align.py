@@ -29,7 +29,7 @@ GATED = ".linear_fc1"
 
 
 @dataclass(frozen=True)
-class Aligned:
+class Alignment:
     """A rank's tensor, and the same part of the reference's; or why there is none."""
 
     ours: Array | None
@@ -39,7 +39,7 @@ class Aligned:
     """By what the reference's part was multiplied."""
 
 
-_NO_SUCH = Aligned(None, None, "the reference has no such tensor")
+_NO_SUCH = Alignment(None, None, "the reference has no such tensor")
 
 
 class ActivationAligner:
@@ -47,7 +47,7 @@ class ActivationAligner:
 
     def __init__(self, reference: Capture, strategy: Capture) -> None:
         self._reference, self._strategy = reference, strategy
-        self._alike = as_split(reference.first) == as_split(strategy.first)
+        self._alike = layout_signature(reference.first) == layout_signature(strategy.first)
         self._holders: dict[tuple[Site, int], tuple[RankCapture, TensorRecord]] = {}
         """The first rank of the reference that has a tensor of a micro batch."""
         self._resized = strategy.first.micro_batch_size != reference.first.micro_batch_size
@@ -59,7 +59,7 @@ class ActivationAligner:
                     number = record.site.micro_batch * data_size + data_rank
                     self._holders.setdefault((_plain(record.site), number), (one, record))
 
-    def align(self, one: RankCapture, record: TensorRecord) -> Aligned:
+    def align(self, one: RankCapture, record: TensorRecord) -> Alignment:
         """Find a tensor's counterpart, scaled as its gradients are."""
         site = record.site
         ours = one.values(record)
@@ -67,9 +67,9 @@ class ActivationAligner:
             return self._same_rank(one.rank, record, ours)
         if site.stage is Stage.LOSS and ours.ndim < 2:
             ours = self._over_sequence(one.rank, site, ours)
-        if self._resized and (of_experts(site.name) or (ours.ndim < 2 and ours.size == 1)):
+        if self._resized and (is_in_expert(site.name) or (ours.ndim < 2 and ours.size == 1)):
             return self._of_whole_batch(one, record)
-        if of_experts(site.name):
+        if is_in_expert(site.name):
             whole, scale = self._expert_rows(one.rank, site)
         else:
             whole, scale = self._micro_batch(one.rank, record)
@@ -81,10 +81,10 @@ class ActivationAligner:
             part = _part(swapped, record.shape, one.rank, self._reference.first, site)
         if part is None:
             shapes = f"{list(record.shape)} of the reference's {list(whole.shape)}"
-            return Aligned(None, None, f"its shape {shapes} follows no known split")
-        scaled = site.stage is Stage.ACTIVATION_GRADIENTS and not recomputed(site)
-        factor = scale_of(one.rank) / scale if scaled else 1.0
-        return Aligned(ours, part * np.float32(factor) if scaled else part, scale=factor)
+            return Alignment(None, None, f"its shape {shapes} follows no known split")
+        scaled = site.stage is Stage.ACTIVATION_GRADIENTS and not is_recomputed(site)
+        factor = micro_batch_loss_scale(one.rank) / scale if scaled else 1.0
+        return Alignment(ours, part * np.float32(factor) if scaled else part, scale=factor)
 
     def quadratic_mean(self, site: Site) -> float:
         """Of an element of the reference's tensors of a site, over all of its micro batches."""
@@ -99,7 +99,7 @@ class ActivationAligner:
             self._means[plain] = float(np.sqrt(squares.mean())) if squares.size else 0.0
         return self._means[plain]
 
-    def _same_rank(self, rank: CapturedRank, record: TensorRecord, ours: Array) -> Aligned:
+    def _same_rank(self, rank: CapturedRank, record: TensorRecord, ours: Array) -> Alignment:
         """Of a reference of the same strategy, the same rank's tensor is the counterpart."""
         there = self._reference.ranks[rank.rank]
         plain = _plain(record.site)
@@ -109,8 +109,8 @@ class ActivationAligner:
             return _NO_SUCH
         if found.shape != record.shape:
             shapes = f"{list(record.shape)} of the reference's {list(found.shape)}"
-            return Aligned(None, None, f"its shape {shapes} is another one")
-        return Aligned(ours, there.values(found))
+            return Alignment(None, None, f"its shape {shapes} is another one")
+        return Alignment(ours, there.values(found))
 
     def _micro_batch(self, rank: CapturedRank, ours: TensorRecord) -> tuple[Array | None, float]:
         site = ours.site
@@ -132,14 +132,18 @@ class ActivationAligner:
     def _held(self, ours: TensorRecord, number: int) -> tuple[Array | None, float]:
         """The reference's tensor of one of its micro batches, and what its loss was multiplied by."""
         found = self._holders.get((_plain(ours.site), number))
-        return (found[0].values(found[1]), scale_of(found[0].rank)) if found else (None, 1.0)
+        return (
+            (found[0].values(found[1]), micro_batch_loss_scale(found[0].rank))
+            if found
+            else (None, 1.0)
+        )
 
-    def _of_whole_batch(self, one: RankCapture, record: TensorRecord) -> Aligned:
+    def _of_whole_batch(self, one: RankCapture, record: TensorRecord) -> Alignment:
         """A sum over the tokens of a micro batch, over all of them: other micro batches have others."""
         site, rank = record.site, one.rank
-        if site.stage is not Stage.LOSS or recomputed(site):
+        if site.stage is not Stage.LOSS or is_recomputed(site):
             obstacle = "it is of a whole micro batch, and these are of another size"
-            return Aligned(None, None, obstacle)
+            return Alignment(None, None, obstacle)
         theirs = [
             holder.values(held)
             for (plain, _), (holder, held) in self._holders.items()
@@ -153,9 +157,9 @@ class ActivationAligner:
             if (other.rank.tensor, other.rank.pipeline, other.rank.context)
             == (rank.tensor, rank.pipeline, rank.context)
             for found in other.records
-            if _plain(found.site) == _plain(site) and not recomputed(found.site)
+            if _plain(found.site) == _plain(site) and not is_recomputed(found.site)
         ]
-        return Aligned(np.sum(ours, axis=0), np.sum(theirs, axis=0))
+        return Alignment(np.sum(ours, axis=0), np.sum(theirs, axis=0))
 
     def _over_sequence(self, rank: CapturedRank, site: Site, ours: Array) -> Array:
         """A loss, or a number of tokens, over all parts of the sequence."""
@@ -183,14 +187,14 @@ class ActivationAligner:
             if part is None:
                 return None, 1.0
             parts.append(part)
-            scale = scale_of(holder.rank)
+            scale = micro_batch_loss_scale(holder.rank)
         return np.concatenate(parts), scale
 
     def _rows_from(
         self, rows: Array, rank: CapturedRank, name: str, number: int, place: tuple[int, int]
     ) -> Array | None:
         """Those rows of an expert whose tokens a context- and tensor-parallel rank has."""
-        router, expert = router_of(name)
+        router, expert = find_router(name)
         found = self._holders.get((router, number))
         if not found or expert is None:
             return None
@@ -199,12 +203,12 @@ class ActivationAligner:
         every = rank.sequence_length * rank.micro_batch_size
         if len(routed) != every or len(rows) != routed.sum():
             return None
-        tokens = tokens_of(rank, *place)
+        tokens = token_indices(rank, *place)
         row_of_token = np.cumsum(routed) - 1
         return np.asarray(rows[row_of_token[tokens[routed[tokens]]]])
 
 
-def as_split(rank: CapturedRank) -> tuple[object, ...]:
+def layout_signature(rank: CapturedRank) -> tuple[object, ...]:
     """What two runs share in which every rank has the same part of the same micro batches."""
     return (rank.degrees, rank.micro_batch_size, rank.micro_batches)
 
@@ -212,12 +216,12 @@ def as_split(rank: CapturedRank) -> tuple[object, ...]:
 def _plain(site: Site) -> Site:
     """The site without its micro batch; a recomputed tensor is compared with the first pass's."""
     stage = site.stage
-    if recomputed(site):
+    if is_recomputed(site):
         stage = Stage.LOSS if site.name == LOSS else Stage.OUTPUTS
     return Site(stage, site.name, site.slot.removeprefix(RECOMPUTED), None, site.call)
 
 
-def plain_sites(capture: Capture) -> dict[Site, None]:
+def list_activation_sites(capture: Capture) -> dict[Site, None]:
     """Activations, whatever the micro batch, in order; without a router's of earlier iterations."""
     return {
         _plain(record.site): None
@@ -229,29 +233,29 @@ def plain_sites(capture: Capture) -> dict[Site, None]:
     }
 
 
-def routes(rank: CapturedRank) -> bool:
+def has_distinct_tokens(rank: CapturedRank) -> bool:
     """Whether its tokens are not those of another tensor-parallel rank as well."""
     return rank.sequence_parallel or rank.tensor[0] == 0
 
 
-def recomputed(site: Site) -> bool:
+def is_recomputed(site: Site) -> bool:
     """Whether a recomputed forward pass gave it."""
     return site.slot.startswith(RECOMPUTED)
 
 
-def of_experts(name: str) -> bool:
+def is_in_expert(name: str) -> bool:
     """Whether a module is in an expert."""
     return EXPERTS in name
 
 
-def router_of(name: str) -> tuple[Site, int | None]:
+def find_router(name: str) -> tuple[Site, int | None]:
     """What the router of an expert's layer chose, and the expert's number; None if it has none."""
     layer, _, expert = name.partition(f"{EXPERTS}.local_experts.")
     number = int(expert.partition(".")[0]) if expert else None
     return Site(Stage.OUTPUTS, f"{layer}.router", "output.1"), number
 
 
-def scale_of(rank: CapturedRank) -> float:
+def micro_batch_loss_scale(rank: CapturedRank) -> float:
     """What the loss of a micro batch is multiplied by before the backward pass, but for its tokens."""
     if rank.per_token_loss:
         return 1.0
@@ -291,8 +295,8 @@ def _part(
         parts = [_part(each, one, rank, reference, site) for each in np.split(whole, sequences)]
         found = [part for part in parts if part is not None]
         return np.concatenate(found) if len(found) == sequences else None
-    tensor = rank.expert_tensor if of_experts(site.name) else rank.tensor
-    sequence_seen = of_experts(site.name)  # Whose rows are no sequence.
+    tensor = rank.expert_tensor if is_in_expert(site.name) else rank.tensor
+    sequence_seen = is_in_expert(site.name)  # Whose rows are no sequence.
     for axis, (size, local) in enumerate(zip(whole.shape, shape, strict=True)):
         if size == local:
             sequence_seen |= size == length
@@ -334,7 +338,7 @@ def _sequence_part(
     return whole.reshape(-1, *split[1:]) if merged else whole
 
 
-def positions_of(rank: CapturedRank, context: int, tensor: int | None = None) -> Array:
+def sequence_positions(rank: CapturedRank, context: int, tensor: int | None = None) -> Array:
     """Positions of the sequence that a context-parallel rank has, or its sequence-parallel one."""
     positions = _context_part(np.arange(rank.sequence_length), 0, (context, rank.context[1]))
     if tensor is not None and rank.sequence_parallel:
@@ -342,10 +346,12 @@ def positions_of(rank: CapturedRank, context: int, tensor: int | None = None) ->
     return positions
 
 
-def tokens_of(rank: CapturedRank, context: int, tensor: int) -> Array:
+def token_indices(rank: CapturedRank, context: int, tensor: int) -> Array:
     """Numbers in a micro batch of the tokens that a context- and sequence-parallel rank has."""
     samples = rank.micro_batch_size
-    return (positions_of(rank, context, tensor)[:, None] * samples + np.arange(samples)).ravel()
+    return (
+        sequence_positions(rank, context, tensor)[:, None] * samples + np.arange(samples)
+    ).ravel()
 
 
 def _context_part(whole: Array, axis: int, context: tuple[int, int]) -> Array:

@@ -40,7 +40,7 @@ PARAMETERS = (
     Stage.WEIGHTS,
 )
 """Stages of tensors that have a parameter's shape."""
-Unit = tuple[Any, ...]
+ParameterKey = tuple[Any, ...]
 """Key of the whole parameter, offset of a layer where layers are stacked, and slot."""
 
 
@@ -113,7 +113,7 @@ class Capture:
         found: dict[tuple[str, str, str], float] = {}
         for one in self.ranks:
             for (stage, name, slot), value in one.changes(RESPONSES_FILE).items():
-                of_whole = (stage, whole_name(name), slot)
+                of_whole = (stage, full_parameter_name(name), slot)
                 found[of_whole] = max(value, found.get(of_whole, 0.0))
         return found
 
@@ -121,7 +121,7 @@ class Capture:
     def largest_gradient(self) -> float:
         """Absolute value, of all reduced gradients; infinite if one is not finite."""
         found = 0.0
-        for pieces in units(self, Stage.REDUCED_GRADIENTS).values():
+        for pieces in group_parameter_parts(self, Stage.REDUCED_GRADIENTS).values():
             for piece in pieces:
                 values = piece.values()
                 most = float(np.abs(values[piece.held(values)]).max(initial=0.0))
@@ -134,7 +134,7 @@ class Capture:
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """A piece of a parameter on one rank."""
 
     one: RankCapture
@@ -147,7 +147,7 @@ class Part:
         return self.record.placement
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> ParameterKey:
         """Key of the whole, offset of a layer where layers are stacked, and slot."""
         place = self.placement
         stacked = len(place.global_shape) - len(self.record.shape)
@@ -161,7 +161,7 @@ class Part:
     @property
     def name(self) -> str:
         """Of the whole parameter."""
-        return whole_name(self.record.site.name)
+        return full_parameter_name(self.record.site.name)
 
     def values(self) -> Array:
         """Its values; NaN for elements of another rank's shard."""
@@ -182,24 +182,26 @@ class Part:
         )
 
 
-def units(capture: Capture, stage: Stage, slot: str = "") -> dict[Unit, list[Part]]:
+def group_parameter_parts(
+    capture: Capture, stage: Stage, slot: str = ""
+) -> dict[ParameterKey, list[ParameterPart]]:
     """Pieces of every parameter (a layer's own where layers are stacked), by key, layer and slot.
 
     Those whose slot begins so.
     """
-    found: defaultdict[Unit, list[Part]] = defaultdict(list)
+    found: defaultdict[ParameterKey, list[ParameterPart]] = defaultdict(list)
     for one in capture.ranks:
         for record in one.records:
             place = record.placement
             if record.site.stage is stage and place is not None:
                 if not record.site.slot.startswith(slot):
                     continue
-                part = Part(one, record)
+                part = ParameterPart(one, record)
                 found[part.unit].append(part)
     return dict(found)
 
 
-def assembled(pieces: list[Part], capture: Capture) -> Array:
+def assemble_parameter(pieces: list[ParameterPart], capture: Capture) -> Array:
     """The whole parameter from its pieces; of local gradients what their reduction should give."""
     first, shape = pieces[0], pieces[0].whole_shape
     is_local = first.record.site.stage is Stage.LOCAL_GRADIENTS
@@ -207,7 +209,7 @@ def assembled(pieces: list[Part], capture: Capture) -> Array:
         return first.values()
     whole = np.zeros(shape, np.float32)
     if is_local:
-        for held in local_gradients(pieces, capture):
+        for held in average_local_gradients(pieces, capture):
             means = [mean for _, mean in held]
             alike = all(np.array_equal(mean, means[0]) for mean in means)
             whole[held[0][0].region()] = means[0] if alike else np.sum(means, axis=0)
@@ -219,40 +221,42 @@ def assembled(pieces: list[Part], capture: Capture) -> Array:
     return whole
 
 
-def region_of(
-    pieces: list[Part], capture: Capture, region: tuple[slice, ...], shape: tuple[int, ...]
+def assemble_region(
+    pieces: list[ParameterPart], capture: Capture, region: tuple[slice, ...], shape: tuple[int, ...]
 ) -> Array | None:
     """A region of the whole parameter; None where it has not this shape."""
-    whole = assembled(pieces, capture)
+    whole = assemble_parameter(pieces, capture)
     found = whole[region] if whole.ndim == len(shape) else whole
     return found if found.shape == shape else None
 
 
-def local_gradients(pieces: list[Part], capture: Capture) -> list[list[tuple[Part, Array]]]:
+def average_local_gradients(
+    pieces: list[ParameterPart], capture: Capture
+) -> list[list[tuple[ParameterPart, Array]]]:
     """Of each region the means over data-parallel copies, by the other ranks that have copies of it.
 
     Those of other ranks either add up (a norm's, under sequence parallelism) or are each the whole.
     """
-    copies: defaultdict[tuple[int, ...], list[Part]] = defaultdict(list)
+    copies: defaultdict[tuple[int, ...], list[ParameterPart]] = defaultdict(list)
     for piece in pieces:
         rank, place = piece.one.rank, piece.placement.global_offset
         copies[rank.tensor[0], rank.pipeline[0], rank.expert[0], *place].append(piece)
     # Of a loss per token each copy's gradient is a sum over its tokens.
     first = capture.first
     parts = 1 if first.per_token_loss else first.data[1] * first.context[1]
-    regions: defaultdict[str, list[tuple[Part, Array]]] = defaultdict(list)
+    regions: defaultdict[str, list[tuple[ParameterPart, Array]]] = defaultdict(list)
     for held in copies.values():
         total: Array = np.sum([part.values() for part in held], axis=0, dtype=np.float32)
         regions[str(held[0].region())].append((held[0], total / parts))
     return list(regions.values())
 
 
-def whole_name(name: str) -> str:
+def full_parameter_name(name: str) -> str:
     """A parameter's name without the number of a part that checkpoints hold apart, as of a gated MLP."""
     return name.partition("[")[0]
 
 
-def as_stored(values: Array, dtype: str) -> memoryview:
+def encode_tensor(values: Array, dtype: str) -> memoryview:
     """A tensor's bytes in a type of the capture, as a `CaptureWriter` takes them."""
     if dtype == "bfloat16":
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
@@ -262,7 +266,7 @@ def as_stored(values: Array, dtype: str) -> memoryview:
     return memoryview(stored.ravel().view(np.uint8))
 
 
-def sites_in_order(capture: Capture) -> list[Site]:
+def order_sites(capture: Capture) -> list[Site]:
     """Every tensor, without its micro batches, in the order in which one rank would compute them.
 
     Layers that follow one another on a rank are a chunk; chunks follow one another over the ranks of a

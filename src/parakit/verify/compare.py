@@ -32,33 +32,45 @@ from parakit.artifacts.capture import (
     Stage,
     TensorRecord,
 )
-from parakit.verify.align import ActivationAligner, of_experts, plain_sites, routes
+from parakit.verify.align import (
+    ActivationAligner,
+    has_distinct_tokens,
+    is_in_expert,
+    list_activation_sites,
+)
 from parakit.verify.captured import (
     PARAMETERS,
     Array,
     Capture,
-    Part,
+    ParameterKey,
+    ParameterPart,
     RankCapture,
-    Unit,
-    assembled,
-    local_gradients,
-    region_of,
-    sites_in_order,
-    units,
-    whole_name,
+    assemble_parameter,
+    assemble_region,
+    average_local_gradients,
+    full_parameter_name,
+    group_parameter_parts,
+    order_sites,
 )
-from parakit.verify.comparison import Compared, Comparison, Key, Pair, Said, relative_error
-from parakit.verify.initial import held_by, wrong_starts
-from parakit.verify.norm import memberships
+from parakit.verify.comparison import (
+    CaptureComparison,
+    ComparedTensor,
+    ComparisonKey,
+    ParameterFault,
+    TensorComparison,
+    relative_error,
+)
+from parakit.verify.initial import find_wrong_initializations, list_initial_pieces
+from parakit.verify.norm import check_norm_counts
 from parakit.verify.tolerance import (
     EPSILON,
     RESPONSES,
     Tolerances,
-    flips_within,
-    in_reaches,
-    spacing,
+    divide_by_reach,
+    find_rounding_flips,
+    float_spacing,
+    largest_row_mean,
     update_error,
-    worst_row,
 )
 
 STAGES = tuple(Stage)
@@ -89,16 +101,16 @@ _RESIDUAL = ("embedding_dropout", "input_layernorm", "pre_mlp_layernorm", "final
 _ATTENTION, _KEY_NORM = ".core_attention", ".k_layernorm"
 _KEY_AND_VALUE = ("input.key", "input.value")
 """Where heads of keys and values are apart from those of queries, of which each rank has its own."""
-Drift = Mapping[Key, float]
+Drift = Mapping[ComparisonKey, float]
 """How far rounding alone puts off what earlier iterations leave, measured as a strategy's error is."""
 
 
-def drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
+def measure_drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
     """The largest of runs whose weights were off by a rounding error in each earlier iteration.
 
     Adam divides by the gradient's size, and at a high rate what is off is off by more in each iteration.
     """
-    most: dict[Key, float] = {}
+    most: dict[ComparisonKey, float] = {}
     for run in runs:
         comparer = _Comparer(reference, run, {})
         comparer.parameters()
@@ -117,7 +129,7 @@ def drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
 
 def compare(
     reference: Capture, strategy: Capture, drifted: Drift = MappingProxyType({})
-) -> Compared:
+) -> CaptureComparison:
     """Compare every tensor that both have; the reference has measured responses, and maybe its drift."""
     comparer = _Comparer(reference, strategy, drifted)
     comparer.lacking()
@@ -137,12 +149,12 @@ class _Comparer:
         self._reference, self._strategy, self._drifted = reference, strategy, drifted
         self._aligner = ActivationAligner(reference, strategy)
         self._tolerances = Tolerances(reference)
-        self._found: dict[Key, Comparison] = {}
+        self._found: dict[ComparisonKey, TensorComparison] = {}
         self._not_aligned: defaultdict[str, list[str]] = defaultdict(list)
         self._seen = self._skipped = self._flips = 0
         # When each tensor is computed: the reference says, and of what it has not, the strategy.
-        self._order: dict[Key, float] = {}
-        for site in sites_in_order(reference):
+        self._order: dict[ComparisonKey, float] = {}
+        for site in order_sites(reference):
             self._order.setdefault(_key(site), float(len(self._order)))
         for one in strategy.ranks:
             last = -1.0
@@ -150,9 +162,9 @@ class _Comparer:
                 # Behind what comes before it, such as what is recomputed in the strategy alone.
                 last = self._order.setdefault(_key(record.site), last + _SHORTLY)
 
-    def result(self) -> Compared:
+    def result(self) -> CaptureComparison:
 
-        def place(one: Comparison) -> tuple[object, ...]:
+        def place(one: TensorComparison) -> tuple[object, ...]:
             # An iteration's start comes first. What a norm counts is wrong before its value is.
             later = one.key == NORM or one.key[2] == UNOBSERVED
             own = one.key[2] == INITIAL  # It does no harm to what was compared.
@@ -162,21 +174,21 @@ class _Comparer:
             f"{' '.join(dict.fromkeys(names))}: {why}" for why, names in self._not_aligned.items()
         ]
         notes = (*self._strategy.notes(), *self._reference.notes(), *obstacles)
-        return Compared(
+        return CaptureComparison(
             tuple(sorted(self._found.values(), key=place)),
             notes,
             self._seen,
             self._seen - self._skipped,
             self._flips,
             self._constant(),
-            len(held_by(self._strategy)),
+            len(list_initial_pieces(self._strategy)),
             self._pairs_of,
             self._like,
         )
 
     def _constant(self) -> int | None:
         """Parameters and buffers of several elements that all begin with the same value."""
-        found = units(self._reference, Stage.WEIGHTS)
+        found = group_parameter_parts(self._reference, Stage.WEIGHTS)
         starts = [pieces for unit, pieces in found.items() if unit[2] in STARTS]
         constant = 0
         for pieces in starts:
@@ -185,17 +197,19 @@ class _Comparer:
             constant += int(same and np.prod(pieces[0].whole_shape) > 1)
         return constant if starts else None
 
-    def _pairs_of(self, key: Key, micro_batch: int) -> list[Pair]:
+    def _pairs_of(self, key: ComparisonKey, micro_batch: int) -> list[ComparedTensor]:
         pairs = []
         for one in self._strategy.ranks:
             for record in one.records:
                 if _key(record.site) == key and record.site.micro_batch == micro_batch:
                     found = self._aligner.align(one, record)
                     if found.ours is not None and found.reference is not None:
-                        pairs.append(Pair(one.rank.rank, micro_batch, found.ours, found.reference))
+                        pairs.append(
+                            ComparedTensor(one.rank.rank, micro_batch, found.ours, found.reference)
+                        )
         return pairs
 
-    def _like(self, found: Comparison) -> Iterator[tuple[str, Array]]:
+    def _like(self, found: TensorComparison) -> Iterator[tuple[str, Array]]:
         """The same part of the reference's other parameters; of a state its own gradient, too.
 
         Of a weight what it was before, and of an activation that of other micro batches and ranks.
@@ -212,14 +226,14 @@ class _Comparer:
         if stage is Stage.OPTIMIZER_STATE:
             candidates.append((Stage.REDUCED_GRADIENTS, _GRADIENT, True, ""))
         for of, in_slot, own, called in candidates:
-            for unit, pieces in units(self._reference, of, in_slot).items():
+            for unit, pieces in group_parameter_parts(self._reference, of, in_slot).items():
                 if unit[2] == in_slot and (pieces[0].name == name) == own:
                     shape = pair.reference.shape
-                    values = region_of(pieces, self._reference, pair.region, shape)
+                    values = assemble_region(pieces, self._reference, pair.region, shape)
                     if values is not None:
                         yield called or pieces[0].name, values
 
-    def _elsewhere(self, key: Key, pair: Pair) -> Iterator[tuple[str, Array]]:
+    def _elsewhere(self, key: ComparisonKey, pair: ComparedTensor) -> Iterator[tuple[str, Array]]:
         """What other micro batches of a rank are to have, and other ranks in this one."""
         for micro_batch in range(self._strategy.first.micro_batches):
             for other in self._pairs_of(key, micro_batch):
@@ -230,7 +244,7 @@ class _Comparer:
                     yield place, other.reference
 
     def activations(self) -> None:
-        shared: dict[object, list[tuple[TensorRecord, Pair]]] = {}
+        shared: dict[object, list[tuple[TensorRecord, ComparedTensor]]] = {}
         for one in self._strategy.ranks:
             for record in one.records:
                 site = record.site
@@ -249,7 +263,9 @@ class _Comparer:
                 if self._beyond_scale(site.stage, aligned.ours, aligned.reference):
                     self._skip(_OVERFLOW, f"{site.name} {site.slot}")
                     continue
-                pair = Pair(one.rank.rank, site.micro_batch, aligned.ours, aligned.reference)
+                pair = ComparedTensor(
+                    one.rank.rank, site.micro_batch, aligned.ours, aligned.reference
+                )
                 if _is_shared(one.rank, site):
                     part = pair.reference.tobytes()
                     place = (site, one.rank.data, one.rank.context, one.rank.expert, part)
@@ -273,7 +289,9 @@ class _Comparer:
         in_fp16 = self._reference.first.dtype == "float16"
         return in_fp16 and not np.isfinite(self._reference.largest_gradient)
 
-    def _error_of_part(self, found: Comparison, pair: Pair, site: Site, scale: float) -> float:
+    def _error_of_part(
+        self, found: TensorComparison, pair: ComparedTensor, site: Site, scale: float
+    ) -> float:
         """The relative error of a rank's part; of one of small elements in terms of the whole's.
 
         The response is that of the whole tensor, and a rank may have few elements of it, all of them
@@ -297,18 +315,21 @@ class _Comparer:
                 self._skip(choice.obstacle, f"{site.name} {site.slot}")
             return
         tolerance = self._tolerances.of((site.stage, site.name, SCORES), by)
-        within = flips_within(
+        within = find_rounding_flips(
             choice.ours, choice.reference, scores.reference, tolerance, one.rank.router_groups
         )
         self._flips += int(within.sum())
         if not earlier:
             ours = np.where(within[:, None], choice.reference, choice.ours)
-            pair = Pair(one.rank.rank, site.micro_batch, ours, choice.reference)
+            pair = ComparedTensor(one.rank.rank, site.micro_batch, ours, choice.reference)
             self._comparison(_key(site), record).add(pair)
 
     def parameters(self) -> None:
         for stage in PARAMETERS:
-            theirs, every = units(self._reference, stage), units(self._strategy, stage)
+            theirs, every = (
+                group_parameter_parts(self._reference, stage),
+                group_parameter_parts(self._strategy, stage),
+            )
             for unit, pieces in every.items():
                 if unit[2] == REACH:
                     continue
@@ -318,7 +339,7 @@ class _Comparer:
                     self._skip("the reference has no such parameter", name, len(pieces))
                     continue
                 name = theirs[unit][0].name
-                whole = assembled(theirs[unit], self._reference)
+                whole = assemble_parameter(theirs[unit], self._reference)
                 if self._beyond_scale(stage, whole, *(piece.values() for piece in pieces)):
                     self._skip(_OVERFLOW, name, len(pieces))
                     continue
@@ -328,11 +349,11 @@ class _Comparer:
                     # Whether ranks that are no data-parallel copies add up follows from the module: with
                     # sequence parallelism a norm's gradient is a sum over tensor-parallel ranks, or all
                     # of it. Either is right here; what becomes of it is seen after the reduction.
-                    for held in local_gradients(pieces, self._strategy):
+                    for held in average_local_gradients(pieces, self._strategy):
                         self._summed_or_whole(
                             found,
                             [
-                                Pair(part.one.rank.rank, None, mean, whole[part.region()])
+                                ComparedTensor(part.one.rank.rank, None, mean, whole[part.region()])
                                 for part, mean in held
                             ],
                         )
@@ -346,8 +367,8 @@ class _Comparer:
                     if unit[2] == _WEIGHT and moved in every and judged_apart:
                         # Adam's update of an element whose gradient is nearly all rounding is as long as
                         # any other: a weight is judged without it.
-                        ours = assembled(every[moved], self._strategy)
-                        whole = whole + (ours - assembled(theirs[moved], self._reference))
+                        ours = assemble_parameter(every[moved], self._strategy)
+                        whole = whole + (ours - assemble_parameter(theirs[moved], self._reference))
                     self._copies(found, pieces, whole)
 
     def lacking(self) -> None:
@@ -356,11 +377,11 @@ class _Comparer:
         Of a parameter that the strategy has it is wrong, if it has the like of others; all else is
         listed.
         """
-        known = {unit[:2] for unit in units(self._strategy, Stage.WEIGHTS)}
+        known = {unit[:2] for unit in group_parameter_parts(self._strategy, Stage.WEIGHTS)}
         for stage in PARAMETERS:
-            ours = units(self._strategy, stage)
+            ours = group_parameter_parts(self._strategy, stage)
             slots = {unit[2] for unit in ours}
-            for unit, pieces in units(self._reference, stage).items():
+            for unit, pieces in group_parameter_parts(self._reference, stage).items():
                 if unit in ours or unit[2] == REACH:
                     continue
                 self._seen += 1
@@ -371,30 +392,30 @@ class _Comparer:
                 found = self._comparison((stage, name, unit[2]), record)
                 found.error = 1.0
                 found.uncovered += int(np.prod(pieces[0].whole_shape))
-        here = plain_sites(self._strategy)
-        for site in plain_sites(self._reference):
+        here = list_activation_sites(self._strategy)
+        for site in list_activation_sites(self._reference):
             if site not in here:
                 self._seen += 1
                 self._skip(_HELD_BY_NONE, f"{site.name} {site.slot}")
 
-    def _summed_or_whole(self, found: Comparison, pairs: list[Pair]) -> None:
+    def _summed_or_whole(self, found: TensorComparison, pairs: list[ComparedTensor]) -> None:
         """Ranks' tensors of one part of the reference's, which add up to it or are each all of it."""
         first = pairs[0]
         if len(pairs) > 1:
             total = np.sum([pair.ours for pair in pairs], axis=0, dtype=np.float32)
             apart = max(relative_error(pair.ours, pair.reference) for pair in pairs)
             if relative_error(total, first.reference) < apart:
-                pairs = [Pair(first.rank, first.micro_batch, total, first.reference)]
+                pairs = [ComparedTensor(first.rank, first.micro_batch, total, first.reference)]
         for pair in pairs:
             found.add(pair)
 
     @cached_property
-    def _second_moments(self) -> dict[Unit, list[Part]]:
-        return units(self._reference, Stage.OPTIMIZER_STATE, "exp_avg_sq")
+    def _second_moments(self) -> dict[ParameterKey, list[ParameterPart]]:
+        return group_parameter_parts(self._reference, Stage.OPTIMIZER_STATE, "exp_avg_sq")
 
     @cached_property
-    def _reached(self) -> dict[Unit, list[Part]]:
-        return units(self._reference, Stage.WEIGHTS, REACH)
+    def _reached(self) -> dict[ParameterKey, list[ParameterPart]]:
+        return group_parameter_parts(self._reference, Stage.WEIGHTS, REACH)
 
     @property
     def _updates(self) -> int:
@@ -402,7 +423,11 @@ class _Comparer:
         return max(self._reference.first.iteration - 1, 1)
 
     def _update(
-        self, found: Comparison, unit: Unit, pieces: list[Part], theirs: dict[Unit, list[Part]]
+        self,
+        found: TensorComparison,
+        unit: ParameterKey,
+        pieces: list[ParameterPart],
+        theirs: dict[ParameterKey, list[ParameterPart]],
     ) -> None:
         """How far a weight moved, where rounding of the weight and of its gradient lets it be seen."""
         of_weight = (*unit[:2], unit[2].removesuffix(UPDATE).strip() or "weight")
@@ -412,31 +437,37 @@ class _Comparer:
             self._skip("its optimizer keeps no square of the gradient", name, len(pieces))
             return
         weights = theirs[of_weight]
-        scale = np.sqrt(assembled(squares, self._reference))
-        least = spacing(assembled(weights, self._reference), EPSILON[weights[0].record.dtype])
-        moved = assembled(theirs[unit], self._reference)
+        scale = np.sqrt(assemble_parameter(squares, self._reference))
+        least = float_spacing(
+            assemble_parameter(weights, self._reference), EPSILON[weights[0].record.dtype]
+        )
+        moved = assemble_parameter(theirs[unit], self._reference)
         reached = self._reached.get((*unit[:2], REACH))
         if reached and found.tolerance >= 1:
             # All of a row may be rounding, and its update by chance less than those before it.
-            least = np.maximum(least, assembled(reached, self._reference) / self._updates)
+            least = np.maximum(least, assemble_parameter(reached, self._reference) / self._updates)
         for piece in pieces:
             values, region = piece.values(), piece.region()
             there = piece.held(values)
             ours, reference = (np.where(there, one, 0) for one in (values, moved[region]))
             error = update_error(ours, reference, scale[region], least[region])
-            found.add(Pair(piece.one.rank.rank, None, ours, reference), error)
+            found.add(ComparedTensor(piece.one.rank.rank, None, ours, reference), error)
 
     def _start(
-        self, found: Comparison, unit: Unit, pieces: list[Part], theirs: dict[Unit, list[Part]]
+        self,
+        found: TensorComparison,
+        unit: ParameterKey,
+        pieces: list[ParameterPart],
+        theirs: dict[ParameterKey, list[ParameterPart]],
     ) -> None:
         """Where earlier updates have brought a weight, if rounding of gradients lets it be seen."""
-        whole = assembled(theirs[unit], self._reference)
+        whole = assemble_parameter(theirs[unit], self._reference)
         reached = self._reached.get((*unit[:2], REACH))
         if reached is None and (*unit[:2], "exp_avg_sq") not in self._second_moments:
             self._copies(found, pieces, whole)
             return
-        reach = assembled(reached, self._reference) if reached else np.zeros_like(whole)
-        least = self._updates * spacing(whole, EPSILON[theirs[unit][0].record.dtype])
+        reach = assemble_parameter(reached, self._reference) if reached else np.zeros_like(whole)
+        least = self._updates * float_spacing(whole, EPSILON[theirs[unit][0].record.dtype])
         first: _Copies = {}
         for piece in pieces:
             values, region = piece.values(), piece.region()
@@ -444,9 +475,9 @@ class _Comparer:
             if there.all():
                 _note_copies(found, first, piece, values)
             off = np.where(there, values - whole[region], 0)
-            off = in_reaches(off, reach[region], least[region])
-            pair = Pair(piece.one.rank.rank, None, off, np.zeros_like(off))
-            found.add(pair, worst_row(off))
+            off = divide_by_reach(off, reach[region], least[region])
+            pair = ComparedTensor(piece.one.rank.rank, None, off, np.zeros_like(off))
+            found.add(pair, largest_row_mean(off))
 
     def copies(self) -> None:
         """Outputs that tensor-parallel ranks have alike, bit for bit, whatever the reference has."""
@@ -462,7 +493,7 @@ class _Comparer:
                 other, known = first.setdefault(place, (one, record))
                 if one.stored(record) != other.stored(known):
                     ours, theirs = one.values(record), other.values(known)
-                    pair = Pair(rank.rank, record.site.micro_batch, ours, theirs)
+                    pair = ComparedTensor(rank.rank, record.site.micro_batch, ours, theirs)
                     self._comparison(_key(record.site), record).add_copies(pair, other.rank.rank)
 
     def scalars(self) -> None:
@@ -471,10 +502,10 @@ class _Comparer:
         for one, record in _scalars(self._reference):
             theirs.setdefault(record.site, (one, record))
         # A tied copy has another name in the strategy.
-        there = units(self._reference, Stage.WEIGHTS)
+        there = group_parameter_parts(self._reference, Stage.WEIGHTS)
         tied = {
             piece.record.site.name: there[unit][0].record.site.name
-            for unit, pieces in units(self._strategy, Stage.WEIGHTS).items()
+            for unit, pieces in group_parameter_parts(self._strategy, Stage.WEIGHTS).items()
             for piece in pieces
             if unit in there
         }
@@ -496,18 +527,21 @@ class _Comparer:
                     "nothing is clipped, and not every optimizer computes a norm then", site.name
                 )
                 continue
-            found, pair = self._comparison(_key(site), like), Pair(one.rank.rank, None, ours, other)
+            found, pair = (
+                self._comparison(_key(site), like),
+                ComparedTensor(one.rank.rank, None, ours, other),
+            )
             found.add(pair)
             if site.stage is Stage.NORM:
                 found.copies.append(pair)
 
     def counts(self) -> None:
         """How many tokens routers gave each expert in the iteration, over all ranks that route."""
-        held: defaultdict[Key, list[TensorRecord]] = defaultdict(list)
-        totals: list[dict[Key, Array]] = [{}, {}]
+        held: defaultdict[ComparisonKey, list[TensorRecord]] = defaultdict(list)
+        totals: list[dict[ComparisonKey, Array]] = [{}, {}]
         for total, capture in zip(totals, (self._strategy, self._reference), strict=True):
             for one, record in _scalars(capture):
-                if record.site.slot == COUNTS and routes(one.rank):
+                if record.site.slot == COUNTS and has_distinct_tokens(one.rank):
                     key = _key(record.site)
                     held[key].append(record)
                     total[key] = total.get(key, 0) + one.values(record)
@@ -517,7 +551,7 @@ class _Comparer:
                 self._skip("the reference has no such tensor", f"{key[1]} {key[2]}")
                 continue
             ours, theirs = (total[key] for total in totals)
-            self._comparison(key, held[key][0]).add(Pair(0, None, ours, theirs))
+            self._comparison(key, held[key][0]).add(ComparedTensor(0, None, ours, theirs))
 
     def unobserved(self) -> None:
         """Gradients of the iteration without probes, where it was repeated so."""
@@ -528,7 +562,7 @@ class _Comparer:
                 record = one.by_site.get(Site(Stage.REDUCED_GRADIENTS, name, slot))
                 if stage != Stage.REDUCED_GRADIENTS or record is None or not np.isfinite(error):
                     continue
-                whole = whole_name(name)
+                whole = full_parameter_name(name)
                 found = self._comparison((Stage.REDUCED_GRADIENTS, whole, UNOBSERVED), record)
                 found.tolerance = self._tolerances.of(
                     (Stage.REDUCED_GRADIENTS, whole, slot), record
@@ -539,24 +573,24 @@ class _Comparer:
 
     def membership(self) -> None:
         """What each rank counts in the norm, exactly."""
-        expected = units(self._reference, Stage.REDUCED_GRADIENTS)
-        for one in memberships(self._strategy, expected):
+        expected = group_parameter_parts(self._reference, Stage.REDUCED_GRADIENTS)
+        for one in check_norm_counts(self._strategy, expected):
             self._seen += 1
             self._said((Stage.NORM, one.name, COUNTED_ONCE), one)
 
     def initial(self) -> None:
         """What the layout's own initialisation has made wrong, which loaded weights hide."""
-        for one in wrong_starts(self._reference, self._strategy):
+        for one in find_wrong_initializations(self._reference, self._strategy):
             self._said((Stage.WEIGHTS, one.name, INITIAL), one)
 
-    def _said(self, key: Key, one: Said) -> None:
+    def _said(self, key: ComparisonKey, one: ParameterFault) -> None:
         order = self._order.get((Stage.WEIGHTS, one.name, _WEIGHT), float(len(self._order)))
-        found = self._found.setdefault(key, Comparison(key, 0.0, order))
+        found = self._found.setdefault(key, TensorComparison(key, 0.0, order))
         found.compared, found.error = found.compared + 1, max(found.error, one.share)
         found.wrong_ranks |= {*one.ranks}
         found.said = found.said or one.kind
 
-    def _copies(self, found: Comparison, pieces: list[Part], whole: Array) -> None:
+    def _copies(self, found: TensorComparison, pieces: list[ParameterPart], whole: Array) -> None:
         held = np.zeros(whole.shape, bool)
         first: _Copies = {}
         for piece in pieces:
@@ -565,8 +599,10 @@ class _Comparer:
             held[region] |= there
             reference = whole[region]
             rank = piece.one.rank.rank
-            pair = Pair(rank, None, values, reference, region)
-            found.add(pair if there.all() else Pair(rank, None, values[there], reference[there]))
+            pair = ComparedTensor(rank, None, values, reference, region)
+            found.add(
+                pair if there.all() else ComparedTensor(rank, None, values[there], reference[there])
+            )
             if not piece.placement.partial:
                 found.copies.append(pair)
                 _note_copies(found, first, piece, values)
@@ -574,7 +610,7 @@ class _Comparer:
         if not found.differs:
             found.copies.clear()
 
-    def _comparison(self, key: Key, like: TensorRecord) -> Comparison:
+    def _comparison(self, key: ComparisonKey, like: TensorRecord) -> TensorComparison:
         if key not in self._found:
             order = self._order.get(key, len(self._order))
             if key[0] in (Stage.LOCAL_GRADIENTS, Stage.NORM):
@@ -583,7 +619,7 @@ class _Comparer:
             tolerance = self._tolerances.of(key, like)
             if tolerance > 0:
                 tolerance = max(tolerance, RESPONSES * self._drifted.get(key, 0.0))
-            self._found[key] = Comparison(key, tolerance, order)
+            self._found[key] = TensorComparison(key, tolerance, order)
         return self._found[key]
 
     def _skip(self, why: str, name: str, tensors: int = 1) -> None:
@@ -591,7 +627,9 @@ class _Comparer:
         self._not_aligned[why].append(name)
 
 
-def _note_copies(found: Comparison, first: _Copies, piece: Part, values: Array) -> None:
+def _note_copies(
+    found: TensorComparison, first: _Copies, piece: ParameterPart, values: Array
+) -> None:
     """Compare a rank's copy with the first one of the same part, bit for bit."""
     rank = piece.one.rank.rank
     known = first.setdefault(str(piece.region()), (rank, values))
@@ -613,7 +651,7 @@ def _is_shared(rank: CapturedRank, site: Site) -> bool:
     Those that share an expert add up after it, not inside it. Where there are fewer key/value heads than
     ranks, the gradient of a head is the sum over the ranks whose queries attend to it.
     """
-    if of_experts(site.name):
+    if is_in_expert(site.name):
         return rank.expert_tensor[1] > 1
     if site.stage is not Stage.ACTIVATION_GRADIENTS or rank.tensor[1] == 1:
         return False
@@ -630,5 +668,5 @@ def _is_whole(rank: CapturedRank, site: Site) -> bool:
     return known or site.name.rpartition(".")[2] in _RESIDUAL
 
 
-def _key(site: Site) -> Key:
-    return (site.stage, whole_name(site.name), site.slot)
+def _key(site: Site) -> ComparisonKey:
+    return (site.stage, full_parameter_name(site.name), site.slot)

@@ -10,12 +10,12 @@ import numpy as np
 from parakit.artifacts.capture import STRETCH, Stage
 from parakit.verify.captured import Array
 
-Key = tuple[Stage, str, str]
+ComparisonKey = tuple[Stage, str, str]
 """Stage, name and slot of a tensor, over all micro batches and ranks."""
 
 
 @dataclass(frozen=True)
-class Pair:
+class ComparedTensor:
     """A tensor of one rank, and the same part of the reference's."""
 
     rank: int
@@ -27,10 +27,10 @@ class Pair:
 
 
 @dataclass
-class Comparison:
+class TensorComparison:
     """One tensor over all ranks and micro batches."""
 
-    key: Key
+    key: ComparisonKey
     tolerance: float
     order: float
     """Its place among all, in the order in which the reference computed them."""
@@ -43,8 +43,8 @@ class Comparison:
     """Ranks whose copies differ, where they must be equal bit for bit."""
     uncovered: int = 0
     """Elements of a parameter that no rank holds."""
-    worst: Pair | None = None
-    copies: list[Pair] = field(default_factory=list)
+    worst: ComparedTensor | None = None
+    copies: list[ComparedTensor] = field(default_factory=list)
     """Of a parameter that is wrong, every rank's part: what they are together says what is wrong."""
     said: str = ""
     """What is wrong, in words, where no values say it."""
@@ -54,7 +54,7 @@ class Comparison:
         """Whether it is wrong."""
         return self.error > self.tolerance or bool(self.replicas_differ) or self.uncovered > 0
 
-    def add_copies(self, pair: Pair, other: int) -> None:
+    def add_copies(self, pair: ComparedTensor, other: int) -> None:
         """Note that a tensor is not that of another rank, which should be equal bit for bit."""
         self.replicas_differ = tuple(sorted({*self.replicas_differ, pair.rank, other}))
         if self.worst is None:
@@ -70,7 +70,7 @@ class Comparison:
             return 0.0 if self.error == 0 else np.inf
         return self.error / self.tolerance
 
-    def add(self, pair: Pair, error: float | None = None) -> None:
+    def add(self, pair: ComparedTensor, error: float | None = None) -> None:
         """Take one rank's tensor in, with the relative error unless that is measured otherwise."""
         if error is None:
             error = relative_error(pair.ours, pair.reference)
@@ -83,7 +83,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Said:
+class ParameterFault:
     """What is wrong with a parameter where no values of two runs say it."""
 
     name: str
@@ -95,10 +95,10 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Compared:
+class CaptureComparison:
     """All tensors of two captures."""
 
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[TensorComparison, ...]
     """In the order in which the reference computed them."""
     not_aligned: tuple[str, ...]
     """What could not be compared, and why."""
@@ -112,12 +112,12 @@ class Compared:
     """Parameters and buffers that begin with one value; None where no start was captured."""
     initialised: int = 0
     """Pieces of parameters whose own initialisation, of the strategy's ranks, was looked at."""
-    pairs_of: Callable[[Key, int], list[Pair]] = lambda *_: []
+    pairs_of: Callable[[ComparisonKey, int], list[ComparedTensor]] = lambda *_: []
     """Every rank's tensor of an activation and one micro batch, each with the reference's part."""
-    like: Callable[[Comparison], Iterable[tuple[str, Array]]] = lambda _: ()
+    like: Callable[[TensorComparison], Iterable[tuple[str, Array]]] = lambda _: ()
     """The same part of the reference's other parameters, by name; of a state also its own gradient."""
 
-    def wrong(self, *stages: Stage) -> list[Comparison]:
+    def wrong(self, *stages: Stage) -> list[TensorComparison]:
         """Those that differ, the earliest first; of some stages or of all."""
         of = stages or tuple(Stage)
         return [one for one in self.comparisons if one.differs and one.key[0] in of]

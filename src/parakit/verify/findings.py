@@ -18,7 +18,7 @@ VERSIONS = ("f4fa7d6b", "0.16.1", "0.17.1", "0.18.2", "0.19.0")
 """The Megatrons for which every finding is judged."""
 
 
-class Judged(StrEnum):
+class FindingStatus(StrEnum):
     """What a finding comes to on CPU ranks."""
 
     REPRODUCED = "reproduced"
@@ -54,7 +54,7 @@ class Finding:
 
     id: str
     title: str
-    verdict: Judged
+    verdict: FindingStatus
     present: dict[str, Basis]
     """Versions that have it."""
     absent: dict[str, Basis]

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from parakit.artifacts.capture import InitialPiece, read_initial
-from parakit.verify.captured import Capture, whole_name
-from parakit.verify.comparison import Said
+from parakit.verify.captured import Capture, full_parameter_name
+from parakit.verify.comparison import ParameterFault
 
 _SIGMAS = 6.0
 """Of the error of a mean or a standard deviation that was measured on so many elements."""
@@ -27,9 +27,9 @@ _Held = tuple[int, InitialPiece]
 """A rank and what it has."""
 
 
-def wrong_starts(reference: Capture, strategy: Capture) -> Iterator[Said]:
+def find_wrong_initializations(reference: Capture, strategy: Capture) -> Iterator[ParameterFault]:
     """Parameters that the strategy initialises otherwise, the most telling kind first."""
-    ours, theirs = held_by(strategy), held_by(reference)
+    ours, theirs = list_initial_pieces(strategy), list_initial_pieces(reference)
     places: defaultdict[object, list[_Held]] = defaultdict(list)
     values: defaultdict[str, list[_Held]] = defaultdict(list)
     for rank, piece in ours:
@@ -40,22 +40,22 @@ def wrong_starts(reference: Capture, strategy: Capture) -> Iterator[Said]:
         if len({piece.digest for _, piece in copies}) > 1:
             ranks = tuple(sorted(rank for rank, _ in copies))
             kind = "copies are initialised otherwise on each of the ranks"
-            yield Said(whole_name(copies[0][1].name), ranks, kind)
+            yield ParameterFault(full_parameter_name(copies[0][1].name), ranks, kind)
     for alike in values.values():
         source, first = alike[0]
         for rank, other in alike:
             if other.where != first.where:
-                same = whole_name(other.name) == whole_name(first.name)
-                what = f"the part of rank {source}" if same else whole_name(first.name)
+                same = full_parameter_name(other.name) == full_parameter_name(first.name)
+                what = f"the part of rank {source}" if same else full_parameter_name(first.name)
                 kind = f"initialised as a copy of {what}"
-                yield Said(whole_name(other.name), (rank,), kind)
+                yield ParameterFault(full_parameter_name(other.name), (rank,), kind)
     expected = {piece.unit: piece for _, piece in theirs}
     for rank, piece in ours:
         if kind := _otherwise(piece, expected.get(piece.unit, piece)):
-            yield Said(whole_name(piece.name), (rank,), kind)
+            yield ParameterFault(full_parameter_name(piece.name), (rank,), kind)
 
 
-def held_by(capture: Capture) -> list[_Held]:
+def list_initial_pieces(capture: Capture) -> list[_Held]:
     """All pieces of all ranks; none where a run did not initialise its weights and then load others."""
     return [(one.rank.rank, piece) for one in capture.ranks for piece in read_initial(one.folder)]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from parakit.artifacts.capture import UNOBSERVED, CapturedRank, Stage
 from parakit.verify.captured import Array
-from parakit.verify.comparison import Comparison, Pair, relative_error
+from parakit.verify.comparison import ComparedTensor, TensorComparison, relative_error
 
 _LEFT = 0.1
 """Largest share of an error that a fit may leave unexplained, where that is above rounding."""
@@ -29,7 +29,7 @@ MORE_GRADIENT = "another multiple of its gradient"
 
 
 @dataclass(frozen=True)
-class Kind:
+class ErrorKind:
     """The kind of an error."""
 
     name: str
@@ -38,12 +38,12 @@ class Kind:
     """Of ours to the reference's, where that is what is wrong."""
 
 
-def kind_of(
-    found: Comparison,
-    pairs: Sequence[Pair],
+def classify_error(
+    found: TensorComparison,
+    pairs: Sequence[ComparedTensor],
     rank: CapturedRank,
     like: Iterable[tuple[str, Array]] = (),
-) -> Kind:
+) -> ErrorKind:
     """Say what is wrong with a tensor.
 
     Args:
@@ -52,32 +52,35 @@ def kind_of(
         rank: Any rank of the strategy, for its degrees.
         like: The reference's other tensors that it may be mixed up with (`Compared.like`).
     """
-    return next(_kinds(found, pairs, rank, like), Kind("other"))
+    return next(_kinds(found, pairs, rank, like), ErrorKind("other"))
 
 
 def _kinds(
-    found: Comparison, pairs: Sequence[Pair], rank: CapturedRank, like: Iterable[tuple[str, Array]]
-) -> Iterator[Kind]:
+    found: TensorComparison,
+    pairs: Sequence[ComparedTensor],
+    rank: CapturedRank,
+    like: Iterable[tuple[str, Array]],
+) -> Iterator[ErrorKind]:
     if found.said:
-        yield Kind(found.said)
+        yield ErrorKind(found.said)
     if found.uncovered and not found.compared:
-        yield Kind("held by no rank")
+        yield ErrorKind("held by no rank")
     if found.uncovered:
-        yield Kind(f"{found.uncovered} elements are held by no rank")
+        yield ErrorKind(f"{found.uncovered} elements are held by no rank")
     if found.key[2] == UNOBSERVED:
-        yield Kind("vanishes under observation: a buffer that is used again, or a race")
+        yield ErrorKind("vanishes under observation: a buffer that is used again, or a race")
     pair = found.worst
     if pair is None:
         if found.replicas_differ:
-            yield Kind("copies differ between ranks")
+            yield ErrorKind("copies differ between ranks")
         return
     if not np.issubdtype(pair.ours.dtype, np.floating):
-        yield from (Kind(f"that of {name}") for name, other in like if _is(pair, other))
+        yield from (ErrorKind(f"that of {name}") for name, other in like if _is(pair, other))
         yield from _moved(pair)
-        yield Kind("other values")
+        yield ErrorKind("other values")
         return
     if not np.isfinite(pair.ours).all():
-        yield Kind("not finite")
+        yield ErrorKind("not finite")
     limit = _limit(found.error, found.tolerance)
     if found.key[0] is Stage.NORM:
         yield from _norms(pairs, limit)
@@ -90,9 +93,9 @@ def _kinds(
         yield from _random(pair)
     yield from _somewhere(pair, found, rank)
     if found.replicas_differ:
-        yield Kind("copies differ between ranks")
+        yield ErrorKind("copies differ between ranks")
     if found.wrong_ranks and found.right_ranks:
-        yield Kind(_SOME_RANKS)
+        yield ErrorKind(_SOME_RANKS)
 
 
 def _limit(error: float, tolerance: float) -> float:
@@ -100,17 +103,17 @@ def _limit(error: float, tolerance: float) -> float:
     return min(max(2 * tolerance, 1e-3 * error), _LEFT * error)
 
 
-def _norms(pairs: Sequence[Pair], limit: float) -> Iterator[Kind]:
+def _norms(pairs: Sequence[ComparedTensor], limit: float) -> Iterator[ErrorKind]:
     """Whether ranks have the same norm, and if not, whether each has that of its own part."""
     norms = {float(pair.ours.reshape(-1)[0]) for pair in pairs}
     if len(norms) > 1:
         whole = np.array([sum(norm**2 for norm in norms) ** 0.5])
         if relative_error(whole, pairs[0].reference) < limit:
-            yield Kind(f"missing sum of squares over {len(norms)} ranks")
-        yield Kind("another norm on each of the ranks")
+            yield ErrorKind(f"missing sum of squares over {len(norms)} ranks")
+        yield ErrorKind("another norm on each of the ranks")
 
 
-def _factor(pair: Pair, limit: float, rank: CapturedRank) -> Iterator[Kind]:
+def _factor(pair: ComparedTensor, limit: float, rank: CapturedRank) -> Iterator[ErrorKind]:
     """h ≈ α·f, with α the least squares fit."""
     ours, reference = _flat(pair.ours), _flat(pair.reference)
     square = float(reference @ reference)
@@ -119,7 +122,7 @@ def _factor(pair: Pair, limit: float, rank: CapturedRank) -> Iterator[Kind]:
     factor = float(ours @ reference) / square
     if factor == 0 or relative_error(ours / factor, reference) > limit:
         return
-    yield Kind(f"factor {name_factor(factor, rank)}", factor)
+    yield ErrorKind(f"factor {name_factor(factor, rank)}", factor)
 
 
 def name_factor(factor: float, rank: CapturedRank) -> str:
@@ -144,9 +147,13 @@ def name_factor(factor: float, rank: CapturedRank) -> str:
     return " or ".join(fits) or f"{factor:.6g}"
 
 
-def kind_of_parts(
-    pair: Pair, tolerance: float, parts: Mapping[str, Array], rank: CapturedRank, extra: str = ""
-) -> Kind | None:
+def classify_by_parts(
+    pair: ComparedTensor,
+    tolerance: float,
+    parts: Mapping[str, Array],
+    rank: CapturedRank,
+    extra: str = "",
+) -> ErrorKind | None:
     """Say by what the parts are multiplied that a tensor is a sum of; None if that is not what is wrong.
 
     The reference's is the sum of the parts, but for `extra`, such as what should have been forgotten.
@@ -172,10 +179,10 @@ def kind_of_parts(
             else:
                 said.append(f"{name} {times if times[0] in '×÷' else f'×{times}'}")
     said += [f"without {', '.join(lost)}"] if lost else []
-    return Kind(", ".join(said), factor if len(said) == 1 else None) if said else None
+    return ErrorKind(", ".join(said), factor if len(said) == 1 else None) if said else None
 
 
-def _sums(pairs: Sequence[Pair], limit: float, rank: CapturedRank) -> Iterator[Kind]:
+def _sums(pairs: Sequence[ComparedTensor], limit: float, rank: CapturedRank) -> Iterator[ErrorKind]:
     """Ranks that should each have the whole: their sum fits, or each has others' share on top."""
     if not pairs:
         return
@@ -187,12 +194,12 @@ def _sums(pairs: Sequence[Pair], limit: float, rank: CapturedRank) -> Iterator[K
     total = np.sum([pair.ours for pair in alike], axis=0, dtype=np.float64)
     over = "TP" if ranks == rank.tensor[1] else f"{ranks}"
     if relative_error(total, reference) < limit:
-        yield Kind(f"missing sum over {over} ranks")
+        yield ErrorKind(f"missing sum over {over} ranks")
     elif relative_error(total / ranks, reference) < limit:
-        yield Kind(f"missing mean over {over} ranks")
+        yield ErrorKind(f"missing mean over {over} ranks")
 
 
-def _rounded_to_half(pair: Pair) -> Iterator[Kind]:
+def _rounded_to_half(pair: ComparedTensor) -> Iterator[ErrorKind]:
     """Rounded to the bits of bf16 where the reference is not; or off as far, either way, everywhere."""
     ours, reference = pair.ours, pair.reference
     if ours.dtype != np.float32 or reference.dtype != np.float32 or not _low_bits(reference).any():
@@ -203,14 +210,16 @@ def _rounded_to_half(pair: Pair) -> Iterator[Kind]:
         return
     either_way = abs(np.sign(off).mean()) < 1 / 4
     if exact or (either_way and np.median(np.abs(off)) > 2.0**-12):
-        yield Kind("rounding to bf16")
+        yield ErrorKind("rounding to bf16")
 
 
 def _low_bits(values: Array) -> Array:
     return np.asarray(np.ascontiguousarray(values).view(np.uint32) & 0xFFFF)
 
 
-def _of_others(pair: Pair, found: Comparison, like: Iterable[tuple[str, Array]]) -> Iterator[Kind]:
+def _of_others(
+    pair: ComparedTensor, found: TensorComparison, like: Iterable[tuple[str, Array]]
+) -> Iterator[ErrorKind]:
     """Another parameter's tensor, or this one with it on top; a state with more of its gradient."""
     ours, reference = _flat(pair.ours), _flat(pair.reference)
     for name, values in like:
@@ -218,20 +227,20 @@ def _of_others(pair: Pair, found: Comparison, like: Iterable[tuple[str, Array]])
         if name == found.key[1]:
             other = other**2 if found.key[2] == "exp_avg_sq" else other
         elif relative_error(ours, other) < _LEFT * found.error:
-            yield Kind(f"that of {name}")
+            yield ErrorKind(f"that of {name}")
         elif _is(pair, values):
-            yield Kind(f"in part that of {name}")
+            yield ErrorKind(f"in part that of {name}")
         square = float(other @ other)
         share = float((ours - reference) @ other) / square if square else 0.0
         if not share or relative_error(reference + share * other, ours) > _LEFT * found.error:
             continue
         if name == found.key[1]:
-            yield Kind(MORE_GRADIENT)
+            yield ErrorKind(MORE_GRADIENT)
         elif abs(share - 1) < _LEFT:
-            yield Kind(f"a sum too many: {name} on top")
+            yield ErrorKind(f"a sum too many: {name} on top")
 
 
-def _is(pair: Pair, other: Array) -> bool:
+def _is(pair: ComparedTensor, other: Array) -> bool:
     """Whether all that is wrong is another tensor's."""
     off = np.abs(np.subtract(pair.ours, pair.reference, dtype=np.float64))
     wrong = off > 1e-3 * off.max(initial=0.0)
@@ -241,7 +250,7 @@ def _is(pair: Pair, other: Array) -> bool:
     return relative_error(ours, there) < _LEFT * relative_error(ours, reference)
 
 
-def _moved(pair: Pair) -> Iterator[Kind]:
+def _moved(pair: ComparedTensor) -> Iterator[ErrorKind]:
     """Rows, or elements, of the reference in other places."""
     ours, reference = _rows(pair.ours), _rows(pair.reference)
     if ours.shape != reference.shape or not 1 < len(ours) <= _MOST_ROWS:
@@ -262,20 +271,22 @@ def _moved(pair: Pair) -> Iterator[Kind]:
     if not wrong or len(shifts) < _MOST * wrong:
         return
     if len(set(shifts)) == 1:
-        yield Kind(f"rows shifted by {shifts[0]:+d}")
+        yield ErrorKind(f"rows shifted by {shifts[0]:+d}")
     else:
-        yield Kind("rows in another order")
+        yield ErrorKind("rows in another order")
 
 
-def _random(pair: Pair) -> Iterator[Kind]:
+def _random(pair: ComparedTensor) -> Iterator[ErrorKind]:
     """Zeros in other places: another dropout mask."""
     ours, reference = pair.ours == 0, pair.reference == 0
     shares = float(ours.mean()), float(reference.mean())
     if min(shares) > 0.01 and (ours != reference).mean() > 0.5 * min(shares):
-        yield Kind("another random state")
+        yield ErrorKind("another random state")
 
 
-def _somewhere(pair: Pair, found: Comparison, rank: CapturedRank) -> Iterator[Kind]:
+def _somewhere(
+    pair: ComparedTensor, found: TensorComparison, rank: CapturedRank
+) -> Iterator[ErrorKind]:
     """Wrong in few places only: in the vocabulary's padding, or in some rows."""
     ours, reference = _rows(pair.ours), _rows(pair.reference)
     if ours.shape != reference.shape or len(ours) < 2:
@@ -284,10 +295,12 @@ def _somewhere(pair: Pair, found: Comparison, rank: CapturedRank) -> Iterator[Ki
     wrong = np.linalg.norm(ours - reference, axis=1) > found.tolerance * size
     places = np.flatnonzero(wrong)
     if len(places) and "word_embeddings" in found.key[1] and places[0] >= rank.vocabulary:
-        yield Kind("in the vocabulary's padding only")
+        yield ErrorKind("in the vocabulary's padding only")
     elif 0 < len(places) <= len(ours) / 4:
         on = f"{_SOME_RANKS}, " if found.wrong_ranks and found.right_ranks else ""
-        yield Kind(f"{on}in {len(places)} of {len(ours)} rows, from {places[0]} to {places[-1]}")
+        yield ErrorKind(
+            f"{on}in {len(places)} of {len(ours)} rows, from {places[0]} to {places[-1]}"
+        )
 
 
 def _flat(values: Array) -> Array:

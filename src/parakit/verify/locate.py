@@ -30,8 +30,8 @@ from parakit.artifacts.capture import (
 )
 from parakit.artifacts.verdict import Verdict
 from parakit.verify.captured import Capture
-from parakit.verify.comparison import Compared, Comparison, Pair
-from parakit.verify.kinds import MORE_GRADIENT, Kind, kind_of
+from parakit.verify.comparison import CaptureComparison, ComparedTensor, TensorComparison
+from parakit.verify.kinds import MORE_GRADIENT, ErrorKind, classify_error
 
 LOCAL = (Stage.OUTPUTS, Stage.LOSS, Stage.ACTIVATION_GRADIENTS)
 """Stages in which errors spread from module to module."""
@@ -42,14 +42,16 @@ _TIED = ("embedding.", "output_layer.")
 """Parameters that may be used twice: what is wrong of the one use is in the gradient of both."""
 
 
-def located(base: Verdict, first: Comparison, compared: Compared, strategy: Capture) -> Verdict:
+def locate_error(
+    base: Verdict, first: TensorComparison, compared: CaptureComparison, strategy: Capture
+) -> Verdict:
     """The verdict with all that is known of the first wrong tensor."""
     stage, _, slot = first.key
     module, worst = _module(first, compared), first.worst
     pairs = first.copies or ([worst] if worst else [])
     if worst is not None and worst.micro_batch is not None:
         pairs = compared.pairs_of(first.key, worst.micro_batch)
-    kind = kind_of(first, pairs, strategy.first, compared.like(first))
+    kind = classify_error(first, pairs, strategy.first, compared.like(first))
     return replace(
         base,
         stage=stage,
@@ -66,7 +68,7 @@ def located(base: Verdict, first: Comparison, compared: Compared, strategy: Capt
     )
 
 
-def _worst_element(pair: Pair) -> str | None:
+def _worst_element(pair: ComparedTensor) -> str | None:
     ours, reference = pair.ours, pair.reference
     if ours.shape != reference.shape or not ours.size:
         return None
@@ -79,7 +81,7 @@ def _worst_element(pair: Pair) -> str | None:
     return f"worst{at}{of}: {ours[place]:.6g}, not {reference[place]:.6g}"
 
 
-def _module(first: Comparison, compared: Compared) -> str:
+def _module(first: TensorComparison, compared: CaptureComparison) -> str:
     """The module whose code is between what was right and what is wrong.
 
     A wrong input of a module, or gradient of its output, is the doing of the module that calls it, if
@@ -123,7 +125,7 @@ def _callers(name: str, slot: str) -> Iterator[tuple[str, str]]:
         yield caller or MODEL, ""
 
 
-def _source(first: Comparison, name: str, kind: Kind, strategy: Capture) -> str | None:
+def _source(first: TensorComparison, name: str, kind: ErrorKind, strategy: Capture) -> str | None:
     """Where what computes the first wrong tensor stands: a function, or a module's forward pass."""
     functions, modules = strategy.first.functions, strategy.modules
     if source := functions.get(_function(first, name, kind, strategy.first)):
@@ -135,7 +137,7 @@ def _source(first: Comparison, name: str, kind: Kind, strategy: Capture) -> str 
     return modules[MODEL].source if MODEL in modules else None
 
 
-def _function(first: Comparison, name: str, kind: Kind, rank: CapturedRank) -> str:
+def _function(first: TensorComparison, name: str, kind: ErrorKind, rank: CapturedRank) -> str:
     """Which of `CapturedRank.functions` computes it; empty where a module does."""
     stage, of, slot = first.key
     if stage in LOCAL:
@@ -151,8 +153,8 @@ def _function(first: Comparison, name: str, kind: Kind, rank: CapturedRank) -> s
     return CLIPPING if kind.name == MORE_GRADIENT else slot if slot in rank.functions else stage
 
 
-def also_wrong(
-    verdict: Verdict, first: Comparison, compared: Compared, strategy: Capture
+def list_independent_errors(
+    verdict: Verdict, first: TensorComparison, compared: CaptureComparison, strategy: Capture
 ) -> tuple[str, ...]:
     """What is wrong by itself beside the first; of layers that are alike the first one."""
     found: dict[str, str] = {}
@@ -160,12 +162,14 @@ def also_wrong(
     for one in _independent(compared, first):
         name = _NUMBER.sub(".*", one.key[1])
         if name not in alike:
-            source = _source(one, one.key[1], Kind(""), strategy)
+            source = _source(one, one.key[1], ErrorKind(""), strategy)
             found.setdefault(name, f"{one.key[0]}, {one.key[1]} ({source})")
     return tuple(found.values())
 
 
-def _independent(compared: Compared, first: Comparison) -> Iterator[Comparison]:
+def _independent(
+    compared: CaptureComparison, first: TensorComparison
+) -> Iterator[TensorComparison]:
     """Tensors beside the first that are wrong although all that they are made of is right.
 
     Modules that are given what is right, not those that a wrong one is in; then, of each stage, what

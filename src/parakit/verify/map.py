@@ -12,7 +12,7 @@ from itertools import pairwise
 from parakit.artifacts.capture import RECOMPUTED, Stage
 from parakit.verify.captured import PARAMETERS
 from parakit.verify.compare import STAGES
-from parakit.verify.comparison import Compared, Comparison, Key
+from parakit.verify.comparison import CaptureComparison, ComparisonKey, TensorComparison
 
 BOUNDS = (0.01, 0.1, 1.0, 10.0, 100.0, 1e4)
 """Error over tolerance at which a cell's colour changes."""
@@ -52,14 +52,14 @@ _LEAVES = (".weight", ".bias")
 class MapCell:
     """Tensors of one module in one stage."""
 
-    tensors: list[Comparison] = field(default_factory=list)
+    tensors: list[TensorComparison] = field(default_factory=list)
     not_compared: bool = False
     """Whether there was a tensor, but none that could be compared."""
     first: bool = False
     """Whether the first wrong tensor is here."""
 
     @property
-    def worst(self) -> Comparison | None:
+    def worst(self) -> TensorComparison | None:
         """The tensor with the largest error over tolerance."""
         return max(self.tensors, key=lambda one: (one.differs, one.ratio), default=None)
 
@@ -67,7 +67,7 @@ class MapCell:
     def level(self) -> int | None:
         """Which colour; None if nothing was compared."""
         worst = self.worst
-        return None if worst is None else level_of(worst.ratio, worst.differs)
+        return None if worst is None else colour_level(worst.ratio, worst.differs)
 
 
 @dataclass
@@ -114,16 +114,16 @@ class MapRow:
         return any(cell.first for row in self.within() for cell in row.cells)
 
 
-def level_of(ratio: float, differs: bool) -> int:
+def colour_level(ratio: float, differs: bool) -> int:
     """The colour of an error over its tolerance: 0 for none, from `WRONG` on for what is wrong."""
     if differs:
         return max(WRONG, 1 + bisect_right(BOUNDS, ratio))
     return 0 if ratio == 0 else min(WRONG - 1, 1 + bisect_right(BOUNDS, ratio))
 
 
-def rows_of(compared: Compared, first: Key | None) -> list[MapRow]:
+def build_map_rows(compared: CaptureComparison, first: ComparisonKey | None) -> list[MapRow]:
     """Every row of the map, in order; folded where the whole map is long."""
-    members: defaultdict[str, list[Comparison]] = defaultdict(list)
+    members: defaultdict[str, list[TensorComparison]] = defaultdict(list)
     for one in compared.comparisons:
         stage, name, _ = one.key
         module = name.rpartition(".")[0] if stage in PARAMETERS else ""
@@ -168,7 +168,7 @@ def _not_compared(lines: Sequence[str]) -> dict[str, set[int]]:
     return found
 
 
-def _tree(members: Mapping[str, Sequence[Comparison]], others: Iterable[str]) -> list[MapRow]:
+def _tree(members: Mapping[str, Sequence[TensorComparison]], others: Iterable[str]) -> list[MapRow]:
     """Rows that are in no other, in order of their first tensors, each with those in it."""
     when = {
         name: min((STAGES.index(one.key[0]), one.order) for one in found)

@@ -12,29 +12,38 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from parakit.artifacts.capture import COUNTED, Stage
-from parakit.verify.captured import Array, Capture, Part, Unit, units
-from parakit.verify.comparison import Said
+from parakit.verify.captured import (
+    Array,
+    Capture,
+    ParameterKey,
+    ParameterPart,
+    group_parameter_parts,
+)
+from parakit.verify.comparison import ParameterFault
 
-Groups = tuple[tuple[int, ...], ...]
+NormGroups = tuple[tuple[int, ...], ...]
 
 
-def memberships(strategy: Capture, expected: Iterable[Unit] = ()) -> Iterator[Said]:
+def check_norm_counts(
+    strategy: Capture, expected: Iterable[ParameterKey] = ()
+) -> Iterator[ParameterFault]:
     """How each parameter that has a reduced gradient is counted; the worst norm of all ranks.
 
     So is one that is `expected` to have such a gradient, if the strategy has its local one. Named are
     ranks that should have counted it, or did so too often, and the share of its elements.
     """
-    counted: defaultdict[Unit, list[Part]] = defaultdict(list)
-    for (key, layer, _), parts in units(strategy, Stage.NORM, COUNTED).items():
+    counted: defaultdict[ParameterKey, list[ParameterPart]] = defaultdict(list)
+    for (key, layer, _), parts in group_parameter_parts(strategy, Stage.NORM, COUNTED).items():
         counted[key, layer] += parts
-    ranks_of: defaultdict[Groups, list[int]] = defaultdict(list)
+    ranks_of: defaultdict[NormGroups, list[int]] = defaultdict(list)
     for one in strategy.ranks:
         if one.rank.norm_groups:
             ranks_of[one.rank.norm_groups].append(one.rank.rank)
     if not ranks_of:  # Nothing is clipped, and no norm computed.
         return
     reduced, local = (
-        units(strategy, stage) for stage in (Stage.REDUCED_GRADIENTS, Stage.LOCAL_GRADIENTS)
+        group_parameter_parts(strategy, stage)
+        for stage in (Stage.REDUCED_GRADIENTS, Stage.LOCAL_GRADIENTS)
     )
     lost = {unit: local[unit] for unit in expected if unit in local and unit not in reduced}
     for (key, layer, _), held in (reduced | lost).items():
@@ -46,8 +55,11 @@ def memberships(strategy: Capture, expected: Iterable[Unit] = ()) -> Iterator[Sa
 
 
 def _membership(
-    held: Sequence[Part], counted: Sequence[Part], groups: Groups, ranks: Sequence[int]
-) -> Said:
+    held: Sequence[ParameterPart],
+    counted: Sequence[ParameterPart],
+    groups: NormGroups,
+    ranks: Sequence[int],
+) -> ParameterFault:
     times = np.zeros(held[0].whole_shape, np.int32)
     for group in groups:
         slot = COUNTED + " ".join(map(str, group))
@@ -57,7 +69,7 @@ def _membership(
     wrong = times != 1
     name, share = held[0].name, float(wrong.mean())
     if not wrong.any():
-        return Said(name, (), "", share)
+        return ParameterFault(name, (), "", share)
     missing = times == 0
     if missing.any():
         holders = _holding(held, missing)
@@ -68,13 +80,13 @@ def _membership(
         kind = f"not counted in the norm by {_ranks(inside or holders)}"
         if not inside:
             kind = f"not counted in the norm of {_ranks(ranks)}: {_ranks(holders)} not in its group"
-        return Said(name, inside or holders, kind, share)
+        return ParameterFault(name, inside or holders, kind, share)
     most = int(times.max())
     holders = _holding(counted, times > 1)
-    return Said(name, holders, f"counted {most} times in the norm", share)
+    return ParameterFault(name, holders, f"counted {most} times in the norm", share)
 
 
-def _holding(parts: Sequence[Part], wanted: Array) -> tuple[int, ...]:
+def _holding(parts: Sequence[ParameterPart], wanted: Array) -> tuple[int, ...]:
     """Ranks that hold, or count, any of the elements."""
     found = set()
     for part in parts:

@@ -14,9 +14,9 @@ from parakit.artifacts.io import write_whole
 from parakit.artifacts.verdict import Outcome, Verdict
 from parakit.formatting.html import environment
 from parakit.formatting.units import DASH, count
-from parakit.verify.comparison import Compared, Comparison
-from parakit.verify.map import BOUNDS, COLUMNS, WRONG, MapRow, level_of, rows_of
-from parakit.verify.picture import Picture, range_of
+from parakit.verify.comparison import CaptureComparison, TensorComparison
+from parakit.verify.map import BOUNDS, COLUMNS, WRONG, MapRow, build_map_rows, colour_level
+from parakit.verify.picture import Picture, describe_range
 from parakit.verify.verdict import Judgement
 
 PAGE_FILE = "verify.html"
@@ -32,7 +32,7 @@ _BY_ITSELF = {
 
 
 @dataclass(frozen=True)
-class Bar:
+class RatioBar:
     """Tensors whose error over tolerance is in one range."""
 
     text: str
@@ -51,7 +51,7 @@ def render_page(judgement: Judgement) -> str:
     """The whole page."""
     verdict, compared, first = judgement.verdict, judgement.compared, judgement.first
     pair = first.worst if first else None
-    rows = rows_of(compared, first.key if first else None) if compared else []
+    rows = build_map_rows(compared, first.key if first else None) if compared else []
     return (
         environment(_TEMPLATES)
         .get_template("verify.html.j2")
@@ -69,7 +69,7 @@ def render_page(judgement: Judgement) -> str:
             number=_short,
             picture=Picture(pair, first.tolerance) if first and pair else None,
             first=first,
-            range_of=range_of,
+            range_of=describe_range,
             bars=_bars(compared) if compared and not first else [],
             spread=_spread(compared) if compared and not first else "",
             folds=any(row.children for row in rows),
@@ -90,7 +90,7 @@ def _sentence(verdict: Verdict) -> str:
     return f"{layout} differs from {reference} at {verdict.stage}, {verdict.module} ({verdict.tensor})."
 
 
-def _facts(verdict: Verdict, first: Comparison | None) -> Mapping[str, str]:
+def _facts(verdict: Verdict, first: TensorComparison | None) -> Mapping[str, str]:
     """What is known of the verdict, each under its name."""
     facts: dict[str, str | None] = {"reason": verdict.reason}
     if first is not None and verdict.error is not None and verdict.tolerance is not None:
@@ -130,7 +130,7 @@ def _described(rows: Sequence[MapRow]) -> dict[str, list[object]]:
     return found
 
 
-def _tensor_line(one: Comparison, row: MapRow) -> list[object]:
+def _tensor_line(one: TensorComparison, row: MapRow) -> list[object]:
     _, name, slot = one.key
     own = name.removeprefix(f"{row.name}.") if name != row.name else ""
     if one.replicas_differ:
@@ -163,21 +163,23 @@ def _legend() -> list[tuple[int, str]]:
     return [*enumerate(["no error", f"below {edges[0]}", *between, f"above {edges[-1]}"])]
 
 
-def _bars(compared: Compared) -> list[Bar]:
+def _bars(compared: CaptureComparison) -> list[RatioBar]:
     """Tensors by error over tolerance: those without an error, then by powers of ten up to 1."""
     most = _BARS_A_DECADE * _DECADES
     edges = [10 ** (place / _BARS_A_DECADE - _DECADES) for place in range(most + 1)]
     ratios = (one.ratio for one in compared.comparisons)
     found = Counter(min(max(bisect_right(edges, r), 1), most) if r > 0 else 0 for r in ratios)
     highest = max(found.values(), default=1)
-    bars = [Bar("no error", found[0], found[0] / highest, 0)]
+    bars = [RatioBar("no error", found[0], found[0] / highest, 0)]
     for place, (above, upto) in enumerate(pairwise(edges), start=1):
-        level = level_of(math.sqrt(above * upto), differs=False)
-        bars.append(Bar(f"{above:.2g} to {upto:.2g}", found[place], found[place] / highest, level))
+        level = colour_level(math.sqrt(above * upto), differs=False)
+        bars.append(
+            RatioBar(f"{above:.2g} to {upto:.2g}", found[place], found[place] / highest, level)
+        )
     return bars
 
 
-def _spread(compared: Compared) -> str:
+def _spread(compared: CaptureComparison) -> str:
     ratios = sorted(one.ratio for one in compared.comparisons)
     if not ratios:
         return "Nothing was compared."

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from parakit.artifacts.capture import PART, Stage
 from parakit.verify.align import ActivationAligner
-from parakit.verify.captured import Array, Capture, region_of, units
-from parakit.verify.comparison import Key, Pair
-from parakit.verify.kinds import kind_of_parts
+from parakit.verify.captured import Array, Capture, assemble_region, group_parameter_parts
+from parakit.verify.comparison import ComparedTensor, ComparisonKey
+from parakit.verify.kinds import classify_by_parts
 from parakit.verify.verdict import Judgement
 
 BEFORE = "the iteration before"
@@ -21,7 +21,7 @@ _GRADIENTS = (Stage.ACTIVATION_GRADIENTS, Stage.LOCAL_GRADIENTS, Stage.REDUCED_G
 _UNEXPLAINED = ("other", "wrong on some ranks only", "copies differ between ranks")
 
 
-def wants_parts(judgement: Judgement) -> bool:
+def needs_parts(judgement: Judgement) -> bool:
     """Whether the first wrong tensor is a gradient that is explained by none of the usual kinds."""
     first, kind = judgement.first, judgement.verdict.kind or ""
     if first is None or first.worst is None or first.key[0] not in _GRADIENTS:
@@ -29,7 +29,7 @@ def wants_parts(judgement: Judgement) -> bool:
     return kind.startswith(_UNEXPLAINED)
 
 
-def explained(
+def explain_by_parts(
     judgement: Judgement, strategy: Capture, parts: Capture, without: Mapping[str, Capture]
 ) -> Judgement:
     """The judgement with the part that is wrong as its kind, if there is one.
@@ -44,7 +44,7 @@ def explained(
     assert first is not None
     assert first.worst is not None
     for found, extra in _sums(first.key, first.worst, strategy, parts, without):
-        kind = kind_of_parts(first.worst, first.tolerance, found, strategy.first, extra)
+        kind = classify_by_parts(first.worst, first.tolerance, found, strategy.first, extra)
         if kind is not None:
             verdict = replace(judgement.verdict, kind=kind.name, factor=kind.factor)
             return replace(judgement, verdict=verdict)
@@ -52,8 +52,8 @@ def explained(
 
 
 def _sums(
-    key: Key,
-    pair: Pair,
+    key: ComparisonKey,
+    pair: ComparedTensor,
     strategy: Capture,
     parts: Capture,
     without: Mapping[str, Capture],
@@ -71,7 +71,7 @@ def _sums(
     if key[0] is Stage.REDUCED_GRADIENTS:
         ranks = {
             f"rank {part.one.rank.rank}": part.values() / part.one.rank.data[1]
-            for pieces in units(strategy, Stage.LOCAL_GRADIENTS, key[2]).values()
+            for pieces in group_parameter_parts(strategy, Stage.LOCAL_GRADIENTS, key[2]).values()
             for part in pieces
             if part.name == key[1] and part.record.shape == pair.ours.shape
         }
@@ -79,9 +79,9 @@ def _sums(
             yield ranks, ""
     found = {
         unit[2].removeprefix(PART): values
-        for unit, pieces in units(parts, Stage.LOCAL_GRADIENTS, PART).items()
+        for unit, pieces in group_parameter_parts(parts, Stage.LOCAL_GRADIENTS, PART).items()
         if pieces[0].name == key[1]
-        and (values := region_of(pieces, parts, pair.region, pair.ours.shape)) is not None
+        and (values := assemble_region(pieces, parts, pair.region, pair.ours.shape)) is not None
     }
     before = found.pop(BEFORE, None)
     if len(found) > 1:
@@ -90,12 +90,14 @@ def _sums(
         yield {"this iteration": pair.reference, BEFORE: before}, BEFORE
 
 
-def _same(key: Key, pair: Pair, strategy: Capture, other: Capture) -> Array | None:
+def _same(
+    key: ComparisonKey, pair: ComparedTensor, strategy: Capture, other: Capture
+) -> Array | None:
     """Of another run of the reference what the pair has of it; None if it has nothing like it."""
     if pair.micro_batch is None:
-        for unit, pieces in units(other, key[0], key[2]).items():
+        for unit, pieces in group_parameter_parts(other, key[0], key[2]).items():
             if unit[2] == key[2] and pieces[0].name == key[1]:
-                return region_of(pieces, other, pair.region, pair.ours.shape)
+                return assemble_region(pieces, other, pair.region, pair.ours.shape)
         return None
     aligner, one = ActivationAligner(other, strategy), strategy.ranks[pair.rank]
     for record in one.records:

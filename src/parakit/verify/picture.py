@@ -18,7 +18,7 @@ import numpy as np
 
 from parakit.formatting.units import DASH, count
 from parakit.verify.captured import Array
-from parakit.verify.comparison import Pair
+from parakit.verify.comparison import ComparedTensor
 
 MOST_POINTS = 512
 """Of the picture's sides."""
@@ -48,7 +48,7 @@ class Axis(NamedTuple):
 class Picture:
     """The difference of two tensors of the same shape."""
 
-    pair: Pair
+    pair: ComparedTensor
     tolerance: float
 
     @cached_property
@@ -154,7 +154,7 @@ class Picture:
             yield where, f"{ours:.7g}", f"{reference:.7g}"
 
 
-def range_of(values: Array) -> str:
+def describe_range(values: Array) -> str:
     """Least and largest value, and the root mean square."""
     if not values.size:
         return "empty"

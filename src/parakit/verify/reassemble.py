@@ -29,25 +29,25 @@ from parakit.artifacts.capture import (
 )
 from parakit.verify.align import (
     GATED,
-    as_split,
-    of_experts,
-    positions_of,
-    recomputed,
-    router_of,
-    routes,
-    scale_of,
-    tokens_of,
+    find_router,
+    has_distinct_tokens,
+    is_in_expert,
+    is_recomputed,
+    layout_signature,
+    micro_batch_loss_scale,
+    sequence_positions,
+    token_indices,
 )
 from parakit.verify.captured import (
     PARAMETERS,
     Array,
     Capture,
     RankCapture,
-    as_stored,
-    assembled,
+    assemble_parameter,
+    encode_tensor,
+    group_parameter_parts,
+    order_sites,
     read_capture,
-    sites_in_order,
-    units,
 )
 
 _SPLIT_IN_EXPERTS = ("linear_fc1 output.0", "linear_fc2 input.input_")
@@ -57,10 +57,12 @@ _Place = tuple[int, int]
 """Context- and tensor-parallel rank."""
 
 
-def as_one_rank(reference: Capture, strategy: Capture, folder: Path) -> Capture:
+def reassemble_to_one_rank(reference: Capture, strategy: Capture, folder: Path) -> Capture:
     """The reference as one rank would have it, written to a folder; itself if it is one, or split as the
     strategy is that will be compared with it."""
-    if len(reference.ranks) == 1 or as_split(reference.first) == as_split(strategy.first):
+    if len(reference.ranks) == 1 or layout_signature(reference.first) == layout_signature(
+        strategy.first
+    ):
         return reference
     target = folder / "rank-0"
     with CaptureWriter(target) as writer:
@@ -88,7 +90,9 @@ class _Joiner:
     def __init__(self, reference: Capture, writer: CaptureWriter) -> None:
         self._reference, self._writer, self._rank = reference, writer, reference.first
         self._left: defaultdict[str, list[str]] = defaultdict(list)
-        self._scale = np.float32(scale_of(self.described()) / scale_of(self._rank))
+        self._scale = np.float32(
+            micro_batch_loss_scale(self.described()) / micro_batch_loss_scale(self._rank)
+        )
         """Of one rank's activation gradients to these."""
         self._written: dict[object, TensorRecord] = {}
         """By the parts' memory: a tensor that several modules have is written once."""
@@ -123,17 +127,19 @@ class _Joiner:
         held = defaultdict(lambda: defaultdict(list))
         for one in self._reference.ranks:
             for record in one.records:
-                if record.placement is None and not recomputed(record.site):
+                if record.placement is None and not is_recomputed(record.site):
                     site = msgspec.structs.replace(record.site, micro_batch=None)
                     held[site][record.site.micro_batch].append((one, record))
-        for site in sites_in_order(self._reference):
+        for site in order_sites(self._reference):
             for micro_batch, parts in held[site].items():
                 if micro_batch is None:
                     one, record = parts[0]
-                    counted = [there.values(of) for there, of in parts if routes(there.rank)]
+                    counted = [
+                        there.values(of) for there, of in parts if has_distinct_tokens(there.rank)
+                    ]
                     is_sum = site.slot == COUNTS
                     self._write(site, record, np.sum(counted, 0) if is_sum else one.values(record))
-                elif of_experts(site.name):
+                elif is_in_expert(site.name):
                     self._expert(site, micro_batch, parts)
                 else:
                     for data in range(self._rank.data[1]):
@@ -143,10 +149,10 @@ class _Joiner:
     def parameters(self) -> None:
         """Parameters, gradients and states, each as one piece."""
         for stage in PARAMETERS:
-            for (key, stacked, _), pieces in units(self._reference, stage).items():
+            for (key, stacked, _), pieces in group_parameter_parts(self._reference, stage).items():
                 like = pieces[0]
                 site = msgspec.structs.replace(like.record.site, name=like.name)
-                whole = assembled(pieces, self._reference)
+                whole = assemble_parameter(pieces, self._reference)
                 shape = like.placement.global_shape
                 place = Placement(key, shape, (*stacked, *[0] * whole.ndim))
                 self._add(site, like.record.dtype, whole, place)
@@ -226,7 +232,7 @@ class _Joiner:
         shape = parts[0].shape
         whole = np.empty((*shape[:axis], length, *shape[axis + 1 :]), parts[0].dtype)
         for number, part in enumerate(parts):
-            whole.swapaxes(0, axis)[positions_of(self._rank, number)] = part.swapaxes(0, axis)
+            whole.swapaxes(0, axis)[sequence_positions(self._rank, number)] = part.swapaxes(0, axis)
         return whole.reshape(-1, *shape[2:]) if merged else whole
 
     def _sequence(self, shape: tuple[int, ...]) -> _Sequence | None:
@@ -268,7 +274,7 @@ class _Joiner:
         self, site: Site, micro_batch: int, holder: RankCapture, values: Array
     ) -> Iterator[tuple[int, Array, Array]]:
         """Each sender's data-parallel rank, the numbers of its tokens, and their rows."""
-        router, expert = router_of(site.name)
+        router, expert = find_router(site.name)
         router = msgspec.structs.replace(router, micro_batch=micro_batch)
         found, begin = [], 0
         for data, context, tensor in holder.rank.expert_sources:
@@ -277,7 +283,7 @@ class _Joiner:
             if record is None or expert is None:
                 return
             routed = sender.values(record)[:, expert].astype(bool)
-            tokens = tokens_of(sender.rank, context, tensor)
+            tokens = token_indices(sender.rank, context, tensor)
             if len(tokens) != len(routed):
                 return
             tokens = tokens[routed]
@@ -303,7 +309,7 @@ class _Joiner:
     def _add(
         self, site: Site, dtype: str, whole: Array, placement: Placement | None = None
     ) -> TensorRecord:
-        return self._writer.add(site, dtype, whole.shape, as_stored(whole, dtype), placement)
+        return self._writer.add(site, dtype, whole.shape, encode_tensor(whole, dtype), placement)
 
     def _leave(self, site: Site, why: str) -> None:
         self._left[why].append(f"{site.name} {site.slot}")

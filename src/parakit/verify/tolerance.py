@@ -19,7 +19,7 @@ from parakit.artifacts.capture import (
     TensorRecord,
 )
 from parakit.verify.captured import PARAMETERS, Array, Capture
-from parakit.verify.comparison import Key
+from parakit.verify.comparison import ComparisonKey
 
 RESPONSES = 6.0
 """Times its response that a tensor may be off. Healthy strategies stay below 2 (README,
@@ -46,7 +46,7 @@ class Tolerances:
             if stage == Stage.WEIGHTS and name not in self._squared:
                 self._of_matrices[slot] = max(self._of_matrices.get(slot, 0.0), response)
 
-    def of(self, key: Key, like: TensorRecord) -> float:
+    def of(self, key: ComparisonKey, like: TensorRecord) -> float:
         """Of a tensor like this; 0 for integers and truth values."""
         if not like.dtype.startswith(("float", "bfloat")):
             return 0.0
@@ -71,7 +71,7 @@ class Tolerances:
         return tolerance
 
 
-def flips_within(
+def find_rounding_flips(
     ours: Array,
     reference: Array,
     scores: Array,
@@ -113,7 +113,7 @@ def _best(scores: Array, count: int) -> Array:
     return best
 
 
-def spacing(weights: Array, epsilon: float) -> Array:
+def float_spacing(weights: Array, epsilon: float) -> Array:
     """From each weight to the next that its type can hold."""
     with np.errstate(divide="ignore"):
         exponents = np.floor(np.log2(np.abs(weights.astype(np.float64))))
@@ -140,7 +140,7 @@ def update_error(ours: Array, reference: Array, scale: Array, least: Array) -> f
     return float((wrong[size > 0] / size[size > 0]).max(initial=0.0))
 
 
-def in_reaches(off: Array, reach: Array, least: Array) -> Array:
+def divide_by_reach(off: Array, reach: Array, least: Array) -> Array:
     """By how much weights are off, in terms of how far their updates reach; 0 within rounding.
 
     Args:
@@ -153,7 +153,7 @@ def in_reaches(off: Array, reach: Array, least: Array) -> Array:
     return np.asarray(beyond / np.maximum(reach + least, smallest), np.float64)
 
 
-def worst_row(values: Array) -> float:
+def largest_row_mean(values: Array) -> float:
     """The largest quadratic mean of a row."""
     if not np.isfinite(values).all():
         return np.inf

@@ -21,10 +21,17 @@ from parakit.artifacts.capture import (
 from parakit.artifacts.io import write_record, written_whole
 from parakit.artifacts.verdict import VERDICT_FILE, Outcome, Verdict
 from parakit.verify.align import ActivationAligner
-from parakit.verify.captured import Capture, Part, VerifyError, as_stored, assembled, units
+from parakit.verify.captured import (
+    Capture,
+    ParameterPart,
+    VerifyError,
+    assemble_parameter,
+    encode_tensor,
+    group_parameter_parts,
+)
 from parakit.verify.compare import Drift, compare
-from parakit.verify.comparison import Compared, Comparison
-from parakit.verify.locate import LOCAL, also_wrong, located
+from parakit.verify.comparison import CaptureComparison, TensorComparison
+from parakit.verify.locate import LOCAL, list_independent_errors, locate_error
 
 TENSOR_FILE, JUNIT_FILE = "first.npz", "junit.xml"
 _LARGEST_FP16 = float(np.finfo(np.float16).max)
@@ -40,8 +47,8 @@ class Judgement:
     """A verdict and what it rests on."""
 
     verdict: Verdict
-    compared: Compared | None = None
-    first: Comparison | None = None
+    compared: CaptureComparison | None = None
+    first: TensorComparison | None = None
 
     @property
     def may_have_spread(self) -> bool:
@@ -175,7 +182,7 @@ def judge(
     return _judged(compared, strategy)
 
 
-def _judged(compared: Compared, strategy: Capture) -> Judgement:
+def _judged(compared: CaptureComparison, strategy: Capture) -> Judgement:
     wrong = compared.wrong()
     base = Verdict(
         Outcome.DIFFERS if wrong else Outcome.HELD,
@@ -191,13 +198,13 @@ def _judged(compared: Compared, strategy: Capture) -> Judgement:
     if not wrong:
         return Judgement(base, compared)
     first = wrong[0]
-    verdict = located(base, first, compared, strategy)
+    verdict = locate_error(base, first, compared, strategy)
     if first.key[0] not in (*LOCAL, Stage.INPUTS) and first.key[2] not in (*STARTS, UNOBSERVED):
-        verdict = replace(verdict, also=also_wrong(verdict, first, compared, strategy))
+        verdict = replace(verdict, also=list_independent_errors(verdict, first, compared, strategy))
     return Judgement(verdict, compared, first)
 
 
-def _check_aligned(compared: Compared, strategy: Capture) -> None:
+def _check_aligned(compared: CaptureComparison, strategy: Capture) -> None:
     """Refuse to call a model right of which no module was compared."""
     seen = any(one.site.stage is Stage.OUTPUTS for rank in strategy.ranks for one in rank.records)
     if seen and not any(one.key[0] is Stage.OUTPUTS for one in compared.comparisons):
@@ -217,8 +224,8 @@ def write_forced(
     of their outputs, too.
     """
     aligner = ActivationAligner(reference, strategy)
-    pieces = units(reference, Stage.WEIGHTS)
-    whole = cache(lambda unit: assembled(pieces[unit], reference))
+    pieces = group_parameter_parts(reference, Stage.WEIGHTS)
+    whole = cache(lambda unit: assemble_parameter(pieces[unit], reference))
     for one in strategy.ranks:
         with CaptureWriter(folder / one.folder.name) as writer:
             for record in one.by_site.values():
@@ -227,13 +234,13 @@ def write_forced(
                 backward = site.stage is Stage.ACTIVATION_GRADIENTS
                 given = of_outputs or (backward and site.slot.startswith("output"))
                 if site.slot in STARTS:
-                    part = Part(one, record)
+                    part = ParameterPart(one, record)
                     if part.unit in pieces:
                         values = whole(part.unit)[part.region()]
                 elif site.slot.endswith(CHOICE) or (given and not start_alone):
                     values = aligner.align(one, record).reference
                 if values is not None:
-                    stored = as_stored(values, record.dtype)
+                    stored = encode_tensor(values, record.dtype)
                     writer.add(record.site, record.dtype, record.shape, stored)
             writer.close(one.rank)
 
@@ -255,8 +262,8 @@ def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgem
     if not own:
         return replace(judgement, verdict=replace(judgement.verdict, confirmed=False))
     first = own[0]
-    verdict = located(judgement.verdict, first, compared, forced)
-    also = also_wrong(verdict, first, compared, forced)
+    verdict = locate_error(judgement.verdict, first, compared, forced)
+    also = list_independent_errors(verdict, first, compared, forced)
     return Judgement(replace(verdict, confirmed=True, also=also), judgement.compared, first)
 
 
@@ -285,6 +292,6 @@ def _junit(verdict: Verdict, name: str) -> Element:
     return suite
 
 
-def refused(reason: str) -> Judgement:
+def refuse_comparison(reason: str) -> Judgement:
     """The verdict that nothing could be compared."""
     return Judgement(Verdict(Outcome.NOT_COMPARABLE, reason=reason))
