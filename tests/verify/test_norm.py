@@ -24,7 +24,7 @@ def counting(number, groups, *counted, **described):
 def test_every_element_counted_once_over_the_group_is_right(tmp_path):
     ranks = [counting(n, ((0, 1),), 1, tensor=(n, 2)) for n in range(2)]
     (found,) = check_norm_counts(write(tmp_path / "c", ranks))
-    assert (found.kind, found.share) == ("", 0)
+    assert (found.kind, found.fraction) == ("", 0)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_part_that_is_not_counted_once_names_the_rank_that_holds_it(tmp_path, 
     first = counting(0, ((0, 1),), 1, tensor=(0, 2))
     capture = write(tmp_path / "c", [first, counting(1, ((0, 1),), times, tensor=(1, 2))])
     (found,) = check_norm_counts(capture)
-    assert (found.kind, found.ranks, found.share) == (kind, ranks, 0.5)
+    assert (found.kind, found.ranks, found.fraction) == (kind, ranks, 0.5)
 
 
 def test_a_norm_that_is_not_summed_over_the_ranks_of_the_other_parts_lacks_these(tmp_path):
@@ -88,4 +88,4 @@ def test_a_part_that_is_missing_in_the_norm_comes_before_the_norms_value(tmp_pat
     reference = write(tmp_path / "r", [(rank(), theirs)])
     wrong = compare(reference, write(tmp_path / "c", ranks)).wrong()
     assert [one.key[1] for one in wrong] == [WEIGHT, "grad_norm"]
-    assert (wrong[0].said, wrong[0].wrong_ranks) == ("not counted in the norm by rank 1", {1})
+    assert (wrong[0].fault, wrong[0].wrong_ranks) == ("not counted in the norm by rank 1", {1})

@@ -1,7 +1,7 @@
-"""Two captures of one iteration aligned, compared and judged: the first wrong tensor, and how it is wrong.
+"""Compare two captures of one iteration: which tensor is wrong first, and how it is wrong.
 
-This package decides which part of the reference's tensor a rank holds, how far rounding may move it, and which
-kind of error explains the difference. It reads captures that others wrote and launches nothing.
+This package finds the part of the reference's tensor that each rank holds, decides how far rounding may move
+the tensor, and classifies a larger error. It reads captures that other packages wrote, and launches nothing.
 """
 
 from typing import TYPE_CHECKING
