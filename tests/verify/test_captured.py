@@ -6,7 +6,7 @@ from parakit.verify.captured import order_sites
 from tests.verify.captures import output, rank, write
 
 
-def test_experts_of_a_later_rank_follow_those_of_the_first(tmp_path):
+def test_experts_of_a_later_rank_are_ordered_after_those_of_the_first_rank(tmp_path):
     layer = "decoder.layers.0.mlp"
     names = {
         0: [f"{layer}.router", f"{layer}.experts.local_experts.0", layer],

@@ -41,13 +41,13 @@ def test_a_part_that_is_not_counted_once_names_the_rank_that_holds_it(tmp_path, 
     assert (found.kind, found.ranks, found.fraction) == (kind, ranks, 0.5)
 
 
-def test_a_norm_that_is_not_summed_over_the_ranks_of_the_other_parts_lacks_these(tmp_path):
+def test_norm_not_summed_over_the_ranks_of_other_parts_lacks_these_parts(tmp_path):
     ranks = [counting(n, ((n,),), 1, data=(n, 2)) for n in range(2)]
     (found,) = check_norm_counts(write(tmp_path / "c", ranks))
     assert found.kind == "not counted in the norm of rank 0: rank 1 not in its group"
 
 
-def test_a_copy_that_another_rank_counts_is_not_in_the_norm_for_want_of_that_rank(tmp_path):
+def test_copy_counted_by_a_rank_outside_the_group_is_missing_from_the_norm(tmp_path):
     ranks = [counting(n, ((n,),), 1 - n or None) for n in range(2)]
     for _, tensors in ranks:  # Both have the whole of it, as of tied embeddings.
         tensors[:] = [(site, values, place((0, 0, 0), (1, 2, 3))) for site, values, _ in tensors]
@@ -68,17 +68,17 @@ def test_a_parameter_whose_gradient_the_optimizer_lacks_is_counted_by_no_norm(tm
     assert found.kind == "not counted in the norm by rank 0"
 
 
-def test_experts_may_have_a_group_of_their_own(tmp_path):
+def test_experts_may_have_their_own_norm_group(tmp_path):
     alone, both = counting(0, ((0,), (0, 1)), None, 1), counting(1, ((1,), (0, 1)), None, 1)
     (found,) = check_norm_counts(write(tmp_path / "c", [alone, both]))
     assert found.kind == ""
 
 
-def test_without_a_norm_nothing_is_said_of_it(tmp_path):
+def test_norm_is_not_checked_if_no_rank_computes_it(tmp_path):
     assert not list(check_norm_counts(write(tmp_path / "c", [counting(0, (), world_size=1)])))
 
 
-def test_a_part_that_is_missing_in_the_norm_comes_before_the_norms_value(tmp_path):
+def test_part_missing_from_the_norm_comes_before_the_norms_value(tmp_path):
     ranks = [counting(n, ((0, 1),), 1 - n or None, tensor=(n, 2)) for n in range(2)]
     value = Site(Stage.NORM, "grad_norm", "returned")
     for _, tensors in ranks:

@@ -117,7 +117,7 @@ def test_rows_are_modules_in_forward_order_and_parameters_are_in_their_modules_r
     assert [one.key[1] for one in rows[3].cells[WEIGHTS].tensors] == ["decoder.layers.0.mlp.weight"]
 
 
-def test_head_says_where_how_much_and_how_to_repeat_it(differs):
+def test_head_states_module_error_and_command(differs):
     text = html.unescape(re.sub(r"<[^>]+>", "", differs))
     assert "tp2 differs from baseline at outputs, decoder.layers.1.mlp (output)." in text
     for part in (
@@ -135,7 +135,7 @@ def test_difference_names_the_rows_that_are_wrong(differs):
     )
 
 
-def test_nothing_is_loaded_from_elsewhere(differs, judgements):
+def test_page_loads_no_other_file(differs, judgements):
     for page in (differs, render_page(judgements[1])):
         assert not re.search(r"https?://|//\w+\.\w+/|@import|url\(", page)
         assert all(link.startswith("data:") for link in re.findall(r'(?:src|href)="([^"]*)"', page))
@@ -150,14 +150,14 @@ def test_page_that_held_has_no_red_and_counts_every_tensor(judgements):
     assert '<div class="c0 zero" style="height:100.0%" title="no error: 20 tensors">' in page
 
 
-def test_refusal_is_said_and_nothing_is_drawn(tmp_path):
+def test_refusal_is_stated_without_map_or_picture(tmp_path):
     write_page(tmp_path, refuse_comparison("The two runs did different work: dtype is <bf16>."))
     page = (tmp_path / "verify.html").read_text()
     assert "The two runs did different work: dtype is &lt;bf16&gt;." in page
     assert "<tbody>" not in page
 
 
-def test_names_cannot_end_the_data_of_the_page():
+def test_names_with_markup_are_escaped_in_the_pages_data():
     key = (Stage.OUTPUTS, "</script><b>", "output")
     compared = CaptureComparison(
         (TensorComparison(key, 1e-6, 0, error=1e-7, compared=1),), (), 1, 1
@@ -176,7 +176,7 @@ def made(names, wrong=(), not_aligned=()):
     return CaptureComparison(tuple(comparisons), not_aligned, len(names), len(names))
 
 
-def test_long_maps_fold_the_layers_that_are_calm():
+def test_long_map_folds_layers_without_errors():
     names = [f"decoder.layers.{n}{part}" for n in range(40) for part in ("", ".attention", ".mlp")]
     rows = build_map_rows(made(names, wrong=["decoder.layers.7.mlp"]), None)
     assert [row.name for row in rows if row.children and row.open] == ["decoder.layers.7"]
@@ -185,14 +185,14 @@ def test_long_maps_fold_the_layers_that_are_calm():
     assert rows[21].levels_within()[FORWARD_OUT] == 5
 
 
-def test_where_red_is_everywhere_only_the_layer_of_the_first_is_open():
+def test_only_the_layer_with_the_first_error_is_open_if_all_layers_are_wrong():
     names = [f"decoder.layers.{n}{part}" for n in range(40) for part in ("", ".attention", ".mlp")]
     first = (Stage.OUTPUTS, "decoder.layers.3.mlp", "output")
     rows = build_map_rows(made(names, wrong=names), first)
     assert [row.name for row in rows if row.children and row.open] == ["decoder.layers.3"]
 
 
-def test_what_was_not_compared_is_hatched_in_its_own_row():
+def test_tensor_that_was_not_compared_is_marked_in_its_row():
     lines = (
         "decoder.mlp.experts input.0 decoder.mlp.experts output.0: its shape follows no known split",
         "decoder.mlp.router.bias: the reference has no such parameter",
@@ -218,7 +218,7 @@ def drawn(picture):
     return imread(BytesIO(b64decode(picture.data_uri.partition(",")[2])))
 
 
-def test_one_wrong_element_of_many_is_seen_in_the_smaller_picture():
+def test_single_wrong_element_is_visible_in_a_reduced_picture():
     reference = np.ones((2000, 30), np.float32)
     ours = reference.copy()
     ours[1234, 5] = 2
