@@ -163,12 +163,15 @@ def measure_drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
 def compare(
     reference: Capture, strategy: Capture, drifted: Drift = MappingProxyType({})
 ) -> CaptureComparison:
-    """Compare all tensors of two captures.
+    """Return the comparison of all tensors of two captures.
 
     Args:
         reference: Capture with measured responses.
         strategy: Capture to compare.
         drifted: Errors that rounding in earlier iterations may cause; empty if it was not measured.
+
+    Returns:
+        One comparison per tensor, in the order of computation, and the tensors that could not be compared.
     """
     comparer = _Comparer(reference, strategy, drifted)
     comparer.list_missing_tensors()
@@ -550,7 +553,11 @@ class _Comparer:
         parts: list[ParameterPart],
         expected: Mapping[ParameterKey, list[ParameterPart]],
     ) -> None:
-        """Compare how far each weight moved, beyond what rounding of weight and gradient explains."""
+        """Compare how far each weight moved, beyond what rounding of weight and gradient explains.
+
+        Each part's error is added to `comparison`. Updates of an optimizer without second moment are counted
+        as not compared.
+        """
         weight_slot = key[2].removesuffix(UPDATE).strip() or _WEIGHT
         second_moment = self._second_moments.get((*key[:2], _SECOND_MOMENT))
         if second_moment is None:
@@ -588,7 +595,11 @@ class _Comparer:
         parts: list[ParameterPart],
         expected: Mapping[ParameterKey, list[ParameterPart]],
     ) -> None:
-        """Compare a weight at the start of the iteration, in units of how far updates could move it."""
+        """Compare a weight at the start of the iteration, in units of how far updates could move it.
+
+        Each part's error is added to `comparison`. A weight whose reach was not captured is compared as it
+        is, if its optimizer keeps no second moment.
+        """
         full = assemble_parameter(expected[key], self._reference)
         reach = self._update_reaches.get((*key[:2], REACH))
         if reach is None and (*key[:2], _SECOND_MOMENT) not in self._second_moments:

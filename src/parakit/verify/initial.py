@@ -99,7 +99,10 @@ def _find_equal_parts(pieces: list[RankPiece]) -> Iterator[ParameterFault]:
 
 
 def _compare_moments(piece: InitialPiece, expected: InitialPiece) -> str:
-    """Return a description of the moment that differs from the expected piece's; empty if none does."""
+    """Return text on a standard deviation or mean that differs from the expected one; empty if neither does.
+
+    The allowed difference is several standard errors for the number of elements, plus rounding.
+    """
     num_elements, num_expected = math.prod(piece.shape), math.prod(expected.shape)
     standard_error = float(np.sqrt(1 / num_elements + 1 / num_expected))
     allowed = _MAX_STANDARD_ERRORS * standard_error

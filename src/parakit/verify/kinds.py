@@ -396,9 +396,9 @@ def _reshape_to_rows(values: Array) -> Array:
 
 
 def _round_for_search(values: Array) -> Array:
-    """Return values rounded to a thousandth of the largest, so that equal rows have equal bytes.
+    """Return values in whole thousandths of the largest, so that nearly equal rows have equal bytes.
 
-    Integers are returned as they are.
+    Integers and truth values are returned as they are.
     """
     if not np.issubdtype(values.dtype, np.floating):
         return values

@@ -90,9 +90,9 @@ class Judgement:
     def needs_same_start(self) -> bool:
         """True if the comparison must be repeated from the reference's weights and expert choices.
 
-        A router that chose other experts because of rounding computes something else from there on. And a
-        weight whose gradient is all rounding moves as far as any other, so the weights at the start may
-        differ within their tolerance by more than what is computed from them may.
+        That is so if a router chose other experts because of rounding, since all later tensors then differ.
+        It is also so if a tensor is wrong and the weights at the start are not equal: a weight whose gradient
+        is all rounding moves as far as any other, and a module can turn that into a larger error.
         """
         if self.first is not None and self.first.key[2] == UNOBSERVED:
             return False
