@@ -170,7 +170,9 @@ def test_expert_rows_of_other_micro_batch_sizes_are_not_aligned(tmp_path):
     site = output("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1")
     here = rank(micro_batch_size=1)
     found = aligned(tmp_path, here, random(3, HIDDEN), [(site, random(5, HIDDEN))], site)
-    assert found.obstacle == "it is of a whole micro batch, and these are of another size"
+    assert found.obstacle == (
+        "it belongs to a full micro batch, and the micro batches of the two runs differ in size"
+    )
 
 
 def test_expert_rows_are_selected_by_the_tokens_of_a_context_parallel_rank(tmp_path):

@@ -140,8 +140,10 @@ class ActivationAligner:
         if reference_record is None:
             return _NO_SUCH_TENSOR
         if reference_record.shape != record.shape:
-            shapes = f"{list(record.shape)} of the reference's {list(reference_record.shape)}"
-            return Alignment(None, None, f"its shape {shapes} is another one")
+            shapes = (
+                f"{list(record.shape)} differs from the reference's {list(reference_record.shape)}"
+            )
+            return Alignment(None, None, f"its shape {shapes}")
         return Alignment(ours, rank_capture.values(reference_record))
 
     def _cut_part(self, full: Array, record: TensorRecord, rank: CapturedRank) -> Array | None:
@@ -220,7 +222,7 @@ class ActivationAligner:
         """
         site, rank = record.site, rank_capture.rank
         if site.stage is not Stage.LOSS or is_recomputed(site):
-            obstacle = "it is of a whole micro batch, and these are of another size"
+            obstacle = "it belongs to a full micro batch, and the micro batches of the two runs differ in size"
             return Alignment(None, None, obstacle)
         stripped = _strip_micro_batch(site)
         reference_values = [

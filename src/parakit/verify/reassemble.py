@@ -54,8 +54,8 @@ from parakit.verify.captured import (
 _SPLIT_IN_EXPERTS = ("linear_fc1 output.0", "linear_fc2 input.input_")
 """Tensors of an expert that its expert-tensor-parallel ranks have parts of. Of any other tensor each of
 these ranks has the full tensor, or one term of its sum."""
-_NOT_EVERY_RANK = "not every rank of the reference has a part of one size"
-_ROUTING_UNKNOWN = "the reference's routing does not say whose rows an expert has"
+_NOT_EVERY_RANK = "some ranks of the reference lack a part of the same size"
+_ROUTING_UNKNOWN = "the reference's routing does not tell the tokens of an expert's rows"
 _RankPair = tuple[int, int]
 """Context-parallel and tensor-parallel rank."""
 

@@ -126,7 +126,7 @@ def check_same_work(reference: Capture, strategy: Capture) -> None:
         if our_value != expected_value:
             raise VerifyError(
                 f"The two runs did different work: {name} is {our_value} in {strategy.folder.name} "
-                f"and {expected_value} in {reference.folder.name}; compare runs of the same."
+                f"and {expected_value} in {reference.folder.name}; give both runs the same."
             )
     _check_same_dropout_masks(expected, ours)
     _check_same_loss_scales(reference, strategy)
@@ -277,8 +277,8 @@ def _check_outputs_compared(compared: CaptureComparison, strategy: Capture) -> N
         names, _, reason = (compared.not_aligned or ("",))[-1].rpartition(": ")
         raise VerifyError(
             f"None of the modules' tensors could be aligned with the reference's ({names[:200]}: "
-            f"{reason}); compare with one rank (REFERENCE=baseline), by Megatrons that name modules "
-            "alike."
+            f"{reason}); compare with one rank (REFERENCE=baseline), and use Megatron versions that name "
+            "modules in the same way."
         )
 
 
