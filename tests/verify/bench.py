@@ -38,7 +38,7 @@ from parakit.launch.code import find_entry
 from parakit.launch.data import SMALL_SAMPLE, SMALL_VOCABULARY, make_sample
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, read_patch_file
-from parakit.verify.findings import Finding, Judged, list_findings
+from parakit.verify.findings import Finding, FindingStatus, list_findings
 from parakit.verify.verdict import Judgement
 from tests.verify.injected_bugs.check import FOLDER, InjectedBug, injected_bugs
 
@@ -191,7 +191,7 @@ def verify_live(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
     What takes a checkout is left out of the installed one.
     """
     for finding in list_findings():
-        if finding.verdict is not Judged.REPRODUCED or (only and finding.id not in only):
+        if finding.verdict is not FindingStatus.REPRODUCED or (only and finding.id not in only):
             continue
         if finding.checkout and bench.megatron_lm is None:
             continue

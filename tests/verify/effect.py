@@ -26,8 +26,8 @@ from parakit.experiments.verify.verifier import ForkedRanks, losses_in
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, read_patch_file
-from parakit.verify.captured import Array, assembled, read_capture, units
-from parakit.verify.findings import Effect, Finding, Judged, list_findings
+from parakit.verify.captured import Array, assemble_parameter, group_parameter_parts, read_capture
+from parakit.verify.findings import Effect, Finding, FindingStatus, list_findings
 
 _Weights = dict[tuple[object, ...], Array]
 
@@ -87,8 +87,8 @@ class _Trainer:
                 raise RuntimeError(f"{failure}\n{log.read_text()[-2000:]}")
             read = read_capture(capture)
             weights = {
-                unit: np.array(assembled(pieces, read))
-                for unit, pieces in units(read, Stage.WEIGHTS, "weight").items()
+                unit: np.array(assemble_parameter(pieces, read))
+                for unit, pieces in group_parameter_parts(read, Stage.WEIGHTS, "weight").items()
                 if unit[2] == "weight"
             }
             return weights, losses_in(log)[-1]
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         trainer = _Trainer(ranks, given.data, Path(folder))
         for one in list_findings():
-            if one.verdict is Judged.REPRODUCED and (not given.ids or one.id in given.ids):
+            if one.verdict is FindingStatus.REPRODUCED and (not given.ids or one.id in given.ids):
                 print(f"{one.id}: {as_yaml(trainer.effect(one, given.iterations))}", flush=True)
 
 

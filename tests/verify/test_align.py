@@ -56,7 +56,7 @@ def test_data_parallel_ranks_have_every_second_micro_batch(tmp_path):
 
 
 @pytest.mark.parametrize("module", ["mlp", "mlp.shared_experts"])
-def test_gate_and_value_of_a_gated_layer_are_split_apart(tmp_path, module):
+def test_gate_and_value_of_a_gated_layer_are_split_separately(tmp_path, module):
     name = f"decoder.layers.0.{module}.linear_fc1"
     whole = random(SEQUENCE, BATCH, 8)
     ours = np.concatenate([whole[..., 2:4], whole[..., 6:8]], 2)
@@ -65,7 +65,7 @@ def test_gate_and_value_of_a_gated_layer_are_split_apart(tmp_path, module):
     assert np.array_equal(found.reference, ours)
 
 
-def test_rows_of_an_expert_come_from_every_rank_that_sends_to_it(tmp_path):
+def test_expert_rows_come_from_every_rank_that_sends_tokens(tmp_path):
     site = output("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1")
     first, second = random(3, HIDDEN), random(5, HIDDEN, seed=1)
     theirs = [(site, first), (output(site.name, 1), second)]
@@ -81,7 +81,7 @@ def test_gradients_are_scaled_to_the_layouts_number_of_micro_batches(tmp_path):
     assert np.allclose(found.reference, whole * 2)
 
 
-def test_loss_is_added_over_the_parts_of_a_sequence(tmp_path):
+def test_loss_is_summed_over_context_parallel_ranks(tmp_path):
     site = Site(Stage.LOSS, "loss", "sum", 0)
     parts = [
         (rank(number, context=(number, 2), world_size=2), [(site, np.float32(number + 1))])
@@ -94,7 +94,7 @@ def test_loss_is_added_over_the_parts_of_a_sequence(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(SEQUENCE, BATCH, 4), (SEQUENCE, BATCH), (3, BATCH, HIDDEN)])
-def test_a_shape_that_no_split_gives_is_named(tmp_path, shape):
+def test_obstacle_names_a_shape_that_no_split_gives(tmp_path, shape):
     theirs = [(output(), random(SEQUENCE, BATCH, HIDDEN))]
     found = aligned(tmp_path, rank(tensor=(0, 2)), random(*shape), theirs)
     assert found.reference is None
@@ -103,7 +103,7 @@ def test_a_shape_that_no_split_gives_is_named(tmp_path, shape):
     )
 
 
-def test_a_tensor_that_the_reference_lacks_is_named(tmp_path):
+def test_obstacle_names_a_tensor_that_the_reference_lacks(tmp_path):
     found = aligned(tmp_path, rank(), random(2), [(output(MODULE + ".other"), random(2))])
     assert found.obstacle == "the reference has no such tensor"
 
@@ -130,7 +130,7 @@ def of_samples(form, samples):
         (3, (0, 1), 1, [3, 4, 5]),  # From the middle of the reference's second micro batch on.
     ],
 )
-def test_micro_batches_of_another_size_are_aligned_by_the_samples_number(
+def test_micro_batches_of_another_size_are_aligned_by_sample_number(
     tmp_path, form, size, data, number, samples
 ):
     theirs = [
@@ -143,7 +143,7 @@ def test_micro_batches_of_another_size_are_aligned_by_the_samples_number(
     assert np.array_equal(found.reference, ours)
 
 
-def test_of_other_micro_batches_sums_over_tokens_are_compared_over_the_global_batch(tmp_path):
+def test_token_sums_are_compared_over_the_global_batch_if_micro_batch_sizes_differ(tmp_path):
     def sums(count, values):
         return [(Site(Stage.LOSS, "loss", "sum", n), np.float32(values[n])) for n in range(count)]
 
@@ -166,14 +166,16 @@ def test_gradients_are_scaled_to_the_size_of_a_micro_batch(tmp_path):
     assert np.allclose(found.reference, ours)
 
 
-def test_an_experts_rows_of_other_micro_batches_are_named(tmp_path):
+def test_expert_rows_of_other_micro_batch_sizes_are_not_aligned(tmp_path):
     site = output("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1")
     here = rank(micro_batch_size=1)
     found = aligned(tmp_path, here, random(3, HIDDEN), [(site, random(5, HIDDEN))], site)
-    assert found.obstacle == "it is of a whole micro batch, and these are of another size"
+    assert found.obstacle == (
+        "it belongs to a full micro batch, and the micro batches of the two runs differ in size"
+    )
 
 
-def test_rows_of_an_expert_are_those_of_a_context_ranks_tokens(tmp_path):
+def test_expert_rows_are_selected_by_the_tokens_of_a_context_parallel_rank(tmp_path):
     layer = "decoder.layers.0.mlp"
     site = output(f"{layer}.experts.local_experts.1.linear_fc1")
     routed = np.arange(SEQUENCE * BATCH) % 3 == 0  # Tokens 0, 3, …, 15; a position has two tokens.
@@ -190,7 +192,7 @@ def test_rows_of_an_expert_are_those_of_a_context_ranks_tokens(tmp_path):
     assert np.array_equal(found.reference, whole[[2, 3]])
 
 
-def test_rows_of_an_expert_are_in_the_order_of_the_ranks_that_send_parts_of_their_sequences(
+def test_expert_rows_are_in_the_order_of_the_sending_ranks(
     tmp_path,
 ):
     layer = "decoder.layers.0.mlp"
@@ -216,7 +218,7 @@ def test_rows_of_an_expert_are_in_the_order_of_the_ranks_that_send_parts_of_thei
 @pytest.mark.parametrize(
     "split", [{"context": (1, 2)}, {"tensor": (1, 2), "sequence_parallel": True}]
 )
-def test_sequences_that_follow_one_another_are_split_each(tmp_path, split):
+def test_concatenated_sequences_are_split_separately(tmp_path, split):
     both = [random(SEQUENCE, BATCH, HIDDEN, seed=number) for number in range(2)]
     parts = [zigzag(one, (1, 2)) if "context" in split else one[4:] for one in both]
     ours = np.concatenate(parts)
@@ -226,7 +228,7 @@ def test_sequences_that_follow_one_another_are_split_each(tmp_path, split):
     assert np.array_equal(found.reference, ours)
 
 
-def test_an_embedding_that_is_scattered_over_the_sequence_comes_sequence_first(tmp_path):
+def test_embedding_output_is_transposed_to_sequence_first_before_it_is_split(tmp_path):
     whole = random(BATCH, SEQUENCE, HIDDEN)
     ours = whole.swapaxes(0, 1)[4:]
     here = rank(tensor=(1, 2), sequence_parallel=True)
@@ -234,7 +236,7 @@ def test_an_embedding_that_is_scattered_over_the_sequence_comes_sequence_first(t
     assert np.array_equal(found.reference, ours)
 
 
-def test_of_a_reference_of_the_same_layout_the_same_rank_is_compared(tmp_path):
+def test_same_rank_is_compared_if_the_reference_has_the_same_layout(tmp_path):
     site = output("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1")
     split = {"expert": (1, 2), "data": (1, 2), "world_size": 2}
     both = [

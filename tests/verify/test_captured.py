@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from parakit.verify.captured import sites_in_order
+from parakit.verify.captured import order_sites
 from tests.verify.captures import output, rank, write
 
 
-def test_experts_of_a_later_rank_follow_those_of_the_first(tmp_path):
+def test_experts_of_a_later_rank_are_ordered_after_those_of_the_first_rank(tmp_path):
     layer = "decoder.layers.0.mlp"
     names = {
         0: [f"{layer}.router", f"{layer}.experts.local_experts.0", layer],
@@ -19,7 +19,5 @@ def test_experts_of_a_later_rank_follow_those_of_the_first(tmp_path):
         )
         for n, found in names.items()
     ]
-    ordered = [
-        site.name.removeprefix(f"{layer}.") for site in sites_in_order(write(tmp_path, ranks))
-    ]
+    ordered = [site.name.removeprefix(f"{layer}.") for site in order_sites(write(tmp_path, ranks))]
     assert ordered == ["router", "experts.local_experts.0", "experts.local_experts.1", layer]

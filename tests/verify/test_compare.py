@@ -16,7 +16,7 @@ from parakit.artifacts.capture import (
     Site,
     Stage,
 )
-from parakit.verify.compare import compare, drift
+from parakit.verify.compare import compare, measure_drift
 from parakit.verify.tolerance import RESPONSES
 from tests.verify.captures import (
     BATCH,
@@ -57,7 +57,7 @@ def whole(stage=Stage.WEIGHTS):
     return [(weights(stage), WHOLE, place((0, 0, 0)))]
 
 
-def test_an_error_below_the_measured_tolerance_holds_and_one_above_differs(tmp_path):
+def test_error_below_the_measured_tolerance_holds_and_error_above_differs(tmp_path):
     values = np.ones(4, np.float32)
     reference = write(tmp_path / "r", [(rank(), [(output(), values)])], response=1e-3)
     below = write(
@@ -71,7 +71,7 @@ def test_an_error_below_the_measured_tolerance_holds_and_one_above_differs(tmp_p
     assert (wrong.key, wrong.wrong_ranks) == ((Stage.OUTPUTS, output().name, "output"), {0})
 
 
-def test_a_loss_may_be_off_by_what_a_sum_over_its_tokens_rounds(tmp_path):
+def test_loss_tolerance_covers_the_rounding_of_a_sum_over_tokens(tmp_path):
     site = Site(Stage.LOSS, LOSS, "sum", 0)
     epsilon = np.finfo(np.float32).eps
 
@@ -83,7 +83,7 @@ def test_a_loss_may_be_off_by_what_a_sum_over_its_tokens_rounds(tmp_path):
     assert compare(reference, losses("b", 1 + 7 * epsilon)).wrong()
 
 
-def test_shards_of_a_weight_are_compared_with_their_part(tmp_path):
+def test_weight_shards_are_compared_with_their_part_of_the_reference(tmp_path):
     result = found(tmp_path, split(Stage.WEIGHTS, WHOLE[:2], WHOLE[2:]), whole())
     assert (result.wrong(), result.compared, result.seen) == ([], 2, 2)
     swapped = found(tmp_path / "s", split(Stage.WEIGHTS, WHOLE[2:], WHOLE[:2]), whole())
@@ -115,7 +115,7 @@ def test_elements_of_a_sharded_optimizer_that_no_rank_holds_are_counted(tmp_path
     assert (wrong.uncovered, wrong.error) == (1, 0)
 
 
-def test_local_gradients_of_data_parallel_ranks_average_to_the_references(tmp_path):
+def test_local_gradients_are_averaged_over_data_parallel_ranks(tmp_path):
     stage = Stage.LOCAL_GRADIENTS
     other = random(4, 3, seed=1)
     ours = [
@@ -166,7 +166,7 @@ def test_a_reference_of_several_ranks_averages_local_gradients_as_the_layout_doe
             assert not compare(reference, single).wrong()
 
 
-def test_steps_of_a_tied_copy_are_those_of_the_parameter_that_the_reference_has(tmp_path):
+def test_step_of_a_tied_copy_is_compared_with_the_step_of_its_parameter(tmp_path):
     def tensors(name, steps):
         weight = (Site(Stage.WEIGHTS, name, "weight"), random(4, 3), place((0, 0, 0)))
         return [weight, (Site(Stage.OPTIMIZER_STATE, name, "step"), np.array([steps]))]
@@ -195,7 +195,7 @@ def test_steps_of_a_parameter_that_the_references_first_rank_lacks_are_compared(
     assert wrong.key[1:] == (WEIGHT, "step")
 
 
-def test_halves_of_a_gated_weight_are_parts_of_one(tmp_path):
+def test_gate_and_value_of_a_weight_are_compared_as_one_parameter(tmp_path):
     for stage in (Stage.LOCAL_GRADIENTS, Stage.WEIGHTS):
         halves = [
             (
@@ -221,7 +221,7 @@ def test_every_norm_that_a_rank_clips_by_is_compared_with_the_references(tmp_pat
     assert (wrong.key[1], wrong.error) == ("grad_norm", 0.25)
 
 
-def test_a_norm_that_only_one_of_two_optimizers_computes_is_listed_where_nothing_is_clipped(
+def test_norm_that_one_optimizer_alone_computes_is_skipped_without_clipping(
     tmp_path,
 ):
     returned = Site(Stage.NORM, "grad_norm", "returned")
@@ -240,7 +240,7 @@ def test_integers_are_compared_exactly(tmp_path):
     assert (wrong.error, wrong.tolerance) == (1 / 8, 0)
 
 
-def test_the_first_wrong_tensor_is_that_of_the_earliest_stage(tmp_path):
+def test_first_wrong_tensor_is_in_the_earliest_stage(tmp_path):
     early, late = output("a"), output("b")
     values = random(3)
     theirs = [(late, values), (early, values), *whole()]
@@ -262,7 +262,7 @@ def layer_of(values, **described):
     ]
 
 
-def test_a_layers_output_must_be_equal_over_tensor_parallel_ranks_whatever_the_reference_has(
+def test_layer_output_must_be_equal_on_all_tensor_parallel_ranks(
     tmp_path,
 ):
     apart = (WHOLE, np.nextafter(WHOLE, np.float32(9)))
@@ -275,7 +275,7 @@ def test_a_layers_output_must_be_equal_over_tensor_parallel_ranks_whatever_the_r
 
 
 @pytest.mark.parametrize(("off", "differs"), [(0.9, False), (1.1, True)])
-def test_a_part_of_small_elements_is_off_by_as_much_as_the_others(tmp_path, off, differs):
+def test_part_with_small_elements_may_have_the_error_of_the_full_tensor(tmp_path, off, differs):
     whole = np.ones((SEQUENCE, BATCH, 4), np.float32)
     whole[SEQUENCE // 2 :] = 1e-3  # What the second rank has.
     response = 1e-4
@@ -290,7 +290,7 @@ def test_a_part_of_small_elements_is_off_by_as_much_as_the_others(tmp_path, off,
     assert bool(compare(theirs, layout).wrong()) is differs
 
 
-def test_what_only_the_layout_recomputes_comes_behind_what_it_computed_before(tmp_path):
+def test_recomputed_tensor_is_ordered_after_the_tensor_computed_before_it(tmp_path):
     stage = Stage.ACTIVATION_GRADIENTS
     late, early, again = (
         output(name, stage=stage, slot=slot)
@@ -313,7 +313,7 @@ def routed(*best, scores=((1.0, 1 - 1e-7), (1.0, 0.5))):
     ]
 
 
-def test_a_routing_choice_within_rounding_is_counted_and_any_other_differs(tmp_path):
+def test_routing_choice_within_rounding_is_counted_and_any_other_differs(tmp_path):
     near = found(tmp_path, [(rank(), routed(1, 0))], routed(0, 0))
     assert (near.wrong(), near.routing_flips) == ([], 1)
     far = found(tmp_path / "f", [(rank(), routed(1, 1))], routed(0, 0))
@@ -346,7 +346,7 @@ def updated(moved, average=WHOLE):
     ]
 
 
-def test_an_update_that_one_weight_misses_is_wrong_though_the_weight_hardly_differs(tmp_path):
+def test_missing_update_of_one_weight_is_wrong(tmp_path):
     moved = np.full_like(WHOLE, 0.01)
     missing = moved * (np.arange(12).reshape(4, 3) != 7)
     assert not found(tmp_path, [(rank(), updated(moved))], updated(moved)).wrong()
@@ -359,7 +359,7 @@ def test_an_update_that_one_weight_misses_is_wrong_though_the_weight_hardly_diff
     ("response", "times", "differs"),
     [(0.1, -1, True), (0.3, -1, False), (0.3, -5, False), (0.3, 10, True)],
 )
-def test_an_update_that_is_all_rounding_may_point_anywhere_but_not_be_far_larger(
+def test_update_that_is_all_rounding_may_have_any_direction_but_not_be_far_larger(
     tmp_path, response, times, differs
 ):
     moved = np.full_like(WHOLE, 0.01)
@@ -369,7 +369,7 @@ def test_an_update_that_is_all_rounding_may_point_anywhere_but_not_be_far_larger
 
 
 @pytest.mark.parametrize(("reached", "differs"), [(0.0, True), (1.0, False)])
-def test_an_update_that_is_all_rounding_is_measured_by_those_before_it(tmp_path, reached, differs):
+def test_update_that_is_all_rounding_is_compared_with_earlier_updates(tmp_path, reached, differs):
     moved = np.full_like(WHOLE, 0.01)
     reach = (weights(slot=REACH), np.full_like(WHOLE, reached), place((0, 0, 0)))
     theirs = [(rank(), [*updated(moved), reach])]
@@ -378,7 +378,7 @@ def test_an_update_that_is_all_rounding_is_measured_by_those_before_it(tmp_path,
     assert bool(compare(reference, layout).wrong()) is differs
 
 
-def test_a_weight_that_began_at_zero_may_end_where_an_update_of_rounding_brought_it(tmp_path):
+def test_weight_that_starts_at_zero_may_be_moved_by_an_update_of_rounding(tmp_path):
     one_is_rounding = np.where(np.arange(12).reshape(4, 3) == 7, 1e-9, 1).astype(np.float32)
     moved = np.full_like(WHOLE, 0.01)
 
@@ -394,7 +394,7 @@ def test_a_weight_that_began_at_zero_may_end_where_an_update_of_rounding_brought
     assert wrong.key == (Stage.WEIGHTS, WEIGHT, "update")
 
 
-def test_a_weight_without_squares_of_its_gradient_has_the_largest_response_of_its_kind(tmp_path):
+def test_weight_without_second_moment_gets_the_largest_response_of_its_slot(tmp_path):
     other = Site(Stage.WEIGHTS, "decoder.layers.1.mlp.linear_fc2.weight", "weight")
     both = [(weights(), WHOLE, place((0, 0, 0))), (other, WHOLE, place((1, 0, 0)))]
     reference = write(tmp_path / "r", [(rank(), both)])
@@ -414,7 +414,7 @@ def heads(name, slot, *shares):
     return ranks, site
 
 
-def test_ranks_that_share_a_key_head_have_shares_of_its_gradient(tmp_path):
+def test_ranks_that_share_a_key_head_have_terms_of_its_gradient(tmp_path):
     first, second = random(SEQUENCE, BATCH, 1, 4), random(SEQUENCE, BATCH, 1, 4, seed=1)
     both = np.concatenate([first, second], 2)
     share = random(SEQUENCE, BATCH, 1, 4, seed=2)
@@ -430,13 +430,13 @@ def test_ranks_that_share_a_key_head_have_shares_of_its_gradient(tmp_path):
         assert wrong.wrong_ranks == {2, 3}
 
 
-def test_queries_gradients_of_ranks_are_no_shares(tmp_path):
+def test_query_gradients_are_not_summed_over_ranks(tmp_path):
     ours, site = heads("core_attention", "input.query", *2 * [random(SEQUENCE, BATCH, 1, 4) / 2])
     (wrong,) = found(tmp_path, ours, [(site, 2 * ours[0][1][0][1])]).wrong()
     assert wrong.wrong_ranks == {0, 1}
 
 
-def test_a_state_that_no_rank_holds_of_a_parameter_that_is_there_is_wrong(tmp_path):
+def test_missing_optimizer_state_of_an_existing_parameter_is_wrong(tmp_path):
     other, stage = "decoder.layers.0.mlp.linear_fc1", Stage.OPTIMIZER_STATE
     at = Placement("decoder.layers.mlp.linear_fc1.weight", (1, 4, 3), (0, 0, 0))
     theirs = [
@@ -449,7 +449,7 @@ def test_a_state_that_no_rank_holds_of_a_parameter_that_is_there_is_wrong(tmp_pa
     assert (wrong.key, wrong.uncovered) == ((stage, f"{other}.weight", "exp_avg"), 12)
 
 
-def test_what_no_rank_of_the_layout_has_is_listed_and_counted(tmp_path):
+def test_tensor_that_no_rank_has_is_listed_and_counted(tmp_path):
     theirs = [(output("a"), WHOLE), (output("b"), WHOLE), *whole()]
     result = found(tmp_path, [(rank(), theirs[:1])], theirs)
     assert (result.wrong(), result.compared, result.seen) == ([], 1, 3)
@@ -466,21 +466,21 @@ def begun(off, reach=0.01):
     ]
 
 
-def test_a_weight_that_begins_elsewhere_is_wrong_before_all_else(tmp_path):
+def test_wrong_weight_at_the_start_is_the_first_error(tmp_path):
     ours = [(output(), WHOLE + 1), *begun(1e-4)]
     result = found(tmp_path, [(rank(), ours)], [(output(), WHOLE), *begun(0)])
     assert [one.key[2] for one in result.wrong()] == [START_WEIGHT, "output"]
     assert (result.compared, result.seen) == (2, 2)  # How far it had moved is no tensor of its own.
 
 
-def test_a_weight_whose_gradient_was_rounding_may_begin_elsewhere(tmp_path):
+def test_weight_whose_earlier_gradients_were_rounding_may_start_elsewhere(tmp_path):
     third = np.arange(12).reshape(4, 3) % 3 == 1
     reach = np.where(third, 1e6, 0.01).astype(np.float32)
     ours = [(rank(), begun(np.where(third, 0.01, 0), reach))]
     assert not found(tmp_path, ours, begun(0, reach)).wrong()
 
 
-def test_copies_of_a_weight_that_begin_one_bit_apart_are_wrong(tmp_path):
+def test_weight_copies_that_start_one_bit_apart_are_wrong(tmp_path):
     near = np.nextafter(WHOLE, np.float32(9)) - WHOLE
     ours = [
         (rank(number, data=(number, 2), world_size=2), begun(number * near)) for number in (0, 1)
@@ -497,7 +497,7 @@ def test_copies_of_a_weight_that_begin_one_bit_apart_are_wrong(tmp_path):
         (Stage.REDUCED_GRADIENTS, "gradient", False),
     ],
 )
-def test_what_earlier_iterations_leave_may_be_off_as_far_as_rounding_carries(
+def test_weights_and_states_may_differ_by_six_times_the_measured_drift(
     tmp_path, stage, slot, holds
 ):
     at = place((0, 0, 0))
@@ -508,11 +508,11 @@ def test_what_earlier_iterations_leave_may_be_off_as_far_as_rounding_carries(
 
     reference, ours = run("reference", 0), run("ours", 1e-3)
     assert compare(reference, ours).wrong()
-    measured = drift(reference, [run("a", 1e-5), run("b", 2e-4)])
+    measured = measure_drift(reference, [run("a", 1e-5), run("b", 2e-4)])
     assert bool(compare(reference, ours, measured).wrong()) is not holds
 
 
-def test_a_gradient_beyond_fp16_is_listed_if_the_reference_skips_its_step(tmp_path):
+def test_fp16_overflow_is_skipped_if_the_reference_skips_its_step(tmp_path):
     at, beyond = place((0, 0, 0)), WHOLE * np.float32(np.inf)
     fields = {"dtype": "float16"}
     gradients = weights(Stage.REDUCED_GRADIENTS, "gradient")
@@ -527,7 +527,7 @@ def test_a_gradient_beyond_fp16_is_listed_if_the_reference_skips_its_step(tmp_pa
 
 
 @pytest.mark.parametrize("changed", [0.5 * RESPONSES * 1e-6, 0.5])
-def test_a_gradient_that_is_another_without_probes_is_wrong_behind_what_they_see(tmp_path, changed):
+def test_gradient_that_changes_without_probes_is_wrong(tmp_path, changed):
     at = place((0, 0, 0))
     sites = [
         weights(Stage.REDUCED_GRADIENTS, "gradient"),
@@ -545,7 +545,7 @@ def test_a_gradient_that_is_another_without_probes_is_wrong_behind_what_they_see
     assert names == [START_WEIGHT, "gradient", *unobserved, "exp_avg"]
 
 
-def test_tokens_of_an_expert_are_counted_over_the_ranks_that_route(tmp_path):
+def test_tokens_per_expert_are_summed_over_the_ranks_that_route(tmp_path):
     router, counts = "decoder.layers.0.mlp.router", np.array([3.0, 5.0], np.float32)
     site = Site(Stage.OUTPUTS, router, COUNTS)
 
@@ -562,7 +562,7 @@ def test_tokens_of_an_expert_are_counted_over_the_ranks_that_route(tmp_path):
     assert wrong.key == (Stage.OUTPUTS, router, COUNTS)
 
 
-def test_a_weight_of_zero_that_no_update_has_reached_begins_as_it_is(tmp_path):
+def test_zero_weight_without_updates_must_start_at_zero(tmp_path):
     at = place((0, 0, 0))
     zeros = [(weights(slot=slot), 0 * WHOLE, at) for slot in (REACH, START_WEIGHT)]
     assert not found(tmp_path, [(rank(), zeros)], zeros).wrong()
@@ -570,7 +570,7 @@ def test_a_weight_of_zero_that_no_update_has_reached_begins_as_it_is(tmp_path):
     assert found(tmp_path / "o", [(rank(), other)], zeros).wrong()
 
 
-def test_parameters_that_begin_with_one_value_over_all_ranks_are_counted(tmp_path):
+def test_parameters_that_start_with_one_value_are_counted(tmp_path):
     same, other = np.ones((2, 3), np.float32), np.full((2, 3), 2, np.float32)
 
     def constants(name, *values, slot=START_WEIGHT):

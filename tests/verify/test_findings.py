@@ -9,14 +9,14 @@ import pytest
 from parakit.config.files import read_yaml
 from parakit.launch.job import parse_target
 from parakit.launch.options import read_patch_file
-from parakit.verify.findings import FOLDER, VERSIONS, Finding, Judged, list_findings
+from parakit.verify.findings import FOLDER, VERSIONS, Finding, FindingStatus, list_findings
 from tests.verify.benched import bench
 from tests.verify.history import fixes
 
-REPRODUCED = [one for one in list_findings() if one.verdict is Judged.REPRODUCED]
+REPRODUCED = [one for one in list_findings() if one.verdict is FindingStatus.REPRODUCED]
 
 
-def test_a_thread_ends_with_its_number_or_place() -> None:
+def test_thread_ends_with_a_number() -> None:
     """YAML takes what follows ` #` for a comment where the text is not quoted."""
     for one in list_findings():
         assert re.search(r"^$|#\d+(?: A\d+)?$", one.thread), one.id
@@ -36,7 +36,7 @@ def test_every_finding_is_judged_for_every_version_and_has_a_name_of_its_own() -
 
 
 @pytest.mark.parametrize("one", REPRODUCED, ids=lambda one: one.id)
-def test_what_is_reproduced_names_a_layout_a_place_and_a_patch_that_exist(one: Finding) -> None:
+def test_reproduced_finding_names_a_layout_a_module_and_a_patch_that_exist(one: Finding) -> None:
     for strategy in one.strategies:
         assert parse_target(f"train-{strategy}-{one.model}-{one.devices}cpu").flags is not None
     place = {one.stage, one.module, one.kind}
@@ -47,7 +47,7 @@ def test_what_is_reproduced_names_a_layout_a_place_and_a_patch_that_exist(one: F
     assert read_patch_file(str(one.patch)).path == f"docs/upstream/{one.patch.name}"
 
 
-def test_every_patch_and_report_is_of_a_finding_and_every_report_is_listed() -> None:
+def test_every_patch_and_report_belongs_to_a_finding_and_every_report_is_listed() -> None:
     listed = (FOLDER / "README.md").read_text()
     assert all(f"({one.report.name})" in listed for one in REPRODUCED if one.report)
     # Of one that was mended meanwhile the patch may be there: the matrix applies it in earlier versions.
@@ -61,13 +61,13 @@ def test_every_patch_and_report_is_of_a_finding_and_every_report_is_listed() -> 
     assert there == of_findings | of_fixes
 
 
-def test_the_command_of_a_finding_behind_another_applies_the_patch_of_that_one() -> None:
+def test_command_of_a_hidden_finding_applies_the_patch_of_the_finding_that_hides_it() -> None:
     one = next(one for one in REPRODUCED if one.behind)
     patch = f"docs/upstream/{one.behind.replace('-', '_')}.py"
     assert one.command(one.shown_with).endswith(f'PATCH_FILE="{patch}"')
 
 
-def test_what_never_ends_is_shown_with_the_patch_file_that_ends_it() -> None:
+def test_hanging_finding_is_shown_with_the_witness_that_ends_it() -> None:
     (one,) = (one for one in REPRODUCED if one.witness)
     assert one.fails in (FOLDER / one.witness).read_text()
     assert one.command(one.shown_with).endswith(f'PATCH_FILE="docs/upstream/{one.witness}"')
@@ -75,7 +75,7 @@ def test_what_never_ends_is_shown_with_the_patch_file_that_ends_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(36000)
-def test_every_finding_differs_as_it_says_and_holds_with_its_patch(
+def test_every_finding_differs_as_described_and_holds_with_its_patch(
     sample_prefix: Path, tmp_path: Path
 ) -> None:
     printed = bench(sample_prefix, tmp_path, "live")

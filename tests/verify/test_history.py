@@ -29,6 +29,6 @@ def test_a_fix_is_seen_where_it_is_stated_or_by_the_error_that_ends_the_run() ->
     assert Fix(**stated, fails="sizes differ").is_seen(ended)
 
 
-def test_history_is_of_a_clone() -> None:
+def test_history_needs_a_clone() -> None:
     with pytest.raises(SettingError, match="set MEGATRON_LM= to a whole clone"):
         verify_history(None)

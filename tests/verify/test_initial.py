@@ -6,7 +6,7 @@ import pytest
 
 from parakit.artifacts.capture import INITIAL, INITIAL_FILE, InitialPiece
 from parakit.artifacts.verdict import Outcome
-from parakit.verify.initial import wrong_starts
+from parakit.verify.initial import find_wrong_initializations
 from parakit.verify.verdict import judge
 from tests.verify.captures import MODULE, WEIGHT, output, place, random, rank, write
 
@@ -69,22 +69,24 @@ OUTPUT = (output(MODULE), np.ones((8, 2, 6), np.float32))
         (([(0, 0 * WHOLE[:32])], [(32, 0 * WHOLE[:32])]), "standard deviation of 0, not", (0, 1)),
     ],
 )
-def test_what_a_layout_begins_with_by_itself(tmp_path, ranks, kind, wrong):
+def test_wrong_initialization_of_a_layout_is_named(tmp_path, ranks, kind, wrong):
     reference, strategy = begun(tmp_path / "one", [(0, WHOLE)]), begun(tmp_path / "two", *ranks)
-    found = [*wrong_starts(reference, strategy)]
+    found = [*find_wrong_initializations(reference, strategy)]
     assert [one for one in found if kind not in one.kind] == []
     assert {number for one in found for number in one.ranks} == {*wrong}
 
 
-def test_constants_of_two_shards_are_no_copies(tmp_path):
+def test_equal_constants_of_two_shards_are_right(tmp_path):
     ones = np.ones((64, 3), np.float32)
     reference = begun(tmp_path / "one", [(0, ones)])
     assert not [
-        *wrong_starts(reference, begun(tmp_path / "two", [(0, ones[:32])], [(32, ones[32:])]))
+        *find_wrong_initializations(
+            reference, begun(tmp_path / "two", [(0, ones[:32])], [(32, ones[32:])])
+        )
     ]
 
 
-def test_a_wrong_start_is_named_although_every_tensor_holds(tmp_path):
+def test_wrong_initialization_is_named_although_every_tensor_holds(tmp_path):
     reference = begun(tmp_path / "one", [(0, WHOLE)])
     judgement = judge(reference, begun(tmp_path / "two", [(0, WHOLE[:32])], [(32, WHOLE[:32])]))
     verdict = judgement.verdict
@@ -97,6 +99,6 @@ def test_a_wrong_start_is_named_although_every_tensor_holds(tmp_path):
     )
 
 
-def test_a_run_that_initialised_nothing_is_asked_nothing(tmp_path):
+def test_run_without_captured_initialization_is_not_checked(tmp_path):
     reference, strategy = (write(tmp_path / name, [(rank(), [OUTPUT])]) for name in ("one", "two"))
     assert judge(reference, strategy).verdict.initialised is None

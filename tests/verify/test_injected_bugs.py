@@ -82,7 +82,7 @@ def test_the_first_difference_is_of_the_first_stage_and_the_first_layer() -> Non
     assert first_difference(before, before) == ("", "")
 
 
-def test_of_gradients_the_module_that_makes_a_wrong_one_of_a_right_one_is_named() -> None:
+def test_module_that_turns_a_right_gradient_into_a_wrong_one_is_named() -> None:
     stage, layer = "activation gradients", "decoder.layers.1"
     right = [(stage, layer, "out.0#0", "a"), (stage, f"{layer}.fc1", "out.0#0", "a")]
     names = ((f"{layer}.fc1", "in.0#0"), (f"{layer}.norm", "out.0#0"), (layer, "in.0#0"))
@@ -110,16 +110,14 @@ def stated(stage: str, module: str, trace: Sequence[str] = ()) -> InjectedBug:
     )
 
 
-def test_of_a_norm_without_a_part_the_trace_sees_the_norm_alone() -> None:
+def test_trace_sees_only_the_value_of_a_norm_without_a_part() -> None:
     runs = [run_of(("norm", "grad_norm", "", norm)) for norm in ("1.0", "2.0")]
     assert Stub(runs).check(stated("norm", "embedding.weight")) == ("", "norm", "grad_norm")
     problem, *_ = Stub(runs).check(stated("weights", "embedding.weight"))
     assert problem == "expected weights, embedding.weight"
 
 
-def test_an_injected_bug_may_part_inside_of_its_module_but_only_there_where_the_trace_is_stated() -> (
-    None
-):
+def test_injected_bug_may_differ_inside_its_module_only_where_the_trace_is_stated() -> None:
     runs = [run_of(("outputs", "decoder.layers.1.mlp.fc1", "0#0", value)) for value in "ab"]
     found = ("outputs", "decoder.layers.1.mlp.fc1")
     assert Stub(runs).check(stated("outputs", "decoder.layers.1.mlp")) == ("", *found)
@@ -129,7 +127,7 @@ def test_an_injected_bug_may_part_inside_of_its_module_but_only_there_where_the_
     assert problem == "expected outputs, decoder.layers.1.mlp"
 
 
-def test_one_rank_has_no_flags_of_the_layout_alone() -> None:
+def test_run_of_one_rank_has_no_flags_of_the_layout() -> None:
     runs = [run_of(("loss", "loss", "0#0", value)) for value in "ab"]
     checker = Stub(runs)
     checker.check(stated("loss", "loss"))
@@ -139,7 +137,7 @@ def test_one_rank_has_no_flags_of_the_layout_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(36000)
-def test_every_injected_bug_leaves_one_rank_alone_and_acts_where_it_is_stated(
+def test_every_injected_bug_leaves_one_rank_unchanged_and_acts_where_stated(
     tmp_path: Path, sample_prefix: Path
 ) -> None:
     command = (sys.executable, "-m", "tests.verify.injected_bugs.check")

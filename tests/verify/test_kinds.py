@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from parakit.artifacts.capture import Stage
-from parakit.verify.comparison import Comparison, Pair, relative_error
-from parakit.verify.kinds import kind_of
+from parakit.verify.comparison import ComparedTensor, TensorComparison, relative_error
+from parakit.verify.kinds import classify_error
 from tests.verify.captures import random, rank
 
 WHOLE = random(8, 4)
@@ -13,10 +13,12 @@ LAYOUT = rank(tensor=(0, 2), data=(0, 3), micro_batches=5, world_size=6, vocabul
 def kind(
     ours, reference=WHOLE, name="decoder.layers.0", others=(), like=(), slot="output", **fields
 ):
-    pairs = [Pair(number, 0, one, reference) for number, one in enumerate((ours, *others))]
-    found = Comparison((Stage.OUTPUTS, name, slot), tolerance=1e-6, order=0, **fields)
+    pairs = [
+        ComparedTensor(number, 0, one, reference) for number, one in enumerate((ours, *others))
+    ]
+    found = TensorComparison((Stage.OUTPUTS, name, slot), tolerance=1e-6, order=0, **fields)
     found.error, found.worst = relative_error(ours, reference), pairs[0]
-    return kind_of(found, pairs, LAYOUT, like)
+    return classify_error(found, pairs, LAYOUT, like)
 
 
 @pytest.mark.parametrize(
@@ -30,17 +32,17 @@ def kind(
         (1.25, "1.25"),
     ],
 )
-def test_a_constant_factor_is_named_by_the_degree_it_is(factor, name):
+def test_constant_factor_is_named_after_a_parallel_degree(factor, name):
     found = kind(WHOLE * np.float32(factor))
     assert (found.name.split(" or ")[0], found.factor) == (f"factor {name}", pytest.approx(factor))
 
 
-def test_ranks_whose_sum_fits_miss_a_sum():
+def test_missing_sum_is_named_if_the_sum_over_ranks_fits():
     part = random(8, 4, seed=1)
     assert kind(WHOLE - part, others=(part,)).name == "missing sum over TP ranks"
 
 
-def test_another_tensor_is_named_where_all_that_is_wrong_is_its_own():
+def test_other_tensor_is_named_if_the_wrong_elements_are_its_own():
     other = random(8, 4, seed=1)
     like = [("micro batch 0", random(8, 4, seed=2)), ("rank 1", other)]
     assert kind(other, like=like).name == "that of rank 1"
@@ -50,7 +52,7 @@ def test_another_tensor_is_named_where_all_that_is_wrong_is_its_own():
     assert kind(numbers + 6, numbers, like=[("rank 1", numbers + 6)]).name == "that of rank 1"
 
 
-def test_rows_elsewhere_are_shifted_or_in_another_order():
+def test_moved_rows_are_shifted_or_in_another_order():
     assert kind(np.roll(WHOLE, 2, 0)).name == "rows in another order"
     moved = np.concatenate([WHOLE[:4], WHOLE[3:7]])
     assert kind(moved).name == "rows shifted by -1"
@@ -58,7 +60,7 @@ def test_rows_elsewhere_are_shifted_or_in_another_order():
     assert kind(ids[::-1].copy(), ids).name == "rows in another order"
 
 
-def test_rows_of_padding_alone_are_named():
+def test_error_in_the_vocabulary_padding_alone_is_named():
     wrong = WHOLE.copy()
     wrong[6:] += 1
     assert kind(wrong, name="embedding.word_embeddings.weight").name == (
@@ -75,29 +77,29 @@ def test_rows_of_padding_alone_are_named():
         ((10, 10), "factor ×TP"),
     ],
 )
-def test_a_norm_is_first_compared_between_the_ranks(ours, name):
+def test_norms_that_differ_between_ranks_are_named_first(ours, name):
     norms = [
-        Pair(number, None, np.array([float(one)]), np.array([5.0]))
+        ComparedTensor(number, None, np.array([float(one)]), np.array([5.0]))
         for number, one in enumerate(ours)
     ]
-    found = Comparison((Stage.NORM, "grad_norm", "returned"), tolerance=1e-6, order=0)
+    found = TensorComparison((Stage.NORM, "grad_norm", "returned"), tolerance=1e-6, order=0)
     for one in norms:
         found.add(one)
-    assert kind_of(found, norms, LAYOUT).name == name
+    assert classify_error(found, norms, LAYOUT).name == name
 
 
-def test_what_is_not_finite_is_said():
+def test_tensor_that_is_not_finite_is_named():
     wrong = WHOLE.copy()
     wrong[0, 0] = np.nan
     assert kind(wrong).name == "not finite"
 
 
 def test_copies_that_differ_by_a_bit_are_named():
-    found = Comparison((Stage.WEIGHTS, "a", "weight"), 1e-6, 0, replicas_differ=(0, 1))
-    assert kind_of(found, (), LAYOUT).name == "copies differ between ranks"
+    found = TensorComparison((Stage.WEIGHTS, "a", "weight"), 1e-6, 0, replicas_differ=(0, 1))
+    assert classify_error(found, (), LAYOUT).name == "copies differ between ranks"
 
 
-def test_noise_on_some_ranks_is_said_to_be_that():
+def test_noise_on_some_ranks_alone_is_named():
     found = kind(WHOLE + random(8, 4, seed=2), wrong_ranks={1}, right_ranks={0})
     assert found.name == "wrong on some ranks only"
     assert kind(WHOLE + random(8, 4, seed=2)).name == "other"
@@ -110,14 +112,14 @@ def to_bf16(values):
     return ((values.view(np.uint32) + 0x8000) & 0xFFFF0000).view(np.float32)
 
 
-def test_rounding_to_bf16_is_known_by_its_bits_or_by_its_size():
+def test_rounding_to_bf16_is_recognized_by_bits_or_by_size():
     assert kind(to_bf16(WHOLE)).name == "rounding to bf16"
     errors = np.random.default_rng(3).uniform(-(2**-9), 2**-9, WHOLE.shape)
     assert kind((WHOLE * (1 + errors)).astype(np.float32)).name == "rounding to bf16"
     assert kind(to_bf16(WHOLE) * 2, to_bf16(WHOLE)).name == "factor ×TP"
 
 
-def test_another_parameters_tensor_or_its_sum_with_this_is_named():
+def test_tensor_of_another_parameter_is_named_alone_or_added():
     other = random(8, 4, seed=5)
     like = [("a.weight", random(8, 4, seed=6)), ("b.weight", other)]
     assert kind(other, like=like).name == "that of b.weight"
@@ -125,13 +127,15 @@ def test_another_parameters_tensor_or_its_sum_with_this_is_named():
 
 
 @pytest.mark.parametrize(("slot", "power"), [("exp_avg", 1), ("exp_avg_sq", 2)])
-def test_a_state_that_took_another_multiple_of_the_gradient_is_said_to(slot, power):
+def test_state_with_another_multiple_of_its_gradient_is_named(slot, power):
     gradient = random(8, 4, seed=7)
     taken = WHOLE + np.float32(0.3) * gradient**power
     found = kind(taken, name="a.weight", slot=slot, like=[("a.weight", gradient)])
     assert found.name == "another multiple of its gradient"
 
 
-def test_what_no_rank_holds_is_said_to_be_that():
-    found = Comparison((Stage.OPTIMIZER_STATE, "a", "exp_avg"), 1e-6, 0, error=1.0, uncovered=12)
-    assert kind_of(found, (), LAYOUT).name == "held by no rank"
+def test_tensor_that_no_rank_holds_is_named():
+    found = TensorComparison(
+        (Stage.OPTIMIZER_STATE, "a", "exp_avg"), 1e-6, 0, error=1.0, uncovered=12
+    )
+    assert classify_error(found, (), LAYOUT).name == "held by no rank"

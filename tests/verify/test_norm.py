@@ -3,7 +3,7 @@ import pytest
 
 from parakit.artifacts.capture import COUNTED, Placement, Site, Stage
 from parakit.verify.compare import compare
-from parakit.verify.norm import memberships
+from parakit.verify.norm import check_norm_counts
 from tests.verify.captures import KEY, WEIGHT, place, rank, write
 
 GRADIENT = Site(Stage.REDUCED_GRADIENTS, WEIGHT, "gradient")
@@ -23,8 +23,8 @@ def counting(number, groups, *counted, **described):
 
 def test_every_element_counted_once_over_the_group_is_right(tmp_path):
     ranks = [counting(n, ((0, 1),), 1, tensor=(n, 2)) for n in range(2)]
-    (found,) = memberships(write(tmp_path / "c", ranks))
-    assert (found.kind, found.share) == ("", 0)
+    (found,) = check_norm_counts(write(tmp_path / "c", ranks))
+    assert (found.kind, found.fraction) == ("", 0)
 
 
 @pytest.mark.parametrize(
@@ -37,21 +37,21 @@ def test_every_element_counted_once_over_the_group_is_right(tmp_path):
 def test_a_part_that_is_not_counted_once_names_the_rank_that_holds_it(tmp_path, times, ranks, kind):
     first = counting(0, ((0, 1),), 1, tensor=(0, 2))
     capture = write(tmp_path / "c", [first, counting(1, ((0, 1),), times, tensor=(1, 2))])
-    (found,) = memberships(capture)
-    assert (found.kind, found.ranks, found.share) == (kind, ranks, 0.5)
+    (found,) = check_norm_counts(capture)
+    assert (found.kind, found.ranks, found.fraction) == (kind, ranks, 0.5)
 
 
-def test_a_norm_that_is_not_summed_over_the_ranks_of_the_other_parts_lacks_these(tmp_path):
+def test_norm_not_summed_over_the_ranks_of_other_parts_lacks_these_parts(tmp_path):
     ranks = [counting(n, ((n,),), 1, data=(n, 2)) for n in range(2)]
-    (found,) = memberships(write(tmp_path / "c", ranks))
+    (found,) = check_norm_counts(write(tmp_path / "c", ranks))
     assert found.kind == "not counted in the norm of rank 0: rank 1 not in its group"
 
 
-def test_a_copy_that_another_rank_counts_is_not_in_the_norm_for_want_of_that_rank(tmp_path):
+def test_copy_counted_by_a_rank_outside_the_group_is_missing_from_the_norm(tmp_path):
     ranks = [counting(n, ((n,),), 1 - n or None) for n in range(2)]
     for _, tensors in ranks:  # Both have the whole of it, as of tied embeddings.
         tensors[:] = [(site, values, place((0, 0, 0), (1, 2, 3))) for site, values, _ in tensors]
-    (found,) = memberships(write(tmp_path / "c", ranks))
+    (found,) = check_norm_counts(write(tmp_path / "c", ranks))
     assert (found.kind, found.ranks) == (
         "not counted in the norm of rank 1: rank 0 not in its group",
         (0,),
@@ -63,22 +63,22 @@ def test_a_parameter_whose_gradient_the_optimizer_lacks_is_counted_by_no_norm(tm
     here, tensors = counting(0, ((0,),), None, world_size=1)
     tensors[:] = [(local, tensors[0][1], place((0, 0, 0), (1, 2, 3)))]
     capture = write(tmp_path / "c", [(here, tensors)])
-    assert not list(memberships(capture))
-    (found,) = memberships(capture, [(KEY, (0,), "gradient")])
+    assert not list(check_norm_counts(capture))
+    (found,) = check_norm_counts(capture, [(KEY, (0,), "gradient")])
     assert found.kind == "not counted in the norm by rank 0"
 
 
-def test_experts_may_have_a_group_of_their_own(tmp_path):
+def test_experts_may_have_their_own_norm_group(tmp_path):
     alone, both = counting(0, ((0,), (0, 1)), None, 1), counting(1, ((1,), (0, 1)), None, 1)
-    (found,) = memberships(write(tmp_path / "c", [alone, both]))
+    (found,) = check_norm_counts(write(tmp_path / "c", [alone, both]))
     assert found.kind == ""
 
 
-def test_without_a_norm_nothing_is_said_of_it(tmp_path):
-    assert not list(memberships(write(tmp_path / "c", [counting(0, (), world_size=1)])))
+def test_norm_is_not_checked_if_no_rank_computes_it(tmp_path):
+    assert not list(check_norm_counts(write(tmp_path / "c", [counting(0, (), world_size=1)])))
 
 
-def test_a_part_that_is_missing_in_the_norm_comes_before_the_norms_value(tmp_path):
+def test_part_missing_from_the_norm_comes_before_the_norms_value(tmp_path):
     ranks = [counting(n, ((0, 1),), 1 - n or None, tensor=(n, 2)) for n in range(2)]
     value = Site(Stage.NORM, "grad_norm", "returned")
     for _, tensors in ranks:
@@ -88,4 +88,4 @@ def test_a_part_that_is_missing_in_the_norm_comes_before_the_norms_value(tmp_pat
     reference = write(tmp_path / "r", [(rank(), theirs)])
     wrong = compare(reference, write(tmp_path / "c", ranks)).wrong()
     assert [one.key[1] for one in wrong] == [WEIGHT, "grad_norm"]
-    assert (wrong[0].said, wrong[0].wrong_ranks) == ("not counted in the norm by rank 1", {1})
+    assert (wrong[0].fault, wrong[0].wrong_ranks) == ("not counted in the norm by rank 1", {1})

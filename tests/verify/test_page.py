@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from parakit.artifacts.capture import CapturedModule, Placement, Site, Stage
-from parakit.verify.comparison import Compared, Comparison, Pair
-from parakit.verify.map import COLUMNS, rows_of
+from parakit.verify.comparison import CaptureComparison, ComparedTensor, TensorComparison
+from parakit.verify.map import COLUMNS, build_map_rows
 from parakit.verify.page import render_page, write_page
 from parakit.verify.picture import Picture
-from parakit.verify.verdict import Judgement, Outcome, Verdict, judge, refused
+from parakit.verify.verdict import Judgement, Outcome, Verdict, judge, refuse_comparison
 from tests.chromium import chromium, needs_chromium
 from tests.verify.captures import rank, write
 
@@ -105,7 +105,7 @@ def test_first_wrong_cell_is_marked_and_every_wrong_one_is_red(differs):
 
 
 def test_rows_are_modules_in_forward_order_and_parameters_are_in_their_modules_row(judgements):
-    rows = rows_of(judgements[0].compared, None)
+    rows = build_map_rows(judgements[0].compared, None)
     assert [(row.name, row.label, row.depth) for row in rows] == [
         ("embedding", "embedding", 0),
         ("decoder", "decoder", 0),
@@ -117,7 +117,7 @@ def test_rows_are_modules_in_forward_order_and_parameters_are_in_their_modules_r
     assert [one.key[1] for one in rows[3].cells[WEIGHTS].tensors] == ["decoder.layers.0.mlp.weight"]
 
 
-def test_head_says_where_how_much_and_how_to_repeat_it(differs):
+def test_head_states_module_error_and_command(differs):
     text = html.unescape(re.sub(r"<[^>]+>", "", differs))
     assert "tp2 differs from baseline at outputs, decoder.layers.1.mlp (output)." in text
     for part in (
@@ -135,7 +135,7 @@ def test_difference_names_the_rows_that_are_wrong(differs):
     )
 
 
-def test_nothing_is_loaded_from_elsewhere(differs, judgements):
+def test_page_loads_no_other_file(differs, judgements):
     for page in (differs, render_page(judgements[1])):
         assert not re.search(r"https?://|//\w+\.\w+/|@import|url\(", page)
         assert all(link.startswith("data:") for link in re.findall(r'(?:src|href)="([^"]*)"', page))
@@ -150,52 +150,56 @@ def test_page_that_held_has_no_red_and_counts_every_tensor(judgements):
     assert '<div class="c0 zero" style="height:100.0%" title="no error: 20 tensors">' in page
 
 
-def test_refusal_is_said_and_nothing_is_drawn(tmp_path):
-    write_page(tmp_path, refused("The two runs did different work: dtype is <bf16>."))
+def test_refusal_is_stated_without_map_or_picture(tmp_path):
+    write_page(tmp_path, refuse_comparison("The two runs did different work: dtype is <bf16>."))
     page = (tmp_path / "verify.html").read_text()
     assert "The two runs did different work: dtype is &lt;bf16&gt;." in page
     assert "<tbody>" not in page
 
 
-def test_names_cannot_end_the_data_of_the_page():
+def test_names_with_markup_are_escaped_in_the_pages_data():
     key = (Stage.OUTPUTS, "</script><b>", "output")
-    compared = Compared((Comparison(key, 1e-6, 0, error=1e-7, compared=1),), (), 1, 1)
+    compared = CaptureComparison(
+        (TensorComparison(key, 1e-6, 0, error=1e-7, compared=1),), (), 1, 1
+    )
     page = render_page(Judgement(Verdict(Outcome.HELD, worst_ratio=0.1), compared))
     assert "</script><b>" not in page
 
 
 def made(names, wrong=(), not_aligned=()):
     comparisons = [
-        Comparison(
+        TensorComparison(
             (Stage.OUTPUTS, name, "output"), 1.0, place, error=20.0 if name in wrong else 0.5
         )
         for place, name in enumerate(names)
     ]
-    return Compared(tuple(comparisons), not_aligned, len(names), len(names))
+    return CaptureComparison(tuple(comparisons), not_aligned, len(names), len(names))
 
 
-def test_long_maps_fold_the_layers_that_are_calm():
+def test_long_map_folds_layers_without_errors():
     names = [f"decoder.layers.{n}{part}" for n in range(40) for part in ("", ".attention", ".mlp")]
-    rows = rows_of(made(names, wrong=["decoder.layers.7.mlp"]), None)
+    rows = build_map_rows(made(names, wrong=["decoder.layers.7.mlp"]), None)
     assert [row.name for row in rows if row.children and row.open] == ["decoder.layers.7"]
     assert sum(row.shown for row in rows) == 42
     assert rows[18].levels_within()[FORWARD_OUT] == 3
     assert rows[21].levels_within()[FORWARD_OUT] == 5
 
 
-def test_where_red_is_everywhere_only_the_layer_of_the_first_is_open():
+def test_only_the_layer_with_the_first_error_is_open_if_all_layers_are_wrong():
     names = [f"decoder.layers.{n}{part}" for n in range(40) for part in ("", ".attention", ".mlp")]
     first = (Stage.OUTPUTS, "decoder.layers.3.mlp", "output")
-    rows = rows_of(made(names, wrong=names), first)
+    rows = build_map_rows(made(names, wrong=names), first)
     assert [row.name for row in rows if row.children and row.open] == ["decoder.layers.3"]
 
 
-def test_what_was_not_compared_is_hatched_in_its_own_row():
+def test_tensor_that_was_not_compared_is_marked_in_its_row():
     lines = (
         "decoder.mlp.experts input.0 decoder.mlp.experts output.0: its shape follows no known split",
         "decoder.mlp.router.bias: the reference has no such parameter",
     )
-    rows = rows_of(made(["decoder", "decoder.mlp", "decoder.mlp.router"], not_aligned=lines), None)
+    rows = build_map_rows(
+        made(["decoder", "decoder.mlp", "decoder.mlp.router"], not_aligned=lines), None
+    )
     marked = {
         row.name: [place for place, cell in enumerate(row.cells) if cell.not_compared]
         for row in rows
@@ -214,11 +218,11 @@ def drawn(picture):
     return imread(BytesIO(b64decode(picture.data_uri.partition(",")[2])))
 
 
-def test_one_wrong_element_of_many_is_seen_in_the_smaller_picture():
+def test_single_wrong_element_is_visible_in_a_reduced_picture():
     reference = np.ones((2000, 30), np.float32)
     ours = reference.copy()
     ours[1234, 5] = 2
-    points = drawn(Picture(Pair(0, None, ours, reference), 1e-6))
+    points = drawn(Picture(ComparedTensor(0, None, ours, reference), 1e-6))
     assert points.shape == (500, 30, 4)
     red = np.argwhere(points[..., 3] > 0.9)
     assert red.tolist() == [[308, 5]]
@@ -230,7 +234,7 @@ def test_sequences_of_a_batch_are_drawn_one_after_another():
     reference = np.ones((8, 2, 4), np.float32)
     ours = reference.copy()
     ours[:, 1] = 3
-    picture = Picture(Pair(0, 0, ours, reference), 1e-6)
+    picture = Picture(ComparedTensor(0, 0, ours, reference), 1e-6)
     assert np.flatnonzero(picture.matrix.any(1)).tolist() == [*range(8, 16)]
     assert picture.axes[0].text == "dimension 1 (2) × dimension 0 (8)"
 
@@ -239,17 +243,17 @@ def test_not_finite_and_integer_tensors_can_be_drawn():
     reference = np.ones(40, np.float32)
     ours = reference.copy()
     ours[3], ours[4] = np.nan, np.inf
-    assert np.argwhere(drawn(Picture(Pair(0, None, ours, reference), 1e-6))[..., 3] > 0.9)[
-        :, 1
-    ].tolist() == [3, 4]
+    assert np.argwhere(
+        drawn(Picture(ComparedTensor(0, None, ours, reference), 1e-6))[..., 3] > 0.9
+    )[:, 1].tolist() == [3, 4]
     ids = np.arange(40)
-    picture = Picture(Pair(0, None, np.roll(ids, 1), ids), 0.0)
+    picture = Picture(ComparedTensor(0, None, np.roll(ids, 1), ids), 0.0)
     assert picture.extent.startswith("40 of 40 elements (100.0%)")
     assert (drawn(picture)[..., 3] > 0.9).all()
 
 
 def test_scalar_is_shown_as_numbers():
-    picture = Picture(Pair(0, None, np.float32(2) * np.ones(()), np.ones(())), 1e-6)
+    picture = Picture(ComparedTensor(0, None, np.float32(2) * np.ones(()), np.ones(())), 1e-6)
     assert not picture.is_drawn
     assert [*picture.worst()] == [("–", "2", "1")]
 

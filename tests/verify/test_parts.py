@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from parakit.artifacts.capture import PART, Site, Stage
-from parakit.verify.comparison import Pair
-from parakit.verify.kinds import kind_of_parts
-from parakit.verify.parts import BEFORE, explained, wants_parts
+from parakit.verify.comparison import ComparedTensor
+from parakit.verify.kinds import classify_by_parts
+from parakit.verify.parts import BEFORE, explain_by_parts, needs_parts
 from parakit.verify.verdict import judge
 from tests.verify.captures import WEIGHT, place, random, rank, write
 
@@ -14,7 +14,7 @@ LAYOUT = rank(tensor=(0, 2), data=(0, 3), micro_batches=5)
 
 def kind(ours, parts, extra=""):
     reference = np.sum([part for name, part in parts.items() if name != extra], axis=0)
-    found = kind_of_parts(Pair(0, None, ours, reference), 1e-6, parts, LAYOUT, extra)
+    found = classify_by_parts(ComparedTensor(0, None, ours, reference), 1e-6, parts, LAYOUT, extra)
     return found and found.name
 
 
@@ -23,17 +23,17 @@ def kind(ours, parts, extra=""):
     [(2, "auxiliary loss ×TP"), (3, "auxiliary loss ×DP"), (1 / 5, "auxiliary loss ÷micro batches"),
      (0, "without auxiliary loss"), (1.7, "auxiliary loss ×1.7")],
 )  # fmt: skip
-def test_a_part_that_is_scaled_is_named_with_its_factor(scale, name):
+def test_scaled_part_is_named_with_its_factor(scale, name):
     ours = MAIN + np.float32(scale) * AUXILIARY
     assert kind(ours, {"main loss": MAIN, "auxiliary loss": AUXILIARY}) == name
 
 
-def test_what_is_no_multiple_of_the_parts_is_not_explained_by_them():
+def test_noise_is_not_explained_by_parts():
     ours = MAIN + random(4, 3, seed=2)
     assert kind(ours, {"main loss": MAIN, "auxiliary loss": AUXILIARY}) is None
 
 
-def test_several_parts_are_named_together_and_one_that_should_be_gone_alone():
+def test_several_wrong_parts_are_named_and_an_extra_part_is_named_alone():
     parts = {f"micro batch {n}": random(4, 3, seed=n) for n in range(3)}
     assert kind(parts["micro batch 2"], parts) == "without micro batch 0, micro batch 1"
     assert kind(MAIN + AUXILIARY, {"this iteration": MAIN, BEFORE: AUXILIARY}, BEFORE) == (
@@ -50,17 +50,17 @@ def reduced(folder, values, *more):
     return write(folder, [(rank(), [*tensors, *((*one, place((0, 0, 0))) for one in more)])])
 
 
-def test_a_gradient_with_too_much_of_one_loss_is_explained_by_a_run_without_it(tmp_path):
+def test_scaled_auxiliary_loss_is_found_with_a_run_without_it(tmp_path):
     reference = reduced(tmp_path / "reference", MAIN + AUXILIARY)
     ours = reduced(tmp_path / "ours", MAIN + np.float32(2.5) * AUXILIARY)
     judgement = judge(reference, ours)
-    assert wants_parts(judgement)
+    assert needs_parts(judgement)
     without = {"auxiliary loss": reduced(tmp_path / "without", MAIN)}
-    verdict = explained(judgement, ours, reference, without).verdict
+    verdict = explain_by_parts(judgement, ours, reference, without).verdict
     assert (verdict.kind, verdict.factor) == ("auxiliary loss ×2.5", pytest.approx(2.5, abs=1e-3))
 
 
-def test_a_gradient_with_a_lost_micro_batch_is_explained_by_their_parts(tmp_path):
+def test_lost_micro_batch_is_named(tmp_path):
     reference = reduced(tmp_path / "reference", MAIN + AUXILIARY)
     ours = reduced(tmp_path / "ours", AUXILIARY)
     parts = [
@@ -68,12 +68,12 @@ def test_a_gradient_with_a_lost_micro_batch_is_explained_by_their_parts(tmp_path
         for n, values in enumerate((MAIN, AUXILIARY))
     ]
     given = reduced(tmp_path / "parts", MAIN + AUXILIARY, *parts)
-    found = explained(judge(reference, ours), ours, given, {})
+    found = explain_by_parts(judge(reference, ours), ours, given, {})
     assert found.verdict.kind == "without micro batch 0"
 
 
-def test_what_another_kind_explains_wants_no_parts(tmp_path):
+def test_gradient_with_a_known_kind_needs_no_parts(tmp_path):
     reference = reduced(tmp_path / "reference", MAIN)
     judgement = judge(reference, reduced(tmp_path / "ours", 2 * MAIN))
     assert judgement.verdict.kind == "factor 2"
-    assert not wants_parts(judgement)
+    assert not needs_parts(judgement)

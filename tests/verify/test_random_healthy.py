@@ -36,7 +36,7 @@ def test_a_judged_seed_still_draws_the_configuration_of_its_line() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [33, 72, 99, 118, 136, 164, 176])
-def test_what_was_called_wrong_once_is_held(seed: int, tmp_path: Path) -> None:
+def test_seed_that_was_once_called_wrong_holds(seed: int, tmp_path: Path) -> None:
     judged = tmp_path / "judged.csv"
     ended = subprocess.run(
         (

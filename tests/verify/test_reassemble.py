@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parakit.artifacts.capture import Placement, Site, Stage
-from parakit.verify.reassemble import as_one_rank
+from parakit.verify.reassemble import reassemble_to_one_rank
 from parakit.verify.verdict import judge
 from tests.verify.captures import (
     BATCH,
@@ -32,7 +32,9 @@ def zigzag(whole, context, axis=0):
 def one_rank(folder, ranks):
     """A reference of these ranks, as one."""
     reference = write(folder / "several", ranks)
-    found = as_one_rank(reference, write(folder / "layout", [(rank(), [])]), folder / "one")
+    found = reassemble_to_one_rank(
+        reference, write(folder / "layout", [(rank(), [])]), folder / "one"
+    )
     return found.ranks[0]
 
 
@@ -47,7 +49,7 @@ def tensors_in(one):
     sequence_parallel=st.booleans(),
     form=st.sampled_from(["sequence", "hidden", "heads", "scores", "tokens", "ids", "whole"]),
 )
-def test_what_ranks_have_of_a_sequence_or_of_hidden_size_is_put_together(
+def test_parts_of_sequence_and_hidden_size_are_joined(
     tmp_path_factory, tensors, contexts, sequence_parallel, form
 ):
     shape, axis, split = {
@@ -87,7 +89,7 @@ def test_what_ranks_have_of_a_sequence_or_of_hidden_size_is_put_together(
     assert np.array_equal(found[output()], whole.reshape(-1, 3) if form == "tokens" else whole)
 
 
-def test_gates_come_before_values_as_one_rank_has_them(tmp_path):
+def test_gates_are_joined_before_values(tmp_path):
     site = output("decoder.layers.0.mlp.linear_fc1", slot="output.0")
     whole = random(SEQUENCE, BATCH, 8)
     ranks = [
@@ -125,14 +127,14 @@ def test_micro_batches_of_data_parallel_ranks_and_their_gradients_are_those_of_o
     assert all(np.array_equal(found[gradient(n)], values[n]) for n in range(4))
 
 
-def test_a_loss_is_the_sum_over_the_parts_of_a_sequence(tmp_path):
+def test_loss_is_joined_as_a_sum_over_context_parallel_ranks(tmp_path):
     site = Site(Stage.LOSS, "loss", "sum", 0)
     ranks = [(rank(n, context=(n, 2), world_size=2), [(site, np.float32(n + 1))]) for n in range(2)]
     assert tensors_in(one_rank(tmp_path, ranks))[site] == 3
 
 
 @pytest.mark.parametrize("shape", ["data", "context", "sequence"])
-def test_an_experts_rows_are_put_in_the_order_of_the_tokens_of_each_micro_batch(tmp_path, shape):
+def test_expert_rows_are_joined_in_the_order_of_tokens(tmp_path, shape):
     layer = "decoder.layers.0.mlp"
     router, site = (
         output(f"{layer}.router", slot="output.1"),
@@ -202,7 +204,7 @@ def test_layers_of_a_pipeline_follow_one_another_forward_and_backward(tmp_path):
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_local_gradients_of_tensor_ranks_are_each_the_whole_or_add_up(tmp_path, alike):
+def test_local_gradients_of_tensor_parallel_ranks_are_copies_or_terms_of_a_sum(tmp_path, alike):
     values = [random(4, 3), random(4, 3) if alike else random(4, 3, seed=1)]
     ranks = [
         (
@@ -215,7 +217,7 @@ def test_local_gradients_of_tensor_ranks_are_each_the_whole_or_add_up(tmp_path, 
     assert np.allclose(found, values[0] if alike else sum(values))
 
 
-def test_an_expert_that_one_rank_has_is_averaged_over_all_whose_tokens_it_got(tmp_path):
+def test_expert_gradient_is_averaged_over_all_ranks_that_send_tokens(tmp_path):
     whole = random(4, 3)
     ranks = [
         (
@@ -227,7 +229,7 @@ def test_an_expert_that_one_rank_has_is_averaged_over_all_whose_tokens_it_got(tm
     assert np.allclose(tensors_in(one_rank(tmp_path, ranks))[LOCAL], whole)
 
 
-def test_weights_are_one_piece_with_the_place_of_the_whole(tmp_path):
+def test_weights_are_joined_with_the_placement_of_the_full_parameter(tmp_path):
     site = Site(Stage.WEIGHTS, f"{MODULE}.weight", "weight")
     whole = random(4, 3)
     ranks = [
@@ -240,7 +242,7 @@ def test_weights_are_one_piece_with_the_place_of_the_whole(tmp_path):
 
 
 @pytest.mark.parametrize("split", ["context", "tensor"])
-def test_what_cannot_be_put_together_is_listed_and_the_rest_compared(tmp_path, split):
+def test_tensor_that_cannot_be_joined_is_listed_and_the_others_are_compared(tmp_path, split):
     odd, scalar, even = output("decoder.layers.0.odd"), output("decoder.scalar"), output()
     whole = random(SEQUENCE, BATCH, HIDDEN)
     reference = write(
@@ -260,14 +262,14 @@ def test_what_cannot_be_put_together_is_listed_and_the_rest_compared(tmp_path, s
     layout = write(
         tmp_path / "layout", [(rank(), [(odd, random(3)), (scalar, np.float32(0)), (even, whole)])]
     )
-    verdict = judge(as_one_rank(reference, layout, tmp_path / "one"), layout).verdict
+    verdict = judge(reassemble_to_one_rank(reference, layout, tmp_path / "one"), layout).verdict
     assert (verdict.verdict, verdict.compared, verdict.seen) == ("held", 1, 3)
     listed = " ".join(verdict.not_aligned)
     assert "decoder.layers.0.odd output" in listed
     assert "decoder.scalar output" in listed
 
 
-def test_a_tensor_parallel_reference_shows_what_a_sequence_parallel_layout_has_wrong(tmp_path):
+def test_error_of_sequence_parallelism_is_found_with_a_tensor_parallel_reference(tmp_path):
     whole = random(SEQUENCE, BATCH, HIDDEN)
     site = output("decoder.layers.0.mlp.linear_fc1")
     reference = write(
@@ -287,12 +289,12 @@ def test_a_tensor_parallel_reference_shows_what_a_sequence_parallel_layout_has_w
             for n in range(2)
         ],
     )
-    verdict = judge(as_one_rank(reference, layout, tmp_path / "one"), layout).verdict
+    verdict = judge(reassemble_to_one_rank(reference, layout, tmp_path / "one"), layout).verdict
     assert (verdict.module, verdict.ranks, verdict.factor) == (site.name, (1,), pytest.approx(2))
 
 
-def test_a_reference_that_is_split_as_the_layout_is_stays_as_it_is(tmp_path):
+def test_reference_of_the_same_layout_is_returned_unchanged(tmp_path):
     ranks = [(rank(n, tensor=(n, 2), world_size=2), [(output(), random(2))]) for n in range(2)]
     reference, layout = write(tmp_path / "reference", ranks), write(tmp_path / "layout", ranks)
-    assert as_one_rank(reference, layout, tmp_path / "one") is reference
+    assert reassemble_to_one_rank(reference, layout, tmp_path / "one") is reference
     assert not (tmp_path / "one").exists()

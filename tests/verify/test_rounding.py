@@ -1,41 +1,45 @@
 import numpy as np
 import pytest
 
-from parakit.verify.tolerance import flips_within, spacing, update_error
+from parakit.verify.tolerance import find_rounding_flips, float_spacing, update_error
 
 SCORES = np.array([[1.0, 0.999, 0.2], [1.0, 0.5, 0.2]], np.float32)
 BEST = np.array([[True, False, False], [True, False, False]])
 SECOND = np.array([[False, True, False], [False, True, False]])
 
 
-def test_another_choice_is_within_rounding_only_if_its_scores_are_equal_within_it():
-    assert flips_within(SECOND, BEST, SCORES, 1e-3).tolist() == [True, False]
-    assert flips_within(BEST, BEST, SCORES, 1e-3).tolist() == [False, False]
-    assert flips_within(SECOND, BEST, SCORES, 1e-5).tolist() == [False, False]
+def test_other_choice_is_within_rounding_only_if_scores_are_that_close():
+    assert find_rounding_flips(SECOND, BEST, SCORES, 1e-3).tolist() == [True, False]
+    assert find_rounding_flips(BEST, BEST, SCORES, 1e-3).tolist() == [False, False]
+    assert find_rounding_flips(SECOND, BEST, SCORES, 1e-5).tolist() == [False, False]
 
 
-def test_of_several_experts_chosen_otherwise_the_worst_decides():
+def test_all_chosen_experts_must_be_within_rounding():
     ours, reference = np.array([[False, True, True]]), np.array([[True, True, False]])
-    assert not flips_within(ours, reference, SCORES[:1], 1e-3).any()
+    assert not find_rounding_flips(ours, reference, SCORES[:1], 1e-3).any()
 
 
-def test_experts_of_another_group_are_within_rounding_if_the_groups_sums_are():
+def test_experts_of_another_group_are_within_rounding_if_group_sums_are():
     # Groups (0, 1) and (2, 3): sums of 1.5 and 1.499, though the experts' own scores are far apart.
     scores = np.array([[1.0, 0.5, 0.75, 0.749]])
     first, second = np.array([[True, True, False, False]]), np.array([[False, False, True, True]])
-    assert flips_within(second, first, scores, 1e-3, groups=(2, 1)).all()
-    assert not flips_within(second, first, scores, 1e-4, groups=(2, 1)).any()
-    assert not flips_within(second, first, scores, 1e-3).any()
+    assert find_rounding_flips(second, first, scores, 1e-3, groups=(2, 1)).all()
+    assert not find_rounding_flips(second, first, scores, 1e-4, groups=(2, 1)).any()
+    assert not find_rounding_flips(second, first, scores, 1e-3).any()
     mixed = np.array([[True, False, True, False]])
-    assert not flips_within(mixed, first, scores, 1e-3, groups=(2, 1)).any()
+    assert not find_rounding_flips(mixed, first, scores, 1e-3, groups=(2, 1)).any()
 
 
 @pytest.mark.parametrize(("epsilon", "expected"), [(2.0**-23, 2.0**-23), (2.0**-7, 2.0**-7)])
-def test_the_distance_to_the_next_number_is_that_of_the_weights_type(epsilon, expected):
-    assert spacing(np.array([1.5, -0.25, 0.0]), epsilon).tolist() == [expected, expected / 4, 0]
+def test_float_spacing_is_that_of_the_weights_dtype(epsilon, expected):
+    assert float_spacing(np.array([1.5, -0.25, 0.0]), epsilon).tolist() == [
+        expected,
+        expected / 4,
+        0,
+    ]
 
 
-def test_an_updates_error_is_the_largest_of_a_row_in_terms_of_the_gradient():
+def test_update_error_is_the_largest_of_a_row_relative_to_the_gradient():
     reference = np.array([[1.0, 1.0], [1.0, 0.0]])
     nothing = np.zeros((2, 2))
     ours = np.array([[1.0, 1.0], [1.5, 0.0]])
@@ -47,13 +51,13 @@ def test_an_updates_error_is_the_largest_of_a_row_in_terms_of_the_gradient():
     assert update_error(ours, reference, np.ones((2, 2)), np.full((2, 2), 0.5)) == 0
 
 
-def test_where_rounding_takes_in_all_moves_of_a_row_one_of_a_small_weight_is_no_error():
+def test_row_that_moves_less_than_its_rounding_has_no_error():
     still, moved = np.zeros((1, 2)), np.array([[0.0, 0.2]])
     scale, least = np.array([[1.0, 1e-3]]), np.array([[1.0, 0.1]])
     assert update_error(moved, still, scale, least) == pytest.approx(1e-4)
 
 
-def test_a_weight_that_moved_where_none_should_is_infinitely_wrong():
+def test_update_of_a_row_without_updates_has_infinite_error():
     still, moved = np.zeros(3), np.array([0.0, 1.0, 0.0])
     assert update_error(moved, still, np.ones(3), still) == np.inf
     assert update_error(still, still, np.ones(3), still) == 0

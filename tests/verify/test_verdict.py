@@ -10,7 +10,7 @@ from parakit.verify.tolerance import RESPONSES
 from parakit.verify.verdict import (
     confirm,
     judge,
-    refused,
+    refuse_comparison,
     write_forced,
     write_verdict,
 )
@@ -73,7 +73,7 @@ def test_one_bug_does_not_hide_another_and_what_follows_from_it_is_not_listed(tm
     ]
 
 
-def test_the_module_that_is_wrong_by_itself_is_named_where_the_first_only_follows(tmp_path):
+def test_module_that_is_wrong_by_itself_is_named_if_the_first_error_follows_from_it(tmp_path):
     first, second = output(slot="input.x"), output(LATER)
     theirs = [(first, WHOLE), (second, WHOLE)]
     reference, layout = pair(
@@ -94,9 +94,7 @@ def test_the_module_that_is_wrong_by_itself_is_named_where_the_first_only_follow
     ("around", "name"),
     [(WHOLE, "decoder.layers.0.mlp"), (WHOLE + 1, MODULE)],
 )
-def test_a_wrong_input_is_the_doing_of_the_module_around_if_that_got_what_is_right(
-    tmp_path, around, name
-):
+def test_wrong_input_is_charged_to_the_parent_module_if_its_input_is_right(tmp_path, around, name):
     outer, inner = output("decoder.layers.0.mlp", slot="input.x"), output(slot="input.x")
     third = output(LATER, slot="input.x")
     theirs = [(third, WHOLE), (inner, WHOLE), (outer, WHOLE)]
@@ -104,7 +102,7 @@ def test_a_wrong_input_is_the_doing_of_the_module_around_if_that_got_what_is_rig
     assert judge(*pair(tmp_path, ours, theirs)).verdict.module == name
 
 
-def test_a_wrong_input_of_what_is_in_no_module_is_the_models(tmp_path):
+def test_wrong_input_of_an_outermost_module_is_charged_to_the_model(tmp_path):
     outer = output("model", slot="input.x", stage=Stage.INPUTS)
     inner = output("embedding", slot="input.x")
     ours = [(rank(), [(outer, WHOLE), (inner, WHOLE + 1)])]
@@ -112,7 +110,7 @@ def test_a_wrong_input_of_what_is_in_no_module_is_the_models(tmp_path):
     assert judgement.verdict.module == "model"
 
 
-def test_a_wrong_input_of_what_another_module_calls_is_the_callers(tmp_path):
+def test_wrong_input_is_charged_to_the_calling_module(tmp_path):
     caller = output("mtp.layers.0", slot="input.x")
     inner = output("embedding", slot="input.x@mtp.layers.0")
     plain = output("embedding", slot="input.x")
@@ -121,7 +119,7 @@ def test_a_wrong_input_of_what_another_module_calls_is_the_callers(tmp_path):
     assert judge(*pair(tmp_path, ours, theirs)).verdict.module == "mtp.layers.0"
 
 
-def test_weights_that_an_iteration_begins_with_are_of_the_one_before(tmp_path):
+def test_wrong_weight_at_the_start_is_of_the_iteration_before(tmp_path):
     begin = Site(Stage.WEIGHTS, WEIGHT, START_WEIGHT)
     parts = [
         (begin, np.ones((4, 3), np.float32), place((0, 0, 0))),
@@ -146,7 +144,7 @@ def test_weights_that_an_iteration_begins_with_are_of_the_one_before(tmp_path):
 
 
 @pytest.mark.parametrize(("times", "outcome"), [(1.5, "held"), (3, "differs")])
-def test_what_no_module_makes_is_wrong_only_if_it_is_well_above_the_tolerance(
+def test_error_that_no_module_makes_is_wrong_only_above_twice_the_tolerance(
     tmp_path, times, outcome
 ):
     values = np.ones(4, np.float32)
@@ -161,13 +159,13 @@ def test_what_no_module_makes_is_wrong_only_if_it_is_well_above_the_tolerance(
         assert "at 1.50" in verdict.sentence
 
 
-def test_a_wrong_input_of_a_layer_is_the_layers(tmp_path):
+def test_wrong_input_of_a_layer_is_charged_to_the_layer(tmp_path):
     site = output(LATER, slot="input.x")
     judgement = judge(*pair(tmp_path, [(rank(), [(site, WHOLE + 1)])], [(site, WHOLE)]))
     assert judgement.verdict.module == LATER
 
 
-def test_what_is_forced_is_the_part_that_the_rank_holds(tmp_path):
+def test_forced_tensor_is_the_part_that_the_rank_holds(tmp_path):
     site = output(slot="input.x")
     ours = [
         (rank(n, tensor=(n, 2), world_size=2), [(site, np.zeros((8, 2, 3), np.float32))])
@@ -179,14 +177,14 @@ def test_what_is_forced_is_the_part_that_the_rank_holds(tmp_path):
     assert np.array_equal(given.ranks[1].values(given.ranks[1].records[0]), WHOLE[..., 3:])
 
 
-def test_runs_of_different_work_are_refused_with_the_field(tmp_path):
+def test_runs_of_different_work_are_refused_with_the_setting_that_differs(tmp_path):
     ours = [(rank(micro_batches=3), [(output(), WHOLE)])]
     with pytest.raises(VerifyError, match="global batch is 6 in layout and 2 in reference"):
         judge(*pair(tmp_path, ours, [(output(), WHOLE)]))
 
 
 @pytest.mark.parametrize(("per_token", "refused_for"), [(False, "from 5 to 16 tokens"), (True, "")])
-def test_other_micro_batches_are_refused_where_unequal_ones_count_the_same(
+def test_other_micro_batch_sizes_are_refused_if_token_counts_are_unequal(
     tmp_path, per_token, refused_for
 ):
     def tokens(*numbers):
@@ -213,7 +211,7 @@ def test_a_capture_that_was_cut_off_or_is_not_there_is_refused(tmp_path):
 
 
 def test_nothing_compared_exits_with_two():
-    assert refused("The strategy ended 'crashed'").verdict.exit_code == 2
+    assert refuse_comparison("The strategy ended 'crashed'").verdict.exit_code == 2
 
 
 def test_a_gradient_is_forced_as_bf16_where_the_run_is_bf16(tmp_path):
@@ -232,7 +230,7 @@ def test_a_gradient_is_forced_as_bf16_where_the_run_is_bf16(tmp_path):
 
 
 @pytest.mark.parametrize(("of_loss", "name"), [(WHOLE, "loss"), (None, "output_layer")])
-def test_a_wrong_gradient_of_the_logits_is_the_loss_doing_if_what_that_got_is_right(
+def test_wrong_gradient_of_the_logits_is_charged_to_the_loss_if_its_gradient_is_right(
     tmp_path, of_loss, name
 ):
     gradients = Stage.ACTIVATION_GRADIENTS
@@ -255,7 +253,9 @@ def test_a_wrong_gradient_of_the_logits_is_the_loss_doing_if_what_that_got_is_ri
         (Stage.WEIGHTS, "buffer", 1, "finalize"),
     ],
 )
-def test_what_no_module_computes_has_its_functions_line(tmp_path, stage, slot, data, name):
+def test_source_of_a_tensor_without_module_is_that_of_its_function(
+    tmp_path, stage, slot, data, name
+):
     functions = {
         Stage.REDUCED_GRADIENTS.value: "finalize",
         "buckets": "reduce",
@@ -275,7 +275,7 @@ def test_what_no_module_computes_has_its_functions_line(tmp_path, stage, slot, d
     assert judge(*captures).verdict.source == name
 
 
-def test_dropout_in_layouts_that_draw_other_masks_is_refused_with_its_value_and_the_remedy(
+def test_dropout_is_refused_if_the_layouts_draw_different_masks(
     tmp_path,
 ):
     dropping = {"hidden_dropout": 0.1, "attention_dropout": 0.0}
@@ -286,14 +286,14 @@ def test_dropout_in_layouts_that_draw_other_masks_is_refused_with_its_value_and_
     assert judge(*pair(tmp_path / "s", same, [(output(), WHOLE)], **dropping)).first is None
 
 
-def test_a_wrong_loss_behind_right_outputs_needs_no_second_run(tmp_path):
+def test_wrong_loss_after_right_outputs_needs_no_second_run(tmp_path):
     site = output("loss", stage=Stage.LOSS, slot="of each token")
     judgement = judge(*pair(tmp_path, [(rank(), [(site, WHOLE + 1)])], [(site, WHOLE)]))
     assert judgement.verdict.stage is Stage.LOSS
     assert not judgement.may_have_spread
 
 
-def test_a_model_of_which_no_module_could_be_aligned_is_not_called_right(tmp_path):
+def test_model_without_any_aligned_module_is_refused(tmp_path):
     ours = [(rank(), [(output("other.module"), WHOLE), (output(stage=Stage.LOSS), WHOLE)])]
     with pytest.raises(
         VerifyError, match=r"None of the modules.*other\.module output: the reference"
@@ -301,7 +301,7 @@ def test_a_model_of_which_no_module_could_be_aligned_is_not_called_right(tmp_pat
         judge(*pair(tmp_path, ours, [(output(), WHOLE), (output(stage=Stage.LOSS), WHOLE)]))
 
 
-def test_of_routing_alone_the_choices_are_forced_and_nothing_else(tmp_path):
+def test_routing_flips_force_only_the_choices_of_experts(tmp_path):
     router = "decoder.layers.0.mlp.router"
     sites = [output(router, slot=slot) for slot in ("input.x", "scores", "choice")]
 

@@ -13,7 +13,14 @@ import msgspec
 from rich.console import Console
 
 from parakit.checkpoint import inspect_command
-from parakit.verify import Judgement, VerifyError, as_one_rank, judge, read_capture, refused
+from parakit.verify import (
+    Judgement,
+    VerifyError,
+    judge,
+    read_capture,
+    reassemble_to_one_rank,
+    refuse_comparison,
+)
 
 
 def inspect(
@@ -45,6 +52,6 @@ def judge_captures(reference: Path, strategy: Path) -> Judgement:
     try:
         theirs, ours = read_capture(reference), read_capture(strategy)
         with tempfile.TemporaryDirectory() as scratch:
-            return judge(as_one_rank(theirs, ours, Path(scratch) / "whole"), ours)
+            return judge(reassemble_to_one_rank(theirs, ours, Path(scratch) / "whole"), ours)
     except VerifyError as error:
-        return refused(str(error))
+        return refuse_comparison(str(error))

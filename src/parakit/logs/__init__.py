@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from parakit.logs.diagnosis import after_last, classify_log, diagnose, first_error
+    from parakit.logs.diagnosis import after_last, diagnose, first_error
     from parakit.logs.dialects import find_iterations
     from parakit.logs.failures import NCCL_TIMEOUT
     from parakit.logs.iterations import LOG_LINE, OTHER, Iteration, IterationTable
     from parakit.logs.lines import printable, split_lines
     from parakit.logs.printed import device_named, device_of_arguments, printed_spec
     from parakit.logs.runs import Run, find_run_folders, load_folder, load_runs
-    from parakit.logs.scrape import scrape_log, scrape_runs
-    from parakit.logs.scraped import ScrapedLog
+    from parakit.logs.scrape import scrape_log
     from parakit.logs.sources import read_samples
     from parakit.logs.stated_model import NEEDED, ModelDifference
     from parakit.logs.traces import read_trace_events
@@ -37,11 +36,9 @@ __all__ = [
     "IterationTable",
     "ModelDifference",
     "Run",
-    "ScrapedLog",
     "TrainingLog",
     "UnreadableLogError",
     "after_last",
-    "classify_log",
     "device_named",
     "device_of_arguments",
     "diagnose",
@@ -57,6 +54,5 @@ __all__ = [
     "read_training_logs",
     "robust_spread",
     "scrape_log",
-    "scrape_runs",
     "split_lines",
 ]

@@ -1,7 +1,7 @@
-"""Two captures of one iteration aligned, compared and judged: the first wrong tensor, and how it is wrong.
+"""Compare two captures of one iteration: which tensor is wrong first, and how it is wrong.
 
-This package decides which part of the reference's tensor a rank holds, how far rounding may move it, and which
-kind of error explains the difference. It reads captures that others wrote and launches nothing.
+This package finds the part of the reference's tensor that each rank holds, decides how far rounding may move
+the tensor, and classifies a larger error. It reads captures that other packages wrote, and launches nothing.
 """
 
 from typing import TYPE_CHECKING
@@ -10,18 +10,18 @@ from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from parakit.verify.captured import Capture, VerifyError, read_capture
-    from parakit.verify.compare import NORM, Drift, drift
-    from parakit.verify.comparison import Compared
-    from parakit.verify.findings import Finding, Judged, list_findings
+    from parakit.verify.compare import NORM, Drift, measure_drift
+    from parakit.verify.comparison import CaptureComparison
+    from parakit.verify.findings import Finding, FindingStatus, list_findings
     from parakit.verify.kinds import name_factor
     from parakit.verify.page import write_page
-    from parakit.verify.parts import explained, wants_parts
-    from parakit.verify.reassemble import as_one_rank
+    from parakit.verify.parts import explain_by_parts, needs_parts
+    from parakit.verify.reassemble import reassemble_to_one_rank
     from parakit.verify.verdict import (
         Judgement,
         confirm,
         judge,
-        refused,
+        refuse_comparison,
         write_forced,
         write_verdict,
     )
@@ -31,22 +31,22 @@ else:
 __all__ = [
     "NORM",
     "Capture",
-    "Compared",
+    "CaptureComparison",
     "Drift",
     "Finding",
-    "Judged",
+    "FindingStatus",
     "Judgement",
     "VerifyError",
-    "as_one_rank",
     "confirm",
-    "drift",
-    "explained",
+    "explain_by_parts",
     "judge",
     "list_findings",
+    "measure_drift",
     "name_factor",
+    "needs_parts",
     "read_capture",
-    "refused",
-    "wants_parts",
+    "reassemble_to_one_rank",
+    "refuse_comparison",
     "write_forced",
     "write_page",
     "write_verdict",

@@ -1,10 +1,14 @@
-"""Which part of the reference's tensor a rank's tensor is.
+"""Find the part of the reference's activation that a rank of the strategy holds.
 
-Activations follow the strategy: batch by data parallelism, sequence by sequence and context parallelism
-(Megatron's context parallelism gives a rank two chunks, one from the front and one from the back),
-hidden size or heads by tensor parallelism, tokens of experts by the rank they came from. Which dimension
-is which follows from the sizes. Parameters carry their place with them (`Placement`). Micro batches of
-another size than the reference's are aligned by the sample's number in the global batch.
+The inputs are the captures of the reference and of the strategy. For each activation of a rank,
+`ActivationAligner.align` returns the rank's tensor and the same part of the reference's tensor. The split
+follows the strategy: data parallelism splits the batch; sequence and context parallelism split the
+sequence (Megatron's context parallelism gives a rank two chunks, one from the front and one from the
+back); tensor parallelism splits the hidden size or the heads; and an expert has tokens of several ranks.
+Which dimension was split follows from the sizes. If the micro batches of the two runs have different
+sizes, samples are matched by their number in the global batch.
+
+Parameters are not aligned here: their `Placement` tells their part.
 """
 
 from __future__ import annotations
@@ -26,336 +30,544 @@ from parakit.verify.captured import Array, Capture, RankCapture
 
 EXPERTS = ".experts"
 GATED = ".linear_fc1"
+"""Suffix of the layer that gives gate and value, one after the other, in a gated MLP."""
 
 
 @dataclass(frozen=True)
-class Aligned:
-    """A rank's tensor, and the same part of the reference's; or why there is none."""
+class Alignment:
+    """A rank's tensor and the same part of the reference's tensor, or the obstacle to aligning them."""
 
     ours: Array | None
     reference: Array | None
     obstacle: str = ""
+    """Reason why the tensor could not be aligned; empty if it was."""
     scale: float = 1.0
-    """By what the reference's part was multiplied."""
+    """Factor by which the reference's part was multiplied."""
 
 
-_NO_SUCH = Aligned(None, None, "the reference has no such tensor")
+@dataclass(frozen=True)
+class _ReferenceTensor:
+    """An activation of the reference for one micro batch."""
+
+    values: Array
+    loss_scale: float
+    """Factor of the micro batch's loss on the rank that holds the tensor (`micro_batch_loss_scale`)."""
+
+
+_NO_SUCH_TENSOR = Alignment(None, None, "the reference has no such tensor")
 
 
 class ActivationAligner:
-    """Finds the reference's part for each tensor of the strategy's ranks."""
+    """Aligns the activations of the strategy's ranks with those of the reference."""
 
     def __init__(self, reference: Capture, strategy: Capture) -> None:
         self._reference, self._strategy = reference, strategy
-        self._alike = as_split(reference.first) == as_split(strategy.first)
+        self._has_same_layout = layout_signature(reference.first) == layout_signature(
+            strategy.first
+        )
+        self._has_other_micro_batches = (
+            strategy.first.micro_batch_size != reference.first.micro_batch_size
+        )
         self._holders: dict[tuple[Site, int], tuple[RankCapture, TensorRecord]] = {}
-        """The first rank of the reference that has a tensor of a micro batch."""
-        self._resized = strategy.first.micro_batch_size != reference.first.micro_batch_size
-        self._means: dict[Site, float] = {}
-        for one in reference.ranks:
-            data_rank, data_size = one.rank.data
-            for record in one.records:
+        """The first rank of the reference with a tensor of a micro batch, by its global number."""
+        self._quadratic_means: dict[Site, float] = {}
+        for rank_capture in reference.ranks:
+            data_rank, data_size = rank_capture.rank.data
+            for record in rank_capture.records:
                 if record.placement is None and record.site.micro_batch is not None:
                     number = record.site.micro_batch * data_size + data_rank
-                    self._holders.setdefault((_plain(record.site), number), (one, record))
+                    key = (_strip_micro_batch(record.site), number)
+                    self._holders.setdefault(key, (rank_capture, record))
 
-    def align(self, one: RankCapture, record: TensorRecord) -> Aligned:
-        """Find a tensor's counterpart, scaled as its gradients are."""
-        site = record.site
-        ours = one.values(record)
-        if self._alike:
-            return self._same_rank(one.rank, record, ours)
+    def align(self, rank_capture: RankCapture, record: TensorRecord) -> Alignment:
+        """Return a rank's tensor with the same part of the reference's tensor.
+
+        Activation gradients of the reference are multiplied so that their loss is scaled as the strategy's
+        is. A loss or number of tokens of one part of the sequence is summed over all parts.
+        """
+        site, rank = record.site, rank_capture.rank
+        ours = rank_capture.values(record)
+        if self._has_same_layout:
+            return self._align_with_same_rank(rank, record, ours)
         if site.stage is Stage.LOSS and ours.ndim < 2:
-            ours = self._over_sequence(one.rank, site, ours)
-        if self._resized and (of_experts(site.name) or (ours.ndim < 2 and ours.size == 1)):
-            return self._of_whole_batch(one, record)
-        if of_experts(site.name):
-            whole, scale = self._expert_rows(one.rank, site)
-        else:
-            whole, scale = self._micro_batch(one.rank, record)
-        if whole is None:
-            return _NO_SUCH
-        part = _part(whole, record.shape, one.rank, self._reference.first, site)
-        if part is None and whole.ndim > 2:  # An embedding that is scattered comes sequence first.
-            swapped = whole.swapaxes(0, 1)
-            part = _part(swapped, record.shape, one.rank, self._reference.first, site)
+            ours = self._sum_over_context(rank, site, ours)
+        is_scalar = ours.ndim < 2 and ours.size == 1
+        if self._has_other_micro_batches and (is_in_expert(site.name) or is_scalar):
+            return self._align_over_global_batch(rank_capture, record)
+        full = self._read_full_tensor(rank, record)
+        if full is None:
+            return _NO_SUCH_TENSOR
+        part = self._cut_part(full.values, record, rank)
         if part is None:
-            shapes = f"{list(record.shape)} of the reference's {list(whole.shape)}"
-            return Aligned(None, None, f"its shape {shapes} follows no known split")
-        scaled = site.stage is Stage.ACTIVATION_GRADIENTS and not recomputed(site)
-        factor = scale_of(one.rank) / scale if scaled else 1.0
-        return Aligned(ours, part * np.float32(factor) if scaled else part, scale=factor)
+            shapes = f"{list(record.shape)} of the reference's {list(full.values.shape)}"
+            return Alignment(None, None, f"its shape {shapes} follows no known split")
+        if site.stage is not Stage.ACTIVATION_GRADIENTS or is_recomputed(site):
+            return Alignment(ours, part)
+        scale = micro_batch_loss_scale(rank) / full.loss_scale
+        return Alignment(ours, part * np.float32(scale), scale=scale)
 
     def quadratic_mean(self, site: Site) -> float:
-        """Of an element of the reference's tensors of a site, over all of its micro batches."""
-        plain = _plain(site)
-        if plain not in self._means:
+        """Return the quadratic mean of the reference's elements of a site, over all micro batches.
+
+        The mean is 0 if the reference has no such tensor.
+        """
+        key = _strip_micro_batch(site)
+        if key not in self._quadratic_means:
             values = [
                 holder.values(record).astype(np.float64).ravel()
-                for (site_there, _), (holder, record) in self._holders.items()
-                if site_there == plain
+                for (holder_site, _), (holder, record) in self._holders.items()
+                if holder_site == key
             ]
             squares = np.square(np.concatenate(values)) if values else np.zeros(1)
-            self._means[plain] = float(np.sqrt(squares.mean())) if squares.size else 0.0
-        return self._means[plain]
+            mean = float(np.sqrt(squares.mean())) if squares.size else 0.0
+            self._quadratic_means[key] = mean
+        return self._quadratic_means[key]
 
-    def _same_rank(self, rank: CapturedRank, record: TensorRecord, ours: Array) -> Aligned:
-        """Of a reference of the same strategy, the same rank's tensor is the counterpart."""
-        there = self._reference.ranks[rank.rank]
-        plain = _plain(record.site)
-        site = Site(plain.stage, plain.name, plain.slot, record.site.micro_batch, plain.call)
-        found = there.by_site.get(site)
-        if found is None:
-            return _NO_SUCH
-        if found.shape != record.shape:
-            shapes = f"{list(record.shape)} of the reference's {list(found.shape)}"
-            return Aligned(None, None, f"its shape {shapes} is another one")
-        return Aligned(ours, there.values(found))
+    def _align_with_same_rank(
+        self, rank: CapturedRank, record: TensorRecord, ours: Array
+    ) -> Alignment:
+        """Align with the same rank of a reference of the same layout."""
+        rank_capture = self._reference.ranks[rank.rank]
+        stripped = _strip_micro_batch(record.site)
+        site = Site(
+            stripped.stage,
+            stripped.name,
+            slot=stripped.slot,
+            micro_batch=record.site.micro_batch,
+            call=stripped.call,
+        )
+        reference_record = rank_capture.first_records.get(site)
+        if reference_record is None:
+            return _NO_SUCH_TENSOR
+        if reference_record.shape != record.shape:
+            shapes = (
+                f"{list(record.shape)} differs from the reference's {list(reference_record.shape)}"
+            )
+            return Alignment(None, None, f"its shape {shapes}")
+        return Alignment(ours, rank_capture.values(reference_record))
 
-    def _micro_batch(self, rank: CapturedRank, ours: TensorRecord) -> tuple[Array | None, float]:
-        site = ours.site
-        assert site.micro_batch is not None
-        number = site.micro_batch * rank.data[1] + rank.data[0]
-        if not self._resized:
-            return self._held(ours, number)
-        size, theirs = rank.micro_batch_size, self._reference.first.micro_batch_size
-        first = number * size
-        numbers = range(first // theirs, (first + size - 1) // theirs + 1)
-        held = [self._held(ours, there) for there in numbers]
-        wholes = [whole for whole, _ in held if whole is not None]
-        if len(wholes) < len(held):
-            return None, 1.0
-        skipped = first - numbers[0] * theirs
-        rows = _samples(self._reference.first, size, wholes, ours.shape, skipped)
-        return rows, held[0][1]
+    def _cut_part(self, full: Array, record: TensorRecord, rank: CapturedRank) -> Array | None:
+        """Return the rank's part of a full tensor; None if no known split gives the record's shape."""
+        part = _cut_part(
+            full, record.shape, rank=rank, reference=self._reference.first, site=record.site
+        )
+        if part is None and full.ndim > 2:
+            # The embedding's output has the batch first, but with sequence parallelism Megatron
+            # transposes it to sequence first before it scatters it.
+            return _cut_part(
+                full.swapaxes(0, 1),
+                record.shape,
+                rank=rank,
+                reference=self._reference.first,
+                site=record.site,
+            )
+        return part
 
-    def _held(self, ours: TensorRecord, number: int) -> tuple[Array | None, float]:
-        """The reference's tensor of one of its micro batches, and what its loss was multiplied by."""
-        found = self._holders.get((_plain(ours.site), number))
-        return (found[0].values(found[1]), scale_of(found[0].rank)) if found else (None, 1.0)
+    def _read_full_tensor(
+        self, rank: CapturedRank, record: TensorRecord
+    ) -> _ReferenceTensor | None:
+        """Return the reference's tensor for the tokens of which the rank has all or a part; None if absent."""
+        if is_in_expert(record.site.name):
+            return self._read_expert_rows(rank, record.site)
+        return self._read_micro_batch(rank, record)
 
-    def _of_whole_batch(self, one: RankCapture, record: TensorRecord) -> Aligned:
-        """A sum over the tokens of a micro batch, over all of them: other micro batches have others."""
-        site, rank = record.site, one.rank
-        if site.stage is not Stage.LOSS or recomputed(site):
-            obstacle = "it is of a whole micro batch, and these are of another size"
-            return Aligned(None, None, obstacle)
-        theirs = [
-            holder.values(held)
-            for (plain, _), (holder, held) in self._holders.items()
-            if plain == _plain(site)
+    def _read_micro_batch(
+        self, rank: CapturedRank, record: TensorRecord
+    ) -> _ReferenceTensor | None:
+        """Return the reference's full tensor for the samples of a rank's micro batch; None if it has none.
+
+        The samples may be some of a micro batch of the reference, or span several.
+        """
+        micro_batch = record.site.micro_batch
+        assert micro_batch is not None
+        number = micro_batch * rank.data[1] + rank.data[0]
+        if not self._has_other_micro_batches:
+            return self._read_reference(record, number)
+        num_samples = rank.micro_batch_size
+        reference_samples = self._reference.first.micro_batch_size
+        first_sample = number * num_samples
+        last_sample = first_sample + num_samples - 1
+        first_number = first_sample // reference_samples
+        numbers = range(first_number, last_sample // reference_samples + 1)
+        tensors = [self._read_reference(record, index) for index in numbers]
+        present = [tensor for tensor in tensors if tensor is not None]
+        if len(present) < len(tensors):
+            return None
+        samples = _select_samples(
+            [tensor.values for tensor in present],
+            self._reference.first,
+            shape=record.shape,
+            num_samples=num_samples,
+            num_skipped=first_sample - first_number * reference_samples,
+        )
+        return _ReferenceTensor(samples, present[0].loss_scale)
+
+    def _read_reference(self, record: TensorRecord, number: int) -> _ReferenceTensor | None:
+        """Return the reference's tensor of its micro batch `number`; None if it has none."""
+        holder = self._holders.get((_strip_micro_batch(record.site), number))
+        if holder is None:
+            return None
+        rank_capture, reference_record = holder
+        return _ReferenceTensor(
+            rank_capture.values(reference_record), micro_batch_loss_scale(rank_capture.rank)
+        )
+
+    def _align_over_global_batch(
+        self, rank_capture: RankCapture, record: TensorRecord
+    ) -> Alignment:
+        """Align a sum over the tokens of a micro batch by summing over the global batch.
+
+        Micro batches of another size have other sums, but their total is the same. This holds for losses
+        alone; any other tensor is not aligned.
+        """
+        site, rank = record.site, rank_capture.rank
+        if site.stage is not Stage.LOSS or is_recomputed(site):
+            obstacle = "it belongs to a full micro batch, and the micro batches of the two runs differ in size"
+            return Alignment(None, None, obstacle)
+        stripped = _strip_micro_batch(site)
+        reference_values = [
+            holder.values(reference_record)
+            for (holder_site, _), (holder, reference_record) in self._holders.items()
+            if holder_site == stripped
         ]
-        if not theirs:
-            return _NO_SUCH
-        ours = [
-            self._over_sequence(other.rank, found.site, other.values(found))
-            for other in self._strategy.ranks
-            if (other.rank.tensor, other.rank.pipeline, other.rank.context)
-            == (rank.tensor, rank.pipeline, rank.context)
-            for found in other.records
-            if _plain(found.site) == _plain(site) and not recomputed(found.site)
-        ]
-        return Aligned(np.sum(ours, axis=0), np.sum(theirs, axis=0))
+        if not reference_values:
+            return _NO_SUCH_TENSOR
+        our_values = []
+        for other_capture in self._strategy.ranks:
+            other = other_capture.rank
+            is_data_parallel_copy = (other.tensor, other.pipeline, other.context) == (
+                rank.tensor,
+                rank.pipeline,
+                rank.context,
+            )
+            if not is_data_parallel_copy:
+                continue
+            for other_record in other_capture.records:
+                other_site = other_record.site
+                if _strip_micro_batch(other_site) == stripped and not is_recomputed(other_site):
+                    values = other_capture.values(other_record)
+                    our_values.append(self._sum_over_context(other, other_site, values))
+        return Alignment(np.sum(our_values, axis=0), np.sum(reference_values, axis=0))
 
-    def _over_sequence(self, rank: CapturedRank, site: Site, ours: Array) -> Array:
-        """A loss, or a number of tokens, over all parts of the sequence."""
-        for other in self._strategy.ranks:
-            there = other.rank
-            places = [(one.data, one.tensor, one.pipeline) for one in (there, rank)]
-            if places[0] == places[1] and there.context[0] != rank.context[0]:
-                ours = ours + other.values(other.by_site[site])
-        return ours
+    def _sum_over_context(self, rank: CapturedRank, site: Site, values: Array) -> Array:
+        """Return a loss, or a number of tokens, summed over the context-parallel group of a rank."""
+        for other_capture in self._strategy.ranks:
+            other = other_capture.rank
+            is_same_group = (other.data, other.tensor, other.pipeline) == (
+                rank.data,
+                rank.tensor,
+                rank.pipeline,
+            )
+            if is_same_group and other.context[0] != rank.context[0]:
+                values = values + other_capture.values(other_capture.first_records[site])
+        return values
 
-    def _expert_rows(self, rank: CapturedRank, site: Site) -> tuple[Array | None, float]:
-        """Rows of an expert's tokens: those of every rank that sends here, one after another."""
+    def _read_expert_rows(self, rank: CapturedRank, site: Site) -> _ReferenceTensor | None:
+        """Return the reference's rows for the tokens that an expert on this rank has.
+
+        The rows are in the order of the ranks that send tokens (`expert_sources`). None means that the
+        reference lacks a micro batch, or that its routing does not tell which rows a sender has.
+        """
         assert site.micro_batch is not None
-        parts, scale = [], 1.0
+        rows_of_senders, loss_scale = [], 1.0
         for data_rank, context_rank, tensor_rank in rank.expert_sources:
             number = site.micro_batch * rank.data[1] + data_rank
-            found = self._holders.get((_plain(site), number))
-            if not found:
-                return None, 1.0
-            holder, record = found
-            part: Array | None = holder.values(record) if record.shape else None
-            if part is not None and (rank.context[1] > 1 or rank.sequence_parallel):
-                place = (context_rank, tensor_rank if rank.sequence_parallel else 0)
-                part = self._rows_from(part, rank, site.name, number, place)
-            if part is None:
-                return None, 1.0
-            parts.append(part)
-            scale = scale_of(holder.rank)
-        return np.concatenate(parts), scale
+            holder = self._holders.get((_strip_micro_batch(site), number))
+            if holder is None:
+                return None
+            rank_capture, record = holder
+            rows: Array | None = rank_capture.values(record) if record.shape else None
+            if rows is not None and (rank.context[1] > 1 or rank.sequence_parallel):
+                sender = (context_rank, tensor_rank if rank.sequence_parallel else 0)
+                rows = self._select_sender_rows(
+                    rows, rank, module=site.name, number=number, sender=sender
+                )
+            if rows is None:
+                return None
+            rows_of_senders.append(rows)
+            loss_scale = micro_batch_loss_scale(rank_capture.rank)
+        return _ReferenceTensor(np.concatenate(rows_of_senders), loss_scale)
 
-    def _rows_from(
-        self, rows: Array, rank: CapturedRank, name: str, number: int, place: tuple[int, int]
+    def _select_sender_rows(
+        self,
+        rows: Array,
+        rank: CapturedRank,
+        *,
+        module: str,
+        number: int,
+        sender: tuple[int, int],
     ) -> Array | None:
-        """Those rows of an expert whose tokens a context- and tensor-parallel rank has."""
-        router, expert = router_of(name)
-        found = self._holders.get((router, number))
-        if not found or expert is None:
+        """Return the rows of an expert whose tokens belong to one sender.
+
+        Args:
+            rows: All rows that the expert has in the reference's micro batch.
+            rank: A rank of the strategy, for its sizes.
+            module: Name of a module in the expert.
+            number: Global number of the micro batch.
+            sender: Context- and tensor-parallel rank of the sender.
+
+        Returns:
+            The sender's rows; None if the captured routing is missing or does not match the rows.
+        """
+        router, expert = find_router(module)
+        holder = self._holders.get((router, number))
+        if holder is None or expert is None:
             return None
-        holder, record = found
-        routed = holder.values(record)[:, expert].astype(bool)
-        every = rank.sequence_length * rank.micro_batch_size
-        if len(routed) != every or len(rows) != routed.sum():
+        rank_capture, record = holder
+        is_routed = rank_capture.values(record)[:, expert].astype(bool)
+        num_tokens = rank.sequence_length * rank.micro_batch_size
+        if len(is_routed) != num_tokens or len(rows) != is_routed.sum():
             return None
-        tokens = tokens_of(rank, *place)
-        row_of_token = np.cumsum(routed) - 1
-        return np.asarray(rows[row_of_token[tokens[routed[tokens]]]])
+        tokens = token_indices(rank, *sender)
+        row_of_token = np.cumsum(is_routed) - 1
+        return np.asarray(rows[row_of_token[tokens[is_routed[tokens]]]])
 
 
-def as_split(rank: CapturedRank) -> tuple[object, ...]:
-    """What two runs share in which every rank has the same part of the same micro batches."""
+def layout_signature(rank: CapturedRank) -> tuple[object, ...]:
+    """Return a value that is equal for two runs whose ranks hold the same parts of the same micro batches."""
     return (rank.degrees, rank.micro_batch_size, rank.micro_batches)
 
 
-def _plain(site: Site) -> Site:
-    """The site without its micro batch; a recomputed tensor is compared with the first pass's."""
+def _strip_micro_batch(site: Site) -> Site:
+    """Return the site without its micro batch; for a recomputed tensor, that of the first forward pass."""
     stage = site.stage
-    if recomputed(site):
+    if is_recomputed(site):
         stage = Stage.LOSS if site.name == LOSS else Stage.OUTPUTS
-    return Site(stage, site.name, site.slot.removeprefix(RECOMPUTED), None, site.call)
+    slot = site.slot.removeprefix(RECOMPUTED)
+    return Site(stage, site.name, slot=slot, micro_batch=None, call=site.call)
 
 
-def plain_sites(capture: Capture) -> dict[Site, None]:
-    """Activations, whatever the micro batch, in order; without a router's of earlier iterations."""
+def list_activation_sites(capture: Capture) -> dict[Site, None]:
+    """Return the sites of all activations without micro batches, in order of computation.
+
+    What routers chose in earlier iterations is left out. The result is a dict to be an ordered set.
+    """
     return {
-        _plain(record.site): None
-        for one in capture.ranks
-        for record in one.records
+        _strip_micro_batch(record.site): None
+        for rank_capture in capture.ranks
+        for record in rank_capture.records
         if record.placement is None
         and record.site.micro_batch is not None
         and not record.site.slot.startswith(EARLIER)
     }
 
 
-def routes(rank: CapturedRank) -> bool:
-    """Whether its tokens are not those of another tensor-parallel rank as well."""
+def has_distinct_tokens(rank: CapturedRank) -> bool:
+    """Return True if no earlier tensor-parallel rank has the same tokens as this rank."""
     return rank.sequence_parallel or rank.tensor[0] == 0
 
 
-def recomputed(site: Site) -> bool:
-    """Whether a recomputed forward pass gave it."""
+def is_recomputed(site: Site) -> bool:
+    """Return True if a recomputed forward pass gave the tensor."""
     return site.slot.startswith(RECOMPUTED)
 
 
-def of_experts(name: str) -> bool:
-    """Whether a module is in an expert."""
+def is_in_expert(name: str) -> bool:
+    """Return True if a module with this name is in an expert."""
     return EXPERTS in name
 
 
-def router_of(name: str) -> tuple[Site, int | None]:
-    """What the router of an expert's layer chose, and the expert's number; None if it has none."""
+def find_router(name: str) -> tuple[Site, int | None]:
+    """Return the site of the routing map of an expert's layer, and the expert's number.
+
+    The number is None if `name` is not a module of a single expert.
+    """
     layer, _, expert = name.partition(f"{EXPERTS}.local_experts.")
     number = int(expert.partition(".")[0]) if expert else None
     return Site(Stage.OUTPUTS, f"{layer}.router", "output.1"), number
 
 
-def scale_of(rank: CapturedRank) -> float:
-    """What the loss of a micro batch is multiplied by before the backward pass, but for its tokens."""
+def micro_batch_loss_scale(rank: CapturedRank) -> float:
+    """Return the factor by which a micro batch's summed loss is multiplied before the backward pass.
+
+    The division by the number of tokens is not part of it. With a loss per token, the factor is 1.
+    """
     if rank.per_token_loss:
         return 1.0
     return rank.context[1] / (rank.micro_batches * rank.micro_batch_size)
 
 
-def _samples(
-    reference: CapturedRank, size: int, wholes: list[Array], shape: tuple[int, ...], skipped: int
+def _select_samples(
+    tensors: list[Array],
+    reference: CapturedRank,
+    *,
+    shape: tuple[int, ...],
+    num_samples: int,
+    num_skipped: int,
 ) -> Array:
-    """`size` samples, after `skipped` ones, of consecutive micro batches' tensors of the reference's."""
-    theirs, whole = reference.micro_batch_size, wholes[0].shape
-    sizes = zip(whole, shape, strict=False)
-    axis = next((number for number, pair in enumerate(sizes) if pair == (theirs, size)), None)
-    merged = axis is None and whole[:1] == (theirs * reference.sequence_length,)
-    if merged:  # Sequence first.
-        axis = 1
-        length = reference.sequence_length
-        wholes = [one.reshape(length, -1, *one.shape[1:]) for one in wholes]
-    if axis is None:  # Of no sample, such as angles of positions.
-        return wholes[0]
-    found = np.concatenate(wholes, axis).take(range(skipped, skipped + size), axis)
-    return found.reshape(-1, *found.shape[2:]) if merged else found
+    """Return consecutive samples of the reference's tensors of consecutive micro batches.
+
+    Args:
+        tensors: The reference's tensors, one per micro batch.
+        reference: A rank of the reference, for its sizes.
+        shape: Shape of the strategy's tensor, from which the batch dimension follows.
+        num_samples: Number of samples to return.
+        num_skipped: Number of samples of the first tensor that come before.
+
+    Returns:
+        The samples; the first tensor if no dimension is the batch, as for rotary angles of positions.
+    """
+    full_shape = tensors[0].shape
+    batch_axis = None
+    for axis, sizes in enumerate(zip(full_shape, shape, strict=False)):
+        if sizes == (reference.micro_batch_size, num_samples):
+            batch_axis = axis
+            break
+    num_tokens = reference.micro_batch_size * reference.sequence_length
+    # Rows may be tokens: sequence and batch merged into the first dimension, sequence first.
+    is_merged = batch_axis is None and full_shape[:1] == (num_tokens,)
+    if is_merged:
+        batch_axis = 1
+        tensors = [
+            tensor.reshape(reference.sequence_length, -1, *tensor.shape[1:]) for tensor in tensors
+        ]
+    if batch_axis is None:
+        return tensors[0]
+    indices = range(num_skipped, num_skipped + num_samples)
+    samples = np.concatenate(tensors, batch_axis).take(indices, batch_axis)
+    return samples.reshape(-1, *samples.shape[2:]) if is_merged else samples
 
 
-def _part(
-    whole: Array, shape: tuple[int, ...], rank: CapturedRank, reference: CapturedRank, site: Site
+def _cut_part(
+    full: Array,
+    shape: tuple[int, ...],
+    *,
+    rank: CapturedRank,
+    reference: CapturedRank,
+    site: Site,
 ) -> Array | None:
-    """The part of `whole` that a rank's tensor of `shape` is; None if no known split gives it."""
-    if whole.ndim != len(shape):
+    """Return the part of `full` that a rank's tensor of `shape` is; None if no known split gives it.
+
+    Each dimension whose size differs is cut in turn: the first by sequence and context parallelism if it is
+    the sequence, the others by tensor parallelism.
+    """
+    if full.ndim != len(shape):
         return None
     length, batch = reference.sequence_length, reference.micro_batch_size
-    # Sequences follow one another where MTP's stand ahead of the model's own.
-    follow = whole.ndim > 2 and whole.shape[1] == batch and whole.shape[0] % length == 0
-    sequences = whole.shape[0] // length if follow else 1
-    if sequences > 1 and whole.shape != shape and shape[0] % sequences == 0:
-        one = (shape[0] // sequences, *shape[1:])
-        parts = [_part(each, one, rank, reference, site) for each in np.split(whole, sequences)]
-        found = [part for part in parts if part is not None]
-        return np.concatenate(found) if len(found) == sequences else None
-    tensor = rank.expert_tensor if of_experts(site.name) else rank.tensor
-    sequence_seen = of_experts(site.name)  # Whose rows are no sequence.
-    for axis, (size, local) in enumerate(zip(whole.shape, shape, strict=True)):
-        if size == local:
-            sequence_seen |= size == length
+    # With MTP the model's sequence and those of the MTP layers are concatenated, each split by itself.
+    is_sequence_first = full.ndim > 2 and full.shape[1] == batch and full.shape[0] % length == 0
+    num_sequences = full.shape[0] // length if is_sequence_first else 1
+    if num_sequences > 1 and full.shape != shape and shape[0] % num_sequences == 0:
+        shape_of_one = (shape[0] // num_sequences, *shape[1:])
+        parts = []
+        for sequence in np.split(full, num_sequences):
+            part = _cut_part(sequence, shape_of_one, rank=rank, reference=reference, site=site)
+            if part is None:
+                return None
+            parts.append(part)
+        return np.concatenate(parts)
+    tensor = rank.expert_tensor if is_in_expert(site.name) else rank.tensor
+    tensor_rank, tensor_size = tensor
+    # Rows of an expert are tokens in the order of routing, so none of its dimensions is the sequence.
+    is_sequence_passed = is_in_expert(site.name)
+    for axis, (full_size, size) in enumerate(zip(full.shape, shape, strict=True)):
+        if full_size == size:
+            is_sequence_passed |= full_size == length
             continue
-        if 0 in (size, local) or (size % local and not (local == 1 and size < tensor[1])):
+        # Fewer query groups than tensor-parallel ranks: several ranks hold the same group.
+        is_shared_group = size == 1 and full_size < tensor_size
+        if 0 in (full_size, size) or (full_size % size and not is_shared_group):
             return None
-        merged = axis == 0 and size == length * rank.micro_batch_size
-        if not sequence_seen and (size == length or merged):
-            sequence_seen = True
-            part = _sequence_part(whole, axis, size // local, rank, reference)
-        elif size // local == tensor[1]:
-            part = _tensor_part(whole, axis, tensor, rank.gated and GATED in site.name)
-        elif local == 1 and size < tensor[1]:  # Query groups, fewer than ranks.
-            head = tensor[0] * size // tensor[1]
-            part = whole.take([head], axis)
+        is_merged = axis == 0 and full_size == length * rank.micro_batch_size
+        cut: Array | None
+        if not is_sequence_passed and (full_size == length or is_merged):
+            is_sequence_passed = True
+            ratio = full_size // size
+            cut = _cut_sequence(full, axis, ratio=ratio, rank=rank, reference=reference)
+        elif full_size // size == tensor_size:
+            is_gated = rank.gated and GATED in site.name
+            cut = _cut_tensor_parallel(full, axis, tensor=tensor, is_gated=is_gated)
+        elif is_shared_group:
+            group = tensor_rank * full_size // tensor_size
+            cut = full.take([group], axis)
         else:
-            part = None
-        if part is None:
+            cut = None
+        if cut is None:
             return None
-        whole = part
-    return whole if whole.shape == shape else None
+        full = cut
+    return full if full.shape == shape else None
 
 
-def _sequence_part(
-    whole: Array, axis: int, ratio: int, rank: CapturedRank, reference: CapturedRank
+def _cut_sequence(
+    full: Array,
+    axis: int,
+    *,
+    ratio: int,
+    rank: CapturedRank,
+    reference: CapturedRank,
 ) -> Array | None:
-    context, tensor = rank.context, rank.tensor
-    split = whole.shape
-    merged = split[axis] != reference.sequence_length
-    if merged:  # Tokens: sequence and batch in one dimension, sequence first.
-        whole = whole.reshape(reference.sequence_length, -1, *split[1:])
+    """Return a rank's part of the sequence, cut first by context and then by sequence parallelism.
+
+    Args:
+        full: Tensor with the full sequence.
+        axis: Dimension of the sequence. Its size may also be that of sequence times batch, merged.
+        ratio: Number of equal parts that the dimension is cut into.
+        rank: The rank whose part is returned.
+        reference: A rank of the reference, for the sequence length.
+
+    Returns:
+        The part; None if the parallel degrees do not give `ratio` parts.
+    """
+    context, (tensor_rank, tensor_size) = rank.context, rank.tensor
+    full_shape = full.shape
+    is_merged = full_shape[axis] != reference.sequence_length
+    if is_merged:
+        full = full.reshape(reference.sequence_length, -1, *full_shape[1:])
     if context[1] > 1 and ratio % context[1] == 0:
-        whole = _context_part(whole, axis, context)
+        full = _cut_context_parallel(full, axis, context)
         ratio //= context[1]
-    if ratio == tensor[1] and tensor[1] > 1:
-        whole = np.split(whole, tensor[1], axis)[tensor[0]]
+    if ratio == tensor_size and tensor_size > 1:
+        full = np.split(full, tensor_size, axis)[tensor_rank]
     elif ratio != 1:
         return None
-    return whole.reshape(-1, *split[1:]) if merged else whole
+    return full.reshape(-1, *full_shape[1:]) if is_merged else full
 
 
-def positions_of(rank: CapturedRank, context: int, tensor: int | None = None) -> Array:
-    """Positions of the sequence that a context-parallel rank has, or its sequence-parallel one."""
-    positions = _context_part(np.arange(rank.sequence_length), 0, (context, rank.context[1]))
+def sequence_positions(rank: CapturedRank, context: int, tensor: int | None = None) -> Array:
+    """Return the positions in the sequence that a context-parallel rank holds.
+
+    If `tensor` is given and the run uses sequence parallelism, return those of that tensor-parallel rank.
+    """
+    positions = _cut_context_parallel(
+        np.arange(rank.sequence_length), axis=0, context=(context, rank.context[1])
+    )
     if tensor is not None and rank.sequence_parallel:
         positions = np.split(positions, rank.tensor[1])[tensor]
     return positions
 
 
-def tokens_of(rank: CapturedRank, context: int, tensor: int) -> Array:
-    """Numbers in a micro batch of the tokens that a context- and sequence-parallel rank has."""
-    samples = rank.micro_batch_size
-    return (positions_of(rank, context, tensor)[:, None] * samples + np.arange(samples)).ravel()
+def token_indices(rank: CapturedRank, context: int, tensor: int) -> Array:
+    """Return the indices of a rank's tokens in a micro batch, whose tokens are ordered sequence first.
+
+    `context` and `tensor` are the context- and tensor-parallel ranks.
+    """
+    num_samples = rank.micro_batch_size
+    positions = sequence_positions(rank, context, tensor)
+    return (positions[:, None] * num_samples + np.arange(num_samples)).ravel()
 
 
-def _context_part(whole: Array, axis: int, context: tuple[int, int]) -> Array:
-    """A chunk from the front and one from the back, so that all ranks attend to as much."""
-    chunks = np.split(whole, 2 * context[1], axis)
-    return np.concatenate([chunks[context[0]], chunks[-1 - context[0]]], axis)
+def _cut_context_parallel(full: Array, axis: int, context: tuple[int, int]) -> Array:
+    """Return a context-parallel rank's two chunks of the sequence, one from the front and one from the back.
+
+    With these two, every rank computes equally much causal attention. `context` is rank and group size.
+    """
+    context_rank, context_size = context
+    chunks = np.split(full, 2 * context_size, axis)
+    return np.concatenate([chunks[context_rank], chunks[-1 - context_rank]], axis)
 
 
-def _tensor_part(whole: Array, axis: int, tensor: tuple[int, int], gated: bool) -> Array:
-    if not gated:
-        return np.asarray(np.split(whole, tensor[1], axis)[tensor[0]])
-    halves = [_tensor_part(half, axis, tensor, gated=False) for half in np.split(whole, 2, axis)]
+def _cut_tensor_parallel(
+    full: Array, axis: int, *, tensor: tuple[int, int], is_gated: bool
+) -> Array:
+    """Return a tensor-parallel rank's part; of a gated layer, its parts of gate and value.
+
+    `tensor` is the rank and the group's size.
+    """
+    tensor_rank, tensor_size = tensor
+    if not is_gated:
+        return np.asarray(np.split(full, tensor_size, axis)[tensor_rank])
+    halves = [
+        _cut_tensor_parallel(half, axis, tensor=tensor, is_gated=False)
+        for half in np.split(full, 2, axis)
+    ]
     return np.concatenate(halves, axis)

@@ -1,6 +1,7 @@
-"""A capture as it is read back: every rank's tensors as arrays, without loading them all.
+"""Read a capture: the tensors of one iteration that every rank of a run has written.
 
-Parameters, and what has their shape, are put together from the parts that ranks hold.
+The tensors are memory-mapped, so a capture can be larger than memory. A parameter, and each tensor of a
+parameter's shape (gradient, optimizer state), is assembled from the parts that the ranks hold.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ from parakit.artifacts.capture import (
 )
 
 Array = NDArray[Any]
-_LAYER = re.compile(r"decoder\.layers\.(\d+)")
-_SHORTLY = 1e-6
+_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)")
+_SMALL_STEP = 1e-6
+"""Distance between tensors that are inserted before a known tensor, whose positions are 1 apart."""
 PARAMETERS = (
     Stage.LOCAL_GRADIENTS,
     Stage.REDUCED_GRADIENTS,
     Stage.OPTIMIZER_STATE,
     Stage.WEIGHTS,
 )
-"""Stages of tensors that have a parameter's shape."""
-Unit = tuple[Any, ...]
-"""Key of the whole parameter, offset of a layer where layers are stacked, and slot."""
+"""Stages whose tensors have a parameter's shape."""
+ParameterKey = tuple[Any, ...]
+"""Identity of one full tensor: key of the parameter, offset of the layer if layers are stacked, slot."""
 
 
 class VerifyError(ValueError):
@@ -50,25 +52,32 @@ class VerifyError(ValueError):
 
 @dataclass(frozen=True)
 class RankCapture:
-    """One rank's tensors."""
+    """Tensors that one rank has captured."""
 
     folder: Path
     rank: CapturedRank
     records: tuple[TensorRecord, ...]
-    """In the order in which they were computed."""
+    """Descriptions of the tensors, in the order in which they were computed."""
 
     @cached_property
-    def by_site(self) -> dict[Site, TensorRecord]:
+    def first_records(self) -> dict[Site, TensorRecord]:
         """The first record of each site."""
-        found: dict[Site, TensorRecord] = {}
+        records: dict[Site, TensorRecord] = {}
         for record in self.records:
-            found.setdefault(record.site, record)
-        return found
+            records.setdefault(record.site, record)
+        return records
 
-    def changes(self, file: str) -> dict[tuple[str, str, str], float]:
-        """Of tensors when the iteration was repeated, by stage, name and slot."""
-        changed: dict[str, float] = msgspec.json.decode((self.folder / file).read_bytes())
-        return {tuple(key.split("|")): value for key, value in changed.items()}  # type: ignore[misc]
+    def read_changes(self, file: str) -> dict[tuple[str, str, str], float]:
+        """Read the relative changes of tensors when the iteration was repeated.
+
+        Args:
+            file: Name of the JSON file in the rank's folder, such as `responses.json`.
+
+        Returns:
+            The change by stage, name and slot of the tensor.
+        """
+        changes: dict[str, float] = msgspec.json.decode((self.folder / file).read_bytes())
+        return {tuple(key.split("|")): change for key, change in changes.items()}  # type: ignore[misc]
 
     @cached_property
     def _bytes(self) -> NDArray[np.uint8]:
@@ -77,104 +86,120 @@ class RankCapture:
             return np.zeros(0, np.uint8)
         return np.memmap(path, mode="r")
 
-    def stored(self, record: TensorRecord) -> bytes:
-        """A tensor bit for bit."""
+    def tensor_bytes(self, record: TensorRecord) -> bytes:
+        """Return the bytes of a tensor as the rank had them in memory."""
         return self._bytes[record.offset_bytes : record.offset_bytes + record.size_bytes].tobytes()
 
     def values(self, record: TensorRecord) -> Array:
-        """A tensor's values; floating-point ones as float32 or float64."""
+        """Return a tensor's values; bfloat16 and float16 are widened to float32."""
         stored = self._bytes[record.offset_bytes : record.offset_bytes + record.size_bytes]
         if record.dtype == "bfloat16":
-            wide = stored.view(np.uint16).astype(np.uint32) << 16
-            return wide.view(np.float32).reshape(record.shape)
+            float32_bits = stored.view(np.uint16).astype(np.uint32) << 16
+            return float32_bits.view(np.float32).reshape(record.shape)
         values = stored.view(np.dtype(record.dtype)).reshape(record.shape)
         return values.astype(np.float32) if record.dtype == "float16" else values
 
 
 @dataclass(frozen=True)
 class Capture:
-    """One run's tensors of one iteration."""
+    """Tensors of one iteration of one run, of all ranks."""
 
     folder: Path
     ranks: tuple[RankCapture, ...]
 
     @property
     def first(self) -> CapturedRank:
-        """Rank 0's description, for what all ranks share."""
+        """Description of rank 0, for properties that all ranks share."""
         return self.ranks[0].rank
 
     @property
     def modules(self) -> dict[str, CapturedModule]:
-        """Of all ranks, by name."""
-        return {name: one for there in self.ranks for name, one in there.rank.modules.items()}
+        """Modules of all ranks by name."""
+        modules: dict[str, CapturedModule] = {}
+        for rank_capture in self.ranks:
+            modules |= rank_capture.rank.modules
+        return modules
 
     def responses(self) -> dict[tuple[str, str, str], float]:
-        """Largest relative change of each tensor, by stage, name and slot, that was measured."""
-        found: dict[tuple[str, str, str], float] = {}
-        for one in self.ranks:
-            for (stage, name, slot), value in one.changes(RESPONSES_FILE).items():
-                of_whole = (stage, whole_name(name), slot)
-                found[of_whole] = max(value, found.get(of_whole, 0.0))
-        return found
+        """Return each tensor's response: its largest relative change over all ranks.
+
+        A response is measured when all weights change by one rounding error. The key is the stage, the
+        name of the full parameter or module, and the slot.
+        """
+        responses: dict[tuple[str, str, str], float] = {}
+        for rank_capture in self.ranks:
+            changes = rank_capture.read_changes(RESPONSES_FILE)
+            for (stage, name, slot), change in changes.items():
+                key = (stage, full_parameter_name(name), slot)
+                responses[key] = max(change, responses.get(key, 0.0))
+        return responses
 
     @cached_property
     def largest_gradient(self) -> float:
-        """Absolute value, of all reduced gradients; infinite if one is not finite."""
-        found = 0.0
-        for pieces in units(self, Stage.REDUCED_GRADIENTS).values():
-            for piece in pieces:
-                values = piece.values()
-                most = float(np.abs(values[piece.held(values)]).max(initial=0.0))
-                found = max(found, most if np.isfinite(most) else np.inf)
-        return found
+        """Largest absolute value of all reduced gradients; infinite if an element is not finite."""
+        largest = 0.0
+        for parts in group_parameter_parts(self, Stage.REDUCED_GRADIENTS).values():
+            for part in parts:
+                values = part.values()
+                owned_values = values[part.owned_elements(values)]
+                largest_of_part = float(np.abs(owned_values).max(initial=0.0))
+                largest = max(largest, largest_of_part if np.isfinite(largest_of_part) else np.inf)
+        return largest
 
     def notes(self) -> Iterator[str]:
-        """What ranks could not capture, each once."""
-        yield from dict.fromkeys(note for one in self.ranks for note in one.rank.notes)
+        """Yield each distinct note of a rank on a tensor that it could not capture."""
+        yield from dict.fromkeys(
+            note for rank_capture in self.ranks for note in rank_capture.rank.notes
+        )
 
 
 @dataclass(frozen=True)
-class Part:
-    """A piece of a parameter on one rank."""
+class ParameterPart:
+    """The part of a parameter, of its gradient or of its optimizer state that one rank holds."""
 
-    one: RankCapture
+    rank_capture: RankCapture
     record: TensorRecord
 
     @property
     def placement(self) -> Placement:
-        """Where it lies."""
+        """Position of the part in the full parameter."""
         assert self.record.placement is not None
         return self.record.placement
 
     @property
-    def unit(self) -> Unit:
-        """Key of the whole, offset of a layer where layers are stacked, and slot."""
-        place = self.placement
-        stacked = len(place.global_shape) - len(self.record.shape)
-        return (place.key, place.global_offset[:stacked], self.record.site.slot)
+    def key(self) -> ParameterKey:
+        """Identity of the full tensor, which all of its parts share."""
+        placement = self.placement
+        num_stacked = len(placement.global_shape) - len(self.record.shape)
+        return (placement.key, placement.global_offset[:num_stacked], self.record.site.slot)
 
     @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """Of the parameter that it is a part of, of which stacked layers are no dimension."""
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of the full parameter, without the dimension in which layers are stacked."""
         return self.placement.global_shape[-len(self.record.shape) :]
 
     @property
     def name(self) -> str:
-        """Of the whole parameter."""
-        return whole_name(self.record.site.name)
+        """Name of the full parameter."""
+        return full_parameter_name(self.record.site.name)
+
+    @property
+    def rank(self) -> int:
+        """Global rank that holds the part."""
+        return self.rank_capture.rank.rank
 
     def values(self) -> Array:
-        """Its values; NaN for elements of another rank's shard."""
-        return self.one.values(self.record)
+        """Return the part's values, with NaN for elements that only another rank's shard holds."""
+        return self.rank_capture.values(self.record)
 
-    def held(self, values: Array) -> Array:
-        """Which of the elements are this rank's."""
+    def owned_elements(self, values: Array) -> Array:
+        """Return truth values of the shape of `values`: True for elements that this rank holds."""
         if not self.placement.partial:
             return np.ones(values.shape, bool)
         return np.isfinite(values)
 
     def region(self) -> tuple[slice, ...]:
-        """Where it lies in the whole."""
+        """Return the region of the full parameter that the part covers, one slice per dimension."""
         offsets = self.placement.global_offset[-len(self.record.shape) :]
         return tuple(
             slice(offset, offset + size)
@@ -182,142 +207,182 @@ class Part:
         )
 
 
-def units(capture: Capture, stage: Stage, slot: str = "") -> dict[Unit, list[Part]]:
-    """Pieces of every parameter (a layer's own where layers are stacked), by key, layer and slot.
+def group_parameter_parts(
+    capture: Capture, stage: Stage, slot_prefix: str = ""
+) -> dict[ParameterKey, list[ParameterPart]]:
+    """Return the parts of every full tensor of a stage, by the tensor's key, over all ranks.
 
-    Those whose slot begins so.
+    Tensors whose slot does not begin with `slot_prefix` are left out.
     """
-    found: defaultdict[Unit, list[Part]] = defaultdict(list)
-    for one in capture.ranks:
-        for record in one.records:
-            place = record.placement
-            if record.site.stage is stage and place is not None:
-                if not record.site.slot.startswith(slot):
-                    continue
-                part = Part(one, record)
-                found[part.unit].append(part)
-    return dict(found)
+    parts: defaultdict[ParameterKey, list[ParameterPart]] = defaultdict(list)
+    for rank_capture in capture.ranks:
+        for record in rank_capture.records:
+            site = record.site
+            if site.stage is not stage or record.placement is None:
+                continue
+            if site.slot.startswith(slot_prefix):
+                part = ParameterPart(rank_capture, record)
+                parts[part.key].append(part)
+    return dict(parts)
 
 
-def assembled(pieces: list[Part], capture: Capture) -> Array:
-    """The whole parameter from its pieces; of local gradients what their reduction should give."""
-    first, shape = pieces[0], pieces[0].whole_shape
-    is_local = first.record.site.stage is Stage.LOCAL_GRADIENTS
-    if len(pieces) == 1 and first.record.shape == shape and not is_local:
+def assemble_parameter(parts: list[ParameterPart], capture: Capture) -> Array:
+    """Return the full tensor that `parts` cover, with zeros for elements that no rank holds.
+
+    For local gradients, return what their reduction over the ranks should give.
+    """
+    first, shape = parts[0], parts[0].full_shape
+    is_local_gradient = first.record.site.stage is Stage.LOCAL_GRADIENTS
+    if len(parts) == 1 and first.record.shape == shape and not is_local_gradient:
         return first.values()
-    whole = np.zeros(shape, np.float32)
-    if is_local:
-        for held in local_gradients(pieces, capture):
-            means = [mean for _, mean in held]
-            alike = all(np.array_equal(mean, means[0]) for mean in means)
-            whole[held[0][0].region()] = means[0] if alike else np.sum(means, axis=0)
-        return whole
-    for piece in pieces:
-        values, region = piece.values(), piece.region()
-        there = piece.held(values)
-        whole[region][there] = values[there]
-    return whole
+    full = np.zeros(shape, np.float32)
+    if is_local_gradient:
+        for means_by_part in average_local_gradients(parts, capture):
+            region = means_by_part[0][0].region()
+            means = [mean for _, mean in means_by_part]
+            are_equal = all(np.array_equal(mean, means[0]) for mean in means)
+            full[region] = means[0] if are_equal else np.sum(means, axis=0)
+        return full
+    for part in parts:
+        values, region = part.values(), part.region()
+        is_owned = part.owned_elements(values)
+        full[region][is_owned] = values[is_owned]
+    return full
 
 
-def region_of(
-    pieces: list[Part], capture: Capture, region: tuple[slice, ...], shape: tuple[int, ...]
+def assemble_region(
+    parts: list[ParameterPart],
+    capture: Capture,
+    region: tuple[slice, ...],
+    shape: tuple[int, ...],
 ) -> Array | None:
-    """A region of the whole parameter; None where it has not this shape."""
-    whole = assembled(pieces, capture)
-    found = whole[region] if whole.ndim == len(shape) else whole
-    return found if found.shape == shape else None
+    """Return a region of the full tensor; None if the region does not have `shape`.
 
-
-def local_gradients(pieces: list[Part], capture: Capture) -> list[list[tuple[Part, Array]]]:
-    """Of each region the means over data-parallel copies, by the other ranks that have copies of it.
-
-    Those of other ranks either add up (a norm's, under sequence parallelism) or are each the whole.
+    If the tensor has another number of dimensions than `shape`, the full tensor is the region.
     """
-    copies: defaultdict[tuple[int, ...], list[Part]] = defaultdict(list)
-    for piece in pieces:
-        rank, place = piece.one.rank, piece.placement.global_offset
-        copies[rank.tensor[0], rank.pipeline[0], rank.expert[0], *place].append(piece)
-    # Of a loss per token each copy's gradient is a sum over its tokens.
+    full = assemble_parameter(parts, capture)
+    values = full[region] if full.ndim == len(shape) else full
+    return values if values.shape == shape else None
+
+
+def average_local_gradients(
+    parts: list[ParameterPart], capture: Capture
+) -> list[list[tuple[ParameterPart, Array]]]:
+    """Return the means of a parameter's local gradients over data- and context-parallel copies.
+
+    Each inner list belongs to one region of the parameter and has one mean per group of copies, with the
+    first part of that group. The means of one region either add up to the gradient (a norm's, under
+    sequence parallelism) or are each the full gradient.
+    """
+    copies: defaultdict[tuple[int, ...], list[ParameterPart]] = defaultdict(list)
+    for part in parts:
+        rank, offset = part.rank_capture.rank, part.placement.global_offset
+        copies[rank.tensor[0], rank.pipeline[0], rank.expert[0], *offset].append(part)
+    # With a loss per token, each copy's gradient is a sum over the tokens of that copy, so the reduction
+    # does not divide by the number of copies.
     first = capture.first
-    parts = 1 if first.per_token_loss else first.data[1] * first.context[1]
-    regions: defaultdict[str, list[tuple[Part, Array]]] = defaultdict(list)
-    for held in copies.values():
-        total: Array = np.sum([part.values() for part in held], axis=0, dtype=np.float32)
-        regions[str(held[0].region())].append((held[0], total / parts))
+    divisor = 1 if first.per_token_loss else first.data[1] * first.context[1]
+    regions: defaultdict[str, list[tuple[ParameterPart, Array]]] = defaultdict(list)
+    for group in copies.values():
+        total: Array = np.sum([part.values() for part in group], axis=0, dtype=np.float32)
+        regions[str(group[0].region())].append((group[0], total / divisor))
     return list(regions.values())
 
 
-def whole_name(name: str) -> str:
-    """A parameter's name without the number of a part that checkpoints hold apart, as of a gated MLP."""
+def full_parameter_name(name: str) -> str:
+    """Return a parameter's name without the bracketed part number that some checkpoints append.
+
+    Megatron stores gate and value of a gated MLP as two such parts.
+    """
     return name.partition("[")[0]
 
 
-def as_stored(values: Array, dtype: str) -> memoryview:
-    """A tensor's bytes in a type of the capture, as a `CaptureWriter` takes them."""
+def encode_tensor(values: Array, dtype: str) -> memoryview:
+    """Return the bytes of `values` in a captured dtype, as `CaptureWriter.add` takes them.
+
+    Values are rounded to bfloat16 to nearest, ties to even.
+    """
     if dtype == "bfloat16":
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        stored: Array = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        encoded: Array = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     else:
-        stored = np.ascontiguousarray(values, np.dtype(dtype))
-    return memoryview(stored.ravel().view(np.uint8))
+        encoded = np.ascontiguousarray(values, np.dtype(dtype))
+    return memoryview(encoded.ravel().view(np.uint8))
 
 
-def sites_in_order(capture: Capture) -> list[Site]:
-    """Every tensor, without its micro batches, in the order in which one rank would compute them.
+def order_sites(capture: Capture) -> list[Site]:
+    """Return every site without its micro batch, in the order in which one rank would compute them.
 
-    Layers that follow one another on a rank are a chunk; chunks follow one another over the ranks of a
-    pipeline, backward the other way. What a later rank of a stage alone has, such as its experts, stands
-    before what follows there, after what the earlier ranks have.
+    Consecutive layers of a rank form a chunk. Chunks are ordered by their first layer, and in the backward
+    pass the other way round. A tensor that only a later rank of a pipeline stage has, such as one of the
+    rank's experts, comes directly before the tensor that follows it on that rank.
     """
-    places: dict[Site, tuple[int, float, float]] = {}
-    seen: set[int] = set()
-    for one in capture.ranks:
+    positions: dict[Site, tuple[int, float, float]] = {}
+    pipeline_ranks_seen: set[int] = set()
+    for rank_capture in capture.ranks:
         sites = dict.fromkeys(
-            msgspec.structs.replace(record.site, micro_batch=None) for record in one.records
+            msgspec.structs.replace(record.site, micro_batch=None)
+            for record in rank_capture.records
         )
-        begins: dict[int | None, int] = {}  # The first of layers that follow one another, by each.
-        for layer in sorted({n for site in sites if (n := _layer(site.name)) is not None}):
-            begins[layer] = begins.get(layer - 1, layer)
-        is_later = one.rank.pipeline[0] in seen
-        seen.add(one.rank.pipeline[0])
-        for order, stage in enumerate(Stage):
-            last, of_stage = -1.0, [site for site in sites if site.stage is stage]
-            back = stage is Stage.ACTIVATION_GRADIENTS
-            numbers = [begins.get(_layer(site.name)) for site in of_stage]
-            chunk = next((-n if back else n for n in numbers if n is not None), 0) - 0.5
-            shortly_before = _shortly_before(of_stage, places) if is_later else {}
-            for site, number in zip(of_stage, numbers, strict=True):
+        first_layers = _first_layers_of_chunks(sites)
+        pipeline_rank = rank_capture.rank.pipeline[0]
+        is_later_rank = pipeline_rank in pipeline_ranks_seen
+        pipeline_ranks_seen.add(pipeline_rank)
+        for stage_index, stage in enumerate(Stage):
+            sites_of_stage = [site for site in sites if site.stage is stage]
+            sign = -1 if stage is Stage.ACTIVATION_GRADIENTS else 1
+            chunk_numbers = [first_layers.get(_layer_number(site.name)) for site in sites_of_stage]
+            known_numbers = (number for number in chunk_numbers if number is not None)
+            # Tensors before the first layer, such as the embedding's, come before that layer's chunk.
+            chunk = sign * next(known_numbers, 0) - 0.5
+            positions_before = (
+                _positions_before_known_sites(sites_of_stage, positions) if is_later_rank else {}
+            )
+            last_position = -1.0
+            for site, number in zip(sites_of_stage, chunk_numbers, strict=True):
                 if number is not None:
-                    chunk = -number if back else number
-                place = shortly_before.get(site, last + (_SHORTLY if is_later else 1.0))
-                last = places.setdefault(site, (order, chunk, place))[2]
-    return sorted(places, key=places.__getitem__)
+                    chunk = sign * number
+                step = _SMALL_STEP if is_later_rank else 1.0
+                position = positions_before.get(site, last_position + step)
+                last_position = positions.setdefault(site, (stage_index, chunk, position))[2]
+    return sorted(positions, key=positions.__getitem__)
 
 
-def _shortly_before(
-    sites: Sequence[Site], places: Mapping[Site, tuple[int, float, float]]
+def _first_layers_of_chunks(sites: Mapping[Site, None]) -> dict[int | None, int]:
+    """Return the first layer of the chunk that each layer is in, by layer number."""
+    layers = {_layer_number(site.name) for site in sites}
+    first_layers: dict[int | None, int] = {}
+    for layer in sorted(layer for layer in layers if layer is not None):
+        first_layers[layer] = first_layers.get(layer - 1, layer)
+    return first_layers
+
+
+def _positions_before_known_sites(
+    sites: Sequence[Site], positions: Mapping[Site, tuple[int, float, float]]
 ) -> dict[Site, float]:
-    """Places for sites that have none yet and are followed by one that has."""
-    found: dict[Site, float] = {}
-    following: float | None = None
+    """Return positions for new sites that come before a site with a known position."""
+    new_positions: dict[Site, float] = {}
+    next_position: float | None = None
     for site in reversed(sites):
-        if site in places:
-            following = places[site][2]
-        elif following is not None:
-            following = found[site] = following - _SHORTLY
-    return found
+        if site in positions:
+            next_position = positions[site][2]
+        elif next_position is not None:
+            next_position -= _SMALL_STEP
+            new_positions[site] = next_position
+    return new_positions
 
 
-def _layer(name: str) -> int | None:
-    found = _LAYER.search(name)
-    return int(found[1]) if found else None
+def _layer_number(name: str) -> int | None:
+    """Return the number of the decoder layer that a module is in; None outside of the layers."""
+    match = _LAYER_NAME.search(name)
+    return int(match[1]) if match else None
 
 
 def read_capture(folder: Path) -> Capture:
-    """Read a capture.
+    """Read the capture of a run from the folder that holds its `rank-<number>` folders.
 
     Raises:
-        VerifyError: It is not there, or a rank's part was cut off.
+        VerifyError: The folder holds no capture, or the capture of a rank is incomplete or missing.
     """
     folders = sorted(folder.glob("rank-*"), key=lambda path: int(path.name.removeprefix("rank-")))
     if not folders:

@@ -1,13 +1,16 @@
-"""Errors of a strategy's tensors, each with the tolerance that the reference measured for it.
+"""Compare the tensors of a strategy with the reference's, each within its measured tolerance.
 
-The error is relative: the difference's Frobenius norm over the reference's. What must be equal bit for
-bit needs no tolerance: copies of a parameter, integers, truth values.
+The inputs are two captures of one iteration. The result, a `CaptureComparison`, has one comparison per
+tensor over all ranks and micro batches. A tensor's error is relative: the Frobenius norm of the difference
+over the reference's norm. Copies of a parameter, integers and truth values must be equal bit for bit, so
+they need no tolerance.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
@@ -32,46 +35,69 @@ from parakit.artifacts.capture import (
     Stage,
     TensorRecord,
 )
-from parakit.verify.align import ActivationAligner, of_experts, plain_sites, routes
+from parakit.verify.align import (
+    ActivationAligner,
+    has_distinct_tokens,
+    is_in_expert,
+    list_activation_sites,
+)
 from parakit.verify.captured import (
     PARAMETERS,
     Array,
     Capture,
-    Part,
+    ParameterKey,
+    ParameterPart,
     RankCapture,
-    Unit,
-    assembled,
-    local_gradients,
-    region_of,
-    sites_in_order,
-    units,
-    whole_name,
+    assemble_parameter,
+    assemble_region,
+    average_local_gradients,
+    full_parameter_name,
+    group_parameter_parts,
+    order_sites,
 )
-from parakit.verify.comparison import Compared, Comparison, Key, Pair, Said, relative_error
-from parakit.verify.initial import held_by, wrong_starts
-from parakit.verify.norm import memberships
+from parakit.verify.comparison import (
+    CaptureComparison,
+    ComparedTensor,
+    ComparisonKey,
+    ParameterFault,
+    TensorComparison,
+    relative_error,
+)
+from parakit.verify.initial import find_wrong_initializations, list_initial_pieces
+from parakit.verify.norm import check_norm_counts
 from parakit.verify.tolerance import (
     EPSILON,
     RESPONSES,
     Tolerances,
-    flips_within,
-    in_reaches,
-    spacing,
+    divide_by_reach,
+    find_rounding_flips,
+    float_spacing,
+    largest_row_mean,
     update_error,
-    worst_row,
 )
 
 STAGES = tuple(Stage)
-_SHORTLY = 1e-6
-_Copies = dict[str, tuple[int, Array]]
-"""Of each part of a parameter the first rank that has it, and its values."""
+"""Stages in the order in which an iteration passes through them."""
+_SMALL_STEP = 1e-6
+"""Distance in the order between a tensor and the tensor that the strategy alone computes after it."""
 _GRADIENT = "gradient"
-_SCALED = (Stage.ACTIVATION_GRADIENTS, Stage.LOCAL_GRADIENTS, Stage.REDUCED_GRADIENTS)
+_WEIGHT = "weight"
+_SECOND_MOMENT = "exp_avg_sq"
+_SCALED_STAGES = (
+    Stage.ACTIVATION_GRADIENTS,
+    Stage.LOCAL_GRADIENTS,
+    Stage.REDUCED_GRADIENTS,
+)
+"""Stages whose tensors are multiplied by the loss scale in fp16."""
 _OVERFLOW = "it overflows at this loss scale and the step is skipped; set --initial-loss-scale"
 _HELD_BY_NONE = "no rank of the strategy has it"
+_NO_SUCH_PARAMETER = "the reference has no such parameter"
+_NO_SUCH_TENSOR = "the reference has no such tensor"
+_NORM_UNUSED = "nothing is clipped, and not every optimizer computes a norm then"
+_NO_SECOND_MOMENT = "its optimizer keeps no square of the gradient"
 NORM = (Stage.NORM, "grad_norm", "returned")
-_WEIGHT = "weight"
-_WHOLE_ON_EVERY_RANK = frozenset(
+"""Key of the gradient norm's value."""
+_MODULES_WITH_REPLICATED_OUTPUT = frozenset(
     [
         "LanguageModelEmbedding",
         "VocabParallelEmbedding",
@@ -83,552 +109,795 @@ _WHOLE_ON_EVERY_RANK = frozenset(
         "MLP",
     ]
 )
-"""Modules whose output tensor-parallel ranks have alike, but for sequence parallelism."""
-_RESIDUAL = ("embedding_dropout", "input_layernorm", "pre_mlp_layernorm", "final_layernorm")
-"""And modules inside them, whose class says nothing of it."""
+"""Classes of modules whose output all tensor-parallel ranks hold in full without sequence parallelism."""
+_RESIDUAL_MODULES = (
+    "embedding_dropout",
+    "input_layernorm",
+    "pre_mlp_layernorm",
+    "final_layernorm",
+)
+"""Names of modules on the residual stream, whose class does not tell that their output is replicated."""
 _ATTENTION, _KEY_NORM = ".core_attention", ".k_layernorm"
 _KEY_AND_VALUE = ("input.key", "input.value")
-"""Where heads of keys and values are apart from those of queries, of which each rank has its own."""
-Drift = Mapping[Key, float]
-"""How far rounding alone puts off what earlier iterations leave, measured as a strategy's error is."""
+"""Inputs of attention that several tensor-parallel ranks share if there are fewer heads than ranks."""
+Drift = Mapping[ComparisonKey, float]
+"""Relative error that rounding in earlier iterations alone causes in each weight and optimizer state."""
 
 
-def drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
-    """The largest of runs whose weights were off by a rounding error in each earlier iteration.
+def measure_drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
+    """Return how far rounding in earlier iterations moves each weight and optimizer state.
 
-    Adam divides by the gradient's size, and at a high rate what is off is off by more in each iteration.
+    Adam divides by the gradient's size, so at a high learning rate an error grows from one iteration to
+    the next.
+
+    Args:
+        reference: The undisturbed run.
+        runs: Runs whose weights were changed by one rounding error in each earlier iteration.
+
+    Returns:
+        The largest relative error over all runs. It is at least twice the error, in units of `RESPONSES`,
+        that any tensor of the same slot has. Tensors with an infinite error are left out.
     """
-    most: dict[Key, float] = {}
+    largest_errors: dict[ComparisonKey, float] = {}
     for run in runs:
         comparer = _Comparer(reference, run, {})
-        comparer.parameters()
-        for one in comparer.result().comparisons:
-            carried = one.key[0] in (Stage.OPTIMIZER_STATE, Stage.WEIGHTS)
-            if carried and np.isfinite(one.error):
-                most[one.key] = max(one.error, most.get(one.key, 0.0))
-    # A few runs do not meet the worst of each tensor, where what is off grows from one to the next.
-    of_slot: dict[str, float] = {}
-    for (_, _, slot), error in most.items():
-        if slot.endswith(UPDATE):  # One row whose gradient is rounding says nothing of others.
-            continue
-        of_slot[slot] = max(error / RESPONSES, of_slot.get(slot, 0.0))
-    return {key: max(error, 2 * of_slot.get(key[2], 0.0)) for key, error in most.items()}
+        comparer.compare_parameters()
+        for comparison in comparer.result().comparisons:
+            is_carried_over = comparison.key[0] in (Stage.OPTIMIZER_STATE, Stage.WEIGHTS)
+            if is_carried_over and np.isfinite(comparison.error):
+                known_error = largest_errors.get(comparison.key, 0.0)
+                largest_errors[comparison.key] = max(comparison.error, known_error)
+    # A few runs do not show the worst case of each tensor, because errors grow from iteration to
+    # iteration. So a tensor may be off by as much as the other tensors of its slot.
+    error_by_slot: dict[str, float] = {}
+    for (_, _, slot), error in largest_errors.items():
+        # The error of an update is that of the worst row. A row whose gradient is all rounding tells
+        # nothing about the updates of other tensors.
+        if not slot.endswith(UPDATE):
+            error_by_slot[slot] = max(error / RESPONSES, error_by_slot.get(slot, 0.0))
+    return {
+        key: max(error, 2 * error_by_slot.get(key[2], 0.0)) for key, error in largest_errors.items()
+    }
 
 
 def compare(
     reference: Capture, strategy: Capture, drifted: Drift = MappingProxyType({})
-) -> Compared:
-    """Compare every tensor that both have; the reference has measured responses, and maybe its drift."""
+) -> CaptureComparison:
+    """Return the comparison of all tensors of two captures.
+
+    Args:
+        reference: Capture with measured responses.
+        strategy: Capture to compare.
+        drifted: Errors that rounding in earlier iterations may cause; empty if it was not measured.
+
+    Returns:
+        One comparison per tensor, in the order of computation, and the tensors that could not be compared.
+    """
     comparer = _Comparer(reference, strategy, drifted)
-    comparer.lacking()
-    comparer.activations()
-    comparer.parameters()
-    comparer.copies()
-    comparer.scalars()
-    comparer.counts()
-    comparer.unobserved()
-    comparer.membership()
-    comparer.initial()
+    comparer.list_missing_tensors()
+    comparer.compare_activations()
+    comparer.compare_parameters()
+    comparer.compare_replicated_outputs()
+    comparer.compare_scalars()
+    comparer.compare_token_counts()
+    comparer.compare_unobserved_gradients()
+    comparer.check_norm()
+    comparer.check_initialization()
     return comparer.result()
 
 
+@dataclass(frozen=True)
+class _FirstCopy:
+    """First copy of a part of a parameter, which the other ranks' copies must equal."""
+
+    rank: int
+    values: Array
+
+
+@dataclass(frozen=True)
+class _SimilarTensors:
+    """Tensors of the reference that a wrong tensor may be mixed up with."""
+
+    stage: Stage
+    slot: str
+    is_same_parameter: bool
+    """Whether they belong to the wrong tensor's own parameter, and not to all other parameters."""
+    label: str = ""
+    """Text that names the tensor; empty to name it after its parameter."""
+
+
 class _Comparer:
+    """Collects the comparisons of a strategy's tensors with the reference's.
+
+    Each `compare_…` and `check_…` method adds the tensors of one kind; `result` returns them all.
+    """
+
     def __init__(self, reference: Capture, strategy: Capture, drifted: Drift) -> None:
         self._reference, self._strategy, self._drifted = reference, strategy, drifted
         self._aligner = ActivationAligner(reference, strategy)
         self._tolerances = Tolerances(reference)
-        self._found: dict[Key, Comparison] = {}
-        self._not_aligned: defaultdict[str, list[str]] = defaultdict(list)
-        self._seen = self._skipped = self._flips = 0
-        # When each tensor is computed: the reference says, and of what it has not, the strategy.
-        self._order: dict[Key, float] = {}
-        for site in sites_in_order(reference):
-            self._order.setdefault(_key(site), float(len(self._order)))
-        for one in strategy.ranks:
-            last = -1.0
-            for record in one.records:
-                # Behind what comes before it, such as what is recomputed in the strategy alone.
-                last = self._order.setdefault(_key(record.site), last + _SHORTLY)
+        self._comparisons: dict[ComparisonKey, TensorComparison] = {}
+        self._names_by_obstacle: defaultdict[str, list[str]] = defaultdict(list)
+        self._num_seen = self._num_skipped = self._num_flips = 0
+        self._order: dict[ComparisonKey, float] = {}
+        for site in order_sites(reference):
+            self._order.setdefault(_make_key(site), float(len(self._order)))
+        # A tensor that the strategy alone has, such as a recomputed one, comes directly after the tensor
+        # that the strategy computes before it.
+        for rank_capture in strategy.ranks:
+            position = -1.0
+            for record in rank_capture.records:
+                position = self._order.setdefault(_make_key(record.site), position + _SMALL_STEP)
 
-    def result(self) -> Compared:
-
-        def place(one: Comparison) -> tuple[object, ...]:
-            # An iteration's start comes first. What a norm counts is wrong before its value is.
-            later = one.key == NORM or one.key[2] == UNOBSERVED
-            own = one.key[2] == INITIAL  # It does no harm to what was compared.
-            return (own, one.key[2] not in STARTS, STAGES.index(one.key[0]), later, one.order)
-
+    def result(self) -> CaptureComparison:
+        """Return the comparisons so far, in the order in which an iteration computes the tensors."""
         obstacles = [
-            f"{' '.join(dict.fromkeys(names))}: {why}" for why, names in self._not_aligned.items()
+            f"{' '.join(dict.fromkeys(names))}: {obstacle}"
+            for obstacle, names in self._names_by_obstacle.items()
         ]
-        notes = (*self._strategy.notes(), *self._reference.notes(), *obstacles)
-        return Compared(
-            tuple(sorted(self._found.values(), key=place)),
-            notes,
-            self._seen,
-            self._seen - self._skipped,
-            self._flips,
-            self._constant(),
-            len(held_by(self._strategy)),
-            self._pairs_of,
-            self._like,
+        return CaptureComparison(
+            comparisons=tuple(sorted(self._comparisons.values(), key=_sort_key)),
+            not_aligned=(*self._strategy.notes(), *self._reference.notes(), *obstacles),
+            seen=self._num_seen,
+            compared=self._num_seen - self._num_skipped,
+            routing_flips=self._num_flips,
+            constant=self._count_constant_starts(),
+            initialised=len(list_initial_pieces(self._strategy)),
+            pairs_of=self._align_all_ranks,
+            similar_tensors=self._list_similar_tensors,
         )
 
-    def _constant(self) -> int | None:
-        """Parameters and buffers of several elements that all begin with the same value."""
-        found = units(self._reference, Stage.WEIGHTS)
-        starts = [pieces for unit, pieces in found.items() if unit[2] in STARTS]
-        constant = 0
-        for pieces in starts:
-            parts = [piece.values().ravel() for piece in pieces]
-            same = all((part == parts[0][:1]).all() for part in parts)
-            constant += int(same and np.prod(pieces[0].whole_shape) > 1)
-        return constant if starts else None
+    def _count_constant_starts(self) -> int | None:
+        """Return how many parameters and buffers of several elements start with a single value.
 
-    def _pairs_of(self, key: Key, micro_batch: int) -> list[Pair]:
-        pairs = []
-        for one in self._strategy.ranks:
-            for record in one.records:
-                if _key(record.site) == key and record.site.micro_batch == micro_batch:
-                    found = self._aligner.align(one, record)
-                    if found.ours is not None and found.reference is not None:
-                        pairs.append(Pair(one.rank.rank, micro_batch, found.ours, found.reference))
-        return pairs
-
-    def _like(self, found: Comparison) -> Iterator[tuple[str, Array]]:
-        """The same part of the reference's other parameters; of a state its own gradient, too.
-
-        Of a weight what it was before, and of an activation that of other micro batches and ranks.
+        None means that the reference captured no tensors at the start of the iteration.
         """
-        (stage, name, slot), pair = found.key, found.worst
-        if pair is not None and pair.micro_batch is not None:
-            yield from self._elsewhere(found.key, pair)
-        if stage not in PARAMETERS or pair is None:
+        parts_by_key = group_parameter_parts(self._reference, Stage.WEIGHTS)
+        starts = [parts for key, parts in parts_by_key.items() if key[2] in STARTS]
+        num_constant = 0
+        for parts in starts:
+            values = [part.values().ravel() for part in parts]
+            is_constant = all((flat == values[0][:1]).all() for flat in values)
+            num_constant += int(is_constant and np.prod(parts[0].full_shape) > 1)
+        return num_constant if starts else None
+
+    def _align_all_ranks(self, key: ComparisonKey, micro_batch: int) -> list[ComparedTensor]:
+        """Return every rank's tensor of an activation and a micro batch; without unaligned tensors."""
+        tensors = []
+        for rank_capture in self._strategy.ranks:
+            for record in rank_capture.records:
+                site = record.site
+                if _make_key(site) != key or site.micro_batch != micro_batch:
+                    continue
+                aligned = self._aligner.align(rank_capture, record)
+                if aligned.ours is not None and aligned.reference is not None:
+                    rank = rank_capture.rank.rank
+                    tensor = ComparedTensor(
+                        rank, micro_batch, ours=aligned.ours, reference=aligned.reference
+                    )
+                    tensors.append(tensor)
+        return tensors
+
+    def _list_similar_tensors(self, comparison: TensorComparison) -> Iterator[tuple[str, Array]]:
+        """Yield tensors of the reference that the worst tensor may be mixed up with, by name.
+
+        For a tensor of a parameter's shape: the same region of all other parameters; for a weight, also
+        its value before the iteration; for an optimizer state, also the parameter's own gradient. For an
+        activation: the same tensor of other ranks and of other micro batches.
+        """
+        (stage, name, slot), worst = comparison.key, comparison.worst
+        if worst is None:
             return
-        # What it is compared with, in which slot, whether of the same parameter, and how that is called.
-        candidates = [(stage, slot, False, "")]
+        if worst.micro_batch is not None:
+            yield from self._list_similar_activations(comparison.key, worst)
+        if stage not in PARAMETERS:
+            return
+        candidates = [_SimilarTensors(stage, slot, is_same_parameter=False)]
         if slot == _WEIGHT:
-            candidates.insert(0, (stage, START_WEIGHT, True, "the iteration before"))
+            start = _SimilarTensors(
+                stage, START_WEIGHT, is_same_parameter=True, label="the iteration before"
+            )
+            candidates.insert(0, start)
         if stage is Stage.OPTIMIZER_STATE:
-            candidates.append((Stage.REDUCED_GRADIENTS, _GRADIENT, True, ""))
-        for of, in_slot, own, called in candidates:
-            for unit, pieces in units(self._reference, of, in_slot).items():
-                if unit[2] == in_slot and (pieces[0].name == name) == own:
-                    shape = pair.reference.shape
-                    values = region_of(pieces, self._reference, pair.region, shape)
-                    if values is not None:
-                        yield called or pieces[0].name, values
+            gradient = _SimilarTensors(Stage.REDUCED_GRADIENTS, _GRADIENT, is_same_parameter=True)
+            candidates.append(gradient)
+        for candidate in candidates:
+            parts_by_key = group_parameter_parts(self._reference, candidate.stage, candidate.slot)
+            for key, parts in parts_by_key.items():
+                is_same_parameter = parts[0].name == name
+                if key[2] != candidate.slot or is_same_parameter != candidate.is_same_parameter:
+                    continue
+                shape = worst.reference.shape
+                values = assemble_region(parts, self._reference, region=worst.region, shape=shape)
+                if values is not None:
+                    yield candidate.label or parts[0].name, values
 
-    def _elsewhere(self, key: Key, pair: Pair) -> Iterator[tuple[str, Array]]:
-        """What other micro batches of a rank are to have, and other ranks in this one."""
+    def _list_similar_activations(
+        self, key: ComparisonKey, tensor: ComparedTensor
+    ) -> Iterator[tuple[str, Array]]:
+        """Yield what the rank should have in other micro batches, and other ranks in this one."""
         for micro_batch in range(self._strategy.first.micro_batches):
-            for other in self._pairs_of(key, micro_batch):
-                same = (other.rank == pair.rank, micro_batch == pair.micro_batch)
-                alike = other.reference.shape == pair.reference.shape
-                if sum(same) == 1 and alike and (other.reference != pair.reference).any():
-                    place = f"rank {other.rank}" if same[1] else f"micro batch {micro_batch}"
-                    yield place, other.reference
+            for other in self._align_all_ranks(key, micro_batch):
+                is_same_rank = other.rank == tensor.rank
+                is_same_micro_batch = micro_batch == tensor.micro_batch
+                if is_same_rank == is_same_micro_batch:
+                    continue
+                if other.reference.shape != tensor.reference.shape:
+                    continue
+                if (other.reference != tensor.reference).any():
+                    label = (
+                        f"rank {other.rank}"
+                        if is_same_micro_batch
+                        else f"micro batch {micro_batch}"
+                    )
+                    yield label, other.reference
 
-    def activations(self) -> None:
-        shared: dict[object, list[tuple[TensorRecord, Pair]]] = {}
-        for one in self._strategy.ranks:
-            for record in one.records:
+    def compare_activations(self) -> None:
+        """Compare inputs and outputs of modules, losses and activation gradients."""
+        summed: dict[object, list[tuple[TensorRecord, ComparedTensor]]] = {}
+        for rank_capture in self._strategy.ranks:
+            rank = rank_capture.rank
+            for record in rank_capture.records:
                 site = record.site
                 if record.placement is not None or site.micro_batch is None:
                     continue
                 if site.slot.endswith(CHOICE):
-                    self._choice(one, record)
+                    self._compare_routing(rank_capture, record)
                     continue
                 if site.slot.startswith(EARLIER):
                     continue
-                self._seen += 1
-                aligned = self._aligner.align(one, record)
+                self._num_seen += 1
+                aligned = self._aligner.align(rank_capture, record)
                 if aligned.ours is None or aligned.reference is None:
                     self._skip(aligned.obstacle, f"{site.name} {site.slot}")
                     continue
-                if self._beyond_scale(site.stage, aligned.ours, aligned.reference):
+                if self._is_overflow(site.stage, aligned.ours, aligned.reference):
                     self._skip(_OVERFLOW, f"{site.name} {site.slot}")
                     continue
-                pair = Pair(one.rank.rank, site.micro_batch, aligned.ours, aligned.reference)
-                if _is_shared(one.rank, site):
-                    part = pair.reference.tobytes()
-                    place = (site, one.rank.data, one.rank.context, one.rank.expert, part)
-                    shared.setdefault(place, []).append((record, pair))
+                tensor = ComparedTensor(
+                    rank.rank,
+                    site.micro_batch,
+                    ours=aligned.ours,
+                    reference=aligned.reference,
+                )
+                if _may_be_partial_sum(rank, site):
+                    reference_bytes = tensor.reference.tobytes()
+                    group = (site, rank.data, rank.context, rank.expert, reference_bytes)
+                    summed.setdefault(group, []).append((record, tensor))
                 else:
-                    found = self._comparison(_key(site), record)
-                    found.add(pair, self._error_of_part(found, pair, site, aligned.scale))
-        for parts in shared.values():
-            record = parts[0][0]
-            found = self._comparison(_key(record.site), record)
-            self._summed_or_whole(found, [pair for _, pair in parts])
+                    comparison = self._get_comparison(_make_key(site), record)
+                    error = self._error_of_part(comparison, tensor, site, scale=aligned.scale)
+                    comparison.add(tensor, error)
+        for group_tensors in summed.values():
+            record = group_tensors[0][0]
+            comparison = self._get_comparison(_make_key(record.site), record)
+            _add_sum_or_copies(comparison, [tensor for _, tensor in group_tensors])
 
-    def _beyond_scale(self, stage: Stage, *values: Array) -> bool:
-        """Whether it is a gradient that overflows where the reference's do: Megatron skips that step."""
-        scaled = stage in _SCALED and self._overflows
-        return scaled and not all(np.isfinite(one).all() for one in values)
+    def _is_overflow(self, stage: Stage, *tensors: Array) -> bool:
+        """Return True if a gradient overflows in a step that Megatron skips for the reference too."""
+        if stage not in _SCALED_STAGES or not self._reference_overflows:
+            return False
+        return not all(np.isfinite(values).all() for values in tensors)
 
     @cached_property
-    def _overflows(self) -> bool:
-        """Whether the reference's gradients do, at its loss scale."""
-        in_fp16 = self._reference.first.dtype == "float16"
-        return in_fp16 and not np.isfinite(self._reference.largest_gradient)
+    def _reference_overflows(self) -> bool:
+        """True if gradients of the reference overflow in fp16 at its loss scale."""
+        is_fp16 = self._reference.first.dtype == "float16"
+        return is_fp16 and not np.isfinite(self._reference.largest_gradient)
 
-    def _error_of_part(self, found: Comparison, pair: Pair, site: Site, scale: float) -> float:
-        """The relative error of a rank's part; of one of small elements in terms of the whole's.
+    def _error_of_part(
+        self,
+        comparison: TensorComparison,
+        tensor: ComparedTensor,
+        site: Site,
+        scale: float,
+    ) -> float:
+        """Return the relative error of a rank's part, reduced if all elements of the part are small.
 
-        The response is that of the whole tensor, and a rank may have few elements of it, all of them
-        small: where each is a sum of larger numbers, its rounding is as large as that of the others.
+        The tolerance is measured on the full tensor. Small elements that are sums of larger numbers round
+        as much as large elements do, so the error of a part with small elements is taken relative to the
+        quadratic mean of the full tensor. `scale` is the factor by which the reference was multiplied.
         """
-        error = relative_error(pair.ours, pair.reference)
-        if not 0 < found.tolerance < error < np.inf:
+        error = relative_error(tensor.ours, tensor.reference)
+        if not 0 < comparison.tolerance < error < np.inf:
             return error
-        usual = self._aligner.quadratic_mean(site) * scale * np.sqrt(pair.reference.size)
-        return error * min(1.0, float(np.linalg.norm(pair.reference) / usual))
+        mean_of_full_tensor = self._aligner.quadratic_mean(site) * scale
+        expected_norm = mean_of_full_tensor * np.sqrt(tensor.reference.size)
+        return error * min(1.0, float(np.linalg.norm(tensor.reference) / expected_norm))
 
-    def _choice(self, one: RankCapture, record: TensorRecord) -> None:
-        """What a router chose, exactly, but for experts whose scores are equal within rounding."""
+    def _compare_routing(self, rank_capture: RankCapture, record: TensorRecord) -> None:
+        """Compare the experts that a router chose, which must be equal but for ties within rounding.
+
+        Ties are counted in every iteration. Choices of iterations before the captured one are not
+        compared otherwise.
+        """
         site = record.site
-        by = one.by_site[msgspec.structs.replace(site, slot=site.slot.replace(CHOICE, SCORES))]
-        choice, scores = (self._aligner.align(one, each) for each in (record, by))
-        earlier = site.slot.startswith(EARLIER)
-        self._seen += not earlier
+        scores_site = msgspec.structs.replace(site, slot=site.slot.replace(CHOICE, SCORES))
+        scores_record = rank_capture.first_records[scores_site]
+        choice = self._aligner.align(rank_capture, record)
+        scores = self._aligner.align(rank_capture, scores_record)
+        is_earlier = site.slot.startswith(EARLIER)
+        self._num_seen += not is_earlier
         if choice.ours is None or choice.reference is None or scores.reference is None:
-            if not earlier:
+            if not is_earlier:
                 self._skip(choice.obstacle, f"{site.name} {site.slot}")
             return
-        tolerance = self._tolerances.of((site.stage, site.name, SCORES), by)
-        within = flips_within(
-            choice.ours, choice.reference, scores.reference, tolerance, one.rank.router_groups
+        rank = rank_capture.rank
+        tolerance = self._tolerances.tolerance_for((site.stage, site.name, SCORES), scores_record)
+        is_flip = find_rounding_flips(
+            choice.ours,
+            choice.reference,
+            scores=scores.reference,
+            tolerance=tolerance,
+            groups=rank.router_groups,
         )
-        self._flips += int(within.sum())
-        if not earlier:
-            ours = np.where(within[:, None], choice.reference, choice.ours)
-            pair = Pair(one.rank.rank, site.micro_batch, ours, choice.reference)
-            self._comparison(_key(site), record).add(pair)
+        self._num_flips += int(is_flip.sum())
+        if not is_earlier:
+            ours = np.where(is_flip[:, None], choice.reference, choice.ours)
+            tensor = ComparedTensor(
+                rank.rank, site.micro_batch, ours=ours, reference=choice.reference
+            )
+            self._get_comparison(_make_key(site), record).add(tensor)
 
-    def parameters(self) -> None:
+    def compare_parameters(self) -> None:
+        """Compare gradients, optimizer states, updates and weights with the full tensors."""
         for stage in PARAMETERS:
-            theirs, every = units(self._reference, stage), units(self._strategy, stage)
-            for unit, pieces in every.items():
-                if unit[2] == REACH:
+            expected = group_parameter_parts(self._reference, stage)
+            actual = group_parameter_parts(self._strategy, stage)
+            for key, parts in actual.items():
+                if key[2] == REACH:
                     continue
-                self._seen += len(pieces)
-                if unit not in theirs:
-                    name = pieces[0].record.site.name
-                    self._skip("the reference has no such parameter", name, len(pieces))
-                    continue
-                name = theirs[unit][0].name
-                whole = assembled(theirs[unit], self._reference)
-                if self._beyond_scale(stage, whole, *(piece.values() for piece in pieces)):
-                    self._skip(_OVERFLOW, name, len(pieces))
-                    continue
-                key = (stage, name, unit[2])
-                found = self._comparison(key, theirs[unit][0].record)
-                if stage is Stage.LOCAL_GRADIENTS:
-                    # Whether ranks that are no data-parallel copies add up follows from the module: with
-                    # sequence parallelism a norm's gradient is a sum over tensor-parallel ranks, or all
-                    # of it. Either is right here; what becomes of it is seen after the reduction.
-                    for held in local_gradients(pieces, self._strategy):
-                        self._summed_or_whole(
-                            found,
-                            [
-                                Pair(part.one.rank.rank, None, mean, whole[part.region()])
-                                for part, mean in held
-                            ],
-                        )
-                elif unit[2].endswith(UPDATE):
-                    self._update(found, unit, pieces, theirs)
-                elif unit[2] == START_WEIGHT:
-                    self._start(found, unit, pieces, theirs)
+                self._num_seen += len(parts)
+                if key in expected:
+                    self._compare_parameter(stage, key, actual=actual, expected=expected)
                 else:
-                    moved = (*unit[:2], UPDATE)
-                    judged_apart = (*unit[:2], "exp_avg_sq") in self._second_moments
-                    if unit[2] == _WEIGHT and moved in every and judged_apart:
-                        # Adam's update of an element whose gradient is nearly all rounding is as long as
-                        # any other: a weight is judged without it.
-                        ours = assembled(every[moved], self._strategy)
-                        whole = whole + (ours - assembled(theirs[moved], self._reference))
-                    self._copies(found, pieces, whole)
+                    name = parts[0].record.site.name
+                    self._skip(_NO_SUCH_PARAMETER, name, num_tensors=len(parts))
 
-    def lacking(self) -> None:
-        """What the reference has and no rank of the strategy.
+    def _compare_parameter(
+        self,
+        stage: Stage,
+        key: ParameterKey,
+        *,
+        actual: Mapping[ParameterKey, list[ParameterPart]],
+        expected: Mapping[ParameterKey, list[ParameterPart]],
+    ) -> None:
+        """Compare all parts of one tensor, given all tensors of its stage in both captures."""
+        parts, slot, name = actual[key], key[2], expected[key][0].name
+        full = assemble_parameter(expected[key], self._reference)
+        if self._is_overflow(stage, full, *(part.values() for part in parts)):
+            self._skip(_OVERFLOW, name, num_tensors=len(parts))
+            return
+        comparison = self._get_comparison((stage, name, slot), expected[key][0].record)
+        if stage is Stage.LOCAL_GRADIENTS:
+            self._compare_local_gradients(comparison, parts, full)
+        elif slot.endswith(UPDATE):
+            self._compare_update(comparison, key, parts=parts, expected=expected)
+        elif slot == START_WEIGHT:
+            self._compare_start(comparison, key, parts=parts, expected=expected)
+        else:
+            update_key = (*key[:2], UPDATE)
+            has_second_moment = (*key[:2], _SECOND_MOMENT) in self._second_moments
+            if slot == _WEIGHT and update_key in actual and has_second_moment:
+                # Adam moves an element whose gradient is nearly all rounding as far as any other, so
+                # the update is compared by itself and its difference is no error of the weight.
+                our_update = assemble_parameter(actual[update_key], self._strategy)
+                update = assemble_parameter(expected[update_key], self._reference)
+                full = full + (our_update - update)
+            _compare_parts(comparison, parts, full)
 
-        Of a parameter that the strategy has it is wrong, if it has the like of others; all else is
-        listed.
+    def _compare_local_gradients(
+        self, comparison: TensorComparison, parts: list[ParameterPart], full: Array
+    ) -> None:
+        """Compare gradients before reduction, as a sum over ranks or as copies, whichever fits better.
+
+        The module decides whether ranks that are no data-parallel copies add up: with sequence parallelism
+        a norm's gradient is either a sum over tensor-parallel ranks or the full gradient on each. Both are
+        right here; a wrong choice shows in the gradient after the reduction.
         """
-        known = {unit[:2] for unit in units(self._strategy, Stage.WEIGHTS)}
+        for means_by_part in average_local_gradients(parts, self._strategy):
+            tensors = [
+                ComparedTensor(part.rank, None, ours=mean, reference=full[part.region()])
+                for part, mean in means_by_part
+            ]
+            _add_sum_or_copies(comparison, tensors)
+
+    def list_missing_tensors(self) -> None:
+        """Add the tensors that the reference has and no rank of the strategy.
+
+        A missing tensor is wrong if the strategy has its parameter, and has the same slot of other
+        parameters. Any other missing tensor is listed as not compared.
+        """
+        known_parameters = {key[:2] for key in group_parameter_parts(self._strategy, Stage.WEIGHTS)}
         for stage in PARAMETERS:
-            ours = units(self._strategy, stage)
-            slots = {unit[2] for unit in ours}
-            for unit, pieces in units(self._reference, stage).items():
-                if unit in ours or unit[2] == REACH:
+            actual = group_parameter_parts(self._strategy, stage)
+            known_slots = {key[2] for key in actual}
+            for key, parts in group_parameter_parts(self._reference, stage).items():
+                slot = key[2]
+                if key in actual or slot == REACH:
                     continue
-                self._seen += 1
-                record, name = pieces[0].record, pieces[0].name
-                if unit[:2] not in known or unit[2] not in slots:
-                    self._skip(_HELD_BY_NONE, f"{name} ({stage} {unit[2]})")
+                self._num_seen += 1
+                record, name = parts[0].record, parts[0].name
+                if key[:2] not in known_parameters or slot not in known_slots:
+                    self._skip(_HELD_BY_NONE, f"{name} ({stage} {slot})")
                     continue
-                found = self._comparison((stage, name, unit[2]), record)
-                found.error = 1.0
-                found.uncovered += int(np.prod(pieces[0].whole_shape))
-        here = plain_sites(self._strategy)
-        for site in plain_sites(self._reference):
-            if site not in here:
-                self._seen += 1
+                comparison = self._get_comparison((stage, name, slot), record)
+                comparison.error = 1.0
+                comparison.uncovered += int(np.prod(parts[0].full_shape))
+        sites_of_strategy = list_activation_sites(self._strategy)
+        for site in list_activation_sites(self._reference):
+            if site not in sites_of_strategy:
+                self._num_seen += 1
                 self._skip(_HELD_BY_NONE, f"{site.name} {site.slot}")
 
-    def _summed_or_whole(self, found: Comparison, pairs: list[Pair]) -> None:
-        """Ranks' tensors of one part of the reference's, which add up to it or are each all of it."""
-        first = pairs[0]
-        if len(pairs) > 1:
-            total = np.sum([pair.ours for pair in pairs], axis=0, dtype=np.float32)
-            apart = max(relative_error(pair.ours, pair.reference) for pair in pairs)
-            if relative_error(total, first.reference) < apart:
-                pairs = [Pair(first.rank, first.micro_batch, total, first.reference)]
-        for pair in pairs:
-            found.add(pair)
+    @cached_property
+    def _second_moments(self) -> dict[ParameterKey, list[ParameterPart]]:
+        """Parts of the reference's second moments, by their keys."""
+        return group_parameter_parts(self._reference, Stage.OPTIMIZER_STATE, _SECOND_MOMENT)
 
     @cached_property
-    def _second_moments(self) -> dict[Unit, list[Part]]:
-        return units(self._reference, Stage.OPTIMIZER_STATE, "exp_avg_sq")
-
-    @cached_property
-    def _reached(self) -> dict[Unit, list[Part]]:
-        return units(self._reference, Stage.WEIGHTS, REACH)
+    def _update_reaches(self) -> dict[ParameterKey, list[ParameterPart]]:
+        """Parts of the reference's `REACH` tensors: how far earlier updates could move each weight."""
+        return group_parameter_parts(self._reference, Stage.WEIGHTS, REACH)
 
     @property
-    def _updates(self) -> int:
-        """That were before the captured iteration, or 1."""
+    def _num_earlier_updates(self) -> int:
+        """Number of updates before the captured iteration, at least 1."""
         return max(self._reference.first.iteration - 1, 1)
 
-    def _update(
-        self, found: Comparison, unit: Unit, pieces: list[Part], theirs: dict[Unit, list[Part]]
+    def _compare_update(
+        self,
+        comparison: TensorComparison,
+        key: ParameterKey,
+        *,
+        parts: list[ParameterPart],
+        expected: Mapping[ParameterKey, list[ParameterPart]],
     ) -> None:
-        """How far a weight moved, where rounding of the weight and of its gradient lets it be seen."""
-        of_weight = (*unit[:2], unit[2].removesuffix(UPDATE).strip() or "weight")
-        squares = self._second_moments.get((*unit[:2], "exp_avg_sq"))
-        if squares is None:
-            name = pieces[0].record.site.name
-            self._skip("its optimizer keeps no square of the gradient", name, len(pieces))
-            return
-        weights = theirs[of_weight]
-        scale = np.sqrt(assembled(squares, self._reference))
-        least = spacing(assembled(weights, self._reference), EPSILON[weights[0].record.dtype])
-        moved = assembled(theirs[unit], self._reference)
-        reached = self._reached.get((*unit[:2], REACH))
-        if reached and found.tolerance >= 1:
-            # All of a row may be rounding, and its update by chance less than those before it.
-            least = np.maximum(least, assembled(reached, self._reference) / self._updates)
-        for piece in pieces:
-            values, region = piece.values(), piece.region()
-            there = piece.held(values)
-            ours, reference = (np.where(there, one, 0) for one in (values, moved[region]))
-            error = update_error(ours, reference, scale[region], least[region])
-            found.add(Pair(piece.one.rank.rank, None, ours, reference), error)
+        """Compare how far each weight moved, beyond what rounding of weight and gradient explains.
 
-    def _start(
-        self, found: Comparison, unit: Unit, pieces: list[Part], theirs: dict[Unit, list[Part]]
+        Each part's error is added to `comparison`. Updates of an optimizer without second moment are counted
+        as not compared.
+        """
+        weight_slot = key[2].removesuffix(UPDATE).strip() or _WEIGHT
+        second_moment = self._second_moments.get((*key[:2], _SECOND_MOMENT))
+        if second_moment is None:
+            name = parts[0].record.site.name
+            self._skip(_NO_SECOND_MOMENT, name, num_tensors=len(parts))
+            return
+        weights = expected[*key[:2], weight_slot]
+        divisor = np.sqrt(assemble_parameter(second_moment, self._reference))
+        epsilon = EPSILON[weights[0].record.dtype]
+        rounding = float_spacing(assemble_parameter(weights, self._reference), epsilon)
+        update = assemble_parameter(expected[key], self._reference)
+        reach = self._update_reaches.get((*key[:2], REACH))
+        if reach and comparison.tolerance >= 1:
+            # A row's gradient may be all rounding, and by chance its update is then smaller than earlier
+            # updates of the row. The average earlier update therefore counts as rounding.
+            reach_per_update = (
+                assemble_parameter(reach, self._reference) / self._num_earlier_updates
+            )
+            rounding = np.maximum(rounding, reach_per_update)
+        for part in parts:
+            values, region = part.values(), part.region()
+            is_owned = part.owned_elements(values)
+            ours = np.where(is_owned, values, 0)
+            reference = np.where(is_owned, update[region], 0)
+            error = update_error(
+                ours, reference, divisor=divisor[region], rounding=rounding[region]
+            )
+            comparison.add(ComparedTensor(part.rank, None, ours=ours, reference=reference), error)
+
+    def _compare_start(
+        self,
+        comparison: TensorComparison,
+        key: ParameterKey,
+        *,
+        parts: list[ParameterPart],
+        expected: Mapping[ParameterKey, list[ParameterPart]],
     ) -> None:
-        """Where earlier updates have brought a weight, if rounding of gradients lets it be seen."""
-        whole = assembled(theirs[unit], self._reference)
-        reached = self._reached.get((*unit[:2], REACH))
-        if reached is None and (*unit[:2], "exp_avg_sq") not in self._second_moments:
-            self._copies(found, pieces, whole)
-            return
-        reach = assembled(reached, self._reference) if reached else np.zeros_like(whole)
-        least = self._updates * spacing(whole, EPSILON[theirs[unit][0].record.dtype])
-        first: _Copies = {}
-        for piece in pieces:
-            values, region = piece.values(), piece.region()
-            there = piece.held(values)
-            if there.all():
-                _note_copies(found, first, piece, values)
-            off = np.where(there, values - whole[region], 0)
-            off = in_reaches(off, reach[region], least[region])
-            pair = Pair(piece.one.rank.rank, None, off, np.zeros_like(off))
-            found.add(pair, worst_row(off))
+        """Compare a weight at the start of the iteration, in units of how far updates could move it.
 
-    def copies(self) -> None:
-        """Outputs that tensor-parallel ranks have alike, bit for bit, whatever the reference has."""
-        first: dict[object, tuple[RankCapture, TensorRecord]] = {}
-        for one in self._strategy.ranks:
-            rank = one.rank
+        Each part's error is added to `comparison`. A weight whose reach was not captured is compared as it
+        is, if its optimizer keeps no second moment.
+        """
+        full = assemble_parameter(expected[key], self._reference)
+        reach = self._update_reaches.get((*key[:2], REACH))
+        if reach is None and (*key[:2], _SECOND_MOMENT) not in self._second_moments:
+            _compare_parts(comparison, parts, full)
+            return
+        reach_values = assemble_parameter(reach, self._reference) if reach else np.zeros_like(full)
+        epsilon = EPSILON[expected[key][0].record.dtype]
+        rounding = self._num_earlier_updates * float_spacing(full, epsilon)
+        first_copies: dict[str, _FirstCopy] = {}
+        for part in parts:
+            values, region = part.values(), part.region()
+            is_owned = part.owned_elements(values)
+            if is_owned.all():
+                _compare_copy(comparison, first_copies, part, values)
+            difference = np.where(is_owned, values - full[region], 0)
+            scaled = divide_by_reach(
+                difference, reach=reach_values[region], rounding=rounding[region]
+            )
+            tensor = ComparedTensor(part.rank, None, ours=scaled, reference=np.zeros_like(scaled))
+            comparison.add(tensor, largest_row_mean(scaled))
+
+    def compare_replicated_outputs(self) -> None:
+        """Compare outputs that tensor-parallel ranks hold in full with each other, bit for bit.
+
+        The reference is not needed, and ranks with sequence parallelism have no such outputs.
+        """
+        first_copies: dict[object, tuple[RankCapture, TensorRecord]] = {}
+        for rank_capture in self._strategy.ranks:
+            rank = rank_capture.rank
             if rank.tensor[1] == 1 or rank.sequence_parallel:
                 continue
-            for record in one.records:
-                if not _is_whole(rank, record.site):
+            for record in rank_capture.records:
+                if not _is_replicated_output(rank, record.site):
                     continue
-                place = (record.site, rank.data[0], rank.context[0], rank.pipeline[0])
-                other, known = first.setdefault(place, (one, record))
-                if one.stored(record) != other.stored(known):
-                    ours, theirs = one.values(record), other.values(known)
-                    pair = Pair(rank.rank, record.site.micro_batch, ours, theirs)
-                    self._comparison(_key(record.site), record).add_copies(pair, other.rank.rank)
+                group = (record.site, rank.data[0], rank.context[0], rank.pipeline[0])
+                holder, holder_record = first_copies.setdefault(group, (rank_capture, record))
+                if rank_capture.tensor_bytes(record) != holder.tensor_bytes(holder_record):
+                    tensor = ComparedTensor(
+                        rank.rank,
+                        record.site.micro_batch,
+                        ours=rank_capture.values(record),
+                        reference=holder.values(holder_record),
+                    )
+                    comparison = self._get_comparison(_make_key(record.site), record)
+                    comparison.add_copies(tensor, holder.rank.rank)
 
-    def scalars(self) -> None:
-        """The numbers of steps, and the norm that each rank clips by, against the reference's own."""
-        theirs: dict[Site, tuple[RankCapture, TensorRecord]] = {}
-        for one, record in _scalars(self._reference):
-            theirs.setdefault(record.site, (one, record))
-        # A tied copy has another name in the strategy.
-        there = units(self._reference, Stage.WEIGHTS)
-        tied = {
-            piece.record.site.name: there[unit][0].record.site.name
-            for unit, pieces in units(self._strategy, Stage.WEIGHTS).items()
-            for piece in pieces
-            if unit in there
-        }
-        for one, record in _scalars(self._strategy):
+    def compare_scalars(self) -> None:
+        """Compare tensors without micro batch or placement: step numbers, and the norm of each rank."""
+        expected: dict[Site, tuple[RankCapture, TensorRecord]] = {}
+        for rank_capture, record in _list_scalars(self._reference):
+            expected.setdefault(record.site, (rank_capture, record))
+        reference_names = self._reference_names()
+        for rank_capture, record in _list_scalars(self._strategy):
             if record.site.slot == COUNTS:
                 continue
-            self._seen += 1
+            self._num_seen += 1
             site = Site(*NORM) if record.site.stage is Stage.NORM else record.site
-            site = msgspec.structs.replace(site, name=tied.get(site.name, site.name))
-            if site not in theirs:
-                self._skip("the reference has no such parameter", site.name)
+            site = msgspec.structs.replace(site, name=reference_names.get(site.name, site.name))
+            if site not in expected:
+                self._skip(_NO_SUCH_PARAMETER, site.name)
                 continue
-            holder, like = theirs[site]
-            ours, other = one.values(record), holder.values(like)
-            if site.stage is Stage.NORM and not (
-                one.rank.clip_gradient or (ours.any() and other.any())
-            ):
-                self._skip(
-                    "nothing is clipped, and not every optimizer computes a norm then", site.name
-                )
+            holder, holder_record = expected[site]
+            ours, reference = rank_capture.values(record), holder.values(holder_record)
+            is_norm, rank = site.stage is Stage.NORM, rank_capture.rank
+            is_norm_computed = rank.clip_gradient or (ours.any() and reference.any())
+            if is_norm and not is_norm_computed:
+                self._skip(_NORM_UNUSED, site.name)
                 continue
-            found, pair = self._comparison(_key(site), like), Pair(one.rank.rank, None, ours, other)
-            found.add(pair)
-            if site.stage is Stage.NORM:
-                found.copies.append(pair)
+            comparison = self._get_comparison(_make_key(site), holder_record)
+            tensor = ComparedTensor(rank.rank, None, ours=ours, reference=reference)
+            comparison.add(tensor)
+            if is_norm:
+                comparison.copies.append(tensor)
 
-    def counts(self) -> None:
-        """How many tokens routers gave each expert in the iteration, over all ranks that route."""
-        held: defaultdict[Key, list[TensorRecord]] = defaultdict(list)
-        totals: list[dict[Key, Array]] = [{}, {}]
-        for total, capture in zip(totals, (self._strategy, self._reference), strict=True):
-            for one, record in _scalars(capture):
-                if record.site.slot == COUNTS and routes(one.rank):
-                    key = _key(record.site)
-                    held[key].append(record)
-                    total[key] = total.get(key, 0) + one.values(record)
-        for key in totals[0]:
-            self._seen += 1
-            if key not in totals[1]:
-                self._skip("the reference has no such tensor", f"{key[1]} {key[2]}")
-                continue
-            ours, theirs = (total[key] for total in totals)
-            self._comparison(key, held[key][0]).add(Pair(0, None, ours, theirs))
+    def _reference_names(self) -> dict[str, str]:
+        """Return the reference's name of each parameter of the strategy; tied copies have two names."""
+        expected = group_parameter_parts(self._reference, Stage.WEIGHTS)
+        names: dict[str, str] = {}
+        for key, parts in group_parameter_parts(self._strategy, Stage.WEIGHTS).items():
+            if key in expected:
+                for part in parts:
+                    names[part.record.site.name] = expected[key][0].record.site.name
+        return names
 
-    def unobserved(self) -> None:
-        """Gradients of the iteration without probes, where it was repeated so."""
-        for one in self._strategy.ranks:
-            if not (one.folder / UNOBSERVED_FILE).is_file():
+    def compare_token_counts(self) -> None:
+        """Compare how many tokens each expert got in the iteration, summed over the ranks that route."""
+        our_counts, first_records = _sum_token_counts(self._strategy)
+        reference_counts, _ = _sum_token_counts(self._reference)
+        for key, ours in our_counts.items():
+            self._num_seen += 1
+            if key not in reference_counts:
+                self._skip(_NO_SUCH_TENSOR, f"{key[1]} {key[2]}")
                 continue
-            for (stage, name, slot), error in one.changes(UNOBSERVED_FILE).items():
-                record = one.by_site.get(Site(Stage.REDUCED_GRADIENTS, name, slot))
+            tensor = ComparedTensor(0, None, ours=ours, reference=reference_counts[key])
+            self._get_comparison(key, first_records[key]).add(tensor)
+
+    def compare_unobserved_gradients(self) -> None:
+        """Compare the gradients of the strategy's iteration without probes with those with probes.
+
+        Ranks that did not repeat the iteration without probes are skipped.
+        """
+        for rank_capture in self._strategy.ranks:
+            if not (rank_capture.folder / UNOBSERVED_FILE).is_file():
+                continue
+            changes = rank_capture.read_changes(UNOBSERVED_FILE)
+            for (stage, name, slot), error in changes.items():
+                site = Site(Stage.REDUCED_GRADIENTS, name, slot)
+                record = rank_capture.first_records.get(site)
                 if stage != Stage.REDUCED_GRADIENTS or record is None or not np.isfinite(error):
                     continue
-                whole = whole_name(name)
-                found = self._comparison((Stage.REDUCED_GRADIENTS, whole, UNOBSERVED), record)
-                found.tolerance = self._tolerances.of(
-                    (Stage.REDUCED_GRADIENTS, whole, slot), record
+                full_name = full_parameter_name(name)
+                key = (Stage.REDUCED_GRADIENTS, full_name, slot)
+                comparison = self._get_comparison(
+                    (Stage.REDUCED_GRADIENTS, full_name, UNOBSERVED), record
                 )
-                found.error = max(found.error, error)
-                wrong = error > found.tolerance
-                (found.wrong_ranks if wrong else found.right_ranks).add(one.rank.rank)
+                comparison.tolerance = self._tolerances.tolerance_for(key, record)
+                comparison.error = max(comparison.error, error)
+                rank = rank_capture.rank.rank
+                if error > comparison.tolerance:
+                    comparison.wrong_ranks.add(rank)
+                else:
+                    comparison.right_ranks.add(rank)
 
-    def membership(self) -> None:
-        """What each rank counts in the norm, exactly."""
-        expected = units(self._reference, Stage.REDUCED_GRADIENTS)
-        for one in memberships(self._strategy, expected):
-            self._seen += 1
-            self._said((Stage.NORM, one.name, COUNTED_ONCE), one)
+    def check_norm(self) -> None:
+        """Check that the gradient norm counts every element of every parameter exactly once."""
+        expected = group_parameter_parts(self._reference, Stage.REDUCED_GRADIENTS)
+        for fault in check_norm_counts(self._strategy, expected):
+            self._num_seen += 1
+            self._add_fault((Stage.NORM, fault.name, COUNTED_ONCE), fault)
 
-    def initial(self) -> None:
-        """What the layout's own initialisation has made wrong, which loaded weights hide."""
-        for one in wrong_starts(self._reference, self._strategy):
-            self._said((Stage.WEIGHTS, one.name, INITIAL), one)
+    def check_initialization(self) -> None:
+        """Check the strategy's own initialization, whose errors the loaded weights hide."""
+        for fault in find_wrong_initializations(self._reference, self._strategy):
+            self._add_fault((Stage.WEIGHTS, fault.name, INITIAL), fault)
 
-    def _said(self, key: Key, one: Said) -> None:
-        order = self._order.get((Stage.WEIGHTS, one.name, _WEIGHT), float(len(self._order)))
-        found = self._found.setdefault(key, Comparison(key, 0.0, order))
-        found.compared, found.error = found.compared + 1, max(found.error, one.share)
-        found.wrong_ranks |= {*one.ranks}
-        found.said = found.said or one.kind
+    def _add_fault(self, key: ComparisonKey, fault: ParameterFault) -> None:
+        """Add the result of a check of one parameter; the first description of a key is kept."""
+        weight_key = (Stage.WEIGHTS, fault.name, _WEIGHT)
+        order = self._order.get(weight_key, float(len(self._order)))
+        comparison = self._comparisons.setdefault(
+            key, TensorComparison(key, tolerance=0.0, order=order)
+        )
+        comparison.compared += 1
+        comparison.error = max(comparison.error, fault.fraction)
+        comparison.wrong_ranks.update(fault.ranks)
+        comparison.fault = comparison.fault or fault.kind
 
-    def _copies(self, found: Comparison, pieces: list[Part], whole: Array) -> None:
-        held = np.zeros(whole.shape, bool)
-        first: _Copies = {}
-        for piece in pieces:
-            values, region = piece.values(), piece.region()
-            there = piece.held(values)
-            held[region] |= there
-            reference = whole[region]
-            rank = piece.one.rank.rank
-            pair = Pair(rank, None, values, reference, region)
-            found.add(pair if there.all() else Pair(rank, None, values[there], reference[there]))
-            if not piece.placement.partial:
-                found.copies.append(pair)
-                _note_copies(found, first, piece, values)
-        found.uncovered = int((~held).sum())
-        if not found.differs:
-            found.copies.clear()
-
-    def _comparison(self, key: Key, like: TensorRecord) -> Comparison:
-        if key not in self._found:
+    def _get_comparison(self, key: ComparisonKey, record: TensorRecord) -> TensorComparison:
+        """Return the comparison of a key; create it for tensors like `record` if there is none yet."""
+        if key not in self._comparisons:
             order = self._order.get(key, len(self._order))
             if key[0] in (Stage.LOCAL_GRADIENTS, Stage.NORM):
-                # Buckets are reduced from the model's end.
-                order = self._order.get((Stage.WEIGHTS, key[1], "weight"), order)
-            tolerance = self._tolerances.of(key, like)
+                # Buckets are reduced from the model's end, so the order of these tensors in the capture
+                # is not that of the forward pass.
+                order = self._order.get((Stage.WEIGHTS, key[1], _WEIGHT), order)
+            tolerance = self._tolerances.tolerance_for(key, record)
             if tolerance > 0:
                 tolerance = max(tolerance, RESPONSES * self._drifted.get(key, 0.0))
-            self._found[key] = Comparison(key, tolerance, order)
-        return self._found[key]
+            self._comparisons[key] = TensorComparison(key, tolerance=tolerance, order=order)
+        return self._comparisons[key]
 
-    def _skip(self, why: str, name: str, tensors: int = 1) -> None:
-        self._skipped += tensors
-        self._not_aligned[why].append(name)
-
-
-def _note_copies(found: Comparison, first: _Copies, piece: Part, values: Array) -> None:
-    """Compare a rank's copy with the first one of the same part, bit for bit."""
-    rank = piece.one.rank.rank
-    known = first.setdefault(str(piece.region()), (rank, values))
-    if known[0] != rank and known[1].tobytes() != values.tobytes():
-        found.replicas_differ = tuple(sorted({*found.replicas_differ, known[0], rank}))
+    def _skip(self, obstacle: str, name: str, *, num_tensors: int = 1) -> None:
+        """Count tensors as not compared, and list `name` under the reason."""
+        self._num_skipped += num_tensors
+        self._names_by_obstacle[obstacle].append(name)
 
 
-def _scalars(capture: Capture) -> Iterator[tuple[RankCapture, TensorRecord]]:
-    """What is of no place in a parameter, and of no micro batch."""
-    for one in capture.ranks:
-        for record in one.records:
-            if record.placement is None and record.site.micro_batch is None:
-                yield one, record
+def _sort_key(comparison: TensorComparison) -> tuple[object, ...]:
+    """Return the position of a comparison in the result.
 
-
-def _is_shared(rank: CapturedRank, site: Site) -> bool:
-    """Whether tensor-parallel ranks that have the same part may each have a share of its sum.
-
-    Those that share an expert add up after it, not inside it. Where there are fewer key/value heads than
-    ranks, the gradient of a head is the sum over the ranks whose queries attend to it.
+    Tensors at the start of the iteration come first. The norm's value comes after what the norm counts,
+    which is the cause if both are wrong. A parameter's own initialization comes last, because loaded
+    weights replace it and so it causes no other error.
     """
-    if of_experts(site.name):
+    stage, _, slot = comparison.key
+    is_initialization = slot == INITIAL
+    is_after_start = slot not in STARTS
+    is_last_of_stage = comparison.key == NORM or slot == UNOBSERVED
+    return (
+        is_initialization,
+        is_after_start,
+        STAGES.index(stage),
+        is_last_of_stage,
+        comparison.order,
+    )
+
+
+def _add_sum_or_copies(comparison: TensorComparison, tensors: list[ComparedTensor]) -> None:
+    """Add tensors of several ranks whose reference is equal: as one sum, or each by itself.
+
+    The sum is added if its error is smaller than the largest error of a single tensor.
+    """
+    first = tensors[0]
+    if len(tensors) > 1:
+        total = np.sum([tensor.ours for tensor in tensors], axis=0, dtype=np.float32)
+        largest_error = max(relative_error(tensor.ours, tensor.reference) for tensor in tensors)
+        if relative_error(total, first.reference) < largest_error:
+            tensors = [
+                ComparedTensor(first.rank, first.micro_batch, ours=total, reference=first.reference)
+            ]
+    for tensor in tensors:
+        comparison.add(tensor)
+
+
+def _compare_parts(comparison: TensorComparison, parts: list[ParameterPart], full: Array) -> None:
+    """Compare all ranks' parts of a parameter with the full tensor, and copies with each other.
+
+    Elements that no rank holds are counted in `uncovered`. The parts are stored in `copies` if the
+    parameter is wrong.
+    """
+    is_covered = np.zeros(full.shape, bool)
+    first_copies: dict[str, _FirstCopy] = {}
+    for part in parts:
+        values, region = part.values(), part.region()
+        is_owned = part.owned_elements(values)
+        is_covered[region] |= is_owned
+        reference = full[region]
+        tensor = ComparedTensor(part.rank, None, ours=values, reference=reference, region=region)
+        if is_owned.all():
+            comparison.add(tensor)
+        else:
+            owned_values, owned_reference = values[is_owned], reference[is_owned]
+            comparison.add(
+                ComparedTensor(part.rank, None, ours=owned_values, reference=owned_reference)
+            )
+        if not part.placement.partial:
+            comparison.copies.append(tensor)
+            _compare_copy(comparison, first_copies, part, values)
+    comparison.uncovered = int((~is_covered).sum())
+    if not comparison.differs:
+        comparison.copies.clear()
+
+
+def _compare_copy(
+    comparison: TensorComparison,
+    first_copies: dict[str, _FirstCopy],
+    part: ParameterPart,
+    values: Array,
+) -> None:
+    """Compare a rank's copy bit for bit with the first copy of the same region; note both if they differ.
+
+    `first_copies` is keyed by region and gets this copy if it is the first one.
+    """
+    first = first_copies.setdefault(str(part.region()), _FirstCopy(part.rank, values))
+    if first.rank != part.rank and first.values.tobytes() != values.tobytes():
+        ranks = {*comparison.replicas_differ, first.rank, part.rank}
+        comparison.replicas_differ = tuple(sorted(ranks))
+
+
+def _list_scalars(capture: Capture) -> Iterator[tuple[RankCapture, TensorRecord]]:
+    """Yield the tensors that are no part of a parameter and belong to no micro batch."""
+    for rank_capture in capture.ranks:
+        for record in rank_capture.records:
+            if record.placement is None and record.site.micro_batch is None:
+                yield rank_capture, record
+
+
+def _sum_token_counts(
+    capture: Capture,
+) -> tuple[dict[ComparisonKey, Array], dict[ComparisonKey, TensorRecord]]:
+    """Return each router's tokens per expert, summed over ranks, and the first record of each router.
+
+    Ranks whose tokens another tensor-parallel rank routes too are left out.
+    """
+    totals: dict[ComparisonKey, Array] = {}
+    first_records: dict[ComparisonKey, TensorRecord] = {}
+    for rank_capture, record in _list_scalars(capture):
+        if record.site.slot == COUNTS and has_distinct_tokens(rank_capture.rank):
+            key = _make_key(record.site)
+            first_records.setdefault(key, record)
+            totals[key] = totals.get(key, 0) + rank_capture.values(record)
+    return totals, first_records
+
+
+def _may_be_partial_sum(rank: CapturedRank, site: Site) -> bool:
+    """Return True if tensor-parallel ranks with the same part may each hold one term of its sum.
+
+    Ranks that share an expert add up their outputs after the expert and not inside it. If there are fewer
+    key/value heads than ranks, the gradient of a head is the sum over the ranks whose queries attend to it.
+    """
+    if is_in_expert(site.name):
         return rank.expert_tensor[1] > 1
     if site.stage is not Stage.ACTIVATION_GRADIENTS or rank.tensor[1] == 1:
         return False
-    of_heads = site.name.endswith(_ATTENTION) and site.slot in _KEY_AND_VALUE
-    return of_heads or site.name.endswith(_KEY_NORM)
+    is_key_or_value = site.name.endswith(_ATTENTION) and site.slot in _KEY_AND_VALUE
+    return is_key_or_value or site.name.endswith(_KEY_NORM)
 
 
-def _is_whole(rank: CapturedRank, site: Site) -> bool:
-    """Whether tensor-parallel ranks have all of a module's output each."""
+def _is_replicated_output(rank: CapturedRank, site: Site) -> bool:
+    """Return True if every tensor-parallel rank holds this output of a module in full."""
     if site.stage is not Stage.OUTPUTS or not site.slot.startswith("output"):
         return False
     module = rank.modules.get(site.name)
-    known = module is not None and module.kind in _WHOLE_ON_EVERY_RANK
-    return known or site.name.rpartition(".")[2] in _RESIDUAL
+    if module is not None and module.kind in _MODULES_WITH_REPLICATED_OUTPUT:
+        return True
+    return site.name.rpartition(".")[2] in _RESIDUAL_MODULES
 
 
-def _key(site: Site) -> Key:
-    return (site.stage, whole_name(site.name), site.slot)
+def _make_key(site: Site) -> ComparisonKey:
+    """Return the key of the comparison that a tensor belongs to."""
+    return (site.stage, full_parameter_name(site.name), site.slot)

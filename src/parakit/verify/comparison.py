@@ -1,4 +1,7 @@
-"""One tensor of all ranks and micro batches, compared with the reference's."""
+"""Results of comparing a strategy with its reference, per tensor and for the whole capture.
+
+A tensor's error is relative: the Frobenius norm of the difference over the reference's norm.
+"""
 
 from __future__ import annotations
 
@@ -10,129 +13,150 @@ import numpy as np
 from parakit.artifacts.capture import STRETCH, Stage
 from parakit.verify.captured import Array
 
-Key = tuple[Stage, str, str]
-"""Stage, name and slot of a tensor, over all micro batches and ranks."""
+ComparisonKey = tuple[Stage, str, str]
+"""Stage, name and slot of a tensor, which all ranks and micro batches share."""
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A tensor of one rank, and the same part of the reference's."""
+class ComparedTensor:
+    """A tensor of one rank of the strategy, and the same part of the reference's tensor."""
 
     rank: int
     micro_batch: int | None
+    """Number of the micro batch on the rank; None if the tensor belongs to the whole iteration."""
     ours: Array
     reference: Array
     region: tuple[slice, ...] = ()
-    """Where it lies in the whole parameter; empty if it is all of it, or no parameter's."""
+    """Region of the full parameter; empty for the whole parameter, and for activations."""
 
 
 @dataclass
-class Comparison:
-    """One tensor over all ranks and micro batches."""
+class TensorComparison:
+    """Comparison of one tensor over all ranks and micro batches."""
 
-    key: Key
+    key: ComparisonKey
     tolerance: float
+    """Largest relative error that rounding explains; 0 if values must be equal bit for bit."""
     order: float
-    """Its place among all, in the order in which the reference computed them."""
+    """Position among all tensors, in the order in which the reference computed them."""
     error: float = 0.0
-    """The largest, relative; infinite where the reference is zero and this is not."""
+    """Largest relative error; infinite if the reference is zero and the strategy's tensor is not."""
     compared: int = 0
+    """Number of ranks' tensors that were compared."""
     wrong_ranks: set[int] = field(default_factory=set)
+    """Ranks of which some tensor is beyond the tolerance."""
     right_ranks: set[int] = field(default_factory=set)
+    """Ranks of which some tensor is within the tolerance."""
     replicas_differ: tuple[int, ...] = ()
-    """Ranks whose copies differ, where they must be equal bit for bit."""
+    """Ranks whose copies differ although they must be equal bit for bit."""
     uncovered: int = 0
-    """Elements of a parameter that no rank holds."""
-    worst: Pair | None = None
-    copies: list[Pair] = field(default_factory=list)
-    """Of a parameter that is wrong, every rank's part: what they are together says what is wrong."""
-    said: str = ""
-    """What is wrong, in words, where no values say it."""
+    """Number of the parameter's elements that no rank holds."""
+    worst: ComparedTensor | None = None
+    """The tensor with the largest error beyond the tolerance; None if every tensor is within it."""
+    copies: list[ComparedTensor] = field(default_factory=list)
+    """Parts of all ranks of a wrong parameter, which together show the kind of the error."""
+    fault: str = ""
+    """Description of a fault that is found without comparing values; empty if there is none."""
 
     @property
     def differs(self) -> bool:
-        """Whether it is wrong."""
+        """True if the tensor is wrong: too large an error, copies that differ, or missing elements."""
         return self.error > self.tolerance or bool(self.replicas_differ) or self.uncovered > 0
 
-    def add_copies(self, pair: Pair, other: int) -> None:
-        """Note that a tensor is not that of another rank, which should be equal bit for bit."""
-        self.replicas_differ = tuple(sorted({*self.replicas_differ, pair.rank, other}))
+    def add_copies(self, tensor: ComparedTensor, holder: int) -> None:
+        """Record that a rank's copy is not equal bit for bit to the copy of rank `holder`.
+
+        `tensor.reference` is that copy of rank `holder`.
+        """
+        self.replicas_differ = tuple(sorted({*self.replicas_differ, tensor.rank, holder}))
         if self.worst is None:
-            self.worst = pair
-            self.error = max(self.error, relative_error(pair.ours, pair.reference))
+            self.worst = tensor
+            self.error = max(self.error, relative_error(tensor.ours, tensor.reference))
 
     @property
     def ratio(self) -> float:
-        """Error over tolerance: what the picture shows."""
+        """Error over tolerance; at least 1 if copies differ or elements are missing."""
         if self.replicas_differ or self.uncovered:
             return max(np.inf if self.tolerance == 0 else self.error / self.tolerance, 1.0)
         if self.tolerance == 0:
             return 0.0 if self.error == 0 else np.inf
         return self.error / self.tolerance
 
-    def add(self, pair: Pair, error: float | None = None) -> None:
-        """Take one rank's tensor in, with the relative error unless that is measured otherwise."""
+    def add(self, tensor: ComparedTensor, error: float | None = None) -> None:
+        """Add one rank's tensor; its error is the relative error unless `error` is given."""
         if error is None:
-            error = relative_error(pair.ours, pair.reference)
+            error = relative_error(tensor.ours, tensor.reference)
         self.compared += 1
-        wrong = error > self.tolerance
-        (self.wrong_ranks if wrong else self.right_ranks).add(pair.rank)
-        if wrong and (self.worst is None or error > self.error):
-            self.worst = pair
+        is_wrong = error > self.tolerance
+        if is_wrong:
+            self.wrong_ranks.add(tensor.rank)
+        else:
+            self.right_ranks.add(tensor.rank)
+        if is_wrong and (self.worst is None or error > self.error):
+            self.worst = tensor
         self.error = max(self.error, error)
 
 
 @dataclass(frozen=True)
-class Said:
-    """What is wrong with a parameter where no values of two runs say it."""
+class ParameterFault:
+    """Result of checking one parameter without comparing values of two runs."""
 
     name: str
+    """Name of the full parameter."""
     ranks: tuple[int, ...]
+    """Ranks that are at fault."""
     kind: str
-    """In words; empty where nothing is wrong."""
-    share: float = 1.0
-    """Of its elements."""
+    """Description of the fault; empty if there is none."""
+    fraction: float = 1.0
+    """Fraction of the parameter's elements that the fault concerns."""
 
 
 @dataclass(frozen=True)
-class Compared:
-    """All tensors of two captures."""
+class CaptureComparison:
+    """Comparison of all tensors of two captures."""
 
-    comparisons: tuple[Comparison, ...]
-    """In the order in which the reference computed them."""
+    comparisons: tuple[TensorComparison, ...]
+    """Comparisons in the order in which the reference computed the tensors."""
     not_aligned: tuple[str, ...]
-    """What could not be compared, and why."""
+    """Lines that name tensors that could not be compared, with the reason."""
     seen: int
-    """Tensors of the strategy's ranks, and those of the reference that none of them has."""
+    """Number of tensors of the strategy's ranks, plus tensors that only the reference has."""
     compared: int
-    """How many of them were compared."""
+    """Number of the seen tensors that were compared."""
     routing_flips: int = 0
-    """Tokens for which a router chose other experts, within the rounding of what it chose by."""
+    """Number of tokens for which a router chose other experts because of rounding alone."""
     constant: int | None = None
-    """Parameters and buffers that begin with one value; None where no start was captured."""
+    """Number of parameters and buffers that start with one value; None if no start was captured."""
     initialised: int = 0
-    """Pieces of parameters whose own initialisation, of the strategy's ranks, was looked at."""
-    pairs_of: Callable[[Key, int], list[Pair]] = lambda *_: []
-    """Every rank's tensor of an activation and one micro batch, each with the reference's part."""
-    like: Callable[[Comparison], Iterable[tuple[str, Array]]] = lambda _: ()
-    """The same part of the reference's other parameters, by name; of a state also its own gradient."""
+    """Number of parameter parts of the strategy whose initialization was checked."""
+    pairs_of: Callable[[ComparisonKey, int], list[ComparedTensor]] = lambda *_: []
+    """Function from an activation's key and a micro batch to the compared tensors of every rank."""
+    similar_tensors: Callable[[TensorComparison], Iterable[tuple[str, Array]]] = lambda _: ()
+    """Function from a comparison to named tensors of the reference that may be mixed up with it."""
 
-    def wrong(self, *stages: Stage) -> list[Comparison]:
-        """Those that differ, the earliest first; of some stages or of all."""
-        of = stages or tuple(Stage)
-        return [one for one in self.comparisons if one.differs and one.key[0] in of]
+    def wrong(self, *stages: Stage) -> list[TensorComparison]:
+        """Return the comparisons that differ, earliest first; of all stages if none is named."""
+        wanted_stages = stages or tuple(Stage)
+        return [
+            comparison
+            for comparison in self.comparisons
+            if comparison.differs and comparison.key[0] in wanted_stages
+        ]
 
 
 def relative_error(ours: Array, reference: Array) -> float:
-    """Norm of the difference over the reference's norm; of integers the share that differs.
+    """Return the norm of the difference over the reference's norm.
 
-    A result that is not finite where the reference is gives infinity.
+    For integers and truth values, return the fraction of elements that differ. Empty tensors have no error.
+    The error is infinite if the reference is zero and `ours` is not, or if a difference is not finite;
+    tensors that are equal, NaN included, have error 0.
     """
     if ours.size == 0:
         return 0.0
     if not np.issubdtype(ours.dtype, np.floating):
         return float(np.mean(ours != reference))
-    difference, size = map(float, np.sqrt(_squares(ours.ravel(), reference.ravel())))
+    norms = np.sqrt(_sums_of_squares(ours.ravel(), reference.ravel()))
+    difference, size = float(norms[0]), float(norms[1])
     if not np.isfinite(difference):
         return 0.0 if np.array_equal(ours, reference, equal_nan=True) else np.inf
     if size == 0:
@@ -140,15 +164,16 @@ def relative_error(ours: Array, reference: Array) -> float:
     return difference / size
 
 
-def _squares(ours: Array, reference: Array) -> Array:
-    """The sum of squares of the difference, and of the reference.
+def _sums_of_squares(ours: Array, reference: Array) -> Array:
+    """Return the sums of squares of the difference and of the reference, for flat arrays.
 
-    Not by BLAS, whose threads spin for small arrays: half of a verification's time.
+    `np.linalg.norm` would call BLAS, whose threads spin on small arrays: half of a verification's time.
     """
-    squares = np.zeros(2)
+    sums = np.zeros(2)
     for begin in range(0, reference.size, STRETCH):
-        part = slice(begin, begin + STRETCH)
-        held = reference[part].astype(np.float64)
-        off = ours[part] - held
-        squares += np.einsum("i,i->", off, off), np.einsum("i,i->", held, held)
-    return squares
+        chunk = slice(begin, begin + STRETCH)
+        expected = reference[chunk].astype(np.float64)
+        difference = ours[chunk] - expected
+        sums[0] += np.einsum("i,i->", difference, difference)
+        sums[1] += np.einsum("i,i->", expected, expected)
+    return sums

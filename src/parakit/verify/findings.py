@@ -1,4 +1,8 @@
-"""What is known of Megatron's own numerical bugs: `docs/upstream/findings.yaml`, one entry a finding."""
+"""Read the known numerical bugs of Megatron from `docs/upstream/findings.yaml`, one entry per finding.
+
+A finding is a bug that others have reported or that this project has found, with the Megatron versions that
+have it and, if it can be reproduced on CPU ranks, the command that shows it.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,13 @@ from parakit.artifacts.capture import Stage
 from parakit.config.files import ROOT, from_root, read_yaml
 
 FOLDER = ROOT / "docs/upstream"
+"""Folder of `findings.yaml`, of patches and of reports to upstream."""
 VERSIONS = ("f4fa7d6b", "0.16.1", "0.17.1", "0.18.2", "0.19.0")
-"""The Megatrons for which every finding is judged."""
+"""Megatron versions and commits for which every finding is judged."""
 
 
-class Judged(StrEnum):
-    """What a finding comes to on CPU ranks."""
+class FindingStatus(StrEnum):
+    """Result of trying to reproduce a finding on CPU ranks."""
 
     REPRODUCED = "reproduced"
     ABSENT = "not present"
@@ -27,7 +32,7 @@ class Judged(StrEnum):
 
 
 class Basis(StrEnum):
-    """How it is known of a version."""
+    """Basis of the claim that a version has a bug or does not: it was run, or its source was read."""
 
     RUN = "run"
     READ = "read"
@@ -35,95 +40,103 @@ class Basis(StrEnum):
 
 @dataclass(frozen=True)
 class Effect:
-    """Relative differences from one rank after some iterations, of the strategy with the bug and cured.
-
-    Of the loss, and of all weights as one vector: the norm of the difference over the norm of how far
-    training moved one rank's weights.
-    """
+    """Relative differences from one rank after some iterations, with the bug and with its patch."""
 
     iterations: int
     loss: float
+    """Relative difference of the loss with the bug."""
     weights: float
+    """Difference of all weights as one vector with the bug: the norm of the difference over the norm of how
+    far training has moved one rank's weights."""
     cured_loss: float
+    """Relative difference of the loss with the patch."""
     cured_weights: float
+    """Difference of the weights with the patch."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One bug, reported by others or found here."""
+    """A numerical bug of Megatron, reported by others or found by this project."""
 
     id: str
     title: str
-    verdict: Judged
+    verdict: FindingStatus
     present: dict[str, Basis]
-    """Versions that have it."""
+    """Versions that have the bug, with the basis of the claim."""
     absent: dict[str, Basis]
+    """Versions that do not have the bug, with the basis of the claim."""
     why: str
-    """What is wrong; where it is not reproduced, why not."""
+    """Cause of the bug; if the bug is not reproduced, the reason."""
     thread: str = ""
-    """Where it is described, such as `NVIDIA/Megatron-LM#7452 A8`; empty: in no thread that we know."""
+    """Upstream thread that describes the bug, such as `NVIDIA/Megatron-LM#7452 A8`; empty if none is known."""
     model: str = "gpt2-tiny"
     strategies: tuple[str, ...] = ()
-    """Strategies that show it, the smallest first."""
+    """Strategies that show the bug, the one with the fewest ranks first."""
     devices: int = 2
+    """Number of ranks of the first strategy."""
     flags: tuple[str, ...] = ()
+    """Megatron's flags of both runs (`EXTRA=`)."""
     own_flags: tuple[str, ...] = ()
-    """Of the strategy alone (`EXTRA_B=`)."""
+    """Megatron's flags of the strategy's run alone (`EXTRA_B=`)."""
     reference: str = ""
-    """A strategy; empty is one rank."""
+    """Strategy of the reference; empty for one rank."""
     stage: Stage | None = None
-    """Of the first wrong tensor, as module and kind."""
+    """Stage of the first wrong tensor."""
     module: str = ""
+    """Module of the first wrong tensor."""
     kind: str = ""
+    """Kind of the first wrong tensor's error."""
     fails: str = ""
-    """Words of the error that ends the strategy's run, where there is no tensor to compare."""
+    """Text of the error that ends the strategy's run, if the run ends before tensors can be compared."""
     checkout: bool = False
-    """Whether it takes `MEGATRON_LM=`: the kit's own entry refuses it."""
+    """Whether the command needs `MEGATRON_LM=`, because the kit's own training entry refuses the flags."""
     behind: str = ""
-    """Another finding that hides it; its patch is applied where this one is shown."""
+    """Id of another finding that hides this one, and whose patch is applied to show it; empty if none."""
     witness: str = ""
-    """A file beside the patch that ends with an error what never ends by itself; applied likewise."""
+    """File beside the patch that ends a run with an error which would otherwise hang; empty if none."""
     effect: Effect | None = None
+    """Effect of the bug on training; None if it was not measured."""
 
     @property
     def patch(self) -> Path:
-        """A `PATCH_FILE=` file that cures it, and what hides it."""
+        """Path of the `PATCH_FILE=` that corrects this bug, and the bug that hides it."""
         return FOLDER / f"{self.id.replace('-', '_')}.py"
 
     @property
     def report(self) -> Path | None:
-        """The report to upstream, where there is one."""
+        """Path of the report to upstream; None if there is none."""
         path = FOLDER / f"{self.id}.md"
         return path if path.is_file() else None
 
     @property
     def shown_with(self) -> Path | None:
-        """What it is shown with: its witness, or the patch of what hides it."""
+        """Path of the file with which the bug is shown: its witness, or the patch of what hides it."""
         if self.witness:
             return FOLDER / self.witness
         return FOLDER / f"{self.behind.replace('-', '_')}.py" if self.behind else None
 
     def command(self, patch: Path | None = None) -> str:
-        """What verifies its smallest strategy, with a patch or as it is."""
-        words = [f"make verify-{self.strategies[0]}-{self.model}-{self.devices}cpu"]
-        given = {
+        """Return the `make` command that verifies the first strategy, with `patch` as its `PATCH_FILE=`."""
+        variables = {
             "REFERENCE": self.reference,
             "EXTRA": shlex.join(self.flags),
             "EXTRA_B": shlex.join(self.own_flags),
             "PATCH_FILE": from_root(patch) if patch else "",
             "MEGATRON_LM": "<checkout>" if self.checkout else "",
         }
-        words += [f'{name}="{value}"' for name, value in given.items() if value]
-        return " ".join(words)
+        arguments = [f"make verify-{self.strategies[0]}-{self.model}-{self.devices}cpu"]
+        arguments += [f'{name}="{value}"' for name, value in variables.items() if value]
+        return " ".join(arguments)
 
 
 def list_findings() -> tuple[Finding, ...]:
-    """All, in the order of the file.
+    """Read all findings, in the order of the file.
 
     Raises:
-        msgspec.ValidationError: An entry lacks a field, or has one of another kind.
+        msgspec.ValidationError: An entry lacks a field, or a field has a value of the wrong type.
     """
     entries: list[dict[str, Any]] = read_yaml(FOLDER / "findings.yaml")
     for entry in entries:
-        entry |= {name: shlex.split(entry.get(name, "")) for name in ("flags", "own_flags")}
+        for name in ("flags", "own_flags"):
+            entry[name] = shlex.split(entry.get(name, ""))
     return msgspec.convert(entries, tuple[Finding, ...])

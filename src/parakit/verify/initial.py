@@ -1,8 +1,8 @@
-"""What the layouts of two runs begin with by themselves, before they load the same weights.
+"""Check the weights that each layout initializes by itself, before shared weights are loaded.
 
-Loaded weights hide a wrong initialisation. One rank and several draw other numbers, so values are not
-compared with the reference's: copies on several ranks must be equal, all else must differ, and each must
-have the reference's mean and standard deviation.
+Loaded weights hide a wrong initialization. Layouts with other parallel degrees draw other random numbers, so
+values are not compared with the reference's. Instead, copies of a part on several ranks must be equal,
+parts of other regions must differ, and each part must have the reference's mean and standard deviation.
 """
 
 from __future__ import annotations
@@ -10,63 +10,107 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from parakit.artifacts.capture import InitialPiece, read_initial
-from parakit.verify.captured import Capture, whole_name
-from parakit.verify.comparison import Said
+from parakit.verify.captured import Capture, full_parameter_name
+from parakit.verify.comparison import ParameterFault
 
-_SIGMAS = 6.0
-"""Of the error of a mean or a standard deviation that was measured on so many elements."""
-_ROUNDING = 1e-2
-"""A standard deviation's, relative, in half precision."""
-_FEWEST = 8
-"""Elements that are not alike by chance."""
-_Held = tuple[int, InitialPiece]
-"""A rank and what it has."""
+_MAX_STANDARD_ERRORS = 6.0
+"""Standard errors by which a mean or a standard deviation may differ from the reference's."""
+_HALF_PRECISION_ERROR = 1e-2
+"""Relative rounding error of a mean or a standard deviation in half precision."""
+_MIN_ELEMENTS = 8
+"""Smallest number of elements that are not equal by chance."""
 
 
-def wrong_starts(reference: Capture, strategy: Capture) -> Iterator[Said]:
-    """Parameters that the strategy initialises otherwise, the most telling kind first."""
-    ours, theirs = held_by(strategy), held_by(reference)
-    places: defaultdict[object, list[_Held]] = defaultdict(list)
-    values: defaultdict[str, list[_Held]] = defaultdict(list)
-    for rank, piece in ours:
-        places[piece.where].append((rank, piece))
-        if piece.deviation > 0 and math.prod(piece.shape) >= _FEWEST:
-            values[piece.digest].append((rank, piece))
-    for copies in places.values():
-        if len({piece.digest for _, piece in copies}) > 1:
-            ranks = tuple(sorted(rank for rank, _ in copies))
+@dataclass(frozen=True)
+class RankPiece:
+    """A part of a parameter as one rank has initialized it."""
+
+    rank: int
+    piece: InitialPiece
+
+    @property
+    def name(self) -> str:
+        """Name of the full parameter."""
+        return full_parameter_name(self.piece.name)
+
+
+def find_wrong_initializations(reference: Capture, strategy: Capture) -> Iterator[ParameterFault]:
+    """Yield the parts of parameters that the strategy initializes wrongly.
+
+    First come copies that differ between ranks, then parts that copy another part, then parts with another
+    mean or standard deviation than the reference's. One parameter can be yielded several times.
+    """
+    pieces = list_initial_pieces(strategy)
+    yield from _find_different_copies(pieces)
+    yield from _find_equal_parts(pieces)
+    expected_by_unit = {
+        expected.piece.unit: expected.piece for expected in list_initial_pieces(reference)
+    }
+    for part in pieces:
+        expected_piece = expected_by_unit.get(part.piece.unit, part.piece)
+        kind = _compare_moments(part.piece, expected_piece)
+        if kind:
+            yield ParameterFault(part.name, ranks=(part.rank,), kind=kind)
+
+
+def list_initial_pieces(capture: Capture) -> list[RankPiece]:
+    """Return all parts of all ranks; empty if the run did not initialize weights and then load others."""
+    return [
+        RankPiece(rank_capture.rank.rank, piece)
+        for rank_capture in capture.ranks
+        for piece in read_initial(rank_capture.folder)
+    ]
+
+
+def _find_different_copies(pieces: list[RankPiece]) -> Iterator[ParameterFault]:
+    """Yield the parts whose copies on several ranks are not equal bit for bit."""
+    copies_by_position: defaultdict[object, list[RankPiece]] = defaultdict(list)
+    for part in pieces:
+        copies_by_position[part.piece.where].append(part)
+    for copies in copies_by_position.values():
+        if len({copy.piece.digest for copy in copies}) > 1:
+            ranks = tuple(sorted(copy.rank for copy in copies))
             kind = "copies are initialised otherwise on each of the ranks"
-            yield Said(whole_name(copies[0][1].name), ranks, kind)
-    for alike in values.values():
-        source, first = alike[0]
-        for rank, other in alike:
-            if other.where != first.where:
-                same = whole_name(other.name) == whole_name(first.name)
-                what = f"the part of rank {source}" if same else whole_name(first.name)
-                kind = f"initialised as a copy of {what}"
-                yield Said(whole_name(other.name), (rank,), kind)
-    expected = {piece.unit: piece for _, piece in theirs}
-    for rank, piece in ours:
-        if kind := _otherwise(piece, expected.get(piece.unit, piece)):
-            yield Said(whole_name(piece.name), (rank,), kind)
+            yield ParameterFault(copies[0].name, ranks=ranks, kind=kind)
 
 
-def held_by(capture: Capture) -> list[_Held]:
-    """All pieces of all ranks; none where a run did not initialise its weights and then load others."""
-    return [(one.rank.rank, piece) for one in capture.ranks for piece in read_initial(one.folder)]
+def _find_equal_parts(pieces: list[RankPiece]) -> Iterator[ParameterFault]:
+    """Yield the parts that have the same random values as a part of another region or parameter.
+
+    Constant and very small parts are equal without a fault, so they are left out.
+    """
+    equal_parts: defaultdict[str, list[RankPiece]] = defaultdict(list)
+    for part in pieces:
+        if part.piece.deviation > 0 and math.prod(part.piece.shape) >= _MIN_ELEMENTS:
+            equal_parts[part.piece.digest].append(part)
+    for parts in equal_parts.values():
+        first = parts[0]
+        for part in parts:
+            if part.piece.where != first.piece.where:
+                is_same_parameter = part.name == first.name
+                source = f"the part of rank {first.rank}" if is_same_parameter else first.name
+                kind = f"initialised as a copy of {source}"
+                yield ParameterFault(part.name, ranks=(part.rank,), kind=kind)
 
 
-def _otherwise(piece: InitialPiece, like: InitialPiece) -> str:
-    """In which moment of its values it is another than the reference's; empty in none."""
-    sizes = math.prod(piece.shape), math.prod(like.shape)
-    error = _SIGMAS * float(np.sqrt(sum(1 / size for size in sizes)))
-    ours, theirs = piece.deviation, like.deviation
-    if abs(ours - theirs) > theirs * (error / np.sqrt(2) + _ROUNDING):
-        return f"initialised with a standard deviation of {ours:.3g}, not {theirs:.3g}"
-    if abs(piece.mean - like.mean) > theirs * error + _ROUNDING * abs(like.mean):
-        return f"initialised with a mean of {piece.mean:.3g}, not {like.mean:.3g}"
+def _compare_moments(piece: InitialPiece, expected: InitialPiece) -> str:
+    """Return text on a standard deviation or mean that differs from the expected one; empty if neither does.
+
+    The allowed difference is several standard errors for the number of elements, plus rounding.
+    """
+    num_elements, num_expected = math.prod(piece.shape), math.prod(expected.shape)
+    standard_error = float(np.sqrt(1 / num_elements + 1 / num_expected))
+    allowed = _MAX_STANDARD_ERRORS * standard_error
+    deviation, expected_deviation = piece.deviation, expected.deviation
+    allowed_of_deviation = expected_deviation * (allowed / np.sqrt(2) + _HALF_PRECISION_ERROR)
+    if abs(deviation - expected_deviation) > allowed_of_deviation:
+        return f"initialised with a standard deviation of {deviation:.3g}, not {expected_deviation:.3g}"
+    allowed_of_mean = expected_deviation * allowed + _HALF_PRECISION_ERROR * abs(expected.mean)
+    if abs(piece.mean - expected.mean) > allowed_of_mean:
+        return f"initialised with a mean of {piece.mean:.3g}, not {expected.mean:.3g}"
     return ""

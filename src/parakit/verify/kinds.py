@@ -1,7 +1,8 @@
-"""What kind of error a tensor has: a factor, a missing sum, rows in another order, copies that differ, …
+"""Classify the error of a wrong tensor: a factor, a missing sum, rows in another order, and so on.
 
-The tests are tried in an order in which an earlier one explains more; each fits what was computed
-(`h`, ours) to what should have been (`f`, the reference's).
+The inputs are the wrong tensor of each rank (`ours`) and what it should be (`reference`). Each test fits one
+kind of error to them. The tests are tried in a fixed order, in which a test that explains more of the error
+comes earlier; the first kind that fits is the result.
 """
 
 from __future__ import annotations
@@ -13,294 +14,392 @@ import numpy as np
 
 from parakit.artifacts.capture import UNOBSERVED, CapturedRank, Stage
 from parakit.verify.captured import Array
-from parakit.verify.comparison import Comparison, Pair, relative_error
+from parakit.verify.comparison import ComparedTensor, TensorComparison, relative_error
 
-_LEFT = 0.1
-"""Largest share of an error that a fit may leave unexplained, where that is above rounding."""
-_MOST = 0.9
-"""Share of the wrong rows that must be found elsewhere to say that rows were moved."""
-_MOST_ROWS = 65_536
-_MOST_FITTED = 2**26
-"""Elements of all parts together: half a gigabyte of float64."""
-_FEWEST = 16
-"""Elements from which rounding can be told."""
+_UNEXPLAINED_FRACTION = 0.1
+"""Largest fraction of an error that a fit may leave unexplained, if that is more than rounding."""
+_REQUIRED_FRACTION = 0.9
+"""Smallest fraction of elements or wrong rows that a kind must explain."""
+_MAX_ROWS = 65_536
+"""Largest number of rows that are searched for moved rows."""
+_MAX_FITTED_ELEMENTS = 2**26
+"""Largest number of elements of all parts of a fit together: half a gigabyte of float64."""
+_MIN_ROUNDED_ELEMENTS = 16
+"""Smallest number of elements in which rounding to bf16 can be told from other errors."""
+_CLOSE_FACTOR = 1e-3
+"""Relative distance from a parallel degree within which a factor is named after it."""
+_SIGNIFICANT_ERROR = 1e-3
+"""Fraction of the largest absolute error above which an element counts as wrong."""
+_MIN_ZERO_FRACTION = 0.01
+"""Fraction of zeros from which a tensor can show its dropout mask."""
+_BF16_STEP = 2.0**-7
+"""Distance from 1 to the next larger bf16 number; rounding to nearest is off by half of it."""
+_VISIBLE_ROUNDING = 2.0**-12
+"""Median relative error from which errors may come from bf16 and not from fp32."""
 _SOME_RANKS = "wrong on some ranks only"
 MORE_GRADIENT = "another multiple of its gradient"
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The kind of an error."""
+class ErrorKind:
+    """Kind of a tensor's error."""
 
     name: str
-    """In words, such as `factor ×TP` or `missing sum over TP ranks`."""
+    """Description, such as `factor ×TP` or `missing sum over TP ranks`."""
     factor: float | None = None
-    """Of ours to the reference's, where that is what is wrong."""
+    """Ratio of ours to the reference's tensor, or to its wrong part; None if the error is no factor."""
 
 
-def kind_of(
-    found: Comparison,
-    pairs: Sequence[Pair],
+def classify_error(
+    comparison: TensorComparison,
+    tensors: Sequence[ComparedTensor],
     rank: CapturedRank,
-    like: Iterable[tuple[str, Array]] = (),
-) -> Kind:
-    """Say what is wrong with a tensor.
+    similar_tensors: Iterable[tuple[str, Array]] = (),
+) -> ErrorKind:
+    """Return the kind of a wrong tensor's error; `other` if no kind fits.
 
     Args:
-        found: Its comparison, which differs.
-        pairs: All ranks' tensors of one micro batch, the worst one's; the worst alone for parameters.
-        rank: Any rank of the strategy, for its degrees.
-        like: The reference's other tensors that it may be mixed up with (`Compared.like`).
+        comparison: Comparison of the tensor, which differs.
+        tensors: Tensors of all ranks in the micro batch with the largest error; for a parameter, the parts
+            of all ranks or the worst part alone.
+        rank: Any rank of the strategy, for its parallel degrees.
+        similar_tensors: Named tensors of the reference that the tensor may be mixed up with.
     """
-    return next(_kinds(found, pairs, rank, like), Kind("other"))
+    return next(_list_kinds(comparison, tensors, rank, similar_tensors), ErrorKind("other"))
 
 
-def _kinds(
-    found: Comparison, pairs: Sequence[Pair], rank: CapturedRank, like: Iterable[tuple[str, Array]]
-) -> Iterator[Kind]:
-    if found.said:
-        yield Kind(found.said)
-    if found.uncovered and not found.compared:
-        yield Kind("held by no rank")
-    if found.uncovered:
-        yield Kind(f"{found.uncovered} elements are held by no rank")
-    if found.key[2] == UNOBSERVED:
-        yield Kind("vanishes under observation: a buffer that is used again, or a race")
-    pair = found.worst
-    if pair is None:
-        if found.replicas_differ:
-            yield Kind("copies differ between ranks")
+def _list_kinds(
+    comparison: TensorComparison,
+    tensors: Sequence[ComparedTensor],
+    rank: CapturedRank,
+    similar_tensors: Iterable[tuple[str, Array]],
+) -> Iterator[ErrorKind]:
+    """Yield the kinds that fit, the most telling kind first."""
+    stage = comparison.key[0]
+    yield from _list_kinds_without_values(comparison)
+    worst = comparison.worst
+    if worst is None:
+        if comparison.replicas_differ:
+            yield ErrorKind("copies differ between ranks")
         return
-    if not np.issubdtype(pair.ours.dtype, np.floating):
-        yield from (Kind(f"that of {name}") for name, other in like if _is(pair, other))
-        yield from _moved(pair)
-        yield Kind("other values")
+    if not np.issubdtype(worst.ours.dtype, np.floating):
+        yield from _list_kinds_of_integers(worst, similar_tensors)
         return
-    if not np.isfinite(pair.ours).all():
-        yield Kind("not finite")
-    limit = _limit(found.error, found.tolerance)
-    if found.key[0] is Stage.NORM:
-        yield from _norms(pairs, limit)
-    yield from _factor(pair, limit, rank)
-    yield from _rounded_to_half(pair)
-    yield from _sums(pairs, limit, rank)
-    yield from _of_others(pair, found, like)
-    yield from _moved(pair)
-    if found.key[0] in (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS) and rank.dropout:
-        yield from _random(pair)
-    yield from _somewhere(pair, found, rank)
-    if found.replicas_differ:
-        yield Kind("copies differ between ranks")
-    if found.wrong_ranks and found.right_ranks:
-        yield Kind(_SOME_RANKS)
+    if not np.isfinite(worst.ours).all():
+        yield ErrorKind("not finite")
+    limit = _residual_limit(comparison.error, comparison.tolerance)
+    if stage is Stage.NORM:
+        yield from _find_wrong_norm(tensors, limit)
+    yield from _find_factor(worst, limit, rank)
+    yield from _find_bf16_rounding(worst)
+    yield from _find_missing_sum(tensors, limit, rank)
+    yield from _find_mixed_tensors(worst, comparison, similar_tensors)
+    yield from _find_moved_rows(worst)
+    if stage in (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS) and rank.dropout:
+        yield from _find_other_dropout_mask(worst)
+    yield from _find_wrong_rows(worst, comparison, rank)
+    if comparison.replicas_differ:
+        yield ErrorKind("copies differ between ranks")
+    if comparison.wrong_ranks and comparison.right_ranks:
+        yield ErrorKind(_SOME_RANKS)
 
 
-def _limit(error: float, tolerance: float) -> float:
-    """What a fit may leave of an error."""
-    return min(max(2 * tolerance, 1e-3 * error), _LEFT * error)
+def _list_kinds_of_integers(
+    tensor: ComparedTensor, similar_tensors: Iterable[tuple[str, Array]]
+) -> Iterator[ErrorKind]:
+    """Yield the kinds that fit a tensor of integers or truth values, `other values` last."""
+    for name, values in similar_tensors:
+        if _is_error_explained_by(tensor, values):
+            yield ErrorKind(f"that of {name}")
+    yield from _find_moved_rows(tensor)
+    yield ErrorKind("other values")
 
 
-def _norms(pairs: Sequence[Pair], limit: float) -> Iterator[Kind]:
-    """Whether ranks have the same norm, and if not, whether each has that of its own part."""
-    norms = {float(pair.ours.reshape(-1)[0]) for pair in pairs}
+def _list_kinds_without_values(comparison: TensorComparison) -> Iterator[ErrorKind]:
+    """Yield the kinds that follow from the comparison alone: faults and elements that no rank holds."""
+    if comparison.fault:
+        yield ErrorKind(comparison.fault)
+    if comparison.uncovered and not comparison.compared:
+        yield ErrorKind("held by no rank")
+    if comparison.uncovered:
+        yield ErrorKind(f"{comparison.uncovered} elements are held by no rank")
+    if comparison.key[2] == UNOBSERVED:
+        yield ErrorKind("vanishes under observation: a buffer that is used again, or a race")
+
+
+def _residual_limit(error: float, tolerance: float) -> float:
+    """Return the relative error that a fit may leave: rounding, or a small fraction of the error."""
+    return min(max(2 * tolerance, 1e-3 * error), _UNEXPLAINED_FRACTION * error)
+
+
+def _find_wrong_norm(tensors: Sequence[ComparedTensor], limit: float) -> Iterator[ErrorKind]:
+    """Yield a kind if ranks have different norms: each may have the norm of its own part."""
+    norms = {float(tensor.ours.reshape(-1)[0]) for tensor in tensors}
     if len(norms) > 1:
-        whole = np.array([sum(norm**2 for norm in norms) ** 0.5])
-        if relative_error(whole, pairs[0].reference) < limit:
-            yield Kind(f"missing sum of squares over {len(norms)} ranks")
-        yield Kind("another norm on each of the ranks")
+        total_norm = np.array([sum(norm**2 for norm in norms) ** 0.5])
+        if relative_error(total_norm, tensors[0].reference) < limit:
+            yield ErrorKind(f"missing sum of squares over {len(norms)} ranks")
+        yield ErrorKind("another norm on each of the ranks")
 
 
-def _factor(pair: Pair, limit: float, rank: CapturedRank) -> Iterator[Kind]:
-    """h ≈ α·f, with α the least squares fit."""
-    ours, reference = _flat(pair.ours), _flat(pair.reference)
+def _find_factor(tensor: ComparedTensor, limit: float, rank: CapturedRank) -> Iterator[ErrorKind]:
+    """Yield a kind if the tensor is a multiple of the reference, by a least-squares fit."""
+    ours, reference = _flatten(tensor.ours), _flatten(tensor.reference)
     square = float(reference @ reference)
     if square == 0:
         return
     factor = float(ours @ reference) / square
     if factor == 0 or relative_error(ours / factor, reference) > limit:
         return
-    yield Kind(f"factor {name_factor(factor, rank)}", factor)
+    yield ErrorKind(f"factor {name_factor(factor, rank)}", factor)
 
 
 def name_factor(factor: float, rank: CapturedRank) -> str:
-    """Return the degree of parallelism that a factor is, such as `×TP`, or its number."""
+    """Return the parallel degrees that a factor is close to, or the factor's number.
+
+    The text is `×TP` for the tensor-parallel degree, `÷TP` for its inverse, `×√TP` for its square root, and
+    several such texts joined by `or` if degrees are equal. Degrees of 1 are left out.
+    """
+    data, context = rank.data[1], rank.context[1]
     degrees = {
         "TP": rank.tensor[1],
-        "DP": rank.data[1],
-        "CP": rank.context[1],
+        "DP": data,
+        "CP": context,
         "EP": rank.expert[1],
         "PP": rank.pipeline[1],
         "micro batches": rank.micro_batches,
-        "DP × CP": rank.data[1] * rank.context[1] if min(rank.data[1], rank.context[1]) > 1 else 1,
+        "DP × CP": data * context if min(data, context) > 1 else 1,
     }
-    close = 1e-3
-    fits = []
+    texts = []
     for name, degree in degrees.items():
-        for size, said in ((degree, name), (degree**0.5, f"√{name}")):
-            if degree > 1 and abs(factor / size - 1) < close:
-                fits.append(f"×{said}")
-            elif degree > 1 and abs(factor * size - 1) < close:
-                fits.append(f"÷{said}")
-    return " or ".join(fits) or f"{factor:.6g}"
+        if degree <= 1:
+            continue
+        for label, size in ((name, degree), (f"√{name}", degree**0.5)):
+            if abs(factor / size - 1) < _CLOSE_FACTOR:
+                texts.append(f"×{label}")
+            elif abs(factor * size - 1) < _CLOSE_FACTOR:
+                texts.append(f"÷{label}")
+    return " or ".join(texts) or f"{factor:.6g}"
 
 
-def kind_of_parts(
-    pair: Pair, tolerance: float, parts: Mapping[str, Array], rank: CapturedRank, extra: str = ""
-) -> Kind | None:
-    """Say by what the parts are multiplied that a tensor is a sum of; None if that is not what is wrong.
+def classify_by_parts(
+    tensor: ComparedTensor,
+    tolerance: float,
+    parts: Mapping[str, Array],
+    rank: CapturedRank,
+    extra: str = "",
+) -> ErrorKind | None:
+    """Return which parts of a sum have a wrong factor in a tensor, by a least-squares fit.
 
-    The reference's is the sum of the parts, but for `extra`, such as what should have been forgotten.
+    Args:
+        tensor: The wrong tensor; its reference is the sum of the parts, without the part `extra`.
+        tolerance: Relative tolerance of the tensor.
+        parts: Named parts of the sum.
+        rank: Any rank of the strategy, for the names of factors.
+        extra: Name of a part that should not be in the sum, such as the gradient of the iteration before.
+
+    Returns:
+        The kind; None if the fit does not explain the tensor, or is too large to compute.
     """
-    if pair.ours.size * len(parts) > _MOST_FITTED:
+    if tensor.ours.size * len(parts) > _MAX_FITTED_ELEMENTS:
         return None
-    columns = np.stack([_flat(part) for part in parts.values()], axis=1)
-    found, _, independent, _ = np.linalg.lstsq(columns, _flat(pair.ours), rcond=1e-9)
-    limit = _limit(relative_error(pair.ours, pair.reference), tolerance)
-    if independent < len(parts) or relative_error(columns @ found, _flat(pair.ours)) > limit:
+    ours = _flatten(tensor.ours)
+    columns = np.stack([_flatten(part) for part in parts.values()], axis=1)
+    factors, _, num_independent, _ = np.linalg.lstsq(columns, ours, rcond=1e-9)
+    limit = _residual_limit(relative_error(tensor.ours, tensor.reference), tolerance)
+    if num_independent < len(parts) or relative_error(columns @ factors, ours) > limit:
         return None
-    said, lost, factor = [], [], None
-    for name, share in zip(parts, found, strict=True):
-        right = 0.0 if name == extra else 1.0
-        size = np.linalg.norm(parts[name]) * abs(share - right)
-        if size > _LEFT * np.linalg.norm(pair.ours - pair.reference):
-            factor = float(share)
-            times = name_factor(factor, rank)
-            if abs(factor) < _LEFT:
-                lost.append(name)
-            elif name == extra and abs(factor - 1) < _LEFT:
-                said.append(f"{name} on top")
-            else:
-                said.append(f"{name} {times if times[0] in '×÷' else f'×{times}'}")
-    said += [f"without {', '.join(lost)}"] if lost else []
-    return Kind(", ".join(said), factor if len(said) == 1 else None) if said else None
+    error_norm = np.linalg.norm(tensor.ours - tensor.reference)
+    descriptions: list[str] = []
+    missing_parts: list[str] = []
+    last_factor: float | None = None
+    for name, fitted_factor in zip(parts, factors, strict=True):
+        expected_factor = 0.0 if name == extra else 1.0
+        error_of_part = np.linalg.norm(parts[name]) * abs(fitted_factor - expected_factor)
+        is_wrong = error_of_part > _UNEXPLAINED_FRACTION * error_norm
+        if not is_wrong:
+            continue
+        factor = last_factor = float(fitted_factor)
+        if abs(factor) < _UNEXPLAINED_FRACTION:
+            missing_parts.append(name)
+        elif name == extra and abs(factor - 1) < _UNEXPLAINED_FRACTION:
+            descriptions.append(f"{name} on top")
+        else:
+            text = name_factor(factor, rank)
+            descriptions.append(f"{name} {text}" if text[0] in "×÷" else f"{name} ×{text}")
+    if missing_parts:
+        descriptions.append(f"without {', '.join(missing_parts)}")
+    if not descriptions:
+        return None
+    return ErrorKind(", ".join(descriptions), last_factor if len(descriptions) == 1 else None)
 
 
-def _sums(pairs: Sequence[Pair], limit: float, rank: CapturedRank) -> Iterator[Kind]:
-    """Ranks that should each have the whole: their sum fits, or each has others' share on top."""
-    if not pairs:
+def _find_missing_sum(
+    tensors: Sequence[ComparedTensor], limit: float, rank: CapturedRank
+) -> Iterator[ErrorKind]:
+    """Yield a kind if ranks that should each have the full tensor have terms of its sum or mean."""
+    if not tensors:
         return
-    reference = pairs[0].reference
-    alike = [pair for pair in pairs if np.array_equal(pair.reference, reference)]
-    ranks = len({pair.rank for pair in alike})
-    if ranks < 2 or ranks != len(alike):
+    reference = tensors[0].reference
+    copies = [tensor for tensor in tensors if np.array_equal(tensor.reference, reference)]
+    num_ranks = len({copy.rank for copy in copies})
+    if num_ranks < 2 or num_ranks != len(copies):
         return
-    total = np.sum([pair.ours for pair in alike], axis=0, dtype=np.float64)
-    over = "TP" if ranks == rank.tensor[1] else f"{ranks}"
+    total = np.sum([copy.ours for copy in copies], axis=0, dtype=np.float64)
+    group = "TP" if num_ranks == rank.tensor[1] else f"{num_ranks}"
     if relative_error(total, reference) < limit:
-        yield Kind(f"missing sum over {over} ranks")
-    elif relative_error(total / ranks, reference) < limit:
-        yield Kind(f"missing mean over {over} ranks")
+        yield ErrorKind(f"missing sum over {group} ranks")
+    elif relative_error(total / num_ranks, reference) < limit:
+        yield ErrorKind(f"missing mean over {group} ranks")
 
 
-def _rounded_to_half(pair: Pair) -> Iterator[Kind]:
-    """Rounded to the bits of bf16 where the reference is not; or off as far, either way, everywhere."""
-    ours, reference = pair.ours, pair.reference
-    if ours.dtype != np.float32 or reference.dtype != np.float32 or not _low_bits(reference).any():
+def _find_bf16_rounding(tensor: ComparedTensor) -> Iterator[ErrorKind]:
+    """Yield a kind if a float32 tensor was rounded to bf16 and the reference was not.
+
+    Either all of its values are bf16 numbers, or nearly all elements are off by at most half a bf16 step,
+    in both directions.
+    """
+    ours, reference = tensor.ours, tensor.reference
+    if ours.dtype != np.float32 or reference.dtype != np.float32:
         return
-    there, exact = reference != 0, not _low_bits(ours).any()
-    off = (ours[there].astype(np.float64) - reference[there]) / reference[there]
-    if len(off) < _FEWEST or np.mean(np.abs(off) <= 2.0 ** (-7 if exact else -8)) < _MOST:
+    if not _bits_below_bf16(reference).any():
         return
-    either_way = abs(np.sign(off).mean()) < 1 / 4
-    if exact or (either_way and np.median(np.abs(off)) > 2.0**-12):
-        yield Kind("rounding to bf16")
+    is_nonzero = reference != 0
+    is_all_bf16 = not _bits_below_bf16(ours).any()
+    difference = ours[is_nonzero].astype(np.float64) - reference[is_nonzero]
+    errors = difference / reference[is_nonzero]
+    largest_rounding = _BF16_STEP if is_all_bf16 else _BF16_STEP / 2
+    is_rounding = np.abs(errors) <= largest_rounding
+    if len(errors) < _MIN_ROUNDED_ELEMENTS or np.mean(is_rounding) < _REQUIRED_FRACTION:
+        return
+    is_in_both_directions = abs(np.sign(errors).mean()) < 1 / 4
+    is_visible = np.median(np.abs(errors)) > _VISIBLE_ROUNDING
+    if is_all_bf16 or (is_in_both_directions and is_visible):
+        yield ErrorKind("rounding to bf16")
 
 
-def _low_bits(values: Array) -> Array:
+def _bits_below_bf16(values: Array) -> Array:
+    """Return the 16 bits of each float32 value that a bf16 number does not have."""
     return np.asarray(np.ascontiguousarray(values).view(np.uint32) & 0xFFFF)
 
 
-def _of_others(pair: Pair, found: Comparison, like: Iterable[tuple[str, Array]]) -> Iterator[Kind]:
-    """Another parameter's tensor, or this one with it on top; a state with more of its gradient."""
-    ours, reference = _flat(pair.ours), _flat(pair.reference)
-    for name, values in like:
-        other = _flat(values)
-        if name == found.key[1]:
-            other = other**2 if found.key[2] == "exp_avg_sq" else other
-        elif relative_error(ours, other) < _LEFT * found.error:
-            yield Kind(f"that of {name}")
-        elif _is(pair, values):
-            yield Kind(f"in part that of {name}")
-        square = float(other @ other)
-        share = float((ours - reference) @ other) / square if square else 0.0
-        if not share or relative_error(reference + share * other, ours) > _LEFT * found.error:
+def _find_mixed_tensors(
+    tensor: ComparedTensor,
+    comparison: TensorComparison,
+    similar_tensors: Iterable[tuple[str, Array]],
+) -> Iterator[ErrorKind]:
+    """Yield a kind for each similar tensor that replaces the right tensor, or is added to it.
+
+    A similar tensor with the wrong tensor's own name is its gradient: an optimizer state may have taken
+    another multiple of the gradient.
+    """
+    _, wrong_name, slot = comparison.key
+    ours, reference = _flatten(tensor.ours), _flatten(tensor.reference)
+    limit = _UNEXPLAINED_FRACTION * comparison.error
+    for name, values in similar_tensors:
+        similar, is_own_gradient = _flatten(values), name == wrong_name
+        if is_own_gradient:
+            if slot == "exp_avg_sq":
+                similar = similar**2
+        elif relative_error(ours, similar) < limit:
+            yield ErrorKind(f"that of {name}")
+        elif _is_error_explained_by(tensor, values):
+            yield ErrorKind(f"in part that of {name}")
+        square = float(similar @ similar)
+        factor = float((ours - reference) @ similar) / square if square else 0.0
+        if not factor or relative_error(reference + factor * similar, ours) > limit:
             continue
-        if name == found.key[1]:
-            yield Kind(MORE_GRADIENT)
-        elif abs(share - 1) < _LEFT:
-            yield Kind(f"a sum too many: {name} on top")
+        if is_own_gradient:
+            yield ErrorKind(MORE_GRADIENT)
+        elif abs(factor - 1) < _UNEXPLAINED_FRACTION:
+            yield ErrorKind(f"a sum too many: {name} on top")
 
 
-def _is(pair: Pair, other: Array) -> bool:
-    """Whether all that is wrong is another tensor's."""
-    off = np.abs(np.subtract(pair.ours, pair.reference, dtype=np.float64))
-    wrong = off > 1e-3 * off.max(initial=0.0)
-    if not wrong.any():
+def _is_error_explained_by(tensor: ComparedTensor, similar: Array) -> bool:
+    """Return True if the tensor's wrong elements are those of `similar`."""
+    errors = np.abs(np.subtract(tensor.ours, tensor.reference, dtype=np.float64))
+    is_wrong = errors > _SIGNIFICANT_ERROR * errors.max(initial=0.0)
+    if not is_wrong.any():
         return False
-    ours, reference, there = (one[wrong] for one in (pair.ours, pair.reference, other))
-    return relative_error(ours, there) < _LEFT * relative_error(ours, reference)
+    ours = tensor.ours[is_wrong]
+    error = relative_error(ours, tensor.reference[is_wrong])
+    return relative_error(ours, similar[is_wrong]) < _UNEXPLAINED_FRACTION * error
 
 
-def _moved(pair: Pair) -> Iterator[Kind]:
-    """Rows, or elements, of the reference in other places."""
-    ours, reference = _rows(pair.ours), _rows(pair.reference)
-    if ours.shape != reference.shape or not 1 < len(ours) <= _MOST_ROWS:
+def _find_moved_rows(tensor: ComparedTensor) -> Iterator[ErrorKind]:
+    """Yield a kind if the wrong rows, or elements of a vector, are the reference's in another order."""
+    ours, reference = _reshape_to_rows(tensor.ours), _reshape_to_rows(tensor.reference)
+    if ours.shape != reference.shape or not 1 < len(ours) <= _MAX_ROWS:
         return
-    places: dict[bytes, list[int]] = {}
-    for index, row in enumerate(_rounded(reference)):
-        places.setdefault(row.tobytes(), []).append(index)
-    if len(places) < len(reference) / 2:  # Most rows have equals, so that any fits.
+    indices_of_row: dict[bytes, list[int]] = {}
+    for index, row in enumerate(_round_for_search(reference)):
+        indices_of_row.setdefault(row.tobytes(), []).append(index)
+    # If most rows are equal to other rows, any order of the rows would fit.
+    if len(indices_of_row) < len(reference) / 2:
         return
-    wrong, shifts = 0, []
-    for index, row in enumerate(_rounded(ours)):
-        found = places.get(row.tobytes(), [])
-        if index in found:
+    num_wrong = 0
+    shifts: list[int] = []
+    for index, row in enumerate(_round_for_search(ours)):
+        reference_indices = indices_of_row.get(row.tobytes(), [])
+        if index in reference_indices:
             continue
-        wrong += 1
-        if found:
-            shifts.append(min(found, key=lambda place: abs(place - index)) - index)
-    if not wrong or len(shifts) < _MOST * wrong:
+        num_wrong += 1
+        if reference_indices:
+            distances = [reference_index - index for reference_index in reference_indices]
+            shifts.append(min(distances, key=abs))
+    if not num_wrong or len(shifts) < _REQUIRED_FRACTION * num_wrong:
         return
     if len(set(shifts)) == 1:
-        yield Kind(f"rows shifted by {shifts[0]:+d}")
+        yield ErrorKind(f"rows shifted by {shifts[0]:+d}")
     else:
-        yield Kind("rows in another order")
+        yield ErrorKind("rows in another order")
 
 
-def _random(pair: Pair) -> Iterator[Kind]:
-    """Zeros in other places: another dropout mask."""
-    ours, reference = pair.ours == 0, pair.reference == 0
-    shares = float(ours.mean()), float(reference.mean())
-    if min(shares) > 0.01 and (ours != reference).mean() > 0.5 * min(shares):
-        yield Kind("another random state")
+def _find_other_dropout_mask(tensor: ComparedTensor) -> Iterator[ErrorKind]:
+    """Yield a kind if the tensor is zero in other places than the reference."""
+    is_our_zero, is_reference_zero = tensor.ours == 0, tensor.reference == 0
+    smaller_fraction = min(float(is_our_zero.mean()), float(is_reference_zero.mean()))
+    fraction_that_differs = (is_our_zero != is_reference_zero).mean()
+    if smaller_fraction > _MIN_ZERO_FRACTION and fraction_that_differs > 0.5 * smaller_fraction:
+        yield ErrorKind("another random state")
 
 
-def _somewhere(pair: Pair, found: Comparison, rank: CapturedRank) -> Iterator[Kind]:
-    """Wrong in few places only: in the vocabulary's padding, or in some rows."""
-    ours, reference = _rows(pair.ours), _rows(pair.reference)
+def _find_wrong_rows(
+    tensor: ComparedTensor, comparison: TensorComparison, rank: CapturedRank
+) -> Iterator[ErrorKind]:
+    """Yield a kind if few rows are wrong, or only the padding of the vocabulary."""
+    ours, reference = _reshape_to_rows(tensor.ours), _reshape_to_rows(tensor.reference)
     if ours.shape != reference.shape or len(ours) < 2:
         return
-    size = float(np.linalg.norm(reference)) / len(reference) ** 0.5 or 1.0
-    wrong = np.linalg.norm(ours - reference, axis=1) > found.tolerance * size
-    places = np.flatnonzero(wrong)
-    if len(places) and "word_embeddings" in found.key[1] and places[0] >= rank.vocabulary:
-        yield Kind("in the vocabulary's padding only")
-    elif 0 < len(places) <= len(ours) / 4:
-        on = f"{_SOME_RANKS}, " if found.wrong_ranks and found.right_ranks else ""
-        yield Kind(f"{on}in {len(places)} of {len(ours)} rows, from {places[0]} to {places[-1]}")
+    usual_norm = float(np.linalg.norm(reference)) / len(reference) ** 0.5 or 1.0
+    errors = np.linalg.norm(ours - reference, axis=1)
+    wrong_rows = np.flatnonzero(errors > comparison.tolerance * usual_norm)
+    if not len(wrong_rows):
+        return
+    first, last = wrong_rows[0], wrong_rows[-1]
+    if "word_embeddings" in comparison.key[1] and first >= rank.vocabulary:
+        yield ErrorKind("in the vocabulary's padding only")
+    elif len(wrong_rows) <= len(ours) / 4:
+        prefix = f"{_SOME_RANKS}, " if comparison.wrong_ranks and comparison.right_ranks else ""
+        rows = f"in {len(wrong_rows)} of {len(ours)} rows, from {first} to {last}"
+        yield ErrorKind(f"{prefix}{rows}")
 
 
-def _flat(values: Array) -> Array:
+def _flatten(values: Array) -> Array:
+    """Return the values as a vector of float64."""
     return values.astype(np.float64).ravel()
 
 
-def _rows(values: Array) -> Array:
-    """One row an element of the leading dimensions; a vector's elements are rows."""
+def _reshape_to_rows(values: Array) -> Array:
+    """Return a matrix with one row per index of the leading dimensions; a vector's elements are rows."""
     return values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(-1, 1)
 
 
-def _rounded(values: Array) -> Array:
-    """Values to three digits of the tensor's size, so that equal rows have equal bytes."""
+def _round_for_search(values: Array) -> Array:
+    """Return values in whole thousandths of the largest, so that nearly equal rows have equal bytes.
+
+    Integers and truth values are returned as they are.
+    """
     if not np.issubdtype(values.dtype, np.floating):
         return values
     size = float(np.abs(values).max()) or 1.0

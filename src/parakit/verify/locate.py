@@ -1,6 +1,7 @@
-"""Where a tensor is wrong: the module to blame, its source, the worst element; what else is wrong.
+"""Locate an error: the module that causes it, its source, the worst element, and independent errors.
 
-One bug hides another, as all that follows from it is wrong too.
+An error spreads: every tensor that is computed from a wrong tensor is wrong too. This module finds the
+module between the last right and the first wrong tensor, and the errors that do not follow from it.
 """
 
 from __future__ import annotations
@@ -30,26 +31,38 @@ from parakit.artifacts.capture import (
 )
 from parakit.artifacts.verdict import Verdict
 from parakit.verify.captured import Capture
-from parakit.verify.comparison import Compared, Comparison, Pair
-from parakit.verify.kinds import MORE_GRADIENT, Kind, kind_of
+from parakit.verify.comparison import CaptureComparison, ComparedTensor, TensorComparison
+from parakit.verify.kinds import MORE_GRADIENT, ErrorKind, classify_error
 
 LOCAL = (Stage.OUTPUTS, Stage.LOSS, Stage.ACTIVATION_GRADIENTS)
 """Stages in which errors spread from module to module."""
 _OUTPUT_LAYER = "output_layer"
-"""The module whose output the loss takes."""
-_LAYER, _NUMBER = re.compile(r"\.layers\.\d+$"), re.compile(r"\.\d+\b")
-_TIED = ("embedding.", "output_layer.")
-"""Parameters that may be used twice: what is wrong of the one use is in the gradient of both."""
+"""Name of the module whose output, the logits, is the input of the loss."""
+_LAYER_SUFFIX = re.compile(r"\.layers\.\d+$")
+_NUMBER = re.compile(r"\.\d+\b")
+_TIED_PREFIXES = ("embedding.", "output_layer.")
+"""Parameters that may be used twice. An error of one use is then in the gradient of both."""
 
 
-def located(base: Verdict, first: Comparison, compared: Compared, strategy: Capture) -> Verdict:
-    """The verdict with all that is known of the first wrong tensor."""
+def locate_error(
+    base: Verdict, first: TensorComparison, compared: CaptureComparison, strategy: Capture
+) -> Verdict:
+    """Return the verdict completed with stage, module, kind, ranks, element and source of the error.
+
+    Args:
+        base: Verdict to complete.
+        first: Comparison of the first wrong tensor.
+        compared: All comparisons.
+        strategy: Capture in which the tensor is wrong.
+    """
     stage, _, slot = first.key
-    module, worst = _module(first, compared), first.worst
-    pairs = first.copies or ([worst] if worst else [])
+    module, worst = _find_module(first, compared), first.worst
+    tensors = first.copies or ([worst] if worst else [])
     if worst is not None and worst.micro_batch is not None:
-        pairs = compared.pairs_of(first.key, worst.micro_batch)
-    kind = kind_of(first, pairs, strategy.first, compared.like(first))
+        tensors = compared.pairs_of(first.key, worst.micro_batch)
+    kind = classify_error(first, tensors, strategy.first, compared.similar_tensors(first))
+    # Tensors at the start of an iteration were computed in the iteration before.
+    iteration = strategy.first.iteration - int(slot in STARTS)
     return replace(
         base,
         stage=stage,
@@ -60,74 +73,94 @@ def located(base: Verdict, first: Comparison, compared: Compared, strategy: Capt
         factor=kind.factor,
         error=first.error,
         tolerance=first.tolerance,
-        worst=None if slot in STARTS or worst is None else _worst_element(worst),
-        source=_source(first, module, kind, strategy),
-        iteration=0 if slot == INITIAL else strategy.first.iteration - int(slot in STARTS),
+        worst=None if slot in STARTS or worst is None else _describe_worst_element(worst),
+        source=_find_source(first, module, kind, strategy),
+        iteration=0 if slot == INITIAL else iteration,
     )
 
 
-def _worst_element(pair: Pair) -> str | None:
-    ours, reference = pair.ours, pair.reference
+def _describe_worst_element(tensor: ComparedTensor) -> str | None:
+    """Return index and values of the element with the largest error; None for empty tensors.
+
+    The index is that in the full parameter if the region is known, else that in the rank's tensor.
+    """
+    ours, reference = tensor.ours, tensor.reference
     if ours.shape != reference.shape or not ours.size:
         return None
-    off = np.nan_to_num(np.abs(np.subtract(ours, reference, dtype=np.float64)), nan=np.inf)
-    place = np.unravel_index(int(off.argmax()), off.shape)
-    starts = [part.start for part in pair.region] or [0] * len(place)
-    index = [int(number) + start for number, start in zip(place, starts, strict=True)]
-    at = f" at {index}" if index else ""
-    of = "" if pair.region else f" of rank {pair.rank}"
-    return f"worst{at}{of}: {ours[place]:.6g}, not {reference[place]:.6g}"
+    errors = np.abs(np.subtract(ours, reference, dtype=np.float64))
+    errors = np.nan_to_num(errors, nan=np.inf)
+    local_index = np.unravel_index(int(errors.argmax()), errors.shape)
+    starts = [part.start for part in tensor.region] or [0] * len(local_index)
+    index = [int(number) + start for number, start in zip(local_index, starts, strict=True)]
+    at_index = f" at {index}" if index else ""
+    of_rank = "" if tensor.region else f" of rank {tensor.rank}"
+    values = f"{ours[local_index]:.6g}, not {reference[local_index]:.6g}"
+    return f"worst{at_index}{of_rank}: {values}"
 
 
-def _module(first: Comparison, compared: Compared) -> str:
-    """The module whose code is between what was right and what is wrong.
+def _find_module(first: TensorComparison, compared: CaptureComparison) -> str:
+    """Return the module whose code is between the last right tensor and the first wrong tensor.
 
-    A wrong input of a module, or gradient of its output, is the doing of the module that calls it, if
-    what that one got was right; but for a layer's, which come from another stage or from nowhere else.
-    The gradient of the logits is the loss' doing.
+    A wrong input of a module, or a wrong gradient of its output, is the fault of the module that calls it,
+    if the calling module's own input is right. Inputs of a layer are an exception: they come from another
+    pipeline stage, or straight from the layer before. A wrong gradient of the logits is the loss' fault.
     """
     stage, name, slot = first.key
-    if (stage, name) == (Stage.ACTIVATION_GRADIENTS, _OUTPUT_LAYER) and slot.startswith("output"):
-        got = [one for one in compared.comparisons if one.key[:2] == (stage, LOSS)]
-        return LOSS if got and not any(one.differs for one in got) else name
-    side = "output" if stage is Stage.ACTIVATION_GRADIENTS else "input."
-    if slot.startswith(RECOMPUTED):
-        side = f"{RECOMPUTED}input."
-    if stage not in LOCAL or not slot.startswith(side):
-        return name
-    for around, caller in _callers(name, slot):
-        of = Stage.INPUTS if around == MODEL else stage
-        got = [
-            one
-            for one in compared.comparisons
-            if one.key[:2] == (of, around)
-            and one.key[2].startswith(side)
-            and one.key[2].partition(CALLED_BY)[2] == caller
+    is_logit_gradient = stage is Stage.ACTIVATION_GRADIENTS and name == _OUTPUT_LAYER
+    if is_logit_gradient and slot.startswith("output"):
+        of_loss = [
+            comparison for comparison in compared.comparisons if comparison.key[:2] == (stage, LOSS)
         ]
-        if got:
-            return name if any(one.differs for one in got) else around
+        is_loss_right = not any(comparison.differs for comparison in of_loss)
+        return LOSS if of_loss and is_loss_right else name
+    received_prefix = "output" if stage is Stage.ACTIVATION_GRADIENTS else "input."
+    if slot.startswith(RECOMPUTED):
+        received_prefix = f"{RECOMPUTED}input."
+    if stage not in LOCAL or not slot.startswith(received_prefix):
+        return name
+    for module, caller in _list_callers(name, slot):
+        stage_of_module = Stage.INPUTS if module == MODEL else stage
+        received = [
+            comparison
+            for comparison in compared.comparisons
+            if comparison.key[:2] == (stage_of_module, module)
+            and comparison.key[2].startswith(received_prefix)
+            and comparison.key[2].partition(CALLED_BY)[2] == caller
+        ]
+        if received:
+            is_right = not any(comparison.differs for comparison in received)
+            return module if is_right else name
     return name
 
 
-def _callers(name: str, slot: str) -> Iterator[tuple[str, str]]:
-    """The modules around a module's call, the innermost first, each with what it is called by.
+def _list_callers(name: str, slot: str) -> Iterator[tuple[str, str]]:
+    """Yield the modules around a module, innermost first, each with the module that calls it.
 
-    Those that it is in, then the one that calls them, or the model.
+    The second name is empty if the module is called by the module that it is a part of. After the modules
+    around it up to the layer comes the module that calls them, or the model.
     """
     _, _, caller = slot.partition(CALLED_BY)
-    around = name
-    while "." in around and not _LAYER.search(around):
-        around = around.rpartition(".")[0]
-        yield around, caller
-    if caller or not _LAYER.search(around):
+    module = name
+    while "." in module and not _LAYER_SUFFIX.search(module):
+        module = module.rpartition(".")[0]
+        yield module, caller
+    if caller or not _LAYER_SUFFIX.search(module):
         yield caller or MODEL, ""
 
 
-def _source(first: Comparison, name: str, kind: Kind, strategy: Capture) -> str | None:
-    """Where what computes the first wrong tensor stands: a function, or a module's forward pass."""
-    functions, modules = strategy.first.functions, strategy.modules
-    if source := functions.get(_function(first, name, kind, strategy.first)):
+def _find_source(
+    first: TensorComparison, name: str, kind: ErrorKind, strategy: Capture
+) -> str | None:
+    """Return file and line of the function, or of the forward pass, that computes the wrong tensor.
+
+    If the module itself has no recorded source, that of the closest module around it is returned; None if
+    there is none.
+    """
+    function = _find_function(first, name, kind, strategy.first)
+    source = strategy.first.functions.get(function)
+    if source:
         return source
+    modules = strategy.modules
     while name:
         if name in modules:
             return modules[name].source or None
@@ -135,63 +168,99 @@ def _source(first: Comparison, name: str, kind: Kind, strategy: Capture) -> str 
     return modules[MODEL].source if MODEL in modules else None
 
 
-def _function(first: Comparison, name: str, kind: Kind, rank: CapturedRank) -> str:
-    """Which of `CapturedRank.functions` computes it; empty where a module does."""
-    stage, of, slot = first.key
+def _find_function(first: TensorComparison, name: str, kind: ErrorKind, rank: CapturedRank) -> str:
+    """Return the key in `CapturedRank.functions` of the function that computes the wrong tensor.
+
+    An empty key means that a module computes it.
+    """
+    stage, wrong_name, slot = first.key
     if stage in LOCAL:
-        of_token = stage is Stage.LOSS and slot == OF_EACH_TOKEN
-        return stage if name == LOSS and (of == _OUTPUT_LAYER or of_token) else ""
+        is_token_loss = stage is Stage.LOSS and slot == OF_EACH_TOKEN
+        is_of_loss = name == LOSS and (wrong_name == _OUTPUT_LAYER or is_token_loss)
+        return stage if is_of_loss else ""
     if slot in (*STARTS, UNOBSERVED) or stage is Stage.LOCAL_GRADIENTS:
         return ""
-    if slot == BUFFER:  # What finalises gradients also updates experts' biases.
+    # The function that finalizes gradients also updates the experts' biases.
+    if slot == BUFFER:
         return Stage.REDUCED_GRADIENTS
-    shared = rank.data[1] * rank.context[1] > 1
-    if stage is Stage.REDUCED_GRADIENTS and shared and "TP" not in kind.name:
+    is_reduced_over_data = rank.data[1] * rank.context[1] > 1
+    is_tensor_parallel_error = "TP" in kind.name
+    if stage is Stage.REDUCED_GRADIENTS and is_reduced_over_data and not is_tensor_parallel_error:
         return BUCKETS
-    return CLIPPING if kind.name == MORE_GRADIENT else slot if slot in rank.functions else stage
+    if kind.name == MORE_GRADIENT:
+        return CLIPPING
+    return slot if slot in rank.functions else stage
 
 
-def also_wrong(
-    verdict: Verdict, first: Comparison, compared: Compared, strategy: Capture
+def list_independent_errors(
+    verdict: Verdict, first: TensorComparison, compared: CaptureComparison, strategy: Capture
 ) -> tuple[str, ...]:
-    """What is wrong by itself beside the first; of layers that are alike the first one."""
-    found: dict[str, str] = {}
-    alike = {_NUMBER.sub(".*", str(verdict.module)), _NUMBER.sub(".*", first.key[1])}
-    for one in _independent(compared, first):
-        name = _NUMBER.sub(".*", one.key[1])
-        if name not in alike:
-            source = _source(one, one.key[1], Kind(""), strategy)
-            found.setdefault(name, f"{one.key[0]}, {one.key[1]} ({source})")
-    return tuple(found.values())
+    """Return a line per error that does not follow from the first one, with its source.
 
-
-def _independent(compared: Compared, first: Comparison) -> Iterator[Comparison]:
-    """Tensors beside the first that are wrong although all that they are made of is right.
-
-    Modules that are given what is right, not those that a wrong one is in; then, of each stage, what
-    becomes of a gradient that is right before. What may follow from another is left out.
+    Of identical layers only the first is listed, and layers that are identical to the module of the first
+    error are left out.
     """
+    lines: dict[str, str] = {}
+    known_names = {_NUMBER.sub(".*", str(verdict.module)), _NUMBER.sub(".*", first.key[1])}
+    for comparison in _find_independent_errors(compared, first):
+        stage, module, _ = comparison.key
+        name = _NUMBER.sub(".*", module)
+        if name not in known_names:
+            source = _find_source(comparison, module, ErrorKind(""), strategy)
+            lines.setdefault(name, f"{stage}, {module} ({source})")
+    return tuple(lines.values())
+
+
+def _find_independent_errors(
+    compared: CaptureComparison, first: TensorComparison
+) -> Iterator[TensorComparison]:
+    """Yield tensors that are wrong although everything that they are computed from is right.
+
+    First come modules with right inputs that contain no wrong module. Then comes, for each later stage, at
+    most one gradient that is right in the stage before. An error that may follow from another is left out.
+    """
+    yield from _find_independent_modules(compared, first)
+    wrong_modules = {comparison.key[1] for comparison in compared.wrong(*LOCAL)}
+    wrong_local_gradients = {
+        comparison.key[1] for comparison in compared.wrong(Stage.LOCAL_GRADIENTS)
+    }
+    stages_done = {first.key[0]}
+    for comparison in compared.wrong():
+        stage, name, slot = comparison.key
+        if stage in stages_done:
+            continue
+        # An error of one use of a tied parameter is in the gradient of the other use as well.
+        may_be_tied = name.startswith(_TIED_PREFIXES) and bool(
+            wrong_modules | wrong_local_gradients
+        )
+        is_right_before = (
+            stage is Stage.LOCAL_GRADIENTS and name.rpartition(".")[0] not in wrong_modules
+        ) or (stage is Stage.REDUCED_GRADIENTS and name not in wrong_local_gradients)
+        is_checked_exactly = slot in (COUNTED_ONCE, INITIAL, *RATE_SLOTS)
+        if is_checked_exactly or (is_right_before and not may_be_tied):
+            stages_done.add(stage)
+            yield comparison
+
+
+def _find_independent_modules(
+    compared: CaptureComparison, first: TensorComparison
+) -> Iterator[TensorComparison]:
+    """Yield the first wrong tensor of each module with right inputs that contains no wrong module."""
     wrong = compared.wrong(*LOCAL)
-    given: set[str] = set()
-    for stage, name, slot in (one.key for one in wrong):
-        if "input." in slot if stage is Stage.OUTPUTS else slot.startswith("output"):
-            given.add(name)
-    modules = {one.key[1] for one in wrong}
-    seen = {first.key[1]}
-    for one in wrong:
-        name = one.key[1]
-        inside = name == MODEL or any(other.startswith(f"{name}.") for other in modules | seen)
-        if name not in seen | given and not inside:
-            seen.add(name)
-            yield one
-    local = {one.key[1] for one in compared.wrong(Stage.LOCAL_GRADIENTS)}
-    stages = {first.key[0]}
-    for one in compared.wrong():
-        stage, name, slot = one.key
-        tied = name.startswith(_TIED) and bool(modules | local)
-        own = stage is Stage.LOCAL_GRADIENTS and name.rpartition(".")[0] not in modules
-        reduced = stage is Stage.REDUCED_GRADIENTS and name not in local
-        exact = slot in (COUNTED_ONCE, INITIAL, *RATE_SLOTS)
-        if stage not in stages and (exact or ((own or reduced) and not tied)):
-            stages.add(stage)
-            yield one
+    modules_with_wrong_input: set[str] = set()
+    for comparison in wrong:
+        stage, name, slot = comparison.key
+        is_input = "input." in slot if stage is Stage.OUTPUTS else slot.startswith("output")
+        if is_input:
+            modules_with_wrong_input.add(name)
+    wrong_modules = {comparison.key[1] for comparison in wrong}
+    modules_done = {first.key[1]}
+    for comparison in wrong:
+        name = comparison.key[1]
+        contains_wrong_module = name == MODEL or any(
+            module.startswith(f"{name}.") for module in wrong_modules | modules_done
+        )
+        if name in modules_done or name in modules_with_wrong_input or contains_wrong_module:
+            continue
+        modules_done.add(name)
+        yield comparison

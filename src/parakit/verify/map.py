@@ -1,33 +1,38 @@
-"""The map of a comparison: modules as the forward pass orders them, stages as an iteration does."""
+"""Arrange a comparison as a map: one row per module, one column per stage of the iteration.
+
+Rows are in the order of the forward pass and nested as modules are; columns are in the order of an
+iteration. A cell holds the comparisons of one module in one stage, and its level is the colour of the worst.
+"""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from parakit.artifacts.capture import RECOMPUTED, Stage
 from parakit.verify.captured import PARAMETERS
 from parakit.verify.compare import STAGES
-from parakit.verify.comparison import Compared, Comparison, Key
+from parakit.verify.comparison import CaptureComparison, ComparisonKey, TensorComparison
 
 BOUNDS = (0.01, 0.1, 1.0, 10.0, 100.0, 1e4)
-"""Error over tolerance at which a cell's colour changes."""
+"""Values of error over tolerance at which a cell's colour changes."""
 WRONG = 4
-"""The first level that is red."""
-MOST_OPEN = 80
-"""Rows that are shown at once; of more, calm layers are folded."""
+"""First level of a tensor that is wrong, shown in red."""
+MAX_VISIBLE_ROWS = 80
+"""Number of rows above which layers without an error are folded."""
 
 
 @dataclass(frozen=True)
 class MapColumn:
-    """A stage, or one side of it where modules have inputs and outputs."""
+    """A stage, or one side of it if its modules have inputs and outputs."""
 
     stage: Stage
     side: str = ""
+    """`in` for inputs of modules, `out` for outputs; empty if the stage has no sides."""
 
 
 COLUMNS = (
@@ -37,160 +42,223 @@ COLUMNS = (
     MapColumn(Stage.LOSS),
     MapColumn(Stage.ACTIVATION_GRADIENTS, "out"),
     MapColumn(Stage.ACTIVATION_GRADIENTS, "in"),
-    # What is printed is of no module, so the log has no column.
+    # The log prints values of no module, so it has no column.
     *(
         MapColumn(stage)
         for stage in STAGES[STAGES.index(Stage.LOCAL_GRADIENTS) : STAGES.index(Stage.LOG)]
     ),
 )
-_SIDED = (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS)
-_SLOT = re.compile(r"(?:recomputed\.)?(input|output)(?:\.\w+)?(?:@[\w.]+)?")
-_LEAVES = (".weight", ".bias")
+_STAGES_WITH_SIDES = (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS)
+_ACTIVATION_SLOT = re.compile(r"(?:recomputed\.)?(input|output)(?:\.\w+)?(?:@[\w.]+)?")
+_PARAMETER_SUFFIXES = (".weight", ".bias")
 
 
 @dataclass
 class MapCell:
-    """Tensors of one module in one stage."""
+    """Comparisons of the tensors of one module in one stage."""
 
-    tensors: list[Comparison] = field(default_factory=list)
+    tensors: list[TensorComparison] = field(default_factory=list)
     not_compared: bool = False
-    """Whether there was a tensor, but none that could be compared."""
+    """Whether the module has tensors in the stage, but none that could be compared."""
     first: bool = False
-    """Whether the first wrong tensor is here."""
+    """Whether the first wrong tensor is in this cell."""
 
     @property
-    def worst(self) -> Comparison | None:
-        """The tensor with the largest error over tolerance."""
-        return max(self.tensors, key=lambda one: (one.differs, one.ratio), default=None)
+    def worst(self) -> TensorComparison | None:
+        """Comparison with the largest error over tolerance, wrong tensors first; None without tensors."""
+        return max(
+            self.tensors,
+            key=lambda comparison: (comparison.differs, comparison.ratio),
+            default=None,
+        )
 
     @property
     def level(self) -> int | None:
-        """Which colour; None if nothing was compared."""
+        """Colour level of the cell; None if nothing was compared."""
         worst = self.worst
-        return None if worst is None else level_of(worst.ratio, worst.differs)
+        return None if worst is None else colour_level(worst.ratio, worst.differs)
 
 
 @dataclass
 class MapRow:
-    """A module, with the parameters that are its own."""
+    """A module with its own parameters."""
 
     name: str
     label: str
-    """Its name without that of the module it is in."""
+    """Name without that of the parent row."""
     parent: MapRow | None
+    """Row of the module around this one; None for an outermost module."""
     cells: tuple[MapCell, ...] = field(default_factory=lambda: tuple(MapCell() for _ in COLUMNS))
     children: list[MapRow] = field(default_factory=list)
     open: bool = True
+    """Whether the children are shown."""
 
     @property
     def depth(self) -> int:
-        """Modules that it is in."""
+        """Number of rows around this row."""
         return 0 if self.parent is None else 1 + self.parent.depth
 
     @property
     def shown(self) -> bool:
-        """Whether all that it is in are open."""
+        """True if all rows around this row are open."""
         return self.parent is None or (self.parent.open and self.parent.shown)
 
     def within(self) -> Iterator[MapRow]:
-        """This row and all in it, in order."""
+        """Yield this row and all rows inside it, in order."""
         yield self
         for child in self.children:
             yield from child.within()
 
     def levels_within(self) -> list[int | None]:
-        """The worst level of each column over this row and all in it."""
-        found = [[row.cells[place].level for row in self.within()] for place in range(len(COLUMNS))]
-        return [max((one for one in of if one is not None), default=None) for of in found]
+        """Return the worst level of each column over this row and all rows inside it.
+
+        None means that nothing of the column was compared.
+        """
+        worst_levels: list[int | None] = []
+        for column_index in range(len(COLUMNS)):
+            levels = [row.cells[column_index].level for row in self.within()]
+            worst_levels.append(max((level for level in levels if level is not None), default=None))
+        return worst_levels
 
     @property
     def red(self) -> bool:
-        """Whether this row, or one in it, is wrong."""
+        """True if a tensor of this row, or of a row inside it, is wrong."""
         return any((level or 0) >= WRONG for level in self.levels_within())
 
     @property
     def has_first(self) -> bool:
-        """Whether the first wrong tensor is in this row, or in one in it."""
+        """True if the first wrong tensor is in this row or in a row inside it."""
         return any(cell.first for row in self.within() for cell in row.cells)
 
 
-def level_of(ratio: float, differs: bool) -> int:
-    """The colour of an error over its tolerance: 0 for none, from `WRONG` on for what is wrong."""
+def colour_level(ratio: float, differs: bool) -> int:
+    """Return the colour level of an error over its tolerance.
+
+    The level is 0 for no error, at most `WRONG` - 1 for a right tensor and at least `WRONG` for a wrong one.
+    """
     if differs:
         return max(WRONG, 1 + bisect_right(BOUNDS, ratio))
     return 0 if ratio == 0 else min(WRONG - 1, 1 + bisect_right(BOUNDS, ratio))
 
 
-def rows_of(compared: Compared, first: Key | None) -> list[MapRow]:
-    """Every row of the map, in order; folded where the whole map is long."""
-    members: defaultdict[str, list[Comparison]] = defaultdict(list)
-    for one in compared.comparisons:
-        stage, name, _ = one.key
+def build_map_rows(compared: CaptureComparison, first: ComparisonKey | None) -> list[MapRow]:
+    """Return all rows of the map in order, with layers folded if there are too many rows.
+
+    Args:
+        compared: Comparisons to show.
+        first: Key of the first wrong tensor; None if all tensors are right.
+    """
+    comparisons_by_module: defaultdict[str, list[TensorComparison]] = defaultdict(list)
+    for comparison in compared.comparisons:
+        stage, name, _ = comparison.key
         module = name.rpartition(".")[0] if stage in PARAMETERS else ""
-        members[module or name].append(one)
-    skipped = _not_compared(compared.not_aligned)
-    roots = _tree(members, skipped)
+        comparisons_by_module[module or name].append(comparison)
+    skipped_columns = _find_columns_not_compared(compared.not_aligned)
+    roots = _build_tree(comparisons_by_module, skipped_columns)
     rows = [row for root in roots for row in root.within()]
     for row in rows:
-        for one in members.get(row.name, ()):
-            stage, _, slot = one.key
-            side = "in" if slot.removeprefix(RECOMPUTED).startswith("input") else "out"
-            cell = row.cells[COLUMNS.index(MapColumn(stage, side if stage in _SIDED else ""))]
-            cell.tensors.append(one)
-            cell.first |= one.key == first
-        for place in skipped.get(row.name, ()):
-            row.cells[place].not_compared = not row.cells[place].tensors
-    # Folded are calm layers and experts, then those after the first wrong one, until the map is short.
-    layers = [row for row in rows if row.children and row.label.rpartition(".")[2].isdigit()]
-    keeps: tuple[Callable[[MapRow], bool], ...] = (lambda row: row.red, lambda row: row.has_first)
-    for keep in keeps:
-        if sum(row.shown for row in rows) > MOST_OPEN:
-            for row in layers:
-                row.open = keep(row)
+        for comparison in comparisons_by_module.get(row.name, ()):
+            cell = row.cells[_column_index(comparison.key)]
+            cell.tensors.append(comparison)
+            cell.first |= comparison.key == first
+        for column_index in skipped_columns.get(row.name, ()):
+            cell = row.cells[column_index]
+            cell.not_compared = not cell.tensors
+    _fold_rows(rows)
     return rows
 
 
-def _not_compared(lines: Sequence[str]) -> dict[str, set[int]]:
-    """Columns of each module of which some tensor was not compared.
+def _column_index(key: ComparisonKey) -> int:
+    """Return the index of the column that a tensor belongs to."""
+    stage, _, slot = key
+    if stage not in _STAGES_WITH_SIDES:
+        return COLUMNS.index(MapColumn(stage))
+    side = "in" if slot.removeprefix(RECOMPUTED).startswith("input") else "out"
+    return COLUMNS.index(MapColumn(stage, side))
 
-    The lines name activations as `module slot`, and parameters by their whole name (`Compared`).
+
+def _fold_rows(rows: Sequence[MapRow]) -> None:
+    """Close layers and experts while more than `MAX_VISIBLE_ROWS` rows are visible.
+
+    First those without a wrong tensor are closed, then all but those with the first wrong tensor.
     """
-    found: defaultdict[str, set[int]] = defaultdict(set)
-    words = [word.rstrip(":") for line in lines for word in line.split()]
-    for name, slot in pairwise(words):
-        if match := _SLOT.fullmatch(slot):
+    layers = [row for row in rows if row.children and row.label.rpartition(".")[2].isdigit()]
+    if sum(row.shown for row in rows) > MAX_VISIBLE_ROWS:
+        for row in layers:
+            row.open = row.red
+    if sum(row.shown for row in rows) > MAX_VISIBLE_ROWS:
+        for row in layers:
+            row.open = row.has_first
+
+
+def _find_columns_not_compared(lines: Sequence[str]) -> dict[str, set[int]]:
+    """Return by module the indices of columns in which some tensor was not compared.
+
+    Args:
+        lines: Lines of `CaptureComparison.not_aligned`, which name an activation as `module slot` and a
+            parameter by its full name.
+    """
+    columns_by_module: defaultdict[str, set[int]] = defaultdict(set)
+    tokens = [token.rstrip(":") for line in lines for token in line.split()]
+    for name, slot in pairwise(tokens):
+        match = _ACTIVATION_SLOT.fullmatch(slot)
+        if match:
             side = "in" if match[1] == "input" else "out"
-            found[name] |= {place for place, column in enumerate(COLUMNS) if column.side == side}
-    for word in words:
-        if word.endswith(_LEAVES):
-            stages = (COLUMNS.index(MapColumn(stage)) for stage in PARAMETERS)
-            found[word.rpartition(".")[0]] |= {*stages}
-    return found
+            for column_index, column in enumerate(COLUMNS):
+                if column.side == side:
+                    columns_by_module[name].add(column_index)
+    for token in tokens:
+        if token.endswith(_PARAMETER_SUFFIXES):
+            module = token.rpartition(".")[0]
+            for stage in PARAMETERS:
+                columns_by_module[module].add(COLUMNS.index(MapColumn(stage)))
+    return columns_by_module
 
 
-def _tree(members: Mapping[str, Sequence[Comparison]], others: Iterable[str]) -> list[MapRow]:
-    """Rows that are in no other, in order of their first tensors, each with those in it."""
-    when = {
-        name: min((STAGES.index(one.key[0]), one.order) for one in found)
-        for name, found in members.items()
+def _build_tree(
+    comparisons_by_module: Mapping[str, Sequence[TensorComparison]], other_modules: Iterable[str]
+) -> list[MapRow]:
+    """Return the outermost rows, with the rows inside them as children, ordered by their first tensors.
+
+    `other_modules` are modules without comparisons. They come with the first module inside them, or last.
+    """
+    order_by_name = {
+        name: min((STAGES.index(comparison.key[0]), comparison.order) for comparison in comparisons)
+        for name, comparisons in comparisons_by_module.items()
     }
-    for name in others:
-        inner = [at for other, at in when.items() if other.startswith(f"{name}.")]
-        when.setdefault(name, min(inner, default=(len(STAGES), 0)))
-    for name in [*when]:
+    for name in other_modules:
+        orders_inside = [
+            order
+            for inner_name, order in order_by_name.items()
+            if inner_name.startswith(f"{name}.")
+        ]
+        order_by_name.setdefault(name, min(orders_inside, default=(len(STAGES), 0)))
+    for name in [*order_by_name]:
         parts = name.split(".")
-        for place, part in enumerate(parts, start=1):
-            if part.isdigit():  # Layers and experts stand in the map even without tensors.
-                around = ".".join(parts[:place])
-                when[around] = min(when[name], when.get(around, when[name]))
+        for num_parts, part in enumerate(parts, start=1):
+            # Layers and experts get a row even if they have no tensors of their own.
+            if part.isdigit():
+                layer = ".".join(parts[:num_parts])
+                order = order_by_name[name]
+                order_by_name[layer] = min(order, order_by_name.get(layer, order))
     rows: dict[str, MapRow] = {}
     roots: list[MapRow] = []
-    for name in sorted(when, key=lambda one: one.count(".")):
-        above = [name[:place] for place, letter in enumerate(name) if letter == "."]
-        parent = next((rows[one] for one in reversed(above) if one in rows), None)
+    for name in sorted(order_by_name, key=lambda name: name.count(".")):
+        parent = _find_parent(name, rows)
         label = name.removeprefix(f"{parent.name}.") if parent else name
         rows[name] = MapRow(name, label, parent)
-        (parent.children if parent else roots).append(rows[name])
+        siblings = parent.children if parent else roots
+        siblings.append(rows[name])
     for siblings in (roots, *(row.children for row in rows.values())):
-        siblings.sort(key=lambda row: when[row.name])
+        siblings.sort(key=lambda row: order_by_name[row.name])
     return roots
+
+
+def _find_parent(name: str, rows: Mapping[str, MapRow]) -> MapRow | None:
+    """Return the row of the closest module around a module; None if no module around it has a row."""
+    module = name
+    while "." in module:
+        module = module.rpartition(".")[0]
+        if module in rows:
+            return rows[module]
+    return None

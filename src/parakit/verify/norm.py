@@ -1,7 +1,8 @@
-"""Whether the gradient norm counts every element of every parameter once.
+"""Check that the gradient norm counts every element of every parameter exactly once.
 
-The norm's value does not say: a parameter's share of it may be below its rounding, until that parameter
-is large. So what every rank counts is compared with what it must count, exactly and without a reference.
+The norm's value cannot show this: a parameter's contribution can be below the norm's rounding until that
+parameter is large. So each rank has noted which elements it counted, and over which ranks the norm was
+summed. The check is exact and needs no reference.
 """
 
 from __future__ import annotations
@@ -12,79 +13,139 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from parakit.artifacts.capture import COUNTED, Stage
-from parakit.verify.captured import Array, Capture, Part, Unit, units
-from parakit.verify.comparison import Said
+from parakit.verify.captured import (
+    Array,
+    Capture,
+    ParameterKey,
+    ParameterPart,
+    group_parameter_parts,
+)
+from parakit.verify.comparison import ParameterFault
 
-Groups = tuple[tuple[int, ...], ...]
+NormGroups = tuple[tuple[int, ...], ...]
+"""Groups of ranks over which one rank's norm was summed; several if experts have their own group."""
 
 
-def memberships(strategy: Capture, expected: Iterable[Unit] = ()) -> Iterator[Said]:
-    """How each parameter that has a reduced gradient is counted; the worst norm of all ranks.
+def check_norm_counts(
+    strategy: Capture, expected: Iterable[ParameterKey] = ()
+) -> Iterator[ParameterFault]:
+    """Yield for each parameter with a reduced gradient whether every rank's norm counts it once.
 
-    So is one that is `expected` to have such a gradient, if the strategy has its local one. Named are
-    ranks that should have counted it, or did so too often, and the share of its elements.
+    Several ranks can have different norms; the one with the most wrong elements is reported. Nothing is
+    yielded if no rank computed a norm.
+
+    Args:
+        strategy: Capture to check.
+        expected: Keys of reduced gradients that must exist. Such a parameter is checked even if the
+            strategy has only its local gradient.
+
+    Returns:
+        One result per parameter: the ranks that should have counted it, or that counted it too often, and
+        the fraction of its elements that are wrong. The kind is empty if the parameter is counted once.
     """
-    counted: defaultdict[Unit, list[Part]] = defaultdict(list)
-    for (key, layer, _), parts in units(strategy, Stage.NORM, COUNTED).items():
-        counted[key, layer] += parts
-    ranks_of: defaultdict[Groups, list[int]] = defaultdict(list)
-    for one in strategy.ranks:
-        if one.rank.norm_groups:
-            ranks_of[one.rank.norm_groups].append(one.rank.rank)
-    if not ranks_of:  # Nothing is clipped, and no norm computed.
+    counted: defaultdict[ParameterKey, list[ParameterPart]] = defaultdict(list)
+    for key, parts in group_parameter_parts(strategy, Stage.NORM, COUNTED).items():
+        counted[key[:2]] += parts
+    ranks_by_groups: defaultdict[NormGroups, list[int]] = defaultdict(list)
+    for rank_capture in strategy.ranks:
+        rank = rank_capture.rank
+        if rank.norm_groups:
+            ranks_by_groups[rank.norm_groups].append(rank.rank)
+    if not ranks_by_groups:
         return
-    reduced, local = (
-        units(strategy, stage) for stage in (Stage.REDUCED_GRADIENTS, Stage.LOCAL_GRADIENTS)
-    )
-    lost = {unit: local[unit] for unit in expected if unit in local and unit not in reduced}
-    for (key, layer, _), held in (reduced | lost).items():
-        found = [
-            _membership(held, counted[key, layer], groups, ranks)
-            for groups, ranks in ranks_of.items()
+    gradients = group_parameter_parts(strategy, Stage.REDUCED_GRADIENTS)
+    local_gradients = group_parameter_parts(strategy, Stage.LOCAL_GRADIENTS)
+    for key in expected:
+        if key in local_gradients and key not in gradients:
+            gradients[key] = local_gradients[key]
+    for key, parts in gradients.items():
+        faults = [
+            _check_parameter(parts, counted[key[:2]], groups=groups, ranks=ranks)
+            for groups, ranks in ranks_by_groups.items()
         ]
-        yield max(found, key=lambda one: one.share)
+        yield max(faults, key=lambda fault: fault.fraction)
 
 
-def _membership(
-    held: Sequence[Part], counted: Sequence[Part], groups: Groups, ranks: Sequence[int]
-) -> Said:
-    times = np.zeros(held[0].whole_shape, np.int32)
+def _check_parameter(
+    parts: Sequence[ParameterPart],
+    counted: Sequence[ParameterPart],
+    *,
+    groups: NormGroups,
+    ranks: Sequence[int],
+) -> ParameterFault:
+    """Check how often one norm counts each element of a parameter.
+
+    Args:
+        parts: Parts of the parameter's gradient on all ranks.
+        counted: Parts that ranks counted, 1 for an element that is counted.
+        groups: Groups of ranks over which the norm was summed.
+        ranks: Ranks that computed this norm.
+    """
+    num_times = np.zeros(parts[0].full_shape, np.int32)
     for group in groups:
         slot = COUNTED + " ".join(map(str, group))
         for part in counted:
-            if part.one.rank.rank in group and part.record.site.slot == slot:
-                times[part.region()] += part.values()
-    wrong = times != 1
-    name, share = held[0].name, float(wrong.mean())
-    if not wrong.any():
-        return Said(name, (), "", share)
-    missing = times == 0
-    if missing.any():
-        holders = _holding(held, missing)
-        summed = {rank for group in groups for rank in group}
-        outside = tuple(rank for rank in _holding(counted, missing) if rank not in summed)
-        inside = tuple(rank for rank in holders if rank in summed and not outside)
-        holders = outside or holders
-        kind = f"not counted in the norm by {_ranks(inside or holders)}"
-        if not inside:
-            kind = f"not counted in the norm of {_ranks(ranks)}: {_ranks(holders)} not in its group"
-        return Said(name, inside or holders, kind, share)
-    most = int(times.max())
-    holders = _holding(counted, times > 1)
-    return Said(name, holders, f"counted {most} times in the norm", share)
+            if part.rank in group and part.record.site.slot == slot:
+                num_times[part.region()] += part.values()
+    is_wrong = num_times != 1
+    name, fraction = parts[0].name, float(is_wrong.mean())
+    if not is_wrong.any():
+        return ParameterFault(name, ranks=(), kind="", fraction=fraction)
+    is_missing = num_times == 0
+    if is_missing.any():
+        return _describe_missing(
+            parts, counted, groups=groups, ranks=ranks, is_missing=is_missing, fraction=fraction
+        )
+    largest = int(num_times.max())
+    holders = _find_holders(counted, num_times > 1)
+    kind = f"counted {largest} times in the norm"
+    return ParameterFault(name, ranks=holders, kind=kind, fraction=fraction)
 
 
-def _holding(parts: Sequence[Part], wanted: Array) -> tuple[int, ...]:
-    """Ranks that hold, or count, any of the elements."""
-    found = set()
+def _describe_missing(
+    parts: Sequence[ParameterPart],
+    counted: Sequence[ParameterPart],
+    *,
+    groups: NormGroups,
+    ranks: Sequence[int],
+    is_missing: Array,
+    fraction: float,
+) -> ParameterFault:
+    """Describe why elements are missing from a norm.
+
+    Either a rank in the norm's groups did not count elements that it holds, or the ranks that counted the
+    elements are in none of the norm's groups.
+    """
+    summed_ranks = {rank for group in groups for rank in group}
+    holders = _find_holders(parts, is_missing)
+    ranks_outside = tuple(
+        rank for rank in _find_holders(counted, is_missing) if rank not in summed_ranks
+    )
+    ranks_inside: tuple[int, ...] = ()
+    if not ranks_outside:
+        ranks_inside = tuple(rank for rank in holders if rank in summed_ranks)
+    if ranks_inside:
+        kind = f"not counted in the norm by {_format_ranks(ranks_inside)}"
+        return ParameterFault(parts[0].name, ranks=ranks_inside, kind=kind, fraction=fraction)
+    ranks_at_fault = ranks_outside or holders
+    norm, missing = _format_ranks(ranks), _format_ranks(ranks_at_fault)
+    kind = f"not counted in the norm of {norm}: {missing} not in its group"
+    return ParameterFault(parts[0].name, ranks=ranks_at_fault, kind=kind, fraction=fraction)
+
+
+def _find_holders(parts: Sequence[ParameterPart], is_wanted: Array) -> tuple[int, ...]:
+    """Return the ranks whose parts hold, or count, any of the wanted elements of the full parameter."""
+    ranks = set()
     for part in parts:
         values = part.values()
-        there = values > 0 if part.record.site.stage is Stage.NORM else part.held(values)
-        if (there & wanted[part.region()]).any():
-            found.add(part.one.rank.rank)
-    return tuple(sorted(found))
+        is_count = part.record.site.stage is Stage.NORM
+        is_present = values > 0 if is_count else part.owned_elements(values)
+        if (is_present & is_wanted[part.region()]).any():
+            ranks.add(part.rank)
+    return tuple(sorted(ranks))
 
 
-def _ranks(numbers: Sequence[int]) -> str:
-    listed = ", ".join(map(str, numbers))
-    return f"rank {listed}" if len(numbers) == 1 else f"ranks {listed}"
+def _format_ranks(ranks: Sequence[int]) -> str:
+    """Return the ranks as text, such as `rank 1` or `ranks 0, 2`."""
+    numbers = ", ".join(map(str, ranks))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

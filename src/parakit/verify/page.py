@@ -1,4 +1,7 @@
-"""`verify.html`: one file that opens offline, with the verdict, the map and the first wrong tensor."""
+"""Write `verify.html`: the verdict, the map of modules and stages, and the first wrong tensor.
+
+The page is one file that opens offline.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,36 @@ from parakit.artifacts.io import write_whole
 from parakit.artifacts.verdict import Outcome, Verdict
 from parakit.formatting.html import environment
 from parakit.formatting.units import DASH, count
-from parakit.verify.comparison import Compared, Comparison
-from parakit.verify.map import BOUNDS, COLUMNS, WRONG, MapRow, level_of, rows_of
-from parakit.verify.picture import Picture, range_of
+from parakit.verify.comparison import CaptureComparison, TensorComparison
+from parakit.verify.map import BOUNDS, COLUMNS, WRONG, MapRow, build_map_rows, colour_level
+from parakit.verify.picture import Picture, describe_range
 from parakit.verify.verdict import Judgement
 
 PAGE_FILE = "verify.html"
 _TEMPLATES = Path(__file__).parent / "templates"
-_MOST_LISTED = 12
-"""Tensors of one cell that the page describes: the worst."""
-_BARS_A_DECADE, _DECADES = 4, 4
-_BY_ITSELF = {
+_MAX_LISTED_TENSORS = 12
+"""Number of tensors that the page lists per cell, largest error over tolerance first."""
+_BARS_PER_DECADE, _NUM_DECADES = 4, 4
+_WRONG_BY_ITSELF = {
     True: "yes: it is wrong with the reference's own tensors as its inputs",
     False: "no: with the reference's own tensors as inputs every module is right; errors add up",
     None: "not asked",
 }
+"""Text of `Verdict.confirmed`."""
 
 
 @dataclass(frozen=True)
-class Bar:
-    """Tensors whose error over tolerance is in one range."""
+class RatioBar:
+    """Bar of the histogram: tensors whose error over tolerance is in one range."""
 
     text: str
+    """The range, such as `0.1 to 0.18`."""
     tensors: int
+    """Number of tensors in the range."""
     share: float
-    """Of the highest bar."""
+    """Height as a fraction of the highest bar."""
     level: int
+    """Colour level."""
 
 
 def write_page(folder: Path, judgement: Judgement) -> None:
@@ -48,60 +55,65 @@ def write_page(folder: Path, judgement: Judgement) -> None:
 
 
 def render_page(judgement: Judgement) -> str:
-    """The whole page."""
+    """Return the HTML of the page.
+
+    The map is left out if nothing was compared. The picture of the first wrong tensor is drawn if there is
+    one, and the histogram of all errors if there is none.
+    """
     verdict, compared, first = judgement.verdict, judgement.compared, judgement.first
-    pair = first.worst if first else None
-    rows = rows_of(compared, first.key if first else None) if compared else []
+    worst = first.worst if first else None
+    rows = build_map_rows(compared, first.key if first else None) if compared else []
     return (
         environment(_TEMPLATES)
         .get_template("verify.html.j2")
         .render(
             verdict=verdict,
-            sentence=_sentence(verdict),
-            facts=_facts(verdict, first),
+            sentence=_summarize_verdict(verdict),
+            facts=_list_facts(verdict, first),
             rows=rows,
             stages=[*Counter(column.stage for column in COLUMNS).items()],
             columns=COLUMNS,
-            cells=_described(rows),
-            shown=_shown_first(rows),
-            legend=_legend(),
+            cells=_describe_cells(rows),
+            shown=_find_cell_to_show(rows),
+            legend=_list_legend(),
             red=WRONG,
-            number=_short,
-            picture=Picture(pair, first.tolerance) if first and pair else None,
+            number=_format_ratio,
+            picture=Picture(worst, first.tolerance) if first and worst else None,
             first=first,
-            range_of=range_of,
-            bars=_bars(compared) if compared and not first else [],
-            spread=_spread(compared) if compared and not first else "",
+            describe_range=describe_range,
+            bars=_build_bars(compared) if compared and not first else [],
+            spread=_summarize_ratios(compared) if compared and not first else "",
             folds=any(row.children for row in rows),
         )
     )
 
 
-def _sentence(verdict: Verdict) -> str:
+def _summarize_verdict(verdict: Verdict) -> str:
+    """Return the verdict as one sentence, the heading of the page."""
     layout, reference = verdict.layout or "The strategy", verdict.reference or "the reference"
     if verdict.verdict is Outcome.NOT_COMPARABLE:
         return f"{layout} could not be compared with {reference}."
     if verdict.verdict is Outcome.HELD:
-        worst = verdict.worst_ratio or 0.0
+        worst_ratio = verdict.worst_ratio or 0.0
         return (
-            f"{layout} computes what {reference} computes: no error is above {_short(worst)} of its"
-            " tolerance."
+            f"{layout} computes what {reference} computes: no error is above "
+            f"{_format_ratio(worst_ratio)} of its tolerance."
         )
     return f"{layout} differs from {reference} at {verdict.stage}, {verdict.module} ({verdict.tensor})."
 
 
-def _facts(verdict: Verdict, first: Comparison | None) -> Mapping[str, str]:
-    """What is known of the verdict, each under its name."""
+def _list_facts(verdict: Verdict, first: TensorComparison | None) -> Mapping[str, str]:
+    """Return the known facts of a verdict by name; facts without a text are left out."""
     facts: dict[str, str | None] = {"reason": verdict.reason}
     if first is not None and verdict.error is not None and verdict.tolerance is not None:
-        ranks = ", ".join(map(str, verdict.ranks))
-        right = sorted(first.right_ranks - set(verdict.ranks))
+        ranks = _join_numbers(verdict.ranks)
+        right_ranks = sorted(first.right_ranks - set(verdict.ranks))
         facts |= {
             "kind": verdict.kind,
-            "ranks": ranks + (f" (right on {', '.join(map(str, right))})" if right else ""),
+            "ranks": f"{ranks} (right on {_join_numbers(right_ranks)})" if right_ranks else ranks,
             "error": f"{verdict.error:.3g}, tolerance {verdict.tolerance:.3g}"
-            f" ({_short(first.ratio)} times the tolerance)",
-            "wrong by itself": _BY_ITSELF[verdict.confirmed],
+            f" ({_format_ratio(first.ratio)} times the tolerance)",
+            "wrong by itself": _WRONG_BY_ITSELF[verdict.confirmed],
             "worst element": verdict.worst,
             "source": verdict.source,
             "also wrong by itself": "; ".join(verdict.also),
@@ -109,90 +121,130 @@ def _facts(verdict: Verdict, first: Comparison | None) -> Mapping[str, str]:
     facts["log"] = verdict.logged
     facts |= {"reference": verdict.reference, "layout": verdict.layout, "mode": verdict.mode}
     if verdict.seen:
-        share = f"{verdict.compared / verdict.seen:.1%}"
-        facts["compared"] = f"{count(verdict.compared)} of {count(verdict.seen)} tensors ({share})"
+        fraction = f"{verdict.compared / verdict.seen:.1%}"
+        facts["compared"] = (
+            f"{count(verdict.compared)} of {count(verdict.seen)} tensors ({fraction})"
+        )
     facts["command"] = verdict.command
     return {name: text for name, text in facts.items() if text}
 
 
-def _described(rows: Sequence[MapRow]) -> dict[str, list[object]]:
-    """What is shown of a cell when it is pointed at, by row and column."""
-    sides, found = {"in": " (of its inputs)", "out": " (of its outputs)", "": ""}, {}
-    for place, row in enumerate(rows):
-        for number, (cell, column) in enumerate(zip(row.cells, COLUMNS, strict=True)):
-            if cell.tensors:
-                worst = sorted(cell.tensors, key=lambda one: (-one.differs, -one.ratio))
-                found[f"{place}-{number}"] = [
-                    f"{row.name}: {column.stage}{sides[column.side]}",
-                    [_tensor_line(one, row) for one in worst[:_MOST_LISTED]],
-                    max(0, len(worst) - _MOST_LISTED),
-                ]
-    return found
+def _join_numbers(numbers: Sequence[int]) -> str:
+    """Return the numbers as text, separated by commas."""
+    return ", ".join(map(str, numbers))
 
 
-def _tensor_line(one: Comparison, row: MapRow) -> list[object]:
-    _, name, slot = one.key
-    own = name.removeprefix(f"{row.name}.") if name != row.name else ""
-    if one.replicas_differ:
-        where = f"copies on ranks {', '.join(map(str, one.replicas_differ))} differ"
-    elif one.uncovered:
-        where = f"{count(one.uncovered)} elements on no rank"
-    elif one.wrong_ranks:
-        where = ", ".join(map(str, sorted(one.wrong_ranks)))
+def _describe_cells(rows: Sequence[MapRow]) -> dict[str, list[object]]:
+    """Return the description that the page shows when a cell is pointed at, by `row-column`.
+
+    A description is a heading, the lines of the worst tensors, and the number of tensors without a line.
+    """
+    side_texts = {"in": " (of its inputs)", "out": " (of its outputs)", "": ""}
+    descriptions: dict[str, list[object]] = {}
+    for row_index, row in enumerate(rows):
+        for column_index, (cell, column) in enumerate(zip(row.cells, COLUMNS, strict=True)):
+            if not cell.tensors:
+                continue
+            worst_first = sorted(
+                cell.tensors, key=lambda comparison: (-comparison.differs, -comparison.ratio)
+            )
+            listed = worst_first[:_MAX_LISTED_TENSORS]
+            descriptions[f"{row_index}-{column_index}"] = [
+                f"{row.name}: {column.stage}{side_texts[column.side]}",
+                [_describe_tensor(comparison, row) for comparison in listed],
+                len(worst_first) - len(listed),
+            ]
+    return descriptions
+
+
+def _describe_tensor(comparison: TensorComparison, row: MapRow) -> list[object]:
+    """Return a line of the page's table: name, error, tolerance, ratio, ranks, and whether it differs."""
+    _, name, slot = comparison.key
+    parameter = name.removeprefix(f"{row.name}.") if name != row.name else ""
+    if comparison.replicas_differ:
+        ranks = f"copies on ranks {_join_numbers(comparison.replicas_differ)} differ"
+    elif comparison.uncovered:
+        ranks = f"{count(comparison.uncovered)} elements on no rank"
+    elif comparison.wrong_ranks:
+        ranks = _join_numbers(sorted(comparison.wrong_ranks))
     else:
-        where = DASH
-    ratio = _short(one.ratio)
-    texts = [f"{own} {slot}".strip(), f"{one.error:.2e}", f"{one.tolerance:.2e}", ratio, where]
-    return [*texts, one.differs]
-
-
-def _shown_first(rows: Sequence[MapRow]) -> str:
-    """The cell whose tensors are described before one is pointed at: the first wrong, or the worst."""
-    ranked = [
-        ((cell.first, worst.differs, worst.ratio), f"{place}-{column}")
-        for place, row in enumerate(rows)
-        for column, cell in enumerate(row.cells)
-        if (worst := cell.worst) is not None
+        ranks = DASH
+    return [
+        f"{parameter} {slot}".strip(),
+        f"{comparison.error:.2e}",
+        f"{comparison.tolerance:.2e}",
+        _format_ratio(comparison.ratio),
+        ranks,
+        comparison.differs,
     ]
-    return max(ranked, default=((), ""))[1]
 
 
-def _legend() -> list[tuple[int, str]]:
-    edges = [f"{bound:g}" if bound < 1e4 else "10⁴" for bound in BOUNDS]
-    between = [f"{low}–{high}" for low, high in pairwise(edges)]
-    return [*enumerate(["no error", f"below {edges[0]}", *between, f"above {edges[-1]}"])]
+def _find_cell_to_show(rows: Sequence[MapRow]) -> str:
+    """Return `row-column` of the cell that is described at first; empty if no cell has tensors.
+
+    It is the cell with the first wrong tensor, else the cell with the largest error over tolerance.
+    """
+    candidates = []
+    for row_index, row in enumerate(rows):
+        for column_index, cell in enumerate(row.cells):
+            worst = cell.worst
+            if worst is not None:
+                priority = (cell.first, worst.differs, worst.ratio)
+                candidates.append((priority, f"{row_index}-{column_index}"))
+    return max(candidates, default=((), ""))[1]
 
 
-def _bars(compared: Compared) -> list[Bar]:
-    """Tensors by error over tolerance: those without an error, then by powers of ten up to 1."""
-    most = _BARS_A_DECADE * _DECADES
-    edges = [10 ** (place / _BARS_A_DECADE - _DECADES) for place in range(most + 1)]
-    ratios = (one.ratio for one in compared.comparisons)
-    found = Counter(min(max(bisect_right(edges, r), 1), most) if r > 0 else 0 for r in ratios)
-    highest = max(found.values(), default=1)
-    bars = [Bar("no error", found[0], found[0] / highest, 0)]
-    for place, (above, upto) in enumerate(pairwise(edges), start=1):
-        level = level_of(math.sqrt(above * upto), differs=False)
-        bars.append(Bar(f"{above:.2g} to {upto:.2g}", found[place], found[place] / highest, level))
+def _list_legend() -> list[tuple[int, str]]:
+    """Return each colour level with the range of error over tolerance that it stands for."""
+    bounds = [f"{bound:g}" if bound < 1e4 else "10⁴" for bound in BOUNDS]
+    ranges = [f"{low}–{high}" for low, high in pairwise(bounds)]
+    return [*enumerate(["no error", f"below {bounds[0]}", *ranges, f"above {bounds[-1]}"])]
+
+
+def _build_bars(compared: CaptureComparison) -> list[RatioBar]:
+    """Return the histogram of error over tolerance: no error first, then ranges from 1e-4 to 1.
+
+    Tensors below the lowest range are counted in it.
+    """
+    num_ranges = _BARS_PER_DECADE * _NUM_DECADES
+    edges = [10 ** (index / _BARS_PER_DECADE - _NUM_DECADES) for index in range(num_ranges + 1)]
+    counts: Counter[int] = Counter()
+    for comparison in compared.comparisons:
+        if comparison.ratio > 0:
+            bar_index = bisect_right(edges, comparison.ratio)
+            counts[min(max(bar_index, 1), num_ranges)] += 1
+        else:
+            counts[0] += 1
+    highest = max(counts.values(), default=1)
+    bars = [RatioBar("no error", tensors=counts[0], share=counts[0] / highest, level=0)]
+    for bar_index, (low, high) in enumerate(pairwise(edges), start=1):
+        bar = RatioBar(
+            f"{low:.2g} to {high:.2g}",
+            tensors=counts[bar_index],
+            share=counts[bar_index] / highest,
+            level=colour_level(math.sqrt(low * high), differs=False),
+        )
+        bars.append(bar)
     return bars
 
 
-def _spread(compared: Compared) -> str:
-    ratios = sorted(one.ratio for one in compared.comparisons)
+def _summarize_ratios(compared: CaptureComparison) -> str:
+    """Return a sentence with the median and the largest error over tolerance."""
+    ratios = sorted(comparison.ratio for comparison in compared.comparisons)
     if not ratios:
         return "Nothing was compared."
-    worst = max(compared.comparisons, key=lambda one: one.ratio)
+    worst = max(compared.comparisons, key=lambda comparison: comparison.ratio)
     stage, name, slot = worst.key
-    middle = ratios[len(ratios) // 2]
+    median = ratios[len(ratios) // 2]
     return (
         f"Of {count(len(ratios))} tensors, each over all ranks and micro batches,"
         f" {count(ratios.count(0))} have no error; the median of error over tolerance is"
-        f" {_short(middle)}, the largest {_short(worst.ratio)}: {name} ({slot}), {stage}."
+        f" {_format_ratio(median)}, the largest {_format_ratio(worst.ratio)}: {name} ({slot}), {stage}."
     )
 
 
-def _short(ratio: float) -> str:
-    """A ratio in a cell's width: `0.12`, `3.4`, `120`, `2e6`, `∞`."""
+def _format_ratio(ratio: float) -> str:
+    """Return a ratio as text that fits into a cell: `0.12`, `3.4`, `120`, `2e6`, `∞`."""
     if math.isinf(ratio):
         return "∞"
     if ratio < 10:

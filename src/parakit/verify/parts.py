@@ -1,107 +1,165 @@
-"""What a gradient is a sum of: losses, micro batches, ranks, and what is left of the iteration before.
+"""Explain a wrong gradient as a sum of parts with wrong factors.
 
-Where a gradient as a whole fits nothing, one of its parts may be wrong: an auxiliary loss that counts
-once a rank, a micro batch that was lost, a buffer that was not reset.
+If no kind fits a gradient as a whole, one of its parts may be wrong: an auxiliary loss that counts once per
+rank, a micro batch that was lost, or a buffer that was not reset. The parts are losses, micro batches,
+ranks, and what the iteration before has left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from parakit.artifacts.capture import PART, Stage
 from parakit.verify.align import ActivationAligner
-from parakit.verify.captured import Array, Capture, region_of, units
-from parakit.verify.comparison import Key, Pair
-from parakit.verify.kinds import kind_of_parts
+from parakit.verify.captured import Array, Capture, assemble_region, group_parameter_parts
+from parakit.verify.comparison import ComparedTensor, ComparisonKey
+from parakit.verify.kinds import classify_by_parts
 from parakit.verify.verdict import Judgement
 
 BEFORE = "the iteration before"
+"""Name of the part that the iteration before has left in a gradient."""
 _GRADIENTS = (Stage.ACTIVATION_GRADIENTS, Stage.LOCAL_GRADIENTS, Stage.REDUCED_GRADIENTS)
-_UNEXPLAINED = ("other", "wrong on some ranks only", "copies differ between ranks")
+_UNEXPLAINED_KINDS = ("other", "wrong on some ranks only", "copies differ between ranks")
 
 
-def wants_parts(judgement: Judgement) -> bool:
-    """Whether the first wrong tensor is a gradient that is explained by none of the usual kinds."""
+@dataclass(frozen=True)
+class _Sum:
+    """The reference's tensor written as a sum of named parts."""
+
+    parts: dict[str, Array]
+    extra: str = ""
+    """Name of a part that should not be in the sum; empty if all parts should."""
+
+
+def needs_parts(judgement: Judgement) -> bool:
+    """Return True if the first wrong tensor is a gradient whose kind explains nothing."""
     first, kind = judgement.first, judgement.verdict.kind or ""
     if first is None or first.worst is None or first.key[0] not in _GRADIENTS:
         return False
-    return kind.startswith(_UNEXPLAINED)
+    return kind.startswith(_UNEXPLAINED_KINDS)
 
 
-def explained(
+def explain_by_parts(
     judgement: Judgement, strategy: Capture, parts: Capture, without: Mapping[str, Capture]
 ) -> Judgement:
-    """The judgement with the part that is wrong as its kind, if there is one.
+    """Return the judgement with the wrong part as its kind; unchanged if no sum explains the gradient.
 
     Args:
-        judgement: That wants parts.
-        strategy: What was judged.
-        parts: The reference with each micro batch's gradient, and the iteration before's.
-        without: The reference without a loss, with its other tensors forced, by that loss' name.
+        judgement: A judgement for which `needs_parts` is true.
+        strategy: Capture that was judged.
+        parts: Capture of the reference with the gradient of each micro batch, and of the iteration before.
+        without: Captures of the reference without one loss and with its other tensors forced, by the name
+            of that loss.
     """
     first = judgement.first
     assert first is not None
     assert first.worst is not None
-    for found, extra in _sums(first.key, first.worst, strategy, parts, without):
-        kind = kind_of_parts(first.worst, first.tolerance, found, strategy.first, extra)
+    for candidate in _list_sums(first.key, first.worst, strategy, parts, without):
+        kind = classify_by_parts(
+            first.worst,
+            first.tolerance,
+            parts=candidate.parts,
+            rank=strategy.first,
+            extra=candidate.extra,
+        )
         if kind is not None:
             verdict = replace(judgement.verdict, kind=kind.name, factor=kind.factor)
             return replace(judgement, verdict=verdict)
     return judgement
 
 
-def _sums(
-    key: Key,
-    pair: Pair,
+def _list_sums(
+    key: ComparisonKey,
+    tensor: ComparedTensor,
     strategy: Capture,
     parts: Capture,
     without: Mapping[str, Capture],
-) -> Iterator[tuple[dict[str, Array], str]]:
-    """Ways to write the reference's tensor as a sum, each with the part that is not in it."""
-    losses = {}
-    for name, capture in without.items():
-        others = _same(key, pair, strategy, capture)
-        if others is not None and (others != pair.reference).any():
-            losses[name] = pair.reference - others
+) -> Iterator[_Sum]:
+    """Yield the ways to write the reference's tensor as a sum: by losses, ranks, micro batches, iterations.
+
+    An activation gradient is a sum of losses alone.
+    """
+    stage = key[0]
+    losses = _split_by_loss(key, tensor, strategy, without)
     if losses:
-        yield {"main loss": pair.reference - sum(losses.values()), **losses}, ""
-    if key[0] is Stage.ACTIVATION_GRADIENTS:
+        yield _Sum(losses)
+    if stage is Stage.ACTIVATION_GRADIENTS:
         return
-    if key[0] is Stage.REDUCED_GRADIENTS:
-        ranks = {
-            f"rank {part.one.rank.rank}": part.values() / part.one.rank.data[1]
-            for pieces in units(strategy, Stage.LOCAL_GRADIENTS, key[2]).values()
-            for part in pieces
-            if part.name == key[1] and part.record.shape == pair.ours.shape
-        }
+    if stage is Stage.REDUCED_GRADIENTS:
+        ranks = _split_by_rank(key, tensor, strategy)
         if len(ranks) > 1:
-            yield ranks, ""
-    found = {
-        unit[2].removeprefix(PART): values
-        for unit, pieces in units(parts, Stage.LOCAL_GRADIENTS, PART).items()
-        if pieces[0].name == key[1]
-        and (values := region_of(pieces, parts, pair.region, pair.ours.shape)) is not None
-    }
-    before = found.pop(BEFORE, None)
-    if len(found) > 1:
-        yield found, ""
+            yield _Sum(ranks)
+    micro_batches = _read_captured_parts(key, tensor, parts)
+    before = micro_batches.pop(BEFORE, None)
+    if len(micro_batches) > 1:
+        yield _Sum(micro_batches)
     if before is not None and before.any():
-        yield {"this iteration": pair.reference, BEFORE: before}, BEFORE
+        yield _Sum({"this iteration": tensor.reference, BEFORE: before}, extra=BEFORE)
 
 
-def _same(key: Key, pair: Pair, strategy: Capture, other: Capture) -> Array | None:
-    """Of another run of the reference what the pair has of it; None if it has nothing like it."""
-    if pair.micro_batch is None:
-        for unit, pieces in units(other, key[0], key[2]).items():
-            if unit[2] == key[2] and pieces[0].name == key[1]:
-                return region_of(pieces, other, pair.region, pair.ours.shape)
+def _split_by_loss(
+    key: ComparisonKey,
+    tensor: ComparedTensor,
+    strategy: Capture,
+    without: Mapping[str, Capture],
+) -> dict[str, Array]:
+    """Return the parts of the reference's gradient by loss; empty if no auxiliary loss contributes."""
+    losses: dict[str, Array] = {}
+    for name, capture in without.items():
+        remaining = _find_same_tensor(key, tensor, strategy, capture)
+        if remaining is not None and (remaining != tensor.reference).any():
+            losses[name] = tensor.reference - remaining
+    if not losses:
+        return {}
+    return {"main loss": tensor.reference - sum(losses.values()), **losses}
+
+
+def _split_by_rank(
+    key: ComparisonKey, tensor: ComparedTensor, strategy: Capture
+) -> dict[str, Array]:
+    """Return the ranks' local gradients of the parameter, each divided by the data-parallel size."""
+    _, name, slot = key
+    ranks: dict[str, Array] = {}
+    for parts in group_parameter_parts(strategy, Stage.LOCAL_GRADIENTS, slot).values():
+        for part in parts:
+            if part.name == name and part.record.shape == tensor.ours.shape:
+                data_size = part.rank_capture.rank.data[1]
+                ranks[f"rank {part.rank}"] = part.values() / data_size
+    return ranks
+
+
+def _read_captured_parts(
+    key: ComparisonKey, tensor: ComparedTensor, capture: Capture
+) -> dict[str, Array]:
+    """Return the captured parts of the parameter's gradient by name, for the tensor's region."""
+    captured_parts: dict[str, Array] = {}
+    parts_by_key = group_parameter_parts(capture, Stage.LOCAL_GRADIENTS, PART)
+    for parameter_key, parts in parts_by_key.items():
+        if parts[0].name != key[1]:
+            continue
+        values = assemble_region(parts, capture, region=tensor.region, shape=tensor.ours.shape)
+        if values is not None:
+            captured_parts[parameter_key[2].removeprefix(PART)] = values
+    return captured_parts
+
+
+def _find_same_tensor(
+    key: ComparisonKey, tensor: ComparedTensor, strategy: Capture, other_run: Capture
+) -> Array | None:
+    """Return the tensor's counterpart in another run of the reference; None if the run has none."""
+    stage, name, slot = key
+    shape = tensor.ours.shape
+    if tensor.micro_batch is None:
+        for parameter_key, parts in group_parameter_parts(other_run, stage, slot).items():
+            if parameter_key[2] == slot and parts[0].name == name:
+                return assemble_region(parts, other_run, region=tensor.region, shape=shape)
         return None
-    aligner, one = ActivationAligner(other, strategy), strategy.ranks[pair.rank]
-    for record in one.records:
+    aligner, rank_capture = ActivationAligner(other_run, strategy), strategy.ranks[tensor.rank]
+    for record in rank_capture.records:
         site = record.site
-        if (site.stage, site.name, site.slot, site.micro_batch) == (*key, pair.micro_batch):
-            part = aligner.align(one, record).reference
-            if part is not None and part.shape == pair.ours.shape:
+        if (site.stage, site.name, site.slot, site.micro_batch) == (*key, tensor.micro_batch):
+            part = aligner.align(rank_capture, record).reference
+            if part is not None and part.shape == shape:
                 return part
     return None

@@ -1,8 +1,8 @@
-"""A tensor's difference from the reference as a picture of rows and columns.
+"""Draw a tensor's difference from the reference as a picture of rows and columns.
 
-The colour of an element is its difference over the root mean square of the reference, on a logarithmic
-scale: blue below the tolerance, red above. Both are more or less opaque on a transparent ground, so that
-one picture serves a light and a dark page.
+The colour of an element is its absolute difference over the root mean square of the reference, on a
+logarithmic scale: blue up to the tolerance, red above. Both colours vary in opacity on a transparent
+ground, so that one picture serves a light and a dark page.
 """
 
 from __future__ import annotations
@@ -18,89 +18,105 @@ import numpy as np
 
 from parakit.formatting.units import DASH, count
 from parakit.verify.captured import Array
-from parakit.verify.comparison import Pair
+from parakit.verify.comparison import ComparedTensor
 
-MOST_POINTS = 512
-"""Of the picture's sides."""
-_TINY = 16
-"""Elements up to which a table says more than a picture."""
-_CALM, _RED = (9, 105, 218), (207, 34, 46)
-_CALM_DECADES = 3
-_SIDE, _THIN = 560, 64
-"""CSS pixels: the longer side of a picture, and the least of the shorter."""
+MAX_PIXELS = 512
+"""Largest number of pixels per side of the picture."""
+_MAX_TABLE_ELEMENTS = 16
+"""Largest number of elements that are shown as a table and not drawn."""
+_RIGHT_COLOUR, _WRONG_COLOUR = (9, 105, 218), (207, 34, 46)
+"""Blue and red as red, green and blue from 0 to 255."""
+_RIGHT_DECADES = 3
+"""Powers of ten below the tolerance over which blue fades to nothing."""
+_LONGER_SIDE, _MIN_SHORTER_SIDE = 560, 64
+"""Sizes of the picture on the page, in CSS pixels."""
+_OPACITY_STEPS = 48
+"""Number of distinct opacities. PNG compresses few distinct values well."""
 
 
 class Axis(NamedTuple):
     """One side of a picture."""
 
     text: str
+    """Dimensions of the tensor along this side."""
     length: int
     """Rows or columns of the tensor."""
 
     @property
     def ticks(self) -> tuple[int, ...]:
-        """Where the side is halved and quartered: where a rank's part would begin or end."""
-        parts = min(4, self.length)
-        return tuple(dict.fromkeys(self.length * part // parts for part in range(parts + 1)))
+        """Positions that quarter the side, at which a rank's part would begin or end."""
+        num_parts = min(4, self.length)
+        return tuple(
+            dict.fromkeys(self.length * part // num_parts for part in range(num_parts + 1))
+        )
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The difference of two tensors of the same shape."""
+    """Picture of the difference between a rank's tensor and the reference's part of the same shape."""
 
-    pair: Pair
+    pair: ComparedTensor
     tolerance: float
 
     @cached_property
     def relative(self) -> Array:
-        """Each element's difference over the reference's root mean square; of integers 1 or 0."""
+        """Difference of each element over the reference's root mean square; for integers 1 or 0.
+
+        Elements that are equal, or NaN in both tensors, have no difference.
+        """
         ours, reference = self.pair.ours, self.pair.reference
         if not np.issubdtype(ours.dtype, np.floating):
             return np.asarray(ours != reference, np.float32)
-        size = _rms(reference) or _rms(ours) or 1.0
+        scale = _root_mean_square(reference) or _root_mean_square(ours) or 1.0
         with np.errstate(invalid="ignore"):
-            found = np.abs(ours - reference) / ours.dtype.type(size)
-        return np.where((ours == reference) | (np.isnan(ours) & np.isnan(reference)), 0.0, found)
+            differences = np.abs(ours - reference) / ours.dtype.type(scale)
+        is_equal = (ours == reference) | (np.isnan(ours) & np.isnan(reference))
+        return np.where(is_equal, 0.0, differences)
 
     @cached_property
     def matrix(self) -> Array:
-        """The differences in rows and columns."""
+        """Differences as a matrix: columns are the last dimension, rows all others."""
         values = self.relative
         if values.ndim < 2:
             return values.reshape(1, -1)
-        if self._swapped:
+        if self._is_sequence_first:
             values = values.swapaxes(0, 1)
         return values.reshape(-1, values.shape[-1])
 
     @property
-    def _swapped(self) -> bool:
-        """Sequence, batch, hidden: each sequence is drawn on its own, not the batch interleaved."""
+    def _is_sequence_first(self) -> bool:
+        """True if the dimensions are sequence, batch and hidden size, judged by their sizes.
+
+        Rows of such a tensor are ordered by sample, so that each sequence is drawn in one piece.
+        """
         shape = self.relative.shape
         return len(shape) == 3 and 1 < shape[1] < shape[0]
 
     @property
     def largest(self) -> float:
-        """The largest difference of an element that is finite."""
+        """Largest finite difference; 0 if there is none."""
         finite = self.relative[np.isfinite(self.relative)]
         return float(finite.max()) if finite.size else 0.0
 
     @property
     def is_drawn(self) -> bool:
-        """Whether there is enough to draw."""
-        return self.relative.size > _TINY
+        """True if the tensor has more elements than a table shows."""
+        return self.relative.size > _MAX_TABLE_ELEMENTS
 
     @property
     def data_uri(self) -> str:
-        """The picture as PNG."""
+        """PNG of the picture as a data URI; a pixel is the largest difference of its elements."""
         from matplotlib.image import imsave
 
         buffer = io.BytesIO()
         matrix = self.matrix
-        for axis in (0, 1):  # More rows or columns are drawn as the largest of a block.
-            starts = np.arange(0, matrix.shape[axis], -(-matrix.shape[axis] // MOST_POINTS))
+        for axis in (0, 1):
+            size = matrix.shape[axis]
+            elements_per_pixel = -(-size // MAX_PIXELS)
+            starts = np.arange(0, size, elements_per_pixel)
             matrix = np.maximum.reduceat(matrix, starts, axis=axis)
-        points = _coloured(matrix, self.tolerance, self.largest)
-        imsave(buffer, points, format="png", pil_kwargs={"optimize": True})
+        pixels = _colour_elements(matrix, self.tolerance, self.largest)
+        imsave(buffer, pixels, format="png", pil_kwargs={"optimize": True})
         return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
     @property
@@ -108,82 +124,98 @@ class Picture:
         """Width and height on a wide page, in CSS pixels."""
         rows, columns = self.matrix.shape
         longer = max(rows, columns)
-        return max(_THIN, _SIDE * columns // longer), max(_THIN, _SIDE * rows // longer)
+        width = max(_MIN_SHORTER_SIDE, _LONGER_SIDE * columns // longer)
+        height = max(_MIN_SHORTER_SIDE, _LONGER_SIDE * rows // longer)
+        return width, height
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
-        """Rows, and columns."""
+        """Axis of the rows and axis of the columns, in this order."""
         shape = self.relative.shape
         rows, columns = self.matrix.shape
-        names = [f"dimension {place} ({size})" for place, size in enumerate(shape)]
-        leading = names[:-1]
-        if self._swapped:
-            leading = [names[1], names[0]]
+        names = [f"dimension {index} ({size})" for index, size in enumerate(shape)]
+        row_names = [names[1], names[0]] if self._is_sequence_first else names[:-1]
         return (
-            Axis(" × ".join(leading) or "one row", rows),
+            Axis(" × ".join(row_names) or "one row", rows),
             Axis(names[-1] if names else "one element", columns),
         )
 
     @property
     def extent(self) -> str:
-        """How many elements are wrong, and the least rows and columns that hold them."""
-        wrong = ~(self.matrix <= self.tolerance)
-        total = int(wrong.sum())
-        if not total:
+        """Sentence with the number of wrong elements and the rows and columns that hold them."""
+        is_wrong = ~(self.matrix <= self.tolerance)
+        num_wrong = int(is_wrong.sum())
+        if not num_wrong:
             return "No element alone differs by more than the tolerance."
-        rows, columns = np.flatnonzero(wrong.any(1)), np.flatnonzero(wrong.any(0))
+        num_rows, num_columns = is_wrong.shape
+        rows, columns = np.flatnonzero(is_wrong.any(1)), np.flatnonzero(is_wrong.any(0))
         return (
-            f"{count(total)} of {count(wrong.size)} elements ({total / wrong.size:.1%}) differ by more"
-            f" than the tolerance, all within rows {rows[0]}–{rows[-1]} of {len(wrong)}, columns"
-            f" {columns[0]}–{columns[-1]} of {wrong.shape[1]}."
+            f"{count(num_wrong)} of {count(is_wrong.size)} elements"
+            f" ({num_wrong / is_wrong.size:.1%}) differ by more than the tolerance, all within rows"
+            f" {rows[0]}–{rows[-1]} of {num_rows}, columns {columns[0]}–{columns[-1]} of {num_columns}."
         )
 
-    def worst(self, most: int = 6) -> Iterator[tuple[str, str, str]]:
-        """The elements that differ most, all of a tiny tensor: index, ours, the reference's."""
+    def worst(self, max_elements: int = 6) -> Iterator[tuple[str, str, str]]:
+        """Yield index, our value and the reference's value of the elements that differ most.
+
+        All elements of a tensor that is not drawn are yielded, in their order.
+        """
         if not self.relative.size:
             return
-        flat = np.nan_to_num(self.relative, nan=np.inf).ravel()
-        order = np.arange(flat.size)
-        if self.is_drawn:  # Not all of a large tensor is sorted.
-            largest = np.argpartition(flat, -most)[-most:]
-            order = largest[np.argsort(-flat[largest], kind="stable")]
-        for place in order:
-            index = np.unravel_index(int(place), self.relative.shape)
+        differences = np.nan_to_num(self.relative, nan=np.inf).ravel()
+        order = np.arange(differences.size)
+        if self.is_drawn:
+            # Sorting all elements of a large tensor would take long, so the largest are selected first.
+            largest = np.argpartition(differences, -max_elements)[-max_elements:]
+            order = largest[np.argsort(-differences[largest], kind="stable")]
+        for flat_index in order:
+            index = np.unravel_index(int(flat_index), self.relative.shape)
             ours, reference = self.pair.ours[index], self.pair.reference[index]
-            where = ", ".join(str(int(one)) for one in index) or DASH
-            yield where, f"{ours:.7g}", f"{reference:.7g}"
+            index_text = ", ".join(str(int(number)) for number in index) or DASH
+            yield index_text, f"{ours:.7g}", f"{reference:.7g}"
 
 
-def range_of(values: Array) -> str:
-    """Least and largest value, and the root mean square."""
+def describe_range(values: Array) -> str:
+    """Return the least and the largest value, the root mean square, and the count of non-finite values.
+
+    Integers have no root mean square here. A tensor without elements is `empty`.
+    """
     if not values.size:
         return "empty"
     if not np.issubdtype(values.dtype, np.floating):
         return f"{values.min()} to {values.max()}"
     finite = values[np.isfinite(values)]
-    lost = values.size - finite.size
-    text = f"{count(lost)} not finite" if lost else ""
+    num_not_finite = values.size - finite.size
+    not_finite = f"{count(num_not_finite)} not finite" if num_not_finite else ""
     if not finite.size:
-        return text
-    text = f", {text}" if text else ""
-    return f"{finite.min():.4g} to {finite.max():.4g}, rms {_rms(finite):.4g}{text}"
+        return not_finite
+    suffix = f", {not_finite}" if not_finite else ""
+    rms = _root_mean_square(finite)
+    return f"{finite.min():.4g} to {finite.max():.4g}, rms {rms:.4g}{suffix}"
 
 
-def _rms(values: Array) -> float:
+def _root_mean_square(values: Array) -> float:
+    """Return the root mean square of the finite values; 0 if there is none."""
     finite = values[np.isfinite(values)].astype(np.float64)
     return float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
 
 
-def _coloured(matrix: Array, tolerance: float, largest: float) -> Array:
-    """Red, green, blue and opacity of each element; in steps, which compress well."""
+def _colour_elements(matrix: Array, tolerance: float, largest: float) -> Array:
+    """Return red, green, blue and opacity of each element, [rows, columns, 4], from 0 to 255.
+
+    Elements above the tolerance are red, and most opaque at the `largest` difference. Other elements are
+    blue, and most opaque at the tolerance. A difference that is not finite is as red as the largest.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
         decades = np.log10(matrix / tolerance) if tolerance else np.where(matrix > 0, 1.0, -np.inf)
-    span = max(np.log10(largest / tolerance), 1.0) if tolerance and largest else 1.0
-    wrong = ~(matrix <= tolerance)
-    calm = np.clip(1 + decades / _CALM_DECADES, 0, 1)
-    red = np.clip(np.nan_to_num(decades, nan=span, posinf=span, neginf=0) / span, 0, 1)
-    opacity = np.where(wrong, 0.25 + 0.75 * red, np.nan_to_num(calm, neginf=0) * 0.3)
-    found = np.empty((*matrix.shape, 4), np.uint8)
-    found[..., :3] = np.where(wrong[..., None], _RED, _CALM)
-    found[..., 3] = np.round(np.round(opacity * 48) / 48 * 255)
-    return found
+    has_span = tolerance and largest
+    largest_decades = max(np.log10(largest / tolerance), 1.0) if has_span else 1.0
+    is_wrong = ~(matrix <= tolerance)
+    finite_decades = np.nan_to_num(decades, nan=largest_decades, posinf=largest_decades, neginf=0)
+    red = np.clip(finite_decades / largest_decades, 0, 1)
+    blue = np.nan_to_num(np.clip(1 + decades / _RIGHT_DECADES, 0, 1), neginf=0)
+    opacity = np.where(is_wrong, 0.25 + 0.75 * red, blue * 0.3)
+    pixels = np.empty((*matrix.shape, 4), np.uint8)
+    pixels[..., :3] = np.where(is_wrong[..., None], _WRONG_COLOUR, _RIGHT_COLOUR)
+    pixels[..., 3] = np.round(np.round(opacity * _OPACITY_STEPS) / _OPACITY_STEPS * 255)
+    return pixels

@@ -1,16 +1,17 @@
-"""A reference of several ranks as one of one rank, so that any strategy is compared with it in one way.
+"""Reassemble a reference of several ranks to the capture that one rank would have written.
 
-The inverse of `align`: parts of the sequence, of the hidden size, heads and vocabulary, and an expert's
-rows of every sender are put together; micro batches of data-parallel ranks get the numbers that one rank
-gives them; stages of a pipeline follow one another. A tensor that tensor-parallel ranks have alike, bit
-for bit, is whole on each. What cannot be put together is noted, and so listed as not compared.
+A strategy is then compared with one rank, however the reference was split. This is the inverse of `align`:
+parts of the sequence, of the hidden size, of heads and vocabulary, and the rows of an expert of all senders
+are joined; micro batches of data-parallel ranks get the numbers that one rank gives them; pipeline stages
+follow one another. A tensor that is equal bit for bit on all tensor-parallel ranks is a full tensor on each.
+A tensor that cannot be joined is noted with the reason, so that it is listed as not compared.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,294 +30,393 @@ from parakit.artifacts.capture import (
 )
 from parakit.verify.align import (
     GATED,
-    as_split,
-    of_experts,
-    positions_of,
-    recomputed,
-    router_of,
-    routes,
-    scale_of,
-    tokens_of,
+    find_router,
+    has_distinct_tokens,
+    is_in_expert,
+    is_recomputed,
+    layout_signature,
+    micro_batch_loss_scale,
+    sequence_positions,
+    token_indices,
 )
 from parakit.verify.captured import (
     PARAMETERS,
     Array,
     Capture,
     RankCapture,
-    as_stored,
-    assembled,
+    assemble_parameter,
+    encode_tensor,
+    group_parameter_parts,
+    order_sites,
     read_capture,
-    sites_in_order,
-    units,
 )
 
 _SPLIT_IN_EXPERTS = ("linear_fc1 output.0", "linear_fc2 input.input_")
-"""What expert-tensor-parallel ranks have parts of; of all else the whole each, or a term of a sum."""
-_Held = tuple[RankCapture, TensorRecord]
-_Place = tuple[int, int]
-"""Context- and tensor-parallel rank."""
+"""Tensors of an expert that its expert-tensor-parallel ranks have parts of. Of any other tensor each of
+these ranks has the full tensor, or one term of its sum."""
+_NOT_EVERY_RANK = "some ranks of the reference lack a part of the same size"
+_ROUTING_UNKNOWN = "the reference's routing does not tell the tokens of an expert's rows"
+_RankPair = tuple[int, int]
+"""Context-parallel and tensor-parallel rank."""
 
 
-def as_one_rank(reference: Capture, strategy: Capture, folder: Path) -> Capture:
-    """The reference as one rank would have it, written to a folder; itself if it is one, or split as the
-    strategy is that will be compared with it."""
-    if len(reference.ranks) == 1 or as_split(reference.first) == as_split(strategy.first):
+def reassemble_to_one_rank(reference: Capture, strategy: Capture, folder: Path) -> Capture:
+    """Return the reference as one rank would have captured it, written to `folder`.
+
+    The reference itself is returned, and nothing is written, if it has one rank or the strategy's layout.
+    """
+    has_same_layout = layout_signature(reference.first) == layout_signature(strategy.first)
+    if len(reference.ranks) == 1 or has_same_layout:
         return reference
     target = folder / "rank-0"
     with CaptureWriter(target) as writer:
         joiner = _Joiner(reference, writer)
-        joiner.activations()
-        joiner.parameters()
-        responses = {"|".join(key): value for key, value in reference.responses().items()}
+        joiner.join_activations()
+        joiner.join_parameters()
+        responses = {"|".join(key): response for key, response in reference.responses().items()}
         (target / RESPONSES_FILE).write_text(json.dumps(responses))
-        writer.close(joiner.described())
+        writer.close(joiner.describe_rank())
     return read_capture(folder)
 
 
 @dataclass(frozen=True)
-class _Sequence:
-    """Which dimension of a rank's tensor is the sequence."""
+class _RankTensor:
+    """A tensor of one rank of the reference."""
+
+    rank_capture: RankCapture
+    record: TensorRecord
+
+    @property
+    def rank(self) -> CapturedRank:
+        """Description of the rank."""
+        return self.rank_capture.rank
+
+    def values(self) -> Array:
+        """Return the tensor's values."""
+        return self.rank_capture.values(self.record)
+
+
+@dataclass(frozen=True)
+class _SequenceDimension:
+    """Dimension of a rank's tensor that is the sequence."""
 
     axis: int
     samples: int
-    """Samples of a position that are merged into the dimension, sequence first; 1 if it is alone."""
-    split: bool
-    """Whether sequence parallelism split it over the tensor-parallel ranks."""
+    """Samples per position if batch and sequence are merged, sequence first; 1 if they are not merged."""
+    is_split: bool
+    """Whether sequence parallelism split the dimension over the tensor-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class _SenderRows:
+    """Rows of an expert for the tokens of one rank that sends tokens to it."""
+
+    data_rank: int
+    tokens: Array
+    """Indices of the tokens in the micro batch."""
+    rows: Array
 
 
 class _Joiner:
+    """Joins the tensors of all ranks of a reference and writes them as one rank's."""
+
     def __init__(self, reference: Capture, writer: CaptureWriter) -> None:
         self._reference, self._writer, self._rank = reference, writer, reference.first
-        self._left: defaultdict[str, list[str]] = defaultdict(list)
-        self._scale = np.float32(scale_of(self.described()) / scale_of(self._rank))
-        """Of one rank's activation gradients to these."""
+        self._names_by_obstacle: defaultdict[str, list[str]] = defaultdict(list)
+        loss_scale_of_one_rank = micro_batch_loss_scale(self.describe_rank())
+        self._gradient_scale = np.float32(
+            loss_scale_of_one_rank / micro_batch_loss_scale(self._rank)
+        )
+        """Factor from the reference's activation gradients to those of one rank."""
         self._written: dict[object, TensorRecord] = {}
-        """By the parts' memory: a tensor that several modules have is written once."""
-        self._by_place = {
-            (one.rank.data[0], one.rank.context[0], one.rank.tensor[0], one.rank.pipeline[0]): one
-            for one in reference.ranks
+        """Written tensors by the storage of their parts, so that a tensor of several modules is written
+        once."""
+        self._rank_by_position = {
+            (
+                rank_capture.rank.data[0],
+                rank_capture.rank.context[0],
+                rank_capture.rank.tensor[0],
+                rank_capture.rank.pipeline[0],
+            ): rank_capture
+            for rank_capture in reference.ranks
         }
 
-    def described(self) -> CapturedRank:
-        """The one rank."""
-        alone, rank = (0, 1), self._rank
-        left = (f"{' '.join(dict.fromkeys(names))}: {why}" for why, names in self._left.items())
+    def describe_rank(self) -> CapturedRank:
+        """Return the description of the one rank, with a note per reason why tensors are missing."""
+        rank, alone = self._rank, (0, 1)
+        missing = [
+            f"{' '.join(dict.fromkeys(names))}: {obstacle}"
+            for obstacle, names in self._names_by_obstacle.items()
+        ]
         return msgspec.structs.replace(
             rank,
             rank=0,
             world_size=1,
-            **dict.fromkeys(
-                ("tensor", "pipeline", "context", "data", "expert", "expert_tensor"), alone
-            ),
+            tensor=alone,
+            pipeline=alone,
+            context=alone,
+            data=alone,
+            expert=alone,
+            expert_tensor=alone,
             virtual_stages=1,
             expert_sources=((0, 0, 0),),
             sequence_parallel=False,
             micro_batches=rank.micro_batches * rank.data[1],
             modules=self._reference.modules,
             norm_groups=(),
-            notes=(*self._reference.notes(), *left),
+            notes=(*self._reference.notes(), *missing),
         )
 
-    def activations(self) -> None:
-        """Everything but parameters, and what has their shape."""
-        held: defaultdict[Site, defaultdict[int | None, list[_Held]]]
-        held = defaultdict(lambda: defaultdict(list))
-        for one in self._reference.ranks:
-            for record in one.records:
-                if record.placement is None and not recomputed(record.site):
+    def join_activations(self) -> None:
+        """Join and write all tensors without placement, but for those of recomputed forward passes."""
+        tensors: dict[Site, dict[int | None, list[_RankTensor]]] = {}
+        for rank_capture in self._reference.ranks:
+            for record in rank_capture.records:
+                if record.placement is None and not is_recomputed(record.site):
                     site = msgspec.structs.replace(record.site, micro_batch=None)
-                    held[site][record.site.micro_batch].append((one, record))
-        for site in sites_in_order(self._reference):
-            for micro_batch, parts in held[site].items():
+                    by_micro_batch = tensors.setdefault(site, {})
+                    by_micro_batch.setdefault(record.site.micro_batch, []).append(
+                        _RankTensor(rank_capture, record)
+                    )
+        for site in order_sites(self._reference):
+            for micro_batch, parts in tensors.get(site, {}).items():
                 if micro_batch is None:
-                    one, record = parts[0]
-                    counted = [there.values(of) for there, of in parts if routes(there.rank)]
-                    is_sum = site.slot == COUNTS
-                    self._write(site, record, np.sum(counted, 0) if is_sum else one.values(record))
-                elif of_experts(site.name):
-                    self._expert(site, micro_batch, parts)
+                    self._write_scalar(site, parts)
+                elif is_in_expert(site.name):
+                    self._join_expert_tensor(site, micro_batch, parts)
                 else:
-                    for data in range(self._rank.data[1]):
-                        of_batch = [part for part in parts if part[0].rank.data[0] == data]
-                        self._module(site, micro_batch, of_batch)
+                    for data_rank in range(self._rank.data[1]):
+                        of_data_rank = [part for part in parts if part.rank.data[0] == data_rank]
+                        self._join_module_tensor(site, micro_batch, of_data_rank)
 
-    def parameters(self) -> None:
-        """Parameters, gradients and states, each as one piece."""
+    def join_parameters(self) -> None:
+        """Assemble and write parameters, gradients and optimizer states, each as one full tensor."""
         for stage in PARAMETERS:
-            for (key, stacked, _), pieces in units(self._reference, stage).items():
-                like = pieces[0]
-                site = msgspec.structs.replace(like.record.site, name=like.name)
-                whole = assembled(pieces, self._reference)
-                shape = like.placement.global_shape
-                place = Placement(key, shape, (*stacked, *[0] * whole.ndim))
-                self._add(site, like.record.dtype, whole, place)
+            parts_by_key = group_parameter_parts(self._reference, stage)
+            for (key, layer_offset, _), parts in parts_by_key.items():
+                first = parts[0]
+                site = msgspec.structs.replace(first.record.site, name=first.name)
+                full = assemble_parameter(parts, self._reference)
+                global_shape = first.placement.global_shape
+                placement = Placement(key, global_shape, (*layer_offset, *[0] * full.ndim))
+                self._add(site, first.record.dtype, full, placement)
 
-    def _module(self, site: Site, micro_batch: int, parts: Sequence[_Held]) -> None:
-        """A tensor of one micro batch outside of experts."""
-        held: dict[_Place, _Held] = {}
-        for one, record in parts:
-            held.setdefault((one.rank.context[0], one.rank.tensor[0]), (one, record))
-        if not held:
+    def _write_scalar(self, site: Site, parts: Sequence[_RankTensor]) -> None:
+        """Write a tensor that belongs to no micro batch: token counts are summed, others are copies."""
+        if site.slot == COUNTS:
+            counts = [part.values() for part in parts if has_distinct_tokens(part.rank)]
+            values = np.sum(counts, axis=0)
+        else:
+            values = parts[0].values()
+        self._write(site, parts[0].record, values)
+
+    def _join_module_tensor(
+        self, site: Site, micro_batch: int, parts: Sequence[_RankTensor]
+    ) -> None:
+        """Join and write a tensor outside of experts, from the ranks of one data-parallel rank."""
+        part_by_ranks: dict[_RankPair, _RankTensor] = {}
+        for part in parts:
+            part_by_ranks.setdefault((part.rank.context[0], part.rank.tensor[0]), part)
+        if not part_by_ranks:
             return
-        contexts, tensors = self._rank.context[1], self._rank.tensor[1]
-        places = [(c, t) for c in range(contexts) for t in range(tensors)]
-        first = next(iter(held.values()))
-        shape = first[1].shape
-        if any(place not in held or held[place][1].shape != shape for place in places):
-            self._leave(site, "not every rank of the reference has a part of one size")
-            return
-        rank = first[0].rank
-        numbered = msgspec.structs.replace(
-            site, micro_batch=micro_batch * rank.data[1] + rank.data[0]
-        )
-        memory = (
+        num_contexts, num_tensors = self._rank.context[1], self._rank.tensor[1]
+        first = next(iter(part_by_ranks.values()))
+        shape = first.record.shape
+        for context in range(num_contexts):
+            for tensor in range(num_tensors):
+                expected = part_by_ranks.get((context, tensor))
+                if expected is None or expected.record.shape != shape:
+                    self._note_missing(site, _NOT_EVERY_RANK)
+                    return
+        number = micro_batch * first.rank.data[1] + first.rank.data[0]
+        numbered_site = msgspec.structs.replace(site, micro_batch=number)
+        storage = (
             (site.stage, GATED in site.name, shape),
-            *((there.rank.rank, record.offset_bytes) for there, record in held.values()),
+            *((part.rank.rank, part.record.offset_bytes) for part in part_by_ranks.values()),
         )
-        if memory in self._written:
-            known = self._written[memory]
-            self._writer.add_same(numbered, known, known.shape)
+        if storage in self._written:
+            known = self._written[storage]
+            self._writer.add_same(numbered_site, known, known.shape)
             return
-        sequence = self._sequence(shape)
-        rows = [
-            self._over_tensor(site, [held[c, t] for t in range(tensors)], sequence)
-            for c in range(contexts)
-        ]
-        joined = [one for one in rows if one is not None]
-        whole = self._over_context(site, joined, sequence) if len(joined) == contexts else None
-        if whole is None:
-            self._leave(site, f"the reference's parts {list(shape)} follow no known split")
+        sequence = self._find_sequence(shape)
+        joined_parts = []
+        for context in range(num_contexts):
+            of_context = [part_by_ranks[context, tensor] for tensor in range(num_tensors)]
+            joined = self._join_tensor_parallel(site, of_context, sequence)
+            if joined is not None:
+                joined_parts.append(joined)
+        full = None
+        if len(joined_parts) == num_contexts:
+            full = self._join_context_parallel(site, joined_parts, sequence)
+        if full is None:
+            obstacle = f"the reference's parts {list(shape)} follow no known split"
+            self._note_missing(site, obstacle)
             return
-        self._written[memory] = self._write(numbered, first[1], whole)
+        self._written[storage] = self._write(numbered_site, first.record, full)
 
-    def _over_tensor(
-        self, site: Site, parts: Sequence[_Held], sequence: _Sequence | None
+    def _join_tensor_parallel(
+        self, site: Site, parts: Sequence[_RankTensor], sequence: _SequenceDimension | None
     ) -> Array | None:
-        """What tensor-parallel ranks have together."""
-        values = [one.values(record) for one, record in parts]
-        if sequence is not None and sequence.split:
+        """Return the tensor of all tensor-parallel ranks; None if it is a scalar that differs on them."""
+        values = [part.values() for part in parts]
+        if sequence is not None and sequence.is_split:
             return np.concatenate(values, sequence.axis)
-        if _alike(values):
+        if _are_equal(values):
             return values[0]
         axis = values[0].ndim - 1
         if axis < 0:
             return None
-        if axis == 3:  # Heads: of rows they stand before the width, of scores after the batch.
+        if axis == 3:
+            # Four dimensions have heads: before the head size for rows of the sequence, and after the
+            # batch for attention scores.
             axis = 2 if sequence is not None and sequence.axis == 0 else 1
-        return _joined(values, axis, gated=self._rank.gated and GATED in site.name)
+        is_gated = self._rank.gated and GATED in site.name
+        return _concatenate(values, axis, is_gated=is_gated)
 
-    def _over_context(
-        self, site: Site, parts: Sequence[Array], sequence: _Sequence | None
+    def _join_context_parallel(
+        self, site: Site, parts: Sequence[Array], sequence: _SequenceDimension | None
     ) -> Array | None:
-        """What context-parallel ranks have together."""
+        """Return the tensor of all context-parallel ranks; None if no known split gives their parts."""
         if len(parts) == 1:
             return parts[0]
         if sequence is not None:
-            return self._positioned(parts, sequence)
+            return self._join_sequence(parts, sequence)
         if site.stage is Stage.LOSS and parts[0].ndim < 2:
             return np.asarray(np.sum(parts, axis=0))
-        return parts[0] if _alike(parts) else None
+        return parts[0] if _are_equal(parts) else None
 
-    def _positioned(self, parts: Sequence[Array], sequence: _Sequence) -> Array:
-        """Parts of the sequence, each at its positions."""
+    def _join_sequence(self, parts: Sequence[Array], sequence: _SequenceDimension) -> Array:
+        """Return the full sequence, with each context-parallel rank's part at its positions."""
         axis, length = sequence.axis, self._rank.sequence_length
-        merged = sequence.samples > 1
-        if merged:
+        is_merged = sequence.samples > 1
+        if is_merged:
             parts = [part.reshape(-1, sequence.samples, *part.shape[1:]) for part in parts]
         shape = parts[0].shape
-        whole = np.empty((*shape[:axis], length, *shape[axis + 1 :]), parts[0].dtype)
-        for number, part in enumerate(parts):
-            whole.swapaxes(0, axis)[positions_of(self._rank, number)] = part.swapaxes(0, axis)
-        return whole.reshape(-1, *shape[2:]) if merged else whole
+        full = np.empty((*shape[:axis], length, *shape[axis + 1 :]), parts[0].dtype)
+        for context, part in enumerate(parts):
+            positions = sequence_positions(self._rank, context)
+            full.swapaxes(0, axis)[positions] = part.swapaxes(0, axis)
+        return full.reshape(-1, *shape[2:]) if is_merged else full
 
-    def _sequence(self, shape: tuple[int, ...]) -> _Sequence | None:
+    def _find_sequence(self, shape: tuple[int, ...]) -> _SequenceDimension | None:
+        """Return the dimension of a rank's tensor that is the sequence; None if no size fits."""
         rank = self._rank
-        whole = rank.sequence_length // rank.context[1]
-        split = whole // rank.tensor[1] if rank.sequence_parallel else whole
+        length = rank.sequence_length // rank.context[1]
+        split_length = length // rank.tensor[1] if rank.sequence_parallel else length
         samples = rank.micro_batch_size
-        if len(shape) <= 2 and shape and shape[0] in (split * samples, whole * samples):
-            return _Sequence(0, samples, shape[0] == split * samples and split != whole)
+        token_counts = (split_length * samples, length * samples)
+        if 1 <= len(shape) <= 2 and shape[0] in token_counts:
+            is_split = shape[0] == split_length * samples and split_length != length
+            return _SequenceDimension(axis=0, samples=samples, is_split=is_split)
         for axis, size in enumerate(shape):
-            if size in (whole, split):
-                return _Sequence(axis, 1, size != whole)
+            if size in (length, split_length):
+                return _SequenceDimension(axis=axis, samples=1, is_split=size != length)
         return None
 
-    def _expert(self, site: Site, micro_batch: int, parts: Sequence[_Held]) -> None:
-        """An expert's tensor, whose rows are of every rank that sends tokens to it."""
-        groups: defaultdict[object, list[_Held]] = defaultdict(list)
-        for one, record in parts:
-            groups[one.rank.expert_sources].append((one, record))
-        rows: dict[int, list[tuple[Array, Array]]] = defaultdict(list)
-        """Numbers of the tokens in the micro batch, and their rows, by data-parallel rank."""
+    def _join_expert_tensor(
+        self, site: Site, micro_batch: int, parts: Sequence[_RankTensor]
+    ) -> None:
+        """Join and write a tensor of an expert, whose rows come from every rank that sends tokens to it.
+
+        One tensor is written per data-parallel rank, with rows in the order of the tokens.
+        """
+        groups: defaultdict[object, list[_RankTensor]] = defaultdict(list)
+        for part in parts:
+            groups[part.rank.expert_sources].append(part)
+        senders_by_data_rank: defaultdict[int, list[_SenderRows]] = defaultdict(list)
         for group in groups.values():
-            values = self._over_expert_tensor(site, group)
-            for data, tokens, part in self._of_senders(site, micro_batch, group[0][0], values):
-                rows[data].append((tokens, part))
+            values = self._join_expert_tensor_parallel(site, group)
+            holder = group[0].rank_capture
+            for sender in self._split_by_sender(site, micro_batch, holder, values):
+                senders_by_data_rank[sender.data_rank].append(sender)
         rank = self._rank
-        senders = rank.context[1] * (rank.tensor[1] if rank.sequence_parallel else 1)
-        for data in range(rank.data[1]):
-            if len(rows[data]) != senders:
-                self._leave(site, "the reference's routing does not say whose rows an expert has")
+        num_senders = rank.context[1] * (rank.tensor[1] if rank.sequence_parallel else 1)
+        for data_rank in range(rank.data[1]):
+            senders = senders_by_data_rank[data_rank]
+            if len(senders) != num_senders:
+                self._note_missing(site, _ROUTING_UNKNOWN)
                 continue
-            tokens = np.concatenate([one for one, _ in rows[data]])
-            whole = np.concatenate([part for _, part in rows[data]])[np.argsort(tokens)]
-            number = micro_batch * rank.data[1] + data
-            numbered = msgspec.structs.replace(site, micro_batch=number)
-            self._write(numbered, parts[0][1], whole)
+            tokens = np.concatenate([sender.tokens for sender in senders])
+            rows = np.concatenate([sender.rows for sender in senders])
+            number = micro_batch * rank.data[1] + data_rank
+            numbered_site = msgspec.structs.replace(site, micro_batch=number)
+            self._write(numbered_site, parts[0].record, rows[np.argsort(tokens)])
 
-    def _of_senders(
+    def _split_by_sender(
         self, site: Site, micro_batch: int, holder: RankCapture, values: Array
-    ) -> Iterator[tuple[int, Array, Array]]:
-        """Each sender's data-parallel rank, the numbers of its tokens, and their rows."""
-        router, expert = router_of(site.name)
-        router = msgspec.structs.replace(router, micro_batch=micro_batch)
-        found, begin = [], 0
-        for data, context, tensor in holder.rank.expert_sources:
-            sender = self._by_place[data, context, tensor, holder.rank.pipeline[0]]
-            record = sender.by_site.get(router)
-            if record is None or expert is None:
-                return
-            routed = sender.values(record)[:, expert].astype(bool)
-            tokens = tokens_of(sender.rank, context, tensor)
-            if len(tokens) != len(routed):
-                return
-            tokens = tokens[routed]
-            found.append((data, tokens, slice(begin, begin := begin + len(tokens))))
-        if values.ndim and len(values) == begin:
-            yield from ((data, tokens, values[rows]) for data, tokens, rows in found)
+    ) -> list[_SenderRows]:
+        """Return the rows of an expert by the rank that sent their tokens.
 
-    def _over_expert_tensor(self, site: Site, parts: Sequence[_Held]) -> Array:
-        """What the ranks that share an expert have together."""
-        ordered = sorted(parts, key=lambda part: part[0].rank.expert_tensor[0])
-        values = [one.values(record) for one, record in ordered]
-        if _alike(values):
+        The list is empty if the routing was not captured, or does not match the number of rows.
+        """
+        router, expert = find_router(site.name)
+        router = msgspec.structs.replace(router, micro_batch=micro_batch)
+        tokens_of_senders: list[tuple[int, Array]] = []
+        for data_rank, context_rank, tensor_rank in holder.rank.expert_sources:
+            position = (data_rank, context_rank, tensor_rank, holder.rank.pipeline[0])
+            sender = self._rank_by_position[position]
+            record = sender.first_records.get(router)
+            if record is None or expert is None:
+                return []
+            is_routed = sender.values(record)[:, expert].astype(bool)
+            tokens = token_indices(sender.rank, context_rank, tensor_rank)
+            if len(tokens) != len(is_routed):
+                return []
+            tokens_of_senders.append((data_rank, tokens[is_routed]))
+        num_rows = sum(len(tokens) for _, tokens in tokens_of_senders)
+        if not values.ndim or len(values) != num_rows:
+            return []
+        senders = []
+        begin = 0
+        for data_rank, tokens in tokens_of_senders:
+            end = begin + len(tokens)
+            senders.append(_SenderRows(data_rank, tokens, rows=values[begin:end]))
+            begin = end
+        return senders
+
+    def _join_expert_tensor_parallel(self, site: Site, parts: Sequence[_RankTensor]) -> Array:
+        """Return the tensor of all ranks that share an expert: a copy, a concatenation or a sum."""
+        ordered = sorted(parts, key=lambda part: part.rank.expert_tensor[0])
+        values = [part.values() for part in ordered]
+        if _are_equal(values):
             return values[0]
         if f"{site.name} {site.slot}".endswith(_SPLIT_IN_EXPERTS):
-            return _joined(values, -1, gated=self._rank.gated and "linear_fc1" in site.name)
+            is_gated = self._rank.gated and "linear_fc1" in site.name
+            return _concatenate(values, axis=-1, is_gated=is_gated)
         return np.asarray(np.sum(values, axis=0, dtype=values[0].dtype))
 
-    def _write(self, site: Site, like: TensorRecord, whole: Array) -> TensorRecord:
+    def _write(self, site: Site, record: TensorRecord, values: Array) -> TensorRecord:
+        """Write an activation with the dtype of `record`; gradients are scaled to those of one rank."""
         if site.stage is Stage.ACTIVATION_GRADIENTS:
-            whole = whole * self._scale
-        return self._add(site, like.dtype, whole)
+            values = values * self._gradient_scale
+        return self._add(site, record.dtype, values)
 
     def _add(
-        self, site: Site, dtype: str, whole: Array, placement: Placement | None = None
+        self, site: Site, dtype: str, values: Array, placement: Placement | None = None
     ) -> TensorRecord:
-        return self._writer.add(site, dtype, whole.shape, as_stored(whole, dtype), placement)
+        """Encode a tensor, append it to the capture and return its record."""
+        encoded = encode_tensor(values, dtype)
+        return self._writer.add(
+            site, dtype, shape=values.shape, values=encoded, placement=placement
+        )
 
-    def _leave(self, site: Site, why: str) -> None:
-        self._left[why].append(f"{site.name} {site.slot}")
+    def _note_missing(self, site: Site, obstacle: str) -> None:
+        """Note that a tensor was not joined, and the reason."""
+        self._names_by_obstacle[obstacle].append(f"{site.name} {site.slot}")
 
 
-def _alike(values: Sequence[Array]) -> bool:
-    """Whether all are equal bit for bit."""
-    return all(one.tobytes() == values[0].tobytes() for one in values[1:])
+def _are_equal(tensors: Sequence[Array]) -> bool:
+    """Return True if all tensors are equal bit for bit."""
+    return all(values.tobytes() == tensors[0].tobytes() for values in tensors[1:])
 
 
-def _joined(values: Sequence[Array], axis: int, *, gated: bool) -> Array:
-    """Parts one after another; of a gated layer the gates first, then the values."""
-    if not gated:
-        return np.concatenate(values, axis)
-    halves = zip(*(np.split(one, 2, axis) for one in values), strict=True)
-    return np.concatenate([np.concatenate(half, axis) for half in halves], axis)
+def _concatenate(parts: Sequence[Array], axis: int, *, is_gated: bool) -> Array:
+    """Concatenate the parts; of a gated layer, first the gates of all parts and then the values."""
+    if not is_gated:
+        return np.concatenate(parts, axis)
+    gates, values = [], []
+    for part in parts:
+        gate, value = np.split(part, 2, axis)
+        gates.append(gate)
+        values.append(value)
+    return np.concatenate([*gates, *values], axis)

@@ -1,9 +1,10 @@
-"""How far a tensor may be off, relative: a few times its response, and never less than a sum rounds.
+"""Decide how far rounding may move a tensor: its tolerance, relative to the reference.
 
-The response is the tensor's change when every weight of the reference, and all that its modules are
-given, changes by one rounding error. Where that is large all else is asked: a router takes the best
-experts, and two of them may be equal within rounding; Adam divides a gradient by its size, so that an
-element whose gradient is all rounding moves as far as any other, either way.
+A tensor's response is its relative change when every weight of the reference, and every input of its
+modules, changes by one rounding error. The tolerance is a few times the response, and never less than the
+rounding of a sum of as many terms. Two cases need more than a tolerance. A router takes the best experts,
+and two experts may be equal within rounding. Adam divides a gradient by its size, so an element whose
+gradient is all rounding moves as far as any other, in either direction.
 """
 
 from __future__ import annotations
@@ -19,142 +20,174 @@ from parakit.artifacts.capture import (
     TensorRecord,
 )
 from parakit.verify.captured import PARAMETERS, Array, Capture
-from parakit.verify.comparison import Key
+from parakit.verify.comparison import ComparisonKey
 
 RESPONSES = 6.0
-"""Times its response that a tensor may be off. Healthy strategies stay below 2 (README,
-make bench NAME=verify)."""
+"""Tolerance over response. Healthy strategies stay below 2 (README, `make bench NAME=verify`)."""
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+"""Distance from 1 to the next larger number of each dtype."""
 _NORM_TERMS = 64
-"""A norm is a sum over all parameters, but of squares: its rounding is that of a short sum."""
-_AS = {START_WEIGHT: UPDATE, START_BUFFER: BUFFER}
-"""Slots whose response is that of another."""
+"""Terms of the sum that rounds as the gradient norm does. The norm sums many squares, whose rounding
+errors matter less than those of terms with signs."""
+_SECOND_MOMENT = "exp_avg_sq"
+_SLOT_WITH_RESPONSE = {START_WEIGHT: UPDATE, START_BUFFER: BUFFER}
+"""Slots whose response is not measured, with the slot whose response is taken instead."""
 
 
 class Tolerances:
-    """Of every tensor, as a reference's responses give it."""
+    """Tolerances of all tensors, from the responses that the reference has measured."""
 
     def __init__(self, reference: Capture) -> None:
         self._reference = reference
         self._responses = reference.responses()
-        self._squared = {name for _, name, slot in self._responses if slot == "exp_avg_sq"}
-        # The largest response by slot of weights whose optimizer keeps no square of the gradient. Muon
-        # computes in bf16: a rounding error of fp32 changes the update of some matrices by a
-        # hundredth, and of others not at all.
-        self._of_matrices: dict[str, float] = {}
+        self._names_with_second_moment = {
+            name for _, name, slot in self._responses if slot == _SECOND_MOMENT
+        }
+        # Muon computes in bf16: one rounding error of fp32 changes the update of some matrices by a
+        # hundredth and of other matrices not at all. So weights whose optimizer keeps no second moment
+        # all get the largest response of their slot.
+        self._response_without_second_moment: dict[str, float] = {}
         for (stage, name, slot), response in self._responses.items():
-            if stage == Stage.WEIGHTS and name not in self._squared:
-                self._of_matrices[slot] = max(self._of_matrices.get(slot, 0.0), response)
+            if stage == Stage.WEIGHTS and name not in self._names_with_second_moment:
+                known_response = self._response_without_second_moment.get(slot, 0.0)
+                self._response_without_second_moment[slot] = max(known_response, response)
 
-    def of(self, key: Key, like: TensorRecord) -> float:
-        """Of a tensor like this; 0 for integers and truth values."""
-        if not like.dtype.startswith(("float", "bfloat")):
+    def tolerance_for(self, key: ComparisonKey, record: TensorRecord) -> float:
+        """Return the tolerance of a tensor with the dtype and shape of `record`.
+
+        Integers and truth values must be equal: their tolerance is 0.
+        """
+        if not record.dtype.startswith(("float", "bfloat")):
             return 0.0
-        first = self._reference.first
-        terms = max((*like.shape, _NORM_TERMS if key[0] is Stage.NORM else 1))
-        if key[0] in PARAMETERS:
-            terms = first.sequence_length * first.micro_batch_size * first.micro_batches
-        epsilon = EPSILON.get(first.dtype, EPSILON["float32"])
-        rounding = epsilon * float(np.sqrt(terms))
-        if key[0] is Stage.LOSS:
-            # A sum over tokens, of which a few changes may see next to nothing.
-            tokens = first.sequence_length * first.micro_batch_size
-            rounding = max(rounding, EPSILON["float32"] * float(np.sqrt(tokens)))
-        of = (key[0], key[1], _AS.get(key[2], key[2]))
-        response = self._responses.get(of, 0.0)
-        if key[0] is Stage.WEIGHTS and key[1] not in self._squared:
-            response = max(response, self._of_matrices.get(of[2], 0.0))
-        tolerance = RESPONSES * max(response, rounding / 4)
-        if key[2].endswith(UPDATE) and tolerance >= 1:
-            # Of the worst row all may be rounding: it points anywhere, and is larger or smaller.
+        stage, name, slot = key
+        measured_slot = _SLOT_WITH_RESPONSE.get(slot, slot)
+        response = self._responses.get((stage, name, measured_slot), 0.0)
+        if stage is Stage.WEIGHTS and name not in self._names_with_second_moment:
+            response_of_slot = self._response_without_second_moment.get(measured_slot, 0.0)
+            response = max(response, response_of_slot)
+        tolerance = RESPONSES * max(response, self._sum_rounding(stage, record) / 4)
+        if slot.endswith(UPDATE) and tolerance >= 1:
+            # The worst row's gradient may be all rounding. Its update then points anywhere, and can be
+            # larger or smaller than the reference's.
             return max(tolerance, 1 + RESPONSES)
         return tolerance
 
+    def _sum_rounding(self, stage: Stage, record: TensorRecord) -> float:
+        """Return the relative rounding error of a sum of as many terms as the tensor's elements have."""
+        rank = self._reference.first
+        if stage in PARAMETERS:
+            num_terms = rank.sequence_length * rank.micro_batch_size * rank.micro_batches
+        else:
+            num_terms = max((*record.shape, _NORM_TERMS if stage is Stage.NORM else 1))
+        epsilon = EPSILON.get(rank.dtype, EPSILON["float32"])
+        rounding = epsilon * float(np.sqrt(num_terms))
+        if stage is Stage.LOSS:
+            # A loss is a sum over tokens in fp32. Its measured response can be next to nothing by chance.
+            num_tokens = rank.sequence_length * rank.micro_batch_size
+            rounding = max(rounding, EPSILON["float32"] * float(np.sqrt(num_tokens)))
+        return rounding
 
-def flips_within(
+
+def find_rounding_flips(
     ours: Array,
     reference: Array,
     scores: Array,
     tolerance: float,
     groups: tuple[int, int] | None = None,
 ) -> Array:
-    """Tokens for which other experts were chosen, all of them as good within rounding.
+    """Return which tokens have other experts than in the reference because of rounding alone.
 
-    That is where the router would choose as ours did, were each score off by the tolerance in favour
-    of ours.
+    For such a token the router would choose our experts if every score were off by the tolerance in their
+    favour.
 
     Args:
-        ours: Which experts are chosen, [tokens, experts].
-        reference: The same of the reference.
-        scores: What the reference chose by, [tokens, experts].
-        tolerance: Of the scores, relative.
-        groups: Of experts, and how many of them a token may choose from; None chooses from all experts.
+        ours: True for the chosen experts, [tokens, experts].
+        reference: True for the experts that the reference chose, [tokens, experts].
+        scores: Scores by which the reference chose, [tokens, experts].
+        tolerance: Relative tolerance of the scores.
+        groups: Number of expert groups, and number of groups that a token may choose from; None if a
+            token may choose from all experts.
 
     Returns:
         Truth values, [tokens].
     """
-    off = tolerance * float(np.sqrt(np.mean(np.square(scores, dtype=np.float64))))
-    favoured = np.where(ours, scores + off, scores - off)
-    count = int(ours.sum(1).max(initial=0))
-    if (
-        groups is not None
-    ):  # The best groups alone; a group's score is the sum of its best experts'.
-        grouped = np.sort(favoured.reshape(len(favoured), groups[0], -1), axis=2)
-        kept = _best(grouped[..., -(count // groups[1]) :].sum(2), groups[1])
-        favoured = np.where(np.repeat(kept, grouped.shape[2], axis=1), favoured, -np.inf)
-    return np.asarray((ours != reference).any(1) & (_best(favoured, count) == ours).all(1))
+    slack = tolerance * float(np.sqrt(np.mean(np.square(scores, dtype=np.float64))))
+    favoured_scores = np.where(ours, scores + slack, scores - slack)
+    num_chosen = int(ours.sum(1).max(initial=0))
+    if groups is not None:
+        # A token chooses from the best groups alone. A group's score is the sum of its best experts'.
+        num_groups, num_allowed = groups
+        by_group = np.sort(favoured_scores.reshape(len(favoured_scores), num_groups, -1), axis=2)
+        group_scores = by_group[..., -(num_chosen // num_allowed) :].sum(2)
+        is_allowed_group = _select_largest(group_scores, num_allowed)
+        is_allowed = np.repeat(is_allowed_group, by_group.shape[2], axis=1)
+        favoured_scores = np.where(is_allowed, favoured_scores, -np.inf)
+    is_other_choice = (ours != reference).any(1)
+    is_explained = (_select_largest(favoured_scores, num_chosen) == ours).all(1)
+    return np.asarray(is_other_choice & is_explained)
 
 
-def _best(scores: Array, count: int) -> Array:
-    """Which are the `count` largest of each row."""
+def _select_largest(scores: Array, count: int) -> Array:
+    """Return truth values of the shape of `scores`: True for the `count` largest of each row."""
     largest = np.argsort(scores, axis=1)[:, scores.shape[1] - count :]
-    best = np.zeros(scores.shape, bool)
-    np.put_along_axis(best, largest, True, axis=1)
-    return best
+    is_largest = np.zeros(scores.shape, bool)
+    np.put_along_axis(is_largest, largest, True, axis=1)
+    return is_largest
 
 
-def spacing(weights: Array, epsilon: float) -> Array:
-    """From each weight to the next that its type can hold."""
+def float_spacing(weights: Array, epsilon: float) -> Array:
+    """Return the distance from each weight to the next number of its dtype; 0 for a weight of 0.
+
+    `epsilon` is the distance from 1 to the next number.
+    """
     with np.errstate(divide="ignore"):
         exponents = np.floor(np.log2(np.abs(weights.astype(np.float64))))
     return np.asarray(np.exp2(exponents) * epsilon)
 
 
-def update_error(ours: Array, reference: Array, scale: Array, least: Array) -> float:
-    """The largest error of a row's update, in terms of the gradient's average that it follows.
+def update_error(ours: Array, reference: Array, divisor: Array, rounding: Array) -> float:
+    """Return the largest relative error of a row's update, weighted by the optimizer's divisor.
 
-    Where a weight's rounding takes in all moves of a row, it may have moved as far as that.
+    Multiplied by its divisor, an update is in units of the average gradient that it follows. A row is the
+    last dimension of the parameter; a vector is one row. Each element may be off by `rounding`, so a row
+    whose moves are all below the rounding has no error. The result is infinite if an update is not finite,
+    or differs in a row in which the reference has no update and no rounding.
 
     Args:
         ours: How far each weight moved.
-        reference: The same of the reference.
-        scale: What the optimizer divided the average by.
-        least: How far a weight may be off because it was rounded.
+        reference: How far each weight of the reference moved.
+        divisor: Number by which the optimizer divided each element's average gradient.
+        rounding: How far each weight may be off because it was rounded.
     """
-    off = np.maximum(np.abs(ours - reference) - least, 0) * scale
-    rows = (-1, ours.shape[-1]) if ours.ndim > 1 else (1, -1)
-    may = (np.abs(reference) + least) * scale
-    wrong, size = (np.linalg.norm(one.reshape(rows), axis=1) for one in (off, may))
-    if not np.isfinite(wrong).all() or (wrong[size == 0] > 0).any():
+    difference = np.maximum(np.abs(ours - reference) - rounding, 0) * divisor
+    expected = (np.abs(reference) + rounding) * divisor
+    row_shape = (-1, ours.shape[-1]) if ours.ndim > 1 else (1, -1)
+    errors = np.linalg.norm(difference.reshape(row_shape), axis=1)
+    sizes = np.linalg.norm(expected.reshape(row_shape), axis=1)
+    if not np.isfinite(errors).all() or (errors[sizes == 0] > 0).any():
         return np.inf
-    return float((wrong[size > 0] / size[size > 0]).max(initial=0.0))
+    return float((errors[sizes > 0] / sizes[sizes > 0]).max(initial=0.0))
 
 
-def in_reaches(off: Array, reach: Array, least: Array) -> Array:
-    """By how much weights are off, in terms of how far their updates reach; 0 within rounding.
+def divide_by_reach(difference: Array, reach: Array, rounding: Array) -> Array:
+    """Return the differences of weights in units of how far their updates reach; 0 within rounding.
 
     Args:
-        off: The difference.
-        reach: How far the updates would have moved each by a gradient of the size that its row has.
-        least: How far a weight may be off because it was rounded.
+        difference: Our weights minus the reference's.
+        reach: How far the updates would have moved each weight by a gradient of its row's size.
+        rounding: How far each weight may be off because it was rounded.
     """
-    beyond = np.maximum(np.abs(off) - least, 0) * np.sign(off)
-    smallest = float(np.finfo(np.float32).tiny)  # Of a weight of zero.
-    return np.asarray(beyond / np.maximum(reach + least, smallest), np.float64)
+    beyond_rounding = np.maximum(np.abs(difference) - rounding, 0) * np.sign(difference)
+    # A weight of 0 without updates has neither reach nor rounding, so it would be divided by 0.
+    smallest = float(np.finfo(np.float32).tiny)
+    return np.asarray(beyond_rounding / np.maximum(reach + rounding, smallest), np.float64)
 
 
-def worst_row(values: Array) -> float:
-    """The largest quadratic mean of a row."""
+def largest_row_mean(values: Array) -> float:
+    """Return the largest quadratic mean of a row; infinite if a value is not finite.
+
+    A row is the last dimension; a vector is one row.
+    """
     if not np.isfinite(values).all():
         return np.inf
     rows = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(1, -1)

@@ -1,4 +1,8 @@
-"""The verdict on a strategy: held, or the first tensor that is wrong, where and how."""
+"""Judge a strategy by its captured tensors: it held, or its first wrong tensor is located.
+
+The inputs are the captures of the reference and of the strategy. The result is a `Judgement`: the `Verdict`
+that is written to `verdict.json`, with the comparisons that it rests on.
+"""
 
 from __future__ import annotations
 
@@ -16,57 +20,79 @@ from parakit.artifacts.capture import (
     UNOBSERVED,
     CapturedRank,
     CaptureWriter,
+    Site,
     Stage,
 )
 from parakit.artifacts.io import write_record, written_whole
 from parakit.artifacts.verdict import VERDICT_FILE, Outcome, Verdict
 from parakit.verify.align import ActivationAligner
-from parakit.verify.captured import Capture, Part, VerifyError, as_stored, assembled, units
+from parakit.verify.captured import (
+    Array,
+    Capture,
+    ParameterPart,
+    VerifyError,
+    assemble_parameter,
+    encode_tensor,
+    group_parameter_parts,
+)
 from parakit.verify.compare import Drift, compare
-from parakit.verify.comparison import Compared, Comparison
-from parakit.verify.locate import LOCAL, also_wrong, located
+from parakit.verify.comparison import CaptureComparison, TensorComparison
+from parakit.verify.locate import LOCAL, list_independent_errors, locate_error
 
 TENSOR_FILE, JUNIT_FILE = "first.npz", "junit.xml"
 _LARGEST_FP16 = float(np.finfo(np.float16).max)
-_EDGE = 2.0
-"""Errors over tolerance up to which modules' errors, each within its own tolerance, may add up."""
-_FAR = 1e4
-"""Errors over tolerance that rounding does not reach in a few dozen iterations."""
-_MOST_KEPT_BYTES = 64 * 2**20
+_MAX_ACCUMULATED_RATIO = 2.0
+"""Largest error over tolerance that errors of several modules, each within its tolerance, may add up to."""
+_MAX_ROUNDING_RATIO = 1e4
+"""Error over tolerance that rounding does not reach within a few dozen iterations."""
+_MAX_STORED_BYTES = 64 * 2**20
+"""Largest size of the two tensors that are written to `first.npz`."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict and what it rests on."""
+    """A verdict with the comparisons that it rests on."""
 
     verdict: Verdict
-    compared: Compared | None = None
-    first: Comparison | None = None
+    compared: CaptureComparison | None = None
+    """Comparisons of all tensors; None if nothing could be compared."""
+    first: TensorComparison | None = None
+    """Comparison of the first wrong tensor; None if all tensors are right."""
 
     @property
     def may_have_spread(self) -> bool:
-        """Whether the first wrong tensor may only follow from another's error."""
-        # A loss that is wrong with all outputs right is wrong by itself.
-        spreading = (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS)
-        return self.first is not None and self.first.key[0] in spreading
+        """True if the first wrong tensor may be wrong only because another tensor is.
+
+        A loss that is wrong although all outputs are right is wrong by itself.
+        """
+        spreading_stages = (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS)
+        return self.first is not None and self.first.key[0] in spreading_stages
 
     @property
     def begins_before(self) -> bool:
-        """Whether the weights that the iteration begins with are already wrong."""
+        """True if weights or buffers are already wrong at the start of the iteration."""
         return self.first is not None and self.first.key[2] in STARTS
 
     @property
     def carries_earlier(self) -> bool:
-        """Whether the first wrong tensor carries what earlier iterations left."""
-        first, carried = self.first, (Stage.OPTIMIZER_STATE, Stage.WEIGHTS)
-        return first is not None and first.key[0] in carried and first.ratio < _FAR
+        """True if the first wrong tensor may carry over rounding of earlier iterations.
+
+        That is so for weights and optimizer states, unless the error is too large for rounding.
+        """
+        carried_stages = (Stage.OPTIMIZER_STATE, Stage.WEIGHTS)
+        return (
+            self.first is not None
+            and self.first.key[0] in carried_stages
+            and self.first.ratio < _MAX_ROUNDING_RATIO
+        )
 
     @property
     def needs_same_start(self) -> bool:
-        """Whether a difference may follow from what rounding made of choices, or of earlier updates.
+        """True if the comparison must be repeated from the reference's weights and expert choices.
 
-        A router that chose otherwise within rounding leaves nothing to compare. A weight whose gradient
-        is all rounding moves as far as any other, and with it what is computed from it.
+        That is so if a router chose other experts because of rounding, since all later tensors then differ.
+        It is also so if a tensor is wrong and the weights at the start are not equal: a weight whose gradient
+        is all rounding moves as far as any other, and a module can turn that into a larger error.
         """
         if self.first is not None and self.first.key[2] == UNOBSERVED:
             return False
@@ -74,88 +100,115 @@ class Judgement:
             return True
         if self.first is None or self.compared is None or self.begins_before:
             return False
-        return any(one.key[2] in STARTS and one.error > 0 for one in self.compared.comparisons)
+        return any(
+            comparison.key[2] in STARTS and comparison.error > 0
+            for comparison in self.compared.comparisons
+        )
 
 
 def check_same_work(reference: Capture, strategy: Capture) -> None:
-    """Refuse two runs of different work.
+    """Raise an error unless both runs do the same work: batches, losses, dropout and loss scales.
 
     Raises:
-        VerifyError: With the field that differs.
+        VerifyError: The message names the setting that differs.
     """
-    ours, theirs = strategy.first, reference.first
-    fields: dict[str, tuple[object, object]] = {
-        "iteration": (ours.iteration, theirs.iteration),
-        "sequence length": (ours.sequence_length, theirs.sequence_length),
-        "global batch": (
-            ours.micro_batches * ours.data[1] * ours.micro_batch_size,
-            theirs.micro_batches * theirs.data[1] * theirs.micro_batch_size,
-        ),
-        "dtype": (ours.dtype, theirs.dtype),
-        "loss per token": (ours.per_token_loss, theirs.per_token_loss),
-        "the first loss scale": (ours.loss_scales[:1], theirs.loss_scales[:1]),
-        "gradient clipping": (ours.clip_gradient, theirs.clip_gradient),
+    ours, expected = strategy.first, reference.first
+    settings: dict[str, tuple[object, object]] = {
+        "iteration": (ours.iteration, expected.iteration),
+        "sequence length": (ours.sequence_length, expected.sequence_length),
+        "global batch": (_global_batch_size(ours), _global_batch_size(expected)),
+        "dtype": (ours.dtype, expected.dtype),
+        "loss per token": (ours.per_token_loss, expected.per_token_loss),
+        "the first loss scale": (ours.loss_scales[:1], expected.loss_scales[:1]),
+        "gradient clipping": (ours.clip_gradient, expected.clip_gradient),
     }
-    for name, (mine, other) in fields.items():
-        if mine != other:
+    for name, (our_value, expected_value) in settings.items():
+        if our_value != expected_value:
             raise VerifyError(
-                f"The two runs did different work: {name} is {mine} in {strategy.folder.name} and "
-                f"{other} in {reference.folder.name}; compare runs of the same."
+                f"The two runs did different work: {name} is {our_value} in {strategy.folder.name} "
+                f"and {expected_value} in {reference.folder.name}; give both runs the same."
             )
-    _check_same_masks(theirs, ours)
-    _check_same_scales(reference, strategy)
-    if ours.micro_batch_size != theirs.micro_batch_size and not theirs.per_token_loss:
-        _check_equal_weights(reference)
-        _check_equal_weights(strategy)
+    _check_same_dropout_masks(expected, ours)
+    _check_same_loss_scales(reference, strategy)
+    if ours.micro_batch_size != expected.micro_batch_size and not expected.per_token_loss:
+        _check_equal_token_counts(reference)
+        _check_equal_token_counts(strategy)
 
 
-def _check_equal_weights(capture: Capture) -> None:
-    """Refuse other micro batches where each counts the same, whatever its number of tokens."""
-    tokens = {
-        float(one.values(record).sum())
-        for one in capture.ranks
-        for record in one.records
+def _global_batch_size(rank: CapturedRank) -> int:
+    """Return the number of samples per iteration over all data-parallel ranks."""
+    return rank.micro_batches * rank.data[1] * rank.micro_batch_size
+
+
+def _check_equal_token_counts(capture: Capture) -> None:
+    """Raise an error if micro batches have different numbers of tokens.
+
+    Without a loss per token, each micro batch counts the same whatever its number of tokens, so runs with
+    micro batches of different sizes would train different losses.
+    """
+    token_counts = {
+        float(rank_capture.values(record).sum())
+        for rank_capture in capture.ranks
+        for record in rank_capture.records
         if (record.site.stage, record.site.slot) == (Stage.LOSS, "tokens")
     }
-    if len(tokens) > 1 and capture.first.context[1] == 1:
+    if len(token_counts) > 1 and capture.first.context[1] == 1:
         raise VerifyError(
-            f"The two runs did different work: micro batches have from {min(tokens):.0f} to "
-            f"{max(tokens):.0f} tokens, and without --calculate-per-token-loss each of them counts "
-            "the same whatever its size; add that flag, or compare the same micro batches."
+            "The two runs did different work: micro batches have from "
+            f"{min(token_counts):.0f} to {max(token_counts):.0f} tokens, and without "
+            "--calculate-per-token-loss each of them counts the same whatever its size; add that "
+            "flag, or compare the same micro batches."
         )
 
 
-def _check_same_scales(reference: Capture, strategy: Capture) -> None:
-    """Refuse fp16 where one run alone skips a step: of gradients near the largest number, parts or sums
-    overflow in one layout and not in another."""
-    runs = (strategy, reference)
-    scales = [(1.0, 1.0), *zip(*(run.first.loss_scales for run in runs), strict=False)]
-    found = (iteration for iteration, (ours, theirs) in enumerate(scales[1:]) if ours != theirs)
-    skipped = next(found, None)
-    if skipped is None and strategy.first.dtype == "float16":
-        least, most = sorted(run.largest_gradient for run in runs)
-        ranks = max(run.first.data[1] * run.first.context[1] for run in runs)
-        if least < np.inf == most and max(2, ranks) * least > _LARGEST_FP16:
-            skipped = strategy.first.iteration
-    if skipped is not None:
+def _check_same_loss_scales(reference: Capture, strategy: Capture) -> None:
+    """Raise an error if in fp16 one of the runs alone skips a step because gradients overflow.
+
+    With gradients near the largest fp16 number, the parts or sums of one layout overflow and those of the
+    other do not.
+    """
+    scales = list(zip(strategy.first.loss_scales, reference.first.loss_scales, strict=False))
+    skipped_iteration: int | None = None
+    for iteration, (our_scale, expected_scale) in enumerate(scales):
+        if our_scale != expected_scale:
+            # The loss scale changes in the iteration after a skipped step.
+            skipped_iteration = iteration
+            break
+    if skipped_iteration is None and strategy.first.dtype == "float16":
+        smaller, larger = sorted((strategy.largest_gradient, reference.largest_gradient))
+        num_summed_ranks = max(
+            capture.first.data[1] * capture.first.context[1] for capture in (strategy, reference)
+        )
+        overflows_in_one_run = smaller < np.inf == larger
+        if overflows_in_one_run and max(2, num_summed_ranks) * smaller > _LARGEST_FP16:
+            skipped_iteration = strategy.first.iteration
+    if skipped_iteration is not None:
+        last_scale = min(scales[-1]) if scales else 1.0
         raise VerifyError(
-            f"The two runs did different work: in iteration {skipped} gradients overflow in one of them "
-            "alone, which skips that step; set a smaller loss scale, for example "
-            f'EXTRA="--initial-loss-scale {max(1.0, min(scales[-1]) / 16):g}".'
+            f"The two runs did different work: in iteration {skipped_iteration} gradients overflow in "
+            "one of them alone, which skips that step; set a smaller loss scale, for example "
+            f'EXTRA="--initial-loss-scale {max(1.0, last_scale / 16):g}".'
         )
 
 
-def _check_same_masks(theirs: CapturedRank, ours: CapturedRank) -> None:
-    """Refuse dropout in runs that draw other masks: they share a random stream with all else."""
-    batch = (theirs.micro_batch_size, theirs.micro_batches)
-    alike = ours.degrees == theirs.degrees and batch == (ours.micro_batch_size, ours.micro_batches)
-    if alike or not (ours.dropout or theirs.dropout):
+def _check_same_dropout_masks(reference: CapturedRank, strategy: CapturedRank) -> None:
+    """Raise an error if dropout is used and the two layouts draw different masks.
+
+    Megatron draws masks from random streams that depend on the layout, so layouts must be identical.
+    """
+    reference_batch = (reference.micro_batch_size, reference.micro_batches)
+    strategy_batch = (strategy.micro_batch_size, strategy.micro_batches)
+    has_same_masks = strategy.degrees == reference.degrees and reference_batch == strategy_batch
+    if has_same_masks or not (strategy.dropout or reference.dropout):
         return
-    for name in ("hidden", "attention"):
-        shares = (getattr(ours, f"{name}_dropout"), getattr(theirs, f"{name}_dropout"))
-        if any(shares):
+    rates_by_name = {
+        "hidden": (strategy.hidden_dropout, reference.hidden_dropout),
+        "attention": (strategy.attention_dropout, reference.attention_dropout),
+    }
+    for name, rates in rates_by_name.items():
+        if any(rates):
             raise VerifyError(
-                f"--{name}-dropout is {max(shares):g}, and another strategy draws other masks; verify "
+                f"--{name}-dropout is {max(rates):g}, and another strategy draws other masks; verify "
                 'with EXTRA="--hidden-dropout 0 --attention-dropout 0", or against the same strategy '
                 "(REFERENCE=<its strategy>, EXTRA_B=<flags that it has alone>)."
             )
@@ -164,22 +217,28 @@ def _check_same_masks(theirs: CapturedRank, ours: CapturedRank) -> None:
 def judge(
     reference: Capture, strategy: Capture, drifted: Drift = MappingProxyType({})
 ) -> Judgement:
-    """Compare two captures, as `compare` does.
+    """Compare two captures and return the verdict: held, or the first wrong tensor.
+
+    Args:
+        reference: Capture with measured responses.
+        strategy: Capture to judge.
+        drifted: Errors that rounding in earlier iterations may cause; empty if it was not measured.
 
     Raises:
-        VerifyError: They are of different work, or none of the activations could be aligned.
+        VerifyError: The runs did different work, or no module's tensors could be aligned.
     """
     check_same_work(reference, strategy)
     compared = compare(reference, strategy, drifted)
-    _check_aligned(compared, strategy)
-    return _judged(compared, strategy)
+    _check_outputs_compared(compared, strategy)
+    return _judge_comparison(compared, strategy)
 
 
-def _judged(compared: Compared, strategy: Capture) -> Judgement:
+def _judge_comparison(compared: CaptureComparison, strategy: Capture) -> Judgement:
+    """Return the verdict on compared captures, with the error located if there is one."""
     wrong = compared.wrong()
     base = Verdict(
         Outcome.DIFFERS if wrong else Outcome.HELD,
-        worst_ratio=max((one.ratio for one in compared.comparisons), default=0.0),
+        worst_ratio=max((comparison.ratio for comparison in compared.comparisons), default=0.0),
         compared=compared.compared,
         seen=compared.seen,
         iteration=strategy.first.iteration,
@@ -191,89 +250,124 @@ def _judged(compared: Compared, strategy: Capture) -> Judgement:
     if not wrong:
         return Judgement(base, compared)
     first = wrong[0]
-    verdict = located(base, first, compared, strategy)
-    if first.key[0] not in (*LOCAL, Stage.INPUTS) and first.key[2] not in (*STARTS, UNOBSERVED):
-        verdict = replace(verdict, also=also_wrong(verdict, first, compared, strategy))
+    stage, _, slot = first.key
+    verdict = locate_error(base, first, compared, strategy)
+    # An error in these stages spreads to nearly all others, so independent errors are listed only after
+    # the strategy has run with the reference's inputs (`confirm`).
+    if stage not in (*LOCAL, Stage.INPUTS) and slot not in (*STARTS, UNOBSERVED):
+        also = list_independent_errors(verdict, first, compared, strategy)
+        verdict = replace(verdict, also=also)
     return Judgement(verdict, compared, first)
 
 
-def _check_aligned(compared: Compared, strategy: Capture) -> None:
-    """Refuse to call a model right of which no module was compared."""
-    seen = any(one.site.stage is Stage.OUTPUTS for rank in strategy.ranks for one in rank.records)
-    if seen and not any(one.key[0] is Stage.OUTPUTS for one in compared.comparisons):
-        names, _, why = (compared.not_aligned or ("",))[-1].rpartition(": ")
+def _check_outputs_compared(compared: CaptureComparison, strategy: Capture) -> None:
+    """Raise an error if outputs of modules were captured and none of them was compared.
+
+    Otherwise a strategy would be called right although no module of it was checked.
+    """
+    has_outputs = any(
+        record.site.stage is Stage.OUTPUTS
+        for rank_capture in strategy.ranks
+        for record in rank_capture.records
+    )
+    is_output_compared = any(
+        comparison.key[0] is Stage.OUTPUTS for comparison in compared.comparisons
+    )
+    if has_outputs and not is_output_compared:
+        names, _, reason = (compared.not_aligned or ("",))[-1].rpartition(": ")
         raise VerifyError(
             f"None of the modules' tensors could be aligned with the reference's ({names[:200]}: "
-            f"{why}); compare with one rank (REFERENCE=baseline), by Megatrons that name modules alike."
+            f"{reason}); compare with one rank (REFERENCE=baseline), and use Megatron versions that name "
+            "modules in the same way."
         )
 
 
 def write_forced(
     reference: Capture, strategy: Capture, folder: Path, *, start_alone: bool = False
 ) -> None:
-    """Write the reference's tensors as the strategy's ranks would have them, to take their place.
+    """Write the reference's tensors as the strategy's ranks would hold them, to replace the ranks' own.
 
-    Weights at the start and what routers choose; unless `start_alone`, inputs of modules and gradients
-    of their outputs, too.
+    Args:
+        reference: Capture that gives the values.
+        strategy: Capture that gives the ranks and the split of each tensor.
+        folder: Folder for the ranks' folders.
+        start_alone: True writes weights and buffers at the start, and the experts that routers choose.
+            False also writes the inputs of modules and the gradients of their outputs.
     """
     aligner = ActivationAligner(reference, strategy)
-    pieces = units(reference, Stage.WEIGHTS)
-    whole = cache(lambda unit: assembled(pieces[unit], reference))
-    for one in strategy.ranks:
-        with CaptureWriter(folder / one.folder.name) as writer:
-            for record in one.by_site.values():
-                site, values = record.site, None
-                of_outputs = site.stage is Stage.OUTPUTS and site.slot.startswith("input.")
-                backward = site.stage is Stage.ACTIVATION_GRADIENTS
-                given = of_outputs or (backward and site.slot.startswith("output"))
+    parts_by_key = group_parameter_parts(reference, Stage.WEIGHTS)
+    full_parameter = cache(lambda key: assemble_parameter(parts_by_key[key], reference))
+    for rank_capture in strategy.ranks:
+        with CaptureWriter(folder / rank_capture.folder.name) as writer:
+            for record in rank_capture.first_records.values():
+                site = record.site
+                values: Array | None = None
                 if site.slot in STARTS:
-                    part = Part(one, record)
-                    if part.unit in pieces:
-                        values = whole(part.unit)[part.region()]
-                elif site.slot.endswith(CHOICE) or (given and not start_alone):
-                    values = aligner.align(one, record).reference
+                    part = ParameterPart(rank_capture, record)
+                    if part.key in parts_by_key:
+                        values = full_parameter(part.key)[part.region()]
+                elif site.slot.endswith(CHOICE) or (_is_module_input(site) and not start_alone):
+                    values = aligner.align(rank_capture, record).reference
                 if values is not None:
-                    stored = as_stored(values, record.dtype)
-                    writer.add(record.site, record.dtype, record.shape, stored)
-            writer.close(one.rank)
+                    encoded = encode_tensor(values, record.dtype)
+                    writer.add(site, record.dtype, shape=record.shape, values=encoded)
+            writer.close(rank_capture.rank)
+
+
+def _is_module_input(site: Site) -> bool:
+    """Return True for an input of a module in the forward pass, or in the backward pass."""
+    if site.stage is Stage.OUTPUTS:
+        return site.slot.startswith("input.")
+    return site.stage is Stage.ACTIVATION_GRADIENTS and site.slot.startswith("output")
 
 
 def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgement:
-    """Name the first module that is wrong by itself.
+    """Return the judgement with the first module that is wrong by itself.
 
-    It is so in `forced`, the strategy's run with the reference's tensors in the place of its own.
+    If no module is wrong by itself and the first error is below twice its tolerance, the errors of several
+    modules have added up: the judgement of `forced` is returned, with the first error as a note. If the
+    first error is larger, the judgement is returned as not confirmed.
+
+    Args:
+        judgement: Judgement of the strategy's own run.
+        reference: Capture of the reference.
+        forced: Capture of the strategy's run with the reference's tensors as inputs of all modules.
     """
     compared = compare(reference, forced)
-    own = compared.wrong(*LOCAL)
-    before = judgement.first
-    if not own and before is not None and before.ratio <= _EDGE:
-        # What follows from it is compared where it is not off.
-        stage, name, slot = before.key
-        found = _judged(compared, forced)
-        added = f"{stage}, {name} {slot} at {before.ratio:.2f}"
-        return replace(found, verdict=replace(found.verdict, added_up=added))
-    if not own:
+    wrong_by_itself = compared.wrong(*LOCAL)
+    if wrong_by_itself:
+        first = wrong_by_itself[0]
+        verdict = locate_error(judgement.verdict, first, compared, forced)
+        also = list_independent_errors(verdict, first, compared, forced)
+        return Judgement(replace(verdict, confirmed=True, also=also), judgement.compared, first)
+    spread = judgement.first
+    if spread is None or spread.ratio > _MAX_ACCUMULATED_RATIO:
         return replace(judgement, verdict=replace(judgement.verdict, confirmed=False))
-    first = own[0]
-    verdict = located(judgement.verdict, first, compared, forced)
-    also = also_wrong(verdict, first, compared, forced)
-    return Judgement(replace(verdict, confirmed=True, also=also), judgement.compared, first)
+    stage, name, slot = spread.key
+    forced_judgement = _judge_comparison(compared, forced)
+    added_up = f"{stage}, {name} {slot} at {spread.ratio:.2f}"
+    verdict = replace(forced_judgement.verdict, added_up=added_up)
+    return replace(forced_judgement, verdict=verdict)
 
 
 def write_verdict(folder: Path, judgement: Judgement) -> None:
-    """Write `verdict.json`, the same as JUnit's XML, and the first wrong tensor with the reference's."""
+    """Write `verdict.json`, `junit.xml` with the same verdict, and `first.npz` into a folder.
+
+    `first.npz` holds the first wrong tensor and the reference's. It is left out if there is no such tensor,
+    or if the two are larger than 64 MiB.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    pair = judgement.first.worst if judgement.first else None
-    if pair is not None and pair.ours.nbytes + pair.reference.nbytes <= _MOST_KEPT_BYTES:
+    worst = judgement.first.worst if judgement.first else None
+    if worst is not None and worst.ours.nbytes + worst.reference.nbytes <= _MAX_STORED_BYTES:
         with written_whole(folder / TENSOR_FILE) as file:
-            np.savez_compressed(file, ours=pair.ours, reference=pair.reference)
+            np.savez_compressed(file, ours=worst.ours, reference=worst.reference)
     with written_whole(folder / JUNIT_FILE) as file:
-        file.write(tostring(_junit(judgement.verdict, folder.name), xml_declaration=True))
+        file.write(tostring(_build_junit(judgement.verdict, folder.name), xml_declaration=True))
     write_record(folder / VERDICT_FILE, judgement.verdict)
 
 
-def _junit(verdict: Verdict, name: str) -> Element:
-    """A suite of one test, as platforms of continuous integration show them."""
+def _build_junit(verdict: Verdict, name: str) -> Element:
+    """Return a JUnit suite with one test, which fails if the strategy differs and else errs or passes."""
     suite = Element("testsuite", name="verify", tests="1")
     case = SubElement(suite, "testcase", classname="verify", name=name)
     if verdict.verdict is not Outcome.HELD:
@@ -285,6 +379,6 @@ def _junit(verdict: Verdict, name: str) -> Element:
     return suite
 
 
-def refused(reason: str) -> Judgement:
-    """The verdict that nothing could be compared."""
+def refuse_comparison(reason: str) -> Judgement:
+    """Return the judgement that the captures are not comparable, for a reason."""
     return Judgement(Verdict(Outcome.NOT_COMPARABLE, reason=reason))

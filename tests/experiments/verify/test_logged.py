@@ -16,7 +16,7 @@ from parakit.experiments.verify.logged import (
     measured_rounding,
 )
 from parakit.logs.iterations import Iteration
-from parakit.verify.comparison import Compared, Comparison
+from parakit.verify.comparison import CaptureComparison, TensorComparison
 from parakit.verify.verdict import Judgement
 from tests.verify import captures
 
@@ -49,7 +49,9 @@ def log(tmp_path: Path) -> Log:
 
 def held(rounding: float = 1e-6) -> Judgement:
     keys = ((Stage.LOSS, "loss", "sum"), (Stage.NORM, "grad_norm", "returned"))
-    compared = Compared(tuple(Comparison(key, rounding, 0.0) for key in keys), (), 2, 2)
+    compared = CaptureComparison(
+        tuple(TensorComparison(key, rounding, 0.0) for key in keys), (), 2, 2
+    )
     return Judgement(Verdict(Outcome.HELD), compared)
 
 
@@ -135,10 +137,10 @@ def test_the_number_of_zeros_depends_on_rounding_and_is_not_compared() -> None:
 
 def test_rounding_is_that_of_the_tensors_and_at_least_that_of_the_parity() -> None:
     comparisons = (
-        Comparison((Stage.LOSS, "loss", "sum"), 2e-6, 0.0),
-        Comparison((Stage.OUTPUTS, "decoder.layers.0.mlp.router", "output.0"), 3e-3, 0.0),
+        TensorComparison((Stage.LOSS, "loss", "sum"), 2e-6, 0.0),
+        TensorComparison((Stage.OUTPUTS, "decoder.layers.0.mlp.router", "output.0"), 3e-3, 0.0),
     )
-    compared = cast(Compared, SimpleNamespace(comparisons=comparisons))
+    compared = cast(CaptureComparison, SimpleNamespace(comparisons=comparisons))
     fp32 = measured_rounding(compared, "float32", same_backend=True)
     assert (fp32.loss, fp32.balancing_loss, fp32.norm) == (2e-6, 3e-3, None)
     assert fp32.last_iteration is None

@@ -32,7 +32,7 @@ from parakit.experiments.matrix.touched import Executed, changed_files, recorded
 from parakit.experiments.verify.verifier import ForkedRanks, Verifier
 from parakit.formatting.terminal import say
 from parakit.launch import SMALL_SAMPLE, Options, find_entry, make_sample
-from parakit.verify import Finding, Judged, list_findings
+from parakit.verify import Finding, FindingStatus, list_findings
 
 FOLDER = "matrix"
 """In the runs folder; one of each version in it."""
@@ -286,7 +286,9 @@ def known_findings(name: str) -> tuple[Finding, ...]:
     return tuple(
         one
         for one in list_findings()
-        if one.verdict is not Judged.UNREACHABLE and name in one.present and one.patch.is_file()
+        if one.verdict is not FindingStatus.UNREACHABLE
+        and name in one.present
+        and one.patch.is_file()
     )
 
 

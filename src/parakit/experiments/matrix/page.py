@@ -29,7 +29,7 @@ from parakit.experiments.matrix.table import LEGEND, FamilyTable, bf16_costs, ta
 from parakit.formatting.html import environment
 from parakit.formatting.table import markdown_rows, markdown_text
 from parakit.formatting.units import DASH
-from parakit.verify import Finding, Judged, list_findings
+from parakit.verify import Finding, FindingStatus, list_findings
 
 MARKDOWN, HTML = "parity-matrix.md", "parity-cells.html"
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -160,7 +160,7 @@ def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:
         if (records := read_stored(path))
     ]
     legend = [(status.replace(" ", "-"), *said) for status, said in LEGEND.items()]
-    order = list(Judged)
+    order = list(FindingStatus)
     judged = sorted(list_findings(), key=lambda one: order.index(one.verdict))
     given = {**_NAMES, "versions": versions, "legend": legend, "overview": overview(versions)}
     paths = folder / MARKDOWN, folder / HTML

@@ -25,7 +25,7 @@ from parakit.experiments.matrix.outcome import CellRecord, CellStatus, of_judgem
 from parakit.experiments.verify.verifier import Verifier
 from parakit.formatting.terminal import say
 from parakit.launch import Options, find_entry, kit_commit
-from parakit.verify import Finding, refused
+from parakit.verify import Finding, refuse_comparison
 
 Verify = Callable[[Cell], CellRecord]
 """Verifies a cell once."""
@@ -77,7 +77,7 @@ class CellVerifier:
         try:
             found = of_judgement(self.verifier.verify(cell.pair(self.options), both=True))
         except LaunchError as error:
-            found = of_judgement(refused(str(error)))
+            found = of_judgement(refuse_comparison(str(error)))
         except Exception as error:  # One cell that cannot be judged does not stop the rest.
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"

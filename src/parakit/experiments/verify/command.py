@@ -48,14 +48,14 @@ from parakit.verify import (
     Drift,
     Judgement,
     VerifyError,
-    as_one_rank,
     confirm,
-    drift,
-    explained,
+    explain_by_parts,
     judge,
+    measure_drift,
+    needs_parts,
     read_capture,
-    refused,
-    wants_parts,
+    reassemble_to_one_rank,
+    refuse_comparison,
     write_forced,
     write_page,
     write_verdict,
@@ -227,9 +227,9 @@ class _At:
         try:
             return self._compare_logs(self._judged())
         except VerifyError as error:
-            return refused(str(error))
+            return refuse_comparison(str(error))
         except OSError as error:
-            return refused(
+            return refuse_comparison(
                 f"The tensors in {from_root(self.scratch)} could not be read or written "
                 f"({error.strerror}); see to it that there is room, or name another folder with RUNS=."
             )
@@ -262,7 +262,9 @@ class _At:
                 raise VerifyError(f"The saved {failure}")
             strategy = verification.resumed(strategy, checkpoint)
         ours = self._captured("strategy", strategy)
-        whole = as_one_rank(reference, ours, self.scratch / f"whole{self.suffix}" / "reference")
+        whole = reassemble_to_one_rank(
+            reference, ours, self.scratch / f"whole{self.suffix}" / "reference"
+        )
         drifted: Drift = {}
         judgement = judge(whole, ours)
         may_drift = verification.may_drift and self.iteration >= DRIFTING
@@ -283,7 +285,7 @@ class _At:
                 judgement = confirm(judgement, whole, ours)
             except VerifyError:
                 return judgement
-        if verification.may_drift and len(reference.ranks) == 1 and wants_parts(judgement):
+        if verification.may_drift and len(reference.ranks) == 1 and needs_parts(judgement):
             with suppress(VerifyError):
                 return self._explained(judgement, reference, ours)
         return judgement
@@ -299,12 +301,14 @@ class _At:
                 part = f"reference-without-{flag.removeprefix('--')}"
                 without[name] = self._captured(part, other, forced=given)
         parts = self._captured("reference-parts", launch, parts="1")
-        return explained(judgement, ours, parts, without)
+        return explain_by_parts(judgement, ours, parts, without)
 
     def _drift(self, reference: Capture) -> Drift:
         names = (f"reference-drifted-{number}" for number in range(DRIFTS))
         launch = self.verification.reference
-        return drift(reference, (self._captured(name, launch, drift=name) for name in names))
+        return measure_drift(
+            reference, (self._captured(name, launch, drift=name) for name in names)
+        )
 
     def _captured(
         self,

@@ -24,7 +24,7 @@ from parakit.reporting import (
     allowed_difference,
     last_digit,
 )
-from parakit.verify import NORM, Compared, Judgement, name_factor
+from parakit.verify import NORM, CaptureComparison, Judgement, name_factor
 
 LOG_FILE = "log.txt"
 """Name of a run's log beside the tensors that the run has captured."""
@@ -142,7 +142,7 @@ def compare_logs(
     return replace(judgement, verdict=verdict)
 
 
-def measured_rounding(compared: Compared, dtype: str, *, same_backend: bool) -> Rounding:
+def measured_rounding(compared: CaptureComparison, dtype: str, *, same_backend: bool) -> Rounding:
     """Return the rounding of one iteration: the larger of the parity's and the tensors' tolerances."""
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
     rate = max(ROUNDING_AN_ITERATION[short], 0.0 if same_backend else BETWEEN_BACKENDS)
