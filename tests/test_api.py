@@ -128,7 +128,8 @@ def test_a_value_as_data_is_what_the_command_prints_as_json(
 
 def test_logs_as_data_are_what_scrape_prints_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     logs = parakit.read_logs([LOG])
-    assert [log.to_dict() for log in logs] == printed_json(("report", "scrape", str(LOG)), capsys)
+    data = json.loads(json.dumps([log.to_dict() for log in logs]))
+    assert data == printed_json(("report", "scrape", str(LOG)), capsys)
     assert repr(logs[0]) == f"{LOG}: ok, 12 iterations"
 
 

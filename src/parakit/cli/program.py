@@ -111,7 +111,7 @@ def _run(name: str, arguments: list[str]) -> int:
         return from_make(name, arguments)
     if command.packages is not None:
         if _is_outside_of_wheel(command) and clone_around(ROOT) is None:
-            return _start_in_clone(name, arguments, "is code of the clone that no wheel holds")
+            return _start_in_clone(name, arguments, "uses the clone's own tools")
         return _run_anywhere(name, command, arguments)
     return _run_in_clone(name, command, arguments)
 
