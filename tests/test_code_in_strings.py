@@ -67,7 +67,7 @@ def test_names_are_looked_up_in_the_source(module: str, name: str, there: bool) 
 
 
 def test_programs_in_strings_import_what_is_there() -> None:
-    imports = [(file, *found) for file in FILES for found in _imports_in_strings(file)]
+    imports = [(file, *names) for file in FILES for names in _imports_in_strings(file)]
     assert imports
     missing = [
         f"{file.relative_to(ROOT)}: from {module} import {name}"

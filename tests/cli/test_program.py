@@ -154,13 +154,8 @@ def test_a_command_of_a_clone_runs_at_the_clones_root_from_any_folder_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[Path] = []
-
-    def start(name: str, given: tuple[str, ...]) -> int:
-        started.append(Path.cwd())
-        return 0
-
     monkeypatch.chdir(ROOT / "tests" / "planner")
-    monkeypatch.setattr(program, "from_make", start)
+    monkeypatch.setattr(program, "from_make", lambda name, **_: started.append(Path.cwd()) or 0)
     assert program.main(["status"]) == 0
     assert started == [ROOT]
 

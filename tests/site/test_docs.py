@@ -109,10 +109,10 @@ def test_modules_that_the_pages_run_are_there() -> None:
 
 def _can_be_run(module: str) -> bool:
     """Return True if `python -m MODULE` finds a module, or a package with a `__main__`."""
-    found = importlib.util.find_spec(module)
-    if found is not None and found.submodule_search_locations is not None:
-        found = importlib.util.find_spec(f"{module}.__main__")
-    return found is not None
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    return spec is not None
 
 
 def test_import_paths_that_the_pages_set_name_src() -> None:
