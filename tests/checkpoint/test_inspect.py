@@ -549,8 +549,8 @@ _MEASURED = """
 import re, sys, time
 from pathlib import Path
 began = time.perf_counter()
-from parakit.checkpoint.command import inspect
-assert inspect(sys.argv[1], None, None, verify=False, json=True) == 0
+from parakit.checkpoint.command import inspect_command
+assert inspect_command(sys.argv[1], None, None, verify=False, json=True) == 0
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 print(peak, round(time.perf_counter() - began, 2), "torch" in sys.modules, file=sys.stderr)
 """

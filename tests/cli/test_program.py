@@ -156,12 +156,12 @@ def test_a_command_of_a_clone_runs_at_the_clones_root_from_any_folder_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[Path] = []
+    monkeypatch.chdir(ROOT / "tests" / "planner")
 
-    def start(name: str, given: tuple[str, ...]) -> int:
+    def start(*_: object, **__: object) -> int:
         started.append(Path.cwd())
         return 0
 
-    monkeypatch.chdir(ROOT / "tests" / "planner")
     monkeypatch.setattr(program, "from_make", start)
     assert program.main(["status"]) == 0
     assert started == [ROOT]

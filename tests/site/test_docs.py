@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from parakit.cli.commands import COMMANDS, INTERNAL
 from parakit.cli.options import check_given, find_command
+from parakit.cli.program import FAMILIES
 from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.hardware import find_device
 from parakit.config.model import load_model
@@ -25,6 +27,7 @@ from tests.given import command_named
 PAGES = [name for name in pages() if name.endswith(".md")]
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 _IMPORT_PATH = re.compile(r"PYTHONPATH=([^\s`]+)")
+_TWO_WORDS = re.compile(r"-m parakit ([a-z-]+)(?: ([a-z-]+))?")
 _FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.M | re.S)
 PYTHON = ".venv/bin/python"
 NEED_NOTHING = ("plan", "advise", "schedules", "validate", "dryrun")
@@ -108,16 +111,28 @@ def test_modules_that_the_pages_run_are_there() -> None:
 
 def _can_be_run(module: str) -> bool:
     """Return True if `python -m MODULE` finds a module, or a package with a `__main__`."""
-    found = importlib.util.find_spec(module)
-    if found is not None and found.submodule_search_locations is not None:
-        found = importlib.util.find_spec(f"{module}.__main__")
-    return found is not None
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    return spec is not None
 
 
 def test_import_paths_that_the_pages_set_name_src() -> None:
     paths = [path for page in PAGES for path in _IMPORT_PATH.findall((ROOT / page).read_text())]
     assert paths
     assert set(paths) == {"src:."}
+
+
+def test_no_page_writes_a_command_behind_one_that_does_not_take_it() -> None:
+    names = {command.name for command in (*COMMANDS, *INTERNAL)}
+    pairs = {pair for page in PAGES for pair in _TWO_WORDS.findall((ROOT / page).read_text())}
+    assert {name for name, _ in pairs} >= {"plan", "trace", "validate"}
+    wrong = [
+        (first, second)
+        for first, second in sorted(pairs)
+        if second in names and second not in FAMILIES.get(first, ())
+    ]
+    assert wrong == []
 
 
 def test_the_pages_show_planning_commands() -> None:

@@ -77,8 +77,8 @@ class Study:
         folders = [str(folder) for result in self.results for folder in result.folders]
         if not folders:
             return 1
-        place = ("--name", self.experiment.report, "--reports", from_root(self.reports))
-        return call_module("parakit", "report", *folders, *place) or int(not self.all_well)
+        options = ("--name", self.experiment.report, "--reports", from_root(self.reports))
+        return call_module("parakit", "report", *folders, *options) or int(not self.all_well)
 
     def write(self, text: str) -> None:
         """`comparison.md` in the report's folder, and on the terminal."""
