@@ -24,8 +24,8 @@ from parakit.planner import TIED, PlanOptions, TimedStrategy, are_tied, plan_opt
 
 
 @dataclass(frozen=True)
-class Study:
-    """`zero_prediction.yaml`."""
+class ZeroPrediction:
+    """The links, nodes, methods and sentences of `zero_prediction.yaml`."""
 
     links: Mapping[str, str]
     nodes: tuple[int, ...]
@@ -36,7 +36,7 @@ class Study:
     page: str
 
 
-STUDY = msgspec.convert(read_yaml(Path(__file__).with_suffix(".yaml")), Study)
+STUDY = msgspec.convert(read_yaml(Path(__file__).with_suffix(".yaml")), ZeroPrediction)
 
 
 @dataclass(frozen=True)
