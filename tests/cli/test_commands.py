@@ -365,15 +365,15 @@ def test_a_removed_command_is_refused_with_its_replacement(
 ) -> None:
     assert name not in {command.name for command in COMMANDS}
     replacement = REMOVED[name]
-    words = shlex.split(replacement)
-    environment = {"MAKEFLAGS": f"-- {' '.join(words[1:])}"}
-    check_given(given_names(environment["MAKEFLAGS"]), words[0], command_named(replacement))
+    arguments = shlex.split(replacement)
+    environment = {"MAKEFLAGS": f"-- {' '.join(arguments[1:])}"}
+    check_given(given_names(environment["MAKEFLAGS"]), arguments[0], command_named(replacement))
     monkeypatch.delenv("MAKELEVEL", raising=False)
     assert from_make(name) == program.REFUSED
     assert capsys.readouterr().err == f"'make {name}' was removed; use 'make {replacement}'.\n"
     assert program.main([name, "--help"]) == program.REFUSED
     refusal = capsys.readouterr().err
-    assert refusal.startswith(f"'parakit {name}' was removed; use 'parakit {words[0]}")
+    assert refusal.startswith(f"'parakit {name}' was removed; use 'parakit {arguments[0]}")
     assert "=" not in refusal
     monkeypatch.setenv("MAKELEVEL", "1")
     assert program.main([name]) == program.REFUSED
@@ -419,16 +419,25 @@ def test_what_a_command_starts_is_not_given_its_arguments(
 
 def test_options_without_a_variable_reach_a_command_of_a_clone_as_arguments() -> None:
     soak = find_bench("soak")
-    words = variable_words(["soak", "--strategy", "dp2", "--hours", "0.3"], soak)
-    assert words == ["NAME=soak", "STRATEGY=dp2", "ARGS=--hours=0.3"]
+    arguments = variable_words(["soak", "--strategy", "dp2", "--hours", "0.3"], soak)
+    assert arguments == ["NAME=soak", "STRATEGY=dp2", "ARGS=--hours=0.3"]
     matrix = find_named("verify-matrix")
     assert variable_words(["--executed", "--page=docs"], matrix) == ["ARGS=--executed --page=docs"]
 
 
 def test_further_options_of_prepare_ds_are_passed_on() -> None:
     command = find_named("prepare-ds")
-    words = ["--input", "a b.jsonl", "--json-keys", "text", "body", "--name", "n", "--workers=2"]
-    assert variable_words(words, command) == [
+    arguments = [
+        "--input",
+        "a b.jsonl",
+        "--json-keys",
+        "text",
+        "body",
+        "--name",
+        "n",
+        "--workers=2",
+    ]
+    assert variable_words(arguments, command) == [
         *("INPUT=a b.jsonl", "NAME=n", "ARGS=--json-keys text body --workers=2")
     ]
     asked = given("prepare-ds", {"INPUT": "x", "NAME": "n", "ARGS": "--workers 2"})

@@ -83,15 +83,15 @@ def test_a_soak_reaches_the_undisturbed_losses_whatever_was_killed(
     runs = tmp_path / "runs"
     runs.mkdir()
     (runs / ".start").symlink_to(kit.runs / ".start")
-    given = {"NAME": "soak", "STRATEGY": "dp2", "ARGS": "--hours 0.04", "SAVE_EVERY": "4"}
-    given["RUNS"] = str(runs)
-    given["MAKEFLAGS"] = (
+    variables = {"NAME": "soak", "STRATEGY": "dp2", "ARGS": "--hours 0.04", "SAVE_EVERY": "4"}
+    variables["RUNS"] = str(runs)
+    variables["MAKEFLAGS"] = (
         r" -- NAME=soak ARGS=--hours\ 0.04"  # As make says what stands on its command line.
     )
     ended = subprocess.run(
         (sys.executable, "-m", "parakit", "bench"),
         cwd=ROOT,
-        env={**kit.environment, **given, "ITERS": ""},
+        env={**kit.environment, **variables, "ITERS": ""},
         capture_output=True,
         text=True,
         check=False,

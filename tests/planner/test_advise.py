@@ -41,18 +41,18 @@ def test_what_would_change_the_choice_is_looked_for() -> None:
 
 
 def test_one_device_has_no_alternatives() -> None:
-    found = advised("--model", "gpt2-large", "--gpus", "1")
-    assert found["Avoid"] == "Nothing: one device has no alternatives."
+    replies = advised("--model", "gpt2-large", "--gpus", "1")
+    assert replies["Avoid"] == "Nothing: one device has no alternatives."
 
 
 def test_a_plan_prints_every_answer_and_its_json_none(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--model", "gpt2-large", "--gpus", "2")
-    assert main(words) == 0
+    arguments = ("--model", "gpt2-large", "--gpus", "2")
+    assert main(arguments) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    for name, answer in advised(*words).items():
+    for name, answer in advised(*arguments).items():
         command = " make train-dp2-zero1-gpt2-large-2gpu"
         assert f"{name} {' '.join(answer.removesuffix(command).split())}" in printed
-    assert main([*words, "--json"]) == 0
+    assert main([*arguments, "--json"]) == 0
     assert "Megatron for this?" not in json.loads(capsys.readouterr().out)
 
 

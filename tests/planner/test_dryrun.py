@@ -11,16 +11,18 @@ from parakit.artifacts.measurements import MemoryCategory
 from parakit.config.experts import expert_load_of
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags
-from parakit.config.model import SHAPE_FLAGS, Model, changed_model, load_model
+from parakit.config.model import SHAPE_FLAGS, Model, changed_model, load_model, model_of
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec, spec_of_model
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.operations import Operation, Phase
 from parakit.dryrun.patches import even_loads
+from parakit.planner.dryrun.command import _spec as spec_of
 from parakit.planner.dryrun.command import as_data, print_comparisons, verdict
 from parakit.planner.dryrun.comparison import CallDifference, CheckedRank
 from parakit.planner.dryrun.job import DryRunError, DryRunner, check, flags_of, ranks_named
+from tests.given import given
 from tests.planner.dry_runs import Case, run_case, small_model
 from tests.program import run_plan as main
 
@@ -449,3 +451,14 @@ def test_asking_for_a_dry_run_imports_no_torch_here() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_a_strategys_name_is_the_degrees_that_options_give_one_by_one() -> None:
+    model = model_of("gpt3-175b")
+    named = given("dryrun", {"MODEL": "gpt3-175b", "STRATEGY": "tp8pp16dp8-zero1"})
+    degrees = "--tensor 8 --pipeline 16 --data 8 --distributed-optimizer"
+    spelled = given("dryrun", {"MODEL": "gpt3-175b", "ARGS": degrees})
+    assert spec_of(named, model) == spec_of(spelled, model)
+    both = given("dryrun", {"MODEL": "gpt3-175b", "STRATEGY": "tp2", "ARGS": "--tensor 2"})
+    with pytest.raises(DryRunError, match="STRATEGY=tp2 names all degrees"):
+        spec_of(both, model)

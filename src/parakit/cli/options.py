@@ -300,8 +300,8 @@ def _completed(
             setattr(given, key, value)
     for name, *others in (names.split("|") for names in command.required):
         if not any(getattr(given, each.lower(), None) for each in (name, *others)):
-            said = _shown(name, command, shown)
-            raise SettingError(f"{said} is required, for example: {typed} {command.example}")
+            shown_name = _shown(name, command, shown)
+            raise SettingError(f"{shown_name} is required, for example: {typed} {command.example}")
     return given
 
 

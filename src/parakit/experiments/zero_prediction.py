@@ -24,8 +24,8 @@ from parakit.planner import TIED, PlanOptions, TimedStrategy, are_tied, plan_opt
 
 
 @dataclass(frozen=True)
-class ZeroStudy:
-    """`zero_prediction.yaml`."""
+class ZeroPrediction:
+    """The links, nodes, methods and sentences of `zero_prediction.yaml`."""
 
     links: Mapping[str, str]
     nodes: tuple[int, ...]
@@ -36,7 +36,7 @@ class ZeroStudy:
     page: str
 
 
-STUDY = msgspec.convert(read_yaml(Path(__file__).with_suffix(".yaml")), ZeroStudy)
+STUDY = msgspec.convert(read_yaml(Path(__file__).with_suffix(".yaml")), ZeroPrediction)
 
 
 @dataclass(frozen=True)
