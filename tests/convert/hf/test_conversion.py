@@ -22,16 +22,16 @@ from parakit.config.model import model_of
 from parakit.convert.hf import progress
 from parakit.convert.hf.from_megatron import export_model
 from parakit.convert.hf.into_megatron import import_model, read_import, read_source
-from parakit.convert.hf.progress import Work
+from parakit.convert.hf.progress import ConversionProgress
 from parakit.convert.hf.random_model import write_model
-from parakit.convert.hf.tensor_files import FILE, INDEX, Described, TensorFolder, write_tensors
+from parakit.convert.hf.tensor_files import FILE, INDEX, TensorFolder, TensorHeader, write_tensors
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
 
 CHECKPOINT = "checkpoint/iter_0000001"
 
 
 def imported(source: Path, hub: Path, name: str = "mine") -> Path:
-    import_model(read_source(source), name, Work(), hub)
+    import_model(read_source(source), name, ConversionProgress(), hub)
     return hub / name
 
 
@@ -40,7 +40,15 @@ def exported(
 ) -> Path:
     model = model_of(str(folder / f"{folder.name}.args"))
     own = folder if as_imported else None
-    export_model(folder / CHECKPOINT, model.flags, model.shape, own, target, Work(), shard_bytes)
+    export_model(
+        folder / CHECKPOINT,
+        model.flags,
+        model.shape,
+        own,
+        target,
+        ConversionProgress(),
+        shard_bytes,
+    )
     return target
 
 
@@ -116,7 +124,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -
     held = TensorFolder(folder)
     tensors = {name: held.read(name) for name in held.tensors}
     change(tensors)
-    described = [Described(n, tuple(t.shape), t.dtype) for n, t in tensors.items()]
+    described = [TensorHeader(n, tuple(t.shape), t.dtype) for n, t in tensors.items()]
     write_tensors(folder, described, iter(tensors.values()))
 
 
@@ -191,7 +199,7 @@ def test_masks_of_older_files_and_a_stored_copy_of_a_tied_output_layer_are_left_
 def test_a_name_that_targets_cannot_have_is_refused(tmp_path: Path, name: str) -> None:
     source = read_source(write_model(tmp_path / "source", GPT2))
     with pytest.raises(ValueError, match="NAME="):
-        import_model(source, name, Work())
+        import_model(source, name, ConversionProgress())
 
 
 def test_a_folder_that_is_there_and_a_full_disk_are_refused_before_anything_is_written(
@@ -221,7 +229,7 @@ def test_an_error_while_writing_leaves_nothing_behind(
 
     monkeypatch.setattr(TensorFolder, "read", failing)
     with pytest.raises(OSError, match="No space left"):
-        import_model(source, "mine", Work(), tmp_path / "hub")
+        import_model(source, "mine", ConversionProgress(), tmp_path / "hub")
     assert list((tmp_path / "hub").iterdir()) == []
 
 

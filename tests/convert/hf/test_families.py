@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parakit.artifacts.torch_dist import EMBEDDING
 from parakit.config.model import ModelShape
-from parakit.convert.hf.families import TensorPair, pairs_of
+from parakit.convert.hf.families import TensorPair, list_tensor_pairs
 
 
 def shape(**other: Any) -> ModelShape:
@@ -28,7 +28,7 @@ def shape(**other: Any) -> ModelShape:
 
 
 def pair(family: str, parameter: str, model: ModelShape) -> TensorPair:
-    return next(one for one in pairs_of(family, model) if one.parameter == parameter)
+    return next(one for one in list_tensor_pairs(family, model) if one.parameter == parameter)
 
 
 @given(
@@ -54,7 +54,7 @@ def test_taking_apart_and_joining_give_the_same_bits_both_ways(
         ffn_hidden=ffn,
         tied_embeddings=tied,
     )
-    for one in pairs_of(family, model):
+    for one in list_tensor_pairs(family, model):
         whole = torch.randn(one.shape)
         parts = one.form.split(whole)
         assert tuple(tuple(part.shape) for part in parts) == one.shapes
@@ -90,14 +90,16 @@ def test_gate_comes_before_value() -> None:
 
 
 def test_a_norm_has_the_key_of_transformer_engine_and_the_name_of_its_own_module() -> None:
-    norm = next(one for one in pairs_of("llama", shape()) if "input_layernorm" in one.names[0])
+    norm = next(
+        one for one in list_tensor_pairs("llama", shape()) if "input_layernorm" in one.names[0]
+    )
     assert norm.key == "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
     assert norm.parameter == "decoder.layers.0.input_layernorm.weight"
 
 
 @pytest.mark.parametrize(("tied", "count"), [(True, 2 + 12 * 2 + 2), (False, 2 + 12 * 2 + 3)])
 def test_an_untied_model_has_an_output_layer_last(tied: bool, count: int) -> None:
-    pairs = pairs_of("gpt2", shape(tied_embeddings=tied))
+    pairs = list_tensor_pairs("gpt2", shape(tied_embeddings=tied))
     assert len(pairs) == count
     assert pairs[0].key == EMBEDDING
     assert (pairs[-1].names == ("lm_head.weight",)) is not tied

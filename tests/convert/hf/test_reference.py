@@ -13,10 +13,10 @@ from parakit.artifacts.capture import Site, Stage
 from parakit.artifacts.torch_dist import OUTPUT, VOCABULARY
 from parakit.config import variables
 from parakit.config.model import model_of
-from parakit.convert.hf.families import pairs_of
+from parakit.convert.hf.families import list_tensor_pairs
 from parakit.convert.hf.from_megatron import export_model
 from parakit.convert.hf.into_megatron import import_model, read_source
-from parakit.convert.hf.progress import Work
+from parakit.convert.hf.progress import ConversionProgress
 from parakit.convert.hf.random_model import CONFIGS, write_model
 from parakit.native.capture import Counterpart, capturing
 from parakit.native.engines import TorchEngine
@@ -32,17 +32,17 @@ TOKENS = torch.randint(0, 100, (2, 8), generator=torch.Generator().manual_seed(1
 
 
 def counterpart(folder: Path, rows: int = 0) -> Counterpart:
-    from parakit.convert.hf.reference import counterpart_of, load
+    from parakit.convert.hf.reference import build_counterpart, load_reference
 
     source = read_source(folder)
     rows = rows or source.shape.vocabulary
-    model = load(source, DENSE, rows)
+    model = load_reference(source, DENSE, rows)
     shape = replace(source.shape, vocabulary=rows)
-    return counterpart_of(model, pairs_of(source.model_type, shape), shape.layers)
+    return build_counterpart(model, list_tensor_pairs(source.model_type, shape), shape.layers)
 
 
 def captured(folder: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> Capture:
-    from parakit.convert.hf.reference import Causal
+    from parakit.convert.hf.reference import CausalModel
 
     for name, value in (
         (variables.CAPTURE, str(at)),
@@ -51,7 +51,7 @@ def captured(folder: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> Capture
     ):
         monkeypatch.setenv(name, value)
     other = counterpart(folder)
-    assert isinstance(other.model, Causal)
+    assert isinstance(other.model, CausalModel)
     alone = RankLayout(0, 1, 1, torch.device("cpu"))
     engine = capturing(TorchEngine(other.model, DENSE, alone), other, DENSE)
     for _ in range(2):
@@ -123,13 +123,13 @@ def test_transformers_loads_what_was_exported_with_nothing_missing_and_nothing_l
     from transformers import AutoModelForCausalLM
 
     source = write_model(tmp_path / "source", CONFIGS[family], dtype)
-    import_model(read_source(source), "mine", Work(), tmp_path / "hub")
+    import_model(read_source(source), "mine", ConversionProgress(), tmp_path / "hub")
     folder = tmp_path / "hub" / "mine"
     model = model_of(str(folder / "mine.args"))
     for imported in (folder, None):  # With its own config, and with one of Megatron's flags.
         checkpoint = folder / "checkpoint" / "iter_0000001"
         target = tmp_path / f"back-{imported is None}"
-        export_model(checkpoint, model.flags, model.shape, imported, target, Work())
+        export_model(checkpoint, model.flags, model.shape, imported, target, ConversionProgress())
         (target / "config.json").write_text(
             json.dumps({**json.loads((target / "config.json").read_text()), "bos_token_id": 0})
         )

@@ -13,11 +13,11 @@ from parakit.config.model import model_names, training_flags
 from parakit.config.run import Backend, DeviceKind, PatchFile, RunSpec, spec_of_flags
 from parakit.config.strategy import parse_strategy, strategy_flags
 from parakit.convert.recipe.bridge import read_recipe
-from parakit.convert.recipe.fields import recipe_of_flags
-from parakit.convert.recipe.flags import RecipeFlags, reading_of_fields
-from parakit.convert.recipe.imported import imported
+from parakit.convert.recipe.fields import recipe_from_flags
+from parakit.convert.recipe.flags import RecipeFlags, flags_from_fields
+from parakit.convert.recipe.imported import build_imported_recipe
 from parakit.convert.recipe.table import ROWS, RecipeError, Symbol
-from parakit.convert.recipe.written import written_entry, written_recipe
+from parakit.convert.recipe.written import render_entry, render_recipe
 from parakit.launch import recipe as command
 from parakit.launch.options import options_from_texts
 from parakit.launch.recipe import export_recipe, source_of_folder
@@ -54,7 +54,7 @@ def comes_back(model: str, *strategies: str) -> None:
         ranks = STRATEGIES[strategy]
         asked = source(f"train-{strategy}-{model}-{ranks}gpu")
         recipe = recipe_of(asked)
-        reading = reading_of_fields(recipe.fields)
+        reading = flags_from_fields(recipe.fields)
         read = spec_of_flags(reading.flags, ranks, DeviceKind.GPU, model)
         assert replace(read, strategy=strategy) == asked.spec
         assert (recipe.left_out, reading.left_out) == ((), ())
@@ -66,13 +66,13 @@ def test_a_recipe_comes_back_from_the_yaml_that_bridge_writes(tmp_path: Path) ->
     fields["model.attention_backend"] = Symbol("megatron.core.transformer.enums.AttnBackend.fused")
     read = read_recipe(str(write(tmp_path / "r.yaml", fields)))
     assert read.items() >= fields.items()
-    assert Flags(reading_of_fields(read).flags).text("--attention-backend") == "fused"
+    assert Flags(flags_from_fields(read).flags).text("--attention-backend") == "fused"
 
 
 def trained_by(reading: RecipeFlags, spec: RunSpec) -> RunSpec:
     """What the kit trains by an imported recipe's model file, target and variables."""
     ranks, model = spec.parallelism.world_size, spec.model
-    made = imported(reading, model, ranks)
+    made = build_imported_recipe(reading, model, ranks)
     strategy = made.target.removeprefix("train-").removesuffix(f"-{model}-{ranks}gpu")
     words = merge_flags(
         training_flags(made.family),
@@ -117,7 +117,7 @@ def test_synonyms_are_one_flag() -> None:
     asked = source("train-vpp2-gpt2-large-2gpu")
     words = merge_flags(asked.words, ("--recompute-activations",))
     spec = spec_of_flags(words, 2, DeviceKind.GPU, "gpt2-large")
-    fields = recipe_of_flags(words, spec).fields
+    fields = recipe_from_flags(words, spec).fields
     assert fields["model.recompute_granularity"] == "selective"
     assert fields["model.virtual_pipeline_model_parallel_size"] == 2
     assert fields["model.overlap_p2p_comm"] is True
@@ -136,7 +136,7 @@ def test_a_run_that_megatron_did_not_train_is_refused(
 ) -> None:
     asked = source("train-tp2-gpt2-large-2gpu")
     with pytest.raises(RecipeError, match=sentence):
-        recipe_of_flags(asked.words, replace(asked.spec, **change))
+        recipe_from_flags(asked.words, replace(asked.spec, **change))
 
 
 @pytest.mark.parametrize(
@@ -150,13 +150,13 @@ def test_a_run_that_megatron_did_not_train_is_refused(
 def test_a_run_that_a_recipe_cannot_say_is_refused(words: tuple[str, ...], sentence: str) -> None:
     asked = merge_flags(source("train-tp2-gpt2-large-2gpu").words, words)
     with pytest.raises(RecipeError, match=sentence):
-        recipe_of_flags(asked, spec_of_flags(asked, 2, DeviceKind.GPU))
+        recipe_from_flags(asked, spec_of_flags(asked, 2, DeviceKind.GPU))
 
 
 def test_what_has_no_counterpart_is_named() -> None:
     asked = source("train-tp2-gpt2-large-2gpu")
     spec = replace(asked.spec, patch_file=PatchFile("bug.py", "00"), shares_gpu=True)
-    left_out = recipe_of_flags((*asked.words, "--log-memory-interval", "5"), spec).left_out
+    left_out = recipe_from_flags((*asked.words, "--log-memory-interval", "5"), spec).left_out
     assert [sentence.partition(":")[0] for sentence in left_out] == [
         "SHARE_GPU=1",
         "PATCH_FILE=bug.py",
@@ -183,13 +183,13 @@ def test_a_run_that_is_none_is_refused_before_anything_is_written(
 
 def test_a_recipe_is_a_python_file_with_units_and_the_command_that_trains_it() -> None:
     asked = source("train-tp2-llama3-8b-2gpu")
-    text = written_recipe(recipe_of(asked), asked.spec, "make …", "recipes/x/bridge_recipe.py")
+    text = render_recipe(recipe_of(asked), asked.spec, "make …", "recipes/x/bridge_recipe.py")
     compile(text, "bridge_recipe.py", "exec")
     assert "torchrun --standalone --nproc-per-node 2 recipes/x/bridge_recipe.py" in text
     assert "            seq_length=8192,  # tokens\n" in text
     assert "            activation_func=torch.nn.functional.silu,\n" in text
     assert "            num_query_groups=8,  # heads of keys and values\n" in text
-    entry = written_entry(asked.spec, "x", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "make …", "y")
+    entry = render_entry(asked.spec, "x", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "make …", "y")
     compile(entry, "nemo_entry.py", "exec")
     assert 'launcher="torchrun"' in entry
 

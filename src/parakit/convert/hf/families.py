@@ -23,7 +23,7 @@ HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Form:
+class Reshaping:
     """How one tensor of Megatron's is made of Hugging Face's, and how it is taken apart."""
 
     join: Callable[[Sequence[Tensor]], Tensor]
@@ -40,7 +40,7 @@ class TensorPair:
     """Of this layer, without padding of the vocabulary."""
     names: tuple[str, ...]
     """Hugging Face's, with the family's prefix."""
-    form: Form
+    form: Reshaping
 
     @property
     def parameter(self) -> str:
@@ -59,13 +59,15 @@ class TensorPair:
         return tuple(tuple(part.shape) for part in parts)
 
 
-def prefix_of(family: str, names: Collection[str]) -> str:
+def detect_prefix(family: str, names: Collection[str]) -> str:
     """What a file's names begin with: nothing in files of a bare model, such as GPT-2's on the hub."""
     first = next(row for row in _TABLE if row["family"] == family)
     return "" if first["names"] in names else _PREFIXES[family]
 
 
-def pairs_of(family: str, shape: ModelShape, prefix: str | None = None) -> tuple[TensorPair, ...]:
+def list_tensor_pairs(
+    family: str, shape: ModelShape, prefix: str | None = None
+) -> tuple[TensorPair, ...]:
     """Every tensor of a model, outside of the layers first, then layer by layer, then the output.
 
     Hugging Face's names begin with the prefix, by default the family's own.
@@ -103,22 +105,22 @@ def is_buffer(name: str) -> bool:
     return name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
 
 
-def _form(name: str, shape: ModelShape) -> Form:
+def _form(name: str, shape: ModelShape) -> Reshaping:
     """What the table calls a reshaping."""
     match name:
         case "transposed":  # GPT-2's Conv1D has the inputs first.
-            return Form(lambda parts: parts[0].t(), lambda whole: (whole.t(),))
+            return Reshaping(lambda parts: parts[0].t(), lambda whole: (whole.t(),))
         case "halves":  # Gate and value of a gated MLP, one after the other.
-            return Form(lambda parts: torch.cat(list(parts)), lambda whole: whole.chunk(2))
+            return Reshaping(lambda parts: torch.cat(list(parts)), lambda whole: whole.chunk(2))
         case "by_group":
             return _by_group(shape)
         case "fused_by_group":
             return _fused_by_group(shape)
         case _:
-            return Form(lambda parts: parts[0], lambda whole: (whole,))
+            return Reshaping(lambda parts: parts[0], lambda whole: (whole,))
 
 
-def _by_group(shape: ModelShape) -> Form:
+def _by_group(shape: ModelShape) -> Reshaping:
     """Rows of queries, keys and values: group by group, its queries, its key, its value."""
     groups, width = shape.query_groups, shape.head_width
     rows = shape.heads // groups * width
@@ -131,17 +133,17 @@ def _by_group(shape: ModelShape) -> Form:
         grouped = whole.reshape(groups, rows + 2 * width, *whole.shape[1:])
         return [part.flatten(0, 1) for part in torch.split(grouped, [rows, width, width], 1)]
 
-    return Form(join, split)
+    return Reshaping(join, split)
 
 
-def _fused_by_group(shape: ModelShape) -> Form:
+def _fused_by_group(shape: ModelShape) -> Reshaping:
     """The same of one tensor with all queries, all keys, all values; a matrix is a Conv1D's."""
     grouped = _by_group(shape)
 
     def turned(tensor: Tensor) -> Tensor:
         return tensor.t() if tensor.ndim > 1 else tensor
 
-    return Form(
+    return Reshaping(
         lambda parts: grouped.join(turned(parts[0]).chunk(3)),
         lambda whole: (turned(torch.cat(list(grouped.split(whole)))),),
     )

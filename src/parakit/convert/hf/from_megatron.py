@@ -22,10 +22,10 @@ from parakit.artifacts.torch_dist import (
 from parakit.config.flags import flag_words, merge_flags
 from parakit.config.huggingface import config_of_flags, read_config
 from parakit.config.model import ModelShape
-from parakit.convert.hf.families import TensorPair, pairs_of
+from parakit.convert.hf.families import TensorPair, list_tensor_pairs
 from parakit.convert.hf.into_megatron import CONFIG_FILE, IMPORT_FILE, copy_companions, read_import
-from parakit.convert.hf.progress import ConversionError, Work, check_room
-from parakit.convert.hf.tensor_files import SHARD_BYTES, Described, write_tensors
+from parakit.convert.hf.progress import ConversionError, ConversionProgress, check_disk_space
+from parakit.convert.hf.tensor_files import SHARD_BYTES, TensorHeader, write_tensors
 
 _WEIGHTS = ("embedding.", "decoder.", "output_layer.")
 """What names of the model's tensors begin with; the others are the optimizer's."""
@@ -37,7 +37,7 @@ def export_model(
     shape: ModelShape,
     imported: Path | None,
     target: Path,
-    work: Work,
+    work: ConversionProgress,
     shard_bytes: int = SHARD_BYTES,
 ) -> str:
     """Write a folder of Hugging Face's, whole or not at all; returns the closing line.
@@ -59,17 +59,17 @@ def export_model(
     own = imported if imported and (imported / IMPORT_FILE).is_file() else None
     config = _config(own, words, shape, tensors[EMBEDDING].dtype)
     prefix = read_import(own).prefix if own else None
-    pairs = pairs_of(str(config["model_type"]), shape, prefix)
+    pairs = list_tensor_pairs(str(config["model_type"]), shape, prefix)
     _check(checkpoint, tensors, pairs, shape)
     if target.exists():
         raise ConversionError(f"TO={target} exists already; remove it, or name another folder.")
     described = [
-        Described(name, part, getattr(torch, tensors[pair.key].dtype))
+        TensorHeader(name, part, getattr(torch, tensors[pair.key].dtype))
         for pair in pairs
         for name, part in zip(pair.names, pair.shapes, strict=True)
     ]
     total = sum(one.size_bytes for one in described)
-    check_room(target, total)
+    check_disk_space(target, total)
 
     def values() -> Iterator[Tensor]:
         for pair in pairs:

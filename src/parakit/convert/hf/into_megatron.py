@@ -35,11 +35,11 @@ from parakit.convert.hf.checkpoint import write_checkpoint
 from parakit.convert.hf.families import (
     HEAD,
     TensorPair,
+    detect_prefix,
     is_buffer,
-    pairs_of,
-    prefix_of,
+    list_tensor_pairs,
 )
-from parakit.convert.hf.progress import ConversionError, Work, check_room
+from parakit.convert.hf.progress import ConversionError, ConversionProgress, check_disk_space
 from parakit.convert.hf.tensor_files import TensorFolder
 
 IMPORT_FILE = "import.json"
@@ -104,8 +104,8 @@ def read_source(folder: Path) -> ImportSource:
     model_type = read_config(folder / CONFIG_FILE)["model_type"]
     shape = model_from_flags(folder.name, "gpt3", flags).shape
     tensors = TensorFolder(folder)
-    prefix = prefix_of(model_type, tensors.tensors)
-    pairs = pairs_of(model_type, shape, prefix)
+    prefix = detect_prefix(model_type, tensors.tensors)
+    pairs = list_tensor_pairs(model_type, shape, prefix)
     left = _check_names(folder, tensors, pairs, shape)
     _check_tensors(folder, tensors, pairs)
     _check_tokenizer(folder, shape.vocabulary)
@@ -113,7 +113,7 @@ def read_source(folder: Path) -> ImportSource:
 
 
 def import_model(
-    source: ImportSource, name: str, work: Work, hub: Path = HUB, known_as: str = ""
+    source: ImportSource, name: str, work: ConversionProgress, hub: Path = HUB, known_as: str = ""
 ) -> str:
     """Write `hub/NAME`, where the source is named as it is `known_as`, or else by its folder; returns
     the closing line.
@@ -129,7 +129,7 @@ def import_model(
     total = sum(held[name].size_bytes for pair in source.pairs for name in pair.names)
     rows = [held[pair.names[0]] for pair in source.pairs if pair.key in VOCABULARY]
     total += sum(one.size_bytes // vocabulary * padding for one in rows)
-    check_room(target, total)
+    check_disk_space(target, total)
 
     def made() -> Iterator[tuple[TensorPair, Tensor]]:
         for pair in source.pairs:

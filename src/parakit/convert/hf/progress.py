@@ -23,7 +23,7 @@ class ConversionError(ValueError):
     """A model that cannot be converted; one sentence that names the thing, the value and the remedy."""
 
 
-class Work:
+class ConversionProgress:
     """Counts bytes as they are written."""
 
     def __init__(self, console: Console | None = None) -> None:
@@ -56,7 +56,7 @@ class Work:
         return f"{parameters:,} parameters, {written}"
 
 
-def check_room(target: Path, wanted_bytes: int) -> None:
+def check_disk_space(target: Path, wanted_bytes: int) -> None:
     """Refuse a folder that its disk has no room for.
 
     Raises:

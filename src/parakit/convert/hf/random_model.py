@@ -12,8 +12,8 @@ from torch import Tensor
 
 from parakit.config.huggingface import exact_flags
 from parakit.config.model import model_from_flags
-from parakit.convert.hf.families import pairs_of
-from parakit.convert.hf.tensor_files import SHARD_BYTES, Described, write_tensors
+from parakit.convert.hf.families import list_tensor_pairs
+from parakit.convert.hf.tensor_files import SHARD_BYTES, TensorHeader, write_tensors
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = json.loads(
     Path(__file__).with_name("random_models.json").read_text()
@@ -33,8 +33,8 @@ def write_model(
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     shape = model_from_flags(folder.name, "gpt3", exact_flags(folder / "config.json")).shape
     described = [
-        Described(name, shape, dtype)
-        for pair in pairs_of(config["model_type"], shape, prefix)
+        TensorHeader(name, shape, dtype)
+        for pair in list_tensor_pairs(config["model_type"], shape, prefix)
         for name, shape in zip(pair.names, pair.shapes, strict=True)
     ]
     generator = torch.Generator().manual_seed(1)
@@ -43,7 +43,7 @@ def write_model(
     return folder
 
 
-def _random(one: Described, generator: torch.Generator) -> Tensor:
+def _random(one: TensorHeader, generator: torch.Generator) -> Tensor:
     values = 0.1 * torch.randn(one.shape, generator=generator)
     is_norm = len(one.shape) == 1 and one.name.endswith("weight")
     return (1 + values if is_norm else values).to(one.dtype)

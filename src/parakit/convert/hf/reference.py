@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from parakit.artifacts.capture import Placement
 from parakit.capturing import Sink
 from parakit.config.flags import drop_flags
-from parakit.convert.hf.families import TensorPair, pairs_of
+from parakit.convert.hf.families import TensorPair, list_tensor_pairs
 from parakit.convert.hf.into_megatron import ImportSource, read_import, read_source
 from parakit.native import (
     FROM_CONFIG,
@@ -56,7 +56,7 @@ _IN_LAYERS = re.compile(r"(?:.+\.)?(?:h|layers)\.(\d+)(?:\.(.+))?")
 """What families call their layers: `transformer.h.0`, `model.layers.0.mlp`."""
 
 
-class Causal(nn.Module):
+class CausalModel(nn.Module):
     """A model of `transformers` that takes tokens and gives logits, and nothing else."""
 
     def __init__(self, model: Any) -> None:
@@ -87,7 +87,7 @@ class ReferenceTaps(Taps):
         return whole, replace(point, takes=()) if whole.endswith("layernorm") else point
 
 
-def counterpart_of(model: Causal, pairs: Sequence[TensorPair], layers: int) -> Counterpart:
+def build_counterpart(model: CausalModel, pairs: Sequence[TensorPair], layers: int) -> Counterpart:
     """The model's parameters as Megatron's, by the table that weights are converted with."""
     named = dict(model.model.named_parameters())
 
@@ -104,7 +104,7 @@ def counterpart_of(model: Causal, pairs: Sequence[TensorPair], layers: int) -> C
     return Counterpart(model, tuple(map(whole, pairs)), taps)
 
 
-def load(source: ImportSource, settings: Settings, rows: int) -> Causal:
+def load_reference(source: ImportSource, settings: Settings, rows: int) -> CausalModel:
     """The folder's model in fp32, with this run's dropout and `rows` rows of the vocabulary."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -123,7 +123,7 @@ def load(source: ImportSource, settings: Settings, rows: int) -> Causal:
         with torch.no_grad():
             for parameter in {model.get_input_embeddings().weight, model.lm_head.weight}:
                 parameter[source.shape.vocabulary :] = parameter[source.shape.vocabulary - 1]
-    return Causal(model.train())
+    return CausalModel(model.train())
 
 
 def main(words: Sequence[str]) -> None:
@@ -138,11 +138,11 @@ def main(words: Sequence[str]) -> None:
     dist.init_process_group("gloo")
     ranks = RankLayout(0, 1, 1, torch.device("cpu"))
     torch.manual_seed(settings.seed)
-    model = load(source, settings, rows)
+    model = load_reference(source, settings, rows)
     shape = replace(source.shape, vocabulary=rows)
-    pairs = pairs_of(source.model_type, shape)
+    pairs = list_tensor_pairs(source.model_type, shape)
     print(parameters_line(0, 0, sum(one.numel() for one in model.parameters())), flush=True)
-    counterpart = counterpart_of(model, pairs, shape.layers)
+    counterpart = build_counterpart(model, pairs, shape.layers)
     engine = capturing(TorchEngine(model, settings, ranks), counterpart, settings)
     count = settings.train_iters * settings.global_batch_size
     prefix = Path(settings.data_path)

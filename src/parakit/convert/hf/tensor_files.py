@@ -24,7 +24,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Described:
+class TensorHeader:
     """A tensor of a folder, without its values."""
 
     name: str
@@ -47,7 +47,7 @@ class TensorFolder:
             ConversionError: There is no such file, or one is damaged or of an unknown type.
         """
         self._files: dict[str, Path] = {}
-        self.tensors: dict[str, Described] = {}
+        self.tensors: dict[str, TensorHeader] = {}
         indexed = _indexed(folder)
         for file in _files_of(folder, indexed):
             self._describe(file)
@@ -75,13 +75,13 @@ class TensorFolder:
                             f"{path} holds {name} as {found.get_dtype()}; only "
                             f"{', '.join(_DTYPES)} can be converted."
                         )
-                    self.tensors[name] = Described(name, tuple(found.get_shape()), dtype)
+                    self.tensors[name] = TensorHeader(name, tuple(found.get_shape()), dtype)
                     self._files[name] = path
         except (SafetensorError, OSError) as error:
             raise ConversionError(f"{path} cannot be read ({error}); download it again.") from None
 
 
-def differing(one: TensorFolder, other: TensorFolder) -> list[str]:
+def list_differing_tensors(one: TensorFolder, other: TensorFolder) -> list[str]:
     """Names that only one has, or whose shape, type or bits differ."""
     return [
         name
@@ -124,13 +124,13 @@ def _indexed(folder: Path) -> Mapping[str, str]:
 
 def write_tensors(
     folder: Path,
-    described: Sequence[Described],
+    described: Sequence[TensorHeader],
     values: Iterable[Tensor],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write tensors, whose values come in their order, each when it is made, to files of at most
     `shard_bytes`, unless one tensor is more."""
-    shards: list[list[Described]] = [[]]
+    shards: list[list[TensorHeader]] = [[]]
     for one in described:
         held = sum(each.size_bytes for each in shards[-1])
         if shards[-1] and held + one.size_bytes > shard_bytes:
@@ -149,7 +149,7 @@ def write_tensors(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_shard(file: BinaryIO, shard: Sequence[Described], values: Iterator[Tensor]) -> None:
+def _write_shard(file: BinaryIO, shard: Sequence[TensorHeader], values: Iterator[Tensor]) -> None:
     """A file: the header's length, the header as JSON, the values one after another."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -13,14 +13,14 @@ import yaml
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.run import DeviceKind, RunSpec, spec_of_flags
 from parakit.convert.recipe.fields import Recipe
-from parakit.convert.recipe.flags import reading_of_fields
+from parakit.convert.recipe.flags import flags_from_fields
 from parakit.convert.recipe.table import (
-    BRIDGE,
+    BRIDGE_DEFAULTS,
     CONTAINER,
     Fields,
     RecipeError,
-    fields_of_yaml,
-    shown,
+    format_value,
+    parse_container,
 )
 from parakit.convert.recipe.written import RECIPE_FILE
 
@@ -105,23 +105,23 @@ def recipe_differences(recipe: Recipe, fields: Fields, spec: RunSpec) -> Iterabl
     each; empty if every field says the same."""
     for place, value in recipe.fields.items():
         if fields.get(place) != value:
-            built_as = shown(fields.get(place))
-            yield f"{place} is {built_as} in the container and {shown(value)} in the run."
+            built_as = format_value(fields.get(place))
+            yield f"{place} is {built_as} in the container and {format_value(value)} in the run."
     for place, value in fields.items():
-        if place.endswith("_target_") or place in recipe.fields or place not in BRIDGE:
+        if place.endswith("_target_") or place in recipe.fields or place not in BRIDGE_DEFAULTS:
             continue
-        if value != BRIDGE[place] and place != "dist.local_rank":
-            yield f"{place} is {shown(value)} in the container, which the run does not ask for."
+        if value != BRIDGE_DEFAULTS[place] and place != "dist.local_rank":
+            yield f"{place} is {format_value(value)} in the container, which the run does not ask for."
     ranks, name = spec.parallelism.world_size, spec.model
     asked = spec_of_flags(recipe.flags, ranks, DeviceKind.GPU, name)
-    read = spec_of_flags(reading_of_fields(fields).flags, ranks, DeviceKind.GPU, name)
+    read = spec_of_flags(flags_from_fields(fields).flags, ranks, DeviceKind.GPU, name)
     if read != asked:
         yield f"The container reads as another run: {read}, not {asked}."
 
 
 def _fields_of_file(path: Path) -> Fields:
     try:
-        return fields_of_yaml(read_yaml(path))
+        return parse_container(read_yaml(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         said = str(error).splitlines()[0]
         raise RecipeError(f"{path} is no YAML ({said}); give what to_yaml() writes.") from None

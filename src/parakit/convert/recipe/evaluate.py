@@ -30,7 +30,7 @@ from typing import Any
 
 from parakit.formatting.units import plural
 
-STOOD_IN = ("transformer_engine", "nvidia_resiliency_ext", "leptonai")
+REPLACEABLE_PACKAGES = ("transformer_engine", "nvidia_resiliency_ext", "leptonai")
 """Megatron Core imports the first, Bridge's training loop the second, nemo-run the third."""
 
 _TRANSFORMER_ENGINE = "2.12.0"
@@ -83,25 +83,25 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--validated", type=Path)
     given = parser.parse_args(words)
     warnings.simplefilter("ignore")
-    stand_in()
+    replace_missing_packages()
     if given.dryrun:
-        given.out.write_text(dryrun(given.recipe))
+        given.out.write_text(dry_run(given.recipe))
         return
-    container = built(given.recipe)
+    container = build_container(given.recipe)
     if given.ranks:
-        checked = validated(container, given.ranks)
+        checked = validate_container(container, given.ranks)
         if given.validated:
             checked.to_yaml(str(given.validated))
     container.to_yaml(str(given.out))
 
 
-def stand_in() -> None:
+def replace_missing_packages() -> None:
     """From here on, imports of what is missing of `STOOD_IN` succeed."""
-    missing = [name for name in STOOD_IN if importlib.util.find_spec(name) is None]
+    missing = [name for name in REPLACEABLE_PACKAGES if importlib.util.find_spec(name) is None]
     sys.meta_path.insert(0, _MissingModules(missing))
 
 
-def built(recipe: str) -> Any:
+def build_container(recipe: str) -> Any:
     """The container that the recipe's function returns."""
     from megatron.bridge.training.config import ConfigContainer
 
@@ -140,7 +140,7 @@ def _only_recipe(module: types.ModuleType, path: str) -> Any:
     return next(iter(found.values()))
 
 
-def validated(container: Any, ranks: int) -> Any:
+def validate_container(container: Any, ranks: int) -> Any:
     """What Bridge makes of it on that many ranks before it trains."""
     from megatron.bridge.training.config import runtime_config_update
 
@@ -153,7 +153,7 @@ def validated(container: Any, ranks: int) -> Any:
     return checked
 
 
-def dryrun(entry: str) -> str:
+def dry_run(entry: str) -> str:
     """What an entry of nemo-run prints instead of starting it; nemo-run keeps nothing of it."""
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as home, contextlib.redirect_stdout(printed):

@@ -10,23 +10,23 @@ from parakit.config.flags import Flags, drop_flags, merge_flags, pick_flags, val
 from parakit.config.model import SHAPE_FLAGS
 from parakit.config.run import Backend, DeviceKind, RunSpec
 from parakit.convert.recipe.table import (
+    ACCUMULATE_IN_FP32,
     ACTIVATIONS,
-    BRIDGE,
+    BRIDGE_DEFAULTS,
     BRIDGE_VERSION,
-    IN_BF16,
-    IN_FP32,
-    KINDS,
-    LOCAL,
-    NULL,
-    POSITIONS,
+    LOCAL_LAYER_SPEC,
+    NULL_TOKENIZER,
+    POSITIONS_FLAG,
+    REDUCE_IN_BF16,
     ROWS,
-    TOKENIZER,
+    TOKENIZER_FIELDS,
+    VALUE_KINDS,
     RecipeError,
     Symbol,
     Value,
-    default_of,
-    held_value,
-    implied,
+    implied_switches,
+    megatron_default,
+    negate_if_marked,
 )
 
 _OUTPUT = "nemo_experiments"
@@ -73,7 +73,7 @@ _OTHER_STAGES = (
 _HALVES = {"--fp16": Symbol("torch.float16"), "--bf16": Symbol("torch.bfloat16")}
 
 
-def recipe_of_flags(given: Iterable[str], spec: RunSpec) -> Recipe:
+def recipe_from_flags(given: Iterable[str], spec: RunSpec) -> Recipe:
     """A run as a recipe: the flags that it was started with, and what they mean.
 
     Raises:
@@ -89,22 +89,22 @@ def recipe_of_flags(given: Iterable[str], spec: RunSpec) -> Recipe:
     for row in ROWS:
         if flags.applies(row):
             value = _given(row, kept)
-            fields |= {place.lstrip("!"): held_value(place, value) for place in row.recipe}
+            fields |= {place.lstrip("!"): negate_if_marked(place, value) for place in row.recipe}
     fields |= _model(flags, spec) | _precision(flags)
     fields["dataset.blend"] = _blend(kept)
     fields["checkpoint.save"] = f"{_OUTPUT}/checkpoints" if flags.has("--save") else None
     fields["logger.tensorboard_dir"] = f"{_OUTPUT}/tensorboard"
     entries = spec.shape.vocabulary
-    if flags.text("--tokenizer-type", NULL) == NULL:
+    if flags.text("--tokenizer-type", NULL_TOKENIZER) == NULL_TOKENIZER:
         # Megatron Core 0.16's adds an entry for the end of a document to the size it is given.
-        fields |= {"tokenizer.tokenizer_type": NULL, "tokenizer.vocab_size": entries - 1}
+        fields |= {"tokenizer.tokenizer_type": NULL_TOKENIZER, "tokenizer.vocab_size": entries - 1}
     else:
-        fields |= {place: flags.text(flag) or None for flag, place in TOKENIZER.items()}
+        fields |= {place: flags.text(flag) or None for flag, place in TOKENIZER_FIELDS.items()}
     missing = object()
     changed = {
         place: each
         for place, each in fields.items()
-        if place in _SHOWN or each != BRIDGE.get(place, missing)
+        if place in _SHOWN or each != BRIDGE_DEFAULTS.get(place, missing)
     }
     left_out = (*_beyond_flags(spec, words, kept), *_without_counterpart(kept))
     return Recipe(changed, merge_flags(kept, ("--vocab-size", str(entries))), left_out)
@@ -125,7 +125,7 @@ def _refuse_other_trainers(spec: RunSpec) -> None:
     if positions not in (0, tokens):
         raise RecipeError(
             f"The run's model has {positions} learned positions for sequences of {tokens} tokens; "
-            f"Megatron-Bridge's has as many as tokens, so train with {POSITIONS} {tokens}."
+            f"Megatron-Bridge's has as many as tokens, so train with {POSITIONS_FLAG} {tokens}."
         )
 
 
@@ -135,7 +135,7 @@ def _canonical(words: tuple[str, ...], spec: RunSpec) -> tuple[str, ...]:
     for short, meant in _ABBREVIATIONS.items():
         if short in merged:
             merged = merge_flags(drop_flags(merged, (short,)), meant)
-    merged = merge_flags(merged, implied(Flags(merged)))
+    merged = merge_flags(merged, implied_switches(Flags(merged)))
     stages = spec.parallelism.virtual_stages
     merged = drop_flags(merged, (*_OTHER_STAGES, _STAGES))
     if not spec.parallelism.sequence_parallel:
@@ -146,8 +146,8 @@ def _canonical(words: tuple[str, ...], spec: RunSpec) -> tuple[str, ...]:
 def _given(row: KnownFlag, words: tuple[str, ...]) -> Value:
     found = pick_flags(words, (row.name,))
     if not found:
-        return default_of(row)
-    kind = KINDS[row.kind]
+        return megatron_default(row)
+    kind = VALUE_KINDS[row.kind]
     try:
         return kind.read(found[1:])
     except ValueError:
@@ -170,16 +170,16 @@ def _model(flags: Flags, spec: RunSpec) -> dict[str, Value]:
         "model.bias_activation_fusion": biased and not flags.has(unfused),
     }
     if flags.text("--transformer-impl") == "local":
-        fields["model.transformer_layer_spec"] = LOCAL
+        fields["model.transformer_layer_spec"] = LOCAL_LAYER_SPEC
     return fields
 
 
 def _precision(flags: Flags) -> dict[str, Value]:
     half = next((name for name in _HALVES if flags.has(name)), None)
     if half is None:
-        return {"ddp.grad_reduce_in_fp32": flags.has(IN_FP32)}
+        return {"ddp.grad_reduce_in_fp32": flags.has(ACCUMULATE_IN_FP32)}
     # Megatron adds up gradients of bf16 in fp32 unless it is asked not to.
-    in_fp32 = flags.has(IN_FP32) or (half == "--bf16" and not flags.has(IN_BF16))
+    in_fp32 = flags.has(ACCUMULATE_IN_FP32) or (half == "--bf16" and not flags.has(REDUCE_IN_BF16))
     return {
         "mixed_precision.params_dtype": _HALVES[half],
         "mixed_precision.pipeline_dtype": _HALVES[half],

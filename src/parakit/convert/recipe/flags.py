@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from parakit.config.flag_table import KnownFlag
 from parakit.config.flags import Flags, drop_flags, merge_flags
 from parakit.convert.recipe.table import (
+    ACCUMULATE_IN_FP32,
     ACTIVATIONS,
-    BRIDGE,
-    IN_BF16,
-    IN_FP32,
-    KINDS,
-    LOCAL,
-    NULL,
-    POSITIONS,
+    BRIDGE_DEFAULTS,
+    LOCAL_LAYER_SPEC,
+    NULL_TOKENIZER,
+    POSITIONS_FLAG,
+    REDUCE_IN_BF16,
     ROWS,
-    TOKENIZER,
+    TOKENIZER_FIELDS,
+    VALUE_KINDS,
     Fields,
     RecipeError,
     Symbol,
     Value,
-    default_of,
-    held_value,
-    implied,
-    shown,
+    format_value,
+    implied_switches,
+    megatron_default,
+    negate_if_marked,
 )
 
 
@@ -56,7 +56,7 @@ _DERIVED = frozenset(
         *("model.pipeline_dtype", "mixed_precision.pipeline_dtype"),
         *("mixed_precision.grad_reduce_in_fp32", "ddp.grad_reduce_in_fp32"),
         *("dataset.blend", "dataset.tokenizer", "dataset.split_matrix"),
-        *("tokenizer.vocab_size", *TOKENIZER.values()),
+        *("tokenizer.vocab_size", *TOKENIZER_FIELDS.values()),
         *("scheduler.lr_warmup_steps", "scheduler.lr_decay_steps"),
         *("scheduler.wd_incr_steps", "scheduler.wsd_decay_steps"),
     )
@@ -64,7 +64,7 @@ _DERIVED = frozenset(
 """Fields that another decides, or that are read beside the table."""
 
 
-def reading_of_fields(fields: Fields) -> RecipeFlags:
+def flags_from_fields(fields: Fields) -> RecipeFlags:
     """A recipe as flags; fields that are missing have Bridge's default.
 
     Raises:
@@ -73,7 +73,7 @@ def reading_of_fields(fields: Fields) -> RecipeFlags:
     """
     _refuse_other_models(fields)
     given = {place.partition(".")[0] for place, each in fields.items() if "." in place or each}
-    fields = _with_precision({**BRIDGE, **fields}, "mixed_precision", given)
+    fields = _with_precision({**BRIDGE_DEFAULTS, **fields}, "mixed_precision", given)
     notes: list[str] = []
     groups = fields.get("model.num_query_groups")
     grouped = groups not in (None, fields.get("model.num_attention_heads"))
@@ -84,7 +84,7 @@ def reading_of_fields(fields: Fields) -> RecipeFlags:
     words += _model_words(fields, Flags(words), notes)
     words += _vocabulary_words(fields, notes)
     words += _data_words(fields, notes)
-    unsaid = implied(Flags(words))
+    unsaid = implied_switches(Flags(words))
     if "--use-megatron-fsdp" in words and _PARTS not in words:
         words += [_PARTS, "optim_grads_params"]  # Megatron's default, which not every release has.
     return RecipeFlags(drop_flags(merge_flags(words), unsaid), (*notes, *_unread(fields)))
@@ -95,7 +95,7 @@ def _refuse_other_models(fields: Fields) -> None:
         value = fields.get(f"model.{field}")
         if not isinstance(value, int) or value < 1:
             raise RecipeError(
-                f"model.{field} is {shown(value)}, not a whole number above 0, so it defines no model."
+                f"model.{field} is {format_value(value)}, not a whole number above 0, so it defines no model."
             )
     target = str(fields.get("model._target_", ""))
     for field in ("multi_latent_attention", "is_hybrid_model", "encoder_num_layers"):
@@ -113,7 +113,7 @@ def _with_precision(fields: dict[str, Value], name: str, given: set[str]) -> dic
         meant = _PRESETS.get(preset.replace("-", "_"))
         if meant is None:
             raise RecipeError(
-                f"mixed_precision is {shown(preset)}, a name not known here; write its fields out, or "
+                f"mixed_precision is {format_value(preset)}, a name not known here; write its fields out, or "
                 f"use one of {', '.join(_PRESETS)}."
             )
         fields = fields | {f"{name}.{key}": each for key, each in meant.items()}
@@ -131,39 +131,39 @@ def _words_of(row: KnownFlag, fields: Fields, notes: list[str]) -> list[str]:
     if value is None:
         return []
     try:
-        words = KINDS[row.kind].words(value)
+        words = VALUE_KINDS[row.kind].words(value)
     except TypeError:
         raise RecipeError(
-            f"{row.recipe[0]} is {shown(value)}, not {KINDS[row.kind].wanted}"
+            f"{row.recipe[0]} is {format_value(value)}, not {VALUE_KINDS[row.kind].wanted}"
             + ("; YAML reads 1e-4 as a text, write 1.0e-4." if isinstance(value, str) else ".")
         ) from None
-    return [] if words is None or value == default_of(row) else [row.name, *words]
+    return [] if words is None or value == megatron_default(row) else [row.name, *words]
 
 
 def _one_value(row: KnownFlag, fields: Fields, notes: list[str]) -> Value:
     """The value that the row's places hold together."""
     found = ((place, fields.get(place.lstrip("!"))) for place in row.recipe)
-    held = {place: held_value(place, value) for place, value in found if value is not None}
+    held = {place: negate_if_marked(place, value) for place, value in found if value is not None}
     values = list(held.values())
     if not values or all(value == values[0] for value in values):
         return values[0] if values else None
     if row.name == "--seq-length":
         raise RecipeError(
-            f"{' and '.join(f'{place} {shown(each)}' for place, each in held.items())} contradict one "
+            f"{' and '.join(f'{place} {format_value(each)}' for place, each in held.items())} contradict one "
             "another; give both the same number of tokens."
         )
     # Of a switch with several parts Bridge switches all on.
     value = True if row.kind == "on" else values[0]
     if row.name == "--weight-decay":  # Bridge's scheduler sets it at each step, whatever was given.
         value = held.get("scheduler.end_weight_decay", value)
-    said = ", ".join(f"{place.lstrip('!')} {shown(each)}" for place, each in held.items())
-    notes.append(f"{said}: {row.name} is one value; {shown(value)} is what counts.")
+    said = ", ".join(f"{place.lstrip('!')} {format_value(each)}" for place, each in held.items())
+    notes.append(f"{said}: {row.name} is one value; {format_value(value)} is what counts.")
     return value
 
 
 def _model_words(fields: Fields, flags: Flags, notes: list[str]) -> list[str]:
     gated, function = fields.get("model.gated_linear_unit"), fields.get("model.activation_func")
-    path = function.path if isinstance(function, Symbol) else shown(function)
+    path = function.path if isinstance(function, Symbol) else format_value(function)
     flag = ACTIVATIONS.get((gated is True, path))
     if flag is None:
         kind = "gated " if gated else ""
@@ -175,26 +175,26 @@ def _model_words(fields: Fields, flags: Flags, notes: list[str]) -> list[str]:
     hidden = flags.integer("--hidden-size")
     ffn = fields.get("model.ffn_hidden_size") or 4 * hidden
     if not isinstance(ffn, int):
-        raise RecipeError(f"model.ffn_hidden_size is {shown(ffn)}, not a whole number.")
+        raise RecipeError(f"model.ffn_hidden_size is {format_value(ffn)}, not a whole number.")
     words = [flag] if flag else []
     words += [] if ffn == 4 * hidden and not flag else ["--ffn-hidden-size", str(ffn)]
     if not fields.get("model.bias_activation_fusion"):
         biased = fields.get("model.add_bias_linear")
         words += ["--no-bias-swiglu-fusion"] if flag == "--swiglu" else []
         words += ["--no-bias-gelu-fusion"] if flag != "--swiglu" and biased else []
-    words += [POSITIONS, flags.text("--seq-length")]
+    words += [POSITIONS_FLAG, flags.text("--seq-length")]
     layers = fields.get("model.transformer_layer_spec")
-    if layers == LOCAL:
+    if layers == LOCAL_LAYER_SPEC:
         words += ["--transformer-impl", "local"]
-    elif layers != BRIDGE["model.transformer_layer_spec"]:
-        path = layers.path if isinstance(layers, Symbol) else shown(layers)
+    elif layers != BRIDGE_DEFAULTS["model.transformer_layer_spec"]:
+        path = layers.path if isinstance(layers, Symbol) else format_value(layers)
         notes.append(
             f"model.transformer_layer_spec {path}: Megatron-LM chooses its layers by flags."
         )
     in_fp32 = fields.get("ddp.grad_reduce_in_fp32")
     if flags.has("--bf16"):
-        return words + ([] if in_fp32 else [IN_BF16])
-    return words + ([IN_FP32] if in_fp32 else [])
+        return words + ([] if in_fp32 else [REDUCE_IN_BF16])
+    return words + ([ACCUMULATE_IN_FP32] if in_fp32 else [])
 
 
 def _vocabulary_words(fields: Fields, notes: list[str]) -> list[str]:
@@ -202,10 +202,10 @@ def _vocabulary_words(fields: Fields, notes: list[str]) -> list[str]:
     kind = fields.get("tokenizer.tokenizer_type")
     if isinstance(rows, int):  # Bridge pads only what a tokenizer says.
         return ["--vocab-size", str(rows), "--make-vocab-size-divisible-by", "1"]
-    if kind == NULL and isinstance(entries, int):
+    if kind == NULL_TOKENIZER and isinstance(entries, int):
         return ["--vocab-size", str(entries + 1)]
     notes.append(
-        f"tokenizer.tokenizer_type {shown(kind)}: how many entries it has is not in the recipe; the "
+        f"tokenizer.tokenizer_type {format_value(kind)}: how many entries it has is not in the recipe; the "
         "kit takes GPT-2's unless --vocab-size says another number."
     )
     return []
@@ -221,14 +221,14 @@ def _data_words(fields: Fields, notes: list[str]) -> list[str]:
         return []
     if not isinstance(blend, list) or len(blend) != 2 or not isinstance(blend[0], list):
         raise RecipeError(
-            f"dataset.blend is {shown(blend)}, not a list of prefixes and their weights."
+            f"dataset.blend is {format_value(blend)}, not a list of prefixes and their weights."
         )
     paths, weights = [str(path) for path in blend[0]], blend[1]
     if weights is None and len(paths) == 1:
         return ["--data-path", *paths]
     if not isinstance(weights, list) or len(weights) != len(paths):
         raise RecipeError(
-            f"dataset.blend has {len(paths)} prefixes and weights {shown(weights)}; give each one."
+            f"dataset.blend has {len(paths)} prefixes and weights {format_value(weights)}; give each one."
         )
     pairs = zip(weights, paths, strict=True)
     return ["--data-path", *(str(each) for pair in pairs for each in pair)]
@@ -241,6 +241,6 @@ def _unread(fields: Fields) -> Iterable[str]:
     for place, value in fields.items():
         section, _, field = place.partition(".")
         precision = section in ("model", "optimizer", "ddp") and field in halves
-        if place in read or field == "_target_" or precision or value == BRIDGE.get(place):
+        if place in read or field == "_target_" or precision or value == BRIDGE_DEFAULTS.get(place):
             continue
-        yield f"{place} = {shown(value)}: no flag of Megatron-LM is known to mean it."
+        yield f"{place} = {format_value(value)}: no flag of Megatron-LM is known to mean it."

@@ -13,7 +13,7 @@ from parakit.config.model import training_flags
 from parakit.config.run import DeviceKind, RunSpec, spec_of_flags
 from parakit.config.strategy import StrategyError, strategy_flags, strategy_name
 from parakit.convert.recipe.flags import RecipeFlags
-from parakit.convert.recipe.table import KINDS, RecipeError, default_of
+from parakit.convert.recipe.table import VALUE_KINDS, RecipeError, megatron_default
 
 _VARIABLES = {
     "--micro-batch-size": "MICRO_BATCH",
@@ -50,7 +50,9 @@ class ImportedRecipe:
         return f"train-{strategy_name(self.spec.parallelism)}-{self.spec.model}-{ranks}gpu"
 
 
-def imported(reading: RecipeFlags, name: str, ranks: int | None = None) -> ImportedRecipe:
+def build_imported_recipe(
+    reading: RecipeFlags, name: str, ranks: int | None = None
+) -> ImportedRecipe:
     """A recipe's flags as a model of that name, a target and variables.
 
     No recipe says how many GPUs train it: without `ranks` the fewest that its strategy allows.
@@ -100,8 +102,8 @@ def _over_the_familys(flags: tuple[str, ...], family: str) -> tuple[str, ...]:
     for flag in (word for word in familys if word.startswith("--")):
         if given.has(flag) or flag in _VARIABLES or flag in _OF_A_RUN:
             continue
-        default = default_of(FLAGS[flag])
-        words = None if default is None else KINDS[FLAGS[flag].kind].words(default)
+        default = megatron_default(FLAGS[flag])
+        words = None if default is None else VALUE_KINDS[FLAGS[flag].kind].words(default)
         more += [flag, *words] if words else _as_if_absent(flag, given)
     dropped = ("--lr-warmup-iters",) if "--lr-warmup-fraction" in more else ()
     return (*drop_flags(flags, dropped), *more)

@@ -41,16 +41,16 @@ type Fields = Mapping[str, Value]
 """By `section.field`."""
 
 
-def shown(value: Value) -> str:
+def format_value(value: Value) -> str:
     """A value as Python writes it."""
     if isinstance(value, Symbol):
         return value.path
     if isinstance(value, list):
-        return f"[{', '.join(shown(each) for each in value)}]"
+        return f"[{', '.join(format_value(each) for each in value)}]"
     return repr(value)
 
 
-def fields_of_yaml(document: object) -> dict[str, Value]:
+def parse_container(document: object) -> dict[str, Value]:
     """The fields of a container as Bridge's `to_yaml` writes it, by `section.field`.
 
     Raises:
@@ -88,7 +88,7 @@ _MEMBERS = {_ATTENTION.rstrip("."): {1: "flash", 2: "fused", 3: "unfused", 4: "l
 _SAME = {"torch._C._nn.gelu": "torch.nn.functional.gelu"}
 """Where Bridge writes another name than the public one."""
 
-BRIDGE = fields_of_yaml(_DEFAULTS)
+BRIDGE_DEFAULTS = parse_container(_DEFAULTS)
 """Bridge's default of every field, by `section.field`; a field that has none is not there."""
 
 
@@ -148,7 +148,7 @@ def _is_number(value: Value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-KINDS = {
+VALUE_KINDS = {
     "on": _switch(True),
     "off": _switch(False),
     "whole": _one(
@@ -171,14 +171,14 @@ KINDS = {
 """By the table's names."""
 
 
-def default_of(flag: KnownFlag) -> Value:
+def megatron_default(flag: KnownFlag) -> Value:
     """What Megatron takes without the flag; None is nothing, or what it derives."""
     if flag.kind == "backend" and isinstance(flag.default, str):
         return Symbol(_ATTENTION + flag.default)
     return flag.default
 
 
-def held_value(place: str, value: Value) -> Value:
+def negate_if_marked(place: str, value: Value) -> Value:
     """What a field holds for a flag's value, and the other way round; `!place` holds the opposite."""
     return not value if place.startswith("!") else value
 
@@ -187,10 +187,10 @@ ROWS = tuple(
     flag for flag in FLAGS.values() if "." in "".join(flag.recipe) and flag.role != "tokenizer"
 )
 """Flags that have fields of their own."""
-TOKENIZER = {
+TOKENIZER_FIELDS = {
     flag.name: flag.recipe[0] for flag in FLAGS.values() if flag.role == "tokenizer" and flag.recipe
 }
-NULL = "NullTokenizer"
+NULL_TOKENIZER = "NullTokenizer"
 ACTIVATIONS: dict[tuple[bool, str], str] = {
     (False, "torch.nn.functional.gelu"): "",
     (True, "torch.nn.functional.silu"): "--swiglu",
@@ -198,12 +198,12 @@ ACTIVATIONS: dict[tuple[bool, str], str] = {
     (True, "megatron.core.fusions.fused_bias_geglu.quick_gelu"): "--quick-geglu",
 }
 """The flag for an MLP that is gated or not, with this function."""
-LOCAL = Symbol("megatron.bridge.models.gpt_provider.local_layer_spec")
-IN_FP32, IN_BF16 = "--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"
-POSITIONS = "--max-position-embeddings"
+LOCAL_LAYER_SPEC = Symbol("megatron.bridge.models.gpt_provider.local_layer_spec")
+ACCUMULATE_IN_FP32, REDUCE_IN_BF16 = "--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"
+POSITIONS_FLAG = "--max-position-embeddings"
 
 
-def implied(flags: Flags) -> tuple[str, ...]:
+def implied_switches(flags: Flags) -> tuple[str, ...]:
     """Switches that Megatron's `validate_args` sets because of others; Bridge does not."""
     # With a dynamic loss scale an overflow skips a step, and is no error.
     scaled = flags.has("--fp16") and not flags.has("--loss-scale")

@@ -8,12 +8,19 @@ from textwrap import TextWrapper
 
 from parakit.config.run import RunSpec
 from parakit.convert.recipe.fields import Recipe
-from parakit.convert.recipe.table import BRIDGE, BRIDGE_VERSION, ROWS, Symbol, Value, shown
+from parakit.convert.recipe.table import (
+    BRIDGE_DEFAULTS,
+    BRIDGE_VERSION,
+    ROWS,
+    Symbol,
+    Value,
+    format_value,
+)
 from parakit.formatting.html import environment
 
 RECIPE_FILE, ENTRY_FILE = "bridge_recipe.py", "nemo_entry.py"
 NEMO_VERSION = "0.11.1"
-GPUS_OF_A_MACHINE = 8
+GPUS_PER_MACHINE = 8
 
 _SECTIONS = (
     *("model", "train", "optimizer", "scheduler", "dataset", "tokenizer", "mixed_precision"),
@@ -25,7 +32,7 @@ _BY_ITSELF = ("mixed_precision", "ddp", "dist", "rng", "rerun_state_machine")
 _WIDTH = 100
 
 
-def written_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str:
+def render_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str:
     """The Python file that the command `origin` makes, at a path from the repository's root."""
     used: dict[str, dict[str, Value]] = {}
     for name in _SECTIONS:
@@ -34,7 +41,7 @@ def written_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str
         held = {place.removeprefix(begin): it for place, it in fields if place.startswith(begin)}
         if held or name not in _BY_ITSELF:
             used[name] = held
-    classes = {name: str(BRIDGE[f"{name}._target_"]) for name in used}
+    classes = {name: str(BRIDGE_DEFAULTS[f"{name}._target_"]) for name in used}
     symbols = [
         value.path for held in used.values() for value in held.values() if isinstance(value, Symbol)
     ]
@@ -56,7 +63,7 @@ def written_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str
     )
 
 
-def written_entry(
+def render_entry(
     spec: RunSpec, name: str, variables: Mapping[str, str], origin: str, path: str
 ) -> str:
     """nemo-run's entry, an experiment of that name, which trains the recipe beside it on this machine
@@ -88,9 +95,9 @@ def _in_docstring(sentence: str) -> str:
 
 def _machines(ranks: int) -> str:
     """torchrun's options for one machine, or several."""
-    if ranks <= GPUS_OF_A_MACHINE:
+    if ranks <= GPUS_PER_MACHINE:
         return f"--standalone --nproc-per-node {ranks}"
-    nodes = -(-ranks // GPUS_OF_A_MACHINE)
+    nodes = -(-ranks // GPUS_PER_MACHINE)
     rendezvous = "--node-rank … --master-addr …"
     return f"--nnodes {nodes} --nproc-per-node {ranks // nodes} {rendezvous}"
 
@@ -129,7 +136,7 @@ def _python(value: Value) -> str:
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, list):
         return f"[{', '.join(_python(each) for each in value)}]"
-    return shown(value)
+    return format_value(value)
 
 
 _UNITS = {place.removeprefix("!"): row.unit for row in ROWS for place in row.recipe if row.unit}
