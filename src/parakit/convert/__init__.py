@@ -1,7 +1,7 @@
-"""Weights from and to Hugging Face, and runs from and to recipes of Megatron-Bridge and nemo-run.
+"""Convert weights from and to Hugging Face, and runs from and to recipes of Megatron-Bridge and nemo-run.
 
-This package decides which tensor of one format is which of the other, and which flag is which field. It reads and
-writes files and starts no run.
+This package decides which tensor of one format is which tensor of the other, and which flag is which
+field. It reads and writes files and starts no run.
 """
 
 from typing import TYPE_CHECKING

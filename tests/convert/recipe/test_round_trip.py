@@ -16,7 +16,7 @@ from parakit.convert.recipe.bridge import read_recipe
 from parakit.convert.recipe.fields import recipe_from_flags
 from parakit.convert.recipe.flags import RecipeFlags, flags_from_fields
 from parakit.convert.recipe.imported import build_imported_recipe
-from parakit.convert.recipe.table import ROWS, RecipeError, Symbol
+from parakit.convert.recipe.table import FLAGS_WITH_FIELDS, RecipeError, Symbol
 from parakit.convert.recipe.written import render_entry, render_recipe
 from parakit.launch import recipe as command
 from parakit.launch.options import options_from_texts
@@ -196,5 +196,7 @@ def test_a_recipe_is_a_python_file_with_units_and_the_command_that_trains_it() -
 
 def test_each_flag_and_each_field_stands_in_the_table_once() -> None:
     changing = "--weight-decay-incr-style=linear"
-    places = [place for row in ROWS if changing not in row.only_with for place in row.recipe]
+    places = [
+        place for row in FLAGS_WITH_FIELDS if changing not in row.only_with for place in row.recipe
+    ]
     assert len(set(places)) == len(places)
