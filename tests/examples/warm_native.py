@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron_patches.entry import kept_imports
-from megatron_patches.warm import _serve, _take_place, _train
+from megatron_patches.warm import _become_rank, _serve, _train
 from parakit.experiments.verify.verifier import START
 from parakit.launch.supervise.warm import WarmMegatron
 
@@ -32,7 +32,7 @@ def main(descriptor: int, entry: Path) -> None:
             importlib.import_module("torch._dynamo")  # Which the first optimizer of a rank loads.
         rank = _serve(listener)
     if rank is not None:
-        _take_place(rank)
+        _become_rank(rank)
         _train(code, str(entry))
 
 
