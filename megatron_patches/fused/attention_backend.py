@@ -1,6 +1,8 @@
-"""Attention by one of torch's kernels and no other, so that they can be measured against each other.
+"""Compute attention by one of torch's kernels only (`FUSED=attention_flash` or `attention_cudnn`).
 
-A kernel that cannot take the inputs raises "No available kernel"; no slower one is used silently.
+Target: `DotProductAttention.forward`. Without the patch, torch chooses the kernel by rules, and the kernels
+cannot be measured against each other. A kernel that cannot take the inputs raises "No available kernel";
+no slower kernel is used silently.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from megatron_patches.registry import Patch, Replacement, around, fused_patch
 
 
 def only(backend: SDPBackend) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Wraps a function so that scaled_dot_product_attention in it uses this kernel alone."""
+    """Return a `Replacement.make` whose function uses only `backend` for scaled_dot_product_attention."""
 
     @around
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -24,7 +26,8 @@ def only(backend: SDPBackend) -> Callable[[Callable[..., Any]], Callable[..., An
     return call
 
 
-def _patch(name: str, backend: SDPBackend) -> Patch:
+def _make_patch(name: str, backend: SDPBackend) -> Patch:
+    """Return the patch that `FUSED=<name>` switches on."""
     return fused_patch(
         name,
         "torch chooses an attention kernel by rules, not by measurement",
@@ -35,5 +38,5 @@ def _patch(name: str, backend: SDPBackend) -> Patch:
     )
 
 
-FLASH = _patch("attention_flash", SDPBackend.FLASH_ATTENTION)
-CUDNN = _patch("attention_cudnn", SDPBackend.CUDNN_ATTENTION)
+FLASH = _make_patch("attention_flash", SDPBackend.FLASH_ATTENTION)
+CUDNN = _make_patch("attention_cudnn", SDPBackend.CUDNN_ATTENTION)

@@ -12,5 +12,5 @@ def test_every_rank_takes_the_one_device(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     found: list[int] = []
-    shared_device._to_existing(found.append)(asked)
+    shared_device._set_existing_device(found.append)(asked)
     assert found == [set_]

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from megatron_patches.fused.adamw import _in_one_kernel
+from megatron_patches.fused.adamw import _make_fused_adamw
 from megatron_patches.no_te.adam_step import count_steps_by_group
 
-FUSED = _in_one_kernel(torch.optim.AdamW)
+FUSED = _make_fused_adamw(torch.optim.AdamW)
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_patches.fused.bias_gemm import BiasInProduct, _in_the_product
+from megatron_patches.fused.bias_gemm import BiasInProduct, _add_bias_in_product
 from megatron_patches.registry import PatchError
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -15,7 +15,7 @@ def linear(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: Any, *_: A
     return output if bias is None else output + bias
 
 
-FUSED = _in_the_product(linear).__func__
+FUSED = _add_bias_in_product(linear).__func__
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -45,7 +45,9 @@ def test_the_bias_is_added_once_and_by_the_product() -> None:
         return output + bias
 
     ones = torch.ones(1, 1, 2)
-    found = _in_the_product(noting).__func__(None, ones, torch.ones(2, 2), torch.full((2,), 3.0))
+    found = _add_bias_in_product(noting).__func__(
+        None, ones, torch.ones(2, 2), torch.full((2,), 3.0)
+    )
     assert asked == ["product with bias"]
     assert found.tolist() == [[[5.0, 5.0]]]
 
@@ -70,6 +72,6 @@ def test_a_layer_that_adds_its_bias_otherwise_is_refused() -> None:
         return torch.matmul(input, weight.t()).sub(-bias)
 
     with pytest.raises(PatchError, match="add its bias after the product"):
-        _in_the_product(otherwise).__func__(
+        _add_bias_in_product(otherwise).__func__(
             None, torch.ones(1, 1, 2), torch.ones(2, 2), torch.ones(2)
         )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches.fused import cross_entropy
-from megatron_patches.fused.cross_entropy import ChunkedCrossEntropy, _chunked
+from megatron_patches.fused.cross_entropy import ChunkedCrossEntropy, _compute_chunked
 from tests.patience import PATIENCE
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -117,6 +117,6 @@ def test_over_ranks_with_parts_of_the_vocabulary_it_is_the_whole_loss(ranks: int
 
 
 def test_label_smoothing_is_refused_by_name() -> None:
-    replaced = _chunked(lambda *args, **kwargs: torch.zeros(1))
+    replaced = _compute_chunked(lambda *args, **kwargs: torch.zeros(1))
     with pytest.raises(NotImplementedError, match="label smoothing"):
         replaced(torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long), label_smoothing=0.1)
