@@ -27,10 +27,10 @@ def _build_on_cpu(original: Callable[..., Any]) -> staticmethod[..., Any]:
     """Return a `DeviceMesh.from_group` that builds every mesh for the CPU."""
 
     @functools.wraps(original)
-    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
+    def build_from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
         return original(group, "cpu", *args, **kwargs)
 
-    return staticmethod(from_group)
+    return staticmethod(build_from_group)
 
 
 @around

@@ -29,14 +29,14 @@ def accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> N
 
     Shapes: total_input [n, in], grad_output [n, out], main_grad [out, in].
     """
-    left, right = grad_output.t(), total_input
-    if main_grad.dtype == right.dtype:
-        main_grad.addmm_(left, right)
+    transposed, dtype = grad_output.t(), main_grad.dtype
+    if dtype == total_input.dtype:
+        main_grad.addmm_(transposed, total_input)
     elif main_grad.is_cuda:
-        torch.ops.aten.addmm.dtype_out(main_grad, left, right, main_grad.dtype, out=main_grad)
+        torch.ops.aten.addmm.dtype_out(main_grad, transposed, total_input, dtype, out=main_grad)
     else:
         # On a CPU torch has no product of 16-bit factors into an fp32 result.
-        main_grad.addmm_(left.to(main_grad.dtype), right.to(main_grad.dtype))
+        main_grad.addmm_(transposed.to(dtype), total_input.to(dtype))
 
 
 def extension() -> ModuleType:

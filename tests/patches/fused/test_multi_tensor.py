@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_patches.fused.multi_tensor import (
-    _copying_gradients_at_once,
+    _copy_gradients_at_once,
     copy_all,
     scale,
     wide_gradients,
@@ -81,7 +81,7 @@ def test_gradients_reach_the_fp32_parameters_as_megatrons_loop_brings_them() -> 
 
     mine, theirs = optimizer_of(torch.bfloat16), optimizer_of(torch.bfloat16)
     Upstream._copy_model_grads_to_main_grads(theirs)
-    _copying_gradients_at_once(lambda self: pytest.fail("not the fallback"))(mine)
+    _copy_gradients_at_once(lambda self: pytest.fail("not the fallback"))(mine)
     for one, other in zip(
         mine.fp32_from_float16_groups, theirs.fp32_from_float16_groups, strict=True
     ):
@@ -95,5 +95,5 @@ def test_without_gradient_buffers_megatrons_own_copies() -> None:
     optimizer = optimizer_of(torch.bfloat16)
     del optimizer.float16_groups[0][0].main_grad
     asked: list[Any] = []
-    _copying_gradients_at_once(asked.append)(optimizer)
+    _copy_gradients_at_once(asked.append)(optimizer)
     assert asked == [optimizer]
