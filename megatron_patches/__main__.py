@@ -14,9 +14,9 @@ from pathlib import Path
 from types import CodeType
 
 from megatron_patches.context import RuntimeContext, find_context
-from megatron_patches.entry import kept_imports, named_refusals
+from megatron_patches.entry import freeze_imports, name_entry_in_errors
 from megatron_patches.patch_file import execute_patch_file
-from megatron_patches.registry import WITHOUT, PatchError, apply_patches, left_out
+from megatron_patches.registry import SKIPPED_PREFIX, PatchError, apply_patches, skipped_targets
 from megatron_patches.stacks import dump_stacks_on_request
 from parakit.config import variables
 
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
     dump_stacks_on_request()
     try:
         context = find_context(entry, os.environ.get(variables.DEVICE, "gpu"))
-        with kept_imports():
+        with freeze_imports():
             # The kit's modules are imported before the checkout is on the path, because a checkout has a
             # package called `tools` as well.
             from megatron_patches.catalogue import PATCHES
@@ -75,8 +75,8 @@ def announce(context: RuntimeContext, applied: Sequence[str]) -> None:
         line = (
             f"> Megatron {context.megatron}{untested}, patched: {', '.join(applied) or 'nothing'}"
         )
-        if left_out:
-            line += f", {WITHOUT}{', '.join(left_out)}"
+        if skipped_targets:
+            line += f", {SKIPPED_PREFIX}{', '.join(skipped_targets)}"
         if patch_file:
             line += f", patch file: {patch_file}"
         print(line, flush=True)
@@ -84,7 +84,7 @@ def announce(context: RuntimeContext, applied: Sequence[str]) -> None:
 
 def enter(code: CodeType, entry: str) -> None:
     """Run the code of the file `entry` as `__main__`; a sentence it exits with begins with its name."""
-    with named_refusals(entry):
+    with name_entry_in_errors(entry):
         exec(code, {"__name__": "__main__", "__file__": entry})  # noqa: S102 - as asked
 
 

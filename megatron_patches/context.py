@@ -22,10 +22,10 @@ OLDEST_KNOWN = Version("0.15.0rc0")
 NEWEST_KNOWN = Version("0.19")
 """Newest minor release that was tested. All minor releases from `OLDEST_KNOWN` to this one trained with
 equal losses; each patch says which of them have its targets (`registry.Replacement`)."""
-TRIED_COMMIT = "d98e8a64"
+TESTED_COMMIT = "d98e8a64"
 """Commit of Megatron's main branch that was tested. All commits of main have the version of the next
 release, so the version alone does not identify it."""
-WHAT_IS_KNOWN = f"{OLDEST_KNOWN.base_version} to {NEWEST_KNOWN}, and main at {TRIED_COMMIT}"
+WHAT_IS_KNOWN = f"{OLDEST_KNOWN.base_version} to {NEWEST_KNOWN}, and main at {TESTED_COMMIT}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def find_context(entry: Path, device: str) -> RuntimeContext:
     return RuntimeContext(
         device=device,
         megatron=checkout_version(checkout) if is_checkout else wheel_version(),
-        commit=commit_of(checkout) if is_checkout else None,
+        commit=read_commit(checkout) if is_checkout else None,
         has_transformer_engine=device == "gpu" and _can_import("transformer_engine.pytorch"),
         fused=parse_fusions(os.environ.get(variables.FUSED, "")),
         shares_device=device == "gpu" and os.environ.get(variables.SHARE_GPU) == "1",
@@ -85,10 +85,10 @@ def find_context(entry: Path, device: str) -> RuntimeContext:
 def is_known(megatron: Version, commit: str | None) -> bool:
     """Return True if the patches were tested with this commit, or with a release of this minor version."""
     is_released = megatron >= OLDEST_KNOWN and megatron.release[:2] <= NEWEST_KNOWN.release[:2]
-    return is_released or (commit or "").startswith(TRIED_COMMIT)
+    return is_released or (commit or "").startswith(TESTED_COMMIT)
 
 
-def commit_of(folder: Path) -> str | None:
+def read_commit(folder: Path) -> str | None:
     """Return the commit of a folder, 12 digits, with `-dirty` if tracked files are changed.
 
     The result is None outside a repository, and where git is not installed.

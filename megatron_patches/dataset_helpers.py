@@ -15,10 +15,10 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_patches.registry import Patch, Replacement, around
+from megatron_patches.registry import Patch, Replacement, wrap_original
 
 
-@around
+@wrap_original
 def _compile_if_missing(original: Callable[[], None]) -> None:
     """Return if the helpers can be imported; else put this interpreter first on PATH and compile them."""
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @contextmanager
-def kept_imports() -> Iterator[None]:
+def freeze_imports() -> Iterator[None]:
     """Switch the garbage collector off inside, and exclude from it for good what was made inside.
 
     Objects of imported modules live until the process ends, so collecting among them is wasted time: a
@@ -25,7 +25,7 @@ def kept_imports() -> Iterator[None]:
 
 
 @contextmanager
-def named_refusals(entry: str) -> Iterator[None]:
+def name_entry_in_errors(entry: str) -> Iterator[None]:
     """Put the entry's file name before a sentence with which the entry exits: 'file.py: error: …'.
 
     argparse prints its errors in this form, and the reader of the log (`parakit.reporting.read.failures`)

@@ -45,7 +45,7 @@ class _WatchedTimer:
         return getattr(self._timer, name)
 
 
-def watched_timers(original: Callable[..., Any], timeline: Timeline) -> Callable[..., Any]:
+def wrap_timers(original: Callable[..., Any], timeline: Timeline) -> Callable[..., Any]:
     """Return a `Timers.__call__` whose timers also open and close spans of `timeline`."""
 
     @functools.wraps(original)
@@ -57,7 +57,7 @@ def watched_timers(original: Callable[..., Any], timeline: Timeline) -> Callable
 
 def _watch_timers(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `Timers.__call__` whose timers report to this process's recorder."""
-    return watched_timers(original, _recorder().timeline)
+    return wrap_timers(original, _recorder().timeline)
 
 
 def _watch_steps(original: Callable[..., Any]) -> Callable[..., Any]:

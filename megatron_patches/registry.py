@@ -68,7 +68,7 @@ def fused_patch(name: str, reason: str, *replacements: Replacement) -> Patch:
     return Patch(f"fused {name}", reason, lambda context: name in context.fused, replacements)
 
 
-def around(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def wrap_original(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Turn a function that takes the original as its first argument into a `Replacement.make`.
 
     The new value calls `call(original, *args, **kwargs)` and has the original's name and docstring. Used
@@ -120,13 +120,13 @@ def apply_patches(patches: Iterable[Patch], context: RuntimeContext) -> tuple[st
                 except PatchError:
                     if not lenient:
                         raise
-                    left_out.append(f"{patch.name} ({replacement.target})")
+                    skipped_targets.append(f"{patch.name} ({replacement.target})")
     return tuple(patch.name for patch in applied)
 
 
-WITHOUT = "but for targets that it lacks: "
+SKIPPED_PREFIX = "but for targets that it lacks: "
 """Text before the list of skipped targets in the log."""
-left_out: list[str] = []
+skipped_targets: list[str] = []
 """Skipped targets in this process, each as 'patch (target)': an untested Megatron does not have them."""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Patch, Replacement, around
+from megatron_patches.registry import Patch, Replacement, wrap_original
 from parakit.accounting import record_routing
 from parakit.config import variables
 
@@ -37,8 +37,8 @@ _decision = _Decision()
 """Results of the router that is running now."""
 
 
-@around
-def routing(
+@wrap_original
+def record_decision(
     original: Callable[..., Any], router: Any, logits: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Call `TopKRouter.routing` and record the decision, if the router is in training mode.
@@ -58,8 +58,8 @@ def routing(
     return probabilities, chosen_map
 
 
-@around
-def dropping(
+@wrap_original
+def record_drops(
     original: Callable[..., Any],
     probabilities: torch.Tensor,
     chosen_map: torch.Tensor,
@@ -77,8 +77,8 @@ def dropping(
     return result
 
 
-@around
-def adding_loss(
+@wrap_original
+def record_loss(
     original: Callable[..., Any],
     router: Any,
     activation: torch.Tensor,
@@ -102,8 +102,8 @@ PATCH = Patch(
     reason="Megatron does not report how many tokens each expert gets",
     needed=lambda context: variables.LEDGER in os.environ,
     replacements=(
-        Replacement(f"{_ROUTER}:TopKRouter.routing", routing),
-        Replacement(f"{_ROUTER}:TopKRouter.attach_and_log_load_balancing_loss", adding_loss),
-        Replacement(f"{_ROUTER}:apply_router_token_dropping", dropping),
+        Replacement(f"{_ROUTER}:TopKRouter.routing", record_decision),
+        Replacement(f"{_ROUTER}:TopKRouter.attach_and_log_load_balancing_loss", record_loss),
+        Replacement(f"{_ROUTER}:apply_router_token_dropping", record_drops),
     ),
 )

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Patch, Replacement, around
+from megatron_patches.registry import Patch, Replacement, wrap_original
 
 
-@around
+@wrap_original
 def _set_existing_device(original: Callable[[Any], None], device: Any) -> None:
     """Set the device whose number is the requested one modulo the number of GPUs."""
     index = device if isinstance(device, int) else torch.device(device).index or 0

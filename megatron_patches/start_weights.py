@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Patch, Replacement, around
+from megatron_patches.registry import Patch, Replacement, wrap_original
 from parakit.config import variables
 
 
-@around
+@wrap_original
 def _load_before_wrapping(
     original: Callable[..., None],
     self: Any,
@@ -52,7 +52,7 @@ def _load_before_wrapping(
     original(self, config, ddp_config, module, *args, **kwargs)
 
 
-@around
+@wrap_original
 def _add_noise_to_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build model and optimizer, add noise to constant parameters and buffers, and return the result.
 

@@ -33,7 +33,7 @@ from typing import NoReturn
 
 from megatron_patches.__main__ import announce, enter
 from megatron_patches.context import find_context
-from megatron_patches.entry import kept_imports
+from megatron_patches.entry import freeze_imports
 from megatron_patches.registry import apply_patches
 from megatron_patches.stacks import dump_stacks_on_request
 from parakit.config import variables
@@ -66,7 +66,7 @@ def main(descriptor: int, entry: Path) -> None:
     Only the server returns. Each forked rank trains and ends in this function.
     """
     with socket.socket(fileno=descriptor) as listener:
-        with kept_imports():
+        with freeze_imports():
             from megatron_patches.catalogue import PATCHES
 
             context = find_context(entry, os.environ[variables.DEVICE])

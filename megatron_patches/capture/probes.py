@@ -210,7 +210,7 @@ def global_names(
     return names_by_chunk
 
 
-def modules_of(
+def list_modules(
     chunks: list[torch.nn.Module], names: list[dict[str, str]]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield every module of a rank with its global name; `names` are those of `global_names`."""
@@ -219,12 +219,12 @@ def modules_of(
             yield names_of_chunk[name], module
 
 
-def described(module: torch.nn.Module) -> CapturedModule:
+def describe_module(module: torch.nn.Module) -> CapturedModule:
     """Return the module's class, and file and line of its forward method."""
-    return CapturedModule(type(module).__name__, source_of(type(module).forward))
+    return CapturedModule(type(module).__name__, locate_function(type(module).forward))
 
 
-def source_of(function: Callable[..., Any]) -> str:
+def locate_function(function: Callable[..., Any]) -> str:
     """Return file and line of a function; empty for a function without Python code.
 
     The path begins at the folder `megatron`, `megatron_patches` or `torch`; other paths are absolute.

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 
 from megatron_patches.capture.parameters import ParameterMap
-from megatron_patches.capture.probes import described, global_names, modules_of, source_of
+from megatron_patches.capture.probes import (
+    describe_module,
+    global_names,
+    list_modules,
+    locate_function,
+)
 from parakit.accounting import optimizers
 from parakit.artifacts.capture import (
     BUCKETS,
@@ -35,7 +40,7 @@ _FUNCTIONS = {
 """Function of `megatron.core` that computes the tensors of a stage or slot, where no module does."""
 
 
-def module_names(chunks: list[torch.nn.Module]) -> list[dict[str, str]]:
+def gather_module_names(chunks: list[torch.nn.Module]) -> list[dict[str, str]]:
     """Return the global name of each module by its name in the chunk, one dictionary per chunk.
 
     Layers are numbered over pipeline stages and virtual stages, experts over expert-parallel ranks. All
@@ -64,7 +69,7 @@ def module_names(chunks: list[torch.nn.Module]) -> list[dict[str, str]]:
     return global_names(chunks, layers_before, experts_before)
 
 
-def captured_rank(
+def describe_rank(
     chunks: list[torch.nn.Module],
     names: list[dict[str, str]],
     parameters: ParameterMap,
@@ -120,7 +125,7 @@ def captured_rank(
         vocabulary=int(getattr(args, "vocab_size", None) or args.padded_vocab_size),
         dtype=str(args.params_dtype).removeprefix("torch."),
         loss_scales=loss_scales,
-        modules={name: described(module) for name, module in modules_of(chunks, names)},
+        modules={name: describe_module(module) for name, module in list_modules(chunks, names)},
         functions=_find_functions(chunks[0].config, optimizer),
         router_groups=groups if all(groups) else None,
         norm_groups=norm_groups,
@@ -150,7 +155,7 @@ def _find_functions(config: Any, optimizer: Any) -> dict[str, str]:
         module, _, function = target.partition(":")
         # Some versions of Megatron lack a module or a function of that name.
         with suppress(ImportError, AttributeError):
-            source = source_of(attrgetter(function)(import_module(f"megatron.core.{module}")))
+            source = locate_function(attrgetter(function)(import_module(f"megatron.core.{module}")))
             if source:
                 sources[stage_or_slot] = source
     return sources

@@ -11,7 +11,7 @@ import torch
 
 
 @contextmanager
-def reported_losses_kept() -> Iterator[None]:
+def preserve_reported_losses() -> Iterator[None]:
     """Put Megatron's sums of auxiliary, z and MTP losses back at the end, as they were at the start.
 
     Every forward pass adds to them, and the log prints their sum at the iteration's end. Passes inside

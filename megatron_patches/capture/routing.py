@@ -16,13 +16,13 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_patches.capture.probes import modules_of
+from megatron_patches.capture.probes import list_modules
 from parakit.artifacts.capture import CHOICE, SCORES, Site, Stage
 from parakit.capturing import Sink
 
 
 @contextmanager
-def watched_routing(
+def capture_routing(
     chunks: list[torch.nn.Module], names: list[dict[str, str]], sink: Sink, earlier: str = ""
 ) -> Iterator[None]:
     """Pass every choice of the routers to the sink while the context is open.
@@ -34,7 +34,7 @@ def watched_routing(
         earlier: Beginning of the slots' names in an iteration before the captured one.
     """
     with ExitStack() as replacements:
-        for name, module in modules_of(chunks, names):
+        for name, module in list_modules(chunks, names):
             choices = _Choices(name, sink, earlier)
             if "router_replay" in vars(module) and module.router_replay is None:
                 replacements.enter_context(patch.object(module, "router_replay", choices))

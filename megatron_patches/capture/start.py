@@ -25,7 +25,7 @@ from parakit.artifacts.capture import (
 from parakit.capturing import Recording, State, local, perturb, reach
 
 
-class Start:
+class InitialState:
     """A rank's weights and buffers at the start of the captured iteration."""
 
     def __init__(self, model: list[Any], parameters: ParameterMap) -> None:
@@ -94,7 +94,7 @@ class Start:
             optimizer.reload_model_params()
 
 
-def initial_pieces(parameters: ParameterMap) -> list[InitialPiece]:
+def describe_initial_weights(parameters: ParameterMap) -> list[InitialPiece]:
     """Return digest, mean and deviation of each piece of the weights, before a checkpoint is loaded."""
     pieces = []
     for parameter in parameters.parameters:

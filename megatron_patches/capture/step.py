@@ -23,18 +23,18 @@ import torch
 
 from megatron_patches.capture.norm import NormMembership
 from megatron_patches.capture.parameters import ParameterMap
-from megatron_patches.capture.probes import Probes, modules_of
-from megatron_patches.capture.rank import captured_rank, module_names
-from megatron_patches.capture.reported import reported_losses_kept
-from megatron_patches.capture.routing import watched_routing
+from megatron_patches.capture.probes import Probes, list_modules
+from megatron_patches.capture.rank import describe_rank, gather_module_names
+from megatron_patches.capture.reported import preserve_reported_losses
+from megatron_patches.capture.routing import capture_routing
 from megatron_patches.capture.start import (
+    InitialState,
     Snapshot,
-    Start,
+    describe_initial_weights,
     gather_weights,
-    initial_pieces,
     perturb_weights,
 )
-from megatron_patches.registry import Patch, Replacement, around
+from megatron_patches.registry import Patch, Replacement, wrap_original
 from parakit.accounting import is_megatron_fsdp
 from parakit.artifacts.capture import (
     BUFFER,
@@ -68,7 +68,7 @@ _WATCHES: list[_Watch] = []
 """The watch of this process; empty before the first iteration."""
 
 
-@around
+@wrap_original
 def _capture_step(
     original: Callable[..., Any],
     forward_step: Any,
@@ -107,7 +107,7 @@ def _capture_step(
     # Another choice of a router in an earlier iteration has changed the optimizer's state, so choices are
     # captured in all iterations.
     earlier = f"{EARLIER}{iteration} "
-    with watched_routing(watch.chunks, watch.names, watch.recording, earlier):
+    with capture_routing(watch.chunks, watch.names, watch.recording, earlier):
         return call(forward_step)
 
 
@@ -115,7 +115,7 @@ _INITIAL: list[InitialPiece] = []
 """Description of the weights before a checkpoint was loaded; empty if it is not known."""
 
 
-@around
+@wrap_original
 def _record_initial_weights(
     original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -128,7 +128,7 @@ def _record_initial_weights(
     # Without initialization the weights are what the memory held before.
     is_initialised = chunks[0].config.perform_initialization
     if is_initialised and not (_INITIAL or is_fsdp):
-        _INITIAL.extend(initial_pieces(ParameterMap(chunks, module_names(chunks))))
+        _INITIAL.extend(describe_initial_weights(ParameterMap(chunks, gather_module_names(chunks))))
     return original(model, *args, **kwargs)
 
 
@@ -140,7 +140,7 @@ class _Watch:
         self.seeds = int(os.environ.get(variables.CAPTURE_SEEDS, "0"))
         self.folder = Path(os.environ[variables.CAPTURE]) / f"rank-{torch.distributed.get_rank()}"
         self.chunks = [_unwrap_chunk(chunk) for chunk in model]
-        self.names = module_names(self.chunks)
+        self.names = gather_module_names(self.chunks)
         self.writer = CaptureWriter(self.folder)
         forced = os.environ.get(variables.CAPTURE_FORCED)
         forced_folder = Path(forced, self.folder.name) if forced else None
@@ -148,7 +148,7 @@ class _Watch:
         forced_tensors = StoredTensors(forced_folder) if has_forced_tensors else None  # type: ignore[arg-type]
         self.recording = Recording(self.writer, forced_tensors)
         self.parameters = ParameterMap(self.chunks, self.names)
-        self.start = Start(self.model, self.parameters)
+        self.start = InitialState(self.model, self.parameters)
         self.scales: tuple[float, ...] = ()
         """Loss scale of each iteration so far; empty without fp16."""
         self.num_begun: int | None = None
@@ -196,12 +196,12 @@ class _Watch:
                         if is_last:
                             responding.round_otherwise(seed)
                     rewind()
-                    with reported_losses_kept():
+                    with preserve_reported_losses():
                         self._run(call, forward_step, responding, has_probes=self.seeds > 0)
                 responding.carry(state_norms)
                 file = RESPONSES_FILE if self.seeds else UNOBSERVED_FILE
                 (self.folder / file).write_text(json.dumps(responding.responses))
-        rank = captured_rank(
+        rank = describe_rank(
             self.chunks, self.names, self.parameters, groups, self.optimizer, self.scales
         )
         self.writer.close(rank)
@@ -238,7 +238,7 @@ class _Watch:
             _ParamAndGradBucketGroup.start_grad_sync,
             optimizer_module.clip_grad_by_total_norm_fp32,
         )
-        counted = around(membership.note)(optimizer_module.get_grad_norm_fp32)
+        counted = wrap_original(membership.note)(optimizer_module.get_grad_norm_fp32)
         config = self.chunks[0].config
         step, finalize = self.optimizer.step, config.finalize_model_grads_func
 
@@ -279,7 +279,7 @@ class _Watch:
             patch.object(optimizer_module, "get_grad_norm_fp32", counted),
             patch.object(config, "finalize_model_grads_func", write_counts_and_finalize),
             patch.object(self.optimizer, "step", write_and_step),
-            watched_routing(self.chunks, self.names, sink),
+            capture_routing(self.chunks, self.names, sink),
         ):
             try:
                 if probes:
@@ -376,7 +376,7 @@ class _Watch:
 
     def _write_counts(self, sink: Sink) -> None:
         """Write how many tokens each router gave each expert; Megatron resets the counts after that."""
-        for name, module in modules_of(self.chunks, self.names):
+        for name, module in list_modules(self.chunks, self.names):
             counts = getattr(module, "local_tokens_per_expert", None)
             if isinstance(counts, torch.Tensor):
                 sink.write(Site(Stage.OUTPUTS, name, COUNTS), counts)

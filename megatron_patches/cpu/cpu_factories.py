@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Replacement, around, cpu_patch
+from megatron_patches.registry import Replacement, cpu_patch, wrap_original
 
 _FACTORIES = [
     "arange",
@@ -57,7 +57,7 @@ def to_cpu(device: Any) -> Any:
     return torch.device("cpu") if is_number or is_cuda_name else device
 
 
-@around
+@wrap_original
 def _create_on_cpu(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Call a factory with the CPU in place of a CUDA device, and without pinned memory."""
     if "device" in kwargs:
@@ -67,7 +67,7 @@ def _create_on_cpu(original: Function, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-@around
+@wrap_original
 def _move_to_cpu(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call `Tensor.to` or `Module.to` with the CPU in place of a CUDA device; types are converted."""
     if "device" in kwargs:
@@ -75,13 +75,13 @@ def _move_to_cpu(original: Function, self: Any, *args: Any, **kwargs: Any) -> An
     return original(self, *(to_cpu(argument) for argument in args), **kwargs)
 
 
-@around
+@wrap_original
 def _return_self(_: Function, self: Any, *__: Any, **___: Any) -> Any:
     """Return the tensor or module itself in place of calling a method that needs CUDA."""
     return self
 
 
-@around
+@wrap_original
 def _name_cuda_type(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Return `torch.cuda.FloatTensor` where `Tensor.type()` would return `torch.FloatTensor`.
 
@@ -91,7 +91,7 @@ def _name_cuda_type(original: Function, *args: Any, **kwargs: Any) -> Any:
     return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
 
-@around
+@wrap_original
 def _disable_pinning(original: Function, *args: Any, **kwargs: Any) -> None:
     """Make a data loader without pinned memory, which needs a CUDA driver."""
     original(*args, **kwargs | {"pin_memory": False})

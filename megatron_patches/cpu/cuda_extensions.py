@@ -14,10 +14,10 @@ from typing import Any
 
 from packaging.version import Version
 
-from megatron_patches.registry import Replacement, around, cpu_patch
+from megatron_patches.registry import Replacement, cpu_patch, wrap_original
 
 
-@around
+@wrap_original
 def _refuse_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Raise RuntimeError if an extension contains CUDA code, else build it."""
     if kwargs.get("with_cuda"):

@@ -20,7 +20,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from megatron_patches.registry import Patch, Replacement, around, cpu_patch
+from megatron_patches.registry import Patch, Replacement, cpu_patch, wrap_original
 
 
 def _build_on_cpu(original: Callable[..., Any]) -> staticmethod[..., Any]:
@@ -33,7 +33,7 @@ def _build_on_cpu(original: Callable[..., Any]) -> staticmethod[..., Any]:
     return staticmethod(build_from_group)
 
 
-@around
+@wrap_original
 def _wait_at_once(
     original: Callable[..., Any],
     group: Any = None,
@@ -44,7 +44,7 @@ def _wait_at_once(
     return original(group, device, async_ops=False)
 
 
-@around
+@wrap_original
 def _list_mesh_names(_: Callable[..., list[str]], device_mesh: Any = None) -> list[str]:
     """Return the names of the mesh's dimensions and of its flattened meshes; none for None."""
     if device_mesh is None:

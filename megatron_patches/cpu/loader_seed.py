@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Replacement, around, cpu_patch
+from megatron_patches.registry import Replacement, cpu_patch, wrap_original
 
 
-@around
+@wrap_original
 def _preserve_rng_state(original: Callable[..., Any], self: Any) -> Any:
     """Make the iterator and restore the state of the CPU's random generator."""
     state = torch.get_rng_state()

@@ -16,15 +16,15 @@ from typing import Any
 from megatron_patches.registry import Patch, Replacement
 
 
-def not_compiled(model: Callable[..., Any] | None = None, **_: Any) -> Any:
+def skip_compilation(model: Callable[..., Any] | None = None, **_: Any) -> Any:
     """Return the function unchanged, in place of `torch.compile`.
 
     Without a function, return this function itself: `torch.compile` with only options is a decorator.
     """
-    return not_compiled if model is None else model
+    return skip_compilation if model is None else model
 
 
-def undecorated(method: Callable[..., Any]) -> Any:
+def remove_decorator(method: Callable[..., Any]) -> Any:
     """Return the method without the decorator that excludes it from compilation.
 
     A method without a decorator is returned unchanged.
@@ -32,14 +32,14 @@ def undecorated(method: Callable[..., Any]) -> Any:
     return getattr(method, "__wrapped__", method)
 
 
-def step_alone(step: Callable[..., Any]) -> Any:
+def remove_step_decorator(step: Callable[..., Any]) -> Any:
     """Return an optimizer's `step` without the decorator that loads the compiler.
 
     Like that decorator, it switches gradients off unless the optimizer is differentiable.
     """
     import torch
 
-    update = undecorated(step)
+    update = remove_decorator(step)
 
     @functools.wraps(update)
     def step_without_compiler(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,9 +63,9 @@ PATCH = Patch(
     reason="loading torch's compiler is a third of a CPU rank's start, and nothing there needs it",
     needed=lambda context: context.on_cpu and not context.fused,
     replacements=(
-        Replacement("torch:compile", lambda _: not_compiled),
-        *(Replacement(target, undecorated) for target in _DECORATED_METHODS),
-        Replacement("torch.optim:Adam.step", step_alone),
+        Replacement("torch:compile", lambda _: skip_compilation),
+        *(Replacement(target, remove_decorator) for target in _DECORATED_METHODS),
+        Replacement("torch.optim:Adam.step", remove_step_decorator),
     ),
 )
 """`tests/patches/fused/test_in_megatron.py` checks that Megatron loads no compiler with this patch."""

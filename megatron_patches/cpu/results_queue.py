@@ -15,12 +15,12 @@ from typing import Any
 from packaging.version import Version
 
 from megatron_patches.context import OLDEST_KNOWN
-from megatron_patches.registry import Replacement, around, cpu_patch
+from megatron_patches.registry import Replacement, cpu_patch, wrap_original
 
 _local_queue: queue.Queue[Any] = queue.Queue()
 
 
-@around
+@wrap_original
 def _use_local_queue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return a queue in this process, or Megatron's queue under `--async-save`."""
     from megatron.training import get_args

@@ -22,7 +22,7 @@ from packaging.version import Version
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from megatron_patches.registry import Replacement, around, cpu_patch
+from megatron_patches.registry import Replacement, cpu_patch, wrap_original
 
 
 def gather_parts(part: torch.Tensor, group: ProcessGroup, rows: Sequence[int]) -> torch.Tensor:
@@ -71,7 +71,7 @@ def _replace_on_gloo(
     Without rows, and for other backends, the original is called.
     """
 
-    @around
+    @wrap_original
     def call(
         original: Callable[..., torch.Tensor],
         tensor: torch.Tensor,
@@ -88,7 +88,7 @@ def _replace_on_gloo(
     return call
 
 
-@around
+@wrap_original
 def _convert_to_numpy(
     original: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
@@ -109,7 +109,7 @@ def gather_list(
         distributed.broadcast(tensor, group=group, group_src=rank)
 
 
-@around
+@wrap_original
 def _gather_by_broadcasts(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Call the original with `gather_list` in place of `torch.distributed.all_gather`."""
     all_gather = distributed.all_gather

@@ -16,7 +16,7 @@ import torch
 
 
 @functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function compiled by `torch.compile`, which is called once per function.
 
     `torch.compile` is looked up at the call and not at import, because CPU ranks replace it.

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_patches.registry import Patch, Replacement, around, fused_patch
+from megatron_patches.registry import Patch, Replacement, fused_patch, wrap_original
 
 
-def only(backend: SDPBackend) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def use_only_backend(backend: SDPBackend) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a `Replacement.make` whose function uses only `backend` for scaled_dot_product_attention."""
 
-    @around
+    @wrap_original
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with sdpa_kernel(backend):
             return original(*args, **kwargs)
@@ -33,7 +33,7 @@ def _make_patch(name: str, backend: SDPBackend) -> Patch:
         "torch chooses an attention kernel by rules, not by measurement",
         Replacement(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-            only(backend),
+            use_only_backend(backend),
         ),
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_patches.fused import compiled
+from megatron_patches.fused import compile_once
 from megatron_patches.registry import Replacement, fused_patch
 
 ROWS = 128
@@ -60,7 +60,7 @@ class BiasGelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
         """Return GELU of x + bias."""
         ctx.save_for_backward(x, bias)
-        result: Tensor = compiled(gelu_of_sum)(x, bias)
+        result: Tensor = compile_once(gelu_of_sum)(x, bias)
         return result
 
     @staticmethod
@@ -68,7 +68,7 @@ class BiasGelu(torch.autograd.Function):
         """Return the gradients of x and of the bias, in their types."""
         x, bias = ctx.saved_tensors
         shape = (-1, math.gcd(x.numel() // x.size(-1), ROWS), x.size(-1))
-        x_gradient, partial_sums = compiled(gradients)(
+        x_gradient, partial_sums = compile_once(gradients)(
             upstream[0].reshape(shape), x.reshape(shape), bias
         )
         return x_gradient.view_as(x), partial_sums.sum(0).to(bias.dtype)

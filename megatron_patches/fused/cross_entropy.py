@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_patches.fused import compiled
-from megatron_patches.registry import Replacement, around, fused_patch
+from megatron_patches.fused import compile_once
+from megatron_patches.registry import Replacement, fused_patch, wrap_original
 
 CHUNK_TOKENS = 2048
 """Number of tokens per chunk. With GPT-2's vocabulary, a chunk has 103 million logits: 0.4 GB per
@@ -64,7 +64,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         flat, local = logits.view(-1, logits.size(-1)), target.reshape(-1)
         if group is not None and group.size() > 1:
             local = local - group.rank() * flat.size(-1)
-        statistics = compiled(token_statistics)
+        statistics = compile_once(token_statistics)
         chunks = [statistics(*tensors) for tensors in _split_into_chunks(flat, local)]
         lse, target_logits = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         if group is not None and group.size() > 1:
@@ -78,7 +78,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         logits, local, lse = ctx.saved_tensors
         # A detached tensor still counts its changes, so torch refuses a second backward.
         flat = logits.detach().view(-1, logits.size(-1))
-        write = compiled(write_gradient)
+        write = compile_once(write_gradient)
         for tensors in _split_into_chunks(flat, local, lse, upstream[0].reshape(-1)):
             write(*tensors)
         return logits.detach(), None, None
@@ -107,7 +107,7 @@ def _combine_over_ranks(lse: Tensor, target_logits: Tensor, group: Any) -> tuple
     return highest + torch.log(sums[0]), sums[1]
 
 
-@around
+@wrap_original
 def _compute_chunked(
     _: Callable[..., Tensor],
     logits: Tensor,

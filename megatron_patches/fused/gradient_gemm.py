@@ -39,7 +39,7 @@ def accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> N
         main_grad.addmm_(transposed.to(dtype), total_input.to(dtype))
 
 
-def extension() -> ModuleType:
+def make_extension() -> ModuleType:
     """Return a module with the two functions of Apex's extension; `accumulate` serves both types."""
     module = ModuleType(_EXTENSION)
     module.wgrad_gemm_accum_fp32 = accumulate  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ def _provide(is_available: bool) -> bool:
             "FUSED=gradient_gemm needs products of 16-bit factors that add to an fp32 buffer, which "
             f"torch {torch.__version__} does not have ({OLDEST_TORCH} has); leave it out."
         )
-    module: Any = extension()
+    module: Any = make_extension()
     sys.modules[_EXTENSION] = module
     layers.fused_weight_gradient_mlp_cuda = module
     return True

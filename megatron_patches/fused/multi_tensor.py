@@ -18,7 +18,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from megatron_patches.l2_norm import l2_norm
-from megatron_patches.registry import Replacement, around, fused_patch
+from megatron_patches.registry import Replacement, fused_patch, wrap_original
 
 Lists = Sequence[Sequence[Tensor]]
 _CLIPPING = "megatron.core.optimizer.clip_grads"
@@ -64,7 +64,7 @@ def wide_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-@around
+@wrap_original
 def _copy_gradients_at_once(original: Callable[..., None], self: Any) -> None:
     """Copy the model's gradients to the fp32 master parameters, all in a few kernels.
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_patches.fused import compiled
-from megatron_patches.registry import Replacement, around, fused_patch
+from megatron_patches.fused import compile_once
+from megatron_patches.registry import Replacement, fused_patch, wrap_original
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -35,11 +35,11 @@ class CompiledLayerNorm(torch.nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input normalised over its last dimension."""
-        result: Tensor = compiled(layer_norm)(input, self.weight, self.bias, self.eps)
+        result: Tensor = compile_once(layer_norm)(input, self.weight, self.bias, self.eps)
         return result
 
 
-def recast(norm: torch.nn.Module) -> torch.nn.Module:
+def make_compiled_norm(norm: torch.nn.Module) -> torch.nn.Module:
     """Return the module itself, as a CompiledLayerNorm if it is a LayerNorm that can be one.
 
     A LayerNorm over several dimensions, one without bias and every other norm stay as they are.
@@ -50,10 +50,10 @@ def recast(norm: torch.nn.Module) -> torch.nn.Module:
     return norm
 
 
-@around
+@wrap_original
 def _make_compiled(original: Callable[..., torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
     """Make a norm and return it compiled, if it can be."""
-    return recast(original(*args, **kwargs))
+    return make_compiled_norm(original(*args, **kwargs))
 
 
 PATCH = fused_patch(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_patches.context import RuntimeContext
-from megatron_patches.registry import Patch, Replacement, around
+from megatron_patches.registry import Patch, Replacement, wrap_original
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
 
@@ -65,7 +65,7 @@ def _drop_counts(optimizer: torch.optim.Optimizer) -> None:
         state.pop("step", None)
 
 
-@around
+@wrap_original
 def _count_by_group(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Make a distributed optimizer, and count steps per group if its optimizer is torch's Adam."""
     original(self, *args, **kwargs)

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_patches.registry import Replacement, around, no_te_patch
+from megatron_patches.registry import Replacement, no_te_patch, wrap_original
 
 
-def positions_of_rank(rank: int, ranks: int, local_length: int) -> Tensor:
+def rank_positions(rank: int, ranks: int, local_length: int) -> Tensor:
     """Return the global positions of a rank's tokens, [local_length], in the order of its tokens.
 
     `ranks` is the size of the context-parallel group, `local_length` the number of tokens per rank.
@@ -34,9 +34,9 @@ def positions_of_rank(rank: int, ranks: int, local_length: int) -> Tensor:
     return torch.cat((first, second))
 
 
-def positions_of_gathered(ranks: int, local_length: int) -> Tensor:
+def gathered_positions(ranks: int, local_length: int) -> Tensor:
     """Return the global positions of the tokens of all ranks, [local_length·ranks], in rank order."""
-    return torch.cat([positions_of_rank(rank, ranks, local_length) for rank in range(ranks)])
+    return torch.cat([rank_positions(rank, ranks, local_length) for rank in range(ranks)])
 
 
 @functools.lru_cache(maxsize=4)
@@ -46,8 +46,8 @@ def causal_mask(rank: int, ranks: int, local_length: int) -> Tensor:
     Rows are the positions of `rank`, columns those of all ranks in rank order. Attention does not depend
     on the order of keys, so the gathered K and V need no reordering.
     """
-    queries = positions_of_rank(rank, ranks, local_length)
-    keys = positions_of_gathered(ranks, local_length)
+    queries = rank_positions(rank, ranks, local_length)
+    keys = gathered_positions(ranks, local_length)
     return queries[:, None] >= keys[None, :]
 
 
@@ -121,7 +121,7 @@ def has_bias_or_packing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(value is not None for value in (*args[2:], *by_name))
 
 
-@around
+@wrap_original
 def _initialise(
     original: Callable[..., None],
     self: Any,
@@ -173,7 +173,7 @@ def gathered_mask(hidden: Tensor | None, rank: int, ranks: int, local_length: in
     mask = causal_mask(rank, ranks, local_length)
     if hidden is None:
         return mask
-    keys = positions_of_gathered(ranks, local_length)
+    keys = gathered_positions(ranks, local_length)
     return mask.to(hidden.device) & ~hidden[..., keys.to(hidden.device)]
 
 
@@ -221,7 +221,7 @@ def _find_document_mask(
     return hidden
 
 
-@around
+@wrap_original
 def _forward(
     original: Callable[..., Tensor],
     self: Any,

@@ -15,7 +15,9 @@ from packaging.version import Version
 from megatron_patches.registry import Replacement, no_te_patch
 
 
-def gate(tokens: torch.Tensor, weight: torch.Tensor, *bias_and_dtype: Any) -> torch.Tensor:
+def compute_router_logits(
+    tokens: torch.Tensor, weight: torch.Tensor, *bias_and_dtype: Any
+) -> torch.Tensor:
     """Return the router's logits [.., experts], computed in the router's type.
 
     Args:
@@ -34,7 +36,7 @@ PATCH = no_te_patch(
     "the router's gate calls a name that only Transformer Engine's import defines",
     Replacement(
         "megatron.core.transformer.moe.router:router_gating_linear",
-        lambda _: gate,
+        lambda _: compute_router_logits,
         before=Version("0.17.0rc0"),
     ),
 )

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Replacement, around, no_te_patch
+from megatron_patches.registry import Replacement, no_te_patch, wrap_original
 
 
-@around
+@wrap_original
 def _mark_parameters(
     original: Callable[..., torch.nn.Module], cls: type, config: Any, *args: Any, **kwargs: Any
 ) -> torch.nn.Module:

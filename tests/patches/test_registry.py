@@ -90,12 +90,12 @@ def test_the_releases_from_the_published_commit_on_are_known(
 def test_of_an_untried_megatron_a_target_that_is_not_there_is_left_out_and_named(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "left_out", [])
+    monkeypatch.setattr(registry, "skipped_targets", [])
     newer = replace(CPU, megatron=Version("0.99"), allow_unknown_megatron=True)
     both = patch(
         Replacement("patched_here:answer", twice), Replacement("patched_here:moved", twice)
     )
     assert apply_patches([both], newer) == ("test",)
-    assert registry.left_out == ["test (patched_here:moved)"]
+    assert registry.skipped_targets == ["test (patched_here:moved)"]
     with pytest.raises(PatchError, match="patched_here:moved"):
         apply_patches([both], replace(CPU, allow_unknown_megatron=True))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_patches.routing import adding_loss, dropping, routing
+from megatron_patches.routing import record_decision, record_drops, record_loss
 from parakit.accounting.routing import RoutingLedger
 from parakit.artifacts.measurements import LayerRouting
 
@@ -29,8 +29,8 @@ class Router:
 
     def __init__(self, *, kept: torch.Tensor | None = None, loss: float = 0) -> None:
         self._kept, self._loss = kept, loss
-        self._drop = dropping(lambda probabilities, chosen: (probabilities, kept))
-        self._attach = adding_loss(lambda router, activation, *_: activation)
+        self._drop = record_drops(lambda probabilities, chosen: (probabilities, kept))
+        self._attach = record_loss(lambda router, activation, *_: activation)
 
     def routing(self, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         probabilities, chosen = torch.rand(2, 3), CHOSEN
@@ -45,7 +45,7 @@ class Router:
 
 def route(ledger: RoutingLedger, **parts: Any) -> LayerRouting:
     router = Router(**parts)
-    routing(Router.routing)(router, LOGITS)
+    record_decision(Router.routing)(router, LOGITS)
     ledger.end_iteration(1)
     result = ledger.result(0)
     assert result is not None
@@ -72,6 +72,6 @@ def test_a_ranks_share_of_the_loss_is_scaled_so_that_ranks_average(ledger: Routi
 def test_evaluation_is_not_reported(ledger: RoutingLedger) -> None:
     router = Router()
     router.training = False
-    routing(Router.routing)(router, LOGITS)
+    record_decision(Router.routing)(router, LOGITS)
     ledger.end_iteration(1)
     assert ledger.result(0) is None

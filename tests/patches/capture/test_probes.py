@@ -1,7 +1,7 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_patches.capture.probes import Probes, described, global_names
+from megatron_patches.capture.probes import Probes, describe_module, global_names
 from parakit.artifacts.capture import CaptureWriter, Site, Stage
 from parakit.capturing.sinks import KnownTensors, Recording, Responding, StoredTensors
 from tests.verify.captures import rank
@@ -206,7 +206,7 @@ def test_layers_and_experts_have_their_global_numbers():
     (names,) = global_names([stage], [2], 4)
     own = "decoder.layers.0.experts.local_experts.0"
     assert (names[own], names[""]) == ("decoder.layers.2.experts.local_experts.4", "model")
-    found = described(stage.get_submodule(own))
+    found = describe_module(stage.get_submodule(own))
     assert found.kind == "Inner"
     assert found.source.endswith(f":{Inner.forward.__code__.co_firstlineno}")
 

@@ -11,17 +11,17 @@ from megatron_patches.no_te.attention import (
     gathered_mask,
     has_bias_or_packing,
     is_plain,
-    positions_of_rank,
+    rank_positions,
 )
 
 
 def test_a_rank_holds_its_chunk_and_the_mirrored_one() -> None:
-    assert [positions_of_rank(r, 2, 4).tolist() for r in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [rank_positions(r, 2, 4).tolist() for r in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_position_is_held_once(ranks: int) -> None:
-    held = torch.cat([positions_of_rank(r, ranks, 16 // ranks) for r in range(ranks)])
+    held = torch.cat([rank_positions(r, ranks, 16 // ranks) for r in range(ranks)])
     assert sorted(held.tolist()) == list(range(16))
 
 
@@ -46,9 +46,9 @@ def test_split_attention_equals_causal_attention_over_the_whole(ranks: int, grou
     values = value.repeat_interleave(heads // groups, 2)
     whole = torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), values).flatten(2)
 
-    order = torch.cat([positions_of_rank(r, ranks, length // ranks) for r in range(ranks)])
+    order = torch.cat([rank_positions(r, ranks, length // ranks) for r in range(ranks)])
     for rank in range(ranks):
-        mine = positions_of_rank(rank, ranks, length // ranks)
+        mine = rank_positions(rank, ranks, length // ranks)
         mask = causal_mask(rank, ranks, length // ranks)
         part = attend(query[mine], key[order], value[order], mask, scale, 0.0)
         torch.testing.assert_close(part, whole[mine])
@@ -58,9 +58,9 @@ def test_split_attention_equals_causal_attention_over_the_whole(ranks: int, grou
 def test_what_megatrons_mask_hides_is_hidden_from_every_rank(ranks: int) -> None:
     length, document = 16, torch.tensor([0] * 5 + [1] * 11)
     hidden = torch.ones(length, length).triu(1).bool() | (document[:, None] != document)
-    order = torch.cat([positions_of_rank(r, ranks, length // ranks) for r in range(ranks)])
+    order = torch.cat([rank_positions(r, ranks, length // ranks) for r in range(ranks)])
     for rank in range(ranks):
-        mine = positions_of_rank(rank, ranks, length // ranks)
+        mine = rank_positions(rank, ranks, length // ranks)
         own = hidden[mine][None, None]
         mask = gathered_mask(own, rank, ranks, length // ranks)
         assert torch.equal(mask[0, 0], ~hidden[mine][:, order])
