@@ -36,7 +36,7 @@ class RuntimeContext:
     """Device of the ranks, `cpu` or `gpu`."""
     megatron: Version
     commit: str | None = field(default=None, kw_only=True)
-    """Commit of a Megatron checkout (`commit_of`); None for the wheel."""
+    """Commit of a Megatron checkout (`read_commit`); None for the wheel."""
     has_transformer_engine: bool
     """True if Transformer Engine can be imported. Always False on CPU ranks, because its layers are CUDA
     kernels."""

@@ -104,7 +104,7 @@ def apply_patches(patches: Iterable[Patch], context: RuntimeContext) -> tuple[st
     """Apply the patches that the context needs, in their order, and return their names.
 
     In an untested Megatron that the user allows (ALLOW_UNKNOWN_MEGATRON=1), a missing target is skipped
-    and added to `left_out`.
+    and added to `skipped_targets`.
 
     Raises:
         PatchError: The version is untested and not allowed, or a tested Megatron lacks a target.

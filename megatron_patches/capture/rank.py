@@ -81,7 +81,7 @@ def describe_rank(
 
     Args:
         chunks: Chunks of the model.
-        names: Global names of the modules (`module_names`).
+        names: Global names of the modules (`gather_module_names`).
         parameters: The captured parameters.
         norm_groups: Ranks over which gradient norms were summed, one tuple per group.
         optimizer: Megatron's optimizer.

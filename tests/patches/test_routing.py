@@ -59,7 +59,9 @@ def test_a_dropless_router_reports_whom_it_chose_in_its_layer(ledger: RoutingLed
     assert row.load_balancing_loss is None
 
 
-def test_what_capacity_leaves_out_is_dropped_and_padding_is_no_token(ledger: RoutingLedger) -> None:
+def test_tokens_beyond_the_capacity_count_as_dropped_and_padding_does_not_count(
+    ledger: RoutingLedger,
+) -> None:
     padded = torch.tensor([[True, False, True], [False, False, True]])
     row = route(ledger, kept=padded)
     assert (row.tokens_per_expert, row.dropped_tokens) == ((1, 0, 1), 2)

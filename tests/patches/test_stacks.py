@@ -41,7 +41,7 @@ def test_nccls_watchdog_dumps_every_call_into_the_runs_folder(
     ("version", "name"),
     [("2.8.1", "TORCH_NCCL_TRACE_BUFFER_SIZE"), ("2.11.0+cu130", "TORCH_FR_BUFFER_SIZE")],
 )
-def test_the_recorder_has_the_name_that_this_torch_knows(
+def test_recorder_variables_have_the_names_of_this_torch(
     version: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda _: version)

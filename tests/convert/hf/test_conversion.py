@@ -72,7 +72,7 @@ def assert_same_bits(one: Path, other: Path) -> None:
     ids=["gpt2", "gpt2-bare", "gpt2-untied-fp16", "llama-bf16", "llama-tied-wide-heads"],
 )
 @pytest.mark.parametrize("shard_bytes", [10**9, 700])
-def test_what_was_imported_is_exported_bit_for_bit(
+def test_imported_model_is_exported_bit_for_bit(
     tmp_path: Path, config: dict[str, Any], dtype: torch.dtype, prefix: str | None, shard_bytes: int
 ) -> None:
     source = write_model(tmp_path / "source", config, dtype, shard_bytes, prefix)
@@ -85,7 +85,7 @@ def test_what_was_imported_is_exported_bit_for_bit(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_without_its_import_a_model_gets_a_config_of_its_flags(tmp_path: Path) -> None:
+def test_model_that_was_not_imported_gets_a_config_from_its_flags(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", {**LLAMA, "rope_scaling": LLAMA3_SCALING})
     folder = imported(source, tmp_path / "hub")
     back = exported(folder, tmp_path / "back", as_imported=False)
@@ -110,7 +110,7 @@ def test_padding_rows_are_copies_of_the_last_row_for_any_tensor_parallel_layout(
     assert read_import(folder).padding_rows == 125
 
 
-def test_tokenizer_files_go_with_the_weights_both_ways(tmp_path: Path) -> None:
+def test_tokenizer_files_are_copied_on_import_and_export(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", GPT2)
     tokenizer = {"model": {"vocab": {"a": 0, "b": 130}}, "added_tokens": []}
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -202,7 +202,7 @@ def test_a_name_that_targets_cannot_have_is_refused(tmp_path: Path, name: str) -
         import_model(source, name, ConversionProgress())
 
 
-def test_a_folder_that_is_there_and_a_full_disk_are_refused_before_anything_is_written(
+def test_existing_folder_and_full_disk_are_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_model(tmp_path / "source", GPT2)
@@ -242,7 +242,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         exported(folder, tmp_path / "back")
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     folder = imported(write_model(tmp_path / "source", GPT2), tmp_path / "hub")
     (folder / CHECKPOINT / ".metadata").write_bytes(b"x")
     with pytest.raises(ValueError, match="no whole checkpoint"):

@@ -41,7 +41,7 @@ def pair(family: str, parameter: str, model: ModelShape) -> TensorPair:
     tied=st.booleans(),
 )
 @settings(max_examples=60)
-def test_taking_apart_and_joining_give_the_same_bits_both_ways(
+def test_split_and_join_are_inverse_bit_for_bit(
     family: str, groups: int, per_group: int, width: int, hidden: int, ffn: int, tied: bool
 ) -> None:
     own = groups * per_group
@@ -89,7 +89,7 @@ def test_gate_comes_before_value() -> None:
     assert joined.flatten().tolist() == [1, 2, 3, 4]
 
 
-def test_a_norm_has_the_key_of_transformer_engine_and_the_name_of_its_own_module() -> None:
+def test_norm_has_transformer_engines_key_and_the_name_of_its_module() -> None:
     norm = next(
         one for one in list_tensor_pairs("llama", shape()) if "input_layernorm" in one.names[0]
     )

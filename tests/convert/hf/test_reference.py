@@ -61,9 +61,7 @@ def captured(folder: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> Capture
 
 
 @pytest.mark.parametrize("config", [GPT2, {**LLAMA, "rope_scaling": LLAMA3_SCALING}])
-def test_its_parameters_are_those_that_were_imported(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_reference_has_the_imported_parameters(tmp_path: Path, config: dict[str, Any]) -> None:
     folder = write_model(tmp_path / "m", config)
     source = read_source(folder)
     by_name = {pair.parameter: source.values(pair) for pair in source.pairs}
@@ -74,7 +72,7 @@ def test_its_parameters_are_those_that_were_imported(
         assert torch.equal(piece.values, by_name[whole.name]), whole.name
 
 
-def test_padding_rows_of_a_layout_are_copies_of_the_last_and_change_no_other_logit(
+def test_padding_rows_of_a_strategy_are_copies_of_the_last_row_and_change_no_other_logit(
     tmp_path: Path,
 ) -> None:
     folder = write_model(tmp_path / "m", {**GPT2, "tie_word_embeddings": False})
@@ -89,7 +87,7 @@ def test_padding_rows_of_a_layout_are_copies_of_the_last_and_change_no_other_log
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_an_iteration_has_megatrons_names_places_and_order(
+def test_captured_iteration_has_megatrons_names_positions_and_order(
     tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path / "m", config)
@@ -117,7 +115,7 @@ def test_an_iteration_has_megatrons_names_places_and_order(
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_transformers_loads_what_was_exported_with_nothing_missing_and_nothing_left(
+def test_transformers_loads_an_exported_model_without_missing_and_unexpected_tensors(
     tmp_path: Path, family: str, dtype: torch.dtype
 ) -> None:
     from transformers import AutoModelForCausalLM

@@ -96,7 +96,7 @@ def test_defaults_of_bridge_are_the_packages(tmp_path: Path) -> None:
 @pytest.mark.slow
 @NEEDS_BRIDGE
 @pytest.mark.parametrize("target", TARGETS)
-def test_bridge_makes_of_a_recipe_what_megatron_makes_of_the_flags(
+def test_bridges_configuration_of_a_recipe_equals_megatrons_configuration_of_the_flags(
     target: str, configs: Mapping[str, Any], tmp_path: Path
 ) -> None:
     asked = source(target)
@@ -179,7 +179,7 @@ def test_an_exported_target_is_checked_and_imported_again(
 
 @pytest.mark.slow
 @NEEDS_BRIDGE
-def test_a_container_that_is_not_the_run_is_found() -> None:
+def test_differences_between_container_and_run_are_named() -> None:
     asked = source("train-tp2-gpt2-tiny-2gpu")
     recipe = recipe_of(asked)
     built = {**BRIDGE_DEFAULTS, **recipe.fields, "optimizer.lr": 1.0, "model.qk_layernorm": True}

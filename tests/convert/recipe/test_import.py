@@ -138,7 +138,7 @@ def test_python_is_not_run_without_an_environment_for_it(
         bridge.read_recipe(str(tmp_path / "other.yaml"))
 
 
-def test_what_no_flag_says_is_named(fields: Fields) -> None:
+def test_fields_that_no_flag_expresses_are_named(fields: Fields) -> None:
     more: Fields = {
         "logger.log_energy": True,
         "comm_overlap.tp_comm_overlap": True,
@@ -152,7 +152,7 @@ def test_what_no_flag_says_is_named(fields: Fields) -> None:
     ]
 
 
-def test_the_weight_decay_that_counts_is_the_schedulers(fields: Fields) -> None:
+def test_weight_decay_is_the_schedulers(fields: Fields) -> None:
     """Bridge's own recipes give the optimizer 0.1 and the scheduler, which overrides it, 0.033."""
     apart: Fields = {"scheduler.start_weight_decay": 0.033, "scheduler.end_weight_decay": 0.033}
     reading = flags_from_fields(fields | apart)
@@ -160,7 +160,7 @@ def test_the_weight_decay_that_counts_is_the_schedulers(fields: Fields) -> None:
     assert [sentence for sentence in reading.left_out if "optimizer.weight_decay 0.1" in sentence]
 
 
-def test_a_precision_by_name_is_what_the_name_stands_for(fields: Fields) -> None:
+def test_precision_by_name_is_replaced_by_its_fields(fields: Fields) -> None:
     bare = {place: each for place, each in fields.items() if not place.startswith("mixed_")}
     named = flags_from_fields({**bare, "mixed_precision": "bf16-mixed"})
     assert Flags(named.flags).has("--bf16")
@@ -170,7 +170,7 @@ def test_a_precision_by_name_is_what_the_name_stands_for(fields: Fields) -> None
     assert Flags(on_model.flags).has("--bf16")
 
 
-def test_a_blend_of_no_data_set_is_given_as_none(fields: Fields) -> None:
+def test_empty_blend_of_data_sets_gives_no_flag(fields: Fields) -> None:
     read = build_imported_recipe(flags_from_fields(fields | {"dataset.blend": [[], []]}), "mine")
     assert "EXTRA" not in read.variables
 

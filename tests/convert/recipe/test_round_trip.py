@@ -86,7 +86,7 @@ def trained_by(reading: RecipeFlags, spec: RunSpec) -> RunSpec:
     return spec_of_flags(words, ranks, DeviceKind.GPU, model)
 
 
-def test_a_run_on_cpu_ranks_keeps_what_trains_and_names_what_was_for_the_cpu() -> None:
+def test_recipe_of_a_cpu_run_leaves_out_and_names_its_cpu_flags() -> None:
     recipe = recipe_of(source_of_folder(str(RUNS / "20261122T010857Z-tp2-gpt2-tiny-2cpu")))
     assert recipe.fields["model.tensor_model_parallel_size"] == 2
     assert recipe.fields["model.bias_activation_fusion"] is True
@@ -147,13 +147,13 @@ def test_a_run_that_megatron_did_not_train_is_refused(
         (("--lr", "fast"), "--lr fast is not a number"),
     ],
 )
-def test_a_run_that_a_recipe_cannot_say_is_refused(words: tuple[str, ...], sentence: str) -> None:
+def test_run_that_no_recipe_expresses_is_refused(words: tuple[str, ...], sentence: str) -> None:
     asked = merge_flags(source("train-tp2-gpt2-large-2gpu").words, words)
     with pytest.raises(RecipeError, match=sentence):
         recipe_from_flags(asked, spec_of_flags(asked, 2, DeviceKind.GPU))
 
 
-def test_what_has_no_counterpart_is_named() -> None:
+def test_flags_and_settings_without_a_field_are_named() -> None:
     asked = source("train-tp2-gpt2-large-2gpu")
     spec = replace(asked.spec, patch_file=PatchFile("bug.py", "00"), shares_gpu=True)
     left_out = recipe_from_flags((*asked.words, "--log-memory-interval", "5"), spec).left_out
@@ -172,7 +172,7 @@ def test_what_has_no_counterpart_is_named() -> None:
         ("runs/none", "bridge", "is no run folder"),
     ],
 )
-def test_a_run_that_is_none_is_refused_before_anything_is_written(
+def test_invalid_run_is_refused_before_anything_is_written(
     run: str, to: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "RECIPES", tmp_path / "recipes")
@@ -194,7 +194,7 @@ def test_a_recipe_is_a_python_file_with_units_and_the_command_that_trains_it() -
     assert 'launcher="torchrun"' in entry
 
 
-def test_each_flag_and_each_field_stands_in_the_table_once() -> None:
+def test_each_field_is_in_the_table_once() -> None:
     changing = "--weight-decay-incr-style=linear"
     places = [
         place for row in FLAGS_WITH_FIELDS if changing not in row.only_with for place in row.recipe

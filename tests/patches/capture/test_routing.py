@@ -69,7 +69,7 @@ def test_the_first_choice_of_a_router_without_replay_is_seen(topk):
     assert (torch.topk, "routing" in vars(router)) == (best, False)
 
 
-def test_another_choice_takes_the_place_of_the_first_alone():
+def test_another_choice_replaces_only_the_first():
     router = OlderRouter()
     given = torch.tensor([[True, False, False], [False, False, True]])
     with capture_routing([router], [{"": "router"}], Sink(given)):

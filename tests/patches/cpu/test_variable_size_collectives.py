@@ -59,14 +59,14 @@ def stays(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = Fa
     return tensor
 
 
-def test_split_sizes_are_numpy_arrays_as_they_are_from_a_gpu() -> None:
+def test_split_sizes_are_numpy_arrays_as_on_a_gpu() -> None:
     move = _convert_to_numpy(stays)
     sizes = move(torch.tensor([3, 1]), as_numpy=True)
     assert isinstance(sizes, np.ndarray)
     assert sizes.tolist() == [3, 1]
 
 
-def test_what_is_wanted_as_a_tensor_stays_one() -> None:
+def test_split_sizes_stay_tensors_unless_numpy_is_asked_for() -> None:
     move = _convert_to_numpy(stays)
     tokens = torch.tensor([3, 1])
     assert move(tokens) is tokens

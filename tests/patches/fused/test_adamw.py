@@ -25,7 +25,7 @@ def trained(make: object, dtype: torch.dtype, device: str, by_group: bool) -> li
 
 
 @pytest.mark.parametrize("by_group", [False, True])
-def test_updates_equal_those_of_the_unfused_one_and_of_float64(device: str, by_group: bool) -> None:
+def test_fused_updates_equal_unfused_updates_and_float64(device: str, by_group: bool) -> None:
     torch.manual_seed(0)
     fused = trained(FUSED, torch.float64, device, by_group)
     plain = trained(torch.optim.AdamW, torch.float64, device, False)
@@ -37,7 +37,7 @@ def test_updates_equal_those_of_the_unfused_one_and_of_float64(device: str, by_g
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-def test_it_is_still_torchs_adam_to_whoever_asks() -> None:
+def test_fused_adamw_is_an_instance_of_torchs_adam() -> None:
     optimizer = FUSED([torch.nn.Parameter(torch.zeros(2))], **OPTIONS)
     assert isinstance(optimizer, torch.optim.Adam)
     assert optimizer.param_groups[0]["fused"] is True

@@ -83,7 +83,7 @@ def test_each_kernel_and_its_gradients_equal_float64(
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kernel", ["chosen", "cudnn"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_with_the_mask_of_split_sequences_it_and_its_gradients_equal_float64(
+def test_attention_with_the_mask_of_split_sequences_and_its_gradients_equal_float64(
     kernel: str, dtype: torch.dtype, rank: int, device: str
 ) -> None:
     # gpt2-large over two ranks: 512 queries, 1024 keys, heads 80 wide.

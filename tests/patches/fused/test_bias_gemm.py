@@ -67,7 +67,7 @@ def test_other_sums_and_later_products_stay_what_they_are() -> None:
     mode.check()
 
 
-def test_a_layer_that_adds_its_bias_otherwise_is_refused() -> None:
+def test_layer_that_adds_its_bias_in_another_way_is_refused() -> None:
     def otherwise(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
         return torch.matmul(input, weight.t()).sub(-bias)
 

@@ -77,7 +77,7 @@ def test_the_gradient_takes_the_logits_memory_and_runs_once() -> None:
         loss.backward()
 
 
-def test_nothing_of_the_logits_size_is_saved_but_the_logits_themselves() -> None:
+def test_cross_entropy_stores_no_tensor_of_the_logits_size_but_the_logits() -> None:
     saved: list[torch.Tensor] = []
     logits = torch.randn(4, 2, 6, dtype=torch.bfloat16, requires_grad=True) * 1
 
@@ -92,7 +92,7 @@ def test_nothing_of_the_logits_size_is_saved_but_the_logits_themselves() -> None
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_over_ranks_with_parts_of_the_vocabulary_it_is_the_whole_loss(ranks: int) -> None:
+def test_loss_over_ranks_with_parts_of_the_vocabulary_equals_the_full_loss(ranks: int) -> None:
     torch.manual_seed(0)
     logits, upstream = torch.randn(5, 2, 4 * ranks).mul(3), torch.rand(5, 2)
     target = torch.randint(4 * ranks, (5, 2))
