@@ -22,7 +22,10 @@ from parakit.config import variables
 
 
 def main(arguments: list[str]) -> None:
-    """Apply the patches and run the entry; exit with a sentence if that is not possible."""
+    """Apply the patches and run the entry; exit with a sentence if that is not possible.
+
+    `arguments` are the path of the entry and the entry's own arguments.
+    """
     if not arguments:
         sys.exit("Usage: python -m megatron_patches ENTRY ARGS…")
     entry = Path(arguments[0])

@@ -295,7 +295,10 @@ class _Watch:
     def _wrap_forward_step(
         self, sink: Sink, probes: Probes, forward_step: Any
     ) -> Callable[..., Any]:
-        """Return a forward step that reports the begin of a micro batch, its loss masks and its losses."""
+        """Return a forward step that also reports to the sink and the probes.
+
+        It reports that a micro batch begins, and writes the micro batch's loss masks and losses.
+        """
 
         @functools.wraps(forward_step)
         def forward_and_report(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -324,7 +327,10 @@ class _Watch:
         return forward_and_report
 
     def _wrap_reduction(self, original: Callable[..., Any], sink: Sink) -> Callable[..., Any]:
-        """Return a `start_grad_sync` that first writes the local gradients of a bucket group, each once."""
+        """Return a `start_grad_sync` that first writes the local gradients of its bucket group.
+
+        Each gradient is written once, also if Megatron reduces it again.
+        """
         written_ids: set[int] = set()
 
         @functools.wraps(original)

@@ -152,7 +152,7 @@ def write_tensors(
         headers: The tensors in the order in which they are written.
         values: Their values in the same order. Each is written before the next is taken from the
             iterable, so only one has to be in memory.
-        shard_bytes: The largest size of a file in bytes. A tensor that is larger has a file of its own.
+        shard_bytes: The most bytes of tensors per file. A larger tensor has a file of its own.
     """
     shards: list[list[TensorHeader]] = [[]]
     for header in headers:

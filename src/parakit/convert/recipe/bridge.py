@@ -70,7 +70,7 @@ def build_recipe(recipe: str, ranks: int | None = None) -> Fields:
     Args:
         recipe: `path.py` or `path.py:function`. It runs in a process of Bridge's environment.
         ranks: With a number, Bridge also validates the container as at the start of training on so many
-            ranks; None skips that.
+            ranks; None skips that. The fields are those before validation, which changes some of them.
 
     Raises:
         RecipeError: The file makes no container, Bridge refuses it, or building takes over 300 s.
