@@ -28,7 +28,11 @@ def shape(**other: Any) -> ModelShape:
 
 
 def pair(family: str, parameter: str, model: ModelShape) -> TensorPair:
-    return next(one for one in list_tensor_pairs(family, model) if one.parameter == parameter)
+    return next(
+        tensor_pair
+        for tensor_pair in list_tensor_pairs(family, model)
+        if tensor_pair.parameter == parameter
+    )
 
 
 @given(
@@ -54,12 +58,12 @@ def test_split_and_join_are_inverse_bit_for_bit(
         ffn_hidden=ffn,
         tied_embeddings=tied,
     )
-    for one in list_tensor_pairs(family, model):
-        whole = torch.randn(one.shape)
-        parts = one.form.split(whole)
-        assert tuple(tuple(part.shape) for part in parts) == one.shapes
-        assert torch.equal(one.form.join(parts), whole)
-        again = one.form.split(one.form.join(parts))
+    for tensor_pair in list_tensor_pairs(family, model):
+        whole = torch.randn(tensor_pair.shape)
+        parts = tensor_pair.form.split(whole)
+        assert tuple(tuple(part.shape) for part in parts) == tensor_pair.shapes
+        assert torch.equal(tensor_pair.form.join(parts), whole)
+        again = tensor_pair.form.split(tensor_pair.form.join(parts))
         assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
 
 
@@ -91,7 +95,9 @@ def test_gate_comes_before_value() -> None:
 
 def test_norm_has_transformer_engines_key_and_the_name_of_its_module() -> None:
     norm = next(
-        one for one in list_tensor_pairs("llama", shape()) if "input_layernorm" in one.names[0]
+        tensor_pair
+        for tensor_pair in list_tensor_pairs("llama", shape())
+        if "input_layernorm" in tensor_pair.names[0]
     )
     assert norm.key == "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
     assert norm.parameter == "decoder.layers.0.input_layernorm.weight"

@@ -74,7 +74,7 @@ def trained_by(reading: RecipeFlags, spec: RunSpec) -> RunSpec:
     ranks, model = spec.parallelism.world_size, spec.model
     made = build_imported_recipe(reading, model, ranks)
     strategy = made.target.removeprefix("train-").removesuffix(f"-{model}-{ranks}gpu")
-    words = merge_flags(
+    arguments = merge_flags(
         training_flags(made.family),
         made.model_flags,
         strategy_flags(parse_strategy(strategy, ranks)),
@@ -83,7 +83,7 @@ def trained_by(reading: RecipeFlags, spec: RunSpec) -> RunSpec:
         ("--seed", made.variables.get("SEED", "1234")),
         shlex.split(made.variables.get("EXTRA", "")),
     )
-    return spec_of_flags(words, ranks, DeviceKind.GPU, model)
+    return spec_of_flags(arguments, ranks, DeviceKind.GPU, model)
 
 
 def test_recipe_of_a_cpu_run_leaves_out_and_names_its_cpu_flags() -> None:
@@ -115,9 +115,9 @@ def test_a_tokenizer_without_files_counts_its_end_of_document_entry() -> None:
 
 def test_synonyms_are_one_flag() -> None:
     asked = source("train-vpp2-gpt2-large-2gpu")
-    words = merge_flags(asked.words, ("--recompute-activations",))
-    spec = spec_of_flags(words, 2, DeviceKind.GPU, "gpt2-large")
-    fields = recipe_from_flags(words, spec).fields
+    arguments = merge_flags(asked.words, ("--recompute-activations",))
+    spec = spec_of_flags(arguments, 2, DeviceKind.GPU, "gpt2-large")
+    fields = recipe_from_flags(arguments, spec).fields
     assert fields["model.recompute_granularity"] == "selective"
     assert fields["model.virtual_pipeline_model_parallel_size"] == 2
     assert fields["model.overlap_p2p_comm"] is True
@@ -140,15 +140,15 @@ def test_a_run_that_megatron_did_not_train_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
         (("--max-position-embeddings", "2048"), "2048 learned positions for sequences of 1024"),
         (("--multi-latent-attention",), "--multi-latent-attention makes a model"),
         (("--lr", "fast"), "--lr fast is not a number"),
     ],
 )
-def test_run_that_no_recipe_expresses_is_refused(words: tuple[str, ...], sentence: str) -> None:
-    asked = merge_flags(source("train-tp2-gpt2-large-2gpu").words, words)
+def test_run_that_no_recipe_expresses_is_refused(arguments: tuple[str, ...], sentence: str) -> None:
+    asked = merge_flags(source("train-tp2-gpt2-large-2gpu").words, arguments)
     with pytest.raises(RecipeError, match=sentence):
         recipe_from_flags(asked, spec_of_flags(asked, 2, DeviceKind.GPU))
 
@@ -197,6 +197,6 @@ def test_a_recipe_is_a_python_file_with_units_and_the_command_that_trains_it() -
 def test_each_field_is_in_the_table_once() -> None:
     changing = "--weight-decay-incr-style=linear"
     places = [
-        place for row in FLAGS_WITH_FIELDS if changing not in row.only_with for place in row.recipe
+        field for row in FLAGS_WITH_FIELDS if changing not in row.only_with for field in row.recipe
     ]
     assert len(set(places)) == len(places)

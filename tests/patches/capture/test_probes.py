@@ -45,8 +45,8 @@ def captured(tmp_path, model, x=2.0, forced=None):
 
 
 def value(stored, name, slot, stage=Stage.OUTPUTS):
-    found = stored.get(Site(stage, name, slot, 0))
-    return None if found is None else found.item()
+    result = stored.get(Site(stage, name, slot, 0))
+    return None if result is None else result.item()
 
 
 def test_inputs_and_outputs_of_every_module_are_written(tmp_path):
@@ -192,8 +192,8 @@ def test_response_of_a_state_includes_its_initial_values(tmp_path):
     responding.carry(
         [(average, 50.0), (squares, 5.0), (Site(Stage.OPTIMIZER_STATE, "v", "exp_avg"), 1.0)]
     )
-    found = {key.split("|")[2]: round(value, 6) for key, value in responding.responses.items()}
-    assert found == {"gradient": 0.01, "exp_avg": 0.11, "exp_avg_sq": 0.02}
+    result = {key.split("|")[2]: round(value, 6) for key, value in responding.responses.items()}
+    assert result == {"gradient": 0.01, "exp_avg": 0.11, "exp_avg_sq": 0.02}
 
 
 def test_layers_and_experts_have_their_global_numbers():
@@ -206,9 +206,9 @@ def test_layers_and_experts_have_their_global_numbers():
     (names,) = global_names([stage], [2], 4)
     own = "decoder.layers.0.experts.local_experts.0"
     assert (names[own], names[""]) == ("decoder.layers.2.experts.local_experts.4", "model")
-    found = describe_module(stage.get_submodule(own))
-    assert found.kind == "Inner"
-    assert found.source.endswith(f":{Inner.forward.__code__.co_firstlineno}")
+    result = describe_module(stage.get_submodule(own))
+    assert result.kind == "Inner"
+    assert result.source.endswith(f":{Inner.forward.__code__.co_firstlineno}")
 
 
 class Borrower(torch.nn.Module):

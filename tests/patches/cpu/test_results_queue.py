@@ -14,6 +14,6 @@ def test_only_a_checkpoint_written_by_another_process_needs_a_queue_between_them
     arguments = SimpleNamespace(async_save=is_async)
     megatron = SimpleNamespace(get_args=lambda: arguments)
     monkeypatch.setitem(sys.modules, "megatron.training", megatron)
-    found = _use_local_queue(lambda: "between processes")()
-    assert (found == "between processes") is is_async
-    assert isinstance(found, queue.Queue) is not is_async
+    result = _use_local_queue(lambda: "between processes")()
+    assert (result == "between processes") is is_async
+    assert isinstance(result, queue.Queue) is not is_async

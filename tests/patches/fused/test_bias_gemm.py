@@ -28,12 +28,12 @@ def test_the_sum_with_the_bias_equals_float64(
     x = torch.randn(tokens, batch, inner, device=device).to(dtype)
     weight = torch.randn(outer, inner, device=device).to(dtype)
     bias = torch.randn(outer, device=device).to(dtype)
-    found = FUSED(None, x, weight, bias)
+    result = FUSED(None, x, weight, bias)
     expected = linear(None, x.double(), weight.double(), bias.double())
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype] * inner**0.5}
-    assert (found.shape, found.dtype) == ((tokens, batch, outer), dtype)
-    assert found.is_contiguous()
-    torch.testing.assert_close(found.double(), expected, **close)
+    assert (result.shape, result.dtype) == ((tokens, batch, outer), dtype)
+    assert result.is_contiguous()
+    torch.testing.assert_close(result.double(), expected, **close)
 
 
 def test_the_bias_is_added_once_and_by_the_product() -> None:
@@ -45,11 +45,11 @@ def test_the_bias_is_added_once_and_by_the_product() -> None:
         return output + bias
 
     ones = torch.ones(1, 1, 2)
-    found = _add_bias_in_product(noting).__func__(
+    result = _add_bias_in_product(noting).__func__(
         None, ones, torch.ones(2, 2), torch.full((2,), 3.0)
     )
     assert asked == ["product with bias"]
-    assert found.tolist() == [[[5.0, 5.0]]]
+    assert result.tolist() == [[[5.0, 5.0]]]
 
 
 def test_without_a_bias_nothing_changes() -> None:
